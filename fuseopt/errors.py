@@ -1,0 +1,29 @@
+"""Every error fuseopt raises on purpose. Each message says what is wrong, where, and what to do instead."""
+
+
+class FuseoptError(Exception):
+    """Base class: `except fuseopt.errors.FuseoptError` catches all of the errors below."""
+
+
+class ConfigError(FuseoptError, ValueError):
+    """A config that cannot be read, or that asks for something unknown, impossible or not available yet."""
+
+
+class NotAModelError(FuseoptError, TypeError):
+    """The object given is no `torch.nn.Module`."""
+
+
+class PlanError(FuseoptError, RuntimeError):
+    """Under `strict=True`: something that was asked for by name cannot be done on this model or this machine."""
+
+
+class ApplyError(FuseoptError, RuntimeError):
+    """A replacement could not be built or set; the model has been put back as it was."""
+
+
+class BackendError(FuseoptError, RuntimeError):
+    """An op was asked to run on a backend that cannot run it; the message lists why."""
+
+
+class NativeBuildError(FuseoptError, RuntimeError):
+    """The native library could not be compiled; the message holds the compiler's own words."""
