@@ -27,3 +27,7 @@ class BackendError(FuseoptError, RuntimeError):
 
 class NativeBuildError(FuseoptError, RuntimeError):
     """The native library could not be compiled; the message holds the compiler's own words."""
+
+
+class CompileError(FuseoptError, RuntimeError):
+    """A model's training step could not be compiled; the message says how to train without."""

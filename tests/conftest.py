@@ -1,0 +1,37 @@
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["ops/triton/*", "test_compile_only.py"]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def each_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Runs a test on the CPU and on a GPU: models and tensors are made on the device without being told."""
+    with torch.device(request.param) as device:
+        yield device
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep compiled libraries with pytest's own cache: built once, whatever tests, workers and later runs need them."""
+    if config.pluginmanager.has_plugin("cacheprovider"):
+        os.environ.setdefault("FUSEOPT_CACHE_DIR", str(config.cache.mkdir("native")))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out `interpreter` tests unless TRITON_INTERPRET=1, and skip GPU tests where there are too few GPUs."""
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    gpus = torch.cuda.device_count()
+    left_out = []
+    for item in items:
+        if item.get_closest_marker("interpreter") and not interpreting:
+            left_out.append(item)
+        for marker, needed in (("gpu", 1), ("multigpu", 2)):
+            if item.get_closest_marker(marker) and gpus < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} NVIDIA GPU(s), found {gpus}"))
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
