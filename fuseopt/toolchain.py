@@ -1,0 +1,268 @@
+"""Compilers, flags and commands: how a folder of `csrc` becomes one shared library.
+
+CPU code is C++ against the LibTorch stable ABI. CUDA code is torch-free `.cu` compiled by nvcc, and a thin binding on
+the stable ABI compiled by the C++ compiler. No header outside the stable ABI is compiled, and no library needs Python.
+"""
+
+import functools
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fuseopt.errors import NativeBuildError
+
+CSRC = Path(__file__).parent / "csrc"
+PORTABLE_CUDA_ARCHITECTURES = ("80", "90")
+"""Compute capabilities of a library that is shipped; PTX of the last one serves newer devices."""
+
+_TORCH = Path(torch.__file__).parent
+# The oldest supported release: only what its stable ABI has may be used, whichever release's headers are compiled.
+_TORCH_TARGET_VERSION = "0x020b000000000000"
+_CXX_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fopenmp-simd")
+
+
+class ToolchainError(Exception):
+    """No library of this kind can be compiled on this machine; the message says why."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that one shared library is made from.
+
+    Attributes:
+        sources: the files to compile.
+        compile_commands: by suffix of a source, the command that compiles it when `-c SOURCE -o OBJECT` follows.
+        link_command, link_libraries: the command that links it, when objects and `-o LIBRARY` come between.
+        key: a hash of sources, headers, flags, compiler versions and the minor version of torch. Patch releases change
+            neither headers nor ABI. A minor release may change inline code of the headers, so a library is not shared
+            between two of them although the ABI would allow it. Folders are no part of it.
+    """
+
+    sources: tuple[Path, ...]
+    compile_commands: dict[str, tuple[str, ...]]
+    link_command: tuple[str, ...]
+    link_libraries: tuple[str, ...]
+    key: str
+
+
+def cpu_recipe(*, portable: bool = False) -> Recipe:
+    """The CPU library, for this machine's processor, or (`portable`) for any x86-64-v3 one.
+
+    Raises:
+        ToolchainError: no working C++ compiler.
+    """
+    cxx = _cxx_compiler()
+    flags = (*_CXX_FLAGS, f"-DTORCH_TARGET_VERSION={_TORCH_TARGET_VERSION}", *_machine_flags(portable))
+    return Recipe(
+        sources=_sources("cpu"),
+        compile_commands={".cpp": (*cxx, *flags, "-isystem", str(_TORCH / "include"))},
+        link_command=(*cxx, "-shared"),
+        link_libraries=_torch_libraries("torch_cpu"),
+        key=_key("cpu", *flags, _cxx_fingerprint(cxx, flags)),
+    )
+
+
+def cuda_recipe(architectures: Sequence[str], *, ptx: bool = False) -> Recipe:
+    """The CUDA library.
+
+    Args:
+        architectures: compute capabilities to compile for, as "90".
+        ptx: keep PTX of the last of them as well.
+
+    Raises:
+        ToolchainError: no C++ compiler, no nvcc, or one of another major version than torch's CUDA.
+    """
+    sources = _sources("cuda")
+    cxx = _cxx_compiler()
+    nvcc = find_nvcc()
+    nvcc_version = nvcc_release(nvcc)
+    torch_cuda = torch.version.cuda
+    if torch_cuda is not None and nvcc_version.split(".")[0] != torch_cuda.split(".")[0]:
+        raise ToolchainError(
+            f"{nvcc} is CUDA {nvcc_version}, torch was built with CUDA {torch_cuda}: majors must match"
+        )
+    root = toolkit_root(nvcc)
+    cxx_flags = (*_CXX_FLAGS, f"-DTORCH_TARGET_VERSION={_TORCH_TARGET_VERSION}", "-DUSE_CUDA")
+    nvcc_flags = (*NVCC_FLAGS, *gencode_flags(architectures, ptx=ptx))
+    include = ("-isystem", str(_TORCH / "include"), "-isystem", str(root / "include"))
+    return Recipe(
+        sources=sources,
+        compile_commands={".cpp": (*cxx, *cxx_flags, *include), ".cu": (nvcc, *nvcc_flags)},
+        link_command=(*cxx, "-shared"),
+        link_libraries=(*_torch_libraries("torch_cpu", "torch_cuda"), str(_cuda_runtime(root))),
+        key=_key("cuda", *cxx_flags, *nvcc_flags, nvcc_version, _cxx_fingerprint(cxx, cxx_flags)),
+    )
+
+
+NVCC_FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden")
+
+
+def gencode_flags(architectures: Sequence[str], *, ptx: bool = False) -> list[str]:
+    """nvcc's flags for machine code of each compute capability, and PTX of the last."""
+    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures]
+    if ptx:
+        flags.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
+    return flags
+
+
+def find_nvcc() -> str:
+    """nvcc of CUDA_HOME, else of PATH, else of /usr/local/cuda.
+
+    Raises:
+        ToolchainError: there is none.
+    """
+    home = os.environ.get("CUDA_HOME")
+    for candidate in (home and f"{home}/bin/nvcc", "nvcc", "/usr/local/cuda/bin/nvcc"):
+        path = candidate and shutil.which(candidate)
+        if path:
+            return path
+    raise ToolchainError("no nvcc: not in CUDA_HOME, not on PATH, not in /usr/local/cuda")
+
+
+@functools.cache
+def nvcc_release(nvcc: str) -> str:
+    """nvcc's release, as "13.0"."""
+    match = re.search(r"release (\d+\.\d+)", _output_of([nvcc, "--version"]))
+    if match is None:
+        raise ToolchainError(f"{nvcc} --version names no release")
+    return match[1]
+
+
+@functools.cache
+def toolkit_root(nvcc: str) -> Path:
+    """The toolkit's folder, asked from nvcc itself: the one on PATH may be a wrapper that lives elsewhere."""
+    match = re.search(r"TOP=(.+)", _output_of([nvcc, "--dryrun", "-x", "cu", os.devnull]))
+    if match is None:
+        raise ToolchainError(f"{nvcc} --dryrun names no toolkit folder")
+    return Path(match[1].strip()).resolve()
+
+
+def build(recipe: Recipe, library: Path) -> None:
+    """Compile and link in a new folder beside `library`, then move the result there in one step.
+
+    Uses ninja where it is installed, else calls the compilers itself, as many at a time as there are processors.
+
+    Raises:
+        NativeBuildError: a compiler failed; the message is its own.
+        OSError: the folder of `library` cannot be written.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"{library.stem}.", dir=library.parent) as name:
+        folder = Path(name)
+        compilations = [
+            [*recipe.compile_commands[source.suffix], "-c", str(source), "-o", str(folder / f"{source.name}.o")]
+            for source in recipe.sources
+        ]
+        objects = [command[-1] for command in compilations]
+        built = folder / library.name
+        link = [*recipe.link_command, *objects, "-o", str(built), *recipe.link_libraries]
+        ninja = _ninja()
+        if ninja is not None:
+            (folder / "build.ninja").write_text(_ninja_file(compilations, objects, link, built))
+            _run([ninja, "-C", str(folder)])
+        else:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(_run, compilations))
+            _run(link)
+        os.replace(built, library)
+
+
+def _sources(kind: str) -> tuple[Path, ...]:
+    sources = tuple(sorted(path for path in (CSRC / kind).glob("*") if path.suffix in (".cpp", ".cu")))
+    if not sources:
+        raise ToolchainError(f"there are no sources in {CSRC / kind}")
+    return sources
+
+
+def _key(kind: str, *facts: str) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in (CSRC, CSRC / kind) for path in folder.glob("*.*")):
+        digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
+    for fact in (*facts, ".".join(torch.__version__.split(".")[:2])):
+        digest.update(f"{fact}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def _cxx_compiler() -> tuple[str, ...]:
+    """The command in CXX, which may have arguments, else the first compiler on PATH."""
+    if os.environ.get("CXX"):
+        command = shlex.split(os.environ["CXX"])
+        if shutil.which(command[0]) is None:
+            raise ToolchainError(f"the C++ compiler that CXX names does not exist: {command[0]}")
+        return tuple(command)
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return (name,)
+    raise ToolchainError("no C++ compiler: neither c++, g++ nor clang++ is on PATH, and CXX is not set")
+
+
+@functools.cache
+def _cxx_fingerprint(cxx: tuple[str, ...], flags: tuple[str, ...]) -> str:
+    """What the compiler would run, unabridged: its version, and the processor that `-march=native` stands for."""
+    return _output_of([*cxx, *flags, "-###", "-S", "-x", "c++", os.devnull, "-o", os.devnull])
+
+
+def _machine_flags(portable: bool) -> tuple[str, ...]:
+    machine = platform.machine()
+    if machine in ("x86_64", "AMD64"):
+        # Compilers prefer 256-bit vectors; these loops gain up to 1.5x from 512-bit ones where the processor has them.
+        return ("-march=x86-64-v3",) if portable else ("-march=native", "-mprefer-vector-width=512")
+    return () if portable else ("-mcpu=native",)
+
+
+def _torch_libraries(*names: str) -> tuple[str, ...]:
+    return (f"-L{_TORCH / 'lib'}", *(f"-l{name}" for name in names))
+
+
+def _cuda_runtime(root: Path) -> Path:
+    # The pip packages of the toolkit ship libcudart.so.13 without the plain name that -lcudart needs.
+    for folder in ("lib64", "lib", f"targets/{platform.machine()}-linux/lib"):
+        for path in sorted((root / folder).glob("libcudart.so*")):
+            return path
+    raise ToolchainError(f"no libcudart.so in {root}")
+
+
+def _ninja() -> str | None:
+    try:
+        import ninja
+    except ImportError:
+        return shutil.which("ninja")
+    return str(Path(ninja.BIN_DIR) / "ninja")
+
+
+def _ninja_file(compilations: list[list[str]], objects: list[str], link: list[str], library: Path) -> str:
+    def statement(command: list[str], output: str, inputs: list[str]) -> str:
+        paths = [re.sub(r"([$ :])", r"$\1", path) for path in (output, *inputs)]
+        return f"build {paths[0]}: run {' '.join(paths[1:])}\n  command = {shlex.join(command).replace('$', '$$')}\n"
+
+    compile_statements = [statement(command, output, []) for command, output in zip(compilations, objects, strict=True)]
+    return "".join(["rule run\n  command = $command\n", *compile_statements, statement(link, str(library), objects)])
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    except OSError as error:
+        raise NativeBuildError(f"{command[0]} cannot be started: {error}") from error
+    if process.returncode != 0:
+        raise NativeBuildError(f"{shlex.join(command)} failed with exit status {process.returncode}:\n{process.stdout}")
+
+
+def _output_of(command: Sequence[str]) -> str:
+    # In a fixed folder: clang prints the one it runs in.
+    process = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=os.sep
+    )
+    if process.returncode != 0:
+        raise ToolchainError(f"{shlex.join(command)} failed with exit status {process.returncode}:\n{process.stdout}")
+    return process.stdout

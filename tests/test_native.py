@@ -1,0 +1,324 @@
+"""The loader, on a library of two tiny sources that compiles in a fraction of a second."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuseopt import native, toolchain
+
+SOURCES = {
+    "dtypes.h": "constexpr int kAnswer = 42;\n",
+    "cpu/answer.cpp": '#include "../dtypes.h"\nextern "C" __attribute__((visibility("default"))) int answer() '
+    "{ return kAnswer; }\n",
+    "cpu/other.cpp": "int other() { return 0; }\n",
+}
+
+
+@pytest.fixture
+def csrc(tmp_path, monkeypatch) -> Path:
+    """A source folder of the test's own, an empty cache folder, and a loader that has seen nothing yet."""
+    folder = tmp_path / "csrc"
+    for name, text in SOURCES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    monkeypatch.setattr(toolchain, "CSRC", folder)
+    monkeypatch.setattr(native, "_settled", {})
+    monkeypatch.setenv("FUSEOPT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("FUSEOPT_NO_BUILD", raising=False)
+    native._recipe.cache_clear()
+    yield folder
+    native._recipe.cache_clear()
+
+
+@pytest.fixture
+def logging_compiler(tmp_path, monkeypatch) -> Path:
+    """CXX set to a compiler that writes its arguments to a file, the one returned, a line a call."""
+    log = tmp_path / "compiler.log"
+    log.touch()
+    compiler = tmp_path / "logging-c++"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    return log
+
+
+def compilations(log: Path) -> int:
+    return sum(" -c " in line for line in log.read_text().splitlines())
+
+
+def start_process(csrc: Path, statement: str) -> subprocess.Popen:
+    """A fresh Python on the same sources, environment and cache."""
+    code = f"""
+from pathlib import Path
+from fuseopt import native, toolchain
+toolchain.CSRC = Path({str(csrc)!r})
+{statement}
+"""
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def output_of(process: subprocess.Popen) -> str:
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return out.strip()
+
+
+def test_from_buildable_to_loaded(csrc, capfd):
+    before = native.state("cpu")
+    assert (before.status, before.origin, before.reason) == ("buildable", None, None)
+    assert native.load("cpu", build=False).status == "buildable"
+    assert not native.cache_dir().exists()
+
+    loaded = native.load("cpu")
+    assert (loaded.status, loaded.origin, loaded.reason) == ("loaded", "built", None)
+    assert loaded.seconds > 0
+    assert loaded.path.parent == native.cache_dir()
+    assert native.load("cpu") is loaded
+    assert native.state("cpu") is loaded
+    assert "compiling the cpu library (2 files, once) ... done" in capfd.readouterr().err
+    assert sorted(path.suffix for path in native.cache_dir().iterdir()) == [".lock", ".so"]
+
+
+def test_a_fresh_process_loads_the_cached_file_and_compiles_nothing(csrc, logging_compiler):
+    assert native.load("cpu").origin == "built"
+    count = compilations(logging_compiler)
+    assert count == 2
+    statement = "s = native.state('cpu'); l = native.load('cpu'); print(s.status, s.origin, l.status, l.origin)"
+    assert output_of(start_process(csrc, statement)) == "available cache loaded cache"
+    assert compilations(logging_compiler) == count
+
+
+def test_import_compiles_nothing_and_is_light(csrc):
+    statement = "import sys; print(*({'filelock', 'ninja', 'transformers', 'triton'} & set(sys.modules)))"
+    assert output_of(start_process(csrc, statement)) == ""
+    assert not native.cache_dir().exists()
+
+
+def test_without_ninja_the_compilers_are_called_directly(csrc, monkeypatch, logging_compiler):
+    monkeypatch.setattr(toolchain, "_ninja", lambda: None)
+    assert native.load("cpu").origin == "built"
+    assert compilations(logging_compiler) == 2
+
+
+@pytest.mark.parametrize("with_ninja", [True, False])
+def test_a_failed_build_keeps_the_compilers_words_and_is_not_tried_again(
+    csrc, monkeypatch, logging_compiler, with_ninja
+):
+    if not with_ninja:
+        monkeypatch.setattr(toolchain, "_ninja", lambda: None)
+    (csrc / "cpu" / "other.cpp").write_text('#error "words of the compiler"\n')
+    failed = native.load("cpu")
+    assert (failed.status, failed.origin) == ("absent", None)
+    assert "words of the compiler" in failed.reason
+    count = compilations(logging_compiler)
+    assert native.load("cpu") is failed
+    assert native.state("cpu") is failed
+    assert compilations(logging_compiler) == count
+    assert not list(native.cache_dir().glob("*.so"))
+    assert not [path for path in native.cache_dir().iterdir() if path.is_dir()]
+
+
+def test_a_compiler_that_cannot_run_is_a_reason(csrc, monkeypatch, tmp_path):
+    broken = tmp_path / "broken-c++"
+    broken.write_text("#!/bin/sh\necho out of order; exit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    state = native.load("cpu")
+    assert state.status == "absent"
+    assert "out of order" in state.reason
+    assert "exit status 3" in state.reason
+
+
+def test_a_missing_compiler_is_a_reason(csrc, monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    assert "CXX names does not exist: /nowhere/c++" in native.state("cpu").reason
+    native._recipe.cache_clear()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "/nowhere")
+    state = native.load("cpu")
+    assert state.status == "absent"
+    assert state.reason.startswith("no C++ compiler")
+
+
+def test_no_build_forbids_compiling_but_not_loading(csrc, monkeypatch):
+    monkeypatch.setenv("FUSEOPT_NO_BUILD", "1")
+    state = native.load("cpu")
+    assert state.status == "absent"
+    assert "FUSEOPT_NO_BUILD" in state.reason
+    assert not native.cache_dir().exists()
+
+    monkeypatch.setattr(native, "_settled", {})
+    monkeypatch.delenv("FUSEOPT_NO_BUILD")
+    native.load("cpu")
+    monkeypatch.setattr(native, "_settled", {})
+    monkeypatch.setenv("FUSEOPT_NO_BUILD", "1")
+    assert native.load("cpu").origin == "cache"
+
+
+def test_no_sources_is_a_reason(csrc):
+    for path in (csrc / "cpu").iterdir():
+        path.unlink()
+    assert native.load("cpu").reason == f"there are no sources in {csrc / 'cpu'}"
+
+
+def test_a_cache_folder_that_cannot_be_made_is_a_reason(csrc, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FUSEOPT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    state = native.load("cpu")
+    assert state.status == "absent"
+    assert "FUSEOPT_CACHE_DIR" in state.reason
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only to root")
+def test_a_read_only_cache_folder_serves_what_it_has_and_takes_no_more(csrc, monkeypatch):
+    native.load("cpu")
+    native.cache_dir().chmod(0o555)
+    try:
+        monkeypatch.setattr(native, "_settled", {})
+        assert native.load("cpu").origin == "cache"
+        monkeypatch.setattr(native, "_settled", {})
+        native._recipe.cache_clear()
+        (csrc / "dtypes.h").write_text("constexpr int kAnswer = 43;\n")
+        assert "FUSEOPT_CACHE_DIR" in native.load("cpu").reason
+    finally:
+        native.cache_dir().chmod(0o755)
+
+
+def test_a_killed_build_does_not_block_the_next_one(csrc, monkeypatch, tmp_path):
+    hanging = tmp_path / "hanging-c++"
+    hanging.write_text(
+        f'#!/bin/sh\ncase "$*" in *" -c "*) [ -e {tmp_path}/patient ] || exec sleep 10;; esac\nexec c++ "$@"\n'
+    )
+    hanging.chmod(0o755)
+    monkeypatch.setenv("CXX", str(hanging))
+    process = start_process(csrc, "native.load('cpu')")
+    deadline = time.monotonic() + 30
+    while not list(native.cache_dir().glob("*/build.ninja")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    (abandoned,) = (path for path in native.cache_dir().iterdir() if path.is_dir())
+
+    (tmp_path / "patient").touch()
+    state = native.load("cpu")
+    assert (state.status, state.origin) == ("loaded", "built")
+    assert not abandoned.exists()
+
+
+def test_two_processes_build_once(csrc, logging_compiler):
+    processes = [start_process(csrc, "print(native.load('cpu').status)") for _ in range(2)]
+    assert [output_of(process) for process in processes] == ["loaded", "loaded"]
+    assert compilations(logging_compiler) == 2
+
+
+def test_a_prebuilt_library_comes_first(csrc, monkeypatch, tmp_path):
+    built = native.load("cpu")
+    (tmp_path / "_lib").mkdir()
+    prebuilt = tmp_path / "_lib" / "cpu.so"
+    prebuilt.write_bytes(built.path.read_bytes())
+    monkeypatch.setattr(native, "_PREBUILT_DIR", tmp_path / "_lib")
+    monkeypatch.setattr(native, "_settled", {})
+    monkeypatch.setenv("FUSEOPT_NO_BUILD", "1")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert native.state("cpu") == native.LibraryState("cpu", "available", "prebuilt", prebuilt)
+    loaded = native.load("cpu", build=False)
+    assert (loaded.status, loaded.origin, loaded.path) == ("loaded", "prebuilt", prebuilt)
+
+
+def test_a_file_that_cannot_be_loaded_is_a_reason(csrc):
+    path = native.state("cpu").path
+    path.parent.mkdir()
+    path.write_text("not a library")
+    state = native.load("cpu")
+    assert state.status == "absent"
+    assert f"{path} cannot be loaded" in state.reason
+
+
+def test_the_key_is_of_content_flags_and_compiler_but_not_of_place(csrc, monkeypatch, tmp_path):
+    def key(**options: bool) -> str:
+        return toolchain.cpu_recipe(**options).key
+
+    first = key()
+    assert key(portable=True) != first
+    csrc.rename(tmp_path / "elsewhere")
+    monkeypatch.setattr(toolchain, "CSRC", tmp_path / "elsewhere")
+    assert key() == first
+    monkeypatch.setattr(torch, "__version__", "2.99.1+cpu")
+    assert (minor := key()) != first
+    monkeypatch.setattr(torch, "__version__", "2.99.2")
+    assert key() == minor
+    (tmp_path / "elsewhere" / "dtypes.h").write_text("constexpr int kAnswer = 43;\n")
+    assert (changed := key()) != minor
+    monkeypatch.setenv("CXX", "c++ -O1")
+    assert key() != changed
+
+
+def test_cuda_needs_a_cuda_build_of_torch(csrc, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "built without CUDA" in native.load("cuda").reason
+
+
+def test_cuda_needs_a_device(csrc, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert native.load("cuda").reason == "torch sees no CUDA device"
+
+
+@pytest.fixture
+def gpu_of_sm_90(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+def test_cuda_needs_sources(csrc, gpu_of_sm_90):
+    assert native.load("cuda").reason == f"there are no sources in {csrc / 'cuda'}"
+
+
+@pytest.fixture
+def nvcc() -> str:
+    try:
+        return toolchain.find_nvcc()
+    except toolchain.ToolchainError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def cuda_csrc(csrc) -> Path:
+    (csrc / "cuda").mkdir()
+    (csrc / "cuda" / "binding.cpp").write_text("#include <cuda_runtime.h>\nint binding() { return cudaSuccess; }\n")
+    (csrc / "cuda" / "kernel.cu").write_text("__global__ void kernel(float* x) { *x = 1; }\n")
+    return csrc
+
+
+def test_cuda_needs_an_nvcc_of_torchs_major_version(cuda_csrc, gpu_of_sm_90, monkeypatch, nvcc):
+    monkeypatch.setattr(torch.version, "cuda", "7.5")
+    reason = native.load("cuda").reason
+    assert f"{nvcc} is CUDA {toolchain.nvcc_release(nvcc)}, torch was built with CUDA 7.5" in reason
+
+
+def test_cuda_without_nvcc(cuda_csrc, gpu_of_sm_90, monkeypatch):
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None if "nvcc" in name else name)
+    assert native.load("cuda").reason.startswith("no nvcc")
+
+
+def test_cuda_builds_the_same_way(cuda_csrc, monkeypatch, tmp_path, nvcc):
+    monkeypatch.setattr(torch.version, "cuda", toolchain.nvcc_release(nvcc))
+    recipe = toolchain.cuda_recipe(["80", "90"], ptx=True)
+    flags = " ".join(recipe.compile_commands[".cu"])
+    assert "compute_80,code=sm_80" in flags
+    assert "compute_90,code=sm_90" in flags
+    assert "compute_90,code=compute_90" in flags
+    assert recipe.key != toolchain.cuda_recipe(["90"]).key
+    # This torch may have no libtorch_cuda to link with, and these sources need none.
+    toolchain.build(replace(recipe, link_libraries=recipe.link_libraries[-1:]), tmp_path / "cuda.so")
+    assert (tmp_path / "cuda.so").stat().st_size > 0
