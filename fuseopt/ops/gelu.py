@@ -1,0 +1,147 @@
+"""GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415) with an optional bias, as torch.nn.functional.gelu."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fuseopt.ops import registry
+from fuseopt.ops.library import (
+    apply,
+    check_shape,
+    compute_dtype,
+    define,
+    is_differentiated_again,
+    needs_autograd,
+    reference_vjp,
+)
+
+
+def _fwd_fake(input: Tensor, bias: Tensor | None, approximate: str, output_dtype: torch.dtype) -> Tensor:
+    return input.new_empty(input.shape, dtype=output_dtype)
+
+
+def _bwd_fake(grad_output: Tensor, input: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    return input.new_empty(input.shape)
+
+
+FWD = define("gelu_fwd(Tensor input, Tensor? bias, str approximate, ScalarType output_dtype) -> Tensor", _fwd_fake)
+BWD = define("gelu_bwd(Tensor grad_output, Tensor input, Tensor? bias, str approximate) -> Tensor", _bwd_fake)
+
+
+def _reference(input: Tensor, bias: Tensor | None, approximate: str, output_dtype: torch.dtype) -> Tensor:
+    if bias is None and output_dtype == input.dtype:
+        return F.gelu(input, approximate=approximate)
+    dtype = compute_dtype(input, bias)
+    x = input.to(dtype)
+    if bias is not None:
+        x = x + bias.to(dtype)
+    return F.gelu(x, approximate=approximate).to(output_dtype)
+
+
+def gelu_reference(
+    input: Tensor,
+    bias: Tensor | None = None,
+    *,
+    approximate: str = "none",
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`gelu` by torch's own."""
+    return _reference(input, bias, approximate, output_dtype or input.dtype)
+
+
+class _GELU(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(backend: str, *arguments: Any) -> Tensor:
+        return FWD[backend](*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.backend, input, bias, ctx.approximate, ctx.output_dtype = inputs
+        ctx.save_for_backward(input, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        input, bias = ctx.saved_tensors
+        need_bias_grad = ctx.needs_input_grad[2]
+        if is_differentiated_again():
+            reference = partial(_reference, approximate=ctx.approximate, output_dtype=ctx.output_dtype)
+            grad_input, grad_bias = reference_vjp(reference, grad_output, (input, bias))
+        elif need_bias_grad:
+            # The rows are summed in the wider dtype, before the gradient is rounded to the input's.
+            wide = torch.promote_types(input.dtype, bias.dtype)
+            grad = BWD[ctx.backend](grad_output, input.to(wide), bias, ctx.approximate)
+            grad_input, grad_bias = grad.to(input.dtype), grad.sum_to_size(bias.shape).to(bias.dtype)
+        else:
+            grad_input = BWD[ctx.backend](grad_output, input, bias, ctx.approximate)
+        return None, grad_input, grad_bias if need_bias_grad else None, None, None
+
+
+def gelu(
+    input: Tensor,
+    bias: Tensor | None = None,
+    *,
+    approximate: str = "none",
+    output_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`GELU(input + bias)`, sum and GELU in float32 (float64 where a tensor is float64) with one rounding at the end.
+
+    Autocast has no say in it, as it has none in F.gelu.
+
+    Args:
+        input: [..., H], any strides; float32, float16, bfloat16 or float64.
+        bias: [H] or None: of the layer before; its dtype may differ from `input`'s.
+        approximate: "none" for the error function, "tanh" for the approximation (transformers' gelu_new).
+        output_dtype: the result's dtype; `input`'s by default.
+        backend: "auto", "cuda", "cpu" or "reference".
+
+    Returns:
+        `input`'s shape, contiguous.
+
+    Raises:
+        ValueError: an unknown `approximate`, or a bias of another shape.
+        BackendError: the backend named cannot run here; the message says why.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate must be 'none' or 'tanh', not {approximate!r}")
+    if bias is not None:
+        check_shape("bias", bias, input.shape[-1:])
+    dtypes = (input.dtype, None if bias is None else bias.dtype)
+    output_dtype = output_dtype or input.dtype
+    chosen = registry.pick("gelu", backend, input.device, dtypes)
+    if chosen == "reference":
+        return _reference(input, bias, approximate, output_dtype)
+    if needs_autograd(input, bias):
+        return apply(_GELU, chosen, input, bias, approximate, output_dtype)
+    return FWD[chosen](input, bias, approximate, output_dtype)
+
+
+def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return (2 * torch.randn(shape, device=device, dtype=dtype)).requires_grad_(requires_grad)
+
+    wide = torch.promote_types(dtype, torch.float32)
+    for approximate in ("none", "tanh"):
+        yield registry.SampleInput((make(2, 3, 17),), {"approximate": approximate})
+        yield registry.SampleInput((make(2, 3, 17), make(17)), {"approximate": approximate})
+    yield registry.SampleInput((make(5, 33), make(33, dtype=wide)), {"output_dtype": wide})
+    yield registry.SampleInput((make(7),))
+    yield registry.SampleInput((make(0, 8), make(8)))
+    yield registry.SampleInput((make(3, 0), make(0)))
+
+
+registry.register(
+    registry.Op(
+        name="gelu",
+        function=gelu,
+        reference=gelu_reference,
+        sample_inputs=sample_inputs,
+        backends=(registry.CUDA, registry.CPU, registry.REFERENCE),
+    )
+)

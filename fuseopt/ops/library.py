@@ -1,0 +1,117 @@
+"""What every op file shares: defining raw ops under `torch.ops.fuseopt`, and the rules for when autograd takes part."""
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.autograd import forward_ad
+
+LIBRARY = torch.library.Library("fuseopt", "DEF")
+
+TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton kernels run on CPU tensors in this process, through Triton's interpreter."""
+
+
+def define(schema: str, fake: Callable, *, triton: str | None = None) -> dict[str, OpOverload]:
+    """Define a raw op and return the overload that each backend implements: `{"cpu": ..., "cuda": ..., "triton": ...}`.
+
+    The native libraries implement the default overload, for the CPU and the CUDA dispatch key. Raw ops have no autograd
+    of their own: a registered formula would slow down every call, also those that need no gradient.
+
+    Args:
+        schema: `name(arguments) -> results`, as in `native_functions.yaml`. Functional: fresh contiguous results.
+        fake: the op on tensors without data; same signature as the schema.
+        triton: module holding a function `name` with the schema's signature, imported on the first call; it becomes the
+            overload `.triton`.
+    """
+    name, signature = schema.split("(", 1)
+    LIBRARY.define(schema)
+    torch.library.register_fake(f"fuseopt::{name}", fake, lib=LIBRARY)
+    packet = getattr(torch.ops.fuseopt, name)
+    overloads = {"cpu": packet.default, "cuda": packet.default}
+    if triton is not None:
+        LIBRARY.define(f"{name}.triton({signature}")
+        torch.library.register_fake(f"fuseopt::{name}.triton", fake, lib=LIBRARY)
+        for key in ("CUDA", "CPU") if TRITON_INTERPRETED else ("CUDA",):
+            LIBRARY.impl(f"{name}.triton", _imported_on_first_call(triton, name), key)
+        overloads["triton"] = packet.triton
+    return overloads
+
+
+def _imported_on_first_call(module: str, name: str) -> Callable:
+    @functools.cache
+    def kernel() -> Callable:
+        return getattr(importlib.import_module(module), name)
+
+    return lambda *args, **kwargs: kernel()(*args, **kwargs)
+
+
+def needs_autograd(*tensors: Tensor | None) -> bool:
+    """Whether a call has to go through its `autograd.Function`; where it has not, the raw op alone is cheaper.
+
+    Inside `torch.func` transforms `requires_grad` is no guide (a batched tensor hides it), and forward-mode AD never
+    sets it. An `autograd.Function` handles the first and refuses the second; a raw op would silently drop the gradient.
+    """
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return torch._C._are_functorch_transforms_active()
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)`, without what that spends on binding `args` to a signature: 12 of 21 us a call."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)
+
+
+def is_differentiated_again() -> bool:
+    """In a `backward`: whether its result may itself be differentiated (`create_graph=True`).
+
+    While compiling the answer is no: AOT Autograd differentiates a graph once, and refuses a second time by itself.
+    """
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def reference_vjp(
+    reference: Callable, grad_output: Tensor, inputs: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of `reference(*inputs)` for each input, differentiable once more; None for an input that is None."""
+    present = [index for index, tensor in enumerate(inputs) if tensor is not None]
+
+    def of_present(*tensors: Tensor) -> Tensor:
+        arguments = dict(zip(present, tensors, strict=True))
+        return reference(*(arguments.get(index) for index in range(len(inputs))))
+
+    _, pull_back = torch.func.vjp(of_present, *(inputs[index] for index in present))
+    gradients = dict(zip(present, pull_back(grad_output), strict=True))
+    return tuple(gradients.get(index) for index in range(len(inputs)))
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """The dtype of an op's arithmetic: float64 where a tensor has it, else float32."""
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype == torch.float64:
+            return torch.float64
+    return torch.float32
+
+
+def float32_under_autocast(input: Tensor) -> torch.dtype:
+    """The result's dtype of an op that CUDA's autocast runs in float32; CPU's leaves these ops in `input`'s dtype."""
+    is_half = input.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if is_half and input.is_cuda and torch.is_autocast_enabled("cuda") else input.dtype
+
+
+def check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
+    """Raise ValueError unless `tensor` has `shape`: kernels read it without broadcasting."""
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must have shape {tuple(shape)}, not {tuple(tensor.shape)}")

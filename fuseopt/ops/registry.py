@@ -1,0 +1,182 @@
+"""The registry of ops and the choice of a backend: which exist, which can run here, and why the others cannot."""
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fuseopt import native
+from fuseopt.errors import BackendError
+from fuseopt.ops.library import TRITON_INTERPRETED
+
+FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run an op. As it stands: plain PyTorch, on any device; subclasses ask for more."""
+
+    name: str
+    dtypes: tuple[torch.dtype, ...] = FLOATING
+
+    def not_supported_reasons(
+        self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
+    ) -> list[str]:
+        """Why tensors of `dtypes` on `device` cannot be computed by this backend; empty when they can.
+
+        Args:
+            may_build: for planning: a native library that could be compiled counts as there, and nothing is loaded.
+                Without it a library has to be on disk, and is loaded. Neither way is anything compiled.
+        """
+        return [f"does not take {dtype}" for dtype in dict.fromkeys(dtypes) if dtype not in self.dtypes]
+
+
+@dataclass(frozen=True)
+class NativeBackend(Backend):
+    """A kernel from the native library of the same name."""
+
+    name: native.Kind
+
+    def not_supported_reasons(
+        self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
+    ) -> list[str]:
+        if device.type != self.name:
+            return [f"runs on {self.name} tensors, not on {device.type}"]
+        reasons = super().not_supported_reasons(device, dtypes)
+        if not reasons:
+            state = native.state(self.name) if may_build else native.load(self.name, build=False)
+            if state.status == "absent" or (not may_build and state.status != "loaded"):
+                reasons.append(f"its native library is {state.status}: {state.reason or 'not compiled yet'}")
+        return reasons
+
+
+class TritonBackend(Backend):
+    """A Triton kernel, on CUDA tensors; on CPU tensors in a process started with TRITON_INTERPRET=1."""
+
+    def not_supported_reasons(
+        self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
+    ) -> list[str]:
+        if device.type != "cuda" and not (device.type == "cpu" and TRITON_INTERPRETED):
+            return [f"runs on cuda tensors, not on {device.type}"]
+        if importlib.util.find_spec("triton") is None:
+            return ["the package triton is not installed"]
+        return super().not_supported_reasons(device, dtypes)
+
+
+CPU = NativeBackend("cpu")
+CUDA = NativeBackend("cuda")
+TRITON = TritonBackend("triton")
+REFERENCE = Backend("reference")
+
+
+@dataclass(frozen=True)
+class SampleInput:
+    """Arguments for one call of an op."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that was chosen, and the reasons of each backend that was asked before it and refused."""
+
+    backend: str
+    refused: Mapping[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op as tests, benchmarks and strategies see it.
+
+    Attributes:
+        name: its key in the registry.
+        function: the public function; takes `backend: str = "auto"` beside its own arguments.
+        reference: the same function in plain differentiable PyTorch, without `backend`.
+        sample_inputs: `sample_inputs(device, dtype, requires_grad)` yields small calls that cover the op's arguments,
+            odd and empty shapes included. An op without gradients ignores `requires_grad`.
+        backends: in the order in which "auto" tries them.
+    """
+
+    name: str
+    function: Callable
+    reference: Callable
+    sample_inputs: Callable[[torch.device, torch.dtype, bool], Iterator[SampleInput]]
+    backends: tuple[Backend, ...]
+
+    def choose(
+        self, backend: str, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
+    ) -> Choice:
+        """The first backend that can run, of all for "auto", else of the one named.
+
+        Raises:
+            BackendError: none can; the message lists each backend tried, and why it refused.
+        """
+        candidates = [candidate for candidate in self.backends if backend in ("auto", candidate.name)]
+        if not candidates:
+            known = ", ".join(candidate.name for candidate in self.backends)
+            raise BackendError(f"{self.name} has no backend {backend!r}; it has auto, {known}")
+        refused: dict[str, list[str]] = {}
+        for candidate in candidates:
+            reasons = candidate.not_supported_reasons(device, dtypes, may_build=may_build)
+            if not reasons:
+                return Choice(candidate.name, refused)
+            refused[candidate.name] = reasons
+        listed = "".join(f"\n  {name}: {'; '.join(reasons)}" for name, reasons in refused.items())
+        raise BackendError(
+            f"{self.name} cannot run on {device} with {', '.join(map(str, dtypes))}; backends tried:{listed}"
+        )
+
+
+_OPS: dict[str, Op] = {}
+_PICKED: dict[tuple[Any, ...], str] = {}
+
+
+def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...]) -> str:
+    """`get(name).choose(backend, device, dtypes).backend`, remembered until another native library is loaded.
+
+    Every call of an op comes through here. torch.compile takes the answer as a constant of the graph.
+
+    Args:
+        dtypes: of the op's floating point arguments; None for one that is absent.
+    """
+    key = (len(torch.ops.loaded_libraries), name, backend, device, dtypes)
+    picked = _PICKED.get(key)
+    if picked is None:
+        picked = get(name).choose(backend, device, [dtype for dtype in dtypes if dtype is not None]).backend
+        _PICKED[(len(torch.ops.loaded_libraries), *key[1:])] = picked  # choosing may have loaded a library
+    return picked
+
+
+# What torch.compiler.assume_constant_result sets; calling that would import torch._dynamo, and triton with it.
+pick._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def register(op: Op) -> Op:
+    """Add an op, from this package or from outside it; returns it.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if op.name in _OPS:
+        raise ValueError(f"an op named {op.name!r} is registered already")
+    _OPS[op.name] = op
+    return op
+
+
+def get(name: str) -> Op:
+    """The op of that name.
+
+    Raises:
+        KeyError: no such op; the message lists those that exist.
+    """
+    if name not in _OPS:
+        raise KeyError(f"no op named {name!r}; registered: {', '.join(names())}")
+    return _OPS[name]
+
+
+def names() -> list[str]:
+    """The names of all registered ops, sorted."""
+    return sorted(_OPS)

@@ -1,0 +1,180 @@
+"""RMSNorm over the last dimension, in the cast orders of T5, Llama, Gemma and torch.nn.RMSNorm.
+
+Root Mean Square Layer Normalization, Zhang and Sennrich 2019 (arXiv 1910.07467). The upstream classes differ only in
+where they round to a low precision and in an offset to the weight, so one op serves them all.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseopt.ops import registry
+from fuseopt.ops.library import (
+    apply,
+    check_shape,
+    compute_dtype,
+    define,
+    is_differentiated_again,
+    needs_autograd,
+    reference_vjp,
+)
+
+
+def _fwd_fake(
+    input: Tensor, weight: Tensor | None, eps: float, offset: float, norm_dtype: torch.dtype, output_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    rstd = input.new_empty(input.shape[:-1], dtype=compute_dtype(input))
+    return input.new_empty(input.shape, dtype=output_dtype), rstd
+
+
+def _bwd_fake(
+    grad_output: Tensor, input: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, need_weight_grad: bool
+) -> tuple[Tensor, Tensor]:
+    weight_grad_shape = weight.shape if weight is not None and need_weight_grad else (0,)
+    return input.new_empty(input.shape), (input if weight is None else weight).new_empty(weight_grad_shape)
+
+
+FWD = define(
+    "rms_norm_fwd(Tensor input, Tensor? weight, float eps, float offset, ScalarType norm_dtype,"
+    " ScalarType output_dtype) -> (Tensor, Tensor)",
+    _fwd_fake,
+    triton="fuseopt.ops.triton.rms_norm",
+)
+BWD = define(
+    "rms_norm_bwd(Tensor grad_output, Tensor input, Tensor? weight, Tensor rstd, float offset, bool need_weight_grad)"
+    " -> (Tensor, Tensor)",
+    _bwd_fake,
+    triton="fuseopt.ops.triton.rms_norm",
+)
+
+
+def _cast_dtypes(cast_order: str, input: Tensor, weight: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes (norm_dtype, output_dtype) that the normalised input and the result are rounded to."""
+    if cast_order == "input":
+        return compute_dtype(input, weight), input.dtype
+    weight_dtype = input.dtype if weight is None else weight.dtype
+    if cast_order == "t5":
+        is_half = weight_dtype in (torch.float16, torch.bfloat16)
+        norm_dtype = weight_dtype if is_half else compute_dtype(input, weight)
+        return norm_dtype, norm_dtype
+    if cast_order == "llama":
+        return input.dtype, torch.promote_types(input.dtype, weight_dtype)
+    raise ValueError(f"cast_order must be 'input', 't5' or 'llama', not {cast_order!r}")
+
+
+def _reference(
+    input: Tensor, weight: Tensor | None, eps: float, offset: float, norm_dtype: torch.dtype, output_dtype: torch.dtype
+) -> Tensor:
+    dtype = compute_dtype(input, weight)
+    x = input.to(dtype)
+    xhat = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(norm_dtype)
+    if weight is None:
+        return xhat.to(output_dtype)
+    return (xhat.to(dtype) * (weight.to(dtype) + offset)).to(output_dtype)
+
+
+def rms_norm_reference(
+    input: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, cast_order: str = "input"
+) -> Tensor:
+    """`rms_norm` in plain PyTorch: the arithmetic of T5LayerNorm, LlamaRMSNorm and GemmaRMSNorm, bit for bit."""
+    return _reference(input, weight, eps, offset, *_cast_dtypes(cast_order, input, weight))
+
+
+class _RMSNorm(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(backend: str, *arguments: Any) -> tuple[Tensor, Tensor]:
+        return FWD[backend](*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.backend, input, weight, *ctx.scalars = inputs
+        _, rstd = output
+        ctx.mark_non_differentiable(rstd)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(input, weight, rstd)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
+            return (None,) * 7
+        input, weight, rstd = ctx.saved_tensors
+        eps, offset, norm_dtype, output_dtype = ctx.scalars
+        need_weight_grad = ctx.needs_input_grad[2]
+        if is_differentiated_again():
+            reference = partial(_reference, eps=eps, offset=offset, norm_dtype=norm_dtype, output_dtype=output_dtype)
+            grad_input, grad_weight = reference_vjp(reference, grad_output, (input, weight))
+        else:
+            grad_input, grad_weight = BWD[ctx.backend](grad_output, input, weight, rstd, offset, need_weight_grad)
+        return None, grad_input, grad_weight if need_weight_grad else None, None, None, None, None
+
+
+def rms_norm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast_order: str = "input",
+    backend: str = "auto",
+) -> Tensor:
+    """`input / sqrt(mean(input**2) + eps) * (weight + offset)`, in float32 (float64 where a tensor is float64).
+
+    Autocast has no say in it: the arithmetic is never done in a low precision.
+
+    Args:
+        input: [..., H], any strides; float32, float16, bfloat16 or float64.
+        weight: [H] or None; may have another dtype than `input`.
+        eps: added to the mean square.
+        offset: 1.0 for Gemma, which stores its weight minus one.
+        cast_order: where the upstream class rounds. "input" (torch.nn.RMSNorm, Gemma): once, at the end, to `input`'s
+            dtype. "t5": before the weight, to the weight's dtype if that is float16 or bfloat16, else not at all; this
+            is also the result's dtype. "llama": before the weight, to `input`'s dtype; the result has the dtype that
+            `input` and `weight` promote to.
+        backend: "auto", "cuda", "triton", "cpu" or "reference".
+
+    Returns:
+        [..., H], contiguous.
+
+    Raises:
+        ValueError: an unknown `cast_order`, or a weight of another shape.
+        BackendError: the backend named cannot run here; the message says why.
+    """
+    if weight is not None:
+        check_shape("weight", weight, input.shape[-1:])
+    norm_dtype, output_dtype = _cast_dtypes(cast_order, input, weight)
+    dtypes = (input.dtype, None if weight is None else weight.dtype)
+    chosen = registry.pick("rms_norm", backend, input.device, dtypes)
+    if chosen == "reference":
+        return _reference(input, weight, eps, offset, norm_dtype, output_dtype)
+    if needs_autograd(input, weight):
+        return apply(_RMSNorm, chosen, input, weight, eps, offset, norm_dtype, output_dtype)[0]
+    return FWD[chosen](input, weight, eps, offset, norm_dtype, output_dtype)[0]
+
+
+def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype).requires_grad_(requires_grad)
+
+    for cast_order, offset in (("input", 0.0), ("input", 1.0), ("t5", 0.0), ("llama", 0.0)):
+        yield registry.SampleInput((make(2, 3, 17), make(17)), {"offset": offset, "cast_order": cast_order})
+    yield registry.SampleInput((make(4, 64), None, 1e-3))
+    yield registry.SampleInput((make(5, 33), make(33, dtype=torch.promote_types(dtype, torch.float32))))
+    yield registry.SampleInput((make(16), make(16)))
+    yield registry.SampleInput((make(0, 8), make(8)))
+    yield registry.SampleInput((make(3, 0), make(0)))
+
+
+registry.register(
+    registry.Op(
+        name="rms_norm",
+        function=rms_norm,
+        reference=rms_norm_reference,
+        sample_inputs=sample_inputs,
+        backends=(registry.CUDA, registry.TRITON, registry.CPU, registry.REFERENCE),
+    )
+)

@@ -1,0 +1,117 @@
+"""Which (op, backend, device) the tests of this folder run on, and how results are compared."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from fuseopt import native
+from fuseopt.ops import registry
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One backend of one op on one device."""
+
+    op: registry.Op
+    backend: str
+    device: torch.device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.op.function(*args, **kwargs, backend=self.backend)
+
+    def samples(self, dtype: torch.dtype, requires_grad: bool = False) -> list[registry.SampleInput]:
+        torch.manual_seed(0)
+        return list(self.op.sample_inputs(self.device, dtype, requires_grad))
+
+    def differentiable_samples(self, dtype: torch.dtype) -> list[registry.SampleInput]:
+        return [sample for sample in self.samples(dtype, True) if any(t.requires_grad for t in tensors(sample))]
+
+
+def cases(*names: str) -> list[Any]:
+    """Pytest parameters for each backend of the ops named, or of all: on CPU, in Triton's interpreter, on a GPU."""
+    return list(_parameters(names))
+
+
+def _parameters(names: tuple[str, ...]) -> Iterator[Any]:
+    for name in names or registry.names():
+        op = registry.get(name)
+        for backend in op.backends:
+            if backend.name == "triton":
+                yield _parameter(op, "triton", "cpu", pytest.mark.interpreter)
+            elif backend.name != "cuda":
+                yield _parameter(op, backend.name, "cpu")
+            if backend.name != "cpu":
+                yield _parameter(op, backend.name, "cuda", pytest.mark.gpu)
+
+
+def _parameter(op: registry.Op, backend: str, device: str, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(Case(op, backend, torch.device(device)), id=f"{op.name}-{backend}-{device}", marks=marks)
+
+
+def require_backend(case: Case) -> None:
+    """Skip where the machine lacks what the backend needs; fail where the backend refuses all the same."""
+    if case.device.type == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    if case.backend in native.KINDS:
+        state = native.load(case.backend)
+        assert state.status == "loaded", state.reason
+    assert case.op.choose(case.backend, case.device, [torch.float32]).backend == case.backend
+
+
+def tensors(sample: registry.SampleInput) -> list[Tensor]:
+    return [value for value in (*sample.args, *sample.kwargs.values()) if isinstance(value, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], sample: registry.SampleInput) -> registry.SampleInput:
+    args, kwargs = tree_map_only(Tensor, function, (sample.args, dict(sample.kwargs)))
+    return registry.SampleInput(args, kwargs)
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    if not tensor.dtype.is_floating_point:
+        return tensor
+    return tensor.detach().double().requires_grad_(tensor.requires_grad)
+
+
+def error(actual: Iterable[Tensor | None], judge: Iterable[Tensor | None]) -> float:
+    """Largest difference between two lists of tensors, over the size of the judge's largest value in that tensor.
+
+    That size counts as 0.01 at least: gradients that cancel to zero are what rounding leaves of values near one.
+    """
+    largest = 0.0
+    for value, expected in zip(actual, judge, strict=True):
+        assert (value is None) == (expected is None)
+        if value is None or value.numel() == 0:
+            continue
+        value, expected = value.detach().double(), expected.detach().double()
+        assert torch.equal(value.isfinite(), expected.isfinite())
+        assert torch.equal(value[~value.isfinite()], expected[~expected.isfinite()])
+        finite = expected.isfinite()
+        difference = (value - expected)[finite].abs().amax() if finite.any() else torch.zeros(())
+        scale = expected[finite].abs().amax() if finite.any() else torch.ones(())
+        largest = max(largest, (difference / scale.clamp(min=1e-2)).item())
+    return largest
+
+
+class RawCalls(TorchDispatchMode):
+    """Records the raw ops that run inside the context, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fuseopt":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+    def names(self) -> list[str]:
+        return [str(func).removeprefix("fuseopt.") for func, _ in self.calls]

@@ -1,0 +1,381 @@
+"""The contract that every registered op keeps on each of its backends.
+
+The judge is the op's plain reference in float64; how far off a backend may be is measured by how far off that reference
+is when it runs in the low precision itself. With TRITON_INTERPRET=1, `-m interpreter` takes the Triton kernels through
+all of it on CPU tensors.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from fuseopt.errors import BackendError
+from fuseopt.ops import registry
+from fuseopt.ops.registry import SampleInput
+from tests.ops.cases import (
+    DTYPES,
+    Case,
+    RawCalls,
+    cases,
+    error,
+    map_tensors,
+    tensors,
+    to_float64,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
+]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", cases())
+
+
+def gradients(function: Callable, sample: SampleInput, grad_output: Tensor) -> list[Tensor | None]:
+    inputs = [tensor for tensor in tensors(sample) if tensor.requires_grad]
+    return list(torch.autograd.grad(function(*sample.args, **sample.kwargs), inputs, grad_output))
+
+
+def rounding(*dtypes: torch.dtype) -> float:
+    """What rounding to the lowest of `dtypes` may cost; in float64 the judge is no better than the judged."""
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    return 32 * eps if eps == torch.finfo(torch.float64).eps else 4 * eps
+
+
+def assert_accurate(case: Case, sample: SampleInput) -> None:
+    """The output, and for inputs that require it the gradients, are no worse than the plain reference's own."""
+    judge = map_tensors(to_float64, sample)
+    output = case(*sample.args, **sample.kwargs)
+    plain = case.op.reference(*sample.args, **sample.kwargs)
+    exact = case.op.reference(*judge.args, **judge.kwargs)
+    assert (output.shape, output.dtype, output.device) == (plain.shape, plain.dtype, plain.device)
+    assert error([output], [exact]) <= 2 * error([plain], [exact]) + rounding(output.dtype)
+    if not any(tensor.requires_grad for tensor in tensors(sample)):
+        return
+    grad_output = torch.randn_like(output)
+    grads = gradients(case, sample, grad_output)
+    plain_grads = gradients(case.op.reference, sample, grad_output)
+    exact_grads = gradients(case.op.reference, judge, grad_output.double())
+    inputs = [tensor for tensor in tensors(sample) if tensor.requires_grad]
+    for input, grad, plain_grad, exact_grad in zip(inputs, grads, plain_grads, exact_grads, strict=True):
+        assert grad is not None and (grad.shape, grad.dtype) == (input.shape, input.dtype)
+        bound = 2 * error([plain_grad], [exact_grad]) + rounding(grad.dtype, output.dtype)
+        assert error([grad], [exact_grad]) <= bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_output_and_gradients_against_float64(case: Case, dtype: torch.dtype) -> None:
+    for sample in case.samples(dtype, requires_grad=True):
+        assert_accurate(case, sample)
+
+
+def every_second(tensor: Tensor) -> Tensor:
+    if tensor.dim() == 0:
+        return tensor
+    return tensor.repeat_interleave(2, -1)[..., ::2]
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+
+
+def broadcast(tensor: Tensor) -> Tensor:
+    return tensor[:1].expand_as(tensor) if tensor.dim() > 0 else tensor
+
+
+@pytest.mark.parametrize("layout", [every_second, transposed, broadcast])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_layout_of_inputs(case: Case, dtype: torch.dtype, layout: Callable[[Tensor], Tensor]) -> None:
+    for sample in case.samples(dtype, requires_grad=True):
+        if layout is broadcast and sample.args[0].dim() == 1:
+            continue  # a row of one value: its variance is rounding and nothing else
+        assert_accurate(
+            case, map_tensors(lambda tensor: layout(tensor.detach()).requires_grad_(tensor.requires_grad), sample)
+        )
+
+
+@pytest.mark.parametrize("layout", [every_second, transposed, broadcast])
+def test_any_layout_of_gradients(case: Case, layout: Callable[[Tensor], Tensor]) -> None:
+    for sample in case.differentiable_samples(torch.float32):
+        output = case(*sample.args, **sample.kwargs)
+        grad_output = layout(torch.randn_like(output))
+        expected = gradients(case.op.reference, sample, grad_output)
+        assert error(gradients(case, sample, grad_output), expected) <= 1e-5
+
+
+def test_samples_include_empty_tensors(case: Case) -> None:
+    assert any(tensor.numel() == 0 for sample in case.samples(torch.float32) for tensor in tensors(sample))
+
+
+def test_the_backend_named_is_the_one_that_runs(case: Case) -> None:
+    with RawCalls() as raw:
+        for sample in case.samples(torch.float32, requires_grad=True):
+            output = case(*sample.args, **sample.kwargs)
+            if output.requires_grad:
+                output.sum().backward()
+    if case.backend == "reference":
+        assert raw.calls == []
+        return
+    overload = "triton" if case.backend == "triton" else "default"
+    assert raw.calls and {name.split(".")[1] for name in raw.names()} == {overload}
+    if case.differentiable_samples(torch.float32):
+        name = case.op.name
+        assert {f"{name}_fwd.{overload}", f"{name}_bwd.{overload}"} == set(raw.names())
+
+
+def test_outputs_are_contiguous(case: Case) -> None:
+    for sample in case.samples(torch.float32):
+        strided = map_tensors(transposed, sample)
+        output = case(*strided.args, **strided.kwargs)
+        is_new = all(output is not tensor for tensor in tensors(strided))
+        if is_new and case.backend != "reference" and "dim" not in sample.kwargs:
+            assert output.is_contiguous()
+
+
+def test_inputs_and_incoming_gradients_are_not_written(case: Case) -> None:
+    for sample in case.samples(torch.float32, requires_grad=True):
+        before = [tensor.detach().clone() for tensor in tensors(sample)]
+        versions = [tensor._version for tensor in tensors(sample)]
+        output = case(*sample.args, **sample.kwargs)
+        if output.requires_grad:
+            grad_output = torch.randn_like(output)
+            grad_before = grad_output.clone()
+            output.backward(grad_output)
+            assert torch.equal(grad_output, grad_before) and grad_output._version == 0
+        for tensor, value, version in zip(tensors(sample), before, versions, strict=True):
+            assert torch.equal(tensor, value) and tensor._version == version
+
+
+def of_tensors(case: Case, sample: SampleInput) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """The call `sample` as a function of its positional tensors alone."""
+    positions = [index for index, value in enumerate(sample.args) if isinstance(value, Tensor)]
+
+    def function(*values: Tensor) -> Tensor:
+        args = list(sample.args)
+        for position, value in zip(positions, values, strict=True):
+            args[position] = value
+        return case(*args, **sample.kwargs)
+
+    return function, tuple(sample.args[position] for position in positions)
+
+
+def test_gradcheck_and_gradgradcheck(case: Case) -> None:
+    for sample in case.differentiable_samples(torch.float64):
+        if any(tensor.numel() == 0 for tensor in tensors(sample)):
+            continue
+        function, inputs = of_tensors(case, sample)
+        assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+        assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+
+
+def test_a_gradient_only_where_one_is_required(case: Case) -> None:
+    for sample in case.differentiable_samples(torch.float32):
+        for chosen in tensors(sample):
+            only = map_tensors(lambda tensor, chosen=chosen: tensor.detach().requires_grad_(tensor is chosen), sample)
+            (input,) = (tensor for tensor in tensors(only) if tensor.requires_grad)
+            case(*only.args, **only.kwargs).sum().backward()
+            assert input.grad is not None and input.grad.shape == input.shape
+            assert all(tensor.grad is None for tensor in tensors(only) if tensor is not input)
+
+
+def test_opcheck(case: Case) -> None:
+    with RawCalls() as raw:
+        for sample in case.samples(torch.float32, requires_grad=True):
+            if any(tensor.shape[-1] == 0 for tensor in tensors(sample)):
+                continue  # the statistics of no columns are NaN, which opcheck holds unequal to itself
+            output = case(*sample.args, **sample.kwargs)
+            if output.requires_grad:
+                output.sum().backward()
+    for op, args in raw.calls:
+        torch.library.opcheck(op, tree_map_only(Tensor, Tensor.detach, args))
+
+
+class Graphs:
+    """A torch.compile backend that runs AOT Autograd's graphs as they are and keeps the raw ops they call."""
+
+    def __init__(self) -> None:
+        self.forward: list[str] = []
+        self.backward: list[str] = []
+        self.compiled = aot_autograd(
+            fw_compiler=self._recorder(self.forward), bw_compiler=self._recorder(self.backward)
+        )
+
+    def _recorder(self, names: list[str]) -> Callable:
+        def compiler(graph: torch.fx.GraphModule, example_inputs: Any) -> Callable:
+            for node in graph.graph.nodes:
+                if getattr(node.target, "namespace", None) == "fuseopt":
+                    names.append(str(node.target).removeprefix("fuseopt."))
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+
+def test_compiles_into_one_graph(case: Case) -> None:
+    for sample in case.samples(torch.float32)[:3]:
+        torch._dynamo.reset()
+        graphs = Graphs()
+        compiled = torch.compile(case.op.function, fullgraph=True, backend=graphs.compiled)
+        torch.testing.assert_close(
+            compiled(*sample.args, **sample.kwargs, backend=case.backend), case(*sample.args, **sample.kwargs)
+        )
+        with RawCalls() as raw:
+            case(*sample.args, **sample.kwargs)
+        assert graphs.forward == raw.names()
+
+
+def test_compiled_training_runs_the_raw_backward(case: Case) -> None:
+    for sample in case.differentiable_samples(torch.float32)[:2]:
+        torch._dynamo.reset()
+        graphs = Graphs()
+        compiled = torch.compile(case.op.function, fullgraph=True, backend=graphs.compiled)
+        grad_output = torch.randn_like(case(*sample.args, **sample.kwargs))
+
+        def pinned(*args: Any, compiled: Callable = compiled, **kwargs: Any) -> Tensor:
+            return compiled(*args, **kwargs, backend=case.backend)
+
+        assert error(gradients(pinned, sample, grad_output), gradients(case, sample, grad_output)) <= 1e-5
+        if case.backend != "reference":
+            overload = "triton" if case.backend == "triton" else "default"
+            assert graphs.forward == [f"{case.op.name}_fwd.{overload}"]
+            assert graphs.backward == [f"{case.op.name}_bwd.{overload}"]
+
+
+@pytest.mark.slow
+def test_compiles_with_inductor(case: Case) -> None:
+    for sample in case.samples(torch.float32, requires_grad=True)[:2]:
+        torch._dynamo.reset()
+        compiled = torch.compile(case.op.function, fullgraph=True)
+        output = compiled(*sample.args, **sample.kwargs, backend=case.backend)
+        torch.testing.assert_close(output, case(*sample.args, **sample.kwargs))
+        if output.requires_grad:
+            output.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_autocast_gives_what_the_reference_gives(case: Case, dtype: torch.dtype) -> None:
+    for sample in case.samples(dtype):
+        with torch.autocast(case.device.type, torch.bfloat16):
+            output = case(*sample.args, **sample.kwargs)
+            plain = case.op.reference(*sample.args, **sample.kwargs)
+        assert output.dtype == plain.dtype
+        assert error([output], [plain]) <= rounding(output.dtype)
+
+
+def variants(tensor: Tensor) -> Tensor:
+    """[3, *shape]: the tensor and two others of its values."""
+    return torch.stack([tensor, tensor.flip(-1), tensor.roll(1, -1)])
+
+
+def test_vmap(case: Case) -> None:
+    for sample in case.samples(torch.float32):
+        function, inputs = of_tensors(case, sample)
+        if any(tensor.numel() == 0 for tensor in inputs):
+            continue
+        for batched in {(True,) * len(inputs), (True,) + (False,) * (len(inputs) - 1)}:
+            values = [variants(t) if is_batched else t for t, is_batched in zip(inputs, batched, strict=True)]
+            in_dims = tuple(0 if is_batched else None for is_batched in batched)
+            expected = [
+                function(*(value if dim is None else value[i] for value, dim in zip(values, in_dims, strict=True)))
+                for i in range(3)
+            ]
+            try:
+                output = torch.func.vmap(function, in_dims)(*values)
+            except BackendError:
+                assert not case.differentiable_samples(torch.float32)
+            else:
+                torch.testing.assert_close(output, torch.stack(expected))
+
+
+def test_functional_gradients(case: Case) -> None:
+    for sample in case.differentiable_samples(torch.float64):
+        function, inputs = of_tensors(case, sample)
+        if any(tensor.numel() == 0 for tensor in inputs):
+            continue
+        plain, _ = of_tensors(Case(case.op, "reference", case.device), sample)
+        values = [variants(tensor.detach()) for tensor in inputs]
+        every_input = tuple(range(len(inputs)))
+
+        def grad_in_vmap(f: Callable, argnums: tuple[int, ...] = every_input) -> Callable:
+            return torch.func.vmap(torch.func.grad(lambda *x: f(*x).sin().sum(), argnums))
+
+        def vmap_in_grad(f: Callable, argnums: tuple[int, ...] = every_input) -> Callable:
+            return torch.func.grad(lambda *x: torch.func.vmap(f)(*x).sin().sum(), argnums)
+
+        for transform in (grad_in_vmap, vmap_in_grad):
+            torch.testing.assert_close(transform(function)(*values), transform(plain)(*values))
+
+
+def test_forward_mode_is_refused_or_right(case: Case) -> None:
+    for sample in case.samples(torch.float64)[:1]:
+        function, inputs = of_tensors(case, sample)
+        with torch.no_grad(), forward_ad.dual_level():
+            duals = [
+                forward_ad.make_dual(tensor, torch.ones_like(tensor)) if tensor.is_floating_point() else tensor
+                for tensor in inputs
+            ]
+            if case.backend == "reference":
+                assert forward_ad.unpack_dual(function(*duals)).tangent is not None
+            else:
+                with pytest.raises((NotImplementedError, BackendError)):
+                    function(*duals)
+
+
+def test_inference_mode(case: Case) -> None:
+    for sample in case.samples(torch.float32, requires_grad=True):
+        with torch.inference_mode():
+            output = case(*sample.args, **sample.kwargs)
+        assert not output.requires_grad
+        torch.testing.assert_close(output.clone(), case(*sample.args, **sample.kwargs).detach())
+
+
+def test_checkpoint(case: Case) -> None:
+    for sample in case.differentiable_samples(torch.float32):
+        grad_output = torch.randn_like(case(*sample.args, **sample.kwargs))
+
+        def rematerialised(*args: Any, **kwargs: Any) -> Tensor:
+            return checkpoint(case, *args, use_reentrant=False, **kwargs)
+
+        expected = gradients(case, sample, grad_output)
+        assert error(gradients(rematerialised, sample, grad_output), expected) == 0
+
+
+def test_function_can_be_pickled_and_copied(case: Case) -> None:
+    assert pickle.loads(pickle.dumps(case.op.function)) is case.op.function
+    assert copy.deepcopy(case.op.function) is case.op.function
+
+
+@pytest.mark.gpu
+def test_cuda_graph_and_no_synchronisation(case: Case) -> None:
+    if case.device.type != "cuda":
+        pytest.skip("a CUDA graph needs CUDA tensors")
+    for sample in case.samples(torch.float32):
+        expected = case(*sample.args, **sample.kwargs)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = case(*sample.args, **sample.kwargs)
+        graph.replay()
+        torch.testing.assert_close(output, expected)
+
+
+def test_shape_and_dtype_on_the_meta_device() -> None:
+    for name in registry.names():
+        op = registry.get(name)
+        for sample in op.sample_inputs(torch.device("cpu"), torch.float32, False):
+            on_meta = map_tensors(lambda tensor: tensor.to("meta"), sample)
+            expected = op.reference(*sample.args, **sample.kwargs)
+            output = op.function(*on_meta.args, **on_meta.kwargs)
+            assert (output.shape, output.dtype, output.device.type) == (expected.shape, expected.dtype, "meta")

@@ -1,0 +1,72 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.activations import NewGELUActivation
+
+from tests.ops.cases import DTYPES, Case, cases
+
+every_case = pytest.mark.parametrize("case", cases("gelu"))
+
+
+@every_case
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_special_values(case: Case, dtype: torch.dtype, approximate: str) -> None:
+    values = [0.0, -0.0, 1e-7, -1e-7, 3.0, -3.0, 8.0, -8.0, 30.0, -30.0, 1e4, -1e4, math.nan]
+    input = torch.tensor(values, device=case.device, dtype=dtype, requires_grad=True)
+    output = case(input, approximate=approximate)
+    expected = F.gelu(input, approximate=approximate)
+    torch.testing.assert_close(output, expected, equal_nan=True)
+    finite = input.detach()[:12].requires_grad_()
+    (gradient,) = torch.autograd.grad(case(finite, approximate=approximate).sum(), finite)
+    (expected_gradient,) = torch.autograd.grad(F.gelu(finite, approximate=approximate).sum(), finite)
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+@every_case
+def test_erf_and_tanh_are_told_apart(case: Case) -> None:
+    input = torch.linspace(-4, 4, 101, device=case.device)
+    assert (case(input) - case(input, approximate="tanh")).abs().max() > 1e-4
+    torch.testing.assert_close(case(input), input * 0.5 * (1 + torch.erf(input / math.sqrt(2))))
+    torch.testing.assert_close(case(input, approximate="tanh"), NewGELUActivation()(input))
+
+
+@every_case
+@settings(max_examples=15, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES[:3]),
+    bias_dtype=st.sampled_from(DTYPES[:3]),
+    output_dtype=st.sampled_from([None, *DTYPES[:3]]),
+    rows=st.integers(0, 5),
+    columns=st.integers(1, 70),
+    seed=st.integers(0, 2**31),
+)
+def test_bias_is_added_before_any_rounding(
+    case: Case,
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    output_dtype: torch.dtype | None,
+    rows: int,
+    columns: int,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    input = torch.randn(rows, columns).to(case.device, dtype)
+    bias = torch.randn(columns).to(case.device, bias_dtype)
+    output = case(input, bias, output_dtype=output_dtype)
+    expected = F.gelu(input.double() + bias.double()).to(output_dtype or dtype)
+    eps = torch.finfo(output.dtype).eps  # at most the neighbouring value
+    torch.testing.assert_close(output, expected, rtol=max(eps, 1e-5), atol=1e-6)
+
+
+@every_case
+def test_wrong_arguments(case: Case) -> None:
+    input = torch.randn(3, 8, device=case.device)
+    with pytest.raises(ValueError, match="'none' or 'tanh'"):
+        case(input, approximate="erf")
+    with pytest.raises(ValueError, match="bias must have shape"):
+        case(input, torch.zeros(1, device=case.device))

@@ -1,0 +1,82 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuseopt.ops.layer_norm import layer_norm_reference
+from tests.ops.cases import DTYPES, Case, cases, error
+
+every_case = pytest.mark.parametrize("case", cases("layer_norm"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    lead=st.lists(st.integers(0, 4), max_size=2),
+    normalized_shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    affine=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_reference_is_bit_for_bit_torch(
+    dtype: torch.dtype, lead: list[int], normalized_shape: list[int], affine: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    input = torch.randn(*lead, *normalized_shape).to(dtype)
+    parameters = [torch.randn(normalized_shape).to(dtype) if affine else None for _ in range(2)]
+    expected = F.layer_norm(input, normalized_shape, *parameters)
+    assert torch.equal(layer_norm_reference(input, normalized_shape, *parameters), expected)
+
+
+@every_case
+@pytest.mark.parametrize("offset", [0.0, 1e3, -1e4])
+def test_a_large_mean_cancels(case: Case, offset: float) -> None:
+    """E[x^2] - E[x]^2 in float32 would lose every digit here."""
+    torch.manual_seed(0)
+    input = (torch.randn(8, 515) + offset).to(case.device)
+    weight, bias = torch.randn(515, device=case.device), torch.randn(515, device=case.device)
+    exact = layer_norm_reference(input.double(), (515,), weight.double(), bias.double())
+    plain = F.layer_norm(input, (515,), weight, bias)
+    assert error([case(input, (515,), weight, bias)], [exact]) <= 2 * error([plain], [exact]) + 1e-6
+
+
+@every_case
+@pytest.mark.parametrize("input_dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_float32_parameters(case: Case, input_dtype: torch.dtype) -> None:
+    input = torch.randn(4, 33, device=case.device, dtype=input_dtype)
+    weight, bias = torch.randn(33, device=case.device), torch.randn(33, device=case.device)
+    output = case(input, (33,), weight, bias)
+    torch.testing.assert_close(output, F.layer_norm(input.float(), (33,), weight, bias).to(input_dtype))
+
+
+@every_case
+def test_constant_rows_give_the_bias(case: Case) -> None:
+    bias = torch.randn(16, device=case.device)
+    output = case(torch.full((3, 16), 7.0, device=case.device), (16,), torch.randn(16, device=case.device), bias)
+    torch.testing.assert_close(output, bias.expand(3, 16))
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_output_dtype_under_autocast_is_torchs(case: Case, dtype: torch.dtype) -> None:
+    input, weight, bias = (torch.randn(shape, device=case.device, dtype=dtype) for shape in ((4, 8), 8, 8))
+    with torch.autocast(case.device.type, dtype):
+        output, expected = case(input, (8,), weight, bias), F.layer_norm(input, (8,), weight, bias)
+    assert output.dtype == expected.dtype
+    torch.testing.assert_close(output, expected)
+
+
+@every_case
+@pytest.mark.parametrize("normalized_shape", [(4,), (), (2, 8)])
+def test_normalized_shape_must_end_the_inputs(case: Case, normalized_shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="normalized_shape"):
+        case(torch.randn(3, 8, device=case.device), normalized_shape)
+
+
+@every_case
+def test_parameters_of_another_shape(case: Case) -> None:
+    input, parameter = torch.randn(3, 8, device=case.device), torch.ones(1, device=case.device)
+    with pytest.raises(ValueError, match="weight must have shape"):
+        case(input, (8,), parameter)
+    with pytest.raises(ValueError, match="bias must have shape"):
+        case(input, (8,), None, parameter)

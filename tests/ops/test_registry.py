@@ -1,0 +1,122 @@
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from fuseopt import native, ops
+from fuseopt.errors import BackendError
+from fuseopt.ops import registry
+from tests.ops import test_contract as contract
+from tests.ops.cases import Case, RawCalls
+
+CPU = torch.device("cpu")
+
+
+class Buildable(registry.Backend):
+    """A backend that has to be built first."""
+
+    def not_supported_reasons(
+        self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
+    ) -> list[str]:
+        return super().not_supported_reasons(device, dtypes) or ([] if may_build else ["is not built yet"])
+
+
+def square(input: Tensor, *, backend: str = "auto") -> Tensor:
+    chosen = registry.pick("square", backend, input.device, (input.dtype,))
+    return input * input if chosen == "buildable" else input.square()
+
+
+def square_samples(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    for shape in ((3, 4), (0, 4)):
+        yield registry.SampleInput((torch.randn(shape, device=device, dtype=dtype, requires_grad=requires_grad),))
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> registry.Op:
+    """An op registered from outside the package, for one test."""
+    monkeypatch.setattr(registry, "_OPS", dict(registry._OPS))
+    monkeypatch.setattr(registry, "_PICKED", {})
+    backends = (Buildable("buildable", (torch.float32,)), registry.REFERENCE)
+    return registry.register(registry.Op("square", square, torch.square, square_samples, backends))
+
+
+def test_an_op_from_outside_keeps_the_contract(toy: registry.Op) -> None:
+    assert registry.get("square") is toy and "square" in registry.names()
+    case = Case(toy, "reference", CPU)
+    contract.test_output_and_gradients_against_float64(case, torch.bfloat16)
+    contract.test_gradcheck_and_gradgradcheck(case)
+    contract.test_compiles_into_one_graph(case)
+
+
+def test_auto_passes_over_what_cannot_run_and_says_why(toy: registry.Op) -> None:
+    assert toy.choose("auto", CPU, [torch.float32]) == registry.Choice("reference", {"buildable": ["is not built yet"]})
+    assert toy.choose("auto", CPU, [torch.float32], may_build=True) == registry.Choice("buildable", {})
+    assert toy.choose("auto", CPU, [torch.float16], may_build=True).refused == {
+        "buildable": ["does not take torch.float16"]
+    }
+
+
+def test_a_named_backend_that_cannot_run_raises(toy: registry.Op) -> None:
+    with pytest.raises(BackendError, match=r"square cannot run on cpu with torch.float32.*\n  buildable: is not built"):
+        square(torch.ones(2), backend="buildable")
+    with pytest.raises(BackendError, match="no backend 'cdua'; it has auto, buildable, reference"):
+        square(torch.ones(2), backend="cdua")
+    with pytest.raises(BackendError, match=r"(?s)buildable: does not.*reference: does not take torch.int64"):
+        square(torch.ones(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("op", [registry.get(name) for name in registry.names()], ids=lambda op: op.name)
+def test_every_op_says_why_it_cannot_run_on_another_device(op: registry.Op) -> None:
+    with pytest.raises(BackendError, match="cuda: runs on cuda tensors, not on cpu"):
+        op.choose("cuda", CPU, [torch.float32])
+    assert op.choose("auto", torch.device("meta"), [torch.float32]).backend == "reference"
+
+
+def test_names_are_taken_once(toy: registry.Op) -> None:
+    with pytest.raises(ValueError, match="'square' is registered already"):
+        registry.register(toy)
+    with pytest.raises(KeyError, match=r"no op named 'sqare'; registered: .*square"):
+        registry.get("sqare")
+
+
+def test_auto_takes_up_a_native_library_loaded_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.load("cpu").status != "loaded":
+        pytest.skip(f"no native library: {native.load('cpu').reason}")
+    monkeypatch.setattr(registry, "_PICKED", {})
+    absent = native.LibraryState("cpu", "absent", None, None, "hidden by this test", 0.0)
+    input = torch.randn(2, 8)
+    with monkeypatch.context() as hidden:
+        hidden.setattr(native, "load", lambda kind, *, build=True: absent)
+        with RawCalls() as raw:
+            ops.gelu(input)
+        assert raw.names() == []
+        with pytest.raises(BackendError, match="hidden by this test"):
+            ops.gelu(input, backend="cpu")
+    monkeypatch.setattr(torch.ops, "loaded_libraries", torch.ops.loaded_libraries | {"another"})
+    with RawCalls() as raw:
+        ops.gelu(input)
+    assert raw.names() == ["gelu_fwd.default"]
+
+
+def test_auto_never_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_PICKED", {})
+    asked = []
+
+    def load(kind: str, *, build: bool = True) -> native.LibraryState:
+        asked.append((kind, build))
+        return native.LibraryState(kind, "buildable", None, None, None, 0.0)
+
+    monkeypatch.setattr(native, "load", load)
+    for _ in range(3):
+        ops.gelu(torch.randn(2, 8))
+    assert asked == [("cpu", False)]
+
+
+def test_import_is_light() -> None:
+    heavy = ("triton", "transformers", "torch._dynamo")
+    program = f"import sys, fuseopt.ops; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

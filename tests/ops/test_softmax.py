@@ -1,0 +1,113 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuseopt.ops.softmax import softmax_reference
+from tests.ops.cases import DTYPES, Case, cases, error
+
+every_case = pytest.mark.parametrize("case", cases("softmax"))
+
+
+@every_case
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masked_columns_are_exactly_zero(case: Case, dtype: torch.dtype) -> None:
+    input = torch.randn(2, 3, 4, 9, device=case.device, dtype=dtype)
+    mask = torch.zeros(2, 1, 1, 9, device=case.device, dtype=dtype)
+    mask[..., 5:] = -math.inf
+    output = case(input, mask)
+    assert (output[..., 5:] == 0).all()
+    torch.testing.assert_close(output[..., :5], torch.softmax(input[..., :5].double(), -1).to(dtype))
+
+
+@every_case
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_minus_infinity_is_nan_and_alone(case: Case, dtype: torch.dtype) -> None:
+    input = torch.randn(3, 7, device=case.device, dtype=dtype)
+    mask = torch.zeros(3, 7, device=case.device, dtype=dtype)
+    mask[1] = -math.inf
+    output = case(input, mask)
+    assert output[1].isnan().all()
+    torch.testing.assert_close(output[[0, 2]], torch.softmax(input[[0, 2]].double(), -1).to(dtype))
+
+
+@every_case
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_lowest_number_as_mask(case: Case, dtype: torch.dtype) -> None:
+    """transformers masks with finfo.min: a row masked throughout is then spread evenly, not NaN."""
+    input = torch.randn(2, 8, device=case.device, dtype=dtype)
+    mask = torch.full((2, 8), torch.finfo(dtype).min, device=case.device, dtype=dtype)
+    mask[0, :4] = 0
+    output = case(input, mask)
+    assert (output[0, 4:] == 0).all() and output.isfinite().all()
+    torch.testing.assert_close(output, softmax_reference(input, mask))
+
+
+@every_case
+@settings(max_examples=20, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES[:3]),
+    shape=st.lists(st.integers(1, 6), min_size=2, max_size=5),
+    kept=st.integers(0, 31),
+    scale=st.sampled_from([1.0, 0.125, -2.0, 0.0]),
+    spread=st.sampled_from([1.0, 100.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_mask_of_any_broadcastable_shape(
+    case: Case, dtype: torch.dtype, shape: list[int], kept: int, scale: float, spread: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    input = (torch.randn(shape) * spread).to(case.device, dtype)
+    mask_shape = [size if kept >> i & 1 else 1 for i, size in enumerate(shape)]
+    mask = (torch.randn(mask_shape[seed % len(shape) :]) * spread).to(case.device, dtype)
+    exact = softmax_reference(input.double(), mask.double(), scale=scale)
+    output = case(input, mask, scale=scale)
+    assert error([output], [exact]) <= max(torch.finfo(dtype).eps, 1e-4)
+
+
+@every_case
+def test_gradient_of_a_position_bias(case: Case) -> None:
+    """T5's bias [1, heads, queries, keys] is learned and shared by the batch."""
+    input = torch.randn(3, 2, 4, 5, device=case.device, requires_grad=True)
+    bias = torch.randn(1, 2, 4, 5, device=case.device, requires_grad=True)
+    weights = torch.randn(3, 2, 4, 5, device=case.device)
+    actual = torch.autograd.grad((case(input, bias, scale=0.5) * weights).sum(), (input, bias))
+    expected = torch.autograd.grad(((input * 0.5 + bias).softmax(-1) * weights).sum(), (input, bias))
+    torch.testing.assert_close(actual, expected)
+
+
+@every_case
+@pytest.mark.parametrize("dim", [0, 1, -2, 2, -1])
+def test_any_dimension(case: Case, dim: int) -> None:
+    input = torch.randn(3, 4, 5, device=case.device)
+    mask = torch.randn(4, 1, device=case.device)
+    torch.testing.assert_close(case(input, mask, dim=dim), torch.softmax(input + mask, dim))
+
+
+@every_case
+def test_logits_that_overflow_in_float16(case: Case) -> None:
+    input = torch.tensor([[6e4, 6e4, -6e4], [-6e4, -6e4, -6e4]], device=case.device, dtype=torch.float16)
+    expected = torch.tensor([[0.5, 0.5, 0.0], [1 / 3] * 3], device=case.device, dtype=torch.float16)
+    torch.testing.assert_close(case(input, scale=4.0), expected)
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_output_dtype_under_autocast_is_torchs(case: Case, dtype: torch.dtype) -> None:
+    input = torch.randn(4, 8, device=case.device, dtype=dtype)
+    with torch.autocast(case.device.type, dtype):
+        output, expected = case(input), torch.softmax(input, -1)
+    assert output.dtype == expected.dtype
+    torch.testing.assert_close(output, expected)
+
+
+@every_case
+def test_wrong_masks(case: Case) -> None:
+    input = torch.randn(3, 4, device=case.device)
+    with pytest.raises(TypeError, match="floating point"):
+        case(input, torch.ones(3, 4, device=case.device, dtype=torch.bool))
+    for shape in ((3, 3), (2, 3, 4)):
+        with pytest.raises(RuntimeError):
+            case(input, torch.zeros(shape, device=case.device))
