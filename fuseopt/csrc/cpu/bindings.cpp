@@ -1,0 +1,15 @@
+#include <torch/csrc/stable/library.h>
+#include "ops.h"
+
+STABLE_TORCH_LIBRARY_IMPL(fuseopt, CPU, m) {
+  m.impl("rms_norm_fwd", TORCH_BOX(&fuseopt::rms_norm_fwd));
+  m.impl("rms_norm_bwd", TORCH_BOX(&fuseopt::rms_norm_bwd));
+  m.impl("layer_norm_fwd", TORCH_BOX(&fuseopt::layer_norm_fwd));
+  m.impl("layer_norm_bwd", TORCH_BOX(&fuseopt::layer_norm_bwd));
+  m.impl("gelu_fwd", TORCH_BOX(&fuseopt::gelu_fwd));
+  m.impl("gelu_bwd", TORCH_BOX(&fuseopt::gelu_bwd));
+  m.impl("softmax_fwd", TORCH_BOX(&fuseopt::softmax_fwd));
+  m.impl("softmax_bwd", TORCH_BOX(&fuseopt::softmax_bwd));
+  m.impl("no_repeat_ngram", TORCH_BOX(&fuseopt::no_repeat_ngram));
+  m.impl("encoder_no_repeat_ngram", TORCH_BOX(&fuseopt::encoder_no_repeat_ngram));
+}

@@ -1,0 +1,130 @@
+#include "../check.h"
+#include "column_sums.h"
+#include "ops.h"
+#include "vec_math.h"
+
+namespace fuseopt {
+namespace {
+
+template <typename Math>
+std::vector<Math> values_or(const std::optional<Tensor>& tensor, Math value, int64_t n, const char* name) {
+  return tensor ? flatten<Math>(*tensor, n, name) : std::vector<Math>(n, value);
+}
+
+/// Summed as distances from the first element: exact for a constant row, and a large mean costs no digits.
+template <typename Math>
+Math mean_of(const Math* x, int64_t n) {
+  if (n == 0) return std::numeric_limits<Math>::quiet_NaN();
+  const Math first = x[0];
+  const double distance = sum<Math>(n, [=](int64_t i) { return x[i] - first; }) / n;
+  return static_cast<Math>(static_cast<double>(first) + distance);
+}
+
+template <typename Math>
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& input, const std::optional<Tensor>& weight,
+                                           const std::optional<Tensor>& bias, double eps, ScalarType output_dtype) {
+  const Rows x_rows(input);
+  const int64_t n = x_rows.n_cols();
+  const std::vector<Math> weights = values_or<Math>(weight, 1, n, "weight");
+  const std::vector<Math> biases = values_or<Math>(bias, 0, n, "bias");
+  Tensor output = empty_like(input, output_dtype);
+  const ScalarType stat_type = dtype(input) == kFloat64 ? ScalarType::Double : ScalarType::Float;
+  Tensor mean = empty_per_row(input, stat_type);
+  Tensor rstd = empty_per_row(input, stat_type);
+  const OutputRows y_rows(output, n);
+  const OutputRows mean_rows(mean, 1);
+  const OutputRows rstd_rows(rstd, 1);
+
+  parallel(x_rows.n_rows(), n, [&](int64_t begin, int64_t end) {
+    const RowBuffer<Math> x_buffer(n);
+    const RowBuffer<Math> y_buffer(n);
+    for (int64_t row = begin; row < end; ++row) {
+      const Math* x = x_rows.read(row, x_buffer.get());
+      Math* y = y_rows.target(row, y_buffer.get());
+      const Math m = mean_of(x, n);
+      const double square = sum<Math>(n, [=](int64_t i) { return (x[i] - m) * (x[i] - m); });
+      const Math r = static_cast<Math>(1.0 / std::sqrt(square / n + eps));
+      const Math* w = weights.data();
+      const Math* b = biases.data();
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - m) * r * w[i] + b[i];
+      y_rows.commit(row, y);
+      mean_rows.store(row, 0, 1, &m);
+      rstd_rows.store(row, 0, 1, &r);
+    }
+  });
+  return {output, mean, rstd};
+}
+
+template <typename Math>
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& input,
+                                            const std::optional<Tensor>& weight, const Tensor& mean,
+                                            const Tensor& rstd, bool need_weight_grad, bool need_bias_grad) {
+  const Rows g_rows(grad_output, input.sizes());
+  const Rows x_rows(input);
+  const int64_t n = x_rows.n_cols();
+  const std::vector<Math> weights = values_or<Math>(weight, 1, n, "weight");
+  const std::vector<Math> means = flatten<Math>(mean, x_rows.n_rows(), "mean");
+  const std::vector<Math> rstds = flatten<Math>(rstd, x_rows.n_rows(), "rstd");
+  Tensor grad_input = empty_like(input, input.scalar_type());
+  const OutputRows dx_rows(grad_input, n);
+  ColumnSums<Math> weight_grad(x_rows.n_rows(), n);
+  ColumnSums<Math> bias_grad(x_rows.n_rows(), n);
+
+  parallel(weight_grad.n_parts(), x_rows.n_rows() / weight_grad.n_parts() * n, [&](int64_t begin, int64_t end) {
+    const RowBuffer<Math> g_buffer(n);
+    const RowBuffer<Math> x_buffer(n);
+    const RowBuffer<Math> dx_buffer(n);
+    for (int64_t part = begin; part < end; ++part) {
+      Math* dw = weight_grad.part(part);
+      Math* db = bias_grad.part(part);
+      for (int64_t row = weight_grad.part_begin(part); row < weight_grad.part_begin(part + 1); ++row) {
+        const Math* g = g_rows.read(row, g_buffer.get());
+        const Math* x = x_rows.read(row, x_buffer.get());
+        Math* dx = dx_rows.target(row, dx_buffer.get());
+        const Math* w = weights.data();
+        const Math m = means[row];
+        const Math r = rstds[row];
+        const double total = sum<Math>(n, [=](int64_t i) { return g[i] * w[i]; });
+        const double dot = sum<Math>(n, [=](int64_t i) { return g[i] * w[i] * ((x[i] - m) * r); });
+        const Math mean_total = static_cast<Math>(total / n);
+        const Math mean_dot = static_cast<Math>(dot / n);
+        if (need_weight_grad) {
+#pragma omp simd
+          for (int64_t i = 0; i < n; ++i) dw[i] += g[i] * ((x[i] - m) * r);
+        }
+        if (need_bias_grad) {
+#pragma omp simd
+          for (int64_t i = 0; i < n; ++i) db[i] += g[i];
+        }
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) dx[i] = r * (g[i] * w[i] - mean_total - (x[i] - m) * r * mean_dot);
+        dx_rows.commit(row, dx);
+      }
+    }
+  });
+  const int64_t none = 0;
+  const ScalarType type = weight ? weight->scalar_type() : input.scalar_type();
+  return {grad_input, need_weight_grad ? weight_grad.total(type) : empty(&none, 1, type),
+          need_bias_grad ? bias_grad.total(type) : empty(&none, 1, type)};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, const std::optional<Tensor>& weight,
+                                                  const std::optional<Tensor>& bias, double eps,
+                                                  ScalarType output_dtype) {
+  FUSEOPT_CHECK(input.dim() > 0, "fuseopt::layer_norm_fwd: input has no dimension to normalise");
+  const auto run = any_double(input, weight) ? forward<double> : forward<float>;
+  return run(input, weight, bias, eps, output_dtype);
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_output, const Tensor& input,
+                                                  const std::optional<Tensor>& weight, const Tensor& mean,
+                                                  const Tensor& rstd, bool need_weight_grad, bool need_bias_grad) {
+  FUSEOPT_CHECK(input.dim() > 0, "fuseopt::layer_norm_bwd: input has no dimension to normalise");
+  const auto run = any_double(input, weight) ? backward<double> : backward<float>;
+  return run(grad_output, input, weight, mean, rstd, need_weight_grad, need_bias_grad);
+}
+
+}  // namespace fuseopt

@@ -1,0 +1,36 @@
+// The raw CPU ops. Schemas and meaning: fuseopt/ops/<op>.py.
+#pragma once
+
+#include <string>
+#include <tuple>
+
+#include "rows.h"
+
+namespace fuseopt {
+
+std::tuple<Tensor, Tensor> rms_norm_fwd(const Tensor& input, const std::optional<Tensor>& weight, double eps,
+                                        double offset, ScalarType norm_dtype, ScalarType output_dtype);
+std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad_output, const Tensor& input,
+                                        const std::optional<Tensor>& weight, const Tensor& rstd, double offset,
+                                        bool need_weight_grad);
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, const std::optional<Tensor>& weight,
+                                                  const std::optional<Tensor>& bias, double eps,
+                                                  ScalarType output_dtype);
+std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_output, const Tensor& input,
+                                                  const std::optional<Tensor>& weight, const Tensor& mean,
+                                                  const Tensor& rstd, bool need_weight_grad, bool need_bias_grad);
+
+Tensor gelu_fwd(const Tensor& input, const std::optional<Tensor>& bias, const std::string& approximate,
+                ScalarType output_dtype);
+Tensor gelu_bwd(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& bias,
+                const std::string& approximate);
+
+Tensor softmax_fwd(const Tensor& input, const std::optional<Tensor>& mask, double scale, ScalarType output_dtype);
+Tensor softmax_bwd(const Tensor& grad_output, const Tensor& output, double scale, ScalarType input_dtype);
+
+Tensor no_repeat_ngram(const Tensor& input_ids, const Tensor& scores, int64_t ngram_size);
+Tensor encoder_no_repeat_ngram(const Tensor& encoder_input_ids, const Tensor& input_ids, const Tensor& scores,
+                               int64_t ngram_size);
+
+}  // namespace fuseopt
