@@ -1,0 +1,328 @@
+"""RMSNorm over the last dimension, forward and backward (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467)."""
+
+import torch
+import triton
+import triton.language as tl
+
+from fuseopt.ops.triton.rows import TL_DTYPES, Tiling, as_rows, compute_dtype, multiprocessor_count
+
+FWD_TILING = Tiling(program_bytes=16 * 1024, thread_bytes=64, max_row_bytes=64 * 1024)
+# Four rows are held at once: both inputs, the weight and its gradient.
+BWD_TILING = Tiling(program_bytes=4 * 1024, thread_bytes=64, max_row_bytes=32 * 1024)
+# Resident backward warps a multiprocessor: with loads under way for BWD_STAGES tiles each they hide the latency of
+# memory, and more would only make more partial sums of the weight gradient.
+BWD_WARPS = 16
+BWD_STAGES = 3
+# The smallest shared memory of a block among GPUs of compute capability 8.0 and later, less some for reductions.
+BWD_STAGES_BYTES = 96 * 1024
+# Piece of a row, and warps, of the kernels that walk along a wider row.
+WIDE_BLOCK_BYTES = 32 * 1024
+WIDE_WARPS = 16
+
+
+@triton.jit
+def rms_norm_fwd_kernel(
+    input_ptr,  # [rows, columns], adjacent columns
+    weight_ptr,  # [columns] or None
+    output_ptr,  # [rows, columns], contiguous
+    rstd_ptr,  # [rows]
+    rows,
+    columns,  # at most BLOCK_COLUMNS
+    input_row_stride,  # elements from one row of input to the next
+    eps: tl.float64,
+    offset: tl.float64,  # added to the weight: 1 for Gemma
+    COMPUTE: tl.constexpr,  # dtype of the arithmetic
+    NORM_DTYPE: tl.constexpr,  # dtype that the normalised input is rounded to before the weight
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Each program normalises BLOCK_ROWS whole rows, held in registers: one read, one write."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_COLUMNS)
+    row_mask = row < rows
+    column_mask = column < columns
+    mask = row_mask[:, None] & column_mask[None, :]
+
+    x = tl.load(input_ptr + row[:, None] * input_row_stride + column[None, :], mask=mask, other=0.0).to(COMPUTE)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / columns + tl.full((), eps, COMPUTE))
+    y = (x * rstd[:, None]).to(NORM_DTYPE).to(COMPUTE)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0).to(COMPUTE)
+        y *= (weight + tl.full((), offset, COMPUTE))[None, :]
+
+    tl.store(output_ptr + row[:, None] * columns + column[None, :], y, mask=mask)
+    tl.store(rstd_ptr + row, rstd, mask=row_mask)
+
+
+@triton.jit
+def rms_norm_fwd_wide_kernel(
+    input_ptr,  # [rows, columns], adjacent columns
+    weight_ptr,  # [columns] or None
+    output_ptr,  # [rows, columns], contiguous
+    rstd_ptr,  # [rows]
+    columns,
+    input_row_stride,  # elements from one row of input to the next
+    eps: tl.float64,
+    offset: tl.float64,  # added to the weight: 1 for Gemma
+    COMPUTE: tl.constexpr,  # dtype of the arithmetic
+    NORM_DTYPE: tl.constexpr,  # dtype that the normalised input is rounded to before the weight
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Each program walks twice along one row too wide for registers; the second read comes from the L2 cache."""
+    row = tl.program_id(0).to(tl.int64)
+    input_ptr += row * input_row_stride
+    output_ptr += row * columns
+
+    square_sum = tl.zeros((BLOCK_COLUMNS,), dtype=COMPUTE)
+    for start in range(0, columns, BLOCK_COLUMNS):
+        column = start + tl.arange(0, BLOCK_COLUMNS)
+        x = tl.load(input_ptr + column, mask=column < columns, other=0.0).to(COMPUTE)
+        square_sum += x * x
+    rstd = tl.rsqrt(tl.sum(square_sum, axis=0) / columns + tl.full((), eps, COMPUTE))
+
+    for start in range(0, columns, BLOCK_COLUMNS):
+        column = start + tl.arange(0, BLOCK_COLUMNS)
+        x = tl.load(input_ptr + column, mask=column < columns, other=0.0).to(COMPUTE)
+        y = (x * rstd).to(NORM_DTYPE).to(COMPUTE)
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(COMPUTE)
+            y *= weight + tl.full((), offset, COMPUTE)
+        tl.store(output_ptr + column, y, mask=column < columns)
+    tl.store(rstd_ptr + row, rstd)
+
+
+@triton.jit
+def rms_norm_bwd_kernel(
+    grad_output_ptr,  # [rows, columns], adjacent columns
+    input_ptr,  # [rows, columns], adjacent columns
+    weight_ptr,  # [columns] or None
+    rstd_ptr,  # [rows]
+    grad_input_ptr,  # [rows, columns], contiguous
+    grad_weight_ptr,  # [programs, columns] in COMPUTE: each program's own sum over its rows; or None
+    rows,
+    columns,  # at most BLOCK_COLUMNS
+    grad_output_row_stride,  # elements from one row of grad_output to the next
+    input_row_stride,  # elements from one row of input to the next
+    offset: tl.float64,  # added to the weight: 1 for Gemma
+    COMPUTE: tl.constexpr,  # dtype of the arithmetic
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,  # tiles whose loads are under way at a time, in shared memory; 1 for plain loads
+):
+    """Persistent: a program takes every num_programs-th tile of rows and keeps its weight gradient in registers."""
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK_COLUMNS)
+    column_mask = column < columns
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0).to(COMPUTE)
+        weight += tl.full((), offset, COMPUTE)
+    grad_weight = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=COMPUTE)
+
+    for tile in tl.range(program, tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        row_mask = row < rows
+        mask = row_mask[:, None] & column_mask[None, :]
+        dy = tl.load(
+            grad_output_ptr + row[:, None] * grad_output_row_stride + column[None, :], mask=mask, other=0.0
+        ).to(COMPUTE)
+        x = tl.load(input_ptr + row[:, None] * input_row_stride + column[None, :], mask=mask, other=0.0).to(COMPUTE)
+        rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0).to(COMPUTE)[:, None]
+
+        xhat = x * rstd
+        if grad_weight_ptr is not None:
+            grad_weight += dy * xhat
+        if weight_ptr is not None:
+            dy *= weight[None, :]
+        projection = tl.sum(dy * xhat, axis=1) / columns
+        dx = (dy - xhat * projection[:, None]) * rstd
+        tl.store(grad_input_ptr + row[:, None] * columns + column[None, :], dx, mask=mask)
+
+    if grad_weight_ptr is not None:
+        partial_ptr = grad_weight_ptr + program.to(tl.int64) * columns
+        tl.store(partial_ptr + column, tl.sum(grad_weight, axis=0), mask=column_mask)
+
+
+@triton.jit
+def rms_norm_bwd_wide_kernel(
+    grad_output_ptr,  # [rows, columns], adjacent columns
+    input_ptr,  # [rows, columns], adjacent columns
+    weight_ptr,  # [columns] or None
+    rstd_ptr,  # [rows]
+    grad_input_ptr,  # [rows, columns], contiguous
+    grad_weight_ptr,  # [programs, columns] in COMPUTE, zeros: each program's own sum over its rows; or None
+    rows,
+    columns,
+    grad_output_row_stride,  # elements from one row of grad_output to the next
+    input_row_stride,  # elements from one row of input to the next
+    offset: tl.float64,  # added to the weight: 1 for Gemma
+    COMPUTE: tl.constexpr,  # dtype of the arithmetic
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Persistent, walking twice along each row too wide for registers; the weight gradient is summed in memory."""
+    program = tl.program_id(0)
+    for row_index in range(program, rows, tl.num_programs(0)):
+        row = tl.cast(row_index, tl.int64)
+        rstd = tl.load(rstd_ptr + row).to(COMPUTE)
+
+        products = tl.zeros((BLOCK_COLUMNS,), dtype=COMPUTE)
+        for start in range(0, columns, BLOCK_COLUMNS):
+            column = start + tl.arange(0, BLOCK_COLUMNS)
+            mask = column < columns
+            dy = tl.load(grad_output_ptr + row * grad_output_row_stride + column, mask=mask, other=0.0).to(COMPUTE)
+            x = tl.load(input_ptr + row * input_row_stride + column, mask=mask, other=0.0).to(COMPUTE)
+            if weight_ptr is not None:
+                weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(COMPUTE)
+                dy *= weight + tl.full((), offset, COMPUTE)
+            products += dy * x
+        projection = tl.sum(products, axis=0) * rstd / columns
+
+        for start in range(0, columns, BLOCK_COLUMNS):
+            column = start + tl.arange(0, BLOCK_COLUMNS)
+            mask = column < columns
+            dy = tl.load(grad_output_ptr + row * grad_output_row_stride + column, mask=mask, other=0.0).to(COMPUTE)
+            x = tl.load(input_ptr + row * input_row_stride + column, mask=mask, other=0.0).to(COMPUTE)
+            xhat = x * rstd
+            if grad_weight_ptr is not None:
+                partial_ptr = grad_weight_ptr + program.to(tl.int64) * columns + column
+                grad_weight = tl.load(partial_ptr, mask=mask, other=0.0)
+                tl.store(partial_ptr, grad_weight + dy * xhat, mask=mask)
+            if weight_ptr is not None:
+                weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(COMPUTE)
+                dy *= weight + tl.full((), offset, COMPUTE)
+            dx = (dy - xhat * projection) * rstd
+            tl.store(grad_input_ptr + row * columns + column, dx, mask=mask)
+
+
+@triton.jit
+def column_sum_kernel(
+    input_ptr,  # [rows, columns], contiguous
+    output_ptr,  # [columns]
+    rows,
+    columns,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Each program adds up BLOCK_COLUMNS columns, in an order that depends on nothing but the shape of input."""
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=input_ptr.dtype.element_ty)
+    for start in range(0, rows, BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        total += tl.load(input_ptr + row[:, None].to(tl.int64) * columns + column[None, :], mask=mask, other=0.0)
+    tl.store(output_ptr + column, tl.sum(total, axis=0), mask=column < columns)
+
+
+def bwd_programs(tiles: int, num_warps: int, device: torch.device) -> int:
+    """As many programs as stay resident at once, but no more than there are tiles of rows."""
+    return min(tiles, multiprocessor_count(device) * max(1, BWD_WARPS // num_warps))
+
+
+def rms_norm_fwd(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    norm_dtype: torch.dtype,
+    output_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm over the last dimension: `round_to(norm_dtype, input * rstd) * (weight + offset)`.
+
+    Args:
+        input: [*, H], any strides; float32, float16, bfloat16 or float64.
+        weight: [H] in any of these dtypes; None leaves out the offset, too.
+        eps: added to the mean of squares, `rstd = rsqrt(mean(input * input) + eps)`.
+        offset: added to the weight.
+        norm_dtype: dtype that the normalised input is rounded to before it meets the weight.
+        output_dtype: dtype of the output.
+
+    Returns:
+        The output [*, H], contiguous, and rstd [*] in float32 (float64 for a float64 input).
+        Arithmetic is in float32, or float64 when input or weight is.
+    """
+    columns = input.shape[-1]
+    output = torch.empty(input.shape, dtype=output_dtype, device=input.device)
+    rstd_dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    rstd = torch.empty(input.shape[:-1], dtype=rstd_dtype, device=input.device)
+    rows = rstd.numel()
+    if rows == 0 or columns == 0:
+        return output, rstd.fill_(float("nan"))
+
+    matrix, row_stride = as_rows(input)
+    weight = None if weight is None else weight.contiguous()
+    compute = compute_dtype(input, weight)
+    tile = FWD_TILING.row_tile(columns, compute)
+    with torch.cuda.device_of(input):
+        if tile is not None:
+            rms_norm_fwd_kernel[(-(-rows // tile.rows),)](
+                matrix, weight, output, rstd, rows, columns, row_stride, eps, offset,
+                TL_DTYPES[compute], TL_DTYPES[norm_dtype], tile.rows, tile.columns, num_warps=tile.num_warps,
+            )  # fmt: skip
+        else:
+            rms_norm_fwd_wide_kernel[(rows,)](
+                matrix, weight, output, rstd, columns, row_stride, eps, offset,
+                TL_DTYPES[compute], TL_DTYPES[norm_dtype], WIDE_BLOCK_BYTES // compute.itemsize, num_warps=WIDE_WARPS,
+            )  # fmt: skip
+    return output, rstd
+
+
+def rms_norm_bwd(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    offset: float,
+    need_weight_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `rms_norm_fwd`; its roundings count as the identity.
+
+    Args:
+        grad_output: [*, H], any strides; float32, float16, bfloat16 or float64.
+        input, weight, offset: as given to the forward.
+        rstd: [*], as the forward returned it.
+        need_weight_grad: whether to compute the gradient of the weight.
+
+    Returns:
+        grad_input [*, H], contiguous, in input's dtype; grad_weight [H] in weight's dtype, or an empty [0] tensor.
+        The same inputs give the same bits: a program sums the weight gradient over rows of its own, in order, and
+        the programs' sums are added up in a second step.
+    """
+    columns = input.shape[-1]
+    rows = rstd.numel()
+    grad_input = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    with_weight = need_weight_grad and weight is not None
+    grad_weight = torch.empty(
+        columns if with_weight else 0, dtype=input.dtype if weight is None else weight.dtype, device=input.device
+    )
+    if rows == 0 or columns == 0:
+        return grad_input, grad_weight.zero_()
+
+    grad_matrix, grad_row_stride = as_rows(grad_output)
+    matrix, row_stride = as_rows(input)
+    rstd = rstd.contiguous()
+    weight = None if weight is None else weight.contiguous()
+    compute = compute_dtype(grad_output, input, weight)
+    tile = BWD_TILING.row_tile(columns, compute)
+    if tile is not None:
+        programs = bwd_programs(-(-rows // tile.rows), tile.num_warps, input.device)
+        new_partial = torch.empty
+    else:
+        programs = bwd_programs(rows, WIDE_WARPS, input.device)
+        new_partial = torch.zeros
+    partial = new_partial((programs, columns), dtype=compute, device=input.device) if with_weight else None
+
+    with torch.cuda.device_of(input):
+        if tile is not None:
+            staged_bytes = (BWD_STAGES - 1) * tile.rows * tile.columns * (grad_matrix.itemsize + matrix.itemsize)
+            rms_norm_bwd_kernel[(programs,)](
+                grad_matrix, matrix, weight, rstd, grad_input, partial, rows, columns, grad_row_stride, row_stride,
+                offset, TL_DTYPES[compute], tile.rows, tile.columns,
+                BWD_STAGES if staged_bytes <= BWD_STAGES_BYTES else 1, num_warps=tile.num_warps,
+            )  # fmt: skip
+        else:
+            rms_norm_bwd_wide_kernel[(programs,)](
+                grad_matrix, matrix, weight, rstd, grad_input, partial, rows, columns, grad_row_stride, row_stride,
+                offset, TL_DTYPES[compute], WIDE_BLOCK_BYTES // compute.itemsize, num_warps=WIDE_WARPS,
+            )  # fmt: skip
+        if partial is not None:
+            column_sum_kernel[(-(-columns // 16),)](partial, grad_weight, programs, columns, 256, 16, num_warps=8)
+    return grad_input, grad_weight

@@ -1,0 +1,127 @@
+"""Every Triton kernel, as the host code launches it, compiled for GPUs that need not be there, spills no registers."""
+
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+import fuseopt.ops.triton
+from fuseopt.ops.triton import rms_norm_bwd, rms_norm_fwd, softmax_bwd, softmax_fwd
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+
+
+def empty(*shape, dtype):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# Calls that launch kernels, given the dtype and the width of a row. A new kernel joins by a line here.
+CALLS = {
+    "rms_norm_fwd": lambda d, n: rms_norm_fwd(empty(512, n, dtype=d), empty(n, dtype=d), 1e-6, 1.0, d, d),
+    "rms_norm_bwd": lambda d, n: rms_norm_bwd(
+        empty(512, n, dtype=d), empty(512, n, dtype=d), empty(n, dtype=d), empty(512, dtype=torch.float32), 1.0, True
+    ),
+    "softmax_fwd": lambda d, n: softmax_fwd(empty(512, n, dtype=d), None, 0.125, d),
+    "softmax_fwd, masked": lambda d, n: softmax_fwd(
+        empty(2, 16, 8, n, dtype=d), empty(2, 1, 8, n, dtype=torch.float32), 0.125, d
+    ),
+    "softmax_bwd": lambda d, n: softmax_bwd(empty(512, n, dtype=d), empty(512, n, dtype=d), 0.125, d),
+}
+# Narrow rows, hidden sizes, an odd width, the widest rows held in registers, vocabularies.
+ROWS = [
+    (torch.bfloat16, 64),
+    (torch.bfloat16, 768),
+    (torch.float16, 1023),
+    (torch.bfloat16, 4096),
+    (torch.float32, 8192),
+    (torch.float32, 16384),
+    (torch.float32, 32768),
+    (torch.float64, 16384),
+    (torch.bfloat16, 50257),
+    (torch.float32, 50257),
+    (torch.bfloat16, 262144),
+    (torch.float64, 262144),
+]
+
+
+class CompileOnlyDriver:
+    """What Triton asks of a driver in order to compile for a GPU of `capability`: 90 for 9.0."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self):
+        return self.capability  # kernels are cached by device
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture(params=[80, 90], ids="sm_{}".format)
+def compiled(request, monkeypatch):
+    """The kernels compiled since, in place of launching them."""
+    kernels = []
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernels.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+
+    monkeypatch.setattr(driver, "_active", CompileOnlyDriver(request.param))
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    return kernels
+
+
+def resource_usage(kernel, folder) -> dict[str, int]:
+    """Registers a thread, and bytes of stack and local memory, which hold what was spilled."""
+    cubin = folder / f"{kernel.metadata.name}.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin]
+    listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", listing)}
+
+
+@pytest.mark.parametrize(("dtype", "columns"), ROWS, ids=str)
+def test_compiles_without_spills(compiled, tmp_path, dtype, columns):
+    for name, call in CALLS.items():
+        compiled.clear()
+        call(dtype, columns)
+        assert compiled, f"{name} launched nothing"
+        for kernel in compiled:
+            usage = resource_usage(kernel, tmp_path)
+            assert 0 < usage["REG"] <= 65536 // (32 * kernel.metadata.num_warps)
+            assert (usage["STACK"], usage["LOCAL"]) == (0, 0), f"{name}: {kernel.metadata.name} spills: {usage}"
+            # The least that a GPU of capability 8.0 or later gives a block.
+            assert kernel.metadata.shared <= 99 * 1024
+
+
+def test_every_kernel_is_compiled(compiled):
+    kernels = set()
+    for module in pkgutil.iter_modules(fuseopt.ops.triton.__path__, "fuseopt.ops.triton."):
+        members = vars(importlib.import_module(module.name)).values()
+        kernels |= {member.__name__ for member in members if isinstance(member, JITFunction)}
+    for call in CALLS.values():
+        for columns in (768, 50257):
+            call(torch.bfloat16, columns)
+    assert {kernel.metadata.name for kernel in compiled} == {name for name in kernels if name.endswith("_kernel")}
+
+
+@pytest.mark.parametrize("columns", [50257, 50264])
+def test_wide_rows_are_read_by_vectors_at_any_width(compiled, columns):
+    for call in (CALLS["softmax_fwd"], CALLS["softmax_bwd"]):
+        compiled.clear()
+        call(torch.bfloat16, columns)
+        accesses = re.findall(r"(?:ld|st)\.global\.\S+", compiled[0].asm["ptx"])
+        # By element: the row's ends alone, one load for each tensor and one store.
+        assert sum(not access.endswith("v4.b32") for access in accesses) <= 3
+        assert sum(access.endswith("v4.b32") for access in accesses) > 10
