@@ -1,0 +1,99 @@
+// The C entry points of the CUDA kernels: torch-free, asynchronous on `stream`, allocating and synchronising nothing,
+// so that each can be captured in a CUDA graph. Every one returns what its launches returned. Tensors are contiguous
+// unless strides are given; `rows` x `columns` is the input flattened to two dimensions.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../dtypes.h"
+
+namespace fuseopt {
+
+// A tensor whose element type is known only at run time. An absent optional tensor has `data == nullptr`.
+struct TypedPointer {
+  void* data;
+  int dtype;  // DType
+};
+
+// An additive softmax mask seen through broadcasting: the address of row `r` is found from the leading dimensions of
+// the input, of which neighbours that share one stride pattern are merged.
+struct SoftmaxMask {
+  static constexpr int kMaxDims = 8;
+  TypedPointer values;
+  int dims;
+  int64_t sizes[kMaxDims];
+  int64_t strides[kMaxDims];
+  int64_t column_stride;
+};
+
+// Token ids as a strided matrix of int32 or int64.
+struct TokenIds {
+  const void* data;
+  int bytes;  // 4 or 8 an id
+  int64_t length;
+  int64_t row_stride;
+  int64_t column_stride;
+};
+
+// Scores as a strided matrix; `dtype` is a DType.
+struct ScoreMatrix {
+  void* data;
+  int dtype;
+  int64_t row_stride;
+  int64_t column_stride;
+};
+
+enum GeluApproximation : int { kErf = 0, kTanh = 1 };
+
+extern "C" {
+
+cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer weight, TypedPointer output, TypedPointer rstd,
+                                 int64_t rows, int64_t columns, double eps, double offset, int norm_dtype,
+                                 cudaStream_t stream);
+
+// `grad_weight.data` may be null. `workspace` holds `fuseopt_norm_bwd_workspace_bytes` and is written before it is
+// read.
+cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPointer input, TypedPointer weight, TypedPointer rstd,
+                                 TypedPointer grad_input, TypedPointer grad_weight, void* workspace, int64_t rows,
+                                 int64_t columns, double offset, cudaStream_t stream);
+
+cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer weight, TypedPointer bias, TypedPointer output,
+                                   TypedPointer mean, TypedPointer rstd, int64_t rows, int64_t columns, double eps,
+                                   cudaStream_t stream);
+
+// As fuseopt_rms_norm_bwd; `grad_weight.data` and `grad_bias.data` may each be null.
+cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPointer input, TypedPointer weight, TypedPointer mean,
+                                   TypedPointer rstd, TypedPointer grad_input, TypedPointer grad_weight,
+                                   TypedPointer grad_bias, void* workspace, int64_t rows, int64_t columns,
+                                   cudaStream_t stream);
+
+// Room for the first stage of the column sums (weight gradients) on the current device. `tensors` is 1 for RMSNorm, 2
+// for LayerNorm.
+size_t fuseopt_norm_bwd_workspace_bytes(int64_t rows, int64_t columns, int tensors, bool float64);
+
+cudaError_t fuseopt_gelu_fwd(TypedPointer input, TypedPointer bias, TypedPointer output, int64_t elements,
+                             int64_t columns, int approximation, cudaStream_t stream);
+
+cudaError_t fuseopt_gelu_bwd(TypedPointer grad_output, TypedPointer input, TypedPointer bias, TypedPointer grad_input,
+                             int64_t elements, int64_t columns, int approximation, cudaStream_t stream);
+
+cudaError_t fuseopt_softmax_fwd(TypedPointer input, SoftmaxMask mask, TypedPointer output, int64_t rows,
+                                int64_t columns, double scale, cudaStream_t stream);
+
+// `grad_output` and `output` share one dtype.
+cudaError_t fuseopt_softmax_bwd(TypedPointer grad_output, TypedPointer output, TypedPointer grad_input, int64_t rows,
+                                int64_t columns, double scale, cudaStream_t stream);
+
+// Bans, in row r of `scores`, every token that would complete an n-gram of row r / `rows_per_window_row` of `windows`
+// begun by the last n - 1 ids of row r of `prefixes`. `output` is a contiguous matrix that receives the edited copy, or
+// null to edit `scores` in place.
+cudaError_t fuseopt_no_repeat_ngram(TokenIds windows, TokenIds prefixes, ScoreMatrix scores, void* output, int64_t rows,
+                                    int64_t columns, int64_t rows_per_window_row, int64_t ngram_size,
+                                    cudaStream_t stream);
+
+}  // extern "C"
+
+}  // namespace fuseopt

@@ -1,0 +1,223 @@
+// RMSNorm (Zhang and Sennrich, 2019): xhat = x * rstd, rstd = 1 / sqrt(mean(x^2) + eps), output = xhat * (weight +
+// offset).
+#include "norm.cuh"
+
+namespace fuseopt {
+namespace {
+
+template <typename T, typename W, typename Shape>
+__global__ void __launch_bounds__(Shape::kMaxThreads)
+    rms_norm_fwd_kernel(const T* __restrict__ input, const W* __restrict__ weight, TypedPointer output,
+                        float* __restrict__ rstd, int64_t rows, int columns, float eps, float offset, int norm_dtype) {
+  constexpr int kWidth = kVectorWidth<T>;
+  constexpr int kVectors = Shape::kElements / kWidth;
+  RowTeam<Shape::kTeam> team;
+  const int vectors_in_row = columns / kWidth;
+
+  for (int64_t row = team.index; row < rows; row += team.count) {
+    RowPart<T, kVectors> x;
+    RowPart<W, kVectors, kWidth> weights;
+    x.load(input + row * columns, team, vectors_in_row);
+    if (weight != nullptr) weights.load(weight, team, vectors_in_row);
+
+    float sum_of_squares = 0;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) sum_of_squares += x.vectors[k][j] * x.vectors[k][j];
+    }
+    const float row_rstd = rsqrtf(team.template reduce<Sum>(sum_of_squares) / columns + eps);
+    if (team.lane == 0) rstd[row] = row_rstd;
+
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      float result[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) result[j] = x.vectors[k][j] * row_rstd;
+      round_floats(norm_dtype, result);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) result[j] *= (weight != nullptr ? weights.vectors[k][j] : 1.0f) + offset;
+      const int v = team.lane + k * team.size;
+      if (v < vectors_in_row) store_floats(output, row * vectors_in_row + v, result);
+    }
+  }
+}
+
+// grad_input = rstd * (g - xhat * mean(g * xhat)) with g = grad_output * (weight + offset); grad_weight = sum over rows
+// of grad_output * xhat, left as one row of partial sums a block.
+template <typename T, typename Shape>
+__global__ void __launch_bounds__(kBwdMaxThreads<Shape>)
+    rms_norm_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ input, TypedPointer weight,
+                        const float* __restrict__ rstd, T* __restrict__ grad_input, Partials<float> partials,
+                        int64_t rows, int columns, float offset) {
+  constexpr int kWidth = kVectorWidth<T>;
+  constexpr int kVectors = Shape::kElements / kWidth;
+  RowTeam<Shape::kTeam> team;
+  const int vectors_in_row = columns / kWidth;
+
+  extern __shared__ __align__(kAccessBytes) float shared[];
+  const SharedColumns<kWidth> scale(shared, weight, 1.0f, offset, columns);
+  __syncthreads();
+  float weight_sums[kVectors][kWidth] = {};
+
+  for (int64_t row = team.index; row < rows; row += team.count) {
+    RowPart<T, kVectors> x, grad;
+    x.load(input + row * columns, team, vectors_in_row);
+    grad.load(grad_output + row * columns, team, vectors_in_row);
+    const float row_rstd = rstd[row];
+
+    float dot = 0;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (v >= vectors_in_row) continue;
+      float weights[kWidth];
+      scale.load(v, weights);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const float grad_times_xhat = grad.vectors[k][j] * (x.vectors[k][j] * row_rstd);
+        weight_sums[k][j] += grad_times_xhat;
+        dot += grad_times_xhat * weights[j];
+      }
+    }
+    const float mean_dot = team.template reduce<Sum>(dot) / columns;
+
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (v >= vectors_in_row) continue;
+      float result[kWidth], weights[kWidth];
+      scale.load(v, weights);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const float xhat = x.vectors[k][j] * row_rstd;
+        result[j] = row_rstd * (grad.vectors[k][j] * weights[j] - xhat * mean_dot);
+      }
+      store_floats_as<T>(grad_input + row * columns, v, result);
+    }
+  }
+  if (partials.data != nullptr) store_block_partials(weight_sums, partials.of(0), columns, team);
+}
+
+template <typename Acc>
+__global__ void rms_norm_fwd_any_kernel(TypedPointer input, TypedPointer weight, TypedPointer output, TypedPointer rstd,
+                                        int64_t rows, int64_t columns, Acc eps, Acc offset, int norm_dtype) {
+  RowTeam<Team::kBlock, Acc> team;
+  for (int64_t row = team.index; row < rows; row += team.count) {
+    Acc sum_of_squares = 0;
+    for (int64_t c = team.lane; c < columns; c += team.size) {
+      const Acc x = load_as<Acc>(input, row * columns + c);
+      sum_of_squares += x * x;
+    }
+    const Acc row_rstd = 1 / sqrt(team.template reduce<Sum>(sum_of_squares) / columns + eps);
+    if (team.lane == 0) store_as(rstd, row, row_rstd);
+    for (int64_t c = team.lane; c < columns; c += team.size) {
+      const Acc xhat = round_to(norm_dtype, load_as<Acc>(input, row * columns + c) * row_rstd);
+      store_as(output, row * columns + c,
+               xhat * ((weight.data != nullptr ? load_as<Acc>(weight, c) : Acc(1)) + offset));
+    }
+  }
+}
+
+template <typename Acc>
+__global__ void rms_norm_bwd_any_kernel(TypedPointer grad_output, TypedPointer input, TypedPointer weight,
+                                        TypedPointer rstd, TypedPointer grad_input, int64_t rows, int64_t columns,
+                                        Acc offset) {
+  RowTeam<Team::kBlock, Acc> team;
+  const auto grad_times_weight = [&](int64_t row, int64_t c) {
+    return load_as<Acc>(grad_output, row * columns + c) *
+           ((weight.data != nullptr ? load_as<Acc>(weight, c) : Acc(1)) + offset);
+  };
+  for (int64_t row = team.index; row < rows; row += team.count) {
+    const Acc row_rstd = load_as<Acc>(rstd, row);
+    Acc dot = 0;
+    for (int64_t c = team.lane; c < columns; c += team.size) {
+      dot += grad_times_weight(row, c) * (load_as<Acc>(input, row * columns + c) * row_rstd);
+    }
+    const Acc mean_dot = team.template reduce<Sum>(dot) / columns;
+    for (int64_t c = team.lane; c < columns; c += team.size) {
+      const Acc xhat = load_as<Acc>(input, row * columns + c) * row_rstd;
+      store_as(grad_input, row * columns + c, row_rstd * (grad_times_weight(row, c) - xhat * mean_dot));
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer weight, TypedPointer output,
+                                            TypedPointer rstd, int64_t rows, int64_t columns, double eps, double offset,
+                                            int norm_dtype, cudaStream_t stream) {
+  if (rows == 0) return cudaSuccess;
+  bool launched = false;
+  if (is_fast({input}, {weight, output}, columns)) {
+    dispatch_fast_dtype(input.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      launched = dispatch_weight_dtype<T>(weight, [&](auto weight_tag) {
+        using W = typename decltype(weight_tag)::type;
+        return dispatch_row_shape<kFwdBlockElements>(columns, [&](auto shape, int threads) {
+          using Shape = decltype(shape);
+          rms_norm_fwd_kernel<T, W, Shape><<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(
+              static_cast<const T*>(input.data), static_cast<const W*>(weight.data), output,
+              static_cast<float*>(rstd.data), rows, static_cast<int>(columns), static_cast<float>(eps),
+              static_cast<float>(offset), norm_dtype);
+        });
+      });
+    });
+  }
+  if (!launched) {
+    const auto launch_any = [&](auto kernel, auto precise_eps, auto precise_offset) {
+      kernel<<<any_grid(rows), kAnyThreads, 0, stream>>>(input, weight, output, rstd, rows, columns, precise_eps,
+                                                         precise_offset, norm_dtype);
+    };
+    if (needs_float64(input, weight)) launch_any(rms_norm_fwd_any_kernel<double>, eps, offset);
+    else launch_any(rms_norm_fwd_any_kernel<float>, static_cast<float>(eps), static_cast<float>(offset));
+  }
+  return cudaGetLastError();
+}
+
+template <typename Acc>
+cudaError_t rms_norm_bwd_any(TypedPointer grad_output, TypedPointer input, TypedPointer weight, TypedPointer rstd,
+                             TypedPointer grad_input, TypedPointer grad_weight, void* workspace, int64_t rows,
+                             int64_t columns, double offset, cudaStream_t stream) {
+  if (rows > 0) {
+    rms_norm_bwd_any_kernel<<<any_grid(rows), kAnyThreads, 0, stream>>>(grad_output, input, weight, rstd, grad_input,
+                                                                        rows, columns, static_cast<Acc>(offset));
+  }
+  if (grad_weight.data == nullptr || columns == 0) return cudaGetLastError();
+  const Partials<Acc> partials{static_cast<Acc*>(workspace), any_partials(rows, columns), columns};
+  column_partials_any(grad_output, input, TypedPointer{}, rstd, partials, rows, stream);
+  return reduce_partials(partials, grad_weight, TypedPointer{}, stream);
+}
+
+extern "C" cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPointer input, TypedPointer weight,
+                                            TypedPointer rstd, TypedPointer grad_input, TypedPointer grad_weight,
+                                            void* workspace, int64_t rows, int64_t columns, double offset,
+                                            cudaStream_t stream) {
+  bool launched = false;
+  Partials<float> partials{static_cast<float*>(grad_weight.data != nullptr ? workspace : nullptr), 0, columns};
+  if (rows > 0 && is_fast({input, grad_output, grad_input}, {weight}, columns)) {
+    dispatch_fast_dtype(input.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      launched = dispatch_row_shape<kBwdBlockElements>(columns, [&](auto shape, int team_threads) {
+        using Shape = decltype(shape);
+        const int threads = Shape::kWarpPerRow ? kBwdWarpTeamBlock : team_threads;
+        const size_t shared_bytes = columns * sizeof(float);
+        static ResidentBlocks resident;
+        const auto kernel = rms_norm_bwd_kernel<T, Shape>;
+        const int64_t most_blocks = std::min<int64_t>(resident(kernel, threads, shared_bytes), bwd_blocks<Shape>());
+        partials.count = row_blocks<Shape>(rows, threads, most_blocks);
+        kernel<<<static_cast<unsigned>(partials.count), threads, shared_bytes, stream>>>(
+            static_cast<const T*>(grad_output.data), static_cast<const T*>(input.data), weight,
+            static_cast<const float*>(rstd.data), static_cast<T*>(grad_input.data), partials, rows,
+            static_cast<int>(columns), static_cast<float>(offset));
+      });
+    });
+  }
+  if (launched)
+    return grad_weight.data == nullptr ? cudaGetLastError()
+                                       : reduce_partials(partials, grad_weight, TypedPointer{}, stream);
+  const auto any = needs_float64(input, weight) ? rms_norm_bwd_any<double> : rms_norm_bwd_any<float>;
+  return any(grad_output, input, weight, rstd, grad_input, grad_weight, workspace, rows, columns, offset, stream);
+}
+
+}  // namespace fuseopt

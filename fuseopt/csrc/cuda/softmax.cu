@@ -1,0 +1,476 @@
+// Softmax of scale * input + mask over the last dimension, and its gradient.
+//
+// Rows that fit stay in the registers of a warp or a block. Wider rows are read once into shared memory, the maximum
+// and the sum being kept up as they pass (online softmax: Milakov and Gimelshein, 2018); rows too wide for that as well
+// are read twice. Rows of odd length still move in 16-byte vectors, those of the whole matrix: see RowSpan.
+#include <cuda_pipeline.h>
+
+#include "launch.cuh"
+#include "math.cuh"
+#include "vector.cuh"
+
+namespace fuseopt {
+namespace {
+
+constexpr int kBlockElements = 32;  // of a row in the registers of a thread, where a block has the row
+constexpr int kMaxWideThreads = 1024;
+constexpr int kWideLoads = 4;  // 16-byte loads in flight a thread
+constexpr int kAnyThreads = 256;
+
+// Where a row of a contiguous matrix lies: in whole vectors of the matrix, and up to kWidth - 1 elements before and
+// after those, of which each lane of the team takes at most one.
+template <int kWidth>
+struct RowSpan {
+  int64_t begin;  // element
+  int64_t first;  // whole vector
+  int vectors;    // whole vectors
+  int64_t edge;   // this lane's element outside the whole vectors, or kNone
+  static constexpr int64_t kNone = -1;
+
+  __device__ RowSpan(int64_t row, int columns, int lane) : begin(row * columns) {
+    const int64_t end = begin + columns;
+    first = (begin + kWidth - 1) / kWidth;
+    vectors = static_cast<int>(max(end / kWidth - first, int64_t{0}));
+    const int64_t head_end = vectors > 0 ? first * kWidth : end;
+    const int64_t tail_begin = vectors > 0 ? (first + vectors) * kWidth : end;
+    edge = begin + lane < head_end ? begin + lane : tail_begin + lane - (head_end - begin);
+    if (edge >= end) edge = kNone;
+  }
+
+  __device__ int64_t column(int v) const { return (first + v) * kWidth - begin; }
+};
+
+__device__ int64_t mask_row_offset(const SoftmaxMask& mask, int64_t row) {
+  int64_t offset = 0;
+  for (int dim = mask.dims - 1; dim >= 0; --dim) {
+    offset += row % mask.sizes[dim] * mask.strides[dim];
+    row /= mask.sizes[dim];
+  }
+  return offset;
+}
+
+// The additive mask of one row, of elements M; void where there is none.
+template <typename M>
+struct RowMask {
+  const M* row;
+  int64_t column_stride;
+
+  __device__ RowMask(const SoftmaxMask& mask, int64_t row_index)
+      : row(static_cast<const M*>(mask.values.data) + mask_row_offset(mask, row_index)),
+        column_stride(mask.column_stride) {}
+
+  template <int kWidth>
+  __device__ void add_to(float (&logits)[kWidth], int64_t column) const {
+    float added[kWidth];
+    load_floats_as<M>(row, column * column_stride, column_stride, added);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) logits[j] += added[j];
+  }
+};
+
+template <>
+struct RowMask<void> {
+  __device__ RowMask(const SoftmaxMask&, int64_t) {}
+  template <int kWidth>
+  __device__ void add_to(float (&)[kWidth], int64_t) const {}
+};
+
+// scale * x + mask for a vector of the row.
+template <int kWidth, typename T, typename Mask>
+__device__ void logits_of(float (&logits)[kWidth], const Vector<T, kWidth>& x, float scale, const Mask& mask,
+                          int64_t column) {
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) logits[j] = x[j] * scale;
+  mask.add_to(logits, column);
+}
+
+// The same for this lane's element outside the vectors; minus infinity, the neutral element, where it has none.
+template <int kWidth, typename T, typename Mask>
+__device__ float edge_logit(const T* input, const RowSpan<kWidth>& span, float scale, const Mask& mask) {
+  if (span.edge == span.kNone) return -INFINITY;
+  float logit[1] = {to_float(input[span.edge]) * scale};
+  mask.add_to(logit, span.edge - span.begin);
+  return logit[0];
+}
+
+template <typename T, typename M, typename Shape>
+__global__ void __launch_bounds__(Shape::kMaxThreads)
+    softmax_fwd_kernel(const T* __restrict__ input, SoftmaxMask mask, TypedPointer output, int64_t rows, int columns,
+                       float scale) {
+  constexpr int kWidth = kVectorWidth<T>;
+  constexpr int kVectors = Shape::kElements / kWidth;
+  constexpr bool kPrecise = sizeof(T) == 4;
+  RowTeam<Shape::kTeam> team;
+
+  for (int64_t row = team.index; row < rows; row += team.count) {
+    const RowSpan<kWidth> span(row, columns, team.lane);
+    const RowMask<M> row_mask(mask, row);
+
+    Vector<T> x[kVectors];
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (v < span.vectors) x[k] = load_vector(input, span.first + v);
+    }
+    float edge = edge_logit(input, span, scale, row_mask);
+    float max = edge;
+    float values[kVectors][kWidth];
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (v < span.vectors) {
+        logits_of(values[k], x[k], scale, row_mask, span.column(v));
+      } else {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) values[k][j] = -INFINITY;
+      }
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) max = fmaxf(max, values[k][j]);
+    }
+    max = team.template reduce<Max>(max);
+
+    edge = exp_as<kPrecise>(edge - max);
+    float sum = edge;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        values[k][j] = exp_as<kPrecise>(values[k][j] - max);
+        sum += values[k][j];
+      }
+    }
+    sum = team.template reduce<Sum>(sum);
+    const float inverse_sum = 1.0f / sum;
+
+    if (span.edge != span.kNone) store_as(output, span.edge, divide<kPrecise>(edge, sum, inverse_sum));
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[k][j] = divide<kPrecise>(values[k][j], sum, inverse_sum);
+      const int v = team.lane + k * team.size;
+      if (v < span.vectors) store_floats(output, span.first + v, values[k]);
+    }
+  }
+}
+
+// grad_input = scale * y * (g - sum(g * y)).
+template <typename T, typename Shape>
+__global__ void __launch_bounds__(Shape::kMaxThreads)
+    softmax_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ output, TypedPointer grad_input,
+                       int64_t rows, int columns, float scale) {
+  constexpr int kWidth = kVectorWidth<T>;
+  constexpr int kVectors = Shape::kElements / kWidth;
+  RowTeam<Shape::kTeam> team;
+
+  for (int64_t row = team.index; row < rows; row += team.count) {
+    const RowSpan<kWidth> span(row, columns, team.lane);
+    Vector<T> y[kVectors] = {}, g[kVectors] = {};
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (v < span.vectors) {
+        y[k] = load_vector(output, span.first + v);
+        g[k] = load_vector(grad_output, span.first + v);
+      }
+    }
+    const bool has_edge = span.edge != span.kNone;
+    const float edge_y = has_edge ? to_float(output[span.edge]) : 0.0f;
+    const float edge_g = has_edge ? to_float(grad_output[span.edge]) : 0.0f;
+
+    float dot = edge_g * edge_y;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) dot += g[k][j] * y[k][j];
+    }
+    dot = team.template reduce<Sum>(dot);
+
+    if (has_edge) store_as(grad_input, span.edge, scale * edge_y * (edge_g - dot));
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      float values[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[j] = scale * y[k][j] * (g[k][j] - dot);
+      const int v = team.lane + k * team.size;
+      if (v < span.vectors) store_floats(grad_input, span.first + v, values);
+    }
+  }
+}
+
+// A thread's maximum of the logits it has seen, and their sum of exp(logit - origin): the origin is that maximum, or
+// zero before any finite logit.
+template <bool kPrecise>
+struct OnlineSum {
+  float max = -INFINITY;
+  float origin = 0;
+  float sum = 0;
+
+  template <int kWidth>
+  __device__ void add(const float (&logits)[kWidth]) {
+    float largest = logits[0];
+#pragma unroll
+    for (int j = 1; j < kWidth; ++j) largest = fmaxf(largest, logits[j]);
+    if (largest > max) {
+      sum *= exp_as<kPrecise>(max - largest);
+      max = origin = largest;
+    }
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) sum += exp_as<kPrecise>(logits[j] - origin);
+  }
+};
+
+// Calls `visit(v, loaded)` for this thread's vectors v of a row, where `load(v)` loads, kLoads of them ahead.
+template <int kLoads, int kWidth, typename RowTeam, typename Load, typename Visit>
+__device__ void visit_row(const RowSpan<kWidth>& span, const RowTeam& team, Load load, Visit visit) {
+  for (int first = team.lane; first < span.vectors; first += kLoads * team.size) {
+    decltype(load(0)) loaded[kLoads];
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      if (first + k * team.size < span.vectors) loaded[k] = load(first + k * team.size);
+    }
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      if (first + k * team.size < span.vectors) visit(first + k * team.size, loaded[k]);
+    }
+  }
+}
+
+// A thread's vectors lane, lane + size ... of a row on their way from `data` to `stage`, in shared memory: all of them
+// at once and past the registers, from sm_80. A thread reads back only what it has sent for itself, so that waiting for
+// its own copies is enough.
+template <typename T, int kWidth, typename RowTeam>
+__device__ void stage_row(Vector<T>* stage, const T* data, const RowSpan<kWidth>& span, const RowTeam& team) {
+  for (int v = team.lane; v < span.vectors; v += team.size) {
+    __pipeline_memcpy_async(stage + v, reinterpret_cast<const Vector<T>*>(data) + span.first + v, sizeof(Vector<T>));
+  }
+  __pipeline_commit();
+}
+
+// A block a row. Without shared memory for a row (`staged` is false) the row is read twice.
+template <typename T, typename M>
+__global__ void __launch_bounds__(kMaxWideThreads)
+    softmax_fwd_wide_kernel(const T* __restrict__ input, SoftmaxMask mask, TypedPointer output, int64_t rows,
+                            int columns, float scale, bool staged) {
+  constexpr int kWidth = kVectorWidth<T>;
+  constexpr bool kPrecise = sizeof(T) == 4;
+  extern __shared__ __align__(kAccessBytes) char shared[];
+  Vector<T>* const stage = reinterpret_cast<Vector<T>*>(shared);
+  RowTeam<Team::kBlock> team;
+
+  for (int64_t row = team.index; row < rows; row += team.count) {
+    const RowSpan<kWidth> span(row, columns, team.lane);
+    const RowMask<M> row_mask(mask, row);
+    if (staged) stage_row(stage, input, span, team);
+
+    OnlineSum<kPrecise> online;
+    const float edge = edge_logit(input, span, scale, row_mask);
+    online.add({edge});
+    if (staged) __pipeline_wait_prior(0);
+    const auto load = [&](int v) { return staged ? stage[v] : load_vector(input, span.first + v); };
+    visit_row<kWideLoads>(span, team, load, [&](int v, const Vector<T>& x) {
+      float logits[kWidth];
+      logits_of(logits, x, scale, row_mask, span.column(v));
+      online.add(logits);
+    });
+    const float row_max = team.template reduce<Max>(online.max);
+    const float row_origin = row_max == -INFINITY ? 0.0f : row_max;
+    const float row_sum = team.template reduce<Sum>(online.sum * exp_as<kPrecise>(online.origin - row_origin));
+    const float inverse_sum = 1.0f / row_sum;
+
+    if (span.edge != span.kNone) {
+      store_as(output, span.edge, divide<kPrecise>(exp_as<kPrecise>(edge - row_origin), row_sum, inverse_sum));
+    }
+    visit_row<kWideLoads>(span, team, load, [&](int v, const Vector<T>& x) {
+      float values[kWidth];
+      logits_of(values, x, scale, row_mask, span.column(v));
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        values[j] = divide<kPrecise>(exp_as<kPrecise>(values[j] - row_origin), row_sum, inverse_sum);
+      }
+      store_floats(output, span.first + v, values);
+    });
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kMaxWideThreads)
+    softmax_bwd_wide_kernel(const T* __restrict__ grad_output, const T* __restrict__ output, TypedPointer grad_input,
+                            int64_t rows, int columns, float scale, bool staged) {
+  constexpr int kWidth = kVectorWidth<T>;
+  struct Pair {
+    Vector<T> y, g;
+  };
+  extern __shared__ __align__(kAccessBytes) char shared[];
+  RowTeam<Team::kBlock> team;
+
+  for (int64_t row = team.index; row < rows; row += team.count) {
+    const RowSpan<kWidth> span(row, columns, team.lane);
+    Vector<T>* const stage_y = reinterpret_cast<Vector<T>*>(shared);
+    Vector<T>* const stage_g = stage_y + columns / kWidth;
+    if (staged) {
+      stage_row(stage_y, output, span, team);
+      stage_row(stage_g, grad_output, span, team);
+    }
+    const bool has_edge = span.edge != span.kNone;
+    const float edge_y = has_edge ? to_float(output[span.edge]) : 0.0f;
+    const float edge_g = has_edge ? to_float(grad_output[span.edge]) : 0.0f;
+    if (staged) __pipeline_wait_prior(0);
+    const auto load = [&](int v) {
+      if (staged) return Pair{stage_y[v], stage_g[v]};
+      return Pair{load_vector(output, span.first + v), load_vector(grad_output, span.first + v)};
+    };
+
+    float dot = edge_g * edge_y;
+    visit_row<kWideLoads / 2>(span, team, load, [&](int, const Pair& pair) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) dot += pair.g[j] * pair.y[j];
+    });
+    dot = team.template reduce<Sum>(dot);
+
+    if (has_edge) store_as(grad_input, span.edge, scale * edge_y * (edge_g - dot));
+    visit_row<kWideLoads / 2>(span, team, load, [&](int v, const Pair& pair) {
+      float values[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[j] = scale * pair.y[j] * (pair.g[j] - dot);
+      store_floats(grad_input, span.first + v, values);
+    });
+  }
+}
+
+// An element at a time, a block a row: float64 and unaligned tensors.
+template <typename Acc>
+__global__ void __launch_bounds__(kAnyThreads)
+    softmax_fwd_any_kernel(TypedPointer input, SoftmaxMask mask, TypedPointer output, int64_t rows, int64_t columns,
+                           Acc scale) {
+  RowTeam<Team::kBlock, Acc> team;
+  for (int64_t row = team.index; row < rows; row += team.count) {
+    const int64_t mask_offset = mask_row_offset(mask, row);
+    const auto logit = [&](int64_t c) {
+      const Acc x = scale * load_as<Acc>(input, row * columns + c);
+      return mask.values.data != nullptr ? x + load_as<Acc>(mask.values, mask_offset + c * mask.column_stride) : x;
+    };
+    Acc max = -INFINITY, sum = 0;
+    for (int64_t c = team.lane; c < columns; c += team.size) max = fmax(max, logit(c));
+    max = team.template reduce<Max>(max);
+    for (int64_t c = team.lane; c < columns; c += team.size) sum += exp(logit(c) - max);
+    sum = team.template reduce<Sum>(sum);
+    for (int64_t c = team.lane; c < columns; c += team.size)
+      store_as(output, row * columns + c, exp(logit(c) - max) / sum);
+  }
+}
+
+template <typename Acc>
+__global__ void __launch_bounds__(kAnyThreads)
+    softmax_bwd_any_kernel(TypedPointer grad_output, TypedPointer output, TypedPointer grad_input, int64_t rows,
+                           int64_t columns, Acc scale) {
+  RowTeam<Team::kBlock, Acc> team;
+  for (int64_t row = team.index; row < rows; row += team.count) {
+    Acc dot = 0;
+    for (int64_t i = row * columns + team.lane; i < (row + 1) * columns; i += team.size) {
+      dot += load_as<Acc>(grad_output, i) * load_as<Acc>(output, i);
+    }
+    dot = team.template reduce<Sum>(dot);
+    for (int64_t i = row * columns + team.lane; i < (row + 1) * columns; i += team.size) {
+      store_as(grad_input, i, scale * load_as<Acc>(output, i) * (load_as<Acc>(grad_output, i) - dot));
+    }
+  }
+}
+
+unsigned block_per_row(int64_t rows) { return static_cast<unsigned>(std::min<int64_t>(rows, INT32_MAX)); }
+
+// Launches a kernel that stages `row_bytes` of each row in shared memory, if the device has as much: its last argument
+// says so. The kernel asks for it every time, which is nothing beside rows of this length.
+template <typename Kernel, typename... Arguments>
+void launch_wide(Kernel kernel, int64_t rows, int64_t row_bytes, cudaStream_t stream, Arguments... arguments) {
+  cudaFuncAttributes attributes;
+  cudaFuncGetAttributes(&attributes, kernel);
+  int most_shared = 0;
+  cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, current_device());
+  const int64_t shared_bytes = row_bytes + static_cast<int64_t>(attributes.sharedSizeBytes);
+  const bool staged = shared_bytes <= most_shared;
+  if (staged) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(row_bytes));
+  // Two smaller blocks to a multiprocessor, where that has the memory for two rows: one loads while the other stores.
+  const int threads = staged && 2 * shared_bytes > most_shared ? kMaxWideThreads : kMaxWideThreads / 2;
+  kernel<<<block_per_row(rows), threads, staged ? row_bytes : 0, stream>>>(arguments..., staged);
+}
+
+// Calls `launch(TypeTag<M>)` for the mask dtypes compiled for input T: none, T and float32. False for others.
+template <typename T, typename Launch>
+bool dispatch_mask(const SoftmaxMask& mask, Launch launch) {
+  if (mask.values.data == nullptr) launch(TypeTag<void>{});
+  else if (mask.values.dtype == kFloat32) launch(TypeTag<float>{});
+  else if (mask.values.dtype == kDType<T>) launch(TypeTag<T>{});
+  else return false;
+  return true;
+}
+
+}  // namespace
+
+extern "C" cudaError_t fuseopt_softmax_fwd(TypedPointer input, SoftmaxMask mask, TypedPointer output, int64_t rows,
+                                           int64_t columns, double scale, cudaStream_t stream) {
+  if (rows == 0 || columns == 0) return cudaSuccess;
+  bool launched = false;
+  if (output.dtype != kFloat64 && is_aligned(input.data) && is_aligned(output.data) && columns <= INT32_MAX) {
+    dispatch_fast_dtype(input.dtype, [&](auto input_tag) {
+      using T = typename decltype(input_tag)::type;
+      launched = dispatch_mask<T>(mask, [&](auto mask_tag) {
+        using M = typename decltype(mask_tag)::type;
+        const T* const x = static_cast<const T*>(input.data);
+        const int row_columns = static_cast<int>(columns);
+        const float factor = static_cast<float>(scale);
+        const bool narrow = dispatch_row_shape<kBlockElements>(columns, [&](auto shape, int threads) {
+          using Shape = decltype(shape);
+          softmax_fwd_kernel<T, M, Shape>
+              <<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(x, mask, output, rows, row_columns, factor);
+        });
+        if (narrow) return;
+        launch_wide(softmax_fwd_wide_kernel<T, M>, rows, columns * sizeof(T), stream, x, mask, output, rows,
+                    row_columns, factor);
+      });
+    });
+  }
+  if (!launched) {
+    const auto launch_any = [&](auto kernel, auto precise_scale) {
+      kernel<<<block_per_row(rows), kAnyThreads, 0, stream>>>(input, mask, output, rows, columns, precise_scale);
+    };
+    const bool float64 = input.dtype == kFloat64 || (mask.values.data != nullptr && mask.values.dtype == kFloat64);
+    if (float64) launch_any(softmax_fwd_any_kernel<double>, scale);
+    else launch_any(softmax_fwd_any_kernel<float>, static_cast<float>(scale));
+  }
+  return cudaGetLastError();
+}
+
+extern "C" cudaError_t fuseopt_softmax_bwd(TypedPointer grad_output, TypedPointer output, TypedPointer grad_input,
+                                           int64_t rows, int64_t columns, double scale, cudaStream_t stream) {
+  if (rows == 0 || columns == 0) return cudaSuccess;
+  bool launched = false;
+  if (grad_input.dtype != kFloat64 && is_aligned(grad_output.data) && is_aligned(output.data) &&
+      is_aligned(grad_input.data) && columns <= INT32_MAX) {
+    launched = dispatch_fast_dtype(output.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      const T* const g = static_cast<const T*>(grad_output.data);
+      const T* const y = static_cast<const T*>(output.data);
+      const int row_columns = static_cast<int>(columns);
+      const float factor = static_cast<float>(scale);
+      const bool narrow = dispatch_row_shape<kBlockElements>(columns, [&](auto shape, int threads) {
+        using Shape = decltype(shape);
+        softmax_bwd_kernel<T, Shape>
+            <<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(g, y, grad_input, rows, row_columns, factor);
+      });
+      if (narrow) return;
+      launch_wide(softmax_bwd_wide_kernel<T>, rows, 2 * columns * sizeof(T), stream, g, y, grad_input, rows,
+                  row_columns, factor);
+    });
+  }
+  if (!launched) {
+    const auto launch_any = [&](auto kernel, auto precise_scale) {
+      kernel<<<block_per_row(rows), kAnyThreads, 0, stream>>>(grad_output, output, grad_input, rows, columns,
+                                                              precise_scale);
+    };
+    if (output.dtype == kFloat64) launch_any(softmax_bwd_any_kernel<double>, scale);
+    else launch_any(softmax_bwd_any_kernel<float>, static_cast<float>(scale));
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace fuseopt

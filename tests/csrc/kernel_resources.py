@@ -1,0 +1,41 @@
+"""What nvcc says about the kernels of a `.cu`: no GPU is needed."""
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from fuseopt import toolchain
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """One kernel (by its mangled name), compiled for one architecture ("sm_90")."""
+
+    name: str
+    architecture: str
+    registers: int
+    spilled_bytes: int
+
+
+def kernel_resources(source: Path, architectures=toolchain.PORTABLE_CUDA_ARCHITECTURES) -> list[KernelResources]:
+    """Compile `source` as the CUDA library does, keep nothing, and return what ptxas reports of every kernel.
+
+    Raises:
+        toolchain.ToolchainError: there is no nvcc.
+        subprocess.CalledProcessError: the source does not compile; nvcc's words are its `stderr`.
+    """
+    flags = [*toolchain.NVCC_FLAGS, *toolchain.gencode_flags(architectures), "-Xptxas=-v"]
+    command = [toolchain.find_nvcc(), *flags, "-c", str(source), "-o", "/dev/null"]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    kernel = re.compile(
+        r"Compiling entry function '(?P<name>\S+)' for '(?P<architecture>sm_\w+)'.*?"
+        r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
+        re.DOTALL,
+    )
+    return [
+        KernelResources(
+            match["name"], match["architecture"], int(match["registers"]), int(match["stores"]) + int(match["loads"])
+        )
+        for match in kernel.finditer(report)
+    ]

@@ -1,0 +1,54 @@
+"""Every .cu compiles for each shipped architecture, and no kernel spills more than a few registers."""
+
+import subprocess
+
+import pytest
+
+from fuseopt import toolchain
+from tests.csrc.kernel_resources import kernel_resources
+
+# Bytes, stores and loads together: a kernel held to few registers, for one more block in flight, may spill some.
+MAX_SPILLED_BYTES = 64
+SOURCES = sorted((toolchain.CSRC / "cuda").glob("*.cu"))
+
+
+@pytest.fixture(autouse=True)
+def nvcc():
+    try:
+        return toolchain.find_nvcc()
+    except toolchain.ToolchainError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+def test_compiles_with_next_to_no_spills(source):
+    kernels = kernel_resources(source)
+    assert {kernel.architecture for kernel in kernels} == {f"sm_{a}" for a in toolchain.PORTABLE_CUDA_ARCHITECTURES}
+    spilling = [kernel for kernel in kernels if kernel.spilled_bytes > MAX_SPILLED_BYTES]
+    assert not spilling
+
+
+def test_spills_are_seen(tmp_path):
+    source = tmp_path / "spill.cu"
+    source.write_text("""
+        __global__ void __launch_bounds__(1024, 2) spills(float* x) {
+            float v[200];
+            for (int i = 0; i < 200; ++i) v[i] = x[i * 1024 + threadIdx.x];
+            __syncthreads();
+            #pragma unroll
+            for (int i = 0; i < 200; ++i) x[i * 1024 + threadIdx.x] = v[i] * v[(i * 7) % 200];
+        }
+        __global__ void does_not(float* x) { x[threadIdx.x] = 1; }
+    """)
+    spills, does_not = sorted(kernel_resources(source, ["90"]), key=lambda kernel: -kernel.registers)
+    assert "spills" in spills.name
+    assert (spills.architecture, does_not.architecture) == ("sm_90", "sm_90")
+    assert spills.spilled_bytes > MAX_SPILLED_BYTES
+    assert does_not.spilled_bytes == 0
+
+
+def test_a_source_that_does_not_compile_fails(tmp_path):
+    (tmp_path / "broken.cu").write_text("#error words of nvcc\n")
+    with pytest.raises(subprocess.CalledProcessError) as failure:
+        kernel_resources(tmp_path / "broken.cu", ["90"])
+    assert "words of nvcc" in failure.value.stderr
