@@ -1,5 +1,161 @@
-"""fuseopt: one line makes a Hugging Face model fast, and one line undoes it to the bit."""
+"""fuseopt: one line makes a Hugging Face model fast, and one line undoes it to the bit.
 
+model = fuseopt.initialize(model, {"kernel_fusion": {"enable": True, "custom_cuda_kernels": ["FusedRMSNorm"]}})
+print(fuseopt.report(model))
+fuseopt.restore(model)
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fuseopt import apply, native
 from fuseopt._version import __version__
+from fuseopt.config import Config
+from fuseopt.errors import NotAModelError
+from fuseopt.plan import Plan, build_plan
+from fuseopt.report import Report
+from fuseopt.strategies import STRATEGIES
+from fuseopt.verify import Verification, verify
 
-__all__ = ["__version__"]
+ModelT = TypeVar("ModelT", bound=nn.Module)
+ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str] | None
+
+__all__ = [
+    "Config",
+    "Plan",
+    "Report",
+    "Verification",
+    "__version__",
+    "fused",
+    "initialize",
+    "plan",
+    "report",
+    "restore",
+    "verify",
+]
+
+
+def initialize(model: ModelT, config: ConfigSource = None, *, strict: bool = False) -> ModelT:
+    """Replaces parts of `model` by faster ones, in place, as `config` says, and returns the model.
+
+    The model keeps its class, Parameters, state_dict keys, config, hooks and `generate()` arguments. Called again with
+    an equal config it changes nothing; with another one it restores the model first. Native libraries that the plan
+    needs are built here, once per machine, and never later.
+
+    Args:
+        model: any nn.Module; transformers models gain the most. On any device.
+        config: a dict, the path of a JSON file, a preset ("inference", "training", "reference"), a Config, or None for
+            the preset "inference".
+        strict: raise where something the config names cannot be done, instead of warning and reporting it.
+
+    Raises:
+        NotAModelError: `model` is no nn.Module.
+        ConfigError: `config` is wrong; the message names the key and the fix.
+        PlanError: under `strict`, something asked for by name cannot be done.
+        ApplyError: a replacement failed. After any of these the model is as it was.
+    """
+    wanted = Config.load(config)
+    _check_model(model)
+    before = apply.applied_to(model)
+    if before is not None and before.report.config == wanted and not strict:
+        return model
+    apply.detach(model)
+    try:
+        decided = _plan_with_libraries(model, wanted)
+        if strict:
+            decided.check_strict()
+        apply.apply_plan(model, decided)
+    except BaseException:
+        if before is not None:
+            apply.reattach(model, before)
+        raise
+    _warn_unmet(decided)
+    return model
+
+
+def plan(model: nn.Module, config: ConfigSource = None) -> Plan:
+    """What `initialize(model, config)` would do, without doing it; works on the meta device too.
+
+    A model that is fused already is planned as it was before.
+
+    Raises:
+        NotAModelError, ConfigError: as `initialize`.
+    """
+    wanted = Config.load(config)
+    _check_model(model)
+    before = apply.detach(model)
+    try:
+        return build_plan(model, wanted, STRATEGIES)
+    finally:
+        if before is not None:
+            apply.reattach(model, before)
+
+
+def report(model: nn.Module) -> Report:
+    """What was done to `model`; an empty Report when nothing was.
+
+    Raises:
+        NotAModelError: `model` is no nn.Module.
+    """
+    _check_model(model)
+    applied = apply.applied_to(model)
+    return Report(type(model).__name__) if applied is None else applied.report
+
+
+def restore(model: ModelT) -> ModelT:
+    """Puts every original object back and returns the model. A model that is not fused is left alone.
+
+    Raises:
+        NotAModelError: `model` is no nn.Module.
+    """
+    _check_model(model)
+    apply.detach(model)
+    return model
+
+
+@contextmanager
+def fused(model: ModelT, config: ConfigSource = None, *, strict: bool = False) -> Iterator[ModelT]:
+    """`initialize` for the length of a with block; at its end the model is as it was at its start, fused or not.
+
+    Raises:
+        As `initialize`.
+    """
+    _check_model(model)
+    before = apply.applied_to(model)
+    initialize(model, config, strict=strict)
+    try:
+        yield model
+    finally:
+        if apply.applied_to(model) is not before:
+            apply.detach(model)
+            if before is not None:
+                apply.reattach(model, before)
+
+
+def _plan_with_libraries(model: nn.Module, config: Config) -> Plan:
+    decided = build_plan(model, config, STRATEGIES)
+    states = [native.load(kind) for kind in decided.native_libraries]
+    if all(state.status == "loaded" for state in states):
+        return decided
+    # A library that could not be had is now known to be absent, with its reason: decide again without it.
+    return build_plan(model, config, STRATEGIES)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise NotAModelError(
+            f"expected a torch.nn.Module, such as a transformers model, got {type(model).__name__}; "
+            "load one with AutoModelForCausalLM.from_pretrained(...) first"
+        )
+
+
+def _warn_unmet(decided: Plan) -> None:
+    for message in decided.unmet:
+        warnings.warn(f"fuseopt: {message}", stacklevel=3)

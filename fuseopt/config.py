@@ -1,0 +1,287 @@
+"""Config: what the user asked for, validated key by key before any model is looked at.
+
+Four sources are read: a dict, a path to a JSON file, the name of a preset, or a `Config`. OSLO's `kernel_fusion` block
+(https://github.com/EleutherAI/oslo) is valid input as it stands.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fuseopt.errors import ConfigError
+
+JIT_BACKENDS = ("torchscript", "inductor")
+KERNEL_BACKENDS = ("auto", "cuda", "triton", "cpu", "reference")
+
+# Kernel name -> the options its entry may carry beside "name".
+CUSTOM_KERNELS: Mapping[str, tuple[str, ...]] = {
+    "FusedRMSNorm": (),
+    "FusedLayerNorm": (),
+    "FusedGELU": ("fold_bias",),
+    "FusedSoftmax": (),
+    "FusedNoRepeatNGram": (),
+}
+TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {"FusedRMSNorm": (), "FusedSoftmax": ()}
+
+_PLANNED_KERNELS = (
+    "FusedGatedGELU",
+    "FusedSwiGLU",
+    "FusedCrossEntropy",
+    "FusedLinearCrossEntropy",
+    "FusedDropoutAdd",
+    "FusedRotaryEmbedding",
+    "FusedAttention",
+)
+_NOT_BUILT = {
+    "kernel_fusion.compile": "not built yet; use `jit: {'backend': 'inductor'}` for the elementwise regions, "
+    "or call torch.compile(model) yourself after initialize",
+    "generation": "not built yet; `custom_cuda_kernels: ['FusedNoRepeatNGram']` is what speeds up generate() today",
+}
+_ELSEWHERE = {
+    "model_parallelism": "fuseopt leaves parallelism to transformers: load with from_pretrained(..., tp_plan='auto') "
+    "or device_map='auto'",
+    "activation_checkpointing": "fuseopt leaves checkpointing to transformers: call "
+    "model.gradient_checkpointing_enable()",
+}
+
+
+@dataclass(frozen=True)
+class JitOptions:
+    """How the elementwise regions are compiled.
+
+    Attributes:
+        backend: "torchscript" (torch.jit.script) or "inductor" (torch.compile).
+        implied: taken by default beside kernels asked for by name, so that finding nothing left to do is no complaint.
+    """
+
+    backend: str = "torchscript"
+    implied: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """One entry of a kernel list: a fused module by name, and its options."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> str | dict[str, Any]:
+        return {"name": self.name, **self.options} if self.options else self.name
+
+
+@dataclass(frozen=True)
+class KernelFusion:
+    """The `kernel_fusion` block, defaults filled in."""
+
+    enable: bool = True
+    jit: JitOptions | None = None
+    memory_efficient_fusion: bool = False
+    custom_cuda_kernels: tuple[KernelRequest, ...] = ()
+    triton_kernels: tuple[KernelRequest, ...] = ()
+    backend: str = "auto"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A validated config.
+
+    Attributes:
+        kernel_fusion: what to fuse and how.
+        preset: the preset it came from, or None. A preset asks for what applies; names the user wrote are owed, and
+            `initialize` complains about those that land nowhere.
+    """
+
+    kernel_fusion: KernelFusion
+    preset: str | None = None
+
+    @classmethod
+    def load(cls, source: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
+        """Reads and validates `source`; None means the preset "inference".
+
+        Raises:
+            ConfigError: naming the key, what is wrong with it, and the nearest thing that would be right.
+        """
+        if source is None:
+            source = "inference"
+        if isinstance(source, Config):
+            return source
+        if isinstance(source, str) and source in PRESETS:
+            return cls(_kernel_fusion(PRESETS[source]["kernel_fusion"]), preset=source)
+        if isinstance(source, (str, os.PathLike)):
+            return cls.load(_read_json(source))
+        if not isinstance(source, Mapping):
+            raise ConfigError(
+                f"config: expected a dict, a path to a JSON file, a preset ({', '.join(PRESETS)}) or a fuseopt.Config, "
+                f"got {type(source).__name__}"
+            )
+        return cls(_top_level(source))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as plain JSON types; `Config.load` of it gives an equal Config (but for `preset`)."""
+        fusion = self.kernel_fusion
+        return {
+            "kernel_fusion": {
+                "enable": fusion.enable,
+                "jit": {"backend": fusion.jit.backend} if fusion.jit else False,
+                "memory_efficient_fusion": fusion.memory_efficient_fusion,
+                "custom_cuda_kernels": [request.to_dict() for request in fusion.custom_cuda_kernels],
+                "triton_kernels": [request.to_dict() for request in fusion.triton_kernels],
+                "backend": fusion.backend,
+            }
+        }
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "inference": {"kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS), "jit": True}},
+    "training": {"kernel_fusion": {"memory_efficient_fusion": True}},
+    "reference": {
+        "kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS), "jit": False, "backend": "reference"},
+    },
+}
+
+
+def _read_json(source: str | os.PathLike[str]) -> Any:
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigError(
+            f"config: {str(source)!r} is neither a file nor a preset; {_nearest(str(source), PRESETS)}presets are "
+            f"{', '.join(PRESETS)}"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path}: expected a JSON object at the top level, got {type(content).__name__}")
+    return content
+
+
+def _top_level(source: Mapping[str, Any]) -> KernelFusion:
+    if not source:
+        raise ConfigError(
+            "config: the dict is empty, so nothing would be done; ask for something, e.g. "
+            "{'kernel_fusion': {'enable': True}}, or leave config out for the preset 'inference'"
+        )
+    _check_keys("", source, ("kernel_fusion",))
+    block = source["kernel_fusion"]
+    if not isinstance(block, Mapping):
+        raise ConfigError(f"kernel_fusion: expected a dict, got {type(block).__name__}; e.g. {{'enable': True}}")
+    if not block:
+        raise ConfigError("kernel_fusion: the block is empty, so nothing would be done; e.g. {'enable': True}")
+    return _kernel_fusion(block)
+
+
+def _kernel_fusion(block: Mapping[str, Any]) -> KernelFusion:
+    _check_keys("kernel_fusion", block, tuple(KernelFusion.__dataclass_fields__))
+    memory_efficient = _memory_efficient(block.get("memory_efficient_fusion", False))
+    custom = _kernels("custom_cuda_kernels", block.get("custom_cuda_kernels", ()), CUSTOM_KERNELS)
+    triton = _kernels("triton_kernels", block.get("triton_kernels", ()), TRITON_KERNELS)
+    if "jit" in block:
+        jit = _jit(block["jit"])
+    else:
+        # `enable: True` alone means JIT fusion; AOT Autograd compiles the same regions itself.
+        jit = None if memory_efficient else JitOptions(implied=bool(custom or triton))
+    return KernelFusion(
+        enable=_boolean("kernel_fusion.enable", block.get("enable", True)),
+        jit=jit,
+        memory_efficient_fusion=memory_efficient,
+        custom_cuda_kernels=custom,
+        triton_kernels=triton,
+        backend=_choice("kernel_fusion.backend", block.get("backend", "auto"), KERNEL_BACKENDS),
+    )
+
+
+def _jit(value: Any) -> JitOptions | None:
+    if isinstance(value, bool):
+        return JitOptions() if value else None
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"kernel_fusion.jit: expected true, false or a dict such as {{'backend': 'inductor'}}, "
+            f"got {type(value).__name__}"
+        )
+    _check_keys("kernel_fusion.jit", value, ("backend",))
+    return JitOptions(_choice("kernel_fusion.jit.backend", value.get("backend", "torchscript"), JIT_BACKENDS))
+
+
+def _memory_efficient(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        raise ConfigError(
+            "kernel_fusion.memory_efficient_fusion: options are not built yet; use true, which takes the defaults"
+        )
+    return _boolean("kernel_fusion.memory_efficient_fusion", value)
+
+
+def _kernels(key: str, value: Any, known: Mapping[str, tuple[str, ...]]) -> tuple[KernelRequest, ...]:
+    where = f"kernel_fusion.{key}"
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(f"{where}: expected a list of kernel names, got {type(value).__name__}")
+    requests = tuple(_kernel(f"{where}[{position}]", entry, known) for position, entry in enumerate(value))
+    names = [request.name for request in requests]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{where}: {name!r} is listed {names.count(name)} times; list it once")
+    return requests
+
+
+def _kernel(where: str, entry: Any, known: Mapping[str, tuple[str, ...]]) -> KernelRequest:
+    if isinstance(entry, Mapping):
+        if "name" not in entry:
+            raise ConfigError(f"{where}: a kernel given as a dict needs a 'name'")
+        name, options = entry["name"], {key: value for key, value in entry.items() if key != "name"}
+    else:
+        name, options = entry, {}
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}: expected the name of a kernel, got {type(name).__name__}")
+    if name not in known:
+        if name in _PLANNED_KERNELS or name in CUSTOM_KERNELS:
+            raise ConfigError(f"{where}: {name!r} is not built yet for this list; it takes {', '.join(known)}")
+        raise ConfigError(f"{where}: unknown kernel {name!r}; {_nearest(name, known)}known: {', '.join(known)}")
+    if options and not known[name]:
+        raise ConfigError(f"{where}: {name} takes no options, got {', '.join(map(repr, options))}")
+    _check_keys(where, options, known[name])
+    for key, value in options.items():
+        _boolean(f"{where}.{key}", value)
+    return KernelRequest(name, options)
+
+
+def _check_keys(where: str, block: Mapping[Any, Any], known: Iterable[str]) -> None:
+    for key in block:
+        path = f"{where}.{key}" if where else str(key)
+        if path in _NOT_BUILT:
+            raise ConfigError(f"{path}: {_NOT_BUILT[path]}")
+        if path in _ELSEWHERE:
+            raise ConfigError(f"{path}: {_ELSEWHERE[path]}")
+        if key not in known:
+            raise ConfigError(
+                f"{path}: unknown key; {_nearest(str(key), known)}known keys here: {', '.join(map(repr, known))}"
+            )
+
+
+def _boolean(where: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}: expected true or false, got {value!r} ({type(value).__name__})")
+    return value
+
+
+def _choice(where: str, value: Any, choices: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in choices:
+        hint = _nearest(value, choices) if isinstance(value, str) else ""
+        raise ConfigError(
+            f"{where}: {value!r} is not one of {', '.join(choices)}{'; ' + hint.rstrip('; ') if hint else ''}"
+        )
+    return value
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"did you mean {matches[0]!r}? " if matches else ""

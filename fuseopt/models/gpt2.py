@@ -1,0 +1,14 @@
+"""GPT-2, every head (transformers.models.gpt2)."""
+
+from fuseopt.models.common import ACTIVATION_REGIONS, GELU_KERNELS, LAYER_NORM, SOFTMAX
+from fuseopt.models.policy import ModelPolicy, Rule
+
+_GPT2 = "transformers.models.gpt2.modeling_gpt2"
+
+GPT2 = ModelPolicy(
+    name="gpt2",
+    model_types=("gpt2",),
+    kernels=(LAYER_NORM, *GELU_KERNELS, SOFTMAX),
+    regions=(Rule(f"{_GPT2}.GPT2MLP", "FusedMLP", absorbs=("act",)), *ACTIVATION_REGIONS),
+    eager_attention=(f"{_GPT2}.GPT2Attention",),
+)

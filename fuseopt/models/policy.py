@@ -1,0 +1,53 @@
+"""ModelPolicy: which modules of a model family may be replaced, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def full_name(cls: type) -> str:
+    """ "transformers.models.t5.modeling_t5.T5LayerNorm", say: how policies name a class without importing it."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Modules of exactly one class may be replaced by a fused module.
+
+    Attributes:
+        source: the class's full name, as a string so that naming it imports nothing.
+        target: the fused module's class name, looked up in `fuseopt.modules`.
+        options: keyword arguments for `target.from_module`.
+        absorbs: names of the source's children whose work the target does itself, so that no other strategy may claim
+            them too.
+    """
+
+    source: str
+    target: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    absorbs: tuple[str, ...] = ()
+
+    def names(self, cls: type) -> bool:
+        """Whether `cls` is the very class that the rule is about."""
+        return full_name(cls) == self.source
+
+
+@dataclass(frozen=True)
+class ModelPolicy:
+    """What is known about a model family.
+
+    Attributes:
+        name: shown in the plan.
+        model_types: the `config.model_type` values it covers; empty for the policy of last resort.
+        kernels: rules behind the kernel names of a config (`Rule.target` is the kernel's name).
+        regions: rules for the `jit` strategy.
+        eager_attention: full names of the attention classes whose eager softmax can be fused.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    kernels: tuple[Rule, ...]
+    regions: tuple[Rule, ...]
+    eager_attention: tuple[str, ...] = ()

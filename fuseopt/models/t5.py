@@ -1,0 +1,24 @@
+"""T5 v1.0 and v1.1, every head, and the families that share its classes: mT5, UMT5, LongT5."""
+
+from fuseopt.models.common import ACTIVATION_REGIONS, GELU_KERNELS, SOFTMAX, modeling_name, rms_norm
+from fuseopt.models.policy import ModelPolicy, Rule
+
+# model_type -> the prefix of its classes
+_FAMILIES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", "longt5": "LongT5"}
+
+
+def _full_names(suffix: str) -> tuple[str, ...]:
+    return tuple(modeling_name(f"{model}.{prefix}{suffix}") for model, prefix in _FAMILIES.items())
+
+
+T5 = ModelPolicy(
+    name="t5",
+    model_types=tuple(_FAMILIES),
+    kernels=(*rms_norm("t5", "variance_epsilon", *_full_names("LayerNorm")), *GELU_KERNELS, SOFTMAX),
+    regions=(
+        *(Rule(source, "FusedGatedMLP", absorbs=("act",)) for source in _full_names("DenseGatedActDense")),
+        *ACTIVATION_REGIONS,
+    ),
+    # LongT5's local and transient-global attention have a softmax of their own; its full attention is the class named.
+    eager_attention=_full_names("Attention"),
+)

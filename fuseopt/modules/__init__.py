@@ -1,0 +1,17 @@
+"""Drop-in modules: each holds the state of the module it stands in for, and can be exchanged for it at any time."""
+
+from fuseopt.modules.activations import FusedActivation, FusedGELU, FusedSoftmax
+from fuseopt.modules.base import FusedModule
+from fuseopt.modules.mlp import FusedGatedMLP, FusedMLP
+from fuseopt.modules.norms import FusedLayerNorm, FusedRMSNorm
+
+__all__ = [
+    "FusedActivation",
+    "FusedGELU",
+    "FusedGatedMLP",
+    "FusedLayerNorm",
+    "FusedMLP",
+    "FusedModule",
+    "FusedRMSNorm",
+    "FusedSoftmax",
+]

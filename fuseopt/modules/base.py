@@ -1,0 +1,65 @@
+"""FusedModule: what every drop-in module shares with the module it stands in for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class FusedModule(nn.Module):
+    """A drop-in for another module, holding that module's own state rather than a copy of it.
+
+    `from_module` shares the source's `_parameters`, `_buffers`, `_modules` and hook dictionaries by reference. So
+    Parameter objects, state_dict keys, tied weights and hooks are the source's own; whatever is done to one (`.to()`,
+    `load_state_dict(assign=True)`, a hook, an adapter put on a child) is done to both; and giving the source back later
+    loses nothing. Both are copied together by deepcopy and pickle.
+    """
+
+    _source_class: type[nn.Module]
+
+    @classmethod
+    def from_module(cls, source: nn.Module, **options: Any) -> FusedModule:
+        """Builds the drop-in for `source`; `options` are the keyword arguments of `_configure`.
+
+        Raises:
+            ValueError: when `not_supported_reasons(source)` is not empty.
+        """
+        reasons = cls.not_supported_reasons(source)
+        if reasons:
+            raise ValueError(f"{cls.__name__} cannot stand in for {type(source).__name__}: {'; '.join(reasons)}")
+        fused = cls.__new__(cls)
+        fused.__dict__.update(source.__dict__)
+        fused._source_class = type(source)
+        fused._configure(**options)
+        return fused
+
+    @classmethod
+    def not_supported_reasons(cls, source: nn.Module) -> list[str]:
+        """Why this class cannot stand in for `source`; empty when it can."""
+        return []
+
+    def _configure(self, **options: Any) -> None:
+        """Reads what forward needs from the shared state and from the policy's options."""
+        if options:
+            raise TypeError(f"{type(self).__name__} takes no options, got {sorted(options)}")
+
+    def _source_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The source class's own forward over the shared state: for inputs the fused path would not be exact on."""
+        return self._source_class.forward(self, *args, **kwargs)
+
+
+def runs_untouched(module: nn.Module, expected: type[nn.Module]) -> bool:
+    """Whether calling `module` means no more than `expected.forward` on its parameters.
+
+    False when it is another class (an adapter, a quantised or parametrised leaf), carries forward or backward hooks, or
+    has had its forward replaced on the instance (as accelerate's offloading does).
+    """
+    return type(module) is expected and not has_hooks(module) and "forward" not in module.__dict__
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything is registered to run around `module`'s forward or backward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )

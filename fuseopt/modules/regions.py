@@ -1,0 +1,136 @@
+"""Elementwise regions compiled as a whole: TorchScript, torch.compile with Inductor, or plain eager.
+
+The functions stand at module scope, and a `Region` names one rather than holding its compiled form: a scripted function
+kept as an attribute of a module breaks deepcopy and pickle.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def relu(input: Tensor) -> Tensor:
+    return F.relu(input)
+
+
+def silu(input: Tensor) -> Tensor:
+    return F.silu(input)
+
+
+def gelu(input: Tensor) -> Tensor:
+    return F.gelu(input)
+
+
+def gelu_tanh(input: Tensor) -> Tensor:
+    return F.gelu(input, approximate="tanh")
+
+
+def quick_gelu(input: Tensor) -> Tensor:
+    return input * torch.sigmoid(1.702 * input)
+
+
+def bias_relu(input: Tensor, bias: Tensor) -> Tensor:
+    return F.relu(input + bias)
+
+
+def bias_silu(input: Tensor, bias: Tensor) -> Tensor:
+    return F.silu(input + bias)
+
+
+def bias_gelu(input: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(input + bias)
+
+
+def bias_gelu_tanh(input: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(input + bias, approximate="tanh")
+
+
+def gated_relu(gate: Tensor, input: Tensor) -> Tensor:
+    return F.relu(gate) * input
+
+
+def gated_silu(gate: Tensor, input: Tensor) -> Tensor:
+    return F.silu(gate) * input
+
+
+def gated_gelu(gate: Tensor, input: Tensor) -> Tensor:
+    return F.gelu(gate) * input
+
+
+def gated_gelu_tanh(gate: Tensor, input: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * input
+
+
+REGIONS: Mapping[str, Callable[..., Tensor]] = {
+    function.__name__: function
+    for function in (
+        relu,
+        silu,
+        gelu,
+        gelu_tanh,
+        quick_gelu,
+        bias_relu,
+        bias_silu,
+        bias_gelu,
+        bias_gelu_tanh,
+        gated_relu,
+        gated_silu,
+        gated_gelu,
+        gated_gelu_tanh,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Region:
+    """A region by name; calling it runs the compiled form, which is made at the first call in each process.
+
+    Inside somebody else's torch.compile the plain function is traced instead, so that it fuses with its surroundings.
+    """
+
+    name: str
+    backend: str
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return REGIONS[self.name](*inputs)
+        return _compiled(self.name, self.backend)(*inputs)
+
+
+def not_supported_reasons(backend: str) -> list[str]:
+    """Why regions cannot be compiled with `backend` ("torchscript" or "inductor") here; empty when they can."""
+    if backend == "torchscript":
+        try:
+            _compiled("gelu_tanh", backend)
+        except (AttributeError, RuntimeError) as error:
+            return [f"torch {torch.__version__} cannot script it: {error}"]
+    if backend == "inductor":
+        if not torch._dynamo.is_dynamo_supported():
+            return ["torch.compile does not support this Python or platform"]
+        compiler = os.environ.get("CXX", "g++")
+        if not torch.cuda.is_available() and shutil.which(compiler) is None:
+            return [f"Inductor needs a C++ compiler on CPU, and {compiler!r} is not on PATH"]
+    return []
+
+
+@functools.cache
+def _compiled(name: str, backend: str) -> Callable[..., Tensor]:
+    function = REGIONS[name]
+    if backend == "torchscript":
+        with warnings.catch_warnings():
+            # torch 2.14 and later announce TorchScript's end on every call; the plan's reason says it instead.
+            warnings.simplefilter("ignore", category=DeprecationWarning)
+            warnings.simplefilter("ignore", category=FutureWarning)
+            return torch.jit.script(function)
+    if backend == "inductor":
+        return torch.compile(function, fullgraph=True, dynamic=True)
+    return function

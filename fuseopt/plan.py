@@ -1,0 +1,266 @@
+"""Deciding: which objects of a model would be replaced by what, and why or why not. Nothing here changes the model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fuseopt import native
+from fuseopt.config import Config, KernelFusion
+from fuseopt.errors import PlanError
+from fuseopt.models import ModelPolicy, full_name, policy_for
+from fuseopt.modules.base import has_hooks
+from fuseopt.report import Row, render, rows_to_json
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in a model that can be set and put back: attribute `name` of `owner`, reached from the root by `path`."""
+
+    owner: nn.Module
+    name: str
+    path: str
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return id(self.owner), self.name
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One object that will be put in at every site of another.
+
+    Attributes:
+        sites: where; several when the same object is known by several names.
+        source: class name of what stands there.
+        target: class name of what will.
+        request: the config name that asked for it.
+        strategy: the strategy that proposed it.
+        reason: why it may.
+        build: makes the new object; touches nothing.
+        backend: what will run it, where there is a choice.
+        library: the native library it needs loaded, if any.
+        refused: why the backend that was asked for, or that fits the device best, will not run it.
+        absorbs: inner sites whose work the target does itself.
+    """
+
+    sites: tuple[Site, ...]
+    source: str
+    target: str
+    request: str
+    strategy: str
+    reason: str
+    build: Callable[[], Any]
+    backend: str | None = None
+    library: native.Kind | None = None
+    refused: str | None = None
+    absorbs: tuple[Site, ...] = ()
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A candidate that stays as it is, and why."""
+
+    sites: tuple[Site, ...]
+    source: str
+    target: str
+    request: str
+    strategy: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A module and every site it is known by."""
+
+    module: nn.Module
+    sites: tuple[Site, ...]
+
+    @property
+    def class_name(self) -> str:
+        return type(self.module).__name__
+
+    def is_exactly(self, source: str) -> bool:
+        return full_name(type(self.module)) == source
+
+    def is_subclass_of(self, source: str) -> bool:
+        return source in map(full_name, type(self.module).__mro__[1:])
+
+    def blocked_reasons(self) -> list[str]:
+        """Why this object must not be exchanged, whatever for."""
+        reasons = []
+        if has_hooks(self.module):
+            reasons.append("it carries hooks, which expect the module they were registered on")
+        if "forward" in self.module.__dict__:
+            reasons.append("its forward has been replaced on the instance")
+        return reasons
+
+
+class ModelIndex:
+    """One walk over a model: its candidates, and the device and dtype that a backend is chosen for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        parameter = next(model.parameters(), torch.empty(0))
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.candidates = list(_candidates(model))
+        self._by_id = {id(candidate.module): candidate for candidate in self.candidates}
+
+    def candidate(self, module: nn.Module) -> Candidate:
+        return self._by_id[id(module)]
+
+
+class Strategy(Protocol):
+    """HOW a fusion is done. `name` stands in plans and reports."""
+
+    @property
+    def name(self) -> str: ...
+
+    def requested(self, fusion: KernelFusion) -> tuple[str, ...]:
+        """The names that `fusion` asks this strategy for."""
+
+    def propose(self, index: ModelIndex, policy: ModelPolicy, fusion: KernelFusion) -> Iterator[Replacement | Skip]:
+        """Every candidate as a Replacement or a Skip; changes nothing."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `initialize` would do to one model, whole: `print(plan)`, `plan.to_dict()`, `plan.to_json()`."""
+
+    model_class: str
+    policy: str
+    config: Config
+    replacements: tuple[Replacement, ...]
+    skips: tuple[Skip, ...]
+    kept: dict[str, int] = field(default_factory=dict)
+    unmet: tuple[str, ...] = ()
+
+    @property
+    def native_libraries(self) -> tuple[native.Kind, ...]:
+        """The native libraries that have to be loaded, and built if need be, before the plan is applied."""
+        return tuple(sorted({r.library for r in self.replacements if r.library is not None}))
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return (*map(_replacement_row, self.replacements), *map(_skip_row, self.skips))
+
+    @property
+    def title(self) -> str:
+        return f"{self.model_class} (policy {self.policy})"
+
+    def to_dict(self) -> dict[str, Any]:
+        return rows_to_json(self.title, self.rows, self.kept, self.unmet, self.config)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        return render(f"plan for {self.title}", self.rows, self.kept, self.unmet)
+
+    def check_strict(self) -> None:
+        """Raises PlanError when something asked for by name would not be done, or not by the backend asked for."""
+        problems = list(self.unmet)
+        problems += dict.fromkeys(
+            f"{r.request}: would run on {r.backend}: {r.refused}" for r in self.replacements if r.refused
+        )
+        if problems and self.config.preset is None:
+            raise PlanError(
+                f"strict: {self.model_class} cannot be given what the config asks for:\n  " + "\n  ".join(problems)
+            )
+
+
+def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy]) -> Plan:
+    """Walks `model` and decides. Where two strategies claim a site, the earlier one in `strategies` has it."""
+    policy = policy_for(model)
+    index = ModelIndex(model)
+    replacements: list[Replacement] = []
+    skips: list[Skip] = []
+    unmet: list[str] = []
+    claimed: dict[tuple[int, str], Replacement] = {}
+    if config.kernel_fusion.enable:
+        for strategy in strategies:
+            for proposal in strategy.propose(index, policy, config.kernel_fusion):
+                if isinstance(proposal, Skip):
+                    skips.append(proposal)
+                    continue
+                sites = (*proposal.sites, *proposal.absorbs)
+                winner = next((claimed[site.key] for site in sites if site.key in claimed), None)
+                if winner is not None:
+                    skips.append(_lost_to(winner, proposal))
+                    continue
+                replacements.append(proposal)
+                claimed.update(dict.fromkeys((site.key for site in sites), proposal))
+    if config.kernel_fusion.enable and config.preset is None:
+        requested = [(s.name, name) for s in strategies for name in s.requested(config.kernel_fusion)]
+        unmet = [
+            _unmet(strategy, name, skips) for strategy, name in requested if not _landed(name, strategy, replacements)
+        ]
+    return Plan(
+        model_class=type(model).__name__,
+        policy=policy.name,
+        config=config,
+        replacements=tuple(replacements),
+        skips=tuple(skips),
+        kept=_kept(index, claimed),
+        unmet=tuple(unmet),
+    )
+
+
+def _candidates(model: nn.Module) -> Iterator[Candidate]:
+    modules: dict[int, nn.Module] = {}
+    sites: dict[int, list[Site]] = {}
+    # remove_duplicate=False yields a module once for every name that leads to it.
+    for path, module in model.named_modules(remove_duplicate=False):
+        modules[id(module)] = module
+        sites.setdefault(id(module), [])
+        for name, child in module._modules.items():
+            if child is not None:
+                site = Site(module, name, f"{path}.{name}" if path else name)
+                known = sites.setdefault(id(child), [])
+                if site.key not in {other.key for other in known}:
+                    known.append(site)
+    for identity, module in modules.items():
+        if module is not model:
+            yield Candidate(module, tuple(sites[identity]))
+
+
+def _kept(index: ModelIndex, claimed: dict[tuple[int, str], Replacement]) -> dict[str, int]:
+    leaves = (c for c in index.candidates if not c.module._modules)
+    return dict(Counter(c.class_name for c in leaves if not any(site.key in claimed for site in c.sites)).most_common())
+
+
+def _landed(name: str, strategy: str, replacements: list[Replacement]) -> bool:
+    return any(r.request == name and r.strategy == strategy for r in replacements)
+
+
+def _unmet(strategy: str, name: str, skips: list[Skip]) -> str:
+    reasons = list(dict.fromkeys(s.reason for s in skips if s.request == name and s.strategy == strategy))
+    return f"{name} ({strategy}) lands nowhere: {'; '.join(reasons) or 'this model has no module that it replaces'}"
+
+
+def _lost_to(winner: Replacement, loser: Replacement) -> Skip:
+    won, lost = winner.sites[0], loser.sites[0]
+    what = (
+        "it"
+        if won.key == lost.key
+        else f"its {won.name}"
+        if won.path.startswith(lost.path)
+        else f"{won.name} around it"
+    )
+    reason = f"{winner.target} by strategy {winner.strategy} has {what} already"
+    return Skip(loser.sites, loser.source, loser.target, loser.request, loser.strategy, reason)
+
+
+def _replacement_row(r: Replacement) -> Row:
+    reason = f"{r.reason}; {r.refused}" if r.refused else r.reason
+    return Row(tuple(site.path for site in r.sites), r.source, r.target, r.backend, r.strategy, reason, replaced=True)
+
+
+def _skip_row(s: Skip) -> Row:
+    return Row(tuple(site.path for site in s.sites), s.source, s.target, None, s.strategy, s.reason, replaced=False)

@@ -1,0 +1,113 @@
+"""Rows, tables and JSON: how a Plan is shown, and the Report that stays on a model after it was applied."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fuseopt.config import Config
+
+
+@dataclass(frozen=True)
+class Row:
+    """One object of the model: replaced by `target`, or not replaced by it although that was considered."""
+
+    paths: tuple[str, ...]
+    source: str
+    target: str
+    backend: str | None
+    strategy: str
+    reason: str
+    replaced: bool
+
+    @property
+    def change(self) -> str:
+        if not self.replaced:
+            return f"{self.source} -/-> {self.target}"
+        backend = f"[{self.backend}]" if self.backend else ""
+        return f"{self.source} -> {self.target}{backend}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "paths": list(self.paths),
+            "source": self.source,
+            "target": self.target,
+            "backend": self.backend,
+            "strategy": self.strategy,
+            "reason": self.reason,
+            "replaced": self.replaced,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was done to a model: plain data, copied and pickled with it. `print(report)`, `to_dict()`, `to_json()`."""
+
+    model: str
+    rows: tuple[Row, ...] = ()
+    kept: Mapping[str, int] = field(default_factory=dict)
+    unmet: tuple[str, ...] = ()
+    config: Config | None = None
+
+    @property
+    def replaced(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.replaced)
+
+    @property
+    def skipped(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if not row.replaced)
+
+    def to_dict(self) -> dict[str, Any]:
+        return rows_to_json(self.model, self.rows, self.kept, self.unmet, self.config)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        return render(f"report on {self.model}", self.rows, self.kept, self.unmet)
+
+
+def rows_to_json(
+    model: str, rows: Sequence[Row], kept: Mapping[str, int], unmet: Sequence[str], config: Config | None
+) -> dict[str, Any]:
+    """The content of a Plan or Report as JSON types."""
+    return {
+        "model": model,
+        "config": config.to_dict() if config else None,
+        "preset": config.preset if config else None,
+        "replaced": [row.to_dict() for row in rows if row.replaced],
+        "skipped": [row.to_dict() for row in rows if not row.replaced],
+        "kept": dict(kept),
+        "unmet": list(unmet),
+    }
+
+
+def render(title: str, rows: Sequence[Row], kept: Mapping[str, int], unmet: Sequence[str]) -> str:
+    """An aligned table; rows that differ in layer numbers only are shown as one, with how many there are."""
+    header = ("module", "count", "change", "strategy", "reason")
+    table = [header, *_grouped(rows)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(header) - 1)]
+    lines = [title]
+    for line in table:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
+        lines.append("  " + "  ".join((*cells, line[-1])).rstrip())
+    if not rows:
+        lines[1:] = ["  nothing replaced"]
+    if kept:
+        lines.append("  kept as they are: " + ", ".join(f"{name} x {count}" for name, count in kept.items()))
+    lines += [f"  not done: {message}" for message in unmet]
+    return "\n".join(lines)
+
+
+def _grouped(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        pattern = re.sub(r"\d+", "*", row.paths[0])
+        groups.setdefault((pattern, row.change, row.strategy, row.reason), []).append(row)
+    return [
+        (pattern if len(group) > 1 else group[0].paths[0], str(len(group)), change, strategy, reason)
+        for (pattern, change, strategy, reason), group in groups.items()
+    ]

@@ -1,0 +1,10 @@
+"""Strategies: HOW a fusion is done. The order of this tuple is the order in which they claim sites."""
+
+from fuseopt.plan import Strategy
+from fuseopt.strategies.jit import JitStrategy
+from fuseopt.strategies.kernels import CUSTOM_KERNELS, TRITON_KERNELS
+from fuseopt.strategies.memory_efficient import MemoryEfficientStrategy
+
+STRATEGIES: tuple[Strategy, ...] = (CUSTOM_KERNELS, TRITON_KERNELS, JitStrategy(), MemoryEfficientStrategy())
+
+__all__ = ["STRATEGIES"]

@@ -1,0 +1,107 @@
+"""FusedSoftmax inside attention: transformers' eager attention with scale, bias, mask and softmax as one op."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fuseopt import ops
+from fuseopt.models import ModelPolicy
+from fuseopt.plan import ModelIndex, Replacement, Site, Skip
+from fuseopt.strategies.propose import Offer, replacement, skip
+
+_ATTENTION_NAME = "fuseopt_softmax"
+_TARGET = "FusedSoftmax"
+
+
+def propose(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) -> Iterator[Replacement | Skip]:
+    """One site an attention module: the `config` that it reads its attention implementation from."""
+    for candidate in index.candidates:
+        if not any(candidate.is_exactly(name) for name in policy.eager_attention):
+            continue
+        reasons = _not_supported_reasons(candidate.module)
+        if reasons:
+            yield skip(candidate.sites, candidate.class_name, _TARGET, offer, "; ".join(reasons))
+            continue
+        site = Site(candidate.module, "config", f"{candidate.sites[0].path}.config")
+        build = functools.partial(FusedSoftmaxConfig, candidate.module.config, backend)
+        yield replacement((site,), candidate.class_name, _TARGET, offer, "attention is transformers' eager one", build)
+
+
+class FusedSoftmaxConfig:
+    """The config of one attention module, in which "eager" reads as fuseopt's attention function.
+
+    A live view: everything else, and any other attention implementation set later, is read from the model's own config,
+    which stays as it is. The function is made known to transformers under a name of its own, which no other model uses
+    (https://huggingface.co/docs/transformers/en/attention_interface).
+    """
+
+    def __init__(self, config: Any, backend: str) -> None:
+        self.__setstate__({"config": config, "backend": backend})
+
+    @property
+    def _attn_implementation(self) -> str:
+        implementation = self.config._attn_implementation
+        return _ATTENTION_NAME if implementation == "eager" else implementation
+
+    def __getattr__(self, name: str) -> Any:
+        if "config" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.config, name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        self.__dict__.update(state)
+        ALL_ATTENTION_FUNCTIONS.register(_ATTENTION_NAME, fused_softmax_attention)
+
+
+def fused_softmax_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """transformers' `eager_attention_forward` of GPT-2 and T5, with one op between the two products.
+
+    Args:
+        module: the attention module; its config is a `FusedSoftmaxConfig`.
+        query, key, value: [batch, heads, length, head size], any floating dtype.
+        attention_mask: additive, broadcastable to [batch, heads, query length, key length], or None.
+        position_bias: T5's, likewise.
+
+    Returns:
+        [batch, query length, heads, head size] and the attention weights [batch, heads, query length, key length].
+    """
+    scale = query.size(-1) ** -0.5 if scaling is None else scaling
+    mask = attention_mask
+    if position_bias is not None:
+        mask = position_bias if mask is None else position_bias + mask
+    scores = torch.matmul(query, key.transpose(-1, -2))
+    weights = ops.softmax(scores, mask, scale=scale, backend=module.config.backend)
+    if position_bias is None:
+        # GPT-2 takes the weights back to value's dtype, which matters under autocast; T5 does not.
+        weights = weights.type(value.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+def _not_supported_reasons(attention: nn.Module) -> list[str]:
+    implementation = attention.config._attn_implementation
+    if implementation != "eager":
+        return [
+            f"attention runs as {implementation!r}, which has its softmax inside; "
+            "model.set_attn_implementation('eager') would bring it out"
+        ]
+    if getattr(attention, "reorder_and_upcast_attn", False):
+        return ["reorder_and_upcast_attn computes attention in a float32 order of its own"]
+    return []

@@ -1,0 +1,50 @@
+"""`jit`: elementwise regions compiled by TorchScript or by torch.compile with Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fuseopt.config import KernelFusion
+from fuseopt.models import ModelPolicy, Rule
+from fuseopt.modules import regions
+from fuseopt.modules.regions import Region
+from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
+from fuseopt.strategies.propose import Offer, Options, child_rule, propose_rule
+
+
+class JitStrategy:
+    """Swaps activations, and the feed-forward blocks whose elementwise middle is more than the activation alone."""
+
+    name = "jit"
+
+    def requested(self, fusion: KernelFusion) -> tuple[str, ...]:
+        return ("jit",) if fusion.jit and not fusion.jit.implied else ()
+
+    def propose(self, index: ModelIndex, policy: ModelPolicy, fusion: KernelFusion) -> Iterator[Replacement | Skip]:
+        if fusion.jit is None:
+            return
+        backend = fusion.jit.backend
+        reasons = regions.not_supported_reasons(backend)
+        refused = f"{backend} refused, so it runs eagerly: {'; '.join(reasons)}" if reasons else None
+        backend = "eager" if reasons else backend
+        offer = Offer("jit", self.name, backend, refused=refused)
+        for rule in policy.regions:
+            yield from propose_rule(index, rule, offer, _options(rule, policy, backend))
+
+
+def _options(rule: Rule, policy: ModelPolicy, backend: str) -> Options:
+    def activation(candidate: Candidate) -> Mapping[str, Any]:
+        return {**rule.options, "region": Region(rule.options["region"], backend)}
+
+    def block(candidate: Candidate) -> Mapping[str, Any] | str:
+        act = child_rule(candidate, "act", policy.regions, "FusedActivation")
+        if act is None or f"bias_{act.options['region']}" not in regions.REGIONS:
+            return f"its activation {type(candidate.module.act).__name__} has no region"
+        name = act.options["region"]
+        if rule.target == "FusedMLP":
+            return {"activation": Region(name, backend), "bias_activation": Region(f"bias_{name}", backend)}
+        upcast = act.options.get("float32_under_autocast", False)
+        return {"gated_activation": Region(f"gated_{name}", backend), "float32_under_autocast": upcast}
+
+    return activation if rule.target == "FusedActivation" else block

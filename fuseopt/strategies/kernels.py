@@ -1,0 +1,97 @@
+"""Drop-in modules on fuseopt's ops: `custom_cuda_kernels` and `triton_kernels`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fuseopt import native, ops
+from fuseopt.config import KernelFusion, KernelRequest
+from fuseopt.errors import BackendError
+from fuseopt.models import ModelPolicy, Rule
+from fuseopt.ops import registry
+from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
+from fuseopt.strategies import eager_attention, logits_processors
+from fuseopt.strategies.propose import Offer, Options, child_rule, propose_rule
+
+# Kernel name -> the op whose backends run it.
+OP_NAMES = {
+    "FusedRMSNorm": "rms_norm",
+    "FusedLayerNorm": "layer_norm",
+    "FusedGELU": "gelu",
+    "FusedSoftmax": "softmax",
+    "FusedNoRepeatNGram": "no_repeat_ngram",
+}
+
+
+@dataclass(frozen=True)
+class KernelStrategy:
+    """`option` is the key of its kernel list in the config; `backend` pins one, or None leaves it to the config."""
+
+    name: str
+    option: str
+    backend: str | None = None
+
+    def requested(self, fusion: KernelFusion) -> tuple[str, ...]:
+        return tuple(request.name for request in self._requests(fusion))
+
+    def propose(self, index: ModelIndex, policy: ModelPolicy, fusion: KernelFusion) -> Iterator[Replacement | Skip]:
+        for request in self._requests(fusion):
+            backend, offer = choose_backend(request.name, self.backend or fusion.backend, self.name, index)
+            if request.name == "FusedNoRepeatNGram":
+                yield logits_processors.propose(index, offer, backend)
+                continue
+            if request.options.get("fold_bias"):
+                yield from _propose_bias_gelu(index, policy, offer, backend)
+            for rule in policy.kernels:
+                if rule.target == request.name:
+                    yield from propose_rule(index, rule, offer, _options(rule, backend))
+            if request.name == "FusedSoftmax":
+                yield from eager_attention.propose(index, policy, offer, backend)
+
+    def _requests(self, fusion: KernelFusion) -> tuple[KernelRequest, ...]:
+        return getattr(fusion, self.option)
+
+
+CUSTOM_KERNELS = KernelStrategy("kernels", "custom_cuda_kernels")
+TRITON_KERNELS = KernelStrategy("triton", "triton_kernels", backend="triton")
+
+
+def choose_backend(kernel: str, wanted: str, strategy: str, index: ModelIndex) -> tuple[str, Offer]:
+    """The `backend` argument for the fused module, and what that comes to for this model's device and dtype."""
+    device = index.device.type
+    if device == "meta":
+        return wanted, Offer(kernel, strategy, wanted)
+    op = registry.get(OP_NAMES[kernel])
+    refused = None
+    try:
+        choice = op.choose(wanted, index.device, [index.dtype], may_build=True)
+    except BackendError as error:
+        wanted, refused = "auto", str(error)
+        choice = op.choose(wanted, index.device, [index.dtype], may_build=True)
+    if wanted == "auto" and choice.backend != device and refused is None:
+        reasons = choice.refused.get(device, [f"there is no {device} backend"])
+        refused = f"not on {device}: {'; '.join(reasons)}"
+    library = next((kind for kind in native.KINDS if kind == choice.backend), None)
+    return wanted, Offer(kernel, strategy, choice.backend, library, refused)
+
+
+def _options(rule: Rule, backend: str) -> Options:
+    return lambda candidate: {**rule.options, "backend": backend}
+
+
+def _propose_bias_gelu(
+    index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str
+) -> Iterator[Replacement | Skip]:
+    def options(candidate: Candidate) -> Mapping[str, Any] | str:
+        gelu = child_rule(candidate, "act", policy.kernels, "FusedGELU")
+        if gelu is None:
+            return f"its activation is no GELU but {type(candidate.module.act).__name__}"
+        run = functools.partial(ops.gelu, approximate=gelu.options.get("approximate", "none"), backend=backend)
+        return {"activation": run, "bias_activation": run}
+
+    for rule in policy.regions:
+        if rule.target == "FusedMLP":
+            yield from propose_rule(index, rule, offer, options)

@@ -1,0 +1,53 @@
+"""`memory_efficient_fusion`: training steps compiled by AOT Autograd with the min-cut rematerialisation partitioner."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+
+from torch import nn
+
+from fuseopt.config import KernelFusion
+from fuseopt.models import ModelPolicy
+from fuseopt.modules import regions
+from fuseopt.modules.training_forward import DEFAULT_BACKEND, TrainingForward, not_supported_reasons
+from fuseopt.plan import ModelIndex, Replacement, Site, Skip
+from fuseopt.strategies.propose import Offer, replacement, skip
+
+_REQUEST = "memory_efficient_fusion"
+_TARGET = "TrainingForward"
+_REASON = "training steps as one graph, cheap activations recomputed; eval and generate() stay as they are"
+_LOSS_TYPE = "ForCausalLM"
+_LOSS_REASON = "the loss transformers takes for None, but with a warning that would break the graph"
+
+
+class MemoryEfficientStrategy:
+    """Swaps `forward` on the model instance, and names the loss where transformers would warn before guessing it."""
+
+    name = "memory_efficient"
+
+    def requested(self, fusion: KernelFusion) -> tuple[str, ...]:
+        return (_REQUEST,) if fusion.memory_efficient_fusion else ()
+
+    def propose(self, index: ModelIndex, policy: ModelPolicy, fusion: KernelFusion) -> Iterator[Replacement | Skip]:
+        if not fusion.memory_efficient_fusion:
+            return
+        model = index.model
+        source = f"{type(model).__name__}.forward"
+        sites = (Site(model, "forward", "forward"),)
+        offer = Offer(_REQUEST, self.name, DEFAULT_BACKEND)
+        reasons = not_supported_reasons(model) + regions.not_supported_reasons("inductor")
+        if reasons:
+            yield skip(sites, source, _TARGET, offer, "; ".join(reasons))
+            return
+        yield replacement(sites, source, _TARGET, offer, _REASON, functools.partial(TrainingForward, model))
+        if _guesses_its_loss(model):
+            sites = (Site(model, "loss_type", "loss_type"),)
+            offer = Offer(_REQUEST, self.name)
+            yield replacement(sites, "None", _LOSS_TYPE, offer, _LOSS_REASON, lambda: _LOSS_TYPE)
+
+
+def _guesses_its_loss(model: nn.Module) -> bool:
+    """Whether `model` takes labels and PreTrainedModel found no loss for its class name, as for GPT2LMHeadModel."""
+    return model.__dict__.get("loss_type", "") is None and "labels" in inspect.signature(model.forward).parameters

@@ -1,0 +1,101 @@
+"""From a policy's rule to Replacements and Skips: shared by the strategies that swap modules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fuseopt import modules, native
+from fuseopt.models import Rule
+from fuseopt.modules.base import FusedModule
+from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Who proposes, and what would run it.
+
+    Attributes:
+        request: the config name that asks.
+        strategy: the strategy's name.
+        backend: what will run the replacement on this model.
+        library: the native library that needs, if any.
+        refused: why something better will not.
+    """
+
+    request: str
+    strategy: str
+    backend: str | None = None
+    library: native.Kind | None = None
+    refused: str | None = None
+
+
+# What `from_module` of a rule's target is given for one candidate, or why there is nothing to give.
+Options = Callable[[Candidate], "Mapping[str, Any] | str"]
+
+
+def propose_rule(index: ModelIndex, rule: Rule, offer: Offer, options: Options) -> Iterator[Replacement | Skip]:
+    """Every module of the rule's class as a Replacement or a Skip; subclasses, whose forward may differ, as Skips."""
+    for candidate in index.candidates:
+        if candidate.is_exactly(rule.source):
+            yield _propose(index, candidate, rule, offer, options(candidate))
+        elif candidate.is_subclass_of(rule.source):
+            reason = f"it is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ"
+            yield skip(candidate.sites, candidate.class_name, rule.target, offer, reason)
+
+
+def child_rule(candidate: Candidate, child: str, rules: Iterable[Rule], target: str) -> Rule | None:
+    """The rule with this target that names the exact class of a candidate's child."""
+    module = getattr(candidate.module, child, None)
+    return next((r for r in rules if r.target == target and module is not None and r.names(type(module))), None)
+
+
+def skip(sites: tuple[Site, ...], source: str, target: str, offer: Offer, reason: str) -> Skip:
+    return Skip(sites, source, target, offer.request, offer.strategy, reason)
+
+
+def replacement(
+    sites: tuple[Site, ...],
+    source: str,
+    target: str,
+    offer: Offer,
+    reason: str,
+    build: Callable[[], Any],
+    absorbs: tuple[Site, ...] = (),
+) -> Replacement:
+    return Replacement(
+        sites,
+        source,
+        target,
+        offer.request,
+        offer.strategy,
+        reason,
+        build,
+        backend=offer.backend,
+        library=offer.library,
+        refused=offer.refused,
+        absorbs=absorbs,
+    )
+
+
+def _propose(
+    index: ModelIndex, candidate: Candidate, rule: Rule, offer: Offer, options: Mapping[str, Any] | str
+) -> Replacement | Skip:
+    if isinstance(options, str):
+        return skip(candidate.sites, candidate.class_name, rule.target, offer, options)
+    target: type[FusedModule] = getattr(modules, rule.target)
+    reasons = candidate.blocked_reasons() + target.not_supported_reasons(candidate.module)
+    if reasons:
+        return skip(candidate.sites, candidate.class_name, rule.target, offer, "; ".join(reasons))
+    absorbed = (index.candidate(getattr(candidate.module, child)) for child in rule.absorbs)
+    return replacement(
+        candidate.sites,
+        candidate.class_name,
+        rule.target,
+        offer,
+        "exactly the class that the policy names",
+        functools.partial(target.from_module, candidate.module, **options),
+        absorbs=tuple(site for inner in absorbed for site in inner.sites),
+    )

@@ -1,0 +1,191 @@
+"""Verifying: the fused model against the stock one on the user's own inputs, with a float64 copy as judge."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+import fuseopt
+from fuseopt import apply
+
+# The fused model may be this many times further from the judge than the stock model is,
+ERROR_FACTOR = 2.0
+# or this many units of the output's dtype at its largest value, if that is more.
+FLOOR_ULPS = 2.0
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found, for the output tensor that comes off worst.
+
+    Attributes:
+        output: its name, "logits" say.
+        difference: largest absolute difference between the fused and the stock model.
+        stock_error, fused_error: largest absolute difference of each from the float64 copy of the stock model.
+        tolerance: the most that `fused_error` may be.
+        tokens_agree: whether both generate the same tokens; None when `verify` was not asked to generate.
+        tokens_count: whether `ok` asks for that. It does in float32 and float64; in half precision the last bit decides
+            near-ties between two tokens.
+        replaced: how many objects the config replaced.
+    """
+
+    output: str
+    difference: float
+    stock_error: float
+    fused_error: float
+    tolerance: float
+    tokens_agree: bool | None
+    tokens_count: bool
+    replaced: int
+
+    @property
+    def ok(self) -> bool:
+        return self.fused_error <= self.tolerance and not (self.tokens_count and self.tokens_agree is False)
+
+    def __str__(self) -> str:
+        tokens = {None: "not generated", True: "the same", False: "not the same"}[self.tokens_agree]
+        return (
+            f"verify: {'ok' if self.ok else 'FAILED'}, {self.replaced} objects replaced\n"
+            f"  {self.output}: fused differs from stock by {self.difference:.2e} at most\n"
+            f"  error against float64: stock {self.stock_error:.2e}, fused {self.fused_error:.2e}, "
+            f"allowed {self.tolerance:.2e}\n"
+            f"  tokens: {tokens}"
+        )
+
+
+def verify(
+    model: nn.Module, config: Any, inputs: Mapping[str, Any], *, generate: Mapping[str, Any] | None = None
+) -> Verification:
+    """Runs `model` on `inputs` stock, fused under `config`, and as a stock copy that computes in float64 throughout.
+
+    All three run in eval mode and without gradients, so this says nothing of what a config does in training only. The
+    model is left as it was found, fused or not. The copy takes the memory of a float64 model while it is looked at.
+
+    Args:
+        model: on any device, in any floating dtype.
+        config: as for `initialize`.
+        inputs: keyword arguments of the model's forward, such as a tokenizer returns.
+        generate: keyword arguments of `model.generate`, which is then called on `inputs` too, greedily unless they say
+            otherwise; random numbers are the same for stock and fused.
+
+    Raises:
+        NotAModelError, ConfigError: as `initialize`.
+        ValueError: the model returns no floating-point tensor.
+    """
+    fuseopt.plan(model, config)  # Refuses a bad model or config before anything is run.
+    before = apply.detach(model)
+    try:
+        with _evaluating(model), torch.no_grad():
+            stock, stock_tokens = _run(model, inputs, generate)
+            judge = _run_in_float64(model, inputs)
+            with fuseopt.fused(model, config):
+                replaced = len(fuseopt.report(model).replaced)
+                fused, fused_tokens = _run(model, inputs, generate)
+    finally:
+        if before is not None:
+            apply.reattach(model, before)
+    if not stock:
+        raise ValueError(f"verify: {type(model).__name__} returned no floating-point tensor to compare")
+    compared = {name: _compare(stock[name], fused.get(name), judge[name]) for name in stock}
+    worst = max(compared, key=lambda name: compared[name].fused_error / compared[name].tolerance)
+    dtype = next(iter(model.parameters()), next(iter(stock.values()))).dtype
+    return Verification(
+        worst,
+        **vars(compared[worst]),
+        tokens_agree=None if stock_tokens is None else torch.equal(stock_tokens, fused_tokens),
+        tokens_count=dtype in (torch.float32, torch.float64),
+        replaced=replaced,
+    )
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    difference: float
+    stock_error: float
+    fused_error: float
+    tolerance: float
+
+
+def _compare(stock: Tensor, fused: Tensor | None, judge: Tensor) -> _Comparison:
+    stock_error = _largest_difference(stock, judge)
+    finite = judge[judge.isfinite()].abs()
+    largest = finite.max().item() if finite.numel() else 0.0
+    info = torch.finfo(stock.dtype)
+    tolerance = max(ERROR_FACTOR * stock_error, FLOOR_ULPS * info.eps * largest, info.tiny)
+    if fused is None or fused.shape != stock.shape or fused.dtype != stock.dtype:
+        return _Comparison(math.inf, stock_error, math.inf, tolerance)
+    return _Comparison(_largest_difference(fused, stock), stock_error, _largest_difference(fused, judge), tolerance)
+
+
+def _largest_difference(one: Tensor, other: Tensor) -> float:
+    if not one.numel():
+        return 0.0
+    one, other = one.double(), other.double()
+    # Infinities of one sign, and NaN on both sides, are no difference; NaN on one side is as large as one gets.
+    same = (one == other) | (one.isnan() & other.isnan())
+    return torch.where(same, 0.0, (one - other).abs()).nan_to_num(nan=math.inf).max().item()
+
+
+def _run(
+    model: nn.Module, inputs: Mapping[str, Any], generate: Mapping[str, Any] | None
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    outputs = dict(_floating_tensors("output", model(**inputs)))
+    if generate is None:
+        return outputs, None
+    prompt = {name: value for name, value in inputs.items() if name != "labels"}
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        tokens = model.generate(**prompt, **{"do_sample": False, **generate})
+    return outputs, getattr(tokens, "sequences", tokens)
+
+
+def _run_in_float64(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    judge = copy.deepcopy(model).double()
+    widened = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, dict(inputs))
+    with _InFloat64():
+        return dict(_floating_tensors("output", judge(**widened)))
+
+
+class _InFloat64(TorchDispatchMode):
+    """Makes of every cast to a narrower floating dtype one to float64: norms and softmaxes ask for float32 by name."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        narrow = (torch.float32, torch.float16, torch.bfloat16)
+        args, kwargs = tree_map_only(
+            torch.dtype, lambda dtype: torch.float64 if dtype in narrow else dtype, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+def _floating_tensors(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
+    """The floating-point tensors in nested mappings and sequences, each with a name; caches are passed over."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield name, output
+    elif isinstance(output, Mapping):
+        for key, value in output.items():
+            yield from _floating_tensors(str(key), value)
+    elif isinstance(output, (tuple, list)):
+        for position, value in enumerate(output):
+            yield from _floating_tensors(f"{name}[{position}]", value)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training

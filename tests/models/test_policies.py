@@ -1,0 +1,69 @@
+"""The policies' data: the classes they name exist, and each rule's fused module computes what the class does."""
+
+import importlib
+
+import pytest
+import torch
+
+from fuseopt import modules
+from fuseopt.models import COMMON, ModelPolicy, Rule, policy_for, register_policy
+from fuseopt.models.gpt2 import GPT2
+from fuseopt.models.t5 import T5
+from fuseopt.modules import FusedRMSNorm
+from tests import tiny
+
+RULES = {rule.source: rule for policy in (GPT2, T5, COMMON) for rule in (*policy.kernels, *policy.regions)}
+NORMS = [rule for rule in RULES.values() if rule.target == "FusedRMSNorm"]
+
+
+def named(source: str) -> type:
+    module, _, name = source.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("source", [*RULES, *GPT2.eager_attention, *T5.eager_attention])
+def test_the_class_exists_under_that_very_name(source):
+    cls = named(source)
+    assert f"{cls.__module__}.{cls.__qualname__}" == source
+    if source in RULES:
+        assert issubclass(getattr(modules, RULES[source].target), modules.FusedModule)
+
+
+@pytest.mark.parametrize("rule", NORMS, ids=[rule.source.rpartition(".")[2] for rule in NORMS])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16])
+def test_rms_norms_are_the_class_s_own_bit_for_bit(rule, weight_dtype, input_dtype):
+    torch.manual_seed(0)
+    source = named(rule.source)(72, eps=1e-4).to(weight_dtype)
+    with torch.no_grad():
+        source.weight.normal_()
+    hidden_states = 3 * torch.randn(5, 7, 72, dtype=input_dtype)
+    fused = FusedRMSNorm.from_module(source, backend="reference", **rule.options)
+    wanted, got = source(hidden_states), fused(hidden_states)
+    if rule.source.startswith("torch."):
+        torch.testing.assert_close(got, wanted)
+    else:
+        assert got.dtype == wanted.dtype and torch.equal(got, wanted)
+
+
+def test_every_model_type_finds_its_policy():
+    assert policy_for(tiny.gpt2()) is GPT2
+    for family in ("t5", "t5_gated", "mt5", "umt5", "longt5"):
+        assert policy_for(tiny.FAMILIES[family]()) is T5
+    assert policy_for(torch.nn.Linear(2, 2)) is COMMON
+
+
+def test_a_policy_of_one_s_own_can_be_registered(monkeypatch):
+    from fuseopt import models
+
+    monkeypatch.setattr(models, "_POLICIES", dict(models._POLICIES))
+    mine = ModelPolicy("mine", ("my-model",), (Rule("my.Norm", "FusedLayerNorm"),), ())
+    register_policy(mine)
+    model = torch.nn.Linear(2, 2)
+    model.config = type("Config", (), {"model_type": "my-model"})()
+    assert policy_for(model) is mine
+    register_policy(mine)
+    with pytest.raises(ValueError, match="covered by policy 'gpt2'"):
+        register_policy(ModelPolicy("other", ("gpt2",), (), ()))
+    with pytest.raises(ValueError, match="names no model type"):
+        register_policy(ModelPolicy("nobody's", (), (), ()))

@@ -1,0 +1,431 @@
+"""initialize, plan, report, restore and fused: what they promise to do, and to leave alone."""
+
+import copy
+import io
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2LMHeadModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+import fuseopt
+from fuseopt import apply
+from fuseopt.errors import ApplyError, ConfigError, NotAModelError, PlanError
+from fuseopt.modules import FusedGELU, FusedLayerNorm, FusedMLP, FusedRMSNorm
+from tests import tiny
+
+KERNELS = {"kernel_fusion": {"jit": False, "custom_cuda_kernels": ["FusedRMSNorm", "FusedLayerNorm", "FusedGELU"]}}
+JIT = {"kernel_fusion": {"enable": True}}
+CONFIGS = {
+    "inference": "inference",
+    "reference": "reference",
+    "jit": JIT,
+    "kernels and jit": {
+        "kernel_fusion": {"custom_cuda_kernels": ["FusedLayerNorm", "FusedNoRepeatNGram"], "jit": True}
+    },
+}
+pytestmark = [
+    pytest.mark.usefixtures("each_device"),
+    pytest.mark.filterwarnings("ignore:fuseopt. .* lands nowhere"),
+]
+families = pytest.mark.parametrize("family", ["gpt2", "t5", "t5_gated"])
+configs = pytest.mark.parametrize("config", CONFIGS)
+
+
+@families
+@configs
+def test_outputs_stay_and_restore_gives_every_object_back(family, config):
+    model = tiny.FAMILIES[family](attn_implementation="eager")
+    before, stock = tiny.snapshot(model), tiny.logits(model)
+    assert fuseopt.initialize(model, CONFIGS[config]) is model
+    assert fuseopt.report(model).replaced
+    torch.testing.assert_close(tiny.logits(model), stock, rtol=1e-5, atol=1e-5)
+    assert list(model.state_dict()) == list(before["storage"])
+    assert tiny.snapshot(model)["storage"] == before["storage"]
+    assert fuseopt.restore(model) is model
+    assert tiny.snapshot(model) == before
+    assert torch.equal(tiny.logits(model), stock)
+
+
+@families
+def test_plan_changes_nothing_and_says_what_initialize_then_does(family):
+    model = tiny.FAMILIES[family]()
+    before = tiny.snapshot(model)
+    planned = fuseopt.plan(model)
+    assert tiny.snapshot(model) == before
+    fuseopt.initialize(model)
+    assert fuseopt.report(model).rows == planned.rows
+    assert {row.paths for row in fuseopt.plan(model).rows} == {row.paths for row in planned.rows}
+    assert fuseopt.report(model).rows == planned.rows
+
+
+def test_plan_works_on_the_meta_device():
+    config = tiny.gpt2().config
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config)
+    planned = fuseopt.plan(model, KERNELS)
+    assert {r.target for r in planned.replacements} == {"FusedLayerNorm", "FusedGELU"}
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_table_is_aligned_and_json_is_json():
+    model = fuseopt.initialize(tiny.t5(), KERNELS)
+    text, data = str(fuseopt.report(model)), json.loads(fuseopt.report(model).to_json())
+    header, *rows = text.splitlines()[1:]
+    column = header.index("strategy")
+    assert all(row[column - 2 : column] == "  " for row in rows if "->" in row)
+    assert "T5LayerNorm -> FusedRMSNorm[" in text and "encoder.block.*.layer.*.layer_norm" in text
+    assert data["model"].startswith("T5ForConditionalGeneration") and data["unmet"]
+    assert {row["target"] for row in data["replaced"]} == {"FusedRMSNorm"}
+    assert data["kept"]["Linear"] > 0
+
+
+def test_the_same_config_twice_changes_nothing():
+    model = fuseopt.initialize(tiny.gpt2(), KERNELS)
+    once = tiny.snapshot(model)
+    assert tiny.snapshot(fuseopt.initialize(model, json.loads(json.dumps(KERNELS)))) == once
+
+
+def test_another_config_restores_and_applies_the_new_one():
+    model = tiny.gpt2()
+    before = tiny.snapshot(model)
+    fuseopt.initialize(model, KERNELS)
+    fuseopt.initialize(model, JIT)
+    assert isinstance(model.transformer.h[0].mlp, FusedMLP)
+    assert type(model.transformer.h[0].ln_1) is nn.LayerNorm
+    fuseopt.restore(model)
+    assert tiny.snapshot(model) == before
+
+
+@pytest.mark.parametrize(
+    ("config", "strict", "error"),
+    [
+        ({"kernel_fusion": {}}, False, ConfigError),
+        ({"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNorm"]}}, True, PlanError),
+    ],
+)
+def test_a_refused_config_leaves_an_earlier_one_in_place(config, strict, error):
+    model = fuseopt.initialize(tiny.gpt2(), KERNELS)
+    once = tiny.snapshot(model)
+    with pytest.raises(error):
+        fuseopt.initialize(model, config, strict=strict)
+    assert tiny.snapshot(model) == once
+
+
+@families
+def test_failing_at_any_replacement_leaves_the_model_as_it_was(family, monkeypatch):
+    model = tiny.FAMILIES[family]()
+    before = tiny.snapshot(model)
+    count = len(fuseopt.plan(model, KERNELS).replacements)
+    assert count > 2
+    for broken in range(count):
+        plan = fuseopt.plan(model, KERNELS)
+        object.__setattr__(plan.replacements[broken], "build", _raise)
+        with pytest.raises(ApplyError, match="broken on purpose") as error:
+            apply.apply_plan(model, plan)
+        assert plan.replacements[broken].sites[0].path in str(error.value)
+        assert tiny.snapshot(model) == before
+
+
+def test_failing_while_setting_leaves_the_model_as_it_was(monkeypatch):
+    model = tiny.gpt2()
+    before = tiny.snapshot(model)
+    count = len(fuseopt.plan(model, KERNELS).replacements)
+    redo = apply.Change.redo
+    for broken in range(count):
+        calls = iter(range(count))
+
+        def redo_until_broken(change, calls=calls, broken=broken):
+            if next(calls) == broken:
+                raise KeyboardInterrupt
+            redo(change)
+
+        monkeypatch.setattr(apply.Change, "redo", redo_until_broken)
+        with pytest.raises(KeyboardInterrupt):
+            fuseopt.initialize(model, KERNELS)
+        monkeypatch.setattr(apply.Change, "redo", redo)
+        assert tiny.snapshot(model) == before
+
+
+def _raise():
+    raise RuntimeError("broken on purpose")
+
+
+def test_other_models_in_the_process_are_unaffected():
+    older, model = tiny.gpt2(seed=1), tiny.gpt2()
+    forward, before = GPT2MLP.forward, tiny.snapshot(older)
+    stock = tiny.logits(older)
+    fuseopt.initialize(model)
+    younger = tiny.gpt2(seed=1)
+    assert GPT2MLP.forward is forward and tiny.snapshot(older) == before
+    assert torch.equal(tiny.logits(older), stock) and torch.equal(tiny.logits(younger), stock)
+    assert not any(isinstance(m, fuseopt.modules.FusedModule) for m in (*older.modules(), *younger.modules()))
+
+
+@families
+def test_state_follows_the_model_through_and_after(family):
+    model = tiny.FAMILIES[family]().train()
+    fuseopt.initialize(model)
+    model.eval().to(torch.bfloat16)
+    fuseopt.restore(model)
+    assert not any(module.training for module in model.modules())
+    assert all(parameter.dtype is torch.bfloat16 for parameter in model.parameters())
+
+
+def test_weights_assigned_while_fused_are_there_after_restore():
+    model, other = tiny.t5(), tiny.t5(seed=3)
+    fuseopt.initialize(model, KERNELS)
+    model.load_state_dict(other.state_dict(), assign=True)
+    torch.testing.assert_close(tiny.logits(model), tiny.logits(other), rtol=1e-5, atol=1e-5)
+    fuseopt.restore(model)
+    assert torch.equal(tiny.logits(model), tiny.logits(other))
+
+
+def test_tied_weights_stay_tied():
+    model = fuseopt.initialize(tiny.gpt2())
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert fuseopt.restore(model).lm_head.weight is model.transformer.wte.weight
+
+
+def test_a_module_known_by_two_names_is_one_replacement_at_both():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.LayerNorm(8)
+            self.second = self.first
+
+    model = Twice()
+    original = model.first
+    fuseopt.initialize(model, {"kernel_fusion": {"custom_cuda_kernels": ["FusedLayerNorm"], "jit": False}})
+    assert isinstance(model.first, FusedLayerNorm) and model.first is model.second
+    assert fuseopt.report(model).replaced[0].paths == ("first", "second")
+    fuseopt.restore(model)
+    assert model.first is original and model.second is original
+
+
+@families
+def test_save_pretrained_of_a_fused_model_loads_as_stock(family, tmp_path):
+    model = tiny.FAMILIES[family]()
+    stock = tiny.logits(model)
+    fuseopt.initialize(model).save_pretrained(tmp_path)
+    auto = AutoModelForSeq2SeqLM if model.config.is_encoder_decoder else AutoModelForCausalLM
+    loaded = auto.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert torch.equal(tiny.logits(loaded.eval()), stock)
+
+
+def _torch_saved(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@families
+@configs
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), _torch_saved])
+def test_copies_are_fused_models_of_their_own(family, config, duplicate):
+    model = tiny.FAMILIES[family](attn_implementation="eager")
+    stock = tiny.logits(model)
+    fuseopt.initialize(model, CONFIGS[config])
+    fused, before = tiny.logits(model), tiny.snapshot(model)
+    other = duplicate(model)
+    assert torch.equal(tiny.logits(other), fused)
+    assert [row.paths for row in fuseopt.report(other).replaced] == [
+        row.paths for row in fuseopt.report(model).replaced
+    ]
+    fuseopt.restore(other)
+    assert torch.equal(tiny.logits(other), stock)
+    assert not any(isinstance(module, fuseopt.modules.FusedModule) for module in other.modules())
+    assert tiny.snapshot(model) == before
+
+
+def test_hooks_fire_and_survive_restore():
+    model = fuseopt.initialize(tiny.gpt2(), KERNELS)
+    norm, fc = model.transformer.h[0].ln_1, model.transformer.h[1].mlp.c_fc
+    seen = []
+    handles = [module.register_forward_hook(lambda m, args, out: seen.append(type(m))) for module in (norm, fc)]
+    tiny.logits(model)
+    assert seen == [FusedLayerNorm, type(fc)]
+    fuseopt.restore(model)
+    tiny.logits(model)
+    assert seen[2:] == [nn.LayerNorm, type(fc)]
+    for handle in handles:
+        handle.remove()
+    tiny.logits(model)
+    assert len(seen) == 4
+
+
+def test_modules_with_hooks_stay_and_the_hooks_fire():
+    model = tiny.gpt2()
+    seen = []
+    model.transformer.h[0].ln_1.register_forward_hook(lambda m, args, out: seen.append(type(m)))
+    fuseopt.initialize(model, KERNELS)
+    (skipped,) = fuseopt.report(model).skipped
+    assert skipped.paths == ("transformer.h.0.ln_1",) and "hooks" in skipped.reason
+    tiny.logits(model)
+    assert seen == [nn.LayerNorm]
+
+
+def test_subclasses_and_replaced_forwards_stay():
+    class MyNorm(nn.LayerNorm):
+        pass
+
+    model = tiny.gpt2()
+    model.transformer.h[0].ln_1 = MyNorm(24)
+    forward = model.transformer.h[0].ln_2.forward
+    model.transformer.h[0].ln_2.forward = lambda hidden_states: forward(hidden_states)
+    fuseopt.initialize(model, KERNELS)
+    reasons = {row.paths[0]: row.reason for row in fuseopt.report(model).skipped}
+    assert "subclass of LayerNorm" in reasons["transformer.h.0.ln_1"]
+    assert "forward has been replaced" in reasons["transformer.h.0.ln_2"]
+
+
+def test_gradient_checkpointing_still_trains_the_same():
+    stock, model = (
+        tiny.gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+        tiny.gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    )
+    for each in (stock, model):
+        each.train().gradient_checkpointing_enable()
+    fuseopt.initialize(model, KERNELS)
+    assert model.is_gradient_checkpointing
+    for each in (stock, model):
+        ids = tiny.inputs(each)["input_ids"]
+        each(input_ids=ids, labels=ids).loss.backward()
+    for (name, wanted), (_, got) in zip(stock.named_parameters(), model.named_parameters(), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_fused_restores_at_the_end_also_after_an_error():
+    model = tiny.gpt2()
+    before = tiny.snapshot(model)
+    with fuseopt.fused(model, KERNELS) as fused:
+        assert fused is model and isinstance(model.transformer.ln_f, FusedLayerNorm)
+    assert tiny.snapshot(model) == before
+    with pytest.raises(ZeroDivisionError), fuseopt.fused(model, KERNELS):
+        raise ZeroDivisionError
+    assert tiny.snapshot(model) == before
+
+
+def test_fused_gives_an_earlier_config_back():
+    model = fuseopt.initialize(tiny.gpt2(), KERNELS)
+    once = tiny.snapshot(model)
+    with fuseopt.fused(model, JIT):
+        assert type(model.transformer.ln_f) is nn.LayerNorm
+    assert tiny.snapshot(model) == once
+    with fuseopt.fused(model, KERNELS):
+        pass
+    assert tiny.snapshot(model) == once
+
+
+def test_what_the_user_set_since_is_left_and_said():
+    model = fuseopt.initialize(tiny.gpt2(), KERNELS)
+    mine = nn.LayerNorm(24)
+    model.transformer.h[0].ln_1 = mine
+    with pytest.warns(UserWarning, match=r"transformer\.h\.0\.ln_1 is left as it is, a LayerNorm"):
+        fuseopt.restore(model)
+    assert model.transformer.h[0].ln_1 is mine and type(model.transformer.h[0].ln_2) is nn.LayerNorm
+
+
+def test_the_earlier_strategy_wins_and_the_loser_names_it():
+    model = tiny.gpt2()
+    fuseopt.initialize(model, {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "jit": True}})
+    assert isinstance(model.transformer.h[0].mlp.act, FusedGELU) and type(model.transformer.h[0].mlp) is GPT2MLP
+    reasons = {row.reason for row in fuseopt.report(model).skipped}
+    assert "FusedGELU by strategy kernels has its act already" in reasons
+
+
+def test_a_fusion_that_lands_nowhere_warns_and_raises_under_strict():
+    config = {"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNorm", "FusedLayerNorm"], "jit": False}}
+    with pytest.warns(UserWarning, match=r"FusedRMSNorm .* lands nowhere"):
+        model = fuseopt.initialize(tiny.gpt2(), config)
+    assert isinstance(model.transformer.ln_f, FusedLayerNorm)
+    fresh = tiny.gpt2()
+    before = tiny.snapshot(fresh)
+    with pytest.raises(PlanError, match=r"FusedRMSNorm .* lands nowhere"):
+        fuseopt.initialize(fresh, config, strict=True)
+    assert tiny.snapshot(fresh) == before
+
+
+def test_softmax_inside_sdpa_is_said_to_be_there():
+    with pytest.warns(UserWarning, match=r"'sdpa', which has its softmax inside"):
+        fuseopt.initialize(
+            tiny.gpt2(attn_implementation="sdpa"),
+            {"kernel_fusion": {"custom_cuda_kernels": ["FusedSoftmax"], "jit": False}},
+        )
+
+
+def test_a_backend_that_cannot_run_falls_back_with_its_reason_or_raises():
+    model = tiny.gpt2()
+    device = model.device.type
+    backend = {"cpu": "cuda", "cuda": "cpu"}[device]
+    config = {"kernel_fusion": {"custom_cuda_kernels": ["FusedLayerNorm"], "jit": False, "backend": backend}}
+    row = fuseopt.report(fuseopt.initialize(model, config)).replaced[0]
+    assert row.backend == device and f"runs on {backend} tensors, not on {device}" in row.reason
+    with pytest.raises(PlanError, match="FusedLayerNorm: would run on"):
+        fuseopt.initialize(tiny.gpt2(), config, strict=True)
+
+
+def test_enable_false_does_nothing():
+    model = tiny.gpt2()
+    fuseopt.initialize(
+        model, {"kernel_fusion": {"enable": False, "custom_cuda_kernels": ["FusedRMSNorm"]}}, strict=True
+    )
+    assert not fuseopt.report(model).rows and "nothing replaced" in str(fuseopt.report(model))
+
+
+def test_any_module_gets_what_applies_and_hears_what_does_not():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU("tanh"), nn.LayerNorm(8), nn.RMSNorm(8, eps=1e-6), nn.Softmax(-1))
+    input = torch.randn(3, 8)
+    stock = model(input)
+    with pytest.warns(UserWarning, match="FusedNoRepeatNGram .* lands nowhere: Sequential has no generate"):
+        fuseopt.initialize(
+            model,
+            {
+                "kernel_fusion": {
+                    "custom_cuda_kernels": [
+                        "FusedRMSNorm",
+                        "FusedLayerNorm",
+                        "FusedGELU",
+                        "FusedSoftmax",
+                        "FusedNoRepeatNGram",
+                    ],
+                    "jit": False,
+                }
+            },
+        )
+    assert [type(module).__name__ for module in model] == [
+        "Linear",
+        "FusedGELU",
+        "FusedLayerNorm",
+        "FusedRMSNorm",
+        "FusedSoftmax",
+    ]
+    torch.testing.assert_close(model(input), stock, rtol=1e-5, atol=1e-6)
+    assert fuseopt.report(model).kept == {"Linear": 1}
+
+
+@pytest.mark.parametrize("call", [fuseopt.initialize, fuseopt.plan, fuseopt.report, fuseopt.restore])
+@pytest.mark.parametrize("value", ["gpt2", None, {"a": 1}, GPT2MLP])
+def test_what_is_no_module_is_refused(call, value):
+    with pytest.raises(NotAModelError, match=r"expected a torch\.nn\.Module"):
+        call(value)
+
+
+def test_report_and_restore_of_a_model_that_is_not_fused():
+    model = tiny.gpt2()
+    before = tiny.snapshot(model)
+    assert not fuseopt.report(model).rows
+    assert tiny.snapshot(fuseopt.restore(model)) == before
+
+
+def test_rms_norm_follows_t5_and_its_relatives():
+    for family in ("t5", "mt5", "umt5", "longt5"):
+        model = fuseopt.initialize(
+            tiny.FAMILIES[family](), {"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNorm"], "jit": False}}
+        )
+        assert isinstance(model.encoder.final_layer_norm, FusedRMSNorm), family

@@ -1,0 +1,144 @@
+"""What a config may say, and what each wrong one is told."""
+
+import json
+
+import pytest
+
+from fuseopt.config import CUSTOM_KERNELS, PRESETS, Config, JitOptions
+from fuseopt.errors import ConfigError
+
+OSLO = {
+    "kernel_fusion": {
+        "enable": True,
+        "memory_efficient_fusion": False,
+        "custom_cuda_kernels": ["FusedRMSNorm", "FusedNoRepeatNGram"],
+    }
+}
+
+
+def test_oslo_block_is_valid_verbatim():
+    fusion = Config.load(OSLO).kernel_fusion
+    assert fusion.enable and not fusion.memory_efficient_fusion
+    assert [request.name for request in fusion.custom_cuda_kernels] == ["FusedRMSNorm", "FusedNoRepeatNGram"]
+
+
+def test_enable_alone_means_jit():
+    assert Config.load({"kernel_fusion": {"enable": True}}).kernel_fusion.jit == JitOptions("torchscript")
+
+
+def test_memory_efficient_fusion_takes_the_place_of_jit_unless_asked_for():
+    assert Config.load({"kernel_fusion": {"memory_efficient_fusion": True}}).kernel_fusion.jit is None
+    both = {"kernel_fusion": {"memory_efficient_fusion": True, "jit": True}}
+    assert Config.load(both).kernel_fusion.jit == JitOptions("torchscript")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_load_and_say_their_name(preset):
+    assert Config.load(preset).preset == preset
+
+
+def test_none_is_the_inference_preset():
+    assert Config.load(None) == Config.load("inference")
+
+
+@pytest.mark.parametrize(
+    "source", [OSLO, "inference", "training", "reference", {"kernel_fusion": {"jit": {"backend": "inductor"}}}]
+)
+def test_to_dict_loads_back(source):
+    config = Config.load(source)
+    assert Config.load(config.to_dict()).kernel_fusion == config.kernel_fusion
+
+
+def test_json_file(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(OSLO))
+    assert Config.load(path) == Config.load(str(path)) == Config.load(OSLO)
+
+
+def test_kernel_with_options():
+    entry = {"name": "FusedGELU", "fold_bias": True}
+    (request,) = Config.load({"kernel_fusion": {"custom_cuda_kernels": [entry]}}).kernel_fusion.custom_cuda_kernels
+    assert request.options == {"fold_bias": True} and request.to_dict() == entry
+
+
+WRONG = {
+    "empty dict": ({}, "empty"),
+    "empty block": ({"kernel_fusion": {}}, "empty"),
+    "block of another type": ({"kernel_fusion": True}, "expected a dict, got bool"),
+    "unknown top-level key": ({"kernel_fusoin": {"enable": True}}, "did you mean 'kernel_fusion'"),
+    "unknown key": ({"kernel_fusion": {"enabel": True}}, "kernel_fusion.enabel: unknown key; did you mean 'enable'"),
+    "key that is no string": ({"kernel_fusion": {1: True}}, "kernel_fusion.1: unknown key"),
+    "enable of another type": ({"kernel_fusion": {"enable": "yes"}}, "kernel_fusion.enable: expected true or false"),
+    "enable as a number": ({"kernel_fusion": {"enable": 1}}, "expected true or false, got 1 (int)"),
+    "jit of another type": (
+        {"kernel_fusion": {"jit": "torchscript"}},
+        "kernel_fusion.jit: expected true, false or a dict",
+    ),
+    "jit backend": ({"kernel_fusion": {"jit": {"backend": "inducto"}}}, "did you mean 'inductor'"),
+    "jit key": ({"kernel_fusion": {"jit": {"backnd": "inductor"}}}, "did you mean 'backend'"),
+    "backend": ({"kernel_fusion": {"backend": "gpu"}}, "'gpu' is not one of auto, cuda"),
+    "kernels of another type": ({"kernel_fusion": {"custom_cuda_kernels": "FusedGELU"}}, "expected a list"),
+    "kernel of another type": (
+        {"kernel_fusion": {"custom_cuda_kernels": [3]}},
+        "custom_cuda_kernels[0]: expected the name",
+    ),
+    "unknown kernel": ({"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNrom"]}}, "did you mean 'FusedRMSNorm'"),
+    "kernel twice": ({"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU", "FusedGELU"]}}, "listed 2 times"),
+    "kernel dict without name": ({"kernel_fusion": {"custom_cuda_kernels": [{"fold_bias": True}]}}, "needs a 'name'"),
+    "kernel option": (
+        {"kernel_fusion": {"custom_cuda_kernels": [{"name": "FusedGELU", "fold_bais": True}]}},
+        "did you mean 'fold_bias'",
+    ),
+    "kernel option of another type": (
+        {"kernel_fusion": {"custom_cuda_kernels": [{"name": "FusedGELU", "fold_bias": 1}]}},
+        "expected true or false",
+    ),
+    "kernel without options": (
+        {"kernel_fusion": {"custom_cuda_kernels": [{"name": "FusedRMSNorm", "eps": 1}]}},
+        "FusedRMSNorm takes no options",
+    ),
+    "kernel not built yet": ({"kernel_fusion": {"custom_cuda_kernels": ["FusedAttention"]}}, "not built yet"),
+    "triton kernel not built yet": (
+        {"kernel_fusion": {"triton_kernels": ["FusedGELU"]}},
+        "not built yet for this list",
+    ),
+    "compile not built yet": ({"kernel_fusion": {"compile": True}}, "kernel_fusion.compile: not built yet"),
+    "generation not built yet": ({"generation": {"enable": True}}, "generation: not built yet"),
+    "memory budget not built yet": (
+        {"kernel_fusion": {"memory_efficient_fusion": {"budget": 0.5}}},
+        "options are not built yet",
+    ),
+    "OSLO model parallelism": ({"model_parallelism": {"enable": True}, **OSLO}, "tp_plan='auto'"),
+    "OSLO checkpointing": ({"activation_checkpointing": {"enable": True}}, "gradient_checkpointing_enable()"),
+    "a number": (3, "expected a dict, a path to a JSON file, a preset"),
+    "a list": ([OSLO], "got list"),
+    "a preset misspelt": ("inferense", "did you mean 'inference'"),
+    "a missing file": ("no/such/file.json", "neither a file nor a preset"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_configs_are_told_what_where_and_the_fix(case):
+    source, message = WRONG[case]
+    with pytest.raises(ConfigError) as error:
+        Config.load(source)
+    assert message in str(error.value)
+
+
+def test_broken_json_names_line_and_column(tmp_path):
+    path = tmp_path / "broken.json"
+    path.write_text('{\n  "kernel_fusion": {"enable": true,}\n}')
+    with pytest.raises(ConfigError, match=r"broken.json: not valid JSON at line 2, column 3\d"):
+        Config.load(path)
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"[1]", "expected a JSON object"), (b"\xff\xfe", "not UTF-8")])
+def test_json_that_is_no_config(tmp_path, content, message):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        Config.load(path)
+
+
+def test_a_preset_that_names_every_kernel_stays_complete():
+    assert {r.name for r in Config.load("inference").kernel_fusion.custom_cuda_kernels} == set(CUSTOM_KERNELS)

@@ -1,0 +1,79 @@
+"""Which layer may import which, and that importing fuseopt stays light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fuseopt
+
+PACKAGE = Path(fuseopt.__file__).parent
+# From the bottom up: a module imports from its own layer and those before it.
+LAYERS = (
+    {"_version", "errors", "config", "report", "csrc", "toolchain", "native"},
+    {"ops"},
+    {"modules"},
+    {"generation", "models", "plan", "apply"},
+    {"strategies"},
+    {"__init__", "verify"},
+    {"bench", "cli", "__main__"},
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def layer(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of the modules a file imports, inside functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
+    return names
+
+
+def modules_of(path: Path) -> str:
+    relative = path.relative_to(PACKAGE).with_suffix("")
+    return ".".join(("fuseopt", *(part for part in relative.parts if part != "__init__")))
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
+def test_imports_point_one_way(path):
+    own = LEVEL[layer(modules_of(path))]
+    for name in imported(path):
+        parts = name.split(".")
+        if parts[0] == "fuseopt" and len(parts) > 1 and parts[1] in LEVEL:
+            assert LEVEL[parts[1]] <= own, f"{path} imports {name} from a layer above its own"
+
+
+@pytest.mark.parametrize("layer_name", ["ops", "modules", "native"])
+def test_these_layers_never_import_transformers(layer_name):
+    paths = [path for path in FILES if layer(modules_of(path)) == layer_name]
+    assert paths
+    for path in paths:
+        assert not any(name.split(".")[0] == "transformers" for name in imported(path)), path
+
+
+def test_importing_fuseopt_is_light():
+    code = (
+        "import time, sys, torch\n"
+        "start = time.perf_counter(); import fuseopt; seconds = time.perf_counter() - start\n"
+        "names = ('transformers', 'triton', 'torch._dynamo', 'torch._inductor')\n"
+        "heavy = [name for name in names if name in sys.modules]\n"
+        "print(seconds, torch.cuda.is_initialized(), *heavy)"
+    )
+    results = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)
+    ]
+    seconds, cuda, *heavy = min((result.stdout.split() for result in results), key=lambda words: float(words[0]))
+    assert not heavy and cuda == "False"
+    assert float(seconds) < 0.3

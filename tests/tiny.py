@@ -1,0 +1,111 @@
+"""Tiny randomly initialised models of the families that have a policy, and a snapshot of all that a swap must keep."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LongT5Config,
+    LongT5ForConditionalGeneration,
+    MT5Config,
+    MT5ForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
+)
+
+VOCAB = 61
+_GPT2_SIZES = {
+    "vocab_size": VOCAB,
+    "n_positions": 64,
+    "n_embd": 24,
+    "n_layer": 2,
+    "n_head": 3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_T5_SIZES = {
+    "vocab_size": VOCAB,
+    "d_model": 24,
+    "d_kv": 8,
+    "d_ff": 40,
+    "num_layers": 2,
+    "num_heads": 3,
+    "decoder_start_token_id": 0,
+}
+
+
+def gpt2(seed: int = 0, **config) -> GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    return _random(GPT2LMHeadModel(GPT2Config(**_GPT2_SIZES | config)))
+
+
+def t5(seed: int = 0, **config) -> T5ForConditionalGeneration:
+    torch.manual_seed(seed)
+    return _random(T5ForConditionalGeneration(T5Config(**_T5_SIZES | config)))
+
+
+def t5_gated(seed: int = 0, **config) -> T5ForConditionalGeneration:
+    return t5(seed, feed_forward_proj="gated-gelu", tie_word_embeddings=False, **config)
+
+
+def mt5(seed: int = 0, **config) -> MT5ForConditionalGeneration:
+    torch.manual_seed(seed)
+    return _random(MT5ForConditionalGeneration(MT5Config(**_T5_SIZES | config)))
+
+
+def umt5(seed: int = 0, **config) -> UMT5ForConditionalGeneration:
+    torch.manual_seed(seed)
+    return _random(UMT5ForConditionalGeneration(UMT5Config(**_T5_SIZES | config)))
+
+
+def longt5(seed: int = 0, **config) -> LongT5ForConditionalGeneration:
+    torch.manual_seed(seed)
+    sizes = _T5_SIZES | {"local_radius": 4, "encoder_attention_type": "local"}
+    return _random(LongT5ForConditionalGeneration(LongT5Config(**sizes | config)))
+
+
+FAMILIES = {"gpt2": gpt2, "t5": t5, "t5_gated": t5_gated, "mt5": mt5, "umt5": umt5, "longt5": longt5}
+
+
+def inputs(model: nn.Module, batch: int = 2, length: int = 7, seed: int = 1) -> dict[str, torch.Tensor]:
+    """input_ids (and decoder_input_ids) of shape [batch, length] for a forward of `model`."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (batch, length), generator=generator, device="cpu").to(
+        next(model.parameters()).device
+    )
+    if model.config.is_encoder_decoder:
+        return {"input_ids": ids, "decoder_input_ids": ids.flip(1)[:, 1:].contiguous()}
+    return {"input_ids": ids}
+
+
+def logits(model: nn.Module, **kwargs) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**inputs(model), **kwargs).logits
+
+
+def snapshot(model: nn.Module) -> dict[str, object]:
+    """Everything that restore must give back, by identity where identity is what counts."""
+    return {
+        "modules": {path: id(module) for path, module in model.named_modules(remove_duplicate=False)},
+        "attributes": {path: dict.fromkeys(module.__dict__) for path, module in model.named_modules()},
+        "parameters": {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)},
+        "storage": {name: tensor.data_ptr() for name, tensor in model.state_dict().items()},
+        "training": {path: module.training for path, module in model.named_modules()},
+        "dtypes": {name: (p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()},
+        "hooks": {path: list(module._forward_hooks) for path, module in model.named_modules()},
+        "configs": {path: id(m.config) for path, m in model.named_modules() if hasattr(m, "config")},
+        "config": model.config.to_dict() if hasattr(model, "config") else None,
+    }
+
+
+def _random(model: nn.Module) -> nn.Module:
+    # Norm weights start at one and biases at zero, which would hide an op that leaves them out.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
