@@ -1,0 +1,71 @@
+"""generate() on the shipped checkpoints: real text, peaked distributions, and the tokens of stock transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+import fuseopt
+
+CHECKPOINTS = Path(__file__).parents[2] / "examples" / "checkpoints"
+PROMPTS = [line for line in (CHECKPOINTS / "prompts.txt").read_text().splitlines() if line]
+MODES = {
+    "greedy": {},
+    "no repeated 3-gram": {"no_repeat_ngram_size": 3},
+    "sampling": {"do_sample": True, "top_k": 40, "temperature": 0.8},
+    "sampling without repeats": {"do_sample": True, "no_repeat_ngram_size": 2, "num_return_sequences": 2},
+    "beams": {"num_beams": 4},
+    "beams without repeats": {"num_beams": 3, "no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 3},
+}
+CONFIGS = {
+    "inference": "inference",
+    "jit": {"kernel_fusion": {"enable": True}},
+    "folded bias": {"kernel_fusion": {"custom_cuda_kernels": [{"name": "FusedGELU", "fold_bias": True}]}},
+}
+pytestmark = [
+    pytest.mark.usefixtures("each_device"),
+    pytest.mark.filterwarnings("ignore:fuseopt. .* lands nowhere"),
+]
+
+
+@pytest.fixture(params=["gpt2-kjv", "t5-kjv"])
+def checkpoint(request, each_device):
+    auto = AutoModelForSeq2SeqLM if request.param.startswith("t5") else AutoModelForCausalLM
+    model = auto.from_pretrained(CHECKPOINTS / request.param, attn_implementation="eager").to(each_device).eval()
+    return model, AutoTokenizer.from_pretrained(CHECKPOINTS / request.param)
+
+
+def generate(model, tokenizer, prompts, **kwargs):
+    batch = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
+    torch.manual_seed(7)
+    output = model.generate(**batch, max_new_tokens=32, output_scores=True, return_dict_in_generate=True, **kwargs)
+    return output, batch
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("mode", MODES)
+def test_float32_tokens_are_stock_s(checkpoint, config, mode):
+    model, tokenizer = checkpoint
+    prompts = sorted(PROMPTS, key=len)[5:55:10]
+    stock, batch = generate(model, tokenizer, prompts, **MODES[mode])
+    assert not batch["attention_mask"].all(), "prompts of one length would leave padding untested"
+    with fuseopt.fused(model, CONFIGS[config]):
+        assert fuseopt.report(model).replaced
+        fused, _ = generate(model, tokenizer, prompts, **MODES[mode])
+    assert type(fused) is type(stock)
+    assert tokenizer.batch_decode(fused.sequences) == tokenizer.batch_decode(stock.sequences)
+    assert torch.equal(fused.sequences, stock.sequences)
+    for got, wanted in zip(fused.scores, stock.scores, strict=True):
+        assert torch.equal(got.isinf(), wanted.isinf())
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_verify_agrees_on_real_text(checkpoint):
+    model, tokenizer = checkpoint
+    inputs = dict(tokenizer(PROMPTS[:4], return_tensors="pt", padding=True).to(model.device))
+    generate = {"max_new_tokens": 16, "no_repeat_ngram_size": 3}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = torch.zeros_like(inputs["input_ids"][:, :1])
+    checked = fuseopt.verify(model, "inference", inputs, generate=generate)
+    assert checked.ok and checked.tokens_agree, checked
