@@ -1,0 +1,7 @@
+"""`python -m fuseopt`."""
+
+import sys
+
+from fuseopt.cli import main
+
+sys.exit(main())

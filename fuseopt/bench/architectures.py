@@ -1,0 +1,105 @@
+"""Models without a download: well-known architectures by name, and any folder that holds a config.json."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from fuseopt.errors import ConfigError
+
+_NO_ENDS: Mapping[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+# Sizes as in the config.json files of the original checkpoints.
+ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "gpt2-medium": ("gpt2", {"n_layer": 24, "n_embd": 1024, "n_head": 16}),
+    "gpt2-large": ("gpt2", {"n_layer": 36, "n_embd": 1280, "n_head": 20}),
+    "gpt2-xl": ("gpt2", {"n_layer": 48, "n_embd": 1600, "n_head": 25}),
+    "gpt2-tiny": ("gpt2", {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512, **_NO_ENDS}),
+    "t5-small": ("t5", {"d_model": 512, "d_ff": 2048, "num_layers": 6, "num_heads": 8}),
+    "t5-base": ("t5", {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}),
+    "t5-large": ("t5", {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16}),
+    "t5-v1_1-base": (
+        "t5",
+        {
+            "d_model": 768,
+            "d_ff": 2048,
+            "num_layers": 12,
+            "num_heads": 12,
+            "feed_forward_proj": "gated-gelu",
+            "tie_word_embeddings": False,
+        },
+    ),
+    "t5-tiny": ("t5", {"d_model": 64, "d_ff": 128, "d_kv": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 512}),
+}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"gpt2": {}, "t5": {"decoder_start_token_id": 0}}
+
+
+def load_config(source: str, **overrides: Any) -> PreTrainedConfig:
+    """The transformers config of an architecture by name, or of a folder with a config.json.
+
+    Raises:
+        ConfigError: it is neither; the message names the nearest name.
+    """
+    if source in ARCHITECTURES:
+        model_type, sizes = ARCHITECTURES[source]
+        return AutoConfig.for_model(model_type, **{**_DEFAULTS[model_type], **sizes, **overrides})
+    if not (Path(source) / "config.json").is_file():
+        near = difflib.get_close_matches(source, list(ARCHITECTURES), n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"{source!r} is neither a folder with a config.json nor an architecture known by name; {hint}"
+            f"names: {', '.join(ARCHITECTURES)}; a model on a hub has to be downloaded to a folder first"
+        )
+    try:
+        return AutoConfig.from_pretrained(source, local_files_only=True, **overrides)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{Path(source) / 'config.json'}: transformers cannot read it: {error}") from error
+
+
+def weightless(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
+    """A model to plan on: its parameters are on `device` and take no memory there.
+
+    Raises:
+        ConfigError: transformers has no model class for it.
+    """
+    with torch.device("meta"):
+        model = _build(config, config.dtype)
+
+    def placeholder(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+    return model._apply(placeholder)
+
+
+def random_model(name: str, device: torch.device, dtype: torch.dtype, **overrides: Any) -> PreTrainedModel:
+    """An architecture by name with random weights, in eval mode, that generates as many tokens as it is asked for."""
+    config = load_config(name, bos_token_id=None, eos_token_id=None, pad_token_id=0, **overrides)
+    with torch.device(device), no_init_weights():
+        model = _build(config, dtype)
+    model.tie_weights()
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.fill_(1.0 if path.endswith("weight") else 0.0)
+    return model.eval()
+
+
+def _build(config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)._from_config(config, dtype=dtype)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    try:
+        return auto.from_config(config, dtype=dtype)
+    except ValueError as error:
+        raise ConfigError(f"config.json names no class of transformers under 'architectures': {error}") from error

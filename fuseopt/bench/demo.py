@@ -1,0 +1,50 @@
+"""`python -m fuseopt demo`: two checkpoints on real text, then times at real size."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+import fuseopt
+from fuseopt.bench import continuations
+from fuseopt.bench.cases import CPU, GPU, QUICK, demo_cases
+from fuseopt.bench.machine import machine, versions
+from fuseopt.bench.measure import measure
+from fuseopt.bench.records import Results
+
+CHECKPOINTS = Path(fuseopt.__file__).resolve().parents[1] / "examples" / "checkpoints"
+PROMPTS = 6
+
+
+def run(*, device: torch.device, quick: bool, checkpoints: Path, out: str | os.PathLike[str] | None) -> Results:
+    """Runs and prints the demo.
+
+    Args:
+        quick: tiny architectures in the table: shows that everything works, and no speed.
+        checkpoints: a folder of checkpoint folders, and prompts.txt with a prompt a line.
+        out: where to write the results as JSON.
+    """
+    for title, entries in (("machine", machine()), ("versions", versions())):
+        print(f"{title}: {', '.join(f'{name} {value}' for name, value in entries.items())}")
+    _show_checkpoints(checkpoints, device)
+    sizes = QUICK if quick else GPU if device.type == "cuda" else CPU
+    print("\nTimes of stock transformers and of each way of fusing it; random weights.\n", flush=True)
+    results = Results.measured_here("demo, quick" if quick else "demo", measure(demo_cases(sizes, device), device))
+    print(results.to_markdown())
+    if out is not None:
+        results.save(out)
+        print(f"\nwritten to {out}")
+    return results
+
+
+def _show_checkpoints(checkpoints: Path, device: torch.device) -> None:
+    folders = sorted(path.parent for path in checkpoints.glob("*/config.json"))
+    prompts = checkpoints / "prompts.txt"
+    if not folders or not prompts.is_file():
+        print(f"no checkpoints under {checkpoints}: run this from a clone, or train them with examples/train_tiny.py")
+        return
+    lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    for folder in folders:
+        continuations.show(folder, lines[:PROMPTS], device)

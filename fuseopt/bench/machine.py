@@ -1,0 +1,100 @@
+"""What a measurement was made on: machine, versions, commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+import fuseopt
+from fuseopt import native
+
+_CHECKOUT = Path(fuseopt.__file__).resolve().parents[1]
+
+
+def machine() -> dict[str, str]:
+    """The processor, its cores and memory, the GPUs, and the compilers, as far as they can be found out."""
+    found = {
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "gpu": _gpu_names(),
+        "c++": _first_line(os.environ.get("CXX", "c++"), "--version"),
+        "nvcc": _last_line("nvcc", "--version"),
+    }
+    return {name: value or "none" for name, value in found.items()}
+
+
+def versions() -> dict[str, str]:
+    """Of Python, fuseopt, and the packages it stands on; none of them is imported for it."""
+    found = {"fuseopt": fuseopt.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    found["cuda"] = torch.version.cuda or "none"
+    for package in ("triton", "transformers"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the checkout that fuseopt runs from, "-dirty" behind it if files differ; None when installed."""
+    if not (_CHECKOUT / ".git").exists():
+        return None
+    return _first_line("git", "-C", str(_CHECKOUT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty")
+
+
+def environment() -> dict[str, dict[str, str]]:
+    """`versions`, `machine`, and the state of each native library and of the cache they are built into."""
+    native_code = {kind: _describe(native.state(kind)) for kind in ("cpu", "cuda")}
+    return {
+        "versions": versions(),
+        "machine": machine(),
+        "native code": {**native_code, "cache": str(native.cache_dir())},
+    }
+
+
+def _describe(state: native.LibraryState) -> str:
+    words: list[str] = [state.status]
+    if state.origin is not None:
+        words.append(f"({state.origin})")
+    if state.path is not None:
+        words.append(str(state.path))
+    if state.reason is not None:
+        words.append(f": {state.reason}")
+    return " ".join(words).replace(" :", ":")
+
+
+def _cpu_name() -> str | None:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpu_names() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+
+
+def _first_line(*command: str) -> str | None:
+    return next(iter(_lines(*command)), None)
+
+
+def _last_line(*command: str) -> str | None:
+    return next(reversed(_lines(*command)), None)
+
+
+def _lines(*command: str) -> list[str]:
+    if shutil.which(command[0]) is None:
+        return []
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()

@@ -1,0 +1,160 @@
+"""Pieces of work to be timed: a model doing something, under several configs, or a logits processor by itself."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import LogitsProcessor
+
+import fuseopt
+from fuseopt import native
+from fuseopt.bench.records import STOCK
+from fuseopt.bench.timer import Call
+from fuseopt.ops import registry
+
+FusionConfig = Mapping[str, Any] | str
+Work = Callable[[nn.Module], Tensor]
+
+
+class Case(Protocol):
+    """One piece of work. `rounds` and `calls_per_sample`: see `time_in_turns`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def rounds(self) -> int: ...
+
+    @property
+    def calls_per_sample(self) -> int: ...
+
+    def calls(self) -> Mapping[str, Call | str]:
+        """The calls to time against each other, stock first; in the place of one that cannot be had, the reason."""
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """`work` on the model that `model` returns, as it is and under each config."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    work: Work
+    configs: Mapping[str, FusionConfig]
+    rounds: int = 7
+    calls_per_sample: int = 1
+
+    def calls(self) -> Mapping[str, Call | str]:
+        stock = self.model()
+        calls: dict[str, Call | str] = {STOCK: functools.partial(self.work, stock)}
+        for name, config in self.configs.items():
+            twin = parameter_sharing_copy(stock)
+            with warnings.catch_warnings():
+                # What lands nowhere is shown as a row of its own.
+                warnings.simplefilter("ignore", category=UserWarning)
+                fuseopt.initialize(twin, config)
+            report = fuseopt.report(twin)
+            if report.replaced:
+                backends = {row.backend for row in report.replaced if row.backend}
+                calls[_label(name, backends)] = functools.partial(self.work, twin)
+            else:
+                calls[name] = "; ".join(report.unmet)
+        return calls
+
+
+@dataclass(frozen=True)
+class ProcessorCase:
+    """A logits processor of transformers and its fused form, which runs the op `op`, on the same tokens and scores."""
+
+    name: str
+    op: str
+    stock: LogitsProcessor
+    fused: LogitsProcessor
+    input_ids: Tensor
+    scores: Tensor
+    rounds: int = 25
+    calls_per_sample: int = 4
+
+    def calls(self) -> Mapping[str, Call | str]:
+        device = self.scores.device
+        if device.type in native.KINDS:
+            native.load(device.type)
+        choice = registry.get(self.op).choose("auto", device, [self.scores.dtype])
+        return {
+            STOCK: functools.partial(self.stock, self.input_ids, self.scores),
+            _label(type(self.fused).__name__, {choice.backend}): functools.partial(
+                self.fused, self.input_ids, self.scores
+            ),
+        }
+
+
+def call(input: Tensor) -> Work:
+    """Output of a module of one argument, without gradients."""
+
+    def work(module: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return module(input)
+
+    return work
+
+
+def forward(**inputs: Any) -> Work:
+    """logits of a forward without gradients."""
+
+    def work(model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return model(**inputs).logits
+
+    return work
+
+
+def generate(input_ids: Tensor, **kwargs: Any) -> Work:
+    """Tokens of a `generate()` over prompts without padding; greedy, or beams without sampling."""
+
+    def work(model: nn.Module) -> Tensor:
+        return model.generate(input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False, **kwargs)
+
+    return work
+
+
+def training_step(input_ids: Tensor, dtype: torch.dtype) -> Work:
+    """The loss of a forward under autocast to `dtype`; gradients of all parameters are computed too."""
+
+    def work(model: nn.Module) -> Tensor:
+        model.train()
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(input_ids.device.type, dtype):
+            loss = model(input_ids=input_ids, labels=input_ids).loss
+        loss.backward()
+        return loss.detach()
+
+    return work
+
+
+def difference(result: Tensor, stock: Tensor) -> str:
+    """How far a result is from stock's: the largest absolute difference, or how many tokens are others."""
+    if stock.is_floating_point():
+        # Entries that are equal, -inf among them, differ by nothing.
+        apart = torch.where(result == stock, 0.0, (result.double() - stock.double()).abs())
+        return f"{apart.max().item():.1e}"
+    if result.shape != stock.shape:
+        return f"shape {list(result.shape)}, not {list(stock.shape)}"
+    others = int((result != stock).sum())
+    return f"{others} of {stock.numel()} tokens" if others else "tokens equal"
+
+
+def parameter_sharing_copy(model: nn.Module) -> nn.Module:
+    """A copy with modules and config of its own, but the very Parameters and buffers of `model`."""
+    return copy.deepcopy(model, {id(t): t for t in itertools.chain(model.parameters(), model.buffers())})
+
+
+def _label(name: str, backends: Set[str]) -> str:
+    listed = ", ".join(sorted(backends))
+    return name if listed in name else f"{name} [{listed}]"

@@ -1,0 +1,104 @@
+"""The command line: `fuseopt demo | plan | env`, also as `python -m fuseopt`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import fuseopt
+from fuseopt.errors import ConfigError, FuseoptError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns the exit code: 0, or 2 for anything the user can put right, said on stderr."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except FuseoptError as error:
+        print(f"fuseopt {arguments.command}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fuseopt", description="Makes Hugging Face models fast.")
+    parser.add_argument("--version", action="version", version=f"fuseopt {fuseopt.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="show two models fused, and what that gains on this machine")
+    demo.add_argument("--quick", action="store_true", help="tiny models: shows that it works, in seconds")
+    demo.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    demo.add_argument("--checkpoints", type=Path, metavar="DIR", help="default: examples/checkpoints of the clone")
+    demo.add_argument("--out", type=_new_file, metavar="FILE", help="write the results as JSON")
+    demo.add_argument("--markdown", metavar="FILE", help="only print the table of a result file")
+    demo.set_defaults(run=_demo)
+
+    plan = commands.add_parser("plan", help="show what would be replaced in a model, and why or why not")
+    plan.add_argument("model", metavar="MODEL", help="a folder with a config.json, or a name: gpt2-xl, t5-base")
+    plan.add_argument("--config", default="inference", metavar="FILE_OR_PRESET", help="default: inference")
+    plan.add_argument("--device", choices=("cpu", "cuda", "meta"), help="plan for it; default: cuda where there is one")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.add_argument("--strict", action="store_true", help="fail where something the config names cannot be done")
+    plan.set_defaults(run=_plan)
+
+    env = commands.add_parser("env", help="show versions, hardware, compilers and the state of the native libraries")
+    env.add_argument("--json", action="store_true", help="print JSON")
+    env.set_defaults(run=_env)
+    return parser
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    if arguments.markdown is not None:
+        from fuseopt.bench.records import Results
+
+        print(Results.load(arguments.markdown).to_markdown())
+        return
+    from fuseopt.bench import demo
+
+    demo.run(
+        device=_device(arguments.device),
+        quick=arguments.quick,
+        checkpoints=arguments.checkpoints or demo.CHECKPOINTS,
+        out=arguments.out,
+    )
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from fuseopt.bench.architectures import load_config, weightless
+
+    config = fuseopt.Config.load(arguments.config)
+    decided = fuseopt.plan(weightless(load_config(arguments.model), _device(arguments.device)), config)
+    print(decided.to_json() if arguments.json else decided)
+    if arguments.strict:
+        decided.check_strict()
+
+
+def _env(arguments: argparse.Namespace) -> None:
+    from fuseopt.bench.machine import environment
+
+    found = environment()
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return
+    for title, entries in found.items():
+        print(title)
+        for name, value in entries.items():
+            print(f"  {name:<14}{value}")
+
+
+def _device(name: str | None) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device here")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder, or in a folder that does not exist")
+    return path

@@ -1,0 +1,69 @@
+"""From a case to records: what is run, what is compared, and what is said of a config that lands nowhere."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from fuseopt.bench.architectures import random_model
+from fuseopt.bench.measure import measure
+from fuseopt.bench.workloads import ModelCase, difference, forward, parameter_sharing_copy
+
+CPU = torch.device("cpu")
+REFERENCE_GELU = {
+    "kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "backend": "reference", "jit": False},
+}
+NORM = {"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNorm"], "jit": False}}
+
+
+def test_a_case_becomes_a_row_a_variant():
+    model = random_model("gpt2-tiny", CPU, torch.float32)
+    work = forward(input_ids=torch.arange(8)[None])
+    case = ModelCase("tiny", lambda: model, work, {"FusedGELU": REFERENCE_GELU, "FusedRMSNorm": NORM}, rounds=4)
+    stock, fused, nowhere = measure([case], CPU)
+    assert (stock.variant, stock.rounds, stock.speed_up, stock.difference) == ("stock", 4, None, None)
+    assert fused.variant == "FusedGELU [reference]"
+    assert 0 < float(fused.difference) < 1e-5
+    low, median, high = fused.milliseconds
+    assert 0 < low <= median <= high
+    assert (nowhere.variant, nowhere.milliseconds) == ("FusedRMSNorm", None)
+    assert "lands nowhere" in nowhere.note
+
+
+def test_a_copy_shares_parameters_and_nothing_else():
+    model = random_model("gpt2-tiny", CPU, torch.float32)
+    twin = parameter_sharing_copy(model)
+    assert [id(p) for p in twin.parameters()] == [id(p) for p in model.parameters()]
+    assert not {id(m) for m in twin.modules()} & {id(m) for m in model.modules()}
+    twin.set_attn_implementation("eager")
+    assert model.config._attn_implementation != "eager"
+
+
+@pytest.mark.parametrize(
+    ("result", "stock", "expected"),
+    [
+        ([1.0, 2.5], [1.0, 2.0], "5.0e-01"),
+        ([-float("inf"), 1.0], [-float("inf"), 1.0], "0.0e+00"),
+        ([1, 2, 3], [1, 2, 3], "tokens equal"),
+        ([1, 2, 4], [1, 2, 3], "1 of 3 tokens"),
+        ([1, 2], [1, 2, 3], "shape [2], not [3]"),
+    ],
+)
+def test_difference(result, stock, expected):
+    assert difference(torch.tensor(result), torch.tensor(stock)) == expected
+
+
+def test_nan_is_a_difference():
+    assert difference(torch.tensor([float("nan")]), torch.tensor([1.0])) == "nan"
+
+
+def test_models_are_made_when_a_case_is_prepared():
+    made = []
+    model = functools.cache(lambda: made.append(1) or random_model("t5-tiny", CPU, torch.float32))
+    ids = torch.arange(8)[None]
+    case = ModelCase("tiny", model, forward(input_ids=ids, decoder_input_ids=ids), {"preset": "reference"}, rounds=1)
+    assert not made
+    assert [record.variant for record in measure([case, case], CPU)] == ["stock", "preset [reference]"] * 2
+    assert made == [1]

@@ -1,0 +1,84 @@
+"""Result files and the table made of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fuseopt.bench.records import Record, Results
+from fuseopt.bench.timer import Timing
+from fuseopt.errors import ConfigError
+
+STOCK = Timing((0.2, 0.2, 0.22))
+ROWS = (
+    Record.of("gpt2 forward", "stock", STOCK, STOCK, "0.0e+00"),
+    Record.of("gpt2 forward", "FusedGELU [cpu]", Timing((0.1, 0.1, 0.1)), STOCK, "1.8e-07"),
+    Record.of("gpt2 forward", "jit", Timing((0.19, 0.21, 0.22)), STOCK, "0.0e+00"),
+    Record("gpt2 forward", "FusedSoftmax", note="attention runs as 'sdpa'"),
+)
+
+
+@pytest.fixture
+def results() -> Results:
+    return Results(
+        "demo",
+        {"cpu": "a processor", "gpu": "none", "threads": "2"},
+        {"torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.7"},
+        "2026-11-20",
+        "0123456789ab",
+        ROWS,
+    )
+
+
+def test_a_file_gives_the_same_table(results, tmp_path):
+    path = tmp_path / "demo.json"
+    results.save(path)
+    assert Results.load(path).to_markdown() == results.to_markdown()
+    assert list(json.loads(path.read_text())) == ["benchmark", "machine", "versions", "date", "commit", "rows"]
+
+
+def test_measured_here_knows_where_it_is():
+    here = Results.measured_here("demo", ROWS)
+    assert here.machine["cores"] != "none"
+    assert here.versions["torch"].startswith("2.")
+    assert here.rows == ROWS
+
+
+def test_the_table_shows_gains_and_that_there_is_none(results):
+    head, table = results.to_markdown().split("\n\n")
+    assert head == (
+        "a processor, 2 threads; torch 2.13.0, transformers 5.23.0, python 3.11.7; 2026-11-20, commit 0123456789ab."
+    )
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert len({len(line) for line in table.splitlines()}) == 1
+    assert lines[0] == ["work", "variant", "ms", "speed-up", "difference"]
+    assert lines[2:] == [
+        ["gpt2 forward", "stock", "200", "", ""],
+        ["", "FusedGELU [cpu]", "100", "2.00x", "1.8e-07"],
+        ["", "jit", "210", "1.00x (within noise)", "0.0e+00"],
+        ["", "FusedSoftmax", "not run", "", "attention runs as 'sdpa'"],
+    ]
+
+
+def test_peak_memory_has_a_column_where_it_was_measured(results):
+    rows = (replace(ROWS[0], peak_mib=1234.5), ROWS[1])
+    table = replace(results, rows=rows).to_markdown()
+    assert "| peak MiB |" in table
+    assert "| 1234     |" in table
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"rows": [{"case": "x", "colour": 1}]}'])
+def test_what_is_no_result_file_is_refused(content, tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="not a result file"):
+        Results.load(path)
+
+
+def test_a_missing_file_is_refused(tmp_path, results):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        Results.load(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        results.save(tmp_path / "none" / "demo.json")

@@ -1,0 +1,129 @@
+"""The command line: exit codes, JSON, and errors that say what to do instead of a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fuseopt
+from fuseopt.cli import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(argv)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What argparse says of arguments it does not take."""
+    with pytest.raises(SystemExit) as raised:
+        main(argv)
+    assert raised.value.code == 2
+    return capsys.readouterr().err
+
+
+def python_m_fuseopt(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "fuseopt", *argv], capture_output=True, text=True, check=False)
+
+
+def test_as_a_module():
+    version = python_m_fuseopt("--version")
+    assert (version.returncode, version.stdout) == (0, f"fuseopt {fuseopt.__version__}\n")
+    wrong = python_m_fuseopt("plan", "gpt2-tiny", "--config", "fastest")
+    assert wrong.returncode == 2
+    assert wrong.stdout == ""
+    assert wrong.stderr.splitlines()[-1].startswith("fuseopt plan: error: config: 'fastest' is neither a file nor")
+    assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.parametrize("argv", [(), ("fuse",), ("plan",), ("demo", "--device", "tpu"), ("env", "gpt2")])
+def test_arguments_it_does_not_take(capsys, argv):
+    assert "usage: fuseopt" in refused(capsys, *argv)
+
+
+def test_plan_prints_the_plan(capsys):
+    code, out, _ = run(capsys, "plan", "gpt2-tiny", "--config", "reference", "--device", "cpu")
+    assert code == 0
+    assert out.startswith("plan for GPT2LMHeadModel (policy gpt2)\n")
+    assert "NewGELUActivation -> FusedGELU[reference]" in out
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_plan_as_json(capsys, device, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text('{"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNorm"], "backend": "reference"}}')
+    code, out, _ = run(capsys, "plan", "t5-tiny", "--config", str(config), "--json", "--device", device)
+    plan = json.loads(out)
+    assert code == 0
+    assert plan["model"].startswith("T5ForConditionalGeneration")
+    norms = [row for row in plan["replaced"] if row["target"] == "FusedRMSNorm"]
+    assert len(norms) == 12
+    assert {row["backend"] for row in norms} == {"reference"}
+
+
+def test_plan_of_a_folder(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}')
+    code, out, _ = run(capsys, "plan", str(tmp_path), "--config", "reference")
+    assert code == 0
+    assert "transformer.ln_f" in out
+
+
+def test_strict_fails_after_the_plan(capsys, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text('{"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNorm"]}}')
+    code, out, err = run(capsys, "plan", "gpt2-tiny", "--config", str(config), "--strict", "--json")
+    assert code == 2
+    assert "FusedRMSNorm" in err
+    assert "lands nowhere" in err
+    assert json.loads(out)["unmet"]
+
+
+def test_errors_name_the_fix(capsys, tmp_path):
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"kernel_fusion":\n {"enable": yes}}')
+    for argv, message in (
+        (("plan", "gpt2-xxl"), "did you mean 'gpt2-xl'?"),
+        (("plan", str(tmp_path)), "a folder with a config.json"),
+        (("plan", "gpt2-tiny", "--config", str(broken)), "not valid JSON at line 2, column 13"),
+        (("plan", "gpt2-tiny", "--config", "inferense"), "did you mean 'inference'?"),
+        (("demo", "--markdown", str(tmp_path / "none.json")), "cannot be read"),
+        (("demo", "--markdown", str(broken)), "not a result file"),
+    ):
+        code, out, err = run(capsys, *argv)
+        assert (code, out) == (2, "")
+        assert message in err
+    assert "in a folder that does not exist" in refused(capsys, "demo", "--out", str(tmp_path / "none" / "out.json"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("argv", [("demo", "--quick"), ("plan", "gpt2-tiny")])
+def test_cuda_where_there_is_none(capsys, argv):
+    code, _, err = run(capsys, *argv, "--device", "cuda")
+    assert code == 2
+    assert "no CUDA device" in err
+
+
+def test_env(capsys):
+    code, out, _ = run(capsys, "env", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["machine"]["cores"].isdigit()
+    assert set(found["native code"]) == {"cpu", "cuda", "cache"}
+    code, out, _ = run(capsys, "env")
+    assert code == 0
+    for value in (torch.__version__, found["machine"]["cpu"], found["native code"]["cache"]):
+        assert value in out
+
+
+def test_env_is_light():
+    code = (
+        "import sys; from fuseopt.cli import main; main(['env', '--json']); "
+        "assert not {'transformers', 'triton'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
