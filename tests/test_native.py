@@ -322,3 +322,20 @@ def test_cuda_builds_the_same_way(cuda_csrc, monkeypatch, tmp_path, nvcc):
     # This torch may have no libtorch_cuda to link with, and these sources need none.
     toolchain.build(replace(recipe, link_libraries=recipe.link_libraries[-1:]), tmp_path / "cuda.so")
     assert (tmp_path / "cuda.so").stat().st_size > 0
+
+
+def test_messages_survive_a_statically_linked_cxx_runtime(tmp_path):
+    """Such a library crashed when it composed a message with a number in it through a stream."""
+    code = (
+        "import torch\n"
+        "from fuseopt import native, ops\n"
+        "assert native.load('cpu').status == 'loaded', native.load('cpu').reason\n"
+        "try:\n"
+        "    torch.ops.fuseopt.no_repeat_ngram(torch.ones(1, 4, dtype=torch.long), torch.randn(1, 9), -3)\n"
+        "except RuntimeError as error:\n"
+        "    print(error)\n"
+    )
+    environment = os.environ | {"CXX": "g++ -static-libstdc++", "FUSEOPT_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "ngram_size must be positive, got -3" in result.stdout
