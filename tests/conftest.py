@@ -2,8 +2,14 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
+
+# The same examples in every run of CI, so that what fails there can be repeated; fresh ones everywhere else.
+hypothesis.settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("ci")
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["ops/triton/*", "test_compile_only.py"]
 
