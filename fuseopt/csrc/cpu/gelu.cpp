@@ -109,7 +109,7 @@ Tensor backward(const Tensor& grad_output, const Tensor& input, const std::optio
 
 bool is_tanh(const std::string& approximate) {
   FUSEOPT_CHECK(approximate == "none" || approximate == "tanh",
-                  "fuseopt: gelu's approximate must be 'none' or 'tanh', got '", approximate, "'");
+                "fuseopt: gelu's approximate must be 'none' or 'tanh', got '", approximate, "'");
   return approximate == "tanh";
 }
 

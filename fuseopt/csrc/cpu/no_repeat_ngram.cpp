@@ -17,7 +17,7 @@ class TokenRows {
         row_stride_(ids.stride(0)),
         col_stride_(ids.stride(1)) {
     FUSEOPT_CHECK(is_int32_ || ids.scalar_type() == ScalarType::Long,
-                    "fuseopt: token ids must be int32 or int64, got ", ids.scalar_type());
+                  "fuseopt: token ids must be int32 or int64, got ", ids.scalar_type());
   }
 
   int64_t length() const { return length_; }
@@ -107,9 +107,9 @@ Tensor ban_continuations(const Tensor& source, const Tensor& input_ids, const Te
 Tensor ban(const Tensor& source, const Tensor& input_ids, const Tensor& scores, int64_t ngram_size) {
   FUSEOPT_CHECK(ngram_size > 0, "fuseopt: ngram_size must be positive, got ", ngram_size);
   FUSEOPT_CHECK(source.dim() == 2 && input_ids.dim() == 2 && scores.dim() == 2,
-                  "fuseopt: token ids and scores must have two dimensions");
+                "fuseopt: token ids and scores must have two dimensions");
   FUSEOPT_CHECK(input_ids.size(0) == scores.size(0), "fuseopt: ", input_ids.size(0), " rows of input_ids for ",
-                  scores.size(0), " rows of scores");
+                scores.size(0), " rows of scores");
   switch (dtype(scores)) {
     case kFloat32: return ban_continuations<uint32_t>(source, input_ids, scores, ngram_size, 0xff800000u);
     case kFloat16: return ban_continuations<uint16_t>(source, input_ids, scores, ngram_size, 0xfc00);
@@ -133,7 +133,7 @@ Tensor encoder_no_repeat_ngram(const Tensor& encoder_input_ids, const Tensor& in
   const int64_t batch = source.size(0);
   const int64_t n_rows = scores.size(0);
   FUSEOPT_CHECK(n_rows == 0 || (batch > 0 && n_rows >= batch && n_rows % batch == 0), "fuseopt: ", n_rows,
-                  " rows of scores are not a multiple of the ", batch, " rows of encoder_input_ids");
+                " rows of scores are not a multiple of the ", batch, " rows of encoder_input_ids");
   return ban(source, input_ids, scores, ngram_size);
 }
 

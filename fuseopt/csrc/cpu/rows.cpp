@@ -45,7 +45,7 @@ Rows::Rows(const Tensor& tensor, IntHeaderOnlyArrayRef sizes) : Rows(tensor, fus
   for (int64_t d = dim - 1; d >= 0; --d) {
     const int64_t own = d < missing ? 1 : own_sizes[d - missing];
     FUSEOPT_CHECK(own == sizes[d] || own == 1, "fuseopt: size ", own, " does not broadcast to ", sizes[d],
-                    " in dimension ", d);
+                  " in dimension ", d);
     const int64_t stride = own == 1 ? 0 : own_strides[d - missing];
     if (d == dim - 1) {
       n_cols_ = sizes[d];

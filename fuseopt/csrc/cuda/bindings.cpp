@@ -27,7 +27,7 @@ class Launch {
   Launch(const char* op, const Tensor& tensor) : op_(op), guard_(tensor.get_device_index()) {
     void* stream = nullptr;
     FUSEOPT_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == TORCH_SUCCESS,
-                    "fuseopt::", op, ": no current CUDA stream");
+                  "fuseopt::", op, ": no current CUDA stream");
     stream_ = static_cast<cudaStream_t>(stream);
   }
 
@@ -51,7 +51,7 @@ int dtype_code(const char* op, ScalarType type) {
     case ScalarType::Double: return kFloat64;
     default:
       FUSEOPT_CHECK(false, "fuseopt::", op, ": dtype ", toString(type),
-                      " is not supported; use float32, float16, bfloat16 or float64");
+                    " is not supported; use float32, float16, bfloat16 or float64");
   }
 }
 
@@ -72,9 +72,9 @@ std::optional<Tensor> parameter(const char* op, const char* name, const std::opt
                                 const Tensor& input) {
   if (!tensor.has_value()) return std::nullopt;
   FUSEOPT_CHECK(tensor->numel() == input.size(input.dim() - 1), "fuseopt::", op, ": ", name, " has ", tensor->numel(),
-                  " elements, the last dimension of the input ", input.size(input.dim() - 1));
+                " elements, the last dimension of the input ", input.size(input.dim() - 1));
   FUSEOPT_CHECK(tensor->get_device_index() == input.get_device_index() && tensor->is_cuda(), "fuseopt::", op, ": ",
-                  name, " is not on the input's device");
+                name, " is not on the input's device");
   return as_contiguous(*tensor);
 }
 
@@ -224,7 +224,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(Tensor grad_output, Tensor inp
 
 int gelu_approximation(const char* op, const std::string& approximate) {
   FUSEOPT_CHECK(approximate == "none" || approximate == "tanh", "fuseopt::", op,
-                  ": approximate must be 'none' or 'tanh', not '", approximate, "'");
+                ": approximate must be 'none' or 'tanh', not '", approximate, "'");
   return approximate == "tanh" ? kTanh : kErf;
 }
 
@@ -260,13 +260,13 @@ SoftmaxMask broadcast_mask(const char* op, const Tensor& mask, const Tensor& inp
   result.values = pointer(op, mask);
   FUSEOPT_CHECK(mask.dim() <= input.dim(), "fuseopt::", op, ": the mask has more dimensions than the input");
   FUSEOPT_CHECK(mask.is_cuda() && mask.get_device_index() == input.get_device_index(), "fuseopt::", op,
-                  ": the mask is not on the input's device");
+                ": the mask is not on the input's device");
   const int64_t missing = input.dim() - mask.dim();
   for (int64_t dim = 0; dim < input.dim(); ++dim) {
     const int64_t size = input.size(dim);
     const int64_t mask_size = dim < missing ? 1 : mask.size(dim - missing);
     FUSEOPT_CHECK(mask_size == size || mask_size == 1, "fuseopt::", op, ": dimension ", dim, " of the mask has ",
-                    mask_size, " elements where the input has ", size);
+                  mask_size, " elements where the input has ", size);
     const int64_t stride = mask_size == 1 ? 0 : mask.stride(dim - missing);
     if (dim == input.dim() - 1) {
       result.column_stride = stride;
@@ -277,7 +277,7 @@ SoftmaxMask broadcast_mask(const char* op, const Tensor& mask, const Tensor& inp
         result.strides[last] = stride;
       } else {
         FUSEOPT_CHECK(result.dims < SoftmaxMask::kMaxDims, "fuseopt::", op, ": the mask broadcasts in more than ",
-                        SoftmaxMask::kMaxDims, " separate dimensions");
+                      SoftmaxMask::kMaxDims, " separate dimensions");
         result.sizes[result.dims] = size;
         result.strides[result.dims] = stride;
         ++result.dims;
@@ -316,7 +316,7 @@ Tensor softmax_bwd(Tensor grad_output, Tensor output, double scale, ScalarType i
 TokenIds token_ids(const char* op, const char* name, const Tensor& ids) {
   FUSEOPT_CHECK(ids.dim() == 2, "fuseopt::", op, ": ", name, " must be [rows, length]");
   FUSEOPT_CHECK(ids.scalar_type() == ScalarType::Int || ids.scalar_type() == ScalarType::Long, "fuseopt::", op, ": ",
-                  name, " must be int32 or int64");
+                name, " must be int32 or int64");
   return {ids.data_ptr(), ids.scalar_type() == ScalarType::Int ? 4 : 8, ids.size(1), ids.stride(0), ids.stride(1)};
 }
 
@@ -328,12 +328,12 @@ void ban_ngrams(const char* op, const Tensor& windows, const Tensor& input_ids, 
   FUSEOPT_CHECK(scores.dim() == 2, "fuseopt::", op, ": scores must be [rows, vocabulary]");
   const int64_t rows = scores.size(0);
   FUSEOPT_CHECK(input_ids.size(0) == rows, "fuseopt::", op, ": input_ids has ", input_ids.size(0), " rows, scores ",
-                  rows);
+                rows);
   const Tensor window_ids =
       windows.scalar_type() == input_ids.scalar_type() ? windows : torch::stable::to(windows, input_ids.scalar_type());
   const int64_t window_rows = window_ids.size(0);
   FUSEOPT_CHECK(rows == 0 || (window_rows > 0 && rows % window_rows == 0), "fuseopt::", op, ": ", rows,
-                  " rows of scores cannot be divided among ", window_rows, " encoder rows");
+                " rows of scores cannot be divided among ", window_rows, " encoder rows");
   const Launch launch(op, scores);
   const ScoreMatrix matrix{scores.data_ptr(), dtype_code(op, scores.scalar_type()), scores.stride(0), scores.stride(1)};
   launch.check(fuseopt_no_repeat_ngram(
