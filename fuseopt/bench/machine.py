@@ -44,9 +44,12 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that fuseopt runs from, "-dirty" behind it if files differ; None when installed."""
+    """The commit of the checkout that fuseopt runs from, "-dirty" behind it if files differ; None when installed.
+
+    For a copy of a checkout without its git folder, as on a borrowed machine, FUSEOPT_COMMIT says it.
+    """
     if not (_CHECKOUT / ".git").exists():
-        return None
+        return os.environ.get("FUSEOPT_COMMIT")
     return _first_line("git", "-C", str(_CHECKOUT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty")
 
 

@@ -1,0 +1,21 @@
+"""What a result file says of where it was made."""
+
+import re
+
+from fuseopt.bench import machine
+
+
+def test_the_commit_of_a_checkout_of_its_copy_and_of_neither(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_CHECKOUT", tmp_path)
+    monkeypatch.delenv("FUSEOPT_COMMIT", raising=False)
+    assert machine.commit() is None
+    monkeypatch.setenv("FUSEOPT_COMMIT", "0123456789ab")
+    assert machine.commit() == "0123456789ab"
+    monkeypatch.undo()
+    if (machine._CHECKOUT / ".git").exists():
+        assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?", machine.commit())
+
+
+def test_machine_and_versions_are_words():
+    for entries in (machine.machine(), machine.versions()):
+        assert entries and all(isinstance(value, str) and value for value in entries.values())
