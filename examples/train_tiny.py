@@ -307,7 +307,7 @@ class Recipe:
 
 RECIPES = {
     "gpt2": Recipe("gpt2-kjv", gpt2_tokenizer, gpt2_model, sample_windows, 2500, 128, 2e-3, autocast=True),
-    # In bfloat16 autocast its loss became NaN within 500 steps at this size (torch 2.11, H200).
+    # In bfloat16 autocast, at a rate of 2e-3, its loss became NaN within 500 steps (torch 2.11, H200).
     "t5": Recipe("t5-kjv", t5_tokenizer, t5_model, sample_continuations, 7000, 192, 1.5e-3, autocast=False),
 }
 

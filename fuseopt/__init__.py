@@ -64,7 +64,9 @@ def initialize(model: ModelT, config: ConfigSource = None, *, strict: bool = Fal
     wanted = Config.load(config)
     _check_model(model)
     before = apply.applied_to(model)
-    if before is not None and before.report.config == wanted and not strict:
+    if before is not None and before.report.config == wanted:
+        if strict:
+            plan(model, wanted).check_strict()
         return model
     apply.detach(model)
     try:

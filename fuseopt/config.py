@@ -276,9 +276,7 @@ def _boolean(where: str, value: Any) -> bool:
 def _choice(where: str, value: Any, choices: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in choices:
         hint = _nearest(value, choices) if isinstance(value, str) else ""
-        raise ConfigError(
-            f"{where}: {value!r} is not one of {', '.join(choices)}{'; ' + hint.rstrip('; ') if hint else ''}"
-        )
+        raise ConfigError(f"{where}: {value!r} is not one of {', '.join(choices)}; {hint}".rstrip("; "))
     return value
 
 

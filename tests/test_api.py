@@ -87,6 +87,12 @@ def test_the_same_config_twice_changes_nothing():
     model = fuseopt.initialize(tiny.gpt2(), KERNELS)
     once = tiny.snapshot(model)
     assert tiny.snapshot(fuseopt.initialize(model, json.loads(json.dumps(KERNELS)))) == once
+    with pytest.raises(PlanError, match="FusedRMSNorm"):
+        fuseopt.initialize(model, KERNELS, strict=True)
+    assert tiny.snapshot(model) == once
+    met = fuseopt.initialize(tiny.gpt2(), JIT)
+    once = tiny.snapshot(met)
+    assert tiny.snapshot(fuseopt.initialize(met, JIT, strict=True)) == once
 
 
 def test_another_config_restores_and_applies_the_new_one():

@@ -38,13 +38,15 @@ def _options(rule: Rule, policy: ModelPolicy, backend: str) -> Options:
         return {**rule.options, "region": Region(rule.options["region"], backend)}
 
     def block(candidate: Candidate) -> Mapping[str, Any] | str:
+        prefix = "bias" if rule.target == "FusedMLP" else "gated"
         act = child_rule(candidate, "act", policy.regions, "FusedActivation")
-        if act is None or f"bias_{act.options['region']}" not in regions.REGIONS:
+        if act is None or f"{prefix}_{act.options['region']}" not in regions.REGIONS:
             return f"its activation {type(candidate.module.act).__name__} has no region"
         name = act.options["region"]
-        if rule.target == "FusedMLP":
-            return {"activation": Region(name, backend), "bias_activation": Region(f"bias_{name}", backend)}
+        whole = Region(f"{prefix}_{name}", backend)
+        if prefix == "bias":
+            return {"activation": Region(name, backend), "bias_activation": whole}
         upcast = act.options.get("float32_under_autocast", False)
-        return {"gated_activation": Region(f"gated_{name}", backend), "float32_under_autocast": upcast}
+        return {"gated_activation": whole, "float32_under_autocast": upcast}
 
     return activation if rule.target == "FusedActivation" else block
