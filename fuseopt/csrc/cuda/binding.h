@@ -1,0 +1,134 @@
+// What the bindings share. A binding registers the kernels of one op with PyTorch's dispatcher, through the stable ABI
+// only: one build serves many versions of torch. Schemas are defined in Python (fuseopt/ops); a function of a binding
+// takes the arguments of its schema in order.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../check.h"
+#include "launchers.h"
+
+namespace fuseopt {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Makes the tensor's device current for as long as it lives, and knows the current stream there.
+class Launch {
+ public:
+  Launch(const char* op, const Tensor& tensor) : op_(op), guard_(tensor.get_device_index()) {
+    void* stream = nullptr;
+    FUSEOPT_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == TORCH_SUCCESS,
+                  "fuseopt::", op, ": no current CUDA stream");
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+
+  cudaStream_t stream() const { return stream_; }
+
+  void check(cudaError_t error) const {
+    FUSEOPT_CHECK(error == cudaSuccess, "fuseopt::", op_, ": CUDA launch failed: ", cudaGetErrorString(error));
+  }
+
+ private:
+  const char* op_;
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_ = nullptr;
+};
+
+inline int dtype_code(const char* op, ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return kFloat32;
+    case ScalarType::Half: return kFloat16;
+    case ScalarType::BFloat16: return kBFloat16;
+    case ScalarType::Double: return kFloat64;
+    default:
+      FUSEOPT_CHECK(false, "fuseopt::", op, ": dtype ", toString(type),
+                    " is not supported; use float32, float16, bfloat16 or float64");
+  }
+}
+
+inline TypedPointer pointer(const char* op, const Tensor& tensor) {
+  return {tensor.data_ptr(), dtype_code(op, tensor.scalar_type())};
+}
+
+inline TypedPointer pointer(const char* op, const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? pointer(op, *tensor) : TypedPointer{nullptr, kFloat32};
+}
+
+inline Tensor as_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+// A parameter of `columns` elements on input's device, or none.
+inline std::optional<Tensor> parameter(const char* op, const char* name, const std::optional<Tensor>& tensor,
+                                       const Tensor& input) {
+  if (!tensor.has_value()) return std::nullopt;
+  FUSEOPT_CHECK(tensor->numel() == input.size(input.dim() - 1), "fuseopt::", op, ": ", name, " has ", tensor->numel(),
+                " elements, the last dimension of the input ", input.size(input.dim() - 1));
+  FUSEOPT_CHECK(tensor->get_device_index() == input.get_device_index() && tensor->is_cuda(), "fuseopt::", op, ": ",
+                name, " is not on the input's device");
+  return as_contiguous(*tensor);
+}
+
+struct Matrix {
+  int64_t rows;
+  int64_t columns;
+};
+
+// The shape flattened to two dimensions.
+inline Matrix matrix_of(const char* op, const Tensor& tensor) {
+  FUSEOPT_CHECK(tensor.dim() >= 1, "fuseopt::", op, ": a tensor without dimensions has no last dimension to work on");
+  const int64_t columns = tensor.size(tensor.dim() - 1);
+  int64_t rows = 1;
+  for (int64_t dim = 0; dim < tensor.dim() - 1; ++dim) rows *= tensor.size(dim);
+  return {rows, columns};
+}
+
+inline void check_same(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
+  bool same = tensor.dim() == input.dim() && tensor.get_device_index() == input.get_device_index();
+  for (int64_t dim = 0; same && dim < input.dim(); ++dim) same = tensor.size(dim) == input.size(dim);
+  FUSEOPT_CHECK(same, "fuseopt::", op, ": ", name, " has not the shape and device of the input");
+}
+
+// An uninitialised contiguous tensor on the device of `like`. Straight from the C interface: torch::stable::new_empty
+// goes through the dispatcher, at several times the cost.
+inline Tensor allocate(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    strides[dim] = stride;
+    stride *= std::max<int64_t>(sizes[dim], 1);
+  }
+  AtenTensorHandle handle = nullptr;
+  const auto status = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                               torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+                                               aoti_torch_device_type_cuda(), like.get_device_index(), &handle);
+  FUSEOPT_CHECK(status == TORCH_SUCCESS, "fuseopt: out of memory for a tensor of ", stride, " elements");
+  return Tensor(handle);
+}
+
+inline Tensor allocate_like(const Tensor& like, ScalarType type) {
+  const auto sizes = like.sizes();
+  return allocate(like, std::vector<int64_t>(sizes.begin(), sizes.end()), type);
+}
+
+// Row statistics: float64 for float64 inputs, else float32.
+inline Tensor allocate_statistic(const Tensor& input) {
+  const auto sizes = input.sizes();
+  const ScalarType type = input.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  return allocate(input, std::vector<int64_t>(sizes.begin(), sizes.end() - 1), type);
+}
+
+inline void* data_of(const std::optional<Tensor>& tensor) { return tensor.has_value() ? tensor->data_ptr() : nullptr; }
+
+}  // namespace fuseopt

@@ -1,0 +1,44 @@
+#include "binding.h"
+
+namespace fuseopt {
+namespace {
+
+int gelu_approximation(const char* op, const std::string& approximate) {
+  FUSEOPT_CHECK(approximate == "none" || approximate == "tanh", "fuseopt::", op,
+                ": approximate must be 'none' or 'tanh', not '", approximate, "'");
+  return approximate == "tanh" ? kTanh : kErf;
+}
+
+Tensor gelu_fwd(Tensor input, std::optional<Tensor> bias, std::string approximate, ScalarType output_dtype) {
+  constexpr const char* kOp = "gelu_fwd";
+  const Tensor x = as_contiguous(input);
+  const auto shift = bias.has_value() ? parameter(kOp, "bias", bias, input) : std::nullopt;
+  const int64_t columns = x.dim() > 0 ? x.size(x.dim() - 1) : 1;
+  const Launch launch(kOp, x);
+  Tensor output = allocate_like(x, output_dtype);
+  launch.check(fuseopt_gelu_fwd(pointer(kOp, x), pointer(kOp, shift), pointer(kOp, output), x.numel(), columns,
+                                gelu_approximation(kOp, approximate), launch.stream()));
+  return output;
+}
+
+Tensor gelu_bwd(Tensor grad_output, Tensor input, std::optional<Tensor> bias, std::string approximate) {
+  constexpr const char* kOp = "gelu_bwd";
+  check_same(kOp, "grad_output", grad_output, input);
+  const Tensor grad = as_contiguous(grad_output), x = as_contiguous(input);
+  const auto shift = bias.has_value() ? parameter(kOp, "bias", bias, input) : std::nullopt;
+  const int64_t columns = x.dim() > 0 ? x.size(x.dim() - 1) : 1;
+  const Launch launch(kOp, x);
+  Tensor grad_input = allocate_like(x, x.scalar_type());
+  launch.check(fuseopt_gelu_bwd(pointer(kOp, grad), pointer(kOp, x), pointer(kOp, shift), pointer(kOp, grad_input),
+                                x.numel(), columns, gelu_approximation(kOp, approximate), launch.stream()));
+  return grad_input;
+}
+
+}  // namespace
+}  // namespace fuseopt
+
+STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
+  using namespace fuseopt;
+  library.impl("gelu_fwd", TORCH_BOX(&gelu_fwd));
+  library.impl("gelu_bwd", TORCH_BOX(&gelu_bwd));
+}

@@ -1,0 +1,29 @@
+// What the bindings of RMSNorm and LayerNorm share: parameter gradients, and room for their partial sums.
+#pragma once
+
+#include "binding.h"
+
+namespace fuseopt {
+
+// Memory for the partial column sums of a backward; absent when no gradient of a parameter is wanted.
+inline std::optional<Tensor> norm_bwd_workspace(const Tensor& input, const std::optional<Tensor>& weight, Matrix shape,
+                                                int tensors) {
+  if (tensors == 0) return std::nullopt;
+  const bool float64 =
+      input.scalar_type() == ScalarType::Double || (weight.has_value() && weight->scalar_type() == ScalarType::Double);
+  const size_t bytes = fuseopt_norm_bwd_workspace_bytes(shape.rows, shape.columns, tensors, float64);
+  return allocate(input, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
+}
+
+// [columns] for a wanted gradient of a parameter, else [0].
+inline Tensor allocate_parameter_grad(const Tensor& input, const std::optional<Tensor>& parameter, int64_t columns,
+                                      bool wanted) {
+  return allocate(input, {wanted ? columns : 0},
+                  parameter.has_value() ? parameter->scalar_type() : input.scalar_type());
+}
+
+inline TypedPointer wanted_pointer(const char* op, const Tensor& grad, bool wanted) {
+  return wanted ? pointer(op, grad) : TypedPointer{nullptr, kFloat32};
+}
+
+}  // namespace fuseopt
