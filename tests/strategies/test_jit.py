@@ -48,7 +48,8 @@ def test_every_region_scripts_without_a_warning_and_differentiates(name):
         regions._compiled.cache_clear()
         region = Region(name, "torchscript")
         assert torch.equal(region(*inputs), REGIONS[name](*inputs))
-    assert torch.autograd.gradcheck(region, inputs)
+    # TorchScript runs op by op until it has seen the shapes, then fused: on a GPU the last bits differ between the two.
+    assert torch.autograd.gradcheck(region, inputs, nondet_tol=1e-12)
 
 
 def test_inductor_runs_the_same_regions():

@@ -113,7 +113,9 @@ inline Tensor allocate(const Tensor& like, const std::vector<int64_t>& sizes, Sc
   const auto status = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                                torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
                                                aoti_torch_device_type_cuda(), like.get_device_index(), &handle);
-  FUSEOPT_CHECK(status == TORCH_SUCCESS, "fuseopt: out of memory for a tensor of ", stride, " elements");
+  // torch's own words, which callers that retry with a smaller batch look for.
+  FUSEOPT_CHECK(status == TORCH_SUCCESS, "CUDA out of memory. fuseopt tried to allocate a tensor of ", stride,
+                " elements of ", type);
   return Tensor(handle);
 }
 
