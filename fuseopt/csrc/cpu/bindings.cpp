@@ -8,6 +8,8 @@ STABLE_TORCH_LIBRARY_IMPL(fuseopt, CPU, m) {
   m.impl("layer_norm_bwd", TORCH_BOX(&fuseopt::layer_norm_bwd));
   m.impl("gelu_fwd", TORCH_BOX(&fuseopt::gelu_fwd));
   m.impl("gelu_bwd", TORCH_BOX(&fuseopt::gelu_bwd));
+  m.impl("gated_activation_fwd", TORCH_BOX(&fuseopt::gated_activation_fwd));
+  m.impl("gated_activation_bwd", TORCH_BOX(&fuseopt::gated_activation_bwd));
   m.impl("softmax_fwd", TORCH_BOX(&fuseopt::softmax_fwd));
   m.impl("softmax_bwd", TORCH_BOX(&fuseopt::softmax_bwd));
   m.impl("no_repeat_ngram", TORCH_BOX(&fuseopt::no_repeat_ngram));

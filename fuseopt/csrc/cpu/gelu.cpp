@@ -1,59 +1,9 @@
+#include "gelu.h"
 #include "../check.h"
 #include "ops.h"
-#include "vec_math.h"
 
 namespace fuseopt {
 namespace {
-
-/// x * Phi(x), Phi the normal distribution function.
-struct Erf {
-  template <typename Math>
-  static Math value(Math x) {
-    return x * normal_cdf(x);
-  }
-  template <typename Math>
-  static Math slope(Math x) {
-    return normal_cdf(x) + x * normal_pdf(x);
-  }
-};
-
-/// x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), written as x sigmoid(2u): no cancellation for x < 0.
-struct Tanh {
-  template <typename Math>
-  static Math value(Math x) {
-    const Math q = sigmoid_tail(x);
-    return x * (x < 0 ? q : 1 - q);
-  }
-  template <typename Math>
-  static Math slope(Math x) {
-    const Math q = sigmoid_tail(x);
-    const Math two_u_slope = static_cast<Math>(kLinear) + static_cast<Math>(3 * kCubic) * x * x;
-    return (x < 0 ? q : 1 - q) + x * (q * (1 - q)) * two_u_slope;
-  }
-
- private:
-  static constexpr double kLinear = 1.5957691216057307;  // 2 sqrt(2 / pi)
-  static constexpr double kCubic = kLinear * 0.044715;
-  /// sigmoid(-|2u|)
-  template <typename Math>
-  static Math sigmoid_tail(Math x) {
-    const Math two_u = x * (static_cast<Math>(kLinear) + static_cast<Math>(kCubic) * x * x);
-    const Math e = exp(-std::fabs(two_u));
-    return e / (1 + e);
-  }
-};
-
-/// Calls body(row, first column, count) for every piece of every row.
-template <typename Body>
-void for_each_piece(const Rows& rows, const Body& body) {
-  const int64_t pieces = (rows.n_cols() + kPiece - 1) / kPiece;
-  parallel(rows.n_rows() * pieces, std::min(rows.n_cols(), kPiece), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t col = i % pieces * kPiece;
-      body(i / pieces, col, std::min(kPiece, rows.n_cols() - col));
-    }
-  });
-}
 
 /// x + bias for one piece; `buffer` must not hold x.
 template <typename Math>
@@ -101,7 +51,7 @@ Tensor backward(const Tensor& grad_output, const Tensor& input, const std::optio
     const Math* g = g_rows.read(row, col, n, g_buffer);
     Math* dx = dx_rows.target(row, col, dx_buffer);
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) dx[i] = g[i] * Gelu::slope(x[i]);
+    for (int64_t i = 0; i < n; ++i) dx[i] = Gelu::backward(g[i], x[i]);
     dx_rows.commit(row, col, n, dx);
   });
   return grad_input;
@@ -118,16 +68,16 @@ bool is_tanh(const std::string& approximate) {
 Tensor gelu_fwd(const Tensor& input, const std::optional<Tensor>& bias, const std::string& approximate,
                 ScalarType output_dtype) {
   const bool wide = any_double(input, bias);
-  const auto run = is_tanh(approximate) ? wide ? forward<Tanh, double> : forward<Tanh, float>
-                                        : wide ? forward<Erf, double> : forward<Erf, float>;
+  const auto run = is_tanh(approximate) ? wide ? forward<TanhGelu, double> : forward<TanhGelu, float>
+                                        : wide ? forward<ErfGelu, double> : forward<ErfGelu, float>;
   return run(input, bias, output_dtype);
 }
 
 Tensor gelu_bwd(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& bias,
                 const std::string& approximate) {
   const bool wide = any_double(input, bias);
-  const auto run = is_tanh(approximate) ? wide ? backward<Tanh, double> : backward<Tanh, float>
-                                        : wide ? backward<Erf, double> : backward<Erf, float>;
+  const auto run = is_tanh(approximate) ? wide ? backward<TanhGelu, double> : backward<TanhGelu, float>
+                                        : wide ? backward<ErfGelu, double> : backward<ErfGelu, float>;
   return run(grad_output, input, bias);
 }
 

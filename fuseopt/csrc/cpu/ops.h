@@ -26,6 +26,11 @@ Tensor gelu_fwd(const Tensor& input, const std::optional<Tensor>& bias, const st
 Tensor gelu_bwd(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& bias,
                 const std::string& approximate);
 
+Tensor gated_activation_fwd(const Tensor& gate, const Tensor& up, const std::string& activation,
+                            ScalarType activation_dtype, ScalarType output_dtype);
+std::tuple<Tensor, Tensor> gated_activation_bwd(const Tensor& grad_output, const Tensor& gate, const Tensor& up,
+                                                const std::string& activation, ScalarType activation_dtype);
+
 Tensor softmax_fwd(const Tensor& input, const std::optional<Tensor>& mask, double scale, ScalarType output_dtype);
 Tensor softmax_bwd(const Tensor& grad_output, const Tensor& output, double scale, ScalarType input_dtype);
 

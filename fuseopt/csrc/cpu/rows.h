@@ -157,4 +157,16 @@ void parallel(int64_t n, int64_t cost, const Body& body) {
   torch::stable::parallel_for(0, n, std::max<int64_t>(1, kElementsPerThread / std::max<int64_t>(1, cost)), body);
 }
 
+/// Calls body(row, first column, count) for every piece of every row.
+template <typename Body>
+void for_each_piece(const Rows& rows, const Body& body) {
+  const int64_t pieces = (rows.n_cols() + kPiece - 1) / kPiece;
+  parallel(rows.n_rows() * pieces, std::min(rows.n_cols(), kPiece), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t col = i % pieces * kPiece;
+      body(i / pieces, col, std::min(kPiece, rows.n_cols() - col));
+    }
+  });
+}
+
 }  // namespace fuseopt

@@ -29,6 +29,12 @@ struct SoftmaxMask {
   int64_t column_stride;
 };
 
+// Contiguous rows, `row_stride` elements apart.
+struct StridedRows {
+  TypedPointer values;
+  int64_t row_stride;
+};
+
 // Token ids as a strided matrix of int32 or int64.
 struct TokenIds {
   const void* data;
@@ -47,6 +53,8 @@ struct ScoreMatrix {
 };
 
 enum GeluApproximation : int { kErf = 0, kTanh = 1 };
+
+enum Activation : int { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3 };
 
 extern "C" {
 
@@ -79,6 +87,14 @@ cudaError_t fuseopt_gelu_fwd(TypedPointer input, TypedPointer bias, TypedPointer
 
 cudaError_t fuseopt_gelu_bwd(TypedPointer grad_output, TypedPointer input, TypedPointer bias, TypedPointer grad_input,
                              int64_t elements, int64_t columns, int approximation, cudaStream_t stream);
+
+// `activation_dtype` is what the activation is rounded to before the product. One row means contiguous tensors.
+cudaError_t fuseopt_gated_activation_fwd(StridedRows gate, StridedRows up, TypedPointer output, int64_t rows,
+                                         int64_t columns, int activation, int activation_dtype, cudaStream_t stream);
+
+cudaError_t fuseopt_gated_activation_bwd(TypedPointer grad_output, StridedRows gate, StridedRows up,
+                                         TypedPointer grad_gate, TypedPointer grad_up, int64_t rows, int64_t columns,
+                                         int activation, int activation_dtype, cudaStream_t stream);
 
 cudaError_t fuseopt_softmax_fwd(TypedPointer input, SoftmaxMask mask, TypedPointer output, int64_t rows,
                                 int64_t columns, double scale, cudaStream_t stream);

@@ -1,0 +1,152 @@
+"""Gated activations, the elementwise middle of GEGLU, SwiGLU and ReGLU feed-forwards (Shazeer 2020, arXiv 2002.05202)."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fuseopt.ops import registry
+from fuseopt.ops.library import (
+    apply,
+    check_shape,
+    define,
+    is_differentiated_again,
+    needs_autograd,
+    reference_vjp,
+)
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+}
+
+
+def _fwd_fake(
+    gate: Tensor, up: Tensor, activation: str, activation_dtype: torch.dtype, output_dtype: torch.dtype
+) -> Tensor:
+    return gate.new_empty(gate.shape, dtype=output_dtype)
+
+
+def _bwd_fake(
+    grad_output: Tensor, gate: Tensor, up: Tensor, activation: str, activation_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+FWD = define(
+    "gated_activation_fwd(Tensor gate, Tensor up, str activation, ScalarType activation_dtype, "
+    "ScalarType output_dtype) -> Tensor",
+    _fwd_fake,
+)
+BWD = define(
+    "gated_activation_bwd(Tensor grad_output, Tensor gate, Tensor up, str activation, ScalarType activation_dtype) "
+    "-> (Tensor, Tensor)",
+    _bwd_fake,
+)
+
+
+def _reference(gate: Tensor, up: Tensor, activation: str, activation_dtype: torch.dtype) -> Tensor:
+    return ACTIVATIONS[activation](gate.to(activation_dtype)) * up
+
+
+def gated_activation_reference(
+    gate: Tensor, up: Tensor, activation: str = "silu", *, activation_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`gated_activation` by torch's own two operations."""
+    return _reference(gate, up, activation, activation_dtype or gate.dtype)
+
+
+class _GatedActivation(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(backend: str, *arguments: Any) -> Tensor:
+        return FWD[backend](*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.backend, gate, up, ctx.activation, ctx.activation_dtype, _ = inputs
+        ctx.save_for_backward(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        if is_differentiated_again():
+            reference = partial(_reference, activation=ctx.activation, activation_dtype=ctx.activation_dtype)
+            gradients = reference_vjp(reference, grad_output, (gate, up))
+        else:
+            gradients = BWD[ctx.backend](grad_output, gate, up, ctx.activation, ctx.activation_dtype)
+        needed = zip(gradients, ctx.needs_input_grad[1:3], strict=True)
+        return None, *(gradient if is_needed else None for gradient, is_needed in needed), None, None, None
+
+
+def gated_activation(
+    gate: Tensor,
+    up: Tensor,
+    activation: str = "silu",
+    *,
+    activation_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`activation(gate) * up` in one pass; the backward recomputes the activation from `gate`.
+
+    The activation is computed in float32 (float64 where a tensor or `activation_dtype` is float64) and rounded to
+    `activation_dtype` before the product, in the backward its gradient too: so the result is that of the two operations
+    one after the other, which is what transformers' feed-forwards are. It is theirs to the bit for "relu", and on CUDA
+    for "silu"; elsewhere the activation itself may fall on the neighbouring value. Autocast has no say in it.
+
+    Args:
+        gate: [..., H]; float32, float16, bfloat16 or float64. Any strides; on CUDA, rows that lie apart, as the halves
+            of one [..., 2H] projection do, are read where they lie.
+        up: `gate`'s shape; its dtype may differ.
+        activation: "gelu" (erf), "gelu_tanh" (transformers' gelu_new and gelu_pytorch_tanh), "silu" or "relu".
+        activation_dtype: dtype of `activation(gate)`; `gate`'s by default. float32 is what autocast makes of gelu_new.
+        backend: "auto", "cuda", "cpu" or "reference".
+
+    Returns:
+        `gate`'s shape, contiguous, in the dtype that `activation_dtype` and `up`'s promote to.
+
+    Raises:
+        ValueError: an unknown `activation`, or an `up` of another shape.
+        BackendError: the backend named cannot run here; the message says why.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, not {activation!r}")
+    check_shape("up", up, gate.shape)
+    activation_dtype = activation_dtype or gate.dtype
+    chosen = registry.pick("gated_activation", backend, gate.device, (gate.dtype, up.dtype))
+    if chosen == "reference":
+        return _reference(gate, up, activation, activation_dtype)
+    output_dtype = torch.promote_types(activation_dtype, up.dtype)
+    if needs_autograd(gate, up):
+        return apply(_GatedActivation, chosen, gate, up, activation, activation_dtype, output_dtype)
+    return FWD[chosen](gate, up, activation, activation_dtype, output_dtype)
+
+
+def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return (2 * torch.randn(shape, device=device, dtype=dtype)).requires_grad_(requires_grad)
+
+    wide = torch.promote_types(dtype, torch.float32)
+    for activation in ACTIVATIONS:
+        yield registry.SampleInput((make(2, 3, 17), make(2, 3, 17), activation))
+    yield registry.SampleInput((make(4, 64), make(4, 64), "gelu_tanh"), {"activation_dtype": wide})
+    yield registry.SampleInput((make(5, 33), make(5, 33, dtype=wide)))
+    yield registry.SampleInput((make(0, 8), make(0, 8)))
+    yield registry.SampleInput((make(3, 0), make(3, 0)))
+
+
+registry.register(
+    registry.Op(
+        name="gated_activation",
+        function=gated_activation,
+        reference=gated_activation_reference,
+        sample_inputs=sample_inputs,
+        backends=(registry.CUDA, registry.CPU, registry.REFERENCE),
+    )
+)
