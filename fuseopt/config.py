@@ -23,6 +23,8 @@ KERNEL_BACKENDS = ("auto", "cuda", "triton", "cpu", "reference")
 CUSTOM_KERNELS: Mapping[str, tuple[str, ...]] = {
     "FusedRMSNorm": (),
     "FusedLayerNorm": (),
+    "FusedGatedGELU": (),
+    "FusedSwiGLU": (),
     "FusedGELU": ("fold_bias",),
     "FusedSoftmax": (),
     "FusedNoRepeatNGram": (),
@@ -30,8 +32,6 @@ CUSTOM_KERNELS: Mapping[str, tuple[str, ...]] = {
 TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {"FusedRMSNorm": (), "FusedSoftmax": ()}
 
 _PLANNED_KERNELS = (
-    "FusedGatedGELU",
-    "FusedSwiGLU",
     "FusedCrossEntropy",
     "FusedLinearCrossEntropy",
     "FusedDropoutAdd",

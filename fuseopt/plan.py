@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -86,11 +87,16 @@ class Candidate:
     def class_name(self) -> str:
         return type(self.module).__name__
 
+    @functools.cached_property
+    def lineage(self) -> tuple[str, ...]:
+        """The full names of the module's class and of its bases."""
+        return tuple(map(full_name, type(self.module).__mro__))
+
     def is_exactly(self, source: str) -> bool:
-        return full_name(type(self.module)) == source
+        return self.lineage[0] == source
 
     def is_subclass_of(self, source: str) -> bool:
-        return source in map(full_name, type(self.module).__mro__[1:])
+        return source in self.lineage[1:]
 
     def blocked_reasons(self) -> list[str]:
         """Why this object must not be exchanged, whatever for."""
@@ -183,6 +189,7 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
     skips: list[Skip] = []
     unmet: list[str] = []
     claimed: dict[tuple[int, str], Replacement] = {}
+    covered: set[tuple[str, str]] = set()  # requests whose work another request of the same strategy does
     if config.kernel_fusion.enable:
         for strategy in strategies:
             for proposal in strategy.propose(index, policy, config.kernel_fusion):
@@ -193,13 +200,17 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
                 winner = next((claimed[site.key] for site in sites if site.key in claimed), None)
                 if winner is not None:
                     skips.append(_lost_to(winner, proposal))
+                    if winner.strategy == proposal.strategy:
+                        covered.add((proposal.strategy, proposal.request))
                     continue
                 replacements.append(proposal)
                 claimed.update(dict.fromkeys((site.key for site in sites), proposal))
     if config.kernel_fusion.enable and config.preset is None:
         requested = [(s.name, name) for s in strategies for name in s.requested(config.kernel_fusion)]
         unmet = [
-            _unmet(strategy, name, skips) for strategy, name in requested if not _landed(name, strategy, replacements)
+            _unmet(strategy, name, skips)
+            for strategy, name in requested
+            if not _landed(name, strategy, replacements) and (strategy, name) not in covered
         ]
     return Plan(
         model_class=type(model).__name__,

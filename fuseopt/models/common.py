@@ -1,6 +1,7 @@
 """Rules for classes that many families share: activations, torch.nn norms, and the RMSNorm classes of transformers."""
 
-from fuseopt.models.policy import ModelPolicy, Rule
+from fuseopt.models.gated_mlps import GATED_MLPS
+from fuseopt.models.policy import ModelPolicy, Rule, modeling_name
 
 _ACTIVATIONS = "transformers.activations"
 
@@ -46,12 +47,6 @@ def rms_norm(cast_order: str, eps: str, *sources: str, offset: float = 0.0) -> t
     return tuple(Rule(source, "FusedRMSNorm", options) for source in sources)
 
 
-def modeling_name(source: str) -> str:
-    """ "t5.T5LayerNorm" -> "transformers.models.t5.modeling_t5.T5LayerNorm"."""
-    model, _, name = source.partition(".")
-    return f"transformers.models.{model}.modeling_{model}.{name}"
-
-
 _LLAMA_CLASSES = (
     "deepseek_v3.DeepseekV3RMSNorm",
     "glm4.Glm4RMSNorm",
@@ -85,5 +80,5 @@ COMMON = ModelPolicy(
         *GELU_KERNELS,
         SOFTMAX,
     ),
-    regions=ACTIVATION_REGIONS,
+    regions=(*GATED_MLPS, *ACTIVATION_REGIONS),
 )

@@ -12,6 +12,12 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def modeling_name(source: str) -> str:
+    """ "t5.T5LayerNorm" -> "transformers.models.t5.modeling_t5.T5LayerNorm"."""
+    model, _, name = source.partition(".")
+    return f"transformers.models.{model}.modeling_{model}.{name}"
+
+
 @dataclass(frozen=True)
 class Rule:
     """Modules of exactly one class may be replaced by a fused module.
@@ -42,7 +48,7 @@ class ModelPolicy:
         name: shown in the plan.
         model_types: the `config.model_type` values it covers; empty for the policy of last resort.
         kernels: rules behind the kernel names of a config (`Rule.target` is the kernel's name).
-        regions: rules for the `jit` strategy.
+        regions: rules for the `jit` strategy; the feed-forward blocks among them serve kernels too.
         eager_attention: full names of the attention classes whose eager softmax can be fused.
     """
 

@@ -1,7 +1,8 @@
 """T5 v1.0 and v1.1, every head, and the families that share its classes: mT5, UMT5, LongT5."""
 
-from fuseopt.models.common import ACTIVATION_REGIONS, GELU_KERNELS, SOFTMAX, modeling_name, rms_norm
-from fuseopt.models.policy import ModelPolicy, Rule
+from fuseopt.models.common import ACTIVATION_REGIONS, GELU_KERNELS, SOFTMAX, rms_norm
+from fuseopt.models.gated_mlps import T5_MLPS
+from fuseopt.models.policy import ModelPolicy, modeling_name
 
 # model_type -> the prefix of its classes
 _FAMILIES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", "longt5": "LongT5"}
@@ -15,10 +16,7 @@ T5 = ModelPolicy(
     name="t5",
     model_types=tuple(_FAMILIES),
     kernels=(*rms_norm("t5", "variance_epsilon", *_full_names("LayerNorm")), *GELU_KERNELS, SOFTMAX),
-    regions=(
-        *(Rule(source, "FusedGatedMLP", absorbs=("act",)) for source in _full_names("DenseGatedActDense")),
-        *ACTIVATION_REGIONS,
-    ),
+    regions=(*T5_MLPS, *ACTIVATION_REGIONS),
     # LongT5's local and transient-global attention have a softmax of their own; its full attention is the class named.
     eager_attention=_full_names("Attention"),
 )

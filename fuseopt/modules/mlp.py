@@ -50,29 +50,56 @@ class FusedMLP(FusedModule):
 
 
 class FusedGatedMLP(FusedModule):
-    """T5 v1.1's gated feed-forward: act(wi_0 x) * (wi_1 x), dropout, wo (Shazeer 2020, https://arxiv.org/abs/2002.05202).
+    """Gated feed-forwards: down(act(gate(x)) * up(x)) (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 
-    forward: `hidden_states` [..., hidden] of any floating dtype -> [..., hidden], in wo's dtype.
+    Stands in for T5DenseGatedActDense, LlamaMLP, Phi3MLP and their like. The options name the source's children;
+    without `up`, the output of `gate` holds both halves, the gate first. The children are called as the source calls
+    them, adapters and quantised leaves included; an activation that carries hooks, or is no longer the plain class it
+    was, sends the call through the source's own forward.
+
+    With `keeps_down_dtype` the product is cast to the dtype of `down`'s weight, as T5 does for a `wo` kept in float32.
+
+    forward: `hidden_states` [..., hidden] of any floating dtype -> [..., hidden], in the dtype the source would return.
     """
 
     @classmethod
     def not_supported_reasons(cls, source: nn.Module) -> list[str]:
-        return python_formula_reasons(source.act)
+        return [reason for child in source.children() for reason in python_formula_reasons(child)]
 
     def _configure(  # type: ignore[override]
-        self, *, gated_activation: Callable[[Tensor, Tensor], Tensor], float32_under_autocast: bool = False
+        self,
+        *,
+        act: str,
+        gate: str,
+        up: str | None,
+        down: str,
+        gated_activation: Callable[..., Tensor],
+        dropout: str | None = None,
+        keeps_down_dtype: bool = False,
+        float32_under_autocast: bool = False,
     ) -> None:
-        self.gated_activation, self.float32_under_autocast = gated_activation, float32_under_autocast
-        self._activation_class = type(self.act)
+        self._act, self._gate, self._up, self._down, self._dropout = act, gate, up, down, dropout
+        self._keeps_down_dtype, self.float32_under_autocast = keeps_down_dtype, float32_under_autocast
+        self.gated_activation = gated_activation
+        self._activation_class = type(getattr(self, act))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if not runs_untouched(self.act, self._activation_class):
+        if not runs_untouched(getattr(self, self._act), self._activation_class):
             return self._source_forward(hidden_states)
-        gate = self.wi_0(hidden_states)
+        gate = getattr(self, self._gate)(hidden_states)
+        if self._up is None:
+            gate, up = gate.chunk(2, dim=-1)
+        else:
+            up = getattr(self, self._up)(hidden_states)
+        activation_dtype = gate.dtype
         if self.float32_under_autocast and torch.is_autocast_enabled(gate.device.type):
-            gate = gate.to(torch.promote_types(gate.dtype, torch.float32))
-        hidden_states = self.dropout(self.gated_activation(gate, self.wi_1(hidden_states)))
-        weight = self.wo.weight
-        if isinstance(weight, Tensor) and weight.dtype not in (hidden_states.dtype, torch.int8):
-            hidden_states = hidden_states.to(weight.dtype)
-        return self.wo(hidden_states)
+            activation_dtype = torch.promote_types(gate.dtype, torch.float32)
+        hidden_states = self.gated_activation(gate, up, activation_dtype=activation_dtype)
+        if self._dropout is not None:
+            hidden_states = getattr(self, self._dropout)(hidden_states)
+        down = getattr(self, self._down)
+        if self._keeps_down_dtype:
+            weight = down.weight
+            if isinstance(weight, Tensor) and weight.dtype not in (hidden_states.dtype, torch.int8):
+                hidden_states = hidden_states.to(weight.dtype)
+        return down(hidden_states)

@@ -106,6 +106,14 @@ class Region:
         return _compiled(self.name, self.backend)(*inputs)
 
 
+@dataclass(frozen=True)
+class GatedRegion(Region):
+    """One of the `gated_` regions, its activation computed in a dtype of the caller's choice."""
+
+    def __call__(self, gate: Tensor, up: Tensor, *, activation_dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        return super().__call__(gate.to(activation_dtype), up)
+
+
 def not_supported_reasons(backend: str) -> list[str]:
     """Why regions cannot be compiled with `backend` ("torchscript" or "inductor") here; empty when they can."""
     if backend == "torchscript":

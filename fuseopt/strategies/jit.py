@@ -8,7 +8,7 @@ from typing import Any
 from fuseopt.config import KernelFusion
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.modules import regions
-from fuseopt.modules.regions import Region
+from fuseopt.modules.regions import GatedRegion, Region
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
 from fuseopt.strategies.propose import Offer, Options, child_rule, propose_rule
 
@@ -37,16 +37,19 @@ def _options(rule: Rule, policy: ModelPolicy, backend: str) -> Options:
     def activation(candidate: Candidate) -> Mapping[str, Any]:
         return {**rule.options, "region": Region(rule.options["region"], backend)}
 
-    def block(candidate: Candidate) -> Mapping[str, Any] | str:
-        prefix = "bias" if rule.target == "FusedMLP" else "gated"
+    def biased(candidate: Candidate) -> Mapping[str, Any] | str:
         act = child_rule(candidate, "act", policy.regions, "FusedActivation")
-        if act is None or f"{prefix}_{act.options['region']}" not in regions.REGIONS:
+        if act is None or f"bias_{act.options['region']}" not in regions.REGIONS:
             return f"its activation {type(candidate.module.act).__name__} has no region"
         name = act.options["region"]
-        whole = Region(f"{prefix}_{name}", backend)
-        if prefix == "bias":
-            return {"activation": Region(name, backend), "bias_activation": whole}
-        upcast = act.options.get("float32_under_autocast", False)
-        return {"gated_activation": whole, "float32_under_autocast": upcast}
+        return {"activation": Region(name, backend), "bias_activation": Region(f"bias_{name}", backend)}
 
-    return activation if rule.target == "FusedActivation" else block
+    def gated(candidate: Candidate) -> Mapping[str, Any] | str:
+        act = child_rule(candidate, rule.options["act"], policy.regions, "FusedActivation")
+        if act is None or f"gated_{act.options['region']}" not in regions.REGIONS:
+            return f"its activation {type(getattr(candidate.module, rule.options['act'])).__name__} has no region"
+        region = GatedRegion(f"gated_{act.options['region']}", backend)
+        upcast = act.options.get("float32_under_autocast", False)
+        return {**rule.options, "gated_activation": region, "float32_under_autocast": upcast}
+
+    return {"FusedActivation": activation, "FusedMLP": biased, "FusedGatedMLP": gated}[rule.target]

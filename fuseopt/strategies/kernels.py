@@ -20,10 +20,15 @@ from fuseopt.strategies.propose import Offer, Options, child_rule, propose_rule
 OP_NAMES = {
     "FusedRMSNorm": "rms_norm",
     "FusedLayerNorm": "layer_norm",
+    "FusedGatedGELU": "gated_activation",
+    "FusedSwiGLU": "gated_activation",
     "FusedGELU": "gelu",
     "FusedSoftmax": "softmax",
     "FusedNoRepeatNGram": "no_repeat_ngram",
 }
+
+# Kernel name -> the activations of the gated feed-forwards that it takes.
+GATED_ACTIVATIONS = {"FusedGatedGELU": ("gelu", "gelu_tanh"), "FusedSwiGLU": ("silu",)}
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class KernelStrategy:
             if request.name == "FusedNoRepeatNGram":
                 yield logits_processors.propose(index, offer, backend)
                 continue
+            if request.name in GATED_ACTIVATIONS:
+                yield from _propose_gated_mlps(index, policy, offer, backend)
             if request.options.get("fold_bias"):
                 yield from _propose_bias_gelu(index, policy, offer, backend)
             for rule in policy.kernels:
@@ -52,7 +59,9 @@ class KernelStrategy:
                 yield from eager_attention.propose(index, policy, offer, backend)
 
     def _requests(self, fusion: KernelFusion) -> tuple[KernelRequest, ...]:
-        return getattr(fusion, self.option)
+        """In the order of OP_NAMES, whatever the config's: blocks before the activations inside them."""
+        requests: tuple[KernelRequest, ...] = getattr(fusion, self.option)
+        return tuple(sorted(requests, key=lambda request: list(OP_NAMES).index(request.name)))
 
 
 CUSTOM_KERNELS = KernelStrategy("kernels", "custom_cuda_kernels")
@@ -95,3 +104,24 @@ def _propose_bias_gelu(
     for rule in policy.regions:
         if rule.target == "FusedMLP":
             yield from propose_rule(index, rule, offer, options)
+
+
+def _propose_gated_mlps(
+    index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str
+) -> Iterator[Replacement | Skip]:
+    def options(rule: Rule, candidate: Candidate) -> Mapping[str, Any] | str:
+        act = child_rule(candidate, rule.options["act"], policy.regions, "FusedActivation")
+        activation = act.options["region"] if act is not None else None
+        if act is None or activation not in GATED_ACTIVATIONS[offer.request]:
+            taker = next((name for name, taken in GATED_ACTIVATIONS.items() if activation in taken), None)
+            name = type(getattr(candidate.module, rule.options["act"])).__name__
+            return f"its activation is {name}" + (f", which {taker} takes" if taker else "")
+        return {
+            **rule.options,
+            "gated_activation": functools.partial(ops.gated_activation, activation=activation, backend=backend),
+            "float32_under_autocast": act.options.get("float32_under_autocast", False),
+        }
+
+    for rule in policy.regions:
+        if rule.target == "FusedGatedMLP":
+            yield from propose_rule(index, rule, offer, functools.partial(options, rule))
