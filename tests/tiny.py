@@ -5,12 +5,18 @@ from __future__ import annotations
 import torch
 from torch import nn
 from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     LongT5Config,
     LongT5ForConditionalGeneration,
     MT5Config,
     MT5ForConditionalGeneration,
+    Phi3Config,
+    Phi3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     UMT5Config,
@@ -35,6 +41,19 @@ _T5_SIZES = {
     "num_layers": 2,
     "num_heads": 3,
     "decoder_start_token_id": 0,
+}
+_LLAMA_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 
 
@@ -68,7 +87,32 @@ def longt5(seed: int = 0, **config) -> LongT5ForConditionalGeneration:
     return _random(LongT5ForConditionalGeneration(LongT5Config(**sizes | config)))
 
 
-FAMILIES = {"gpt2": gpt2, "t5": t5, "t5_gated": t5_gated, "mt5": mt5, "umt5": umt5, "longt5": longt5}
+def llama(seed: int = 0, **config) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return _random(LlamaForCausalLM(LlamaConfig(**_LLAMA_SIZES | config)))
+
+
+def gemma(seed: int = 0, **config) -> GemmaForCausalLM:
+    torch.manual_seed(seed)
+    return _random(GemmaForCausalLM(GemmaConfig(**_LLAMA_SIZES | config)))
+
+
+def phi3(seed: int = 0, **config) -> Phi3ForCausalLM:
+    torch.manual_seed(seed)
+    return _random(Phi3ForCausalLM(Phi3Config(**_LLAMA_SIZES | config)))
+
+
+FAMILIES = {
+    "gpt2": gpt2,
+    "t5": t5,
+    "t5_gated": t5_gated,
+    "mt5": mt5,
+    "umt5": umt5,
+    "longt5": longt5,
+    "llama": llama,
+    "gemma": gemma,
+    "phi3": phi3,
+}
 
 
 def inputs(model: nn.Module, batch: int = 2, length: int = 7, seed: int = 1) -> dict[str, torch.Tensor]:

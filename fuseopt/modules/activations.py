@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import inspect
 
-import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
 from fuseopt.modules.base import FusedModule
 from fuseopt.modules.regions import Region
+from fuseopt.ops.library import float32_under_autocast
 
 
 class FusedGELU(FusedModule):
     """GELU (Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415), erf or tanh form.
 
     forward: `input` of any shape and floating dtype -> the same shape. The dtype is the input's, except that the tanh
-    classes of transformers spelled out in Python (`torch.pow` and friends) return float32 under autocast, and so does
-    this stand-in for them (`float32_under_autocast`). Without `approximate`, the source's own attribute of that name
+    classes of transformers spelled out in Python (`torch.pow`) return float32 under CUDA's autocast, and so does this
+    stand-in for them (`float32_under_autocast`). Without `approximate`, the source's own attribute of that name
     counts (torch.nn.GELU has one).
     """
 
@@ -36,9 +36,7 @@ class FusedGELU(FusedModule):
         self.backend = backend
 
     def forward(self, input: Tensor) -> Tensor:
-        output_dtype = None
-        if self.float32_under_autocast and torch.is_autocast_enabled(input.device.type):
-            output_dtype = torch.promote_types(input.dtype, torch.float32)
+        output_dtype = float32_under_autocast(input) if self.float32_under_autocast else None
         return ops.gelu(input, approximate=self.approximate, output_dtype=output_dtype, backend=self.backend)
 
 
@@ -73,9 +71,7 @@ class FusedActivation(FusedModule):
         self.region, self.float32_under_autocast = region, float32_under_autocast
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.float32_under_autocast and torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.promote_types(input.dtype, torch.float32))
-        return self.region(input)
+        return self.region(input.to(float32_under_autocast(input)) if self.float32_under_autocast else input)
 
 
 def python_formula_reasons(source: nn.Module) -> list[str]:

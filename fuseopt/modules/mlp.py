@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fuseopt.modules.activations import python_formula_reasons
 from fuseopt.modules.base import FusedModule, runs_untouched
+from fuseopt.ops.library import float32_under_autocast
 
 
 class FusedMLP(FusedModule):
@@ -91,9 +92,7 @@ class FusedGatedMLP(FusedModule):
             gate, up = gate.chunk(2, dim=-1)
         else:
             up = getattr(self, self._up)(hidden_states)
-        activation_dtype = gate.dtype
-        if self.float32_under_autocast and torch.is_autocast_enabled(gate.device.type):
-            activation_dtype = torch.promote_types(gate.dtype, torch.float32)
+        activation_dtype = float32_under_autocast(gate) if self.float32_under_autocast else gate.dtype
         hidden_states = self.gated_activation(gate, up, activation_dtype=activation_dtype)
         if self._dropout is not None:
             hidden_states = getattr(self, self._dropout)(hidden_states)

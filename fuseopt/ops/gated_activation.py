@@ -1,4 +1,4 @@
-"""Gated activations, the elementwise middle of GEGLU, SwiGLU and ReGLU feed-forwards (Shazeer 2020, arXiv 2002.05202)."""
+"""Gated activations, the elementwise middle of GEGLU, SwiGLU and ReGLU layers (Shazeer 2020, arXiv 2002.05202)."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

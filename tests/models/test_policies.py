@@ -1,23 +1,33 @@
 """The policies' data: the classes they name exist, and each rule's fused module computes what the class does."""
 
 import importlib
+import importlib.util
+from functools import partial
 
 import pytest
 import torch
+import transformers
+from torch import nn
+from transformers.activations import ACT2FN
 
-from fuseopt import modules
+from fuseopt import modules, ops
 from fuseopt.models import COMMON, ModelPolicy, Rule, policy_for, register_policy
 from fuseopt.models.gpt2 import GPT2
 from fuseopt.models.t5 import T5
-from fuseopt.modules import FusedRMSNorm
+from fuseopt.modules import FusedGatedMLP, FusedRMSNorm
 from tests import tiny
 
 RULES = {rule.source: rule for policy in (GPT2, T5, COMMON) for rule in (*policy.kernels, *policy.regions)}
 NORMS = [rule for rule in RULES.values() if rule.target == "FusedRMSNorm"]
 
 
+GATED_MLPS = [rule for rule in RULES.values() if rule.target == "FusedGatedMLP"]
+
+
 def named(source: str) -> type:
     module, _, name = source.rpartition(".")
+    if importlib.util.find_spec(module.rpartition(".")[0]) is None:
+        pytest.skip(f"transformers {transformers.__version__} is older than this model")
     return getattr(importlib.import_module(module), name)
 
 
@@ -44,6 +54,36 @@ def test_rms_norms_are_the_class_s_own_bit_for_bit(rule, weight_dtype, input_dty
         torch.testing.assert_close(got, wanted)
     else:
         assert got.dtype == wanted.dtype and torch.equal(got, wanted)
+
+
+def gated_mlp(rule, activation):
+    """The source class itself around the children that the rule names; its forward must need no others."""
+    source = nn.Module()
+    source.__class__ = named(rule.source)
+    names = rule.options
+    for name in filter(None, (names["gate"], names["up"])):
+        setattr(source, name, nn.Linear(24, 80 if names["up"] is None else 40))
+    setattr(source, names["down"], nn.Linear(40, 24))
+    setattr(source, names["act"], ACT2FN[activation])
+    if names["dropout"] is not None:
+        setattr(source, names["dropout"], nn.Dropout(0.5))
+    return source
+
+
+@pytest.mark.parametrize("rule", GATED_MLPS, ids=[rule.source.rpartition(".")[2] for rule in GATED_MLPS])
+def test_gated_mlps_are_the_class_s_own_bit_for_bit(rule):
+    torch.manual_seed(0)
+    hidden_states = torch.randn(5, 7, 24)
+    for activation, name in {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}.items():
+        source = gated_mlp(rule, activation)
+        call = partial(ops.gated_activation, activation=name, backend="reference")
+        fused = FusedGatedMLP.from_module(source, gated_activation=call, **rule.options)
+        for dtype in (torch.float32, torch.bfloat16):
+            source.to(dtype)
+            torch.manual_seed(1)
+            wanted = source(hidden_states.to(dtype))
+            torch.manual_seed(1)
+            assert torch.equal(fused(hidden_states.to(dtype)), wanted)
 
 
 def test_every_model_type_finds_its_policy():

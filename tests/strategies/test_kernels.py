@@ -31,6 +31,11 @@ CASES = {
     ("t5_gated", "FusedGELU"): ("gelu", 4),
     ("umt5", "FusedSoftmax"): ("softmax", 6),
     ("mt5", "FusedRMSNorm"): ("rms_norm", 12),
+    ("t5_gated", "FusedGatedGELU"): ("gated_activation", 4),
+    ("umt5", "FusedGatedGELU"): ("gated_activation", 4),
+    ("gemma", "FusedGatedGELU"): ("gated_activation", 2),
+    ("llama", "FusedSwiGLU"): ("gated_activation", 2),
+    ("phi3", "FusedSwiGLU"): ("gated_activation", 2),
 }
 
 
@@ -57,8 +62,8 @@ def test_every_call_goes_through_the_op(case, backend):
     op, calls = CASES[case]
     model = tiny.FAMILIES[family](attn_implementation="eager")
     stock = tiny.logits(model)
-    fuseopt.initialize(model, config(kernel, backend=backend), strict=True)
     with mock.patch.object(ops, op, wraps=getattr(ops, op)) as called, RawOps() as ran:
+        fuseopt.initialize(model, config(kernel, backend=backend), strict=True)
         fused = tiny.logits(model)
     assert called.call_count == calls
     raw = getattr(torch.ops.fuseopt, f"{op}_fwd")
