@@ -1,26 +1,18 @@
 """Rules for gated feed-forwards, by what their forward does: one class of transformers after another says the same."""
 
+from collections.abc import Mapping
+
 from fuseopt.models.policy import Rule, modeling_name
 
 
-def gated_mlps(
-    sources: str,
-    *,
-    act: str,
-    gate: str,
-    up: str | None,
-    down: str,
-    dropout: str | None = None,
-    keeps_down_dtype: bool = False,
-) -> tuple[Rule, ...]:
-    """Rules for the classes in `sources`, as "llama.LlamaMLP mistral.MistralMLP"; see `modules.FusedGatedMLP`."""
-    options = {"act": act, "gate": gate, "up": up, "down": down, "dropout": dropout}
-    options["keeps_down_dtype"] = keeps_down_dtype
-    return tuple(Rule(modeling_name(source), "FusedGatedMLP", options, absorbs=(act,)) for source in sources.split())
+def gated_mlps(sources: str, **options: str | bool) -> tuple[Rule, ...]:
+    """Rules for classes, as "llama.LlamaMLP mistral.MistralMLP", with the options of `modules.FusedGatedMLP`."""
+    absorbs = (str(options["act"]),)
+    return tuple(Rule(modeling_name(source), "FusedGatedMLP", options, absorbs) for source in sources.split())
 
 
-_T5 = {"act": "act", "gate": "wi_0", "up": "wi_1", "down": "wo", "dropout": "dropout"}
-_LLAMA = {"act": "act_fn", "gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_T5: Mapping[str, str] = {"act": "act", "gate": "wi_0", "up": "wi_1", "down": "wo", "dropout": "dropout"}
+_LLAMA: Mapping[str, str] = {"act": "act_fn", "gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 # dropout(act(wi_0(x)) * wi_1(x)), cast to wo's dtype, through wo. LongT5 does not cast.
 T5_MLPS = (
@@ -94,7 +86,6 @@ _PACKED_MLPS = (
     """,
         act="activation_fn",
         gate="gate_up_proj",
-        up=None,
         down="down_proj",
     ),
     *gated_mlps(
@@ -103,7 +94,6 @@ _PACKED_MLPS = (
     """,
         act="activation",
         gate="input_linear",
-        up=None,
         down="output_linear",
     ),
 )

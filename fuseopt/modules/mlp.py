@@ -72,7 +72,7 @@ class FusedGatedMLP(FusedModule):
         *,
         act: str,
         gate: str,
-        up: str | None,
+        up: str | None = None,
         down: str,
         gated_activation: Callable[..., Tensor],
         dropout: str | None = None,

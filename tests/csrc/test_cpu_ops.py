@@ -215,6 +215,44 @@ def test_gelu_refuses_an_unknown_approximation(cpu_ops):
         cpu_ops.gelu_fwd(torch.zeros(3), None, "sigmoid", torch.float32)
 
 
+GATED = {
+    "gelu": lambda x: gelu_reference(x, "none"),
+    "gelu_tanh": lambda x: gelu_reference(x, "tanh"),
+    "silu": lambda x: x * torch.sigmoid(x),
+    "relu": torch.relu,
+}
+
+
+@many
+@given(shapes, dtypes, dtypes, layouts, layouts, st.sampled_from(list(GATED)), seeds)
+def test_gated_activation(cpu_ops, shape, dtype, up_dtype, layout, up_layout, activation, seed):
+    gate, up = normal(shape, dtype, seed, layout), normal(shape, up_dtype, seed + 1, up_layout)
+    wide = torch.promote_types(torch.promote_types(dtype, up_dtype), torch.float32)
+    gate64, up64 = gate.double().requires_grad_(), up.double().requires_grad_()
+    expected = GATED[activation](gate64) * up64
+    output = cpu_ops.gated_activation_fwd(gate, up, activation, wide, wide)
+    assert output.dtype == wide
+    assert_near(output, expected, roundings=32)
+
+    g = normal(shape, wide, seed + 2, layout)
+    grads = cpu_ops.gated_activation_bwd(g, gate, up, activation, wide)
+    assert (grads[0].dtype, grads[1].dtype) == (dtype, up_dtype)
+    for grad, expected_grad in zip(grads, gradients(expected, [gate64, up64], g.double()), strict=True):
+        # Slopes cross zero, and the tanh reference cancels in float64: see test_gelu.
+        assert_near(grad, expected_grad, roundings=64, floor=64.0, maths=wide)
+
+
+@many
+@given(shapes, st.sampled_from(FLOATS[1:3]), layouts, st.sampled_from(list(GATED)), seeds)
+def test_gated_activation_rounds_before_the_product(cpu_ops, shape, dtype, layout, activation, seed):
+    gate, up, g = (normal(shape, dtype, seed + i, layout) for i in range(3))
+    activated = cpu_ops.gated_activation_fwd(gate, torch.ones_like(gate), activation, dtype, dtype)
+    assert torch.equal(cpu_ops.gated_activation_fwd(gate, up, activation, dtype, dtype), activated * up)
+    grad_gate, grad_up = cpu_ops.gated_activation_bwd(g, gate, up, activation, dtype)
+    assert torch.equal(grad_up, g * activated)
+    assert torch.equal(grad_gate, cpu_ops.gated_activation_bwd(g * up, gate, torch.ones_like(up), activation, dtype)[0])
+
+
 @many
 @given(shapes, dtypes, layouts, st.sampled_from([None, *FLOATS]), st.sampled_from([1.0, 0.125]), st.data(), seeds)
 def test_softmax(cpu_ops, shape, dtype, layout, mask_dtype, scale, data, seed):
@@ -445,6 +483,21 @@ def test_encoder_rows_must_divide_the_rows(cpu_ops, batch, rows):
         ),
         ("layer_norm_fwd", (torch.zeros(2, 3), None, torch.zeros(2), 1e-6, torch.float32), "bias has 2"),
         ("gelu_fwd", (torch.zeros(2, 3), torch.zeros(2), "none", torch.float32), "bias has 2"),
+        (
+            "gated_activation_fwd",
+            (torch.zeros(2, 3), torch.zeros(2, 3), "tanh", *[torch.float32] * 2),
+            "'silu' or 'relu', got 'tanh'",
+        ),
+        (
+            "gated_activation_fwd",
+            (torch.zeros(2, 3), torch.zeros(3, 2), "silu", *[torch.float32] * 2),
+            "up has not the shape of gate",
+        ),
+        (
+            "gated_activation_bwd",
+            (torch.zeros(1, 3), torch.zeros(2, 3), torch.zeros(2, 3), "silu", torch.float32),
+            "grad_output has not the shape of gate",
+        ),
         ("softmax_fwd", (torch.zeros(2, 3), torch.zeros(3, 1), 1.0, torch.float32), "does not broadcast"),
         ("softmax_fwd", (torch.zeros(2, 3), torch.zeros(1, 2, 3), 1.0, torch.float32), "does not broadcast"),
     ],
@@ -469,6 +522,8 @@ def test_results_are_bitwise_the_same_for_any_number_of_threads(cpu_ops):
             *cpu_ops.layer_norm_bwd(g, x, weight, mean, layer_rstd, True, True),
             cpu_ops.gelu_fwd(x, weight, "tanh", torch.float32),
             cpu_ops.gelu_bwd(g, x, weight, "none"),
+            cpu_ops.gated_activation_fwd(g, x, "silu", torch.float32, torch.float32),
+            *cpu_ops.gated_activation_bwd(g, x, x, "gelu_tanh", torch.float32),
             cpu_ops.softmax_fwd(x, weight, 0.5, torch.float32),
             cpu_ops.softmax_bwd(g, x, 0.5, torch.float32),
             cpu_ops.no_repeat_ngram(ids, x, 2),

@@ -61,11 +61,11 @@ def gated_mlp(rule, activation):
     source = nn.Module()
     source.__class__ = named(rule.source)
     names = rule.options
-    for name in filter(None, (names["gate"], names["up"])):
-        setattr(source, name, nn.Linear(24, 80 if names["up"] is None else 40))
+    for name in {"gate", "up"} & set(names):
+        setattr(source, names[name], nn.Linear(24, 40 if "up" in names else 80))
     setattr(source, names["down"], nn.Linear(40, 24))
     setattr(source, names["act"], ACT2FN[activation])
-    if names["dropout"] is not None:
+    if "dropout" in names:
         setattr(source, names["dropout"], nn.Dropout(0.5))
     return source
 

@@ -31,11 +31,17 @@ struct Relu {
 
 bool all_contiguous(const Tensor& a, const Tensor& b) { return a.is_contiguous() && b.is_contiguous(); }
 
+void check_same_shape(const char* name, const Tensor& tensor, const Tensor& gate) {
+  const auto own = tensor.sizes(), wanted = gate.sizes();
+  FUSEOPT_CHECK(std::equal(own.begin(), own.end(), wanted.begin(), wanted.end()),
+                "fuseopt: gated_activation's ", name, " has not the shape of gate");
+}
+
 template <typename Activation, typename Math>
 Tensor forward(const Tensor& gate, const Tensor& up, DType activation_dtype, ScalarType output_dtype) {
   const bool single = all_contiguous(gate, up);
   const Rows gate_rows = single ? Rows::single(gate) : Rows(gate);
-  const Rows up_rows = single ? Rows::single(up) : Rows(up, gate.sizes());
+  const Rows up_rows = single ? Rows::single(up) : Rows(up);
   Tensor output = empty_like(gate, output_dtype);
   const OutputRows y_rows(output, gate_rows.n_cols());
   for_each_piece(gate_rows, [&](int64_t row, int64_t col, int64_t n) {
@@ -57,9 +63,9 @@ template <typename Activation, typename Math>
 std::tuple<Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& gate, const Tensor& up,
                                     DType activation_dtype) {
   const bool single = all_contiguous(gate, up) && grad_output.is_contiguous();
-  const Rows g_rows = single ? Rows::single(grad_output) : Rows(grad_output, gate.sizes());
+  const Rows g_rows = single ? Rows::single(grad_output) : Rows(grad_output);
   const Rows gate_rows = single ? Rows::single(gate) : Rows(gate);
-  const Rows up_rows = single ? Rows::single(up) : Rows(up, gate.sizes());
+  const Rows up_rows = single ? Rows::single(up) : Rows(up);
   Tensor grad_gate = empty_like(gate, gate.scalar_type());
   Tensor grad_up = empty_like(gate, up.scalar_type());
   const OutputRows dgate_rows(grad_gate, gate_rows.n_cols());
@@ -108,6 +114,7 @@ bool is_wide(const Tensor& gate, const Tensor& up, ScalarType activation_dtype) 
 
 Tensor gated_activation_fwd(const Tensor& gate, const Tensor& up, const std::string& activation,
                             ScalarType activation_dtype, ScalarType output_dtype) {
+  check_same_shape("up", up, gate);
   return dispatch(activation, [&](auto functor) {
     using Activation = decltype(functor);
     const auto run =
@@ -118,6 +125,8 @@ Tensor gated_activation_fwd(const Tensor& gate, const Tensor& up, const std::str
 
 std::tuple<Tensor, Tensor> gated_activation_bwd(const Tensor& grad_output, const Tensor& gate, const Tensor& up,
                                                 const std::string& activation, ScalarType activation_dtype) {
+  check_same_shape("up", up, gate);
+  check_same_shape("grad_output", grad_output, gate);
   return dispatch(activation, [&](auto functor) {
     using Activation = decltype(functor);
     const auto run =
