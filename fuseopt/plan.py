@@ -95,9 +95,6 @@ class Candidate:
     def is_exactly(self, source: str) -> bool:
         return self.lineage[0] == source
 
-    def is_subclass_of(self, source: str) -> bool:
-        return source in self.lineage[1:]
-
     def blocked_reasons(self) -> list[str]:
         """Why this object must not be exchanged, whatever for."""
         reasons = []
@@ -117,9 +114,17 @@ class ModelIndex:
         self.device, self.dtype = parameter.device, parameter.dtype
         self.candidates = list(_candidates(model))
         self._by_id = {id(candidate.module): candidate for candidate in self.candidates}
+        self._by_class: dict[str, list[Candidate]] = {}
+        for candidate in self.candidates:
+            for name in candidate.lineage:
+                self._by_class.setdefault(name, []).append(candidate)
 
     def candidate(self, module: nn.Module) -> Candidate:
         return self._by_id[id(module)]
+
+    def of_class(self, source: str) -> list[Candidate]:
+        """The candidates of the class with that full name, and of its subclasses."""
+        return self._by_class.get(source, [])
 
 
 class Strategy(Protocol):

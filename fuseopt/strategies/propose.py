@@ -38,10 +38,10 @@ Options = Callable[[Candidate], "Mapping[str, Any] | str"]
 
 def propose_rule(index: ModelIndex, rule: Rule, offer: Offer, options: Options) -> Iterator[Replacement | Skip]:
     """Every module of the rule's class as a Replacement or a Skip; subclasses, whose forward may differ, as Skips."""
-    for candidate in index.candidates:
+    for candidate in index.of_class(rule.source):
         if candidate.is_exactly(rule.source):
             yield _propose(index, candidate, rule, offer, options(candidate))
-        elif candidate.is_subclass_of(rule.source):
+        else:
             reason = f"it is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ"
             yield skip(candidate.sites, candidate.class_name, rule.target, offer, reason)
 
