@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +47,7 @@ class Replacement:
         reason: why it may.
         build: makes the new object; touches nothing.
         backend: what will run it, where there is a choice.
-        library: the native library it needs loaded, if any.
+        libraries: the native libraries it needs loaded.
         refused: why the backend that was asked for, or that fits the device best, will not run it.
         absorbs: inner sites whose work the target does itself.
     """
@@ -59,7 +60,7 @@ class Replacement:
     reason: str
     build: Callable[[], Any]
     backend: str | None = None
-    library: native.Kind | None = None
+    libraries: tuple[native.Kind, ...] = ()
     refused: str | None = None
     absorbs: tuple[Site, ...] = ()
 
@@ -106,12 +107,16 @@ class Candidate:
 
 
 class ModelIndex:
-    """One walk over a model: its candidates, and the device and dtype that a backend is chosen for."""
+    """One walk over a model: its candidates, and the devices and dtype that a backend is chosen for.
+
+    A model without parameters and buffers runs wherever its input is, so every device of this machine counts.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        parameter = next(model.parameters(), torch.empty(0))
-        self.device, self.dtype = parameter.device, parameter.dtype
+        tensors = list(itertools.chain(model.parameters(), model.buffers()))
+        self.devices = (tensors[0].device,) if tensors else _devices_of_machine()
+        self.dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.get_default_dtype())
         self.candidates = list(_candidates(model))
         self._by_id = {id(candidate.module): candidate for candidate in self.candidates}
         self._by_class: dict[str, list[Candidate]] = {}
@@ -125,6 +130,11 @@ class ModelIndex:
     def of_class(self, source: str) -> list[Candidate]:
         """The candidates of the class with that full name, and of its subclasses."""
         return self._by_class.get(source, [])
+
+
+def _devices_of_machine() -> tuple[torch.device, ...]:
+    names = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return tuple(map(torch.device, names))
 
 
 class Strategy(Protocol):
@@ -155,7 +165,7 @@ class Plan:
     @property
     def native_libraries(self) -> tuple[native.Kind, ...]:
         """The native libraries that have to be loaded, and built if need be, before the plan is applied."""
-        return tuple(sorted({r.library for r in self.replacements if r.library is not None}))
+        return tuple(sorted({kind for r in self.replacements for kind in r.libraries}))
 
     @property
     def rows(self) -> tuple[Row, ...]:

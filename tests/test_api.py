@@ -1,6 +1,7 @@
 """initialize, plan, report, restore and fused: what they promise to do, and to leave alone."""
 
 import copy
+import importlib
 import io
 import json
 import pickle
@@ -16,6 +17,7 @@ from fuseopt import apply
 from fuseopt.errors import ApplyError, ConfigError, NotAModelError, PlanError
 from fuseopt.modules import FusedGELU, FusedLayerNorm, FusedMLP, FusedRMSNorm
 from tests import tiny
+from tests.ops.cases import RawCalls
 
 KERNELS = {"kernel_fusion": {"jit": False, "custom_cuda_kernels": ["FusedRMSNorm", "FusedLayerNorm", "FusedGELU"]}}
 JIT = {"kernel_fusion": {"enable": True}}
@@ -374,6 +376,42 @@ def test_a_backend_that_cannot_run_falls_back_with_its_reason_or_raises():
     assert row.backend == device and f"runs on {backend} tensors, not on {device}" in row.reason
     with pytest.raises(PlanError, match="FusedLayerNorm: would run on"):
         fuseopt.initialize(tiny.gpt2(), config, strict=True)
+
+
+GELU_ALONE = {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "jit": False}}
+
+
+def test_a_model_without_tensors_runs_wherever_its_input_is():
+    model = nn.Sequential(nn.GELU("tanh"))
+    planned = fuseopt.plan(model, GELU_ALONE)
+    libraries, backend = (("cpu", "cuda"), "auto") if torch.cuda.is_available() else (("cpu",), "cpu")
+    assert planned.native_libraries == libraries
+    assert [replacement.backend for replacement in planned.replacements] == [backend]
+    input = torch.randn(3, 8)
+    stock = model(input)
+    fuseopt.initialize(model, GELU_ALONE, strict=True)
+    with RawCalls() as raw:
+        torch.testing.assert_close(model(input), stock)
+    assert raw.names() == ["gelu_fwd.default"]
+
+
+def test_a_model_without_tensors_names_no_backend_where_devices_differ(monkeypatch):
+    monkeypatch.setattr(
+        importlib.import_module("fuseopt.plan"),
+        "_devices_of_machine",
+        lambda: (torch.device("cpu"), torch.device("xpu")),
+    )
+    (replacement,) = fuseopt.plan(nn.Sequential(nn.GELU("tanh")), GELU_ALONE).replacements
+    assert (replacement.backend, replacement.libraries) == ("auto", ("cpu",))
+    assert replacement.refused == "not on xpu: there is no xpu backend"
+
+
+def test_a_model_with_buffers_alone_is_planned_for_their_device(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("fuseopt.plan"), "_devices_of_machine", pytest.fail)
+    model = nn.Sequential(nn.GELU("tanh"))
+    model.register_buffer("positions", torch.arange(3))
+    (replacement,) = fuseopt.plan(model, GELU_ALONE).replacements
+    assert replacement.backend == model.positions.device.type
 
 
 def test_enable_false_does_nothing():

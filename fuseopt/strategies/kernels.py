@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fuseopt import native, ops
 from fuseopt.config import KernelFusion, KernelRequest
 from fuseopt.errors import BackendError
@@ -69,22 +71,39 @@ TRITON_KERNELS = KernelStrategy("triton", "triton_kernels", backend="triton")
 
 
 def choose_backend(kernel: str, wanted: str, strategy: str, index: ModelIndex) -> tuple[str, Offer]:
-    """The `backend` argument for the fused module, and what that comes to for this model's device and dtype."""
-    device = index.device.type
-    if device == "meta":
+    """The `backend` argument for the fused module, and what that comes to for this model's devices and dtype."""
+    if torch.device("meta") in index.devices:
         return wanted, Offer(kernel, strategy, wanted)
     op = registry.get(OP_NAMES[kernel])
-    refused = None
+    refused = []
     try:
-        choice = op.choose(wanted, index.device, [index.dtype], may_build=True)
+        choices = _choices(op, wanted, index)
     except BackendError as error:
-        wanted, refused = "auto", str(error)
-        choice = op.choose(wanted, index.device, [index.dtype], may_build=True)
-    if wanted == "auto" and choice.backend != device and refused is None:
-        reasons = choice.refused.get(device, [f"there is no {device} backend"])
-        refused = f"not on {device}: {'; '.join(reasons)}"
-    library = next((kind for kind in native.KINDS if kind == choice.backend), None)
-    return wanted, Offer(kernel, strategy, choice.backend, library, refused)
+        wanted, refused = "auto", [str(error)]
+        choices = _choices(op, wanted, index)
+    if wanted == "auto" and not refused:
+        for device, choice in choices.items():
+            if choice.backend != device:
+                reasons = choice.refused.get(device, [f"there is no {device} backend"])
+                refused.append(f"not on {device}: {'; '.join(reasons)}")
+    backends = {choice.backend for choice in choices.values()}
+    libraries = tuple(kind for kind in native.KINDS if kind in backends)
+    # Where the device of the input decides between several, the plan can name none of them.
+    backend = backends.pop() if len(backends) == 1 else wanted
+    return wanted, Offer(kernel, strategy, backend, libraries, "; ".join(refused) or None)
+
+
+def _choices(op: registry.Op, wanted: str, index: ModelIndex) -> dict[str, registry.Choice]:
+    """The choice for each type of device that `wanted` can run on; BackendError where there is none."""
+    choices, refusals = {}, []
+    for device in index.devices:
+        try:
+            choices[device.type] = op.choose(wanted, device, [index.dtype], may_build=True)
+        except BackendError as error:
+            refusals.append(str(error))
+    if not choices:
+        raise BackendError("\n".join(dict.fromkeys(refusals)))
+    return choices
 
 
 def _options(rule: Rule, backend: str) -> Options:

@@ -21,14 +21,14 @@ class Offer:
         request: the config name that asks.
         strategy: the strategy's name.
         backend: what will run the replacement on this model.
-        library: the native library that needs, if any.
+        libraries: the native libraries that needs.
         refused: why something better will not.
     """
 
     request: str
     strategy: str
     backend: str | None = None
-    library: native.Kind | None = None
+    libraries: tuple[native.Kind, ...] = ()
     refused: str | None = None
 
 
@@ -74,7 +74,7 @@ def replacement(
         reason,
         build,
         backend=offer.backend,
-        library=offer.library,
+        libraries=offer.libraries,
         refused=offer.refused,
         absorbs=absorbs,
     )
