@@ -136,6 +136,40 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
     yield registry.SampleInput((make(3, 0), make(0)))
 
 
+def bench_input(
+    device: torch.device, dtype: torch.dtype, rows: int, columns: int, *, approximate: str, with_bias: bool
+) -> registry.SampleInput:
+    input, bias = (
+        torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in ((rows, columns), (columns,))
+    )
+    return registry.SampleInput((input, bias) if with_bias else (input,), {"approximate": approximate})
+
+
+def _plus(input: Tensor, bias: Tensor | None) -> Tensor:
+    return input if bias is None else input + bias
+
+
+def _gelu_new(module_class: Any, input: Tensor, bias: Tensor | None = None, *, approximate: str) -> Tensor:
+    return module_class()(_plus(input, bias))
+
+
+def _torch_gelu(input: Tensor, bias: Tensor | None = None, *, approximate: str) -> Tensor:
+    return F.gelu(_plus(input, bias), approximate=approximate)
+
+
+def _benchmark(variant: str, approximate: str, with_bias: bool) -> registry.Benchmark:
+    return registry.Benchmark(
+        partial(bench_input, approximate=approximate, with_bias=with_bias),
+        shapes=("16384x3072", "8x3072"),
+        more_shapes=("4096x3072",),
+        variant=variant,
+        eager=registry.Upstream("transformers.activations.NewGELUActivation", _gelu_new)
+        if approximate == "tanh"
+        else None,
+        torch=_torch_gelu,
+    )
+
+
 registry.register(
     registry.Op(
         name="gelu",
@@ -143,5 +177,11 @@ registry.register(
         reference=gelu_reference,
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.CPU, registry.REFERENCE),
+        benchmarks=(
+            _benchmark("tanh", "tanh", with_bias=False),
+            _benchmark("tanh, bias", "tanh", with_bias=True),
+            _benchmark("erf", "none", with_bias=False),
+            _benchmark("erf, bias", "none", with_bias=True),
+        ),
     )
 )

@@ -194,6 +194,14 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
     yield registry.SampleInput((make(3, 0), (0,), make(0), make(0)))
 
 
+def bench_input(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> registry.SampleInput:
+    input, weight, bias = (
+        torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+        for shape in ((rows, columns), (columns,), (columns,))
+    )
+    return registry.SampleInput((input, (columns,), weight, bias))
+
+
 registry.register(
     registry.Op(
         name="layer_norm",
@@ -201,5 +209,13 @@ registry.register(
         reference=layer_norm_reference,
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.CPU, registry.REFERENCE),
+        benchmarks=(
+            registry.Benchmark(
+                bench_input,
+                shapes=("65536x768", "16384x4096", "4096x768", "8x768"),
+                more_shapes=("16384x1600", "8192x1001"),
+                torch=F.layer_norm,
+            ),
+        ),
     )
 )

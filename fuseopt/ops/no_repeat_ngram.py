@@ -5,6 +5,8 @@ n-grams of the encoder's input.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,9 +170,56 @@ def encoder_sample_inputs(
             yield registry.SampleInput((encoder_input_ids, input_ids, scores, ngram_size))
 
 
+def bench_input(
+    device: torch.device, dtype: torch.dtype, rows: int, length: int, vocab_size: int
+) -> registry.SampleInput:
+    # Of few tokens, so that about one is banned in each row.
+    input_ids = torch.randint(32, (rows, length), device=device)
+    return registry.SampleInput((input_ids, torch.randn(rows, vocab_size, device=device, dtype=dtype), 3))
+
+
+def encoder_bench_input(
+    device: torch.device, dtype: torch.dtype, batch: int, length: int, beams: int, vocab_size: int
+) -> registry.SampleInput:
+    encoder_input_ids = torch.randint(32, (batch, length), device=device)
+    sample = bench_input(device, dtype, batch * beams, length, vocab_size)
+    return registry.SampleInput((encoder_input_ids, *sample.args))
+
+
+def _processor(processor_class: Any, input_ids: Tensor, scores: Tensor, ngram_size: int) -> Tensor:
+    return processor_class(ngram_size)(input_ids, scores)
+
+
+@lru_cache(maxsize=64)
+def _encoder_processor(processor_class: Any, encoder_input_ids: Tensor, ngram_size: int) -> Any:
+    """Made once for each `generate()`; it tabulates the encoder's n-grams."""
+    return processor_class(ngram_size, encoder_input_ids)
+
+
+def _encoder(
+    processor_class: Any, encoder_input_ids: Tensor, input_ids: Tensor, scores: Tensor, ngram_size: int
+) -> Tensor:
+    return _encoder_processor(processor_class, encoder_input_ids, ngram_size)(input_ids, scores)
+
+
 _BACKENDS = (registry.CUDA, registry.CPU, registry.REFERENCE)
 
-registry.register(registry.Op("no_repeat_ngram", no_repeat_ngram, no_repeat_ngram_reference, sample_inputs, _BACKENDS))
+registry.register(
+    registry.Op(
+        "no_repeat_ngram",
+        no_repeat_ngram,
+        no_repeat_ngram_reference,
+        sample_inputs,
+        _BACKENDS,
+        benchmarks=(
+            registry.Benchmark(
+                bench_input,
+                shapes=("256x1024x32128", "1024x1024x32128", "8x1024x50257"),
+                eager=registry.Upstream("transformers.NoRepeatNGramLogitsProcessor", _processor),
+            ),
+        ),
+    )
+)
 registry.register(
     registry.Op(
         "encoder_no_repeat_ngram",
@@ -178,5 +227,13 @@ registry.register(
         encoder_no_repeat_ngram_reference,
         encoder_sample_inputs,
         _BACKENDS,
+        benchmarks=(
+            registry.Benchmark(
+                encoder_bench_input,
+                shapes=("64x128x4x32128",),
+                eager=registry.Upstream("transformers.EncoderNoRepeatNGramLogitsProcessor", _encoder),
+                compiles=False,
+            ),
+        ),
     )
 )

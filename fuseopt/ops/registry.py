@@ -21,6 +21,10 @@ class Backend:
     name: str
     dtypes: tuple[torch.dtype, ...] = FLOATING
 
+    def runs_on(self, device: torch.device) -> bool:
+        """Whether it is meant for tensors on `device`."""
+        return True
+
     def not_supported_reasons(
         self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
     ) -> list[str]:
@@ -39,10 +43,13 @@ class NativeBackend(Backend):
 
     name: native.Kind
 
+    def runs_on(self, device: torch.device) -> bool:
+        return device.type == self.name
+
     def not_supported_reasons(
         self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
     ) -> list[str]:
-        if device.type != self.name:
+        if not self.runs_on(device):
             return [f"runs on {self.name} tensors, not on {device.type}"]
         reasons = super().not_supported_reasons(device, dtypes)
         if not reasons:
@@ -55,10 +62,13 @@ class NativeBackend(Backend):
 class TritonBackend(Backend):
     """A Triton kernel, on CUDA tensors; on CPU tensors in a process started with TRITON_INTERPRET=1."""
 
+    def runs_on(self, device: torch.device) -> bool:
+        return device.type == "cuda" or (device.type == "cpu" and TRITON_INTERPRETED)
+
     def not_supported_reasons(
         self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
     ) -> list[str]:
-        if device.type != "cuda" and not (device.type == "cpu" and TRITON_INTERPRETED):
+        if not self.runs_on(device):
             return [f"runs on cuda tensors, not on {device.type}"]
         if importlib.util.find_spec("triton") is None:
             return ["the package triton is not installed"]
@@ -80,6 +90,43 @@ class SampleInput:
 
 
 @dataclass(frozen=True)
+class Upstream:
+    """Something of another package that computes what an op does, by name: `ops` imports no other package than torch.
+
+    Attributes:
+        name: full name of the class or function.
+        call: `call(class_or_function, *args, **kwargs)` computes the op with it.
+    """
+
+    name: str
+    call: Callable
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One way of calling an op that `fuseopt bench ops` times, at sizes by name, and what it is held against.
+
+    Attributes:
+        make: `make(device, dtype, *sizes)` returns one call's arguments. Where some of them require a gradient, the
+            backward is timed too. Called on the meta device to find out how large the arguments are.
+        shapes: names of sizes: "8x768" stands for `make(device, dtype, 8, 768)`.
+        more_shapes: likewise; left out unless they are asked for.
+        variant: tells several benchmarks of one op apart.
+        eager: takes the op's arguments and computes it as transformers does; None where that is `torch`, or nothing.
+        torch: takes the op's arguments and computes it by one operation of torch; None where there is none.
+        compiles: whether torch.compile can make a graph of `eager`, or else `torch`.
+    """
+
+    make: Callable[..., SampleInput]
+    shapes: tuple[str, ...]
+    more_shapes: tuple[str, ...] = ()
+    variant: str = ""
+    eager: Callable | Upstream | None = None
+    torch: Callable | None = None
+    compiles: bool = True
+
+
+@dataclass(frozen=True)
 class Choice:
     """The backend that was chosen, and the reasons of each backend that was asked before it and refused."""
 
@@ -98,6 +145,7 @@ class Op:
         sample_inputs: `sample_inputs(device, dtype, requires_grad)` yields small calls that cover the op's arguments,
             odd and empty shapes included. An op without gradients ignores `requires_grad`.
         backends: in the order in which "auto" tries them.
+        benchmarks: what `fuseopt bench ops` times.
     """
 
     name: str
@@ -105,6 +153,7 @@ class Op:
     reference: Callable
     sample_inputs: Callable[[torch.device, torch.dtype, bool], Iterator[SampleInput]]
     backends: tuple[Backend, ...]
+    benchmarks: tuple[Benchmark, ...] = ()
 
     def choose(
         self, backend: str, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False

@@ -6,9 +6,10 @@ where they round to a low precision and in an offset to the weight, so one op se
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fuseopt.ops import registry
@@ -169,6 +170,26 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
     yield registry.SampleInput((make(3, 0), make(0)))
 
 
+def bench_input(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> registry.SampleInput:
+    input, weight = (
+        torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in ((rows, columns), (columns,))
+    )
+    return registry.SampleInput((input, weight), {"eps": 1e-6, "cast_order": "t5"})
+
+
+class _T5LayerNormState(NamedTuple):
+    weight: Tensor
+    variance_epsilon: float
+
+
+def _t5_layer_norm(module_class: Any, input: Tensor, weight: Tensor, eps: float, cast_order: str) -> Tensor:
+    return module_class.forward(_T5LayerNormState(weight, eps), input)
+
+
+def _torch_rms_norm(input: Tensor, weight: Tensor, eps: float, cast_order: str) -> Tensor:
+    return F.rms_norm(input, weight.shape, weight, eps)
+
+
 registry.register(
     registry.Op(
         name="rms_norm",
@@ -176,5 +197,14 @@ registry.register(
         reference=rms_norm_reference,
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.TRITON, registry.CPU, registry.REFERENCE),
+        benchmarks=(
+            registry.Benchmark(
+                bench_input,
+                shapes=("65536x768", "16384x4096", "4096x768", "8x768"),
+                more_shapes=("16384x1600", "8192x1001"),
+                eager=registry.Upstream("transformers.models.t5.modeling_t5.T5LayerNorm", _t5_layer_norm),
+                torch=_torch_rms_norm,
+            ),
+        ),
     )
 )

@@ -137,6 +137,26 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
     yield registry.SampleInput((make(3, 0),))
 
 
+def bench_input(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> registry.SampleInput:
+    return registry.SampleInput((torch.randn(rows, columns, device=device, dtype=dtype, requires_grad=True),))
+
+
+def bench_attention_input(
+    device: torch.device, dtype: torch.dtype, batch: int, heads: int, queries: int, keys: int
+) -> registry.SampleInput:
+    scores = torch.randn(batch, heads, queries, keys, device=device, dtype=dtype, requires_grad=True)
+    mask = torch.full((batch, 1, queries, keys), float("-inf"), device=device, dtype=dtype).triu(1)
+    return registry.SampleInput((scores, mask), {"scale": 0.125})
+
+
+def _torch_softmax(input: Tensor) -> Tensor:
+    return torch.softmax(input, -1)
+
+
+def _eager_attention(input: Tensor, mask: Tensor, *, scale: float) -> Tensor:
+    return torch.softmax(input * scale + mask, -1)
+
+
 registry.register(
     registry.Op(
         name="softmax",
@@ -144,5 +164,18 @@ registry.register(
         reference=softmax_reference,
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.TRITON, registry.CPU, registry.REFERENCE),
+        benchmarks=(
+            registry.Benchmark(
+                bench_input,
+                shapes=("8192x4096", "4096x50257", "64x262144"),
+                torch=_torch_softmax,
+            ),
+            registry.Benchmark(
+                bench_attention_input,
+                shapes=("8x12x128x128",),
+                variant="scale, mask",
+                eager=_eager_attention,
+            ),
+        ),
     )
 )
