@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import fuseopt
 from fuseopt.bench import continuations
 from fuseopt.bench.cases import CPU, GPU, QUICK, demo_cases
 from fuseopt.bench.machine import machine, versions
-from fuseopt.bench.measure import measure
+from fuseopt.bench.measure import against_stock, measure
 from fuseopt.bench.records import Results
 
 CHECKPOINTS = Path(fuseopt.__file__).resolve().parents[1] / "examples" / "checkpoints"
@@ -31,7 +32,8 @@ def run(*, device: torch.device, quick: bool, checkpoints: Path, out: str | os.P
     _show_checkpoints(checkpoints, device)
     sizes = QUICK if quick else GPU if device.type == "cuda" else CPU
     print("\nTimes of stock transformers and of each way of fusing it; random weights.\n", flush=True)
-    results = Results.measured_here("demo, quick" if quick else "demo", measure(demo_cases(sizes, device), device))
+    records = measure(demo_cases(sizes, device), functools.partial(against_stock, device=device))
+    results = Results.measured_here("demo, quick" if quick else "demo", records)
     print(results.to_markdown())
     if out is not None:
         results.save(out)

@@ -2,48 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from tqdm import tqdm
 
 from fuseopt.bench.records import STOCK, Record
-from fuseopt.bench.timer import Call, time_in_turns
+from fuseopt.bench.timer import Call, time_in_turns, work_seconds
 from fuseopt.bench.workloads import Case, difference
 
 # No case is timed for longer, once each of its calls has been timed three times.
 SECONDS_PER_CASE = 12.0
 
 
-def measure(cases: Sequence[Case], device: torch.device) -> list[Record]:
-    """Runs every call of every case once for its result, then times them in turns; shows a progress bar on stderr."""
-    records = []
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Work = TypeVar("Work", bound=_Named)
+
+
+def measure(cases: Sequence[Work], records_of: Callable[[Work], Iterable[Record]]) -> list[Record]:
+    """The records of every case, with a progress bar on stderr."""
+    records: list[Record] = []
     with tqdm(cases, unit="case", dynamic_ncols=True) as progress:
         for case in progress:
             progress.set_postfix_str(case.name)
-            records += _measure(case, device)
+            records += records_of(case)
     return records
 
 
-def _measure(case: Case, device: torch.device) -> list[Record]:
+def against_stock(case: Case, device: torch.device) -> list[Record]:
+    """Runs every call of a case once for its result, then times them in turns."""
     offered = case.calls()
     calls: dict[str, Call] = {name: call for name, call in offered.items() if not isinstance(call, str)}
     stock = calls[STOCK]()
-    differences = {name: difference(call(), stock) for name, call in calls.items()}
+    differences = {name: difference(call(), stock) for name, call in calls.items() if name != STOCK}
     del stock
     peaks = {name: _peak_mib(call, device) for name, call in calls.items()}
     timings = time_in_turns(
         calls,
-        device,
+        functools.partial(work_seconds, device=device, repetitions=case.calls_per_sample),
         rounds=case.rounds,
-        calls_per_sample=case.calls_per_sample,
         warm_up=1 if device.type == "cuda" else 0,
         seconds=SECONDS_PER_CASE,
     )
+    timings = {name: timing.per(case.steps) for name, timing in timings.items()}
     return [
         Record(case.name, name, note=call)
         if isinstance(call, str)
-        else Record.of(case.name, name, timings[name], timings[STOCK], differences[name], peaks[name])
+        else Record.of(
+            case.name,
+            name,
+            timings[name],
+            None if name == STOCK else timings[STOCK],
+            difference=differences.get(name),
+            peak_mib=peaks[name],
+        )
         for name, call in offered.items()
     ]
 

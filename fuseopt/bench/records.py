@@ -8,12 +8,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from fuseopt.bench import machine
 from fuseopt.bench.timer import Timing
 from fuseopt.errors import ConfigError
 
 STOCK = "stock"
+COPY = "copy"
+CONTROLS = frozenset({STOCK, "reference", "eager", "torch", "torch.compile", COPY})
+"""Variants without code of fuseopt's own: where they become slower, it is the machine."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +25,19 @@ class Record:
     """One variant of one piece of work.
 
     Attributes:
-        case: the work: model, shapes, dtype.
-        variant: how it was done; "stock" is plain transformers, which the others are held against.
-        milliseconds: [lower quartile, median, upper quartile] of a call; None when the variant was not run.
-        speed_up: likewise, over stock, round by round.
-        difference: of the result from stock's: "1.2e-06", the largest absolute one, or "tokens equal", say.
+        case: the work: model or op, shapes, dtype.
+        variant: how it was done; "stock" is plain transformers.
+        milliseconds: [lower quartile, median, upper quartile] of the time it takes; None when it was not run.
+        speed_up: likewise, over the variant that the others are held against, round by round; None for that one.
+        difference: of the result from stock's: "1.2e-06", the largest absolute one, or "tokens equal", say. Of an op
+            from its float64 reference, over the largest value.
         peak_mib: most memory allocated on the GPU by a call, above what was there before it.
-        note: why a variant was not run.
+        note: why a variant was not run, or what else there is to say of it.
+        wall_us: median time of one call on an idle GPU until its result is there.
+        host_us: median time until the host may go on.
+        bytes: what a call has to move at least, each tensor once.
+        of_copy: the time of copying as many bytes, over this time.
+        auto: whether `backend: auto` takes this variant.
     """
 
     case: str
@@ -38,26 +48,28 @@ class Record:
     difference: str | None = None
     peak_mib: float | None = None
     note: str | None = None
+    wall_us: float | None = None
+    host_us: float | None = None
+    bytes: int | None = None
+    of_copy: float | None = None
+    auto: bool = False
 
     @classmethod
-    def of(
-        cls, case: str, variant: str, timing: Timing, baseline: Timing, difference: str, peak_mib: float | None = None
-    ) -> Record:
-        seconds, speed_up = timing.seconds, timing.speed_up_over(baseline)
-        return cls(
-            case,
-            variant,
-            (seconds.low * 1e3, seconds.median * 1e3, seconds.high * 1e3),
-            None if variant == STOCK else (speed_up.low, speed_up.median, speed_up.high),
-            len(timing.samples),
-            difference=None if variant == STOCK else difference,
-            peak_mib=peak_mib,
-        )
+    def of(cls, case: str, variant: str, timing: Timing, baseline: Timing | None, **others: Any) -> Record:
+        """The record of a timing; `baseline` is what its speed-up is over, None where it has none."""
+        speed_up = None if baseline is None else timing.speed_up_over(baseline).scaled(1)
+        return cls(case, variant, timing.seconds.scaled(1e3), speed_up, len(timing.samples), **others)
+
+    @property
+    def terabytes_per_second(self) -> float | None:
+        if self.bytes is None or self.milliseconds is None:
+            return None
+        return self.bytes / self.milliseconds[1] / 1e9
 
 
 @dataclass(frozen=True)
 class Results:
-    """What stands in a file under benchmarks/results."""
+    """What stands in a file under benchmarks/results; `unit` is that of the times in the table, "ms" or "us"."""
 
     benchmark: str
     machine: Mapping[str, str]
@@ -65,12 +77,13 @@ class Results:
     date: str
     commit: str | None
     rows: tuple[Record, ...]
+    unit: str = "ms"
 
     @classmethod
-    def measured_here(cls, benchmark: str, rows: Sequence[Record]) -> Results:
+    def measured_here(cls, benchmark: str, rows: Sequence[Record], unit: str = "ms") -> Results:
         """Results of today, of this machine and checkout."""
         today = datetime.date.today().isoformat()
-        return cls(benchmark, machine.machine(), machine.versions(), today, machine.commit(), tuple(rows))
+        return cls(benchmark, machine.machine(), machine.versions(), today, machine.commit(), tuple(rows), unit)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the results as JSON.
@@ -79,7 +92,7 @@ class Results:
             ConfigError: the file cannot be written.
         """
         try:
-            Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+            Path(path).write_text(self._to_json() + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 
@@ -104,33 +117,58 @@ class Results:
         on_gpu = self.machine["gpu"] != "none"
         place = self.machine["gpu"] if on_gpu else f"{self.machine['cpu']}, {self.machine['threads']} threads"
         versions = ", ".join(f"{name} {self.versions[name]}" for name in ("torch", "transformers", "python"))
-        return f"{place}; {versions}; {self.date}, commit {self.commit or 'unknown'}.\n\n{_table(self.rows)}"
+        return (
+            f"{place}; {versions}; {self.date}, commit {self.commit or 'unknown'}.\n\n{_table(self.rows, self.unit)}"
+            + (_slower_auto(self.rows))
+        )
+
+    def _to_json(self) -> str:
+        """A row a line; what a row has nothing to say of is left out."""
+        head = json.dumps({**asdict(self), "rows": []}, indent=1)
+        rows = ({key: value for key, value in asdict(row).items() if value not in (None, False)} for row in self.rows)
+        listed = ",\n  ".join(map(json.dumps, rows))
+        return head.replace('"rows": []', f'"rows": [\n  {listed}\n ]')
 
 
-def _table(rows: Sequence[Record]) -> str:
-    header = ["work", "variant", "ms", "speed-up", "difference"]
-    peaks = any(row.peak_mib is not None for row in rows)
-    if peaks:
-        header.insert(4, "peak MiB")
-    lines = [header]
-    shown = None
-    for row in rows:
-        cells = ["" if row.case == shown else row.case, row.variant, _milliseconds(row), _speed_up(row)]
-        if peaks:
-            cells.append("" if row.peak_mib is None else f"{row.peak_mib:.0f}")
-        lines.append([*cells, row.difference or row.note or ""])
-        shown = row.case
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    lines.insert(1, ["-" * width for width in widths])
+def _table(rows: Sequence[Record], unit: str) -> str:
+    columns = {
+        "work": [row.case for row in rows],
+        "variant": [f"{row.variant} (auto)" if row.auto else row.variant for row in rows],
+        unit: [_time(row, unit) for row in rows],
+        "wall us": [_number(row.wall_us) for row in rows],
+        "host us": [_number(row.host_us) for row in rows],
+        "TB/s": [_number(row.terabytes_per_second) for row in rows],
+        "of copy": ["" if row.of_copy is None else f"{row.of_copy:.2f}" for row in rows],
+        "speed-up": [_speed_up(row) for row in rows],
+        "peak MiB": ["" if row.peak_mib is None else f"{row.peak_mib:.0f}" for row in rows],
+        "difference": ["; ".join(filter(None, (row.difference, row.note))) for row in rows],
+    }
+    always = {"work", "variant", unit, "speed-up", "difference"}
+    shown = {name: cells for name, cells in columns.items() if name in always or any(cells)}
+    cases = shown["work"]
+    shown["work"] = ["" if i and case == cases[i - 1] else case for i, case in enumerate(cases)]
+    widths = [max(map(len, (name, *cells))) for name, cells in shown.items()]
+    lines = [tuple(shown), tuple("-" * width for width in widths), *zip(*shown.values(), strict=True)]
     return "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
     )
 
 
-def _milliseconds(row: Record) -> str:
+def _slower_auto(rows: Sequence[Record]) -> str:
+    lines = [f"- {row.case}: {row.variant}; {row.note}" for row in rows if row.auto and row.note]
+    return "\n\n`backend: auto` does not take the fastest:\n\n" + "\n".join(lines) if lines else ""
+
+
+def _time(row: Record, unit: str) -> str:
     if row.milliseconds is None:
         return "not run"
-    return f"{row.milliseconds[1]:.3g}" if row.milliseconds[1] < 100 else f"{row.milliseconds[1]:.0f}"
+    return _number(row.milliseconds[1] * (1000 if unit == "us" else 1))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def _speed_up(row: Record) -> str:

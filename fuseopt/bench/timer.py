@@ -28,6 +28,10 @@ class Spread:
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median, low, high)
 
+    def scaled(self, factor: float) -> tuple[float, float, float]:
+        """[lower quartile, median, upper quartile], each times `factor`."""
+        return self.low * factor, self.median * factor, self.high * factor
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -39,6 +43,10 @@ class Timing:
     def seconds(self) -> Spread:
         return Spread.of(list(self.samples))
 
+    def per(self, count: int) -> Timing:
+        """The time of one piece of work where a call does `count` of them."""
+        return Timing(tuple(sample / count for sample in self.samples))
+
     def speed_up_over(self, baseline: Timing) -> Spread:
         """How many times faster than `baseline`, which took its turns in the same rounds."""
         return Spread.of([slow / fast for slow, fast in zip(baseline.samples, self.samples, strict=True)])
@@ -46,51 +54,68 @@ class Timing:
 
 def time_in_turns(
     calls: Mapping[str, Call],
-    device: torch.device,
+    sample: Callable[[Call], float],
     *,
     rounds: int,
-    calls_per_sample: int = 1,
     warm_up: int = 1,
     seconds: float = float("inf"),
 ) -> dict[str, Timing]:
     """Times several calls, one sample of each a round.
 
-    On CUDA a sample is the time between two events on the current stream, so it is the device's time unless the host is
-    slower; elsewhere it is `time.perf_counter`.
-
     Args:
+        sample: seconds that a call takes: one of the functions below.
         rounds: samples of each call.
-        calls_per_sample: repetitions inside one sample, for calls too short to be timed one by one.
         warm_up: untimed calls of each before the first round.
         seconds: no round starts after this long, but for the first three.
     """
     for call in calls.values():
         for _ in range(warm_up):
             call()
-    sample = _cuda_sample if device.type == "cuda" else _host_sample
     samples: dict[str, list[float]] = {name: [] for name in calls}
     start = time.perf_counter()
     for done in range(rounds):
         if done >= 3 and time.perf_counter() - start > seconds:
             break
         for name, call in calls.items():
-            samples[name].append(sample(call, calls_per_sample))
+            samples[name].append(sample(call))
     return {name: Timing(tuple(values)) for name, values in samples.items()}
 
 
-def _host_sample(call: Call, repetitions: int) -> float:
-    start = time.perf_counter()
-    for _ in range(repetitions):
-        call()
-    return (time.perf_counter() - start) / repetitions
+def work_seconds(call: Call, device: torch.device, repetitions: int = 1) -> float:
+    """Seconds per call: of the device on CUDA, unless the host is slower; on the clock elsewhere."""
+    return device_seconds(call, repetitions) if device.type == "cuda" else host_seconds(call, repetitions)
 
 
-def _cuda_sample(call: Call, repetitions: int) -> float:
+def device_seconds(call: Call, repetitions: int = 1, *, ahead: int = 0) -> float:
+    """Seconds per call between two events on the current CUDA stream.
+
+    Args:
+        ahead: untimed calls before the first event, which keep the device busy until the timed ones are enqueued.
+    """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
+    for _ in range(ahead):
+        call()
     start.record()
     for _ in range(repetitions):
         call()
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1000 / repetitions
+
+
+def host_seconds(call: Call, repetitions: int = 1) -> float:
+    """Seconds per call until the host may go on; on CUDA that is once the work is enqueued."""
+    start = time.perf_counter()
+    for _ in range(repetitions):
+        call()
+    return (time.perf_counter() - start) / repetitions
+
+
+def wall_seconds(call: Call) -> float:
+    """Seconds from the start of a call on an idle CUDA device until its result is there."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -25,7 +25,7 @@ Work = Callable[[nn.Module], Tensor]
 
 
 class Case(Protocol):
-    """One piece of work. `rounds` and `calls_per_sample`: see `time_in_turns`."""
+    """One piece of work. `rounds`: see `time_in_turns`; `calls_per_sample`: calls timed as one; `steps`: of a call."""
 
     @property
     def name(self) -> str: ...
@@ -36,13 +36,21 @@ class Case(Protocol):
     @property
     def calls_per_sample(self) -> int: ...
 
+    @property
+    def steps(self) -> int: ...
+
     def calls(self) -> Mapping[str, Call | str]:
         """The calls to time against each other, stock first; in the place of one that cannot be had, the reason."""
 
 
 @dataclass(frozen=True)
 class ModelCase:
-    """`work` on the model that `model` returns, as it is and under each config."""
+    """`work` on the model that `model` returns, as it is and under each config.
+
+    Attributes:
+        stock_work: what the stock model does instead, to the same end.
+        steps: how many of what is timed `work` does: tokens of a `generate`, say.
+    """
 
     name: str
     model: Callable[[], nn.Module]
@@ -50,10 +58,12 @@ class ModelCase:
     configs: Mapping[str, FusionConfig]
     rounds: int = 7
     calls_per_sample: int = 1
+    stock_work: Work | None = None
+    steps: int = 1
 
     def calls(self) -> Mapping[str, Call | str]:
         stock = self.model()
-        calls: dict[str, Call | str] = {STOCK: functools.partial(self.work, stock)}
+        calls: dict[str, Call | str] = {STOCK: functools.partial(self.stock_work or self.work, stock)}
         for name, config in self.configs.items():
             twin = parameter_sharing_copy(stock)
             with warnings.catch_warnings():
@@ -81,6 +91,7 @@ class ProcessorCase:
     scores: Tensor
     rounds: int = 25
     calls_per_sample: int = 4
+    steps: int = 1
 
     def calls(self) -> Mapping[str, Call | str]:
         device = self.scores.device

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import pytest
 import torch
 
 from fuseopt.bench.architectures import random_model
-from fuseopt.bench.measure import measure
+from fuseopt.bench.measure import against_stock, measure
 from fuseopt.bench.workloads import ModelCase, difference, forward, parameter_sharing_copy
 
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ def test_a_case_becomes_a_row_a_variant():
     model = random_model("gpt2-tiny", CPU, torch.float32)
     work = forward(input_ids=torch.arange(8)[None])
     case = ModelCase("tiny", lambda: model, work, {"FusedGELU": REFERENCE_GELU, "FusedRMSNorm": NORM}, rounds=4)
-    stock, fused, nowhere = measure([case], CPU)
+    stock, fused, nowhere = measure([case], functools.partial(against_stock, device=CPU))
     assert (stock.variant, stock.rounds, stock.speed_up, stock.difference) == ("stock", 4, None, None)
     assert fused.variant == "FusedGELU [reference]"
     assert 0 < float(fused.difference) < 1e-5
@@ -65,5 +66,20 @@ def test_models_are_made_when_a_case_is_prepared():
     ids = torch.arange(8)[None]
     case = ModelCase("tiny", model, forward(input_ids=ids, decoder_input_ids=ids), {"preset": "reference"}, rounds=1)
     assert not made
-    assert [record.variant for record in measure([case, case], CPU)] == ["stock", "preset [reference]"] * 2
+    records = measure([case, case], functools.partial(against_stock, device=CPU))
+    assert [record.variant for record in records] == ["stock", "preset [reference]"] * 2
     assert made == [1]
+
+
+def test_stock_may_reach_the_same_end_by_other_work_and_a_step_is_a_part_of_a_call():
+    model = random_model("gpt2-tiny", CPU, torch.float32)
+
+    def slow(module):
+        time.sleep(0.1)
+        return work(module)
+
+    work = forward(input_ids=torch.arange(8)[None])
+    case = ModelCase("tiny", lambda: model, work, {"preset": "reference"}, rounds=3, stock_work=slow, steps=10)
+    stock, fused = against_stock(case, CPU)
+    assert 10 <= stock.milliseconds[1] < 100
+    assert fused.milliseconds[1] < 10

@@ -13,9 +13,9 @@ from fuseopt.errors import ConfigError
 
 STOCK = Timing((0.2, 0.2, 0.22))
 ROWS = (
-    Record.of("gpt2 forward", "stock", STOCK, STOCK, "0.0e+00"),
-    Record.of("gpt2 forward", "FusedGELU [cpu]", Timing((0.1, 0.1, 0.1)), STOCK, "1.8e-07"),
-    Record.of("gpt2 forward", "jit", Timing((0.19, 0.21, 0.22)), STOCK, "0.0e+00"),
+    Record.of("gpt2 forward", "stock", STOCK, None),
+    Record.of("gpt2 forward", "FusedGELU [cpu]", Timing((0.1, 0.1, 0.1)), STOCK, difference="1.8e-07"),
+    Record.of("gpt2 forward", "jit", Timing((0.19, 0.21, 0.22)), STOCK, difference="0.0e+00"),
     Record("gpt2 forward", "FusedSoftmax", note="attention runs as 'sdpa'"),
 )
 
@@ -36,7 +36,18 @@ def test_a_file_gives_the_same_table(results, tmp_path):
     path = tmp_path / "demo.json"
     results.save(path)
     assert Results.load(path).to_markdown() == results.to_markdown()
-    assert list(json.loads(path.read_text())) == ["benchmark", "machine", "versions", "date", "commit", "rows"]
+    assert list(json.loads(path.read_text())) == ["benchmark", "machine", "versions", "date", "commit", "rows", "unit"]
+
+
+def test_a_row_is_a_line_that_says_what_there_is_to_say(results, tmp_path):
+    path = tmp_path / "demo.json"
+    results.save(path)
+    line = next(line for line in path.read_text().splitlines() if "FusedSoftmax" in line)
+    assert json.loads(line) == {
+        "case": "gpt2 forward",
+        "variant": "FusedSoftmax",
+        "note": "attention runs as 'sdpa'",
+    }
 
 
 def test_measured_here_knows_where_it_is():
@@ -67,6 +78,31 @@ def test_peak_memory_has_a_column_where_it_was_measured(results):
     table = replace(results, rows=rows).to_markdown()
     assert "| peak MiB |" in table
     assert "| 1234     |" in table
+
+
+def test_what_was_measured_of_an_op_has_columns(results):
+    milliseconds = (0.00123, 0.00125, 0.0013)
+    rows = (
+        Record("gelu", "cuda", milliseconds, bytes=2_500_000, wall_us=9.876, host_us=4.321, of_copy=0.954, auto=True),
+        Record("gelu", "torch", milliseconds),
+    )
+    _, table = replace(results, rows=rows, unit="us").to_markdown().split("\n\n")
+    header, _, cuda, torch = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert header == ["work", "variant", "us", "wall us", "host us", "TB/s", "of copy", "speed-up", "difference"]
+    assert cuda == ["gelu", "cuda (auto)", "1.25", "9.88", "4.32", "2", "0.95", "", ""]
+    assert torch == ["", "torch", "1.25", "", "", "", "", "", ""]
+
+
+def test_where_auto_is_not_the_fastest_it_is_said_again_at_the_end(results):
+    rows = (
+        Record("gelu", "cuda", (1.0, 1.0, 1.0), auto=True, difference="1e-3", note="torch is 1.20x as fast"),
+        Record("gelu", "triton", note="cannot"),
+        Record("softmax", "cuda", (1.0, 1.0, 1.0), auto=True),
+    )
+    _, table, title, listed = replace(results, rows=rows).to_markdown().split("\n\n")
+    assert "1e-3; torch is 1.20x as fast" in table
+    assert title == "`backend: auto` does not take the fastest:"
+    assert listed == "- gelu: cuda; torch is 1.20x as fast"
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"rows": [{"case": "x", "colour": 1}]}'])
