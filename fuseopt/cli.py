@@ -1,28 +1,36 @@
-"""The command line: `fuseopt demo | plan | env`, also as `python -m fuseopt`."""
+"""The command line: `fuseopt demo | bench | plan | env`, also as `python -m fuseopt`."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 import fuseopt
 from fuseopt.errors import ConfigError, FuseoptError
 
+if TYPE_CHECKING:
+    from fuseopt.bench.records import Results
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit code: 0, or 2 for anything the user can put right, said on stderr."""
+    """Runs one command.
+
+    Returns the exit code: 0; 1 where `bench --against` finds something slower than it was; 2 for anything the user can
+    put right, said on stderr.
+    """
     arguments = _parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        return arguments.run(arguments) or 0
     except FuseoptError as error:
         print(f"fuseopt {arguments.command}: error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -37,6 +45,38 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=_new_file, metavar="FILE", help="write the results as JSON")
     demo.add_argument("--markdown", metavar="FILE", help="only print the table of a result file")
     demo.set_defaults(run=_demo)
+
+    bench = commands.add_parser("bench", help="time what fuseopt has against what else there is")
+    benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    ops = benchmarks.add_parser("ops", help="each op, beside eager, torch, torch.compile and a copy")
+    ops.add_argument("--op", action="append", default=[], metavar="NAME", help="again for more; default: all")
+    ops.add_argument(
+        "--dtype",
+        action="append",
+        default=[],
+        choices=("bfloat16", "float32", "float16"),
+        help="again for more; default: bfloat16 and float32",
+    )
+    ops.add_argument(
+        "--shapes", nargs="+", default=[], metavar="SHAPE", help="8x768, say, or all; default: the main ones"
+    )
+    ops.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="time torch.compile too; default: on a GPU, as on a CPU it takes minutes",
+    )
+    ops.set_defaults(run=_bench_ops)
+    tutorial = benchmarks.add_parser("tutorial", help="OSLO's: T5-base, batch 256, generate() under an n-gram ban")
+    tutorial.set_defaults(run=_bench_tutorial)
+    for benchmark in (ops, tutorial):
+        benchmark.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+        benchmark.add_argument("--out", type=_new_file, metavar="FILE", help="write the results as JSON")
+        benchmark.add_argument(
+            "--against", metavar="FILE", help="an earlier result file: exit with 1 if slower than it"
+        )
+    show = benchmarks.add_parser("show", help="print the table of a result file")
+    show.add_argument("file", metavar="FILE")
+    show.set_defaults(run=_bench_show)
 
     plan = commands.add_parser("plan", help="show what would be replaced in a model, and why or why not")
     plan.add_argument("model", metavar="MODEL", help="a folder with a config.json, or a name: gpt2-xl, t5-base")
@@ -66,6 +106,47 @@ def _demo(arguments: argparse.Namespace) -> None:
         checkpoints=arguments.checkpoints or demo.CHECKPOINTS,
         out=arguments.out,
     )
+
+
+def _bench_ops(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench import ops
+
+    return _bench(
+        arguments,
+        functools.partial(
+            ops.run, ops=arguments.op, dtypes=arguments.dtype, shapes=arguments.shapes, compile=arguments.compile
+        ),
+    )
+
+
+def _bench_tutorial(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench import tutorial
+
+    return _bench(arguments, tutorial.run)
+
+
+def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
+    """Runs a benchmark, prints and saves its results, and compares them with earlier ones: 1 if they are slower."""
+    from fuseopt.bench.records import Results
+    from fuseopt.bench.regressions import compare
+
+    earlier = None if arguments.against is None else Results.load(arguments.against)
+    results = run(device=_device(arguments.device))
+    print(results.to_markdown())
+    if arguments.out is not None:
+        results.save(arguments.out)
+        print(f"\nwritten to {arguments.out}")
+    if earlier is None:
+        return 0
+    comparison = compare(results, earlier)
+    print(f"\nagainst {arguments.against}: {comparison}")
+    return 1 if comparison.slower else 0
+
+
+def _bench_show(arguments: argparse.Namespace) -> None:
+    from fuseopt.bench.records import Results
+
+    print(Results.load(arguments.file).to_markdown())
 
 
 def _plan(arguments: argparse.Namespace) -> None:

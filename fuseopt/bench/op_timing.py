@@ -1,0 +1,189 @@
+"""Timing the contenders for one op: verified first, then in turns, beside a copy of as many bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+
+from fuseopt.bench.cuda_graph import calls_per_graph, graph_of, set_count, stay_in_cache
+from fuseopt.bench.op_cases import Contender, Judge, OpCase, Work, auto_choice, contenders
+from fuseopt.bench.records import COPY, Record
+from fuseopt.bench.timer import Call, Timing, device_seconds, host_seconds, time_in_turns, wall_seconds
+
+ROUNDS = 11
+SECONDS_PER_SAMPLE = {"cuda": 0.5e-3, "cpu": 4e-3}
+# No case is timed for longer, once each of its contenders has been timed three times.
+SECONDS_PER_CASE = 2.0
+# Others than fuseopt round more often than fuseopt's reference does.
+LENIENCE = 8
+
+
+def time_op(case: OpCase, device: torch.device, *, compile: bool) -> list[Record]:
+    """One record a contender; those that give a wrong result, or none, have a note in the place of a time.
+
+    On CUDA a time is the device's: calls are recorded as a CUDA graph over arguments that together exceed the L2
+    cache. `host_us` and `wall_us` are of plain calls. On a CPU a time is that of plain calls on the same arguments.
+    """
+    on_cuda = device.type == "cuda"
+    stream = torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else contextlib.nullcontext()
+    try:
+        with stream, torch.set_grad_enabled(case.backward):
+            return _time_op(case, device, compile)
+    finally:
+        if on_cuda:
+            torch.cuda.empty_cache()
+
+
+def _time_op(case: OpCase, device: torch.device, compile: bool) -> list[Record]:
+    torch.manual_seed(0)
+    work = Work.of(case, device)
+    offered = contenders(case, device, compile)
+    auto = auto_choice(case, device)
+    functions, errors, notes = _verified(case, work, offered)
+    moved = work.moved_bytes(functools.partial(case.op.function, backend="auto"))
+    runs = _runs(case, work, functions, moved, device)
+    del work
+    plain_calls = {name: run.calls[0] for name, run in runs.items()}
+    timings, wall, host = _on_cuda(runs, plain_calls) if device.type == "cuda" else _on_cpu(runs)
+
+    others = [name for name in timings if name in offered and not offered[name].own]  # type: ignore[union-attr]
+    baseline = timings[_fastest(others, timings)] if others else None
+    if auto in timings:
+        fastest = _fastest([name for name in timings if name != COPY], timings)
+        gain = timings[fastest].speed_up_over(timings[auto])
+        if gain.low > 1:
+            notes[auto] = f"{fastest} is {gain.median:.2f}x as fast"
+    if device.type == "cuda" and stay_in_cache(moved, device):
+        notes[COPY] = "all in the L2 cache"
+    return [
+        Record.of(
+            case.name,
+            name,
+            timings[name],
+            None if name == COPY or name in others else baseline,
+            difference=f"{errors[name]:.1e}" if name in errors else None,
+            note=notes.get(name),
+            wall_us=wall.get(name),
+            host_us=host.get(name),
+            bytes=moved,
+            of_copy=timings[name].speed_up_over(timings[COPY]).median,
+            auto=name == auto,
+        )
+        if name in timings
+        else Record(case.name, name, note=notes[name], auto=name == auto)
+        for name in (*offered, COPY)
+    ]
+
+
+def _verified(
+    case: OpCase, work: Work, offered: Mapping[str, Contender | str]
+) -> tuple[dict[str, Callable], dict[str, float], dict[str, str]]:
+    """The functions of the contenders that are right, the errors of those, and what is wrong with the others."""
+    judge = Judge(case, work)
+    functions, errors, notes = {}, {}, {}
+    for name, contender in offered.items():
+        if isinstance(contender, str):
+            notes[name] = contender
+            continue
+        try:
+            error = judge.error(work.prepare(contender.function)())
+        except TorchDynamoException as failure:
+            notes[name] = f"cannot be compiled: {str(failure).splitlines()[0]}"
+            continue
+        allowed = judge.allowed * (1 if contender.own else LENIENCE)
+        if error <= allowed:
+            functions[name], errors[name] = contender.function, error
+        else:
+            notes[name] = f"WRONG: differs from float64 by {error:.1e}, allowed {allowed:.1e}"
+    return functions, errors, notes
+
+
+@dataclass
+class _Run:
+    """Calls made one after the other, or the CUDA graph of them."""
+
+    calls: Sequence[Call]
+    graph: torch.cuda.CUDAGraph | None = None
+    graph_calls: int = 0
+    repetitions: int = 1
+
+    @property
+    def count(self) -> int:
+        return self.repetitions * (1 if self.graph is None else self.graph_calls)
+
+    def __call__(self) -> None:
+        for _ in range(self.repetitions):
+            if self.graph is None:
+                self.calls[0]()
+            else:
+                self.graph.replay()
+
+    def lengthen(self, seconds: float, now: float) -> None:
+        """Repeats as often as it takes to last `seconds`, where one repetition takes `now`."""
+        self.repetitions = min(max(math.ceil(seconds / now), 1), 1000)
+
+
+def _runs(
+    case: OpCase, work: Work, functions: Mapping[str, Callable], moved: int, device: torch.device
+) -> dict[str, _Run]:
+    sets = set_count(moved, device) if device.type == "cuda" else 1
+    works = [work, *(Work.of(case, device) for _ in range(sets - 1))]
+    prepared: dict[str, list[Call]] = {
+        name: [work.prepare(function) for work in works] for name, function in functions.items()
+    }
+    prepared[COPY] = [_copy(moved, case.dtype, device) for _ in works]
+    if device.type != "cuda":
+        return {name: _Run(calls) for name, calls in prepared.items()}
+    runs = {}
+    count = calls_per_graph(moved, sets)
+    for name, calls in prepared.items():
+        for call in calls:
+            call()
+        runs[name] = _Run(calls, graph_of(calls, count), count)
+    return runs
+
+
+def _copy(moved: int, dtype: torch.dtype, device: torch.device) -> Call:
+    source = torch.zeros(moved // 2 // dtype.itemsize, dtype=dtype, device=device)
+    return functools.partial(torch.empty_like(source).copy_, source)
+
+
+def _on_cuda(
+    runs: Mapping[str, _Run], plain_calls: Mapping[str, Call]
+) -> tuple[dict[str, Timing], dict[str, float], dict[str, float]]:
+    """Times on the device, then the medians of wall and host time in us."""
+    for run in runs.values():
+        run()
+        run.lengthen(SECONDS_PER_SAMPLE["cuda"], device_seconds(run))
+    sample = functools.partial(device_seconds, ahead=1)
+    timings = _timed(runs, sample)
+    wall = time_in_turns(plain_calls, wall_seconds, rounds=ROUNDS, seconds=SECONDS_PER_CASE / 4)
+    enqueue = functools.partial(host_seconds, repetitions=10)
+    host = time_in_turns(plain_calls, enqueue, rounds=ROUNDS, seconds=SECONDS_PER_CASE / 4)
+    return timings, _microseconds(wall), _microseconds(host)
+
+
+def _on_cpu(runs: Mapping[str, _Run]) -> tuple[dict[str, Timing], dict[str, float], dict[str, float]]:
+    for run in runs.values():
+        run()
+        run.lengthen(SECONDS_PER_SAMPLE["cpu"], host_seconds(run))
+    return _timed(runs, host_seconds), {}, {}
+
+
+def _timed(runs: Mapping[str, _Run], sample: Callable[[Call], float]) -> dict[str, Timing]:
+    timings = time_in_turns(runs, sample, rounds=ROUNDS, seconds=SECONDS_PER_CASE)
+    return {name: timing.per(runs[name].count) for name, timing in timings.items()}
+
+
+def _microseconds(timings: Mapping[str, Timing]) -> dict[str, float]:
+    return {name: timing.seconds.median * 1e6 for name, timing in timings.items()}
+
+
+def _fastest(names: Sequence[str], timings: Mapping[str, Timing]) -> str:
+    return min(names, key=lambda name: timings[name].seconds.median)
