@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch._functorch.config
 from torch._dynamo.exc import TorchDynamoException
 
 from fuseopt.bench.cuda_graph import calls_per_graph, graph_of, set_count, stay_in_cache
@@ -32,8 +33,10 @@ def time_op(case: OpCase, device: torch.device, *, compile: bool) -> list[Record
     """
     on_cuda = device.type == "cuda"
     stream = torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else contextlib.nullcontext()
+    # A compiled backward may reuse what its forward saved, unless it is told that it will run again.
+    run_again = torch._functorch.config.patch(donated_buffer=False)
     try:
-        with stream, torch.set_grad_enabled(case.backward):
+        with stream, torch.set_grad_enabled(case.backward), run_again:
             return _time_op(case, device, compile)
     finally:
         if on_cuda:
