@@ -1,4 +1,6 @@
-"""Writes the tables of result files into README.md, between the markers that name the files.
+"""Writes the tables of result files into README.md and docs/performance.md, between the markers that name the files.
+
+A marker that says "auto" after the file's name stands for the rows of what `backend: auto` takes.
 
 python benchmarks/readme_tables.py
 """
@@ -11,21 +13,24 @@ from pathlib import Path
 from fuseopt.bench.records import Results
 
 ROOT = Path(__file__).resolve().parents[1]
-SLOT = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+SLOT = re.compile(r"(<!-- results: (\S+?)( auto)? -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 
 def filled(text: str) -> str:
     """`text` with every slot holding the table of its file, or nothing where there is no such file."""
 
     def fill(slot: re.Match[str]) -> str:
-        start, name, end = slot.groups()
+        start, name, auto, end = slot.groups()
         path = ROOT / name
-        table = f"\n{Results.load(path).to_markdown()}\n\n" if path.is_file() else ""
-        return f"{start}{table}{end}"
+        if not path.is_file():
+            return f"{start}{end}"
+        results = Results.load(path)
+        return f"{start}\n{(results.of_auto() if auto else results).to_markdown()}\n\n{end}"
 
     return SLOT.sub(fill, text)
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     show = benchmarks.add_parser("show", help="print the table of a result file")
     show.add_argument("file", metavar="FILE")
+    show.add_argument("--auto", action="store_true", help="of ops: only what `backend: auto` takes")
     show.set_defaults(run=_bench_show)
 
     plan = commands.add_parser("plan", help="show what would be replaced in a model, and why or why not")
@@ -146,7 +147,8 @@ def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
 def _bench_show(arguments: argparse.Namespace) -> None:
     from fuseopt.bench.records import Results
 
-    print(Results.load(arguments.file).to_markdown())
+    results = Results.load(arguments.file)
+    print((results.of_auto() if arguments.auto else results).to_markdown())
 
 
 def _plan(arguments: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,11 @@ def sample(benchmark: registry.Benchmark, shape: str, device: torch.device, dtyp
 
 
 def tensors(sample: SampleInput) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves((sample.args, dict(sample.kwargs))) if isinstance(leaf, Tensor)]
+    return _tensors_in((sample.args, dict(sample.kwargs)))
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Work:
         if not case.backward:
             return cls(arguments)
         with torch.no_grad():
-            outputs = tree_leaves(case.op.reference(*arguments.args, **arguments.kwargs))
+            outputs = _tensors_in(case.op.reference(*arguments.args, **arguments.kwargs))
         return cls(arguments, tuple(torch.randn_like(output) for output in outputs))
 
     def in_float64(self) -> Work:
@@ -81,8 +86,8 @@ class Work:
     def prepare(self, function: Callable) -> Callable[[], list[Tensor]]:
         args, kwargs = self.sample.args, self.sample.kwargs
         if self.grad_outputs is None:
-            return lambda: tree_leaves(function(*args, **kwargs))
-        outputs = tree_leaves(function(*args, **kwargs))
+            return lambda: _tensors_in(function(*args, **kwargs))
+        outputs = _tensors_in(function(*args, **kwargs))
         inputs = [tensor for tensor in tensors(self.sample) if tensor.requires_grad]
         return lambda: list(torch.autograd.grad(outputs, inputs, self.grad_outputs, retain_graph=True))
 

@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,10 @@ class Results:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path}: not a result file of fuseopt: {error}") from error
+
+    def of_auto(self) -> Results:
+        """The rows of an op's benchmark that `backend: auto` takes: one a case."""
+        return replace(self, rows=tuple(row for row in self.rows if row.auto))
 
     def to_markdown(self) -> str:
         """Where and when it was measured, and a table, aligned so that it reads as plain text too."""

@@ -60,6 +60,8 @@ def test_the_command_from_options_to_exit_code(capsys, tmp_path):
     assert (content["benchmark"], content["unit"], len(content["rows"])) == ("ops", "us", 10)
     assert main(["bench", "show", str(out)]) == 0
     assert capsys.readouterr().out.strip() in printed.out
+    assert main(["bench", "show", str(out), "--auto"]) == 0
+    assert capsys.readouterr().out.count("| rms_norm") == 2
 
     for row in content["rows"]:
         if row["variant"] == "cpu":
