@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fuseopt.bench.timer import Call
 from fuseopt.ops import registry
 from fuseopt.ops.registry import SampleInput
 
@@ -54,8 +55,7 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 class Work:
     """What is done with one set of arguments: the forward, or the backward to `grad_outputs`.
 
-    `prepare(function)` returns the call that is timed; it keeps what it needs alive, and its results are a list: the
-    outputs, or a gradient for each argument that requires one. Calls run under `torch.set_grad_enabled(backward)`.
+    All of it is to run under `torch.set_grad_enabled(backward)`.
     """
 
     sample: SampleInput
@@ -83,13 +83,18 @@ class Work:
         )
         return Work(SampleInput(args, kwargs), grads)
 
-    def prepare(self, function: Callable) -> Callable[[], list[Tensor]]:
-        args, kwargs = self.sample.args, self.sample.kwargs
+    def prepare(self, function: Callable) -> Call:
+        """The call that is timed, as often as one likes; it keeps alive what it needs."""
+        forward = functools.partial(function, *self.sample.args, **self.sample.kwargs)
         if self.grad_outputs is None:
-            return lambda: _tensors_in(function(*args, **kwargs))
-        outputs = _tensors_in(function(*args, **kwargs))
+            return forward
         inputs = [tensor for tensor in tensors(self.sample) if tensor.requires_grad]
-        return lambda: list(torch.autograd.grad(outputs, inputs, self.grad_outputs, retain_graph=True))
+        outputs = _tensors_in(forward())
+        return functools.partial(torch.autograd.grad, outputs, inputs, self.grad_outputs, retain_graph=True)
+
+    def results(self, function: Callable) -> list[Tensor]:
+        """The outputs, or a gradient for each argument that requires one."""
+        return _tensors_in(self.prepare(function)())
 
     def moved_bytes(self, function: Callable) -> int:
         """What `function` has to move: arguments and results, or all that the backward is given and returns, once."""
@@ -100,7 +105,7 @@ class Work:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            results = self.prepare(function)()
+            results = self.results(function)
         given = tensors(self.sample) if self.grad_outputs is None else [*saved, *self.grad_outputs]
         sizes = {tensor.data_ptr(): _bytes(tensor) for tensor in (*given, *results)}
         return sum(sizes.values())
@@ -162,8 +167,8 @@ class Judge:
     """
 
     def __init__(self, case: OpCase, work: Work) -> None:
-        self.exact = work.in_float64().prepare(case.op.reference)()
-        plain = self.error(work.prepare(case.op.reference)())
+        self.exact = work.in_float64().results(case.op.reference)
+        plain = self.error(work.results(case.op.reference))
         self.allowed = 2 * plain + 4 * torch.finfo(case.dtype).eps
 
     def error(self, results: Sequence[Tensor]) -> float:

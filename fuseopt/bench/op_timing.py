@@ -95,7 +95,7 @@ def _verified(
             notes[name] = contender
             continue
         try:
-            error = judge.error(work.prepare(contender.function)())
+            error = judge.error(work.results(contender.function))
         except TorchDynamoException as failure:
             notes[name] = f"cannot be compiled: {str(failure).splitlines()[0]}"
             continue

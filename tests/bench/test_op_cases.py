@@ -153,7 +153,7 @@ def test_the_judge_tells_rounding_from_error():
     work = Work.of(case, CPU)
     with torch.no_grad():
         judge = Judge(case, work)
-        right = work.prepare(case.op.function)()
+        right = work.results(case.op.function)
     assert judge.error(right) <= judge.allowed < 0.1
     assert judge.error([torch.full_like(right[0], float("nan"))]) == float("inf")
     assert judge.error([right[0].float() + 1]) > judge.allowed
