@@ -105,7 +105,9 @@ def device_seconds(call: Call, repetitions: int = 1, *, ahead: int = 0) -> float
 
 
 def host_seconds(call: Call, repetitions: int = 1) -> float:
-    """Seconds per call until the host may go on; on CUDA that is once the work is enqueued."""
+    """Seconds per call until the host may go on; on CUDA that is once the work is enqueued, on an idle device."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(repetitions):
         call()
