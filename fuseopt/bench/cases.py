@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 from transformers.activations import NewGELUActivation
 from transformers.models.t5.modeling_t5 import T5LayerNorm
@@ -20,9 +20,11 @@ from fuseopt.bench.workloads import (
     ModelCase,
     ProcessorCase,
     call,
+    dtype_name,
     forward,
     generate,
     parameter_sharing_copy,
+    random_tokens,
     training_step,
 )
 from fuseopt.generation.logits_processors import FusedEncoderNoRepeatNGram, FusedNoRepeatNGram
@@ -115,14 +117,14 @@ def demo_cases(sizes: Sizes, device: torch.device) -> list[Case]:
 def _processors(sizes: Sizes, device: torch.device) -> list[Case]:
     rows, length, vocab = sizes.ngram
     batch, beams, encoder_length, encoder_vocab = sizes.encoder_ngram
-    encoder_ids = _tokens(device, encoder_vocab, batch, encoder_length)
+    encoder_ids = random_tokens(device, encoder_vocab, batch, encoder_length)
     return [
         ProcessorCase(
             f"no-repeat-ngram processor, {rows} x {length}, vocabulary {vocab}",
             "no_repeat_ngram",
             NoRepeatNGramLogitsProcessor(NGRAM),
             FusedNoRepeatNGram(NGRAM),
-            _tokens(device, vocab, rows, length),
+            random_tokens(device, vocab, rows, length),
             torch.randn(rows, vocab, device=device),
         ),
         ProcessorCase(
@@ -140,7 +142,7 @@ def _modules(sizes: Sizes, device: torch.device) -> list[Case]:
     def case(name: str, module: nn.Module, width: int, configs: Mapping[str, FusionConfig]) -> ModelCase:
         model = nn.Sequential(module).to(device, sizes.dtype)
         input = torch.randn(sizes.tokens, width, device=device, dtype=sizes.dtype)
-        title = f"{name}, {sizes.tokens} x {width}, {_short(sizes.dtype)}"
+        title = f"{name}, {sizes.tokens} x {width}, {dtype_name(sizes.dtype)}"
         return ModelCase(title, lambda: model, call(input), configs, rounds=25, calls_per_sample=4)
 
     return [
@@ -156,9 +158,9 @@ def _modules(sizes: Sizes, device: torch.device) -> list[Case]:
 
 
 def _gpt2(sizes: Sizes, device: torch.device) -> list[Case]:
-    name, dtype = sizes.gpt2, _short(sizes.dtype)
+    name, dtype = sizes.gpt2, dtype_name(sizes.dtype)
     model = functools.cache(functools.partial(random_model, name, device, sizes.dtype))
-    tokens = functools.partial(_tokens, device, load_config(name).vocab_size)
+    tokens = functools.partial(random_tokens, device, load_config(name).vocab_size)
     batch, prompt, new, beams = sizes.gpt2_generate
     cases: list[Case] = [
         ModelCase(
@@ -204,9 +206,9 @@ def _gpt2(sizes: Sizes, device: torch.device) -> list[Case]:
 
 
 def _t5(sizes: Sizes, device: torch.device) -> list[Case]:
-    name, dtype = sizes.t5, _short(sizes.dtype)
+    name, dtype = sizes.t5, dtype_name(sizes.dtype)
     model = functools.cache(functools.partial(random_model, name, device, sizes.dtype))
-    tokens = functools.partial(_tokens, device, load_config(name).vocab_size)
+    tokens = functools.partial(random_tokens, device, load_config(name).vocab_size)
     batch, encoder_length, decoder_length = sizes.t5_forward
     rows, prompt, new, beams = sizes.t5_generate
     return [
@@ -255,18 +257,9 @@ def _with_eager_attention(model: Any) -> nn.Module:
     return twin
 
 
-def _tokens(device: torch.device, vocab: int, batch: int, length: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(1, vocab, (batch, length), generator=generator).to(device)
-
-
 def _by(shape: tuple[int, int]) -> str:
     return " x ".join(map(str, shape))
 
 
 def _beams(beams: int) -> str:
     return "greedy" if beams == 1 else f"{beams} beams"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -22,10 +22,10 @@ class _Named(Protocol):
     def name(self) -> str: ...
 
 
-Work = TypeVar("Work", bound=_Named)
+_Work = TypeVar("_Work", bound=_Named)
 
 
-def measure(cases: Sequence[Work], records_of: Callable[[Work], Iterable[Record]]) -> list[Record]:
+def measure(cases: Sequence[_Work], records_of: Callable[[_Work], Iterable[Record]]) -> list[Record]:
     """The records of every case, with a progress bar on stderr."""
     records: list[Record] = []
     with tqdm(cases, unit="case", dynamic_ncols=True) as progress:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fuseopt.bench.timer import Call
+from fuseopt.bench.workloads import dtype_name
 from fuseopt.ops import registry
 from fuseopt.ops.registry import SampleInput
 
@@ -32,7 +33,7 @@ class OpCase:
     def name(self) -> str:
         variant = f" ({self.benchmark.variant})" if self.benchmark.variant else ""
         direction = "bwd" if self.backward else "fwd"
-        return f"{self.op.name}{variant} {direction}, {self.shape}, {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.op.name}{variant} {direction}, {self.shape}, {dtype_name(self.dtype)}"
 
     def sample(self, device: torch.device) -> SampleInput:
         return sample(self.benchmark, self.shape, device, self.dtype)

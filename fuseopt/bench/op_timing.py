@@ -58,7 +58,7 @@ def _time_op(case: OpCase, device: torch.device, compile: bool) -> list[Record]:
     plain_calls = {name: run.calls[0] for name, run in runs.items()}
     timings, wall, host = _on_cuda(runs, plain_calls) if device.type == "cuda" else _on_cpu(runs)
 
-    others = [name for name in timings if name in offered and not offered[name].own]  # type: ignore[union-attr]
+    others = [name for name, c in offered.items() if isinstance(c, Contender) and not c.own and name in timings]
     baseline = timings[_fastest(others, timings)] if others else None
     if auto in timings:
         fastest = _fastest([name for name in timings if name != COPY], timings)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from fuseopt.bench.architectures import random_model
+from fuseopt.bench.architectures import load_config, random_model
 from fuseopt.bench.cases import NGRAM
 from fuseopt.bench.measure import against_stock, measure
 from fuseopt.bench.records import Results
-from fuseopt.bench.workloads import FusionConfig, ModelCase, generate
+from fuseopt.bench.workloads import FusionConfig, ModelCase, dtype_name, generate, random_tokens
 
 MAX_LENGTH = 20
 KERNELS = ["FusedRMSNorm", "FusedNoRepeatNGram", "FusedGELU"]
@@ -52,11 +52,15 @@ class PerRowNoRepeatNGram(LogitsProcessor):
         return scores
 
 
-def run(*, device: torch.device, name: str = "t5-base", batch: int = 256) -> Results:
+def run(*, device: torch.device, name: str = "t5-base", batch: int | None = None) -> Results:
     """Greedy `generate()` from prompts of one token, in float32 and bfloat16, timed per new token.
 
     Twice: against transformers as it is, and against transformers with the processor of OSLO's time.
+
+    Args:
+        batch: 256 by default, as in the tutorial; 8 on a CPU.
     """
+    batch = batch or (256 if device.type == "cuda" else 8)
     cases = [case for dtype in (torch.float32, torch.bfloat16) for case in _cases(name, batch, dtype, device)]
     records = measure(cases, functools.partial(against_stock, device=device))
     return Results.measured_here("tutorial", records, unit="us")
@@ -64,8 +68,7 @@ def run(*, device: torch.device, name: str = "t5-base", batch: int = 256) -> Res
 
 def _cases(name: str, batch: int, dtype: torch.dtype, device: torch.device) -> list[ModelCase]:
     model = functools.cache(functools.partial(random_model, name, device, dtype))
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(1, 32000 if name == "t5-base" else 512, (batch, 1), generator=generator).to(device)
+    prompts = random_tokens(device, load_config(name).vocab_size, batch, 1)
     arguments: dict[str, Any] = {"max_length": MAX_LENGTH, "num_beams": 1}
     work = generate(prompts, no_repeat_ngram_size=NGRAM, **arguments)
 
@@ -74,9 +77,7 @@ def _cases(name: str, batch: int, dtype: torch.dtype, device: torch.device) -> l
         return generate(prompts, logits_processor=processors, **arguments)(stock)
 
     new_tokens = MAX_LENGTH - 1
-    title = (
-        f"a token of {name} generate, {batch} x (1 + {new_tokens}), ngram {NGRAM}, {str(dtype).removeprefix('torch.')}"
-    )
+    title = f"a token of {name} generate, {batch} x (1 + {new_tokens}), ngram {NGRAM}, {dtype_name(dtype)}"
     return [
         ModelCase(title, model, work, CONFIGS, steps=new_tokens),
         ModelCase(

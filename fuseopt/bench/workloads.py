@@ -149,6 +149,16 @@ def training_step(input_ids: Tensor, dtype: torch.dtype) -> Work:
     return work
 
 
+def random_tokens(device: torch.device, vocab: int, batch: int, length: int) -> Tensor:
+    """Token ids [batch, length] without 0, which is padding; the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, vocab, (batch, length), generator=generator).to(device)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def difference(result: Tensor, stock: Tensor) -> str:
     """How far a result is from stock's: the largest absolute difference, or how many tokens are others."""
     if stock.is_floating_point():
