@@ -141,6 +141,17 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
     yield registry.SampleInput((make(3, 0), make(3, 0)))
 
 
+def bench_input(
+    device: torch.device, dtype: torch.dtype, rows: int, columns: int, *, activation: str
+) -> registry.SampleInput:
+    gate, up = (torch.randn(rows, columns, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
+    return registry.SampleInput((gate, up, activation))
+
+
+def _gated_gelu_new(module_class: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return module_class()(gate) * up
+
+
 registry.register(
     registry.Op(
         name="gated_activation",
@@ -148,5 +159,19 @@ registry.register(
         reference=gated_activation_reference,
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.CPU, registry.REFERENCE),
+        benchmarks=(
+            registry.Benchmark(
+                partial(bench_input, activation="gelu_tanh"),
+                shapes=("16384x2048", "8x2048"),
+                variant="gelu_tanh",
+                eager=registry.Upstream("transformers.activations.NewGELUActivation", _gated_gelu_new),
+            ),
+            registry.Benchmark(
+                partial(bench_input, activation="silu"),
+                shapes=("4096x11008", "8x11008"),
+                variant="silu",
+                eager=gated_activation_reference,
+            ),
+        ),
     )
 )
