@@ -52,6 +52,13 @@ def _parameters(names: tuple[str, ...]) -> Iterator[Any]:
                 yield _parameter(op, backend.name, "cuda", pytest.mark.gpu)
 
 
+def native_cases(*devices: str) -> list[Any]:
+    """Of `cases()` those that run a native library, on one of `devices`."""
+    return [
+        case for case in cases() if case.values[0].backend in native.KINDS and case.values[0].device.type in devices
+    ]
+
+
 def _parameter(op: registry.Op, backend: str, device: str, *marks: pytest.MarkDecorator) -> Any:
     return pytest.param(Case(op, backend, torch.device(device)), id=f"{op.name}-{backend}-{device}", marks=marks)
 
@@ -81,6 +88,12 @@ def to_float64(tensor: Tensor) -> Tensor:
     return tensor.detach().double().requires_grad_(tensor.requires_grad)
 
 
+def gradients(function: Callable, sample: registry.SampleInput, grad_output: Tensor) -> list[Tensor | None]:
+    """Of `function(sample)` for each input that requires one."""
+    inputs = [tensor for tensor in tensors(sample) if tensor.requires_grad]
+    return list(torch.autograd.grad(function(*sample.args, **sample.kwargs), inputs, grad_output))
+
+
 def error(actual: Iterable[Tensor | None], judge: Iterable[Tensor | None]) -> float:
     """Largest difference between two lists of tensors, over the size of the judge's largest value in that tensor.
 
@@ -99,6 +112,18 @@ def error(actual: Iterable[Tensor | None], judge: Iterable[Tensor | None]) -> fl
         scale = expected[finite].abs().amax() if finite.any() else torch.ones(())
         largest = max(largest, (difference / scale.clamp(min=1e-2)).item())
     return largest
+
+
+def mean_error(actual: Tensor, judge: Tensor) -> float:
+    """Root of the mean squared difference, over that of the judge, which counts as 0.01 at least, as in `error`."""
+    actual, judge = actual.detach().double(), judge.detach().double()
+    finite = judge.isfinite()
+    assert torch.equal(actual.isfinite(), finite)
+    assert torch.equal(actual[~finite], judge[~finite])
+    actual, judge = actual[finite], judge[finite]
+    if judge.numel() == 0:
+        return 0.0
+    return ((actual - judge).square().mean().sqrt() / judge.square().mean().sqrt().clamp(min=1e-2)).item()
 
 
 class RawCalls(TorchDispatchMode):

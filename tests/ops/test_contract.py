@@ -28,10 +28,12 @@ from tests.ops.cases import (
     RawCalls,
     cases,
     error,
+    gradients,
     map_tensors,
     tensors,
     to_float64,
 )
+from tests.ops.variations import broadcast, every_second, laid_out, transposed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented"),
@@ -42,11 +44,6 @@ pytestmark = [
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         metafunc.parametrize("case", cases())
-
-
-def gradients(function: Callable, sample: SampleInput, grad_output: Tensor) -> list[Tensor | None]:
-    inputs = [tensor for tensor in tensors(sample) if tensor.requires_grad]
-    return list(torch.autograd.grad(function(*sample.args, **sample.kwargs), inputs, grad_output))
 
 
 def rounding(*dtypes: torch.dtype) -> float:
@@ -82,29 +79,13 @@ def test_output_and_gradients_against_float64(case: Case, dtype: torch.dtype) ->
         assert_accurate(case, sample)
 
 
-def every_second(tensor: Tensor) -> Tensor:
-    if tensor.dim() == 0:
-        return tensor
-    return tensor.repeat_interleave(2, -1)[..., ::2]
-
-
-def transposed(tensor: Tensor) -> Tensor:
-    return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
-
-
-def broadcast(tensor: Tensor) -> Tensor:
-    return tensor[:1].expand_as(tensor) if tensor.dim() > 0 else tensor
-
-
 @pytest.mark.parametrize("layout", [every_second, transposed, broadcast])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_layout_of_inputs(case: Case, dtype: torch.dtype, layout: Callable[[Tensor], Tensor]) -> None:
     for sample in case.samples(dtype, requires_grad=True):
         if layout is broadcast and sample.args[0].dim() == 1:
             continue  # a row of one value: its variance is rounding and nothing else
-        assert_accurate(
-            case, map_tensors(lambda tensor: layout(tensor.detach()).requires_grad_(tensor.requires_grad), sample)
-        )
+        assert_accurate(case, laid_out(sample, layout))
 
 
 @pytest.mark.parametrize("layout", [every_second, transposed, broadcast])
@@ -355,20 +336,6 @@ def test_checkpoint(case: Case) -> None:
 def test_function_can_be_pickled_and_copied(case: Case) -> None:
     assert pickle.loads(pickle.dumps(case.op.function)) is case.op.function
     assert copy.deepcopy(case.op.function) is case.op.function
-
-
-@pytest.mark.gpu
-def test_cuda_graph_and_no_synchronisation(case: Case) -> None:
-    if case.device.type != "cuda":
-        pytest.skip("a CUDA graph needs CUDA tensors")
-    for sample in case.samples(torch.float32):
-        expected = case(*sample.args, **sample.kwargs)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output = case(*sample.args, **sample.kwargs)
-        graph.replay()
-        torch.testing.assert_close(output, expected)
 
 
 def test_shape_and_dtype_on_the_meta_device() -> None:

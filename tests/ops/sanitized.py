@@ -1,0 +1,60 @@
+"""`python -m tests.ops.sanitized`: every op on the CUDA kernels, small but in awkward sizes; run by test_sanitizer.py.
+
+Inputs are made, and results compared, on the CPU: hardly a kernel but fuseopt's own runs on the GPU.
+"""
+
+import torch
+from torch import Tensor
+
+from fuseopt import native
+from fuseopt.ops import registry
+from fuseopt.ops.registry import SampleInput
+from tests.ops.cases import DTYPES, Case, error, map_tensors, tensors, to_float64
+from tests.ops.variations import LAYOUTS, laid_out, poisoned_allocations, with_columns
+
+# A row in a warp, in a block, in several trips of a block; with and without a tail past the last 16-byte access.
+COLUMNS = (8, 31, 768, 1025, 4096, 12_289, 70_001)
+
+
+def on_cuda(tensor: Tensor) -> Tensor:
+    """A copy with the same strides and alignment: the memory around the tensor comes along."""
+    storage = tensor.untyped_storage().cuda()
+    copy = torch.empty(0, dtype=tensor.dtype, device="cuda")
+    copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def results(case: Case, sample: SampleInput) -> list[Tensor]:
+    output = case(*sample.args, **sample.kwargs)
+    if not output.requires_grad:
+        return [output.cpu()]
+    inputs = [tensor for tensor in tensors(sample) if tensor.requires_grad]
+    output.backward(on_cuda(torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)))
+    return [output.detach().cpu(), *(tensor.grad.cpu() for tensor in inputs)]
+
+
+def main() -> None:
+    state = native.load("cuda")
+    assert state.status == "loaded", state.reason
+    calls = 0
+    for name in registry.names():
+        op = registry.get(name)
+        if registry.CUDA not in op.backends:
+            continue
+        on_cpu, kernels = Case(op, "reference", torch.device("cpu")), Case(op, "cuda", torch.device("cuda"))
+        for dtype in DTYPES:
+            samples = on_cpu.samples(dtype, requires_grad=True)
+            wide = [with_columns(samples[index % 3], columns) for index, columns in enumerate(COLUMNS)]
+            for index, sample in enumerate([*samples, *wide]):
+                sample = laid_out(sample, LAYOUTS[index % len(LAYOUTS)])
+                with poisoned_allocations():
+                    actual = results(kernels, map_tensors(on_cuda, sample))
+                expected = results(on_cpu, map_tensors(to_float64, sample))
+                assert error(actual, expected) <= 16 * torch.finfo(dtype).eps, (name, dtype, index)
+                calls += 1
+    torch.cuda.synchronize()
+    print(f"{calls} calls")
+
+
+if __name__ == "__main__":
+    main()

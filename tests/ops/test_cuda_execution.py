@@ -1,0 +1,106 @@
+"""Where and when kernels run on a GPU: graphs, streams, devices that are not current, more than 2**31 elements."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fuseopt.ops.registry import SampleInput
+from tests.ops.cases import Case, cases, error, gradients, map_tensors, tensors
+from tests.ops.variations import resized
+
+on_cuda = pytest.mark.parametrize("case", [case for case in cases() if case.values[0].device.type == "cuda"])
+on_kernels = pytest.mark.parametrize(
+    "case", [case for case in cases() if case.values[0].device.type == "cuda" and case.values[0].backend != "reference"]
+)
+
+
+def results(case: Case, sample: SampleInput) -> list[Tensor]:
+    """The output, and for inputs that require it their gradients."""
+    output = case(*sample.args, **sample.kwargs)
+    if not output.requires_grad:
+        return [output]
+    return [output.detach(), *gradients(case, sample, torch.ones_like(output))]
+
+
+def other_values(tensor: Tensor) -> Tensor:
+    return tensor.detach().flip(-1) if tensor.dim() > 0 else tensor.detach()
+
+
+@on_cuda
+def test_a_graph_replayed_on_changed_inputs(case: Case) -> None:
+    changed = False
+    for sample in case.samples(torch.float32, requires_grad=True):
+        before = results(case, sample)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = results(case, sample)
+        graph.replay()
+        torch.testing.assert_close(captured, before, equal_nan=True)
+        with torch.no_grad():
+            for tensor in tensors(sample):
+                tensor.copy_(other_values(tensor))
+        graph.replay()
+        after = results(case, sample)
+        torch.testing.assert_close(captured, after, equal_nan=True)
+        changed |= not torch.equal(after[0], before[0])
+    assert changed
+
+
+@on_kernels
+def test_runs_on_the_current_stream(case: Case) -> None:
+    """The inputs are written late, on a stream that no other stream waits for."""
+    for sample in case.samples(torch.float32, requires_grad=True):
+        expected = results(case, sample)
+        late = map_tensors(lambda t: torch.zeros_like(t).requires_grad_(t.requires_grad), sample)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            with torch.no_grad():
+                for tensor, value in zip(tensors(late), tensors(sample), strict=True):
+                    tensor.copy_(value)
+            output = results(case, late)
+        stream.synchronize()
+        torch.testing.assert_close(output, expected, equal_nan=True)
+
+
+@pytest.mark.multigpu
+@on_kernels
+def test_inputs_on_a_device_that_is_not_current(case: Case) -> None:
+    there = torch.device("cuda:1")
+    for sample in case.samples(torch.float32, requires_grad=True):
+        expected = results(case, sample)
+        moved = map_tensors(lambda t: t.detach().to(there).requires_grad_(t.requires_grad), sample)
+        output = results(case, moved)
+        assert torch.cuda.current_device() == 0 and {tensor.device for tensor in output} == {there}
+        assert error([tensor.cpu() for tensor in output], [tensor.cpu() for tensor in expected]) <= 1e-6
+
+
+@pytest.mark.slow
+@on_kernels
+@pytest.mark.parametrize("columns", [2049, 4096, 50_257])
+def test_more_than_2_to_the_31_elements(case: Case, columns: int) -> None:
+    """The last rows, and their gradients, are what the same rows give alone."""
+    sample = case.samples(torch.bfloat16, requires_grad=True)[0]
+    first, *between, last = next(tensor for tensor in tensors(sample) if tensor.is_floating_point()).shape
+    rows = 2**31 // columns + 5
+    large = resized(sample, {**dict.fromkeys(between, 1), first: rows, last: columns})
+    end = map_tensors(lambda t: (t.detach()[-3:] if t.shape[0] == rows else t).requires_grad_(t.requires_grad), large)
+    output, expected = case(*large.args, **large.kwargs), case.op.reference(*end.args, **end.kwargs)
+    assert output.shape[0] == rows
+    assert_same_rounding(output[-3:], expected)
+    if output.requires_grad:
+        grad_output = torch.randn_like(output)
+        grads = gradients(case, large, grad_output)
+        expected_grads = gradients(case.op.reference, end, grad_output[-3:])
+        of_rows = [(got, wanted) for got, wanted in zip(grads, expected_grads, strict=True) if got.shape[0] == rows]
+        assert of_rows
+        for got, wanted in of_rows:
+            assert_same_rounding(got[-3:], wanted)
+
+
+def assert_same_rounding(actual: Tensor, expected: Tensor) -> None:
+    step = torch.finfo(expected.dtype).eps
+    size = expected[expected.isfinite()].abs().mean().item()
+    torch.testing.assert_close(actual, expected, rtol=2 * step, atol=step * size)

@@ -1,0 +1,82 @@
+"""Every op's CUDA kernels under compute-sanitizer: accesses out of bounds, and races in shared memory."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fuseopt import native, toolchain
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[2]
+TOOLS = ("memcheck", "racecheck")
+
+
+@pytest.fixture(autouse=True)
+def sanitizer() -> str:
+    path = shutil.which("compute-sanitizer")
+    if path is None:
+        pytest.skip("compute-sanitizer is not on PATH")
+    return path
+
+
+def reports(sanitizer: str, tool: str, *command: str, kernels: str, **environment: str) -> tuple[int, str]:
+    """How many errors and hazards `tool` reports of the kernels whose name contains `kernels`, and all it prints."""
+    options = ["--tool", tool, "--kernel-regex", f"kns={kernels}", "--print-limit", "20"]
+    if tool == "memcheck":
+        options += ["--report-api-errors", "no"]  # torch asks CUDA questions that it expects to be refused
+    process = subprocess.run(
+        [sanitizer, *options, *command],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    printed = process.stdout + process.stderr
+    assert process.returncode == 0, printed
+    summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", printed)
+    assert summary, printed
+    return int(summary[1]), printed
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_no_reports(sanitizer: str, tool: str) -> None:
+    assert native.load("cuda").status == "loaded"
+    # Each tensor in an allocation of its own, so that memcheck knows where it ends.
+    caching = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
+    command = (sys.executable, "-m", "tests.ops.sanitized")
+    count, printed = reports(sanitizer, tool, *command, kernels="fuseopt", **caching)
+    assert count == 0, printed
+    calls = re.search(r"(\d+) calls", printed)
+    assert calls and int(calls[1]) > 100, printed
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_what_is_wrong_is_reported(sanitizer: str, tool: str, tmp_path: Path) -> None:
+    (tmp_path / "wrong.cu").write_text("""
+        namespace wrong {
+        __global__ void overrun(float* x) { x[threadIdx.x] = 1; }
+        __global__ void race(float* x) {
+            __shared__ float shared[64];
+            shared[threadIdx.x] = threadIdx.x;
+            x[threadIdx.x % 32] = shared[63 - threadIdx.x];
+        }
+        }
+        int main() {
+            float* x;
+            cudaMalloc(&x, 32 * sizeof(float));
+            wrong::overrun<<<1, 33>>>(x);
+            wrong::race<<<1, 64>>>(x);
+            cudaDeviceSynchronize();
+        }
+    """)
+    program = str(tmp_path / "wrong")
+    subprocess.run([toolchain.find_nvcc(), "-arch=native", str(tmp_path / "wrong.cu"), "-o", program], check=True)
+    kernel = {"memcheck": "overrun", "racecheck": "race"}[tool]
+    assert reports(sanitizer, tool, program, kernels=kernel)[0] > 0
+    assert reports(sanitizer, tool, program, kernels="another")[0] == 0
