@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test demo lint clean
+.PHONY: test demo lint wheel clean
 
 # One thread a worker: several that spin against each other on two cores take ten times as long.
 test: $(STAMP)
@@ -17,6 +17,13 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy fuseopt
 
+# A wheel that has the native libraries in it, for this platform and any Python, in dist/.
+wheel: $(STAMP)
+	$(BIN)/python -m fuseopt.make_prebuilt
+	rm -rf build
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls -l dist
+
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -24,4 +31,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist fuseopt/_lib *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,38 +1,35 @@
 """Finds, builds and loads the native libraries that implement `torch.ops.fuseopt`: one for the CPU, one for CUDA.
 
-Looked for in this order: a prebuilt library in the package (`fuseopt/_lib`), one built earlier in the user's cache
-folder, else it is compiled into the cache. Nothing is compiled at import or unasked, or written into the package.
+Looked for in this order: a prebuilt library in the package (`fuseopt/_lib`, from a wheel), one built earlier in the
+user's cache folder, else it is compiled into the cache. Nothing is compiled at import or unasked, or written into the
+package.
 
 Environment: `FUSEOPT_CACHE_DIR` names the cache folder (default `$XDG_CACHE_HOME/fuseopt`, `~/.cache/fuseopt`);
 `FUSEOPT_NO_BUILD=1` forbids compiling; `CXX` and `CUDA_HOME` choose the compilers.
 """
 
-import contextlib
 import functools
 import os
-import platform
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from fuseopt import toolchain
+from fuseopt import prebuilt, toolchain
 from fuseopt.errors import NativeBuildError
 
 Kind = Literal["cpu", "cuda"]
 KINDS: tuple[Kind, ...] = ("cpu", "cuda")
 
-_PREBUILT_DIR = Path(__file__).parent / "_lib"
 _LOCK_TIMEOUT_SECONDS = 900
 
 _process_lock = threading.Lock()
 _settled: dict[str, "LibraryState"] = {}
+_broken_prebuilt: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -46,6 +43,7 @@ class LibraryState:
         origin: "prebuilt", "cache" or "built" (by this process); None where there is no file.
         path: the file, or where building would put it.
         reason: why it is absent; None otherwise.
+        passed_over: why the prebuilt library in the package was not taken; None where it was, or where there is none.
         seconds: what building and loading took.
     """
 
@@ -54,6 +52,7 @@ class LibraryState:
     origin: Literal["prebuilt", "cache", "built"] | None = None
     path: Path | None = None
     reason: str | None = None
+    passed_over: str | None = None
     seconds: float = 0.0
 
 
@@ -73,6 +72,9 @@ def load(kind: Kind, *, build: bool = True) -> LibraryState:
             return _settled[kind]
         start = time.perf_counter()
         found = _find(kind)
+        if found.origin == "prebuilt" and (broken := _load_file(found)).status == "absent":
+            _broken_prebuilt[kind] = str(broken.reason)
+            found = _find(kind)
         if found.status == "buildable" and build:
             found = _build(found)
         if found.status == "available":
@@ -95,9 +97,15 @@ def _find(kind: Kind) -> LibraryState:
     obstacle = _obstacle(kind)
     if obstacle is not None:
         return LibraryState(kind, "absent", reason=obstacle)
-    prebuilt = _PREBUILT_DIR / f"{kind}.so"
-    if prebuilt.exists() and not (kind == "cpu" and _is_below_x86_64_v3()):
-        return LibraryState(kind, "available", "prebuilt", prebuilt)
+    passed_over = None
+    if prebuilt.path_of(kind).exists():
+        passed_over = _broken_prebuilt.get(kind) or prebuilt.not_usable_reason(kind)
+        if passed_over is None:
+            return LibraryState(kind, "available", "prebuilt", prebuilt.path_of(kind))
+    return replace(_find_built(kind), passed_over=passed_over)
+
+
+def _find_built(kind: Kind) -> LibraryState:
     recipe = _recipe(kind)
     if isinstance(recipe, str):
         return LibraryState(kind, "absent", reason=recipe)
@@ -117,11 +125,6 @@ def _obstacle(kind: Kind) -> str | None:
         if not torch.cuda.is_available():
             return "torch sees no CUDA device"
     return None
-
-
-def _is_below_x86_64_v3() -> bool:
-    # "DEFAULT" is what torch calls an x86-64 processor without AVX2, which shipped libraries are compiled for.
-    return torch.backends.cpu.get_cpu_capability() == "DEFAULT" and platform.machine() == "x86_64"
 
 
 @functools.cache
@@ -148,29 +151,20 @@ def _build(wanted: LibraryState) -> LibraryState:
                 return replace(wanted, status="available", origin="cache")
             for abandoned in path.parent.glob(f"{path.stem}.*/"):
                 shutil.rmtree(abandoned, ignore_errors=True)
-            with _progress(f"compiling the {wanted.kind} library ({len(recipe.sources)} files, once)"):
-                toolchain.build(recipe, path)
+            what = f"compiling the {wanted.kind} library, once"
+            if wanted.passed_over is not None:
+                what += f" (the prebuilt one is passed over: {wanted.passed_over})"
+            with toolchain.progress_line(what, recipe) as progress:
+                toolchain.build(recipe, path, progress)
     except filelock.Timeout:
         reason = f"another process has been building it for {_LOCK_TIMEOUT_SECONDS} s and holds {path}.lock"
-        return LibraryState(wanted.kind, "absent", reason=reason)
+        return replace(wanted, status="absent", path=None, reason=reason)
     except NativeBuildError as error:
-        return LibraryState(wanted.kind, "absent", reason=str(error))
+        return replace(wanted, status="absent", path=None, reason=str(error))
     except OSError as error:
         reason = f"the cache folder cannot be written ({error}); FUSEOPT_CACHE_DIR names another"
-        return LibraryState(wanted.kind, "absent", reason=reason)
+        return replace(wanted, status="absent", path=None, reason=reason)
     return replace(wanted, status="available", origin="built")
-
-
-@contextlib.contextmanager
-def _progress(what: str) -> Iterator[None]:
-    """A line on stderr: what begins, and when it is over."""
-    start = time.perf_counter()
-    print(f"fuseopt: {what} ...", end=" ", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        outcome = "failed" if sys.exc_info()[0] else "done"
-        print(f"{outcome} after {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 def _load_file(found: LibraryState) -> LibraryState:
@@ -178,5 +172,5 @@ def _load_file(found: LibraryState) -> LibraryState:
         torch.ops.load_library(found.path)
     except OSError as error:
         reason = f"{found.path} cannot be loaded ({error}); once it is deleted, it can be built again"
-        return LibraryState(found.kind, "absent", reason=reason)
+        return replace(found, status="absent", origin=None, path=None, reason=reason)
     return replace(found, status="loaded")

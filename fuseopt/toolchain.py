@@ -4,6 +4,7 @@ CPU code is C++ against the LibTorch stable ABI. CUDA code is torch-free `.cu` c
 the stable ABI compiled by the C++ compiler. No header outside the stable ABI is compiled, and no library needs Python.
 """
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -12,9 +13,11 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +26,6 @@ import torch
 from fuseopt.errors import NativeBuildError
 
 CSRC = Path(__file__).parent / "csrc"
-PORTABLE_CUDA_ARCHITECTURES = ("80", "90")
-"""Compute capabilities of a library that is shipped; PTX of the last one serves newer devices."""
-
 _TORCH = Path(torch.__file__).parent
 # The oldest supported release: only what its stable ABI has may be used, whichever release's headers are compiled.
 _TORCH_TARGET_VERSION = "0x020b000000000000"
@@ -44,6 +44,7 @@ class Recipe:
         sources: the files to compile.
         compile_commands: by suffix of a source, the command that compiles it when `-c SOURCE -o OBJECT` follows.
         link_command, link_libraries: the command that links it, when objects and `-o LIBRARY` come between.
+        stub: name of a library that this torch lacks and that the result asks for when it is loaded elsewhere.
         key: a hash of sources, headers, flags, compiler versions and the minor version of torch. Patch releases change
             neither headers nor ABI. A minor release may change inline code of the headers, so a library is not shared
             between two of them although the ABI would allow it. Folders are no part of it.
@@ -54,6 +55,7 @@ class Recipe:
     link_command: tuple[str, ...]
     link_libraries: tuple[str, ...]
     key: str
+    stub: str | None = None
 
 
 def cpu_recipe(*, portable: bool = False) -> Recipe:
@@ -95,13 +97,18 @@ def cuda_recipe(architectures: Sequence[str], *, ptx: bool = False) -> Recipe:
     root = toolkit_root(nvcc)
     cxx_flags = (*_CXX_FLAGS, f"-DTORCH_TARGET_VERSION={_TORCH_TARGET_VERSION}", "-DUSE_CUDA")
     nvcc_flags = (*NVCC_FLAGS, *gencode_flags(architectures, ptx=ptx))
+    if len(architectures) > 1:
+        nvcc_flags += ("--threads=0",)  # one architecture a processor, else the largest file is compiled alone at last
     include = ("-isystem", str(_TORCH / "include"), "-isystem", str(root / "include"))
+    libraries = ("torch_cpu",) if torch_cuda is None else ("torch_cpu", "torch_cuda")
     return Recipe(
         sources=sources,
         compile_commands={".cpp": (*cxx, *cxx_flags, *include), ".cu": (nvcc, *nvcc_flags)},
         link_command=(*cxx, "-shared"),
-        link_libraries=(*_torch_libraries("torch_cpu", "torch_cuda"), str(_cuda_runtime(root))),
+        link_libraries=(*_torch_libraries(*libraries), str(_cuda_runtime(root))),
         key=_key("cuda", *cxx_flags, *nvcc_flags, nvcc_version, _cxx_fingerprint(cxx, cxx_flags)),
+        # A CPU build of torch has no such library to link with; a wheel can be made with it all the same.
+        stub=None if torch_cuda else "libtorch_cuda.so",
     )
 
 
@@ -140,6 +147,12 @@ def nvcc_release(nvcc: str) -> str:
 
 
 @functools.cache
+def known_architectures(nvcc: str) -> frozenset[str]:
+    """The compute capabilities that nvcc compiles for, as "90"."""
+    return frozenset(re.findall(r"sm_(\d+)\b", _output_of([nvcc, "--list-gpu-code"])))
+
+
+@functools.cache
 def toolkit_root(nvcc: str) -> Path:
     """The toolkit's folder, asked from nvcc itself: the one on PATH may be a wrapper that lives elsewhere."""
     match = re.search(r"TOP=(.+)", _output_of([nvcc, "--dryrun", "-x", "cu", os.devnull]))
@@ -148,10 +161,13 @@ def toolkit_root(nvcc: str) -> Path:
     return Path(match[1].strip()).resolve()
 
 
-def build(recipe: Recipe, library: Path) -> None:
+def build(recipe: Recipe, library: Path, progress: Callable[[str], None] = lambda name: None) -> None:
     """Compile and link in a new folder beside `library`, then move the result there in one step.
 
     Uses ninja where it is installed, else calls the compilers itself, as many at a time as there are processors.
+
+    Args:
+        progress: called with the name of each source file when it is compiled.
 
     Raises:
         NativeBuildError: a compiler failed; the message is its own.
@@ -159,22 +175,70 @@ def build(recipe: Recipe, library: Path) -> None:
     """
     with tempfile.TemporaryDirectory(prefix=f"{library.stem}.", dir=library.parent) as name:
         folder = Path(name)
-        compilations = [
-            [*recipe.compile_commands[source.suffix], "-c", str(source), "-o", str(folder / f"{source.name}.o")]
+        compilations = {
+            source.name: [*recipe.compile_commands[source.suffix], "-c", str(source), "-o", f"{folder / source.name}.o"]
             for source in recipe.sources
-        ]
-        objects = [command[-1] for command in compilations]
+        }
+        objects = [command[-1] for command in compilations.values()]
         built = folder / library.name
         link = [*recipe.link_command, *objects, "-o", str(built), *recipe.link_libraries]
+        if recipe.stub is not None:
+            _run(
+                [
+                    *recipe.link_command,
+                    f"-Wl,-soname,{recipe.stub}",
+                    "-o",
+                    str(folder / recipe.stub),
+                    "-x",
+                    "c++",
+                    os.devnull,
+                ]
+            )
+            link += ["-Wl,--no-as-needed", str(folder / recipe.stub)]
         ninja = _ninja()
         if ninja is not None:
             (folder / "build.ninja").write_text(_ninja_file(compilations, objects, link, built))
-            _run([ninja, "-C", str(folder)])
+            for description in _run_ninja([ninja, "-C", str(folder)]):
+                if description in compilations:
+                    progress(description)
         else:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(_run, compilations))
+                pending = {pool.submit(_run, command): source for source, command in compilations.items()}
+                for done in as_completed(pending):
+                    done.result()
+                    progress(pending[done])
             _run(link)
         os.replace(built, library)
+
+
+@contextlib.contextmanager
+def progress_line(what: str, recipe: Recipe) -> Iterator[Callable[[str], None]]:
+    """One line on stderr that grows: what begins, each file that is done and how many there are, and how it ended.
+
+    Yields what `build` takes as `progress`.
+    """
+    start = time.perf_counter()
+    total, done = len(recipe.sources), 0
+
+    def progress(name: str) -> None:
+        nonlocal done
+        done += 1
+        print(f"{done}/{total} {name}", end=" ", file=sys.stderr, flush=True)
+
+    print(f"fuseopt: {what}:", end=" ", file=sys.stderr, flush=True)
+    try:
+        yield progress
+    finally:
+        outcome = "failed" if sys.exc_info()[0] else "done"
+        print(f"{outcome} after {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+def sources_digest(kind: str) -> str:
+    """A hash of the sources and headers of a library: their names and content."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in (CSRC, CSRC / kind) for path in folder.glob("*.*")):
+        digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def _sources(kind: str) -> tuple[Path, ...]:
@@ -185,9 +249,7 @@ def _sources(kind: str) -> tuple[Path, ...]:
 
 
 def _key(kind: str, *facts: str) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(path for folder in (CSRC, CSRC / kind) for path in folder.glob("*.*")):
-        digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
+    digest = hashlib.sha256(sources_digest(kind).encode())
     for fact in (*facts, ".".join(torch.__version__.split(".")[:2])):
         digest.update(f"{fact}\0".encode())
     return digest.hexdigest()[:16]
@@ -240,13 +302,37 @@ def _ninja() -> str | None:
     return str(Path(ninja.BIN_DIR) / "ninja")
 
 
-def _ninja_file(compilations: list[list[str]], objects: list[str], link: list[str], library: Path) -> str:
-    def statement(command: list[str], output: str, inputs: list[str]) -> str:
+def _ninja_file(compilations: dict[str, list[str]], objects: list[str], link: list[str], library: Path) -> str:
+    def statement(description: str, command: list[str], output: str, inputs: list[str]) -> str:
         paths = [re.sub(r"([$ :])", r"$\1", path) for path in (output, *inputs)]
-        return f"build {paths[0]}: run {' '.join(paths[1:])}\n  command = {shlex.join(command).replace('$', '$$')}\n"
+        written = shlex.join(command).replace("$", "$$")
+        return f"build {paths[0]}: run {' '.join(paths[1:])}\n  description = {description}\n  command = {written}\n"
 
-    compile_statements = [statement(command, output, []) for command, output in zip(compilations, objects, strict=True)]
-    return "".join(["rule run\n  command = $command\n", *compile_statements, statement(link, str(library), objects)])
+    rule = "rule run\n  command = $command\n  description = $description\n"
+    compile_statements = [statement(name, command, command[-1], []) for name, command in compilations.items()]
+    return "".join([rule, *compile_statements, statement("link", link, str(library), objects)])
+
+
+def _run_ninja(command: Sequence[str]) -> Iterator[str]:
+    """Runs ninja; yields the description of each statement that is over."""
+    marker = "fuseopt-done:"
+    said = []
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=os.environ | {"NINJA_STATUS": marker},
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(marker):
+                yield line.removeprefix(marker).strip()
+            else:
+                said.append(line)
+    if process.returncode != 0:
+        raise NativeBuildError(f"{shlex.join(command)} failed with exit status {process.returncode}:\n{''.join(said)}")
 
 
 def _run(command: Sequence[str]) -> None:

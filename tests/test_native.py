@@ -1,17 +1,23 @@
 """The loader, on a library of two tiny sources that compiles in a fraction of a second."""
 
+import json
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from fuseopt import native, toolchain
+from fuseopt import make_prebuilt, native, prebuilt, toolchain
+from fuseopt.bench import machine
 
 SOURCES = {
     "dtypes.h": "constexpr int kAnswer = 42;\n",
@@ -30,6 +36,8 @@ def csrc(tmp_path, monkeypatch) -> Path:
         (folder / name).write_text(text)
     monkeypatch.setattr(toolchain, "CSRC", folder)
     monkeypatch.setattr(native, "_settled", {})
+    monkeypatch.setattr(native, "_broken_prebuilt", {})
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "_lib")
     monkeypatch.setenv("FUSEOPT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("FUSEOPT_NO_BUILD", raising=False)
     native._recipe.cache_clear()
@@ -57,7 +65,8 @@ def start_process(csrc: Path, statement: str) -> subprocess.Popen:
     """A fresh Python on the same sources, environment and cache."""
     code = f"""
 from pathlib import Path
-from fuseopt import native, toolchain
+from fuseopt import make_prebuilt, native, prebuilt, toolchain
+from fuseopt.bench import machine
 toolchain.CSRC = Path({str(csrc)!r})
 {statement}
 """
@@ -82,7 +91,8 @@ def test_from_buildable_to_loaded(csrc, capfd):
     assert loaded.path.parent == native.cache_dir()
     assert native.load("cpu") is loaded
     assert native.state("cpu") is loaded
-    assert "compiling the cpu library (2 files, once) ... done" in capfd.readouterr().err
+    line = r"compiling the cpu library, once: 1/2 (answer|other)\.cpp 2/2 (answer|other)\.cpp done after \d+\.\d s\n"
+    assert re.search(line, capfd.readouterr().err)
     assert sorted(path.suffix for path in native.cache_dir().iterdir()) == [".lock", ".so"]
 
 
@@ -101,10 +111,11 @@ def test_import_compiles_nothing_and_is_light(csrc):
     assert not native.cache_dir().exists()
 
 
-def test_without_ninja_the_compilers_are_called_directly(csrc, monkeypatch, logging_compiler):
+def test_without_ninja_the_compilers_are_called_directly(csrc, monkeypatch, logging_compiler, capfd):
     monkeypatch.setattr(toolchain, "_ninja", lambda: None)
     assert native.load("cpu").origin == "built"
     assert compilations(logging_compiler) == 2
+    assert re.search(r": 1/2 \w+\.cpp 2/2 \w+\.cpp done after", capfd.readouterr().err)
 
 
 @pytest.mark.parametrize("with_ninja", [True, False])
@@ -219,18 +230,90 @@ def test_two_processes_build_once(csrc, logging_compiler):
     assert compilations(logging_compiler) == 2
 
 
-def test_a_prebuilt_library_comes_first(csrc, monkeypatch, tmp_path):
-    built = native.load("cpu")
-    (tmp_path / "_lib").mkdir()
-    prebuilt = tmp_path / "_lib" / "cpu.so"
-    prebuilt.write_bytes(built.path.read_bytes())
-    monkeypatch.setattr(native, "_PREBUILT_DIR", tmp_path / "_lib")
-    monkeypatch.setattr(native, "_settled", {})
+@pytest.fixture
+def shipped(csrc, monkeypatch) -> Path:
+    """The CPU library, made as for a wheel; the loader has seen nothing yet."""
+    monkeypatch.setattr(toolchain, "find_nvcc", mock.Mock(side_effect=toolchain.ToolchainError("no nvcc here")))
+    assert make_prebuilt.build(prebuilt.FOLDER) == "no nvcc here"
+    return prebuilt.path_of("cpu")
+
+
+def test_a_prebuilt_library_comes_first(shipped, monkeypatch):
     monkeypatch.setenv("FUSEOPT_NO_BUILD", "1")
     monkeypatch.setenv("PATH", "/nowhere")
-    assert native.state("cpu") == native.LibraryState("cpu", "available", "prebuilt", prebuilt)
+    assert native.state("cpu") == native.LibraryState("cpu", "available", "prebuilt", shipped)
     loaded = native.load("cpu", build=False)
-    assert (loaded.status, loaded.origin, loaded.path) == ("loaded", "prebuilt", prebuilt)
+    assert (loaded.status, loaded.origin, loaded.path) == ("loaded", "prebuilt", shipped)
+
+
+def change_a_source(shipped: Path) -> None:
+    (toolchain.CSRC / "dtypes.h").write_text("constexpr int kAnswer = 43;\n")
+
+
+def truncate(shipped: Path) -> None:
+    shipped.write_bytes(shipped.read_bytes()[:200])
+
+
+def change_contents(**contents: object) -> Callable[[Path], None]:
+    def change(shipped: Path) -> None:
+        description = shipped.with_suffix(".json")
+        description.write_text(json.dumps(json.loads(description.read_text()) | contents))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (change_a_source, "it is stale: the sources have changed"),
+        (truncate, "cpu.so cannot be loaded"),
+        (change_contents(machine="riscv64"), "it is for riscv64"),
+        (change_contents(unheard_of=1), "does not say what it was made for"),
+        (lambda shipped: shipped.with_suffix(".json").unlink(), "does not say what it was made for"),
+    ],
+)
+def test_a_prebuilt_library_that_does_not_fit_is_passed_over(shipped, capfd, monkeypatch, spoil, reason):
+    spoil(shipped)
+    native._recipe.cache_clear()
+    built = native.load("cpu")
+    assert (built.status, built.origin) == ("loaded", "built")
+    assert reason in built.passed_over
+    assert f"(the prebuilt one is passed over: {built.passed_over})" in capfd.readouterr().err
+    assert reason in machine.environment()["native code"]["cpu"]
+
+    monkeypatch.setattr(native, "_settled", {})
+    monkeypatch.setenv("FUSEOPT_CACHE_DIR", str(toolchain.CSRC / "empty"))
+    monkeypatch.setenv("FUSEOPT_NO_BUILD", "1")
+    absent = native.load("cpu")
+    assert absent.status == "absent" and reason in absent.passed_over
+
+
+def test_a_prebuilt_library_needs_the_processor_it_is_compiled_for(shipped, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(prebuilt.platform, "machine", lambda: "x86_64")
+    assert "lacks AVX2" in native.state("cpu").passed_over
+
+
+@pytest.mark.parametrize(
+    ("cuda", "architectures", "reason"),
+    [
+        ("13.1", ["75", "90"], None),
+        ("13.0", ["75", "80"], None),  # by PTX
+        ("13.0", ["90", "100"], None),
+        ("12.8", ["75", "90"], "majors must match"),
+        ("13.0", ["100", "120"], "nothing for device 0, sm_90"),
+    ],
+)
+def test_a_prebuilt_cuda_library_fits_torchs_cuda_and_the_devices(
+    cuda_csrc, gpu_of_sm_90, monkeypatch, cuda, architectures, reason
+):
+    prebuilt.FOLDER.mkdir()
+    prebuilt.path_of("cuda").touch()
+    contents = {"sources": toolchain.sources_digest("cuda"), "machine": platform.machine(), "cuda": cuda}
+    prebuilt.path_of("cuda").with_suffix(".json").write_text(json.dumps({**contents, "architectures": architectures}))
+    state = native.state("cuda")
+    assert (state.origin == "prebuilt") == (reason is None)
+    assert (state.passed_over is None) if reason is None else (reason in state.passed_over)
 
 
 def test_a_file_that_cannot_be_loaded_is_a_reason(csrc):
@@ -319,9 +402,11 @@ def test_cuda_builds_the_same_way(cuda_csrc, monkeypatch, tmp_path, nvcc):
     assert "compute_90,code=sm_90" in flags
     assert "compute_90,code=compute_90" in flags
     assert recipe.key != toolchain.cuda_recipe(["90"]).key
-    # This torch may have no libtorch_cuda to link with, and these sources need none.
-    toolchain.build(replace(recipe, link_libraries=recipe.link_libraries[-1:]), tmp_path / "cuda.so")
-    assert (tmp_path / "cuda.so").stat().st_size > 0
+    # This torch may have no libtorch_cuda to link with: a stub takes its place, which leaves its name in the library.
+    recipe = replace(recipe, link_libraries=recipe.link_libraries[-1:], stub="libtorch_cuda.so")
+    toolchain.build(recipe, tmp_path / "cuda.so")
+    needed = subprocess.run(["readelf", "-d", str(tmp_path / "cuda.so")], capture_output=True, text=True, check=True)
+    assert "[libtorch_cuda.so]" in needed.stdout
 
 
 def test_messages_survive_a_statically_linked_cxx_runtime(tmp_path):

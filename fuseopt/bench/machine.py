@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import fuseopt
-from fuseopt import native
+from fuseopt import native, prebuilt
 
 _CHECKOUT = Path(fuseopt.__file__).resolve().parents[1]
 
@@ -54,12 +54,17 @@ def commit() -> str | None:
 
 
 def environment() -> dict[str, dict[str, str]]:
-    """`versions`, `machine`, and the state of each native library and of the cache they are built into."""
-    native_code = {kind: _describe(native.state(kind)) for kind in ("cpu", "cuda")}
+    """`versions`, `machine`, the state of each native library, where it is built, and what the package ships."""
+    native_code: dict[str, str] = {kind: _describe(native.state(kind)) for kind in native.KINDS}
+    shipped = [f"{kind}: {held}" for kind in native.KINDS if (held := prebuilt.contents(kind)) is not None]
     return {
         "versions": versions(),
         "machine": machine(),
-        "native code": {**native_code, "cache": str(native.cache_dir())},
+        "native code": {
+            **native_code,
+            "cache": str(native.cache_dir()),
+            "prebuilt": "; ".join(shipped) or "none",
+        },
     }
 
 
@@ -71,6 +76,8 @@ def _describe(state: native.LibraryState) -> str:
         words.append(str(state.path))
     if state.reason is not None:
         words.append(f": {state.reason}")
+    if state.passed_over is not None:
+        words.append(f": the prebuilt library is passed over: {state.passed_over}")
     return " ".join(words).replace(" :", ":")
 
 

@@ -2,10 +2,13 @@
 
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fuseopt import toolchain
+
+ARCHITECTURES = ("80", "90")
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class KernelResources:
     spilled_bytes: int
 
 
-def kernel_resources(source: Path, architectures=toolchain.PORTABLE_CUDA_ARCHITECTURES) -> list[KernelResources]:
+def kernel_resources(source: Path, architectures: Sequence[str] = ARCHITECTURES) -> list[KernelResources]:
     """Compile `source` as the CUDA library does, keep nothing, and return what ptxas reports of every kernel.
 
     Raises:
