@@ -22,7 +22,14 @@ def each_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep compiled libraries with pytest's own cache: built once, whatever tests, workers and later runs need them."""
+    """Keep compiled libraries with pytest's own cache: built once, whatever tests, workers and later runs need them.
+
+    A worker beside others computes on one thread, and so do the processes it starts: on 16 cores, 8 workers with 16
+    threads each mostly wait for one another.
+    """
+    if hasattr(config, "workerinput"):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if config.pluginmanager.has_plugin("cacheprovider"):
         os.environ.setdefault("FUSEOPT_CACHE_DIR", str(config.cache.mkdir("native")))
 
