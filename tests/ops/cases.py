@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -140,3 +142,23 @@ class RawCalls(TorchDispatchMode):
 
     def names(self) -> list[str]:
         return [str(func).removeprefix("fuseopt.") for func, _ in self.calls]
+
+
+class Graphs:
+    """A torch.compile backend that runs AOT Autograd's graphs as they are and keeps the raw ops they call."""
+
+    def __init__(self) -> None:
+        self.forward: list[str] = []
+        self.backward: list[str] = []
+        self.compiled = aot_autograd(
+            fw_compiler=self._recorder(self.forward), bw_compiler=self._recorder(self.backward)
+        )
+
+    def _recorder(self, names: list[str]) -> Callable:
+        def compiler(graph: torch.fx.GraphModule, example_inputs: Any) -> Callable:
+            for node in graph.graph.nodes:
+                if getattr(node.target, "namespace", None) == "fuseopt":
+                    names.append(str(node.target).removeprefix("fuseopt."))
+            return make_boxed_func(graph.forward)
+
+        return compiler

@@ -25,11 +25,13 @@ def on_cuda(tensor: Tensor) -> Tensor:
 
 
 def results(case: Case, sample: SampleInput) -> list[Tensor]:
+    """On the CPU: the output, and the gradients of one and the same gradient of it."""
     output = case(*sample.args, **sample.kwargs)
     if not output.requires_grad:
         return [output.cpu()]
     inputs = [tensor for tensor in tensors(sample) if tensor.requires_grad]
-    output.backward(on_cuda(torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)))
+    grad_output = torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype)
+    output.backward(on_cuda(grad_output) if output.is_cuda else grad_output)
     return [output.detach().cpu(), *(tensor.grad.cpu() for tensor in inputs)]
 
 

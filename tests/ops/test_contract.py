@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +23,7 @@ from fuseopt.ops.registry import SampleInput
 from tests.ops.cases import (
     DTYPES,
     Case,
+    Graphs,
     RawCalls,
     cases,
     error,
@@ -182,26 +181,6 @@ def test_opcheck(case: Case) -> None:
                 output.sum().backward()
     for op, args in raw.calls:
         torch.library.opcheck(op, tree_map_only(Tensor, Tensor.detach, args))
-
-
-class Graphs:
-    """A torch.compile backend that runs AOT Autograd's graphs as they are and keeps the raw ops they call."""
-
-    def __init__(self) -> None:
-        self.forward: list[str] = []
-        self.backward: list[str] = []
-        self.compiled = aot_autograd(
-            fw_compiler=self._recorder(self.forward), bw_compiler=self._recorder(self.backward)
-        )
-
-    def _recorder(self, names: list[str]) -> Callable:
-        def compiler(graph: torch.fx.GraphModule, example_inputs: Any) -> Callable:
-            for node in graph.graph.nodes:
-                if getattr(node.target, "namespace", None) == "fuseopt":
-                    names.append(str(node.target).removeprefix("fuseopt."))
-            return make_boxed_func(graph.forward)
-
-        return compiler
 
 
 def test_compiles_into_one_graph(case: Case) -> None:

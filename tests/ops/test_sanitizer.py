@@ -26,7 +26,7 @@ def sanitizer() -> str:
 
 def reports(sanitizer: str, tool: str, *command: str, kernels: str, **environment: str) -> tuple[int, str]:
     """How many errors and hazards `tool` reports of the kernels whose name contains `kernels`, and all it prints."""
-    options = ["--tool", tool, "--kernel-regex", f"kns={kernels}", "--print-limit", "20"]
+    options = ["--tool", tool, "--kernel-name", f"kns={kernels}", "--print-limit", "20"]
     if tool == "memcheck":
         options += ["--report-api-errors", "no"]  # torch asks CUDA questions that it expects to be refused
     process = subprocess.run(

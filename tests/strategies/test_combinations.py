@@ -1,0 +1,221 @@
+"""Fused modules with all else that a model is run with: torch.compile, autocast, checkpointing, DDP, CUDA graphs."""
+
+import copy
+import gc
+from collections import Counter
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fuseopt
+from fuseopt.config import CUSTOM_KERNELS
+from tests import tiny
+from tests.ops.cases import Graphs, RawCalls
+
+KERNELS = {"custom_cuda_kernels": list(CUSTOM_KERNELS)}
+BLOCKS = {
+    "kernels": KERNELS | {"jit": False},
+    "kernels-jit": KERNELS | {"jit": True},
+    "kernels-memory": KERNELS | {"memory_efficient_fusion": True},
+    "kernels-jit-memory": KERNELS | {"jit": True, "memory_efficient_fusion": True},
+}
+pytestmark = [
+    # A block asks for every kernel, and no model has a place for all of them.
+    pytest.mark.filterwarnings("ignore:fuseopt. .* lands nowhere:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
+]
+
+WITHOUT_DROPOUT = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "t5": {"dropout_rate": 0.0},
+    "t5_gated": {"dropout_rate": 0.0},
+}
+families = pytest.mark.parametrize("family", WITHOUT_DROPOUT)
+on_each_device = pytest.mark.usefixtures("each_device")
+
+
+def stock_model(family: str, attention: str = "eager") -> nn.Module:
+    return tiny.FAMILIES[family](attn_implementation=attention, **WITHOUT_DROPOUT[family])
+
+
+def fused_copy(model: nn.Module, block: str) -> nn.Module:
+    return fuseopt.initialize(copy.deepcopy(model), {"kernel_fusion": BLOCKS[block]})
+
+
+def batch_of(model: nn.Module, seed: int = 1) -> dict[str, torch.Tensor]:
+    batch = tiny.inputs(model, seed=seed)
+    return batch | {"labels": batch.get("decoder_input_ids", batch["input_ids"])}
+
+
+def training_step(model: nn.Module, seed: int = 1) -> dict[str, torch.Tensor]:
+    """The gradients of one step."""
+    model.train().zero_grad()
+    model(**batch_of(model, seed)).loss.backward()
+    return gradients_of(model)
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for name, gradient in expected.items():
+        error = (actual[name] - gradient).abs().max().item()
+        assert error <= 1e-4 * gradient.abs().max().item() + 1e-6 * max(largest, 1.0), f"{name}: {error}"
+
+
+def difference(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    return sum((actual[name].double() - exact[name]).square().sum().item() for name in exact) ** 0.5
+
+
+@on_each_device
+@pytest.mark.parametrize(
+    ("family", "block"),
+    [("gpt2", "kernels"), ("t5", "kernels-jit"), ("t5_gated", "kernels-jit")],
+)
+def test_one_graph_holds_every_op_under_torch_compile(family, block):
+    torch._dynamo.reset()
+    graphs = Graphs()
+    stock = stock_model(family).train()
+    fused = fused_copy(stock, block)
+    compiled_copy = copy.deepcopy(fused)
+    compiled = torch.compile(compiled_copy, fullgraph=True, backend=graphs.compiled)
+    # GPT-2's own loss logs a warning, which no graph can hold.
+    batch = tiny.inputs(stock)
+    with RawCalls() as raw:
+        fused(**batch, use_cache=False).logits.square().mean().backward()
+    for model in (stock, compiled):
+        model(**batch, use_cache=False).logits.square().mean().backward()
+    assert_same(gradients_of(compiled_copy), gradients_of(stock))
+    assert Counter(graphs.forward + graphs.backward) == Counter(raw.names())
+    assert any("_fwd" in name for name in graphs.forward) and any("_bwd" in name for name in graphs.backward)
+
+
+@on_each_device
+@families
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_training_under_autocast_is_no_worse_than_stock(family, dtype):
+    stock = stock_model(family)
+    fused = fused_copy(stock, "kernels-jit")
+    exact = training_step(copy.deepcopy(stock).double())
+    with torch.autocast(stock.device.type, dtype), RawCalls() as raw:
+        errors = [difference(training_step(model), exact) for model in (fused, stock)]
+    assert any("_bwd" in name for name in raw.names())
+    size = sum(gradient.square().sum().item() for gradient in exact.values()) ** 0.5
+    assert errors[0] <= 1.25 * errors[1] + torch.finfo(dtype).eps * size
+
+
+@on_each_device
+@families
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_recomputes_the_fused_ops(family, reentrant):
+    stock = stock_model(family)
+    expected = training_step(stock)
+    model = fused_copy(stock, "kernels-jit")
+
+    def counted() -> Counter[str]:
+        with RawCalls() as raw:
+            assert_same(training_step(model), expected)
+        return Counter(raw.names())
+
+    without = counted()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    recomputed = counted() - without
+    assert recomputed and all("_fwd" in name for name in recomputed)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5_gated"])
+def test_every_mechanism_at_once(family, monkeypatch):
+    torch._dynamo.reset()
+    graphs = Graphs()
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: graphs.compiled)
+    stock = stock_model(family)
+    expected = training_step(stock)
+    model = fused_copy(stock, "kernels-jit-memory")
+    assert_same(training_step(model), expected)
+    assert any("_fwd" in name for name in graphs.forward) and any("_bwd" in name for name in graphs.backward)
+    rows = fuseopt.report(model).replaced
+    assert {"kernels", "memory_efficient"} <= {row.strategy for row in rows}
+    with RawCalls() as raw:
+        torch.testing.assert_close(tiny.logits(model.eval()), tiny.logits(stock.eval()), rtol=1e-5, atol=1e-5)
+    assert raw.calls
+
+
+DISTRIBUTED = [("gpt2", "kernels-jit"), ("t5", "kernels-jit"), ("gpt2", "kernels-memory")]
+
+
+def _train_in_process(rank: int, folder: str) -> None:
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", rendezvous, timedelta(minutes=1), rank=rank, world_size=2)
+    for family, block in DISTRIBUTED:
+        torch.save(_distributed_step(family, block, rank), f"{folder}/{family}-{block}-{rank}.pt")
+    # Whatever holds on to the group has to be gone by now: freed later it may wait for the other process forever.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def _distributed_step(family: str, block: str, rank: int) -> tuple[dict[str, torch.Tensor], list[str]]:
+    graphs = Graphs()
+    model = fused_copy(stock_model(family), block)
+    replicated = DistributedDataParallel(model).train()
+    with mock.patch.object(torch._dynamo, "lookup_backend", lambda name: graphs.compiled):
+        replicated(**batch_of(model, seed=rank)).loss.backward()
+    return gradients_of(model), graphs.forward
+
+
+def test_two_processes_of_ddp_average_what_stock_computes(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.multiprocessing.spawn(_train_in_process, (str(tmp_path),), nprocs=2)
+    for family, block in DISTRIBUTED:
+        stock = stock_model(family)
+        first, second = (training_step(stock, seed) for seed in (0, 1))
+        average = {name: (first[name] + second[name]) / 2 for name in first}
+        assert difference(first, average) > 1e-3
+        for rank in (0, 1):
+            gradients, compiled_ops = torch.load(tmp_path / f"{family}-{block}-{rank}.pt")
+            assert_same(gradients, average)
+            assert bool(compiled_ops) == ("memory" in block)
+
+
+def with_prepared_masks(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With eager attention's masks: transformers makes them by a copy from the CPU, which no graph takes."""
+    ids = batch.get("decoder_input_ids", batch["input_ids"])
+    length = ids.shape[1]
+    causal = torch.full((length, length), torch.finfo(torch.float32).min, device=ids.device).triu(1)
+    causal = causal.expand(ids.shape[0], 1, length, length)
+    if "decoder_input_ids" not in batch:
+        return batch | {"attention_mask": causal}
+    everything = torch.zeros(ids.shape[0], 1, 1, batch["input_ids"].shape[1], device=ids.device)
+    return batch | {"attention_mask": everything, "decoder_attention_mask": causal}
+
+
+@pytest.mark.gpu
+@families
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_forward_captured_in_a_cuda_graph(family, attention):
+    model = stock_model(family, attention).cuda()
+    fuseopt.initialize(model, {"kernel_fusion": BLOCKS["kernels-jit"]})
+    ids = tiny.inputs(model)
+    batch = {**(with_prepared_masks(ids) if attention == "eager" else ids), "use_cache": False}
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), RawCalls() as raw:
+            before = [model(**batch).logits for _ in range(3)][-1]
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = model(**batch).logits
+        for tokens in ids.values():
+            tokens.copy_(tokens.flip(0) + 1)
+        graph.replay()
+        after = model(**batch).logits
+    assert raw.calls and not torch.equal(after, before)
+    torch.testing.assert_close(captured, after)
