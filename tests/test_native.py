@@ -409,12 +409,18 @@ def test_cuda_builds_the_same_way(cuda_csrc, monkeypatch, tmp_path, nvcc):
     assert "[libtorch_cuda.so]" in needed.stdout
 
 
-def test_messages_survive_a_statically_linked_cxx_runtime(tmp_path):
-    """Such a library crashed when it composed a message with a number in it through a stream."""
+def test_initialize_builds_and_says_so_and_nothing_else_does(tmp_path):
+    """With the real sources, and a statically linked C++ runtime: such a library crashed when it composed a message
+    with a number in it through a stream."""
     code = (
-        "import torch\n"
+        "import sys, torch, fuseopt\n"
         "from fuseopt import native, ops\n"
-        "assert native.load('cpu').status == 'loaded', native.load('cpu').reason\n"
+        "model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.GELU())\n"
+        "config = {'kernel_fusion': {'custom_cuda_kernels': ['FusedLayerNorm', 'FusedGELU'], 'jit': False}}\n"
+        "fuseopt.plan(model, config), ops.gelu(model(torch.ones(2, 8)))\n"
+        "print(native.state('cpu').status, file=sys.stderr)\n"
+        "fuseopt.initialize(model, config, strict=True)\n"
+        "print(native.state('cpu').status, file=sys.stderr)\n"
         "try:\n"
         "    torch.ops.fuseopt.no_repeat_ngram(torch.ones(1, 4, dtype=torch.long), torch.randn(1, 9), -3)\n"
         "except RuntimeError as error:\n"
@@ -423,4 +429,7 @@ def test_messages_survive_a_statically_linked_cxx_runtime(tmp_path):
     environment = os.environ | {"CXX": "g++ -static-libstdc++", "FUSEOPT_CACHE_DIR": str(tmp_path)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
+    before, progress, after = result.stderr.splitlines()
+    assert (before, after) == ("buildable", "loaded")
+    assert re.match(r"fuseopt: compiling the cpu library, once: 1/\d+ \w+\.cpp ", progress), progress
     assert "ngram_size must be positive, got -3" in result.stdout
