@@ -243,10 +243,11 @@ def sources_digest(kind: str) -> str:
 
 
 def _sources(kind: str) -> tuple[Path, ...]:
-    sources = tuple(sorted(path for path in (CSRC / kind).glob("*") if path.suffix in (".cpp", ".cu")))
+    sources = [path for path in (CSRC / kind).glob("*") if path.suffix in (".cpp", ".cu")]
     if not sources:
         raise ToolchainError(f"there are no sources in {CSRC / kind}")
-    return sources
+    # The largest first: begun last, it would be compiled alone at the end.
+    return tuple(sorted(sources, key=lambda path: (-path.stat().st_size, path.name)))
 
 
 def _key(kind: str, *facts: str) -> str:
