@@ -26,22 +26,26 @@ using torch::stable::Tensor;
 // Makes the tensor's device current for as long as it lives, and knows the current stream there.
 class Launch {
  public:
-  Launch(const char* op, const Tensor& tensor) : op_(op), guard_(tensor.get_device_index()) {
+  Launch(const char* op, const Tensor& tensor) : op_(op) {
+    const int32_t device = tensor.get_device_index();
+    int current = 0;
+    check(cudaGetDevice(&current));
+    if (current != device) guard_.emplace(device);
     void* stream = nullptr;
-    FUSEOPT_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == TORCH_SUCCESS,
-                  "fuseopt::", op, ": no current CUDA stream");
+    FUSEOPT_CHECK(aoti_torch_get_current_cuda_stream(device, &stream) == TORCH_SUCCESS, "fuseopt::", op,
+                  ": no current CUDA stream");
     stream_ = static_cast<cudaStream_t>(stream);
   }
 
   cudaStream_t stream() const { return stream_; }
 
   void check(cudaError_t error) const {
-    FUSEOPT_CHECK(error == cudaSuccess, "fuseopt::", op_, ": CUDA launch failed: ", cudaGetErrorString(error));
+    FUSEOPT_CHECK(error == cudaSuccess, "fuseopt::", op_, ": CUDA failed: ", cudaGetErrorString(error));
   }
 
  private:
   const char* op_;
-  torch::stable::accelerator::DeviceGuard guard_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // costs more than a look at the current device
   cudaStream_t stream_ = nullptr;
 };
 

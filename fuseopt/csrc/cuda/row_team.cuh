@@ -1,6 +1,9 @@
-// A row in the registers of a team of threads: a warp for narrow rows, a block for wide ones. Reductions over the team
-// give every thread the result, in a fixed order of operations, so results repeat to the bit.
+// A row in the hands of a team of threads: a warp for narrow rows, a block for wide ones, a cluster of blocks (sm_90 and
+// later) for those that are too wide for one. Reductions over the team give every thread the result, in a fixed order of
+// operations, so results repeat to the bit.
 #pragma once
+
+#include <cooperative_groups.h>
 
 #include <cstdint>
 
@@ -42,7 +45,7 @@ __device__ inline Acc warp_reduce(Acc value) {
   return value;
 }
 
-enum class Team { kWarp, kBlock };
+enum class Team { kWarp, kBlock, kCluster };
 
 constexpr int kWarpTeamBlock = 128;  // threads a block where each warp has a row
 constexpr int kMaxBlockTeam = 512;   // threads a row at most where a block has it: leaves 128 registers a thread
@@ -96,6 +99,11 @@ class RowTeam {
       size = kWarpSize;
       index = static_cast<int64_t>(blockIdx.x) * teams_per_block + threadIdx.x / kWarpSize;
       count = static_cast<int64_t>(gridDim.x) * teams_per_block;
+    } else if constexpr (kTeam == Team::kCluster) {
+      lane = cluster_rank() * blockDim.x + threadIdx.x;
+      size = cluster_blocks() * blockDim.x;
+      index = blockIdx.x / cluster_blocks();
+      count = gridDim.x / cluster_blocks();
     } else {
       lane = threadIdx.x;
       size = blockDim.x;
@@ -117,7 +125,7 @@ class RowTeam {
     static_assert(kValues <= kMaxValues, "too many values");
 #pragma unroll
     for (int i = 0; i < kValues; ++i) values[i] = warp_reduce<Op>(values[i]);
-    if constexpr (kTeam == Team::kBlock) {
+    if constexpr (kTeam != Team::kWarp) {
       // Two buffers in turn: a warp can be at most one reduction ahead of another, so one barrier each is enough.
       __shared__ Acc warp_results[2][kMaxValues][kMaxWarps];
       const int warps = blockDim.x / kWarpSize;
@@ -132,11 +140,57 @@ class RowTeam {
         values[i] =
             warp_reduce<Op>(warp_lane < warps ? warp_results[buffer_][i][warp_lane] : Op::template identity<Acc>());
       }
+      if constexpr (kTeam == Team::kCluster) reduce_blocks<Op>(values);
       buffer_ ^= 1;
     }
   }
 
+  // To be called by every thread of a cluster before it leaves the kernel: others may still be reading from its block.
+  __device__ static void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+    cooperative_groups::this_cluster().sync();
+#endif
+  }
+
  private:
+  // From the block's result to the cluster's; the two buffers serve here as they do within a block.
+  template <typename Op, int kValues>
+  __device__ void reduce_blocks(Acc (&values)[kValues]) {
+#if __CUDA_ARCH__ >= 900
+    __shared__ Acc block_results[2][kMaxValues];
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      if (threadIdx.x == 0) block_results[buffer_][i] = values[i];
+    }
+    cluster_sync();
+    const int warp_lane = threadIdx.x % kWarpSize;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      Acc value = Op::template identity<Acc>();
+      if (warp_lane < cluster_blocks()) {
+        value = *cooperative_groups::this_cluster().map_shared_rank(&block_results[buffer_][i], warp_lane);
+      }
+      values[i] = warp_reduce<Op>(value);
+    }
+#endif
+  }
+
+  __device__ static int cluster_rank() {
+#if __CUDA_ARCH__ >= 900
+    return cooperative_groups::this_cluster().block_rank();
+#else
+    return 0;
+#endif
+  }
+
+  __device__ static int cluster_blocks() {
+#if __CUDA_ARCH__ >= 900
+    return cooperative_groups::this_cluster().num_blocks();
+#else
+    return 1;
+#endif
+  }
+
   static constexpr int kMaxValues = 2;
   int buffer_ = 0;
 };

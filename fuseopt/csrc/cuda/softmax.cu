@@ -15,6 +15,8 @@ namespace {
 constexpr int kBlockElements = 32;  // of a row in the registers of a thread, where a block has the row
 constexpr int kMaxWideThreads = 1024;
 constexpr int kWideLoads = 4;  // 16-byte loads in flight a thread
+constexpr int kMaxClusterBlocks = 8;
+constexpr int kWideStaticShared = 2048;  // at least what the kernels for wide rows declare
 constexpr int kAnyThreads = 256;
 
 // Where a row of a contiguous matrix lies: in whole vectors of the matrix, and up to kWidth - 1 elements before and
@@ -40,13 +42,20 @@ struct RowSpan {
   __device__ int64_t column(int v) const { return (first + v) * kWidth - begin; }
 };
 
-__device__ int64_t mask_row_offset(const SoftmaxMask& mask, int64_t row) {
+// `Index` is as narrow as the number of rows allows: a 64-bit division takes three times as long.
+template <typename Index>
+__device__ int64_t mask_row_offset_as(const SoftmaxMask& mask, Index row) {
   int64_t offset = 0;
   for (int dim = mask.dims - 1; dim >= 0; --dim) {
-    offset += row % mask.sizes[dim] * mask.strides[dim];
-    row /= mask.sizes[dim];
+    const Index size = static_cast<Index>(mask.sizes[dim]);
+    offset += static_cast<int64_t>(row % size) * mask.strides[dim];
+    row /= size;
   }
   return offset;
+}
+
+__device__ int64_t mask_row_offset(const SoftmaxMask& mask, int64_t row) {
+  return row <= UINT32_MAX ? mask_row_offset_as(mask, static_cast<uint32_t>(row)) : mask_row_offset_as(mask, row);
 }
 
 // The additive mask of one row, of elements M; void where there is none.
@@ -93,6 +102,36 @@ __device__ float edge_logit(const T* input, const RowSpan<kWidth>& span, float s
   return logit[0];
 }
 
+// The logits of a thread's part of a row. In 16 bits and without a mask they are made anew from the input every time:
+// half the registers, so that more rows are on their way, for a multiplication each.
+template <typename T, typename M, int kVectors>
+struct RowLogits {
+  static constexpr int kWidth = kVectorWidth<T>;
+  static constexpr bool kRemade = sizeof(T) == 2 && std::is_void_v<M>;
+  Vector<T> x[kVectors];
+  float values[kRemade ? 1 : kVectors][kWidth];
+  float scale;
+
+  template <typename RowTeam>
+  __device__ RowLogits(const T* input, const RowSpan<kWidth>& span, const RowTeam& team, float scale) : scale(scale) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (v < span.vectors) x[k] = load_vector(input, span.first + v);
+    }
+  }
+
+  // To be called once before `at`, and late: it waits for the input.
+  __device__ void make(int k, const RowMask<M>& mask, int64_t column) {
+    if constexpr (!kRemade) logits_of(values[k], x[k], scale, mask, column);
+  }
+
+  __device__ float at(int k, int j) const {
+    if constexpr (kRemade) return x[k][j] * scale;
+    else return values[k][j];
+  }
+};
+
 template <typename T, typename M, typename Shape>
 __global__ void __launch_bounds__(Shape::kMaxThreads)
     softmax_fwd_kernel(const T* __restrict__ input, SoftmaxMask mask, TypedPointer output, int64_t rows, int columns,
@@ -100,43 +139,37 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   constexpr int kWidth = kVectorWidth<T>;
   constexpr int kVectors = Shape::kElements / kWidth;
   constexpr bool kPrecise = sizeof(T) == 4;
+  using Logits = RowLogits<T, M, kVectors>;
   RowTeam<Shape::kTeam> team;
 
   for (int64_t row = team.index; row < rows; row += team.count) {
     const RowSpan<kWidth> span(row, columns, team.lane);
     const RowMask<M> row_mask(mask, row);
+    Logits logits(input, span, team, scale);
 
-    Vector<T> x[kVectors];
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int v = team.lane + k * team.size;
-      if (v < span.vectors) x[k] = load_vector(input, span.first + v);
-    }
     float edge = edge_logit(input, span, scale, row_mask);
     float max = edge;
-    float values[kVectors][kWidth];
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const int v = team.lane + k * team.size;
-      if (v < span.vectors) {
-        logits_of(values[k], x[k], scale, row_mask, span.column(v));
-      } else {
+      if (v >= span.vectors) continue;
+      logits.make(k, row_mask, span.column(v));
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) values[k][j] = -INFINITY;
-      }
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) max = fmaxf(max, values[k][j]);
+      for (int j = 0; j < kWidth; ++j) max = fmaxf(max, logits.at(k, j));
     }
     max = team.template reduce<Max>(max);
 
+    const auto exponential = [&](int k, int j) { return exp_as<kPrecise>(logits.at(k, j) - max); };
     edge = exp_as<kPrecise>(edge - max);
     float sum = edge;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
+      if (team.lane + k * team.size >= span.vectors) continue;
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        values[k][j] = exp_as<kPrecise>(values[k][j] - max);
-        sum += values[k][j];
+        const float value = exponential(k, j);
+        if constexpr (!Logits::kRemade) logits.values[k][j] = value;
+        sum += value;
       }
     }
     sum = team.template reduce<Sum>(sum);
@@ -145,10 +178,15 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
     if (span.edge != span.kNone) store_as(output, span.edge, divide<kPrecise>(edge, sum, inverse_sum));
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[k][j] = divide<kPrecise>(values[k][j], sum, inverse_sum);
       const int v = team.lane + k * team.size;
-      if (v < span.vectors) store_floats(output, span.first + v, values[k]);
+      if (v >= span.vectors) continue;
+      float result[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const float value = Logits::kRemade ? exponential(k, j) : logits.at(k, j);
+        result[j] = divide<kPrecise>(value, sum, inverse_sum);
+      }
+      store_floats(output, span.first + v, result);
     }
   }
 }
@@ -235,38 +273,51 @@ __device__ void visit_row(const RowSpan<kWidth>& span, const RowTeam& team, Load
   }
 }
 
-// A thread's vectors lane, lane + size ... of a row on their way from `data` to `stage`, in shared memory: all of them
-// at once and past the registers, from sm_80. A thread reads back only what it has sent for itself, so that waiting for
-// its own copies is enough.
-template <typename T, int kWidth, typename RowTeam>
-__device__ void stage_row(Vector<T>* stage, const T* data, const RowSpan<kWidth>& span, const RowTeam& team) {
-  for (int v = team.lane; v < span.vectors; v += team.size) {
-    __pipeline_memcpy_async(stage + v, reinterpret_cast<const Vector<T>*>(data) + span.first + v, sizeof(Vector<T>));
-  }
-  __pipeline_commit();
-}
+// A thread's vectors lane, lane + size ... of a row on their way from `data` to its block's shared memory: all of them at
+// once and past the registers, from sm_80. A thread reads back only what it has sent for itself, so that waiting for its
+// own copies is enough.
+template <typename T, Team kTeam>
+struct RowStage {
+  Vector<T>* slots;
 
-// A block a row. Without shared memory for a row (`staged` is false) the row is read twice.
-template <typename T, typename M>
+  __device__ Vector<T>& slot(int v, const RowTeam<kTeam>& team) const {
+    if constexpr (kTeam == Team::kCluster) return slots[v / team.size * blockDim.x + threadIdx.x];
+    else return slots[v];
+  }
+
+  template <int kWidth>
+  __device__ void fill(const T* data, const RowSpan<kWidth>& span, const RowTeam<kTeam>& team) const {
+    for (int v = team.lane; v < span.vectors; v += team.size) {
+      const auto source = reinterpret_cast<const Vector<T>*>(data) + span.first + v;
+      __pipeline_memcpy_async(&slot(v, team), source, sizeof(Vector<T>));
+    }
+    __pipeline_commit();
+  }
+};
+
+// A team a row. Without shared memory for a row (`slots` is 0, else how many vectors a block holds of it) the row is read
+// twice.
+template <typename T, typename M, Team kTeam>
 __global__ void __launch_bounds__(kMaxWideThreads)
     softmax_fwd_wide_kernel(const T* __restrict__ input, SoftmaxMask mask, TypedPointer output, int64_t rows,
-                            int columns, float scale, bool staged) {
+                            int columns, float scale, int slots) {
   constexpr int kWidth = kVectorWidth<T>;
   constexpr bool kPrecise = sizeof(T) == 4;
   extern __shared__ __align__(kAccessBytes) char shared[];
-  Vector<T>* const stage = reinterpret_cast<Vector<T>*>(shared);
-  RowTeam<Team::kBlock> team;
+  const RowStage<T, kTeam> stage{reinterpret_cast<Vector<T>*>(shared)};
+  const bool staged = slots > 0;
+  RowTeam<kTeam> team;
 
   for (int64_t row = team.index; row < rows; row += team.count) {
     const RowSpan<kWidth> span(row, columns, team.lane);
     const RowMask<M> row_mask(mask, row);
-    if (staged) stage_row(stage, input, span, team);
+    if (staged) stage.fill(input, span, team);
 
     OnlineSum<kPrecise> online;
     const float edge = edge_logit(input, span, scale, row_mask);
     online.add({edge});
     if (staged) __pipeline_wait_prior(0);
-    const auto load = [&](int v) { return staged ? stage[v] : load_vector(input, span.first + v); };
+    const auto load = [&](int v) { return staged ? stage.slot(v, team) : load_vector(input, span.first + v); };
     visit_row<kWideLoads>(span, team, load, [&](int v, const Vector<T>& x) {
       float logits[kWidth];
       logits_of(logits, x, scale, row_mask, span.column(v));
@@ -290,33 +341,35 @@ __global__ void __launch_bounds__(kMaxWideThreads)
       store_floats(output, span.first + v, values);
     });
   }
+  if constexpr (kTeam == Team::kCluster) team.cluster_sync();
 }
 
-template <typename T>
+template <typename T, Team kTeam>
 __global__ void __launch_bounds__(kMaxWideThreads)
     softmax_bwd_wide_kernel(const T* __restrict__ grad_output, const T* __restrict__ output, TypedPointer grad_input,
-                            int64_t rows, int columns, float scale, bool staged) {
+                            int64_t rows, int columns, float scale, int slots) {
   constexpr int kWidth = kVectorWidth<T>;
   struct Pair {
     Vector<T> y, g;
   };
   extern __shared__ __align__(kAccessBytes) char shared[];
-  RowTeam<Team::kBlock> team;
+  const RowStage<T, kTeam> stage_y{reinterpret_cast<Vector<T>*>(shared)};
+  const RowStage<T, kTeam> stage_g{stage_y.slots + slots};
+  const bool staged = slots > 0;
+  RowTeam<kTeam> team;
 
   for (int64_t row = team.index; row < rows; row += team.count) {
     const RowSpan<kWidth> span(row, columns, team.lane);
-    Vector<T>* const stage_y = reinterpret_cast<Vector<T>*>(shared);
-    Vector<T>* const stage_g = stage_y + columns / kWidth;
     if (staged) {
-      stage_row(stage_y, output, span, team);
-      stage_row(stage_g, grad_output, span, team);
+      stage_y.fill(output, span, team);
+      stage_g.fill(grad_output, span, team);
     }
     const bool has_edge = span.edge != span.kNone;
     const float edge_y = has_edge ? to_float(output[span.edge]) : 0.0f;
     const float edge_g = has_edge ? to_float(grad_output[span.edge]) : 0.0f;
     if (staged) __pipeline_wait_prior(0);
     const auto load = [&](int v) {
-      if (staged) return Pair{stage_y[v], stage_g[v]};
+      if (staged) return Pair{stage_y.slot(v, team), stage_g.slot(v, team)};
       return Pair{load_vector(output, span.first + v), load_vector(grad_output, span.first + v)};
     };
 
@@ -335,6 +388,7 @@ __global__ void __launch_bounds__(kMaxWideThreads)
       store_floats(grad_input, span.first + v, values);
     });
   }
+  if constexpr (kTeam == Team::kCluster) team.cluster_sync();
 }
 
 // An element at a time, a block a row: float64 and unaligned tensors.
@@ -378,20 +432,53 @@ __global__ void __launch_bounds__(kAnyThreads)
 
 unsigned block_per_row(int64_t rows) { return static_cast<unsigned>(std::min<int64_t>(rows, INT32_MAX)); }
 
-// Launches a kernel that stages `row_bytes` of each row in shared memory, if the device has as much: its last argument
-// says so. The kernel asks for it every time, which is nothing beside rows of this length.
-template <typename Kernel, typename... Arguments>
-void launch_wide(Kernel kernel, int64_t rows, int64_t row_bytes, cudaStream_t stream, Arguments... arguments) {
-  cudaFuncAttributes attributes;
-  cudaFuncGetAttributes(&attributes, kernel);
-  int most_shared = 0;
-  cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, current_device());
-  const int64_t shared_bytes = row_bytes + static_cast<int64_t>(attributes.sharedSizeBytes);
-  const bool staged = shared_bytes <= most_shared;
-  if (staged) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(row_bytes));
-  // Two smaller blocks to a multiprocessor, where that has the memory for two rows: one loads while the other stores.
-  const int threads = staged && 2 * shared_bytes > most_shared ? kMaxWideThreads : kMaxWideThreads / 2;
-  kernel<<<block_per_row(rows), threads, staged ? row_bytes : 0, stream>>>(arguments..., staged);
+// How a kernel for wide rows is launched.
+struct WideShape {
+  int blocks;   // a row
+  int threads;  // a block
+  int slots;    // vectors of a row that a block holds in shared memory, of each tensor; 0: none are
+};
+
+// As few blocks a row as hold it in shared memory, and more where there are too few rows to keep the device busy. A row
+// too wide for a cluster is not held: its second read comes from the L2 cache.
+WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors) {
+  const int device = current_device();
+  int most_shared = 0, clusters = 0;
+  cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, device);
+  const int64_t room = most_shared - kWideStaticShared;
+  const int64_t vectors = columns / vector_width;
+  for (int blocks = 1; blocks <= (clusters ? kMaxClusterBlocks : 1); blocks *= 2) {
+    // Two smaller blocks to a multiprocessor, where that has the memory for two: one loads while the other stores.
+    for (const int threads : {kMaxWideThreads / 2, kMaxWideThreads}) {
+      const int64_t slots = blocks == 1 ? vectors : ceil_div(vectors, blocks * threads) * threads;
+      const int64_t bytes = slots * tensors * kAccessBytes;
+      const bool fits = bytes <= (threads == kMaxWideThreads ? room : most_shared / 2 - kWideStaticShared);
+      const bool idle = clusters && blocks < kMaxClusterBlocks && rows * blocks < multiprocessor_count();
+      if (fits && !idle) return {blocks, threads, static_cast<int>(slots)};
+    }
+  }
+  return {clusters ? kMaxClusterBlocks : 1, kMaxWideThreads / 2, 0};
+}
+
+// Launches the block or the cluster form of a kernel for wide rows, whose last argument is the number of slots.
+template <typename... Arguments>
+void launch_wide(void (*block_kernel)(Arguments..., int), void (*cluster_kernel)(Arguments..., int), int64_t rows,
+                        const WideShape& shape, int tensors, cudaStream_t stream, Arguments... arguments) {
+  const auto kernel = shape.blocks > 1 ? cluster_kernel : block_kernel;
+  const int shared_bytes = shape.slots * tensors * kAccessBytes;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(shape.blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = block_per_row(std::min<int64_t>(rows, INT32_MAX / shape.blocks) * shape.blocks);
+  config.blockDim = shape.threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = shape.blocks > 1;
+  cudaLaunchKernelEx(&config, kernel, arguments..., shape.slots);
 }
 
 // Calls `launch(TypeTag<M>)` for the mask dtypes compiled for input T: none, T and float32. False for others.
@@ -424,8 +511,9 @@ extern "C" cudaError_t fuseopt_softmax_fwd(TypedPointer input, SoftmaxMask mask,
               <<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(x, mask, output, rows, row_columns, factor);
         });
         if (narrow) return;
-        launch_wide(softmax_fwd_wide_kernel<T, M>, rows, columns * sizeof(T), stream, x, mask, output, rows,
-                    row_columns, factor);
+        launch_wide<const T*, SoftmaxMask, TypedPointer, int64_t, int, float>(
+            softmax_fwd_wide_kernel<T, M, Team::kBlock>, softmax_fwd_wide_kernel<T, M, Team::kCluster>, rows,
+            wide_shape(rows, columns, kVectorWidth<T>, 1), 1, stream, x, mask, output, rows, row_columns, factor);
       });
     });
   }
@@ -458,8 +546,9 @@ extern "C" cudaError_t fuseopt_softmax_bwd(TypedPointer grad_output, TypedPointe
             <<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(g, y, grad_input, rows, row_columns, factor);
       });
       if (narrow) return;
-      launch_wide(softmax_bwd_wide_kernel<T>, rows, 2 * columns * sizeof(T), stream, g, y, grad_input, rows,
-                  row_columns, factor);
+      launch_wide<const T*, const T*, TypedPointer, int64_t, int, float>(
+          softmax_bwd_wide_kernel<T, Team::kBlock>, softmax_bwd_wide_kernel<T, Team::kCluster>, rows,
+          wide_shape(rows, columns, kVectorWidth<T>, 2), 2, stream, g, y, grad_input, rows, row_columns, factor);
     });
   }
   if (!launched) {
