@@ -1,5 +1,7 @@
 """The ops: functions on tensors, each with several backends. `fuseopt.ops.registry` lists them."""
 
+from fuseopt.ops.add_layer_norm import add_layer_norm
+from fuseopt.ops.add_rms_norm import add_rms_norm
 from fuseopt.ops.gated_activation import gated_activation
 from fuseopt.ops.gelu import gelu
 from fuseopt.ops.layer_norm import layer_norm
@@ -8,6 +10,8 @@ from fuseopt.ops.rms_norm import rms_norm
 from fuseopt.ops.softmax import softmax
 
 __all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
     "encoder_no_repeat_ngram",
     "gated_activation",
     "gelu",

@@ -56,9 +56,10 @@ BWD = define(
 )
 
 
-def _reference(
+def normalise(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, output_dtype: torch.dtype
 ) -> Tensor:
+    """The norm in plain PyTorch; arguments as those of the raw op."""
     if weight is None and bias is not None:
         # Without a weight, torch's double backward leaves the bias out.
         weight = torch.ones_like(bias)
@@ -99,7 +100,7 @@ def layer_norm_reference(
 ) -> Tensor:
     """`layer_norm` by torch's own, with mixed dtypes brought to float32 (float64) first."""
     rows, weight, bias = _checked(input, normalized_shape, weight, bias)
-    return _reference(rows, weight, bias, eps, float32_under_autocast(input)).view(input.shape)
+    return normalise(rows, weight, bias, eps, float32_under_autocast(input)).view(input.shape)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -125,7 +126,7 @@ class _LayerNorm(torch.autograd.Function):
         eps, output_dtype = ctx.scalars
         _, _, need_weight_grad, need_bias_grad, *_ = ctx.needs_input_grad
         if is_differentiated_again():
-            reference = partial(_reference, eps=eps, output_dtype=output_dtype)
+            reference = partial(normalise, eps=eps, output_dtype=output_dtype)
             grad_input, grad_weight, grad_bias = reference_vjp(reference, grad_output, (input, weight, bias))
         else:
             grad_input, grad_weight, grad_bias = BWD[ctx.backend](
@@ -170,7 +171,7 @@ def layer_norm(
     dtypes = (input.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
     chosen = registry.pick("layer_norm", backend, input.device, dtypes)
     if chosen == "reference":
-        output = _reference(rows, weight, bias, eps, output_dtype)
+        output = normalise(rows, weight, bias, eps, output_dtype)
     elif needs_autograd(input, weight, bias):
         output = apply(_LayerNorm, chosen, rows, weight, bias, eps, output_dtype)[0]
     else:

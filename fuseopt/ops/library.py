@@ -105,10 +105,15 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float32
 
 
-def float32_under_autocast(input: Tensor) -> torch.dtype:
-    """The result's dtype of an op that CUDA's autocast runs in float32; CPU's leaves these ops in `input`'s dtype."""
-    is_half = input.dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if is_half and input.is_cuda and torch.is_autocast_enabled("cuda") else input.dtype
+def float32_under_autocast(input: Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
+    """The result's dtype of an op that CUDA's autocast runs in float32; CPU's leaves these ops in `input`'s dtype.
+
+    Args:
+        dtype: what the op works in, where that is not `input`'s own.
+    """
+    dtype = dtype or input.dtype
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if is_half and input.is_cuda and torch.is_autocast_enabled("cuda") else dtype
 
 
 def check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:

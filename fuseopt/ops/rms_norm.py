@@ -52,23 +52,26 @@ BWD = define(
 )
 
 
-def _cast_dtypes(cast_order: str, input: Tensor, weight: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
+def cast_dtypes(
+    cast_order: str, input_dtype: torch.dtype, weight_dtype: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes (norm_dtype, output_dtype) that the normalised input and the result are rounded to."""
+    wide = torch.float64 if torch.float64 in (input_dtype, weight_dtype) else torch.float32
+    weight_dtype = input_dtype if weight_dtype is None else weight_dtype
     if cast_order == "input":
-        return compute_dtype(input, weight), input.dtype
-    weight_dtype = input.dtype if weight is None else weight.dtype
+        return wide, input_dtype
     if cast_order == "t5":
-        is_half = weight_dtype in (torch.float16, torch.bfloat16)
-        norm_dtype = weight_dtype if is_half else compute_dtype(input, weight)
+        norm_dtype = weight_dtype if weight_dtype in (torch.float16, torch.bfloat16) else wide
         return norm_dtype, norm_dtype
     if cast_order == "llama":
-        return input.dtype, torch.promote_types(input.dtype, weight_dtype)
+        return input_dtype, torch.promote_types(input_dtype, weight_dtype)
     raise ValueError(f"cast_order must be 'input', 't5' or 'llama', not {cast_order!r}")
 
 
-def _reference(
+def normalise(
     input: Tensor, weight: Tensor | None, eps: float, offset: float, norm_dtype: torch.dtype, output_dtype: torch.dtype
 ) -> Tensor:
+    """The norm in plain PyTorch; arguments as those of the raw op."""
     dtype = compute_dtype(input, weight)
     x = input.to(dtype)
     xhat = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(norm_dtype)
@@ -81,7 +84,8 @@ def rms_norm_reference(
     input: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, cast_order: str = "input"
 ) -> Tensor:
     """`rms_norm` in plain PyTorch: the arithmetic of T5LayerNorm, LlamaRMSNorm and GemmaRMSNorm, bit for bit."""
-    return _reference(input, weight, eps, offset, *_cast_dtypes(cast_order, input, weight))
+    dtypes = cast_dtypes(cast_order, input.dtype, None if weight is None else weight.dtype)
+    return normalise(input, weight, eps, offset, *dtypes)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -107,7 +111,7 @@ class _RMSNorm(torch.autograd.Function):
         eps, offset, norm_dtype, output_dtype = ctx.scalars
         need_weight_grad = ctx.needs_input_grad[2]
         if is_differentiated_again():
-            reference = partial(_reference, eps=eps, offset=offset, norm_dtype=norm_dtype, output_dtype=output_dtype)
+            reference = partial(normalise, eps=eps, offset=offset, norm_dtype=norm_dtype, output_dtype=output_dtype)
             grad_input, grad_weight = reference_vjp(reference, grad_output, (input, weight))
         else:
             grad_input, grad_weight = BWD[ctx.backend](grad_output, input, weight, rstd, offset, need_weight_grad)
@@ -147,11 +151,11 @@ def rms_norm(
     """
     if weight is not None:
         check_shape("weight", weight, input.shape[-1:])
-    norm_dtype, output_dtype = _cast_dtypes(cast_order, input, weight)
     dtypes = (input.dtype, None if weight is None else weight.dtype)
+    norm_dtype, output_dtype = cast_dtypes(cast_order, *dtypes)
     chosen = registry.pick("rms_norm", backend, input.device, dtypes)
     if chosen == "reference":
-        return _reference(input, weight, eps, offset, norm_dtype, output_dtype)
+        return normalise(input, weight, eps, offset, norm_dtype, output_dtype)
     if needs_autograd(input, weight):
         return apply(_RMSNorm, chosen, input, weight, eps, offset, norm_dtype, output_dtype)[0]
     return FWD[chosen](input, weight, eps, offset, norm_dtype, output_dtype)[0]

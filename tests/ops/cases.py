@@ -1,6 +1,6 @@
 """Which (op, backend, device) the tests of this folder run on, and how results are compared."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ class Case:
     backend: str
     device: torch.device
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.op.function(*args, **kwargs, backend=self.backend)
 
     def samples(self, dtype: torch.dtype, requires_grad: bool = False) -> list[registry.SampleInput]:
@@ -79,6 +79,11 @@ def tensors(sample: registry.SampleInput) -> list[Tensor]:
     return [value for value in (*sample.args, *sample.kwargs.values()) if isinstance(value, Tensor)]
 
 
+def results(output: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """What an op returned, as a list: of one tensor for most ops."""
+    return [output] if isinstance(output, Tensor) else list(output)
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], sample: registry.SampleInput) -> registry.SampleInput:
     args, kwargs = tree_map_only(Tensor, function, (sample.args, dict(sample.kwargs)))
     return registry.SampleInput(args, kwargs)
@@ -90,10 +95,12 @@ def to_float64(tensor: Tensor) -> Tensor:
     return tensor.detach().double().requires_grad_(tensor.requires_grad)
 
 
-def gradients(function: Callable, sample: registry.SampleInput, grad_output: Tensor) -> list[Tensor | None]:
+def gradients(
+    function: Callable, sample: registry.SampleInput, grad_outputs: Tensor | Sequence[Tensor]
+) -> list[Tensor | None]:
     """Of `function(sample)` for each input that requires one."""
     inputs = [tensor for tensor in tensors(sample) if tensor.requires_grad]
-    return list(torch.autograd.grad(function(*sample.args, **sample.kwargs), inputs, grad_output))
+    return list(torch.autograd.grad(results(function(*sample.args, **sample.kwargs)), inputs, results(grad_outputs)))
 
 
 def error(actual: Iterable[Tensor | None], judge: Iterable[Tensor | None]) -> float:

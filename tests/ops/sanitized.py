@@ -9,7 +9,7 @@ from torch import Tensor
 from fuseopt import native
 from fuseopt.ops import registry
 from fuseopt.ops.registry import SampleInput
-from tests.ops.cases import DTYPES, Case, error, map_tensors, tensors, to_float64
+from tests.ops.cases import DTYPES, Case, error, map_tensors, results, tensors, to_float64
 from tests.ops.variations import LAYOUTS, laid_out, poisoned_allocations, with_columns
 
 # A row in a warp, in a block, in several trips of a block; with and without a tail past the last 16-byte access.
@@ -24,15 +24,16 @@ def on_cuda(tensor: Tensor) -> Tensor:
     return copy.requires_grad_(tensor.requires_grad)
 
 
-def results(case: Case, sample: SampleInput) -> list[Tensor]:
-    """On the CPU: the output, and the gradients of one and the same gradient of it."""
-    output = case(*sample.args, **sample.kwargs)
-    if not output.requires_grad:
-        return [output.cpu()]
+def on_the_cpu(case: Case, sample: SampleInput) -> list[Tensor]:
+    """The outputs, and the gradients of one and the same gradients of them."""
+    outputs = results(case(*sample.args, **sample.kwargs))
+    if not outputs[0].requires_grad:
+        return [output.cpu() for output in outputs]
     inputs = [tensor for tensor in tensors(sample) if tensor.requires_grad]
-    grad_output = torch.arange(output.numel()).sin().view(output.shape).to(output.dtype)
-    output.backward(on_cuda(grad_output) if output.is_cuda else grad_output)
-    return [output.detach().cpu(), *(tensor.grad.cpu() for tensor in inputs)]
+    waves = (torch.arange(output.numel()).sin().view(output.shape).to(output.dtype) for output in outputs)
+    grad_outputs = [on_cuda(wave) if outputs[0].is_cuda else wave for wave in waves]
+    torch.autograd.backward(outputs, grad_outputs)
+    return [*(output.detach().cpu() for output in outputs), *(tensor.grad.cpu() for tensor in inputs)]
 
 
 def main() -> None:
@@ -50,8 +51,8 @@ def main() -> None:
             for index, sample in enumerate([*samples, *wide]):
                 sample = laid_out(sample, LAYOUTS[index % len(LAYOUTS)])
                 with poisoned_allocations():
-                    actual = results(kernels, map_tensors(on_cuda, sample))
-                expected = results(on_cpu, map_tensors(to_float64, sample))
+                    actual = on_the_cpu(kernels, map_tensors(on_cuda, sample))
+                expected = on_the_cpu(on_cpu, map_tensors(to_float64, sample))
                 assert error(actual, expected) <= 16 * torch.finfo(dtype).eps, (name, dtype, index)
                 calls += 1
     torch.cuda.synchronize()

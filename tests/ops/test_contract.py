@@ -29,6 +29,7 @@ from tests.ops.cases import (
     error,
     gradients,
     map_tensors,
+    results,
     tensors,
     to_float64,
 )
@@ -45,6 +46,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", cases())
 
 
+def random_gradients(output: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    return [torch.randn_like(tensor) for tensor in results(output)]
+
+
+def total(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return torch.stack([tensor.sum() for tensor in results(output)]).sum()
+
+
 def rounding(*dtypes: torch.dtype) -> float:
     """What rounding to the lowest of `dtypes` may cost; in float64 the judge is no better than the judged."""
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
@@ -54,21 +63,22 @@ def rounding(*dtypes: torch.dtype) -> float:
 def assert_accurate(case: Case, sample: SampleInput) -> None:
     """The output, and for inputs that require it the gradients, are no worse than the plain reference's own."""
     judge = map_tensors(to_float64, sample)
-    output = case(*sample.args, **sample.kwargs)
-    plain = case.op.reference(*sample.args, **sample.kwargs)
-    exact = case.op.reference(*judge.args, **judge.kwargs)
-    assert (output.shape, output.dtype, output.device) == (plain.shape, plain.dtype, plain.device)
-    assert error([output], [exact]) <= 2 * error([plain], [exact]) + rounding(output.dtype)
+    outputs = results(case(*sample.args, **sample.kwargs))
+    plains = results(case.op.reference(*sample.args, **sample.kwargs))
+    exacts = results(case.op.reference(*judge.args, **judge.kwargs))
+    for output, plain, exact in zip(outputs, plains, exacts, strict=True):
+        assert (output.shape, output.dtype, output.device) == (plain.shape, plain.dtype, plain.device)
+        assert error([output], [exact]) <= 2 * error([plain], [exact]) + rounding(output.dtype)
     if not any(tensor.requires_grad for tensor in tensors(sample)):
         return
-    grad_output = torch.randn_like(output)
-    grads = gradients(case, sample, grad_output)
-    plain_grads = gradients(case.op.reference, sample, grad_output)
-    exact_grads = gradients(case.op.reference, judge, grad_output.double())
+    grad_outputs = random_gradients(tuple(outputs))
+    grads = gradients(case, sample, grad_outputs)
+    plain_grads = gradients(case.op.reference, sample, grad_outputs)
+    exact_grads = gradients(case.op.reference, judge, [grad_output.double() for grad_output in grad_outputs])
     inputs = [tensor for tensor in tensors(sample) if tensor.requires_grad]
     for input, grad, plain_grad, exact_grad in zip(inputs, grads, plain_grads, exact_grads, strict=True):
         assert grad is not None and (grad.shape, grad.dtype) == (input.shape, input.dtype)
-        bound = 2 * error([plain_grad], [exact_grad]) + rounding(grad.dtype, output.dtype)
+        bound = 2 * error([plain_grad], [exact_grad]) + rounding(grad.dtype, *(output.dtype for output in outputs))
         assert error([grad], [exact_grad]) <= bound
 
 
@@ -91,9 +101,9 @@ def test_any_layout_of_inputs(case: Case, dtype: torch.dtype, layout: Callable[[
 def test_any_layout_of_gradients(case: Case, layout: Callable[[Tensor], Tensor]) -> None:
     for sample in case.differentiable_samples(torch.float32):
         output = case(*sample.args, **sample.kwargs)
-        grad_output = layout(torch.randn_like(output))
-        expected = gradients(case.op.reference, sample, grad_output)
-        assert error(gradients(case, sample, grad_output), expected) <= 1e-5
+        grad_outputs = [layout(grad_output) for grad_output in random_gradients(output)]
+        expected = gradients(case.op.reference, sample, grad_outputs)
+        assert error(gradients(case, sample, grad_outputs), expected) <= 1e-5
 
 
 def test_samples_include_empty_tensors(case: Case) -> None:
@@ -103,9 +113,9 @@ def test_samples_include_empty_tensors(case: Case) -> None:
 def test_the_backend_named_is_the_one_that_runs(case: Case) -> None:
     with RawCalls() as raw:
         for sample in case.samples(torch.float32, requires_grad=True):
-            output = case(*sample.args, **sample.kwargs)
+            output = total(case(*sample.args, **sample.kwargs))
             if output.requires_grad:
-                output.sum().backward()
+                output.backward()
     if case.backend == "reference":
         assert raw.calls == []
         return
@@ -119,22 +129,23 @@ def test_the_backend_named_is_the_one_that_runs(case: Case) -> None:
 def test_outputs_are_contiguous(case: Case) -> None:
     for sample in case.samples(torch.float32):
         strided = map_tensors(transposed, sample)
-        output = case(*strided.args, **strided.kwargs)
-        is_new = all(output is not tensor for tensor in tensors(strided))
-        if is_new and case.backend != "reference" and "dim" not in sample.kwargs:
-            assert output.is_contiguous()
+        for output in results(case(*strided.args, **strided.kwargs)):
+            is_new = all(output is not tensor for tensor in tensors(strided))
+            if is_new and case.backend != "reference" and "dim" not in sample.kwargs:
+                assert output.is_contiguous()
 
 
 def test_inputs_and_incoming_gradients_are_not_written(case: Case) -> None:
     for sample in case.samples(torch.float32, requires_grad=True):
         before = [tensor.detach().clone() for tensor in tensors(sample)]
         versions = [tensor._version for tensor in tensors(sample)]
-        output = case(*sample.args, **sample.kwargs)
-        if output.requires_grad:
-            grad_output = torch.randn_like(output)
-            grad_before = grad_output.clone()
-            output.backward(grad_output)
-            assert torch.equal(grad_output, grad_before) and grad_output._version == 0
+        outputs = results(case(*sample.args, **sample.kwargs))
+        if outputs[0].requires_grad:
+            grad_outputs = random_gradients(tuple(outputs))
+            grads_before = [grad_output.clone() for grad_output in grad_outputs]
+            torch.autograd.backward(outputs, grad_outputs)
+            for grad_output, grad_before in zip(grad_outputs, grads_before, strict=True):
+                assert torch.equal(grad_output, grad_before) and grad_output._version == 0
         for tensor, value, version in zip(tensors(sample), before, versions, strict=True):
             assert torch.equal(tensor, value) and tensor._version == version
 
@@ -166,7 +177,7 @@ def test_a_gradient_only_where_one_is_required(case: Case) -> None:
         for chosen in tensors(sample):
             only = map_tensors(lambda tensor, chosen=chosen: tensor.detach().requires_grad_(tensor is chosen), sample)
             (input,) = (tensor for tensor in tensors(only) if tensor.requires_grad)
-            case(*only.args, **only.kwargs).sum().backward()
+            total(case(*only.args, **only.kwargs)).backward()
             assert input.grad is not None and input.grad.shape == input.shape
             assert all(tensor.grad is None for tensor in tensors(only) if tensor is not input)
 
@@ -176,9 +187,9 @@ def test_opcheck(case: Case) -> None:
         for sample in case.samples(torch.float32, requires_grad=True):
             if any(tensor.shape[-1] == 0 for tensor in tensors(sample)):
                 continue  # the statistics of no columns are NaN, which opcheck holds unequal to itself
-            output = case(*sample.args, **sample.kwargs)
+            output = total(case(*sample.args, **sample.kwargs))
             if output.requires_grad:
-                output.sum().backward()
+                output.backward()
     for op, args in raw.calls:
         torch.library.opcheck(op, tree_map_only(Tensor, Tensor.detach, args))
 
@@ -201,12 +212,12 @@ def test_compiled_training_runs_the_raw_backward(case: Case) -> None:
         torch._dynamo.reset()
         graphs = Graphs()
         compiled = torch.compile(case.op.function, fullgraph=True, backend=graphs.compiled)
-        grad_output = torch.randn_like(case(*sample.args, **sample.kwargs))
+        grad_outputs = random_gradients(case(*sample.args, **sample.kwargs))
 
         def pinned(*args: Any, compiled: Callable = compiled, **kwargs: Any) -> Tensor:
             return compiled(*args, **kwargs, backend=case.backend)
 
-        assert error(gradients(pinned, sample, grad_output), gradients(case, sample, grad_output)) <= 1e-5
+        assert error(gradients(pinned, sample, grad_outputs), gradients(case, sample, grad_outputs)) <= 1e-5
         if case.backend != "reference":
             overload = "triton" if case.backend == "triton" else "default"
             assert graphs.forward == [f"{case.op.name}_fwd.{overload}"]
@@ -220,18 +231,19 @@ def test_compiles_with_inductor(case: Case) -> None:
         compiled = torch.compile(case.op.function, fullgraph=True)
         output = compiled(*sample.args, **sample.kwargs, backend=case.backend)
         torch.testing.assert_close(output, case(*sample.args, **sample.kwargs))
-        if output.requires_grad:
-            output.sum().backward()
+        if total(output).requires_grad:
+            total(output).backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_autocast_gives_what_the_reference_gives(case: Case, dtype: torch.dtype) -> None:
     for sample in case.samples(dtype):
         with torch.autocast(case.device.type, torch.bfloat16):
-            output = case(*sample.args, **sample.kwargs)
-            plain = case.op.reference(*sample.args, **sample.kwargs)
-        assert output.dtype == plain.dtype
-        assert error([output], [plain]) <= rounding(output.dtype)
+            outputs = results(case(*sample.args, **sample.kwargs))
+            plains = results(case.op.reference(*sample.args, **sample.kwargs))
+        for output, plain in zip(outputs, plains, strict=True):
+            assert output.dtype == plain.dtype
+            assert error([output], [plain]) <= rounding(output.dtype)
 
 
 def variants(tensor: Tensor) -> Tensor:
@@ -256,7 +268,8 @@ def test_vmap(case: Case) -> None:
             except BackendError:
                 assert not case.differentiable_samples(torch.float32)
             else:
-                torch.testing.assert_close(output, torch.stack(expected))
+                stacked = map(torch.stack, zip(*map(results, expected), strict=True))
+                torch.testing.assert_close(results(output), list(stacked))
 
 
 def test_functional_gradients(case: Case) -> None:
@@ -268,11 +281,14 @@ def test_functional_gradients(case: Case) -> None:
         values = [variants(tensor.detach()) for tensor in inputs]
         every_input = tuple(range(len(inputs)))
 
+        def waves(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+            return total(tuple(tensor.sin() for tensor in results(output)))
+
         def grad_in_vmap(f: Callable, argnums: tuple[int, ...] = every_input) -> Callable:
-            return torch.func.vmap(torch.func.grad(lambda *x: f(*x).sin().sum(), argnums))
+            return torch.func.vmap(torch.func.grad(lambda *x: waves(f(*x)), argnums))
 
         def vmap_in_grad(f: Callable, argnums: tuple[int, ...] = every_input) -> Callable:
-            return torch.func.grad(lambda *x: torch.func.vmap(f)(*x).sin().sum(), argnums)
+            return torch.func.grad(lambda *x: waves(torch.func.vmap(f)(*x)), argnums)
 
         for transform in (grad_in_vmap, vmap_in_grad):
             torch.testing.assert_close(transform(function)(*values), transform(plain)(*values))
@@ -287,7 +303,7 @@ def test_forward_mode_is_refused_or_right(case: Case) -> None:
                 for tensor in inputs
             ]
             if case.backend == "reference":
-                assert forward_ad.unpack_dual(function(*duals)).tangent is not None
+                assert forward_ad.unpack_dual(results(function(*duals))[0]).tangent is not None
             else:
                 with pytest.raises((NotImplementedError, BackendError)):
                     function(*duals)
@@ -296,20 +312,21 @@ def test_forward_mode_is_refused_or_right(case: Case) -> None:
 def test_inference_mode(case: Case) -> None:
     for sample in case.samples(torch.float32, requires_grad=True):
         with torch.inference_mode():
-            output = case(*sample.args, **sample.kwargs)
-        assert not output.requires_grad
-        torch.testing.assert_close(output.clone(), case(*sample.args, **sample.kwargs).detach())
+            outputs = results(case(*sample.args, **sample.kwargs))
+        for output, expected in zip(outputs, results(case(*sample.args, **sample.kwargs)), strict=True):
+            assert not output.requires_grad
+            torch.testing.assert_close(output.clone(), expected.detach())
 
 
 def test_checkpoint(case: Case) -> None:
     for sample in case.differentiable_samples(torch.float32):
-        grad_output = torch.randn_like(case(*sample.args, **sample.kwargs))
+        grad_outputs = random_gradients(case(*sample.args, **sample.kwargs))
 
         def rematerialised(*args: Any, **kwargs: Any) -> Tensor:
             return checkpoint(case, *args, use_reentrant=False, **kwargs)
 
-        expected = gradients(case, sample, grad_output)
-        assert error(gradients(rematerialised, sample, grad_output), expected) == 0
+        expected = gradients(case, sample, grad_outputs)
+        assert error(gradients(rematerialised, sample, grad_outputs), expected) == 0
 
 
 def test_function_can_be_pickled_and_copied(case: Case) -> None:
@@ -322,6 +339,7 @@ def test_shape_and_dtype_on_the_meta_device() -> None:
         op = registry.get(name)
         for sample in op.sample_inputs(torch.device("cpu"), torch.float32, False):
             on_meta = map_tensors(lambda tensor: tensor.to("meta"), sample)
-            expected = op.reference(*sample.args, **sample.kwargs)
-            output = op.function(*on_meta.args, **on_meta.kwargs)
-            assert (output.shape, output.dtype, output.device.type) == (expected.shape, expected.dtype, "meta")
+            expecteds = results(op.reference(*sample.args, **sample.kwargs))
+            outputs = results(op.function(*on_meta.args, **on_meta.kwargs))
+            for output, expected in zip(outputs, expecteds, strict=True):
+                assert (output.shape, output.dtype, output.device.type) == (expected.shape, expected.dtype, "meta")

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fuseopt.ops.registry import SampleInput
-from tests.ops.cases import Case, cases, error, gradients, map_tensors, tensors
+from tests.ops.cases import Case, cases, error, gradients, map_tensors, results, tensors
 from tests.ops.variations import resized
 
 on_cuda = pytest.mark.parametrize("case", [case for case in cases() if case.values[0].device.type == "cuda"])
@@ -14,12 +14,13 @@ on_kernels = pytest.mark.parametrize(
 )
 
 
-def results(case: Case, sample: SampleInput) -> list[Tensor]:
-    """The output, and for inputs that require it their gradients."""
-    output = case(*sample.args, **sample.kwargs)
-    if not output.requires_grad:
-        return [output]
-    return [output.detach(), *gradients(case, sample, torch.ones_like(output))]
+def outputs_and_gradients(case: Case, sample: SampleInput) -> list[Tensor]:
+    """The outputs, and for inputs that require it their gradients."""
+    outputs = results(case(*sample.args, **sample.kwargs))
+    if not outputs[0].requires_grad:
+        return outputs
+    grad_outputs = [torch.ones_like(output) for output in outputs]
+    return [*(output.detach() for output in outputs), *gradients(case, sample, grad_outputs)]
 
 
 def other_values(tensor: Tensor) -> Tensor:
@@ -30,18 +31,18 @@ def other_values(tensor: Tensor) -> Tensor:
 def test_a_graph_replayed_on_changed_inputs(case: Case) -> None:
     changed = False
     for sample in case.samples(torch.float32, requires_grad=True):
-        before = results(case, sample)
+        before = outputs_and_gradients(case, sample)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = results(case, sample)
+            captured = outputs_and_gradients(case, sample)
         graph.replay()
         torch.testing.assert_close(captured, before, equal_nan=True)
         with torch.no_grad():
             for tensor in tensors(sample):
                 tensor.copy_(other_values(tensor))
         graph.replay()
-        after = results(case, sample)
+        after = outputs_and_gradients(case, sample)
         torch.testing.assert_close(captured, after, equal_nan=True)
         changed |= not torch.equal(after[0], before[0])
     assert changed
@@ -51,7 +52,7 @@ def test_a_graph_replayed_on_changed_inputs(case: Case) -> None:
 def test_runs_on_the_current_stream(case: Case) -> None:
     """The inputs are written late, on a stream that no other stream waits for."""
     for sample in case.samples(torch.float32, requires_grad=True):
-        expected = results(case, sample)
+        expected = outputs_and_gradients(case, sample)
         late = map_tensors(lambda t: torch.zeros_like(t).requires_grad_(t.requires_grad), sample)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -60,7 +61,7 @@ def test_runs_on_the_current_stream(case: Case) -> None:
             with torch.no_grad():
                 for tensor, value in zip(tensors(late), tensors(sample), strict=True):
                     tensor.copy_(value)
-            output = results(case, late)
+            output = outputs_and_gradients(case, late)
         stream.synchronize()
         torch.testing.assert_close(output, expected, equal_nan=True)
 
@@ -70,9 +71,9 @@ def test_runs_on_the_current_stream(case: Case) -> None:
 def test_inputs_on_a_device_that_is_not_current(case: Case) -> None:
     there = torch.device("cuda:1")
     for sample in case.samples(torch.float32, requires_grad=True):
-        expected = results(case, sample)
+        expected = outputs_and_gradients(case, sample)
         moved = map_tensors(lambda t: t.detach().to(there).requires_grad_(t.requires_grad), sample)
-        output = results(case, moved)
+        output = outputs_and_gradients(case, moved)
         assert torch.cuda.current_device() == 0 and {tensor.device for tensor in output} == {there}
         assert error([tensor.cpu() for tensor in output], [tensor.cpu() for tensor in expected]) <= 1e-6
 
@@ -87,13 +88,14 @@ def test_more_than_2_to_the_31_elements(case: Case, columns: int) -> None:
     rows = 2**31 // columns + 5
     large = resized(sample, {**dict.fromkeys(between, 1), first: rows, last: columns})
     end = map_tensors(lambda t: (t.detach()[-3:] if t.shape[0] == rows else t).requires_grad_(t.requires_grad), large)
-    output, expected = case(*large.args, **large.kwargs), case.op.reference(*end.args, **end.kwargs)
-    assert output.shape[0] == rows
-    assert_same_rounding(output[-3:], expected)
-    if output.requires_grad:
-        grad_output = torch.randn_like(output)
-        grads = gradients(case, large, grad_output)
-        expected_grads = gradients(case.op.reference, end, grad_output[-3:])
+    outputs = results(case(*large.args, **large.kwargs))
+    for output, expected in zip(outputs, results(case.op.reference(*end.args, **end.kwargs)), strict=True):
+        assert output.shape[0] == rows
+        assert_same_rounding(output[-3:], expected)
+    if outputs[0].requires_grad:
+        grad_outputs = [torch.randn_like(output) for output in outputs]
+        grads = gradients(case, large, grad_outputs)
+        expected_grads = gradients(case.op.reference, end, [grad_output[-3:] for grad_output in grad_outputs])
         of_rows = [(got, wanted) for got, wanted in zip(grads, expected_grads, strict=True) if got.shape[0] == rows]
         assert of_rows
         for got, wanted in of_rows:

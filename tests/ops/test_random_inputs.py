@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fuseopt.ops.registry import SampleInput
-from tests.ops.cases import DTYPES, Case, gradients, map_tensors, mean_error, native_cases, tensors, to_float64
+from tests.ops.cases import (
+    DTYPES,
+    Case,
+    gradients,
+    map_tensors,
+    mean_error,
+    native_cases,
+    results,
+    tensors,
+    to_float64,
+)
 from tests.ops.variations import LAYOUTS, columns_of, laid_out, poisoned_allocations, resized, with_columns
 
 # An error may be so many times the plain reference's in the same dtype, and so many rounding steps beside that: float32
@@ -42,21 +52,29 @@ def with_random_sizes(sample: SampleInput, columns: int, others: list[int], most
 
 def assert_no_worse_than_reference(case: Case, sample: SampleInput, grad_output_layout=torch.clone) -> None:
     judge = map_tensors(to_float64, sample)
-    plain, exact = case.op.reference(*sample.args, **sample.kwargs), case.op.reference(*judge.args, **judge.kwargs)
+    plains = results(case.op.reference(*sample.args, **sample.kwargs))
+    exacts = results(case.op.reference(*judge.args, **judge.kwargs))
     with poisoned_allocations():
-        output = case(*sample.args, **sample.kwargs)
-    assert (output.shape, output.dtype) == (plain.shape, plain.dtype)
-    assert_close_enough(output, plain, exact, "output", ROUNDING_STEPS[output.dtype] * torch.finfo(output.dtype).eps)
-    if not output.requires_grad:
+        outputs = results(case(*sample.args, **sample.kwargs))
+    for output, plain, exact in zip(outputs, plains, exacts, strict=True):
+        assert (output.shape, output.dtype) == (plain.shape, plain.dtype)
+        step = ROUNDING_STEPS[output.dtype] * torch.finfo(output.dtype).eps
+        assert_close_enough(output, plain, exact, "output", step)
+    if not outputs[0].requires_grad:
         return
-    grad_output = grad_output_layout(torch.randn_like(output, memory_format=torch.contiguous_format))
+    grad_outputs = [
+        grad_output_layout(torch.randn_like(output, memory_format=torch.contiguous_format)) for output in outputs
+    ]
     with poisoned_allocations():
-        grads = gradients(case, sample, grad_output)
-    plain_grads = gradients(case.op.reference, sample, grad_output)
-    exact_grads = gradients(case.op.reference, judge, grad_output.double())
+        grads = gradients(case, sample, grad_outputs)
+    plain_grads = gradients(case.op.reference, sample, grad_outputs)
+    exact_grads = gradients(case.op.reference, judge, [grad_output.double() for grad_output in grad_outputs])
     for index, (grad, plain_grad, exact_grad) in enumerate(zip(grads, plain_grads, exact_grads, strict=True)):
         assert grad is not None and plain_grad is not None and exact_grad is not None
-        slack = max(ROUNDING_STEPS[dtype] * torch.finfo(dtype).eps for dtype in (grad.dtype, output.dtype))
+        slack = max(
+            ROUNDING_STEPS[dtype] * torch.finfo(dtype).eps
+            for dtype in (grad.dtype, *(output.dtype for output in outputs))
+        )
         assert_close_enough(grad, plain_grad, exact_grad, f"gradient {index}", GRADIENT_STEPS * slack)
 
 
@@ -117,9 +135,9 @@ def test_the_same_bits_from_run_to_run(case: Case, dtype: torch.dtype) -> None:
         first: list[Tensor] | None = None
         for _ in range(20):
             with poisoned_allocations():
-                output = case(*large.args, **large.kwargs)
-                results = [output.detach()]
-                if output.requires_grad:
-                    results += gradients(case, large, torch.ones_like(output))
-            first = first or results
-            assert all(map(torch.equal, results, first))
+                outputs = results(case(*large.args, **large.kwargs))
+                computed = [output.detach() for output in outputs]
+                if outputs[0].requires_grad:
+                    computed += gradients(case, large, [torch.ones_like(output) for output in outputs])
+            first = first or computed
+            assert all(map(torch.equal, computed, first))

@@ -1,6 +1,7 @@
 #include "../check.h"
 #include "column_sums.h"
 #include "ops.h"
+#include "stream_rows.h"
 #include "vec_math.h"
 
 namespace fuseopt {
@@ -20,15 +21,23 @@ Math mean_of(const Math* x, int64_t n) {
   return static_cast<Math>(static_cast<double>(first) + distance);
 }
 
+struct Forward {
+  Tensor output;
+  std::optional<Tensor> sum;
+  Tensor mean;
+  Tensor rstd;
+};
+
 template <typename Math>
-std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& input, const std::optional<Tensor>& weight,
-                                           const std::optional<Tensor>& bias, double eps, ScalarType output_dtype) {
-  const Rows x_rows(input);
+Forward forward(const Tensor& input, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
+                const std::optional<Tensor>& bias, double eps, ScalarType output_dtype) {
+  const StreamRows<Math> x_rows(input, residual);
   const int64_t n = x_rows.n_cols();
   const std::vector<Math> weights = values_or<Math>(weight, 1, n, "weight");
   const std::vector<Math> biases = values_or<Math>(bias, 0, n, "bias");
   Tensor output = empty_like(input, output_dtype);
-  const ScalarType stat_type = dtype(input) == kFloat64 ? ScalarType::Double : ScalarType::Float;
+  const DType stream_type = dtype(x_rows.sum().value_or(input));
+  const ScalarType stat_type = stream_type == kFloat64 ? ScalarType::Double : ScalarType::Float;
   Tensor mean = empty_per_row(input, stat_type);
   Tensor rstd = empty_per_row(input, stat_type);
   const OutputRows y_rows(output, n);
@@ -37,9 +46,10 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& input, const std::optio
 
   parallel(x_rows.n_rows(), n, [&](int64_t begin, int64_t end) {
     const RowBuffer<Math> x_buffer(n);
+    const RowBuffer<Math> residual_buffer(residual ? n : 0);
     const RowBuffer<Math> y_buffer(n);
     for (int64_t row = begin; row < end; ++row) {
-      const Math* x = x_rows.read(row, x_buffer.get());
+      const Math* x = x_rows.read(row, x_buffer.get(), residual_buffer.get());
       Math* y = y_rows.target(row, y_buffer.get());
       const Math m = mean_of(x, n);
       const double square = sum<Math>(n, [=](int64_t i) { return (x[i] - m) * (x[i] - m); });
@@ -53,14 +63,17 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& input, const std::optio
       rstd_rows.store(row, 0, 1, &r);
     }
   });
-  return {output, mean, rstd};
+  return {output, x_rows.sum(), mean, rstd};
 }
 
 template <typename Math>
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& input,
-                                            const std::optional<Tensor>& weight, const Tensor& mean,
-                                            const Tensor& rstd, bool need_weight_grad, bool need_bias_grad) {
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const std::optional<Tensor>& grad_sum,
+                                            const Tensor& input, const std::optional<Tensor>& weight,
+                                            const Tensor& mean, const Tensor& rstd, bool need_weight_grad,
+                                            bool need_bias_grad) {
   const Rows g_rows(grad_output, input.sizes());
+  std::optional<Rows> grad_sum_rows;
+  if (grad_sum) grad_sum_rows.emplace(*grad_sum, input.sizes());
   const Rows x_rows(input);
   const int64_t n = x_rows.n_cols();
   const std::vector<Math> weights = values_or<Math>(weight, 1, n, "weight");
@@ -99,6 +112,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Ten
         }
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) dx[i] = r * (g[i] * w[i] - mean_total - (x[i] - m) * r * mean_dot);
+        if (grad_sum_rows) {
+          const Math* h = grad_sum_rows->read(row, x_buffer.get());
+#pragma omp simd
+          for (int64_t i = 0; i < n; ++i) dx[i] += h[i];
+        }
         dx_rows.commit(row, dx);
       }
     }
@@ -109,22 +127,44 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Ten
           need_bias_grad ? bias_grad.total(type) : empty(&none, 1, type)};
 }
 
+Forward dispatch_forward(const char* op, const Tensor& input, const std::optional<Tensor>& residual,
+                         const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps,
+                         ScalarType output_dtype) {
+  FUSEOPT_CHECK(input.dim() > 0, "fuseopt::", op, ": input has no dimension to normalise");
+  const auto run = any_double(input, weight) || any_double(input, residual) ? forward<double> : forward<float>;
+  return run(input, residual, weight, bias, eps, output_dtype);
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, const std::optional<Tensor>& weight,
                                                   const std::optional<Tensor>& bias, double eps,
                                                   ScalarType output_dtype) {
-  FUSEOPT_CHECK(input.dim() > 0, "fuseopt::layer_norm_fwd: input has no dimension to normalise");
-  const auto run = any_double(input, weight) ? forward<double> : forward<float>;
-  return run(input, weight, bias, eps, output_dtype);
+  const auto result = dispatch_forward("layer_norm_fwd", input, std::nullopt, weight, bias, eps, output_dtype);
+  return {result.output, result.mean, result.rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(const Tensor& input, const Tensor& residual,
+                                                              const std::optional<Tensor>& weight,
+                                                              const std::optional<Tensor>& bias, double eps,
+                                                              ScalarType output_dtype) {
+  const auto result = dispatch_forward("add_layer_norm_fwd", input, residual, weight, bias, eps, output_dtype);
+  return {result.output, *result.sum, result.mean, result.rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> add_layer_norm_bwd(const Tensor& grad_output, const std::optional<Tensor>& grad_sum,
+                                                      const Tensor& input, const std::optional<Tensor>& weight,
+                                                      const Tensor& mean, const Tensor& rstd, bool need_weight_grad,
+                                                      bool need_bias_grad) {
+  FUSEOPT_CHECK(input.dim() > 0, "fuseopt::layer_norm_bwd: input has no dimension to normalise");
+  const auto run = any_double(input, weight) ? backward<double> : backward<float>;
+  return run(grad_output, grad_sum, input, weight, mean, rstd, need_weight_grad, need_bias_grad);
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_output, const Tensor& input,
                                                   const std::optional<Tensor>& weight, const Tensor& mean,
                                                   const Tensor& rstd, bool need_weight_grad, bool need_bias_grad) {
-  FUSEOPT_CHECK(input.dim() > 0, "fuseopt::layer_norm_bwd: input has no dimension to normalise");
-  const auto run = any_double(input, weight) ? backward<double> : backward<float>;
-  return run(grad_output, input, weight, mean, rstd, need_weight_grad, need_bias_grad);
+  return add_layer_norm_bwd(grad_output, std::nullopt, input, weight, mean, rstd, need_weight_grad, need_bias_grad);
 }
 
 }  // namespace fuseopt

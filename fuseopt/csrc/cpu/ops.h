@@ -13,6 +13,12 @@ std::tuple<Tensor, Tensor> rms_norm_fwd(const Tensor& input, const std::optional
 std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad_output, const Tensor& input,
                                         const std::optional<Tensor>& weight, const Tensor& rstd, double offset,
                                         bool need_weight_grad);
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_fwd(const Tensor& input, const Tensor& residual,
+                                                    const std::optional<Tensor>& weight, double eps, double offset,
+                                                    ScalarType norm_dtype, ScalarType output_dtype);
+std::tuple<Tensor, Tensor> add_rms_norm_bwd(const Tensor& grad_output, const std::optional<Tensor>& grad_sum,
+                                            const Tensor& sum, const std::optional<Tensor>& weight, const Tensor& rstd,
+                                            double offset, bool need_weight_grad);
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, const std::optional<Tensor>& weight,
                                                   const std::optional<Tensor>& bias, double eps,
@@ -20,6 +26,14 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, const std
 std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_output, const Tensor& input,
                                                   const std::optional<Tensor>& weight, const Tensor& mean,
                                                   const Tensor& rstd, bool need_weight_grad, bool need_bias_grad);
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(const Tensor& input, const Tensor& residual,
+                                                              const std::optional<Tensor>& weight,
+                                                              const std::optional<Tensor>& bias, double eps,
+                                                              ScalarType output_dtype);
+std::tuple<Tensor, Tensor, Tensor> add_layer_norm_bwd(const Tensor& grad_output, const std::optional<Tensor>& grad_sum,
+                                                      const Tensor& sum, const std::optional<Tensor>& weight,
+                                                      const Tensor& mean, const Tensor& rstd, bool need_weight_grad,
+                                                      bool need_bias_grad);
 
 Tensor gelu_fwd(const Tensor& input, const std::optional<Tensor>& bias, const std::string& approximate,
                 ScalarType output_dtype);

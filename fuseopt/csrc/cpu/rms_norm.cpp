@@ -1,6 +1,7 @@
 #include "../check.h"
 #include "column_sums.h"
 #include "ops.h"
+#include "stream_rows.h"
 #include "vec_math.h"
 
 namespace fuseopt {
@@ -30,23 +31,31 @@ void normalise(const Math* x, Math rstd, const Math* scale, DType norm_type, int
   }
 }
 
+struct Forward {
+  Tensor output;
+  std::optional<Tensor> sum;
+  Tensor rstd;
+};
+
 template <typename Math>
-std::tuple<Tensor, Tensor> forward(const Tensor& input, const std::optional<Tensor>& weight, double eps, double offset,
-                                   ScalarType norm_dtype, ScalarType output_dtype) {
-  const Rows x_rows(input);
+Forward forward(const Tensor& input, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
+                double eps, double offset, ScalarType norm_dtype, ScalarType output_dtype) {
+  const StreamRows<Math> x_rows(input, residual);
   const int64_t n = x_rows.n_cols();
   const std::vector<Math> scale = scale_of<Math>(weight, offset, n);
   const DType norm_type = to_dtype(norm_dtype);
   Tensor output = empty_like(input, output_dtype);
-  Tensor rstd = empty_per_row(input, dtype(input) == kFloat64 ? ScalarType::Double : ScalarType::Float);
+  const DType stream_type = dtype(x_rows.sum().value_or(input));
+  Tensor rstd = empty_per_row(input, stream_type == kFloat64 ? ScalarType::Double : ScalarType::Float);
   const OutputRows y_rows(output, n);
   const OutputRows rstd_rows(rstd, 1);
 
   parallel(x_rows.n_rows(), n, [&](int64_t begin, int64_t end) {
     const RowBuffer<Math> x_buffer(n);
+    const RowBuffer<Math> residual_buffer(residual ? n : 0);
     alignas(64) Math y_buffer[kPiece];
     for (int64_t row = begin; row < end; ++row) {
-      const Math* x = x_rows.read(row, x_buffer.get());
+      const Math* x = x_rows.read(row, x_buffer.get(), residual_buffer.get());
       const double square = sum<Math>(n, [=](int64_t i) { return x[i] * x[i]; });
       const Math r = static_cast<Math>(1.0 / std::sqrt(square / n + eps));
       rstd_rows.store(row, 0, 1, &r);
@@ -58,14 +67,16 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const std::optional<Tens
       }
     }
   });
-  return {output, rstd};
+  return {output, x_rows.sum(), rstd};
 }
 
 template <typename Math>
-std::tuple<Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& input,
-                                    const std::optional<Tensor>& weight, const Tensor& rstd, double offset,
-                                    bool need_weight_grad) {
+std::tuple<Tensor, Tensor> backward(const Tensor& grad_output, const std::optional<Tensor>& grad_sum,
+                                    const Tensor& input, const std::optional<Tensor>& weight, const Tensor& rstd,
+                                    double offset, bool need_weight_grad) {
   const Rows g_rows(grad_output, input.sizes());
+  std::optional<Rows> grad_sum_rows;
+  if (grad_sum) grad_sum_rows.emplace(*grad_sum, input.sizes());
   const Rows x_rows(input);
   const int64_t n = x_rows.n_cols();
   const std::vector<Math> scale = scale_of<Math>(weight, offset, n);
@@ -94,6 +105,11 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& inp
         }
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) dx[i] = r * (g[i] * s[i] - x[i] * r * mean_dot);
+        if (grad_sum_rows) {
+          const Math* h = grad_sum_rows->read(row, x_buffer.get());
+#pragma omp simd
+          for (int64_t i = 0; i < n; ++i) dx[i] += h[i];
+        }
         dx_rows.commit(row, dx);
       }
     }
@@ -103,21 +119,43 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& inp
   return {grad_input, need_weight_grad ? weight_grad.total(weight_type) : empty(&none, 1, weight_type)};
 }
 
+Forward dispatch_forward(const char* op, const Tensor& input, const std::optional<Tensor>& residual,
+                         const std::optional<Tensor>& weight, double eps, double offset, ScalarType norm_dtype,
+                         ScalarType output_dtype) {
+  FUSEOPT_CHECK(input.dim() > 0, "fuseopt::", op, ": input has no dimension to normalise");
+  const auto run = any_double(input, weight) || any_double(input, residual) ? forward<double> : forward<float>;
+  return run(input, residual, weight, eps, offset, norm_dtype, output_dtype);
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor> rms_norm_fwd(const Tensor& input, const std::optional<Tensor>& weight, double eps,
                                         double offset, ScalarType norm_dtype, ScalarType output_dtype) {
-  FUSEOPT_CHECK(input.dim() > 0, "fuseopt::rms_norm_fwd: input has no dimension to normalise");
-  const auto run = any_double(input, weight) ? forward<double> : forward<float>;
-  return run(input, weight, eps, offset, norm_dtype, output_dtype);
+  const auto result =
+      dispatch_forward("rms_norm_fwd", input, std::nullopt, weight, eps, offset, norm_dtype, output_dtype);
+  return {result.output, result.rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm_fwd(const Tensor& input, const Tensor& residual,
+                                                    const std::optional<Tensor>& weight, double eps, double offset,
+                                                    ScalarType norm_dtype, ScalarType output_dtype) {
+  const auto result =
+      dispatch_forward("add_rms_norm_fwd", input, residual, weight, eps, offset, norm_dtype, output_dtype);
+  return {result.output, *result.sum, result.rstd};
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm_bwd(const Tensor& grad_output, const std::optional<Tensor>& grad_sum,
+                                            const Tensor& input, const std::optional<Tensor>& weight,
+                                            const Tensor& rstd, double offset, bool need_weight_grad) {
+  FUSEOPT_CHECK(input.dim() > 0, "fuseopt::rms_norm_bwd: input has no dimension to normalise");
+  const auto run = any_double(input, weight) ? backward<double> : backward<float>;
+  return run(grad_output, grad_sum, input, weight, rstd, offset, need_weight_grad);
 }
 
 std::tuple<Tensor, Tensor> rms_norm_bwd(const Tensor& grad_output, const Tensor& input,
                                         const std::optional<Tensor>& weight, const Tensor& rstd, double offset,
                                         bool need_weight_grad) {
-  FUSEOPT_CHECK(input.dim() > 0, "fuseopt::rms_norm_bwd: input has no dimension to normalise");
-  const auto run = any_double(input, weight) ? backward<double> : backward<float>;
-  return run(grad_output, input, weight, rstd, offset, need_weight_grad);
+  return add_rms_norm_bwd(grad_output, std::nullopt, input, weight, rstd, offset, need_weight_grad);
 }
 
 }  // namespace fuseopt

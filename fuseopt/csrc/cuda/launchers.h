@@ -58,25 +58,27 @@ enum Activation : int { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3 };
 
 extern "C" {
 
-cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer weight, TypedPointer output, TypedPointer rstd,
-                                 int64_t rows, int64_t columns, double eps, double offset, int norm_dtype,
-                                 cudaStream_t stream);
+// Normalises `input`, or where there is a `residual` `input + residual`, of the dtype of `sum`, which is written too.
+cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer residual, TypedPointer weight, TypedPointer output,
+                                 TypedPointer sum, TypedPointer rstd, int64_t rows, int64_t columns, double eps,
+                                 double offset, int norm_dtype, cudaStream_t stream);
 
-// `grad_weight.data` may be null. `workspace` holds `fuseopt_norm_bwd_workspace_bytes` and is written before it is
-// read.
-cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPointer input, TypedPointer weight, TypedPointer rstd,
-                                 TypedPointer grad_input, TypedPointer grad_weight, void* workspace, int64_t rows,
-                                 int64_t columns, double offset, cudaStream_t stream);
+// `input` is what was normalised; `grad_sum`, which may be absent, is added to its gradient. `grad_weight.data` may be
+// null. `workspace` holds `fuseopt_norm_bwd_workspace_bytes` and is written before it is read.
+cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input,
+                                 TypedPointer weight, TypedPointer rstd, TypedPointer grad_input,
+                                 TypedPointer grad_weight, void* workspace, int64_t rows, int64_t columns,
+                                 double offset, cudaStream_t stream);
 
-cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer weight, TypedPointer bias, TypedPointer output,
-                                   TypedPointer mean, TypedPointer rstd, int64_t rows, int64_t columns, double eps,
-                                   cudaStream_t stream);
+cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer residual, TypedPointer weight, TypedPointer bias,
+                                   TypedPointer output, TypedPointer sum, TypedPointer mean, TypedPointer rstd,
+                                   int64_t rows, int64_t columns, double eps, cudaStream_t stream);
 
 // As fuseopt_rms_norm_bwd; `grad_weight.data` and `grad_bias.data` may each be null.
-cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPointer input, TypedPointer weight, TypedPointer mean,
-                                   TypedPointer rstd, TypedPointer grad_input, TypedPointer grad_weight,
-                                   TypedPointer grad_bias, void* workspace, int64_t rows, int64_t columns,
-                                   cudaStream_t stream);
+cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input,
+                                   TypedPointer weight, TypedPointer mean, TypedPointer rstd, TypedPointer grad_input,
+                                   TypedPointer grad_weight, TypedPointer grad_bias, void* workspace, int64_t rows,
+                                   int64_t columns, cudaStream_t stream);
 
 // Room for the first stage of the column sums (weight gradients) on the current device. `tensors` is 1 for RMSNorm, 2
 // for LayerNorm.

@@ -5,26 +5,22 @@
 namespace fuseopt {
 namespace {
 
-template <typename T, typename W, typename Shape>
+template <typename T, typename R, typename W, typename Shape, int kWidth>
 __global__ void __launch_bounds__(Shape::kMaxThreads)
-    layer_norm_fwd_kernel(const T* __restrict__ input, const W* __restrict__ weight, const W* __restrict__ bias,
+    layer_norm_fwd_kernel(Stream<T, R> stream, const W* __restrict__ weight, const W* __restrict__ bias,
                           TypedPointer output, float* __restrict__ mean, float* __restrict__ rstd, int64_t rows,
                           int columns, float eps) {
-  constexpr int kWidth = kVectorWidth<T>;
   constexpr int kVectors = Shape::kElements / kWidth;
   RowTeam<Shape::kTeam> team;
   const int vectors_in_row = columns / kWidth;
 
   for (int64_t row = team.index; row < rows; row += team.count) {
-    RowPart<T, kVectors> x;
-    RowPart<W, kVectors, kWidth> weights, biases;
-    x.load(input + row * columns, team, vectors_in_row);
-    if (weight != nullptr) weights.load(weight, team, vectors_in_row);
-    if (bias != nullptr) biases.load(bias, team, vectors_in_row);
+    RowPart<T, kVectors, kWidth> x;
+    stream.load(x, row * columns, team, vectors_in_row);
 
     // The mean as a distance from one element, so that a constant row comes out exact; then the variance in a second
     // pass over the registers, since E[x^2] - E[x]^2 would cancel for rows far from zero.
-    const float origin = to_float(input[row * columns]);
+    const float origin = stream[row * columns];
     float distance = 0;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
@@ -51,27 +47,31 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
 
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (v >= vectors_in_row) continue;
+      Vector<W, kWidth> scale, shift;
+      if (weight != nullptr) scale = reinterpret_cast<const Vector<W, kWidth>*>(weight)[v];
+      if (bias != nullptr) shift = reinterpret_cast<const Vector<W, kWidth>*>(bias)[v];
       float result[kWidth];
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        const float scale = weight != nullptr ? weights.vectors[k][j] : 1.0f;
-        const float shift = bias != nullptr ? biases.vectors[k][j] : 0.0f;
-        result[j] = (x.vectors[k][j] - row_mean) * row_rstd * scale + shift;
+        result[j] = (x.vectors[k][j] - row_mean) * row_rstd * (weight != nullptr ? scale[j] : 1.0f) +
+                    (bias != nullptr ? shift[j] : 0.0f);
       }
-      const int v = team.lane + k * team.size;
-      if (v < vectors_in_row) store_floats(output, row * vectors_in_row + v, result);
+      store_floats(output, row * vectors_in_row + v, result);
     }
   }
 }
 
-// grad_input = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = grad_output * weight; grad_weight = sum over rows
-// of grad_output * xhat and grad_bias = sum over rows of grad_output, left as one row of partial sums each a block.
-template <typename T, typename Shape>
+// grad_input = rstd * (g - mean(g) - xhat * mean(g * xhat)) + grad_sum with g = grad_output * weight; grad_weight = sum
+// over rows of grad_output * xhat and grad_bias = sum over rows of grad_output, left as one row of partial sums each a
+// block. grad_sum is what reaches a fused residual sum, here `input`, from elsewhere.
+template <typename T, typename Shape, int kWidth, bool kHasGradSum>
 __global__ void __launch_bounds__(kBwdMaxThreads<Shape>)
-    layer_norm_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ input, TypedPointer weight,
-                          const float* __restrict__ mean, const float* __restrict__ rstd, T* __restrict__ grad_input,
-                          Partials<float> partials, int64_t rows, int columns) {
-  constexpr int kWidth = kVectorWidth<T>;
+    layer_norm_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ grad_sum,
+                          const T* __restrict__ input, TypedPointer weight, const float* __restrict__ mean,
+                          const float* __restrict__ rstd, T* __restrict__ grad_input, Partials<float> partials,
+                          int64_t rows, int columns) {
   constexpr int kVectors = Shape::kElements / kWidth;
   RowTeam<Shape::kTeam> team;
   const int vectors_in_row = columns / kWidth;
@@ -82,9 +82,10 @@ __global__ void __launch_bounds__(kBwdMaxThreads<Shape>)
   float weight_sums[kVectors][kWidth] = {}, bias_sums[kVectors][kWidth] = {};
 
   for (int64_t row = team.index; row < rows; row += team.count) {
-    RowPart<T, kVectors> x, grad;
+    RowPart<T, kVectors, kWidth> x, grad, added;
     x.load(input + row * columns, team, vectors_in_row);
     grad.load(grad_output + row * columns, team, vectors_in_row);
+    if constexpr (kHasGradSum) added.load(grad_sum + row * columns, team, vectors_in_row);
     const float row_mean = mean[row], row_rstd = rstd[row];
 
     float sums[2] = {};  // of g and of g * xhat
@@ -117,6 +118,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<Shape>)
       for (int j = 0; j < kWidth; ++j) {
         const float xhat = (x.vectors[k][j] - row_mean) * row_rstd;
         result[j] = row_rstd * (grad.vectors[k][j] * weights[j] - mean_g - xhat * mean_dot);
+        if constexpr (kHasGradSum) result[j] += added.vectors[k][j];
       }
       store_floats_as<T>(grad_input + row * columns, v, result);
     }
@@ -128,17 +130,23 @@ __global__ void __launch_bounds__(kBwdMaxThreads<Shape>)
 }
 
 template <typename Acc>
-__global__ void layer_norm_fwd_any_kernel(TypedPointer input, TypedPointer weight, TypedPointer bias,
-                                          TypedPointer output, TypedPointer mean, TypedPointer rstd, int64_t rows,
-                                          int64_t columns, Acc eps) {
+__global__ void __launch_bounds__(kAnyThreads)
+    layer_norm_fwd_any_kernel(AnyStream stream, TypedPointer weight, TypedPointer bias, TypedPointer output,
+                              TypedPointer mean, TypedPointer rstd, int64_t rows, int64_t columns, Acc eps) {
   RowTeam<Team::kBlock, Acc> team;
+  const TypedPointer input = stream.residual.data != nullptr ? stream.sum : stream.input;
   for (int64_t row = team.index; row < rows; row += team.count) {
-    const Acc origin = columns > 0 ? load_as<Acc>(input, row * columns) : Acc(0);
+    const Acc origin = columns > 0 ? stream.at<Acc>(row * columns) : Acc(0);
     Acc distance = 0;
-    for (int64_t c = team.lane; c < columns; c += team.size)
-      distance += load_as<Acc>(input, row * columns + c) - origin;
+#pragma unroll 4
+    for (int64_t i = row * columns + team.lane; i < (row + 1) * columns; i += team.size) {
+      const Acc x = stream.at<Acc>(i);
+      if (stream.residual.data != nullptr) store_as(stream.sum, i, x);
+      distance += x - origin;
+    }
     const Acc row_mean = origin + team.template reduce<Sum>(distance) / columns;
     Acc sum_of_squares = 0;
+#pragma unroll 4
     for (int64_t c = team.lane; c < columns; c += team.size) {
       const Acc centred = load_as<Acc>(input, row * columns + c) - row_mean;
       sum_of_squares += centred * centred;
@@ -148,6 +156,7 @@ __global__ void layer_norm_fwd_any_kernel(TypedPointer input, TypedPointer weigh
       store_as(mean, row, row_mean);
       store_as(rstd, row, row_rstd);
     }
+#pragma unroll 4
     for (int64_t c = team.lane; c < columns; c += team.size) {
       const Acc xhat = (load_as<Acc>(input, row * columns + c) - row_mean) * row_rstd;
       const Acc scale = weight.data != nullptr ? load_as<Acc>(weight, c) : Acc(1);
@@ -158,9 +167,10 @@ __global__ void layer_norm_fwd_any_kernel(TypedPointer input, TypedPointer weigh
 }
 
 template <typename Acc>
-__global__ void layer_norm_bwd_any_kernel(TypedPointer grad_output, TypedPointer input, TypedPointer weight,
-                                          TypedPointer mean, TypedPointer rstd, TypedPointer grad_input, int64_t rows,
-                                          int64_t columns) {
+__global__ void __launch_bounds__(kAnyThreads)
+    layer_norm_bwd_any_kernel(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input, TypedPointer weight,
+                              TypedPointer mean, TypedPointer rstd, TypedPointer grad_input, int64_t rows,
+                              int64_t columns) {
   RowTeam<Team::kBlock, Acc> team;
   for (int64_t row = team.index; row < rows; row += team.count) {
     const Acc row_mean = load_as<Acc>(mean, row), row_rstd = load_as<Acc>(rstd, row);
@@ -169,60 +179,70 @@ __global__ void layer_norm_bwd_any_kernel(TypedPointer grad_output, TypedPointer
       return load_as<Acc>(grad_output, row * columns + c) * (weight.data != nullptr ? load_as<Acc>(weight, c) : Acc(1));
     };
     Acc sums[2] = {};
+#pragma unroll 4
     for (int64_t c = team.lane; c < columns; c += team.size) {
       sums[0] += grad_times_weight(c);
       sums[1] += grad_times_weight(c) * xhat(c);
     }
     team.template reduce<Sum>(sums);
+#pragma unroll 4
     for (int64_t c = team.lane; c < columns; c += team.size) {
+      const Acc added = grad_sum.data != nullptr ? load_as<Acc>(grad_sum, row * columns + c) : Acc(0);
       store_as(grad_input, row * columns + c,
-               row_rstd * (grad_times_weight(c) - sums[0] / columns - xhat(c) * (sums[1] / columns)));
+               row_rstd * (grad_times_weight(c) - sums[0] / columns - xhat(c) * (sums[1] / columns)) + added);
     }
   }
 }
 
 }  // namespace
 
-extern "C" cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer weight, TypedPointer bias,
-                                              TypedPointer output, TypedPointer mean, TypedPointer rstd, int64_t rows,
-                                              int64_t columns, double eps, cudaStream_t stream) {
+extern "C" cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer residual, TypedPointer weight,
+                                              TypedPointer bias, TypedPointer output, TypedPointer sum,
+                                              TypedPointer mean, TypedPointer rstd, int64_t rows, int64_t columns,
+                                              double eps, cudaStream_t stream) {
   if (rows == 0) return cudaSuccess;
+  const bool float64 = any_has(kFloat64, {input, residual, weight, bias});
+  const bool vectors = are_vectors(residual.data != nullptr ? sum.dtype : input.dtype, columns,
+                                   {input, residual, weight, bias, output, sum});
+  const TypedPointer parameter = weight.data != nullptr ? weight : bias;
   bool launched = false;
-  const bool one_dtype = weight.data == nullptr || bias.data == nullptr || weight.dtype == bias.dtype;
-  if (one_dtype && is_fast({input}, {weight, bias, output}, columns)) {
-    dispatch_fast_dtype(input.dtype, [&](auto tag) {
+  if (!float64 && output.dtype != kFloat64 && have_dtype(parameter.dtype, {bias})) {
+    dispatch_stream_dtypes(input, residual, [&](auto tag, auto residual_tag, TypedPointer wide, TypedPointer narrow) {
       using T = typename decltype(tag)::type;
-      launched = dispatch_weight_dtype<T>(weight.data != nullptr ? weight : bias, [&](auto weight_tag) {
+      using R = typename decltype(residual_tag)::type;
+      launched = dispatch_weight_dtype<T, R>(parameter, [&](auto weight_tag) {
         using W = typename decltype(weight_tag)::type;
-        return dispatch_row_shape<kFwdBlockElements>(columns, [&](auto shape, int threads) {
-          using Shape = decltype(shape);
-          layer_norm_fwd_kernel<T, W, Shape><<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(
-              static_cast<const T*>(input.data), static_cast<const W*>(weight.data), static_cast<const W*>(bias.data),
-              output, static_cast<float*>(mean.data), static_cast<float*>(rstd.data), rows, static_cast<int>(columns),
-              static_cast<float>(eps));
-        });
+        return dispatch_row<T, kFwdBlockElements, kFwdElementwise>(
+            columns, vectors, [&](auto shape, auto width, int threads) {
+              using Shape = decltype(shape);
+              layer_norm_fwd_kernel<T, R, W, Shape, width><<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(
+                  {static_cast<const T*>(wide.data), static_cast<const R*>(narrow.data), static_cast<T*>(sum.data)},
+                  static_cast<const W*>(weight.data), static_cast<const W*>(bias.data), output,
+                  static_cast<float*>(mean.data), static_cast<float*>(rstd.data), rows, static_cast<int>(columns),
+                  static_cast<float>(eps));
+            });
       });
     });
   }
   if (!launched) {
     const auto launch_any = [&](auto kernel, auto precise_eps) {
-      kernel<<<any_grid(rows), kAnyThreads, 0, stream>>>(input, weight, bias, output, mean, rstd, rows, columns,
-                                                         precise_eps);
+      kernel<<<any_grid(rows), kAnyThreads, 0, stream>>>({input, residual, sum}, weight, bias, output, mean, rstd, rows,
+                                                         columns, precise_eps);
     };
-    if (needs_float64(input, weight, bias)) launch_any(layer_norm_fwd_any_kernel<double>, eps);
+    if (float64) launch_any(layer_norm_fwd_any_kernel<double>, eps);
     else launch_any(layer_norm_fwd_any_kernel<float>, static_cast<float>(eps));
   }
   return cudaGetLastError();
 }
 
 template <typename Acc>
-cudaError_t layer_norm_bwd_any(TypedPointer grad_output, TypedPointer input, TypedPointer weight, TypedPointer mean,
-                               TypedPointer rstd, TypedPointer grad_input, TypedPointer grad_weight,
+cudaError_t layer_norm_bwd_any(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input, TypedPointer weight,
+                               TypedPointer mean, TypedPointer rstd, TypedPointer grad_input, TypedPointer grad_weight,
                                TypedPointer grad_bias, void* workspace, int64_t rows, int64_t columns,
                                cudaStream_t stream) {
   if (rows > 0) {
-    layer_norm_bwd_any_kernel<Acc>
-        <<<any_grid(rows), kAnyThreads, 0, stream>>>(grad_output, input, weight, mean, rstd, grad_input, rows, columns);
+    layer_norm_bwd_any_kernel<Acc><<<any_grid(rows), kAnyThreads, 0, stream>>>(grad_output, grad_sum, input, weight,
+                                                                               mean, rstd, grad_input, rows, columns);
   }
   if (workspace == nullptr || columns == 0) return cudaGetLastError();
   const Partials<Acc> partials{static_cast<Acc*>(workspace), any_partials(rows, columns), columns};
@@ -230,35 +250,42 @@ cudaError_t layer_norm_bwd_any(TypedPointer grad_output, TypedPointer input, Typ
   return reduce_partials(partials, grad_weight, grad_bias, stream);
 }
 
-extern "C" cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPointer input, TypedPointer weight,
-                                              TypedPointer mean, TypedPointer rstd, TypedPointer grad_input,
-                                              TypedPointer grad_weight, TypedPointer grad_bias, void* workspace,
-                                              int64_t rows, int64_t columns, cudaStream_t stream) {
+extern "C" cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input,
+                                              TypedPointer weight, TypedPointer mean, TypedPointer rstd,
+                                              TypedPointer grad_input, TypedPointer grad_weight, TypedPointer grad_bias,
+                                              void* workspace, int64_t rows, int64_t columns, cudaStream_t stream) {
   bool launched = false;
   Partials<float> partials{static_cast<float*>(workspace), 0, columns};
-  if (rows > 0 && is_fast({input, grad_output, grad_input}, {weight}, columns)) {
+  if (rows > 0 && !any_has(kFloat64, {weight}) && have_dtype(input.dtype, {grad_output, grad_sum})) {
+    const bool vectors = are_vectors(input.dtype, columns, {grad_output, grad_sum, input, grad_input});
     dispatch_fast_dtype(input.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      launched = dispatch_row_shape<kBwdBlockElements>(columns, [&](auto shape, int team_threads) {
+      const auto launch = [&](auto shape, auto width, int team_threads, auto has_grad_sum) {
         using Shape = decltype(shape);
         const int threads = Shape::kWarpPerRow ? kBwdWarpTeamBlock : team_threads;
         const size_t shared_bytes = columns * sizeof(float);
         static ResidentBlocks resident;
-        const auto kernel = layer_norm_bwd_kernel<T, Shape>;
+        const auto kernel = layer_norm_bwd_kernel<T, Shape, width, has_grad_sum>;
         const int64_t most_blocks = std::min<int64_t>(resident(kernel, threads, shared_bytes), bwd_blocks<Shape>());
         partials.count = row_blocks<Shape>(rows, threads, most_blocks);
         kernel<<<static_cast<unsigned>(partials.count), threads, shared_bytes, stream>>>(
-            static_cast<const T*>(grad_output.data), static_cast<const T*>(input.data), weight,
-            static_cast<const float*>(mean.data), static_cast<const float*>(rstd.data),
-            static_cast<T*>(grad_input.data), partials, rows, static_cast<int>(columns));
-      });
+            static_cast<const T*>(grad_output.data), static_cast<const T*>(grad_sum.data),
+            static_cast<const T*>(input.data), weight, static_cast<const float*>(mean.data),
+            static_cast<const float*>(rstd.data), static_cast<T*>(grad_input.data), partials, rows,
+            static_cast<int>(columns));
+      };
+      launched = dispatch_row<T, kBwdBlockElements, kBwdElementwise>(
+          columns, vectors, [&](auto shape, auto width, int threads) {
+            if (grad_sum.data != nullptr) launch(shape, width, threads, std::true_type{});
+            else launch(shape, width, threads, std::false_type{});
+          });
     });
   }
   if (launched)
     return workspace == nullptr ? cudaGetLastError() : reduce_partials(partials, grad_weight, grad_bias, stream);
-  const auto any = needs_float64(input, weight) ? layer_norm_bwd_any<double> : layer_norm_bwd_any<float>;
-  return any(grad_output, input, weight, mean, rstd, grad_input, grad_weight, grad_bias, workspace, rows, columns,
-             stream);
+  const auto any = any_has(kFloat64, {input, weight}) ? layer_norm_bwd_any<double> : layer_norm_bwd_any<float>;
+  return any(grad_output, grad_sum, input, weight, mean, rstd, grad_input, grad_weight, grad_bias, workspace, rows,
+             columns, stream);
 }
 
 }  // namespace fuseopt

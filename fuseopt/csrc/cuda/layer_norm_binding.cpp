@@ -3,43 +3,81 @@
 namespace fuseopt {
 namespace {
 
+struct Forward {
+  Tensor output;
+  std::optional<Tensor> sum;
+  Tensor mean;
+  Tensor rstd;
+};
+
+Forward forward(const char* op, const Tensor& input, const std::optional<Tensor>& residual,
+                const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps,
+                ScalarType output_dtype) {
+  const Matrix shape = matrix_of(op, input);
+  const Tensor x = as_contiguous(input);
+  const auto addend = like_input(op, "residual", residual, input);
+  const auto scale = parameter(op, "weight", weight, input);
+  const auto shift = parameter(op, "bias", bias, input);
+  const Launch launch(op, x);
+  Tensor output = allocate_like(x, output_dtype);
+  const auto sum = allocate_sum(x, addend);
+  Tensor mean = allocate_statistic(sum.has_value() ? *sum : x);
+  Tensor rstd = allocate_statistic(sum.has_value() ? *sum : x);
+  launch.check(fuseopt_layer_norm_fwd(pointer(op, x), pointer(op, addend), pointer(op, scale), pointer(op, shift),
+                                      pointer(op, output), pointer(op, sum), pointer(op, mean), pointer(op, rstd),
+                                      shape.rows, shape.columns, eps, launch.stream()));
+  return {output, sum, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(const char* op, const Tensor& grad_output,
+                                            const std::optional<Tensor>& grad_sum, const Tensor& input,
+                                            const std::optional<Tensor>& weight, const Tensor& mean,
+                                            const Tensor& rstd, bool need_weight_grad, bool need_bias_grad) {
+  const Matrix shape = matrix_of(op, input);
+  check_same(op, "grad_output", grad_output, input);
+  const Tensor grad = as_contiguous(grad_output), x = as_contiguous(input), row_mean = as_contiguous(mean),
+               row_rstd = as_contiguous(rstd);
+  const auto added = like_input(op, "grad_sum", grad_sum, input);
+  const auto scale = parameter(op, "weight", weight, input);
+  const bool weight_wanted = need_weight_grad && scale.has_value();
+  const Launch launch(op, x);
+  Tensor grad_input = allocate_like(x, x.scalar_type());
+  Tensor grad_weight = allocate_parameter_grad(x, scale, shape.columns, weight_wanted);
+  Tensor grad_bias = allocate_parameter_grad(x, scale, shape.columns, need_bias_grad);
+  const auto workspace = norm_bwd_workspace(x, scale, shape, weight_wanted || need_bias_grad ? 2 : 0);
+  launch.check(fuseopt_layer_norm_bwd(pointer(op, grad), pointer(op, added), pointer(op, x), pointer(op, scale),
+                                      pointer(op, row_mean), pointer(op, row_rstd), pointer(op, grad_input),
+                                      wanted_pointer(op, grad_weight, weight_wanted),
+                                      wanted_pointer(op, grad_bias, need_bias_grad), data_of(workspace), shape.rows,
+                                      shape.columns, launch.stream()));
+  return {grad_input, grad_weight, grad_bias};
+}
+
 std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(Tensor input, std::optional<Tensor> weight,
                                                   std::optional<Tensor> bias, double eps, ScalarType output_dtype) {
-  constexpr const char* kOp = "layer_norm_fwd";
-  const Matrix shape = matrix_of(kOp, input);
-  const Tensor x = as_contiguous(input);
-  const auto scale = parameter(kOp, "weight", weight, input);
-  const auto shift = parameter(kOp, "bias", bias, input);
-  const Launch launch(kOp, x);
-  Tensor output = allocate_like(x, output_dtype);
-  Tensor mean = allocate_statistic(x);
-  Tensor rstd = allocate_statistic(x);
-  launch.check(fuseopt_layer_norm_fwd(pointer(kOp, x), pointer(kOp, scale), pointer(kOp, shift), pointer(kOp, output),
-                                      pointer(kOp, mean), pointer(kOp, rstd), shape.rows, shape.columns, eps,
-                                      launch.stream()));
-  return {output, mean, rstd};
+  const auto result = forward("layer_norm_fwd", input, std::nullopt, weight, bias, eps, output_dtype);
+  return {result.output, result.mean, result.rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(Tensor grad_output, Tensor input, std::optional<Tensor> weight,
                                                   Tensor mean, Tensor rstd, bool need_weight_grad,
                                                   bool need_bias_grad) {
-  constexpr const char* kOp = "layer_norm_bwd";
-  const Matrix shape = matrix_of(kOp, input);
-  check_same(kOp, "grad_output", grad_output, input);
-  const Tensor grad = as_contiguous(grad_output), x = as_contiguous(input), row_mean = as_contiguous(mean),
-               row_rstd = as_contiguous(rstd);
-  const auto scale = parameter(kOp, "weight", weight, input);
-  const bool weight_wanted = need_weight_grad && scale.has_value();
-  const Launch launch(kOp, x);
-  Tensor grad_input = allocate_like(x, x.scalar_type());
-  Tensor grad_weight = allocate_parameter_grad(x, scale, shape.columns, weight_wanted);
-  Tensor grad_bias = allocate_parameter_grad(x, scale, shape.columns, need_bias_grad);
-  const auto workspace = norm_bwd_workspace(x, scale, shape, weight_wanted || need_bias_grad ? 2 : 0);
-  launch.check(fuseopt_layer_norm_bwd(
-      pointer(kOp, grad), pointer(kOp, x), pointer(kOp, scale), pointer(kOp, row_mean), pointer(kOp, row_rstd),
-      pointer(kOp, grad_input), wanted_pointer(kOp, grad_weight, weight_wanted),
-      wanted_pointer(kOp, grad_bias, need_bias_grad), data_of(workspace), shape.rows, shape.columns, launch.stream()));
-  return {grad_input, grad_weight, grad_bias};
+  return backward("layer_norm_bwd", grad_output, std::nullopt, input, weight, mean, rstd, need_weight_grad,
+                  need_bias_grad);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(Tensor input, Tensor residual,
+                                                              std::optional<Tensor> weight, std::optional<Tensor> bias,
+                                                              double eps, ScalarType output_dtype) {
+  const auto result = forward("add_layer_norm_fwd", input, residual, weight, bias, eps, output_dtype);
+  return {result.output, *result.sum, result.mean, result.rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> add_layer_norm_bwd(Tensor grad_output, std::optional<Tensor> grad_sum, Tensor sum,
+                                                      std::optional<Tensor> weight, Tensor mean, Tensor rstd,
+                                                      bool need_weight_grad, bool need_bias_grad) {
+  return backward("add_layer_norm_bwd", grad_output, grad_sum, sum, weight, mean, rstd, need_weight_grad,
+                  need_bias_grad);
 }
 
 }  // namespace
@@ -49,4 +87,6 @@ STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt;
   library.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd));
   library.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd));
+  library.impl("add_layer_norm_fwd", TORCH_BOX(&add_layer_norm_fwd));
+  library.impl("add_layer_norm_bwd", TORCH_BOX(&add_layer_norm_bwd));
 }

@@ -1,10 +1,13 @@
 // What RMSNorm and LayerNorm share: how a row is laid over threads, and the column sums of their weight gradients.
 //
 // Fast path: a team of threads (a warp for narrow rows, a block for wide ones) holds a row in registers, so that it is
-// read once. Forward, every row has a team of its own: measured faster than teams that walk the rows with the next
-// row's loads in flight. Backward, as many teams as the device holds walk the rows: a thread has the same columns in
-// every row, and sums their weight gradients in registers. Anything else (float64, unaligned or odd rows, rows wider
-// than the registers) takes the "any" kernels: a block a row, an element at a time.
+// read once: in 16-byte vectors, or an element at a time where rows are unaligned or of odd length. Forward, every row
+// has a team of its own: measured faster than teams that walk the rows with the next row's loads in flight. Backward,
+// as many teams as the device holds walk the rows: a thread has the same columns in every row, and sums their weight
+// gradients in registers. Anything else (float64, rows wider than the registers) takes the "any" kernels: a block a
+// row, read once for each pass over it.
+//
+// With a residual the row is the sum of two tensors, rounded to the sum's dtype T and stored on the way.
 #pragma once
 
 #include <initializer_list>
@@ -16,6 +19,8 @@ namespace fuseopt {
 
 constexpr int kFwdBlockElements = 32;  // of a row in a thread, where a block has the row
 constexpr int kBwdBlockElements = 16;  // fewer, since it holds two rows and their columns' sums
+constexpr int kFwdElementwise = 8;     // where they are read one by one
+constexpr int kBwdElementwise = 8;
 constexpr int kAnyThreads = 256;
 
 // Backward, a block leaves one row of partial sums, however many warps it has. Hence larger blocks than forward, and no
@@ -24,41 +29,72 @@ constexpr int kBwdWarpTeamBlock = 256;
 constexpr int kBwdWarpTeamBlocksPerProcessor = 2;
 constexpr int kPartialsPerProcessor = 4;
 
-// Whether the fast path can take rows of `columns` elements of `rows_of.front()`'s dtype, by type and alignment:
-// `others` may have another 16- or 32-bit dtype.
-inline bool is_fast(std::initializer_list<TypedPointer> rows_of, std::initializer_list<TypedPointer> others,
-                    int64_t columns) {
-  const int dtype = rows_of.begin()->dtype;
-  for (const TypedPointer& tensor : rows_of) {
-    if (tensor.dtype != dtype || !is_aligned(tensor.data)) return false;
-  }
-  for (const TypedPointer& tensor : others) {
-    if (tensor.data != nullptr && (tensor.dtype == kFloat64 || !is_aligned(tensor.data))) return false;
-  }
-  return columns * element_size(static_cast<DType>(dtype)) % kAccessBytes == 0;
+// Whether one of the tensors present has `dtype`.
+inline bool any_has(int dtype, std::initializer_list<TypedPointer> tensors) {
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [=](const TypedPointer& tensor) { return tensor.data != nullptr && tensor.dtype == dtype; });
 }
 
-// The precision of the "any" path: "float64 in, float64 maths".
-inline bool needs_float64(TypedPointer input, TypedPointer weight, TypedPointer bias = {}) {
-  for (const TypedPointer& tensor : {input, weight, bias}) {
-    if (tensor.data != nullptr && tensor.dtype == kFloat64) return true;
+// Whether every tensor present has `dtype`.
+inline bool have_dtype(int dtype, std::initializer_list<TypedPointer> tensors) {
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [=](const TypedPointer& tensor) { return tensor.data == nullptr || tensor.dtype == dtype; });
+}
+
+// Whether every tensor present is aligned for vectors of `columns` elements of `dtype`, from row to row.
+inline bool are_vectors(int dtype, int64_t columns, std::initializer_list<TypedPointer> tensors) {
+  return columns * element_size(static_cast<DType>(dtype)) % kAccessBytes == 0 &&
+         std::all_of(tensors.begin(), tensors.end(), [](const TypedPointer& tensor) { return is_aligned(tensor.data); });
+}
+
+template <int kValue>
+using IntTag = std::integral_constant<int, kValue>;
+
+// Calls `launch(RowShape, IntTag<kWidth>, threads)`: rows of `columns` elements of T in vectors of kWidth, which is 1
+// unless they are `vectors`. False when no shape holds them.
+template <typename T, int kBlockElements, int kElementwise, typename Launch>
+bool dispatch_row(int64_t columns, bool vectors, Launch launch) {
+  if (vectors) {
+    return dispatch_row_shape<kBlockElements>(
+        columns, [&](auto shape, int threads) { launch(shape, IntTag<kVectorWidth<T>>{}, threads); });
   }
-  return false;
+  using Shape = RowShape<kElementwise, Team::kBlock>;
+  if (columns == 0 || columns > Shape::kMaxRow) return false;
+  launch(Shape{}, IntTag<1>{}, Shape::threads(columns));
+  return true;
 }
 
 template <typename Shape>
 constexpr int kBwdMaxThreads = Shape::kWarpPerRow ? kBwdWarpTeamBlock : kMaxBlockTeam;
 
-// Calls `launch(TypeTag<W>)` for the weight dtypes compiled for input T: T, float32, and for float32 all of them. An
-// absent weight is a null pointer of type T. False for other dtypes.
-template <typename T, typename Launch>
+// Calls `launch(TypeTag<T>, TypeTag<R>, wide, narrow)` for the dtypes compiled for a sum of type T of `wide`, of type
+// T, and `narrow`, of type R: `input` and `residual` in either order. R is void without a residual. False for others.
+template <typename Launch>
+bool dispatch_stream_dtypes(TypedPointer input, TypedPointer residual, Launch launch) {
+  if (residual.data == nullptr) {
+    return dispatch_fast_dtype(input.dtype, [&](auto tag) { launch(tag, TypeTag<void>{}, input, residual); });
+  }
+  if (input.dtype == residual.dtype) {
+    return dispatch_fast_dtype(input.dtype, [&](auto tag) { launch(tag, tag, input, residual); });
+  }
+  const TypedPointer wide = input.dtype == kFloat32 ? input : residual;
+  const TypedPointer narrow = input.dtype == kFloat32 ? residual : input;
+  if (wide.dtype != kFloat32) return false;
+  return dispatch_fast_dtype(narrow.dtype, [&](auto tag) { launch(TypeTag<float>{}, tag, wide, narrow); });
+}
+
+// Calls `launch(TypeTag<W>)` for the weight dtypes compiled for a sum of type T and a residual of type R: T, float32, and
+// for float32 the half types that come with it. An absent weight is a null pointer of type T. False for other dtypes.
+template <typename T, typename R, typename Launch>
 bool dispatch_weight_dtype(TypedPointer weight, Launch launch) {
   if (weight.data == nullptr || weight.dtype == kDType<T>) return launch(TypeTag<T>{});
-  if constexpr (std::is_same_v<T, float>) {
+  if constexpr (!std::is_same_v<T, float>) {
+    if (weight.dtype == kFloat32) return launch(TypeTag<float>{});
+  } else if constexpr (std::is_void_v<R>) {
     if (weight.dtype == kFloat16) return launch(TypeTag<__half>{});
     if (weight.dtype == kBFloat16) return launch(TypeTag<__nv_bfloat16>{});
-  } else {
-    if (weight.dtype == kFloat32) return launch(TypeTag<float>{});
+  } else if constexpr (!std::is_same_v<R, float>) {
+    if (weight.dtype == kDType<R>) return launch(TypeTag<R>{});
   }
   return false;
 }
@@ -88,6 +124,55 @@ struct RowPart {
       else vectors[k] = {};
     }
   }
+
+  // Adds another row, rounds to T, and stores the sum.
+  template <typename R, typename RowTeam>
+  __device__ void add(const RowPart<R, kVectors, kWidth>& other, T* sum, const RowTeam& team, int vectors_in_row) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        vectors[k].values[j] = from_acc<T>(vectors[k][j] + other.vectors[k][j]);
+      }
+      const int v = team.lane + k * team.size;
+      if (v < vectors_in_row) reinterpret_cast<Vector<T, kWidth>*>(sum)[v] = vectors[k];
+    }
+  }
+};
+
+// What a forward normalises: a matrix of T, or the sum of one of T and one of R; R is void without a residual.
+template <typename T, typename R>
+struct Stream {
+  const T* input;
+  const R* residual;
+  T* sum;
+
+  // The row that begins at element `begin`.
+  template <int kVectors, int kWidth, typename RowTeam>
+  __device__ void load(RowPart<T, kVectors, kWidth>& x, int64_t begin, const RowTeam& team, int vectors_in_row) const {
+    x.load(input + begin, team, vectors_in_row);
+    if constexpr (!std::is_void_v<R>) {
+      RowPart<R, kVectors, kWidth> addend;
+      addend.load(residual + begin, team, vectors_in_row);
+      x.add(addend, sum + begin, team, vectors_in_row);
+    }
+  }
+
+  __device__ float operator[](int64_t i) const {
+    if constexpr (std::is_void_v<R>) return to_float(input[i]);
+    else return to_float(from_acc<T>(to_float(input[i]) + to_float(residual[i])));
+  }
+};
+
+// The same in the "any" path. A thread reads back from `sum` only what it has stored itself.
+struct AnyStream {
+  TypedPointer input, residual, sum;
+
+  template <typename Acc>
+  __device__ Acc at(int64_t i) const {
+    const Acc x = load_as<Acc>(input, i);
+    return residual.data != nullptr ? round_to(sum.dtype, x + load_as<Acc>(residual, i)) : x;
+  }
 };
 
 // A weight or bias as floats in shared memory, in the order in which a team reads it: the first 16 bytes of every
@@ -98,7 +183,7 @@ class SharedColumns {
   // Fills `values`, of `columns` floats, with the tensor plus `offset`, or `absent` plus `offset`. To be followed by a
   // barrier.
   __device__ SharedColumns(float* values, TypedPointer tensor, float absent, float offset, int columns)
-      : parts_(reinterpret_cast<const Vector<float>*>(values)), vectors_(columns / kWidth) {
+      : parts_(reinterpret_cast<const Vector<float, kPartWidth>*>(values)), vectors_(columns / kWidth) {
     for (int c = threadIdx.x; c < columns; c += blockDim.x) {
       const int part = c % kWidth / kPartWidth * vectors_ + c / kWidth;
       values[part * kPartWidth + c % kPartWidth] =
@@ -110,15 +195,15 @@ class SharedColumns {
   __device__ void load(int v, float (&out)[kWidth]) const {
 #pragma unroll
     for (int p = 0; p < kWidth / kPartWidth; ++p) {
-      const Vector<float> part = parts_[p * vectors_ + v];
+      const Vector<float, kPartWidth> part = parts_[p * vectors_ + v];
 #pragma unroll
       for (int j = 0; j < kPartWidth; ++j) out[p * kPartWidth + j] = part[j];
     }
   }
 
  private:
-  static constexpr int kPartWidth = kVectorWidth<float>;
-  const Vector<float>* parts_;
+  static constexpr int kPartWidth = std::min(kWidth, kVectorWidth<float>);
+  const Vector<float, kPartWidth>* parts_;
   int vectors_;
 };
 

@@ -1,4 +1,4 @@
-// What the bindings of RMSNorm and LayerNorm share: parameter gradients, and room for their partial sums.
+// What the bindings of RMSNorm and LayerNorm share: residual sums, parameter gradients, and room for their partial sums.
 #pragma once
 
 #include "binding.h"
@@ -13,6 +13,22 @@ inline std::optional<Tensor> norm_bwd_workspace(const Tensor& input, const std::
       input.scalar_type() == ScalarType::Double || (weight.has_value() && weight->scalar_type() == ScalarType::Double);
   const size_t bytes = fuseopt_norm_bwd_workspace_bytes(shape.rows, shape.columns, tensors, float64);
   return allocate(input, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
+}
+
+// `tensor`, of the shape and on the device of `input`, or none.
+inline std::optional<Tensor> like_input(const char* op, const char* name, const std::optional<Tensor>& tensor,
+                                        const Tensor& input) {
+  if (!tensor.has_value()) return std::nullopt;
+  check_same(op, name, *tensor, input);
+  return as_contiguous(*tensor);
+}
+
+// Room for input + residual, in the dtype that the two promote to; absent without a residual.
+inline std::optional<Tensor> allocate_sum(const Tensor& input, const std::optional<Tensor>& residual) {
+  if (!residual.has_value()) return std::nullopt;
+  const ScalarType a = input.scalar_type(), b = residual->scalar_type();
+  const bool has_double = a == ScalarType::Double || b == ScalarType::Double;
+  return allocate_like(input, a == b ? a : has_double ? ScalarType::Double : ScalarType::Float);
 }
 
 // [columns] for a wanted gradient of a parameter, else [0].

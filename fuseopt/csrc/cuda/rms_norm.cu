@@ -5,20 +5,17 @@
 namespace fuseopt {
 namespace {
 
-template <typename T, typename W, typename Shape>
+template <typename T, typename R, typename W, typename Shape, int kWidth>
 __global__ void __launch_bounds__(Shape::kMaxThreads)
-    rms_norm_fwd_kernel(const T* __restrict__ input, const W* __restrict__ weight, TypedPointer output,
+    rms_norm_fwd_kernel(Stream<T, R> stream, const W* __restrict__ weight, TypedPointer output,
                         float* __restrict__ rstd, int64_t rows, int columns, float eps, float offset, int norm_dtype) {
-  constexpr int kWidth = kVectorWidth<T>;
   constexpr int kVectors = Shape::kElements / kWidth;
   RowTeam<Shape::kTeam> team;
   const int vectors_in_row = columns / kWidth;
 
   for (int64_t row = team.index; row < rows; row += team.count) {
-    RowPart<T, kVectors> x;
-    RowPart<W, kVectors, kWidth> weights;
-    x.load(input + row * columns, team, vectors_in_row);
-    if (weight != nullptr) weights.load(weight, team, vectors_in_row);
+    RowPart<T, kVectors, kWidth> x;
+    stream.load(x, row * columns, team, vectors_in_row);
 
     float sum_of_squares = 0;
 #pragma unroll
@@ -31,26 +28,29 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
 
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (v >= vectors_in_row) continue;
+      Vector<W, kWidth> scale;
+      if (weight != nullptr) scale = reinterpret_cast<const Vector<W, kWidth>*>(weight)[v];
       float result[kWidth];
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) result[j] = x.vectors[k][j] * row_rstd;
       round_floats(norm_dtype, result);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) result[j] *= (weight != nullptr ? weights.vectors[k][j] : 1.0f) + offset;
-      const int v = team.lane + k * team.size;
-      if (v < vectors_in_row) store_floats(output, row * vectors_in_row + v, result);
+      for (int j = 0; j < kWidth; ++j) result[j] *= (weight != nullptr ? scale[j] : 1.0f) + offset;
+      store_floats(output, row * vectors_in_row + v, result);
     }
   }
 }
 
-// grad_input = rstd * (g - xhat * mean(g * xhat)) with g = grad_output * (weight + offset); grad_weight = sum over rows
-// of grad_output * xhat, left as one row of partial sums a block.
-template <typename T, typename Shape>
+// grad_input = rstd * (g - xhat * mean(g * xhat)) + grad_sum with g = grad_output * (weight + offset); grad_weight = sum
+// over rows of grad_output * xhat, left as one row of partial sums a block. grad_sum is what reaches a fused residual
+// sum, here `input`, from elsewhere.
+template <typename T, typename Shape, int kWidth, bool kHasGradSum>
 __global__ void __launch_bounds__(kBwdMaxThreads<Shape>)
-    rms_norm_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ input, TypedPointer weight,
-                        const float* __restrict__ rstd, T* __restrict__ grad_input, Partials<float> partials,
-                        int64_t rows, int columns, float offset) {
-  constexpr int kWidth = kVectorWidth<T>;
+    rms_norm_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ grad_sum, const T* __restrict__ input,
+                        TypedPointer weight, const float* __restrict__ rstd, T* __restrict__ grad_input,
+                        Partials<float> partials, int64_t rows, int columns, float offset) {
   constexpr int kVectors = Shape::kElements / kWidth;
   RowTeam<Shape::kTeam> team;
   const int vectors_in_row = columns / kWidth;
@@ -61,9 +61,10 @@ __global__ void __launch_bounds__(kBwdMaxThreads<Shape>)
   float weight_sums[kVectors][kWidth] = {};
 
   for (int64_t row = team.index; row < rows; row += team.count) {
-    RowPart<T, kVectors> x, grad;
+    RowPart<T, kVectors, kWidth> x, grad, added;
     x.load(input + row * columns, team, vectors_in_row);
     grad.load(grad_output + row * columns, team, vectors_in_row);
+    if constexpr (kHasGradSum) added.load(grad_sum + row * columns, team, vectors_in_row);
     const float row_rstd = rstd[row];
 
     float dot = 0;
@@ -92,6 +93,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<Shape>)
       for (int j = 0; j < kWidth; ++j) {
         const float xhat = x.vectors[k][j] * row_rstd;
         result[j] = row_rstd * (grad.vectors[k][j] * weights[j] - xhat * mean_dot);
+        if constexpr (kHasGradSum) result[j] += added.vectors[k][j];
       }
       store_floats_as<T>(grad_input + row * columns, v, result);
     }
@@ -100,17 +102,22 @@ __global__ void __launch_bounds__(kBwdMaxThreads<Shape>)
 }
 
 template <typename Acc>
-__global__ void rms_norm_fwd_any_kernel(TypedPointer input, TypedPointer weight, TypedPointer output, TypedPointer rstd,
-                                        int64_t rows, int64_t columns, Acc eps, Acc offset, int norm_dtype) {
+__global__ void __launch_bounds__(kAnyThreads)
+    rms_norm_fwd_any_kernel(AnyStream stream, TypedPointer weight, TypedPointer output, TypedPointer rstd, int64_t rows,
+                            int64_t columns, Acc eps, Acc offset, int norm_dtype) {
   RowTeam<Team::kBlock, Acc> team;
+  const TypedPointer input = stream.residual.data != nullptr ? stream.sum : stream.input;
   for (int64_t row = team.index; row < rows; row += team.count) {
     Acc sum_of_squares = 0;
-    for (int64_t c = team.lane; c < columns; c += team.size) {
-      const Acc x = load_as<Acc>(input, row * columns + c);
+#pragma unroll 4
+    for (int64_t i = row * columns + team.lane; i < (row + 1) * columns; i += team.size) {
+      const Acc x = stream.at<Acc>(i);
+      if (stream.residual.data != nullptr) store_as(stream.sum, i, x);
       sum_of_squares += x * x;
     }
     const Acc row_rstd = 1 / sqrt(team.template reduce<Sum>(sum_of_squares) / columns + eps);
     if (team.lane == 0) store_as(rstd, row, row_rstd);
+#pragma unroll 4
     for (int64_t c = team.lane; c < columns; c += team.size) {
       const Acc xhat = round_to(norm_dtype, load_as<Acc>(input, row * columns + c) * row_rstd);
       store_as(output, row * columns + c,
@@ -120,9 +127,9 @@ __global__ void rms_norm_fwd_any_kernel(TypedPointer input, TypedPointer weight,
 }
 
 template <typename Acc>
-__global__ void rms_norm_bwd_any_kernel(TypedPointer grad_output, TypedPointer input, TypedPointer weight,
-                                        TypedPointer rstd, TypedPointer grad_input, int64_t rows, int64_t columns,
-                                        Acc offset) {
+__global__ void __launch_bounds__(kAnyThreads)
+    rms_norm_bwd_any_kernel(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input, TypedPointer weight,
+                            TypedPointer rstd, TypedPointer grad_input, int64_t rows, int64_t columns, Acc offset) {
   RowTeam<Team::kBlock, Acc> team;
   const auto grad_times_weight = [&](int64_t row, int64_t c) {
     return load_as<Acc>(grad_output, row * columns + c) *
@@ -131,57 +138,67 @@ __global__ void rms_norm_bwd_any_kernel(TypedPointer grad_output, TypedPointer i
   for (int64_t row = team.index; row < rows; row += team.count) {
     const Acc row_rstd = load_as<Acc>(rstd, row);
     Acc dot = 0;
+#pragma unroll 4
     for (int64_t c = team.lane; c < columns; c += team.size) {
       dot += grad_times_weight(row, c) * (load_as<Acc>(input, row * columns + c) * row_rstd);
     }
     const Acc mean_dot = team.template reduce<Sum>(dot) / columns;
+#pragma unroll 4
     for (int64_t c = team.lane; c < columns; c += team.size) {
       const Acc xhat = load_as<Acc>(input, row * columns + c) * row_rstd;
-      store_as(grad_input, row * columns + c, row_rstd * (grad_times_weight(row, c) - xhat * mean_dot));
+      const Acc added = grad_sum.data != nullptr ? load_as<Acc>(grad_sum, row * columns + c) : Acc(0);
+      store_as(grad_input, row * columns + c, row_rstd * (grad_times_weight(row, c) - xhat * mean_dot) + added);
     }
   }
 }
 
 }  // namespace
 
-extern "C" cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer weight, TypedPointer output,
-                                            TypedPointer rstd, int64_t rows, int64_t columns, double eps, double offset,
-                                            int norm_dtype, cudaStream_t stream) {
+extern "C" cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer residual, TypedPointer weight,
+                                            TypedPointer output, TypedPointer sum, TypedPointer rstd, int64_t rows,
+                                            int64_t columns, double eps, double offset, int norm_dtype,
+                                            cudaStream_t stream) {
   if (rows == 0) return cudaSuccess;
+  const bool float64 = any_has(kFloat64, {input, residual, weight});
+  const bool vectors = are_vectors(residual.data != nullptr ? sum.dtype : input.dtype, columns,
+                                   {input, residual, weight, output, sum});
   bool launched = false;
-  if (is_fast({input}, {weight, output}, columns)) {
-    dispatch_fast_dtype(input.dtype, [&](auto tag) {
+  if (!float64 && output.dtype != kFloat64) {
+    dispatch_stream_dtypes(input, residual, [&](auto tag, auto residual_tag, TypedPointer wide, TypedPointer narrow) {
       using T = typename decltype(tag)::type;
-      launched = dispatch_weight_dtype<T>(weight, [&](auto weight_tag) {
+      using R = typename decltype(residual_tag)::type;
+      launched = dispatch_weight_dtype<T, R>(weight, [&](auto weight_tag) {
         using W = typename decltype(weight_tag)::type;
-        return dispatch_row_shape<kFwdBlockElements>(columns, [&](auto shape, int threads) {
-          using Shape = decltype(shape);
-          rms_norm_fwd_kernel<T, W, Shape><<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(
-              static_cast<const T*>(input.data), static_cast<const W*>(weight.data), output,
-              static_cast<float*>(rstd.data), rows, static_cast<int>(columns), static_cast<float>(eps),
-              static_cast<float>(offset), norm_dtype);
-        });
+        return dispatch_row<T, kFwdBlockElements, kFwdElementwise>(
+            columns, vectors, [&](auto shape, auto width, int threads) {
+              using Shape = decltype(shape);
+              rms_norm_fwd_kernel<T, R, W, Shape, width><<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(
+                  {static_cast<const T*>(wide.data), static_cast<const R*>(narrow.data), static_cast<T*>(sum.data)},
+                  static_cast<const W*>(weight.data), output, static_cast<float*>(rstd.data), rows,
+                  static_cast<int>(columns), static_cast<float>(eps), static_cast<float>(offset), norm_dtype);
+            });
       });
     });
   }
   if (!launched) {
     const auto launch_any = [&](auto kernel, auto precise_eps, auto precise_offset) {
-      kernel<<<any_grid(rows), kAnyThreads, 0, stream>>>(input, weight, output, rstd, rows, columns, precise_eps,
-                                                         precise_offset, norm_dtype);
+      kernel<<<any_grid(rows), kAnyThreads, 0, stream>>>({input, residual, sum}, weight, output, rstd, rows, columns,
+                                                         precise_eps, precise_offset, norm_dtype);
     };
-    if (needs_float64(input, weight)) launch_any(rms_norm_fwd_any_kernel<double>, eps, offset);
+    if (float64) launch_any(rms_norm_fwd_any_kernel<double>, eps, offset);
     else launch_any(rms_norm_fwd_any_kernel<float>, static_cast<float>(eps), static_cast<float>(offset));
   }
   return cudaGetLastError();
 }
 
 template <typename Acc>
-cudaError_t rms_norm_bwd_any(TypedPointer grad_output, TypedPointer input, TypedPointer weight, TypedPointer rstd,
-                             TypedPointer grad_input, TypedPointer grad_weight, void* workspace, int64_t rows,
-                             int64_t columns, double offset, cudaStream_t stream) {
+cudaError_t rms_norm_bwd_any(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input, TypedPointer weight,
+                             TypedPointer rstd, TypedPointer grad_input, TypedPointer grad_weight, void* workspace,
+                             int64_t rows, int64_t columns, double offset, cudaStream_t stream) {
   if (rows > 0) {
-    rms_norm_bwd_any_kernel<<<any_grid(rows), kAnyThreads, 0, stream>>>(grad_output, input, weight, rstd, grad_input,
-                                                                        rows, columns, static_cast<Acc>(offset));
+    rms_norm_bwd_any_kernel<<<any_grid(rows), kAnyThreads, 0, stream>>>(grad_output, grad_sum, input, weight, rstd,
+                                                                        grad_input, rows, columns,
+                                                                        static_cast<Acc>(offset));
   }
   if (grad_weight.data == nullptr || columns == 0) return cudaGetLastError();
   const Partials<Acc> partials{static_cast<Acc*>(workspace), any_partials(rows, columns), columns};
@@ -189,35 +206,42 @@ cudaError_t rms_norm_bwd_any(TypedPointer grad_output, TypedPointer input, Typed
   return reduce_partials(partials, grad_weight, TypedPointer{}, stream);
 }
 
-extern "C" cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPointer input, TypedPointer weight,
-                                            TypedPointer rstd, TypedPointer grad_input, TypedPointer grad_weight,
-                                            void* workspace, int64_t rows, int64_t columns, double offset,
-                                            cudaStream_t stream) {
+extern "C" cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input,
+                                            TypedPointer weight, TypedPointer rstd, TypedPointer grad_input,
+                                            TypedPointer grad_weight, void* workspace, int64_t rows, int64_t columns,
+                                            double offset, cudaStream_t stream) {
   bool launched = false;
   Partials<float> partials{static_cast<float*>(grad_weight.data != nullptr ? workspace : nullptr), 0, columns};
-  if (rows > 0 && is_fast({input, grad_output, grad_input}, {weight}, columns)) {
+  if (rows > 0 && !any_has(kFloat64, {weight}) && have_dtype(input.dtype, {grad_output, grad_sum})) {
+    const bool vectors = are_vectors(input.dtype, columns, {grad_output, grad_sum, input, grad_input});
     dispatch_fast_dtype(input.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      launched = dispatch_row_shape<kBwdBlockElements>(columns, [&](auto shape, int team_threads) {
+      const auto launch = [&](auto shape, auto width, int team_threads, auto has_grad_sum) {
         using Shape = decltype(shape);
         const int threads = Shape::kWarpPerRow ? kBwdWarpTeamBlock : team_threads;
         const size_t shared_bytes = columns * sizeof(float);
         static ResidentBlocks resident;
-        const auto kernel = rms_norm_bwd_kernel<T, Shape>;
+        const auto kernel = rms_norm_bwd_kernel<T, Shape, width, has_grad_sum>;
         const int64_t most_blocks = std::min<int64_t>(resident(kernel, threads, shared_bytes), bwd_blocks<Shape>());
         partials.count = row_blocks<Shape>(rows, threads, most_blocks);
         kernel<<<static_cast<unsigned>(partials.count), threads, shared_bytes, stream>>>(
-            static_cast<const T*>(grad_output.data), static_cast<const T*>(input.data), weight,
-            static_cast<const float*>(rstd.data), static_cast<T*>(grad_input.data), partials, rows,
-            static_cast<int>(columns), static_cast<float>(offset));
-      });
+            static_cast<const T*>(grad_output.data), static_cast<const T*>(grad_sum.data),
+            static_cast<const T*>(input.data), weight, static_cast<const float*>(rstd.data),
+            static_cast<T*>(grad_input.data), partials, rows, static_cast<int>(columns), static_cast<float>(offset));
+      };
+      launched = dispatch_row<T, kBwdBlockElements, kBwdElementwise>(
+          columns, vectors, [&](auto shape, auto width, int threads) {
+            if (grad_sum.data != nullptr) launch(shape, width, threads, std::true_type{});
+            else launch(shape, width, threads, std::false_type{});
+          });
     });
   }
   if (launched)
     return grad_weight.data == nullptr ? cudaGetLastError()
                                        : reduce_partials(partials, grad_weight, TypedPointer{}, stream);
-  const auto any = needs_float64(input, weight) ? rms_norm_bwd_any<double> : rms_norm_bwd_any<float>;
-  return any(grad_output, input, weight, rstd, grad_input, grad_weight, workspace, rows, columns, offset, stream);
+  const auto any = any_has(kFloat64, {input, weight}) ? rms_norm_bwd_any<double> : rms_norm_bwd_any<float>;
+  return any(grad_output, grad_sum, input, weight, rstd, grad_input, grad_weight, workspace, rows, columns, offset,
+             stream);
 }
 
 }  // namespace fuseopt

@@ -1,0 +1,48 @@
+// The rows that a norm works on: its input's, or those of the sum of its input and a residual.
+#pragma once
+
+#include "rows.h"
+
+namespace fuseopt {
+
+/// Rows of `input`, or of `input + residual`, which is rounded to the dtype that the two promote to and kept in `sum()`.
+template <typename Math>
+class StreamRows {
+ public:
+  StreamRows(const Tensor& input, const std::optional<Tensor>& residual) : input_(input) {
+    if (!residual) return;
+    const DType a = dtype(input), b = dtype(*residual);
+    const ScalarType wide = a == kFloat64 || b == kFloat64 ? ScalarType::Double : ScalarType::Float;
+    residual_.emplace(*residual, input.sizes());
+    sum_ = empty_like(input, a == b ? input.scalar_type() : wide);
+    sum_rows_.emplace(*sum_, n_cols());
+  }
+
+  int64_t n_rows() const { return input_.n_rows(); }
+  int64_t n_cols() const { return input_.n_cols(); }
+  /// Present where a residual is; row by row as complete as it has been read.
+  const std::optional<Tensor>& sum() const { return sum_; }
+
+  /// The elements of a row, for which the buffers may be used. Writes the row of the sum.
+  const Math* read(int64_t row, Math* buffer, Math* residual_buffer) const {
+    const Math* x = input_.read(row, buffer);
+    if (!residual_) return x;
+    const int64_t n = n_cols();
+    const Math* r = residual_->read(row, residual_buffer);
+    Math* sum = sum_rows_->target(row, buffer);
+    const DType type = dtype(*sum_);
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) sum[i] = x[i] + r[i];
+    if (type != dtype_of<Math>) round_row(sum, n, type);
+    sum_rows_->commit(row, sum);
+    return sum;
+  }
+
+ private:
+  Rows input_;
+  std::optional<Rows> residual_;
+  std::optional<Tensor> sum_;
+  std::optional<OutputRows> sum_rows_;
+};
+
+}  // namespace fuseopt
