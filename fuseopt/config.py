@@ -21,8 +21,8 @@ KERNEL_BACKENDS = ("auto", "cuda", "triton", "cpu", "reference")
 
 # Kernel name -> the options its entry may carry beside "name".
 CUSTOM_KERNELS: Mapping[str, tuple[str, ...]] = {
-    "FusedRMSNorm": (),
-    "FusedLayerNorm": (),
+    "FusedRMSNorm": ("fuse_residual",),
+    "FusedLayerNorm": ("fuse_residual",),
     "FusedGatedGELU": (),
     "FusedSwiGLU": (),
     "FusedGELU": ("fold_bias",),

@@ -55,10 +55,14 @@ def test_json_file(tmp_path):
     assert Config.load(path) == Config.load(str(path)) == Config.load(OSLO)
 
 
-def test_kernel_with_options():
-    entry = {"name": "FusedGELU", "fold_bias": True}
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("FusedGELU", "fold_bias"), ("FusedLayerNorm", "fuse_residual"), ("FusedRMSNorm", "fuse_residual")],
+)
+def test_kernel_with_options(name, option):
+    entry = {"name": name, option: True}
     (request,) = Config.load({"kernel_fusion": {"custom_cuda_kernels": [entry]}}).kernel_fusion.custom_cuda_kernels
-    assert request.options == {"fold_bias": True} and request.to_dict() == entry
+    assert request.options == {option: True} and request.to_dict() == entry
 
 
 WRONG = {
@@ -94,8 +98,8 @@ WRONG = {
         "expected true or false",
     ),
     "kernel without options": (
-        {"kernel_fusion": {"custom_cuda_kernels": [{"name": "FusedRMSNorm", "eps": 1}]}},
-        "FusedRMSNorm takes no options",
+        {"kernel_fusion": {"custom_cuda_kernels": [{"name": "FusedSoftmax", "eps": 1}]}},
+        "FusedSoftmax takes no options",
     ),
     "kernel not built yet": ({"kernel_fusion": {"custom_cuda_kernels": ["FusedAttention"]}}, "not built yet"),
     "triton kernel not built yet": (

@@ -11,4 +11,5 @@ GPT2 = ModelPolicy(
     kernels=(LAYER_NORM, *GELU_KERNELS, SOFTMAX),
     regions=(Rule(f"{_GPT2}.GPT2MLP", "FusedMLP", absorbs=("act",)), *ACTIVATION_REGIONS),
     eager_attention=(f"{_GPT2}.GPT2Attention",),
+    residual_blocks=(Rule(f"{_GPT2}.GPT2Block", "GPT2BlockForward"),),
 )

@@ -50,6 +50,8 @@ class ModelPolicy:
         kernels: rules behind the kernel names of a config (`Rule.target` is the kernel's name).
         regions: rules for the `jit` strategy; the feed-forward blocks among them serve kernels too.
         eager_attention: full names of the attention classes whose eager softmax can be fused.
+        residual_blocks: blocks whose inner residual adds can be fused with the norm after them; `Rule.target` is the
+            `fuseopt.modules.residual` class that does it, exactly.
     """
 
     name: str
@@ -57,3 +59,4 @@ class ModelPolicy:
     kernels: tuple[Rule, ...]
     regions: tuple[Rule, ...]
     eager_attention: tuple[str, ...] = ()
+    residual_blocks: tuple[Rule, ...] = ()

@@ -2,7 +2,7 @@
 
 from fuseopt.models.common import ACTIVATION_REGIONS, GELU_KERNELS, SOFTMAX, rms_norm
 from fuseopt.models.gated_mlps import T5_MLPS
-from fuseopt.models.policy import ModelPolicy, modeling_name
+from fuseopt.models.policy import ModelPolicy, Rule, modeling_name
 
 # model_type -> the prefix of its classes
 _FAMILIES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", "longt5": "LongT5"}
@@ -19,4 +19,8 @@ T5 = ModelPolicy(
     regions=(*T5_MLPS, *ACTIVATION_REGIONS),
     # LongT5's local and transient-global attention have a softmax of their own; its full attention is the class named.
     eager_attention=_full_names("Attention"),
+    # UMT5's and LongT5's blocks call their layers otherwise.
+    residual_blocks=tuple(
+        Rule(source, "T5BlockForward") for source in map(modeling_name, ("t5.T5Block", "mt5.MT5Block"))
+    ),
 )

@@ -4,6 +4,7 @@ from fuseopt.modules.activations import FusedActivation, FusedGELU, FusedSoftmax
 from fuseopt.modules.base import FusedModule
 from fuseopt.modules.mlp import FusedGatedMLP, FusedMLP
 from fuseopt.modules.norms import FusedLayerNorm, FusedRMSNorm
+from fuseopt.modules.residual import GPT2BlockForward, T5BlockForward
 
 __all__ = [
     "FusedActivation",
@@ -14,4 +15,6 @@ __all__ = [
     "FusedModule",
     "FusedRMSNorm",
     "FusedSoftmax",
+    "GPT2BlockForward",
+    "T5BlockForward",
 ]

@@ -49,6 +49,21 @@ class FusedRMSNorm(FusedModule):
             backend=self.backend,
         )
 
+    def add(self, input: Tensor, residual: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+        """`sum = input + residual` and `forward(sum)` in one pass: (norm, sum); see `fuseopt.ops.add_rms_norm`."""
+        if self.autocasts and torch.is_autocast_enabled(input.device.type):
+            sum = input + residual
+            return self._source_forward(sum), sum
+        return ops.add_rms_norm(
+            input,
+            residual,
+            self.weight,
+            getattr(self, self._eps_name),
+            offset=self.offset,
+            cast_order=self.cast_order,
+            backend=backend,
+        )
+
 
 class FusedLayerNorm(FusedModule):
     """Layer normalisation (Ba et al. 2016, https://arxiv.org/abs/1607.06450); stands in for torch.nn.LayerNorm.
@@ -62,3 +77,10 @@ class FusedLayerNorm(FusedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, backend=self.backend)
+
+    def add(self, input: Tensor, residual: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+        """`sum = input + residual` and `forward(sum)` in one pass: (norm, sum); see `fuseopt.ops.add_layer_norm`.
+
+        For a norm over one dimension.
+        """
+        return ops.add_layer_norm(input, residual, self.weight, self.bias, self.eps, backend=backend)

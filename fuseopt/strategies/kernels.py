@@ -15,7 +15,7 @@ from fuseopt.errors import BackendError
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.ops import registry
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
-from fuseopt.strategies import eager_attention, logits_processors
+from fuseopt.strategies import eager_attention, logits_processors, residual
 from fuseopt.strategies.propose import Offer, Options, child_rule, propose_rule
 
 # Kernel name -> the op whose backends run it.
@@ -57,6 +57,10 @@ class KernelStrategy:
             for rule in policy.kernels:
                 if rule.target == request.name:
                     yield from propose_rule(index, rule, offer, _options(rule, backend))
+            if request.options.get("fuse_residual"):
+                op = f"add_{OP_NAMES[request.name]}"
+                backend, offer = choose_backend(request.name, self.backend or fusion.backend, self.name, index, op)
+                yield from residual.propose(index, policy, offer, backend)
             if request.name == "FusedSoftmax":
                 yield from eager_attention.propose(index, policy, offer, backend)
 
@@ -70,11 +74,17 @@ CUSTOM_KERNELS = KernelStrategy("kernels", "custom_cuda_kernels")
 TRITON_KERNELS = KernelStrategy("triton", "triton_kernels", backend="triton")
 
 
-def choose_backend(kernel: str, wanted: str, strategy: str, index: ModelIndex) -> tuple[str, Offer]:
-    """The `backend` argument for the fused module, and what that comes to for this model's devices and dtype."""
+def choose_backend(
+    kernel: str, wanted: str, strategy: str, index: ModelIndex, op_name: str | None = None
+) -> tuple[str, Offer]:
+    """The `backend` argument for the fused module, and what that comes to for this model's devices and dtype.
+
+    Args:
+        op_name: the op that is to run, where that is not the kernel's own.
+    """
     if torch.device("meta") in index.devices:
         return wanted, Offer(kernel, strategy, wanted)
-    op = registry.get(OP_NAMES[kernel])
+    op = registry.get(op_name or OP_NAMES[kernel])
     refused = []
     try:
         choices = _choices(op, wanted, index)

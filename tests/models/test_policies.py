@@ -15,6 +15,7 @@ from fuseopt.models import COMMON, ModelPolicy, Rule, policy_for, register_polic
 from fuseopt.models.gpt2 import GPT2
 from fuseopt.models.t5 import T5
 from fuseopt.modules import FusedGatedMLP, FusedRMSNorm
+from fuseopt.modules.residual import ResidualForward
 from tests import tiny
 
 RULES = {rule.source: rule for policy in (GPT2, T5, COMMON) for rule in (*policy.kernels, *policy.regions)}
@@ -31,12 +32,17 @@ def named(source: str) -> type:
     return getattr(importlib.import_module(module), name)
 
 
-@pytest.mark.parametrize("source", [*RULES, *GPT2.eager_attention, *T5.eager_attention])
+RESIDUAL = {rule.source: rule for policy in (GPT2, T5) for rule in policy.residual_blocks}
+
+
+@pytest.mark.parametrize("source", [*RULES, *RESIDUAL, *GPT2.eager_attention, *T5.eager_attention])
 def test_the_class_exists_under_that_very_name(source):
     cls = named(source)
     assert f"{cls.__module__}.{cls.__qualname__}" == source
     if source in RULES:
         assert issubclass(getattr(modules, RULES[source].target), modules.FusedModule)
+    if source in RESIDUAL:
+        assert issubclass(getattr(modules, RESIDUAL[source].target), ResidualForward)
 
 
 @pytest.mark.parametrize("rule", NORMS, ids=[rule.source.rpartition(".")[2] for rule in NORMS])

@@ -11,55 +11,63 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
                           TypedPointer output, float* __restrict__ mean, float* __restrict__ rstd, int64_t rows,
                           int columns, float eps) {
   constexpr int kVectors = Shape::kElements / kWidth;
+  // Before the reductions that they wait for; but not where that takes registers from more rows in flight.
+  constexpr bool kEarly = kWidth > 1 && (Shape::kWarpPerRow || sizeof(T) == 4);
   RowTeam<Shape::kTeam> team;
   const int vectors_in_row = columns / kWidth;
+  const int64_t row = team.index;
+  if (row >= rows) return;
 
-  for (int64_t row = team.index; row < rows; row += team.count) {
-    RowPart<T, kVectors, kWidth> x;
-    stream.load(x, row * columns, team, vectors_in_row);
+  RowPart<T, kVectors, kWidth> x;
+  stream.load(x, row * columns, team, vectors_in_row);
+  Vector<W, kWidth> scale[kVectors], shift[kVectors];
+  const auto load_parameters = [&](int k) {
+    scale[k] = load_columns<kWidth>(weight, team.lane + k * team.size, vectors_in_row, 1.0f);
+    shift[k] = load_columns<kWidth>(bias, team.lane + k * team.size, vectors_in_row, 0.0f);
+  };
+  if constexpr (kEarly) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) load_parameters(k);
+  }
 
-    // The mean as a distance from one element, so that a constant row comes out exact; then the variance in a second
-    // pass over the registers, since E[x^2] - E[x]^2 would cancel for rows far from zero.
-    const float origin = stream[row * columns];
-    float distance = 0;
+  // The mean as a distance from one element, so that a constant row comes out exact; then the variance in a second pass
+  // over the registers, since E[x^2] - E[x]^2 would cancel for rows far from zero.
+  const float origin = stream[row * columns];
+  float distance = 0;
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      if (team.lane + k * team.size >= vectors_in_row) continue;
+  for (int k = 0; k < kVectors; ++k) {
+    if (team.lane + k * team.size >= vectors_in_row) continue;
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) distance += x.vectors[k][j] - origin;
+    for (int j = 0; j < kWidth; ++j) distance += x.vectors[k][j] - origin;
+  }
+  const float row_mean = origin + team.template reduce<Sum>(distance) / columns;
+  float sum_of_squares = 0;
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    if (team.lane + k * team.size >= vectors_in_row) continue;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      const float centred = x.vectors[k][j] - row_mean;
+      sum_of_squares += centred * centred;
     }
-    const float row_mean = origin + team.template reduce<Sum>(distance) / columns;
-    float sum_of_squares = 0;
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      if (team.lane + k * team.size >= vectors_in_row) continue;
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        const float centred = x.vectors[k][j] - row_mean;
-        sum_of_squares += centred * centred;
-      }
-    }
-    const float row_rstd = rsqrtf(team.template reduce<Sum>(sum_of_squares) / columns + eps);
-    if (team.lane == 0) {
-      mean[row] = row_mean;
-      rstd[row] = row_rstd;
-    }
+  }
+  const float row_rstd = rsqrtf(team.template reduce<Sum>(sum_of_squares) / columns + eps);
+  if (team.lane == 0) {
+    mean[row] = row_mean;
+    rstd[row] = row_rstd;
+  }
 
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int v = team.lane + k * team.size;
-      if (v >= vectors_in_row) continue;
-      Vector<W, kWidth> scale, shift;
-      if (weight != nullptr) scale = reinterpret_cast<const Vector<W, kWidth>*>(weight)[v];
-      if (bias != nullptr) shift = reinterpret_cast<const Vector<W, kWidth>*>(bias)[v];
-      float result[kWidth];
+  for (int k = 0; k < kVectors; ++k) {
+    const int v = team.lane + k * team.size;
+    if (v >= vectors_in_row) continue;
+    if constexpr (!kEarly) load_parameters(k);
+    float result[kWidth];
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        result[j] = (x.vectors[k][j] - row_mean) * row_rstd * (weight != nullptr ? scale[j] : 1.0f) +
-                    (bias != nullptr ? shift[j] : 0.0f);
-      }
-      store_floats(output, row * vectors_in_row + v, result);
+    for (int j = 0; j < kWidth; ++j) {
+      result[j] = (x.vectors[k][j] - row_mean) * row_rstd * scale[k][j] + shift[k][j];
     }
+    store_floats(output, row * vectors_in_row + v, result);
   }
 }
 
@@ -179,13 +187,11 @@ __global__ void __launch_bounds__(kAnyThreads)
       return load_as<Acc>(grad_output, row * columns + c) * (weight.data != nullptr ? load_as<Acc>(weight, c) : Acc(1));
     };
     Acc sums[2] = {};
-#pragma unroll 4
     for (int64_t c = team.lane; c < columns; c += team.size) {
       sums[0] += grad_times_weight(c);
       sums[1] += grad_times_weight(c) * xhat(c);
     }
     team.template reduce<Sum>(sums);
-#pragma unroll 4
     for (int64_t c = team.lane; c < columns; c += team.size) {
       const Acc added = grad_sum.data != nullptr ? load_as<Acc>(grad_sum, row * columns + c) : Acc(0);
       store_as(grad_input, row * columns + c,
@@ -206,13 +212,13 @@ extern "C" cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer r
                                    {input, residual, weight, bias, output, sum});
   const TypedPointer parameter = weight.data != nullptr ? weight : bias;
   bool launched = false;
-  if (!float64 && output.dtype != kFloat64 && have_dtype(parameter.dtype, {bias})) {
+  if (!float64 && output.dtype != kFloat64 && fits_grid(rows) && have_dtype(parameter.dtype, {bias})) {
     dispatch_stream_dtypes(input, residual, [&](auto tag, auto residual_tag, TypedPointer wide, TypedPointer narrow) {
       using T = typename decltype(tag)::type;
       using R = typename decltype(residual_tag)::type;
       launched = dispatch_weight_dtype<T, R>(parameter, [&](auto weight_tag) {
         using W = typename decltype(weight_tag)::type;
-        return dispatch_row<T, kFwdBlockElements, kFwdElementwise>(
+        return dispatch_row<T, kFwdBlockElements, false>(
             columns, vectors, [&](auto shape, auto width, int threads) {
               using Shape = decltype(shape);
               layer_norm_fwd_kernel<T, R, W, Shape, width><<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(
@@ -266,7 +272,7 @@ extern "C" cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPoi
         const size_t shared_bytes = columns * sizeof(float);
         static ResidentBlocks resident;
         const auto kernel = layer_norm_bwd_kernel<T, Shape, width, has_grad_sum>;
-        const int64_t most_blocks = std::min<int64_t>(resident(kernel, threads, shared_bytes), bwd_blocks<Shape>());
+        const int64_t most_blocks = std::min<int64_t>(resident(kernel, threads, shared_bytes), bwd_blocks<Shape>(threads));
         partials.count = row_blocks<Shape>(rows, threads, most_blocks);
         kernel<<<static_cast<unsigned>(partials.count), threads, shared_bytes, stream>>>(
             static_cast<const T*>(grad_output.data), static_cast<const T*>(grad_sum.data),
@@ -274,7 +280,7 @@ extern "C" cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPoi
             static_cast<const float*>(rstd.data), static_cast<T*>(grad_input.data), partials, rows,
             static_cast<int>(columns));
       };
-      launched = dispatch_row<T, kBwdBlockElements, kBwdElementwise>(
+      launched = dispatch_row<T, kBwdBlockElements, false>(
           columns, vectors, [&](auto shape, auto width, int threads) {
             if (grad_sum.data != nullptr) launch(shape, width, threads, std::true_type{});
             else launch(shape, width, threads, std::false_type{});

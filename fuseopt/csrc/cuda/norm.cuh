@@ -19,15 +19,16 @@ namespace fuseopt {
 
 constexpr int kFwdBlockElements = 32;  // of a row in a thread, where a block has the row
 constexpr int kBwdBlockElements = 16;  // fewer, since it holds two rows and their columns' sums
-constexpr int kFwdElementwise = 8;     // where they are read one by one
-constexpr int kBwdElementwise = 8;
+constexpr int kElementwise = 8;        // where they are read one by one
+constexpr int kElementwiseWarp = 32;   // and a warp has the row
 constexpr int kAnyThreads = 256;
 
 // Backward, a block leaves one row of partial sums, however many warps it has. Hence larger blocks than forward, and no
 // more of them to a multiprocessor than its memory bandwidth needs.
 constexpr int kBwdWarpTeamBlock = 256;
 constexpr int kBwdWarpTeamBlocksPerProcessor = 2;
-constexpr int kPartialsPerProcessor = 4;
+constexpr int kBwdThreadsPerProcessor = 1024;
+constexpr int kPartialsPerProcessor = 8;
 
 // Whether one of the tensors present has `dtype`.
 inline bool any_has(int dtype, std::initializer_list<TypedPointer> tensors) {
@@ -51,17 +52,23 @@ template <int kValue>
 using IntTag = std::integral_constant<int, kValue>;
 
 // Calls `launch(RowShape, IntTag<kWidth>, threads)`: rows of `columns` elements of T in vectors of kWidth, which is 1
-// unless they are `vectors`. False when no shape holds them.
-template <typename T, int kBlockElements, int kElementwise, typename Launch>
+// unless they are `vectors`; without vectors a warp has the row up to kElementwiseWarp * 32 columns if `kWarps`. False
+// when no shape holds them.
+template <typename T, int kBlockElements, bool kWarps, typename Launch>
 bool dispatch_row(int64_t columns, bool vectors, Launch launch) {
   if (vectors) {
     return dispatch_row_shape<kBlockElements>(
         columns, [&](auto shape, int threads) { launch(shape, IntTag<kVectorWidth<T>>{}, threads); });
   }
-  using Shape = RowShape<kElementwise, Team::kBlock>;
-  if (columns == 0 || columns > Shape::kMaxRow) return false;
-  launch(Shape{}, IntTag<1>{}, Shape::threads(columns));
-  return true;
+  const auto consider = [&](auto shape) {
+    if (columns == 0 || columns > shape.kMaxRow) return false;
+    launch(shape, IntTag<1>{}, shape.threads(columns));
+    return true;
+  };
+  if constexpr (kWarps) {
+    if (consider(RowShape<kElementwiseWarp, Team::kWarp>{})) return true;
+  }
+  return consider(RowShape<kElementwise, Team::kBlock>{});
 }
 
 template <typename Shape>
@@ -100,9 +107,14 @@ bool dispatch_weight_dtype(TypedPointer weight, Launch launch) {
 }
 
 template <typename Shape>
-int bwd_blocks() {
-  return (Shape::kWarpPerRow ? kBwdWarpTeamBlocksPerProcessor : kPartialsPerProcessor) * multiprocessor_count();
+int64_t bwd_blocks(int threads) {
+  const int per_processor = Shape::kWarpPerRow ? kBwdWarpTeamBlocksPerProcessor
+                                               : std::min(kPartialsPerProcessor, kBwdThreadsPerProcessor / threads);
+  return static_cast<int64_t>(per_processor) * multiprocessor_count();
 }
+
+// Whether there is a forward block for every row. Beyond that the "any" path walks the rows.
+inline bool fits_grid(int64_t rows) { return rows <= INT32_MAX; }
 
 inline unsigned any_grid(int64_t rows) {
   return static_cast<unsigned>(std::min<int64_t>(rows, 8 * multiprocessor_count()));
@@ -139,6 +151,16 @@ struct RowPart {
     }
   }
 };
+
+// The row's vector v of a weight or bias; `absent` in each element where there is none, and past the end of the row.
+template <int kWidth, typename W>
+__device__ inline Vector<W, kWidth> load_columns(const W* columns, int v, int vectors_in_row, float absent) {
+  if (columns != nullptr && v < vectors_in_row) return reinterpret_cast<const Vector<W, kWidth>*>(columns)[v];
+  Vector<W, kWidth> vector;
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) vector.values[j] = from_acc<W>(absent);
+  return vector;
+}
 
 // What a forward normalises: a matrix of T, or the sum of one of T and one of R; R is void without a residual.
 template <typename T, typename R>

@@ -12,34 +12,36 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   constexpr int kVectors = Shape::kElements / kWidth;
   RowTeam<Shape::kTeam> team;
   const int vectors_in_row = columns / kWidth;
+  const int64_t row = team.index;
+  if (row >= rows) return;
 
-  for (int64_t row = team.index; row < rows; row += team.count) {
-    RowPart<T, kVectors, kWidth> x;
-    stream.load(x, row * columns, team, vectors_in_row);
+  RowPart<T, kVectors, kWidth> x;
+  stream.load(x, row * columns, team, vectors_in_row);
+  Vector<W, kWidth> scale[kVectors];
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    scale[k] = load_columns<kWidth>(weight, team.lane + k * team.size, vectors_in_row, 1.0f);
+  }
 
-    float sum_of_squares = 0;
+  float sum_of_squares = 0;
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
+  for (int k = 0; k < kVectors; ++k) {
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) sum_of_squares += x.vectors[k][j] * x.vectors[k][j];
-    }
-    const float row_rstd = rsqrtf(team.template reduce<Sum>(sum_of_squares) / columns + eps);
-    if (team.lane == 0) rstd[row] = row_rstd;
+    for (int j = 0; j < kWidth; ++j) sum_of_squares += x.vectors[k][j] * x.vectors[k][j];
+  }
+  const float row_rstd = rsqrtf(team.template reduce<Sum>(sum_of_squares) / columns + eps);
+  if (team.lane == 0) rstd[row] = row_rstd;
 
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int v = team.lane + k * team.size;
-      if (v >= vectors_in_row) continue;
-      Vector<W, kWidth> scale;
-      if (weight != nullptr) scale = reinterpret_cast<const Vector<W, kWidth>*>(weight)[v];
-      float result[kWidth];
+  for (int k = 0; k < kVectors; ++k) {
+    float result[kWidth];
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) result[j] = x.vectors[k][j] * row_rstd;
-      round_floats(norm_dtype, result);
+    for (int j = 0; j < kWidth; ++j) result[j] = x.vectors[k][j] * row_rstd;
+    round_floats(norm_dtype, result);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) result[j] *= (weight != nullptr ? scale[j] : 1.0f) + offset;
-      store_floats(output, row * vectors_in_row + v, result);
-    }
+    for (int j = 0; j < kWidth; ++j) result[j] *= scale[k][j] + offset;
+    const int v = team.lane + k * team.size;
+    if (v < vectors_in_row) store_floats(output, row * vectors_in_row + v, result);
   }
 }
 
@@ -138,12 +140,10 @@ __global__ void __launch_bounds__(kAnyThreads)
   for (int64_t row = team.index; row < rows; row += team.count) {
     const Acc row_rstd = load_as<Acc>(rstd, row);
     Acc dot = 0;
-#pragma unroll 4
     for (int64_t c = team.lane; c < columns; c += team.size) {
       dot += grad_times_weight(row, c) * (load_as<Acc>(input, row * columns + c) * row_rstd);
     }
     const Acc mean_dot = team.template reduce<Sum>(dot) / columns;
-#pragma unroll 4
     for (int64_t c = team.lane; c < columns; c += team.size) {
       const Acc xhat = load_as<Acc>(input, row * columns + c) * row_rstd;
       const Acc added = grad_sum.data != nullptr ? load_as<Acc>(grad_sum, row * columns + c) : Acc(0);
@@ -163,13 +163,13 @@ extern "C" cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer res
   const bool vectors = are_vectors(residual.data != nullptr ? sum.dtype : input.dtype, columns,
                                    {input, residual, weight, output, sum});
   bool launched = false;
-  if (!float64 && output.dtype != kFloat64) {
+  if (!float64 && output.dtype != kFloat64 && fits_grid(rows)) {
     dispatch_stream_dtypes(input, residual, [&](auto tag, auto residual_tag, TypedPointer wide, TypedPointer narrow) {
       using T = typename decltype(tag)::type;
       using R = typename decltype(residual_tag)::type;
       launched = dispatch_weight_dtype<T, R>(weight, [&](auto weight_tag) {
         using W = typename decltype(weight_tag)::type;
-        return dispatch_row<T, kFwdBlockElements, kFwdElementwise>(
+        return dispatch_row<T, kFwdBlockElements, sizeof(T) == 2>(
             columns, vectors, [&](auto shape, auto width, int threads) {
               using Shape = decltype(shape);
               rms_norm_fwd_kernel<T, R, W, Shape, width><<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(
@@ -222,14 +222,14 @@ extern "C" cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPoint
         const size_t shared_bytes = columns * sizeof(float);
         static ResidentBlocks resident;
         const auto kernel = rms_norm_bwd_kernel<T, Shape, width, has_grad_sum>;
-        const int64_t most_blocks = std::min<int64_t>(resident(kernel, threads, shared_bytes), bwd_blocks<Shape>());
+        const int64_t most_blocks = std::min<int64_t>(resident(kernel, threads, shared_bytes), bwd_blocks<Shape>(threads));
         partials.count = row_blocks<Shape>(rows, threads, most_blocks);
         kernel<<<static_cast<unsigned>(partials.count), threads, shared_bytes, stream>>>(
             static_cast<const T*>(grad_output.data), static_cast<const T*>(grad_sum.data),
             static_cast<const T*>(input.data), weight, static_cast<const float*>(rstd.data),
             static_cast<T*>(grad_input.data), partials, rows, static_cast<int>(columns), static_cast<float>(offset));
       };
-      launched = dispatch_row<T, kBwdBlockElements, kBwdElementwise>(
+      launched = dispatch_row<T, kBwdBlockElements, false>(
           columns, vectors, [&](auto shape, auto width, int threads) {
             if (grad_sum.data != nullptr) launch(shape, width, threads, std::true_type{});
             else launch(shape, width, threads, std::false_type{});

@@ -1,0 +1,178 @@
+"""Blocks whose residual add runs inside the norm that follows it, across the border between two sublayers.
+
+The block stays the module it is, of its own class, since transformers records hidden states and finds layers by class:
+only its `forward` is set on the instance.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fuseopt.modules.base import FusedModule, has_hooks, runs_untouched
+from fuseopt.modules.norms import FusedLayerNorm, FusedRMSNorm
+
+
+class ResidualForward:
+    """The `forward` of one block, with each inner residual add and the norm after it as one op.
+
+    Computes what the class's own forward computes, from the same modules in the same order. That one runs instead
+    wherever something is not plain: an inner norm that is no longer the fused module or carries hooks, since its own
+    call would be left out; gradient checkpointing, which some versions of transformers keep inside the class's forward.
+
+    Args:
+        block: a module of the class that the subclass is written for.
+        backend: of `ops.add_layer_norm` or `ops.add_rms_norm`.
+    """
+
+    norm: type[FusedModule]
+
+    def __init__(self, block: nn.Module, backend: str = "auto") -> None:
+        self.block, self.backend = block, backend
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self.block
+        checkpointed = getattr(block, "gradient_checkpointing", False) and block.training
+        if checkpointed or not self._is_plain(*args, **kwargs):
+            return type(block).forward(block, *args, **kwargs)
+        return self._forward(*args, **kwargs)
+
+    @classmethod
+    def norms(cls, block: nn.Module) -> list[nn.Module]:
+        """The norms of `block` that take a residual add in."""
+        raise NotImplementedError
+
+    @classmethod
+    def not_supported_reasons(cls, block: nn.Module) -> list[str]:
+        """Why the adds of `block` cannot be fused, apart from its norms; empty when they can."""
+        return []
+
+    def _is_plain(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> bool:
+        return all(runs_untouched(norm, self.norm) for norm in self.norms(self.block))
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class GPT2BlockForward(ResidualForward):
+    """GPT2Block: the residual add of each attention with ln_cross_attn or ln_2. Returns [batch, length, hidden].
+
+    The add after the feed-forward is left: its norm belongs to the next block, and the block has to return the sum.
+    """
+
+    norm = FusedLayerNorm
+
+    @classmethod
+    def norms(cls, block: nn.Module) -> list[nn.Module]:
+        return [block.ln_2, block.ln_cross_attn] if hasattr(block, "crossattention") else [block.ln_2]
+
+    def _is_plain(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> bool:
+        if encoder_hidden_states is not None and not hasattr(self.block, "crossattention"):
+            return False  # an error, which the class's forward words
+        return super()._is_plain(hidden_states)
+
+    def _forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        use_cache: bool | None = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        block = self.block
+        shared = {"past_key_values": past_key_values, "attention_mask": attention_mask}
+        added, _ = block.attn(block.ln_1(hidden_states), use_cache=use_cache, **shared, **kwargs)
+        if encoder_hidden_states is not None:
+            normed, hidden_states = block.ln_cross_attn.add(added, hidden_states, self.backend)
+            added, _ = block.crossattention(
+                normed,
+                encoder_hidden_states=encoder_hidden_states,
+                encoder_attention_mask=encoder_attention_mask,
+                **shared,
+            )
+        normed, hidden_states = block.ln_2.add(added, hidden_states, self.backend)
+        return hidden_states + block.mlp(normed)
+
+
+class T5BlockForward(ResidualForward):
+    """T5Block: the residual add at the end of an attention layer with the norm at the start of the layer after it.
+
+    Layers with hooks are left to the class's forward, as here their own forwards are passed by. So is a float16
+    residual, which T5 clamps between add and norm.
+
+    Returns hidden states [batch, length, hidden] and the position biases of self- and cross-attention, or None.
+    """
+
+    norm = FusedRMSNorm
+
+    def __init__(self, block: nn.Module, backend: str = "auto") -> None:
+        super().__init__(block, backend)
+        self._layer_classes = tuple(type(layer) for layer in block.layer)
+
+    @classmethod
+    def norms(cls, block: nn.Module) -> list[nn.Module]:
+        return [layer.layer_norm for layer in block.layer[1:]]
+
+    @classmethod
+    def not_supported_reasons(cls, block: nn.Module) -> list[str]:
+        if any(has_hooks(layer) or "forward" in layer.__dict__ for layer in block.layer):
+            return ["one of its layers carries hooks or another forward, which would be passed by"]
+        return []
+
+    def _is_plain(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> bool:
+        layers = self.block.layer
+        return (
+            hidden_states.dtype is not torch.float16
+            and len(layers) == len(self._layer_classes)
+            and all(map(runs_untouched, layers, self._layer_classes))
+            and super()._is_plain(hidden_states)
+        )
+
+    def _forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        encoder_decoder_position_bias: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        block = self.block
+        layer = block.layer[0]
+        added, self_bias, _ = layer.SelfAttention(
+            layer.layer_norm(hidden_states),
+            mask=attention_mask,
+            position_bias=position_bias,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        added, cross_bias = layer.dropout(added), None
+        if block.is_decoder and encoder_hidden_states is not None:
+            layer = block.layer[1]
+            normed, hidden_states = layer.layer_norm.add(added, hidden_states, self.backend)
+            added, cross_bias, _ = layer.EncDecAttention(
+                normed,
+                mask=encoder_attention_mask,
+                key_value_states=encoder_hidden_states,
+                position_bias=encoder_decoder_position_bias,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+            added = layer.dropout(added)
+        layer = block.layer[-1]
+        normed, hidden_states = layer.layer_norm.add(added, hidden_states, self.backend)
+        return hidden_states + layer.dropout(layer.DenseReluDense(normed)), self_bias, cross_bias
