@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
@@ -129,7 +130,7 @@ def test_wrong_arguments(case: Case) -> None:
 
 def test_one_graph_for_every_number_of_rows() -> None:
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(rms_norm, fullgraph=True, dynamic=True, backend=counter)
     for rows in (3, 5, 8):
         input, weight = torch.randn(rows, 16), torch.randn(16)
