@@ -22,6 +22,9 @@ class ResidualForward:
     wherever something is not plain: an inner norm that is no longer the fused module or carries hooks, since its own
     call would be left out; gradient checkpointing, which some versions of transformers keep inside the class's forward.
 
+    It belongs to one block and is copied and pickled with it. torch.nn.DataParallel copies otherwise: its replicas keep
+    the first device's forward, and raise.
+
     Args:
         block: a module of the class that the subclass is written for.
         backend: of `ops.add_layer_norm` or `ops.add_rms_norm`.

@@ -308,6 +308,17 @@ def test_what_stays_and_why():
     assert "one of its layers carries hooks" in skip_reason(model, T5)
 
 
+def test_a_backend_that_has_no_such_op_is_replaced_with_the_reason():
+    model = tiny.t5()
+    expected = tiny.logits(model)
+    fuseopt.initialize(model, with_backend("t5", "triton"))
+    count, logits = calls("t5", model)
+    assert count == 6
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    row = next(row for row in fuseopt.report(model).replaced if row.target == "T5BlockForward")
+    assert row.backend != "triton" and "add_rms_norm has no backend 'triton'" in row.reason
+
+
 def test_a_subclass_of_the_block_stays():
     model = tiny.gpt2()
     block = model.transformer.h[0]
