@@ -153,3 +153,11 @@ def _random(model: nn.Module) -> nn.Module:
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model.eval()
+
+
+def assert_same_gradients(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Equal up to float32's rounding: of each tensor's own largest value, and of the largest of all."""
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for name, gradient in expected.items():
+        error = (actual[name] - gradient).abs().max().item()
+        assert error <= 1e-4 * gradient.abs().max().item() + 1e-6 * max(largest, 1.0), f"{name}: {error}"

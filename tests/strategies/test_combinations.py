@@ -63,13 +63,6 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    largest = max(gradient.abs().max().item() for gradient in expected.values())
-    for name, gradient in expected.items():
-        error = (actual[name] - gradient).abs().max().item()
-        assert error <= 1e-4 * gradient.abs().max().item() + 1e-6 * max(largest, 1.0), f"{name}: {error}"
-
-
 def difference(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
     return sum((actual[name].double() - exact[name]).square().sum().item() for name in exact) ** 0.5
 
@@ -92,7 +85,7 @@ def test_one_graph_holds_every_op_under_torch_compile(family, block):
         fused(**batch, use_cache=False).logits.square().mean().backward()
     for model in (stock, compiled):
         model(**batch, use_cache=False).logits.square().mean().backward()
-    assert_same(gradients_of(compiled_copy), gradients_of(stock))
+    tiny.assert_same_gradients(gradients_of(compiled_copy), gradients_of(stock))
     assert Counter(graphs.forward + graphs.backward) == Counter(raw.names())
     assert any("_fwd" in name for name in graphs.forward) and any("_bwd" in name for name in graphs.backward)
 
@@ -121,7 +114,7 @@ def test_checkpointing_recomputes_the_fused_ops(family, reentrant):
 
     def counted() -> Counter[str]:
         with RawCalls() as raw:
-            assert_same(training_step(model), expected)
+            tiny.assert_same_gradients(training_step(model), expected)
         return Counter(raw.names())
 
     without = counted()
@@ -138,7 +131,7 @@ def test_every_mechanism_at_once(family, monkeypatch):
     stock = stock_model(family)
     expected = training_step(stock)
     model = fused_copy(stock, "kernels-jit-memory")
-    assert_same(training_step(model), expected)
+    tiny.assert_same_gradients(training_step(model), expected)
     assert any("_fwd" in name for name in graphs.forward) and any("_bwd" in name for name in graphs.backward)
     rows = fuseopt.report(model).replaced
     assert {"kernels", "memory_efficient"} <= {row.strategy for row in rows}
@@ -180,7 +173,7 @@ def test_two_processes_of_ddp_average_what_stock_computes(tmp_path, monkeypatch)
         assert difference(first, average) > 1e-3
         for rank in (0, 1):
             gradients, compiled_ops = torch.load(tmp_path / f"{family}-{block}-{rank}.pt")
-            assert_same(gradients, average)
+            tiny.assert_same_gradients(gradients, average)
             assert bool(compiled_ops) == ("memory" in block)
 
 

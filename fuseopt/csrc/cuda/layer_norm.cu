@@ -71,11 +71,17 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   }
 }
 
+// Holds the kernel to as few registers as let kBwdThreadsPerProcessor threads be resident, where that spills next to none.
+template <typename T, typename Shape, int kWidth, bool kHasGradSum>
+constexpr int kBwdMinBlocks = sizeof(T) == 2 && kWidth > 1 && !kHasGradSum && !Shape::kWarpPerRow
+                                  ? kBwdThreadsPerProcessor / kBwdMaxThreads<Shape>
+                                  : 1;
+
 // grad_input = rstd * (g - mean(g) - xhat * mean(g * xhat)) + grad_sum with g = grad_output * weight; grad_weight = sum
 // over rows of grad_output * xhat and grad_bias = sum over rows of grad_output, left as one row of partial sums each a
 // block. grad_sum is what reaches a fused residual sum, here `input`, from elsewhere.
 template <typename T, typename Shape, int kWidth, bool kHasGradSum>
-__global__ void __launch_bounds__(kBwdMaxThreads<Shape>)
+__global__ void __launch_bounds__(kBwdMaxThreads<Shape>, (kBwdMinBlocks<T, Shape, kWidth, kHasGradSum>))
     layer_norm_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ grad_sum,
                           const T* __restrict__ input, TypedPointer weight, const float* __restrict__ mean,
                           const float* __restrict__ rstd, T* __restrict__ grad_input, Partials<float> partials,
