@@ -6,6 +6,7 @@ from fuseopt.ops.gated_activation import gated_activation
 from fuseopt.ops.gelu import gelu
 from fuseopt.ops.layer_norm import layer_norm
 from fuseopt.ops.no_repeat_ngram import encoder_no_repeat_ngram, no_repeat_ngram
+from fuseopt.ops.process_logits import process_logits
 from fuseopt.ops.rms_norm import rms_norm
 from fuseopt.ops.softmax import softmax
 
@@ -17,6 +18,7 @@ __all__ = [
     "gelu",
     "layer_norm",
     "no_repeat_ngram",
+    "process_logits",
     "rms_norm",
     "softmax",
 ]

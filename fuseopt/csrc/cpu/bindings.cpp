@@ -16,6 +16,6 @@ STABLE_TORCH_LIBRARY_IMPL(fuseopt, CPU, m) {
   m.impl("gated_activation_bwd", TORCH_BOX(&fuseopt::gated_activation_bwd));
   m.impl("softmax_fwd", TORCH_BOX(&fuseopt::softmax_fwd));
   m.impl("softmax_bwd", TORCH_BOX(&fuseopt::softmax_bwd));
-  m.impl("no_repeat_ngram", TORCH_BOX(&fuseopt::no_repeat_ngram));
-  m.impl("encoder_no_repeat_ngram", TORCH_BOX(&fuseopt::encoder_no_repeat_ngram));
+  m.impl("process_logits", TORCH_BOX(&fuseopt::process_logits));
+  m.impl("process_logits_", TORCH_BOX(&fuseopt::process_logits_));
 }

@@ -48,8 +48,13 @@ std::tuple<Tensor, Tensor> gated_activation_bwd(const Tensor& grad_output, const
 Tensor softmax_fwd(const Tensor& input, const std::optional<Tensor>& mask, double scale, ScalarType output_dtype);
 Tensor softmax_bwd(const Tensor& grad_output, const Tensor& output, double scale, ScalarType input_dtype);
 
-Tensor no_repeat_ngram(const Tensor& input_ids, const Tensor& scores, int64_t ngram_size);
-Tensor encoder_no_repeat_ngram(const Tensor& encoder_input_ids, const Tensor& input_ids, const Tensor& scores,
-                               int64_t ngram_size);
+Tensor process_logits(const Tensor& input_ids, const Tensor& scores, double repetition_penalty,
+                      const std::optional<Tensor>& prompt_ignore_length, int64_t no_repeat_ngram_size,
+                      const std::optional<Tensor>& encoder_input_ids, int64_t encoder_no_repeat_ngram_size,
+                      const std::optional<Tensor>& suppress_tokens, double temperature);
+void process_logits_(const Tensor& input_ids, Tensor scores, double repetition_penalty,
+                     const std::optional<Tensor>& prompt_ignore_length, int64_t no_repeat_ngram_size,
+                     const std::optional<Tensor>& encoder_input_ids, int64_t encoder_no_repeat_ngram_size,
+                     const std::optional<Tensor>& suppress_tokens, double temperature);
 
 }  // namespace fuseopt

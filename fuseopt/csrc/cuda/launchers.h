@@ -52,6 +52,20 @@ struct ScoreMatrix {
   int64_t column_stride;
 };
 
+// What is done to row r of the scores; see process_logits.cu.
+struct LogitsEdits {
+  TokenIds input_ids;          // [rows, length]
+  TokenIds encoder_input_ids;  // as wide an id as those of `input_ids`; row r belongs to r / rows_per_encoder_row
+  int64_t rows_per_encoder_row;
+  const int64_t* penalty_begin;  // [rows]: the first id that counts for the penalty; null: the first of the row
+  const int64_t* suppressed;     // ids banned in every row
+  int64_t suppressed_count;
+  int64_t ngram_size;          // 0: no ban
+  int64_t encoder_ngram_size;  // 0: no ban
+  double repetition_penalty;   // 1: none
+  double temperature;          // 1: none
+};
+
 enum GeluApproximation : int { kErf = 0, kTanh = 1 };
 
 enum Activation : int { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3 };
@@ -105,12 +119,9 @@ cudaError_t fuseopt_softmax_fwd(TypedPointer input, SoftmaxMask mask, TypedPoint
 cudaError_t fuseopt_softmax_bwd(TypedPointer grad_output, TypedPointer output, TypedPointer grad_input, int64_t rows,
                                 int64_t columns, double scale, cudaStream_t stream);
 
-// Bans, in row r of `scores`, every token that would complete an n-gram of row r / `rows_per_window_row` of `windows`
-// begun by the last n - 1 ids of row r of `prefixes`. `output` is a contiguous matrix that receives the edited copy, or
-// null to edit `scores` in place.
-cudaError_t fuseopt_no_repeat_ngram(TokenIds windows, TokenIds prefixes, ScoreMatrix scores, void* output, int64_t rows,
-                                    int64_t columns, int64_t rows_per_window_row, int64_t ngram_size,
-                                    cudaStream_t stream);
+// Writes the edited scores to `output`, which is `scores` to edit in place.
+cudaError_t fuseopt_process_logits(const LogitsEdits* edits, ScoreMatrix scores, ScoreMatrix output, int64_t rows,
+                                   int64_t columns, cudaStream_t stream);
 
 }  // extern "C"
 

@@ -1,0 +1,105 @@
+#include "binding.h"
+
+namespace fuseopt {
+namespace {
+
+bool is_integer(const Tensor& ids) {
+  return ids.scalar_type() == ScalarType::Int || ids.scalar_type() == ScalarType::Long;
+}
+
+TokenIds token_ids(const char* op, const char* name, const Tensor& ids) {
+  FUSEOPT_CHECK(ids.dim() == 2, "fuseopt::", op, ": ", name, " must be [rows, length]");
+  FUSEOPT_CHECK(is_integer(ids), "fuseopt::", op, ": ", name, " must be int32 or int64");
+  return {ids.data_ptr(), ids.scalar_type() == ScalarType::Int ? 4 : 8, ids.size(1), ids.stride(0), ids.stride(1)};
+}
+
+// A vector of integers on the scores' device as contiguous int64.
+std::optional<Tensor> as_int64(const char* op, const char* name, const std::optional<Tensor>& ids,
+                               const Tensor& scores) {
+  if (!ids.has_value()) return std::nullopt;
+  FUSEOPT_CHECK(ids->dim() == 1 && is_integer(*ids) && ids->is_cuda() &&
+                    ids->get_device_index() == scores.get_device_index(),
+                "fuseopt::", op, ": ", name, " must be int32 or int64 of one dimension on the device of the scores");
+  return as_contiguous(ids->scalar_type() == ScalarType::Long ? *ids : torch::stable::to(*ids, ScalarType::Long));
+}
+
+void check_device(const char* op, const char* name, const Tensor& ids, const Tensor& scores) {
+  FUSEOPT_CHECK(ids.is_cuda() && ids.get_device_index() == scores.get_device_index(), "fuseopt::", op, ": ", name,
+                " is not on the device of the scores");
+}
+
+void edit(const char* op, const Tensor& input_ids, const Tensor& scores, const Tensor& output,
+          double repetition_penalty, const std::optional<Tensor>& prompt_ignore_length, int64_t ngram_size,
+          const std::optional<Tensor>& encoder_input_ids, int64_t encoder_ngram_size,
+          const std::optional<Tensor>& suppress_tokens, double temperature) {
+  FUSEOPT_CHECK(scores.dim() == 2, "fuseopt::", op, ": scores must be [rows, vocabulary]");
+  const int64_t rows = scores.size(0);
+  check_device(op, "input_ids", input_ids, scores);
+  LogitsEdits edits{.input_ids = token_ids(op, "input_ids", input_ids),
+                    .rows_per_encoder_row = 1,
+                    .ngram_size = ngram_size,
+                    .repetition_penalty = repetition_penalty,
+                    .temperature = temperature};
+  FUSEOPT_CHECK(input_ids.size(0) == rows, "fuseopt::", op, ": input_ids has ", input_ids.size(0), " rows, scores ",
+                rows);
+  FUSEOPT_CHECK(ngram_size >= 0 && encoder_ngram_size >= 0, "fuseopt::", op, ": an n-gram size is negative");
+
+  std::optional<Tensor> encoder_ids;
+  if (encoder_input_ids.has_value() && encoder_ngram_size > 0) {
+    check_device(op, "encoder_input_ids", *encoder_input_ids, scores);
+    encoder_ids = encoder_input_ids->scalar_type() == input_ids.scalar_type()
+                      ? *encoder_input_ids
+                      : torch::stable::to(*encoder_input_ids, input_ids.scalar_type());
+    edits.encoder_input_ids = token_ids(op, "encoder_input_ids", *encoder_ids);
+    edits.encoder_ngram_size = encoder_ngram_size;
+    const int64_t encoder_rows = encoder_ids->size(0);
+    FUSEOPT_CHECK(rows == 0 || (encoder_rows > 0 && rows % encoder_rows == 0), "fuseopt::", op, ": ", rows,
+                  " rows of scores cannot be divided among ", encoder_rows, " encoder rows");
+    if (rows > 0) edits.rows_per_encoder_row = rows / encoder_rows;
+  }
+  const auto penalty_begin = as_int64(op, "prompt_ignore_length", prompt_ignore_length, scores);
+  if (penalty_begin.has_value()) {
+    FUSEOPT_CHECK(penalty_begin->numel() == rows, "fuseopt::", op, ": prompt_ignore_length has ",
+                  penalty_begin->numel(), " elements for ", rows, " rows");
+    edits.penalty_begin = static_cast<const int64_t*>(penalty_begin->data_ptr());
+  }
+  const auto suppressed = as_int64(op, "suppress_tokens", suppress_tokens, scores);
+  if (suppressed.has_value()) {
+    edits.suppressed = static_cast<const int64_t*>(suppressed->data_ptr());
+    edits.suppressed_count = suppressed->numel();
+  }
+
+  const auto matrix = [op](const Tensor& tensor) {
+    return ScoreMatrix{tensor.data_ptr(), dtype_code(op, tensor.scalar_type()), tensor.stride(0), tensor.stride(1)};
+  };
+  const Launch launch(op, scores);
+  launch.check(
+      fuseopt_process_logits(&edits, matrix(scores), matrix(output), rows, scores.size(1), launch.stream()));
+}
+
+Tensor process_logits(Tensor input_ids, Tensor scores, double repetition_penalty,
+                      std::optional<Tensor> prompt_ignore_length, int64_t no_repeat_ngram_size,
+                      std::optional<Tensor> encoder_input_ids, int64_t encoder_no_repeat_ngram_size,
+                      std::optional<Tensor> suppress_tokens, double temperature) {
+  Tensor output = allocate_like(scores, scores.scalar_type());
+  edit("process_logits", input_ids, scores, output, repetition_penalty, prompt_ignore_length, no_repeat_ngram_size,
+       encoder_input_ids, encoder_no_repeat_ngram_size, suppress_tokens, temperature);
+  return output;
+}
+
+void process_logits_(Tensor input_ids, Tensor scores, double repetition_penalty,
+                     std::optional<Tensor> prompt_ignore_length, int64_t no_repeat_ngram_size,
+                     std::optional<Tensor> encoder_input_ids, int64_t encoder_no_repeat_ngram_size,
+                     std::optional<Tensor> suppress_tokens, double temperature) {
+  edit("process_logits_", input_ids, scores, scores, repetition_penalty, prompt_ignore_length, no_repeat_ngram_size,
+       encoder_input_ids, encoder_no_repeat_ngram_size, suppress_tokens, temperature);
+}
+
+}  // namespace
+}  // namespace fuseopt
+
+STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
+  using namespace fuseopt;
+  library.impl("process_logits", TORCH_BOX(&process_logits));
+  library.impl("process_logits_", TORCH_BOX(&process_logits_));
+}
