@@ -1,7 +1,8 @@
-"""FusedNoRepeatNGram and its encoder variant: transformers' n-gram logits processors on fuseopt's ops."""
+"""FusedNoRepeatNGram, its encoder variant, and what makes `generate()` run its logits processors fused."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from transformers.generation.logits_process import (
 )
 
 from fuseopt import ops
+from fuseopt.generation.logits_processor_list import FusedLogitsProcessorList
 
 
 class FusedNoRepeatNGram(NoRepeatNGramLogitsProcessor):
@@ -52,26 +54,21 @@ class FusedEncoderNoRepeatNGram(EncoderNoRepeatNGramLogitsProcessor):
 
 
 class FusedLogitsProcessors:
-    """Stands in for `_get_logits_processor` on one model instance: has transformers build the list, swaps n-gram bans.
+    """Stands in for `_get_logits_processor` on one model instance: transformers builds the list, fuseopt runs it.
 
-    Only processors that transformers itself made are swapped, by exact class; those a user passes stay as they are. It
-    holds the model rather than a bound method, so that deepcopy and pickle rebind it to the copy.
+    It holds the model rather than a bound method, so that deepcopy and pickle rebind it to the copy.
     """
 
     def __init__(self, model: nn.Module, backend: str = "auto") -> None:
         self.model, self.backend = model, backend
 
-    def __call__(self, generation_config: Any, *args: Any, **kwargs: Any) -> LogitsProcessorList:
-        model = self.model
-        processors = type(model)._get_logits_processor(model, generation_config, *args, **kwargs)
-        passed = {id(processor) for processor in kwargs.get("logits_processor") or ()}
-        for position, processor in enumerate(processors):
-            if id(processor) in passed:
-                continue
-            if type(processor) is NoRepeatNGramLogitsProcessor:
-                processors[position] = FusedNoRepeatNGram(processor.ngram_size, self.backend)
-            elif type(processor) is EncoderNoRepeatNGramLogitsProcessor and "encoder_input_ids" in kwargs:
-                processors[position] = FusedEncoderNoRepeatNGram(
-                    processor.ngram_size, kwargs["encoder_input_ids"], self.backend
-                )
-        return processors
+    def __call__(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        build = type(self.model)._get_logits_processor
+        given = inspect.signature(build).bind(self.model, *args, **kwargs).arguments
+        return FusedLogitsProcessorList(
+            build(self.model, *args, **kwargs),
+            given.get("logits_processor") or (),
+            given["generation_config"],
+            given.get("encoder_input_ids"),
+            self.backend,
+        )

@@ -1,6 +1,6 @@
-"""Repetition penalty, banned tokens and temperature in one pass over the scores, as a chain of transformers' processors.
+"""Repetition penalty, banned tokens and temperature in one pass over the scores: a chain of logits processors as one.
 
-The processors that it stands for, in the order in which `generate()` applies them: `RepetitionPenaltyLogitsProcessor`
+Upstream's, in the order in which `generate()` applies them: `RepetitionPenaltyLogitsProcessor`
 (Keskar et al. 2019, arXiv 1909.05858), `NoRepeatNGramLogitsProcessor`, `EncoderNoRepeatNGramLogitsProcessor`,
 `MinLengthLogitsProcessor`, `MinNewTokensLengthLogitsProcessor`, `SuppressTokensLogitsProcessor`,
 `SuppressTokensAtBeginLogitsProcessor`, `TemperatureLogitsWarper`.
@@ -59,7 +59,7 @@ def run(
     suppress_tokens: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Run the op registered as `name` on the raw op or the reference; arguments as `process_logits`, checked already."""
+    """What the op registered as `name` computes; arguments as of `process_logits`, checked already."""
     options = (
         repetition_penalty,
         prompt_ignore_length,
@@ -174,7 +174,7 @@ def process_logits(
     inplace: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """`scores` after repetition penalty, then bans, then temperature, rounded after each as by transformers' processors.
+    """`scores` after repetition penalty, bans and temperature, in this order, with the roundings of upstream's chain.
 
     A minimum length is a ban of the end tokens for as long as `input_ids` is short: name them in `suppress_tokens`.
 

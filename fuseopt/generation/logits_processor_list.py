@@ -1,0 +1,224 @@
+"""FusedLogitsProcessorList: transformers' own logits processors, neighbours among them run as one op."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+)
+
+from fuseopt import ops
+from fuseopt.ops.registry import FLOATING
+
+_STAGES: dict[type, int] = {
+    RepetitionPenaltyLogitsProcessor: 0,
+    NoRepeatNGramLogitsProcessor: 1,
+    EncoderNoRepeatNGramLogitsProcessor: 1,
+    MinLengthLogitsProcessor: 1,
+    MinNewTokensLengthLogitsProcessor: 1,
+    SuppressTokensLogitsProcessor: 1,
+    SuppressTokensAtBeginLogitsProcessor: 1,
+    TemperatureLogitsWarper: 2,
+}
+"""What `ops.process_logits` can stand for, and when it does it. Bans, stage 1, may come in any order."""
+
+_RETURN_SCORES_WHEN_IDLE = {NoRepeatNGramLogitsProcessor, SuppressTokensAtBeginLogitsProcessor}
+
+_KEEP_NOTHING = {
+    EncoderRepetitionPenaltyLogitsProcessor,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+}
+"""Processors that return their scores, or new ones, and hold on to neither."""
+
+
+class FusedRun:
+    """Processors that follow each other in one list, as a single `ops.process_logits`; bit for bit what they compute.
+
+    Their attributes are read at each call. What the op does not take (three dimensions, sizes that do not fit) goes to
+    the processors themselves.
+    """
+
+    def __init__(self, processors: Sequence[LogitsProcessor], encoder_input_ids: Tensor | None, backend: str) -> None:
+        self.processors, self.encoder_input_ids, self.backend = processors, encoder_input_ids, backend
+        self._of_class: dict[type, Any] = {type(processor): processor for processor in processors}
+        self._returns_scores_when_idle = self._of_class.keys() <= _RETURN_SCORES_WHEN_IDLE
+        self._suppressed_parts: list[Tensor] = []
+        self._suppressed: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, inplace: bool) -> Tensor:
+        """`input_ids` [rows, length], `scores` [rows, vocab] -> processed scores, with `inplace` in `scores` itself."""
+        if not self._is_supported(input_ids, scores):
+            for processor in self.processors:
+                scores = processor(input_ids, scores)
+            return scores
+        length = input_ids.shape[1]
+        options: dict[str, Any] = {}
+        suppress_tokens = self._suppress_tokens(length, scores.device)
+        if suppress_tokens is not None:
+            options["suppress_tokens"] = suppress_tokens
+        penalty = self._of_class.get(RepetitionPenaltyLogitsProcessor)
+        if penalty is not None:
+            options["repetition_penalty"] = penalty.penalty
+            if penalty.prompt_ignore_length is not None:
+                penalty.prompt_ignore_length = penalty.prompt_ignore_length.to(scores.device)  # as upstream does
+                options["prompt_ignore_length"] = penalty.prompt_ignore_length
+        own = self._of_class.get(NoRepeatNGramLogitsProcessor)
+        if own is not None and length >= own.ngram_size:
+            options["no_repeat_ngram_size"] = own.ngram_size
+        encoder = self._of_class.get(EncoderNoRepeatNGramLogitsProcessor)
+        if encoder is not None:
+            options["encoder_no_repeat_ngram_size"] = encoder.ngram_size
+            options["encoder_input_ids"] = self.encoder_input_ids
+        warper = self._of_class.get(TemperatureLogitsWarper)
+        if warper is not None:
+            options["temperature"] = warper.temperature
+        if not options:
+            return scores if inplace or self._returns_scores_when_idle else scores.clone()
+        return ops.process_logits(input_ids, scores, inplace=inplace, backend=self.backend, **options)
+
+    def _is_supported(self, input_ids: Tensor, scores: Tensor) -> bool:
+        if scores.dim() != 2 or input_ids.dim() != 2 or scores.shape[0] != input_ids.shape[0]:
+            return False
+        if scores.dtype not in FLOATING or input_ids.dtype not in (torch.int64, torch.int32):
+            return False
+        rows = scores.shape[0]
+        penalty = self._of_class.get(RepetitionPenaltyLogitsProcessor)
+        ignored = None if penalty is None else penalty.prompt_ignore_length
+        if ignored is not None and (not isinstance(ignored, Tensor) or ignored.shape != (rows,)):
+            return False
+        if EncoderNoRepeatNGramLogitsProcessor not in self._of_class:
+            return True
+        return self.encoder_input_ids is not None and rows % self.encoder_input_ids.shape[0] == 0
+
+    def _suppress_tokens(self, length: int, device: torch.device) -> Tensor | None:
+        """The ids that all rows may not choose at this length; None where there are none."""
+        parts: list[Tensor] = []
+        of_class = self._of_class
+        minimum = of_class.get(MinLengthLogitsProcessor)
+        if minimum is not None and length < minimum.min_length:
+            parts.append(minimum.eos_token_id)
+        new = of_class.get(MinNewTokensLengthLogitsProcessor)
+        if new is not None and length - new.prompt_length_to_skip < new.min_new_tokens:
+            parts.append(new.eos_token_id)
+        always = of_class.get(SuppressTokensLogitsProcessor)
+        if always is not None:
+            parts.append(always.suppress_tokens)
+        begin = of_class.get(SuppressTokensAtBeginLogitsProcessor)
+        if begin is not None and length == begin.begin_index:
+            parts.append(begin.begin_suppress_tokens)
+        if not parts:
+            return None
+        kept = self._suppressed
+        is_same = len(parts) == len(self._suppressed_parts) and all(
+            part is known for part, known in zip(parts, self._suppressed_parts, strict=True)
+        )
+        if kept is None or not is_same or kept.device != device:
+            kept = torch.cat([part.to(device, torch.int64).reshape(-1) for part in parts])
+            self._suppressed_parts, self._suppressed = parts, kept
+        return kept
+
+
+class FusedLogitsProcessorList(LogitsProcessorList):
+    """A LogitsProcessorList with the elements that transformers gave it, which runs neighbours among them as one op.
+
+    Fused are processors that transformers itself made, of the exact classes that `ops.process_logits` can stand for,
+    where they follow each other. What a user passed is called as it is, at its place. Since the elements stay what they
+    were, whoever reads, filters or changes the list finds transformers' own classes.
+
+    Scores are edited in place where nobody else can look at them again:
+
+    - those that `GenerationMixin._sample` or `_beam_search` just made and, called directly from there, has no further
+      use for. `_sample` makes a copy of the model's logits that it keeps for `output_logits` only; `_beam_search` keeps
+      clones. Any other caller (assisted decoding, prompt lookup, `custom_generate`) may look at what it passed again.
+    - those that another processor of this list made just before, if it is known to keep nothing.
+    """
+
+    def __init__(
+        self,
+        processors: Iterable[LogitsProcessor],
+        passed: Iterable[LogitsProcessor],
+        generation_config: Any,
+        encoder_input_ids: Tensor | None,
+        backend: str,
+    ) -> None:
+        super().__init__(processors)
+        self._passed = list(passed)
+        self._made = [processor for processor in self if not _contains(self._passed, processor)]
+        self._generation_config, self._encoder_input_ids = generation_config, encoder_input_ids
+        self._backend = backend
+        self._planned: list[LogitsProcessor] = []
+        self._steps: list[FusedRun | LogitsProcessor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        """As upstream's: `input_ids` [rows, length], `scores` [rows, vocab] -> processed scores [rows, vocab]."""
+        if self._planned != self:
+            self._planned, self._steps = list(self), list(self._plan())
+        is_free = self._is_given_up_by(sys._getframe(1).f_code, scores)
+        for step in self._steps:
+            if isinstance(step, FusedRun):
+                processed = step(input_ids, scores, is_free)
+                is_free = is_free or processed is not scores
+            else:
+                processed = LogitsProcessorList([step])(input_ids, scores, **kwargs)
+                keeps_nothing = type(step) in _KEEP_NOTHING and _contains(self._made, step)
+                is_free = keeps_nothing and (is_free or processed is not scores)
+            scores = processed
+        return scores
+
+    def _is_given_up_by(self, caller: CodeType, scores: Tensor) -> bool:
+        if scores._is_view():
+            return False
+        if caller is GenerationMixin._beam_search.__code__:
+            return True
+        config = self._generation_config
+        is_kept = config.return_dict_in_generate and config.output_logits
+        return caller is GenerationMixin._sample.__code__ and not is_kept
+
+    def _plan(self) -> Iterable[FusedRun | LogitsProcessor]:
+        run: list[LogitsProcessor] = []
+        for processor in self:
+            stage = _STAGES.get(type(processor)) if _contains(self._made, processor) else None
+            continues = stage is not None and (not run or _STAGES[type(run[-1])] <= stage)
+            if run and (not continues or any(type(processor) is type(other) for other in run)):
+                yield FusedRun(run, self._encoder_input_ids, self._backend)
+                run = []
+            if stage is not None:
+                run.append(processor)
+            else:
+                yield processor
+        if run:
+            yield FusedRun(run, self._encoder_input_ids, self._backend)
+
+
+def _contains(processors: Iterable[LogitsProcessor], processor: LogitsProcessor) -> bool:
+    return any(other is processor for other in processors)
