@@ -422,7 +422,8 @@ def test_initialize_builds_and_says_so_and_nothing_else_does(tmp_path):
         "fuseopt.initialize(model, config, strict=True)\n"
         "print(native.state('cpu').status, file=sys.stderr)\n"
         "try:\n"
-        "    torch.ops.fuseopt.no_repeat_ngram(torch.ones(1, 4, dtype=torch.long), torch.randn(1, 9), -3)\n"
+        "    torch.ops.fuseopt.process_logits(\n"
+        "        torch.ones(1, 4, dtype=torch.long), torch.randn(1, 9), 1.0, None, -3, None, 0, None, 1.0)\n"
         "except RuntimeError as error:\n"
         "    print(error)\n"
     )
@@ -432,4 +433,4 @@ def test_initialize_builds_and_says_so_and_nothing_else_does(tmp_path):
     before, progress, after = result.stderr.splitlines()
     assert (before, after) == ("buildable", "loaded")
     assert re.match(r"fuseopt: compiling the cpu library, once: 1/\d+ \w+\.cpp ", progress), progress
-    assert "ngram_size must be positive, got -3" in result.stdout
+    assert "n-gram size must not be negative, got -3" in result.stdout

@@ -76,8 +76,8 @@ def test_nan_and_another_dtype_fail(inputs, monkeypatch, wrong):
 
 def test_other_tokens_fail_although_the_logits_pass(gpt2, inputs, monkeypatch):
     ngram = {"kernel_fusion": {"custom_cuda_kernels": ["FusedNoRepeatNGram"], "backend": "reference", "jit": False}}
-    generation = pytest.importorskip("fuseopt.generation.logits_processors")
-    monkeypatch.setattr(generation.FusedNoRepeatNGram, "__call__", lambda self, input_ids, scores: -scores)
+    generation = pytest.importorskip("fuseopt.generation.logits_processor_list")
+    monkeypatch.setattr(generation.FusedRun, "__call__", lambda self, input_ids, scores, inplace: -scores)
     found = fuseopt.verify(gpt2, ngram, inputs, generate={"max_new_tokens": 6, "no_repeat_ngram_size": 2})
     assert found.tokens_agree is False
     assert found.fused_error <= found.tolerance

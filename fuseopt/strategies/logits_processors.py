@@ -1,4 +1,4 @@
-"""FusedNoRepeatNGram: swaps the n-gram logits processors that one model instance gives itself in `generate()`."""
+"""FusedNoRepeatNGram: has one model instance run the logits processors of its own `generate()` fused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def propose(index: ModelIndex, offer: Offer, backend: str) -> Replacement | Skip
         source,
         target,
         offer,
-        "used when generate() is asked for n-gram bans",
+        "generate() runs its n-gram bans and their neighbours as one op",
         functools.partial(_build, index, backend),
     )
 
