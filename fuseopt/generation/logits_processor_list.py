@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterable, Sequence
 from types import CodeType
@@ -70,8 +71,16 @@ class FusedRun:
 
     def __init__(self, processors: Sequence[LogitsProcessor], encoder_input_ids: Tensor | None, backend: str) -> None:
         self.processors, self.encoder_input_ids, self.backend = processors, encoder_input_ids, backend
-        self._of_class: dict[type, Any] = {type(processor): processor for processor in processors}
-        self._returns_scores_when_idle = self._of_class.keys() <= _RETURN_SCORES_WHEN_IDLE
+        of_class: dict[type, Any] = {type(processor): processor for processor in processors}
+        self._penalty = of_class.get(RepetitionPenaltyLogitsProcessor)
+        self._ngram = of_class.get(NoRepeatNGramLogitsProcessor)
+        self._encoder_ngram = of_class.get(EncoderNoRepeatNGramLogitsProcessor)
+        self._minimum = of_class.get(MinLengthLogitsProcessor)
+        self._new_minimum = of_class.get(MinNewTokensLengthLogitsProcessor)
+        self._suppress = of_class.get(SuppressTokensLogitsProcessor)
+        self._suppress_at_begin = of_class.get(SuppressTokensAtBeginLogitsProcessor)
+        self._warper = of_class.get(TemperatureLogitsWarper)
+        self._returns_scores_when_idle = of_class.keys() <= _RETURN_SCORES_WHEN_IDLE
         self._suppressed_parts: list[Tensor] = []
         self._suppressed: Tensor | None = None
 
@@ -83,23 +92,20 @@ class FusedRun:
             return scores
         length = input_ids.shape[1]
         options: dict[str, Any] = {}
-        suppress_tokens = self._suppress_tokens(length, scores.device)
-        if suppress_tokens is not None:
-            options["suppress_tokens"] = suppress_tokens
-        penalty = self._of_class.get(RepetitionPenaltyLogitsProcessor)
+        penalty, ngram, encoder_ngram, warper = self._penalty, self._ngram, self._encoder_ngram, self._warper
         if penalty is not None:
             options["repetition_penalty"] = penalty.penalty
             if penalty.prompt_ignore_length is not None:
                 penalty.prompt_ignore_length = penalty.prompt_ignore_length.to(scores.device)  # as upstream does
                 options["prompt_ignore_length"] = penalty.prompt_ignore_length
-        own = self._of_class.get(NoRepeatNGramLogitsProcessor)
-        if own is not None and length >= own.ngram_size:
-            options["no_repeat_ngram_size"] = own.ngram_size
-        encoder = self._of_class.get(EncoderNoRepeatNGramLogitsProcessor)
-        if encoder is not None:
-            options["encoder_no_repeat_ngram_size"] = encoder.ngram_size
+        if ngram is not None and length >= ngram.ngram_size:
+            options["no_repeat_ngram_size"] = ngram.ngram_size
+        if encoder_ngram is not None:
+            options["encoder_no_repeat_ngram_size"] = encoder_ngram.ngram_size
             options["encoder_input_ids"] = self.encoder_input_ids
-        warper = self._of_class.get(TemperatureLogitsWarper)
+        suppress_tokens = self._suppress_tokens(length, scores.device)
+        if suppress_tokens is not None:
+            options["suppress_tokens"] = suppress_tokens
         if warper is not None:
             options["temperature"] = warper.temperature
         if not options:
@@ -112,40 +118,33 @@ class FusedRun:
         if scores.dtype not in FLOATING or input_ids.dtype not in (torch.int64, torch.int32):
             return False
         rows = scores.shape[0]
-        penalty = self._of_class.get(RepetitionPenaltyLogitsProcessor)
-        ignored = None if penalty is None else penalty.prompt_ignore_length
+        ignored = None if self._penalty is None else self._penalty.prompt_ignore_length
         if ignored is not None and (not isinstance(ignored, Tensor) or ignored.shape != (rows,)):
             return False
-        if EncoderNoRepeatNGramLogitsProcessor not in self._of_class:
+        if self._encoder_ngram is None:
             return True
         return self.encoder_input_ids is not None and rows % self.encoder_input_ids.shape[0] == 0
 
     def _suppress_tokens(self, length: int, device: torch.device) -> Tensor | None:
-        """The ids that all rows may not choose at this length; None where there are none."""
+        """The ids that no row may choose at this length; None where there are none."""
+        minimum, new_minimum, begin = self._minimum, self._new_minimum, self._suppress_at_begin
         parts: list[Tensor] = []
-        of_class = self._of_class
-        minimum = of_class.get(MinLengthLogitsProcessor)
         if minimum is not None and length < minimum.min_length:
             parts.append(minimum.eos_token_id)
-        new = of_class.get(MinNewTokensLengthLogitsProcessor)
-        if new is not None and length - new.prompt_length_to_skip < new.min_new_tokens:
-            parts.append(new.eos_token_id)
-        always = of_class.get(SuppressTokensLogitsProcessor)
-        if always is not None:
-            parts.append(always.suppress_tokens)
-        begin = of_class.get(SuppressTokensAtBeginLogitsProcessor)
+        if new_minimum is not None and length - new_minimum.prompt_length_to_skip < new_minimum.min_new_tokens:
+            parts.append(new_minimum.eos_token_id)
+        if self._suppress is not None:
+            parts.append(self._suppress.suppress_tokens)
         if begin is not None and length == begin.begin_index:
             parts.append(begin.begin_suppress_tokens)
         if not parts:
             return None
-        kept = self._suppressed
-        is_same = len(parts) == len(self._suppressed_parts) and all(
-            part is known for part, known in zip(parts, self._suppressed_parts, strict=True)
-        )
-        if kept is None or not is_same or kept.device != device:
-            kept = torch.cat([part.to(device, torch.int64).reshape(-1) for part in parts])
-            self._suppressed_parts, self._suppressed = parts, kept
-        return kept
+        joined, known = self._suppressed, self._suppressed_parts
+        is_known = len(parts) == len(known) and all(map(operator.is_, parts, known))
+        if joined is None or not is_known or joined.device != device:
+            joined = torch.cat([part.to(device, torch.int64).reshape(-1) for part in parts])
+            self._suppressed_parts, self._suppressed = parts, joined
+        return joined
 
 
 class FusedLogitsProcessorList(LogitsProcessorList):

@@ -156,7 +156,7 @@ def check_rows(input_ids: Tensor, scores: Tensor, encoder_input_ids: Tensor | No
         batch = encoder_input_ids.shape[0]
         if rows % max(batch, 1) != 0 or (batch == 0 and rows > 0):
             raise ValueError(f"scores has {rows} rows, which is no multiple of the {batch} rows of encoder_input_ids")
-    if inplace and any(size > 1 and stride == 0 for size, stride in zip(scores.shape, scores.stride(), strict=True)):
+    if inplace and 0 in scores.stride() and any(scores.stride(d) == 0 and scores.size(d) > 1 for d in (0, 1)):
         raise ValueError("scores are expanded: several elements share one place, so inplace=True needs a clone() first")
 
 
