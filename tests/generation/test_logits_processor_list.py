@@ -51,9 +51,9 @@ def models():
     return pair
 
 
-def generate(model, *, padding=4, batch=3, length=9, **kwargs):
+def generate(model, *, padding=4, batch=3, period=9, **kwargs):
     torch.manual_seed(3)
-    ids = torch.randint(3, tiny.VOCAB, (batch, length))
+    ids = torch.randint(3, tiny.VOCAB, (batch, period)).repeat(1, 9 // period)
     attention_mask = torch.ones_like(ids)
     ids[0, :padding], attention_mask[0, :padding] = 0, 0
     kwargs = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_scores": True, **kwargs}
@@ -167,9 +167,10 @@ def test_what_a_user_s_processor_keeps_is_not_written(models, change, mode, edit
     assert_same(*outputs)
 
 
-def test_a_run_after_a_processor_that_keeps_nothing_is_in_place_again(models):
+@pytest.mark.parametrize("between", [{"bad_words_ids": [[8]]}, {"forced_eos_token_id": 2}])
+def test_a_run_after_a_processor_that_keeps_nothing_is_in_place_again(models, between):
     _, model = models("gpt2")
-    arguments = {"suppress_tokens": [5], "repetition_penalty": 1.5, "bad_words_ids": [[8]], "output_logits": True}
+    arguments = {"repetition_penalty": 1.5, **between, "suppress_tokens": [5], "output_logits": True}
     with mock.patch.object(ops, "process_logits", wraps=ops.process_logits) as called:
         fused = generate(model, **arguments)
     assert [call.kwargs["inplace"] for call in called.call_args_list] == [False, True] * len(fused.scores)
@@ -281,9 +282,12 @@ def test_assisted_decoding(models, mode, how, output_logits):
     outputs = []
     for model, assistant in zip(models("gpt2"), (tiny.gpt2(1), fuseopt.initialize(tiny.gpt2(1), FUSED)), strict=True):
         given = {"prompt_lookup_num_tokens": 3} if how == "prompt lookup" else {"assistant_model": assistant}
-        outputs.append(
-            generate(model, batch=1, padding=0, output_logits=output_logits, **arguments, **MODES[mode], **given)
-        )
+        given |= {"batch": 1, "padding": 0, "period": 3, "output_logits": output_logits}
+        with mock.patch.object(ops, "process_logits", wraps=ops.process_logits) as called:
+            outputs.append(generate(model, **arguments, **MODES[mode], **given))
+    assert called.call_count > 0
+    if how == "prompt lookup":
+        assert not any(call.kwargs["inplace"] for call in called.call_args_list)
     assert_same(*outputs)
 
 
