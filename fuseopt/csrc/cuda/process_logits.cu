@@ -18,7 +18,7 @@ constexpr int64_t kMaxChunkBytes = kMinChunkBytes * kLoads;
 constexpr int64_t kMaxTokenBits = 48 * 1024 * 8;  // of the shared memory that every kernel may have
 constexpr int kWordBits = 32;
 
-// torch divides a CUDA tensor by a number by multiplying with the number's reciprocal.
+// torch divides a CUDA tensor by a number by multiplying with the number's reciprocal, rounded once from float64.
 template <typename Score>
 struct Arithmetic {
   using Acc = std::conditional_t<std::is_same_v<Score, double>, double, float>;
@@ -28,8 +28,8 @@ struct Arithmetic {
 
   explicit Arithmetic(const LogitsEdits& edits)
       : penalty(static_cast<Acc>(edits.repetition_penalty)),
-        inverse_penalty(Acc{1} / static_cast<Acc>(edits.repetition_penalty)),
-        inverse_temperature(Acc{1} / static_cast<Acc>(edits.temperature)) {}
+        inverse_penalty(static_cast<Acc>(1 / edits.repetition_penalty)),
+        inverse_temperature(static_cast<Acc>(1 / edits.temperature)) {}
 
   static __device__ Acc widen(Score x) {
     if constexpr (std::is_same_v<Score, double>) return x;
