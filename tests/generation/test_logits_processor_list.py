@@ -60,13 +60,31 @@ def generate(model, *, padding=4, batch=3, period=9, **kwargs):
     return model.generate(ids, attention_mask=attention_mask, pad_token_id=0, eos_token_id=[2, 17], **kwargs)
 
 
+class NoTokenLeft(Exception):
+    pass
+
+
+def multinomial(probs, *args, draw=torch.multinomial, **kwargs):
+    """Raises for a row of which nothing can be drawn, which on a GPU is an assertion that ends the process's CUDA."""
+    if not probs.isfinite().all():
+        raise NoTokenLeft
+    return draw(probs, *args, **kwargs)
+
+
+def outcome(model, **kwargs):
+    try:
+        return generate(model, **kwargs)
+    except NoTokenLeft:
+        return None
+
+
 def assert_same(fused, stock):
     assert type(fused) is type(stock)
     assert torch.equal(fused.sequences, stock.sequences)
     for part in ("scores", "logits"):
         assert (getattr(fused, part) is None) == (getattr(stock, part) is None)
         for got, wanted in zip(getattr(fused, part) or (), getattr(stock, part) or (), strict=True):
-            assert torch.equal(got, wanted)
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
@@ -80,7 +98,7 @@ def assert_same(fused, stock):
             "encoder_no_repeat_ngram_size": st.integers(1, 3),
             "min_length": st.integers(1, 20),
             "min_new_tokens": st.integers(1, 12),
-            # Not the forced end token too: a row without any token left is an assertion of multinomial on a GPU.
+            # From 3 on: transformers refuses to suppress a token that it is told to force.
             "suppress_tokens": st.lists(st.integers(3, tiny.VOCAB + 3), max_size=4),
             "begin_suppress_tokens": st.lists(st.integers(0, tiny.VOCAB - 1), max_size=4),
             "bad_words_ids": st.just([[8], [4, 6]]),
@@ -98,7 +116,11 @@ def assert_same(fused, stock):
 def test_generate_equals_transformers(models, family, edits, mode, output_logits, padding):
     stock_model, fused_model = models(family)
     arguments = {**edits, **MODES[mode], "output_logits": output_logits, "padding": padding}
-    assert_same(generate(fused_model, **arguments), generate(stock_model, **arguments))
+    with mock.patch.object(torch, "multinomial", multinomial):
+        stock, fused = outcome(stock_model, **arguments), outcome(fused_model, **arguments)
+    assert (fused is None) == (stock is None)
+    if stock is not None:
+        assert_same(fused, stock)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])

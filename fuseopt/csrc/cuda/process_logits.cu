@@ -12,9 +12,9 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPenaltyThreads = 512;
-constexpr int kLoads = 8;  // 16-byte loads in flight a thread
+constexpr int kLoads = 4;  // 16-byte loads in flight a thread
 constexpr int64_t kMinChunkBytes = kThreads * kAccessBytes;
-constexpr int64_t kMaxChunkBytes = kMinChunkBytes * kLoads;
+constexpr int64_t kMaxChunkBytes = 64 * 1024;
 constexpr int64_t kMaxTokenBits = 48 * 1024 * 8;  // of the shared memory that every kernel may have
 constexpr int kWordBits = 32;
 
@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(kPenaltyThreads)
   });
 }
 
-// Reads a chunk of a row, marks in shared memory which of its tokens are penalised and which banned while the loads are
-// under way, and writes the chunk. `output` may be `scores`: every score is read and written by one thread.
+// Reads a chunk of a row, marks in shared memory which of its tokens are penalised and which banned while the first
+// loads are under way, and writes the chunk. `output` may be `scores`: every score is read and written by one thread.
 template <typename Id, typename Score>
 __global__ void __launch_bounds__(kThreads)
     rewrite_kernel(LogitsEdits edits, Arithmetic<Score> arithmetic, ScoreMatrix scores, ScoreMatrix output,
@@ -144,15 +144,18 @@ __global__ void __launch_bounds__(kThreads)
   Score edge_score{};
   if (edge < end) edge_score = in[edge];
   else edge = -1;
+  const auto load = [&](int first) {
 #pragma unroll
-  for (int k = 0; k < kLoads; ++k) {
-    const int v = threadIdx.x + k * kThreads;
-    if (v < vectors) loaded[k] = reinterpret_cast<const Chunk*>(in + head_end)[v];
-  }
+    for (int k = 0; k < kLoads; ++k) {
+      const int v = first + k * kThreads;
+      if (v < vectors) loaded[k] = reinterpret_cast<const Chunk*>(in + head_end)[v];
+    }
+  };
+  load(threadIdx.x);
 
   const bool has_penalty = edits.repetition_penalty != 1;
   const bool has_temperature = edits.temperature != 1;
-  for (int i = threadIdx.x; i < kMarkWords; i += kThreads) penalised[i] = banned[i] = 0;
+  for (int i = threadIdx.x; i * kWordBits < end - origin; i += kThreads) penalised[i] = banned[i] = 0;
   __syncthreads();
   if (has_penalty) {
     for_each_id<Id>(edits, row, threadIdx.x, kThreads, [&](int64_t token) {
@@ -171,23 +174,25 @@ __global__ void __launch_bounds__(kThreads)
     if (is_penalised & 1) score = arithmetic.penalised(score);
     if (is_banned & 1) score = Arithmetic<Score>::banned();
   };
+  for (int first = threadIdx.x; first < vectors; first += kLoads * kThreads, load(first)) {
 #pragma unroll
-  for (int k = 0; k < kLoads; ++k) {
-    const int v = threadIdx.x + k * kThreads;
-    if (v >= vectors) break;
-    constexpr unsigned kVectorMask = (1u << kWidth) - 1;
-    const unsigned vector_penalised = marks(penalised, (v + 1) * kWidth, kVectorMask);
-    const unsigned vector_banned = marks(banned, (v + 1) * kWidth, kVectorMask);
-    Score* const values = loaded[k].values;
-    if (vector_penalised | vector_banned) {
+    for (int k = 0; k < kLoads; ++k) {
+      const int v = first + k * kThreads;
+      if (v >= vectors) break;
+      constexpr unsigned kVectorMask = (1u << kWidth) - 1;
+      const unsigned vector_penalised = marks(penalised, (v + 1) * kWidth, kVectorMask);
+      const unsigned vector_banned = marks(banned, (v + 1) * kWidth, kVectorMask);
+      Score* const values = loaded[k].values;
+      if (vector_penalised | vector_banned) {
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) edit(values[j], vector_penalised >> j, vector_banned >> j);
+        for (int j = 0; j < kWidth; ++j) edit(values[j], vector_penalised >> j, vector_banned >> j);
+      }
+      if (has_temperature) {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) values[j] = arithmetic.tempered(values[j]);
+      }
+      reinterpret_cast<Chunk*>(out + head_end)[v] = loaded[k];
     }
-    if (has_temperature) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[j] = arithmetic.tempered(values[j]);
-    }
-    reinterpret_cast<Chunk*>(out + head_end)[v] = loaded[k];
   }
   const auto write = [&](int64_t column, Score score) {
     edit(score, marks(penalised, column - origin, 1), marks(banned, column - origin, 1));
