@@ -123,6 +123,10 @@ def bench_input(
     return registry.SampleInput((input_ids, torch.randn(rows, vocab_size, device=device, dtype=dtype), 3))
 
 
+def inplace_bench_input(device: torch.device, dtype: torch.dtype, *sizes: int) -> registry.SampleInput:
+    return registry.SampleInput(bench_input(device, dtype, *sizes).args, {"inplace": True})
+
+
 def encoder_bench_input(
     device: torch.device, dtype: torch.dtype, batch: int, length: int, beams: int, vocab_size: int
 ) -> registry.SampleInput:
@@ -131,7 +135,9 @@ def encoder_bench_input(
     return registry.SampleInput((encoder_input_ids, *sample.args))
 
 
-def _processor(processor_class: Any, input_ids: Tensor, scores: Tensor, ngram_size: int) -> Tensor:
+def _processor(
+    processor_class: Any, input_ids: Tensor, scores: Tensor, ngram_size: int, *, inplace: bool = False
+) -> Tensor:
     return processor_class(ngram_size)(input_ids, scores)
 
 
@@ -159,6 +165,13 @@ registry.register(
                 bench_input,
                 shapes=("256x1024x32128", "1024x1024x32128", "8x1024x50257"),
                 eager=registry.Upstream("transformers.NoRepeatNGramLogitsProcessor", _processor),
+            ),
+            registry.Benchmark(
+                inplace_bench_input,
+                shapes=("256x1024x32128", "1024x1024x32128", "8x1024x50257"),
+                variant="in place",
+                eager=registry.Upstream("transformers.NoRepeatNGramLogitsProcessor", _processor),
+                compiles=False,
             ),
         ),
     )

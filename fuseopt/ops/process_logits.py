@@ -8,6 +8,7 @@ Upstream's, in the order in which `generate()` applies them: `RepetitionPenaltyL
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -251,6 +252,40 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
         yield registry.SampleInput(args, every_option | {"temperature": 1.0})
 
 
+def bench_input(
+    device: torch.device, dtype: torch.dtype, rows: int, length: int, vocab_size: int
+) -> registry.SampleInput:
+    # Of few tokens, so that about one n-gram is banned in each row.
+    input_ids = torch.randint(32, (rows, length), device=device)
+    options = {
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "suppress_tokens": torch.arange(2, device=device),
+        "temperature": 0.7,
+    }
+    return registry.SampleInput((input_ids, torch.randn(rows, vocab_size, device=device, dtype=dtype)), options)
+
+
+def _processors(
+    logits_process: Any,
+    input_ids: Tensor,
+    scores: Tensor,
+    *,
+    repetition_penalty: float,
+    no_repeat_ngram_size: int,
+    suppress_tokens: Tensor,
+    temperature: float,
+) -> Tensor:
+    for processor in (
+        logits_process.RepetitionPenaltyLogitsProcessor(repetition_penalty),
+        logits_process.NoRepeatNGramLogitsProcessor(no_repeat_ngram_size),
+        logits_process.SuppressTokensLogitsProcessor(suppress_tokens, device=scores.device),
+        logits_process.TemperatureLogitsWarper(temperature),
+    ):
+        scores = processor(input_ids, scores)
+    return scores
+
+
 BACKENDS = (registry.CUDA, registry.CPU, registry.REFERENCE)
 
 registry.register(
@@ -260,5 +295,14 @@ registry.register(
         functools.partial(process_logits, backend="reference"),
         sample_inputs,
         BACKENDS,
+        benchmarks=(
+            registry.Benchmark(
+                bench_input,
+                shapes=("256x1024x32128", "8x1024x50257"),
+                variant="penalty, n-gram ban, suppressed tokens, temperature",
+                eager=registry.Upstream("transformers.generation.logits_process", _processors),
+                compiles=False,
+            ),
+        ),
     )
 )

@@ -1,6 +1,6 @@
-// A row in the hands of a team of threads: a warp for narrow rows, a block for wide ones, a cluster of blocks (sm_90 and
-// later) for those that are too wide for one. Reductions over the team give every thread the result, in a fixed order of
-// operations, so results repeat to the bit.
+// A row in the hands of a team of threads: a warp for narrow rows, a block for wide ones, a cluster of blocks (sm_90
+// and later) for those that are too wide for one. Reductions over the team give every thread the result, in a fixed
+// order of operations, so results repeat to the bit.
 #pragma once
 
 #include <cooperative_groups.h>

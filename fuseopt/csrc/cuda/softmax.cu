@@ -1,8 +1,9 @@
 // Softmax of scale * input + mask over the last dimension, and its gradient.
 //
-// Rows that fit stay in the registers of a warp or a block. Wider rows are read once into shared memory, the maximum
-// and the sum being kept up as they pass (online softmax: Milakov and Gimelshein, 2018); rows too wide for that as well
-// are read twice. Rows of odd length still move in 16-byte vectors, those of the whole matrix: see RowSpan.
+// Rows that fit stay in the registers of a warp or a block. Wider rows are read once into the shared memory of a block,
+// or of a cluster of blocks, the maximum and the sum being kept up as they pass (online softmax: Milakov and
+// Gimelshein, 2018); rows too wide for that as well are read twice. Rows of odd length still move in 16-byte vectors,
+// those of the whole matrix: see RowSpan.
 #include <cuda_pipeline.h>
 
 #include "launch.cuh"
@@ -273,9 +274,9 @@ __device__ void visit_row(const RowSpan<kWidth>& span, const RowTeam& team, Load
   }
 }
 
-// A thread's vectors lane, lane + size ... of a row on their way from `data` to its block's shared memory: all of them at
-// once and past the registers, from sm_80. A thread reads back only what it has sent for itself, so that waiting for its
-// own copies is enough.
+// A thread's vectors lane, lane + size ... of a row on their way from `data` to its block's shared memory: all of them
+// at once and past the registers, from sm_80. A thread reads back only what it has sent for itself, so that waiting for
+// its own copies is enough.
 template <typename T, Team kTeam>
 struct RowStage {
   Vector<T>* slots;
@@ -295,8 +296,8 @@ struct RowStage {
   }
 };
 
-// A team a row. Without shared memory for a row (`slots` is 0, else how many vectors a block holds of it) the row is read
-// twice.
+// A team a row. Without shared memory for a row (`slots` is 0, else how many vectors a block holds of it) the row is
+// read twice.
 template <typename T, typename M, Team kTeam>
 __global__ void __launch_bounds__(kMaxWideThreads)
     softmax_fwd_wide_kernel(const T* __restrict__ input, SoftmaxMask mask, TypedPointer output, int64_t rows,
@@ -454,7 +455,7 @@ WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensor
       const int64_t slots = blocks == 1 ? vectors : ceil_div(vectors, blocks * threads) * threads;
       const int64_t bytes = slots * tensors * kAccessBytes;
       const bool fits = bytes <= (threads == kMaxWideThreads ? room : most_shared / 2 - kWideStaticShared);
-      const bool idle = clusters && blocks < kMaxClusterBlocks && rows * blocks < multiprocessor_count();
+      const bool idle = clusters && blocks < kMaxClusterBlocks && rows * blocks * 2 <= multiprocessor_count();
       if (fits && !idle) return {blocks, threads, static_cast<int>(slots)};
     }
   }
