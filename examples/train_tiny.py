@@ -430,10 +430,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, help="rows a step (default: what the shipped ones were given)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
-    torch.set_float32_matmul_precision("high")
     chapters = read_chapters(args.text or fetch_text(ROOT / ".data"))
-    for name in RECIPES if args.model == "both" else [args.model]:
-        train(name, chapters, args)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        for name in RECIPES if args.model == "both" else [args.model]:
+            train(name, chapters, args)
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 if __name__ == "__main__":

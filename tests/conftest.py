@@ -6,6 +6,8 @@ import hypothesis
 import pytest
 import torch
 
+from fuseopt import native
+
 # The same examples in every run of CI, so that what fails there can be repeated; fresh ones everywhere else.
 hypothesis.settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
@@ -19,6 +21,13 @@ def each_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Runs a test on the CPU and on a GPU: models and tensors are made on the device without being told."""
     with torch.device(request.param) as device:
         yield device
+
+
+@pytest.fixture(scope="session", autouse=True)
+def native_libraries() -> None:
+    """Has the libraries compiled before the first test, whichever that is: ops compile nothing by themselves."""
+    for kind in native.KINDS:
+        native.load(kind)
 
 
 def pytest_configure(config: pytest.Config) -> None:

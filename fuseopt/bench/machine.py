@@ -46,10 +46,13 @@ def versions() -> dict[str, str]:
 def commit() -> str | None:
     """The commit of the checkout that fuseopt runs from, "-dirty" behind it if files differ; None when installed.
 
-    For a copy of a checkout without its git folder, as on a borrowed machine, FUSEOPT_COMMIT says it.
+    Where FUSEOPT_COMMIT is set, it is what that says: for a copy of a checkout, as on a borrowed machine, whose git
+    folder is missing or older than the files.
     """
+    if "FUSEOPT_COMMIT" in os.environ:
+        return os.environ["FUSEOPT_COMMIT"]
     if not (_CHECKOUT / ".git").exists():
-        return os.environ.get("FUSEOPT_COMMIT")
+        return None
     return _first_line("git", "-C", str(_CHECKOUT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty")
 
 

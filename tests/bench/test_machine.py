@@ -12,8 +12,11 @@ def test_the_commit_of_a_checkout_of_its_copy_and_of_neither(tmp_path, monkeypat
     monkeypatch.setenv("FUSEOPT_COMMIT", "0123456789ab")
     assert machine.commit() == "0123456789ab"
     monkeypatch.undo()
+    monkeypatch.delenv("FUSEOPT_COMMIT", raising=False)
     if (machine._CHECKOUT / ".git").exists():
         assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?", machine.commit())
+        monkeypatch.setenv("FUSEOPT_COMMIT", "0123456789ab")
+        assert machine.commit() == "0123456789ab"
 
 
 def test_machine_and_versions_are_words():

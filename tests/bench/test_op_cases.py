@@ -34,12 +34,12 @@ BENCHMARKS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("op", "benchmark"), BENCHMARKS)
-def test_every_contender_for_every_op_is_right(op: Op, benchmark: Benchmark, dtype: torch.dtype):
-    meta = [benchmark.make(torch.device("meta"), dtype, *map(int, s.split("x"))) for s in benchmark.shapes]
+@pytest.mark.parametrize(("op", "timed"), BENCHMARKS)
+def test_every_contender_for_every_op_is_right(op: Op, timed: Benchmark, dtype: torch.dtype):
+    meta = [timed.make(torch.device("meta"), dtype, *map(int, s.split("x"))) for s in timed.shapes]
     assert all(argument.is_meta for sample in meta for argument in sample.args if isinstance(argument, torch.Tensor))
     for backward in (False, True):
-        case = OpCase(op, benchmark, small(benchmark.shapes[0]), dtype, backward)
+        case = OpCase(op, timed, small(timed.shapes[0]), dtype, backward)
         if backward and not any(getattr(argument, "requires_grad", False) for argument in case.sample(CPU).args):
             continue
         torch.manual_seed(0)

@@ -122,7 +122,9 @@ def test_source_and_target_are_one_passage_cut_before_a_word(chapters):
 
 def test_trains_saves_and_loads_both_models(text, tmp_path, capsys):
     arguments = ["--text", str(text), "--out", str(tmp_path), "--device", "cpu", "--steps", "3", "--batch-size", "2"]
+    precision = torch.get_float32_matmul_precision()
     train_tiny.main(arguments)
+    assert torch.get_float32_matmul_precision() == precision
     assert capsys.readouterr().out.count("[4 beams] In the beginning |") == 2
     for folder in (tmp_path / "gpt2-kjv", tmp_path / "t5-kjv"):
         model, tokenizer = load(folder)
