@@ -2,6 +2,8 @@
 
 from fuseopt.ops.add_layer_norm import add_layer_norm
 from fuseopt.ops.add_rms_norm import add_rms_norm
+from fuseopt.ops.decode_attention import decode_attention, decode_attention_
+from fuseopt.ops.decode_linear import decode_linear
 from fuseopt.ops.gated_activation import gated_activation
 from fuseopt.ops.gelu import gelu
 from fuseopt.ops.layer_norm import layer_norm
@@ -13,6 +15,9 @@ from fuseopt.ops.softmax import softmax
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "decode_attention",
+    "decode_attention_",
+    "decode_linear",
     "encoder_no_repeat_ngram",
     "gated_activation",
     "gelu",

@@ -1,5 +1,6 @@
 """What every op file shares: defining raw ops under `torch.ops.fuseopt`, and the rules for when autograd takes part."""
 
+import contextlib
 import functools
 import importlib
 import os
@@ -114,6 +115,13 @@ def float32_under_autocast(input: Tensor, dtype: torch.dtype | None = None) -> t
     dtype = dtype or input.dtype
     is_half = dtype in (torch.float16, torch.bfloat16)
     return torch.float32 if is_half and input.is_cuda and torch.is_autocast_enabled("cuda") else dtype
+
+
+def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager:
+    """Autocast switched off on `tensor`'s device, for an op with precision rules of its own."""
+    if not torch.amp.is_autocast_available(tensor.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fuseopt.errors import BackendError
 from fuseopt.ops import registry
-from fuseopt.ops.library import define, needs_autograd
+from fuseopt.ops.library import define
 
 _ARGUMENTS = (
     "float repetition_penalty, Tensor? prompt_ignore_length, int no_repeat_ngram_size, Tensor? encoder_input_ids, "
@@ -70,7 +69,7 @@ def run(
         suppress_tokens,
         temperature,
     )
-    chosen = _pick(name, backend, scores)
+    chosen = registry.pick_without_gradient(name, backend, (scores.dtype,), scores)
     if chosen == "reference":
         output = _reference(input_ids, scores, *options)
         return scores.copy_(output) if inplace else output
@@ -80,14 +79,6 @@ def run(
     if not torch.compiler.is_compiling() and not scores.is_inference():
         increment_version(scores)  # a raw op does not; autograd must see that what it saved has changed
     return scores
-
-
-def _pick(name: str, backend: str, scores: Tensor) -> str:
-    if not needs_autograd(scores):
-        return registry.pick(name, backend, scores.device, (scores.dtype,))
-    if backend in ("auto", "reference"):
-        return "reference"
-    raise BackendError(f"{name}: {backend!r} takes no part in autograd or torch.func transforms; use 'reference'")
 
 
 def _reference(

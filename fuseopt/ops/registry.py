@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fuseopt import native
 from fuseopt.errors import BackendError
-from fuseopt.ops.library import TRITON_INTERPRETED
+from fuseopt.ops.library import TRITON_INTERPRETED, needs_autograd
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -197,6 +198,24 @@ def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtyp
         picked = get(name).choose(backend, device, [dtype for dtype in dtypes if dtype is not None]).backend
         _PICKED[(len(torch.ops.loaded_libraries), *key[1:])] = picked  # choosing may have loaded a library
     return picked
+
+
+def pick_without_gradient(
+    name: str, backend: str, dtypes: tuple[torch.dtype | None, ...], *tensors: Tensor | None
+) -> str:
+    """`pick` for an op whose kernels have no gradient, on the device of the first of `tensors`.
+
+    Where a gradient could be asked for, or inside a torch.func transform, "auto" means the reference.
+
+    Raises:
+        BackendError: such a call names another backend than the reference.
+    """
+    if not needs_autograd(*tensors):
+        assert tensors[0] is not None
+        return pick(name, backend, tensors[0].device, dtypes)
+    if backend in ("auto", "reference"):
+        return "reference"
+    raise BackendError(f"{name}: {backend!r} takes no part in autograd or torch.func transforms; use 'reference'")
 
 
 # What torch.compiler.assume_constant_result sets; calling that would import torch._dynamo, and triton with it.

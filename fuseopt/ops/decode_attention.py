@@ -1,0 +1,278 @@
+"""Attention of a decoding step: one query a row over a cache of keys and values whose filled length is on the device.
+
+Lengths, padding and positions are tensors, so a CUDA graph captured once stays valid for every length up to the
+cache's capacity. T5's relative position bias depends on the distance of a key from the query alone (Raffel et al. 2020,
+arXiv 1910.10683), so a vector a head takes the place of a matrix.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fuseopt.ops import registry
+from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
+
+
+def _fake(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    overlap: bool,
+) -> Tensor:
+    return query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
+
+
+def _update_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    starts: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    overlap: bool,
+) -> Tensor:
+    return query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
+
+
+RAW = define(
+    "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor lengths, Tensor? starts, Tensor? mask,"
+    " Tensor? bias, float scale, bool overlap) -> Tensor",
+    _fake,
+)
+UPDATE_RAW = define(
+    "decode_attention_(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
+    " Tensor positions, Tensor? starts, Tensor? mask, Tensor? bias, float scale, bool overlap) -> Tensor",
+    _update_fake,
+)
+
+
+def _reference(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+) -> Tensor:
+    rows, heads, head_dim = query.shape
+    batch, _, capacity, _ = key_cache.shape
+    dtype = compute_dtype(query)
+    places = torch.arange(capacity, device=query.device)
+    ends = lengths.reshape(-1, 1).expand(batch, 1)
+    attended = places < ends
+    if starts is not None:
+        attended = attended & (places >= starts.unsqueeze(1))
+    if mask is not None:
+        attended = attended & mask
+    with without_autocast(query):
+        # Rows that share an item of the cache (beams) are its queries.
+        queries = query.to(dtype).reshape(batch, rows // max(batch, 1), heads, head_dim).transpose(1, 2)
+        scores = queries @ key_cache.to(dtype).mT * scale
+        if bias is not None:
+            distances = (ends - 1 - places).clamp(min=0, max=bias.shape[1] - 1)
+            scores = scores + bias.to(dtype)[:, distances].transpose(0, 1).unsqueeze(2)
+        attended = attended[:, None, None, :]
+        probabilities = torch.softmax(scores.masked_fill(~attended, float("-inf")), -1)
+        # A row that attends to nothing would be NaN.
+        probabilities = torch.where(attended.any(-1, keepdim=True), probabilities, 0.0)
+        return (probabilities @ value_cache.to(dtype)).transpose(1, 2).reshape(rows, heads * head_dim).to(query.dtype)
+
+
+def _check(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+) -> None:
+    if query.dim() != 3 or key_cache.dim() != 4:
+        raise ValueError(
+            "query must be [rows, heads, head_dim] and key_cache [batch, heads, capacity, head_dim], not"
+            f" {tuple(query.shape)} and {tuple(key_cache.shape)}"
+        )
+    rows, heads, head_dim = query.shape
+    batch, _, capacity, _ = key_cache.shape
+    check_shape("key_cache", key_cache, torch.Size((batch, heads, capacity, head_dim)))
+    check_shape("value_cache", value_cache, key_cache.shape)
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.dtype != query.dtype:
+            raise ValueError(f"{name} must have query's dtype {query.dtype}, not {cache.dtype}")
+    if rows % max(batch, 1) != 0 or (batch == 0 and rows > 0):
+        raise ValueError(f"query has {rows} rows, which is no multiple of the {batch} rows of key_cache")
+    if lengths.numel() not in (1, batch):
+        raise ValueError(f"lengths or positions must have one element, or {batch}, not {lengths.numel()}")
+    for name, integers in (("lengths or positions", lengths), ("starts", starts)):
+        if integers is not None and integers.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, not {integers.dtype}")
+    if starts is not None:
+        check_shape("starts", starts, torch.Size((batch,)))
+    if mask is not None:
+        check_shape("mask", mask, torch.Size((batch, capacity)))
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask must be bool, True where a key is attended to, not {mask.dtype}")
+    if bias is not None and (bias.dim() != 2 or bias.shape[0] != heads or bias.shape[1] == 0):
+        raise ValueError(f"bias must be [{heads}, distances], not {tuple(bias.shape)}")
+
+
+def decode_attention_reference(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    lengths: Tensor,
+    *,
+    starts: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    overlap: bool = False,
+) -> Tensor:
+    """`decode_attention` in plain PyTorch."""
+    _check(query, key_cache, value_cache, lengths, starts, mask, bias)
+    return _reference(query, key_cache, value_cache, lengths, starts, mask, bias, scale)
+
+
+def decode_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    lengths: Tensor,
+    *,
+    starts: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    overlap: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Softmax attention of one query a row over the places `starts <= place < lengths` of a cache, in float32.
+
+    As it stands the attention of a decoder to its encoder; `decode_attention_` adds a step's own key and value first.
+
+    Args:
+        query: [rows, heads, head_dim], any strides; float32, float16, bfloat16 or float64.
+        key_cache: [batch, heads, capacity, head_dim], `query`'s dtype. `rows` is a multiple of `batch`: row i (a beam)
+            reads item `i // (rows // batch)`.
+        value_cache: like `key_cache`.
+        lengths: [batch] or one element, int32 or int64, on `query`'s device.
+        starts: [batch], like `lengths`, or None for zeros: left padding.
+        mask: [batch, capacity], bool, False for places that are left out, or None.
+        bias: [heads, distances], added to the score of the key that lies `distance` places before the last, or None;
+            past its end its last column counts.
+        scale: multiplies the scores before `bias` is added.
+        overlap: launch the CUDA kernel programmatically dependent on its predecessor on the stream.
+        backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
+            transforms, need the reference, which "auto" then takes.
+
+    Returns:
+        [rows, heads * head_dim], contiguous, `query`'s dtype; zeros in a row that attends to nothing.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together.
+        TypeError: lengths or starts that are no int32 or int64, a mask that is not bool.
+        BackendError: the backend named cannot run here; the message says why.
+    """
+    _check(query, key_cache, value_cache, lengths, starts, mask, bias)
+    chosen = registry.pick_without_gradient(
+        "decode_attention", backend, (query.dtype,), query, key_cache, value_cache, bias
+    )
+    if chosen == "reference":
+        return _reference(query, key_cache, value_cache, lengths, starts, mask, bias, scale)
+    return RAW[chosen](query, key_cache, value_cache, lengths, starts, mask, bias, scale, overlap)
+
+
+def decode_attention_(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    *,
+    starts: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    overlap: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Writes `key` and `value` into place `positions` of the caches, then attends to all up to and including it.
+
+    Args:
+        query, key, value: [rows, heads, head_dim], any strides, one dtype: say, views of one packed projection.
+        key_cache, value_cache: [rows, heads, capacity, head_dim], contiguous. Written to.
+        positions: [rows] or one element, int32 or int64, below `capacity`. The CUDA kernel writes nothing for a
+            position outside the cache; the row's result is then of no use.
+        starts, mask, bias, scale, overlap, backend: as in `decode_attention`, with `lengths` = `positions` + 1.
+
+    Returns:
+        [rows, heads * head_dim], contiguous, `query`'s dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together, or a cache that is not contiguous.
+        TypeError, BackendError: as in `decode_attention`; also BackendError for tensors that require a gradient under
+            grad mode: what is written into a cache takes no part in autograd.
+    """
+    _check(query, key_cache, value_cache, positions, starts, mask, bias)
+    for name, tensor in (("key", key), ("value", value)):
+        check_shape(name, tensor, query.shape)
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} must have query's dtype {query.dtype}, not {tensor.dtype}")
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.shape[0] != query.shape[0] or not cache.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, with a row for each of the {query.shape[0]} rows of query")
+    chosen = registry.pick_without_gradient(
+        "decode_attention", backend, (query.dtype,), query, key, value, key_cache, value_cache, bias
+    )
+    if chosen != "reference":
+        return UPDATE_RAW[chosen](
+            query, key, value, key_cache, value_cache, positions, starts, mask, bias, scale, overlap
+        )
+    rows = torch.arange(query.shape[0], device=query.device)
+    places = positions.reshape(-1).expand(query.shape[0]).long()
+    key_cache[rows, :, places] = key
+    value_cache[rows, :, places] = value
+    return _reference(query, key_cache, value_cache, positions + 1, starts, mask, bias, scale)
+
+
+def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def integers(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    def caches(*shape: int) -> tuple[Tensor, Tensor]:
+        return make(*shape), make(*shape)
+
+    yield registry.SampleInput((make(2, 3, 16), *caches(2, 3, 20, 16), integers(20, 7)), {"scale": 0.25})
+    yield registry.SampleInput(
+        (make(2, 3, 8), *caches(2, 3, 9, 8), integers(9, 5)), {"starts": integers(3, 0), "bias": make(3, 9)}
+    )
+    mask = torch.tensor([[True, False, True, True], [False, True, False, True]], device=device)
+    yield registry.SampleInput((make(4, 1, 5), *caches(2, 1, 4, 5), integers(4).int()), {"mask": mask})
+    yield registry.SampleInput((make(0, 2, 8), *caches(0, 2, 4, 8), integers()))
+
+
+registry.register(
+    registry.Op(
+        name="decode_attention",
+        function=decode_attention,
+        reference=decode_attention_reference,
+        sample_inputs=sample_inputs,
+        backends=(registry.REFERENCE,),
+    )
+)

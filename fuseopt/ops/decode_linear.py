@@ -1,0 +1,265 @@
+"""A linear layer of few rows with what stands around it in a decoding step: norm before, activation and residual after.
+
+With one to sixteen rows a linear layer is bound by reading its weight. So the weight is read once and in place, and
+the neighbours that would be launches of their own are done on the way in and on the way out.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fuseopt.errors import BackendError
+from fuseopt.ops import registry
+from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
+
+MAX_ROWS = 16
+"""More rows than this are no work for these kernels: a matrix product of the BLAS library reads the weight as fast."""
+
+NORMS = ("layer_norm", "t5_rms_norm")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def _output_dtype(weight: Tensor, residual: Tensor | None) -> torch.dtype:
+    return weight.dtype if residual is None else torch.promote_types(weight.dtype, residual.dtype)
+
+
+def _fake(
+    input: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    residual: Tensor | None,
+    norm: str,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    activation: str,
+    gated: bool,
+    overlap: bool,
+) -> Tensor:
+    columns = weights[0].shape[0] * (1 if gated else len(weights))
+    return input.new_empty((*input.shape[:-1], columns), dtype=_output_dtype(weights[0], residual))
+
+
+RAW = define(
+    "decode_linear(Tensor input, Tensor[] weights, Tensor[] biases, Tensor? residual, str norm, Tensor? norm_weight,"
+    " Tensor? norm_bias, float eps, str activation, bool gated, bool overlap) -> Tensor",
+    _fake,
+)
+
+
+def _normalised(
+    input: Tensor, norm: str, weight: Tensor | None, bias: Tensor | None, eps: float, rounded_to: torch.dtype
+) -> Tensor:
+    """The linear layer's input, rounded to its weight's dtype as the upstream modules leave it."""
+    if norm == "":
+        return input.to(rounded_to)
+    dtype = compute_dtype(input, weight)
+    x = input.to(dtype)
+    if norm == "layer_norm":
+        shift = None if bias is None else bias.to(dtype)
+        scale = None if weight is None else weight.to(dtype)
+        return F.layer_norm(x, x.shape[-1:], scale, shift, eps).to(rounded_to)
+    xhat = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(rounded_to)
+    return xhat if weight is None else (xhat.to(dtype) * weight.to(dtype)).to(rounded_to)
+
+
+def _reference(
+    input: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    residual: Tensor | None,
+    norm: str,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    activation: str,
+    gated: bool,
+) -> Tensor:
+    with without_autocast(input):
+        dtype = compute_dtype(weights[0])
+        x = _normalised(input, norm, norm_weight, norm_bias, eps, weights[0].dtype).to(dtype)
+        products = [F.linear(x, weight.to(dtype)) for weight in weights]
+        if biases:
+            products = [product + bias.to(dtype) for product, bias in zip(products, biases, strict=True)]
+        if activation:
+            products[0] = ACTIVATIONS[activation](products[0])
+            if not gated:
+                products[1:] = [ACTIVATIONS[activation](product) for product in products[1:]]
+        output = products[0] * products[1] if gated else torch.cat(products, -1)
+        if residual is not None:
+            output = output + residual.to(torch.promote_types(dtype, residual.dtype))
+        return output.to(_output_dtype(weights[0], residual))
+
+
+def _as_list(tensors: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
+    if tensors is None:
+        return []
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _check(
+    input: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    residual: Tensor | None,
+    norm: str | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    activation: str | None,
+    gated: bool,
+) -> None:
+    if norm not in (None, *NORMS):
+        raise ValueError(f"norm must be None, {' or '.join(map(repr, NORMS))}, not {norm!r}")
+    if norm is None and (norm_weight is not None or norm_bias is not None):
+        raise ValueError("norm_weight and norm_bias need a norm")
+    if norm == "t5_rms_norm" and norm_bias is not None:
+        raise ValueError("t5_rms_norm has no bias")
+    if activation not in (None, *ACTIVATIONS):
+        raise ValueError(f"activation must be None, {', '.join(map(repr, ACTIVATIONS))}, not {activation!r}")
+    if not 1 <= len(weights) <= 3:
+        raise ValueError(f"one to three weights, not {len(weights)}")
+    if gated and (len(weights) != 2 or activation is None):
+        raise ValueError("gated takes two weights and an activation")
+    columns = weights[0].shape[0]
+    for weight in weights:
+        check_shape("weight", weight, torch.Size((columns, input.shape[-1])))
+        if weight.dtype != weights[0].dtype:
+            raise ValueError(f"weights must share one dtype, not {weights[0].dtype} and {weight.dtype}")
+    if len(biases) not in (0, len(weights)):
+        raise ValueError(f"{len(biases)} biases for {len(weights)} weights")
+    for bias in biases:
+        check_shape("bias", bias, torch.Size((columns,)))
+    for name, parameter in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        if parameter is not None:
+            check_shape(name, parameter, input.shape[-1:])
+    if residual is not None:
+        check_shape("residual", residual, torch.Size((*input.shape[:-1], columns * (1 if gated else len(weights)))))
+
+
+def decode_linear_reference(
+    input: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor] | None = None,
+    *,
+    residual: Tensor | None = None,
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    gated: bool = False,
+    overlap: bool = False,
+) -> Tensor:
+    """`decode_linear` in plain PyTorch, for any number of rows."""
+    weights, biases = _as_list(weight), _as_list(bias)
+    _check(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
+    return _reference(
+        input, weights, biases, residual, norm or "", norm_weight, norm_bias, eps, activation or "", gated
+    )
+
+
+def decode_linear(
+    input: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor] | None = None,
+    *,
+    residual: Tensor | None = None,
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    gated: bool = False,
+    overlap: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """`residual + activation(F.linear(norm(input), weight, bias))`, for the few rows of a decoding step.
+
+    The norm's result is rounded to the weight's dtype, as the upstream modules leave it. All else is float32 (float64
+    where a tensor is float64) with one rounding at the end. Autocast has no say in it.
+
+    Args:
+        input: [..., K], any strides; float32, float16, bfloat16 or float64. Cast to `weight`'s dtype, after the norm
+            where there is one. More than `MAX_ROWS` rows are left to the reference.
+        weight: [N, K], as F.linear takes it, of any one floating dtype. Read in place with unit stride in either
+            dimension: a torch.nn.Linear's weight as it is, a Conv1D's as `weight.T`; copied at every call if it has
+            neither. Up to three weights of one shape, say of query, key and value, read their common input once.
+        bias: [N], one for each weight, or None.
+        residual: added at the end: [..., N * number of weights], or None. May have another dtype.
+        norm: None, "layer_norm", or "t5_rms_norm" with T5LayerNorm's cast order.
+        norm_weight: [K] or None.
+        norm_bias: [K] or None.
+        eps: the norm's.
+        activation: None, "relu", "gelu" (by the error function) or "gelu_tanh".
+        gated: of two weights, `activation(first) * second`, as in T5 v1.1.
+        overlap: let the CUDA kernel read its weights while its predecessor on the stream still runs, by programmatic
+            dependent launch. Not to be asked for where that predecessor writes one of the parameters.
+        backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
+            transforms, need the reference, which "auto" then takes.
+
+    Returns:
+        [..., N * number of weights] ([..., N] if gated), contiguous, of `weight`'s dtype, or of what that and
+        `residual`'s promote to.
+
+    Raises:
+        ValueError: shapes or options that do not fit together.
+        BackendError: the backend named cannot run here; the message says why.
+    """
+    weights, biases = _as_list(weight), _as_list(bias)
+    _check(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
+    rows = input.shape[:-1].numel()
+    if rows > MAX_ROWS:
+        if backend == "cuda":
+            raise BackendError(f"decode_linear: 'cuda' takes {MAX_ROWS} rows at most, not {rows}; use F.linear")
+        chosen = "reference"
+    else:
+        chosen = registry.pick_without_gradient(
+            "decode_linear",
+            backend,
+            (input.dtype, weights[0].dtype),
+            input,
+            *weights,
+            *biases,
+            residual,
+            norm_weight,
+            norm_bias,
+        )
+    arguments = (input, weights, biases, residual, norm or "", norm_weight, norm_bias, eps, activation or "", gated)
+    if chosen == "reference":
+        return _reference(*arguments)
+    return RAW[chosen](*arguments, overlap)
+
+
+def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    layer_norm = {"norm": "layer_norm", "norm_weight": make(48), "norm_bias": make(48)}
+    t5_rms_norm = {"norm": "t5_rms_norm", "norm_weight": make(48), "eps": 1e-6}
+    yield registry.SampleInput((make(3, 48), make(40, 48), make(40)), {**layer_norm, "activation": "gelu_tanh"})
+    yield registry.SampleInput((make(1, 48), make(48, 24).T, make(24)), {"residual": make(1, 24)})
+    yield registry.SampleInput((make(2, 2, 48), [make(16, 48) for _ in range(3)]), t5_rms_norm)
+    yield registry.SampleInput(
+        (make(9, 48), [make(24, 48), make(24, 48)]), {**t5_rms_norm, "activation": "gelu", "gated": True}
+    )
+    wide = torch.promote_types(dtype, torch.float32)
+    yield registry.SampleInput((make(2, 33), make(7, 33, dtype=wide)), {"residual": make(2, 7, dtype=wide)})
+    yield registry.SampleInput((make(5, 33), make(33, 7).T, make(7)), {"activation": "relu"})
+    yield registry.SampleInput((make(0, 8), make(4, 8)))
+
+
+registry.register(
+    registry.Op(
+        name="decode_linear",
+        function=decode_linear,
+        reference=decode_linear_reference,
+        sample_inputs=sample_inputs,
+        backends=(registry.REFERENCE,),
+    )
+)
