@@ -83,11 +83,11 @@ def _reference(
         if bias is not None:
             distances = (ends - 1 - places).clamp(min=0, max=bias.shape[1] - 1)
             scores = scores + bias.to(dtype)[:, distances].transpose(0, 1).unsqueeze(2)
-        attended = attended[:, None, None, :]
-        probabilities = torch.softmax(scores.masked_fill(~attended, float("-inf")), -1)
-        # A row that attends to nothing would be NaN.
-        probabilities = torch.where(attended.any(-1, keepdim=True), probabilities, 0.0)
-        return (probabilities @ value_cache.to(dtype)).transpose(1, 2).reshape(rows, heads * head_dim).to(query.dtype)
+        probabilities = torch.softmax(scores.masked_fill(~attended[:, None, None, :], float("-inf")), -1)
+        # A row that attends to nothing would be NaN; so would places that were never written, which count for nothing.
+        probabilities = torch.where(attended.any(-1)[:, None, None, None], probabilities, 0.0)
+        values = value_cache.to(dtype).masked_fill(~attended[:, None, :, None], 0.0)
+        return (probabilities @ values).transpose(1, 2).reshape(rows, heads * head_dim).to(query.dtype)
 
 
 def _check(
@@ -273,6 +273,6 @@ registry.register(
         function=decode_attention,
         reference=decode_attention_reference,
         sample_inputs=sample_inputs,
-        backends=(registry.REFERENCE,),
+        backends=(registry.CUDA, registry.REFERENCE),
     )
 )

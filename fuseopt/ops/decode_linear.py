@@ -260,6 +260,6 @@ registry.register(
         function=decode_linear,
         reference=decode_linear_reference,
         sample_inputs=sample_inputs,
-        backends=(registry.REFERENCE,),
+        backends=(registry.CUDA, registry.REFERENCE),
     )
 )

@@ -19,6 +19,8 @@ template <>
 constexpr int kDType<__half> = kFloat16;
 template <>
 constexpr int kDType<__nv_bfloat16> = kBFloat16;
+template <>
+constexpr int kDType<double> = kFloat64;
 
 // Calls `function(TypeTag<T>)` for the dtypes that the fast kernels are compiled for; false for any other dtype.
 template <typename Function>

@@ -68,9 +68,73 @@ struct LogitsEdits {
 
 enum GeluApproximation : int { kErf = 0, kTanh = 1 };
 
-enum Activation : int { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3 };
+enum Activation : int { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3, kIdentity = 4 };
+
+enum Norm : int { kNoNorm = 0, kLayerNorm = 1, kT5RmsNorm = 2 };
+
+// residual + activation(norm(input) x weight + bias), for up to three weights side by side, or a gated pair of them.
+struct DecodeLinear {
+  static constexpr int kMaxWeights = 3;
+  TypedPointer input;  // [rows, columns]
+  int64_t rows;
+  int64_t columns;
+  const void* weights[kMaxWeights];  // [outputs, columns]
+  int weight_count;
+  int weight_dtype;             // DType
+  int64_t weight_stride;        // of the dimension whose stride is not one
+  bool weights_are_transposed;  // which is that of `columns`
+  int64_t outputs;
+  TypedPointer biases[kMaxWeights];
+  TypedPointer residual;  // like `output`
+  TypedPointer norm_weight;
+  TypedPointer norm_bias;
+  int norm;  // Norm
+  float eps;
+  int activation;  // Activation
+  bool gated;
+  bool overlap;         // may start before the kernel ahead on the stream has ended
+  TypedPointer output;  // [rows, outputs * weight_count], or [rows, outputs] if gated
+};
+
+// One query a row of [rows, heads, head_dim] over places [starts, lengths) of the caches, [rows / rows_per_item, heads,
+// capacity, head_dim]. With a `key`, that and `value` are written into the last of these places first.
+struct DecodeAttention {
+  struct Heads {
+    const void* data;
+    int64_t row_stride;
+    int64_t head_stride;
+  };
+  struct Integers {
+    const void* data;  // null: zeros
+    int bytes;         // 4 or 8 an integer
+    int64_t stride;    // 0 where one serves all rows
+  };
+  int dtype;  // DType
+  Heads query;
+  Heads key;
+  Heads value;
+  void* key_cache;
+  void* value_cache;
+  int64_t rows;
+  int64_t heads;
+  int64_t head_dim;
+  int64_t capacity;
+  int64_t rows_per_item;
+  Integers lengths;  // with a `key`: without it
+  Integers starts;
+  const bool* mask;  // [rows / rows_per_item, capacity], or null
+  TypedPointer bias;  // [heads, bias_columns]
+  int64_t bias_columns;
+  double scale;
+  bool overlap;  // may start before the kernel ahead on the stream has ended
+  void* output;  // [rows, heads, head_dim]
+};
 
 extern "C" {
+
+cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream);
+
+cudaError_t fuseopt_decode_attention(DecodeAttention attention, cudaStream_t stream);
 
 // Normalises `input`, or where there is a `residual` `input + residual`, of the dtype of `sum`, which is written too.
 cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer residual, TypedPointer weight, TypedPointer output,

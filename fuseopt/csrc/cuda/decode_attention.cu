@@ -1,0 +1,331 @@
+// Attention of one query a row over a static cache whose filled length is on the device.
+//
+// A (row, head) has up to 8 blocks, which share out its places evenly whatever the length. A key takes a group of lanes,
+// 8 dimensions a lane; every group runs the online softmax over places of its own. What the groups of a warp found is
+// merged by shuffles; the warps of all blocks leave theirs in the shared memory of the first block, which merges them
+// in a fixed order. The blocks are one cluster, so no memory and no counters are needed.
+#include "dependent_launch.cuh"
+#include "math.cuh"
+#include "vector.cuh"
+
+namespace fuseopt {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kLaneDims = 8;
+constexpr int kUnroll = 4;  // keys of a group under way
+constexpr int kMaxSplits = 8;
+constexpr int kPlacesPerSplit = 64;
+constexpr int kMaxHeadDim = kWarpSize * kLaneDims;
+
+struct SplitAttention {
+  DecodeAttention attention;
+  int splits;  // blocks of a (row, head)
+  bool aligned;
+};
+
+template <typename T>
+using AccFor = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+__device__ inline float exp2_as(float x) { return exp2_approx(x); }
+__device__ inline double exp2_as(double x) { return exp2(x); }
+
+__device__ inline int64_t integer_at(const DecodeAttention::Integers& integers, int64_t index) {
+  if (integers.data == nullptr) return 0;
+  // Past the L1 cache: it may be read before and after the kernel ahead wrote it.
+  const int64_t i = index * integers.stride;
+  return integers.bytes == 4 ? __ldcg(static_cast<const int*>(integers.data) + i)
+                             : __ldcg(static_cast<const long long*>(integers.data) + i);
+}
+
+// A lane's 8 dimensions of one head's vector; zeros past its end.
+template <typename T>
+struct alignas(16) LaneVector {
+  T values[kLaneDims];
+
+  __device__ void load(const T* vector, int dim, int head_dim, bool aligned) {
+    *this = {};
+    if (aligned) {
+      if (dim < head_dim) *this = *reinterpret_cast<const LaneVector*>(vector + dim);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) {
+        if (dim + i < head_dim) values[i] = vector[dim + i];
+      }
+    }
+  }
+
+  __device__ void store(T* vector, int dim, int head_dim, bool aligned) const {
+    if (aligned) {
+      if (dim < head_dim) *reinterpret_cast<LaneVector*>(vector + dim) = *this;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) {
+        if (dim + i < head_dim) vector[dim + i] = values[i];
+      }
+    }
+  }
+
+  __device__ AccFor<T> operator[](int i) const {
+    if constexpr (std::is_same_v<T, double>) return values[i];
+    else return reinterpret_cast<const Vector<T, kLaneDims>&>(*this)[i];
+  }
+};
+
+// Places [first, last) of a row's cache that one block attends to.
+struct Places {
+  int64_t first, last;
+
+  __device__ Places(const SplitAttention& split, int64_t item, int rank) {
+    const DecodeAttention& attention = split.attention;
+    const int64_t length = integer_at(attention.lengths, item) + (attention.key.data != nullptr ? 1 : 0);
+    const int64_t end = min(length, attention.capacity);
+    const int64_t start = min(max(integer_at(attention.starts, item), int64_t(0)), max(end, int64_t(0)));
+    const int64_t each = (max(end, int64_t(0)) - start + split.splits - 1) / split.splits;
+    first = min(start + rank * each, max(end, int64_t(0)));
+    last = min(first + each, max(end, int64_t(0)));
+  }
+};
+
+// The softmax so far: the largest score (in powers of two), the sum of exponentials, and the values weighted by them.
+template <typename Acc>
+struct Partial {
+  Acc largest = -INFINITY, sum = 0;
+  Acc values[kLaneDims] = {};
+
+  // Makes room for scores up to `score`.
+  __device__ void raise(Acc score) {
+    const Acc raised = fmax(largest, score);
+    if (raised == Acc(-INFINITY)) return;
+    const Acc factor = exp2_as(largest - raised);
+    sum *= factor;
+#pragma unroll
+    for (int i = 0; i < kLaneDims; ++i) values[i] *= factor;
+    largest = raised;
+  }
+};
+
+// A pointer into the shared memory of block `rank` of the cluster, for an own pointer.
+template <typename Acc>
+__device__ inline void store_remote(Acc* own, int rank, Acc value) {
+#if __CUDA_ARCH__ >= 900
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(own));
+  unsigned remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  if constexpr (sizeof(Acc) == 8) asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(remote), "d"(value) : "memory");
+  else asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+#else
+  *own = value;
+#endif
+}
+
+__device__ inline void arrive_at_cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ inline void wait_at_cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+template <typename T, int kGroup>
+__global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid_constant__ SplitAttention split) {
+  using Acc = AccFor<T>;
+  constexpr int kGroups = kWarpSize / kGroup;  // of a warp: keys at a time
+  const DecodeAttention& attention = split.attention;
+  const int head_dim = static_cast<int>(attention.head_dim);
+  const int rank = static_cast<int>(blockIdx.x % split.splits);
+  const int64_t row = blockIdx.x / split.splits / attention.heads, head = blockIdx.x / split.splits % attention.heads;
+  const int64_t item = row / attention.rows_per_item;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int dim = lane % kGroup * kLaneDims;
+  const int64_t cache = (item * attention.heads + head) * attention.capacity * head_dim;
+  T* const keys = static_cast<T*>(attention.key_cache) + cache;
+  T* const values = static_cast<T*>(attention.value_cache) + cache;
+
+  // For each warp of each block: largest, sum, and the values.
+  extern __shared__ __align__(16) char shared[];
+  Acc* const partials = reinterpret_cast<Acc*>(shared);
+
+  let_successor_start();
+  if (split.splits > 1) arrive_at_cluster_barrier();
+  if (attention.overlap) {
+    // A hint, which needs no more than a guess at the length: what is in the L2 cache is never out of date.
+    constexpr int kLine = 128 / sizeof(T);
+    const Places guess(split, item, rank);
+    for (int64_t i = guess.first * head_dim + threadIdx.x * kLine; i < guess.last * head_dim; i += kThreads * kLine) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(keys + i));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(values + i));
+    }
+  }
+  wait_for_predecessor();
+
+  const auto vector_of = [&](const DecodeAttention::Heads& heads) {
+    return static_cast<const T*>(heads.data) + row * heads.row_stride + head * heads.head_stride;
+  };
+  LaneVector<T> query;
+  query.load(vector_of(attention.query), dim, head_dim, split.aligned);
+  const int64_t written = attention.key.data != nullptr ? integer_at(attention.lengths, item) : -1;
+  const T* const new_key = attention.key.data != nullptr ? vector_of(attention.key) : nullptr;
+  const T* const new_value = attention.key.data != nullptr ? vector_of(attention.value) : nullptr;
+  if (written >= 0 && written < attention.capacity && rank == 0 && threadIdx.x < kGroup) {
+    LaneVector<T> vector;
+    vector.load(new_key, dim, head_dim, split.aligned);
+    vector.store(keys + written * head_dim, dim, head_dim, split.aligned);
+    vector.load(new_value, dim, head_dim, split.aligned);
+    vector.store(values + written * head_dim, dim, head_dim, split.aligned);
+  }
+
+  const Acc scale = static_cast<Acc>(attention.scale * 1.4426950408889634);
+  const int64_t end = integer_at(attention.lengths, item) + (attention.key.data != nullptr ? 1 : 0);
+  const Places places(split, item, rank);
+  Partial<Acc> partial;
+  constexpr int kStep = kWarps * kGroups;
+  for (int64_t base = places.first + warp * kGroups + lane / kGroup; base - lane / kGroup < places.last;
+       base += kUnroll * kStep) {
+    LaneVector<T> key[kUnroll], value[kUnroll];
+    Acc scores[kUnroll];
+    bool attended[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t place = base + u * kStep;
+      attended[u] = place < places.last;
+      const int bounded_dim = attended[u] ? dim : head_dim;
+      key[u].load(place == written ? new_key : keys + place * head_dim, bounded_dim, head_dim, split.aligned);
+      value[u].load(place == written ? new_value : values + place * head_dim, bounded_dim, head_dim, split.aligned);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t place = base + u * kStep;
+      scores[u] = 0;
+      if (attended[u] && attention.mask != nullptr) attended[u] = attention.mask[item * attention.capacity + place];
+      if (attended[u] && attention.bias.data != nullptr) {
+        const int64_t distance = min(end - 1 - place, attention.bias_columns - 1);
+        scores[u] = load_as<Acc>(attention.bias, head * attention.bias_columns + distance) *
+                    static_cast<Acc>(1.4426950408889634);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      Acc product = 0;
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) product += query[i] * key[u][i];
+#pragma unroll
+      for (int distance = kGroup / 2; distance > 0; distance /= 2) {
+        product += __shfl_xor_sync(kFullWarp, product, distance);
+      }
+      scores[u] = attended[u] ? product * scale + scores[u] : Acc(-INFINITY);
+    }
+    Acc largest = scores[0];
+#pragma unroll
+    for (int u = 1; u < kUnroll; ++u) largest = fmax(largest, scores[u]);
+    partial.raise(largest);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (!attended[u]) continue;
+      const Acc weight = exp2_as(scores[u] - partial.largest);
+      partial.sum += weight;
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) partial.values[i] += weight * value[u][i];
+    }
+  }
+
+#pragma unroll
+  for (int distance = kGroup; distance < kWarpSize; distance *= 2) {
+    partial.raise(__shfl_xor_sync(kFullWarp, partial.largest, distance));
+    partial.sum += __shfl_xor_sync(kFullWarp, partial.sum, distance);
+#pragma unroll
+    for (int i = 0; i < kLaneDims; ++i) {
+      partial.values[i] += __shfl_xor_sync(kFullWarp, partial.values[i], distance);
+    }
+  }
+  const int columns = 2 + head_dim;
+  Acc* const own = partials + (rank * kWarps + warp) * columns;
+  if (split.splits > 1) wait_at_cluster_barrier();  // the first block has started
+  if (lane < kGroup) {
+    if (lane == 0) {
+      store_remote(own, 0, partial.largest);
+      store_remote(own + 1, 0, partial.sum);
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneDims; ++i) {
+      if (dim + i < head_dim) store_remote(own + 2 + dim + i, 0, partial.values[i]);
+    }
+  }
+  if (split.splits > 1) {
+    __syncwarp();
+    arrive_at_cluster_barrier();
+    wait_at_cluster_barrier();
+    if (rank != 0) return;
+  } else {
+    __syncthreads();
+  }
+
+  Acc largest = -INFINITY;
+  const int parts = split.splits * kWarps;
+  for (int part = 0; part < parts; ++part) largest = fmax(largest, partials[part * columns]);
+  for (int d = threadIdx.x; d < head_dim; d += kThreads) {
+    Acc sum = 0, total = 0;
+    for (int part = 0; part < parts; ++part) {
+      const Acc* const found = partials + part * columns;
+      const Acc factor = largest == Acc(-INFINITY) ? Acc(0) : exp2_as(found[0] - largest);
+      sum += factor * found[1];
+      total += factor * found[2 + d];
+    }
+    T* const output = static_cast<T*>(attention.output);
+    output[(row * attention.heads + head) * head_dim + d] = from_acc<T>(sum > 0 ? total / sum : Acc(0));
+  }
+}
+
+// As many blocks a (row, head) as there are places for, while the device has room for them.
+int splits_for(const DecodeAttention& attention) {
+  if (!is_sm90_or_newer()) return 1;
+  constexpr int kBlocksPerMultiprocessor = 4;
+  int splits = kMaxSplits;
+  while (splits > 1 && ((splits - 1) * kPlacesPerSplit >= attention.capacity ||
+                        attention.rows * attention.heads * splits > kBlocksPerMultiprocessor * multiprocessor_count())) {
+    splits /= 2;
+  }
+  return splits;
+}
+
+template <typename T>
+cudaError_t launch_as(const DecodeAttention& attention, cudaStream_t stream) {
+  SplitAttention split{attention, splits_for(attention), attention.head_dim % kLaneDims == 0};
+  for (const void* data : {attention.query.data, attention.key.data, attention.value.data,
+                           static_cast<const void*>(attention.key_cache),
+                           static_cast<const void*>(attention.value_cache)}) {
+    split.aligned &= is_aligned(data);
+  }
+  for (const auto& heads : {attention.query, attention.key, attention.value}) {
+    split.aligned &= heads.row_stride * sizeof(T) % kAccessBytes == 0;
+    split.aligned &= heads.head_stride * sizeof(T) % kAccessBytes == 0;
+  }
+  const LaunchShape shape{static_cast<unsigned>(attention.rows * attention.heads * split.splits), kThreads,
+                          split.splits * kWarps * (2 + attention.head_dim) * sizeof(AccFor<T>),
+                          static_cast<unsigned>(split.splits)};
+  const auto launch = [&](auto kernel) { return launch_dependent(kernel, split, shape, attention.overlap, stream); };
+  if (attention.head_dim <= 4 * kLaneDims) return launch(decode_attention_kernel<T, 4>);
+  if (attention.head_dim <= 8 * kLaneDims) return launch(decode_attention_kernel<T, 8>);
+  if (attention.head_dim <= 16 * kLaneDims) return launch(decode_attention_kernel<T, 16>);
+  if (attention.head_dim <= kMaxHeadDim) return launch(decode_attention_kernel<T, 32>);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+extern "C" cudaError_t fuseopt_decode_attention(DecodeAttention attention, cudaStream_t stream) {
+  if (attention.rows == 0 || attention.heads == 0 || attention.head_dim == 0) return cudaSuccess;
+  switch (attention.dtype) {
+    case kFloat16: return launch_as<__half>(attention, stream);
+    case kBFloat16: return launch_as<__nv_bfloat16>(attention, stream);
+    case kFloat64: return launch_as<double>(attention, stream);
+    default: return launch_as<float>(attention, stream);
+  }
+}
+
+}  // namespace fuseopt

@@ -1,0 +1,100 @@
+#include "binding.h"
+
+namespace fuseopt {
+namespace {
+
+// [rows, heads, head_dim] with neighbouring head_dim.
+Tensor with_unit_stride(const Tensor& tensor) {
+  return tensor.size(2) <= 1 || tensor.stride(2) == 1 ? tensor : torch::stable::contiguous(tensor);
+}
+
+DecodeAttention::Heads heads_of(const Tensor& tensor) {
+  return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1)};
+}
+
+DecodeAttention::Integers integers_of(const char* op, const char* name, const std::optional<Tensor>& tensor,
+                                      const Tensor& query) {
+  if (!tensor.has_value()) return {nullptr, 4, 0};
+  const ScalarType type = tensor->scalar_type();
+  FUSEOPT_CHECK(type == ScalarType::Int || type == ScalarType::Long, "fuseopt::", op, ": ", name,
+                " must be int32 or int64");
+  FUSEOPT_CHECK(tensor->is_cuda() && tensor->get_device_index() == query.get_device_index(), "fuseopt::", op, ": ",
+                name, " is not on the query's device");
+  const bool is_shared = tensor->numel() <= 1;
+  return {tensor->data_ptr(), type == ScalarType::Int ? 4 : 8, is_shared ? 0 : tensor->stride(tensor->dim() - 1)};
+}
+
+struct NewToken {
+  Tensor key, value;
+};
+
+Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>& token, const Tensor& key_cache,
+              const Tensor& value_cache, const Tensor& lengths, const std::optional<Tensor>& starts,
+              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale, bool overlap) {
+  constexpr int64_t kMaxHeadDim = 256;
+  FUSEOPT_CHECK(query.dim() == 3 && key_cache.dim() == 4 && value_cache.dim() == 4, "fuseopt::", op,
+                ": query must be [rows, heads, head_dim], the caches [batch, heads, capacity, head_dim]");
+  FUSEOPT_CHECK(query.size(2) <= kMaxHeadDim, "fuseopt::", op, ": head_dim must be ", kMaxHeadDim, " at most, not ",
+                query.size(2));
+  const int64_t rows = query.size(0), batch = key_cache.size(0);
+  FUSEOPT_CHECK(rows == 0 || (batch > 0 && rows % batch == 0), "fuseopt::", op, ": ", rows,
+                " rows cannot be divided among ", batch, " rows of the cache");
+  const Launch launch(op, query);
+  const Tensor q = with_unit_stride(query);
+
+  DecodeAttention attention = {};
+  attention.dtype = dtype_code(op, query.scalar_type());
+  attention.query = heads_of(q);
+  attention.rows = rows;
+  attention.heads = query.size(1);
+  attention.head_dim = query.size(2);
+  attention.capacity = key_cache.size(2);
+  attention.rows_per_item = rows == 0 ? 1 : rows / batch;
+  attention.lengths = integers_of(op, "lengths", lengths, query);
+  attention.starts = integers_of(op, "starts", starts, query);
+  const Tensor keys = as_contiguous(key_cache), values = as_contiguous(value_cache);
+  attention.key_cache = keys.data_ptr();
+  attention.value_cache = values.data_ptr();
+  std::optional<NewToken> readable;
+  if (token.has_value()) {
+    FUSEOPT_CHECK(key_cache.is_contiguous() && value_cache.is_contiguous(), "fuseopt::", op,
+                  ": the caches must be contiguous, as they are written to");
+    readable = NewToken{with_unit_stride(token->key), with_unit_stride(token->value)};
+    attention.key = heads_of(readable->key);
+    attention.value = heads_of(readable->value);
+  }
+  const auto places = mask.has_value() ? std::optional(as_contiguous(*mask)) : std::nullopt;
+  attention.mask = static_cast<const bool*>(data_of(places));
+  const auto distances = bias.has_value() ? std::optional(as_contiguous(*bias)) : std::nullopt;
+  attention.bias = pointer(op, distances);
+  attention.bias_columns = distances.has_value() ? distances->size(1) : 0;
+  attention.scale = scale;
+  attention.overlap = overlap;
+  Tensor output = allocate(q, {rows, attention.heads * attention.head_dim}, query.scalar_type());
+  attention.output = output.data_ptr();
+  launch.check(fuseopt_decode_attention(attention, launch.stream()));
+  return output;
+}
+
+Tensor decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor lengths,
+                        std::optional<Tensor> starts, std::optional<Tensor> mask, std::optional<Tensor> bias,
+                        double scale, bool overlap) {
+  return attend("decode_attention", query, std::nullopt, key_cache, value_cache, lengths, starts, mask, bias, scale,
+                overlap);
+}
+
+Tensor decode_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache,
+                         Tensor positions, std::optional<Tensor> starts, std::optional<Tensor> mask,
+                         std::optional<Tensor> bias, double scale, bool overlap) {
+  return attend("decode_attention_", query, NewToken{key, value}, key_cache, value_cache, positions, starts, mask, bias,
+                scale, overlap);
+}
+
+}  // namespace
+}  // namespace fuseopt
+
+STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
+  using namespace fuseopt;
+  library.impl("decode_attention", TORCH_BOX(&decode_attention));
+  library.impl("decode_attention_", TORCH_BOX(&decode_attention_));
+}

@@ -1,0 +1,78 @@
+// Programmatic dependent launch: a kernel starts while its predecessor on the stream still runs, does what does not
+// depend on it, then waits for it to end. Before sm_90 kernels follow one another as ever.
+//
+// A chain of such kernels is safe because every block of every kernel waits: when a kernel has ended, all kernels
+// before it have ended too.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "launch.cuh"
+
+namespace fuseopt {
+
+// Returns when the predecessor has ended and what it wrote can be read. Before it nothing may be read that a kernel
+// ahead writes, and nothing be written.
+__device__ inline void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the successor start once every block of this kernel has said so.
+__device__ inline void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Whether the current device has programmatic dependent launch and clusters of blocks.
+inline bool is_sm90_or_newer() {
+  static std::atomic<int> majors[kMaxDevices];
+  const int device = current_device();
+  int major = majors[device % kMaxDevices].load(std::memory_order_relaxed);
+  if (major == 0) {
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    majors[device % kMaxDevices].store(major, std::memory_order_relaxed);
+  }
+  return major >= 9;
+}
+
+struct LaunchShape {
+  unsigned blocks;
+  unsigned threads;
+  size_t shared_bytes;
+  unsigned cluster_blocks;  // 1: no clusters
+};
+
+// Launches kernel(argument); `overlap`: before its predecessor on the stream has ended.
+template <typename Argument>
+cudaError_t launch_dependent(void (*kernel)(Argument), const Argument& argument, LaunchShape shape, bool overlap,
+                             cudaStream_t stream) {
+  constexpr size_t kUnaskedSharedBytes = 48 * 1024;
+  if (shape.shared_bytes > kUnaskedSharedBytes) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                   static_cast<int>(shape.shared_bytes));
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(shape.blocks);
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  if (overlap && is_sm90_or_newer()) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster_blocks > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {shape.cluster_blocks, 1, 1};
+  }
+  return cudaLaunchKernelEx(&config, kernel, argument);
+}
+
+}  // namespace fuseopt

@@ -1,0 +1,228 @@
+"""decode_attention against transformers' attention modules, and the CUDA kernels against float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import DynamicCache, GPT2Config, T5Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from fuseopt.errors import BackendError
+from fuseopt.ops import decode_attention, decode_attention_
+from fuseopt.ops.decode_attention import decode_attention_reference
+from tests.ops.cases import DTYPES, RawCalls, error, to_float64
+
+CAPACITY = 12
+
+
+def static_caches(rows: int, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Places that were never written hold what must not be read."""
+    shape = (rows, heads, CAPACITY, head_dim)
+    return torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+
+
+@torch.no_grad()
+def test_gpt2_attention_step_by_step_with_left_padding() -> None:
+    torch.manual_seed(0)
+    heads, head_dim, width = 3, 8, 24
+    config = GPT2Config(n_embd=width, n_head=heads, attn_pdrop=0.0, resid_pdrop=0.0)
+    config._attn_implementation = "eager"
+    module = GPT2Attention(config, layer_idx=0).eval()
+    cache, starts = DynamicCache(), torch.tensor([0, 2])
+    key_cache, value_cache = static_caches(2, heads, head_dim)
+    for position in range(9):
+        x = torch.randn(2, 1, width)
+        allowed = torch.arange(position + 1) >= starts.unsqueeze(1)
+        mask = torch.where(allowed, 0.0, torch.finfo(torch.float32).min)[:, None, None]
+        expected, _ = module(x, past_key_values=cache, attention_mask=mask)
+        query, key, value = module.c_attn(x[:, 0]).view(2, 3, heads, head_dim).unbind(1)
+        attended = decode_attention_(
+            query, key, value, key_cache, value_cache, torch.tensor([position]), starts=starts, scale=head_dim**-0.5
+        )
+        row_attends = allowed.any(1)
+        output = module.c_proj(attended)
+        torch.testing.assert_close(output[row_attends], expected[:, 0][row_attends])
+
+
+@torch.no_grad()
+def test_t5_attention_with_its_relative_bias() -> None:
+    torch.manual_seed(0)
+    heads, head_dim, width = 3, 8, 24
+    config = T5Config(d_model=width, d_kv=head_dim, num_heads=heads, is_decoder=True, relative_attention_num_buckets=8)
+    config._attn_implementation = "eager"
+    module = T5Attention(config, has_relative_attention_bias=True, layer_idx=0, is_causal=True).eval()
+    # Of the query at the last place: the bias by distance is its row, from right to left.
+    bias = module.compute_bias(1, CAPACITY, past_seen_tokens=CAPACITY - 1)[0, :, 0].flip(-1)
+    cache = DynamicCache()
+    key_cache, value_cache = static_caches(2, heads, head_dim)
+    for position in range(CAPACITY):
+        x = torch.randn(2, 1, width)
+        expected, _, _ = module(x, past_key_values=cache)
+        query, key, value = (layer(x).view(2, heads, head_dim) for layer in (module.q, module.k, module.v))
+        attended = decode_attention_(
+            query, key, value, key_cache, value_cache, torch.tensor([position], dtype=torch.int32), bias=bias
+        )
+        torch.testing.assert_close(module.o(attended), expected[:, 0])
+
+
+def test_beams_read_the_cache_of_their_item() -> None:
+    torch.manual_seed(0)
+    query, keys, values = torch.randn(6, 3, 8), torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 8)
+    lengths, mask = torch.tensor([7, 4]), torch.rand(2, 7) > 0.3
+    output = decode_attention(query, keys, values, lengths, mask=mask)
+    repeated = [tensor.repeat_interleave(3, 0) for tensor in (keys, values, lengths)]
+    torch.testing.assert_close(output, decode_attention(query, *repeated, mask=mask.repeat_interleave(3, 0)))
+
+
+def test_a_row_that_attends_to_nothing_is_zero() -> None:
+    query, cache = torch.randn(2, 1, 8), torch.randn(2, 1, 4, 8)
+    output = decode_attention(query, cache, cache, torch.tensor([0, 3]), starts=torch.tensor([0, 2]))
+    assert output[0].count_nonzero() == 0
+    assert torch.equal(output[1], cache[1, 0, 2])
+
+
+@pytest.mark.parametrize(
+    ("changed", "exception", "message"),
+    [
+        ({"query": torch.zeros(2, 8)}, ValueError, "query must be"),
+        ({"query": torch.zeros(3, 1, 8)}, ValueError, "no multiple"),
+        ({"query": torch.zeros(2, 1, 6)}, ValueError, "key_cache must have shape"),
+        ({"value_cache": torch.zeros(2, 1, 5, 8)}, ValueError, "value_cache must have shape"),
+        ({"key_cache": torch.zeros(2, 1, 4, 8).half()}, ValueError, "must have query's dtype"),
+        ({"lengths": torch.zeros(3, dtype=torch.int64)}, ValueError, "one element, or 2"),
+        ({"lengths": torch.zeros(2)}, TypeError, "int32 or int64"),
+        ({"starts": torch.zeros(1, dtype=torch.int64)}, ValueError, "starts must have shape"),
+        ({"mask": torch.zeros(2, 4)}, TypeError, "bool"),
+        ({"bias": torch.zeros(2, 4)}, ValueError, "bias must be"),
+    ],
+)
+def test_wrong_arguments(changed: dict, exception: type[Exception], message: str) -> None:
+    cache = torch.zeros(2, 1, 4, 8)
+    arguments = {
+        "query": torch.zeros(2, 1, 8),
+        "key_cache": cache,
+        "value_cache": cache,
+        "lengths": torch.tensor([1, 2]),
+        **changed,
+    }
+    with pytest.raises(exception, match=message):
+        decode_attention(**arguments)
+
+
+def test_only_a_contiguous_cache_with_a_row_each_is_written() -> None:
+    token, position = torch.zeros(2, 1, 8), torch.tensor([0])
+    for cache in (torch.zeros(1, 1, 4, 8), torch.zeros(2, 1, 8, 8)[:, :, ::2]):
+        with pytest.raises(ValueError, match="key_cache must be contiguous"):
+            decode_attention_(token, token, token, cache, cache, position)
+
+
+@pytest.mark.gpu
+def test_the_kernel_refuses_gradients() -> None:
+    cache, lengths = torch.zeros(1, 1, 4, 8, device="cuda"), torch.tensor([4], device="cuda")
+    with pytest.raises(BackendError, match="autograd"):
+        decode_attention(torch.zeros(1, 1, 8, device="cuda").requires_grad_(), cache, cache, lengths, backend="cuda")
+
+
+@pytest.mark.gpu
+@settings(max_examples=200, deadline=None)
+@given(
+    batch=st.integers(1, 8),
+    beams=st.integers(1, 3),
+    heads=st.integers(1, 25),
+    head_dim=st.one_of(st.sampled_from([32, 64, 80, 96, 128]), st.integers(1, 256)),
+    capacity=st.one_of(st.integers(1, 1031), st.integers(1, 40)),
+    dtype=st.sampled_from(DTYPES),
+    padded=st.booleans(),
+    masked=st.booleans(),
+    biased=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@torch.no_grad()
+def test_kernel_against_float64(
+    batch: int,
+    beams: int,
+    heads: int,
+    head_dim: int,
+    capacity: int,
+    dtype: torch.dtype,
+    padded: bool,
+    masked: bool,
+    biased: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", generator=generator).to(dtype)
+
+    def integers(most: int, size: int) -> Tensor:
+        return torch.randint(0, most + 1, (size,), device="cuda", generator=generator)
+
+    key_cache, value_cache = make(batch, heads, capacity, head_dim), make(batch, heads, capacity, head_dim)
+    options = {
+        "scale": head_dim**-0.5,
+        "starts": integers(capacity // 2, batch).int() if padded else None,
+        "mask": torch.rand(batch, capacity, device="cuda", generator=generator) > 0.3 if masked else None,
+        "bias": make(heads, capacity // 2 + 1) if biased else None,
+    }
+    exact = {name: to_float64(value) if isinstance(value, Tensor) else value for name, value in options.items()}
+
+    def assert_accurate(output: Tensor, query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
+        plain = decode_attention_reference(query, keys, values, lengths, **options)
+        judge = decode_attention_reference(*map(to_float64, (query, keys, values)), lengths, **exact)
+        assert error([output], [judge]) <= 2 * error([plain], [judge]) + 8 * torch.finfo(dtype).eps
+
+    query, lengths = make(batch * beams, heads, head_dim), integers(capacity, batch)
+    output = decode_attention(query, key_cache, value_cache, lengths, **options, backend="cuda")
+    assert_accurate(output, query, key_cache, value_cache, lengths)
+    overlapping = decode_attention(query, key_cache, value_cache, lengths, **options, overlap=True, backend="cuda")
+    assert torch.equal(output, overlapping)
+
+    query, key, value = make(batch, 3, heads, head_dim).unbind(1)
+    positions = integers(capacity - 1, batch)
+    rows = torch.arange(batch, device="cuda")
+    expected_keys = key_cache.index_put((rows[:, None], torch.arange(heads, device="cuda"), positions[:, None]), key)
+    expected_values = value_cache.index_put(
+        (rows[:, None], torch.arange(heads, device="cuda"), positions[:, None]), value
+    )
+    output = decode_attention_(
+        query, key, value, key_cache, value_cache, positions, **options, overlap=True, backend="cuda"
+    )
+    assert torch.equal(key_cache, expected_keys) and torch.equal(value_cache, expected_values)
+    assert_accurate(output, query, key_cache, value_cache, positions + 1)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_graph_serves_every_length() -> None:
+    """Captured once; replayed while the position, which is on the device, grows past the end of the cache."""
+    torch.manual_seed(0)
+    rows, heads, head_dim, capacity = 2, 3, 64, 150
+    keys = torch.zeros(rows, heads, capacity, head_dim, device="cuda", dtype=torch.bfloat16)
+    values, position = torch.zeros_like(keys), torch.zeros(1, dtype=torch.int64, device="cuda")
+    qkv = torch.zeros(rows, 3, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> Tensor:
+        output = decode_attention_(*qkv.unbind(1), keys, values, position, scale=0.125, overlap=True)
+        position.add_(1)
+        return output
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with RawCalls() as raw, torch.cuda.graph(graph):
+        output = step()
+    assert raw.names() == ["decode_attention_.default"]
+    position.zero_()
+    for length in range(1, capacity + 1):
+        qkv.normal_()
+        graph.replay()
+        expected = decode_attention_reference(
+            qkv[:, 0], keys, values, torch.tensor([length], device="cuda"), scale=0.125
+        )
+        assert error([output], [expected]) <= 8 * torch.finfo(torch.bfloat16).eps
+        assert torch.equal(keys[:, :, length - 1], qkv[:, 1]) and keys[:, :, length:].count_nonzero() == 0
+    before = keys.clone()
+    graph.replay()
+    assert torch.equal(keys, before)

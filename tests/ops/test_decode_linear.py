@@ -1,0 +1,271 @@
+"""decode_linear against transformers' own layers, and the CUDA kernels against float64 at the sizes they are for."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import GPT2Config, T5Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerNorm
+from transformers.pytorch_utils import Conv1D
+
+from fuseopt.errors import BackendError
+from fuseopt.ops import decode_linear
+from fuseopt.ops.decode_linear import MAX_ROWS, decode_linear_reference
+from tests.ops.cases import RawCalls, error, to_float64
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5 + (parameter.dim() == 1))
+    return module.requires_grad_(False)
+
+
+def test_gpt2_feed_forward() -> None:
+    torch.manual_seed(0)
+    mlp = randomised(GPT2MLP(40, GPT2Config(n_embd=24, resid_pdrop=0.0)))
+    norm = randomised(nn.LayerNorm(24))
+    x = torch.randn(3, 24)
+    hidden = decode_linear(
+        x,
+        mlp.c_fc.weight.T,
+        mlp.c_fc.bias,
+        norm="layer_norm",
+        norm_weight=norm.weight,
+        norm_bias=norm.bias,
+        eps=norm.eps,
+        activation="gelu_tanh",
+    )
+    output = decode_linear(hidden, mlp.c_proj.weight.T, mlp.c_proj.bias, residual=x)
+    torch.testing.assert_close(output, x + mlp(norm(x)))
+
+
+@pytest.mark.parametrize("feed_forward", ["relu", "gated-gelu"])
+def test_t5_feed_forward(feed_forward: str) -> None:
+    torch.manual_seed(0)
+    layer = randomised(T5LayerFF(T5Config(d_model=24, d_ff=40, feed_forward_proj=feed_forward, dropout_rate=0.0)))
+    dense, x = layer.DenseReluDense, torch.randn(3, 24)
+    gated = feed_forward != "relu"
+    hidden = decode_linear(
+        x,
+        [dense.wi_0.weight, dense.wi_1.weight] if gated else dense.wi.weight,
+        norm="t5_rms_norm",
+        norm_weight=layer.layer_norm.weight,
+        eps=layer.layer_norm.variance_epsilon,
+        activation="gelu_tanh" if gated else "relu",
+        gated=gated,
+    )
+    torch.testing.assert_close(decode_linear(hidden, dense.wo.weight, residual=x), layer(x))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_t5_norm_keeps_its_cast_order(dtype: torch.dtype) -> None:
+    """An identity for a weight lets the norm's own result through: to the bit, also from a float32 residual stream."""
+    torch.manual_seed(0)
+    norm = randomised(T5LayerNorm(64)).to(dtype)
+    for x in (torch.randn(5, 64, dtype=dtype), torch.randn(5, 64)):
+        output = decode_linear(x, torch.eye(64, dtype=dtype), norm="t5_rms_norm", norm_weight=norm.weight, eps=1e-6)
+        assert torch.equal(output, norm(x))
+
+
+def test_several_weights_stand_side_by_side() -> None:
+    torch.manual_seed(0)
+    x, weights, biases = torch.randn(2, 1, 8), [torch.randn(5, 8) for _ in range(3)], [torch.randn(5) for _ in range(3)]
+    expected = torch.cat([F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)], -1)
+    torch.testing.assert_close(decode_linear(x, weights, biases), expected)
+
+
+def test_a_float32_residual_stream_stays_float32() -> None:
+    x, weight = torch.randn(2, 8).half(), torch.randn(4, 8).half()
+    assert decode_linear(x, weight).dtype == torch.float16
+    assert decode_linear(x, weight, residual=torch.randn(2, 4)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ({"weight": torch.zeros(3, 5)}, {}, r"weight must have shape \(3, 4\)"),
+        ({"weight": [torch.zeros(3, 4), torch.zeros(2, 4)]}, {}, "weight must have shape"),
+        ({"weight": [torch.zeros(3, 4), torch.zeros(3, 4).half()]}, {}, "one dtype"),
+        ({"weight": []}, {}, "one to three weights"),
+        ({"bias": torch.zeros(2)}, {}, "bias must have shape"),
+        ({"bias": [torch.zeros(3)] * 2}, {}, "2 biases for 1 weights"),
+        ({}, {"residual": torch.zeros(2, 4)}, "residual must have shape"),
+        ({}, {"norm": "batch_norm"}, "norm must be None"),
+        ({}, {"norm_weight": torch.zeros(4)}, "need a norm"),
+        ({}, {"norm": "layer_norm", "norm_weight": torch.zeros(3)}, "norm_weight must have shape"),
+        ({}, {"norm": "t5_rms_norm", "norm_bias": torch.zeros(4)}, "no bias"),
+        ({}, {"activation": "silu"}, "activation must be None"),
+        ({}, {"gated": True}, "gated takes two weights"),
+    ],
+)
+def test_wrong_arguments(arguments: dict, options: dict, message: str) -> None:
+    arguments = {"input": torch.zeros(2, 4), "weight": torch.zeros(3, 4), **arguments}
+    with pytest.raises(ValueError, match=message):
+        decode_linear(**arguments, **options)
+
+
+def test_a_gradient_comes_from_the_reference() -> None:
+    x, weight = torch.randn(2, 4), torch.randn(3, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(decode_linear(x, weight).sum(), weight)
+    torch.testing.assert_close(gradient, x.sum(0).expand(3, 4))
+
+
+@pytest.mark.gpu
+def test_the_kernels_refuse_gradients_and_many_rows() -> None:
+    weight = torch.randn(3, 4, device="cuda")
+    with pytest.raises(BackendError, match="autograd"):
+        decode_linear(torch.randn(2, 4, device="cuda"), weight.clone().requires_grad_(), backend="cuda")
+    many = torch.randn(MAX_ROWS + 1, 4, device="cuda")
+    with pytest.raises(BackendError, match="rows at most"):
+        decode_linear(many, weight, backend="cuda")
+    with RawCalls() as raw:
+        decode_linear(many, weight)
+        assert raw.names() == []
+        decode_linear(many[:MAX_ROWS], weight)
+        assert raw.names() == ["decode_linear.default"]
+
+
+def assert_kernel_is_accurate(*args: object, **kwargs: object) -> None:
+    """Against float64, and the same to the bit with and without overlap."""
+
+    def exact(value: object) -> object:
+        if isinstance(value, list):
+            return [to_float64(tensor) for tensor in value]
+        return to_float64(value) if isinstance(value, Tensor) else value
+
+    output = decode_linear(*args, **kwargs, backend="cuda")
+    assert torch.equal(output, decode_linear(*args, **kwargs, overlap=True, backend="cuda"))
+    plain = decode_linear_reference(*args, **kwargs)
+    judge = decode_linear_reference(*map(exact, args), **{name: exact(value) for name, value in kwargs.items()})
+    assert output.dtype == plain.dtype
+    eps = torch.finfo(output.dtype if output.dtype == torch.float64 else args[1][0].dtype).eps
+    assert error([output], [judge]) <= 2 * error([plain], [judge]) + 8 * eps
+
+
+@pytest.mark.gpu
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.integers(1, MAX_ROWS),
+    columns=st.one_of(st.sampled_from([512, 768, 1024, 1280, 1600, 4096, 5120]), st.integers(1, 400)),
+    outputs=st.one_of(st.sampled_from([768, 1600, 2304, 5025]), st.integers(1, 100)),
+    dtype=st.sampled_from([*HALVES, torch.float32, torch.float64]),
+    wide_input=st.booleans(),
+    transposed=st.booleans(),
+    offset=st.booleans(),
+    weights=st.integers(1, 3),
+    biased=st.booleans(),
+    residual=st.booleans(),
+    norm=st.sampled_from([None, "layer_norm", "t5_rms_norm"]),
+    activation=st.sampled_from([None, "relu", "gelu", "gelu_tanh"]),
+    gated=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@torch.no_grad()
+def test_kernels_against_float64(
+    rows: int,
+    columns: int,
+    outputs: int,
+    dtype: torch.dtype,
+    wide_input: bool,
+    transposed: bool,
+    offset: bool,
+    weights: int,
+    biased: bool,
+    residual: bool,
+    norm: str | None,
+    activation: str | None,
+    gated: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    gated = gated and weights == 2 and activation is not None
+    input_dtype = torch.promote_types(dtype, torch.float32) if wide_input else dtype
+
+    def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        # One element into its memory a tensor's address is not that of a 16-byte access.
+        size = torch.Size(shape).numel() + offset
+        return torch.randn(size, device="cuda").to(dtype)[int(offset) :].view(shape)
+
+    def weight() -> Tensor:
+        scaled = make(columns, outputs) if transposed else make(outputs, columns)
+        return (scaled.T if transposed else scaled) / columns**0.5
+
+    assert_kernel_is_accurate(
+        make(rows, columns, dtype=input_dtype) + 1,
+        [weight() for _ in range(weights)],
+        [make(outputs) for _ in range(weights)] if biased else None,
+        residual=make(rows, outputs * (1 if gated else weights), dtype=input_dtype) if residual else None,
+        norm=norm,
+        norm_weight=make(columns) if norm else None,
+        norm_bias=make(columns) if norm == "layer_norm" else None,
+        eps=1e-3,
+        activation=activation,
+        gated=gated,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 16])
+@torch.no_grad()
+def test_a_norm_of_rows_far_from_zero(rows: int) -> None:
+    """The variance of a row is not lost in its mean."""
+    torch.manual_seed(0)
+    x = (torch.randn(rows, 1600, device="cuda") + 1000).bfloat16()
+    weight = torch.randn(64, 1600, device="cuda", dtype=torch.bfloat16) / 40
+    assert_kernel_is_accurate(x, weight, norm="layer_norm")
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_weights_are_read_in_place() -> None:
+    """A captured graph sees an edit of the weight, in either layout, and no copy of it is made."""
+    torch.manual_seed(0)
+    conv = Conv1D(2048, 1024).to("cuda", torch.bfloat16)
+    linear = nn.Linear(1024, 2048, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, 1024, device="cuda", dtype=torch.bfloat16)
+    for read, edited in ((conv.weight.T, conv.weight), (linear.weight, linear.weight)):
+        decode_linear(x, read)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        decode_linear(x, read)
+        assert torch.cuda.max_memory_allocated() - before < read.numel()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = decode_linear(x, read, overlap=True)
+        edited.mul_(2)
+        graph.replay()
+        torch.testing.assert_close(output, decode_linear_reference(x, read), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_chain_in_a_graph_waits_for_each_predecessor() -> None:
+    """Hundreds of dependent launches that overlap give what they give one at a time, replay after replay."""
+    torch.manual_seed(0)
+    weights = [torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) / 16 for _ in range(8)]
+    x = torch.randn(4, 256, device="cuda", dtype=torch.bfloat16)
+
+    def chain(overlap: bool) -> Tensor:
+        y = x
+        for i in range(200):
+            weight = weights[i % 8]
+            y = decode_linear(y, weight if i % 2 else weight.T, norm="layer_norm", residual=y, overlap=overlap)
+        return y
+
+    chain(True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = chain(True)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x.normal_()
+        graph.replay()
+        assert torch.equal(output, chain(False))
