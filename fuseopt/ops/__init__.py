@@ -3,7 +3,9 @@
 from fuseopt.ops.add_layer_norm import add_layer_norm
 from fuseopt.ops.add_rms_norm import add_rms_norm
 from fuseopt.ops.decode_attention import decode_attention, decode_attention_
+from fuseopt.ops.decode_embedding import decode_embedding
 from fuseopt.ops.decode_linear import decode_linear
+from fuseopt.ops.decode_select import decode_select_
 from fuseopt.ops.gated_activation import gated_activation
 from fuseopt.ops.gelu import gelu
 from fuseopt.ops.layer_norm import layer_norm
@@ -17,7 +19,9 @@ __all__ = [
     "add_rms_norm",
     "decode_attention",
     "decode_attention_",
+    "decode_embedding",
     "decode_linear",
+    "decode_select_",
     "encoder_no_repeat_ngram",
     "gated_activation",
     "gelu",

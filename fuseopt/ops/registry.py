@@ -147,6 +147,7 @@ class Op:
             odd and empty shapes included. An op without gradients ignores `requires_grad`.
         backends: in the order in which "auto" tries them.
         benchmarks: what `fuseopt bench ops` times.
+        in_place: it writes into its arguments, so what holds for functions of tensors does not hold for it.
     """
 
     name: str
@@ -155,6 +156,7 @@ class Op:
     sample_inputs: Callable[[torch.device, torch.dtype, bool], Iterator[SampleInput]]
     backends: tuple[Backend, ...]
     benchmarks: tuple[Benchmark, ...] = ()
+    in_place: bool = False
 
     def choose(
         self, backend: str, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False

@@ -38,12 +38,18 @@ class Case:
 
 
 def cases(*names: str) -> list[Any]:
-    """Pytest parameters for each backend of the ops named, or of all: on CPU, in Triton's interpreter, on a GPU."""
-    return list(_parameters(names))
+    """Pytest parameters for each backend of the ops named, or of all functional ones: on CPU, in Triton's interpreter,
+    on a GPU."""
+    return list(_parameters(names or functional_names()))
+
+
+def functional_names() -> tuple[str, ...]:
+    """The names of the ops that write into nothing that they are given."""
+    return tuple(name for name in registry.names() if not registry.get(name).in_place)
 
 
 def _parameters(names: tuple[str, ...]) -> Iterator[Any]:
-    for name in names or registry.names():
+    for name in names:
         op = registry.get(name)
         for backend in op.backends:
             if backend.name == "triton":

@@ -4,6 +4,7 @@
 // 8 dimensions a lane; every group runs the online softmax over places of its own. What the groups of a warp found is
 // merged by shuffles; the warps of all blocks leave theirs in the shared memory of the first block, which merges them
 // in a fixed order. The blocks are one cluster, so no memory and no counters are needed.
+#include "cluster.cuh"
 #include "dependent_launch.cuh"
 #include "math.cuh"
 #include "vector.cuh"
@@ -21,7 +22,7 @@ constexpr int kMaxHeadDim = kWarpSize * kLaneDims;
 
 struct SplitAttention {
   DecodeAttention attention;
-  int splits;  // blocks of a (row, head)
+  unsigned splits;  // blocks of a (row, head)
   bool aligned;
 };
 
@@ -73,18 +74,19 @@ struct alignas(16) LaneVector {
   }
 };
 
-// Places [first, last) of a row's cache that one block attends to.
+// Places [first, last) of a row's cache that one block attends to, of [start, end) in all.
 struct Places {
-  int64_t first, last;
+  int end, first, last;
 
-  __device__ Places(const SplitAttention& split, int64_t item, int rank) {
+  __device__ Places(const SplitAttention& split, int item, int rank) {
     const DecodeAttention& attention = split.attention;
     const int64_t length = integer_at(attention.lengths, item) + (attention.key.data != nullptr ? 1 : 0);
-    const int64_t end = min(length, attention.capacity);
-    const int64_t start = min(max(integer_at(attention.starts, item), int64_t(0)), max(end, int64_t(0)));
-    const int64_t each = (max(end, int64_t(0)) - start + split.splits - 1) / split.splits;
-    first = min(start + rank * each, max(end, int64_t(0)));
-    last = min(first + each, max(end, int64_t(0)));
+    const int64_t begin = integer_at(attention.starts, item);
+    end = static_cast<int>(max(min(length, attention.capacity), int64_t(0)));
+    const int start = static_cast<int>(min(max(begin, int64_t(0)), int64_t(end)));
+    const int each = static_cast<int>(static_cast<unsigned>(end - start + split.splits - 1) / split.splits);
+    first = min(start + rank * each, end);
+    last = min(first + each, end);
   }
 };
 
@@ -106,32 +108,6 @@ struct Partial {
   }
 };
 
-// A pointer into the shared memory of block `rank` of the cluster, for an own pointer.
-template <typename Acc>
-__device__ inline void store_remote(Acc* own, int rank, Acc value) {
-#if __CUDA_ARCH__ >= 900
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(own));
-  unsigned remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  if constexpr (sizeof(Acc) == 8) asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(remote), "d"(value) : "memory");
-  else asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
-#else
-  *own = value;
-#endif
-}
-
-__device__ inline void arrive_at_cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-
-__device__ inline void wait_at_cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
 template <typename T, int kGroup>
 __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid_constant__ SplitAttention split) {
   using Acc = AccFor<T>;
@@ -139,8 +115,9 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
   const DecodeAttention& attention = split.attention;
   const int head_dim = static_cast<int>(attention.head_dim);
   const int rank = static_cast<int>(blockIdx.x % split.splits);
-  const int64_t row = blockIdx.x / split.splits / attention.heads, head = blockIdx.x / split.splits % attention.heads;
-  const int64_t item = row / attention.rows_per_item;
+  const unsigned heads = static_cast<unsigned>(attention.heads), row = blockIdx.x / split.splits / heads;
+  const unsigned head = blockIdx.x / split.splits % heads;
+  const int item = static_cast<int>(row / static_cast<unsigned>(attention.rows_per_item));
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int dim = lane % kGroup * kLaneDims;
   const int64_t cache = (item * attention.heads + head) * attention.capacity * head_dim;
@@ -157,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
     // A hint, which needs no more than a guess at the length: what is in the L2 cache is never out of date.
     constexpr int kLine = 128 / sizeof(T);
     const Places guess(split, item, rank);
-    for (int64_t i = guess.first * head_dim + threadIdx.x * kLine; i < guess.last * head_dim; i += kThreads * kLine) {
+    for (int64_t i = int64_t(guess.first) * head_dim + threadIdx.x * kLine; i < int64_t(guess.last) * head_dim; i += kThreads * kLine) {
       asm volatile("prefetch.global.L2 [%0];" ::"l"(keys + i));
       asm volatile("prefetch.global.L2 [%0];" ::"l"(values + i));
     }
@@ -169,42 +146,43 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
   };
   LaneVector<T> query;
   query.load(vector_of(attention.query), dim, head_dim, split.aligned);
-  const int64_t written = attention.key.data != nullptr ? integer_at(attention.lengths, item) : -1;
+  const Places places(split, item, rank);
+  // The place of the new key, if it has one; it is the last.
+  const int written =
+      attention.key.data != nullptr && integer_at(attention.lengths, item) < attention.capacity ? places.end - 1 : -1;
   const T* const new_key = attention.key.data != nullptr ? vector_of(attention.key) : nullptr;
   const T* const new_value = attention.key.data != nullptr ? vector_of(attention.value) : nullptr;
-  if (written >= 0 && written < attention.capacity && rank == 0 && threadIdx.x < kGroup) {
+  if (written >= 0 && rank == 0 && threadIdx.x < kGroup) {
     LaneVector<T> vector;
     vector.load(new_key, dim, head_dim, split.aligned);
-    vector.store(keys + written * head_dim, dim, head_dim, split.aligned);
+    vector.store(keys + int64_t(written) * head_dim, dim, head_dim, split.aligned);
     vector.load(new_value, dim, head_dim, split.aligned);
-    vector.store(values + written * head_dim, dim, head_dim, split.aligned);
+    vector.store(values + int64_t(written) * head_dim, dim, head_dim, split.aligned);
   }
 
   const Acc scale = static_cast<Acc>(attention.scale * 1.4426950408889634);
-  const int64_t end = integer_at(attention.lengths, item) + (attention.key.data != nullptr ? 1 : 0);
-  const Places places(split, item, rank);
   Partial<Acc> partial;
   constexpr int kStep = kWarps * kGroups;
-  for (int64_t base = places.first + warp * kGroups + lane / kGroup; base - lane / kGroup < places.last;
+  for (int base = places.first + warp * kGroups + lane / kGroup; base - lane / kGroup < places.last;
        base += kUnroll * kStep) {
     LaneVector<T> key[kUnroll], value[kUnroll];
     Acc scores[kUnroll];
     bool attended[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int64_t place = base + u * kStep;
+      const int place = base + u * kStep;
       attended[u] = place < places.last;
       const int bounded_dim = attended[u] ? dim : head_dim;
-      key[u].load(place == written ? new_key : keys + place * head_dim, bounded_dim, head_dim, split.aligned);
-      value[u].load(place == written ? new_value : values + place * head_dim, bounded_dim, head_dim, split.aligned);
+      key[u].load(place == written ? new_key : keys + int64_t(place) * head_dim, bounded_dim, head_dim, split.aligned);
+      value[u].load(place == written ? new_value : values + int64_t(place) * head_dim, bounded_dim, head_dim, split.aligned);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int64_t place = base + u * kStep;
+      const int place = base + u * kStep;
       scores[u] = 0;
       if (attended[u] && attention.mask != nullptr) attended[u] = attention.mask[item * attention.capacity + place];
       if (attended[u] && attention.bias.data != nullptr) {
-        const int64_t distance = min(end - 1 - place, attention.bias_columns - 1);
+        const int64_t distance = min(int64_t(places.end - 1 - place), attention.bias_columns - 1);
         scores[u] = load_as<Acc>(attention.bias, head * attention.bias_columns + distance) *
                     static_cast<Acc>(1.4426950408889634);
       }
@@ -248,12 +226,12 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
   if (split.splits > 1) wait_at_cluster_barrier();  // the first block has started
   if (lane < kGroup) {
     if (lane == 0) {
-      store_remote(own, 0, partial.largest);
-      store_remote(own + 1, 0, partial.sum);
+      store_to_block(own, 0, partial.largest);
+      store_to_block(own + 1, 0, partial.sum);
     }
 #pragma unroll
     for (int i = 0; i < kLaneDims; ++i) {
-      if (dim + i < head_dim) store_remote(own + 2 + dim + i, 0, partial.values[i]);
+      if (dim + i < head_dim) store_to_block(own + 2 + dim + i, 0, partial.values[i]);
     }
   }
   if (split.splits > 1) {
@@ -265,27 +243,33 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
     __syncthreads();
   }
 
-  Acc largest = -INFINITY;
-  const int parts = split.splits * kWarps;
-  for (int part = 0; part < parts; ++part) largest = fmax(largest, partials[part * columns]);
-  for (int d = threadIdx.x; d < head_dim; d += kThreads) {
-    Acc sum = 0, total = 0;
+  // A lane a part: how much it counts for, which every warp works out for itself.
+  static_assert(kMaxSplits * kWarps <= kWarpSize);
+  const int parts = static_cast<int>(split.splits) * kWarps;
+  const bool has_part = lane < parts;
+  const Acc part_largest = has_part ? partials[lane * columns] : Acc(-INFINITY);
+  const Acc largest = warp_reduce<Max>(part_largest);
+  Acc factor = largest == Acc(-INFINITY) ? Acc(0) : exp2_as(part_largest - largest);
+  const Acc sum = warp_reduce<Sum>(has_part ? factor * partials[lane * columns + 1] : Acc(0));
+  factor = sum > 0 ? factor / sum : sum;
+  for (int d = threadIdx.x; d < (head_dim + kWarpSize - 1) / kWarpSize * kWarpSize; d += kThreads) {
+    Acc total = 0;
+#pragma unroll 8
     for (int part = 0; part < parts; ++part) {
-      const Acc* const found = partials + part * columns;
-      const Acc factor = largest == Acc(-INFINITY) ? Acc(0) : exp2_as(found[0] - largest);
-      sum += factor * found[1];
-      total += factor * found[2 + d];
+      const Acc part_factor = __shfl_sync(kFullWarp, factor, part);
+      if (d < head_dim) total += part_factor * partials[part * columns + 2 + d];
     }
-    T* const output = static_cast<T*>(attention.output);
-    output[(row * attention.heads + head) * head_dim + d] = from_acc<T>(sum > 0 ? total / sum : Acc(0));
+    if (d < head_dim) {
+      static_cast<T*>(attention.output)[(row * attention.heads + head) * head_dim + d] = from_acc<T>(total);
+    }
   }
 }
 
 // As many blocks a (row, head) as there are places for, while the device has room for them.
-int splits_for(const DecodeAttention& attention) {
+unsigned splits_for(const DecodeAttention& attention) {
   if (!is_sm90_or_newer()) return 1;
   constexpr int kBlocksPerMultiprocessor = 4;
-  int splits = kMaxSplits;
+  unsigned splits = kMaxSplits;
   while (splits > 1 && ((splits - 1) * kPlacesPerSplit >= attention.capacity ||
                         attention.rows * attention.heads * splits > kBlocksPerMultiprocessor * multiprocessor_count())) {
     splits /= 2;
@@ -305,9 +289,9 @@ cudaError_t launch_as(const DecodeAttention& attention, cudaStream_t stream) {
     split.aligned &= heads.row_stride * sizeof(T) % kAccessBytes == 0;
     split.aligned &= heads.head_stride * sizeof(T) % kAccessBytes == 0;
   }
-  const LaunchShape shape{static_cast<unsigned>(attention.rows * attention.heads * split.splits), kThreads,
+  const LaunchShape shape{static_cast<unsigned>(attention.rows * attention.heads) * split.splits, kThreads,
                           split.splits * kWarps * (2 + attention.head_dim) * sizeof(AccFor<T>),
-                          static_cast<unsigned>(split.splits)};
+                          split.splits};
   const auto launch = [&](auto kernel) { return launch_dependent(kernel, split, shape, attention.overlap, stream); };
   if (attention.head_dim <= 4 * kLaneDims) return launch(decode_attention_kernel<T, 4>);
   if (attention.head_dim <= 8 * kLaneDims) return launch(decode_attention_kernel<T, 8>);

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) decode_linear_kernel(const __grid_co
   static_assert(kGroups >= 1 && kTileColumns == kWarps);
   const DecodeLinear& layer = plain.layer;
   const int64_t rows = layer.rows - plain.first_row < kRows ? layer.rows - plain.first_row : kRows;
-  const Strip strip(layer, kTileColumns);
+  const Strip strip(layer, blockIdx.x, kTileColumns);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int64_t stride = layer.weight_stride;
 
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads) decode_linear_kernel(const __grid_co
   constexpr int kLine = 128 / sizeof(W);
   for (int g = 0; g < (layer.gated ? 2 : 1); ++g) {
     const W* const weight = static_cast<const W*>(layer.weights[layer.gated ? g : strip.weight]);
-    const int64_t outer = layer.weights_are_transposed ? layer.columns : min(layer.outputs - strip.column, int64_t(8));
+    const int64_t outer = layer.weights_are_transposed ? layer.columns : min(layer.outputs - strip.column, int64_t(kTileColumns));
     const int64_t lines = layer.weights_are_transposed ? 1 : (layer.columns + kLine - 1) / kLine;
     for (int64_t i = threadIdx.x; i < outer * lines; i += kThreads) {
       const int64_t element = layer.weights_are_transposed ? i * stride + strip.column
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads) decode_linear_kernel(const __grid_co
     }
     Epilogue<Acc> epilogue(layer, strip, index + static_cast<int>(plain.first_row) * kTileColumns);
     epilogue.load_residual(layer);
-    epilogue.store(layer, products[0], products[1]);
+    epilogue.store(layer, strip, products[0], products[1]);
   }
 }
 
@@ -172,7 +172,7 @@ cudaError_t launch_as(const DecodeLinear& layer, cudaStream_t stream) {
   constexpr int kMostRows = 8 / (sizeof(AccFor<W>) / sizeof(float));  // 32 KB of shared memory
   PlainLayer plain{layer, 0, layer.weight_stride * sizeof(W) % kAccessBytes == 0};
   for (int i = 0; i < layer.weight_count; ++i) plain.weights_aligned &= is_aligned(layer.weights[i]);
-  const LaunchShape shape{strip_blocks(layer, kTileColumns), kThreads, 0, 1};
+  const LaunchShape shape{strip_count(layer, kTileColumns), kThreads, 0, 1};
   cudaError_t error = cudaSuccess;
   for (; plain.first_row < layer.rows && error == cudaSuccess; plain.first_row += kMostRows) {
     // Launches for further rows share no data with the first, but write beside it: only that one overlaps.
@@ -188,7 +188,8 @@ cudaError_t launch_as(const DecodeLinear& layer, cudaStream_t stream) {
 extern "C" cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream) {
   if (layer.rows == 0 || layer.outputs == 0) return cudaSuccess;
   cudaError_t error = cudaSuccess;
-  if (launch_decode_linear_mma(layer, stream, error)) return error;
+  if (layer.weight_dtype == kFloat16 && launch_decode_linear_mma<__half>(layer, stream, error)) return error;
+  if (layer.weight_dtype == kBFloat16 && launch_decode_linear_mma<__nv_bfloat16>(layer, stream, error)) return error;
   switch (layer.weight_dtype) {
     case kFloat16: return launch_as<__half>(layer, stream);
     case kBFloat16: return launch_as<__nv_bfloat16>(layer, stream);

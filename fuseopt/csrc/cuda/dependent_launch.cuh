@@ -26,16 +26,17 @@ __device__ inline void let_successor_start() {
 #endif
 }
 
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int value = 0;
+  cudaDeviceGetAttribute(&value, attribute, current_device());
+  return value;
+}
+
 // Whether the current device has programmatic dependent launch and clusters of blocks.
-inline bool is_sm90_or_newer() {
-  static std::atomic<int> majors[kMaxDevices];
-  const int device = current_device();
-  int major = majors[device % kMaxDevices].load(std::memory_order_relaxed);
-  if (major == 0) {
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    majors[device % kMaxDevices].store(major, std::memory_order_relaxed);
-  }
-  return major >= 9;
+inline bool is_sm90_or_newer() { return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9; }
+
+inline size_t shared_bytes_per_multiprocessor() {
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
 }
 
 struct LaunchShape {
@@ -49,10 +50,15 @@ struct LaunchShape {
 template <typename Argument>
 cudaError_t launch_dependent(void (*kernel)(Argument), const Argument& argument, LaunchShape shape, bool overlap,
                              cudaStream_t stream) {
+  // A multiprocessor divides its memory between L1 cache and shared memory in one way at a time: were the division left
+  // to each kernel, a kernel could not start beside another one.
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                           cudaSharedmemCarveoutMaxShared);
+  if (error != cudaSuccess) return error;
   constexpr size_t kUnaskedSharedBytes = 48 * 1024;
   if (shape.shared_bytes > kUnaskedSharedBytes) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                   static_cast<int>(shape.shared_bytes));
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shape.shared_bytes));
     if (error != cudaSuccess) return error;
   }
   cudaLaunchAttribute attributes[2];

@@ -130,7 +130,56 @@ struct DecodeAttention {
   void* output;  // [rows, heads, head_dim]
 };
 
+// Rows `indices` of `weight`, [rows, columns]; an absent table has `weight == nullptr`.
+struct EmbeddingTable {
+  const void* weight;
+  int64_t rows;
+  const void* indices;
+  int index_bytes;  // 4 or 8 an index
+};
+
+// A token's embedding and a position's, added up.
+struct DecodeEmbedding {
+  EmbeddingTable tokens;
+  EmbeddingTable positions;
+  int dtype;  // DType
+  int64_t rows;
+  int64_t columns;
+  bool overlap;  // may start before the kernel ahead on the stream has ended
+  void* output;  // [rows, columns]
+};
+
+// The end of a greedy step: argmax of each row of `scores`, `pad` in finished rows, end of sequence, one more everywhere.
+struct DecodeSelect {
+  static constexpr int kMaxCounters = 4;
+  static constexpr int kMaxRows = 1024;  // by shared memory
+  const void* scores;  // [rows, vocabulary]
+  int dtype;           // DType
+  int64_t rows;
+  int64_t vocabulary;
+  int64_t row_stride;
+  int64_t* tokens;  // [rows]
+  int64_t* ids;     // [rows, ids_columns]
+  int64_t ids_columns;
+  int64_t ids_row_stride;
+  int64_t ids_column_stride;
+  int64_t* length;  // the column of `ids` to write
+  bool* unfinished;  // [rows]
+  bool* going;
+  const int64_t* pad;
+  const int64_t* eos;
+  int64_t eos_count;
+  int64_t* counters[kMaxCounters];
+  int64_t counter_sizes[kMaxCounters];
+  int counter_count;
+  bool overlap;  // may start before the kernel ahead on the stream has ended
+};
+
 extern "C" {
+
+cudaError_t fuseopt_decode_embedding(DecodeEmbedding embedding, cudaStream_t stream);
+
+cudaError_t fuseopt_decode_select(DecodeSelect select, cudaStream_t stream);
 
 cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream);
 

@@ -1,0 +1,54 @@
+#include "binding.h"
+
+namespace fuseopt {
+namespace {
+
+constexpr const char* kOp = "decode_embedding";
+
+EmbeddingTable table_of(const Tensor& weight, const Tensor& indices) {
+  const ScalarType type = indices.scalar_type();
+  FUSEOPT_CHECK(type == ScalarType::Int || type == ScalarType::Long, "fuseopt::", kOp,
+                ": tokens and positions must be int32 or int64");
+  FUSEOPT_CHECK(indices.is_cuda() && indices.get_device_index() == weight.get_device_index(), "fuseopt::", kOp,
+                ": tokens and positions must be on the device of the weights");
+  return {weight.data_ptr(), weight.size(0), indices.data_ptr(), type == ScalarType::Int ? 4 : 8};
+}
+
+Tensor decode_embedding(Tensor tokens, Tensor weight, std::optional<Tensor> positions,
+                        std::optional<Tensor> position_weight, bool overlap) {
+  FUSEOPT_CHECK(weight.dim() == 2, "fuseopt::", kOp, ": weight must be [vocabulary, H]");
+  FUSEOPT_CHECK(positions.has_value() == position_weight.has_value(), "fuseopt::", kOp,
+                ": positions and position_weight go together");
+  const Tensor table = as_contiguous(weight), indices = as_contiguous(tokens);
+  const Launch launch(kOp, table);
+  DecodeEmbedding embedding = {};
+  embedding.tokens = table_of(table, indices);
+  std::optional<Tensor> second_table, second_indices;
+  if (positions.has_value()) {
+    second_table = as_contiguous(*position_weight), second_indices = as_contiguous(*positions);
+    FUSEOPT_CHECK(second_table->dim() == 2 && second_table->size(1) == table.size(1) &&
+                      second_table->scalar_type() == table.scalar_type() &&
+                      second_indices->numel() == indices.numel(),
+                  "fuseopt::", kOp, ": positions and position_weight must be like tokens and weight");
+    embedding.positions = table_of(*second_table, *second_indices);
+  }
+  embedding.dtype = dtype_code(kOp, table.scalar_type());
+  embedding.rows = indices.numel();
+  embedding.columns = table.size(1);
+  embedding.overlap = overlap;
+  const auto sizes = indices.sizes();
+  std::vector<int64_t> output_sizes(sizes.begin(), sizes.end());
+  output_sizes.push_back(embedding.columns);
+  Tensor output = allocate(table, output_sizes, table.scalar_type());
+  embedding.output = output.data_ptr();
+  launch.check(fuseopt_decode_embedding(embedding, launch.stream()));
+  return output;
+}
+
+}  // namespace
+}  // namespace fuseopt
+
+STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
+  using namespace fuseopt;
+  library.impl("decode_embedding", TORCH_BOX(&decode_embedding));
+}

@@ -1,0 +1,8 @@
+// decode_linear's tensor core kernels for bfloat16 weights, in a file of their own for the sake of build time.
+#include "decode_linear_mma.cuh"
+
+namespace fuseopt {
+
+template bool launch_decode_linear_mma<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+
+}  // namespace fuseopt

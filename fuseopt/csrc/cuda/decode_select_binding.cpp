@@ -1,0 +1,65 @@
+#include "binding.h"
+
+namespace fuseopt {
+namespace {
+
+constexpr const char* kOp = "decode_select_";
+
+int64_t* integers(const char* name, const Tensor& tensor) {
+  FUSEOPT_CHECK(tensor.is_cuda() && tensor.scalar_type() == ScalarType::Long, "fuseopt::", kOp, ": ", name,
+                " must be int64 on the device of the scores");
+  return static_cast<int64_t*>(tensor.data_ptr());
+}
+
+bool* flags(const char* name, const Tensor& tensor) {
+  FUSEOPT_CHECK(tensor.is_cuda() && tensor.scalar_type() == ScalarType::Bool && tensor.is_contiguous(), "fuseopt::",
+                kOp, ": ", name, " must be bool, contiguous and on the device of the scores");
+  return static_cast<bool*>(tensor.data_ptr());
+}
+
+void decode_select(Tensor scores, Tensor tokens, Tensor ids, Tensor length, Tensor unfinished, Tensor going, Tensor pad,
+                   std::optional<Tensor> eos, std::vector<Tensor> counters, bool overlap) {
+  FUSEOPT_CHECK(scores.dim() == 2 && ids.dim() == 2 && ids.size(0) == scores.size(0), "fuseopt::", kOp,
+                ": scores must be [rows, vocabulary], ids [rows, length]");
+  FUSEOPT_CHECK(counters.size() <= DecodeSelect::kMaxCounters, "fuseopt::", kOp, ": at most ",
+                DecodeSelect::kMaxCounters, " counters, not ", counters.size());
+  FUSEOPT_CHECK(scores.size(0) <= DecodeSelect::kMaxRows, "fuseopt::", kOp, ": at most ", DecodeSelect::kMaxRows,
+                " rows, not ", scores.size(0));
+  FUSEOPT_CHECK(tokens.is_contiguous(), "fuseopt::", kOp, ": tokens must be contiguous");
+  const Tensor read = scores.stride(1) == 1 ? scores : torch::stable::contiguous(scores);
+  const Launch launch(kOp, scores);
+  DecodeSelect select = {};
+  select.dtype = dtype_code(kOp, read.scalar_type());
+  select.scores = read.data_ptr();
+  select.rows = read.size(0);
+  select.vocabulary = read.size(1);
+  select.row_stride = read.stride(0);
+  select.tokens = integers("tokens", tokens);
+  select.ids = integers("ids", ids);
+  select.ids_columns = ids.size(1);
+  select.ids_row_stride = ids.stride(0);
+  select.ids_column_stride = ids.stride(1);
+  select.length = integers("length", length);
+  select.unfinished = flags("unfinished", unfinished);
+  select.going = flags("going", going);
+  select.pad = integers("pad", pad);
+  const auto ends = eos.has_value() ? std::optional(as_contiguous(*eos)) : std::nullopt;
+  select.eos = ends.has_value() ? integers("eos", *ends) : nullptr;
+  select.eos_count = ends.has_value() ? ends->numel() : 0;
+  select.counter_count = static_cast<int>(counters.size());
+  for (size_t i = 0; i < counters.size(); ++i) {
+    FUSEOPT_CHECK(counters[i].is_contiguous(), "fuseopt::", kOp, ": counters must be contiguous");
+    select.counters[i] = integers("a counter", counters[i]);
+    select.counter_sizes[i] = counters[i].numel();
+  }
+  select.overlap = overlap;
+  launch.check(fuseopt_decode_select(select, launch.stream()));
+}
+
+}  // namespace
+}  // namespace fuseopt
+
+STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
+  using namespace fuseopt;
+  library.impl("decode_select_", TORCH_BOX(&decode_select));
+}

@@ -1,0 +1,165 @@
+"""The end of a greedy decoding step in one launch: the likeliest token of each row, end of sequence, counters.
+
+Upstream: the loop of transformers' `GenerationMixin._sample` from the logits on, without processors.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fuseopt.ops import registry
+from fuseopt.ops.library import check_shape, define
+
+
+def _fake(
+    scores: Tensor,
+    tokens: Tensor,
+    ids: Tensor,
+    length: Tensor,
+    unfinished: Tensor,
+    going: Tensor,
+    pad: Tensor,
+    eos: Tensor | None,
+    counters: Sequence[Tensor],
+    overlap: bool,
+) -> None:
+    return None
+
+
+RAW = define(
+    "decode_select_(Tensor scores, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length, Tensor(d!) unfinished,"
+    " Tensor(e!) going, Tensor pad, Tensor? eos, Tensor(f!)[] counters, bool overlap) -> ()",
+    _fake,
+)
+
+
+def _reference(
+    scores: Tensor,
+    tokens: Tensor,
+    ids: Tensor,
+    length: Tensor,
+    unfinished: Tensor,
+    going: Tensor,
+    pad: Tensor,
+    eos: Tensor | None,
+    counters: Sequence[Tensor],
+) -> None:
+    torch.where(unfinished, torch.argmax(scores, -1), pad, out=tokens)
+    if eos is not None:
+        unfinished &= (tokens[:, None] != eos).all(1)
+    going.copy_(unfinished.any())
+    ids.index_copy_(1, length, tokens[:, None])
+    for counter in (length, *counters):
+        counter += 1
+
+
+def _check(
+    scores: Tensor, tokens: Tensor, ids: Tensor, length: Tensor, unfinished: Tensor, going: Tensor, pad: Tensor
+) -> None:
+    rows = scores.shape[0]
+    if scores.dim() != 2 or scores.shape[1] == 0:
+        raise ValueError(f"scores must be [rows, vocabulary], not {tuple(scores.shape)}")
+    check_shape("tokens", tokens, torch.Size((rows,)))
+    check_shape("unfinished", unfinished, torch.Size((rows,)))
+    if ids.dim() != 2 or ids.shape[0] != rows:
+        raise ValueError(f"ids must be [{rows}, length], not {tuple(ids.shape)}")
+    for name, tensor in (("length", length), ("going", going), ("pad", pad)):
+        if tensor.numel() != 1:
+            raise ValueError(f"{name} must have one element, not {tensor.numel()}")
+    for name, tensor in (("tokens", tokens), ("ids", ids), ("length", length), ("pad", pad)):
+        if tensor.dtype != torch.int64:
+            raise TypeError(f"{name} must be int64, not {tensor.dtype}")
+    for name, tensor in (("unfinished", unfinished), ("going", going)):
+        if tensor.dtype != torch.bool:
+            raise TypeError(f"{name} must be bool, not {tensor.dtype}")
+
+
+def decode_select_reference(
+    scores: Tensor,
+    tokens: Tensor,
+    ids: Tensor,
+    length: Tensor,
+    unfinished: Tensor,
+    going: Tensor,
+    pad: Tensor,
+    eos: Tensor | None = None,
+    *,
+    counters: Sequence[Tensor] = (),
+    overlap: bool = False,
+) -> None:
+    """`decode_select_` in plain PyTorch."""
+    _check(scores, tokens, ids, length, unfinished, going, pad)
+    _reference(scores, tokens, ids, length, unfinished, going, pad, eos, counters)
+
+
+def decode_select_(
+    scores: Tensor,
+    tokens: Tensor,
+    ids: Tensor,
+    length: Tensor,
+    unfinished: Tensor,
+    going: Tensor,
+    pad: Tensor,
+    eos: Tensor | None = None,
+    *,
+    counters: Sequence[Tensor] = (),
+    overlap: bool = False,
+    backend: str = "auto",
+) -> None:
+    """Puts `torch.argmax(scores, -1)` into `tokens` and column `length` of `ids`, or `pad` in rows that are finished.
+
+    Then rows whose token is one of `eos` are finished, `going` tells whether any is not, and `length` and the counters
+    are one higher. Of equal scores the first wins, and NaN counts as the highest.
+
+    Args:
+        scores: [rows, V], neighbouring columns; float32, float16, bfloat16 or float64.
+        tokens: [rows] int64. Written to.
+        ids: [rows, C] int64, any strides. Written to.
+        length: one element, int64, on the device. The CUDA kernel writes no id where it is not below C.
+        unfinished: [rows] bool. Read and written to.
+        going: one element, bool. Written to.
+        pad: one element, int64.
+        eos: [any number] int64, or None.
+        counters: int64 tensors of any shape, contiguous. Read and written to.
+        overlap: launch the CUDA kernel programmatically dependent on its predecessor on the stream.
+        backend: "auto", "cuda" or "reference".
+
+    Raises:
+        ValueError: shapes that do not fit together.
+        TypeError: dtypes other than these.
+        BackendError: the backend named cannot run here, or scores that require a gradient under grad mode.
+    """
+    _check(scores, tokens, ids, length, unfinished, going, pad)
+    chosen = registry.pick_without_gradient("decode_select_", backend, (scores.dtype,), scores)
+    if chosen == "reference":
+        _reference(scores, tokens, ids, length, unfinished, going, pad, eos, counters)
+    else:
+        RAW[chosen](scores, tokens, ids, length, unfinished, going, pad, eos, list(counters), overlap)
+
+
+def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    def integers(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    for rows, vocabulary, eos in ((1, 7, None), (3, 300, integers(2, 5)), (2, 5, integers(0, 1, 2))):
+        scores = torch.randn(rows, vocabulary, device=device, dtype=dtype)
+        unfinished = torch.arange(rows, device=device) != 1
+        ids = torch.zeros(rows, 6, dtype=torch.int64, device=device)
+        going = torch.ones((), dtype=torch.bool, device=device)
+        counters = (integers(4), integers(*range(rows)))
+        yield registry.SampleInput(
+            (scores, ids[:, 0].clone(), ids, integers(4), unfinished, going, integers(0), eos), {"counters": counters}
+        )
+
+
+registry.register(
+    registry.Op(
+        name="decode_select_",
+        function=decode_select_,
+        reference=decode_select_reference,
+        sample_inputs=sample_inputs,
+        backends=(registry.CUDA, registry.REFERENCE),
+        in_place=True,
+    )
+)
