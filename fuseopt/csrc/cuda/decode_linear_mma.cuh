@@ -25,6 +25,15 @@ constexpr int kStages = 16 / kTiles;  // chunks of a warp under way
 template <bool kNorm>
 constexpr int kMaxThreads = kNorm ? 256 : 512;
 
+// Blocks a multiprocessor is to have room for, by their registers: kernels that overlap need it.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+template <bool kNorm>
+constexpr int kMinBlocks = 1;
+#else
+template <bool kNorm>
+constexpr int kMinBlocks = kNorm ? 3 : 1;
+#endif
+
 struct MmaLayer {
   DecodeLinear layer;
   int chunks;  // of K, for each warp
@@ -294,7 +303,7 @@ template <>
 struct Normalisation<0> {};
 
 template <typename T, typename X, bool kNorm, int kHalves, int kTiles>
-__global__ void __launch_bounds__(kMaxThreads<kNorm>, !kNorm ? 1 : kTiles < 4 ? 3 : 2)
+__global__ void __launch_bounds__(kMaxThreads<kNorm>, kMinBlocks<kNorm>)
     decode_linear_mma_kernel(const __grid_constant__ MmaLayer mma) {
   constexpr int kHeld = (kNorm ? 8 : 16) / (kHalves * sizeof(X));  // 16 or 32 registers
   constexpr int kRows = kHalves * kRowsPerHalf, kStripColumns = kTiles * kTileColumns;
