@@ -172,7 +172,8 @@ def test_kernel_against_float64(
     def assert_accurate(output: Tensor, query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
         plain = decode_attention_reference(query, keys, values, lengths, **options)
         judge = decode_attention_reference(*map(to_float64, (query, keys, values)), lengths, **exact)
-        assert error([output], [judge]) <= 2 * error([plain], [judge]) + 8 * torch.finfo(dtype).eps
+        slack = 64 if dtype == torch.float64 else 8  # in float64 the judge is no better than the judged
+        assert error([output], [judge]) <= 2 * error([plain], [judge]) + slack * torch.finfo(dtype).eps
 
     query, lengths = make(batch * beams, heads, head_dim), integers(capacity, batch)
     output = decode_attention(query, key_cache, value_cache, lengths, **options, backend="cuda")

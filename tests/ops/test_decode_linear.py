@@ -144,8 +144,10 @@ def assert_kernel_is_accurate(*args: object, **kwargs: object) -> None:
     plain = decode_linear_reference(*args, **kwargs)
     judge = decode_linear_reference(*map(exact, args), **{name: exact(value) for name, value in kwargs.items()})
     assert output.dtype == plain.dtype
-    eps = torch.finfo(output.dtype if output.dtype == torch.float64 else args[1][0].dtype).eps
-    assert error([output], [judge]) <= 2 * error([plain], [judge]) + 8 * eps
+    # In float64 the judge is no better than the judged.
+    in_float64 = output.dtype == torch.float64
+    rounding = 64 * torch.finfo(torch.float64).eps if in_float64 else 8 * torch.finfo(args[1][0].dtype).eps
+    assert error([output], [judge]) <= 2 * error([plain], [judge]) + rounding
 
 
 @pytest.mark.gpu
@@ -218,7 +220,7 @@ def test_a_norm_of_rows_far_from_zero(rows: int) -> None:
     torch.manual_seed(0)
     x = (torch.randn(rows, 1600, device="cuda") + 1000).bfloat16()
     weight = torch.randn(64, 1600, device="cuda", dtype=torch.bfloat16) / 40
-    assert_kernel_is_accurate(x, weight, norm="layer_norm")
+    assert_kernel_is_accurate(x, [weight], norm="layer_norm")
 
 
 @pytest.mark.gpu
