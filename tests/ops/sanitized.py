@@ -9,7 +9,17 @@ from torch import Tensor
 from fuseopt import native
 from fuseopt.ops import registry
 from fuseopt.ops.registry import SampleInput
-from tests.ops.cases import DTYPES, Case, error, map_tensors, results, tensors, to_float64
+from tests.ops.cases import (
+    DTYPES,
+    OF_THEIR_OWN_SIZES,
+    Case,
+    error,
+    functional_names,
+    map_tensors,
+    results,
+    tensors,
+    to_float64,
+)
 from tests.ops.variations import LAYOUTS, laid_out, poisoned_allocations, with_columns
 
 # A row in a warp, in a block, in several trips of a block; with and without a tail past the last 16-byte access.
@@ -40,14 +50,15 @@ def main() -> None:
     state = native.load("cuda")
     assert state.status == "loaded", state.reason
     calls = 0
-    for name in registry.names():
+    for name in functional_names():
         op = registry.get(name)
         if registry.CUDA not in op.backends:
             continue
         on_cpu, kernels = Case(op, "reference", torch.device("cpu")), Case(op, "cuda", torch.device("cuda"))
         for dtype in DTYPES:
             samples = on_cpu.samples(dtype, requires_grad=True)
-            wide = [with_columns(samples[index % 3], columns) for index, columns in enumerate(COLUMNS)]
+            sizes = () if name in OF_THEIR_OWN_SIZES else COLUMNS
+            wide = [with_columns(samples[index % 3], columns) for index, columns in enumerate(sizes)]
             for index, sample in enumerate([*samples, *wide]):
                 sample = laid_out(sample, LAYOUTS[index % len(LAYOUTS)])
                 with poisoned_allocations():

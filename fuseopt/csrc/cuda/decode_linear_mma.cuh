@@ -506,6 +506,7 @@ cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
 
 template <typename T>
 bool launch_decode_linear_mma(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
+  if (compute_capability_major() < 8) return false;
   if (layer.input.dtype == kDType<T>) {
     error = layer.norm == kNoNorm ? launch_mma_for<T, T, false>(layer, stream)
                                   : launch_mma_for<T, T, true>(layer, stream);

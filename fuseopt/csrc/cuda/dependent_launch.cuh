@@ -32,8 +32,10 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
+inline int compute_capability_major() { return device_attribute(cudaDevAttrComputeCapabilityMajor); }
+
 // Whether the current device has programmatic dependent launch and clusters of blocks.
-inline bool is_sm90_or_newer() { return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9; }
+inline bool is_sm90_or_newer() { return compute_capability_major() >= 9; }
 
 inline size_t shared_bytes_per_multiprocessor() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
