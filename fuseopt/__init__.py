@@ -108,7 +108,7 @@ def report(model: nn.Module) -> Report:
     """
     _check_model(model)
     applied = apply.applied_to(model)
-    return Report(type(model).__name__) if applied is None else applied.report
+    return Report(type(model).__name__) if applied is None else applied.report_now()
 
 
 def restore(model: ModelT) -> ModelT:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from fuseopt.errors import ApplyError
 from fuseopt.modules.base import FusedModule
 from fuseopt.plan import Plan, Site
-from fuseopt.report import Report
+from fuseopt.report import Report, Reporting
 
 _STATE = "_fuseopt"
 
@@ -59,6 +59,11 @@ class Applied:
 
     report: Report
     changes: list[Change] = field(default_factory=list)
+
+    def report_now(self) -> Report:
+        """The report, with what the replacements have to say by now."""
+        lines = (c.after.report_lines() for c in self.changes if isinstance(c.after, Reporting))
+        return replace(self.report, since=tuple(line for found in lines for line in found))
 
     def undo(self) -> None:
         for change in reversed(self.changes):

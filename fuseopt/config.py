@@ -10,7 +10,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ _PLANNED_KERNELS = (
 _NOT_BUILT = {
     "kernel_fusion.compile": "not built yet; use `jit: {'backend': 'inductor'}` for the elementwise regions, "
     "or call torch.compile(model) yourself after initialize",
-    "generation": "not built yet; `custom_cuda_kernels: ['FusedNoRepeatNGram']` is what speeds up generate() today",
 }
 _ELSEWHERE = {
     "model_parallelism": "fuseopt leaves parallelism to transformers: load with from_pretrained(..., tp_plan='auto') "
@@ -88,17 +87,41 @@ class KernelFusion:
 
 
 @dataclass(frozen=True)
+class GenerationOptions:
+    """The `generation` block, defaults filled in: the decode loop behind `generate()`.
+
+    Attributes:
+        enable: False leaves `generate()` as it is.
+        max_batch: rows (batch x num_return_sequences) up to which calls are served.
+        max_length: slots of the key-value cache up to which calls are served.
+        max_graphs: captured steps that are kept on a GPU; 0 for none.
+    """
+
+    enable: bool = True
+    max_batch: int = 256
+    max_length: int = 4096
+    max_graphs: int = 8
+
+
+@dataclass(frozen=True)
 class Config:
     """A validated config.
 
     Attributes:
         kernel_fusion: what to fuse and how.
+        generation: the decode loop behind `generate()`, or None to leave that alone.
         preset: the preset it came from, or None. A preset asks for what applies; names the user wrote are owed, and
             `initialize` complains about those that land nowhere.
     """
 
-    kernel_fusion: KernelFusion
+    kernel_fusion: KernelFusion = field(default_factory=KernelFusion)
+    generation: GenerationOptions | None = None
     preset: str | None = None
+
+    @property
+    def active_fusion(self) -> KernelFusion:
+        """`kernel_fusion`, or one that asks for nothing where it is switched off."""
+        return self.kernel_fusion if self.kernel_fusion.enable else KernelFusion(enable=False)
 
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
@@ -120,12 +143,14 @@ class Config:
                 f"config: expected a dict, a path to a JSON file, a preset ({', '.join(PRESETS)}) or a fuseopt.Config, "
                 f"got {type(source).__name__}"
             )
-        return cls(_top_level(source))
+        return _top_level(source)
 
     def to_dict(self) -> dict[str, Any]:
         """The config as plain JSON types; `Config.load` of it gives an equal Config (but for `preset`)."""
         fusion = self.kernel_fusion
+        generation = {} if self.generation is None else {"generation": asdict(self.generation)}
         return {
+            **generation,
             "kernel_fusion": {
                 "enable": fusion.enable,
                 "jit": {"backend": fusion.jit.backend} if fusion.jit else False,
@@ -133,7 +158,7 @@ class Config:
                 "custom_cuda_kernels": [request.to_dict() for request in fusion.custom_cuda_kernels],
                 "triton_kernels": [request.to_dict() for request in fusion.triton_kernels],
                 "backend": fusion.backend,
-            }
+            },
         }
 
 
@@ -166,19 +191,33 @@ def _read_json(source: str | os.PathLike[str]) -> Any:
     return content
 
 
-def _top_level(source: Mapping[str, Any]) -> KernelFusion:
+def _top_level(source: Mapping[str, Any]) -> Config:
     if not source:
         raise ConfigError(
             "config: the dict is empty, so nothing would be done; ask for something, e.g. "
             "{'kernel_fusion': {'enable': True}}, or leave config out for the preset 'inference'"
         )
-    _check_keys("", source, ("kernel_fusion",))
-    block = source["kernel_fusion"]
-    if not isinstance(block, Mapping):
-        raise ConfigError(f"kernel_fusion: expected a dict, got {type(block).__name__}; e.g. {{'enable': True}}")
-    if not block:
-        raise ConfigError("kernel_fusion: the block is empty, so nothing would be done; e.g. {'enable': True}")
-    return _kernel_fusion(block)
+    _check_keys("", source, ("kernel_fusion", "generation"))
+    for key, block in source.items():
+        if not isinstance(block, Mapping):
+            raise ConfigError(f"{key}: expected a dict, got {type(block).__name__}; e.g. {{'enable': True}}")
+        if not block:
+            raise ConfigError(f"{key}: the block is empty, so nothing would be done; e.g. {{'enable': True}}")
+    return Config(
+        kernel_fusion=_kernel_fusion(source["kernel_fusion"]) if "kernel_fusion" in source else KernelFusion(),
+        generation=_generation(source["generation"]) if "generation" in source else None,
+    )
+
+
+def _generation(block: Mapping[str, Any]) -> GenerationOptions:
+    _check_keys("generation", block, tuple(GenerationOptions.__dataclass_fields__))
+    default = GenerationOptions()
+    return GenerationOptions(
+        enable=_boolean("generation.enable", block.get("enable", default.enable)),
+        max_batch=_count("generation.max_batch", block.get("max_batch", default.max_batch), 1),
+        max_length=_count("generation.max_length", block.get("max_length", default.max_length), 1),
+        max_graphs=_count("generation.max_graphs", block.get("max_graphs", default.max_graphs), 0),
+    )
 
 
 def _kernel_fusion(block: Mapping[str, Any]) -> KernelFusion:
@@ -270,6 +309,12 @@ def _check_keys(where: str, block: Mapping[Any, Any], known: Iterable[str]) -> N
 def _boolean(where: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{where}: expected true or false, got {value!r} ({type(value).__name__})")
+    return value
+
+
+def _count(where: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{where}: expected an integer of at least {least}, got {value!r} ({type(value).__name__})")
     return value
 
 

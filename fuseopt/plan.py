@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fuseopt import native
-from fuseopt.config import Config, KernelFusion
+from fuseopt.config import Config
 from fuseopt.errors import PlanError
 from fuseopt.models import ModelPolicy, full_name, policy_for
 from fuseopt.modules.base import has_hooks
@@ -143,10 +143,10 @@ class Strategy(Protocol):
     @property
     def name(self) -> str: ...
 
-    def requested(self, fusion: KernelFusion) -> tuple[str, ...]:
-        """The names that `fusion` asks this strategy for."""
+    def requested(self, config: Config) -> tuple[str, ...]:
+        """The names that `config` asks this strategy for."""
 
-    def propose(self, index: ModelIndex, policy: ModelPolicy, fusion: KernelFusion) -> Iterator[Replacement | Skip]:
+    def propose(self, index: ModelIndex, policy: ModelPolicy, config: Config) -> Iterator[Replacement | Skip]:
         """Every candidate as a Replacement or a Skip; changes nothing."""
 
 
@@ -205,23 +205,22 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
     unmet: list[str] = []
     claimed: dict[tuple[int, str], Replacement] = {}
     covered: set[tuple[str, str]] = set()  # requests whose work another request of the same strategy does
-    if config.kernel_fusion.enable:
-        for strategy in strategies:
-            for proposal in strategy.propose(index, policy, config.kernel_fusion):
-                if isinstance(proposal, Skip):
-                    skips.append(proposal)
-                    continue
-                sites = (*proposal.sites, *proposal.absorbs)
-                winner = next((claimed[site.key] for site in sites if site.key in claimed), None)
-                if winner is not None:
-                    skips.append(_lost_to(winner, proposal))
-                    if winner.strategy == proposal.strategy:
-                        covered.add((proposal.strategy, proposal.request))
-                    continue
-                replacements.append(proposal)
-                claimed.update(dict.fromkeys((site.key for site in sites), proposal))
-    if config.kernel_fusion.enable and config.preset is None:
-        requested = [(s.name, name) for s in strategies for name in s.requested(config.kernel_fusion)]
+    for strategy in strategies:
+        for proposal in strategy.propose(index, policy, config):
+            if isinstance(proposal, Skip):
+                skips.append(proposal)
+                continue
+            sites = (*proposal.sites, *proposal.absorbs)
+            winner = next((claimed[site.key] for site in sites if site.key in claimed), None)
+            if winner is not None:
+                skips.append(_lost_to(winner, proposal))
+                if winner.strategy == proposal.strategy:
+                    covered.add((proposal.strategy, proposal.request))
+                continue
+            replacements.append(proposal)
+            claimed.update(dict.fromkeys((site.key for site in sites), proposal))
+    if config.preset is None:
+        requested = [(s.name, name) for s in strategies for name in s.requested(config)]
         unmet = [
             _unmet(strategy, name, skips)
             for strategy, name in requested

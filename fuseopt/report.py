@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from fuseopt.config import Config
 
@@ -44,13 +44,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What was done to a model: plain data, copied and pickled with it. `print(report)`, `to_dict()`, `to_json()`."""
+    """What was done to a model: plain data, copied and pickled with it. `print(report)`, `to_dict()`, `to_json()`.
+
+    `since` is what the replacements have to say of the time since, up to when the report was asked for.
+    """
 
     model: str
     rows: tuple[Row, ...] = ()
     kept: Mapping[str, int] = field(default_factory=dict)
     unmet: tuple[str, ...] = ()
     config: Config | None = None
+    since: tuple[str, ...] = ()
 
     @property
     def replaced(self) -> tuple[Row, ...]:
@@ -61,13 +65,21 @@ class Report:
         return tuple(row for row in self.rows if not row.replaced)
 
     def to_dict(self) -> dict[str, Any]:
-        return rows_to_json(self.model, self.rows, self.kept, self.unmet, self.config)
+        return {**rows_to_json(self.model, self.rows, self.kept, self.unmet, self.config), "since": list(self.since)}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
-        return render(f"report on {self.model}", self.rows, self.kept, self.unmet)
+        table = render(f"report on {self.model}", self.rows, self.kept, self.unmet)
+        return "\n".join((table, *(f"  {line}" for line in self.since)))
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    """A replacement that goes on having something to say."""
+
+    def report_lines(self) -> tuple[str, ...]: ...
 
 
 def rows_to_json(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fuseopt.config import CUSTOM_KERNELS, PRESETS, Config, JitOptions
+from fuseopt.config import CUSTOM_KERNELS, PRESETS, Config, GenerationOptions, JitOptions, KernelFusion
 from fuseopt.errors import ConfigError
 
 OSLO = {
@@ -42,11 +42,25 @@ def test_none_is_the_inference_preset():
 
 
 @pytest.mark.parametrize(
-    "source", [OSLO, "inference", "training", "reference", {"kernel_fusion": {"jit": {"backend": "inductor"}}}]
+    "source",
+    [
+        OSLO,
+        "inference",
+        "training",
+        "reference",
+        {"kernel_fusion": {"jit": {"backend": "inductor"}}},
+        {"generation": {"enable": True, "max_graphs": 2}},
+        {"generation": {"enable": False}, **OSLO},
+    ],
 )
 def test_to_dict_loads_back(source):
-    config = Config.load(source)
-    assert Config.load(config.to_dict()).kernel_fusion == config.kernel_fusion
+    config, again = Config.load(source), Config.load(Config.load(source).to_dict())
+    assert (again.kernel_fusion, again.generation) == (config.kernel_fusion, config.generation)
+
+
+def test_generation_alone_asks_for_no_fusion():
+    config = Config.load({"generation": {"max_batch": 8}})
+    assert config.kernel_fusion == KernelFusion() and config.generation == GenerationOptions(max_batch=8)
 
 
 def test_json_file(tmp_path):
@@ -107,7 +121,12 @@ WRONG = {
         "not built yet for this list",
     ),
     "compile not built yet": ({"kernel_fusion": {"compile": True}}, "kernel_fusion.compile: not built yet"),
-    "generation not built yet": ({"generation": {"enable": True}}, "generation: not built yet"),
+    "generation of another type": ({"generation": True}, "generation: expected a dict, got bool"),
+    "empty generation": ({"generation": {}}, "generation: the block is empty"),
+    "generation key": ({"generation": {"max_bacth": 8}}, "generation.max_bacth: unknown key; did you mean 'max_batch'"),
+    "generation batch": ({"generation": {"max_batch": 0}}, "generation.max_batch: expected an integer of at least 1"),
+    "generation length": ({"generation": {"max_length": "long"}}, "at least 1, got 'long' (str)"),
+    "generation graphs": ({"generation": {"max_graphs": True}}, "at least 0, got True (bool)"),
     "memory budget not built yet": (
         {"kernel_fusion": {"memory_efficient_fusion": {"budget": 0.5}}},
         "options are not built yet",

@@ -52,6 +52,7 @@ class ModelPolicy:
         eager_attention: full names of the attention classes whose eager softmax can be fused.
         residual_blocks: blocks whose inner residual adds can be fused with the norm after them; `Rule.target` is the
             `fuseopt.modules.residual` class that does it, exactly.
+        decode_steps: full name of a model class -> the decode step that `generation` runs it by.
     """
 
     name: str
@@ -60,3 +61,4 @@ class ModelPolicy:
     regions: tuple[Rule, ...]
     eager_attention: tuple[str, ...] = ()
     residual_blocks: tuple[Rule, ...] = ()
+    decode_steps: Mapping[str, str] = field(default_factory=dict)

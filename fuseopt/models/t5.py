@@ -23,4 +23,5 @@ T5 = ModelPolicy(
     residual_blocks=tuple(
         Rule(source, "T5BlockForward") for source in map(modeling_name, ("t5.T5Block", "mt5.MT5Block"))
     ),
+    decode_steps={modeling_name("t5.T5ForConditionalGeneration"): "T5Step"},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fuseopt.config import KernelFusion
+from fuseopt.config import Config
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.modules import regions
 from fuseopt.modules.regions import GatedRegion, Region
@@ -18,10 +18,12 @@ class JitStrategy:
 
     name = "jit"
 
-    def requested(self, fusion: KernelFusion) -> tuple[str, ...]:
+    def requested(self, config: Config) -> tuple[str, ...]:
+        fusion = config.active_fusion
         return ("jit",) if fusion.jit and not fusion.jit.implied else ()
 
-    def propose(self, index: ModelIndex, policy: ModelPolicy, fusion: KernelFusion) -> Iterator[Replacement | Skip]:
+    def propose(self, index: ModelIndex, policy: ModelPolicy, config: Config) -> Iterator[Replacement | Skip]:
+        fusion = config.active_fusion
         if fusion.jit is None:
             return
         backend = fusion.jit.backend

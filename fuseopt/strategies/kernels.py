@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fuseopt import native, ops
-from fuseopt.config import KernelFusion, KernelRequest
+from fuseopt.config import Config, KernelFusion, KernelRequest
 from fuseopt.errors import BackendError
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.ops import registry
@@ -41,10 +41,11 @@ class KernelStrategy:
     option: str
     backend: str | None = None
 
-    def requested(self, fusion: KernelFusion) -> tuple[str, ...]:
-        return tuple(request.name for request in self._requests(fusion))
+    def requested(self, config: Config) -> tuple[str, ...]:
+        return tuple(request.name for request in self._requests(config.active_fusion))
 
-    def propose(self, index: ModelIndex, policy: ModelPolicy, fusion: KernelFusion) -> Iterator[Replacement | Skip]:
+    def propose(self, index: ModelIndex, policy: ModelPolicy, config: Config) -> Iterator[Replacement | Skip]:
+        fusion = config.active_fusion
         for request in self._requests(fusion):
             backend, offer = choose_backend(request.name, self.backend or fusion.backend, self.name, index)
             if request.name == "FusedNoRepeatNGram":

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fuseopt.config import KernelFusion
+from fuseopt.config import Config
 from fuseopt.models import ModelPolicy
 from fuseopt.modules import regions
 from fuseopt.modules.training_forward import DEFAULT_BACKEND, TrainingForward, not_supported_reasons
@@ -27,11 +27,11 @@ class MemoryEfficientStrategy:
 
     name = "memory_efficient"
 
-    def requested(self, fusion: KernelFusion) -> tuple[str, ...]:
-        return (_REQUEST,) if fusion.memory_efficient_fusion else ()
+    def requested(self, config: Config) -> tuple[str, ...]:
+        return (_REQUEST,) if config.active_fusion.memory_efficient_fusion else ()
 
-    def propose(self, index: ModelIndex, policy: ModelPolicy, fusion: KernelFusion) -> Iterator[Replacement | Skip]:
-        if not fusion.memory_efficient_fusion:
+    def propose(self, index: ModelIndex, policy: ModelPolicy, config: Config) -> Iterator[Replacement | Skip]:
+        if not config.active_fusion.memory_efficient_fusion:
             return
         model = index.model
         source = f"{type(model).__name__}.forward"

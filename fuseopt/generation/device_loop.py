@@ -1,0 +1,83 @@
+"""The device loop: processors, selection and stop flags inside the step; the host queues steps and reads flags late."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fuseopt.generation.graphs import Forward, StepGraphs
+from fuseopt.generation.selection import Selection
+from fuseopt.generation.state import DecodeState
+from fuseopt.generation.stop_flags import StopFlags
+
+
+def run(
+    graphs: StepGraphs,
+    forward: Forward,
+    state: DecodeState,
+    selection: Selection,
+    input_ids: Tensor,
+    pad: Tensor | None,
+    steps: int,
+    scores: list[Tensor] | None,
+    logits: list[Tensor] | None,
+) -> tuple[Tensor, tuple[str, str]]:
+    """Decodes up to `steps` tokens a row, from the prefill's logits in `state` on.
+
+    Args:
+        input_ids: [rows, length] int64.
+        pad: the id that finished rows are given, [] int64.
+        scores, logits: are given a tensor [rows, vocab] float32 a step, unless None.
+
+    Returns:
+        Sequences [rows, length + steps taken]; and how the steps ran, with a note.
+    """
+    length = input_ids.shape[1]
+    state.ids[:, :length] = input_ids
+    state.length.fill_(length)
+    state.unfinished.fill_(1)
+    state.done.fill_(False)
+    if pad is not None:
+        state.pad.copy_(pad)
+    step = graphs.step(forward, state, selection)
+    assert step.selection is not None
+    flags = None if selection.eos is None else StopFlags(state.done, steps)
+    random_state = _RandomState(state.ids.device) if selection.do_sample else None
+    note = ""
+    for taken in range(steps):
+        if taken == 0:
+            step.selection(state)
+        else:
+            if taken == 2:
+                note = graphs.capture(step)
+            step()
+        if scores is not None:
+            scores.append(state.scores.clone())
+        if logits is not None:
+            logits.append(state.logits.clone())
+        if flags is not None:
+            flags.push()
+            if flags.is_set():
+                break
+    taken += 1
+    counted = taken if flags is None else flags.steps()
+    if random_state is not None and counted < taken:
+        random_state.rewind(counted / taken)
+    for record in (scores, logits):
+        if record is not None:
+            del record[counted:]
+    return state.ids[:, : length + counted].clone(), ("eager" if step.graph is None else "graph", note)
+
+
+class _RandomState:
+    """The default generator's state, to be put where it would be had the steps in vain not drawn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else None
+        self.offset = 0 if self.generator is None else self.generator.get_offset()
+
+    def rewind(self, share: float) -> None:
+        """Takes back all but `share` of what has been drawn since; all steps draw the same amount."""
+        if self.generator is not None:
+            drawn = self.generator.get_offset() - self.offset
+            self.generator.set_offset(self.offset + round(drawn * share))

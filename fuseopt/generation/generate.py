@@ -1,0 +1,98 @@
+"""FusedGenerate: stands in for `generate` on one model instance."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from fuseopt.config import GenerationOptions
+from fuseopt.generation import tiers
+from fuseopt.generation.graphs import StepGraphs
+from fuseopt.generation.loop import DecodeLoop
+from fuseopt.generation.step_gpt2 import GPT2Step
+from fuseopt.generation.step_t5 import T5Step
+from fuseopt.generation.tiers import Call, Tier
+
+STEPS: Mapping[str, Any] = {"GPT2Step": GPT2Step, "T5Step": T5Step}
+_CALLS_KEPT = 8
+
+
+class FusedGenerate:
+    """Call: `generate()`'s arguments -> its result, errors and warnings, by the fastest tier that is exact for them.
+
+    transformers' own generate() runs, with all of its preparation and validation; only the decoding method is
+    exchanged (https://huggingface.co/docs/transformers/en/generation_strategies). The model is looked at anew in every
+    call. It holds the model rather than a bound method, so that deepcopy and pickle rebind it to the copy; captured
+    steps are not copied.
+
+    Args:
+        model: an instance of the step's `model_class`.
+        step: a name in `STEPS`.
+    """
+
+    def __init__(self, model: nn.Module, step: str, options: GenerationOptions) -> None:
+        self.__setstate__({"model": model, "step": step, "options": options})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model, "step": self.step_name, "options": self.options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.model: nn.Module = state["model"]
+        self.step_name: str = state["step"]
+        self.options: GenerationOptions = state["options"]
+        self.graphs = StepGraphs(self.options.max_graphs)
+        self.calls: deque[Call] = deque(maxlen=_CALLS_KEPT)
+        self._step: Any = None
+        self._lock = threading.Lock()
+        functools.update_wrapper(self, type(self.model).generate, updated=())
+        self.__signature__ = inspect.signature(type(self.model).generate.__get__(self.model))
+
+    @property
+    def __self__(self) -> nn.Module:
+        return self.model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stock = type(self.model).generate
+        try:
+            bound = self.__signature__.bind(*args, **kwargs)
+        except TypeError:
+            return stock(self.model, *args, **kwargs)  # which has its own words for it
+        variadic = next(p.name for p in self.__signature__.parameters.values() if p.kind is p.VAR_KEYWORD)
+        given = {**bound.arguments, **bound.arguments.get(variadic, {})}
+        reason = next(tiers.argument_reasons(self.model, given), None)
+        reason = reason or next(tiers.model_reasons(self.model, STEPS[self.step_name]), None)
+        # Not waited for: what runs inside generate(), such as a criterion, may call it again.
+        if reason is None and not self._lock.acquire(blocking=False):
+            reason = "another call of generate() was running on this model"
+        if reason is not None:
+            self.calls.append(Call(Tier.STOCK, reason))
+            return stock(self.model, *args, **kwargs)
+        try:
+            options = self.options
+            streamer = given.get("streamer")
+            loop = DecodeLoop(self._current_step(), self.graphs, options.max_batch, options.max_length, streamer)
+            bound.arguments["custom_generate"] = loop
+            try:
+                return stock(self.model, *bound.args, **bound.kwargs)
+            finally:
+                self.calls.append(loop.served)
+        finally:
+            self._lock.release()
+
+    def report_lines(self) -> tuple[str, ...]:
+        """What the report says of the last calls and of what is kept."""
+        kept = f"{self.graphs.count} captured steps, {self.graphs.bytes / 2**20:.1f} MiB of static tensors"
+        return (*(f"generate(): {call}" for call in self.calls), f"generate(): {kept}")
+
+    def _current_step(self) -> Any:
+        step = STEPS[self.step_name](self.model)
+        if self._step is None or step.key != self._step.key:
+            self.graphs.clear()
+            self._step = step
+        return self._step

@@ -1,0 +1,51 @@
+"""StopFlags: the host learns that all rows are finished a few steps late, and so never waits inside the loop."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# How many steps the host may be ahead of the flag it reads; at most as many are run in vain.
+_STEPS_AHEAD = 4
+
+
+class StopFlags:
+    """One flag a step, copied to pinned memory behind the step.
+
+    Args:
+        done: [1] bool on the device, set by a step from which on no row is left.
+        steps: how many there will be at most.
+    """
+
+    def __init__(self, done: Tensor, steps: int) -> None:
+        self.done, self.pushed, self.read = done, 0, 0
+        self.ahead = _STEPS_AHEAD if done.device.type == "cuda" else 0
+        self.flags = torch.zeros(steps, dtype=torch.bool, device="cpu", pin_memory=self.ahead > 0)
+        self.copied: list[torch.cuda.Event] = []
+
+    def push(self) -> None:
+        """Takes the flag of the step queued last."""
+        self.flags[self.pushed : self.pushed + 1].copy_(self.done, non_blocking=True)
+        if self.ahead:
+            self.copied.append(torch.cuda.current_stream().record_event())
+        self.pushed += 1
+
+    def is_set(self) -> bool:
+        """Whether a flag old enough to be read is set."""
+        return self._read_up_to(self.pushed - self.ahead)
+
+    def steps(self) -> int:
+        """How many of the steps pushed count: up to the first whose flag is set. Waits for all of them."""
+        self._read_up_to(self.pushed)
+        return self.read
+
+    def _read_up_to(self, end: int) -> bool:
+        if self.read and self.flags[self.read - 1]:
+            return True
+        while self.read < end:
+            if self.ahead:
+                self.copied[self.read].synchronize()
+            self.read += 1
+            if self.flags[self.read - 1]:
+                return True
+        return False

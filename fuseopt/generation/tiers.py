@@ -1,0 +1,224 @@
+"""Which tier serves a call of generate(), decided before anything runs, on exact types, and the reason."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._device import DeviceContext
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from fuseopt.modules.base import FusedModule, has_hooks
+from fuseopt.modules.training_forward import TrainingForward
+
+
+class Tier(enum.Enum):
+    """How a call was served; the value is how reports name it."""
+
+    DEVICE_LOOP = "T0"
+    FAST_FORWARD = "T1"
+    STOCK = "T2"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is kept of a call of generate().
+
+    Attributes:
+        tier: which loop ran.
+        reason: why not a faster one; empty for the fastest.
+        steps: "graph" where steps were captured in a CUDA graph, "eager" where they were launched one operation at a
+            time, "" in stock transformers.
+        note: what else happened, such as a capture that ran out of memory.
+    """
+
+    tier: Tier
+    reason: str = ""
+    steps: str = ""
+    note: str = ""
+
+    def __str__(self) -> str:
+        names = {Tier.DEVICE_LOOP: "device loop", Tier.FAST_FORWARD: "fast forward", Tier.STOCK: "stock transformers"}
+        details = "; ".join(filter(None, (self.steps and f"{self.steps} steps", self.reason, self.note)))
+        return f"{self.tier.value} {names[self.tier]}" + (f": {details}" if details else "")
+
+
+# Arguments of generate(), or settings of a GenerationConfig, that choose another decoding method than the loop's own.
+_OTHER_METHODS = {
+    "prompt_lookup_num_tokens": "assisted decoding",
+    "assistant_early_exit": "assisted decoding",
+    "use_mtp": "assisted decoding",
+    "penalty_alpha": "contrastive search",
+    "dola_layers": "DoLa decoding",
+    "constraints": "constrained beam search",
+    "force_words_ids": "constrained beam search",
+}
+_ATTENTIONS = ("eager", "sdpa")
+_MODEL_KWARGS = frozenset(
+    (
+        "attention_mask",
+        "decoder_attention_mask",
+        "encoder_outputs",
+        "inputs_embeds",
+        "logits_to_keep",
+        "past_key_values",
+        "position_ids",
+        "use_cache",
+    )
+)
+
+
+def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Why generate() has to be transformers' own whatever its preparation comes to, from the arguments as given."""
+
+    def setting(name: str) -> Any:
+        if name in arguments:
+            return arguments[name]
+        value = getattr(arguments.get("generation_config"), name, None)
+        return getattr(getattr(model, "generation_config", None), name, None) if value is None else value
+
+    if arguments.get("custom_generate") is not None:
+        yield "a custom_generate of the caller's decodes"
+    if arguments.get("assistant_model") is not None:
+        yield "assisted decoding runs another model beside this one"
+    for name, method in _OTHER_METHODS.items():
+        if setting(name) is not None and setting(name) is not False:
+            yield f"{name} asks for {method}"
+    if (setting("num_beam_groups") or 1) > 1:
+        yield "num_beam_groups asks for group beam search"
+    if arguments.get("streamer") is not None and (setting("num_beams") or 1) > 1:
+        yield "beam search takes no streamer"
+    if arguments.get("tokenizer") is not None:
+        yield "transformers hands a tokenizer to none but its own decoding methods"
+    if arguments.get("synced_gpus"):
+        yield "synced_gpus keeps several processes in step"
+    if setting("cache_implementation") is not None:
+        yield "a cache_implementation is asked for by name"
+    if torch.compiler.is_compiling():
+        yield "torch.compile is tracing the call"
+    if _has_modes():
+        yield "a torch dispatch or function mode is active, which has to see every operation"
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        yield "several processes take part (torch.distributed)"
+
+
+def model_reasons(model: nn.Module, step_class: Any) -> Iterator[str]:
+    """Why `step_class` would not compute what the model's forward does, as the model is now."""
+    if type(model) is not step_class.model_class:
+        yield f"{type(model).__name__} is not exactly {step_class.model_class.__name__}"
+        return
+    yield from step_class.not_supported_reasons(model)
+    attention = model.config._attn_implementation
+    if attention not in _ATTENTIONS:
+        yield f"attention is set to {attention!r}"
+    if model._compiled_call_impl is not None:
+        yield "it is compiled by model.compile()"
+    if nn.modules.module._has_any_global_hook():
+        yield "hooks are registered on every module"
+    for path, module in model.named_modules():
+        reason = _module_reason(module, step_class.module_classes)
+        if reason:
+            yield f"{path or 'the model'} {reason}"
+            return
+    parameters = list(model.parameters())
+    device = parameters[0].device
+    if device.type not in ("cpu", "cuda"):
+        yield f"it is on {device}"
+    if any(parameter.device != device for parameter in parameters):
+        yield "its parameters are on several devices"
+    if any(type(parameter) is not nn.Parameter for parameter in parameters):
+        yield "it has parameters of a tensor subclass, such as sharded or quantised ones"
+    if torch.is_autocast_enabled(device.type):
+        yield "autocast is on"
+
+
+def call_reasons(
+    config: Any, input_ids: Tensor, criteria: Sequence[Any], model_kwargs: Mapping[str, Any]
+) -> Iterator[str]:
+    """Why the prepared arguments of a call need transformers' own decoding method."""
+    if (config.num_beams or 1) > 1:
+        yield "beam search is not built yet"
+    if config.output_attentions:
+        yield "output_attentions is asked for"
+    if config.output_hidden_states:
+        yield "output_hidden_states is asked for"
+    if config.is_assistant:
+        yield "the model assists another one"
+    if not config.use_cache:
+        yield "use_cache is off"
+    elif not _is_plain_cache(model_kwargs.get("past_key_values")):
+        yield f"the cache is a {type(model_kwargs.get('past_key_values')).__name__} of its own kind"
+    for name, value in model_kwargs.items():
+        if name not in _MODEL_KWARGS and value is not None:
+            yield f"{name} is passed to the model's forward"
+    for name in ("attention_mask", "decoder_attention_mask", "position_ids"):
+        value = model_kwargs.get(name)
+        if value is not None and value.dim() != 2:
+            yield f"{name} has {value.dim()} dimensions"
+    if length_limit(criteria) is None:
+        yield "no maximal length bounds the cache"
+    if input_ids.device.type == "meta":
+        yield "the inputs are on the meta device"
+
+
+def device_loop_reasons(
+    processors: Sequence[Any], device_processors: Sequence[Any], criteria: Sequence[Any], pad: Any, streamer: Any
+) -> Iterator[str]:
+    """Why processors, criteria or streamer have to run on the host between steps."""
+    if streamer is not None:
+        yield "a streamer wants every token in time"
+    for processor, on_device in zip(processors, device_processors, strict=True):
+        if on_device is None:
+            yield f"{type(processor).__name__} runs on the host"
+    stops = [criterion for criterion in criteria if type(criterion) is not MaxLengthCriteria]
+    for criterion in stops:
+        if type(criterion) is not EosTokenCriteria:
+            yield f"{type(criterion).__name__} runs on the host"
+    if len(stops) > 1:
+        yield "there are several criteria beside the length"
+    if stops and pad is None:
+        yield "there is no pad token"
+
+
+def length_limit(criteria: Sequence[Any]) -> int | None:
+    """The length at which the sequences end at the latest, or None when no criterion says."""
+    limits = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
+    return min(limits, default=None)
+
+
+def _has_modes() -> bool:
+    function_modes = torch.overrides._get_current_function_mode_stack()
+    # torch.set_default_device is a mode too, but only one that adds a device to factory functions.
+    return torch._C._len_torch_dispatch_stack() > 0 or any(type(mode) is not DeviceContext for mode in function_modes)
+
+
+def _module_reason(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> str | None:
+    if module.training:
+        return "is in training mode"
+    if has_hooks(module):
+        return "carries hooks"
+    if "forward" in module.__dict__ and type(module.__dict__["forward"]) is not TrainingForward:
+        return "has had its forward replaced"
+    stands_for = module._source_class if isinstance(module, FusedModule) else type(module)
+    if stands_for in classes or stands_for.__module__ in ("transformers.activations", "torch.nn.modules.activation"):
+        return None
+    return f"is a {type(module).__name__}, which the decode step does not know"
+
+
+def _is_plain_cache(cache: Any) -> bool:
+    if type(cache) is EncoderDecoderCache:
+        return _is_plain_cache(cache.self_attention_cache) and _is_plain_cache(cache.cross_attention_cache)
+    return (
+        type(cache) is DynamicCache
+        and not cache.offloading
+        and all(type(layer) is DynamicLayer for layer in cache.layers)
+    )

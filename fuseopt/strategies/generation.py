@@ -1,0 +1,61 @@
+"""`generation`: the decode loop behind one model instance's `generate()`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from fuseopt import native
+from fuseopt.config import Config, GenerationOptions
+from fuseopt.models import ModelPolicy, full_name
+from fuseopt.ops import registry
+from fuseopt.plan import ModelIndex, Replacement, Site, Skip
+from fuseopt.strategies.propose import Offer, replacement, skip
+
+_REQUEST = "generation"
+_TARGET = "FusedGenerate"
+_METHOD = "generate"
+_REASON = "transformers prepares each call; the tier that decodes it is chosen call by call"
+
+
+class GenerationStrategy:
+    """Swaps `generate` on the model instance."""
+
+    name = "generation"
+
+    def requested(self, config: Config) -> tuple[str, ...]:
+        return (_REQUEST,) if config.generation and config.generation.enable else ()
+
+    def propose(self, index: ModelIndex, policy: ModelPolicy, config: Config) -> Iterator[Replacement | Skip]:
+        if config.generation is None or not config.generation.enable:
+            return
+        model_class = type(index.model)
+        sites = (Site(index.model, _METHOD, _METHOD),)
+        step = policy.decode_steps.get(full_name(model_class))
+        reason = None
+        if not hasattr(model_class, _METHOD):
+            reason = f"{model_class.__name__} has no generate() of transformers"
+        elif step is None:
+            reason = f"no decode step is written for {model_class.__name__}"
+        elif _METHOD in index.model.__dict__:
+            reason = f"the instance has a {_METHOD} of its own already"
+        offer = Offer(_REQUEST, self.name, libraries=_libraries(index))
+        if step is None or reason is not None:
+            yield skip(sites, model_class.__name__, _TARGET, offer, reason or "")
+            return
+        build = functools.partial(_build, index, step, config.generation)
+        yield replacement(sites, "GenerationMixin", _TARGET, offer, _REASON, build)
+
+
+def _libraries(index: ModelIndex) -> tuple[native.Kind, ...]:
+    """The native libraries that the step's norms run fastest on, where they can be had."""
+    norm = registry.get("rms_norm")
+    devices = (device for device in index.devices if device.type != "meta")
+    chosen = {norm.choose("auto", device, [index.dtype], may_build=True).backend for device in devices}
+    return tuple(kind for kind in native.KINDS if kind in chosen)
+
+
+def _build(index: ModelIndex, step: str, options: GenerationOptions) -> object:
+    from fuseopt.generation.generate import FusedGenerate
+
+    return FusedGenerate(index.model, step, options)

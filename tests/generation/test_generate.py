@@ -1,0 +1,235 @@
+"""generate() of an initialised model against transformers' own: tokens, scores, caches, types, random state, tier."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache, EncoderDecoderCache
+
+import fuseopt
+from fuseopt.generation.tiers import Tier
+from tests import tiny
+
+GENERATION = {"generation": {"enable": True}}
+VOCAB = tiny.VOCAB
+CLOSE = {"rtol": 1e-4, "atol": 1e-4, "equal_nan": True}
+# Apart, because forcing what is suppressed leaves no token at all, which is fatal to a GPU.
+suppressed, token = st.integers(3, VOCAB // 2), st.integers(VOCAB // 2 + 1, VOCAB - 1)
+
+# Each of these has a processor that runs on the device.
+ON_DEVICE = {
+    "min_length": st.integers(1, 16),
+    "min_new_tokens": st.integers(1, 6),
+    "repetition_penalty": st.floats(0.5, 3.0),
+    "no_repeat_ngram_size": st.integers(1, 4),
+    "encoder_no_repeat_ngram_size": st.integers(1, 3),
+    "forced_bos_token_id": token,
+    "forced_eos_token_id": st.one_of(token, st.lists(token, min_size=1, max_size=2)),
+    "suppress_tokens": st.lists(suppressed, min_size=1, max_size=4),
+    "begin_suppress_tokens": st.lists(suppressed, min_size=1, max_size=4),
+    "remove_invalid_values": st.just(True),
+    "renormalize_logits": st.just(True),
+}
+SAMPLING = {
+    "temperature": st.floats(0.3, 2.0),
+    "top_k": st.integers(0, VOCAB + 5),
+    "top_p": st.floats(0.2, 1.0),
+    "min_p": st.floats(0.0, 0.2),
+}
+# And each of these one that runs on the host.
+ON_HOST = {
+    "max_time": st.just(1e6),
+    "typical_p": st.floats(0.3, 0.9),
+    "bad_words_ids": st.lists(st.lists(suppressed, min_size=1, max_size=2), min_size=1, max_size=2),
+    "sequence_bias": st.just([[[5], -2.0]]),
+    "exponential_decay_length_penalty": st.just((3, 1.2)),
+    "guidance_scale": st.just(1.5),
+}
+SHARED = {
+    "max_new_tokens": st.integers(1, 12),
+    "eos_token_id": st.one_of(token, st.lists(token, min_size=1, max_size=20, unique=True)),
+    "num_return_sequences": st.integers(1, 3),
+}
+
+
+# One model serves all examples, as it serves a user's calls.
+sweep = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@st.composite
+def calls(draw, others):
+    """generate() arguments: some of the shared ones, some of `others`, and sampling or not."""
+    kwargs = {name: draw(values) for name, values in SHARED.items()}
+    kwargs["do_sample"] = draw(st.booleans())
+    if not kwargs["do_sample"]:
+        del kwargs["num_return_sequences"]
+    names = draw(st.lists(st.sampled_from(sorted(others)), unique=True, max_size=4))
+    if kwargs["do_sample"]:
+        names += draw(st.lists(st.sampled_from(sorted(SAMPLING)), unique=True))
+    return kwargs | {name: draw((others | SAMPLING)[name]) for name in names}
+
+
+def prompt(model, batch, length, seed, padded=True):
+    """input_ids and attention_mask with rows of different lengths, on the side where the model wants its padding."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (batch, length), generator=generator, device="cpu")
+    mask = torch.ones_like(ids)
+    for row in range(batch if padded else 0):
+        mask[row, : row % length] = 0
+    ids = ids * mask
+    if model.config.is_encoder_decoder:
+        ids, mask = ids.flip(1), mask.flip(1)
+    return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+
+
+def generate(model, inputs, **kwargs):
+    """The output, and the numbers that torch draws next."""
+    torch.manual_seed(11)
+    details = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    output = model.generate(**inputs, **{"pad_token_id": 0, **details, **kwargs})
+    return output, torch.rand(3, device=model.device)
+
+
+def calls_of(model):
+    return list(model.generate.calls)
+
+
+def assert_same(got, wanted):
+    (got, got_random), (wanted, wanted_random) = got, wanted
+    assert type(got) is type(wanted) and got.keys() == wanted.keys()
+    assert torch.equal(got.sequences, wanted.sequences) and got.sequences.dtype == wanted.sequences.dtype
+    assert torch.equal(got_random, wanted_random)
+    for part in ("scores", "logits"):
+        assert len(got[part]) == len(wanted[part])
+        for ours, theirs in zip(got[part], wanted[part], strict=True):
+            torch.testing.assert_close(ours, theirs, **CLOSE)
+    assert_same_cache(got.past_key_values, wanted.past_key_values)
+
+
+def assert_same_cache(got, wanted):
+    assert type(got) is type(wanted)
+    if isinstance(got, EncoderDecoderCache):
+        assert_same_cache(got.cross_attention_cache, wanted.cross_attention_cache)
+        got, wanted = got.self_attention_cache, wanted.self_attention_cache
+    assert got.get_seq_length() == wanted.get_seq_length()
+    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, **CLOSE)
+        torch.testing.assert_close(ours.values, theirs.values, **CLOSE)
+
+
+def compare(model, inputs, tier, **kwargs):
+    try:
+        wanted = generate(model, inputs, **kwargs)
+    except (ValueError, RuntimeError, IndexError) as error:
+        with fuseopt.fused(model, GENERATION), pytest.raises(type(error)) as raised:
+            generate(model, inputs, **kwargs)
+        assert str(raised.value) == str(error)
+        return
+    with fuseopt.fused(model, GENERATION):
+        assert_same(generate(model, inputs, **kwargs), wanted)
+        assert [call.tier for call in calls_of(model)] == [tier]
+
+
+FAMILIES = ("gpt2", "t5", "t5_gated")
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request, each_device):
+    return tiny.FAMILIES[request.param]()
+
+
+@settings(sweep, max_examples=50)
+@given(st.data())
+def test_random_calls_that_the_device_can_decode(model, data):
+    kwargs = data.draw(calls(ON_DEVICE))
+    inputs = prompt(model, data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)), data.draw(st.integers(0, 99)))
+    compare(model, inputs, Tier.DEVICE_LOOP, **kwargs)
+
+
+@settings(sweep, max_examples=20)
+@given(st.data())
+def test_random_calls_with_something_for_the_host(model, data):
+    name = data.draw(st.sampled_from(sorted(ON_HOST)))
+    kwargs = data.draw(calls(ON_DEVICE)) | {name: data.draw(ON_HOST[name])}
+    if name == "typical_p":
+        kwargs["do_sample"] = True
+    inputs = prompt(model, data.draw(st.integers(1, 3)), data.draw(st.integers(2, 9)), data.draw(st.integers(0, 99)))
+    if name == "guidance_scale" and model.config.is_encoder_decoder:
+        return
+    compare(model, inputs, Tier.FAST_FORWARD, **kwargs)
+
+
+def test_tokens_alone_are_returned_as_a_tensor(model):
+    inputs = prompt(model, 3, 5, 0)
+    kwargs = {"return_dict_in_generate": False, "output_scores": False, "output_logits": False, "max_new_tokens": 9}
+    wanted, _ = generate(model, inputs, **kwargs)
+    fuseopt.initialize(model, GENERATION)
+    got, _ = generate(model, inputs, **kwargs)
+    assert type(got) is torch.Tensor and torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("use_default_pad", [True, False])
+def test_rows_that_end_early_are_padded(model, use_default_pad):
+    inputs = prompt(model, 3, 6, 0)
+    stock, _ = generate(model, inputs, max_new_tokens=12)
+    ends = [int(row[-1 - 3 * index]) for index, row in enumerate(stock.sequences)]
+    kwargs = {"max_new_tokens": 40, "eos_token_id": ends}
+    if not use_default_pad:
+        kwargs["pad_token_id"] = 5
+    compare(model, inputs, Tier.DEVICE_LOOP, **kwargs)
+
+
+def test_a_cache_of_the_caller_s_is_read_and_filled(model):
+    first, second = prompt(model, 2, 6, 0, padded=False), prompt(model, 2, 4, 1, padded=False)
+
+    def twice():
+        cache = DynamicCache()
+        if model.config.is_encoder_decoder:
+            cache = EncoderDecoderCache(cache, DynamicCache())
+        first_output, _ = generate(model, first, max_new_tokens=5, eos_token_id=[], past_key_values=cache)
+        assert first_output.past_key_values is cache
+        longer = torch.cat([first_output.sequences, second["input_ids"]], dim=1)
+        if model.config.is_encoder_decoder:
+            return generate(model, first, decoder_input_ids=longer, max_new_tokens=5, past_key_values=cache)
+        return generate(model, {"input_ids": longer}, max_new_tokens=5, past_key_values=cache)
+
+    wanted = twice()
+    fuseopt.initialize(model, GENERATION)
+    assert_same(twice(), wanted)
+    assert [call.tier for call in calls_of(model)] == [Tier.DEVICE_LOOP, Tier.DEVICE_LOOP]
+
+
+def test_decoder_prompts_and_masks(each_device):
+    model = tiny.t5()
+    inputs = prompt(model, 2, 6, 0)
+    decoder = prompt(tiny.gpt2(), 2, 4, 1)
+    inputs |= {"decoder_input_ids": decoder["input_ids"], "decoder_attention_mask": decoder["attention_mask"]}
+    compare(model, inputs, Tier.DEVICE_LOOP, max_new_tokens=8)
+
+
+def test_embeddings_in_place_of_tokens(each_device):
+    model = tiny.gpt2()
+    embeds = model.transformer.wte(prompt(model, 2, 6, 0)["input_ids"]).detach()
+    compare(model, {"inputs_embeds": embeds}, Tier.DEVICE_LOOP, max_new_tokens=8)
+    compare(model, {"inputs_embeds": embeds}, Tier.DEVICE_LOOP, max_new_tokens=8, repetition_penalty=1.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_close_to_float32_as_transformers(model, dtype):
+    """Teacher-forced: the logits of the first step that the decode step computes, for the same tokens."""
+    inputs = prompt(model, 3, 6, 0)
+    force = {"max_new_tokens": 2, "begin_suppress_tokens": [t for t in range(VOCAB) if t != 7], "eos_token_id": []}
+    exact, _ = generate(model, inputs, **force)
+    model.to(dtype)
+    stock, _ = generate(model, inputs, **force)
+    fuseopt.initialize(model, GENERATION)
+    fused, _ = generate(model, inputs, **force)
+    assert calls_of(model)[-1].tier is Tier.DEVICE_LOOP
+
+    def error(output):
+        return float((output.logits[1] - exact.logits[1]).abs().max())
+
+    assert error(fused) <= 1.5 * error(stock) + torch.finfo(dtype).eps
+    assert math.isfinite(error(fused))
