@@ -204,7 +204,7 @@ def _has_modes() -> bool:
 def _module_reason(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> str | None:
     if module.training:
         return "is in training mode"
-    if has_hooks(module):
+    if has_hooks(module) and not _only_captures_outputs(module):
         return "carries hooks"
     if "forward" in module.__dict__ and type(module.__dict__["forward"]) is not TrainingForward:
         return "has had its forward replaced"
@@ -212,6 +212,15 @@ def _module_reason(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> s
     if stands_for in classes or stands_for.__module__ in ("transformers.activations", "torch.nn.modules.activation"):
         return None
     return f"is a {type(module).__name__}, which the decode step does not know"
+
+
+def _only_captures_outputs(module: nn.Module) -> bool:
+    """Whether its hooks are those that transformers leaves behind once it was asked for hidden states or attentions."""
+    others = (module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = module._forward_hooks.values()
+    return not any(others) and all(
+        getattr(hook, "__module__", None) == "transformers.utils.output_capturing" for hook in hooks
+    )
 
 
 def _is_plain_cache(cache: Any) -> bool:

@@ -19,6 +19,7 @@ MODES = {
     "beams without repeats": {"num_beams": 3, "no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 3},
 }
 CONFIGS = {
+    "generation": {"generation": {"enable": True}},
     "inference": "inference",
     "jit": {"kernel_fusion": {"enable": True}},
     "folded bias": {"kernel_fusion": {"custom_cuda_kernels": [{"name": "FusedGELU", "fold_bias": True}]}},

@@ -1,0 +1,284 @@
+"""generate() on a model that changes, is copied, shared between threads, interrupted or short of memory."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import fuseopt
+from fuseopt.generation.graphs import Step, StepGraphs
+from fuseopt.generation.state import DecodeState
+from fuseopt.generation.step_gpt2 import GPT2Step
+from fuseopt.generation.tiers import Tier
+from tests import tiny
+
+GENERATION = {"generation": {"enable": True}}
+pytestmark = pytest.mark.usefixtures("each_device")
+
+
+@pytest.fixture(params=["gpt2", "t5"])
+def model(request, each_device):
+    return tiny.FAMILIES[request.param]()
+
+
+def generate(model, **kwargs):
+    inputs = tiny.inputs(model, batch=2)["input_ids"]
+    torch.manual_seed(0)
+    return model.generate(inputs, **{"attention_mask": torch.ones_like(inputs), "max_new_tokens": 8, **kwargs})
+
+
+def assert_as_stock(model, **kwargs):
+    """Fused as it is now, against the class's own generate(), in the device loop."""
+    wanted = type(model).generate(model, **_arguments(model, kwargs))
+    got = model.generate(**_arguments(model, kwargs))
+    assert torch.equal(got.sequences, wanted.sequences)
+    for ours, theirs in zip(got.logits, wanted.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP, model.generate.calls[-1]
+
+
+def _arguments(model, kwargs):
+    inputs = tiny.inputs(model, batch=2)["input_ids"]
+    torch.manual_seed(0)
+    details = {"return_dict_in_generate": True, "output_logits": True}
+    return {"inputs": inputs, "attention_mask": torch.ones_like(inputs), "max_new_tokens": 8, **details, **kwargs}
+
+
+def edit(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+
+
+def replace(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.3
+
+
+def load(model):
+    weights = {name: 1.3 * weight for name, weight in model.state_dict().items()}
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+
+
+def resize(model):
+    model.resize_token_embeddings(tiny.VOCAB + 9)
+
+
+def untie(model):
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).clone())
+
+
+def widen(model):
+    model.double()
+
+
+def norm_eps(model):
+    for module in model.modules():
+        for name in {"eps", "variance_epsilon"} & set(vars(module)):
+            setattr(module, name, 0.5)
+
+
+def merge_lora(model):
+    peft = pytest.importorskip("peft")
+    targets = ["c_attn", "c_fc"] if model.config.model_type == "gpt2" else ["q", "wo"]
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)).eval()
+    generate(model)
+    assert model.generate.calls[-1].tier is Tier.STOCK
+    assert "which the decode step does not know" in model.generate.calls[-1].reason
+    assert adapted.merge_and_unload() is model
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize(
+    "change", [edit, replace, load, resize, untie, widen, norm_eps, merge_lora], ids=lambda f: f.__name__
+)
+def test_what_is_changed_between_calls_shows(model, change):
+    fuseopt.initialize(model, GENERATION)
+    before = model.generate(**_arguments(model, {})).logits[-1]
+    change(model)
+    assert_as_stock(model)
+    assert_as_stock(model, do_sample=True, max_new_tokens=12)
+    after = model.generate(**_arguments(model, {})).logits[-1]
+    assert after.shape != before.shape or not torch.equal(after, before)
+
+
+def test_half_and_back(model):
+    fuseopt.initialize(model, GENERATION)
+    weights = copy.deepcopy(model.state_dict())
+    wanted = generate(model)
+    generate(model.half())
+    assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP
+    generate(model.bfloat16())
+    assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP
+    model.float().load_state_dict(weights)
+    assert torch.equal(generate(model), wanted)
+
+
+def test_prompts_batches_and_models_take_turns(model):
+    other = fuseopt.initialize(type(model)(model.config).eval(), GENERATION)
+    fuseopt.initialize(model, GENERATION)
+    for batch, length in ((2, 7), (1, 3), (2, 9), (3, 1), (2, 7)):
+        for each in (model, other):
+            inputs = tiny.inputs(each, batch=batch, length=length)["input_ids"]
+            assert_as_stock(each, inputs=inputs, attention_mask=torch.ones_like(inputs))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_generates_by_itself(model, duplicate):
+    fuseopt.initialize(model, GENERATION)
+    generate(model)
+    other = duplicate(model)
+    assert other.generate.model is other and model.generate.model is model
+    edit(other)
+    assert_as_stock(other)
+    assert not fuseopt.report(fuseopt.restore(other)).since and "generate" not in other.__dict__
+    assert_as_stock(model)
+
+
+def test_the_method_looks_like_the_class_s(model):
+    import inspect
+
+    stock = model.generate
+    fuseopt.initialize(model, GENERATION)
+    assert inspect.signature(model.generate) == inspect.signature(stock)
+    assert model.generate.__doc__ == stock.__doc__ and model.generate.__name__ == "generate"
+    assert model.generate.__self__ is model
+
+
+def test_a_second_thread_is_served_at_the_same_time(model):
+    """The one that comes while another call decodes goes to transformers, and neither waits for the other."""
+    fuseopt.initialize(model, GENERATION)
+    wanted = generate(fuseopt.restore(copy.deepcopy(model)))
+    inside, leave = threading.Event(), threading.Event()
+
+    class Waits(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            inside.set()
+            assert leave.wait(30)
+            return scores
+
+    results = []
+    first = threading.Thread(
+        target=lambda: results.append(generate(model, logits_processor=LogitsProcessorList([Waits()])))
+    )
+    first.start()
+    assert inside.wait(30)
+    results.append(generate(model))
+    assert model.generate.calls[-1].reason == "another call of generate() was running on this model"
+    leave.set()
+    first.join(30)
+    assert len(results) == 2 and all(torch.equal(result, wanted) for result in results)
+    assert_as_stock(model)
+
+
+def test_generate_called_from_inside_generate(model):
+    fuseopt.initialize(model, GENERATION)
+    wanted, seen = generate(model), []
+
+    class Nested(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            seen.append(generate(model))
+            return scores
+
+    assert torch.equal(generate(model, logits_processor=LogitsProcessorList([Nested()])), wanted)
+    assert seen and all(torch.equal(result, wanted) for result in seen)
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE_LOOP, Tier.FAST_FORWARD])
+def test_an_interrupted_call_leaves_nothing_behind(model, tier):
+    fuseopt.initialize(model, GENERATION)
+    kwargs = {} if tier is Tier.DEVICE_LOOP else {"max_time": 1e6}
+    calls = 0
+
+    def interrupt(step):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return original(step)
+
+    original = Step.__call__
+    with mock.patch.object(Step, "__call__", interrupt), pytest.raises(KeyboardInterrupt):
+        generate(model, **kwargs)
+    assert_as_stock(model)
+
+
+def test_no_memory_for_the_cache(model):
+    fuseopt.initialize(model, GENERATION)
+    wanted = generate(model)
+    with mock.patch.object(DecodeState, "__init__", side_effect=torch.OutOfMemoryError("no memory")):
+        model.generate.graphs.clear()
+        assert torch.equal(generate(model), wanted)
+    call = model.generate.calls[-1]
+    assert call.tier is Tier.STOCK and call.reason.startswith("there was no memory for a cache of 2 rows")
+    assert_as_stock(model)
+
+
+@pytest.mark.gpu
+def test_no_memory_for_a_graph(model):
+    fuseopt.initialize(model, GENERATION)
+    with mock.patch.object(Step, "capture", side_effect=torch.OutOfMemoryError("no memory")):
+        assert_as_stock(model)
+    call = model.generate.calls[-1]
+    assert call.steps == "eager" and call.note.endswith("so it ran eagerly: no memory")
+    assert_as_stock(model)
+    assert model.generate.calls[-1].steps == "graph"
+
+
+@pytest.mark.gpu
+def test_graphs_are_reused_bounded_and_freed(model):
+    fuseopt.initialize(model, {"generation": {"max_graphs": 2}})
+    with mock.patch.object(Step, "capture", autospec=True, side_effect=Step.capture) as capture:
+        for length in (3, 7, 9, 5):
+            inputs = tiny.inputs(model, batch=2, length=length)["input_ids"]
+            assert_as_stock(model, inputs=inputs, attention_mask=torch.ones_like(inputs))
+            assert_as_stock(model, inputs=inputs, attention_mask=torch.ones_like(inputs), do_sample=True)
+        assert capture.call_count == 2
+        for batch in (1, 2, 3, 4):
+            inputs = tiny.inputs(model, batch=batch)["input_ids"]
+            assert_as_stock(model, inputs=inputs, attention_mask=torch.ones_like(inputs))
+    assert model.generate.graphs.count == 2
+    assert "2 captured steps" in fuseopt.report(model).since[-1]
+    states = [weakref.ref(step.state) for step in model.generate.graphs._steps.values()]
+    fuseopt.restore(model)
+    gc.collect()
+    assert states and all(state() is None for state in states)
+
+
+def test_restore_frees_what_is_kept(model):
+    fuseopt.initialize(model, GENERATION)
+    generate(model)
+    kept = weakref.ref(model.generate)
+    fuseopt.restore(model)
+    assert kept() is None and "generate" not in model.__dict__
+
+
+def test_generation_beside_fused_modules(model):
+    stock = generate(model)
+    fuseopt.initialize(
+        model, {**GENERATION, "kernel_fusion": {"custom_cuda_kernels": ["FusedGELU", "FusedNoRepeatNGram"]}}
+    )
+    assert torch.equal(generate(model), stock)
+    assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP
+    assert_as_stock(model, no_repeat_ngram_size=2)
+
+
+def test_a_step_is_rebuilt_only_when_something_moved(each_device):
+    model = fuseopt.initialize(tiny.gpt2(), GENERATION)
+    with mock.patch.object(StepGraphs, "clear", autospec=True) as clear:
+        generate(model)
+        edit(model)
+        generate(model)
+        assert clear.call_count == 1
+        replace(model)
+        generate(model)
+        assert clear.call_count == 2
+    assert GPT2Step(model).key == model.generate._step.key

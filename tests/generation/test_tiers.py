@@ -1,0 +1,279 @@
+"""Which calls go to transformers' own decoding method, and what the report says of it."""
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    DynamicCache,
+    GPT2DoubleHeadsModel,
+    GPT2LMHeadModel,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    NoRepeatNGramLogitsProcessor,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import fuseopt
+from fuseopt.errors import PlanError
+from fuseopt.generation.tiers import Tier
+from tests import tiny
+
+GENERATION = {"generation": {"enable": True, "max_batch": 4, "max_length": 32}}
+pytestmark = pytest.mark.usefixtures("each_device")
+
+
+class Passive(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class MyNGram(NoRepeatNGramLogitsProcessor):
+    pass
+
+
+class Doubled(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores * 2
+
+
+class TwoTokens(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 9, device=input_ids.device)
+
+
+class Streamer:
+    def __init__(self):
+        self.puts, self.ended = [], False
+
+    def put(self, tokens):
+        self.puts.append(tokens.tolist())
+
+    def end(self):
+        self.ended = True
+
+
+def generate(model, **kwargs):
+    inputs = tiny.inputs(model, batch=2)["input_ids"]
+    torch.manual_seed(0)
+    return model.generate(inputs, **{"attention_mask": torch.ones_like(inputs), "max_new_tokens": 6, **kwargs})
+
+
+def served(model):
+    return model.generate.calls[-1]
+
+
+STOCK_CALLS = {
+    "beams": ({"num_beams": 2}, "beam search is not built yet"),
+    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions is asked for"),
+    "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states is asked"),
+    "no cache": ({"use_cache": False}, "use_cache is off"),
+    "static cache by name": ({"cache_implementation": "static"}, "a cache_implementation is asked for"),
+    "batch": ({"num_return_sequences": 3, "do_sample": True}, "6 rows are more than max_batch, 4"),
+    "length": ({"max_new_tokens": 40}, "cache slots are more than max_length, 32"),
+    "token types": ({"token_type_ids": torch.zeros(2, 7, dtype=torch.long)}, "token_type_ids is passed to the model"),
+}
+
+
+@pytest.mark.parametrize("case", STOCK_CALLS)
+def test_calls_that_transformers_decodes(case, each_device):
+    model = tiny.gpt2()
+    if case == "attentions":
+        model.set_attn_implementation("eager")
+    kwargs, reason = STOCK_CALLS[case]
+    kwargs = {name: value.to(each_device) if torch.is_tensor(value) else value for name, value in kwargs.items()}
+    stock = generate(model, **kwargs)
+    fuseopt.initialize(model, GENERATION)
+    fused = generate(model, **kwargs)
+    assert type(fused) is type(stock)
+    if torch.is_tensor(stock):
+        assert torch.equal(fused, stock)
+    assert served(model).tier is Tier.STOCK and reason in served(model).reason
+    assert reason in str(fuseopt.report(model))
+
+
+def test_hooks_that_transformers_leaves_behind_cost_nothing():
+    model = tiny.gpt2()
+    generate(model, output_hidden_states=True, return_dict_in_generate=True)
+    assert model.transformer.h[0]._forward_hooks
+    fuseopt.initialize(model, GENERATION)
+    generate(model)
+    assert served(model).tier is Tier.DEVICE_LOOP
+
+
+def test_assisted_decoding_is_transformers_own():
+    model = tiny.gpt2()
+    ids = tiny.inputs(model, batch=1)["input_ids"]
+    calls = ({"prompt_lookup_num_tokens": 2}, {"assistant_model": tiny.gpt2(seed=1)})
+    stock = [model.generate(ids, max_new_tokens=5, **kwargs) for kwargs in calls]
+    fuseopt.initialize(model, GENERATION)
+    for kwargs, wanted in zip(calls, stock, strict=True):
+        assert torch.equal(model.generate(ids, max_new_tokens=5, **kwargs), wanted)
+        assert served(model).tier is Tier.STOCK and "assisted decoding" in served(model).reason
+
+
+def test_a_cache_of_another_kind(each_device):
+    model = fuseopt.initialize(tiny.gpt2(), GENERATION)
+    generate(model, past_key_values=StaticCache(config=model.config, max_cache_len=20))
+    assert served(model).reason == "the cache is a StaticCache of its own kind"
+    generate(model, past_key_values=DynamicCache())
+    assert served(model).tier is Tier.DEVICE_LOOP
+
+
+def train(model):
+    model.train()
+
+
+def hook(model):
+    model.transformer.h[1].mlp.register_forward_hook(lambda module, args, output: output * 1.1)
+
+
+def leaf(model):
+    class Mine(torch.nn.LayerNorm):
+        pass
+
+    model.transformer.ln_f.__class__ = Mine
+
+
+def parametrize(model):
+    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+
+
+def forward(model):
+    attention = model.transformer.h[0].attn
+    attention.forward = attention.forward
+
+
+STOCK_MODELS = {
+    train: "is in training mode",
+    hook: "transformer.h.1.mlp carries hooks",
+    leaf: "transformer.ln_f is a Mine, which the decode step does not know",
+    parametrize: "lm_head is a ParametrizedLinear",
+    forward: "transformer.h.0.attn has had its forward replaced",
+}
+
+
+@pytest.mark.parametrize("change", STOCK_MODELS, ids=lambda change: change.__name__)
+def test_models_that_transformers_decodes(change, each_device):
+    """The change comes after initialize: what is looked at is the model as it is in each call."""
+    model, stock = fuseopt.initialize(tiny.gpt2(), GENERATION), tiny.gpt2()
+    generate(model)
+    assert served(model).tier is Tier.DEVICE_LOOP
+    change(model), change(stock)
+    assert torch.equal(generate(model), generate(stock))
+    assert served(model).tier is Tier.STOCK and STOCK_MODELS[change] in served(model).reason
+
+
+@contextmanager
+def global_hook():
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+    yield
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("context", "reason"),
+    [
+        (Passive, "a torch dispatch or function mode is active"),
+        (lambda: torch.autocast("cpu", torch.bfloat16), "autocast is on"),
+        (global_hook, "hooks are registered on every module"),
+        (nullcontext, ""),
+    ],
+)
+def test_surroundings_that_transformers_decodes_in(context, reason, each_device):
+    if each_device.type != "cpu" and "autocast" in reason:
+        pytest.skip("autocast for the CPU does not concern a GPU")
+    model = fuseopt.initialize(tiny.gpt2(), GENERATION)
+    with context():
+        generate(model)
+    assert served(model).reason.startswith(reason) and (served(model).tier is Tier.STOCK) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "reason"),
+    [
+        ({"logits_processor": [MyNGram(2)]}, "MyNGram runs on the host"),
+        ({"logits_processor": [Doubled()]}, "Doubled runs on the host"),
+        ({"stopping_criteria": [TwoTokens()]}, "TwoTokens runs on the host"),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [3, 4, 5 + row]}, "PrefixConstrainedLogitsProcessor runs on"),
+    ],
+)
+def test_processors_and_criteria_of_the_caller_run_between_steps(kwargs, reason):
+    lists = {"logits_processor": LogitsProcessorList, "stopping_criteria": StoppingCriteriaList}
+    kwargs = {name: lists[name](value) if name in lists else value for name, value in kwargs.items()}
+    model = tiny.gpt2()
+    stock = generate(model, **kwargs)
+    fuseopt.initialize(model, GENERATION)
+    assert torch.equal(generate(model, **kwargs), stock)
+    assert served(model).tier is Tier.FAST_FORWARD and reason in served(model).reason
+
+
+def test_the_caller_s_shorter_length_counts():
+    model = tiny.gpt2()
+    criteria = StoppingCriteriaList([MaxLengthCriteria(10)])
+    stock = generate(model, stopping_criteria=criteria)
+    fuseopt.initialize(model, GENERATION)
+    assert torch.equal(generate(model, stopping_criteria=criteria), stock)
+    assert stock.shape[1] == 10 and served(model).tier is Tier.DEVICE_LOOP
+
+
+def test_a_streamer_is_given_each_token_in_time():
+    model = tiny.gpt2()
+    streamers = [Streamer(), Streamer()]
+    stock = generate(model, streamer=streamers[0])
+    fuseopt.initialize(model, GENERATION)
+    assert torch.equal(generate(model, streamer=streamers[1]), stock)
+    assert streamers[1].puts == streamers[0].puts and len(streamers[1].puts) == 7 and streamers[1].ended
+    assert served(model).tier is Tier.FAST_FORWARD and "streamer" in served(model).reason
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"max_new_tokens": -1},
+        {"temperature": -1.0, "do_sample": True},
+        {"no_such_argument": 3},
+        {"num_beams": 2, "streamer": Streamer()},
+        {"num_return_sequences": 2},
+        {"stop_strings": ["x"]},
+        {"penalty_alpha": 0.5, "top_k": 4},
+        {"max_length": 3, "max_new_tokens": None},
+        {"inputs": torch.ones(1, 2, dtype=torch.long), "input_ids": torch.ones(1, 2, dtype=torch.long)},
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_in_transformers_own_words(kwargs):
+    messages = []
+    for model in (tiny.gpt2(), fuseopt.initialize(tiny.gpt2(), GENERATION)):
+        with pytest.raises((ValueError, TypeError)) as raised:
+            generate(model, **kwargs)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+
+
+def test_the_report_keeps_the_last_calls_only():
+    model = fuseopt.initialize(tiny.gpt2(), GENERATION)
+    for _ in range(20):
+        generate(model, max_new_tokens=1)
+    lines = fuseopt.report(model).since
+    assert len(lines) == 9 and lines[0].startswith("generate(): T0 device loop")
+    assert fuseopt.report(model).to_dict()["since"] == list(lines)
+
+
+def test_models_without_a_step_are_skipped():
+    class Mine(GPT2LMHeadModel):
+        pass
+
+    for model, reason in (
+        (tiny.umt5(), "no decode step is written for UMT5ForConditionalGeneration"),
+        (Mine(tiny.gpt2().config), "no decode step is written for"),
+        (GPT2DoubleHeadsModel(tiny.gpt2().config), "no decode step is written for GPT2DoubleHeadsModel"),
+        (torch.nn.Linear(2, 2), "Linear has no generate() of transformers"),
+    ):
+        with pytest.raises(PlanError, match=reason.replace("(", r"\(").replace(")", r"\)")):
+            fuseopt.initialize(model, GENERATION, strict=True)
+        assert "generate" not in model.__dict__
