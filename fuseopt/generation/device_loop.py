@@ -5,33 +5,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fuseopt.generation.graphs import Forward, StepGraphs
-from fuseopt.generation.selection import Selection
-from fuseopt.generation.state import DecodeState
+from fuseopt.generation.graphs import Step, StepGraphs
 from fuseopt.generation.stop_flags import StopFlags
 
 
 def run(
     graphs: StepGraphs,
-    forward: Forward,
-    state: DecodeState,
-    selection: Selection,
+    step: Step,
     input_ids: Tensor,
     pad: Tensor | None,
     steps: int,
+    pending: bool,
     scores: list[Tensor] | None,
     logits: list[Tensor] | None,
-) -> tuple[Tensor, tuple[str, str]]:
-    """Decodes up to `steps` tokens a row, from the prefill's logits in `state` on.
+) -> tuple[Tensor, str]:
+    """Decodes up to `steps` tokens a row, from the logits in the step's state on.
 
     Args:
+        step: with a selection.
         input_ids: [rows, length] int64.
         pad: the id that finished rows are given, [] int64.
+        pending: there are no logits yet, but the token that they come from.
         scores, logits: are given a tensor [rows, vocab] float32 a step, unless None.
 
     Returns:
-        Sequences [rows, length + steps taken]; and how the steps ran, with a note.
+        Sequences [rows, length + steps taken]; and why the step could not be captured, or nothing.
     """
+    state, selection = step.state, step.selection
+    assert selection is not None
     length = input_ids.shape[1]
     state.ids[:, :length] = input_ids
     state.length.fill_(length)
@@ -39,14 +40,12 @@ def run(
     state.done.fill_(False)
     if pad is not None:
         state.pad.copy_(pad)
-    step = graphs.step(forward, state, selection)
-    assert step.selection is not None
     flags = None if selection.eos is None else StopFlags(state.done, steps)
     random_state = _RandomState(state.ids.device) if selection.do_sample else None
     note = ""
     for taken in range(steps):
-        if taken == 0:
-            step.selection(state)
+        if taken == 0 and not pending:
+            selection(state)
         else:
             if taken == 2:
                 note = graphs.capture(step)
@@ -66,7 +65,7 @@ def run(
     for record in (scores, logits):
         if record is not None:
             del record[counted:]
-    return state.ids[:, : length + counted].clone(), ("eager" if step.graph is None else "graph", note)
+    return state.ids[:, : length + counted].clone(), note
 
 
 class _RandomState:

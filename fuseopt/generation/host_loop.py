@@ -7,31 +7,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fuseopt.generation.graphs import Forward, StepGraphs
-from fuseopt.generation.state import DecodeState
+from fuseopt.generation.graphs import Step, StepGraphs
 
 
 def run(
     graphs: StepGraphs,
-    forward: Forward,
-    state: DecodeState,
+    step: Step,
     input_ids: Tensor,
     processors: Any,
     criteria: Any,
     config: Any,
     streamer: Any,
+    pending: bool,
     scores: list[Tensor] | None,
     logits: list[Tensor] | None,
-) -> tuple[Tensor, tuple[str, str]]:
-    """Decodes until the criteria say so, from the prefill's logits in `state` on.
+) -> tuple[Tensor, str]:
+    """Decodes until the criteria say so, from the logits in the step's state on.
 
-    Args, returns: as `device_loop.run`; `processors`, `criteria`, `config` and `streamer` are generate()'s.
+    Args, returns: as `device_loop.run`; the step has no selection, and `processors`, `criteria`, `config` and
+    `streamer` are generate()'s.
     """
     pad = config._pad_token_tensor
     has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
-    step = graphs.step(forward, state, None)
-    steps, note = 0, ""
+    state, steps, note = step.state, 0, ""
+    if pending:
+        step()
     while True:
         # A copy: the next step overwrites it, while processors, criteria and the result may keep it.
         next_logits = state.logits.clone()
@@ -60,4 +61,4 @@ def run(
         steps += 1
     if streamer is not None:
         streamer.end()
-    return input_ids, ("eager" if step.graph is None else "graph", note)
+    return input_ids, note

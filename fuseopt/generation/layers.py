@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import NewGELUActivation
@@ -57,6 +58,11 @@ def attend(query: Tensor, cache: Tensor, mask: Tensor, scale: float) -> Tensor:
     """
     attended = F.scaled_dot_product_attention(query.unsqueeze(2), cache[0], cache[1], mask, scale=scale)
     return attended.flatten(1)
+
+
+def causal_mask(length: int, device: torch.device) -> Tensor:
+    """[length, length] bool: True where the key is not after the query."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril_()
 
 
 def identity(*parts: Any) -> tuple[Hashable, ...]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import EncoderDecoderCache
 from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.utils import (
     GENERATION_MODES_MAPPING,
@@ -18,6 +17,7 @@ from transformers.generation.utils import (
 from fuseopt.generation import device_loop, host_loop, tiers
 from fuseopt.generation.device_processors import device_processor
 from fuseopt.generation.graphs import StepGraphs
+from fuseopt.generation.prefill import prefill, store_cache
 from fuseopt.generation.selection import Selection
 from fuseopt.generation.state import DecodeState, Sizes, capacity_for
 from fuseopt.generation.tiers import Call, Tier
@@ -106,7 +106,7 @@ class DecodeLoop:
         on_device = [device_processor(p, rows, self.step.vocab, self.step.shape.device) for p in processors]
         reasons = tiers.device_loop_reasons(processors, on_device, criteria, config._pad_token_tensor, self.streamer)
         reason = next(reasons, None)
-        filled = _prefill(model, state, input_ids, config, model_kwargs)
+        prefilled = prefill(self.step, model, state, input_ids, config, model_kwargs)
         records: tuple[list[Tensor] | None, list[Tensor] | None] = (
             [] if config.return_dict_in_generate and config.output_scores else None,
             [] if config.return_dict_in_generate and config.output_logits else None,
@@ -119,47 +119,25 @@ class DecodeLoop:
                 None if eos is None else eos.to(input_ids.device),
             )
             steps = max(1, (tiers.length_limit(criteria) or 0) - length)
-            sequences, how = device_loop.run(
-                self.graphs, self.step, state, selection, input_ids, config._pad_token_tensor, steps, *records
+            step = self.graphs.step(self.step, state, selection)
+            sequences, note = device_loop.run(
+                self.graphs, step, input_ids, config._pad_token_tensor, steps, prefilled.pending, *records
             )
-            self.served = Call(Tier.DEVICE_LOOP, "", *how)
         else:
-            sequences, how = host_loop.run(
-                self.graphs, self.step, state, input_ids, processors, criteria, config, self.streamer, *records
+            step = self.graphs.step(self.step, state, None)
+            sequences, note = host_loop.run(
+                self.graphs, step, input_ids, processors, criteria, config, self.streamer, prefilled.pending, *records
             )
-            self.served = Call(Tier.FAST_FORWARD, reason, *how)
+        tier = Tier.DEVICE_LOOP if reason is None else Tier.FAST_FORWARD
+        self.served = Call(tier, reason or "", "eager" if step.graph is None else "graph", note)
         cache = model_kwargs["past_key_values"]
         if config.return_dict_in_generate or getattr(cache, "_is_user_defined", False):
-            state.store_cache(_self_attention(cache), filled + sequences.shape[1] - length - 1)
+            store_cache(state, cache, prefilled.slots + sequences.shape[1] - length - 1, prefilled.cross_slots)
         if not config.return_dict_in_generate:
             return sequences
         output = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
         scores, logits = (None if record is None else tuple(record) for record in records)
         return output(sequences=sequences, scores=scores, logits=logits, past_key_values=cache)
-
-
-def _prefill(model: nn.Module, state: DecodeState, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> int:
-    """Runs the model's own forward on the prompt, and puts cache, masks and positions into `state`.
-
-    Returns:
-        How many slots of the cache the prompt fills.
-    """
-    encodes = model.config.is_encoder_decoder
-    outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
-    model_kwargs.update(model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=encodes))
-    cache = model_kwargs["past_key_values"]
-    filled = state.load_cache(_self_attention(cache))
-    positions = model_kwargs.get("position_ids")
-    state.begin(
-        filled,
-        model_kwargs.get("decoder_attention_mask" if encodes else "attention_mask"),
-        None if positions is None else positions[:, -1],
-    )
-    if encodes:
-        length = state.load_cache(cache.cross_attention_cache, cross=True)
-        state.load_cross(length, model_kwargs.get("attention_mask"))
-    state.logits.copy_(outputs.logits[:, -1])
-    return filled
 
 
 def _sizes(input_ids: Tensor, criteria: Any, model_kwargs: Mapping[str, Any]) -> Sizes:
@@ -175,7 +153,3 @@ def _sizes(input_ids: Tensor, criteria: Any, model_kwargs: Mapping[str, Any]) ->
 def _class_of(sizes: Sizes) -> Sizes:
     cross = sizes.cross_capacity
     return Sizes(sizes.rows, capacity_for(sizes.capacity), capacity_for(cross) if cross else 0)
-
-
-def _self_attention(cache: Any) -> Any:
-    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache

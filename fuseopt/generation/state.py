@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,20 +96,6 @@ class DecodeState:
         """Says which of the first `length` slots of the cross-attention cache count."""
         self.cross_keep.fill_(False)
         self.cross_keep[:, :length] = True if keep is None else keep.bool()
-
-    def load_cache(self, past_key_values: Any, cross: bool = False) -> int:
-        """Copies keys and values of a DynamicCache into the static cache; returns how many slots they fill."""
-        cache = self.cross_cache if cross else self.cache
-        filled = past_key_values.get_seq_length()
-        for layer, target in zip(past_key_values.layers, cache, strict=True):
-            target[0, :, :, :filled] = layer.keys
-            target[1, :, :, :filled] = layer.values
-        return filled
-
-    def store_cache(self, past_key_values: Any, filled: int) -> None:
-        """Makes the DynamicCache hold what the static cache has in its first `filled` slots."""
-        for layer, source in zip(past_key_values.layers, self.cache, strict=True):
-            layer.keys, layer.values = source[0, :, :, :filled].clone(), source[1, :, :, :filled].clone()
 
     def attention_mask(self, dtype: torch.dtype) -> Tensor:
         """Additive [rows, 1, 1, capacity]: 0 for slots up to this step's that count, the lowest number elsewhere."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,8 +11,20 @@ from torch.nn import functional as F
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.pytorch_utils import Conv1D
 
-from fuseopt.generation.layers import Activation, Norm, activation_of, attend, identity, layer_norm, write_slot
+from fuseopt.generation.layers import (
+    Activation,
+    Norm,
+    activation_of,
+    attend,
+    causal_mask,
+    identity,
+    layer_norm,
+    write_slot,
+)
 from fuseopt.generation.state import CacheShape, DecodeState
+
+# qkv [tokens, 3, heads, head_dim], the layer's cache, scale -> [tokens, heads * head_dim]
+_AttentionFunction = Callable[[Tensor, Tensor, float], Tensor]
 
 
 class _Projection(NamedTuple):
@@ -84,16 +97,49 @@ class GPT2Step:
         return model.transformer.wpe.num_embeddings
 
     def __call__(self, state: DecodeState) -> Tensor:
-        hidden = F.embedding(state.tokens, self.token_embedding)
-        hidden = hidden + F.embedding(state.positions, self.position_embedding)
-        mask = state.attention_mask(hidden.dtype)
-        rows = hidden.shape[0]
-        for layer, cache in zip(self.layers, state.cache, strict=True):
-            qkv = layer.qkv(layer_norm(hidden, layer.norm_1)).view(rows, 3, self.shape.heads, self.shape.head_dim)
+        mask = state.attention_mask(self.shape.dtype)
+
+        def attention(qkv: Tensor, cache: Tensor, scale: float) -> Tensor:
             write_slot(cache, qkv[:, 1:].transpose(0, 1), state.slot)
-            attended = attend(qkv[:, 0], cache, mask, layer.scale)
-            hidden = layer.out(attended) + hidden
+            return attend(qkv[:, 0], cache, mask, scale)
+
+        return self._logits(self._hidden(state.tokens, state.positions, state, attention))
+
+    def prefill(self, state: DecodeState, input_ids: Tensor, positions: Tensor, keep: Tensor | None) -> Tensor:
+        """The prompt in one go: fills the first slots of the empty cache.
+
+        Args:
+            input_ids, positions: [rows, length] int64.
+            keep: attention mask [rows, length], or None where all tokens count.
+
+        Returns:
+            The last tokens' logits [rows, vocab].
+        """
+        rows, length = input_ids.shape
+        mask = None if keep is None else keep.bool()[:, None, None, :] & causal_mask(length, input_ids.device)
+
+        def attention(qkv: Tensor, cache: Tensor, scale: float) -> Tensor:
+            query, keys, values = qkv.unflatten(0, (rows, length)).permute(2, 0, 3, 1, 4).unbind()
+            cache[0, :, :, :length], cache[1, :, :, :length] = keys, values
+            attended = F.scaled_dot_product_attention(
+                query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
+            )
+            return attended.transpose(1, 2).reshape(rows * length, -1)
+
+        positions = positions.expand(rows, length).flatten()
+        hidden = self._hidden(input_ids.flatten(), positions, state, attention)
+        return self._logits(hidden.unflatten(0, (rows, length))[:, -1])
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, state: DecodeState, attention: _AttentionFunction) -> Tensor:
+        """[tokens] -> [tokens, hidden], before the final norm."""
+        hidden = F.embedding(tokens, self.token_embedding) + F.embedding(positions, self.position_embedding)
+        for layer, cache in zip(self.layers, state.cache, strict=True):
+            qkv = layer.qkv(layer_norm(hidden, layer.norm_1)).unflatten(1, (3, self.shape.heads, self.shape.head_dim))
+            hidden = layer.out(attention(qkv, cache, layer.scale)) + hidden
             hidden = layer.down(layer.activation(layer.up(layer_norm(hidden, layer.norm_2)))) + hidden
+        return hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         return F.linear(layer_norm(hidden, self.final_norm), self.head, self.head_bias)
 
 

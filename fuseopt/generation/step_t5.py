@@ -123,6 +123,14 @@ class T5Step:
             hidden = hidden * self.head_scale
         return F.linear(hidden, self.head, self.head_bias)
 
+    def encode(self, state: DecodeState, encoded: Tensor) -> None:
+        """Fills the cross-attention cache from the encoder's output [rows, encoder length, hidden]."""
+        length = encoded.shape[1]
+        for layer, cache in zip(self.layers, state.cross_cache, strict=True):
+            for weight, target in zip((layer.cross_attention.key, layer.cross_attention.value), cache, strict=True):
+                projected = F.linear(encoded, weight).unflatten(2, (self.shape.heads, self.shape.head_dim))
+                target[:, :, :length] = projected.transpose(1, 2)
+
     def _heads(self, normed: Tensor, weight: Tensor) -> Tensor:
         return F.linear(normed, weight).unflatten(1, (self.shape.heads, self.shape.head_dim))
 

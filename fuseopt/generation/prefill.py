@@ -1,0 +1,128 @@
+"""Prefill: from the prompt to a filled static cache and first logits; and back to transformers' caches at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from fuseopt.generation.state import DecodeState
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """What a prefill left in a DecodeState.
+
+    Attributes:
+        slots: slots that are filled when the first logits are there.
+        cross_slots: likewise of the cross-attention cache.
+        pending: the first logits are not there: the state is ready for a step that takes the only token of the prompt.
+    """
+
+    slots: int
+    cross_slots: int = 0
+    pending: bool = False
+
+
+def prefill(
+    step: Any, model: nn.Module, state: DecodeState, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any]
+) -> Prefilled:
+    """Fills `state` by the decode step's own means where the call is plain, else by the model's own forward.
+
+    Args:
+        step: a decode step built on `model`.
+        config, model_kwargs: as transformers prepared them; `model_kwargs` is brought up to date.
+    """
+    length = input_ids.shape[1]
+    encodes = model.config.is_encoder_decoder
+    keep = model_kwargs.get("decoder_attention_mask" if encodes else "attention_mask")
+    if keep is not None and keep.shape == input_ids.shape and bool(keep.all()):
+        keep = None
+    if not _is_plain(model, input_ids, config, model_kwargs) or (keep is not None and (encodes or length == 1)):
+        return _by_the_model(model, state, input_ids, config, model_kwargs)
+    cross_slots = 0
+    if encodes:
+        encoded = model_kwargs["encoder_outputs"][0]
+        cross_slots = encoded.shape[1]
+        step.encode(state, encoded)
+        state.load_cross(cross_slots, model_kwargs.get("attention_mask"))
+    else:
+        model.transformer.warn_if_padding_and_no_attention_mask(input_ids, model_kwargs.get("attention_mask"))
+    positions = model_kwargs.get("position_ids")
+    if positions is None:
+        positions = torch.arange(length, device=input_ids.device)[None]
+    if length == 1:
+        state.tokens.copy_(input_ids[:, 0])
+        state.begin(0, None, positions[:, -1])
+        return Prefilled(1, cross_slots, pending=True)
+    state.begin(length, keep, positions[:, -1] + 1)
+    state.logits.copy_(step.prefill(state, input_ids, positions, keep))
+    return Prefilled(length, cross_slots)
+
+
+def store_cache(state: DecodeState, past_key_values: Any, slots: int, cross_slots: int) -> None:
+    """Makes transformers' cache hold what the first slots of the static one do."""
+    if isinstance(past_key_values, EncoderDecoderCache):
+        cross = past_key_values.cross_attention_cache
+        if not cross.get_seq_length():
+            _store(state.cross_cache, cross, cross_slots)
+            past_key_values.is_updated.update(dict.fromkeys(range(len(state.cross_cache)), True))
+        past_key_values = past_key_values.self_attention_cache
+    _store(state.cache, past_key_values, slots)
+
+
+def _is_plain(model: nn.Module, input_ids: Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> bool:
+    """Whether there is nothing but a prompt of tokens, and attention is of the kind that the step's prefill has."""
+    if model.config.is_encoder_decoder:
+        if input_ids.shape[1] != 1 or model_kwargs["past_key_values"].cross_attention_cache.get_seq_length():
+            return False
+    elif model.config._attn_implementation != "sdpa":
+        return False
+    return (
+        input_ids.shape[1] > 0
+        and model_kwargs.get("inputs_embeds") is None
+        and model_kwargs["past_key_values"].get_seq_length() == 0
+        and config.prefill_chunk_size is None
+    )
+
+
+def _by_the_model(
+    model: nn.Module, state: DecodeState, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any]
+) -> Prefilled:
+    encodes = model.config.is_encoder_decoder
+    outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
+    model_kwargs.update(model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=encodes))
+    cache, cross_slots = model_kwargs["past_key_values"], 0
+    if encodes:
+        cross_slots = _load(state.cross_cache, cache.cross_attention_cache)
+        state.load_cross(cross_slots, model_kwargs.get("attention_mask"))
+        cache = cache.self_attention_cache
+    slots = _load(state.cache, cache)
+    keep = model_kwargs.get("decoder_attention_mask" if encodes else "attention_mask")
+    positions = model_kwargs.get("position_ids")
+    state.begin(slots, keep, None if positions is None else positions[:, -1])
+    state.logits.copy_(outputs.logits[:, -1])
+    return Prefilled(slots, cross_slots)
+
+
+def _load(static: Tensor, cache: DynamicCache) -> int:
+    """Copies keys and values into [layers, 2, rows, heads, capacity, head_dim]; returns how many slots they fill."""
+    slots = cache.get_seq_length()
+    for target, layer in zip(static, cache.layers, strict=True):
+        target[0, :, :, :slots] = layer.keys
+        target[1, :, :, :slots] = layer.values
+    return slots
+
+
+def _store(static: Tensor, cache: DynamicCache, slots: int) -> None:
+    empty = not cache.get_seq_length()
+    for index, source in enumerate(static):
+        keys, values = source[:, :, :, :slots]
+        if empty:
+            cache.update(keys, values, index)
+        else:
+            cache.layers[index].keys, cache.layers[index].values = keys.clone(), values.clone()
