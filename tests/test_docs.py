@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from fuseopt.config import CUSTOM_KERNELS, KERNEL_BACKENDS, PRESETS, TRITON_KERNELS, Config, KernelFusion
+from fuseopt.config import (
+    CUSTOM_KERNELS,
+    KERNEL_BACKENDS,
+    PRESETS,
+    TRITON_KERNELS,
+    Config,
+    GenerationOptions,
+    KernelFusion,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "results" / "README.md"]
@@ -31,7 +39,8 @@ def test_links_lead_somewhere(page):
 
 def test_the_config_page_covers_the_config():
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    for name in (*KernelFusion.__dataclass_fields__, *CUSTOM_KERNELS, *TRITON_KERNELS, *PRESETS, *KERNEL_BACKENDS):
+    fields = (*KernelFusion.__dataclass_fields__, *GenerationOptions.__dataclass_fields__)
+    for name in (*fields, *CUSTOM_KERNELS, *TRITON_KERNELS, *PRESETS, *KERNEL_BACKENDS):
         assert f"`{name}`" in page, name
     (example,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     Config.load(json.loads(example))
