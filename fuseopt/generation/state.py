@@ -80,12 +80,14 @@ class DecodeState:
 
         Args:
             filled: slots that hold keys and values.
-            keep: attention mask [rows, at most capacity], nonzero where a slot counts, or None where all do.
+            keep: attention mask [rows, any], nonzero where a slot counts, or None where all do.
             positions: [rows] of the tokens that the first step takes, or None for `filled`.
         """
         self.slot.fill_(filled)
         self.keep.fill_(True)
         if keep is not None:
+            # transformers' mask has a column for a next token even where none will follow.
+            keep = keep[:, : self.sizes.capacity]
             self.keep[:, : keep.shape[1]] = keep.bool()
         if positions is None:
             self.positions.fill_(filled)
