@@ -36,16 +36,16 @@ def run(
     length = input_ids.shape[1]
     state.ids[:, :length] = input_ids
     state.length.fill_(length)
-    state.unfinished.fill_(1)
-    state.done.fill_(False)
+    state.unfinished.fill_(True)
     if pad is not None:
         state.pad.copy_(pad)
-    flags = None if selection.eos is None else StopFlags(state.done, steps)
+    flags = None if selection.eos is None else StopFlags(state.going, steps)
     random_state = _RandomState(state.ids.device) if selection.do_sample else None
     note = ""
     for taken in range(steps):
         if taken == 0 and not pending:
             selection(state)
+            state.length += 1
         else:
             if taken == 2:
                 note = graphs.capture(step)
@@ -56,7 +56,7 @@ def run(
             logits.append(state.logits.clone())
         if flags is not None:
             flags.push()
-            if flags.is_set():
+            if flags.is_over():
                 break
     taken += 1
     counted = taken if flags is None else flags.steps()

@@ -16,7 +16,7 @@ Forward = Callable[[DecodeState], Tensor]
 
 
 class Step:
-    """Call: runs one decode step, which is the forward, the move to the next slot, and the selection if there is one.
+    """Call: runs one decode step, which is the forward, the selection if there is one, and the move to the next slot.
 
     `selection` is the one that runs: its tensors are at the addresses that a graph reads.
     """
@@ -34,9 +34,9 @@ class Step:
             self.graph.replay()
             return
         self.state.logits.copy_(self.forward(self.state))
-        self.state.advance()
         if self.selection is not None:
             self.selection(self.state)
+        self.state.advance()
 
     def capture(self, pool: tuple[int, int]) -> None:
         """Records what a call does, to be replayed from then on; the step has run once before.

@@ -1,8 +1,7 @@
-"""What decode steps are made of: plain functions on the model's own tensors, one token a row."""
+"""What decode steps are made of: plain functions on the model's own tensors, a token a row."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -11,53 +10,99 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import NewGELUActivation
 
-Activation = Callable[[Tensor], Tensor]
+from fuseopt import ops
+from fuseopt.ops import registry
+from fuseopt.ops.decode_linear import ACTIVATIONS, MAX_ROWS
+
+# A name in `ACTIVATIONS`, or a module that is called.
+Activation = str | Callable[[Tensor], Tensor]
 
 
 class Norm(NamedTuple):
-    """The state of a LayerNorm, or without `bias` of an RMSNorm."""
+    """`kind` as `ops.decode_linear` has it; `bias` is None for an RMSNorm."""
 
+    kind: str
     weight: Tensor
     bias: Tensor | None
     eps: float
 
 
-def layer_norm(input: Tensor, norm: Norm) -> Tensor:
-    return F.layer_norm(input, norm.weight.shape, norm.weight, norm.bias, norm.eps)
+class Linear(NamedTuple):
+    """Linear layers with a common input: `weights` [N, K] of any strides, one `biases` [N] each or none."""
+
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor, ...] = ()
+
+
+def linear_of(*modules: nn.Linear) -> Linear:
+    """Of torch.nn.Linear modules that all have a bias, or none of them."""
+    return Linear(tuple(module.weight for module in modules), tuple(m.bias for m in modules if m.bias is not None))
 
 
 def activation_of(module: nn.Module) -> Activation:
-    """`module`, or for the GELU that transformers writes out in eight operations the same function as one."""
-    return _gelu_tanh if type(module) is NewGELUActivation else module
+    """The name of what `module` computes, or `module` itself."""
+    if type(module) is NewGELUActivation:
+        return "gelu_tanh"
+    return "relu" if type(module) is nn.ReLU else module
 
 
-_gelu_tanh = functools.partial(F.gelu, approximate="tanh")
+def normalised(input: Tensor, norm: Norm) -> Tensor:
+    if norm.kind == "t5_rms_norm":
+        return ops.rms_norm(input, norm.weight, norm.eps, cast_order="t5")
+    return F.layer_norm(input, norm.weight.shape, norm.weight, norm.bias, norm.eps)
 
 
-def write_slot(cache: Tensor, keys_and_values: Tensor, slot: Tensor) -> None:
-    """Puts one token's keys and values into a layer's cache.
+def linear(
+    input: Tensor,
+    layer: Linear,
+    *,
+    norm: Norm | None = None,
+    activation: Activation | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`residual + activation(layer(norm(input)))`; few rows on a GPU in one kernel, others by the BLAS library.
 
     Args:
-        cache: [2, rows, heads, capacity, head_dim].
-        keys_and_values: [2, rows, heads, head_dim], any strides.
-        slot: [1] int64, on the device.
-    """
-    cache.index_copy_(3, slot, keys_and_values.unsqueeze(3))
-
-
-def attend(query: Tensor, cache: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention of one token a row over a layer's cache.
-
-    Args:
-        query: [rows, heads, head_dim].
-        cache: [2, rows, heads, capacity, head_dim].
-        mask: additive, broadcastable to [rows, heads, 1, capacity], of `query`'s dtype.
+        input: [rows, K].
+        gated: the activated product with the first weight times that with the second.
+        residual: of the result's shape.
 
     Returns:
-        [rows, heads * head_dim].
+        [rows, N * number of weights] ([rows, N] if gated), in the weights' dtype or what that and `residual`'s give.
     """
-    attended = F.scaled_dot_product_attention(query.unsqueeze(2), cache[0], cache[1], mask, scale=scale)
-    return attended.flatten(1)
+    weight = layer.weights[0]
+    if has_kernel("decode_linear", weight) and input.shape[0] <= MAX_ROWS and not callable(activation):
+        kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
+        return ops.decode_linear(
+            input,
+            layer.weights,
+            layer.biases or None,
+            residual=residual,
+            norm=kind,
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
+            eps=eps,
+            activation=activation,
+            gated=gated,
+            overlap=True,
+        )
+    if norm is not None:
+        input = normalised(input, norm)
+    input = input.to(weight.dtype)
+    biases = layer.biases or (None,) * len(layer.weights)
+    outputs = [F.linear(input, weight, bias) for weight, bias in zip(layer.weights, biases, strict=True)]
+    if activation is not None:
+        outputs[0] = (activation if callable(activation) else ACTIVATIONS[activation])(outputs[0])
+    if gated:
+        outputs = [outputs[0] * outputs[1]]
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+    return output if residual is None else residual + output
+
+
+def has_kernel(op: str, like: Tensor) -> bool:
+    """Whether a decoding op has a GPU kernel for tensors like this one; its reference is not made for speed."""
+    return like.is_cuda and registry.pick(op, "auto", like.device, (like.dtype,)) == "cuda"
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:

@@ -117,6 +117,7 @@ class DecodeLoop:
                 tuple(p for p in on_device if p is not None),
                 bool(config.do_sample),
                 None if eos is None else eos.to(input_ids.device),
+                keep_scores=records[0] is not None,
             )
             steps = max(1, (tiers.length_limit(criteria) or 0) - length)
             step = self.graphs.step(self.step, state, selection)

@@ -12,7 +12,7 @@ from fuseopt.generation.state import DecodeState
 
 
 class Selection:
-    """Call: a DecodeState -> nothing; processes `logits` to `scores`, picks `tokens`, and appends them to `ids`.
+    """Call: a DecodeState -> nothing; processes `logits`, picks `tokens`, writes them to `ids` and updates the flags.
 
     Upstream: the loop of `GenerationMixin._sample` from the logits on; random numbers are drawn as there, from torch's
     default generator.
@@ -21,12 +21,16 @@ class Selection:
         processors: in transformers' order.
         do_sample: draw from the distribution, or take the likeliest token.
         eos: token ids [any] after which a row is padded, or None.
+        keep_scores: whether the processed logits are put into `scores`.
     """
 
-    def __init__(self, processors: tuple[DeviceProcessor, ...], do_sample: bool, eos: Tensor | None) -> None:
-        self.processors, self.do_sample, self.eos = processors, do_sample, eos
+    def __init__(
+        self, processors: tuple[DeviceProcessor, ...], do_sample: bool, eos: Tensor | None, keep_scores: bool
+    ) -> None:
+        self.processors, self.do_sample, self.eos, self.keep_scores = processors, do_sample, eos, keep_scores
         self.key: Hashable = (
             do_sample,
+            keep_scores,
             None if eos is None else eos.shape,
             *(processor.key for processor in processors),
         )
@@ -45,17 +49,17 @@ class Selection:
         scores = state.logits
         for processor in self.processors:
             scores = processor(state, scores)
-        state.scores.copy_(scores)
+        if self.keep_scores:
+            state.scores.copy_(scores)
         if self.do_sample:
             tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         else:
             tokens = torch.argmax(scores, dim=-1)
-        if self.eos is not None:
-            tokens = tokens * state.unfinished + state.pad * (1 - state.unfinished)
+        if self.eos is None:
+            state.tokens.copy_(tokens)
+        else:
+            torch.where(state.unfinished, tokens, state.pad, out=state.tokens)
             # torch.isin sorts when there are many ids, which waits for the device.
-            ended = (tokens[:, None] == self.eos).any(1)
-            state.unfinished.mul_(~ended)
-            torch.eq(state.unfinished.max(), 0, out=state.done[0])
-        state.tokens.copy_(tokens)
-        state.ids.index_copy_(1, state.length, tokens[:, None])
-        state.length += 1
+            state.unfinished &= (state.tokens[:, None] != self.eos).all(1)
+            torch.any(state.unfinished, dim=0, out=state.going)
+        state.ids.index_copy_(1, state.length, state.tokens[:, None])

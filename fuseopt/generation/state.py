@@ -42,10 +42,11 @@ class DecodeState:
     """The static tensors of one decode step.
 
     `cache` is [layers, 2, rows, heads, capacity, head_dim] (keys, then values); `cross_cache` likewise. A step reads
-    `tokens` and `positions` [rows], writes keys and values to `slot` [1] and lets each row attend to the slots up to it
-    that `keep` [rows, capacity] allows, and to those of the encoder that `cross_keep` allows. The device loop keeps the
-    sequences in `ids` [rows, capacity + 1], of which `length` [1] columns are filled, `unfinished` [rows] as 0 or 1,
-    and `done` [1], set when no row is left. All integers are int64; `logits` and `scores` are [rows, vocab] float32.
+    `tokens` and `positions` [rows], writes keys and values to `slot` [1], and lets each row attend to the slots up to
+    it that `keep` [rows, capacity] allows, and to the first `cross_length` [1] of the encoder's that `cross_keep`
+    allows. The device loop has the sequences in `ids` [rows, capacity + 1], of which `length` [1] columns are filled,
+    whether a row goes on in `unfinished` [rows], and whether any does in `going` []. Integers are int64, the rest of
+    these is bool; `logits` and `scores` are [rows, vocab] float32.
     """
 
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:
@@ -64,16 +65,18 @@ class DecodeState:
             self.keep = zeros(rows, capacity, dtype=torch.bool)
             self.cross_keep = zeros(rows, cross_capacity, dtype=torch.bool)
             self.slots = torch.arange(capacity, device=shape.device)
-            self.tokens, self.positions, self.unfinished = zeros(rows), zeros(rows), zeros(rows)
-            self.slot, self.length, self.pad = zeros(1), zeros(1), zeros(1)
-            self.done = zeros(1, dtype=torch.bool)
+            self.tokens, self.pad, self.cross_length = zeros(rows), zeros(1), zeros(1)
+            # What every step adds one to, at one stroke.
+            self._counters = zeros(rows + 2)
+            self.slot, self.length, self.positions = self._counters.split((1, 1, rows))
+            self.unfinished, self.going = zeros(rows, dtype=torch.bool), zeros(dtype=torch.bool)
             self.ids = zeros(rows, capacity + 1)
             self.logits = zeros(rows, vocab, dtype=torch.float32)
             self.scores = zeros(rows, vocab, dtype=torch.float32)
 
     @property
     def bytes(self) -> int:
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor) and value._base is None)
 
     def begin(self, filled: int, keep: Tensor | None, positions: Tensor | None) -> None:
         """Says where the first step stands, after a prefill that filled the first slots of the cache.
@@ -96,21 +99,13 @@ class DecodeState:
 
     def load_cross(self, length: int, keep: Tensor | None) -> None:
         """Says which of the first `length` slots of the cross-attention cache count."""
+        self.cross_length.fill_(length)
         self.cross_keep.fill_(False)
         self.cross_keep[:, :length] = True if keep is None else keep.bool()
 
-    def attention_mask(self, dtype: torch.dtype) -> Tensor:
-        """Additive [rows, 1, 1, capacity]: 0 for slots up to this step's that count, the lowest number elsewhere."""
-        return _additive(self.keep & (self.slots <= self.slot), dtype)
-
-    def cross_attention_mask(self, dtype: torch.dtype) -> Tensor:
-        """Additive [rows, 1, 1, cross_capacity]."""
-        return _additive(self.cross_keep, dtype)
-
     def advance(self) -> None:
-        """Moves on to the next slot and positions."""
-        self.slot += 1
-        self.positions += 1
+        """Moves on to the next slot, length and positions."""
+        self._counters += 1
 
 
 def capacity_for(length: int) -> int:
@@ -118,8 +113,3 @@ def capacity_for(length: int) -> int:
     if length > _LARGEST_POWER:
         return -(-length // _LARGEST_POWER) * _LARGEST_POWER
     return max(_SMALLEST_CAPACITY, 1 << (length - 1).bit_length())
-
-
-def _additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
-    mask = torch.zeros(keep.shape, dtype=dtype, device=keep.device)
-    return mask.masked_fill_(~keep, torch.finfo(dtype).min)[:, None, None, :]

@@ -5,45 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.pytorch_utils import Conv1D
 
-from fuseopt.generation.layers import (
-    Activation,
-    Norm,
-    activation_of,
-    attend,
-    causal_mask,
-    identity,
-    layer_norm,
-    write_slot,
-)
+from fuseopt.generation.attention import StepAttention
+from fuseopt.generation.layers import Activation, Linear, Norm, activation_of, causal_mask, identity, linear, linear_of
 from fuseopt.generation.state import CacheShape, DecodeState
 
 # qkv [tokens, 3, heads, head_dim], the layer's cache, scale -> [tokens, heads * head_dim]
 _AttentionFunction = Callable[[Tensor, Tensor, float], Tensor]
 
 
-class _Projection(NamedTuple):
-    weight: Tensor
-    bias: Tensor
-
-    def __call__(self, input: Tensor) -> Tensor:
-        return torch.addmm(self.bias, input, self.weight)
-
-
 class _Layer(NamedTuple):
     norm_1: Norm
-    qkv: _Projection
+    qkv: Linear
     scale: float
-    out: _Projection
+    out: Linear
     norm_2: Norm
-    up: _Projection
+    up: Linear
     activation: Activation
-    down: _Projection
+    down: Linear
 
 
 class GPT2Step:
@@ -73,14 +56,12 @@ class GPT2Step:
         self.token_embedding, self.position_embedding = transformer.wte.weight, transformer.wpe.weight
         self.layers = [_layer(block) for block in transformer.h]
         self.final_norm = _norm(transformer.ln_f)
-        self.head, self.head_bias = model.lm_head.weight, model.lm_head.bias
-        self.vocab = self.head.shape[0]
+        self.head = linear_of(model.lm_head)
+        self.vocab = model.lm_head.weight.shape[0]
         attention = transformer.h[0].attn
         weight = self.token_embedding
         self.shape = CacheShape(len(self.layers), attention.num_heads, attention.head_dim, weight.dtype, weight.device)
-        self.key = identity(
-            self.token_embedding, self.position_embedding, *self.layers, self.final_norm, self.head, self.head_bias
-        )
+        self.key = identity(self.token_embedding, self.position_embedding, *self.layers, self.final_norm, self.head)
 
     @staticmethod
     def not_supported_reasons(model: nn.Module) -> list[str]:
@@ -97,13 +78,9 @@ class GPT2Step:
         return model.transformer.wpe.num_embeddings
 
     def __call__(self, state: DecodeState) -> Tensor:
-        mask = state.attention_mask(self.shape.dtype)
-
-        def attention(qkv: Tensor, cache: Tensor, scale: float) -> Tensor:
-            write_slot(cache, qkv[:, 1:].transpose(0, 1), state.slot)
-            return attend(qkv[:, 0], cache, mask, scale)
-
-        return self._logits(self._hidden(state.tokens, state.positions, state, attention))
+        attention = StepAttention(state)
+        hidden = self._hidden(state.tokens, state.positions, state, attention.to_slots)
+        return linear(hidden, self.head, norm=self.final_norm)
 
     def prefill(self, state: DecodeState, input_ids: Tensor, positions: Tensor, keep: Tensor | None) -> Tensor:
         """The prompt in one go: fills the first slots of the empty cache.
@@ -128,37 +105,35 @@ class GPT2Step:
 
         positions = positions.expand(rows, length).flatten()
         hidden = self._hidden(input_ids.flatten(), positions, state, attention)
-        return self._logits(hidden.unflatten(0, (rows, length))[:, -1])
+        return linear(hidden.unflatten(0, (rows, length))[:, -1], self.head, norm=self.final_norm)
 
     def _hidden(self, tokens: Tensor, positions: Tensor, state: DecodeState, attention: _AttentionFunction) -> Tensor:
         """[tokens] -> [tokens, hidden], before the final norm."""
         hidden = F.embedding(tokens, self.token_embedding) + F.embedding(positions, self.position_embedding)
         for layer, cache in zip(self.layers, state.cache, strict=True):
-            qkv = layer.qkv(layer_norm(hidden, layer.norm_1)).unflatten(1, (3, self.shape.heads, self.shape.head_dim))
-            hidden = layer.out(attention(qkv, cache, layer.scale)) + hidden
-            hidden = layer.down(layer.activation(layer.up(layer_norm(hidden, layer.norm_2)))) + hidden
+            qkv = linear(hidden, layer.qkv, norm=layer.norm_1).unflatten(1, (3, self.shape.heads, self.shape.head_dim))
+            hidden = linear(attention(qkv, cache, layer.scale), layer.out, residual=hidden)
+            inner = linear(hidden, layer.up, norm=layer.norm_2, activation=layer.activation)
+            hidden = linear(inner, layer.down, residual=hidden)
         return hidden
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(layer_norm(hidden, self.final_norm), self.head, self.head_bias)
 
 
 def _layer(block: nn.Module) -> _Layer:
     return _Layer(
         _norm(block.ln_1),
-        _projection(block.attn.c_attn),
+        _conv1d(block.attn.c_attn),
         block.attn.scaling,
-        _projection(block.attn.c_proj),
+        _conv1d(block.attn.c_proj),
         _norm(block.ln_2),
-        _projection(block.mlp.c_fc),
+        _conv1d(block.mlp.c_fc),
         activation_of(block.mlp.act),
-        _projection(block.mlp.c_proj),
+        _conv1d(block.mlp.c_proj),
     )
 
 
 def _norm(norm: nn.Module) -> Norm:
-    return Norm(norm.weight, norm.bias, norm.eps)
+    return Norm("layer_norm", norm.weight, norm.bias, norm.eps)
 
 
-def _projection(projection: nn.Module) -> _Projection:
-    return _Projection(projection.weight, projection.bias)
+def _conv1d(module: nn.Module) -> Linear:
+    return Linear((module.weight.T,), (module.bias,))

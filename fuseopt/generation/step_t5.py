@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -9,33 +10,38 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.t5 import modeling_t5
 
-from fuseopt import ops
-from fuseopt.generation.layers import Activation, Norm, activation_of, attend, identity, write_slot
+from fuseopt.generation.attention import StepAttention
+from fuseopt.generation.layers import Activation, Linear, Norm, activation_of, identity, linear, linear_of, normalised
 from fuseopt.generation.state import CacheShape, DecodeState
 
 
-class _Attention(NamedTuple):
+class _SelfAttention(NamedTuple):
     norm: Norm
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
+    qkv: Linear
+    out: Linear
+    scale: float
+
+
+class _CrossAttention(NamedTuple):
+    norm: Norm
+    query: Linear
+    key_and_value: Linear
+    out: Linear
     scale: float
 
 
 class _FeedForward(NamedTuple):
-    """`gate` is None in v1.0, which has no gated activation."""
+    """`up` has two weights in v1.1, where the first is the gate."""
 
     norm: Norm
-    gate: Tensor | None
-    up: Tensor
+    up: Linear
     activation: Activation
-    down: Tensor
+    down: Linear
 
 
 class _Layer(NamedTuple):
-    self_attention: _Attention
-    cross_attention: _Attention
+    self_attention: _SelfAttention
+    cross_attention: _CrossAttention
     feed_forward: _FeedForward
 
 
@@ -69,15 +75,15 @@ class T5Step:
         self.token_embedding = decoder.embed_tokens.weight
         self.layers = [_layer(block) for block in decoder.block]
         self.final_norm = _norm(decoder.final_layer_norm)
-        self.head, self.head_bias = model.lm_head.weight, model.lm_head.bias
+        self.head = linear_of(model.lm_head)
         self.head_scale = model.model_dim**-0.5 if model.config.scale_decoder_outputs else None
-        self.vocab = self.head.shape[0]
+        self.vocab = model.lm_head.weight.shape[0]
         attention = decoder.block[0].layer[0].SelfAttention
         self.relative_bias = attention.relative_attention_bias.weight
         self.buckets = (attention.relative_attention_num_buckets, attention.relative_attention_max_distance)
         self.bucket_of = attention._relative_position_bucket
         # Norms return their weight's dtype, so that is what attention is computed in.
-        dtype = self.layers[0].self_attention.key.dtype
+        dtype = attention.k.weight.dtype
         self.shape = CacheShape(
             len(self.layers), attention.n_heads, attention.key_value_proj_dim, dtype, self.token_embedding.device
         )
@@ -86,7 +92,6 @@ class T5Step:
             *self.layers,
             self.final_norm,
             self.head,
-            self.head_bias,
             self.head_scale,
             self.relative_bias,
             self.buckets,
@@ -104,56 +109,41 @@ class T5Step:
 
     def __call__(self, state: DecodeState) -> Tensor:
         hidden = F.embedding(state.tokens, self.token_embedding)
-        mask = state.attention_mask(self.shape.dtype) + self._position_bias(state)
-        cross_mask = state.cross_attention_mask(self.shape.dtype)
+        attention = StepAttention(state, F.embedding(self._buckets_by_distance, self.relative_bias).T.contiguous())
         for layer, cache, cross_cache in zip(self.layers, state.cache, state.cross_cache, strict=True):
-            attention = layer.self_attention
-            normed = _rms_norm(hidden, attention.norm)
-            keys_and_values = torch.stack((self._heads(normed, attention.key), self._heads(normed, attention.value)))
-            write_slot(cache, keys_and_values, state.slot)
-            attended = attend(self._heads(normed, attention.query), cache, mask, attention.scale)
-            hidden = _clamped(hidden + F.linear(attended, attention.out))
-            attention = layer.cross_attention
-            query = self._heads(_rms_norm(hidden, attention.norm), attention.query)
-            attended = attend(query, cross_cache, cross_mask, attention.scale)
-            hidden = _clamped(hidden + F.linear(attended, attention.out))
-            hidden = _clamped(hidden + _feed_forward(hidden, layer.feed_forward))
-        hidden = _rms_norm(hidden, self.final_norm)
-        if self.head_scale is not None:
-            hidden = hidden * self.head_scale
-        return F.linear(hidden, self.head, self.head_bias)
+            own, cross, feed_forward = layer
+            qkv = self._heads(linear(hidden, own.qkv, norm=own.norm), 3)
+            attended = attention.to_slots(qkv, cache, own.scale)
+            hidden = _clamped(linear(attended, own.out, residual=hidden))
+            query = self._heads(linear(hidden, cross.query, norm=cross.norm), 1)[:, 0]
+            attended = attention.to_encoder(query, cross_cache, cross.scale)
+            hidden = _clamped(linear(attended, cross.out, residual=hidden))
+            gated = len(feed_forward.up.weights) > 1
+            inner = linear(
+                hidden, feed_forward.up, norm=feed_forward.norm, activation=feed_forward.activation, gated=gated
+            )
+            hidden = _clamped(linear(inner, feed_forward.down, residual=hidden))
+        if self.head_scale is None:
+            return linear(hidden, self.head, norm=self.final_norm)
+        return linear(normalised(hidden, self.final_norm) * self.head_scale, self.head)
 
     def encode(self, state: DecodeState, encoded: Tensor) -> None:
         """Fills the cross-attention cache from the encoder's output [rows, encoder length, hidden]."""
-        length = encoded.shape[1]
+        rows, length, _ = encoded.shape
+        flat = encoded.flatten(0, 1)
         for layer, cache in zip(self.layers, state.cross_cache, strict=True):
-            for weight, target in zip((layer.cross_attention.key, layer.cross_attention.value), cache, strict=True):
-                projected = F.linear(encoded, weight).unflatten(2, (self.shape.heads, self.shape.head_dim))
-                target[:, :, :length] = projected.transpose(1, 2)
+            projected = self._heads(linear(flat, layer.cross_attention.key_and_value), 2).unflatten(0, (rows, length))
+            cache[:, :, :, :length] = projected.permute(2, 0, 3, 1, 4)
 
-    def _heads(self, normed: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(normed, weight).unflatten(1, (self.shape.heads, self.shape.head_dim))
+    def _heads(self, projected: Tensor, count: int) -> Tensor:
+        return projected.unflatten(1, (count, self.shape.heads, self.shape.head_dim))
 
-    def _position_bias(self, state: DecodeState) -> Tensor:
-        """[1, heads, 1, capacity]: the relative bias of every slot, seen from this step's."""
+    @functools.cached_property
+    def _buckets_by_distance(self) -> Tensor:
+        """[max_distance + 1] int64: further back, all keys are in the last bucket."""
         num_buckets, max_distance = self.buckets
-        buckets = self.bucket_of(
-            state.slots - state.slot, bidirectional=False, num_buckets=num_buckets, max_distance=max_distance
-        )
-        return F.embedding(buckets, self.relative_bias).t()[None, :, None, :]
-
-
-def _rms_norm(input: Tensor, norm: Norm) -> Tensor:
-    return ops.rms_norm(input, norm.weight, norm.eps, cast_order="t5")
-
-
-def _feed_forward(hidden: Tensor, layer: _FeedForward) -> Tensor:
-    normed = _rms_norm(hidden, layer.norm)
-    inner = layer.activation(F.linear(normed, layer.up if layer.gate is None else layer.gate))
-    if layer.gate is not None:
-        inner = inner * F.linear(normed, layer.up)
-    # transformers keeps `wo` in float32 in a model loaded as float16.
-    return F.linear(inner.to(layer.down.dtype), layer.down)
+        distances = torch.arange(max_distance + 1, device=self.relative_bias.device)
+        return self.bucket_of(-distances, bidirectional=False, num_buckets=num_buckets, max_distance=max_distance)
 
 
 def _clamped(hidden: Tensor) -> Tensor:
@@ -166,29 +156,26 @@ def _clamped(hidden: Tensor) -> Tensor:
 
 
 def _layer(block: nn.Module) -> _Layer:
-    self_attention, cross_attention, feed_forward = block.layer
+    own, cross, feed_forward = block.layer[0], block.layer[1], block.layer[2]
+    attention, encoder_attention, dense = own.SelfAttention, cross.EncDecAttention, feed_forward.DenseReluDense
+    up = linear_of(dense.wi_0, dense.wi_1) if hasattr(dense, "wi_0") else linear_of(dense.wi)
     return _Layer(
-        _attention(self_attention.layer_norm, self_attention.SelfAttention),
-        _attention(cross_attention.layer_norm, cross_attention.EncDecAttention),
-        _feed_forward_of(feed_forward.layer_norm, feed_forward.DenseReluDense),
-    )
-
-
-def _attention(norm: nn.Module, attention: nn.Module) -> _Attention:
-    query, key, value, out = (getattr(attention, name).weight for name in ("q", "k", "v", "o"))
-    return _Attention(_norm(norm), query, key, value, out, attention.scaling)
-
-
-def _feed_forward_of(norm: nn.Module, dense: nn.Module) -> _FeedForward:
-    gated = hasattr(dense, "wi_0")
-    return _FeedForward(
-        _norm(norm),
-        dense.wi_0.weight if gated else None,
-        dense.wi_1.weight if gated else dense.wi.weight,
-        activation_of(dense.act),
-        dense.wo.weight,
+        _SelfAttention(
+            _norm(own.layer_norm),
+            linear_of(attention.q, attention.k, attention.v),
+            linear_of(attention.o),
+            attention.scaling,
+        ),
+        _CrossAttention(
+            _norm(cross.layer_norm),
+            linear_of(encoder_attention.q),
+            linear_of(encoder_attention.k, encoder_attention.v),
+            linear_of(encoder_attention.o),
+            encoder_attention.scaling,
+        ),
+        _FeedForward(_norm(feed_forward.layer_norm), up, activation_of(dense.act), linear_of(dense.wo)),
     )
 
 
 def _norm(norm: nn.Module) -> Norm:
-    return Norm(norm.weight, None, norm.variance_epsilon)
+    return Norm("t5_rms_norm", norm.weight, None, norm.variance_epsilon)

@@ -1,0 +1,89 @@
+"""StepAttention: what all layers of one decode step share for attending to the static caches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fuseopt import ops
+from fuseopt.generation.layers import has_kernel
+from fuseopt.generation.state import DecodeState
+
+
+class StepAttention:
+    """Attention of one token a row, by the kernels of `ops.decode_attention` or by PyTorch's with masks.
+
+    Args:
+        state: the step's.
+        bias: [heads, distances], added to the scores of keys by how many slots they lie back, the last column beyond;
+            or None.
+    """
+
+    def __init__(self, state: DecodeState, bias: Tensor | None = None) -> None:
+        self.state, self.bias = state, bias
+        self.by_kernel = has_kernel("decode_attention", state.cache)
+        if self.by_kernel:
+            return
+        dtype = state.cache.dtype
+        self.mask = _additive(state.keep & (state.slots <= state.slot), dtype)
+        self.cross_mask = _additive(state.cross_keep, dtype)
+        if bias is not None:
+            distances = (state.slot - state.slots).clamp(0, bias.shape[1] - 1)
+            self.mask = self.mask + bias[:, distances][None, :, None, :]
+
+    def to_slots(self, qkv: Tensor, cache: Tensor, scale: float) -> Tensor:
+        """Writes the step's keys and values into a layer's cache, and attends to all slots up to them.
+
+        Args:
+            qkv: [rows, 3, heads, head_dim].
+            cache: [2, rows, heads, capacity, head_dim].
+
+        Returns:
+            [rows, heads * head_dim].
+        """
+        state = self.state
+        if self.by_kernel:
+            query, key, value = qkv.unbind(1)
+            return ops.decode_attention_(
+                query,
+                key,
+                value,
+                cache[0],
+                cache[1],
+                state.slot,
+                mask=state.keep,
+                bias=self.bias,
+                scale=scale,
+                overlap=True,
+            )
+        cache.index_copy_(3, state.slot, qkv[:, 1:].transpose(0, 1).unsqueeze(3))
+        return _attend(qkv[:, 0], cache, self.mask, scale)
+
+    def to_encoder(self, query: Tensor, cache: Tensor, scale: float) -> Tensor:
+        """Attends to a layer's cross-attention cache.
+
+        Args:
+            query: [rows, heads, head_dim].
+            cache: [2, rows, heads, cross_capacity, head_dim].
+
+        Returns:
+            [rows, heads * head_dim].
+        """
+        state = self.state
+        if self.by_kernel:
+            return ops.decode_attention(
+                query, cache[0], cache[1], state.cross_length, mask=state.cross_keep, scale=scale, overlap=True
+            )
+        return _attend(query, cache, self.cross_mask, scale)
+
+
+def _attend(query: Tensor, cache: Tensor, mask: Tensor, scale: float) -> Tensor:
+    attended = F.scaled_dot_product_attention(query.unsqueeze(2), cache[0], cache[1], mask, scale=scale)
+    return attended.flatten(1)
+
+
+def _additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
+    """[rows, 1, 1, slots]: 0 where `keep` [rows, slots] is True, the lowest number elsewhere."""
+    mask = torch.zeros(keep.shape, dtype=dtype, device=keep.device)
+    return mask.masked_fill_(~keep, torch.finfo(dtype).min)[:, None, None, :]
