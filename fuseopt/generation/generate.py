@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,7 @@ from fuseopt.generation.graphs import StepGraphs
 from fuseopt.generation.loop import DecodeLoop
 from fuseopt.generation.step_gpt2 import GPT2Step
 from fuseopt.generation.step_t5 import T5Step
+from fuseopt.generation.survey import survey
 from fuseopt.generation.tiers import Call, Tier
 
 STEPS: Mapping[str, Any] = {"GPT2Step": GPT2Step, "T5Step": T5Step}
@@ -49,6 +50,7 @@ class FusedGenerate:
         self.graphs = StepGraphs(self.options.max_graphs)
         self.calls: deque[Call] = deque(maxlen=_CALLS_KEPT)
         self._step: Any = None
+        self._key: tuple[Hashable, ...] = ()
         self._lock = threading.Lock()
         functools.update_wrapper(self, type(self.model).generate, updated=())
         self.__signature__ = inspect.signature(type(self.model).generate.__get__(self.model))
@@ -66,7 +68,12 @@ class FusedGenerate:
         variadic = next(p.name for p in self.__signature__.parameters.values() if p.kind is p.VAR_KEYWORD)
         given = {**bound.arguments, **bound.arguments.get(variadic, {})}
         reason = next(tiers.argument_reasons(self.model, given), None)
-        reason = reason or next(tiers.model_reasons(self.model, STEPS[self.step_name]), None)
+        step_class = STEPS[self.step_name]
+        reason = reason or next(tiers.model_reasons(self.model, step_class), None)
+        key: tuple[Hashable, ...] = ()
+        if reason is None:
+            found = survey(self.model, step_class.roots(self.model), step_class.module_classes)
+            reason, key = found.reason, (*found.key, *step_class.constants(self.model))
         # Not waited for: what runs inside generate(), such as a criterion, may call it again.
         if reason is None and not self._lock.acquire(blocking=False):
             reason = "another call of generate() was running on this model"
@@ -76,7 +83,7 @@ class FusedGenerate:
         try:
             options = self.options
             streamer = given.get("streamer")
-            loop = DecodeLoop(self._current_step(), self.graphs, options.max_batch, options.max_length, streamer)
+            loop = DecodeLoop(self._step_for(key), self.graphs, options.max_batch, options.max_length, streamer)
             bound.arguments["custom_generate"] = loop
             try:
                 return stock(self.model, *bound.args, **bound.kwargs)
@@ -90,9 +97,9 @@ class FusedGenerate:
         kept = f"{self.graphs.count} captured steps, {self.graphs.bytes / 2**20:.1f} MiB of static tensors"
         return (*(f"generate(): {call}" for call in self.calls), f"generate(): {kept}")
 
-    def _current_step(self) -> Any:
-        step = STEPS[self.step_name](self.model)
-        if self._step is None or step.key != self._step.key:
+    def _step_for(self, key: tuple[Hashable, ...]) -> Any:
+        """The step of an earlier call, or a new one and no graphs where what it stands on has changed since."""
+        if self._step is None or key != self._key:
             self.graphs.clear()
-            self._step = step
+            self._step, self._key = STEPS[self.step_name](self.model), key
         return self._step

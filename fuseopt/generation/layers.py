@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -108,16 +108,3 @@ def has_kernel(op: str, like: Tensor) -> bool:
 def causal_mask(length: int, device: torch.device) -> Tensor:
     """[length, length] bool: True where the key is not after the query."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril_()
-
-
-def identity(*parts: Any) -> tuple[Hashable, ...]:
-    """What tells whether tensors, nested in tuples with functions and numbers, are still the same memory and layout."""
-    found: list[Hashable] = []
-    for part in parts:
-        if isinstance(part, Tensor):
-            found.append((part.data_ptr(), part.dtype, part.device, part.shape, part.stride()))
-        elif isinstance(part, tuple):
-            found += identity(*part)
-        else:
-            found.append(part)  # modules and functions are hashed by identity
-    return tuple(found)

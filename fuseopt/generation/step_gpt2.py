@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -11,7 +11,7 @@ from transformers.models.gpt2 import modeling_gpt2
 from transformers.pytorch_utils import Conv1D
 
 from fuseopt.generation.attention import StepAttention
-from fuseopt.generation.layers import Activation, Linear, Norm, activation_of, causal_mask, identity, linear, linear_of
+from fuseopt.generation.layers import Activation, Linear, Norm, activation_of, causal_mask, linear, linear_of
 from fuseopt.generation.state import CacheShape, DecodeState
 
 # qkv [tokens, 3, heads, head_dim], the layer's cache, scale -> [tokens, heads * head_dim]
@@ -33,7 +33,7 @@ class GPT2Step:
     """Call: a DecodeState -> logits [rows, vocab] in the model's dtype, with the step's keys and values written.
 
     Upstream: `GPT2LMHeadModel.forward` for one token a row. Weights are read where they are, so editing them in place
-    shows; `key` changes when anything is put elsewhere or the forward would be another.
+    shows.
     """
 
     model_class = modeling_gpt2.GPT2LMHeadModel
@@ -61,7 +61,16 @@ class GPT2Step:
         attention = transformer.h[0].attn
         weight = self.token_embedding
         self.shape = CacheShape(len(self.layers), attention.num_heads, attention.head_dim, weight.dtype, weight.device)
-        self.key = identity(self.token_embedding, self.position_embedding, *self.layers, self.final_norm, self.head)
+
+    @staticmethod
+    def roots(model: nn.Module) -> tuple[nn.Module, ...]:
+        """Whose work the step does itself."""
+        return model.transformer, model.lm_head
+
+    @staticmethod
+    def constants(model: nn.Module) -> tuple[Any, ...]:
+        """What a step takes from the model beside modules' weights and the constants that a survey looks at."""
+        return ()
 
     @staticmethod
     def not_supported_reasons(model: nn.Module) -> list[str]:

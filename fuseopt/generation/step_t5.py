@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers.models.t5 import modeling_t5
 
 from fuseopt.generation.attention import StepAttention
-from fuseopt.generation.layers import Activation, Linear, Norm, activation_of, identity, linear, linear_of, normalised
+from fuseopt.generation.layers import Activation, Linear, Norm, activation_of, linear, linear_of, normalised
 from fuseopt.generation.state import CacheShape, DecodeState
 
 
@@ -49,7 +49,7 @@ class T5Step:
     """Call: a DecodeState -> logits [rows, vocab], with the step's keys and values written.
 
     Upstream: the decoder of `T5ForConditionalGeneration.forward` for one token a row. Weights are read where they are,
-    so editing them in place shows; `key` changes when anything is put elsewhere or the forward would be another.
+    so editing them in place shows.
     """
 
     model_class = modeling_t5.T5ForConditionalGeneration
@@ -76,26 +76,29 @@ class T5Step:
         self.layers = [_layer(block) for block in decoder.block]
         self.final_norm = _norm(decoder.final_layer_norm)
         self.head = linear_of(model.lm_head)
-        self.head_scale = model.model_dim**-0.5 if model.config.scale_decoder_outputs else None
+        *self.buckets, width = self.constants(model)
+        self.head_scale = None if width is None else width**-0.5
         self.vocab = model.lm_head.weight.shape[0]
         attention = decoder.block[0].layer[0].SelfAttention
         self.relative_bias = attention.relative_attention_bias.weight
-        self.buckets = (attention.relative_attention_num_buckets, attention.relative_attention_max_distance)
         self.bucket_of = attention._relative_position_bucket
         # Norms return their weight's dtype, so that is what attention is computed in.
         dtype = attention.k.weight.dtype
         self.shape = CacheShape(
             len(self.layers), attention.n_heads, attention.key_value_proj_dim, dtype, self.token_embedding.device
         )
-        self.key = identity(
-            self.token_embedding,
-            *self.layers,
-            self.final_norm,
-            self.head,
-            self.head_scale,
-            self.relative_bias,
-            self.buckets,
-        )
+
+    @staticmethod
+    def roots(model: nn.Module) -> tuple[nn.Module, ...]:
+        """Whose work the step does itself; the encoder stays transformers' own."""
+        return model.decoder, model.lm_head
+
+    @staticmethod
+    def constants(model: nn.Module) -> tuple[Any, ...]:
+        """What a step takes from the model beside modules' weights and the constants that a survey looks at."""
+        attention = model.decoder.block[0].layer[0].SelfAttention
+        buckets = (attention.relative_attention_num_buckets, attention.relative_attention_max_distance)
+        return (*buckets, model.model_dim if model.config.scale_decoder_outputs else None)
 
     @staticmethod
     def not_supported_reasons(model: nn.Module) -> list[str]:

@@ -13,9 +13,6 @@ from torch.utils._device import DeviceContext
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from fuseopt.modules.base import FusedModule, has_hooks
-from fuseopt.modules.training_forward import TrainingForward
-
 
 class Tier(enum.Enum):
     """How a call was served; the value is how reports name it."""
@@ -112,7 +109,7 @@ def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator
 
 
 def model_reasons(model: nn.Module, step_class: Any) -> Iterator[str]:
-    """Why `step_class` would not compute what the model's forward does, as the model is now."""
+    """Why `step_class` would not compute what the model's forward does, but for what a survey of its modules finds."""
     if type(model) is not step_class.model_class:
         yield f"{type(model).__name__} is not exactly {step_class.model_class.__name__}"
         return
@@ -124,21 +121,6 @@ def model_reasons(model: nn.Module, step_class: Any) -> Iterator[str]:
         yield "it is compiled by model.compile()"
     if nn.modules.module._has_any_global_hook():
         yield "hooks are registered on every module"
-    for path, module in model.named_modules():
-        reason = _module_reason(module, step_class.module_classes)
-        if reason:
-            yield f"{path or 'the model'} {reason}"
-            return
-    parameters = list(model.parameters())
-    device = parameters[0].device
-    if device.type not in ("cpu", "cuda"):
-        yield f"it is on {device}"
-    if any(parameter.device != device for parameter in parameters):
-        yield "its parameters are on several devices"
-    if any(type(parameter) is not nn.Parameter for parameter in parameters):
-        yield "it has parameters of a tensor subclass, such as sharded or quantised ones"
-    if torch.is_autocast_enabled(device.type):
-        yield "autocast is on"
 
 
 def call_reasons(
@@ -199,28 +181,6 @@ def _has_modes() -> bool:
     function_modes = torch.overrides._get_current_function_mode_stack()
     # torch.set_default_device is a mode too, but only one that adds a device to factory functions.
     return torch._C._len_torch_dispatch_stack() > 0 or any(type(mode) is not DeviceContext for mode in function_modes)
-
-
-def _module_reason(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> str | None:
-    if module.training:
-        return "is in training mode"
-    if has_hooks(module) and not _only_captures_outputs(module):
-        return "carries hooks"
-    if "forward" in module.__dict__ and type(module.__dict__["forward"]) is not TrainingForward:
-        return "has had its forward replaced"
-    stands_for = module._source_class if isinstance(module, FusedModule) else type(module)
-    if stands_for in classes or stands_for.__module__ in ("transformers.activations", "torch.nn.modules.activation"):
-        return None
-    return f"is a {type(module).__name__}, which the decode step does not know"
-
-
-def _only_captures_outputs(module: nn.Module) -> bool:
-    """Whether its hooks are those that transformers leaves behind once it was asked for hidden states or attentions."""
-    others = (module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    hooks = module._forward_hooks.values()
-    return not any(others) and all(
-        getattr(hook, "__module__", None) == "transformers.utils.output_capturing" for hook in hooks
-    )
 
 
 def _is_plain_cache(cache: Any) -> bool:
