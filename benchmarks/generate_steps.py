@@ -27,6 +27,7 @@ ROWS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("gpt2", 8, {"do_sample": True, "top_k": 50}),
     ("t5-base", 1, {}),
     ("t5-base", 32, {"no_repeat_ngram_size": 3}),
+    ("t5-base", 32, {"no_repeat_ngram_size": 3, "num_beams": 4}),
 )
 NEW = 128
 
@@ -49,7 +50,7 @@ def main() -> None:
 
 def measure(name: str, model: Any, batch: int, kwargs: dict[str, Any], compiled: bool) -> None:
     call = caller(model, batch, kwargs)
-    record = {"model": name, "batch": batch, **kwargs, "stock_us": per_step(call, 2)}
+    record = {"model": name, "batch": batch, **kwargs, "stock_us": per_step(call, 1)}
     started = time.perf_counter()
     fuseopt.initialize(model, {"generation": {"enable": True}})
     call(NEW)
@@ -70,7 +71,12 @@ def measure(name: str, model: Any, batch: int, kwargs: dict[str, Any], compiled:
 
 def compare_tokens(name: str, model: Any) -> None:
     """float32 tokens of both, greedy and sampled, and the random numbers that follow."""
-    for batch, kwargs in ((1, {}), (8, {"no_repeat_ngram_size": 2}), (4, {"do_sample": True, "top_k": 20})):
+    for batch, kwargs in (
+        (1, {}),
+        (8, {"no_repeat_ngram_size": 2}),
+        (4, {"do_sample": True, "top_k": 20}),
+        (2, {"num_beams": 3}),
+    ):
         call = caller(model, batch, {**kwargs, "eos_token_id": list(range(0, 30000, 150))})
         stock = seeded(call)
         with fuseopt.fused(model, {"generation": {"enable": True}}):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,24 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
 )
 
-from fuseopt.generation import device_loop, host_loop, tiers
-from fuseopt.generation.device_processors import device_processor
-from fuseopt.generation.graphs import StepGraphs
+from fuseopt.generation import device_loop, tiers
+from fuseopt.generation.device_processors import DeviceProcessor, device_processor
+from fuseopt.generation.fast_model import FastModel
+from fuseopt.generation.graphs import Step, StepGraphs
 from fuseopt.generation.prefill import prefill, store_cache
 from fuseopt.generation.selection import Selection
 from fuseopt.generation.state import DecodeState, Sizes, capacity_for
 from fuseopt.generation.tiers import Call, Tier
+
+
+class _PreparedCall(NamedTuple):
+    """What `GenerationMixin.generate` hands to a decoding method."""
+
+    input_ids: Tensor
+    processors: Any
+    criteria: Any
+    config: Any
+    model_kwargs: dict[str, Any]
 
 
 class DecodeLoop:
@@ -49,9 +60,10 @@ class DecodeLoop:
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:
+        call = _PreparedCall(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         reason = next(tiers.call_reasons(generation_config, input_ids, stopping_criteria, model_kwargs), None)
-        sizes = None if reason else _sizes(input_ids, stopping_criteria, model_kwargs)
-        reason = reason or next(self._size_reasons(model, sizes, input_ids, model_kwargs), None)
+        sizes = None if reason else _sizes(call)
+        reason = reason or next(self._size_reasons(model, sizes, input_ids), None)
         if sizes is not None and reason is None:
             with self.graphs.in_stream_order(input_ids.device):
                 try:
@@ -59,25 +71,11 @@ class DecodeLoop:
                 except torch.OutOfMemoryError:
                     reason = f"there was no memory for a cache of {sizes.rows} rows and {sizes.capacity} slots"
                 else:
-                    arguments = (input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-                    return self._decode(model, state, *arguments)
+                    return self._decode(model, state, call)
         self.served = Call(Tier.STOCK, reason or "")
-        method = getattr(type(model), GENERATION_MODES_MAPPING[generation_config.get_generation_mode(None)])
-        if self.streamer is not None:
-            model_kwargs["streamer"] = self.streamer
-        return method(
-            model,
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=False,
-            **model_kwargs,
-        )
+        return self._by_transformers(model, model, call)
 
-    def _size_reasons(
-        self, model: nn.Module, sizes: Sizes | None, input_ids: Tensor, model_kwargs: Mapping[str, Any]
-    ) -> Iterator[str]:
+    def _size_reasons(self, model: nn.Module, sizes: Sizes | None, input_ids: Tensor) -> Iterator[str]:
         if sizes is None:
             return
         longest = self.step.max_length(model)
@@ -92,62 +90,80 @@ class DecodeLoop:
         if not sizes.rows:
             yield "the batch is empty"
 
-    def _decode(
-        self,
-        model: nn.Module,
-        state: DecodeState,
-        input_ids: Tensor,
-        processors: Any,
-        criteria: Any,
-        config: Any,
-        model_kwargs: dict[str, Any],
-    ) -> Any:
-        rows, length = input_ids.shape
-        on_device = [device_processor(p, rows, self.step.vocab, self.step.shape.device) for p in processors]
-        reasons = tiers.device_loop_reasons(processors, on_device, criteria, config._pad_token_tensor, self.streamer)
-        reason = next(reasons, None)
-        prefilled = prefill(self.step, model, state, input_ids, config, model_kwargs)
-        records: tuple[list[Tensor] | None, list[Tensor] | None] = (
-            [] if config.return_dict_in_generate and config.output_scores else None,
-            [] if config.return_dict_in_generate and config.output_logits else None,
-        )
+    def _decode(self, model: nn.Module, state: DecodeState, call: _PreparedCall) -> Any:
+        config = call.config
+        on_device = [
+            device_processor(processor, state.sizes.rows, self.step.vocab, self.step.shape.device)
+            for processor in call.processors
+        ]
+        reason = next(tiers.device_loop_reasons(config, call.processors, on_device, call.criteria, self.streamer), None)
         if reason is None:
-            eos = next((c.eos_token_id for c in criteria if type(c) is EosTokenCriteria), None)
-            selection = Selection(
-                tuple(p for p in on_device if p is not None),
-                bool(config.do_sample),
-                None if eos is None else eos.to(input_ids.device),
-                keep_scores=records[0] is not None,
-            )
-            steps = max(1, (tiers.length_limit(criteria) or 0) - length)
-            step = self.graphs.step(self.step, state, selection)
-            sequences, note = device_loop.run(
-                self.graphs, step, input_ids, config._pad_token_tensor, steps, prefilled.pending, *records
-            )
+            output, step, slots, cross_slots, note = self._on_device(model, state, call, tuple(filter(None, on_device)))
+            tier = Tier.DEVICE_LOOP
         else:
             step = self.graphs.step(self.step, state, None)
-            sequences, note = host_loop.run(
-                self.graphs, step, input_ids, processors, criteria, config, self.streamer, prefilled.pending, *records
-            )
-        tier = Tier.DEVICE_LOOP if reason is None else Tier.FAST_FORWARD
+            fast = FastModel(model, self.graphs, step)
+            output = self._by_transformers(fast, model, call)
+            slots, cross_slots, note, tier = fast.slots, fast.prefilled.cross_slots, fast.note, Tier.FAST_FORWARD
         self.served = Call(tier, reason or "", "eager" if step.graph is None else "graph", note)
-        cache = model_kwargs["past_key_values"]
+        cache = call.model_kwargs["past_key_values"]
         if config.return_dict_in_generate or getattr(cache, "_is_user_defined", False):
-            store_cache(state, cache, prefilled.slots + sequences.shape[1] - length - 1, prefilled.cross_slots)
-        if not config.return_dict_in_generate:
-            return sequences
-        output = GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
-        scores, logits = (None if record is None else tuple(record) for record in records)
-        return output(sequences=sequences, scores=scores, logits=logits, past_key_values=cache)
+            store_cache(state, cache, slots, cross_slots)
+        return output
+
+    def _on_device(
+        self, model: nn.Module, state: DecodeState, call: _PreparedCall, processors: tuple[DeviceProcessor, ...]
+    ) -> tuple[Any, Step, int, int, str]:
+        """The output, the step that ran, how many slots of the caches are filled, and a note."""
+        config, length = call.config, call.input_ids.shape[1]
+        detailed = config.return_dict_in_generate
+        scores: list[Tensor] | None = [] if detailed and config.output_scores else None
+        logits: list[Tensor] | None = [] if detailed and config.output_logits else None
+        eos = next((c.eos_token_id for c in call.criteria if type(c) is EosTokenCriteria), None)
+        eos = None if eos is None else eos.to(call.input_ids.device)
+        selection = Selection(processors, bool(config.do_sample), eos, keep_scores=scores is not None)
+        step = self.graphs.step(self.step, state, selection)
+        prefilled = prefill(self.step, model, state, call.input_ids, config, call.model_kwargs)
+        steps = max(1, (tiers.length_limit(call.criteria) or 0) - length)
+        sequences, note = device_loop.run(
+            self.graphs, step, call.input_ids, config._pad_token_tensor, steps, prefilled.pending, scores, logits
+        )
+        output: Any = sequences
+        if detailed:
+            output_class = (
+                GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
+            )
+            output = output_class(
+                sequences=sequences,
+                scores=None if scores is None else tuple(scores),
+                logits=None if logits is None else tuple(logits),
+                past_key_values=call.model_kwargs["past_key_values"],
+            )
+        return output, step, prefilled.slots + sequences.shape[1] - length - 1, prefilled.cross_slots, note
+
+    def _by_transformers(self, model: Any, owner: nn.Module, call: _PreparedCall) -> Any:
+        """The decoding method of `owner`'s class that transformers would have called, with `model` for self."""
+        mode = call.config.get_generation_mode(None)
+        streamer = {} if self.streamer is None else {"streamer": self.streamer}
+        return getattr(type(owner), GENERATION_MODES_MAPPING[mode])(
+            model,
+            call.input_ids,
+            logits_processor=call.processors,
+            stopping_criteria=call.criteria,
+            generation_config=call.config,
+            synced_gpus=False,
+            **streamer,
+            **call.model_kwargs,
+        )
 
 
-def _sizes(input_ids: Tensor, criteria: Any, model_kwargs: Mapping[str, Any]) -> Sizes:
+def _sizes(call: _PreparedCall) -> Sizes:
     """Rows and slots that the call needs; the slots are an upper bound where a cache is passed along."""
-    rows, length = input_ids.shape
-    embeds, encoded = model_kwargs.get("inputs_embeds"), model_kwargs.get("encoder_outputs")
+    rows, length = call.input_ids.shape
+    embeds, encoded = call.model_kwargs.get("inputs_embeds"), call.model_kwargs.get("encoder_outputs")
     prompt = length if embeds is None else max(length, embeds.shape[1])
-    past = model_kwargs["past_key_values"].get_seq_length()
-    forwards = max(0, (tiers.length_limit(criteria) or 0) - length - 1)
+    past = call.model_kwargs["past_key_values"].get_seq_length()
+    forwards = max(0, (tiers.length_limit(call.criteria) or 0) - length - 1)
     return Sizes(rows, past + prompt + forwards, 0 if encoded is None else encoded[0].shape[1])
 
 

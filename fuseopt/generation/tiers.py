@@ -127,8 +127,6 @@ def call_reasons(
     config: Any, input_ids: Tensor, criteria: Sequence[Any], model_kwargs: Mapping[str, Any]
 ) -> Iterator[str]:
     """Why the prepared arguments of a call need transformers' own decoding method."""
-    if (config.num_beams or 1) > 1:
-        yield "beam search is not built yet"
     if config.output_attentions:
         yield "output_attentions is asked for"
     if config.output_hidden_states:
@@ -153,9 +151,11 @@ def call_reasons(
 
 
 def device_loop_reasons(
-    processors: Sequence[Any], device_processors: Sequence[Any], criteria: Sequence[Any], pad: Any, streamer: Any
+    config: Any, processors: Sequence[Any], device_processors: Sequence[Any], criteria: Sequence[Any], streamer: Any
 ) -> Iterator[str]:
-    """Why processors, criteria or streamer have to run on the host between steps."""
+    """Why transformers' own decoding method has to run on the host between steps."""
+    if (config.num_beams or 1) > 1:
+        yield "beams are kept on the host"
     if streamer is not None:
         yield "a streamer wants every token in time"
     for processor, on_device in zip(processors, device_processors, strict=True):
@@ -167,7 +167,7 @@ def device_loop_reasons(
             yield f"{type(criterion).__name__} runs on the host"
     if len(stops) > 1:
         yield "there are several criteria beside the length"
-    if stops and pad is None:
+    if stops and config._pad_token_tensor is None:
         yield "there is no pad token"
 
 

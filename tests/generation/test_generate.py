@@ -101,6 +101,10 @@ def assert_same(got, wanted):
     assert type(got) is type(wanted) and got.keys() == wanted.keys()
     assert torch.equal(got.sequences, wanted.sequences) and got.sequences.dtype == wanted.sequences.dtype
     assert torch.equal(got_random, wanted_random)
+    for part in {"sequences_scores"} & got.keys():
+        torch.testing.assert_close(got[part], wanted[part], **CLOSE)
+    for part in {"beam_indices"} & got.keys():
+        assert torch.equal(got[part], wanted[part])
     for part in ("scores", "logits"):
         assert len(got[part]) == len(wanted[part])
         for ours, theirs in zip(got[part], wanted[part], strict=True):
@@ -164,6 +168,26 @@ def test_random_calls_with_something_for_the_host(model, data):
     inputs = prompt(model, data.draw(st.integers(1, 3)), data.draw(st.integers(2, 9)), data.draw(st.integers(0, 99)))
     if name == "guidance_scale" and model.config.is_encoder_decoder:
         return
+    compare(model, inputs, Tier.FAST_FORWARD, **kwargs)
+
+
+BEAMS = {
+    "num_beams": st.integers(2, 4),
+    "length_penalty": st.floats(-1.0, 2.0),
+    "early_stopping": st.sampled_from([True, False, "never"]),
+    "do_sample": st.booleans(),
+}
+
+
+@settings(sweep, max_examples=20)
+@given(st.data())
+def test_random_beam_searches(model, data):
+    names = ["no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "repetition_penalty", "min_new_tokens"]
+    kwargs = {name: data.draw(values) for name, values in BEAMS.items()}
+    kwargs |= {name: data.draw(ON_DEVICE[name]) for name in data.draw(st.lists(st.sampled_from(names), unique=True))}
+    kwargs |= {name: data.draw(SHARED[name]) for name in ("max_new_tokens", "eos_token_id")}
+    kwargs["num_return_sequences"] = data.draw(st.integers(1, kwargs["num_beams"]))
+    inputs = prompt(model, data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)), data.draw(st.integers(0, 99)))
     compare(model, inputs, Tier.FAST_FORWARD, **kwargs)
 
 

@@ -68,7 +68,6 @@ def served(model):
 
 
 STOCK_CALLS = {
-    "beams": ({"num_beams": 2}, "beam search is not built yet"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions is asked for"),
     "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states is asked"),
     "no cache": ({"use_cache": False}, "use_cache is off"),
