@@ -18,6 +18,7 @@ from fuseopt.generation import device_loop, tiers
 from fuseopt.generation.device_processors import DeviceProcessor, device_processor
 from fuseopt.generation.fast_model import FastModel
 from fuseopt.generation.graphs import Step, StepGraphs
+from fuseopt.generation.layers import has_kernel
 from fuseopt.generation.prefill import prefill, store_cache
 from fuseopt.generation.selection import Selection
 from fuseopt.generation.state import DecodeState, Sizes, capacity_for
@@ -97,14 +98,17 @@ class DecodeLoop:
             for processor in call.processors
         ]
         reason = next(tiers.device_loop_reasons(config, call.processors, on_device, call.criteria, self.streamer), None)
+        tier = Tier.DEVICE_LOOP if reason is None else Tier.FAST_FORWARD
+        self.served = Call(tier, reason or "", note="it raised")
+        if not has_kernel("decode_attention", state.cache):
+            state.forget()
         if reason is None:
             output, step, slots, cross_slots, note = self._on_device(model, state, call, tuple(filter(None, on_device)))
-            tier = Tier.DEVICE_LOOP
         else:
             step = self.graphs.step(self.step, state, None)
             fast = FastModel(model, self.graphs, step)
             output = self._by_transformers(fast, model, call)
-            slots, cross_slots, note, tier = fast.slots, fast.prefilled.cross_slots, fast.note, Tier.FAST_FORWARD
+            slots, cross_slots, note = fast.slots, fast.prefilled.cross_slots, fast.note
         self.served = Call(tier, reason or "", "eager" if step.graph is None else "graph", note)
         cache = call.model_kwargs["past_key_values"]
         if config.return_dict_in_generate or getattr(cache, "_is_user_defined", False):

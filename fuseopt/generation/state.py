@@ -50,7 +50,7 @@ class DecodeState:
     """
 
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:
-        self.sizes = sizes
+        self.sizes, self.used = sizes, False
         rows, capacity, cross_capacity = sizes.rows, sizes.capacity, sizes.cross_capacity
 
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -59,7 +59,6 @@ class DecodeState:
         # A tensor made in inference mode could not be written to outside it later.
         with torch.inference_mode(False):
             per_slot = (shape.layers, 2, rows, shape.heads)
-            # Zeros, not garbage: a masked slot has weight 0, and 0 times NaN is NaN.
             self.cache = zeros(*per_slot, capacity, shape.head_dim, dtype=shape.dtype)
             self.cross_cache = zeros(*per_slot, cross_capacity, shape.head_dim, dtype=shape.dtype)
             self.keep = zeros(rows, capacity, dtype=torch.bool)
@@ -77,6 +76,13 @@ class DecodeState:
     @property
     def bytes(self) -> int:
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor) and value._base is None)
+
+    def forget(self) -> None:
+        """Zeros the caches, for attention that multiplies masked values by a weight of 0, which leaves NaN as it is."""
+        if self.used:
+            self.cache.zero_()
+            self.cross_cache.zero_()
+        self.used = True
 
     def begin(self, filled: int, keep: Tensor | None, positions: Tensor | None) -> None:
         """Says where the first step stands, after a prefill that filled the first slots of the cache.

@@ -109,6 +109,19 @@ def test_what_is_changed_between_calls_shows(model, change):
     assert after.shape != before.shape or not torch.equal(after, before)
 
 
+def test_a_model_that_gave_nan_is_cured(model):
+    fuseopt.initialize(model, GENERATION)
+    generate(model, max_new_tokens=3)
+    embeddings = model.get_input_embeddings().weight
+    kept = embeddings.detach().clone()
+    with torch.no_grad():
+        embeddings.fill_(torch.nan)
+        assert not model.generate(**_arguments(model, {"max_new_tokens": 20})).logits[-1].isfinite().any()
+        embeddings.copy_(kept)
+    for tokens in (3, 20):
+        assert_as_stock(model, max_new_tokens=tokens)
+
+
 def test_half_and_back(model):
     fuseopt.initialize(model, GENERATION)
     weights = copy.deepcopy(model.state_dict())
@@ -207,6 +220,7 @@ def test_an_interrupted_call_leaves_nothing_behind(model, tier):
     original = Step.__call__
     with mock.patch.object(Step, "__call__", interrupt), pytest.raises(KeyboardInterrupt):
         generate(model, **kwargs)
+    assert model.generate.calls[-1].tier is tier and model.generate.calls[-1].note == "it raised"
     assert_as_stock(model)
 
 
