@@ -1,0 +1,141 @@
+"""Logits processors on static tensors against transformers' own, at every length of a sequence."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation import logits_process
+
+from fuseopt.generation.device_processors import device_processor
+from fuseopt.generation.logits_processors import FusedEncoderNoRepeatNGram, FusedNoRepeatNGram
+from fuseopt.generation.state import CacheShape, DecodeState, Sizes, capacity_for
+
+VOCAB, ROWS = 11, 4
+pytestmark = pytest.mark.usefixtures("each_device")
+tokens = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3)
+
+
+def state_with(ids, rest):
+    """A state that holds `ids` [rows, length], with `rest` in the columns behind them, which must not count."""
+    shape = CacheShape(1, 1, 1, torch.float32, ids.device)
+    state = DecodeState(Sizes(len(ids), capacity_for(ids.shape[1])), shape, VOCAB)
+    state.ids.fill_(rest)
+    state.ids[:, : ids.shape[1]] = ids
+    state.length.fill_(ids.shape[1])
+    return state
+
+
+def encoder_ids():
+    return torch.randint(VOCAB, (2, 6), generator=torch.Generator("cpu").manual_seed(4), device="cpu").to(
+        torch.empty(0).device
+    )
+
+
+def device():
+    return torch.empty(0).device
+
+
+PROCESSORS = {
+    "min length": lambda draw: logits_process.MinLengthLogitsProcessor(
+        draw(st.integers(0, 9)), draw(tokens), device=device()
+    ),
+    "min new tokens": lambda draw: logits_process.MinNewTokensLengthLogitsProcessor(
+        draw(st.integers(0, 4)), draw(st.integers(0, 5)), draw(tokens), device=device()
+    ),
+    "forced bos": lambda draw: logits_process.ForcedBOSTokenLogitsProcessor(draw(st.integers(0, VOCAB - 1))),
+    "forced eos": lambda draw: logits_process.ForcedEOSTokenLogitsProcessor(
+        draw(st.integers(1, 9)), draw(tokens), device=device()
+    ),
+    "suppressed": lambda draw: logits_process.SuppressTokensLogitsProcessor(
+        draw(st.lists(st.integers(0, VOCAB + 3), min_size=1)), device=device()
+    ),
+    "suppressed at begin": lambda draw: logits_process.SuppressTokensAtBeginLogitsProcessor(
+        draw(tokens), draw(st.integers(1, 9)), device=device()
+    ),
+    "repetition": lambda draw: logits_process.RepetitionPenaltyLogitsProcessor(
+        draw(st.floats(0.2, 4.0)), draw(st.one_of(st.none(), st.integers(0, 5)))
+    ),
+    "n-gram": lambda draw: logits_process.NoRepeatNGramLogitsProcessor(draw(st.integers(1, 5))),
+    "fused n-gram": lambda draw: FusedNoRepeatNGram(draw(st.integers(1, 5))),
+    "encoder n-gram": lambda draw: logits_process.EncoderNoRepeatNGramLogitsProcessor(
+        draw(st.integers(1, 8)), encoder_ids()
+    ),
+    "fused encoder n-gram": lambda draw: FusedEncoderNoRepeatNGram(draw(st.integers(1, 8)), encoder_ids()),
+    "temperature": lambda draw: logits_process.TemperatureLogitsWarper(draw(st.floats(0.1, 3.0))),
+    "top-k": lambda draw: logits_process.TopKLogitsWarper(draw(st.integers(1, VOCAB + 4))),
+    "top-p": lambda draw: logits_process.TopPLogitsWarper(draw(st.floats(0.0, 1.0))),
+    "min-p": lambda draw: logits_process.MinPLogitsWarper(draw(st.floats(0.0, 1.0))),
+    "normalised": lambda draw: logits_process.LogitNormalization(),
+    "valid": lambda draw: logits_process.InfNanRemoveLogitsProcessor(),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@settings(deadline=None, max_examples=15)
+@given(st.data())
+def test_scores_are_those_of_transformers(name, data):
+    processor = PROCESSORS[name](data.draw)
+    length, seed = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 10**6))
+    generator = torch.Generator("cpu").manual_seed(seed)
+    few = data.draw(st.sampled_from([2, 4, VOCAB]))
+    ids = torch.randint(few, (ROWS, length), generator=generator, device="cpu").to(device())
+    scores = 4 * torch.randn(ROWS, VOCAB, generator=generator, device="cpu").to(device())
+    scores[0, 1], scores[1] = -torch.inf, -1.0
+    on_device = device_processor(processor, ROWS, VOCAB, device())
+    before = scores.clone()
+    got = on_device(state_with(ids, data.draw(st.integers(0, few - 1))), scores)
+    assert torch.equal(scores, before)
+    assert torch.equal(got, processor(ids, scores))
+
+
+def test_everything_may_be_banned():
+    ids = torch.arange(VOCAB).repeat(ROWS, 1)
+    scores = torch.zeros(ROWS, VOCAB)
+    on_device = device_processor(logits_process.NoRepeatNGramLogitsProcessor(1), ROWS, VOCAB, device())
+    assert on_device(state_with(ids, 0), scores).isneginf().all()
+
+
+def test_tokens_beyond_the_vocabulary_ban_and_weigh_nothing():
+    ids = torch.full((ROWS, 5), VOCAB + 7)
+    scores = torch.randn(ROWS, VOCAB)
+    for processor in (
+        logits_process.NoRepeatNGramLogitsProcessor(1),
+        logits_process.RepetitionPenaltyLogitsProcessor(3.0),
+    ):
+        assert torch.equal(device_processor(processor, ROWS, VOCAB, device())(state_with(ids, 0), scores), scores)
+
+
+def test_padding_that_is_not_to_be_penalised():
+    ids = torch.randint(VOCAB, (ROWS, 6))
+    ignored = torch.tensor([0, 2, 6, 4])
+    processor = logits_process.RepetitionPenaltyLogitsProcessor(2.0)
+    processor.prompt_ignore_length = ignored
+    scores = torch.randn(ROWS, VOCAB)
+    got = device_processor(processor, ROWS, VOCAB, device())(state_with(ids, 1), scores)
+    for row in range(ROWS):
+        alone = logits_process.RepetitionPenaltyLogitsProcessor(2.0)
+        kept = ids[row : row + 1, ignored[row] :]
+        torch.testing.assert_close(got[row : row + 1], alone(kept, scores[row : row + 1]))
+
+
+def test_what_the_device_does_not_know():
+    class Mine(logits_process.TemperatureLogitsWarper):
+        pass
+
+    refused = (
+        Mine(2.0),
+        logits_process.TypicalLogitsWarper(0.5),
+        logits_process.ForcedBOSTokenLogitsProcessor(VOCAB),
+        logits_process.ForcedEOSTokenLogitsProcessor(4, [1, VOCAB]),
+        logits_process.EncoderNoRepeatNGramLogitsProcessor(2, torch.zeros(3, 5, dtype=torch.long)),
+        FusedEncoderNoRepeatNGram(2, torch.zeros(3, 5, dtype=torch.long)),
+    )
+    assert [device_processor(processor, ROWS, VOCAB, device()) for processor in refused] == [None] * len(refused)
+
+
+@pytest.mark.parametrize(
+    ("length", "capacity"),
+    [(1, 128), (128, 128), (129, 256), (1000, 1024), (1024, 1024), (1025, 2048), (2049, 3072), (4096, 4096)],
+)
+def test_capacity_classes(length, capacity):
+    assert capacity_for(length) == capacity
