@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from torch import nn
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from fuseopt.config import GenerationOptions
 from fuseopt.generation import tiers
@@ -85,6 +86,8 @@ class FusedGenerate:
             streamer = given.get("streamer")
             loop = DecodeLoop(self._step_for(key), self.graphs, options.max_batch, options.max_length, streamer)
             bound.arguments["custom_generate"] = loop
+            if given.get("tokenizer") is not None and given.get("stop_strings") is not None:
+                _make_stop_criterion(bound.arguments, variadic)
             try:
                 return stock(self.model, *bound.args, **bound.kwargs)
             finally:
@@ -103,3 +106,12 @@ class FusedGenerate:
             self.graphs.clear()
             self._step, self._key = STEPS[self.step_name](self.model), key
         return self._step
+
+
+def _make_stop_criterion(arguments: dict[str, Any], variadic: str) -> None:
+    """Makes the criterion of `stop_strings`, since transformers hands its tokenizer to none but its own methods."""
+    others = dict(arguments[variadic])
+    strings, tokenizer = others.pop("stop_strings"), others.pop("tokenizer")
+    criteria = arguments.get("stopping_criteria") or ()
+    criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+    arguments.update({variadic: others, "stopping_criteria": StoppingCriteriaList([*criteria, criterion])})

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers.activations import NewGELUActivation
 
 from fuseopt import ops
+from fuseopt.modules.base import FusedModule
 from fuseopt.ops import registry
 from fuseopt.ops.decode_linear import ACTIVATIONS, MAX_ROWS
 
@@ -40,10 +41,9 @@ def linear_of(*modules: nn.Linear) -> Linear:
 
 
 def activation_of(module: nn.Module) -> Activation:
-    """The name of what `module` computes, or `module` itself."""
-    if type(module) is NewGELUActivation:
-        return "gelu_tanh"
-    return "relu" if type(module) is nn.ReLU else module
+    """The name of what `module`, or what it stands in for, computes; or `module` itself."""
+    source = module._source_class if isinstance(module, FusedModule) else type(module)
+    return {NewGELUActivation: "gelu_tanh", nn.ReLU: "relu"}.get(source, module)
 
 
 def normalised(input: Tensor, norm: Norm) -> Tensor:

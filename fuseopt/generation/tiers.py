@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._device import DeviceContext
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 
 class Tier(enum.Enum):
@@ -90,8 +90,12 @@ def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator
         yield "num_beam_groups asks for group beam search"
     if arguments.get("streamer") is not None and (setting("num_beams") or 1) > 1:
         yield "beam search takes no streamer"
-    if arguments.get("tokenizer") is not None:
-        yield "transformers hands a tokenizer to none but its own decoding methods"
+    if arguments.get("assistant_tokenizer") is not None or setting("token_healing"):
+        yield "a tokenizer is needed for more than stop strings"
+    if setting("stop_strings") is not None and "stop_strings" not in arguments:
+        yield "stop_strings stand in a generation config, which is not the loop's to change"
+    if any(isinstance(criterion, StopStringCriteria) for criterion in arguments.get("stopping_criteria") or ()):
+        yield "a StopStringCriteria of the caller's would meet transformers' own"
     if arguments.get("synced_gpus"):
         yield "synced_gpus keeps several processes in step"
     if setting("cache_implementation") is not None:

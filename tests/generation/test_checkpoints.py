@@ -37,7 +37,7 @@ def checkpoint(request, each_device):
     return model, AutoTokenizer.from_pretrained(CHECKPOINTS / request.param)
 
 
-def generate(model, tokenizer, prompts, **kwargs):
+def generate(model, tokenizer, prompts, /, **kwargs):
     batch = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
     torch.manual_seed(7)
     output = model.generate(**batch, max_new_tokens=32, output_scores=True, return_dict_in_generate=True, **kwargs)
@@ -60,6 +60,22 @@ def test_float32_tokens_are_stock_s(checkpoint, config, mode):
     for got, wanted in zip(fused.scores, stock.scores, strict=True):
         assert torch.equal(got.isinf(), wanted.isinf())
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampling", "beams"])
+def test_stop_strings(checkpoint, mode):
+    model, tokenizer = checkpoint
+    prompts = PROMPTS[:4]
+    kwargs = {**MODES[mode], "stop_strings": ["the", "and "], "tokenizer": tokenizer}
+    stock, _ = generate(model, tokenizer, prompts, **kwargs)
+    longer, _ = generate(model, tokenizer, prompts, **MODES[mode])
+    assert stock.sequences.shape != longer.sequences.shape or not torch.equal(stock.sequences, longer.sequences)
+    with fuseopt.fused(model, CONFIGS["generation"]):
+        fused, _ = generate(model, tokenizer, prompts, **kwargs)
+        assert str(model.generate.calls[-1]).startswith("T1 fast forward")
+        with pytest.raises(ValueError, match="tokenizer"):
+            generate(model, tokenizer, prompts, stop_strings=["the"])
+    assert torch.equal(fused.sequences, stock.sequences)
 
 
 def test_verify_agrees_on_real_text(checkpoint):
