@@ -44,8 +44,7 @@ def run(
     note = ""
     for taken in range(steps):
         if taken == 0 and not pending:
-            selection(state)
-            state.length += 1
+            selection(state, state.logits, advance=False)
         else:
             if taken == 2:
                 note = graphs.capture(step)

@@ -33,10 +33,12 @@ class Step:
         if self.graph is not None:
             self.graph.replay()
             return
-        self.state.logits.copy_(self.forward(self.state))
-        if self.selection is not None:
-            self.selection(self.state)
-        self.state.advance()
+        logits = self.forward(self.state)
+        if self.selection is None:
+            self.state.logits.copy_(logits)
+            self.state.counters += 1
+        else:
+            self.selection(self.state, logits)
 
     def capture(self, pool: tuple[int, int]) -> None:
         """Records what a call does, to be replayed from then on; the step has run once before.

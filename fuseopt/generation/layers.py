@@ -46,6 +46,18 @@ def activation_of(module: nn.Module) -> Activation:
     return {NewGELUActivation: "gelu_tanh", nn.ReLU: "relu"}.get(source, module)
 
 
+def embedded(
+    tokens: Tensor, weight: Tensor, positions: Tensor | None = None, position_weight: Tensor | None = None
+) -> Tensor:
+    """[tokens] int64 -> [tokens, hidden]: their embeddings, and those of their positions added."""
+    if has_kernel("decode_embedding", weight):
+        return ops.decode_embedding(tokens, weight, positions, position_weight, overlap=True)
+    embeddings = F.embedding(tokens, weight)
+    if positions is None or position_weight is None:
+        return embeddings
+    return embeddings + F.embedding(positions, position_weight)
+
+
 def normalised(input: Tensor, norm: Norm) -> Tensor:
     if norm.kind == "t5_rms_norm":
         return ops.rms_norm(input, norm.weight, norm.eps, cast_order="t5")

@@ -125,7 +125,8 @@ class DecodeLoop:
         logits: list[Tensor] | None = [] if detailed and config.output_logits else None
         eos = next((c.eos_token_id for c in call.criteria if type(c) is EosTokenCriteria), None)
         eos = None if eos is None else eos.to(call.input_ids.device)
-        selection = Selection(processors, bool(config.do_sample), eos, keep_scores=scores is not None)
+        keep = {"keep_logits": logits is not None, "keep_scores": scores is not None}
+        selection = Selection(processors, bool(config.do_sample), eos, **keep)
         step = self.graphs.step(self.step, state, selection)
         prefilled = prefill(self.step, model, state, call.input_ids, config, call.model_kwargs)
         steps = max(1, (tiers.length_limit(call.criteria) or 0) - length)

@@ -7,12 +7,13 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor, nn
 
+from fuseopt import ops
 from fuseopt.generation.device_processors import DeviceProcessor
 from fuseopt.generation.state import DecodeState
 
 
 class Selection:
-    """Call: a DecodeState -> nothing; processes `logits`, picks `tokens`, writes them to `ids` and updates the flags.
+    """Call: a DecodeState and logits [rows, vocab] -> nothing; writes `tokens`, `ids` and flags, counts on.
 
     Upstream: the loop of `GenerationMixin._sample` from the logits on; random numbers are drawn as there, from torch's
     default generator.
@@ -21,15 +22,23 @@ class Selection:
         processors: in transformers' order.
         do_sample: draw from the distribution, or take the likeliest token.
         eos: token ids [any] after which a row is padded, or None.
-        keep_scores: whether the processed logits are put into `scores`.
+        keep_logits, keep_scores: whether the logits in float32, as they come and as processed, are wanted in the state.
     """
 
     def __init__(
-        self, processors: tuple[DeviceProcessor, ...], do_sample: bool, eos: Tensor | None, keep_scores: bool
+        self,
+        processors: tuple[DeviceProcessor, ...] = (),
+        do_sample: bool = False,
+        eos: Tensor | None = None,
+        *,
+        keep_logits: bool = False,
+        keep_scores: bool = False,
     ) -> None:
-        self.processors, self.do_sample, self.eos, self.keep_scores = processors, do_sample, eos, keep_scores
+        self.processors, self.do_sample, self.eos = processors, do_sample, eos
+        self.keep_logits, self.keep_scores = keep_logits, keep_scores
         self.key: Hashable = (
             do_sample,
+            keep_logits,
             keep_scores,
             None if eos is None else eos.shape,
             *(processor.key for processor in processors),
@@ -45,16 +54,32 @@ class Selection:
         for tensor, value in zip(self.tensors, other.tensors, strict=True):
             tensor.copy_(value)
 
-    def __call__(self, state: DecodeState) -> None:
-        scores = state.logits
+    def __call__(self, state: DecodeState, logits: Tensor, *, advance: bool = True) -> None:
+        """With `advance`, the state moves on to its next slot."""
+        counters = (state.counters,) if advance else ()
+        scores = logits
+        if self.processors or self.do_sample or self.keep_logits:
+            state.logits.copy_(logits)
+            scores = state.logits
         for processor in self.processors:
             scores = processor(state, scores)
         if self.keep_scores:
             state.scores.copy_(scores)
-        if self.do_sample:
-            tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
-        else:
-            tokens = torch.argmax(scores, dim=-1)
+        if not self.do_sample:
+            ops.decode_select_(
+                scores,
+                state.tokens,
+                state.ids,
+                state.length,
+                state.unfinished,
+                state.going,
+                state.pad,
+                self.eos,
+                counters=counters,
+                overlap=True,
+            )
+            return
+        tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         if self.eos is None:
             state.tokens.copy_(tokens)
         else:
@@ -63,3 +88,5 @@ class Selection:
             state.unfinished &= (state.tokens[:, None] != self.eos).all(1)
             torch.any(state.unfinished, dim=0, out=state.going)
         state.ids.index_copy_(1, state.length, state.tokens[:, None])
+        for counter in (state.length, *counters):
+            counter += 1

@@ -65,9 +65,10 @@ class DecodeState:
             self.cross_keep = zeros(rows, cross_capacity, dtype=torch.bool)
             self.slots = torch.arange(capacity, device=shape.device)
             self.tokens, self.pad, self.cross_length = zeros(rows), zeros(1), zeros(1)
-            # What every step adds one to, at one stroke.
-            self._counters = zeros(rows + 2)
-            self.slot, self.length, self.positions = self._counters.split((1, 1, rows))
+            # What every forward adds one to, at one stroke.
+            self.counters = zeros(rows + 1)
+            self.slot, self.positions = self.counters.split((1, rows))
+            self.length = zeros(1)
             self.unfinished, self.going = zeros(rows, dtype=torch.bool), zeros(dtype=torch.bool)
             self.ids = zeros(rows, capacity + 1)
             self.logits = zeros(rows, vocab, dtype=torch.float32)
@@ -108,10 +109,6 @@ class DecodeState:
         self.cross_length.fill_(length)
         self.cross_keep.fill_(False)
         self.cross_keep[:, :length] = True if keep is None else keep.bool()
-
-    def advance(self) -> None:
-        """Moves on to the next slot, length and positions."""
-        self._counters += 1
 
 
 def capacity_for(length: int) -> int:

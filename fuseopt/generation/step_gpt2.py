@@ -11,7 +11,7 @@ from transformers.models.gpt2 import modeling_gpt2
 from transformers.pytorch_utils import Conv1D
 
 from fuseopt.generation.attention import StepAttention
-from fuseopt.generation.layers import Activation, Linear, Norm, activation_of, causal_mask, linear, linear_of
+from fuseopt.generation.layers import Activation, Linear, Norm, activation_of, causal_mask, embedded, linear, linear_of
 from fuseopt.generation.state import CacheShape, DecodeState
 
 # qkv [tokens, 3, heads, head_dim], the layer's cache, scale -> [tokens, heads * head_dim]
@@ -118,7 +118,7 @@ class GPT2Step:
 
     def _hidden(self, tokens: Tensor, positions: Tensor, state: DecodeState, attention: _AttentionFunction) -> Tensor:
         """[tokens] -> [tokens, hidden], before the final norm."""
-        hidden = F.embedding(tokens, self.token_embedding) + F.embedding(positions, self.position_embedding)
+        hidden = embedded(tokens, self.token_embedding, positions, self.position_embedding)
         for layer, cache in zip(self.layers, state.cache, strict=True):
             qkv = linear(hidden, layer.qkv, norm=layer.norm_1).unflatten(1, (3, self.shape.heads, self.shape.head_dim))
             hidden = linear(attention(qkv, cache, layer.scale), layer.out, residual=hidden)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers.models.t5 import modeling_t5
 
 from fuseopt.generation.attention import StepAttention
-from fuseopt.generation.layers import Activation, Linear, Norm, activation_of, linear, linear_of, normalised
+from fuseopt.generation.layers import Activation, Linear, Norm, activation_of, embedded, linear, linear_of, normalised
 from fuseopt.generation.state import CacheShape, DecodeState
 
 
@@ -111,7 +111,7 @@ class T5Step:
         return None
 
     def __call__(self, state: DecodeState) -> Tensor:
-        hidden = F.embedding(state.tokens, self.token_embedding)
+        hidden = embedded(state.tokens, self.token_embedding)
         attention = StepAttention(state, F.embedding(self._buckets_by_distance, self.relative_bias).T.contiguous())
         for layer, cache, cross_cache in zip(self.layers, state.cache, state.cross_cache, strict=True):
             own, cross, feed_forward = layer
