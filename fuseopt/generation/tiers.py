@@ -55,6 +55,13 @@ _OTHER_METHODS = {
     "constraints": "constrained beam search",
     "force_words_ids": "constrained beam search",
 }
+# What the fast tiers do in place of the model, or take from its class.
+_METHODS = (
+    "prepare_inputs_for_generation",
+    "_prefill",
+    "_update_model_kwargs_for_generation",
+    "_reorder_cache",
+)
 _ATTENTIONS = ("eager", "sdpa")
 _MODEL_KWARGS = frozenset(
     (
@@ -118,6 +125,9 @@ def model_reasons(model: nn.Module, step_class: Any) -> Iterator[str]:
         yield f"{type(model).__name__} is not exactly {step_class.model_class.__name__}"
         return
     yield from step_class.not_supported_reasons(model)
+    for name in _METHODS:
+        if name in model.__dict__:
+            yield f"its {name} has been replaced"
     attention = model.config._attn_implementation
     if attention not in _ATTENTIONS:
         yield f"attention is set to {attention!r}"

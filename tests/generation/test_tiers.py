@@ -147,7 +147,13 @@ def forward(model):
     attention.forward = attention.forward
 
 
+def prompt_learning(model):
+    """As peft does it for prefixes and prompts that it learns."""
+    model.prepare_inputs_for_generation = model.prepare_inputs_for_generation
+
+
 STOCK_MODELS = {
+    prompt_learning: "its prepare_inputs_for_generation has been replaced",
     train: "is in training mode",
     hook: "transformer.h.1.mlp carries hooks",
     leaf: "transformer.ln_f is a Mine, which the decode step does not know",
