@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, EncoderDecoderCache
 
 import fuseopt
+from fuseopt import ops
+from fuseopt.generation import attention, layers
 from fuseopt.generation.tiers import Tier
 from tests import tiny
 
@@ -171,6 +173,27 @@ def test_random_calls_with_something_for_the_host(model, data):
     compare(model, inputs, Tier.FAST_FORWARD, **kwargs)
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"do_sample": True, "repetition_penalty": 1.3}, {"num_beams": 2}], ids=str)
+def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch):
+    """On a CPU their references run, which a decode step would not otherwise take."""
+    for module in (attention, layers):
+        monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
+    counts = {}
+    for name in ("decode_linear", "decode_attention", "decode_attention_", "decode_embedding"):
+        op = getattr(ops, name)
+
+        def counting(*args, op=op, name=name, **kwargs):
+            counts[name] = counts.get(name, 0) + 1
+            return op(*args, **kwargs)
+
+        monkeypatch.setattr(ops, name, counting)
+    tier = Tier.FAST_FORWARD if "num_beams" in kwargs else Tier.DEVICE_LOOP
+    compare(model, prompt(model, 3, 9, 5), tier, max_new_tokens=12, **kwargs)
+    encodes = model.config.is_encoder_decoder
+    assert counts["decode_linear"] > 5 * 11 and counts["decode_attention_"] > 11
+    assert ("decode_attention" in counts) == encodes and counts["decode_embedding"] >= 11
+
+
 BEAMS = {
     "num_beams": st.integers(2, 4),
     "length_penalty": st.floats(-1.0, 2.0),
@@ -194,8 +217,8 @@ def test_random_beam_searches(model, data):
 @pytest.mark.parametrize("new_tokens", [1, 2, 3])
 def test_a_prompt_that_fills_a_capacity_class(new_tokens, each_device):
     model = tiny.gpt2(n_positions=150)
-    for attention in ("sdpa", "eager"):
-        model.set_attn_implementation(attention)
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
         inputs = prompt(model, 2, 128, 0)
         compare(model, inputs, Tier.DEVICE_LOOP, max_new_tokens=new_tokens)
 
