@@ -11,6 +11,9 @@ from fuseopt import ops
 from fuseopt.generation.device_processors import DeviceProcessor
 from fuseopt.generation.state import DecodeState
 
+# `ops.decode_select_` takes its rows one after the other; PyTorch's argmax, at the same time.
+_ROWS_OF_THE_KERNEL = 4
+
 
 class Selection:
     """Call: a DecodeState and logits [rows, vocab] -> nothing; writes `tokens`, `ids` and flags, counts on.
@@ -65,7 +68,7 @@ class Selection:
             scores = processor(state, scores)
         if self.keep_scores:
             state.scores.copy_(scores)
-        if not self.do_sample:
+        if not self.do_sample and scores.shape[0] <= _ROWS_OF_THE_KERNEL:
             ops.decode_select_(
                 scores,
                 state.tokens,
@@ -79,7 +82,10 @@ class Selection:
                 overlap=True,
             )
             return
-        tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        if self.do_sample:
+            tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        else:
+            tokens = torch.argmax(scores, dim=-1)
         if self.eos is None:
             state.tokens.copy_(tokens)
         else:

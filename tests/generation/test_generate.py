@@ -150,7 +150,7 @@ def model(request, each_device):
 @given(st.data())
 def test_random_calls_that_the_device_can_decode(model, data):
     kwargs = data.draw(calls(ON_DEVICE))
-    inputs = prompt(model, data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)), data.draw(st.integers(0, 99)))
+    inputs = prompt(model, data.draw(st.integers(1, 6)), data.draw(st.integers(1, 9)), data.draw(st.integers(0, 99)))
     compare(model, inputs, Tier.DEVICE_LOOP, **kwargs)
 
 
