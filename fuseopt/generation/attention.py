@@ -58,14 +58,14 @@ class StepAttention:
                 overlap=True,
             )
         cache.index_copy_(3, state.slot, qkv[:, 1:].transpose(0, 1).unsqueeze(3))
-        return _attend(qkv[:, 0], cache, self.mask, scale)
+        return _attend(qkv[:, :1], cache, self.mask, scale)
 
     def to_encoder(self, query: Tensor, cache: Tensor, scale: float) -> Tensor:
         """Attends to a layer's cross-attention cache.
 
         Args:
             query: [rows, heads, head_dim].
-            cache: [2, rows, heads, cross_capacity, head_dim].
+            cache: [2, items, heads, cross_capacity, head_dim].
 
         Returns:
             [rows, heads * head_dim].
@@ -75,12 +75,13 @@ class StepAttention:
             return ops.decode_attention(
                 query, cache[0], cache[1], state.cross_length, mask=state.cross_keep, scale=scale, overlap=True
             )
-        return _attend(query, cache, self.cross_mask, scale)
+        return _attend(query.unflatten(0, (state.sizes.items, -1)), cache, self.cross_mask, scale)
 
 
 def _attend(query: Tensor, cache: Tensor, mask: Tensor, scale: float) -> Tensor:
-    attended = F.scaled_dot_product_attention(query.unsqueeze(2), cache[0], cache[1], mask, scale=scale)
-    return attended.flatten(1)
+    """Queries [items, rows an item, heads, head_dim] -> [rows, heads * head_dim]."""
+    attended = F.scaled_dot_product_attention(query.transpose(1, 2), cache[0], cache[1], mask, scale=scale)
+    return attended.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
 def _additive(keep: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +65,7 @@ class DecodeLoop:
         call = _PreparedCall(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         reason = next(tiers.call_reasons(generation_config, input_ids, stopping_criteria, model_kwargs), None)
         sizes = None if reason else _sizes(call)
-        reason = reason or next(self._size_reasons(model, sizes, input_ids), None)
+        reason = reason or next(self._size_reasons(model, sizes, call), None)
         if sizes is not None and reason is None:
             with self.graphs.in_stream_order(input_ids.device):
                 try:
@@ -76,12 +77,12 @@ class DecodeLoop:
         self.served = Call(Tier.STOCK, reason or "")
         return self._by_transformers(model, model, call)
 
-    def _size_reasons(self, model: nn.Module, sizes: Sizes | None, input_ids: Tensor) -> Iterator[str]:
+    def _size_reasons(self, model: nn.Module, sizes: Sizes | None, call: _PreparedCall) -> Iterator[str]:
         if sizes is None:
             return
         longest = self.step.max_length(model)
-        if input_ids.device != self.step.shape.device:
-            yield f"the inputs are on {input_ids.device}, the model on {self.step.shape.device}"
+        if call.input_ids.device != self.step.shape.device:
+            yield f"the inputs are on {call.input_ids.device}, the model on {self.step.shape.device}"
         if sizes.rows > self.max_batch:
             yield f"{sizes.rows} rows are more than max_batch, {self.max_batch}"
         if max(sizes.capacity, sizes.cross_capacity) > self.max_length:
@@ -90,6 +91,9 @@ class DecodeLoop:
             yield f"{sizes.capacity} tokens are more than the model's {longest} positions"
         if not sizes.rows:
             yield "the batch is empty"
+        encoded = call.model_kwargs.get("encoder_outputs")
+        if encoded is not None and encoded[0].shape[0] != sizes.rows:
+            yield f"the encoder's output has {encoded[0].shape[0]} rows, the decoder {sizes.rows}"
 
     def _decode(self, model: nn.Module, state: DecodeState, call: _PreparedCall) -> Any:
         config = call.config
@@ -169,9 +173,16 @@ def _sizes(call: _PreparedCall) -> Sizes:
     prompt = length if embeds is None else max(length, embeds.shape[1])
     past = call.model_kwargs["past_key_values"].get_seq_length()
     forwards = max(0, (tiers.length_limit(call.criteria) or 0) - length - 1)
-    return Sizes(rows, past + prompt + forwards, 0 if encoded is None else encoded[0].shape[1])
+    capacity = past + prompt + forwards
+    if encoded is None:
+        return Sizes(rows, capacity)
+    # transformers has repeated every item of the encoder's as often; a cache of the caller's may hold anything.
+    repeated = max(call.config.num_beams or 1, call.config.num_return_sequences or 1)
+    cache = call.model_kwargs["past_key_values"].cross_attention_cache
+    return Sizes(rows, capacity, encoded[0].shape[1], 1 if cache.get_seq_length() else repeated)
 
 
 def _class_of(sizes: Sizes) -> Sizes:
+    """With the capacities of the classes that they are in."""
     cross = sizes.cross_capacity
-    return Sizes(sizes.rows, capacity_for(sizes.capacity), capacity_for(cross) if cross else 0)
+    return replace(sizes, capacity=capacity_for(sizes.capacity), cross_capacity=capacity_for(cross) if cross else 0)

@@ -48,7 +48,7 @@ def prefill(
     if encodes:
         encoded = model_kwargs["encoder_outputs"][0]
         cross_slots = encoded.shape[1]
-        step.encode(state, encoded)
+        step.encode(state, encoded[:: state.sizes.rows_per_item])
         state.load_cross(cross_slots, model_kwargs.get("attention_mask"))
     else:
         model.transformer.warn_if_padding_and_no_attention_mask(input_ids, model_kwargs.get("attention_mask"))
@@ -69,7 +69,7 @@ def store_cache(state: DecodeState, past_key_values: Any, slots: int, cross_slot
     if isinstance(past_key_values, EncoderDecoderCache):
         cross = past_key_values.cross_attention_cache
         if not cross.get_seq_length():
-            _store(state.cross_cache, cross, cross_slots)
+            _store(state.cross_cache, cross, cross_slots, state.sizes.rows_per_item)
             past_key_values.is_updated.update(dict.fromkeys(range(len(state.cross_cache)), True))
         past_key_values = past_key_values.self_attention_cache
     _store(state.cache, past_key_values, slots)
@@ -98,7 +98,7 @@ def _by_the_model(
     model_kwargs.update(model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=encodes))
     cache, cross_slots = model_kwargs["past_key_values"], 0
     if encodes:
-        cross_slots = _load(state.cross_cache, cache.cross_attention_cache)
+        cross_slots = _load(state.cross_cache, cache.cross_attention_cache, state.sizes.rows_per_item)
         state.load_cross(cross_slots, model_kwargs.get("attention_mask"))
         cache = cache.self_attention_cache
     slots = _load(state.cache, cache)
@@ -109,20 +109,20 @@ def _by_the_model(
     return Prefilled(slots, cross_slots)
 
 
-def _load(static: Tensor, cache: DynamicCache) -> int:
-    """Copies keys and values into [layers, 2, rows, heads, capacity, head_dim]; returns how many slots they fill."""
+def _load(static: Tensor, cache: DynamicCache, rows_per_item: int = 1) -> int:
+    """Copies keys and values into [layers, 2, items, heads, capacity, head_dim]; returns how many slots they fill."""
     slots = cache.get_seq_length()
     for target, layer in zip(static, cache.layers, strict=True):
-        target[0, :, :, :slots] = layer.keys
-        target[1, :, :, :slots] = layer.values
+        target[0, :, :, :slots] = layer.keys[::rows_per_item]
+        target[1, :, :, :slots] = layer.values[::rows_per_item]
     return slots
 
 
-def _store(static: Tensor, cache: DynamicCache, slots: int) -> None:
+def _store(static: Tensor, cache: DynamicCache, slots: int, rows_per_item: int = 1) -> None:
     empty = not cache.get_seq_length()
     for index, source in enumerate(static):
-        keys, values = source[:, :, :, :slots]
+        keys, values = source[:, :, :, :slots].repeat_interleave(rows_per_item, dim=1)
         if empty:
             cache.update(keys, values, index)
         else:
-            cache.layers[index].keys, cache.layers[index].values = keys.clone(), values.clone()
+            cache.layers[index].keys, cache.layers[index].values = keys, values

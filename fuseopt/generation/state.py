@@ -20,11 +20,17 @@ class Sizes:
         rows: batch x num_return_sequences.
         capacity: slots of the self-attention cache.
         cross_capacity: slots of the cross-attention cache; 0 without an encoder.
+        rows_per_item: neighbouring rows that share an item of the encoder's: beams, or sequences sampled for it.
     """
 
     rows: int
     capacity: int
     cross_capacity: int = 0
+    rows_per_item: int = 1
+
+    @property
+    def items(self) -> int:
+        return self.rows // self.rows_per_item
 
 
 @dataclass(frozen=True)
@@ -41,12 +47,12 @@ class CacheShape:
 class DecodeState:
     """The static tensors of one decode step.
 
-    `cache` is [layers, 2, rows, heads, capacity, head_dim] (keys, then values); `cross_cache` likewise. A step reads
-    `tokens` and `positions` [rows], writes keys and values to `slot` [1], and lets each row attend to the slots up to
-    it that `keep` [rows, capacity] allows, and to the first `cross_length` [1] of the encoder's that `cross_keep`
-    allows. The device loop has the sequences in `ids` [rows, capacity + 1], of which `length` [1] columns are filled,
-    whether a row goes on in `unfinished` [rows], and whether any does in `going` []. Integers are int64, the rest of
-    these is bool; `logits` and `scores` are [rows, vocab] float32.
+    `cache` is [layers, 2, rows, heads, capacity, head_dim] (keys, then values); `cross_cache` likewise, with items for
+    rows. A step reads `tokens` and `positions` [rows], writes keys and values to `slot` [1], and lets each row attend
+    to the slots up to it that `keep` [rows, capacity] allows, and to the first `cross_length` [1] of its item's that
+    `cross_keep` [items, cross_capacity] allows. The device loop has the sequences in `ids` [rows, capacity + 1], of
+    which `length` [1] columns are filled, whether a row goes on in `unfinished` [rows], and whether any does in `going`
+    []. Integers are int64, the rest of these is bool; `logits` and `scores` are [rows, vocab] float32.
     """
 
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:
@@ -58,11 +64,11 @@ class DecodeState:
 
         # A tensor made in inference mode could not be written to outside it later.
         with torch.inference_mode(False):
-            per_slot = (shape.layers, 2, rows, shape.heads)
-            self.cache = zeros(*per_slot, capacity, shape.head_dim, dtype=shape.dtype)
-            self.cross_cache = zeros(*per_slot, cross_capacity, shape.head_dim, dtype=shape.dtype)
+            layers, heads, head_dim = shape.layers, shape.heads, shape.head_dim
+            self.cache = zeros(layers, 2, rows, heads, capacity, head_dim, dtype=shape.dtype)
+            self.cross_cache = zeros(layers, 2, sizes.items, heads, cross_capacity, head_dim, dtype=shape.dtype)
             self.keep = zeros(rows, capacity, dtype=torch.bool)
-            self.cross_keep = zeros(rows, cross_capacity, dtype=torch.bool)
+            self.cross_keep = zeros(sizes.items, cross_capacity, dtype=torch.bool)
             self.slots = torch.arange(capacity, device=shape.device)
             self.tokens, self.pad, self.cross_length = zeros(rows), zeros(1), zeros(1)
             # What every forward adds one to, at one stroke.
@@ -105,10 +111,10 @@ class DecodeState:
             self.positions.copy_(positions)
 
     def load_cross(self, length: int, keep: Tensor | None) -> None:
-        """Says which of the first `length` slots of the cross-attention cache count."""
+        """Says which of the first `length` slots of the cross-attention cache count, by `keep` [rows, length] or all."""
         self.cross_length.fill_(length)
         self.cross_keep.fill_(False)
-        self.cross_keep[:, :length] = True if keep is None else keep.bool()
+        self.cross_keep[:, :length] = True if keep is None else keep[:: self.sizes.rows_per_item].bool()
 
 
 def capacity_for(length: int) -> int:

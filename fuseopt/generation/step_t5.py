@@ -131,11 +131,11 @@ class T5Step:
         return linear(normalised(hidden, self.final_norm) * self.head_scale, self.head)
 
     def encode(self, state: DecodeState, encoded: Tensor) -> None:
-        """Fills the cross-attention cache from the encoder's output [rows, encoder length, hidden]."""
-        rows, length, _ = encoded.shape
+        """Fills the cross-attention cache from the encoder's output [items, encoder length, hidden]."""
+        items, length, _ = encoded.shape
         flat = encoded.flatten(0, 1)
         for layer, cache in zip(self.layers, state.cross_cache, strict=True):
-            projected = self._heads(linear(flat, layer.cross_attention.key_and_value), 2).unflatten(0, (rows, length))
+            projected = self._heads(linear(flat, layer.cross_attention.key_and_value), 2).unflatten(0, (items, length))
             cache[:, :, :, :length] = projected.permute(2, 0, 3, 1, 4)
 
     def _heads(self, projected: Tensor, count: int) -> Tensor:
