@@ -111,7 +111,7 @@ class DecodeState:
             self.positions.copy_(positions)
 
     def load_cross(self, length: int, keep: Tensor | None) -> None:
-        """Says which of the first `length` slots of the cross-attention cache count, by `keep` [rows, length] or all."""
+        """Says which of the first `length` slots of the cross-attention cache count, by `keep` [rows, length]."""
         self.cross_length.fill_(length)
         self.cross_keep.fill_(False)
         self.cross_keep[:, :length] = True if keep is None else keep[:: self.sizes.rows_per_item].bool()
