@@ -1,7 +1,5 @@
 """generate() of an initialised model against transformers' own: tokens, scores, caches, types, random state, tier."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -279,19 +277,19 @@ def test_embeddings_in_place_of_tokens(each_device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_as_close_to_float32_as_transformers(model, dtype):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_is_as_close_to_float32_as_transformers(family, dtype, each_device):
     """Teacher-forced: the logits of the first step that the decode step computes, for the same tokens."""
-    inputs = prompt(model, 3, 6, 0)
     force = {"max_new_tokens": 2, "begin_suppress_tokens": [t for t in range(VOCAB) if t != 7], "eos_token_id": []}
-    exact, _ = generate(model, inputs, **force)
-    model.to(dtype)
-    stock, _ = generate(model, inputs, **force)
-    fuseopt.initialize(model, GENERATION)
-    fused, _ = generate(model, inputs, **force)
-    assert calls_of(model)[-1].tier is Tier.DEVICE_LOOP
-
-    def error(output):
-        return float((output.logits[1] - exact.logits[1]).abs().max())
-
-    assert error(fused) <= 1.5 * error(stock) + torch.finfo(dtype).eps
-    assert math.isfinite(error(fused))
+    errors = {"stock": 0.0, "fused": 0.0}
+    for seed in range(8):
+        model = tiny.FAMILIES[family](seed)
+        inputs = prompt(model, 3, 6, seed)
+        exact, _ = generate(model, inputs, **force)
+        for name in errors:
+            if name == "fused":
+                fuseopt.initialize(model, GENERATION)
+            output, _ = generate(model.to(dtype), inputs, **force)
+            errors[name] += float((output.logits[1] - exact.logits[1]).abs().mean())
+        assert calls_of(model)[-1].tier is Tier.DEVICE_LOOP
+    assert 0 < errors["fused"] <= 1.15 * errors["stock"]
