@@ -102,6 +102,8 @@ def linear(
     if norm is not None:
         input = normalised(input, norm)
     input = input.to(weight.dtype)
+    if residual is not None and len(layer.weights) == 1 and not layer.biases and residual.dtype is weight.dtype:
+        return torch.addmm(residual, input, weight.T)
     biases = layer.biases or (None,) * len(layer.weights)
     outputs = [_product(input, weight, bias) for weight, bias in zip(layer.weights, biases, strict=True)]
     if activation is not None:
