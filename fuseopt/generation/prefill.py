@@ -55,6 +55,7 @@ def prefill(
     positions = model_kwargs.get("position_ids")
     if positions is None:
         positions = torch.arange(length, device=input_ids.device)[None]
+    positions = positions[:, -length:]
     if length == 1:
         state.tokens.copy_(input_ids[:, 0])
         state.begin(0, None, positions[:, -1])
@@ -77,15 +78,19 @@ def store_cache(state: DecodeState, past_key_values: Any, slots: int, cross_slot
 
 def _is_plain(model: nn.Module, input_ids: Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> bool:
     """Whether there is nothing but a prompt of tokens, and attention is of the kind that the step's prefill has."""
+    cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
+    masked = input_ids
     if model.config.is_encoder_decoder:
-        if input_ids.shape[1] != 1 or model_kwargs["past_key_values"].cross_attention_cache.get_seq_length():
+        masked = model_kwargs["encoder_outputs"][0][..., 0]
+        if input_ids.shape[1] != 1 or cache.cross_attention_cache.get_seq_length():
             return False
     elif model.config._attn_implementation != "sdpa":
         return False
     return (
         input_ids.shape[1] > 0
+        and (mask is None or mask.shape == masked.shape)
         and model_kwargs.get("inputs_embeds") is None
-        and model_kwargs["past_key_values"].get_seq_length() == 0
+        and cache.get_seq_length() == 0
         and config.prefill_chunk_size is None
     )
 

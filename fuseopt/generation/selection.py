@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from fuseopt import ops
 from fuseopt.generation.device_processors import DeviceProcessor
 from fuseopt.generation.state import DecodeState
-
-# `ops.decode_select_` takes its rows one after the other; PyTorch's argmax, at the same time.
-_ROWS_OF_THE_KERNEL = 4
+from fuseopt.ops.decode_linear import MAX_ROWS
 
 
 class Selection:
@@ -68,7 +66,7 @@ class Selection:
             scores = processor(state, scores)
         if self.keep_scores:
             state.scores.copy_(scores)
-        if not self.do_sample and scores.shape[0] <= _ROWS_OF_THE_KERNEL:
+        if not self.do_sample and scores.shape[0] <= MAX_ROWS:  # the kernel has one cluster of blocks
             ops.decode_select_(
                 scores,
                 state.tokens,

@@ -111,10 +111,19 @@ class DecodeState:
             self.positions.copy_(positions)
 
     def load_cross(self, length: int, keep: Tensor | None) -> None:
-        """Says which of the first `length` slots of the cross-attention cache count, by `keep` [rows, length]."""
+        """Says which of the first `length` slots of the cross-attention cache count.
+
+        Args:
+            keep: attention mask [rows, any], nonzero where a slot counts, or None where all do.
+        """
         self.cross_length.fill_(length)
         self.cross_keep.fill_(False)
-        self.cross_keep[:, :length] = True if keep is None else keep[:: self.sizes.rows_per_item].bool()
+        if keep is None:
+            self.cross_keep[:, :length] = True
+        else:
+            # As transformers takes a mask of another length: cut, or zeros for what is missing.
+            keep = keep[:: self.sizes.rows_per_item, :length]
+            self.cross_keep[:, : keep.shape[1]] = keep.bool()
 
 
 def capacity_for(length: int) -> int:

@@ -269,6 +269,28 @@ def test_decoder_prompts_and_masks(each_device):
     compare(model, inputs, Tier.DEVICE_LOOP, max_new_tokens=8)
 
 
+def test_many_rows(model):
+    """More than the decoding kernels take."""
+    compare(model, prompt(model, 17, 5, 0), Tier.DEVICE_LOOP, max_new_tokens=6)
+    compare(model, prompt(model, 24, 5, 0), Tier.DEVICE_LOOP, max_new_tokens=12, eos_token_id=list(range(0, 61, 4)))
+
+
+def test_positions_of_the_caller_s(each_device):
+    model = tiny.gpt2()
+    inputs = prompt(model, 2, 6, 0)
+    for positions in (torch.arange(5, 11), torch.arange(0, 12, 2), torch.arange(9)):
+        inputs["position_ids"] = positions.repeat(2, 1)
+        compare(model, inputs, Tier.DEVICE_LOOP, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("length", [4, 9])
+def test_masks_of_another_length(model, length):
+    inputs = prompt(model, 2, 6, 0)
+    inputs["attention_mask"] = torch.ones(2, length, dtype=torch.long)
+    inputs["attention_mask"][0, 1] = 0
+    compare(model, inputs, Tier.DEVICE_LOOP, max_new_tokens=8)
+
+
 def test_embeddings_in_place_of_tokens(each_device):
     model = tiny.gpt2()
     embeds = model.transformer.wte(prompt(model, 2, 6, 0)["input_ids"]).detach()
