@@ -12,6 +12,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fuseopt
+from fuseopt.config import CUSTOM_KERNELS
 from fuseopt.generation.graphs import Step, StepGraphs
 from fuseopt.generation.state import DecodeState
 from fuseopt.generation.tiers import Tier
@@ -275,13 +276,24 @@ def test_restore_frees_what_is_kept(model):
     assert kept() is None and "generate" not in model.__dict__
 
 
-def test_generation_beside_fused_modules(model):
-    stock = generate(model)
-    fuseopt.initialize(
-        model, {**GENERATION, "kernel_fusion": {"custom_cuda_kernels": ["FusedGELU", "FusedNoRepeatNGram"]}}
-    )
-    assert torch.equal(generate(model), stock)
-    assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP
+@pytest.mark.filterwarnings("ignore:fuseopt. .* lands nowhere")
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        list(CUSTOM_KERNELS),
+        [{"name": name, "fuse_residual": True} for name in ("FusedRMSNorm", "FusedLayerNorm")],
+        [{"name": "FusedGELU", "fold_bias": True}],
+    ],
+    ids=["all", "fuse_residual", "fold_bias"],
+)
+def test_generation_beside_fused_modules(model, kernels):
+    stock = [generate(model), generate(model, no_repeat_ngram_size=2, max_time=1e6)]
+    fuseopt.initialize(model, {**GENERATION, "kernel_fusion": {"custom_cuda_kernels": kernels}})
+    assert len(fuseopt.report(model).replaced) > 1
+    assert torch.equal(generate(model), stock[0])
+    assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP, model.generate.calls[-1]
+    assert torch.equal(generate(model, no_repeat_ngram_size=2, max_time=1e6), stock[1])
+    assert model.generate.calls[-1].tier is Tier.FAST_FORWARD
     assert_as_stock(model, no_repeat_ngram_size=2)
 
 
