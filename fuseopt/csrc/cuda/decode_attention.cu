@@ -1,6 +1,6 @@
 // Attention of one query a row over a static cache whose filled length is on the device.
 //
-// A (row, head) has up to 4 blocks, which share out its places evenly whatever the length. A key takes a group of lanes,
+// A (row, head) has up to 8 blocks, which share out its places evenly whatever the length. A key takes a group of lanes,
 // 8 dimensions a lane; every group runs the online softmax over places of its own. What the groups of a warp found is
 // merged by shuffles; the warps of all blocks leave theirs in the shared memory of the first block, which merges them
 // in a fixed order. The blocks are one cluster, so no memory and no counters are needed.
@@ -12,11 +12,11 @@
 namespace fuseopt {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kLaneDims = 8;
 constexpr int kUnroll = 4;  // keys of a group under way
-constexpr int kMaxSplits = 4;
+constexpr int kMaxSplits = 8;
 constexpr int kPlacesPerSplit = 64;
 constexpr int kMaxHeadDim = kWarpSize * kLaneDims;
 

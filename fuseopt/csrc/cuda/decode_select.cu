@@ -37,35 +37,26 @@ struct Candidate {
   }
 };
 
-// The best of columns [first, last) of a row, over a warp.
 template <typename T, typename Acc>
-__device__ Candidate<Acc> best_of(const T* scores, int first, int last) {
+__device__ Candidate<Acc> best_of(const T* scores, int first, int last, bool aligned) {
   constexpr int kWidth = kVectorWidth<T>;
-  const int lane = threadIdx.x % kWarpSize;
-  const bool aligned = reinterpret_cast<uintptr_t>(scores + first) % kAccessBytes == 0;
-  const int whole = aligned ? first + (last - first) / kWidth * kWidth : first;
   Candidate<Acc> best;
+  if (aligned) {
 #pragma unroll 4
-  for (int i = first + lane * kWidth; i < whole; i += kWarpSize * kWidth) {
-    const auto vector = *reinterpret_cast<const Vector<T>*>(scores + i);
+    for (int i = first + threadIdx.x * kWidth; i < last; i += kThreads * kWidth) {
+      const auto vector = *reinterpret_cast<const Vector<T>*>(scores + i);
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      if constexpr (std::is_same_v<T, double>) best.consider(vector.values[j], i + j);
-      else best.consider(vector[j], i + j);
+      for (int j = 0; j < kWidth; ++j) {
+        if constexpr (std::is_same_v<T, double>) best.consider(vector.values[j], i + j);
+        else best.consider(vector[j], i + j);
+      }
     }
+    return best;
   }
-  for (int i = whole + lane; i < last; i += kWarpSize) {
+  for (int i = first + threadIdx.x; i < last; i += kThreads) {
     best.consider(load_as<Acc>({const_cast<T*>(scores), kDType<T>}, i), i);
   }
-  best.reduce_over_warp();
   return best;
-}
-
-// How many warps of a block share a row.
-__host__ __device__ inline int warps_for(int rows) {
-  int warps = kWarps;
-  while (warps > 1 && warps * rows > kWarps) warps /= 2;
-  return warps;
 }
 
 template <typename T>
@@ -75,10 +66,10 @@ __global__ void __launch_bounds__(kThreads) decode_select_kernel(const __grid_co
   const int rows = static_cast<int>(select.rows), vocabulary = static_cast<int>(select.vocabulary);
   const int rank = static_cast<int>(blockIdx.x), warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   extern __shared__ __align__(16) char shared[];
-  // Of each row and part of it, in the first block: [rows][parts].
-  const int warps_a_row = warps_for(rows), parts = static_cast<int>(split.blocks) * warps_a_row;
+  // Of each row and block, in the first block: [rows][blocks].
   Acc* const scores_found = reinterpret_cast<Acc*>(shared);
-  int* const tokens_found = reinterpret_cast<int*>(scores_found + rows * parts);
+  int* const tokens_found = reinterpret_cast<int*>(scores_found + rows * split.blocks);
+  __shared__ Candidate<Acc> of_warps[kWarps];
 
   let_successor_start();
   if (split.blocks > 1) arrive_at_cluster_barrier();
@@ -86,33 +77,43 @@ __global__ void __launch_bounds__(kThreads) decode_select_kernel(const __grid_co
   if (split.blocks > 1) wait_at_cluster_barrier();  // the first block has started
 
   constexpr int kWidth = kVectorWidth<T>;
-  const int vectors = (vocabulary + kWidth - 1) / kWidth, each = (vectors + parts - 1) / parts * kWidth;
-  const int part = rank * warps_a_row + warp % warps_a_row;
-  const int first = min(part * each, vocabulary), last = min(first + each, vocabulary);
-  for (int row = warp / warps_a_row; row < rows; row += kWarps / warps_a_row) {
-    const auto best = best_of<T, Acc>(static_cast<const T*>(select.scores) + row * select.row_stride, first, last);
-    if (lane == 0) {
-      store_to_block(scores_found + row * parts + part, 0, best.score);
-      store_to_block(tokens_found + row * parts + part, 0, best.token);
+  const int vectors = (vocabulary + kWidth - 1) / kWidth;
+  const int each = (vectors + static_cast<int>(split.blocks) - 1) / static_cast<int>(split.blocks) * kWidth;
+  const int first = min(rank * each, vocabulary), last = min(first + each, vocabulary);
+  for (int row = 0; row < rows; ++row) {
+    const T* const scores = static_cast<const T*>(select.scores) + row * select.row_stride;
+    const bool aligned = reinterpret_cast<uintptr_t>(scores + first) % kAccessBytes == 0;
+    const int whole = aligned ? first + (last - first) / kWidth * kWidth : first;
+    Candidate<Acc> best;
+    if (aligned) best = best_of<T, Acc>(scores, first, whole, true);
+    const Candidate<Acc> rest = best_of<T, Acc>(scores, whole, last, false);
+    best.consider(rest.score, rest.token);
+    best.reduce_over_warp();
+    if (lane == 0) of_warps[warp] = best;
+    __syncthreads();
+    if (warp == 0) {
+      best = lane < kWarps ? of_warps[lane] : Candidate<Acc>();
+      best.reduce_over_warp();
+      if (lane == 0) {
+        store_to_block(scores_found + row * split.blocks + rank, 0, best.score);
+        store_to_block(tokens_found + row * split.blocks + rank, 0, best.token);
+      }
     }
+    __syncthreads();
   }
   if (split.blocks > 1) {
     arrive_at_cluster_barrier();
     wait_at_cluster_barrier();
     if (rank != 0) return;
-  } else {
-    __syncthreads();
   }
 
   const int64_t column = *select.length;
   bool going = false;
-  for (int row = warp; row < rows; row += kWarps) {
+  for (int row = threadIdx.x; row < rows; row += kThreads) {
     Candidate<Acc> best;
-    for (int i = lane; i < parts; i += kWarpSize) {
-      best.consider(scores_found[row * parts + i], tokens_found[row * parts + i]);
+    for (unsigned b = 0; b < split.blocks; ++b) {
+      best.consider(scores_found[row * split.blocks + b], tokens_found[row * split.blocks + b]);
     }
-    best.reduce_over_warp();
-    if (lane != 0) continue;
     bool unfinished = select.unfinished[row];
     const int64_t token = unfinished ? best.token : *select.pad;
     for (int64_t i = 0; i < select.eos_count; ++i) unfinished = unfinished && token != select.eos[i];
@@ -136,8 +137,7 @@ __global__ void __launch_bounds__(kThreads) decode_select_kernel(const __grid_co
 template <typename T>
 cudaError_t launch_as(const DecodeSelect& select, cudaStream_t stream) {
   const unsigned blocks = is_sm90_or_newer() ? kMaxBlocks : 1;
-  const int parts = static_cast<int>(blocks) * warps_for(static_cast<int>(select.rows));
-  const size_t shared_bytes = select.rows * parts * (sizeof(double) + sizeof(int));
+  const size_t shared_bytes = select.rows * blocks * (sizeof(double) + sizeof(int));
   return launch_dependent(decode_select_kernel<T>, SplitSelect{select, blocks}, {blocks, kThreads, shared_bytes, blocks},
                           select.overlap, stream);
 }
