@@ -68,7 +68,28 @@ def _parser() -> argparse.ArgumentParser:
     ops.set_defaults(run=_bench_ops)
     tutorial = benchmarks.add_parser("tutorial", help="OSLO's: T5-base, batch 256, generate() under an n-gram ban")
     tutorial.set_defaults(run=_bench_tutorial)
-    for benchmark in (ops, tutorial):
+    generate = benchmarks.add_parser("generate", help="generate(), stock and with the decode loop, per new token")
+    generate.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="a folder with a config.json, or a name; again for more; default: a table of GPT-2 and T5",
+    )
+    generate.add_argument("--batch", nargs="+", type=_positive, metavar="ROWS", help="default: 1")
+    for option, metavar, what in (
+        ("--prompt", "TOKENS", "default: 128"),
+        ("--new", "TOKENS", "default: 128"),
+        ("--beams", "N", "default: 1, greedy"),
+        ("--ngram", "N", "no_repeat_ngram_size; default: no ban"),
+    ):
+        generate.add_argument(option, type=_positive, metavar=metavar, help=what)
+    generate.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help="default: bfloat16 on a GPU")
+    generate.add_argument(
+        "--compiled", action="store_true", help="also transformers' static cache with torch.compile; up to 20 s a row"
+    )
+    generate.set_defaults(run=_bench_generate)
+    for benchmark in (ops, tutorial, generate):
         benchmark.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
         benchmark.add_argument("--out", type=_new_file, metavar="FILE", help="write the results as JSON")
         benchmark.add_argument(
@@ -126,6 +147,19 @@ def _bench_tutorial(arguments: argparse.Namespace) -> int:
     return _bench(arguments, tutorial.run)
 
 
+def _bench_generate(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench import generate
+
+    options = {name: getattr(arguments, name) for name in ("prompt", "new", "beams", "ngram")}
+    given = {name: value for name, value in options.items() if value is not None}
+    if not arguments.model and (given or arguments.batch):
+        names = ", ".join(f"--{name}" for name in (*given, *(["batch"] if arguments.batch else [])))
+        raise ConfigError(f"{names}: of which model? Name it with --model, such as --model gpt2")
+    rows = [generate.Row(model, batch, **given) for model in arguments.model for batch in arguments.batch or [1]]
+    dtype = arguments.dtype and getattr(torch, arguments.dtype)
+    return _bench(arguments, functools.partial(generate.run, rows=rows, dtype=dtype, compiled=arguments.compiled))
+
+
 def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
     """Runs a benchmark, prints and saves its results, and compares them with earlier ones: 1 if they are slower."""
     from fuseopt.bench.records import Results
@@ -178,6 +212,13 @@ def _device(name: str | None) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device here")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
 
 
 def _new_file(text: str) -> Path:

@@ -19,6 +19,7 @@ from fuseopt.bench.workloads import (
     FusionConfig,
     ModelCase,
     ProcessorCase,
+    beams_name,
     call,
     dtype_name,
     forward,
@@ -182,7 +183,7 @@ def _gpt2(sizes: Sizes, device: torch.device) -> list[Case]:
             {"FusedSoftmax": _kernel("FusedSoftmax"), **_triton("FusedSoftmax", device)},
         ),
         ModelCase(
-            f"{name} generate, {batch} x ({prompt} + {new}), {_beams(beams)}, ngram {NGRAM}, {dtype}",
+            f"{name} generate, {batch} x ({prompt} + {new}), {beams_name(beams)}, ngram {NGRAM}, {dtype}",
             model,
             generate(tokens(batch, prompt), max_new_tokens=new, num_beams=beams, no_repeat_ngram_size=NGRAM),
             {"FusedNoRepeatNGram": _kernel("FusedNoRepeatNGram"), "preset inference": "inference"},
@@ -224,7 +225,7 @@ def _t5(sizes: Sizes, device: torch.device) -> list[Case]:
             },
         ),
         ModelCase(
-            f"{name} generate, {rows} x ({prompt} + {new}), {_beams(beams)}, ngram {NGRAM}, {dtype}",
+            f"{name} generate, {rows} x ({prompt} + {new}), {beams_name(beams)}, ngram {NGRAM}, {dtype}",
             model,
             generate(tokens(rows, prompt), max_new_tokens=new, num_beams=beams, no_repeat_ngram_size=NGRAM),
             {
@@ -259,7 +260,3 @@ def _with_eager_attention(model: Any) -> nn.Module:
 
 def _by(shape: tuple[int, int]) -> str:
     return " x ".join(map(str, shape))
-
-
-def _beams(beams: int) -> str:
-    return "greedy" if beams == 1 else f"{beams} beams"

@@ -7,7 +7,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +49,7 @@ class ModelCase:
 
     Attributes:
         stock_work: what the stock model does instead, to the same end.
+        others: other ways to the same end that the stock model has, by name.
         steps: how many of what is timed `work` does: tokens of a `generate`, say.
     """
 
@@ -59,11 +60,14 @@ class ModelCase:
     rounds: int = 7
     calls_per_sample: int = 1
     stock_work: Work | None = None
+    others: Mapping[str, Work] = field(default_factory=dict)
     steps: int = 1
 
     def calls(self) -> Mapping[str, Call | str]:
         stock = self.model()
         calls: dict[str, Call | str] = {STOCK: functools.partial(self.stock_work or self.work, stock)}
+        for name, work in self.others.items():
+            calls[name] = functools.partial(work, parameter_sharing_copy(stock))
         for name, config in self.configs.items():
             twin = parameter_sharing_copy(stock)
             with warnings.catch_warnings():
@@ -153,6 +157,11 @@ def random_tokens(device: torch.device, vocab: int, batch: int, length: int) -> 
     """Token ids [batch, length] without 0, which is padding; the same in every run."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(1, vocab, (batch, length), generator=generator).to(device)
+
+
+def beams_name(beams: int) -> str:
+    """How a case's name says it."""
+    return "greedy" if beams == 1 else f"{beams} beams"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -249,7 +249,7 @@ def test_a_streamer_is_given_each_token_in_time():
         {"max_length": 3, "max_new_tokens": None},
         {"inputs": torch.ones(1, 2, dtype=torch.long), "input_ids": torch.ones(1, 2, dtype=torch.long)},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_bad_arguments_are_refused_in_transformers_own_words(kwargs):
     messages = []
