@@ -1,4 +1,4 @@
-"""Writes the tables of result files into README.md and docs/performance.md, between the markers that name the files.
+"""Writes the tables of result files into README.md and pages of docs/, between the markers that name the files.
 
 A marker that says "auto" after the file's name stands for the rows of what `backend: auto` takes.
 
