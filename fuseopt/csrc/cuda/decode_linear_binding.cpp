@@ -93,7 +93,7 @@ Tensor decode_linear(Tensor input, std::vector<Tensor> weights, std::vector<Tens
   layer.norm_weight = pointer(kOp, norm_scale);
   layer.norm_bias = pointer(kOp, norm_shift);
   layer.norm = norm_code(norm);
-  layer.eps = static_cast<float>(eps);
+  layer.eps = eps;
   layer.activation = activation_code(activation);
   layer.gated = gated;
   layer.overlap = overlap;

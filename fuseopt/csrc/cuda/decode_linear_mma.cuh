@@ -277,7 +277,7 @@ struct Normalisation {
                    difference * difference * max(min(columns - w * warp_columns, warp_columns), 0);
       }
       const bool is_rms = layer.norm == kT5RmsNorm;
-      rstd[h] = rsqrtf(squares / columns + (is_rms ? mean * mean : 0.f) + layer.eps);
+      rstd[h] = rsqrtf(squares / columns + (is_rms ? mean * mean : 0.f) + static_cast<float>(layer.eps));
       shift[h] = is_rms ? 0.f : mean;
     }
     part.forget_widened();

@@ -89,7 +89,7 @@ struct DecodeLinear {
   TypedPointer norm_weight;
   TypedPointer norm_bias;
   int norm;  // Norm
-  float eps;
+  double eps;
   int activation;  // Activation
   bool gated;
   bool overlap;         // may start before the kernel ahead on the stream has ended
