@@ -119,9 +119,11 @@ def float32_under_autocast(input: Tensor, dtype: torch.dtype | None = None) -> t
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager:
     """Autocast switched off on `tensor`'s device, for an op with precision rules of its own."""
-    if not torch.amp.is_autocast_available(tensor.device.type):
+    # torch 2.11 cannot compile torch.amp.is_autocast_available. The meta device has no autocast to ask about.
+    device_type = tensor.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return contextlib.nullcontext()
-    return torch.autocast(tensor.device.type, enabled=False)
+    return torch.autocast(device_type, enabled=False)
 
 
 def check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
