@@ -10,7 +10,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fuseopt import native
 from fuseopt.ops import registry
@@ -87,7 +87,8 @@ def require_backend(case: Case) -> None:
 
 
 def tensors(sample: registry.SampleInput) -> list[Tensor]:
-    return [value for value in (*sample.args, *sample.kwargs.values()) if isinstance(value, Tensor)]
+    """All tensors of a sample, those in lists included."""
+    return [value for value in tree_leaves((sample.args, dict(sample.kwargs))) if isinstance(value, Tensor)]
 
 
 def results(output: Tensor | Sequence[Tensor]) -> list[Tensor]:

@@ -269,8 +269,9 @@ def test_vmap(case: Case) -> None:
             except BackendError:
                 assert not case.differentiable_samples(torch.float32)
             else:
+                # Of a batch a matrix product adds up in another order.
                 stacked = map(torch.stack, zip(*map(results, expected), strict=True))
-                torch.testing.assert_close(results(output), list(stacked))
+                assert error(results(output), list(stacked)) <= rounding(torch.float32)
 
 
 def test_functional_gradients(case: Case) -> None:
