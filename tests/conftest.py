@@ -13,7 +13,8 @@ hypothesis.settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     hypothesis.settings.load_profile("ci")
 
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["ops/triton/*", "test_compile_only.py"]
+NEED_TRITON = ["ops/triton/*", "ops/test_interpreter.py", "test_compile_only.py"]
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else NEED_TRITON
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from tests.ops.cases import require_backend
@@ -5,6 +7,12 @@ from tests.ops.cases import require_backend
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test whose `case` cannot run on this machine, or not in this process."""
+    if item.get_closest_marker("interpreter") and not os.environ.get("CI"):
+        from tests.ops.interpreter import unfit_interpreter
+
+        reason = unfit_interpreter()
+        if reason is not None:
+            pytest.skip(reason)
     callspec = getattr(item, "callspec", None)
     if callspec is not None and "case" in callspec.params:
         require_backend(callspec.params["case"])
