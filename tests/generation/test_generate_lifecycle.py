@@ -20,6 +20,7 @@ from tests import tiny
 
 GENERATION = {"generation": {"enable": True}}
 pytestmark = pytest.mark.usefixtures("each_device")
+on_a_gpu = pytest.mark.parametrize("each_device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 
 
 @pytest.fixture(params=["gpt2", "t5"])
@@ -205,6 +206,7 @@ def test_generate_called_from_inside_generate(model):
     assert seen and all(torch.equal(result, wanted) for result in seen)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # where it is the capture that is interrupted
 @pytest.mark.parametrize("tier", [Tier.DEVICE_LOOP, Tier.FAST_FORWARD])
 def test_an_interrupted_call_leaves_nothing_behind(model, tier):
     fuseopt.initialize(model, GENERATION)
@@ -236,7 +238,7 @@ def test_no_memory_for_the_cache(model):
     assert_as_stock(model)
 
 
-@pytest.mark.gpu
+@on_a_gpu
 def test_no_memory_for_a_graph(model):
     fuseopt.initialize(model, GENERATION)
     with mock.patch.object(Step, "capture", side_effect=torch.OutOfMemoryError("no memory")):
@@ -247,7 +249,7 @@ def test_no_memory_for_a_graph(model):
     assert model.generate.calls[-1].steps == "graph"
 
 
-@pytest.mark.gpu
+@on_a_gpu
 def test_graphs_are_reused_bounded_and_freed(model):
     fuseopt.initialize(model, {"generation": {"max_graphs": 2}})
     captures, capture = [], Step.capture
