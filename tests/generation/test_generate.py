@@ -1,17 +1,22 @@
 """generate() of an initialised model against transformers' own: tokens, scores, caches, types, random state, tier."""
 
+from unittest import mock
+
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, EncoderDecoderCache
 
 import fuseopt
 from fuseopt import ops
 from fuseopt.generation import attention, layers
+from fuseopt.generation.graphs import Step
 from fuseopt.generation.tiers import Tier
 from tests import tiny
 
+# Of random lengths some do not go together.
+pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 GENERATION = {"generation": {"enable": True}}
 VOCAB = tiny.VOCAB
 CLOSE = {"rtol": 1e-4, "atol": 1e-4, "equal_nan": True}
@@ -185,11 +190,23 @@ def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch):
             return op(*args, **kwargs)
 
         monkeypatch.setattr(ops, name, counting)
+    run_step, forwards, replays = Step.__call__, 0, 0
+
+    def counting_step(step):
+        nonlocal forwards, replays
+        forwards += step.graph is None
+        replays += step.graph is not None
+        run_step(step)
+
+    monkeypatch.setattr(Step, "__call__", counting_step)
     tier = Tier.FAST_FORWARD if "num_beams" in kwargs else Tier.DEVICE_LOOP
     compare(model, prompt(model, 3, 9, 5), tier, max_new_tokens=12, **kwargs)
-    encodes = model.config.is_encoder_decoder
-    assert counts["decode_linear"] > 5 * 11 and counts["decode_attention_"] > 11
-    assert ("decode_attention" in counts) == encodes and counts["decode_embedding"] >= 11
+    assert forwards + replays >= 11 and (replays > 0) == (model.device.type == "cuda")
+    depth, encodes = model.config.num_hidden_layers, model.config.is_encoder_decoder
+    assert counts["decode_linear"] >= (6 if encodes else 4) * depth * forwards
+    assert counts["decode_attention_"] == depth * forwards
+    assert counts.get("decode_attention", 0) == (depth * forwards if encodes else 0)
+    assert counts["decode_embedding"] >= forwards
 
 
 BEAMS = {
@@ -200,6 +217,14 @@ BEAMS = {
 }
 
 
+def topk_of_distinct_scores(scores, k, *args, topk=torch.topk, **kwargs):
+    """torch.topk for a beam search; rejects an example where candidates are so near that rounding orders them."""
+    best = topk(scores, min(k + 1, scores.shape[-1])).values
+    gaps, is_candidate = best[..., :-1] - best[..., 1:], best[..., 1:] > -1e8  # transformers marks what is none by -1e9
+    assume(not (is_candidate & (gaps <= 1e-5 * best[..., 1:].abs().clamp(min=1))).any())
+    return topk(scores, k, *args, **kwargs)
+
+
 @settings(sweep, max_examples=20)
 @given(st.data())
 def test_random_beam_searches(model, data):
@@ -208,8 +233,11 @@ def test_random_beam_searches(model, data):
     kwargs |= {name: data.draw(ON_DEVICE[name]) for name in data.draw(st.lists(st.sampled_from(names), unique=True))}
     kwargs |= {name: data.draw(SHARED[name]) for name in ("max_new_tokens", "eos_token_id")}
     kwargs["num_return_sequences"] = data.draw(st.integers(1, kwargs["num_beams"]))
+    if kwargs["do_sample"]:
+        kwargs["top_k"] = 0  # the ones it keeps may be as near as they like
     inputs = prompt(model, data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)), data.draw(st.integers(0, 99)))
-    compare(model, inputs, Tier.FAST_FORWARD, **kwargs)
+    with mock.patch.object(torch, "topk", topk_of_distinct_scores):
+        compare(model, inputs, Tier.FAST_FORWARD, **kwargs)
 
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 3])
@@ -291,6 +319,7 @@ def test_masks_of_another_length(model, length):
     compare(model, inputs, Tier.DEVICE_LOOP, max_new_tokens=8)
 
 
+@pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")
 def test_embeddings_in_place_of_tokens(each_device):
     model = tiny.gpt2()
     embeds = model.transformer.wte(prompt(model, 2, 6, 0)["input_ids"]).detach()
