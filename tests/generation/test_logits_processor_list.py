@@ -17,7 +17,11 @@ from fuseopt import ops
 from fuseopt.generation.logits_processor_list import FusedLogitsProcessorList, FusedRun
 from tests import tiny
 
-pytestmark = pytest.mark.usefixtures("each_device")
+pytestmark = [
+    pytest.mark.usefixtures("each_device"),
+    # Lengths that do not go together are among those tried, and some calls leave the length open.
+    pytest.mark.filterwarnings("ignore:Unfeasible length constraints", "ignore:Using the model-agnostic default"),
+]
 
 FUSED = {"kernel_fusion": {"custom_cuda_kernels": ["FusedNoRepeatNGram"], "jit": False}}
 EVERY_EDIT = {

@@ -27,6 +27,7 @@ def other_values(tensor: Tensor) -> Tensor:
     return tensor.detach().flip(-1) if tensor.dim() > 0 else tensor.detach()
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # of an op on tensors without elements
 @on_cuda
 def test_a_graph_replayed_on_changed_inputs(case: Case) -> None:
     changed = False

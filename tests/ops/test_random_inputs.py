@@ -119,7 +119,7 @@ def test_what_an_op_allocates_is_poisoned() -> None:
         case(*sample.args, **sample.kwargs)
         with (
             poisoned_allocations(),
-            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile,
         ):
             case(*sample.args, **sample.kwargs)
         assert "aten::fill_" in {event.key for event in profile.key_averages()}, case.op.name

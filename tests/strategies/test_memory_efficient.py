@@ -490,6 +490,7 @@ def compiled_in_place() -> nn.Module:
     return model
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
