@@ -40,15 +40,15 @@ class Step:
         else:
             self.selection(self.state, logits)
 
-    def capture(self, pool: tuple[int, int]) -> None:
-        """Records what a call does, to be replayed from then on; the step has run once before.
+    def capture(self, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
+        """Records on `stream` what a call does, to be replayed from then on; the step has run once before.
 
         Raises:
             RuntimeError: it cannot be captured; torch.OutOfMemoryError is one.
         """
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on allocating.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self()
         self.graph = graph
 
@@ -64,6 +64,7 @@ class StepGraphs:
         self.max_graphs = max_graphs
         self._steps: OrderedDict[Hashable, Step] = OrderedDict()
         self._last_use: torch.cuda.Event | None = None
+        self._capture_stream: torch.cuda.Stream | None = None
 
     @property
     def count(self) -> int:
@@ -94,14 +95,18 @@ class StepGraphs:
 
     def capture(self, step: Step) -> str:
         """Captures a step on a GPU and keeps it; returns why it could not be done, or nothing."""
-        if step.graph is not None or step.state.ids.device.type != "cuda" or not self.max_graphs:
+        device = step.state.ids.device
+        if step.graph is not None or device.type != "cuda" or not self.max_graphs:
             return ""
         while len(self._steps) >= self.max_graphs:
             self._steps.popitem(last=False)
         # Graphs that never run at the same time can share their workspace.
         pools = (kept.graph.pool() for kept in self._steps.values() if kept.graph is not None)
+        # torch's default is one stream for all threads, on the device of the process's first capture.
+        if self._capture_stream is None or self._capture_stream.device != device:
+            self._capture_stream = torch.cuda.Stream(device)
         try:
-            step.capture(next(pools, None) or torch.cuda.graph_pool_handle())
+            step.capture(next(pools, None) or torch.cuda.graph_pool_handle(), self._capture_stream)
         except RuntimeError as error:
             return f"the step could not be captured, so it ran eagerly: {str(error).splitlines()[0]}"
         self._steps[step.key] = step

@@ -193,6 +193,41 @@ def test_a_second_thread_is_served_at_the_same_time(model):
     assert_as_stock(model)
 
 
+@on_a_gpu
+def test_two_models_are_captured_at_the_same_time(each_device):
+    models = [tiny.gpt2(), tiny.t5()]
+    wanted = [generate(model) for model in models]
+    both_are_ready, capture = threading.Barrier(2, timeout=30), Step.capture
+    results = {}
+
+    def decode(model):
+        results[model] = generate(model)
+
+    with mock.patch.object(Step, "capture", lambda step, *args: both_are_ready.wait() < 2 and capture(step, *args)):
+        threads = [threading.Thread(target=decode, args=(fuseopt.initialize(model, GENERATION),)) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    for model, tokens in zip(models, wanted, strict=True):
+        assert model.generate.calls[-1].steps == "graph", model.generate.calls[-1]
+        assert torch.equal(results[model], tokens) and torch.equal(generate(model), tokens)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("each_device", [torch.device("cuda", 1)], indirect=True, ids=str)
+def test_a_device_that_is_not_current(model):
+    """Nor was it at the first capture of the process."""
+    first = fuseopt.initialize(tiny.gpt2().to("cuda:0"), GENERATION)
+    generate(first)
+    assert first.generate.calls[-1].steps == "graph"
+    fuseopt.initialize(model, GENERATION)
+    for _ in range(2):
+        assert_as_stock(model)
+        assert model.generate.calls[-1].steps == "graph"
+    assert torch.cuda.current_device() == 0
+
+
 def test_generate_called_from_inside_generate(model):
     fuseopt.initialize(model, GENERATION)
     wanted, seen = generate(model), []
@@ -253,7 +288,7 @@ def test_no_memory_for_a_graph(model):
 def test_graphs_are_reused_bounded_and_freed(model):
     fuseopt.initialize(model, {"generation": {"max_graphs": 2}})
     captures, capture = [], Step.capture
-    with mock.patch.object(Step, "capture", lambda step, pool: captures.append(pool) or capture(step, pool)):
+    with mock.patch.object(Step, "capture", lambda step, *args: captures.append(args) or capture(step, *args)):
         for length in (3, 7, 9, 5):
             inputs = tiny.inputs(model, batch=2, length=length)["input_ids"]
             assert_as_stock(model, inputs=inputs, attention_mask=torch.ones_like(inputs))
