@@ -5,13 +5,15 @@ import torch
 from torch import Tensor
 
 from fuseopt.ops.registry import SampleInput
-from tests.ops.cases import Case, cases, error, gradients, map_tensors, results, tensors
+from tests.ops.cases import OF_THEIR_OWN_SIZES, Case, cases, error, gradients, map_tensors, results, tensors
 from tests.ops.variations import resized
 
-on_cuda = pytest.mark.parametrize("case", [case for case in cases() if case.values[0].device.type == "cuda"])
-on_kernels = pytest.mark.parametrize(
-    "case", [case for case in cases() if case.values[0].device.type == "cuda" and case.values[0].backend != "reference"]
-)
+CUDA_CASES = [case for case in cases() if case.values[0].device.type == "cuda"]
+KERNELS = [case for case in CUDA_CASES if case.values[0].backend != "reference"]
+ROW_KERNELS = [case for case in KERNELS if case.values[0].op.name not in OF_THEIR_OWN_SIZES]
+on_cuda = pytest.mark.parametrize("case", CUDA_CASES)
+on_kernels = pytest.mark.parametrize("case", KERNELS)
+on_row_kernels = pytest.mark.parametrize("case", ROW_KERNELS)
 
 
 def outputs_and_gradients(case: Case, sample: SampleInput) -> list[Tensor]:
@@ -80,7 +82,7 @@ def test_inputs_on_a_device_that_is_not_current(case: Case) -> None:
 
 
 @pytest.mark.slow
-@on_kernels
+@on_row_kernels
 @pytest.mark.parametrize("columns", [2049, 4096, 50_257])
 def test_more_than_2_to_the_31_elements(case: Case, columns: int) -> None:
     """The last rows, and their gradients, are what the same rows give alone."""
