@@ -131,6 +131,24 @@ def test_the_kernels_refuse_gradients_and_many_rows() -> None:
         assert raw.names() == ["decode_linear.default"]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("elsewhere", ["a weight", "a bias", "residual", "norm_weight"])
+def test_tensors_on_another_device_are_refused(elsewhere: str) -> None:
+    devices = {
+        name: "cpu" if name == elsewhere else "cuda" for name in ("a weight", "a bias", "residual", "norm_weight")
+    }
+    with pytest.raises(RuntimeError, match=f"{elsewhere} is not on the input's device"):
+        decode_linear(
+            torch.randn(2, 4, device="cuda"),
+            torch.randn(3, 4, device=devices["a weight"]),
+            torch.randn(3, device=devices["a bias"]),
+            residual=torch.randn(2, 3, device=devices["residual"]),
+            norm="layer_norm",
+            norm_weight=torch.randn(4, device=devices["norm_weight"]),
+            backend="cuda",
+        )
+
+
 def assert_kernel_is_accurate(*args: object, **kwargs: object) -> None:
     """Against float64, and the same to the bit with and without overlap."""
 

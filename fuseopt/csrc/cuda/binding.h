@@ -40,7 +40,9 @@ class Launch {
   cudaStream_t stream() const { return stream_; }
 
   void check(cudaError_t error) const {
-    FUSEOPT_CHECK(error == cudaSuccess, "fuseopt::", op_, ": CUDA failed: ", cudaGetErrorString(error));
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // or torch's next launch would find it again and take it for its own
+    FUSEOPT_CHECK(false, "fuseopt::", op_, ": CUDA failed: ", cudaGetErrorString(error));
   }
 
  private:

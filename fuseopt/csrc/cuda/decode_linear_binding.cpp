@@ -67,6 +67,11 @@ Tensor decode_linear(Tensor input, std::vector<Tensor> weights, std::vector<Tens
   const auto norm_shift = parameter(kOp, "norm_bias", norm_bias, input);
   const ScalarType weight_type = read[0].scalar_type();
   const auto added = residual.has_value() ? std::optional(as_contiguous(*residual)) : std::nullopt;
+  const auto check_device = [&](const char* name, const Tensor& tensor) {
+    FUSEOPT_CHECK(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index(), "fuseopt::", kOp, ": ", name,
+                  " is not on the input's device");
+  };
+  if (added.has_value()) check_device("residual", *added);
   const Launch launch(kOp, x);
 
   DecodeLinear layer = {};
@@ -80,10 +85,10 @@ Tensor decode_linear(Tensor input, std::vector<Tensor> weights, std::vector<Tens
   layer.outputs = read[0].size(0);
   std::vector<Tensor> kept_biases;
   for (size_t i = 0; i < read.size(); ++i) {
-    FUSEOPT_CHECK(read[i].get_device_index() == x.get_device_index() && read[i].is_cuda(), "fuseopt::", kOp,
-                  ": a weight is not on the input's device");
+    check_device("a weight", read[i]);
     layer.weights[i] = read[i].data_ptr();
     if (biases.empty()) continue;
+    check_device("a bias", biases[i]);
     FUSEOPT_CHECK(biases[i].numel() == layer.outputs, "fuseopt::", kOp, ": bias has ", biases[i].numel(),
                   " elements for ", layer.outputs, " outputs");
     kept_biases.push_back(as_contiguous(biases[i]));
