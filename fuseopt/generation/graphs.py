@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ from fuseopt.generation.selection import Selection
 from fuseopt.generation.state import CacheShape, DecodeState, Sizes
 
 Forward = Callable[[DecodeState], Tensor]
+# A capture begins with a wait for the whole device, which is an error, and ruins the other one, while any stream of it
+# is being captured.
+_one_capture_at_a_time = threading.Lock()
 
 
 class Step:
@@ -102,11 +106,12 @@ class StepGraphs:
             self._steps.popitem(last=False)
         # Graphs that never run at the same time can share their workspace.
         pools = (kept.graph.pool() for kept in self._steps.values() if kept.graph is not None)
-        # torch's default is one stream for all threads, on the device of the process's first capture.
+        # torch's default is on the device of the process's first capture.
         if self._capture_stream is None or self._capture_stream.device != device:
             self._capture_stream = torch.cuda.Stream(device)
         try:
-            step.capture(next(pools, None) or torch.cuda.graph_pool_handle(), self._capture_stream)
+            with _one_capture_at_a_time:
+                step.capture(next(pools, None) or torch.cuda.graph_pool_handle(), self._capture_stream)
         except RuntimeError as error:
             return f"the step could not be captured, so it ran eagerly: {str(error).splitlines()[0]}"
         self._steps[step.key] = step

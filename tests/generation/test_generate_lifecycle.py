@@ -197,13 +197,16 @@ def test_a_second_thread_is_served_at_the_same_time(model):
 def test_two_models_are_captured_at_the_same_time(each_device):
     models = [tiny.gpt2(), tiny.t5()]
     wanted = [generate(model) for model in models]
-    both_are_ready, capture = threading.Barrier(2, timeout=30), Step.capture
-    results = {}
+    both_are_ready, capture, results = threading.Barrier(2, timeout=30), StepGraphs.capture, {}
+
+    def capture_when_both_are_ready(graphs, step):
+        both_are_ready.wait()
+        return capture(graphs, step)
 
     def decode(model):
         results[model] = generate(model)
 
-    with mock.patch.object(Step, "capture", lambda step, *args: both_are_ready.wait() < 2 and capture(step, *args)):
+    with mock.patch.object(StepGraphs, "capture", capture_when_both_are_ready):
         threads = [threading.Thread(target=decode, args=(fuseopt.initialize(model, GENERATION),)) for model in models]
         for thread in threads:
             thread.start()
@@ -212,6 +215,7 @@ def test_two_models_are_captured_at_the_same_time(each_device):
     for model, tokens in zip(models, wanted, strict=True):
         assert model.generate.calls[-1].steps == "graph", model.generate.calls[-1]
         assert torch.equal(results[model], tokens) and torch.equal(generate(model), tokens)
+    assert_as_stock(models[0], do_sample=True)
 
 
 @pytest.mark.multigpu
