@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,11 +29,29 @@ class Norm(NamedTuple):
     eps: float
 
 
-class Linear(NamedTuple):
-    """Linear layers with a common input: `weights` [N, K] of any strides, one `biases` [N] each or none."""
+@dataclass(eq=False)
+class Linear:
+    """Linear layers with a common input.
+
+    Attributes:
+        weights: [N, K] each, of any strides.
+        biases: [N] for each weight, or none.
+        ahead: weights for a launch to come, which the kernel brings into the L2 cache.
+    """
 
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor, ...] = ()
+    ahead: tuple[Tensor, ...] = ()
+
+
+def look_ahead(layers: Sequence[Linear], head: Linear) -> None:
+    """Lets each of a step's linear layers, in the order they run in, bring in the weights of the one after the next.
+
+    The head, which reads more than the cache holds, brings in those of the step's first.
+    """
+    for layer, later in zip(layers, layers[2:], strict=False):
+        layer.ahead = later.weights
+    head.ahead = layers[0].weights
 
 
 def linear_of(*modules: nn.Linear) -> Linear:
@@ -98,6 +117,7 @@ def linear(
             activation=activation,
             gated=gated,
             overlap=True,
+            ahead=layer.ahead,
         )
     if norm is not None:
         input = normalised(input, norm)

@@ -11,7 +11,17 @@ from transformers.models.gpt2 import modeling_gpt2
 from transformers.pytorch_utils import Conv1D
 
 from fuseopt.generation.attention import StepAttention
-from fuseopt.generation.layers import Activation, Linear, Norm, activation_of, causal_mask, embedded, linear, linear_of
+from fuseopt.generation.layers import (
+    Activation,
+    Linear,
+    Norm,
+    activation_of,
+    causal_mask,
+    embedded,
+    linear,
+    linear_of,
+    look_ahead,
+)
 from fuseopt.generation.state import CacheShape, DecodeState
 
 # qkv [tokens, 3, heads, head_dim], the layer's cache, scale -> [tokens, heads * head_dim]
@@ -57,6 +67,7 @@ class GPT2Step:
         self.layers = [_layer(block) for block in transformer.h]
         self.final_norm = _norm(transformer.ln_f)
         self.head = linear_of(model.lm_head)
+        look_ahead([part for layer in self.layers for part in (layer.qkv, layer.out, layer.up, layer.down)], self.head)
         self.vocab = model.lm_head.weight.shape[0]
         attention = transformer.h[0].attn
         weight = self.token_embedding

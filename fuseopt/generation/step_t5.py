@@ -11,7 +11,17 @@ from torch.nn import functional as F
 from transformers.models.t5 import modeling_t5
 
 from fuseopt.generation.attention import StepAttention
-from fuseopt.generation.layers import Activation, Linear, Norm, activation_of, embedded, linear, linear_of, normalised
+from fuseopt.generation.layers import (
+    Activation,
+    Linear,
+    Norm,
+    activation_of,
+    embedded,
+    linear,
+    linear_of,
+    look_ahead,
+    normalised,
+)
 from fuseopt.generation.state import CacheShape, DecodeState
 
 
@@ -43,6 +53,11 @@ class _Layer(NamedTuple):
     self_attention: _SelfAttention
     cross_attention: _CrossAttention
     feed_forward: _FeedForward
+
+    def linears(self) -> tuple[Linear, ...]:
+        """In the order in which a step runs them."""
+        own, cross, feed_forward = self
+        return own.qkv, own.out, cross.query, cross.out, feed_forward.up, feed_forward.down
 
 
 class T5Step:
@@ -76,6 +91,7 @@ class T5Step:
         self.layers = [_layer(block) for block in decoder.block]
         self.final_norm = _norm(decoder.final_layer_norm)
         self.head = linear_of(model.lm_head)
+        look_ahead([part for layer in self.layers for part in layer.linears()], self.head)
         *self.buckets, width = self.constants(model)
         self.head_scale = None if width is None else width**-0.5
         self.vocab = model.lm_head.weight.shape[0]

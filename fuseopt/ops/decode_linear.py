@@ -41,6 +41,7 @@ def _fake(
     activation: str,
     gated: bool,
     overlap: bool,
+    ahead: Sequence[Tensor],
 ) -> Tensor:
     columns = weights[0].shape[0] * (1 if gated else len(weights))
     return input.new_empty((*input.shape[:-1], columns), dtype=_output_dtype(weights[0], residual))
@@ -48,7 +49,8 @@ def _fake(
 
 RAW = define(
     "decode_linear(Tensor input, Tensor[] weights, Tensor[] biases, Tensor? residual, str norm, Tensor? norm_weight,"
-    " Tensor? norm_bias, float eps, str activation, bool gated, bool overlap) -> Tensor",
+    " Tensor? norm_bias, float eps, str activation, bool gated, bool overlap,"
+    " Tensor[] ahead) -> Tensor",
     _fake,
 )
 
@@ -155,6 +157,7 @@ def decode_linear_reference(
     activation: str | None = None,
     gated: bool = False,
     overlap: bool = False,
+    ahead: Sequence[Tensor] = (),
 ) -> Tensor:
     """`decode_linear` in plain PyTorch, for any number of rows."""
     weights, biases = _as_list(weight), _as_list(bias)
@@ -177,12 +180,14 @@ def decode_linear(
     activation: str | None = None,
     gated: bool = False,
     overlap: bool = False,
+    ahead: Sequence[Tensor] = (),
     backend: str = "auto",
 ) -> Tensor:
     """`residual + activation(F.linear(norm(input), weight, bias))`, for the few rows of a decoding step.
 
-    The norm's result is rounded to the weight's dtype, as the upstream modules leave it. All else is float32 (float64
-    where a tensor is float64) with one rounding at the end. Autocast has no say in it.
+    All is float32 (float64 where a tensor is float64) with one rounding at the end, but for one on the way in: the
+    norm's result is rounded to the weight's dtype, as the upstream modules leave it, or, where the kernels of the tensor
+    cores serve, the product of norm weight and linear weight is. Autocast has no say in it.
 
     Args:
         input: [..., K], any strides; float32, float16, bfloat16 or float64. Cast to `weight`'s dtype, after the norm
@@ -200,6 +205,8 @@ def decode_linear(
         gated: of two weights, `activation(first) * second`, as in T5 v1.1.
         overlap: let the CUDA kernel read its weights while its predecessor on the stream still runs, by programmatic
             dependent launch. Not to be asked for where that predecessor writes one of the parameters.
+        ahead: what launches to come will read, at most three tensors of one size and dtype: brought into the L2 cache
+            meanwhile on devices from sm_90 on, where the kernels of the tensor cores serve.
         backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
 
@@ -233,7 +240,7 @@ def decode_linear(
     arguments = (input, weights, biases, residual, norm or "", norm_weight, norm_bias, eps, activation or "", gated)
     if chosen == "reference":
         return _reference(*arguments)
-    return RAW[chosen](*arguments, overlap)
+    return RAW[chosen](*arguments, overlap, list(ahead))
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

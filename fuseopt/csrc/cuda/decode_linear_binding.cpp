@@ -28,6 +28,19 @@ Layout layout_of(const Tensor& weight) {
 
 int64_t stride_of(const Tensor& weight) { return weight.stride(layout_of(weight) == Layout::kRows ? 0 : 1); }
 
+constexpr int64_t kPrefetchBytes = 16;
+
+int64_t element_size(ScalarType type) {
+  if (type == ScalarType::Double) return 8;
+  return type == ScalarType::Float ? 4 : 2;
+}
+
+// Whether a matrix fills one aligned piece of memory.
+bool is_dense(const Tensor& matrix) {
+  const bool fills = matrix.is_contiguous() || (matrix.dim() == 2 && matrix.stride(0) == 1 && matrix.stride(1) == matrix.size(0));
+  return fills && reinterpret_cast<uintptr_t>(matrix.data_ptr()) % kPrefetchBytes == 0;
+}
+
 // The weights as they are, where one layout and stride serves them all; else copies.
 std::vector<Tensor> readable(const std::vector<Tensor>& weights) {
   bool alike = layout_of(weights[0]) != Layout::kNeither;
@@ -52,7 +65,8 @@ ScalarType promoted(ScalarType type, const std::optional<Tensor>& other) {
 
 Tensor decode_linear(Tensor input, std::vector<Tensor> weights, std::vector<Tensor> biases,
                      std::optional<Tensor> residual, std::string norm, std::optional<Tensor> norm_weight,
-                     std::optional<Tensor> norm_bias, double eps, std::string activation, bool gated, bool overlap) {
+                     std::optional<Tensor> norm_bias, double eps, std::string activation, bool gated, bool overlap,
+                     std::vector<Tensor> ahead) {
   FUSEOPT_CHECK(!weights.empty() && weights.size() <= DecodeLinear::kMaxWeights, "fuseopt::", kOp,
                 ": one to three weights, not ", weights.size());
   FUSEOPT_CHECK(biases.empty() || biases.size() == weights.size(), "fuseopt::", kOp, ": ", biases.size(),
@@ -102,6 +116,15 @@ Tensor decode_linear(Tensor input, std::vector<Tensor> weights, std::vector<Tens
   layer.activation = activation_code(activation);
   layer.gated = gated;
   layer.overlap = overlap;
+  FUSEOPT_CHECK(ahead.size() <= DecodeLinear::kMaxWeights, "fuseopt::", kOp, ": at most three tensors ahead, not ",
+                ahead.size());
+  for (size_t i = 0; i < ahead.size(); ++i) {
+    FUSEOPT_CHECK(ahead[i].is_cuda() && ahead[i].get_device_index() == x.get_device_index() &&
+                      ahead[i].numel() == ahead[0].numel() && ahead[i].scalar_type() == ahead[0].scalar_type(),
+                  "fuseopt::", kOp, ": tensors ahead must be on the input's device, of one size and dtype");
+    if (is_dense(ahead[i])) layer.ahead[i] = ahead[i].data_ptr();
+    layer.ahead_bytes = ahead[0].numel() * element_size(ahead[0].scalar_type()) / kPrefetchBytes * kPrefetchBytes;
+  }
 
   const auto sizes = x.sizes();
   std::vector<int64_t> output_sizes(sizes.begin(), sizes.end());

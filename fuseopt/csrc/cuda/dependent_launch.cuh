@@ -26,6 +26,17 @@ __device__ inline void let_successor_start() {
 #endif
 }
 
+// For one thread of each block: asks for a share of global memory, from `data` to `end`, to be brought into the L2 cache.
+// Addresses and the share's bytes are multiples of 16.
+__device__ inline void prefetch_share(const void* data, const void* end, int share) {
+#if __CUDA_ARCH__ >= 900
+  const char* at = static_cast<const char*>(data) + static_cast<int64_t>(share) * (blockIdx.y * gridDim.x + blockIdx.x);
+  const int64_t bytes = min(static_cast<int64_t>(share), static_cast<const char*>(end) - at);
+  if (bytes <= 0) return;
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(static_cast<unsigned>(bytes)));
+#endif
+}
+
 inline int device_attribute(cudaDeviceAttr attribute) {
   int value = 0;
   cudaDeviceGetAttribute(&value, attribute, current_device());
@@ -46,6 +57,7 @@ struct LaunchShape {
   unsigned threads;
   size_t shared_bytes;
   unsigned cluster_blocks;  // 1: no clusters
+  unsigned blocks_y = 1;
 };
 
 // Launches kernel(argument); `overlap`: before its predecessor on the stream has ended.
@@ -65,7 +77,7 @@ cudaError_t launch_dependent(void (*kernel)(Argument), const Argument& argument,
   }
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(shape.blocks);
+  config.gridDim = dim3(shape.blocks, shape.blocks_y);
   config.blockDim = dim3(shape.threads);
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;

@@ -93,6 +93,8 @@ struct DecodeLinear {
   int activation;  // Activation
   bool gated;
   bool overlap;         // may start before the kernel ahead on the stream has ended
+  const void* ahead[kMaxWeights];  // what is to be brought into the L2 cache, or null
+  int64_t ahead_bytes;             // of each
   TypedPointer output;  // [rows, outputs * weight_count], or [rows, outputs] if gated
 };
 

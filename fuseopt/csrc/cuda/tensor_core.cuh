@@ -1,4 +1,4 @@
-// The instructions around the tensor cores: asynchronous copies into shared memory, transposing loads from it, products.
+// The instructions around the tensor cores: loads of what is read once, products.
 // They exist from sm_80 on; code for older devices compiles, and traps.
 #pragma once
 
@@ -12,32 +12,31 @@ namespace fuseopt {
 #define FUSEOPT_SM80_ASM(...) asm volatile(__VA_ARGS__)
 #endif
 
-// Copies 16 bytes, of which those past the first `bytes` are zeros.
-__device__ inline void copy_async(void* shared, const void* global, int bytes) {
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  FUSEOPT_SM80_ASM("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes) : "memory");
+// What is read once and stays the same while the kernel runs, past the L1 cache.
+template <typename Access>
+__device__ inline Access load_once(const void* data) {
+  Access value;
+  if constexpr (std::is_same_v<Access, uint4>) {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(data));
+  } else if constexpr (std::is_same_v<Access, uint2>) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(data));
+  } else {
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(value) : "l"(data));
+  }
+  return value;
 }
 
-__device__ inline void commit_copies() { FUSEOPT_SM80_ASM("cp.async.commit_group;" ::: "memory"); }
-
-// Returns when all but the last kPending groups of this thread's copies have arrived.
-template <int kPending>
-__device__ inline void wait_for_copies() {
-  FUSEOPT_SM80_ASM("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+// Two products of 16-bit values, each rounded.
+template <typename T>
+__device__ inline unsigned multiply_pair(unsigned a, unsigned b) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const Pair product = __hmul2(reinterpret_cast<Pair&>(a), reinterpret_cast<Pair&>(b));
+  return reinterpret_cast<const unsigned&>(product);
 }
 
-// Four 8x8 matrices of 16-bit elements, transposed; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ inline uint4 load_transposed(const void* shared) {
-  uint4 words;
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "r"(address)
-               : "memory");
-  return words;
-}
-
-// sums += rows (low, high: the two halves of 16 rows) x columns, over 16 values of k.
+// sums += 16 lines (low, high: the two halves) x 8 columns, over 16 values of k.
 template <typename T>
 __device__ inline void multiply(float (&sums)[4], uint2 low, uint2 high, unsigned b0, unsigned b1) {
   if constexpr (std::is_same_v<T, __half>) {

@@ -1,0 +1,149 @@
+// The rows of decode_linear's input as the tensor core kernels hold them, and their norm's statistics.
+#pragma once
+
+#include "decode_linear.cuh"
+#include "tensor_core.cuh"
+
+namespace fuseopt {
+
+constexpr int kChunk = 32;  // values of k that a warp multiplies at a time: 8 a lane, in two instructions
+constexpr int kLaneValues = 8;
+constexpr int kHalfRows = 8;
+
+// DecodeLinear, in fewer words: each that a kernel touches may be a miss of the constant cache.
+template <typename T>
+struct MmaLayer {
+  static constexpr int kMaxWeights = DecodeLinear::kMaxWeights;
+  const T* weights[kMaxWeights];
+  const T* biases[kMaxWeights];
+  const void* input;  // X
+  const T* norm_weight;
+  const T* norm_bias;
+  const void* residual;  // T, or float where `output` is
+  void* output;
+  const char* ahead[kMaxWeights];
+  int ahead_bytes, ahead_share;  // from each, of each block
+  int rows, columns, outputs, weight_stride;
+  int output_stride;  // from row to row
+  int passes;         // over K
+  int activation;
+  float eps;
+  bool is_layer_norm, is_rms_norm, is_wide;  // if is_wide, residual and output are float
+
+  void share_ahead(const LaunchShape& shape) {
+    constexpr int64_t kLine = 128;
+    ahead_share = static_cast<int>(ceil_div(ahead_bytes, shape.blocks * shape.blocks_y * kLine) * kLine);
+  }
+
+  __device__ float load_residual(int64_t i) const {
+    if (residual == nullptr) return 0.f;
+    return is_wide ? static_cast<const float*>(residual)[i] : to_float(static_cast<const T*>(residual)[i]);
+  }
+
+  __device__ void store(int64_t i, float value) const {
+    if (is_wide) static_cast<float*>(output)[i] = value;
+    else static_cast<T*>(output)[i] = from_acc<T>(value);
+  }
+};
+
+template <typename T>
+MmaLayer<T> mma_layer(const DecodeLinear& layer) {
+  MmaLayer<T> mma = {};
+  for (int i = 0; i < layer.weight_count; ++i) {
+    mma.weights[i] = static_cast<const T*>(layer.weights[i]);
+    mma.biases[i] = static_cast<const T*>(layer.biases[i].data);
+    mma.ahead[i] = static_cast<const char*>(layer.ahead[i]);
+  }
+  mma.ahead_bytes = static_cast<int>(layer.ahead_bytes);
+  mma.input = layer.input.data;
+  mma.norm_weight = static_cast<const T*>(layer.norm_weight.data);
+  mma.norm_bias = static_cast<const T*>(layer.norm_bias.data);
+  mma.residual = layer.residual.data;
+  mma.output = layer.output.data;
+  mma.rows = static_cast<int>(layer.rows);
+  mma.columns = static_cast<int>(layer.columns);
+  mma.outputs = static_cast<int>(layer.outputs);
+  mma.weight_stride = static_cast<int>(layer.weight_stride);
+  mma.output_stride = mma.outputs * (layer.gated ? 1 : layer.weight_count);
+  mma.activation = layer.activation;
+  mma.eps = static_cast<float>(layer.eps);
+  mma.is_layer_norm = layer.norm == kLayerNorm;
+  mma.is_rms_norm = layer.norm == kT5RmsNorm;
+  mma.is_wide = layer.output.dtype == kFloat32;
+  return mma;
+}
+
+template <typename T>
+__device__ inline void prefetch_ahead(const MmaLayer<T>& layer) {
+  if (threadIdx.x >= MmaLayer<T>::kMaxWeights) return;
+  const char* const ahead = layer.ahead[threadIdx.x];
+  if (ahead != nullptr) prefetch_share(ahead, ahead + layer.ahead_bytes, layer.ahead_share);
+}
+
+// Mean of a part of a row, and sum of its squared deviations.
+struct Moments {
+  float mean, squares;
+};
+
+// Moments of a warp's part of a row, which 4 lanes hold, `count` values in all.
+template <typename X, int kChunks>
+__device__ inline Moments moments_of(const Vector<X, kLaneValues> (&x)[kChunks], int count) {
+  const int lane = threadIdx.x % kWarpSize, own = lane % 4 * kLaneValues;
+  // Deviations from any value of the row are small enough for a sum of squares: the first is at hand.
+  const float pivot = __shfl_sync(kFullWarp, x[0][0], lane & ~3);
+  float sum = 0.f, squares = 0.f;
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    if (c * kChunk + own >= count) continue;
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      const float deviation = x[c][i] - pivot;
+      sum += deviation;
+      squares = fmaf(deviation, deviation, squares);
+    }
+  }
+#pragma unroll
+  for (int distance = 1; distance < 4; distance *= 2) {
+    sum += __shfl_xor_sync(kFullWarp, sum, distance);
+    squares += __shfl_xor_sync(kFullWarp, squares, distance);
+  }
+  const float mean = count > 0 ? __fdividef(sum, count) : 0.f;
+  return {pivot + mean, squares - sum * mean};
+}
+
+// The union of two parts of a row (Chan, Golub and LeVeque 1979).
+__device__ inline void add_moments(Moments& moments, float& count, Moments other, float other_count) {
+  const float total = count + other_count, difference = other.mean - moments.mean;
+  if (other_count == 0.f) return;
+  moments.mean += difference * __fdividef(other_count, total);
+  moments.squares += other.squares + difference * difference * __fdividef(count * other_count, total);
+  count = total;
+}
+
+// Mean and 1 / deviation of a row from the moments of `parts` parts of `part_columns` values, the last one shorter;
+// an RMSNorm has no mean.
+__device__ inline float2 normalisation(const Moments* moments, int stride, int parts, int part_columns, int columns,
+                                       bool is_layer_norm, float eps) {
+  const float reciprocal = __fdividef(1.f, columns);
+  const auto count = [&](int part) { return static_cast<float>(max(min(columns - part * part_columns, part_columns), 0)); };
+  float mean = 0.f, squares = 0.f;
+#pragma unroll 4
+  for (int part = 0; part < parts; ++part) mean = fmaf(moments[part * stride].mean, count(part), mean);
+  mean *= reciprocal;
+#pragma unroll 4
+  for (int part = 0; part < parts; ++part) {
+    const float difference = moments[part * stride].mean - mean;
+    squares += fmaf(difference * difference, count(part), moments[part * stride].squares);
+  }
+  const float variance = squares * reciprocal + (is_layer_norm ? 0.f : mean * mean);
+  return {is_layer_norm ? mean : 0.f, rsqrtf(variance + eps)};
+}
+
+// For results of 16 bits: tanh by exp, whose error is that of float32.
+__device__ inline float activate_quickly(int activation, float x) {
+  if (activation != kGeluTanh) return activate(activation, x);
+  const float inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
+  return 0.5f * x * (2.f - __fdividef(2.f, 1.f + __expf(2.f * inner)));
+}
+
+}  // namespace fuseopt
