@@ -186,8 +186,8 @@ def decode_linear(
     """`residual + activation(F.linear(norm(input), weight, bias))`, for the few rows of a decoding step.
 
     All is float32 (float64 where a tensor is float64) with one rounding at the end, but for one on the way in: the
-    norm's result is rounded to the weight's dtype, as the upstream modules leave it, or, where the kernels of the tensor
-    cores serve, the product of norm weight and linear weight is. Autocast has no say in it.
+    norm's result is rounded to the weight's dtype, as the upstream modules leave it, or, where the kernels of the
+    tensor cores serve, the product of norm weight and linear weight is. Autocast has no say in it.
 
     Args:
         input: [..., K], any strides; float32, float16, bfloat16 or float64. Cast to `weight`'s dtype, after the norm

@@ -231,6 +231,38 @@ def test_kernels_against_float64(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("norm", [None, "layer_norm", "t5_rms_norm"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 768), (2, 40), (8, 1600), (9, 1096), (16, 512)])
+@torch.no_grad()
+def test_a_vocabulary(rows: int, columns: int, norm: str | None, dtype: torch.dtype) -> None:
+    """So many columns that each warp has its own: another kernel."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, columns, device="cuda"), torch.randn(30001, columns, device="cuda") / columns**0.5
+    parameters = torch.randn(2, columns, device="cuda", dtype=dtype)
+    assert_kernel_is_accurate(
+        x.to(dtype),
+        [weight.to(dtype)],
+        norm=norm,
+        norm_weight=parameters[0] if norm else None,
+        norm_bias=parameters[1] if norm == "layer_norm" else None,
+    )
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_what_is_read_ahead_changes_nothing() -> None:
+    x, weight, later = (torch.randn(n, 256, device="cuda", dtype=torch.bfloat16) for n in (2, 64, 512))
+    expected = decode_linear(x, weight)
+    for ahead in ([later], [later.T, later], [later[:, ::2]], [later[:, 3]], [later[:0]]):
+        assert torch.equal(decode_linear(x, weight, ahead=ahead), expected)
+    with pytest.raises(RuntimeError, match="of one size and dtype"):
+        decode_linear(x, weight, ahead=[later, weight])
+    with pytest.raises(RuntimeError, match="at most three"):
+        decode_linear(x, weight, ahead=[later] * 4)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 16])
 @torch.no_grad()
 def test_a_norm_of_rows_far_from_zero(rows: int) -> None:

@@ -37,7 +37,8 @@ int64_t element_size(ScalarType type) {
 
 // Whether a matrix fills one aligned piece of memory.
 bool is_dense(const Tensor& matrix) {
-  const bool fills = matrix.is_contiguous() || (matrix.dim() == 2 && matrix.stride(0) == 1 && matrix.stride(1) == matrix.size(0));
+  const bool fills = matrix.is_contiguous() ||
+                     (matrix.dim() == 2 && matrix.stride(0) == 1 && matrix.stride(1) == matrix.size(0));
   return fills && reinterpret_cast<uintptr_t>(matrix.data_ptr()) % kPrefetchBytes == 0;
 }
 
