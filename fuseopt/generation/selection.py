@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from fuseopt import ops
 from fuseopt.generation.device_processors import DeviceProcessor
 from fuseopt.generation.state import DecodeState
-from fuseopt.ops.decode_linear import MAX_ROWS
 
 
 class Selection:
@@ -66,7 +65,7 @@ class Selection:
             scores = processor(state, scores)
         if self.keep_scores:
             state.scores.copy_(scores)
-        if not self.do_sample and scores.shape[0] <= MAX_ROWS:  # the kernel has one cluster of blocks
+        if not self.do_sample:
             ops.decode_select_(
                 scores,
                 state.tokens,
@@ -80,10 +79,7 @@ class Selection:
                 overlap=True,
             )
             return
-        if self.do_sample:
-            tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
-        else:
-            tokens = torch.argmax(scores, dim=-1)
+        tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
         if self.eos is None:
             state.tokens.copy_(tokens)
         else:

@@ -1,20 +1,18 @@
-// The end of a greedy decoding step. One cluster of blocks shares out the vocabulary; the first block collects what each
-// found and finishes all rows, so that `going` needs neither atomics nor a second launch.
-#include "cluster.cuh"
+// The end of a greedy decoding step in two launches: the best score of each chunk of a row, all over the device, then in
+// one block the best of each row and all that follows from it.
 #include "dependent_launch.cuh"
+#include "row_team.cuh"
 #include "vector.cuh"
 
 namespace fuseopt {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kMaxBlocks = 8;
+constexpr int kPerThread = DecodeSelect::kChunk / kThreads;
 
-struct SplitSelect {
-  DecodeSelect select;
-  unsigned blocks;
-};
+template <typename T>
+using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 // A score and where it stands. NaN is above everything, and of equals the first wins, as in torch.argmax.
 template <typename Acc>
@@ -36,84 +34,52 @@ struct Candidate {
     }
   }
 };
+static_assert(sizeof(Candidate<double>) <= DecodeSelect::kCandidateBytes);
 
-template <typename T, typename Acc>
-__device__ Candidate<Acc> best_of(const T* scores, int first, int last, bool aligned) {
-  constexpr int kWidth = kVectorWidth<T>;
-  Candidate<Acc> best;
-  if (aligned) {
-#pragma unroll 4
-    for (int i = first + threadIdx.x * kWidth; i < last; i += kThreads * kWidth) {
-      const auto vector = *reinterpret_cast<const Vector<T>*>(scores + i);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        if constexpr (std::is_same_v<T, double>) best.consider(vector.values[j], i + j);
-        else best.consider(vector[j], i + j);
-      }
-    }
-    return best;
-  }
-  for (int i = first + threadIdx.x; i < last; i += kThreads) {
-    best.consider(load_as<Acc>({const_cast<T*>(scores), kDType<T>}, i), i);
-  }
-  return best;
-}
-
+// Blocks: x is the chunk, y the row.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) decode_select_kernel(const __grid_constant__ SplitSelect split) {
-  using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  const DecodeSelect& select = split.select;
-  const int rows = static_cast<int>(select.rows), vocabulary = static_cast<int>(select.vocabulary);
-  const int rank = static_cast<int>(blockIdx.x), warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  extern __shared__ __align__(16) char shared[];
-  // Of each row and block, in the first block: [rows][blocks].
-  Acc* const scores_found = reinterpret_cast<Acc*>(shared);
-  int* const tokens_found = reinterpret_cast<int*>(scores_found + rows * split.blocks);
+__global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__ DecodeSelect select) {
+  using Acc = AccOf<T>;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int first = blockIdx.x * DecodeSelect::kChunk + threadIdx.x, vocabulary = static_cast<int>(select.vocabulary);
+  const T* const scores = static_cast<const T*>(select.scores) + blockIdx.y * select.row_stride;
   __shared__ Candidate<Acc> of_warps[kWarps];
 
   let_successor_start();
-  if (split.blocks > 1) arrive_at_cluster_barrier();
   wait_for_predecessor();
-  if (split.blocks > 1) wait_at_cluster_barrier();  // the first block has started
-
-  constexpr int kWidth = kVectorWidth<T>;
-  const int vectors = (vocabulary + kWidth - 1) / kWidth;
-  const int each = (vectors + static_cast<int>(split.blocks) - 1) / static_cast<int>(split.blocks) * kWidth;
-  const int first = min(rank * each, vocabulary), last = min(first + each, vocabulary);
-  for (int row = 0; row < rows; ++row) {
-    const T* const scores = static_cast<const T*>(select.scores) + row * select.row_stride;
-    const bool aligned = reinterpret_cast<uintptr_t>(scores + first) % kAccessBytes == 0;
-    const int whole = aligned ? first + (last - first) / kWidth * kWidth : first;
-    Candidate<Acc> best;
-    if (aligned) best = best_of<T, Acc>(scores, first, whole, true);
-    const Candidate<Acc> rest = best_of<T, Acc>(scores, whole, last, false);
-    best.consider(rest.score, rest.token);
-    best.reduce_over_warp();
-    if (lane == 0) of_warps[warp] = best;
-    __syncthreads();
-    if (warp == 0) {
-      best = lane < kWarps ? of_warps[lane] : Candidate<Acc>();
-      best.reduce_over_warp();
-      if (lane == 0) {
-        store_to_block(scores_found + row * split.blocks + rank, 0, best.score);
-        store_to_block(tokens_found + row * split.blocks + rank, 0, best.token);
-      }
-    }
-    __syncthreads();
+  T values[kPerThread];
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    if (first + i * kThreads < vocabulary) values[i] = scores[first + i * kThreads];
   }
-  if (split.blocks > 1) {
-    arrive_at_cluster_barrier();
-    wait_at_cluster_barrier();
-    if (rank != 0) return;
+  Candidate<Acc> best;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    if (first + i * kThreads < vocabulary) best.consider(static_cast<Acc>(values[i]), first + i * kThreads);
   }
+  best.reduce_over_warp();
+  if (lane == 0) of_warps[warp] = best;
+  __syncthreads();
+  if (warp > 0) return;
+  best = lane < kWarps ? of_warps[lane] : Candidate<Acc>();
+  best.reduce_over_warp();
+  if (lane == 0) static_cast<Candidate<Acc>*>(select.candidates)[blockIdx.y * gridDim.x + blockIdx.x] = best;
+}
 
+template <typename Acc>
+__global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ DecodeSelect select) {
+  const int chunks = static_cast<int>(select.chunks);
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  let_successor_start();
+  wait_for_predecessor();
   const int64_t column = *select.length;
   bool going = false;
-  for (int row = threadIdx.x; row < rows; row += kThreads) {
+  for (int64_t row = warp; row < select.rows; row += kWarps) {
+    const auto* const candidates = static_cast<const Candidate<Acc>*>(select.candidates) + row * chunks;
     Candidate<Acc> best;
-    for (unsigned b = 0; b < split.blocks; ++b) {
-      best.consider(scores_found[row * split.blocks + b], tokens_found[row * split.blocks + b]);
-    }
+    for (int c = lane; c < chunks; c += kWarpSize) best.consider(candidates[c].score, candidates[c].token);
+    best.reduce_over_warp();
+    if (lane > 0) continue;
     bool unfinished = select.unfinished[row];
     const int64_t token = unfinished ? best.token : *select.pad;
     for (int64_t i = 0; i < select.eos_count; ++i) unfinished = unfinished && token != select.eos[i];
@@ -136,15 +102,16 @@ __global__ void __launch_bounds__(kThreads) decode_select_kernel(const __grid_co
 
 template <typename T>
 cudaError_t launch_as(const DecodeSelect& select, cudaStream_t stream) {
-  const unsigned blocks = is_sm90_or_newer() ? kMaxBlocks : 1;
-  const size_t shared_bytes = select.rows * blocks * (sizeof(double) + sizeof(int));
-  return launch_dependent(decode_select_kernel<T>, SplitSelect{select, blocks}, {blocks, kThreads, shared_bytes, blocks},
-                          select.overlap, stream);
+  const LaunchShape shape{static_cast<unsigned>(select.chunks), kThreads, 0, 1, static_cast<unsigned>(select.rows)};
+  const cudaError_t error = launch_dependent(chunk_kernel<T>, select, shape, select.overlap, stream);
+  if (error != cudaSuccess) return error;
+  return launch_dependent(finish_kernel<AccOf<T>>, select, {1, kThreads, 0, 1}, true, stream);
 }
 
 }  // namespace
 
 extern "C" cudaError_t fuseopt_decode_select(DecodeSelect select, cudaStream_t stream) {
+  if (select.rows == 0) return cudaSuccess;
   switch (select.dtype) {
     case kFloat16: return launch_as<__half>(select, stream);
     case kBFloat16: return launch_as<__nv_bfloat16>(select, stream);

@@ -52,6 +52,10 @@ void decode_select(Tensor scores, Tensor tokens, Tensor ids, Tensor length, Tens
     select.counters[i] = integers("a counter", counters[i]);
     select.counter_sizes[i] = counters[i].numel();
   }
+  select.chunks = (select.vocabulary + DecodeSelect::kChunk - 1) / DecodeSelect::kChunk;
+  const Tensor candidates =
+      allocate(scores, {select.rows * select.chunks * DecodeSelect::kCandidateBytes}, ScalarType::Byte);
+  select.candidates = candidates.data_ptr();
   select.overlap = overlap;
   launch.check(fuseopt_decode_select(select, launch.stream()));
 }

@@ -154,7 +154,9 @@ struct DecodeEmbedding {
 // The end of a greedy step: argmax of each row of `scores`, `pad` in finished rows, end of sequence, one more everywhere.
 struct DecodeSelect {
   static constexpr int kMaxCounters = 4;
-  static constexpr int kMaxRows = 1024;  // by shared memory
+  static constexpr int kMaxRows = 65535;  // of a grid
+  static constexpr int kChunk = 4096;     // scores that a block looks through
+  static constexpr int kCandidateBytes = 16;
   const void* scores;  // [rows, vocabulary]
   int dtype;           // DType
   int64_t rows;
@@ -174,7 +176,9 @@ struct DecodeSelect {
   int64_t* counters[kMaxCounters];
   int64_t counter_sizes[kMaxCounters];
   int counter_count;
-  bool overlap;  // may start before the kernel ahead on the stream has ended
+  void* candidates;  // [rows, chunks] of kCandidateBytes, written before they are read
+  int64_t chunks;    // of `vocabulary`
+  bool overlap;      // may start before the kernel ahead on the stream has ended
 };
 
 extern "C" {
