@@ -14,7 +14,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import fuseopt.ops.triton
-from fuseopt.ops.triton import rms_norm_bwd, rms_norm_fwd, softmax_bwd, softmax_fwd
+from fuseopt.ops.triton import rms_norm, rms_norm_bwd, rms_norm_fwd, softmax_bwd, softmax_fwd
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -25,7 +25,8 @@ def empty(*shape, dtype):
 
 # Calls that launch kernels, given the dtype and the width of a row. A new kernel joins by a line here.
 CALLS = {
-    "rms_norm_fwd": lambda d, n: rms_norm_fwd(empty(512, n, dtype=d), empty(n, dtype=d), 1e-6, 1.0, d, d),
+    "rms_norm_fwd": lambda d, n: rms_norm_fwd(empty(512, n, dtype=d), empty(n, dtype=d), 1e-6, 1, 1.0),
+    "rms_norm": lambda d, n: rms_norm(empty(512, n, dtype=d), empty(n, dtype=d), 1e-6, 1, 1.0),
     "rms_norm_bwd": lambda d, n: rms_norm_bwd(
         empty(512, n, dtype=d), empty(512, n, dtype=d), empty(n, dtype=d), empty(512, dtype=torch.float32), 1.0, True
     ),

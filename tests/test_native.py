@@ -423,7 +423,7 @@ def test_initialize_builds_and_says_so_and_nothing_else_does(tmp_path):
         "print(native.state('cpu').status, file=sys.stderr)\n"
         "try:\n"
         "    torch.ops.fuseopt.process_logits(\n"
-        "        torch.ones(1, 4, dtype=torch.long), torch.randn(1, 9), 1.0, None, -3, None, 0, None, 1.0)\n"
+        "        torch.ones(1, 4, dtype=torch.long), torch.randn(1, 9), -3)\n"
         "except RuntimeError as error:\n"
         "    print(error)\n"
     )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fuseopt import ops
 from fuseopt.modules.base import FusedModule
 from fuseopt.modules.regions import Region
-from fuseopt.ops.library import float32_under_autocast
+from fuseopt.ops.library import autocast_dtype, float32_under_autocast
 
 
 class FusedGELU(FusedModule):
@@ -36,7 +36,7 @@ class FusedGELU(FusedModule):
         self.backend = backend
 
     def forward(self, input: Tensor) -> Tensor:
-        output_dtype = float32_under_autocast(input) if self.float32_under_autocast else None
+        output_dtype = autocast_dtype(input) if self.float32_under_autocast else None
         return ops.gelu(input, approximate=self.approximate, output_dtype=output_dtype, backend=self.backend)
 
 

@@ -11,14 +11,27 @@ from fuseopt.ops import registry
 from fuseopt.ops.layer_norm import layer_norm_reference, normalise
 from fuseopt.ops.library import (
     apply,
+    autocast_dtype,
     check_shape,
     compute_dtype,
     define,
-    float32_under_autocast,
     is_differentiated_again,
     needs_autograd,
     reference_vjp,
+    runs_at_once,
 )
+
+
+def _fake(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    output_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    sum = input.new_empty(input.shape, dtype=torch.promote_types(input.dtype, residual.dtype))
+    return sum.new_empty(sum.shape, dtype=output_dtype), sum
 
 
 def _fwd_fake(
@@ -27,11 +40,11 @@ def _fwd_fake(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    output_dtype: torch.dtype,
+    output_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sum = input.new_empty(input.shape, dtype=torch.promote_types(input.dtype, residual.dtype))
+    output, sum = _fake(input, residual, weight, bias, eps, output_dtype)
     mean = input.new_empty(input.shape[:-1], dtype=compute_dtype(sum))
-    return input.new_empty(input.shape, dtype=output_dtype), sum, mean, torch.empty_like(mean)
+    return output, sum, mean, torch.empty_like(mean)
 
 
 def _bwd_fake(
@@ -50,16 +63,19 @@ def _bwd_fake(
     return sum.new_empty(sum.shape), grad_weight, grad_bias
 
 
-FWD = define(
-    "add_layer_norm_fwd(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, float eps,"
-    " ScalarType output_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
-    _fwd_fake,
-)
+_ARGUMENTS = "Tensor input, Tensor residual, Tensor? weight, Tensor? bias, float eps, ScalarType? output_dtype=None"
+
+# Where nothing will be differentiated: without mean and rstd, whose allocation costs a call more than all arguments.
+INFERENCE = define(f"add_layer_norm({_ARGUMENTS}) -> (Tensor, Tensor)", _fake)
+FWD = define(f"add_layer_norm_fwd({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _fwd_fake)
 BWD = define(
     "add_layer_norm_bwd(Tensor grad_output, Tensor? grad_sum, Tensor sum, Tensor? weight, Tensor mean, Tensor rstd,"
     " bool need_weight_grad, bool need_bias_grad) -> (Tensor, Tensor, Tensor)",
     _bwd_fake,
 )
+
+
+_DIRECT = registry.Direct("add_layer_norm", INFERENCE)
 
 
 def add_layer_norm_reference(
@@ -139,26 +155,28 @@ def add_layer_norm(
         ValueError: a residual or parameter of another shape.
         BackendError: the backend named cannot run here; the message says why.
     """
+    weight_dtype = None if weight is None else weight.dtype
+    bias_dtype = None if bias is None else bias.dtype
+    output_dtype = autocast_dtype(input) if residual.dtype is input.dtype else None
+    if runs_at_once(input, residual, weight, bias):
+        run = _DIRECT[backend, input.device, input.dtype, residual.dtype, weight_dtype, bias_dtype, ""]
+        if run is not None:
+            try:
+                return run(input, residual, weight, bias, eps, output_dtype)
+            except RuntimeError:
+                pass  # what is wrong is said below, in the words of this function
     check_shape("residual", residual, input.shape)
     if weight is not None:
         check_shape("weight", weight, input.shape[-1:])
     if bias is not None:
         check_shape("bias", bias, input.shape[-1:])
-    dtypes = (
-        input.dtype,
-        residual.dtype,
-        None if weight is None else weight.dtype,
-        None if bias is None else bias.dtype,
-    )
+    dtypes = (input.dtype, residual.dtype, weight_dtype, bias_dtype)
     chosen = registry.pick("add_layer_norm", backend, input.device, dtypes)
     if chosen == "reference":
         return add_layer_norm_reference(input, residual, weight, bias, eps)
-    output_dtype = float32_under_autocast(input, torch.promote_types(input.dtype, residual.dtype))
     if needs_autograd(input, residual, weight, bias):
-        output, sum, *_ = apply(_AddLayerNorm, chosen, input, residual, weight, bias, eps, output_dtype)
-    else:
-        output, sum, *_ = FWD[chosen](input, residual, weight, bias, eps, output_dtype)
-    return output, sum
+        return apply(_AddLayerNorm, chosen, input, residual, weight, bias, eps, output_dtype)[:2]
+    return INFERENCE[chosen](input, residual, weight, bias, eps, output_dtype)
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

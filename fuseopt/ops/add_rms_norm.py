@@ -16,22 +16,24 @@ from fuseopt.ops.library import (
     is_differentiated_again,
     needs_autograd,
     reference_vjp,
+    runs_at_once,
 )
-from fuseopt.ops.rms_norm import cast_dtypes, normalise, rms_norm_reference
+from fuseopt.ops.rms_norm import CAST_ORDERS, cast_dtypes, cast_order_code, normalise, rms_norm_reference
+
+
+def _fake(
+    input: Tensor, residual: Tensor, weight: Tensor | None, eps: float, cast_order: int = 0, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    sum = input.new_empty(input.shape, dtype=torch.promote_types(input.dtype, residual.dtype))
+    _, output_dtype = cast_dtypes(cast_order, sum.dtype, None if weight is None else weight.dtype)
+    return input.new_empty(input.shape, dtype=output_dtype), sum
 
 
 def _fwd_fake(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    norm_dtype: torch.dtype,
-    output_dtype: torch.dtype,
+    input: Tensor, residual: Tensor, weight: Tensor | None, eps: float, cast_order: int = 0, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sum = input.new_empty(input.shape, dtype=torch.promote_types(input.dtype, residual.dtype))
-    rstd = input.new_empty(input.shape[:-1], dtype=compute_dtype(sum))
-    return input.new_empty(input.shape, dtype=output_dtype), sum, rstd
+    output, sum = _fake(input, residual, weight, eps, cast_order, offset)
+    return output, sum, input.new_empty(input.shape[:-1], dtype=compute_dtype(sum))
 
 
 def _bwd_fake(
@@ -47,16 +49,19 @@ def _bwd_fake(
     return sum.new_empty(sum.shape), (sum if weight is None else weight).new_empty(weight_grad_shape)
 
 
-FWD = define(
-    "add_rms_norm_fwd(Tensor input, Tensor residual, Tensor? weight, float eps, float offset, ScalarType norm_dtype,"
-    " ScalarType output_dtype) -> (Tensor, Tensor, Tensor)",
-    _fwd_fake,
-)
+_ARGUMENTS = "Tensor input, Tensor residual, Tensor? weight, float eps, int cast_order=0, float offset=0.0"
+
+# Where nothing will be differentiated: without rstd, whose allocation costs a call more than all arguments.
+INFERENCE = define(f"add_rms_norm({_ARGUMENTS}) -> (Tensor, Tensor)", _fake)
+FWD = define(f"add_rms_norm_fwd({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _fwd_fake)
 BWD = define(
     "add_rms_norm_bwd(Tensor grad_output, Tensor? grad_sum, Tensor sum, Tensor? weight, Tensor rstd, float offset,"
     " bool need_weight_grad) -> (Tensor, Tensor)",
     _bwd_fake,
 )
+
+
+_DIRECT = registry.Direct("add_rms_norm", INFERENCE)
 
 
 def add_rms_norm_reference(
@@ -93,18 +98,18 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         sum, weight, rstd = ctx.saved_tensors
-        eps, offset, norm_dtype, output_dtype = ctx.scalars
+        eps, cast_order, offset = ctx.scalars
         need_weight_grad = ctx.needs_input_grad[3]
         grad, grad_weight = grad_sum, None
         if grad_output is not None and is_differentiated_again():
-            reference = partial(normalise, eps=eps, offset=offset, norm_dtype=norm_dtype, output_dtype=output_dtype)
+            reference = partial(normalise, eps=eps, cast_order=cast_order, offset=offset)
             grad, grad_weight = reference_vjp(reference, grad_output, (sum, weight))
             grad = grad if grad_sum is None else grad + grad_sum
         elif grad_output is not None:
             grad, grad_weight = BWD[ctx.backend](grad_output, grad_sum, sum, weight, rstd, offset, need_weight_grad)
         grad_input, grad_residual = (None if grad is None else grad.to(dtype) for dtype in ctx.dtypes)
         grad_weight = grad_weight if need_weight_grad else None
-        return None, grad_input, grad_residual, grad_weight, None, None, None, None
+        return None, grad_input, grad_residual, grad_weight, None, None, None
 
 
 def add_rms_norm(
@@ -133,19 +138,24 @@ def add_rms_norm(
         ValueError: an unknown `cast_order`, or a residual or weight of another shape.
         BackendError: the backend named cannot run here; the message says why.
     """
+    weight_dtype = None if weight is None else weight.dtype
+    if runs_at_once(input, residual, weight) and cast_order in CAST_ORDERS:
+        run = _DIRECT[backend, input.device, input.dtype, residual.dtype, weight_dtype, ""]
+        if run is not None:
+            try:
+                return run(input, residual, weight, eps, CAST_ORDERS[cast_order], offset)
+            except RuntimeError:
+                pass  # what is wrong is said below, in the words of this function
+    code = cast_order_code(cast_order)
     check_shape("residual", residual, input.shape)
     if weight is not None:
         check_shape("weight", weight, input.shape[-1:])
-    dtypes = (input.dtype, residual.dtype, None if weight is None else weight.dtype)
-    chosen = registry.pick("add_rms_norm", backend, input.device, dtypes)
+    chosen = registry.pick("add_rms_norm", backend, input.device, (input.dtype, residual.dtype, weight_dtype))
     if chosen == "reference":
         return add_rms_norm_reference(input, residual, weight, eps, offset=offset, cast_order=cast_order)
-    scalars = cast_dtypes(cast_order, torch.promote_types(input.dtype, residual.dtype), dtypes[2])
     if needs_autograd(input, residual, weight):
-        output, sum, _ = apply(_AddRMSNorm, chosen, input, residual, weight, eps, offset, *scalars)
-    else:
-        output, sum, _ = FWD[chosen](input, residual, weight, eps, offset, *scalars)
-    return output, sum
+        return apply(_AddRMSNorm, chosen, input, residual, weight, eps, code, offset)[:2]
+    return INFERENCE[chosen](input, residual, weight, eps, code, offset)
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

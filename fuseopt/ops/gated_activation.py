@@ -16,6 +16,7 @@ from fuseopt.ops.library import (
     is_differentiated_again,
     needs_autograd,
     reference_vjp,
+    runs_at_once,
 )
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -26,39 +27,50 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _fwd_fake(
-    gate: Tensor, up: Tensor, activation: str, activation_dtype: torch.dtype, output_dtype: torch.dtype
-) -> Tensor:
-    return gate.new_empty(gate.shape, dtype=output_dtype)
+# Raw ops know an activation by its place among them.
+_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
+_FUNCTIONS = tuple(ACTIVATIONS.values())
+
+
+def _fwd_fake(gate: Tensor, up: Tensor, activation: int, activation_dtype: torch.dtype | None = None) -> Tensor:
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(activation_dtype or gate.dtype, up.dtype))
 
 
 def _bwd_fake(
-    grad_output: Tensor, gate: Tensor, up: Tensor, activation: str, activation_dtype: torch.dtype
+    grad_output: Tensor, gate: Tensor, up: Tensor, activation: int, activation_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
 FWD = define(
-    "gated_activation_fwd(Tensor gate, Tensor up, str activation, ScalarType activation_dtype, "
-    "ScalarType output_dtype) -> Tensor",
+    "gated_activation_fwd(Tensor gate, Tensor up, int activation, ScalarType? activation_dtype=None) -> Tensor",
     _fwd_fake,
 )
 BWD = define(
-    "gated_activation_bwd(Tensor grad_output, Tensor gate, Tensor up, str activation, ScalarType activation_dtype) "
-    "-> (Tensor, Tensor)",
+    "gated_activation_bwd(Tensor grad_output, Tensor gate, Tensor up, int activation,"
+    " ScalarType? activation_dtype=None) -> (Tensor, Tensor)",
     _bwd_fake,
 )
 
 
-def _reference(gate: Tensor, up: Tensor, activation: str, activation_dtype: torch.dtype) -> Tensor:
-    return ACTIVATIONS[activation](gate.to(activation_dtype)) * up
+_DIRECT = registry.Direct("gated_activation", FWD)
+
+
+def _reference(gate: Tensor, up: Tensor, activation: int, activation_dtype: torch.dtype | None) -> Tensor:
+    return _FUNCTIONS[activation](gate if activation_dtype is None else gate.to(activation_dtype)) * up
+
+
+def _code(activation: str) -> int:
+    if activation not in _CODES:
+        raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, not {activation!r}")
+    return _CODES[activation]
 
 
 def gated_activation_reference(
     gate: Tensor, up: Tensor, activation: str = "silu", *, activation_dtype: torch.dtype | None = None
 ) -> Tensor:
     """`gated_activation` by torch's own two operations."""
-    return _reference(gate, up, activation, activation_dtype or gate.dtype)
+    return _reference(gate, up, _code(activation), activation_dtype)
 
 
 class _GatedActivation(torch.autograd.Function):
@@ -70,7 +82,7 @@ class _GatedActivation(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.backend, gate, up, ctx.activation, ctx.activation_dtype, _ = inputs
+        ctx.backend, gate, up, ctx.activation, ctx.activation_dtype = inputs
         ctx.save_for_backward(gate, up)
 
     @staticmethod
@@ -82,7 +94,7 @@ class _GatedActivation(torch.autograd.Function):
         else:
             gradients = BWD[ctx.backend](grad_output, gate, up, ctx.activation, ctx.activation_dtype)
         needed = zip(gradients, ctx.needs_input_grad[1:3], strict=True)
-        return None, *(gradient if is_needed else None for gradient, is_needed in needed), None, None, None
+        return None, *(gradient if is_needed else None for gradient, is_needed in needed), None, None
 
 
 def gated_activation(
@@ -115,17 +127,23 @@ def gated_activation(
         ValueError: an unknown `activation`, or an `up` of another shape.
         BackendError: the backend named cannot run here; the message says why.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, not {activation!r}")
+    code = _code(activation)
+    if activation_dtype is gate.dtype:
+        activation_dtype = None
+    if runs_at_once(gate, up):
+        run = _DIRECT[backend, gate.device, gate.dtype, up.dtype, ""]
+        if run is not None:
+            try:
+                return run(gate, up, code, activation_dtype)
+            except RuntimeError:
+                pass  # what is wrong is said below, in the words of this function
     check_shape("up", up, gate.shape)
-    activation_dtype = activation_dtype or gate.dtype
     chosen = registry.pick("gated_activation", backend, gate.device, (gate.dtype, up.dtype))
     if chosen == "reference":
-        return _reference(gate, up, activation, activation_dtype)
-    output_dtype = torch.promote_types(activation_dtype, up.dtype)
+        return _reference(gate, up, code, activation_dtype)
     if needs_autograd(gate, up):
-        return apply(_GatedActivation, chosen, gate, up, activation, activation_dtype, output_dtype)
-    return FWD[chosen](gate, up, activation, activation_dtype, output_dtype)
+        return apply(_GatedActivation, chosen, gate, up, code, activation_dtype)
+    return FWD[chosen](gate, up, code, activation_dtype)
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

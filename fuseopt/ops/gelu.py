@@ -17,22 +17,30 @@ from fuseopt.ops.library import (
     is_differentiated_again,
     needs_autograd,
     reference_vjp,
+    runs_at_once,
 )
 
 
-def _fwd_fake(input: Tensor, bias: Tensor | None, approximate: str, output_dtype: torch.dtype) -> Tensor:
+def _fwd_fake(
+    input: Tensor, bias: Tensor | None = None, tanh: bool = False, output_dtype: torch.dtype | None = None
+) -> Tensor:
     return input.new_empty(input.shape, dtype=output_dtype)
 
 
-def _bwd_fake(grad_output: Tensor, input: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+def _bwd_fake(grad_output: Tensor, input: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     return input.new_empty(input.shape)
 
 
-FWD = define("gelu_fwd(Tensor input, Tensor? bias, str approximate, ScalarType output_dtype) -> Tensor", _fwd_fake)
-BWD = define("gelu_bwd(Tensor grad_output, Tensor input, Tensor? bias, str approximate) -> Tensor", _bwd_fake)
+FWD = define(
+    "gelu_fwd(Tensor input, Tensor? bias=None, bool tanh=False, ScalarType? output_dtype=None) -> Tensor", _fwd_fake
+)
+BWD = define("gelu_bwd(Tensor grad_output, Tensor input, Tensor? bias, bool tanh) -> Tensor", _bwd_fake)
+_DIRECT = registry.Direct("gelu", FWD)
 
 
-def _reference(input: Tensor, bias: Tensor | None, approximate: str, output_dtype: torch.dtype) -> Tensor:
+def _reference(input: Tensor, bias: Tensor | None, tanh: bool, output_dtype: torch.dtype | None) -> Tensor:
+    approximate = "tanh" if tanh else "none"
+    output_dtype = output_dtype or input.dtype
     if bias is None and output_dtype == input.dtype:
         return F.gelu(input, approximate=approximate)
     dtype = compute_dtype(input, bias)
@@ -50,7 +58,13 @@ def gelu_reference(
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`gelu` by torch's own."""
-    return _reference(input, bias, approximate, output_dtype or input.dtype)
+    return _reference(input, bias, _is_tanh(approximate), output_dtype)
+
+
+def _is_tanh(approximate: str) -> bool:
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate must be 'none' or 'tanh', not {approximate!r}")
+    return approximate == "tanh"
 
 
 class _GELU(torch.autograd.Function):
@@ -62,7 +76,7 @@ class _GELU(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.backend, input, bias, ctx.approximate, ctx.output_dtype = inputs
+        ctx.backend, input, bias, ctx.tanh, ctx.output_dtype = inputs
         ctx.save_for_backward(input, bias)
 
     @staticmethod
@@ -70,15 +84,15 @@ class _GELU(torch.autograd.Function):
         input, bias = ctx.saved_tensors
         need_bias_grad = ctx.needs_input_grad[2]
         if is_differentiated_again():
-            reference = partial(_reference, approximate=ctx.approximate, output_dtype=ctx.output_dtype)
+            reference = partial(_reference, tanh=ctx.tanh, output_dtype=ctx.output_dtype)
             grad_input, grad_bias = reference_vjp(reference, grad_output, (input, bias))
         elif need_bias_grad:
             # The rows are summed in the wider dtype, before the gradient is rounded to the input's.
             wide = torch.promote_types(input.dtype, bias.dtype)
-            grad = BWD[ctx.backend](grad_output, input.to(wide), bias, ctx.approximate)
+            grad = BWD[ctx.backend](grad_output, input.to(wide), bias, ctx.tanh)
             grad_input, grad_bias = grad.to(input.dtype), grad.sum_to_size(bias.shape).to(bias.dtype)
         else:
-            grad_input = BWD[ctx.backend](grad_output, input, bias, ctx.approximate)
+            grad_input = BWD[ctx.backend](grad_output, input, bias, ctx.tanh)
         return None, grad_input, grad_bias if need_bias_grad else None, None, None
 
 
@@ -108,18 +122,23 @@ def gelu(
         ValueError: an unknown `approximate`, or a bias of another shape.
         BackendError: the backend named cannot run here; the message says why.
     """
-    if approximate not in ("none", "tanh"):
-        raise ValueError(f"approximate must be 'none' or 'tanh', not {approximate!r}")
+    tanh = _is_tanh(approximate)
+    bias_dtype = None if bias is None else bias.dtype
+    if runs_at_once(input, bias):
+        run = _DIRECT[backend, input.device, input.dtype, bias_dtype, ""]
+        if run is not None:
+            try:
+                return run(input, bias, tanh, output_dtype)
+            except RuntimeError:
+                pass  # what is wrong is said below, in the words of this function
     if bias is not None:
         check_shape("bias", bias, input.shape[-1:])
-    dtypes = (input.dtype, None if bias is None else bias.dtype)
-    output_dtype = output_dtype or input.dtype
-    chosen = registry.pick("gelu", backend, input.device, dtypes)
+    chosen = registry.pick("gelu", backend, input.device, (input.dtype, bias_dtype))
     if chosen == "reference":
-        return _reference(input, bias, approximate, output_dtype)
+        return _reference(input, bias, tanh, output_dtype)
     if needs_autograd(input, bias):
-        return apply(_GELU, chosen, input, bias, approximate, output_dtype)
-    return FWD[chosen](input, bias, approximate, output_dtype)
+        return apply(_GELU, chosen, input, bias, tanh, output_dtype)
+    return FWD[chosen](input, bias, tanh, output_dtype)
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

@@ -12,18 +12,25 @@ from torch import Tensor
 from fuseopt.ops import registry
 from fuseopt.ops.library import (
     apply,
+    autocast_dtype,
     check_shape,
     compute_dtype,
     define,
-    float32_under_autocast,
     is_differentiated_again,
     needs_autograd,
     reference_vjp,
+    runs_at_once,
 )
 
 
+def _fake(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, output_dtype: torch.dtype | None = None
+) -> Tensor:
+    return input.new_empty(input.shape, dtype=output_dtype)
+
+
 def _fwd_fake(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, output_dtype: torch.dtype
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, output_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     mean = input.new_empty(input.shape[:-1], dtype=compute_dtype(input))
     return input.new_empty(input.shape, dtype=output_dtype), mean, torch.empty_like(mean)
@@ -44,11 +51,11 @@ def _bwd_fake(
     return input.new_empty(input.shape), grad_weight, grad_bias
 
 
-FWD = define(
-    "layer_norm_fwd(Tensor input, Tensor? weight, Tensor? bias, float eps, ScalarType output_dtype)"
-    " -> (Tensor, Tensor, Tensor)",
-    _fwd_fake,
-)
+_ARGUMENTS = "Tensor input, Tensor? weight, Tensor? bias, float eps, ScalarType? output_dtype=None"
+
+# Where nothing will be differentiated: without mean and rstd, whose allocation costs a call more than all arguments.
+INFERENCE = define(f"layer_norm({_ARGUMENTS}) -> Tensor", _fake)
+FWD = define(f"layer_norm_fwd({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _fwd_fake)
 BWD = define(
     "layer_norm_bwd(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor rstd,"
     " bool need_weight_grad, bool need_bias_grad) -> (Tensor, Tensor, Tensor)",
@@ -56,10 +63,14 @@ BWD = define(
 )
 
 
+_DIRECT = registry.Direct("layer_norm", INFERENCE)
+
+
 def normalise(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, output_dtype: torch.dtype
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, output_dtype: torch.dtype | None = None
 ) -> Tensor:
     """The norm in plain PyTorch; arguments as those of the raw op."""
+    output_dtype = output_dtype or input.dtype
     if weight is None and bias is not None:
         # Without a weight, torch's double backward leaves the bias out.
         weight = torch.ones_like(bias)
@@ -100,7 +111,7 @@ def layer_norm_reference(
 ) -> Tensor:
     """`layer_norm` by torch's own, with mixed dtypes brought to float32 (float64) first."""
     rows, weight, bias = _checked(input, normalized_shape, weight, bias)
-    return normalise(rows, weight, bias, eps, float32_under_autocast(input)).view(input.shape)
+    return normalise(rows, weight, bias, eps, autocast_dtype(input)).view(input.shape)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -166,16 +177,24 @@ def layer_norm(
         ValueError: `input` does not end in `normalized_shape`, or a parameter has another shape.
         BackendError: the backend named cannot run here; the message says why.
     """
+    weight_dtype = None if weight is None else weight.dtype
+    bias_dtype = None if bias is None else bias.dtype
+    output_dtype = autocast_dtype(input)
+    if runs_at_once(input, weight, bias) and len(normalized_shape) == 1 and normalized_shape[0] == input.shape[-1]:
+        run = _DIRECT[backend, input.device, input.dtype, weight_dtype, bias_dtype, ""]
+        if run is not None:
+            try:
+                return run(input, weight, bias, eps, output_dtype)
+            except RuntimeError:
+                pass  # what is wrong is said below, in the words of this function
     rows, weight, bias = _checked(input, normalized_shape, weight, bias)
-    output_dtype = float32_under_autocast(input)
-    dtypes = (input.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
-    chosen = registry.pick("layer_norm", backend, input.device, dtypes)
+    chosen = registry.pick("layer_norm", backend, input.device, (input.dtype, weight_dtype, bias_dtype))
     if chosen == "reference":
         output = normalise(rows, weight, bias, eps, output_dtype)
     elif needs_autograd(input, weight, bias):
         output = apply(_LayerNorm, chosen, rows, weight, bias, eps, output_dtype)[0]
     else:
-        output = FWD[chosen](rows, weight, bias, eps, output_dtype)[0]
+        output = INFERENCE[chosen](rows, weight, bias, eps, output_dtype)
     return output if rows is input else output.view(input.shape)
 
 

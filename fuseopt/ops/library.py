@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 LIBRARY = torch.library.Library("fuseopt", "DEF")
 
@@ -68,6 +69,13 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def runs_at_once(*tensors: Tensor | None) -> bool:
+    """Whether a call may go to its raw op by `registry.Direct`: in eager mode, and without `needs_autograd`."""
+    if is_grad_enabled() and needs_autograd(*tensors):
+        return False
+    return forward_ad._current_level < 0 and not is_dynamo_compiling()
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)`, without what that spends on binding `args` to a signature: 12 of 21 us a call."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
@@ -106,15 +114,18 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     return torch.float32
 
 
-def float32_under_autocast(input: Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
-    """The result's dtype of an op that CUDA's autocast runs in float32; CPU's leaves these ops in `input`'s dtype.
+def autocast_dtype(input: Tensor) -> torch.dtype | None:
+    """float32 for an op that CUDA's autocast runs in float32, where it would; None for `input`'s own dtype.
 
-    Args:
-        dtype: what the op works in, where that is not `input`'s own.
+    CPU's autocast leaves these ops in `input`'s dtype.
     """
-    dtype = dtype or input.dtype
-    is_half = dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if is_half and input.is_cuda and torch.is_autocast_enabled("cuda") else dtype
+    is_half = input.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if is_half and input.is_cuda and torch.is_autocast_enabled("cuda") else None
+
+
+def float32_under_autocast(input: Tensor) -> torch.dtype:
+    """The result's dtype of an op that CUDA's autocast runs in float32."""
+    return autocast_dtype(input) or input.dtype
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager:

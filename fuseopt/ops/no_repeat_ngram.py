@@ -14,6 +14,8 @@ from torch import Tensor
 from fuseopt.ops import registry
 from fuseopt.ops.process_logits import BACKENDS, check_rows, run
 
+_NOT_POSITIVE = "ngram_size must be a positive integer, not {}"
+
 
 def no_repeat_ngram(
     input_ids: Tensor, scores: Tensor, ngram_size: int, *, inplace: bool = False, backend: str = "auto"
@@ -38,11 +40,12 @@ def no_repeat_ngram(
         RuntimeError: on CPU, a negative token id would be banned. (On CUDA it is never written.)
         BackendError: the backend named cannot run here; the message says why.
     """
-    _check_size(ngram_size)
-    check_rows(input_ids, scores, None, inplace)
-    if input_ids.shape[1] < ngram_size:
+    if ngram_size <= 0:
+        raise ValueError(_NOT_POSITIVE.format(ngram_size))
+    if input_ids.shape[-1] < ngram_size:
+        check_rows(input_ids, scores, None, inplace)
         return scores
-    return run("no_repeat_ngram", backend, inplace, input_ids, scores, no_repeat_ngram_size=ngram_size)
+    return run("no_repeat_ngram", backend, inplace, input_ids, scores, ngram_size)
 
 
 def encoder_no_repeat_ngram(
@@ -75,22 +78,10 @@ def encoder_no_repeat_ngram(
         RuntimeError: on CPU, a negative token id would be banned. (On CUDA it is never written.)
         BackendError: the backend named cannot run here; the message says why.
     """
-    _check_size(ngram_size)
-    check_rows(input_ids, scores, encoder_input_ids, inplace)
-    return run(
-        "encoder_no_repeat_ngram",
-        backend,
-        inplace,
-        input_ids,
-        scores,
-        encoder_input_ids=encoder_input_ids,
-        encoder_no_repeat_ngram_size=ngram_size,
-    )
-
-
-def _check_size(ngram_size: int) -> None:
     if ngram_size <= 0:
-        raise ValueError(f"ngram_size must be a positive integer, not {ngram_size}")
+        raise ValueError(_NOT_POSITIVE.format(ngram_size))
+    edits = (0, 1.0, 1.0, None, encoder_input_ids, ngram_size)
+    return run("encoder_no_repeat_ngram", backend, inplace, input_ids, scores, *edits)
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

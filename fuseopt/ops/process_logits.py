@@ -15,24 +15,26 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fuseopt.ops import registry
-from fuseopt.ops.library import define
+from fuseopt.ops.library import define, runs_at_once
 
+# The likeliest first: a call leaves out what it does not ask for, and pays for what it gives.
 _ARGUMENTS = (
-    "float repetition_penalty, Tensor? prompt_ignore_length, int no_repeat_ngram_size, Tensor? encoder_input_ids, "
-    "int encoder_no_repeat_ngram_size, Tensor? suppress_tokens, float temperature"
+    "Tensor input_ids, {scores}, int no_repeat_ngram_size=0, float repetition_penalty=1.0, float temperature=1.0,"
+    " Tensor? suppress_tokens=None, Tensor? encoder_input_ids=None, int encoder_no_repeat_ngram_size=0,"
+    " Tensor? prompt_ignore_length=None"
 )
 
 
 def _fake(
     input_ids: Tensor,
     scores: Tensor,
-    repetition_penalty: float,
-    prompt_ignore_length: Tensor | None,
-    no_repeat_ngram_size: int,
-    encoder_input_ids: Tensor | None,
-    encoder_no_repeat_ngram_size: int,
-    suppress_tokens: Tensor | None,
-    temperature: float,
+    no_repeat_ngram_size: int = 0,
+    repetition_penalty: float = 1.0,
+    temperature: float = 1.0,
+    suppress_tokens: Tensor | None = None,
+    encoder_input_ids: Tensor | None = None,
+    encoder_no_repeat_ngram_size: int = 0,
+    prompt_ignore_length: Tensor | None = None,
 ) -> Tensor:
     return scores.new_empty(scores.shape)
 
@@ -41,41 +43,43 @@ def _fake_in_place(input_ids: Tensor, scores: Tensor, *arguments: object) -> Non
     pass
 
 
-RAW = define(f"process_logits(Tensor input_ids, Tensor scores, {_ARGUMENTS}) -> Tensor", _fake)
-RAW_IN_PLACE = define(f"process_logits_(Tensor input_ids, Tensor(a!) scores, {_ARGUMENTS}) -> ()", _fake_in_place)
+RAW = define(f"process_logits({_ARGUMENTS.format(scores='Tensor scores')}) -> Tensor", _fake)
+RAW_IN_PLACE = define(f"process_logits_({_ARGUMENTS.format(scores='Tensor(a!) scores')}) -> ()", _fake_in_place)
+_DIRECT = {
+    (name, inplace): registry.Direct(name, RAW_IN_PLACE if inplace else RAW)
+    for name in ("process_logits", "no_repeat_ngram", "encoder_no_repeat_ngram")
+    for inplace in (False, True)
+}
 
 
-def run(
-    name: str,
-    backend: str,
-    inplace: bool,
-    input_ids: Tensor,
-    scores: Tensor,
-    repetition_penalty: float = 1.0,
-    prompt_ignore_length: Tensor | None = None,
-    no_repeat_ngram_size: int = 0,
-    encoder_input_ids: Tensor | None = None,
-    encoder_no_repeat_ngram_size: int = 0,
-    suppress_tokens: Tensor | None = None,
-    temperature: float = 1.0,
-) -> Tensor:
-    """What the op registered as `name` computes; arguments as of `process_logits`, checked already."""
-    options = (
-        repetition_penalty,
-        prompt_ignore_length,
-        no_repeat_ngram_size,
-        encoder_input_ids,
-        encoder_no_repeat_ngram_size,
-        suppress_tokens,
-        temperature,
-    )
+def run(name: str, backend: str, inplace: bool, input_ids: Tensor, scores: Tensor, *edits: Any) -> Tensor:
+    """What the op registered as `name` computes.
+
+    Args:
+        edits: the arguments of the raw op from its third on; those that are left out mean no edit.
+
+    Raises:
+        ValueError: rows do not fit each other, or `scores` cannot be written to.
+    """
+    if runs_at_once(scores) and not (inplace and 0 in scores.stride()):
+        raw = _DIRECT[name, inplace][backend, scores.device, scores.dtype, ""]
+        if raw is not None:
+            try:
+                return _returned(raw(input_ids, scores, *edits), scores)
+            except RuntimeError:
+                pass  # what is wrong is said below, in the words of this function
+    check_rows(input_ids, scores, edits[4] if len(edits) > 4 else None, inplace)
     chosen = registry.pick_without_gradient(name, backend, (scores.dtype,), scores)
     if chosen == "reference":
-        output = _reference(input_ids, scores, *options)
+        output = _reference(input_ids, scores, *edits)
         return scores.copy_(output) if inplace else output
-    if not inplace:
-        return RAW[chosen](input_ids, scores, *options)
-    RAW_IN_PLACE[chosen](input_ids, scores, *options)
+    return _returned((RAW_IN_PLACE if inplace else RAW)[chosen](input_ids, scores, *edits), scores)
+
+
+def _returned(output: Tensor | None, scores: Tensor) -> Tensor:
+    """What a raw op returned; of the one in place, which returns nothing, the `scores` that it wrote to."""
+    if output is not None:
+        return output
     if not torch.compiler.is_compiling() and not scores.is_inference():
         increment_version(scores)  # a raw op does not; autograd must see that what it saved has changed
     return scores
@@ -84,13 +88,13 @@ def run(
 def _reference(
     input_ids: Tensor,
     scores: Tensor,
-    repetition_penalty: float,
-    prompt_ignore_length: Tensor | None,
-    no_repeat_ngram_size: int,
-    encoder_input_ids: Tensor | None,
-    encoder_no_repeat_ngram_size: int,
-    suppress_tokens: Tensor | None,
-    temperature: float,
+    no_repeat_ngram_size: int = 0,
+    repetition_penalty: float = 1.0,
+    temperature: float = 1.0,
+    suppress_tokens: Tensor | None = None,
+    encoder_input_ids: Tensor | None = None,
+    encoder_no_repeat_ngram_size: int = 0,
+    prompt_ignore_length: Tensor | None = None,
 ) -> Tensor:
     output = scores
     if repetition_penalty != 1:
@@ -195,7 +199,6 @@ def process_logits(
         RuntimeError: on CPU, a negative token id would be penalised or banned. (On CUDA it is never written.)
         BackendError: the backend named cannot run here; the message says why.
     """
-    check_rows(input_ids, scores, encoder_input_ids, inplace)
     if no_repeat_ngram_size < 0 or encoder_no_repeat_ngram_size < 0:
         raise ValueError("no_repeat_ngram_size and encoder_no_repeat_ngram_size must be positive, or 0 for no ban")
     if encoder_no_repeat_ngram_size > 0 and encoder_input_ids is None:
@@ -212,13 +215,13 @@ def process_logits(
         inplace,
         input_ids,
         scores,
-        repetition_penalty,
-        prompt_ignore_length,
         no_repeat_ngram_size,
+        repetition_penalty,
+        temperature,
+        suppress_tokens,
         encoder_input_ids,
         encoder_no_repeat_ngram_size,
-        suppress_tokens,
-        temperature,
+        prompt_ignore_length,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fuseopt import native
 from fuseopt.errors import BackendError
@@ -128,6 +129,30 @@ class Benchmark:
 
 
 @dataclass(frozen=True)
+class Preference:
+    """Sizes at which "auto" asks one backend ahead of the others: there it was measured to be the fastest.
+
+    Attributes:
+        backend: of those of the op.
+        sizes: what the op's `sizes` calls them, in the words of a report: "rows are wider than 65,536".
+        dtypes: the preference holds for calls whose floating point arguments all have one of these.
+        device_type: and for devices of this type.
+    """
+
+    backend: Backend
+    sizes: str
+    dtypes: tuple[torch.dtype, ...] = FLOATING
+    device_type: str = "cuda"
+
+    def applies(self, device: torch.device, dtypes: Sequence[torch.dtype], sizes: str) -> bool:
+        return device.type == self.device_type and sizes == self.sizes and set(dtypes) <= set(self.dtypes)
+
+    def __str__(self) -> str:
+        what = "torch's own operation" if self.backend is REFERENCE else self.backend.name
+        return f"{what} where {self.sizes}: measured faster"
+
+
+@dataclass(frozen=True)
 class Choice:
     """The backend that was chosen, and the reasons of each backend that was asked before it and refused."""
 
@@ -148,6 +173,8 @@ class Op:
         backends: in the order in which "auto" tries them.
         benchmarks: what `fuseopt bench ops` times.
         in_place: it writes into its arguments, so what holds for functions of tensors does not hold for it.
+        sizes: takes the op's arguments and says in which of its preferences' `sizes` they fall, "" for none of them.
+        preferences: where "auto" departs from the order of `backends`.
     """
 
     name: str
@@ -157,16 +184,36 @@ class Op:
     backends: tuple[Backend, ...]
     benchmarks: tuple[Benchmark, ...] = ()
     in_place: bool = False
+    sizes: Callable[..., str] = lambda *args, **kwargs: ""
+    preferences: tuple[Preference, ...] = ()
+
+    def candidates(
+        self, backend: str, device: torch.device, dtypes: Sequence[torch.dtype], sizes: str = ""
+    ) -> list[Backend]:
+        """The backends to ask, in order: the one named, or for "auto" all, the preferred ones first."""
+        if backend != "auto":
+            return [candidate for candidate in self.backends if candidate.name == backend]
+        preferred = [p.backend for p in self.preferences if p.applies(device, dtypes, sizes)]
+        return [*preferred, *(candidate for candidate in self.backends if candidate not in preferred)]
 
     def choose(
-        self, backend: str, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
+        self,
+        backend: str,
+        device: torch.device,
+        dtypes: Sequence[torch.dtype],
+        sizes: str = "",
+        *,
+        may_build: bool = False,
     ) -> Choice:
-        """The first backend that can run, of all for "auto", else of the one named.
+        """The first of `candidates` that can run.
+
+        Args:
+            sizes: what `Op.sizes` says of the arguments; without it, of sizes that no preference is about.
 
         Raises:
             BackendError: none can; the message lists each backend tried, and why it refused.
         """
-        candidates = [candidate for candidate in self.backends if backend in ("auto", candidate.name)]
+        candidates = self.candidates(backend, device, dtypes, sizes)
         if not candidates:
             known = ", ".join(candidate.name for candidate in self.backends)
             raise BackendError(f"{self.name} has no backend {backend!r}; it has auto, {known}")
@@ -186,20 +233,46 @@ _OPS: dict[str, Op] = {}
 _PICKED: dict[tuple[Any, ...], str] = {}
 
 
-def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...]) -> str:
-    """`get(name).choose(backend, device, dtypes).backend`, remembered until another native library is loaded.
+def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...], sizes: str = "") -> str:
+    """`get(name).choose(backend, device, dtypes, sizes).backend`, remembered until another native library is loaded.
 
-    Every call of an op comes through here. torch.compile takes the answer as a constant of the graph.
+    Every call of an op comes through here, or through `Direct`. torch.compile takes the answer as a constant of the
+    graph.
 
     Args:
         dtypes: of the op's floating point arguments; None for one that is absent.
     """
-    key = (len(torch.ops.loaded_libraries), name, backend, device, dtypes)
+    key = (len(torch.ops.loaded_libraries), name, backend, device, dtypes, sizes)
     picked = _PICKED.get(key)
     if picked is None:
-        picked = get(name).choose(backend, device, [dtype for dtype in dtypes if dtype is not None]).backend
+        picked = get(name).choose(backend, device, _present(dtypes), sizes).backend
         _PICKED[(len(torch.ops.loaded_libraries), *key[1:])] = picked  # choosing may have loaded a library
     return picked
+
+
+def _present(dtypes: Sequence[torch.dtype | None]) -> list[torch.dtype]:
+    return [dtype for dtype in dtypes if dtype is not None]
+
+
+class Direct(dict[tuple[Any, ...], Callable | None]):
+    """What runs a call of one op that `library.runs_at_once`, by `[backend, device, dtypes..., sizes]`.
+
+    The value is the raw op of the backend that `pick` gives, without the Python around an `OpOverload`; None where it
+    gives the reference. All that such a call spends on its choice is one look-up, as soon as the choice is settled. It
+    is not while a better backend of that device cannot run: a native library may be loaded yet.
+    """
+
+    def __init__(self, name: str, overloads: Mapping[str, OpOverload]) -> None:
+        self._name, self._overloads = name, overloads
+
+    def __missing__(self, key: tuple[Any, ...]) -> Callable | None:
+        backend, device, *dtypes, sizes = key
+        chosen = pick(self._name, backend, device, tuple(dtypes), sizes)
+        run = self._overloads[chosen]._op if chosen in self._overloads else None
+        candidates = get(self._name).candidates(backend, device, _present(dtypes), sizes)
+        if chosen == next(candidate.name for candidate in candidates if candidate.runs_on(device)):
+            self[key] = run
+        return run
 
 
 def pick_without_gradient(

@@ -21,14 +21,44 @@ from fuseopt.ops.library import (
     is_differentiated_again,
     needs_autograd,
     reference_vjp,
+    runs_at_once,
 )
+
+CAST_ORDERS = {"input": 0, "t5": 1, "llama": 2}
+"""The codes by which raw ops know them: an integer costs a call a third of what a string or a dtype does."""
+
+
+def cast_dtypes(
+    cast_order: int, input_dtype: torch.dtype, weight_dtype: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes (norm_dtype, output_dtype) that the normalised input and the result are rounded to."""
+    wide = torch.float64 if torch.float64 in (input_dtype, weight_dtype) else torch.float32
+    weight_dtype = input_dtype if weight_dtype is None else weight_dtype
+    if cast_order == CAST_ORDERS["input"]:
+        return wide, input_dtype
+    if cast_order == CAST_ORDERS["t5"]:
+        norm_dtype = weight_dtype if weight_dtype in (torch.float16, torch.bfloat16) else wide
+        return norm_dtype, norm_dtype
+    return input_dtype, torch.promote_types(input_dtype, weight_dtype)
+
+
+def cast_order_code(cast_order: str) -> int:
+    """Its place in CAST_ORDERS; ValueError where it has none."""
+    if cast_order not in CAST_ORDERS:
+        raise ValueError(f"cast_order must be 'input', 't5' or 'llama', not {cast_order!r}")
+    return CAST_ORDERS[cast_order]
+
+
+def _fake(input: Tensor, weight: Tensor | None, eps: float, cast_order: int = 0, offset: float = 0.0) -> Tensor:
+    _, output_dtype = cast_dtypes(cast_order, input.dtype, None if weight is None else weight.dtype)
+    return input.new_empty(input.shape, dtype=output_dtype)
 
 
 def _fwd_fake(
-    input: Tensor, weight: Tensor | None, eps: float, offset: float, norm_dtype: torch.dtype, output_dtype: torch.dtype
+    input: Tensor, weight: Tensor | None, eps: float, cast_order: int = 0, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     rstd = input.new_empty(input.shape[:-1], dtype=compute_dtype(input))
-    return input.new_empty(input.shape, dtype=output_dtype), rstd
+    return _fake(input, weight, eps, cast_order, offset), rstd
 
 
 def _bwd_fake(
@@ -38,12 +68,11 @@ def _bwd_fake(
     return input.new_empty(input.shape), (input if weight is None else weight).new_empty(weight_grad_shape)
 
 
-FWD = define(
-    "rms_norm_fwd(Tensor input, Tensor? weight, float eps, float offset, ScalarType norm_dtype,"
-    " ScalarType output_dtype) -> (Tensor, Tensor)",
-    _fwd_fake,
-    triton="fuseopt.ops.triton.rms_norm",
-)
+_ARGUMENTS = "Tensor input, Tensor? weight, float eps, int cast_order=0, float offset=0.0"
+
+# Where nothing will be differentiated: without rstd, whose allocation costs a call more than all arguments.
+INFERENCE = define(f"rms_norm({_ARGUMENTS}) -> Tensor", _fake, triton="fuseopt.ops.triton.rms_norm")
+FWD = define(f"rms_norm_fwd({_ARGUMENTS}) -> (Tensor, Tensor)", _fwd_fake, triton="fuseopt.ops.triton.rms_norm")
 BWD = define(
     "rms_norm_bwd(Tensor grad_output, Tensor input, Tensor? weight, Tensor rstd, float offset, bool need_weight_grad)"
     " -> (Tensor, Tensor)",
@@ -52,27 +81,10 @@ BWD = define(
 )
 
 
-def cast_dtypes(
-    cast_order: str, input_dtype: torch.dtype, weight_dtype: torch.dtype | None
-) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes (norm_dtype, output_dtype) that the normalised input and the result are rounded to."""
-    wide = torch.float64 if torch.float64 in (input_dtype, weight_dtype) else torch.float32
-    weight_dtype = input_dtype if weight_dtype is None else weight_dtype
-    if cast_order == "input":
-        return wide, input_dtype
-    if cast_order == "t5":
-        norm_dtype = weight_dtype if weight_dtype in (torch.float16, torch.bfloat16) else wide
-        return norm_dtype, norm_dtype
-    if cast_order == "llama":
-        return input_dtype, torch.promote_types(input_dtype, weight_dtype)
-    raise ValueError(f"cast_order must be 'input', 't5' or 'llama', not {cast_order!r}")
-
-
-def normalise(
-    input: Tensor, weight: Tensor | None, eps: float, offset: float, norm_dtype: torch.dtype, output_dtype: torch.dtype
-) -> Tensor:
+def normalise(input: Tensor, weight: Tensor | None, eps: float, cast_order: int, offset: float) -> Tensor:
     """The norm in plain PyTorch; arguments as those of the raw op."""
     dtype = compute_dtype(input, weight)
+    norm_dtype, output_dtype = cast_dtypes(cast_order, input.dtype, None if weight is None else weight.dtype)
     x = input.to(dtype)
     xhat = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(norm_dtype)
     if weight is None:
@@ -80,12 +92,14 @@ def normalise(
     return (xhat.to(dtype) * (weight.to(dtype) + offset)).to(output_dtype)
 
 
+_DIRECT = registry.Direct("rms_norm", INFERENCE)
+
+
 def rms_norm_reference(
     input: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, cast_order: str = "input"
 ) -> Tensor:
     """`rms_norm` in plain PyTorch: the arithmetic of T5LayerNorm, LlamaRMSNorm and GemmaRMSNorm, bit for bit."""
-    dtypes = cast_dtypes(cast_order, input.dtype, None if weight is None else weight.dtype)
-    return normalise(input, weight, eps, offset, *dtypes)
+    return normalise(input, weight, eps, cast_order_code(cast_order), offset)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -106,16 +120,16 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if grad_output is None:
-            return (None,) * 7
+            return (None,) * 6
         input, weight, rstd = ctx.saved_tensors
-        eps, offset, norm_dtype, output_dtype = ctx.scalars
+        eps, cast_order, offset = ctx.scalars
         need_weight_grad = ctx.needs_input_grad[2]
         if is_differentiated_again():
-            reference = partial(normalise, eps=eps, offset=offset, norm_dtype=norm_dtype, output_dtype=output_dtype)
+            reference = partial(normalise, eps=eps, cast_order=cast_order, offset=offset)
             grad_input, grad_weight = reference_vjp(reference, grad_output, (input, weight))
         else:
             grad_input, grad_weight = BWD[ctx.backend](grad_output, input, weight, rstd, offset, need_weight_grad)
-        return None, grad_input, grad_weight if need_weight_grad else None, None, None, None, None
+        return None, grad_input, grad_weight if need_weight_grad else None, None, None, None
 
 
 def rms_norm(
@@ -149,16 +163,23 @@ def rms_norm(
         ValueError: an unknown `cast_order`, or a weight of another shape.
         BackendError: the backend named cannot run here; the message says why.
     """
+    weight_dtype = None if weight is None else weight.dtype
+    if runs_at_once(input, weight) and cast_order in CAST_ORDERS:
+        run = _DIRECT[backend, input.device, input.dtype, weight_dtype, ""]
+        if run is not None:
+            try:
+                return run(input, weight, eps, CAST_ORDERS[cast_order], offset)
+            except RuntimeError:
+                pass  # what is wrong is said below, in the words of this function
+    code = cast_order_code(cast_order)
     if weight is not None:
         check_shape("weight", weight, input.shape[-1:])
-    dtypes = (input.dtype, None if weight is None else weight.dtype)
-    norm_dtype, output_dtype = cast_dtypes(cast_order, *dtypes)
-    chosen = registry.pick("rms_norm", backend, input.device, dtypes)
+    chosen = registry.pick("rms_norm", backend, input.device, (input.dtype, weight_dtype))
     if chosen == "reference":
-        return normalise(input, weight, eps, offset, norm_dtype, output_dtype)
+        return normalise(input, weight, eps, code, offset)
     if needs_autograd(input, weight):
-        return apply(_RMSNorm, chosen, input, weight, eps, offset, norm_dtype, output_dtype)[0]
-    return FWD[chosen](input, weight, eps, offset, norm_dtype, output_dtype)[0]
+        return apply(_RMSNorm, chosen, input, weight, eps, code, offset)[0]
+    return INFERENCE[chosen](input, weight, eps, code, offset)
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

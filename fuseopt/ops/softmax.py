@@ -9,15 +9,18 @@ from torch import Tensor
 from fuseopt.ops import registry
 from fuseopt.ops.library import (
     apply,
+    autocast_dtype,
     compute_dtype,
     define,
-    float32_under_autocast,
     is_differentiated_again,
     needs_autograd,
+    runs_at_once,
 )
 
 
-def _fwd_fake(input: Tensor, mask: Tensor | None, scale: float, output_dtype: torch.dtype) -> Tensor:
+def _fwd_fake(
+    input: Tensor, mask: Tensor | None = None, scale: float = 1.0, output_dtype: torch.dtype | None = None
+) -> Tensor:
     return input.new_empty(input.shape, dtype=output_dtype)
 
 
@@ -26,7 +29,7 @@ def _bwd_fake(grad_output: Tensor, output: Tensor, scale: float, input_dtype: to
 
 
 FWD = define(
-    "softmax_fwd(Tensor input, Tensor? mask, float scale, ScalarType output_dtype) -> Tensor",
+    "softmax_fwd(Tensor input, Tensor? mask=None, float scale=1.0, ScalarType? output_dtype=None) -> Tensor",
     _fwd_fake,
     triton="fuseopt.ops.triton.softmax",
 )
@@ -37,7 +40,13 @@ BWD = define(
 )
 
 
-def _reference(input: Tensor, mask: Tensor | None, scale: float, output_dtype: torch.dtype, dim: int = -1) -> Tensor:
+_DIRECT = registry.Direct("softmax", FWD)
+
+
+def _reference(
+    input: Tensor, mask: Tensor | None, scale: float, output_dtype: torch.dtype | None, dim: int = -1
+) -> Tensor:
+    output_dtype = output_dtype or input.dtype
     if mask is None and scale == 1.0 and output_dtype == input.dtype:
         return torch.softmax(input, dim)
     dtype = compute_dtype(input, mask)
@@ -49,7 +58,7 @@ def _reference(input: Tensor, mask: Tensor | None, scale: float, output_dtype: t
 
 def softmax_reference(input: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, dim: int = -1) -> Tensor:
     """`softmax` by torch's own."""
-    return _reference(input, mask, scale, float32_under_autocast(input), dim)
+    return _reference(input, mask, scale, autocast_dtype(input), dim)
 
 
 class _Softmax(torch.autograd.Function):
@@ -108,14 +117,18 @@ def softmax(
         TypeError: a mask that is not floating point, such as a boolean one.
         BackendError: the backend named cannot run here; the message says why.
     """
-    if dim not in (-1, input.dim() - 1):
+    if dim != -1 and dim != input.dim() - 1:
         mask = None if mask is None else mask.expand(input.shape).transpose(dim, -1)
         return softmax(input.transpose(dim, -1), mask, scale=scale, backend=backend).transpose(dim, -1)
     if mask is not None and not mask.dtype.is_floating_point:
         raise TypeError(f"mask is added to the scores and must be floating point, not {mask.dtype}")
-    output_dtype = float32_under_autocast(input)
-    dtypes = (input.dtype, None if mask is None else mask.dtype)
-    chosen = registry.pick("softmax", backend, input.device, dtypes)
+    output_dtype = autocast_dtype(input)
+    mask_dtype = None if mask is None else mask.dtype
+    if runs_at_once(input, mask):
+        run = _DIRECT[backend, input.device, input.dtype, mask_dtype, ""]
+        if run is not None:
+            return run(input, mask, scale, output_dtype)
+    chosen = registry.pick("softmax", backend, input.device, (input.dtype, mask_dtype))
     if chosen == "reference":
         return _reference(input, mask, scale, output_dtype)
     if needs_autograd(input, mask):

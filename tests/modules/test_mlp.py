@@ -52,9 +52,11 @@ class RawOps(TorchDispatchMode):
         if func.namespace == "fuseopt":
             self.counts[func] += 1
         if func is torch.ops.fuseopt.gated_activation_fwd.default:
-            gate, up, _, activation_dtype, output_dtype = args
-            self.dtypes.add((gate.dtype, activation_dtype, output_dtype))
+            gate, up, _, *activation_dtype = args
+            output = func(*args, **kwargs or {})
+            self.dtypes.add((gate.dtype, *(activation_dtype or [gate.dtype]), output.dtype))
             self.inputs.append((gate, up))
+            return output
         return func(*args, **kwargs or {})
 
 

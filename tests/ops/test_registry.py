@@ -86,6 +86,8 @@ def test_auto_takes_up_a_native_library_loaded_later(monkeypatch: pytest.MonkeyP
     if native.load("cpu").status != "loaded":
         pytest.skip(f"no native library: {native.load('cpu').reason}")
     monkeypatch.setattr(registry, "_PICKED", {})
+    gelu = sys.modules["fuseopt.ops.gelu"]
+    monkeypatch.setattr(gelu, "_DIRECT", registry.Direct("gelu", gelu.FWD))
     absent = native.LibraryState("cpu", "absent", None, None, "hidden by this test", 0.0)
     input = torch.randn(2, 8)
     with monkeypatch.context() as hidden:
@@ -103,6 +105,8 @@ def test_auto_takes_up_a_native_library_loaded_later(monkeypatch: pytest.MonkeyP
 
 def test_auto_never_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_PICKED", {})
+    gelu = sys.modules["fuseopt.ops.gelu"]
+    monkeypatch.setattr(gelu, "_DIRECT", registry.Direct("gelu", gelu.FWD))
     asked = []
 
     def load(kind: str, *, build: bool = True) -> native.LibraryState:

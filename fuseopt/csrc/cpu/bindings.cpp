@@ -2,12 +2,16 @@
 #include "ops.h"
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CPU, m) {
+  m.impl("rms_norm", TORCH_BOX(&fuseopt::rms_norm));
   m.impl("rms_norm_fwd", TORCH_BOX(&fuseopt::rms_norm_fwd));
   m.impl("rms_norm_bwd", TORCH_BOX(&fuseopt::rms_norm_bwd));
+  m.impl("add_rms_norm", TORCH_BOX(&fuseopt::add_rms_norm));
   m.impl("add_rms_norm_fwd", TORCH_BOX(&fuseopt::add_rms_norm_fwd));
   m.impl("add_rms_norm_bwd", TORCH_BOX(&fuseopt::add_rms_norm_bwd));
+  m.impl("layer_norm", TORCH_BOX(&fuseopt::layer_norm));
   m.impl("layer_norm_fwd", TORCH_BOX(&fuseopt::layer_norm_fwd));
   m.impl("layer_norm_bwd", TORCH_BOX(&fuseopt::layer_norm_bwd));
+  m.impl("add_layer_norm", TORCH_BOX(&fuseopt::add_layer_norm));
   m.impl("add_layer_norm_fwd", TORCH_BOX(&fuseopt::add_layer_norm_fwd));
   m.impl("add_layer_norm_bwd", TORCH_BOX(&fuseopt::add_layer_norm_bwd));
   m.impl("gelu_fwd", TORCH_BOX(&fuseopt::gelu_fwd));

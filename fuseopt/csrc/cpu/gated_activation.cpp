@@ -1,3 +1,4 @@
+#include "../cast_order.h"
 #include "../check.h"
 #include "gelu.h"
 #include "ops.h"
@@ -30,12 +31,6 @@ struct Relu {
 };
 
 bool all_contiguous(const Tensor& a, const Tensor& b) { return a.is_contiguous() && b.is_contiguous(); }
-
-void check_same_shape(const char* name, const Tensor& tensor, const Tensor& gate) {
-  const auto own = tensor.sizes(), wanted = gate.sizes();
-  FUSEOPT_CHECK(std::equal(own.begin(), own.end(), wanted.begin(), wanted.end()),
-                "fuseopt: gated_activation's ", name, " has not the shape of gate");
-}
 
 template <typename Activation, typename Math>
 Tensor forward(const Tensor& gate, const Tensor& up, DType activation_dtype, ScalarType output_dtype) {
@@ -95,15 +90,16 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& gat
   return {grad_gate, grad_up};
 }
 
-/// run(Activation{}) of the activation of that name.
+/// run(Activation{}) of the activation with that place in fuseopt/ops/gated_activation.py.
 template <typename Run>
-auto dispatch(const std::string& activation, const Run& run) {
-  if (activation == "gelu") return run(ErfGelu{});
-  if (activation == "gelu_tanh") return run(TanhGelu{});
-  if (activation == "silu") return run(Silu{});
-  FUSEOPT_CHECK(activation == "relu", "fuseopt: activation must be 'gelu', 'gelu_tanh', 'silu' or 'relu', got '",
-                activation, "'");
-  return run(Relu{});
+auto dispatch(int64_t activation, const Run& run) {
+  switch (activation) {
+    case 0: return run(ErfGelu{});
+    case 1: return run(TanhGelu{});
+    case 2: return run(Silu{});
+    case 3: return run(Relu{});
+    default: fail("fuseopt: activation must be from 0 to 3, got ", activation);
+  }
 }
 
 bool is_wide(const Tensor& gate, const Tensor& up, ScalarType activation_dtype) {
@@ -112,26 +108,28 @@ bool is_wide(const Tensor& gate, const Tensor& up, ScalarType activation_dtype) 
 
 }  // namespace
 
-Tensor gated_activation_fwd(const Tensor& gate, const Tensor& up, const std::string& activation,
-                            ScalarType activation_dtype, ScalarType output_dtype) {
-  check_same_shape("up", up, gate);
+Tensor gated_activation_fwd(const Tensor& gate, const Tensor& up, int64_t activation,
+                            std::optional<ScalarType> activation_dtype) {
+  check_same_shape("up", up, "gate", gate);
+  const ScalarType activated = activation_dtype.value_or(gate.scalar_type());
   return dispatch(activation, [&](auto functor) {
     using Activation = decltype(functor);
     const auto run =
-        is_wide(gate, up, activation_dtype) ? forward<Activation, double> : forward<Activation, float>;
-    return run(gate, up, to_dtype(activation_dtype), output_dtype);
+        is_wide(gate, up, activated) ? forward<Activation, double> : forward<Activation, float>;
+    return run(gate, up, to_dtype(activated), promote_types(activated, up.scalar_type()));
   });
 }
 
 std::tuple<Tensor, Tensor> gated_activation_bwd(const Tensor& grad_output, const Tensor& gate, const Tensor& up,
-                                                const std::string& activation, ScalarType activation_dtype) {
-  check_same_shape("up", up, gate);
-  check_same_shape("grad_output", grad_output, gate);
+                                                int64_t activation, std::optional<ScalarType> activation_dtype) {
+  check_same_shape("up", up, "gate", gate);
+  check_same_shape("grad_output", grad_output, "gate", gate);
+  const ScalarType activated = activation_dtype.value_or(gate.scalar_type());
   return dispatch(activation, [&](auto functor) {
     using Activation = decltype(functor);
     const auto run =
-        is_wide(gate, up, activation_dtype) ? backward<Activation, double> : backward<Activation, float>;
-    return run(grad_output, gate, up, to_dtype(activation_dtype));
+        is_wide(gate, up, activated) ? backward<Activation, double> : backward<Activation, float>;
+    return run(grad_output, gate, up, to_dtype(activated));
   });
 }
 

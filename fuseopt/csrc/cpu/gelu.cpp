@@ -1,5 +1,4 @@
 #include "gelu.h"
-#include "../check.h"
 #include "ops.h"
 
 namespace fuseopt {
@@ -17,7 +16,7 @@ const Math* add_bias(const Math* x, const std::vector<Math>& bias, int64_t col, 
 
 template <typename Math>
 std::vector<Math> bias_of(const std::optional<Tensor>& bias, int64_t n) {
-  return bias ? flatten<Math>(*bias, n, "bias") : std::vector<Math>();
+  return bias ? flatten_parameter<Math>(*bias, n, "bias") : std::vector<Math>();
 }
 
 template <typename Gelu, typename Math>
@@ -57,27 +56,20 @@ Tensor backward(const Tensor& grad_output, const Tensor& input, const std::optio
   return grad_input;
 }
 
-bool is_tanh(const std::string& approximate) {
-  FUSEOPT_CHECK(approximate == "none" || approximate == "tanh",
-                "fuseopt: gelu's approximate must be 'none' or 'tanh', got '", approximate, "'");
-  return approximate == "tanh";
-}
-
 }  // namespace
 
-Tensor gelu_fwd(const Tensor& input, const std::optional<Tensor>& bias, const std::string& approximate,
-                ScalarType output_dtype) {
+Tensor gelu_fwd(const Tensor& input, const std::optional<Tensor>& bias, bool tanh,
+                std::optional<ScalarType> output_dtype) {
   const bool wide = any_double(input, bias);
-  const auto run = is_tanh(approximate) ? wide ? forward<TanhGelu, double> : forward<TanhGelu, float>
-                                        : wide ? forward<ErfGelu, double> : forward<ErfGelu, float>;
-  return run(input, bias, output_dtype);
+  const auto run = tanh ? wide ? forward<TanhGelu, double> : forward<TanhGelu, float>
+                        : wide ? forward<ErfGelu, double> : forward<ErfGelu, float>;
+  return run(input, bias, output_dtype.value_or(input.scalar_type()));
 }
 
-Tensor gelu_bwd(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& bias,
-                const std::string& approximate) {
+Tensor gelu_bwd(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& bias, bool tanh) {
   const bool wide = any_double(input, bias);
-  const auto run = is_tanh(approximate) ? wide ? backward<TanhGelu, double> : backward<TanhGelu, float>
-                                        : wide ? backward<ErfGelu, double> : backward<ErfGelu, float>;
+  const auto run = tanh ? wide ? backward<TanhGelu, double> : backward<TanhGelu, float>
+                        : wide ? backward<ErfGelu, double> : backward<ErfGelu, float>;
   return run(grad_output, input, bias);
 }
 

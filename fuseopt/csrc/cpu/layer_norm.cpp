@@ -9,7 +9,7 @@ namespace {
 
 template <typename Math>
 std::vector<Math> values_or(const std::optional<Tensor>& tensor, Math value, int64_t n, const char* name) {
-  return tensor ? flatten<Math>(*tensor, n, name) : std::vector<Math>(n, value);
+  return tensor ? flatten_parameter<Math>(*tensor, n, name) : std::vector<Math>(n, value);
 }
 
 /// Summed as distances from the first element: exact for a constant row, and a large mean costs no digits.
@@ -24,25 +24,30 @@ Math mean_of(const Math* x, int64_t n) {
 struct Forward {
   Tensor output;
   std::optional<Tensor> sum;
-  Tensor mean;
-  Tensor rstd;
+  std::optional<Tensor> mean;  // the statistics, if they are kept
+  std::optional<Tensor> rstd;
 };
 
 template <typename Math>
 Forward forward(const Tensor& input, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
-                const std::optional<Tensor>& bias, double eps, ScalarType output_dtype) {
+                const std::optional<Tensor>& bias, double eps, std::optional<ScalarType> output_dtype,
+                bool keep_statistics) {
   const StreamRows<Math> x_rows(input, residual);
   const int64_t n = x_rows.n_cols();
   const std::vector<Math> weights = values_or<Math>(weight, 1, n, "weight");
   const std::vector<Math> biases = values_or<Math>(bias, 0, n, "bias");
-  Tensor output = empty_like(input, output_dtype);
-  const DType stream_type = dtype(x_rows.sum().value_or(input));
-  const ScalarType stat_type = stream_type == kFloat64 ? ScalarType::Double : ScalarType::Float;
-  Tensor mean = empty_per_row(input, stat_type);
-  Tensor rstd = empty_per_row(input, stat_type);
+  const ScalarType stream_type = x_rows.sum().value_or(input).scalar_type();
+  Tensor output = empty_like(input, output_dtype.value_or(stream_type));
   const OutputRows y_rows(output, n);
-  const OutputRows mean_rows(mean, 1);
-  const OutputRows rstd_rows(rstd, 1);
+  std::optional<Tensor> mean, rstd;
+  std::optional<OutputRows> mean_rows, rstd_rows;
+  if (keep_statistics) {
+    const ScalarType type = stream_type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+    mean = empty_per_row(input, type);
+    rstd = empty_per_row(input, type);
+    mean_rows.emplace(*mean, 1);
+    rstd_rows.emplace(*rstd, 1);
+  }
 
   parallel(x_rows.n_rows(), n, [&](int64_t begin, int64_t end) {
     const RowBuffer<Math> x_buffer(n);
@@ -59,8 +64,10 @@ Forward forward(const Tensor& input, const std::optional<Tensor>& residual, cons
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - m) * r * w[i] + b[i];
       y_rows.commit(row, y);
-      mean_rows.store(row, 0, 1, &m);
-      rstd_rows.store(row, 0, 1, &r);
+      if (keep_statistics) {
+        mean_rows->store(row, 0, 1, &m);
+        rstd_rows->store(row, 0, 1, &r);
+      }
     }
   });
   return {output, x_rows.sum(), mean, rstd};
@@ -129,27 +136,39 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const std
 
 Forward dispatch_forward(const char* op, const Tensor& input, const std::optional<Tensor>& residual,
                          const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps,
-                         ScalarType output_dtype) {
+                         std::optional<ScalarType> output_dtype, bool keep_statistics) {
   FUSEOPT_CHECK(input.dim() > 0, "fuseopt::", op, ": input has no dimension to normalise");
   const auto run = any_double(input, weight) || any_double(input, residual) ? forward<double> : forward<float>;
-  return run(input, residual, weight, bias, eps, output_dtype);
+  return run(input, residual, weight, bias, eps, output_dtype, keep_statistics);
 }
 
 }  // namespace
 
+Tensor layer_norm(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                  double eps, std::optional<ScalarType> output_dtype) {
+  return dispatch_forward("layer_norm", input, std::nullopt, weight, bias, eps, output_dtype, false).output;
+}
+
 std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, const std::optional<Tensor>& weight,
                                                   const std::optional<Tensor>& bias, double eps,
-                                                  ScalarType output_dtype) {
-  const auto result = dispatch_forward("layer_norm_fwd", input, std::nullopt, weight, bias, eps, output_dtype);
-  return {result.output, result.mean, result.rstd};
+                                                  std::optional<ScalarType> output_dtype) {
+  const auto result = dispatch_forward("layer_norm_fwd", input, std::nullopt, weight, bias, eps, output_dtype, true);
+  return {result.output, *result.mean, *result.rstd};
+}
+
+std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& input, const Tensor& residual,
+                                          const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                                          double eps, std::optional<ScalarType> output_dtype) {
+  const auto result = dispatch_forward("add_layer_norm", input, residual, weight, bias, eps, output_dtype, false);
+  return {result.output, *result.sum};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(const Tensor& input, const Tensor& residual,
                                                               const std::optional<Tensor>& weight,
                                                               const std::optional<Tensor>& bias, double eps,
-                                                              ScalarType output_dtype) {
-  const auto result = dispatch_forward("add_layer_norm_fwd", input, residual, weight, bias, eps, output_dtype);
-  return {result.output, *result.sum, result.mean, result.rstd};
+                                                              std::optional<ScalarType> output_dtype) {
+  const auto result = dispatch_forward("add_layer_norm_fwd", input, residual, weight, bias, eps, output_dtype, true);
+  return {result.output, *result.sum, *result.mean, *result.rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_layer_norm_bwd(const Tensor& grad_output, const std::optional<Tensor>& grad_sum,

@@ -177,10 +177,10 @@ void edit_rows(const TokenRows& id_rows, const Tensor& scores, const Options& op
   });
 }
 
-Options check(const Tensor& input_ids, const Tensor& scores, double repetition_penalty,
-              const std::optional<Tensor>& prompt_ignore_length, int64_t ngram_size,
+Options check(const Tensor& input_ids, const Tensor& scores, int64_t ngram_size, double repetition_penalty,
+              double temperature, const std::optional<Tensor>& suppress_tokens,
               const std::optional<Tensor>& encoder_input_ids, int64_t encoder_ngram_size,
-              const std::optional<Tensor>& suppress_tokens, double temperature) {
+              const std::optional<Tensor>& prompt_ignore_length) {
   FUSEOPT_CHECK(ngram_size >= 0 && encoder_ngram_size >= 0, "fuseopt: an n-gram size must not be negative, got ",
                 std::min(ngram_size, encoder_ngram_size));
   FUSEOPT_CHECK(input_ids.dim() == 2 && scores.dim() == 2, "fuseopt: token ids and scores must have two dimensions");
@@ -220,25 +220,25 @@ void edit(const Tensor& input_ids, const Tensor& scores, const Options& options,
 
 }  // namespace
 
-Tensor process_logits(const Tensor& input_ids, const Tensor& scores, double repetition_penalty,
-                      const std::optional<Tensor>& prompt_ignore_length, int64_t no_repeat_ngram_size,
+Tensor process_logits(const Tensor& input_ids, const Tensor& scores, int64_t no_repeat_ngram_size,
+                      double repetition_penalty, double temperature, const std::optional<Tensor>& suppress_tokens,
                       const std::optional<Tensor>& encoder_input_ids, int64_t encoder_no_repeat_ngram_size,
-                      const std::optional<Tensor>& suppress_tokens, double temperature) {
+                      const std::optional<Tensor>& prompt_ignore_length) {
   const Options options =
-      check(input_ids, scores, repetition_penalty, prompt_ignore_length, no_repeat_ngram_size, encoder_input_ids,
-            encoder_no_repeat_ngram_size, suppress_tokens, temperature);
+      check(input_ids, scores, no_repeat_ngram_size, repetition_penalty, temperature, suppress_tokens,
+            encoder_input_ids, encoder_no_repeat_ngram_size, prompt_ignore_length);
   Tensor output = empty_like(scores, scores.scalar_type());
   edit(input_ids, scores, options, output);
   return output;
 }
 
-void process_logits_(const Tensor& input_ids, Tensor scores, double repetition_penalty,
-                     const std::optional<Tensor>& prompt_ignore_length, int64_t no_repeat_ngram_size,
+void process_logits_(const Tensor& input_ids, Tensor scores, int64_t no_repeat_ngram_size,
+                     double repetition_penalty, double temperature, const std::optional<Tensor>& suppress_tokens,
                      const std::optional<Tensor>& encoder_input_ids, int64_t encoder_no_repeat_ngram_size,
-                     const std::optional<Tensor>& suppress_tokens, double temperature) {
+                     const std::optional<Tensor>& prompt_ignore_length) {
   const Options options =
-      check(input_ids, scores, repetition_penalty, prompt_ignore_length, no_repeat_ngram_size, encoder_input_ids,
-            encoder_no_repeat_ngram_size, suppress_tokens, temperature);
+      check(input_ids, scores, no_repeat_ngram_size, repetition_penalty, temperature, suppress_tokens,
+            encoder_input_ids, encoder_no_repeat_ngram_size, prompt_ignore_length);
   if (scores.stride(1) == 1) return edit(input_ids, scores, options, scores);
   Tensor output = empty_like(scores, scores.scalar_type());
   edit(input_ids, scores, options, output);

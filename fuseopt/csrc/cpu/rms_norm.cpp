@@ -11,7 +11,7 @@ namespace {
 template <typename Math>
 std::vector<Math> scale_of(const std::optional<Tensor>& weight, double offset, int64_t n) {
   if (!weight) return std::vector<Math>(n, Math{1});
-  std::vector<Math> scale = flatten<Math>(*weight, n, "weight");
+  std::vector<Math> scale = flatten_parameter<Math>(*weight, n, "weight");
   for (Math& value : scale) value += static_cast<Math>(offset);
   return scale;
 }
@@ -34,21 +34,25 @@ void normalise(const Math* x, Math rstd, const Math* scale, DType norm_type, int
 struct Forward {
   Tensor output;
   std::optional<Tensor> sum;
-  Tensor rstd;
+  std::optional<Tensor> rstd;  // if it is kept
 };
 
 template <typename Math>
 Forward forward(const Tensor& input, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
-                double eps, double offset, ScalarType norm_dtype, ScalarType output_dtype) {
+                double eps, double offset, NormDtypes dtypes, bool keep_rstd) {
   const StreamRows<Math> x_rows(input, residual);
   const int64_t n = x_rows.n_cols();
   const std::vector<Math> scale = scale_of<Math>(weight, offset, n);
-  const DType norm_type = to_dtype(norm_dtype);
-  Tensor output = empty_like(input, output_dtype);
-  const DType stream_type = dtype(x_rows.sum().value_or(input));
-  Tensor rstd = empty_per_row(input, stream_type == kFloat64 ? ScalarType::Double : ScalarType::Float);
+  const DType norm_type = to_dtype(dtypes.norm);
+  Tensor output = empty_like(input, dtypes.output);
   const OutputRows y_rows(output, n);
-  const OutputRows rstd_rows(rstd, 1);
+  std::optional<Tensor> rstd;
+  std::optional<OutputRows> rstd_rows;
+  if (keep_rstd) {
+    const DType stream_type = dtype(x_rows.sum().value_or(input));
+    rstd = empty_per_row(input, stream_type == kFloat64 ? ScalarType::Double : ScalarType::Float);
+    rstd_rows.emplace(*rstd, 1);
+  }
 
   parallel(x_rows.n_rows(), n, [&](int64_t begin, int64_t end) {
     const RowBuffer<Math> x_buffer(n);
@@ -58,7 +62,7 @@ Forward forward(const Tensor& input, const std::optional<Tensor>& residual, cons
       const Math* x = x_rows.read(row, x_buffer.get(), residual_buffer.get());
       const double square = sum<Math>(n, [=](int64_t i) { return x[i] * x[i]; });
       const Math r = static_cast<Math>(1.0 / std::sqrt(square / n + eps));
-      rstd_rows.store(row, 0, 1, &r);
+      if (rstd_rows) rstd_rows->store(row, 0, 1, &r);
       for (int64_t col = 0; col < n; col += kPiece) {
         const int64_t count = std::min(kPiece, n - col);
         Math* y = y_rows.target(row, col, y_buffer);
@@ -120,28 +124,41 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output, const std::option
 }
 
 Forward dispatch_forward(const char* op, const Tensor& input, const std::optional<Tensor>& residual,
-                         const std::optional<Tensor>& weight, double eps, double offset, ScalarType norm_dtype,
-                         ScalarType output_dtype) {
+                         const std::optional<Tensor>& weight, double eps, int64_t cast_order, double offset,
+                         bool keep_rstd) {
   FUSEOPT_CHECK(input.dim() > 0, "fuseopt::", op, ": input has no dimension to normalise");
   const auto run = any_double(input, weight) || any_double(input, residual) ? forward<double> : forward<float>;
-  return run(input, residual, weight, eps, offset, norm_dtype, output_dtype);
+  const ScalarType stream_type =
+      residual ? promote_types(input.scalar_type(), residual->scalar_type()) : input.scalar_type();
+  const auto weight_type = weight ? std::optional<ScalarType>(weight->scalar_type()) : std::nullopt;
+  return run(input, residual, weight, eps, offset, norm_dtypes(op, cast_order, stream_type, weight_type), keep_rstd);
 }
 
 }  // namespace
 
+Tensor rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double eps, int64_t cast_order,
+                double offset) {
+  return dispatch_forward("rms_norm", input, std::nullopt, weight, eps, cast_order, offset, false).output;
+}
+
 std::tuple<Tensor, Tensor> rms_norm_fwd(const Tensor& input, const std::optional<Tensor>& weight, double eps,
-                                        double offset, ScalarType norm_dtype, ScalarType output_dtype) {
-  const auto result =
-      dispatch_forward("rms_norm_fwd", input, std::nullopt, weight, eps, offset, norm_dtype, output_dtype);
-  return {result.output, result.rstd};
+                                        int64_t cast_order, double offset) {
+  const auto result = dispatch_forward("rms_norm_fwd", input, std::nullopt, weight, eps, cast_order, offset, true);
+  return {result.output, *result.rstd};
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& input, const Tensor& residual,
+                                        const std::optional<Tensor>& weight, double eps, int64_t cast_order,
+                                        double offset) {
+  const auto result = dispatch_forward("add_rms_norm", input, residual, weight, eps, cast_order, offset, false);
+  return {result.output, *result.sum};
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm_fwd(const Tensor& input, const Tensor& residual,
-                                                    const std::optional<Tensor>& weight, double eps, double offset,
-                                                    ScalarType norm_dtype, ScalarType output_dtype) {
-  const auto result =
-      dispatch_forward("add_rms_norm_fwd", input, residual, weight, eps, offset, norm_dtype, output_dtype);
-  return {result.output, *result.sum, result.rstd};
+                                                    const std::optional<Tensor>& weight, double eps,
+                                                    int64_t cast_order, double offset) {
+  const auto result = dispatch_forward("add_rms_norm_fwd", input, residual, weight, eps, cast_order, offset, true);
+  return {result.output, *result.sum, *result.rstd};
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm_bwd(const Tensor& grad_output, const std::optional<Tensor>& grad_sum,

@@ -67,6 +67,12 @@ Rows::Rows(const Tensor& tensor, IntHeaderOnlyArrayRef sizes) : Rows(tensor, fus
   dims_ = std::move(dims);
 }
 
+void check_same_shape(const char* name, const Tensor& tensor, const char* other_name, const Tensor& other) {
+  const auto own = tensor.sizes(), wanted = other.sizes();
+  FUSEOPT_CHECK(std::equal(own.begin(), own.end(), wanted.begin(), wanted.end()), "fuseopt: ", name,
+                " has not the shape of ", other_name);
+}
+
 template <typename Math>
 std::vector<Math> flatten(const Tensor& tensor, int64_t n, const char* name) {
   FUSEOPT_CHECK(tensor.numel() == n, "fuseopt: ", name, " has ", tensor.numel(), " elements, expected ", n);
@@ -80,7 +86,15 @@ std::vector<Math> flatten(const Tensor& tensor, int64_t n, const char* name) {
   return values;
 }
 
+template <typename Math>
+std::vector<Math> flatten_parameter(const Tensor& tensor, int64_t n, const char* name) {
+  FUSEOPT_CHECK(tensor.dim() == 1, "fuseopt: ", name, " has ", tensor.dim(), " dimensions, expected one");
+  return flatten<Math>(tensor, n, name);
+}
+
 template std::vector<float> flatten(const Tensor&, int64_t, const char*);
 template std::vector<double> flatten(const Tensor&, int64_t, const char*);
+template std::vector<float> flatten_parameter(const Tensor&, int64_t, const char*);
+template std::vector<double> flatten_parameter(const Tensor&, int64_t, const char*);
 
 }  // namespace fuseopt

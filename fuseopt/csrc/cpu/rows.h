@@ -146,9 +146,16 @@ class OutputRows {
   int64_t n_cols_;
 };
 
+/// Raises unless the two have the same shape.
+void check_same_shape(const char* name, const Tensor& tensor, const char* other_name, const Tensor& other);
+
 /// All elements of a tensor in row-major order, `n` of them; raises for another number.
 template <typename Math>
 std::vector<Math> flatten(const Tensor& tensor, int64_t n, const char* name);
+
+/// Likewise, of one dimension.
+template <typename Math>
+std::vector<Math> flatten_parameter(const Tensor& tensor, int64_t n, const char* name);
 
 /// body(begin, end) over [0, n) on torch's threads, each piece worth a thread's while at `cost` elements an item.
 template <typename Body>

@@ -70,9 +70,10 @@ Tensor backward(const Tensor& grad_output, const Tensor& output, double scale, S
 
 }  // namespace
 
-Tensor softmax_fwd(const Tensor& input, const std::optional<Tensor>& mask, double scale, ScalarType output_dtype) {
+Tensor softmax_fwd(const Tensor& input, const std::optional<Tensor>& mask, double scale,
+                   std::optional<ScalarType> output_dtype) {
   const auto run = any_double(input, mask) ? forward<double> : forward<float>;
-  return run(input, mask, scale, output_dtype);
+  return run(input, mask, scale, output_dtype.value_or(input.scalar_type()));
 }
 
 Tensor softmax_bwd(const Tensor& grad_output, const Tensor& output, double scale, ScalarType input_dtype) {

@@ -1,6 +1,7 @@
 // The rows that a norm works on: its input's, or those of the sum of its input and a residual.
 #pragma once
 
+#include "../cast_order.h"
 #include "rows.h"
 
 namespace fuseopt {
@@ -11,10 +12,9 @@ class StreamRows {
  public:
   StreamRows(const Tensor& input, const std::optional<Tensor>& residual) : input_(input) {
     if (!residual) return;
-    const DType a = dtype(input), b = dtype(*residual);
-    const ScalarType wide = a == kFloat64 || b == kFloat64 ? ScalarType::Double : ScalarType::Float;
+    check_same_shape("residual", *residual, "input", input);
     residual_.emplace(*residual, input.sizes());
-    sum_ = empty_like(input, a == b ? input.scalar_type() : wide);
+    sum_ = empty_like(input, promote_types(input.scalar_type(), residual->scalar_type()));
     sum_rows_.emplace(*sum_, n_cols());
   }
 

@@ -20,6 +20,7 @@
 
 namespace fuseopt {
 
+using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -79,6 +80,7 @@ inline Tensor as_contiguous(const Tensor& tensor) {
 inline std::optional<Tensor> parameter(const char* op, const char* name, const std::optional<Tensor>& tensor,
                                        const Tensor& input) {
   if (!tensor.has_value()) return std::nullopt;
+  FUSEOPT_CHECK(tensor->dim() == 1, "fuseopt::", op, ": ", name, " has ", tensor->dim(), " dimensions, expected one");
   FUSEOPT_CHECK(tensor->numel() == input.size(input.dim() - 1), "fuseopt::", op, ": ", name, " has ", tensor->numel(),
                 " elements, the last dimension of the input ", input.size(input.dim() - 1));
   FUSEOPT_CHECK(tensor->get_device_index() == input.get_device_index() && tensor->is_cuda(), "fuseopt::", op, ": ",
@@ -108,7 +110,7 @@ inline void check_same(const char* op, const char* name, const Tensor& tensor, c
 
 // An uninitialised contiguous tensor on the device of `like`. Straight from the C interface: torch::stable::new_empty
 // goes through the dispatcher, at several times the cost.
-inline Tensor allocate(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
+inline Tensor allocate(const Tensor& like, IntHeaderOnlyArrayRef sizes, ScalarType type) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
   for (size_t dim = sizes.size(); dim-- > 0;) {
@@ -126,15 +128,7 @@ inline Tensor allocate(const Tensor& like, const std::vector<int64_t>& sizes, Sc
 }
 
 inline Tensor allocate_like(const Tensor& like, ScalarType type) {
-  const auto sizes = like.sizes();
-  return allocate(like, std::vector<int64_t>(sizes.begin(), sizes.end()), type);
-}
-
-// Row statistics: float64 for float64 inputs, else float32.
-inline Tensor allocate_statistic(const Tensor& input) {
-  const auto sizes = input.sizes();
-  const ScalarType type = input.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  return allocate(input, std::vector<int64_t>(sizes.begin(), sizes.end() - 1), type);
+  return allocate(like, like.sizes(), type);
 }
 
 inline void* data_of(const std::optional<Tensor>& tensor) { return tensor.has_value() ? tensor->data_ptr() : nullptr; }

@@ -1,15 +1,14 @@
+#include "../cast_order.h"
 #include "binding.h"
 
 namespace fuseopt {
 namespace {
 
-int activation_code(const char* op, const std::string& activation) {
-  constexpr const char* kNames[] = {"gelu", "gelu_tanh", "silu", "relu"};
-  for (int code = kGelu; code <= kRelu; ++code) {
-    if (activation == kNames[code]) return code;
-  }
-  FUSEOPT_CHECK(false, "fuseopt::", op, ": activation must be 'gelu', 'gelu_tanh', 'silu' or 'relu', not '", activation,
-                "'");
+// An Activation of those that fuseopt/ops/gated_activation.py names, in its order.
+int activation_code(const char* op, int64_t activation) {
+  FUSEOPT_CHECK(activation >= kGelu && activation <= kRelu, "fuseopt::", op,
+                ": activation must be from 0 to 3, not ", activation);
+  return static_cast<int>(activation);
 }
 
 // Where each row of a tensor is found: one stride from each to the next, or -1 where there is none.
@@ -54,31 +53,32 @@ struct Inputs {
   int64_t rows, columns;
 };
 
-Tensor gated_activation_fwd(Tensor gate, Tensor up, std::string activation, ScalarType activation_dtype,
-                            ScalarType output_dtype) {
+Tensor gated_activation_fwd(Tensor gate, Tensor up, int64_t activation, std::optional<ScalarType> activation_dtype) {
   constexpr const char* kOp = "gated_activation_fwd";
   const Inputs in(kOp, gate, up);
   const Launch launch(kOp, in.gate);
-  Tensor output = allocate_like(in.gate, output_dtype);
+  const ScalarType activated = activation_dtype.value_or(gate.scalar_type());
+  Tensor output = allocate_like(in.gate, promote_types(activated, up.scalar_type()));
   launch.check(fuseopt_gated_activation_fwd({pointer(kOp, in.gate), in.gate_stride}, {pointer(kOp, in.up), in.up_stride},
                                             pointer(kOp, output), in.rows, in.columns, activation_code(kOp, activation),
-                                            dtype_code(kOp, activation_dtype), launch.stream()));
+                                            dtype_code(kOp, activated), launch.stream()));
   return output;
 }
 
-std::tuple<Tensor, Tensor> gated_activation_bwd(Tensor grad_output, Tensor gate, Tensor up, std::string activation,
-                                                ScalarType activation_dtype) {
+std::tuple<Tensor, Tensor> gated_activation_bwd(Tensor grad_output, Tensor gate, Tensor up, int64_t activation,
+                                                std::optional<ScalarType> activation_dtype) {
   constexpr const char* kOp = "gated_activation_bwd";
   check_same(kOp, "grad_output", grad_output, gate);
   const Inputs in(kOp, gate, up);
   const Tensor grad = as_contiguous(grad_output);
   const Launch launch(kOp, in.gate);
+  const ScalarType activated = activation_dtype.value_or(gate.scalar_type());
   Tensor grad_gate = allocate_like(gate, gate.scalar_type());
   Tensor grad_up = allocate_like(up, up.scalar_type());
   launch.check(fuseopt_gated_activation_bwd(pointer(kOp, grad), {pointer(kOp, in.gate), in.gate_stride},
                                             {pointer(kOp, in.up), in.up_stride}, pointer(kOp, grad_gate),
                                             pointer(kOp, grad_up), in.rows, in.columns,
-                                            activation_code(kOp, activation), dtype_code(kOp, activation_dtype),
+                                            activation_code(kOp, activation), dtype_code(kOp, activated),
                                             launch.stream()));
   return {grad_gate, grad_up};
 }

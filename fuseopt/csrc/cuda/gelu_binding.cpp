@@ -3,25 +3,19 @@
 namespace fuseopt {
 namespace {
 
-int gelu_approximation(const char* op, const std::string& approximate) {
-  FUSEOPT_CHECK(approximate == "none" || approximate == "tanh", "fuseopt::", op,
-                ": approximate must be 'none' or 'tanh', not '", approximate, "'");
-  return approximate == "tanh" ? kTanh : kErf;
-}
-
-Tensor gelu_fwd(Tensor input, std::optional<Tensor> bias, std::string approximate, ScalarType output_dtype) {
+Tensor gelu_fwd(Tensor input, std::optional<Tensor> bias, bool tanh, std::optional<ScalarType> output_dtype) {
   constexpr const char* kOp = "gelu_fwd";
   const Tensor x = as_contiguous(input);
   const auto shift = bias.has_value() ? parameter(kOp, "bias", bias, input) : std::nullopt;
   const int64_t columns = x.dim() > 0 ? x.size(x.dim() - 1) : 1;
   const Launch launch(kOp, x);
-  Tensor output = allocate_like(x, output_dtype);
+  Tensor output = allocate_like(x, output_dtype.value_or(x.scalar_type()));
   launch.check(fuseopt_gelu_fwd(pointer(kOp, x), pointer(kOp, shift), pointer(kOp, output), x.numel(), columns,
-                                gelu_approximation(kOp, approximate), launch.stream()));
+                                tanh ? kTanh : kErf, launch.stream()));
   return output;
 }
 
-Tensor gelu_bwd(Tensor grad_output, Tensor input, std::optional<Tensor> bias, std::string approximate) {
+Tensor gelu_bwd(Tensor grad_output, Tensor input, std::optional<Tensor> bias, bool tanh) {
   constexpr const char* kOp = "gelu_bwd";
   check_same(kOp, "grad_output", grad_output, input);
   const Tensor grad = as_contiguous(grad_output), x = as_contiguous(input);
@@ -30,7 +24,7 @@ Tensor gelu_bwd(Tensor grad_output, Tensor input, std::optional<Tensor> bias, st
   const Launch launch(kOp, x);
   Tensor grad_input = allocate_like(x, x.scalar_type());
   launch.check(fuseopt_gelu_bwd(pointer(kOp, grad), pointer(kOp, x), pointer(kOp, shift), pointer(kOp, grad_input),
-                                x.numel(), columns, gelu_approximation(kOp, approximate), launch.stream()));
+                                x.numel(), columns, tanh ? kTanh : kErf, launch.stream()));
   return grad_input;
 }
 

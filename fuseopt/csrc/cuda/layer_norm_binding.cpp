@@ -6,27 +6,26 @@ namespace {
 struct Forward {
   Tensor output;
   std::optional<Tensor> sum;
-  Tensor mean;
-  Tensor rstd;
+  std::vector<Tensor> statistics;  // mean and rstd, if they are kept
 };
 
 Forward forward(const char* op, const Tensor& input, const std::optional<Tensor>& residual,
                 const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps,
-                ScalarType output_dtype) {
+                std::optional<ScalarType> output_dtype, bool keep_statistics) {
   const Matrix shape = matrix_of(op, input);
   const Tensor x = as_contiguous(input);
   const auto addend = like_input(op, "residual", residual, input);
   const auto scale = parameter(op, "weight", weight, input);
   const auto shift = parameter(op, "bias", bias, input);
   const Launch launch(op, x);
-  Tensor output = allocate_like(x, output_dtype);
   const auto sum = allocate_sum(x, addend);
-  Tensor mean = allocate_statistic(sum.has_value() ? *sum : x);
-  Tensor rstd = allocate_statistic(sum.has_value() ? *sum : x);
+  const Tensor& normalised = sum.has_value() ? *sum : x;
+  Tensor output = allocate_like(x, output_dtype.value_or(normalised.scalar_type()));
+  const RowStatistics statistics(op, normalised, shape.rows, 2, keep_statistics);
   launch.check(fuseopt_layer_norm_fwd(pointer(op, x), pointer(op, addend), pointer(op, scale), pointer(op, shift),
-                                      pointer(op, output), pointer(op, sum), pointer(op, mean), pointer(op, rstd),
-                                      shape.rows, shape.columns, eps, launch.stream()));
-  return {output, sum, mean, rstd};
+                                      pointer(op, output), pointer(op, sum), statistics.pointer(0),
+                                      statistics.pointer(1), shape.rows, shape.columns, eps, launch.stream()));
+  return {output, sum, statistics.tensors()};
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(const char* op, const Tensor& grad_output,
@@ -53,10 +52,16 @@ std::tuple<Tensor, Tensor, Tensor> backward(const char* op, const Tensor& grad_o
   return {grad_input, grad_weight, grad_bias};
 }
 
+Tensor layer_norm(Tensor input, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps,
+                  std::optional<ScalarType> output_dtype) {
+  return forward("layer_norm", input, std::nullopt, weight, bias, eps, output_dtype, false).output;
+}
+
 std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(Tensor input, std::optional<Tensor> weight,
-                                                  std::optional<Tensor> bias, double eps, ScalarType output_dtype) {
-  const auto result = forward("layer_norm_fwd", input, std::nullopt, weight, bias, eps, output_dtype);
-  return {result.output, result.mean, result.rstd};
+                                                  std::optional<Tensor> bias, double eps,
+                                                  std::optional<ScalarType> output_dtype) {
+  const auto result = forward("layer_norm_fwd", input, std::nullopt, weight, bias, eps, output_dtype, true);
+  return {result.output, result.statistics[0], result.statistics[1]};
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(Tensor grad_output, Tensor input, std::optional<Tensor> weight,
@@ -66,11 +71,18 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(Tensor grad_output, Tensor inp
                   need_bias_grad);
 }
 
+std::tuple<Tensor, Tensor> add_layer_norm(Tensor input, Tensor residual, std::optional<Tensor> weight,
+                                          std::optional<Tensor> bias, double eps,
+                                          std::optional<ScalarType> output_dtype) {
+  const auto result = forward("add_layer_norm", input, residual, weight, bias, eps, output_dtype, false);
+  return {result.output, *result.sum};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(Tensor input, Tensor residual,
                                                               std::optional<Tensor> weight, std::optional<Tensor> bias,
-                                                              double eps, ScalarType output_dtype) {
-  const auto result = forward("add_layer_norm_fwd", input, residual, weight, bias, eps, output_dtype);
-  return {result.output, *result.sum, result.mean, result.rstd};
+                                                              double eps, std::optional<ScalarType> output_dtype) {
+  const auto result = forward("add_layer_norm_fwd", input, residual, weight, bias, eps, output_dtype, true);
+  return {result.output, *result.sum, result.statistics[0], result.statistics[1]};
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_layer_norm_bwd(Tensor grad_output, std::optional<Tensor> grad_sum, Tensor sum,
@@ -85,6 +97,8 @@ std::tuple<Tensor, Tensor, Tensor> add_layer_norm_bwd(Tensor grad_output, std::o
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt;
+  library.impl("layer_norm", TORCH_BOX(&layer_norm));
+  library.impl("add_layer_norm", TORCH_BOX(&add_layer_norm));
   library.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd));
   library.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd));
   library.impl("add_layer_norm_fwd", TORCH_BOX(&add_layer_norm_fwd));

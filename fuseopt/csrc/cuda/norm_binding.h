@@ -1,6 +1,7 @@
 // What the bindings of RMSNorm and LayerNorm share: residual sums, parameter gradients, and room for their partial sums.
 #pragma once
 
+#include "../cast_order.h"
 #include "binding.h"
 
 namespace fuseopt {
@@ -15,6 +16,40 @@ inline std::optional<Tensor> norm_bwd_workspace(const Tensor& input, const std::
   return allocate(input, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
 }
 
+// `count` statistics of each row of a forward's `input`: float64 for float64 inputs, else float32. Tensors where a
+// backward will read them; else memory for the kernel to write to, at a third of the cost of one tensor, which goes back
+// to the allocator when the launch has been made. Whoever gets it next on this stream comes after the kernel.
+class RowStatistics {
+ public:
+  RowStatistics(const char* op, const Tensor& input, int64_t rows, int count, bool kept) {
+    const ScalarType type = input.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+    dtype_ = dtype_code(op, type);
+    bytes_ = rows * element_size(static_cast<DType>(dtype_));
+    if (kept) {
+      for (int i = 0; i < count; ++i) tensors_.push_back(allocate(input, input.sizes().slice(0, input.dim() - 1), type));
+    } else {
+      FUSEOPT_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(count * bytes_, &unkept_) == TORCH_SUCCESS,
+                    "CUDA out of memory. fuseopt tried to allocate ", count * bytes_, " bytes");
+    }
+  }
+  ~RowStatistics() {
+    if (unkept_ != nullptr) aoti_torch_cuda_caching_allocator_raw_delete(unkept_);
+  }
+  RowStatistics(const RowStatistics&) = delete;
+  RowStatistics& operator=(const RowStatistics&) = delete;
+
+  TypedPointer pointer(int index) const {
+    return {tensors_.empty() ? static_cast<char*>(unkept_) + index * bytes_ : tensors_[index].data_ptr(), dtype_};
+  }
+  const std::vector<Tensor>& tensors() const { return tensors_; }
+
+ private:
+  std::vector<Tensor> tensors_;
+  void* unkept_ = nullptr;
+  int64_t bytes_;
+  int dtype_;
+};
+
 // `tensor`, of the shape and on the device of `input`, or none.
 inline std::optional<Tensor> like_input(const char* op, const char* name, const std::optional<Tensor>& tensor,
                                         const Tensor& input) {
@@ -26,9 +61,7 @@ inline std::optional<Tensor> like_input(const char* op, const char* name, const 
 // Room for input + residual, in the dtype that the two promote to; absent without a residual.
 inline std::optional<Tensor> allocate_sum(const Tensor& input, const std::optional<Tensor>& residual) {
   if (!residual.has_value()) return std::nullopt;
-  const ScalarType a = input.scalar_type(), b = residual->scalar_type();
-  const bool has_double = a == ScalarType::Double || b == ScalarType::Double;
-  return allocate_like(input, a == b ? a : has_double ? ScalarType::Double : ScalarType::Float);
+  return allocate_like(input, promote_types(input.scalar_type(), residual->scalar_type()));
 }
 
 // [columns] for a wanted gradient of a parameter, else [0].

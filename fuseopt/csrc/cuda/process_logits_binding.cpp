@@ -28,10 +28,10 @@ void check_device(const char* op, const char* name, const Tensor& ids, const Ten
                 " is not on the device of the scores");
 }
 
-void edit(const char* op, const Tensor& input_ids, const Tensor& scores, const Tensor& output,
-          double repetition_penalty, const std::optional<Tensor>& prompt_ignore_length, int64_t ngram_size,
+void edit(const char* op, const Tensor& input_ids, const Tensor& scores, const Tensor& output, int64_t ngram_size,
+          double repetition_penalty, double temperature, const std::optional<Tensor>& suppress_tokens,
           const std::optional<Tensor>& encoder_input_ids, int64_t encoder_ngram_size,
-          const std::optional<Tensor>& suppress_tokens, double temperature) {
+          const std::optional<Tensor>& prompt_ignore_length) {
   FUSEOPT_CHECK(scores.dim() == 2, "fuseopt::", op, ": scores must be [rows, vocabulary]");
   const int64_t rows = scores.size(0);
   check_device(op, "input_ids", input_ids, scores);
@@ -77,22 +77,20 @@ void edit(const char* op, const Tensor& input_ids, const Tensor& scores, const T
       fuseopt_process_logits(&edits, matrix(scores), matrix(output), rows, scores.size(1), launch.stream()));
 }
 
-Tensor process_logits(Tensor input_ids, Tensor scores, double repetition_penalty,
-                      std::optional<Tensor> prompt_ignore_length, int64_t no_repeat_ngram_size,
-                      std::optional<Tensor> encoder_input_ids, int64_t encoder_no_repeat_ngram_size,
-                      std::optional<Tensor> suppress_tokens, double temperature) {
+Tensor process_logits(Tensor input_ids, Tensor scores, int64_t no_repeat_ngram_size, double repetition_penalty,
+                      double temperature, std::optional<Tensor> suppress_tokens, std::optional<Tensor> encoder_input_ids,
+                      int64_t encoder_no_repeat_ngram_size, std::optional<Tensor> prompt_ignore_length) {
   Tensor output = allocate_like(scores, scores.scalar_type());
-  edit("process_logits", input_ids, scores, output, repetition_penalty, prompt_ignore_length, no_repeat_ngram_size,
-       encoder_input_ids, encoder_no_repeat_ngram_size, suppress_tokens, temperature);
+  edit("process_logits", input_ids, scores, output, no_repeat_ngram_size, repetition_penalty, temperature,
+       suppress_tokens, encoder_input_ids, encoder_no_repeat_ngram_size, prompt_ignore_length);
   return output;
 }
 
-void process_logits_(Tensor input_ids, Tensor scores, double repetition_penalty,
-                     std::optional<Tensor> prompt_ignore_length, int64_t no_repeat_ngram_size,
-                     std::optional<Tensor> encoder_input_ids, int64_t encoder_no_repeat_ngram_size,
-                     std::optional<Tensor> suppress_tokens, double temperature) {
-  edit("process_logits_", input_ids, scores, scores, repetition_penalty, prompt_ignore_length, no_repeat_ngram_size,
-       encoder_input_ids, encoder_no_repeat_ngram_size, suppress_tokens, temperature);
+void process_logits_(Tensor input_ids, Tensor scores, int64_t no_repeat_ngram_size, double repetition_penalty,
+                     double temperature, std::optional<Tensor> suppress_tokens, std::optional<Tensor> encoder_input_ids,
+                     int64_t encoder_no_repeat_ngram_size, std::optional<Tensor> prompt_ignore_length) {
+  edit("process_logits_", input_ids, scores, scores, no_repeat_ngram_size, repetition_penalty, temperature,
+       suppress_tokens, encoder_input_ids, encoder_no_repeat_ngram_size, prompt_ignore_length);
 }
 
 }  // namespace

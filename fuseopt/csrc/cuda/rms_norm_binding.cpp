@@ -6,24 +6,27 @@ namespace {
 struct Forward {
   Tensor output;
   std::optional<Tensor> sum;
-  Tensor rstd;
+  std::vector<Tensor> statistics;  // rstd, if it is kept
 };
 
 Forward forward(const char* op, const Tensor& input, const std::optional<Tensor>& residual,
-                const std::optional<Tensor>& weight, double eps, double offset, ScalarType norm_dtype,
-                ScalarType output_dtype) {
+                const std::optional<Tensor>& weight, double eps, int64_t cast_order, double offset, bool keep_rstd) {
   const Matrix shape = matrix_of(op, input);
   const Tensor x = as_contiguous(input);
   const auto addend = like_input(op, "residual", residual, input);
   const auto scale = parameter(op, "weight", weight, input);
   const Launch launch(op, x);
-  Tensor output = allocate_like(x, output_dtype);
   const auto sum = allocate_sum(x, addend);
-  Tensor rstd = allocate_statistic(sum.has_value() ? *sum : x);
+  const Tensor& normalised = sum.has_value() ? *sum : x;
+  const NormDtypes dtypes =
+      norm_dtypes(op, cast_order, normalised.scalar_type(),
+                  scale.has_value() ? std::optional<ScalarType>(scale->scalar_type()) : std::nullopt);
+  Tensor output = allocate_like(x, dtypes.output);
+  const RowStatistics rstd(op, normalised, shape.rows, 1, keep_rstd);
   launch.check(fuseopt_rms_norm_fwd(pointer(op, x), pointer(op, addend), pointer(op, scale), pointer(op, output),
-                                    pointer(op, sum), pointer(op, rstd), shape.rows, shape.columns, eps, offset,
-                                    dtype_code(op, norm_dtype), launch.stream()));
-  return {output, sum, rstd};
+                                    pointer(op, sum), rstd.pointer(0), shape.rows, shape.columns, eps, offset,
+                                    dtype_code(op, dtypes.norm), launch.stream()));
+  return {output, sum, rstd.tensors()};
 }
 
 std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_output, const std::optional<Tensor>& grad_sum,
@@ -46,10 +49,14 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_output, c
   return {grad_input, grad_weight};
 }
 
-std::tuple<Tensor, Tensor> rms_norm_fwd(Tensor input, std::optional<Tensor> weight, double eps, double offset,
-                                        ScalarType norm_dtype, ScalarType output_dtype) {
-  const auto result = forward("rms_norm_fwd", input, std::nullopt, weight, eps, offset, norm_dtype, output_dtype);
-  return {result.output, result.rstd};
+Tensor rms_norm(Tensor input, std::optional<Tensor> weight, double eps, int64_t cast_order, double offset) {
+  return forward("rms_norm", input, std::nullopt, weight, eps, cast_order, offset, false).output;
+}
+
+std::tuple<Tensor, Tensor> rms_norm_fwd(Tensor input, std::optional<Tensor> weight, double eps, int64_t cast_order,
+                                        double offset) {
+  const auto result = forward("rms_norm_fwd", input, std::nullopt, weight, eps, cast_order, offset, true);
+  return {result.output, result.statistics[0]};
 }
 
 std::tuple<Tensor, Tensor> rms_norm_bwd(Tensor grad_output, Tensor input, std::optional<Tensor> weight, Tensor rstd,
@@ -57,11 +64,16 @@ std::tuple<Tensor, Tensor> rms_norm_bwd(Tensor grad_output, Tensor input, std::o
   return backward("rms_norm_bwd", grad_output, std::nullopt, input, weight, rstd, offset, need_weight_grad);
 }
 
+std::tuple<Tensor, Tensor> add_rms_norm(Tensor input, Tensor residual, std::optional<Tensor> weight, double eps,
+                                        int64_t cast_order, double offset) {
+  const auto result = forward("add_rms_norm", input, residual, weight, eps, cast_order, offset, false);
+  return {result.output, *result.sum};
+}
+
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm_fwd(Tensor input, Tensor residual, std::optional<Tensor> weight,
-                                                    double eps, double offset, ScalarType norm_dtype,
-                                                    ScalarType output_dtype) {
-  const auto result = forward("add_rms_norm_fwd", input, residual, weight, eps, offset, norm_dtype, output_dtype);
-  return {result.output, *result.sum, result.rstd};
+                                                    double eps, int64_t cast_order, double offset) {
+  const auto result = forward("add_rms_norm_fwd", input, residual, weight, eps, cast_order, offset, true);
+  return {result.output, *result.sum, result.statistics[0]};
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm_bwd(Tensor grad_output, std::optional<Tensor> grad_sum, Tensor sum,
@@ -75,6 +87,8 @@ std::tuple<Tensor, Tensor> add_rms_norm_bwd(Tensor grad_output, std::optional<Te
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt;
+  library.impl("rms_norm", TORCH_BOX(&rms_norm));
+  library.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
   library.impl("rms_norm_fwd", TORCH_BOX(&rms_norm_fwd));
   library.impl("rms_norm_bwd", TORCH_BOX(&rms_norm_bwd));
   library.impl("add_rms_norm_fwd", TORCH_BOX(&add_rms_norm_fwd));

@@ -37,12 +37,13 @@ SoftmaxMask broadcast_mask(const char* op, const Tensor& mask, const Tensor& inp
   return result;
 }
 
-Tensor softmax_fwd(Tensor input, std::optional<Tensor> mask, double scale, ScalarType output_dtype) {
+Tensor softmax_fwd(Tensor input, std::optional<Tensor> mask, double scale,
+                   std::optional<ScalarType> output_dtype) {
   constexpr const char* kOp = "softmax_fwd";
   const Matrix shape = matrix_of(kOp, input);
   const Tensor x = as_contiguous(input);
   const Launch launch(kOp, x);
-  Tensor output = allocate_like(x, output_dtype);
+  Tensor output = allocate_like(x, output_dtype.value_or(x.scalar_type()));
   const SoftmaxMask row_mask = mask.has_value() ? broadcast_mask(kOp, *mask, x) : SoftmaxMask{};
   launch.check(fuseopt_softmax_fwd(pointer(kOp, x), row_mask, pointer(kOp, output), shape.rows, shape.columns, scale,
                                    launch.stream()));

@@ -1,6 +1,6 @@
 """Triton kernels, with the raw ops' own signatures. The only package of fuseopt that imports triton."""
 
-from fuseopt.ops.triton.rms_norm import rms_norm_bwd, rms_norm_fwd
+from fuseopt.ops.triton.rms_norm import rms_norm, rms_norm_bwd, rms_norm_fwd
 from fuseopt.ops.triton.softmax import softmax_bwd, softmax_fwd
 
-__all__ = ["rms_norm_bwd", "rms_norm_fwd", "softmax_bwd", "softmax_fwd"]
+__all__ = ["rms_norm", "rms_norm_bwd", "rms_norm_fwd", "softmax_bwd", "softmax_fwd"]

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fuseopt.ops.rms_norm import cast_dtypes
 from fuseopt.ops.triton.rows import TL_DTYPES, Tiling, as_rows, compute_dtype, multiprocessor_count
 
 FWD_TILING = Tiling(program_bytes=16 * 1024, thread_bytes=64, max_row_bytes=64 * 1024)
@@ -25,7 +26,7 @@ def rms_norm_fwd_kernel(
     input_ptr,  # [rows, columns], adjacent columns
     weight_ptr,  # [columns] or None
     output_ptr,  # [rows, columns], contiguous
-    rstd_ptr,  # [rows]
+    rstd_ptr,  # [rows] or None
     rows,
     columns,  # at most BLOCK_COLUMNS
     input_row_stride,  # elements from one row of input to the next
@@ -51,7 +52,8 @@ def rms_norm_fwd_kernel(
         y *= (weight + tl.full((), offset, COMPUTE))[None, :]
 
     tl.store(output_ptr + row[:, None] * columns + column[None, :], y, mask=mask)
-    tl.store(rstd_ptr + row, rstd, mask=row_mask)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, mask=row_mask)
 
 
 @triton.jit
@@ -59,7 +61,7 @@ def rms_norm_fwd_wide_kernel(
     input_ptr,  # [rows, columns], adjacent columns
     weight_ptr,  # [columns] or None
     output_ptr,  # [rows, columns], contiguous
-    rstd_ptr,  # [rows]
+    rstd_ptr,  # [rows] or None
     columns,
     input_row_stride,  # elements from one row of input to the next
     eps: tl.float64,
@@ -88,7 +90,8 @@ def rms_norm_fwd_wide_kernel(
             weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(COMPUTE)
             y *= weight + tl.full((), offset, COMPUTE)
         tl.store(output_ptr + column, y, mask=column < columns)
-    tl.store(rstd_ptr + row, rstd)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd)
 
 
 @triton.jit
@@ -217,13 +220,15 @@ def bwd_programs(tiles: int, num_warps: int, device: torch.device) -> int:
     return min(tiles, multiprocessor_count(device) * max(1, BWD_WARPS // num_warps))
 
 
+def rms_norm(
+    input: torch.Tensor, weight: torch.Tensor | None, eps: float, cast_order: int = 0, offset: float = 0.0
+) -> torch.Tensor:
+    """The output of `rms_norm_fwd` alone."""
+    return _forward(input, weight, eps, cast_order, offset, None)
+
+
 def rms_norm_fwd(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    norm_dtype: torch.dtype,
-    output_dtype: torch.dtype,
+    input: torch.Tensor, weight: torch.Tensor | None, eps: float, cast_order: int = 0, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm over the last dimension: `round_to(norm_dtype, input * rstd) * (weight + offset)`.
 
@@ -231,21 +236,35 @@ def rms_norm_fwd(
         input: [*, H], any strides; float32, float16, bfloat16 or float64.
         weight: [H] in any of these dtypes; None leaves out the offset, too.
         eps: added to the mean of squares, `rstd = rsqrt(mean(input * input) + eps)`.
+        cast_order: of `ops.rms_norm.CAST_ORDERS`: which dtypes the normalised input and the output are rounded to.
         offset: added to the weight.
-        norm_dtype: dtype that the normalised input is rounded to before it meets the weight.
-        output_dtype: dtype of the output.
 
     Returns:
         The output [*, H], contiguous, and rstd [*] in float32 (float64 for a float64 input).
         Arithmetic is in float32, or float64 when input or weight is.
     """
-    columns = input.shape[-1]
-    output = torch.empty(input.shape, dtype=output_dtype, device=input.device)
     rstd_dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
     rstd = torch.empty(input.shape[:-1], dtype=rstd_dtype, device=input.device)
-    rows = rstd.numel()
+    return _forward(input, weight, eps, cast_order, offset, rstd), rstd
+
+
+def _forward(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    cast_order: int,
+    offset: float,
+    rstd: torch.Tensor | None,
+) -> torch.Tensor:
+    """The output; writes `rstd` unless it is None."""
+    columns = input.shape[-1]
+    rows = input.shape[:-1].numel()
+    norm_dtype, output_dtype = cast_dtypes(cast_order, input.dtype, None if weight is None else weight.dtype)
+    output = torch.empty(input.shape, dtype=output_dtype, device=input.device)
     if rows == 0 or columns == 0:
-        return output, rstd.fill_(float("nan"))
+        if rstd is not None:
+            rstd.fill_(float("nan"))
+        return output
 
     matrix, row_stride = as_rows(input)
     weight = None if weight is None else weight.contiguous()
@@ -262,7 +281,7 @@ def rms_norm_fwd(
                 matrix, weight, output, rstd, columns, row_stride, eps, offset,
                 TL_DTYPES[compute], TL_DTYPES[norm_dtype], WIDE_BLOCK_BYTES // compute.itemsize, num_warps=WIDE_WARPS,
             )  # fmt: skip
-    return output, rstd
+    return output
 
 
 def rms_norm_bwd(

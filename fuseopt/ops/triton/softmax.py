@@ -338,7 +338,10 @@ def wide_warps(matrices: Sequence[torch.Tensor], columns: int) -> int:
 
 
 def softmax_fwd(
-    input: torch.Tensor, mask: torch.Tensor | None, scale: float, output_dtype: torch.dtype
+    input: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float = 1.0,
+    output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`softmax(scale * input + mask)` over the last dimension.
 
@@ -347,13 +350,13 @@ def softmax_fwd(
         mask: added to the scaled input; broadcastable to it, any strides, any of these dtypes. It is not expanded in
             memory.
         scale: factor of the input.
-        output_dtype: dtype of the output.
+        output_dtype: dtype of the output; the input's by default.
 
     Returns:
         [*, columns], contiguous. A row of -inf alone gives NaN, as in torch.softmax. Arithmetic is in float32, or
         float64 when input or mask is.
     """
-    output = torch.empty(input.shape, dtype=output_dtype, device=input.device)
+    output = torch.empty(input.shape, dtype=output_dtype or input.dtype, device=input.device)
     if output.numel() == 0:
         return output
     columns = input.shape[-1]

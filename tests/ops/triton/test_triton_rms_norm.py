@@ -3,7 +3,8 @@ import itertools
 import pytest
 import torch
 
-from fuseopt.ops.triton import rms_norm_bwd, rms_norm_fwd
+from fuseopt.ops.rms_norm import CAST_ORDERS
+from fuseopt.ops.triton import rms_norm, rms_norm_bwd, rms_norm_fwd
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 # One column; narrow rows, several to a program; odd widths; more tiles than programs; one dimension.
@@ -28,8 +29,7 @@ def reference_gradients(grad_output, input, weight, eps, offset):
 
 def forward(input, weight, eps=0.1, offset=0.0):
     """Without a rounding before the weight."""
-    compute = torch.float64 if input.dtype == torch.float64 else torch.float32
-    return rms_norm_fwd(input, weight, eps, offset, compute, input.dtype)
+    return rms_norm_fwd(input, weight, eps, CAST_ORDERS["input"], offset)
 
 
 def backward(grad_output, input, weight, eps=0.1, offset=0.0):
@@ -66,7 +66,7 @@ def test_mixed_dtypes(device, assert_matches, input_dtype, weight_dtype):
     input = torch.randn(50, 129, dtype=input_dtype, device=device)
     grad_output = torch.randn(50, 129, dtype=weight_dtype, device=device)
     weight = torch.randn(129, dtype=weight_dtype, device=device)
-    output, rstd = rms_norm_fwd(input, weight, 1e-6, 0.0, weight_dtype, weight_dtype)
+    output, rstd = rms_norm_fwd(input, weight, 1e-6, CAST_ORDERS["t5"])
     assert (output.dtype, rstd.dtype) == (weight_dtype, torch.float32)
     assert_matches(output, reference(input, weight, 1e-6, 0.0)[0])
 
@@ -79,9 +79,10 @@ def test_mixed_dtypes(device, assert_matches, input_dtype, weight_dtype):
 
 def test_rounds_to_norm_dtype_before_the_weight(device):
     torch.manual_seed(0)
-    input = torch.randn(20, 96, device=device)
+    input = torch.randn(20, 96, dtype=torch.float16, device=device)
     weight = torch.full((96,), 3.0, device=device)
-    rounded, _ = rms_norm_fwd(input, weight, 1e-6, 0.0, torch.float16, torch.float32)
+    rounded, _ = rms_norm_fwd(input, weight, 1e-6, CAST_ORDERS["llama"])
+    assert rounded.dtype == torch.float32
     xhat = reference(input, None, 1e-6, 0.0)[0]
     error = (rounded.double() / 3 - xhat.half().double()).abs()
     # A value next to the middle of two halves may round the other way, since rstd itself is rounded.
@@ -93,8 +94,17 @@ def test_float32_input_above_the_range_of_float16(device, assert_matches):
     torch.manual_seed(0)
     input = 1e6 * torch.randn(4, 512, device=device)
     weight = torch.randn(512, dtype=torch.float16, device=device)
-    output, _ = rms_norm_fwd(input, weight, 1e-6, 0.0, torch.float16, torch.float16)
+    output, _ = rms_norm_fwd(input, weight, 1e-6, CAST_ORDERS["t5"])
     assert_matches(output, reference(input, weight, 1e-6, 0.0)[0])
+
+
+@pytest.mark.parametrize("columns", [40, 4099, 8195])
+def test_without_statistics_the_output_is_the_same(device, columns):
+    torch.manual_seed(0)
+    input, weight = torch.randn(3, columns, dtype=torch.float64, device=device), torch.randn(columns, device=device)
+    for cast_order in CAST_ORDERS.values():
+        expected, _ = rms_norm_fwd(input, weight, 1e-6, cast_order, 1.0)
+        assert torch.equal(rms_norm(input, weight, 1e-6, cast_order, 1.0), expected)
 
 
 def test_without_weight(device, assert_matches):
