@@ -151,8 +151,9 @@ def contenders(case: OpCase, device: torch.device, compile: bool) -> dict[str, C
 
 def auto_choice(case: OpCase, device: torch.device) -> str:
     """The backend that `backend="auto"` takes."""
-    dtypes = [tensor.dtype for tensor in tensors(case.sample(torch.device("meta"))) if tensor.is_floating_point()]
-    return case.op.choose("auto", device, dtypes).backend
+    arguments = case.sample(torch.device("meta"))
+    dtypes = [tensor.dtype for tensor in tensors(arguments) if tensor.is_floating_point()]
+    return case.op.choose("auto", device, dtypes, case.op.sizes(*arguments.args, **arguments.kwargs)).backend
 
 
 def _bound(upstream: registry.Upstream) -> Callable:

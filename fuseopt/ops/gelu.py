@@ -22,19 +22,19 @@ from fuseopt.ops.library import (
 
 
 def _fwd_fake(
-    input: Tensor, bias: Tensor | None = None, tanh: bool = False, output_dtype: torch.dtype | None = None
+    input: Tensor, tanh: bool = False, bias: Tensor | None = None, output_dtype: torch.dtype | None = None
 ) -> Tensor:
     return input.new_empty(input.shape, dtype=output_dtype)
 
 
-def _bwd_fake(grad_output: Tensor, input: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+def _bwd_fake(grad_output: Tensor, input: Tensor, tanh: bool = False, bias: Tensor | None = None) -> Tensor:
     return input.new_empty(input.shape)
 
 
 FWD = define(
-    "gelu_fwd(Tensor input, Tensor? bias=None, bool tanh=False, ScalarType? output_dtype=None) -> Tensor", _fwd_fake
+    "gelu_fwd(Tensor input, bool tanh=False, Tensor? bias=None, ScalarType? output_dtype=None) -> Tensor", _fwd_fake
 )
-BWD = define("gelu_bwd(Tensor grad_output, Tensor input, Tensor? bias, bool tanh) -> Tensor", _bwd_fake)
+BWD = define("gelu_bwd(Tensor grad_output, Tensor input, bool tanh=False, Tensor? bias=None) -> Tensor", _bwd_fake)
 _DIRECT = registry.Direct("gelu", FWD)
 
 
@@ -76,24 +76,24 @@ class _GELU(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.backend, input, bias, ctx.tanh, ctx.output_dtype = inputs
+        ctx.backend, input, ctx.tanh, bias, ctx.output_dtype = inputs
         ctx.save_for_backward(input, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, bias = ctx.saved_tensors
-        need_bias_grad = ctx.needs_input_grad[2]
+        need_bias_grad = ctx.needs_input_grad[3]
         if is_differentiated_again():
             reference = partial(_reference, tanh=ctx.tanh, output_dtype=ctx.output_dtype)
             grad_input, grad_bias = reference_vjp(reference, grad_output, (input, bias))
         elif need_bias_grad:
             # The rows are summed in the wider dtype, before the gradient is rounded to the input's.
             wide = torch.promote_types(input.dtype, bias.dtype)
-            grad = BWD[ctx.backend](grad_output, input.to(wide), bias, ctx.tanh)
+            grad = BWD[ctx.backend](grad_output, input.to(wide), ctx.tanh, bias)
             grad_input, grad_bias = grad.to(input.dtype), grad.sum_to_size(bias.shape).to(bias.dtype)
         else:
-            grad_input = BWD[ctx.backend](grad_output, input, bias, ctx.tanh)
-        return None, grad_input, grad_bias if need_bias_grad else None, None, None
+            grad_input = BWD[ctx.backend](grad_output, input, ctx.tanh, bias)
+        return None, grad_input, None, grad_bias if need_bias_grad else None, None
 
 
 def gelu(
@@ -122,13 +122,15 @@ def gelu(
         ValueError: an unknown `approximate`, or a bias of another shape.
         BackendError: the backend named cannot run here; the message says why.
     """
-    tanh = _is_tanh(approximate)
+    tanh = approximate == "tanh" or _is_tanh(approximate)
     bias_dtype = None if bias is None else bias.dtype
     if runs_at_once(input, bias):
         run = _DIRECT[backend, input.device, input.dtype, bias_dtype, ""]
         if run is not None:
             try:
-                return run(input, bias, tanh, output_dtype)
+                if bias is None and output_dtype is None:
+                    return run(input, True) if tanh else run(input)
+                return run(input, tanh, bias, output_dtype)
             except RuntimeError:
                 pass  # what is wrong is said below, in the words of this function
     if bias is not None:
@@ -137,8 +139,8 @@ def gelu(
     if chosen == "reference":
         return _reference(input, bias, tanh, output_dtype)
     if needs_autograd(input, bias):
-        return apply(_GELU, chosen, input, bias, tanh, output_dtype)
-    return FWD[chosen](input, bias, tanh, output_dtype)
+        return apply(_GELU, chosen, input, tanh, bias, output_dtype)
+    return FWD[chosen](input, tanh, bias, output_dtype)
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

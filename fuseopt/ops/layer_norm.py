@@ -184,6 +184,8 @@ def layer_norm(
         run = _DIRECT[backend, input.device, input.dtype, weight_dtype, bias_dtype, ""]
         if run is not None:
             try:
+                if output_dtype is None:
+                    return run(input, weight, bias, eps)
                 return run(input, weight, bias, eps, output_dtype)
             except RuntimeError:
                 pass  # what is wrong is said below, in the words of this function

@@ -65,7 +65,8 @@ def run(name: str, backend: str, inplace: bool, input_ids: Tensor, scores: Tenso
         raw = _DIRECT[name, inplace][backend, scores.device, scores.dtype, ""]
         if raw is not None:
             try:
-                return _returned(raw(input_ids, scores, *edits), scores)
+                output = raw(input_ids, scores, *edits)
+                return _written_to(scores) if inplace else output
             except RuntimeError:
                 pass  # what is wrong is said below, in the words of this function
     check_rows(input_ids, scores, edits[4] if len(edits) > 4 else None, inplace)
@@ -73,15 +74,16 @@ def run(name: str, backend: str, inplace: bool, input_ids: Tensor, scores: Tenso
     if chosen == "reference":
         output = _reference(input_ids, scores, *edits)
         return scores.copy_(output) if inplace else output
-    return _returned((RAW_IN_PLACE if inplace else RAW)[chosen](input_ids, scores, *edits), scores)
+    if not inplace:
+        return RAW[chosen](input_ids, scores, *edits)
+    RAW_IN_PLACE[chosen](input_ids, scores, *edits)
+    return scores if torch.compiler.is_compiling() else _written_to(scores)
 
 
-def _returned(output: Tensor | None, scores: Tensor) -> Tensor:
-    """What a raw op returned; of the one in place, which returns nothing, the `scores` that it wrote to."""
-    if output is not None:
-        return output
-    if not torch.compiler.is_compiling() and not scores.is_inference():
-        increment_version(scores)  # a raw op does not; autograd must see that what it saved has changed
+def _written_to(scores: Tensor) -> Tensor:
+    """`scores`, its version counted up: a raw op does not, and autograd must see that what it saved has changed."""
+    if not scores.is_inference():
+        increment_version(scores)
     return scores
 
 

@@ -1,6 +1,5 @@
 """The registry of ops and the choice of a backend: which exist, which can run here, and why the others cannot."""
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,78 +8,41 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fuseopt import native
 from fuseopt.errors import BackendError
-from fuseopt.ops.library import TRITON_INTERPRETED, needs_autograd
+from fuseopt.ops.backends import (
+    CPU,
+    CUDA,
+    FLOATING,
+    REFERENCE,
+    TRITON,
+    Backend,
+    NativeBackend,
+    TritonBackend,
+)
+from fuseopt.ops.library import needs_autograd
 
-FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-@dataclass(frozen=True)
-class Backend:
-    """One way to run an op. As it stands: plain PyTorch, on any device; subclasses ask for more."""
-
-    name: str
-    dtypes: tuple[torch.dtype, ...] = FLOATING
-
-    def runs_on(self, device: torch.device) -> bool:
-        """Whether it is meant for tensors on `device`."""
-        return True
-
-    def not_supported_reasons(
-        self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
-    ) -> list[str]:
-        """Why tensors of `dtypes` on `device` cannot be computed by this backend; empty when they can.
-
-        Args:
-            may_build: for planning: a native library that could be compiled counts as there, and nothing is loaded.
-                Without it a library has to be on disk, and is loaded. Neither way is anything compiled.
-        """
-        return [f"does not take {dtype}" for dtype in dict.fromkeys(dtypes) if dtype not in self.dtypes]
-
-
-@dataclass(frozen=True)
-class NativeBackend(Backend):
-    """A kernel from the native library of the same name."""
-
-    name: native.Kind
-
-    def runs_on(self, device: torch.device) -> bool:
-        return device.type == self.name
-
-    def not_supported_reasons(
-        self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
-    ) -> list[str]:
-        if not self.runs_on(device):
-            return [f"runs on {self.name} tensors, not on {device.type}"]
-        reasons = super().not_supported_reasons(device, dtypes)
-        if not reasons:
-            state = native.state(self.name) if may_build else native.load(self.name, build=False)
-            if state.status == "absent" or (not may_build and state.status != "loaded"):
-                reasons.append(f"its native library is {state.status}: {state.reason or 'not compiled yet'}")
-        return reasons
-
-
-class TritonBackend(Backend):
-    """A Triton kernel, on CUDA tensors; on CPU tensors in a process started with TRITON_INTERPRET=1."""
-
-    def runs_on(self, device: torch.device) -> bool:
-        return device.type == "cuda" or (device.type == "cpu" and TRITON_INTERPRETED)
-
-    def not_supported_reasons(
-        self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
-    ) -> list[str]:
-        if not self.runs_on(device):
-            return [f"runs on cuda tensors, not on {device.type}"]
-        if importlib.util.find_spec("triton") is None:
-            return ["the package triton is not installed"]
-        return super().not_supported_reasons(device, dtypes)
-
-
-CPU = NativeBackend("cpu")
-CUDA = NativeBackend("cuda")
-TRITON = TritonBackend("triton")
-REFERENCE = Backend("reference")
+__all__ = [
+    "CPU",
+    "CUDA",
+    "FLOATING",
+    "REFERENCE",
+    "TRITON",
+    "Backend",
+    "Benchmark",
+    "Choice",
+    "Direct",
+    "NativeBackend",
+    "Op",
+    "Preference",
+    "SampleInput",
+    "TritonBackend",
+    "Upstream",
+    "get",
+    "names",
+    "pick",
+    "pick_without_gradient",
+    "register",
+]
 
 
 @dataclass(frozen=True)
@@ -195,6 +157,17 @@ class Op:
             return [candidate for candidate in self.backends if candidate.name == backend]
         preferred = [p.backend for p in self.preferences if p.applies(device, dtypes, sizes)]
         return [*preferred, *(candidate for candidate in self.backends if candidate not in preferred)]
+
+    def preferred(
+        self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
+    ) -> list[Preference]:
+        """The preferences that "auto" follows for such calls, at their sizes."""
+        return [
+            preference
+            for preference in self.preferences
+            if preference.applies(device, dtypes, preference.sizes)
+            and not preference.backend.not_supported_reasons(device, dtypes, may_build=may_build)
+        ]
 
     def choose(
         self,

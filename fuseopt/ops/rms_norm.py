@@ -164,11 +164,14 @@ def rms_norm(
         BackendError: the backend named cannot run here; the message says why.
     """
     weight_dtype = None if weight is None else weight.dtype
-    if runs_at_once(input, weight) and cast_order in CAST_ORDERS:
+    code = CAST_ORDERS.get(cast_order)
+    if code is not None and runs_at_once(input, weight):
         run = _DIRECT[backend, input.device, input.dtype, weight_dtype, ""]
         if run is not None:
             try:
-                return run(input, weight, eps, CAST_ORDERS[cast_order], offset)
+                if offset == 0.0:
+                    return run(input, weight, eps, code) if code else run(input, weight, eps)
+                return run(input, weight, eps, code, offset)
             except RuntimeError:
                 pass  # what is wrong is said below, in the words of this function
     code = cast_order_code(cast_order)

@@ -41,6 +41,11 @@ BWD = define(
 
 
 _DIRECT = registry.Direct("softmax", FWD)
+_WIDE = "rows are wider than 65,536"
+
+
+def _sizes(input: Tensor, *_: Any, **__: Any) -> str:
+    return _WIDE if input.numel() > 65536 and input.shape[-1] > 65536 else ""
 
 
 def _reference(
@@ -124,11 +129,14 @@ def softmax(
         raise TypeError(f"mask is added to the scores and must be floating point, not {mask.dtype}")
     output_dtype = autocast_dtype(input)
     mask_dtype = None if mask is None else mask.dtype
+    sizes = _sizes(input)
     if runs_at_once(input, mask):
-        run = _DIRECT[backend, input.device, input.dtype, mask_dtype, ""]
+        run = _DIRECT[backend, input.device, input.dtype, mask_dtype, sizes]
         if run is not None:
+            if mask is None and scale == 1.0 and output_dtype is None:
+                return run(input)
             return run(input, mask, scale, output_dtype)
-    chosen = registry.pick("softmax", backend, input.device, (input.dtype, mask_dtype))
+    chosen = registry.pick("softmax", backend, input.device, (input.dtype, mask_dtype), sizes)
     if chosen == "reference":
         return _reference(input, mask, scale, output_dtype)
     if needs_autograd(input, mask):
@@ -177,6 +185,8 @@ registry.register(
         reference=softmax_reference,
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.TRITON, registry.CPU, registry.REFERENCE),
+        sizes=_sizes,
+        preferences=(registry.Preference(registry.TRITON, _WIDE, (torch.float32,)),),
         benchmarks=(
             registry.Benchmark(
                 bench_input,

@@ -68,6 +68,113 @@ def test_a_named_backend_that_cannot_run_raises(toy: registry.Op) -> None:
         square(torch.ones(2, dtype=torch.int64))
 
 
+WIDE = "rows are wider than 4"
+
+
+class Cubing(registry.Backend):
+    """Wrong, so that its results tell where it ran."""
+
+
+class Absent(registry.Backend):
+    def not_supported_reasons(
+        self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
+    ) -> list[str]:
+        return ["is not installed"]
+
+
+def sizes_of_power(input: Tensor) -> str:
+    return WIDE if input.shape[-1] > 4 else ""
+
+
+def power(input: Tensor, *, backend: str = "auto") -> Tensor:
+    chosen = registry.pick("power", backend, input.device, (input.dtype,), sizes_of_power(input))
+    return input**3 if chosen == "cubing" else input**2
+
+
+@pytest.fixture
+def sized(monkeypatch: pytest.MonkeyPatch) -> registry.Op:
+    """An op with preferences, for one test."""
+    monkeypatch.setattr(registry, "_OPS", dict(registry._OPS))
+    monkeypatch.setattr(registry, "_PICKED", {})
+    cubing, absent = Cubing("cubing"), Absent("absent")
+    return registry.register(
+        registry.Op(
+            "power",
+            power,
+            torch.square,
+            square_samples,
+            (registry.REFERENCE, cubing, absent),
+            sizes=sizes_of_power,
+            preferences=(
+                registry.Preference(absent, WIDE, device_type="cpu"),
+                registry.Preference(cubing, WIDE, (torch.float32,), "cpu"),
+                registry.Preference(cubing, "", device_type="cuda"),
+            ),
+        )
+    )
+
+
+def test_auto_follows_a_preference_at_its_sizes_and_nowhere_else(sized: registry.Op) -> None:
+    narrow, wide = torch.full((2, 3), 2.0), torch.full((2, 5), 2.0)
+    assert torch.equal(power(narrow), narrow**2)
+    assert torch.equal(power(wide), wide**3)
+    assert torch.equal(power(wide, backend="reference"), wide**2)
+    assert torch.equal(power(wide.double()), wide.double() ** 2)
+    choice = sized.choose("auto", CPU, [torch.float32], WIDE)
+    assert choice == registry.Choice("cubing", {"absent": ["is not installed"]})
+    assert sized.choose("auto", CPU, [torch.float32]).backend == "reference"
+    assert sized.choose("auto", torch.device("meta"), [torch.float32], WIDE).backend == "reference"
+
+
+def test_a_plan_names_the_preferences_that_will_be_followed(sized: registry.Op) -> None:
+    (preference,) = sized.preferred(CPU, [torch.float32])
+    assert str(preference) == "cubing where rows are wider than 4: measured faster"
+    assert sized.preferred(CPU, [torch.float64]) == []
+    assert str(registry.Preference(registry.REFERENCE, WIDE)).startswith("torch's own operation where rows are")
+
+
+def test_a_preference_is_followed_in_graphs_for_any_size(sized: registry.Op) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(power, fullgraph=True, backend="eager", dynamic=True)
+    for columns in (2, 3, 7, 9):
+        input = torch.full((2, columns), 2.0)
+        assert torch.equal(compiled(input), power(input))
+
+
+def test_a_settled_choice_is_looked_up_once(sized: registry.Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    native.load("cpu")
+    overloads = {"cubing": torch.ops.aten.neg.default}
+    direct = registry.Direct("power", overloads)
+    assert direct["auto", CPU, torch.float32, WIDE] is overloads["cubing"]._op
+    assert direct["auto", CPU, torch.float32, ""] is None
+    monkeypatch.setattr(registry, "pick", lambda *_: pytest.fail("asked again"))
+    assert direct["auto", CPU, torch.float32, ""] is None
+    # A preferred backend is missing, and may come yet.
+    with pytest.raises(pytest.fail.Exception, match="asked again"):
+        direct["auto", CPU, torch.float32, WIDE]
+
+
+@pytest.mark.parametrize("op", [registry.get(name) for name in registry.names()], ids=lambda op: op.name)
+def test_every_preference_is_one_that_the_op_can_follow(op: registry.Op) -> None:
+    torch.manual_seed(0)
+    for preference in op.preferences:
+        assert preference.backend in op.backends
+        assert preference.sizes
+    for sample in op.sample_inputs(CPU, torch.float32, False):
+        assert op.sizes(*sample.args, **sample.kwargs) in {"", *(p.sizes for p in op.preferences)}
+
+
+def test_softmax_of_wide_rows_goes_to_triton_in_float32_on_a_gpu() -> None:
+    op, device = registry.get("softmax"), torch.device("cuda")
+    wide, narrow = torch.empty(2, 65537, device="meta"), torch.empty(2, 65536, device="meta")
+    first = [
+        op.candidates("auto", device, [dtype], op.sizes(input))[0].name
+        for dtype in (torch.float32, torch.bfloat16)
+        for input in (wide, narrow)
+    ]
+    assert first == ["triton", "cuda", "cuda", "cuda"]
+
+
 @pytest.mark.parametrize("op", [registry.get(name) for name in registry.names()], ids=lambda op: op.name)
 def test_every_op_says_why_it_cannot_run_on_another_device(op: registry.Op) -> None:
     with pytest.raises(BackendError, match="cuda: runs on cuda tensors, not on cpu"):

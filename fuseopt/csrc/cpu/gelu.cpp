@@ -58,7 +58,7 @@ Tensor backward(const Tensor& grad_output, const Tensor& input, const std::optio
 
 }  // namespace
 
-Tensor gelu_fwd(const Tensor& input, const std::optional<Tensor>& bias, bool tanh,
+Tensor gelu_fwd(const Tensor& input, bool tanh, const std::optional<Tensor>& bias,
                 std::optional<ScalarType> output_dtype) {
   const bool wide = any_double(input, bias);
   const auto run = tanh ? wide ? forward<TanhGelu, double> : forward<TanhGelu, float>
@@ -66,7 +66,7 @@ Tensor gelu_fwd(const Tensor& input, const std::optional<Tensor>& bias, bool tan
   return run(input, bias, output_dtype.value_or(input.scalar_type()));
 }
 
-Tensor gelu_bwd(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& bias, bool tanh) {
+Tensor gelu_bwd(const Tensor& grad_output, const Tensor& input, bool tanh, const std::optional<Tensor>& bias) {
   const bool wide = any_double(input, bias);
   const auto run = tanh ? wide ? backward<TanhGelu, double> : backward<TanhGelu, float>
                         : wide ? backward<ErfGelu, double> : backward<ErfGelu, float>;

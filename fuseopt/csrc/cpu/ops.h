@@ -44,9 +44,9 @@ std::tuple<Tensor, Tensor, Tensor> add_layer_norm_bwd(const Tensor& grad_output,
                                                       const Tensor& mean, const Tensor& rstd, bool need_weight_grad,
                                                       bool need_bias_grad);
 
-Tensor gelu_fwd(const Tensor& input, const std::optional<Tensor>& bias, bool tanh,
+Tensor gelu_fwd(const Tensor& input, bool tanh, const std::optional<Tensor>& bias,
                 std::optional<ScalarType> output_dtype);
-Tensor gelu_bwd(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& bias, bool tanh);
+Tensor gelu_bwd(const Tensor& grad_output, const Tensor& input, bool tanh, const std::optional<Tensor>& bias);
 
 Tensor gated_activation_fwd(const Tensor& gate, const Tensor& up, int64_t activation,
                             std::optional<ScalarType> activation_dtype);

@@ -3,7 +3,7 @@
 namespace fuseopt {
 namespace {
 
-Tensor gelu_fwd(Tensor input, std::optional<Tensor> bias, bool tanh, std::optional<ScalarType> output_dtype) {
+Tensor gelu_fwd(Tensor input, bool tanh, std::optional<Tensor> bias, std::optional<ScalarType> output_dtype) {
   constexpr const char* kOp = "gelu_fwd";
   const Tensor x = as_contiguous(input);
   const auto shift = bias.has_value() ? parameter(kOp, "bias", bias, input) : std::nullopt;
@@ -15,7 +15,7 @@ Tensor gelu_fwd(Tensor input, std::optional<Tensor> bias, bool tanh, std::option
   return output;
 }
 
-Tensor gelu_bwd(Tensor grad_output, Tensor input, std::optional<Tensor> bias, bool tanh) {
+Tensor gelu_bwd(Tensor grad_output, Tensor input, bool tanh, std::optional<Tensor> bias) {
   constexpr const char* kOp = "gelu_bwd";
   check_same(kOp, "grad_output", grad_output, input);
   const Tensor grad = as_contiguous(grad_output), x = as_contiguous(input);

@@ -1,0 +1,79 @@
+"""The backends of ops: what each asks of a device, of dtypes and of the machine before it runs."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fuseopt import native
+from fuseopt.ops.library import TRITON_INTERPRETED
+
+FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run an op. As it stands: plain PyTorch, on any device; subclasses ask for more."""
+
+    name: str
+    dtypes: tuple[torch.dtype, ...] = FLOATING
+
+    def runs_on(self, device: torch.device) -> bool:
+        """Whether it is meant for tensors on `device`."""
+        return True
+
+    def not_supported_reasons(
+        self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
+    ) -> list[str]:
+        """Why tensors of `dtypes` on `device` cannot be computed by this backend; empty when they can.
+
+        Args:
+            may_build: for planning: a native library that could be compiled counts as there, and nothing is loaded.
+                Without it a library has to be on disk, and is loaded. Neither way is anything compiled.
+        """
+        return [f"does not take {dtype}" for dtype in dict.fromkeys(dtypes) if dtype not in self.dtypes]
+
+
+@dataclass(frozen=True)
+class NativeBackend(Backend):
+    """A kernel from the native library of the same name."""
+
+    name: native.Kind
+
+    def runs_on(self, device: torch.device) -> bool:
+        return device.type == self.name
+
+    def not_supported_reasons(
+        self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
+    ) -> list[str]:
+        if not self.runs_on(device):
+            return [f"runs on {self.name} tensors, not on {device.type}"]
+        reasons = super().not_supported_reasons(device, dtypes)
+        if not reasons:
+            state = native.state(self.name) if may_build else native.load(self.name, build=False)
+            if state.status == "absent" or (not may_build and state.status != "loaded"):
+                reasons.append(f"its native library is {state.status}: {state.reason or 'not compiled yet'}")
+        return reasons
+
+
+class TritonBackend(Backend):
+    """A Triton kernel, on CUDA tensors; on CPU tensors in a process started with TRITON_INTERPRET=1."""
+
+    def runs_on(self, device: torch.device) -> bool:
+        return device.type == "cuda" or (device.type == "cpu" and TRITON_INTERPRETED)
+
+    def not_supported_reasons(
+        self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
+    ) -> list[str]:
+        if not self.runs_on(device):
+            return [f"runs on cuda tensors, not on {device.type}"]
+        if importlib.util.find_spec("triton") is None:
+            return ["the package triton is not installed"]
+        return super().not_supported_reasons(device, dtypes)
+
+
+CPU = NativeBackend("cpu")
+CUDA = NativeBackend("cuda")
+TRITON = TritonBackend("triton")
+REFERENCE = Backend("reference")
