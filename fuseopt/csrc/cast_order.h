@@ -1,5 +1,5 @@
-// Where the upstream RMSNorm classes round, see fuseopt/ops/rms_norm.py: in the bindings of both libraries. As a code it
-// costs a call a third of what the two dtypes cost that it stands for.
+// Where the upstream RMSNorm classes round: codes as in fuseopt/ops/rms_norm.py, for both libraries. As an argument a code
+// costs a call far less than the two dtypes that it stands for.
 #pragma once
 
 #include <cstdint>

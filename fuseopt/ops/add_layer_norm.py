@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_autocast_enabled
 
 from fuseopt.ops import registry
 from fuseopt.ops.layer_norm import layer_norm_reference, normalise
@@ -157,12 +157,11 @@ def add_layer_norm(
     """
     weight_dtype = None if weight is None else weight.dtype
     bias_dtype = None if bias is None else bias.dtype
-    output_dtype = autocast_dtype(input) if residual.dtype is input.dtype else None
-    if runs_at_once(input, residual, weight, bias):
+    if runs_at_once(input, residual, weight, bias) and not is_autocast_enabled():
         run = _DIRECT[backend, input.device, input.dtype, residual.dtype, weight_dtype, bias_dtype, ""]
         if run is not None:
             try:
-                return run(input, residual, weight, bias, eps, output_dtype)
+                return run(input, residual, weight, bias, eps)
             except RuntimeError:
                 pass  # what is wrong is said below, in the words of this function
     check_shape("residual", residual, input.shape)
@@ -174,6 +173,7 @@ def add_layer_norm(
     chosen = registry.pick("add_layer_norm", backend, input.device, dtypes)
     if chosen == "reference":
         return add_layer_norm_reference(input, residual, weight, bias, eps)
+    output_dtype = autocast_dtype(input) if residual.dtype is input.dtype else None
     if needs_autograd(input, residual, weight, bias):
         return apply(_AddLayerNorm, chosen, input, residual, weight, bias, eps, output_dtype)[:2]
     return INFERENCE[chosen](input, residual, weight, bias, eps, output_dtype)

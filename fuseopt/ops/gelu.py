@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
 from fuseopt.ops.library import (
@@ -35,7 +36,26 @@ FWD = define(
     "gelu_fwd(Tensor input, bool tanh=False, Tensor? bias=None, ScalarType? output_dtype=None) -> Tensor", _fwd_fake
 )
 BWD = define("gelu_bwd(Tensor grad_output, Tensor input, bool tanh=False, Tensor? bias=None) -> Tensor", _bwd_fake)
-_DIRECT = registry.Direct("gelu", FWD)
+_FEW = "there is no bias and at most 262,144 elements"
+
+
+def _sizes(
+    input: Tensor,
+    bias: Tensor | None = None,
+    *,
+    approximate: str = "none",
+    output_dtype: torch.dtype | None = None,
+) -> str:
+    # torch's own gives back another layout as it is.
+    is_plain = bias is None and output_dtype is None and input.numel() <= 2**18 and input.is_contiguous()
+    return _FEW if is_plain else ""
+
+
+def _torch_op(input: Tensor, tanh: bool = False) -> Tensor:
+    return F.gelu(input, approximate="tanh" if tanh else "none")
+
+
+_DIRECT = registry.Direct("gelu", FWD, _torch_op)
 
 
 def _reference(input: Tensor, bias: Tensor | None, tanh: bool, output_dtype: torch.dtype | None) -> Tensor:
@@ -125,7 +145,8 @@ def gelu(
     tanh = approximate == "tanh" or _is_tanh(approximate)
     bias_dtype = None if bias is None else bias.dtype
     if runs_at_once(input, bias):
-        run = _DIRECT[backend, input.device, input.dtype, bias_dtype, ""]
+        sizes = _sizes(input, bias, output_dtype=output_dtype)
+        run = _DIRECT[backend, input.device, input.dtype, bias_dtype, sizes]
         if run is not None:
             try:
                 if bias is None and output_dtype is None:
@@ -135,7 +156,8 @@ def gelu(
                 pass  # what is wrong is said below, in the words of this function
     if bias is not None:
         check_shape("bias", bias, input.shape[-1:])
-    chosen = registry.pick("gelu", backend, input.device, (input.dtype, bias_dtype))
+    sizes = "" if is_dynamo_compiling() else _sizes(input, bias, output_dtype=output_dtype)
+    chosen = registry.pick("gelu", backend, input.device, (input.dtype, bias_dtype), sizes)
     if chosen == "reference":
         return _reference(input, bias, tanh, output_dtype)
     if needs_autograd(input, bias):
@@ -198,6 +220,8 @@ registry.register(
         reference=gelu_reference,
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.CPU, registry.REFERENCE),
+        sizes=_sizes,
+        preferences=(registry.Preference(registry.REFERENCE, _FEW, (torch.float32, torch.float16, torch.bfloat16)),),
         benchmarks=(
             _benchmark("tanh", "tanh", with_bias=False),
             _benchmark("tanh, bias", "tanh", with_bias=True),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, is_autocast_enabled
 
 from fuseopt.ops import registry
 from fuseopt.ops.library import (
@@ -179,17 +179,20 @@ def layer_norm(
     """
     weight_dtype = None if weight is None else weight.dtype
     bias_dtype = None if bias is None else bias.dtype
-    output_dtype = autocast_dtype(input)
-    if runs_at_once(input, weight, bias) and len(normalized_shape) == 1 and normalized_shape[0] == input.shape[-1]:
+    if (
+        runs_at_once(input, weight, bias)
+        and not is_autocast_enabled()
+        and len(normalized_shape) == 1
+        and normalized_shape[0] == input.shape[-1]
+    ):
         run = _DIRECT[backend, input.device, input.dtype, weight_dtype, bias_dtype, ""]
         if run is not None:
             try:
-                if output_dtype is None:
-                    return run(input, weight, bias, eps)
-                return run(input, weight, bias, eps, output_dtype)
+                return run(input, weight, bias, eps)
             except RuntimeError:
                 pass  # what is wrong is said below, in the words of this function
     rows, weight, bias = _checked(input, normalized_shape, weight, bias)
+    output_dtype = autocast_dtype(input)
     chosen = registry.pick("layer_norm", backend, input.device, (input.dtype, weight_dtype, bias_dtype))
     if chosen == "reference":
         output = normalise(rows, weight, bias, eps, output_dtype)

@@ -96,7 +96,7 @@ class Preference:
 
     Attributes:
         backend: of those of the op.
-        sizes: what the op's `sizes` calls them, in the words of a report: "rows are wider than 65,536".
+        sizes: what the op's `sizes` calls them, in the words of a report: "64 to 128 rows are 262,144 wide".
         dtypes: the preference holds for calls whose floating point arguments all have one of these.
         device_type: and for devices of this type.
     """
@@ -233,15 +233,23 @@ class Direct(dict[tuple[Any, ...], Callable | None]):
     The value is the raw op of the backend that `pick` gives, without the Python around an `OpOverload`; None where it
     gives the reference. All that such a call spends on its choice is one look-up, as soon as the choice is settled. It
     is not while a better backend of that device cannot run: a native library may be loaded yet.
+
+    Args:
+        overloads: the raw op of each backend.
+        torch_op: torch's own operation, called as the raw op is: what runs where it is preferred to all backends.
     """
 
-    def __init__(self, name: str, overloads: Mapping[str, OpOverload]) -> None:
-        self._name, self._overloads = name, overloads
+    def __init__(
+        self, name: str, overloads: Mapping[str, OpOverload], torch_op: Callable[..., Tensor] | None = None
+    ) -> None:
+        self._name, self._overloads, self._torch_op = name, overloads, torch_op
 
     def __missing__(self, key: tuple[Any, ...]) -> Callable | None:
         backend, device, *dtypes, sizes = key
         chosen = pick(self._name, backend, device, tuple(dtypes), sizes)
-        run = self._overloads[chosen]._op if chosen in self._overloads else None
+        run = self._torch_op if sizes and chosen == "reference" else None
+        if chosen in self._overloads:
+            run = self._overloads[chosen]._op
         candidates = get(self._name).candidates(backend, device, _present(dtypes), sizes)
         if chosen == next(candidate.name for candidate in candidates if candidate.runs_on(device)):
             self[key] = run

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_autocast_enabled
+from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
 from fuseopt.ops.library import (
@@ -41,11 +42,15 @@ BWD = define(
 
 
 _DIRECT = registry.Direct("softmax", FWD)
-_WIDE = "rows are wider than 65,536"
+_WIDE = "64 to 128 rows are 262,144 wide or wider"
 
 
-def _sizes(input: Tensor, *_: Any, **__: Any) -> str:
-    return _WIDE if input.numel() > 65536 and input.shape[-1] > 65536 else ""
+def _sizes(input: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, dim: int = -1) -> str:
+    elements = input.numel()
+    if elements < 64 * 2**18:  # which costs less to find out than a size
+        return ""
+    columns = input.shape[dim]
+    return _WIDE if columns >= 2**18 and 64 <= elements // columns <= 128 else ""
 
 
 def _reference(
@@ -127,15 +132,13 @@ def softmax(
         return softmax(input.transpose(dim, -1), mask, scale=scale, backend=backend).transpose(dim, -1)
     if mask is not None and not mask.dtype.is_floating_point:
         raise TypeError(f"mask is added to the scores and must be floating point, not {mask.dtype}")
-    output_dtype = autocast_dtype(input)
     mask_dtype = None if mask is None else mask.dtype
-    sizes = _sizes(input)
-    if runs_at_once(input, mask):
-        run = _DIRECT[backend, input.device, input.dtype, mask_dtype, sizes]
+    if runs_at_once(input, mask) and not is_autocast_enabled():
+        run = _DIRECT[backend, input.device, input.dtype, mask_dtype, _sizes(input)]
         if run is not None:
-            if mask is None and scale == 1.0 and output_dtype is None:
-                return run(input)
-            return run(input, mask, scale, output_dtype)
+            return run(input) if mask is None and scale == 1.0 else run(input, mask, scale)
+    output_dtype = autocast_dtype(input)
+    sizes = "" if is_dynamo_compiling() else _sizes(input)
     chosen = registry.pick("softmax", backend, input.device, (input.dtype, mask_dtype), sizes)
     if chosen == "reference":
         return _reference(input, mask, scale, output_dtype)

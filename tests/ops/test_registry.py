@@ -1,6 +1,8 @@
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -133,12 +135,21 @@ def test_a_plan_names_the_preferences_that_will_be_followed(sized: registry.Op) 
     assert str(registry.Preference(registry.REFERENCE, WIDE)).startswith("torch's own operation where rows are")
 
 
-def test_a_preference_is_followed_in_graphs_for_any_size(sized: registry.Op) -> None:
+@pytest.mark.parametrize(("name", "small", "large"), [("gelu", (4, 8), (1024, 1024)), ("softmax", (2, 8), (64, 2**18))])
+def test_sizes_are_no_guards_of_a_graph(name: str, small: tuple[int, ...], large: tuple[int, ...]) -> None:
+    op = registry.get(name)
+    assert op.sizes(torch.empty(small, device="meta")) != op.sizes(torch.empty(large, device="meta"))
     torch._dynamo.reset()
-    compiled = torch.compile(power, fullgraph=True, backend="eager", dynamic=True)
-    for columns in (2, 3, 7, 9):
-        input = torch.full((2, columns), 2.0)
-        assert torch.equal(compiled(input), power(input))
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(op.function, fullgraph=True, backend=count, dynamic=True)
+    for shape in (small, large):
+        compiled(torch.empty(shape, device="meta"))
+    assert len(graphs) == 1
 
 
 def test_a_settled_choice_is_looked_up_once(sized: registry.Op, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,15 +175,55 @@ def test_every_preference_is_one_that_the_op_can_follow(op: registry.Op) -> None
         assert op.sizes(*sample.args, **sample.kwargs) in {"", *(p.sizes for p in op.preferences)}
 
 
-def test_softmax_of_wide_rows_goes_to_triton_in_float32_on_a_gpu() -> None:
-    op, device = registry.get("softmax"), torch.device("cuda")
-    wide, narrow = torch.empty(2, 65537, device="meta"), torch.empty(2, 65536, device="meta")
-    first = [
-        op.candidates("auto", device, [dtype], op.sizes(input))[0].name
-        for dtype in (torch.float32, torch.bfloat16)
-        for input in (wide, narrow)
-    ]
-    assert first == ["triton", "cuda", "cuda", "cuda"]
+def first_choice(name: str, dtype: torch.dtype, *args: Any, **kwargs: Any) -> str:
+    op = registry.get(name)
+    return op.candidates("auto", torch.device("cuda"), [dtype], op.sizes(*args, **kwargs))[0].name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "kwargs", "expected"),
+    [
+        (torch.float32, (64, 2**18), {}, "triton"),
+        (torch.float32, (2, 64, 2**18), {}, "triton"),
+        (torch.float32, (2**18, 64), {"dim": 0}, "triton"),
+        (torch.bfloat16, (64, 2**18), {}, "cuda"),
+        (torch.float32, (63, 2**18), {}, "cuda"),
+        (torch.float32, (129, 2**18), {}, "cuda"),
+        (torch.float32, (65, 2**18 - 1), {}, "cuda"),
+        (torch.float32, (), {}, "cuda"),
+        (torch.float32, (5, 0), {}, "cuda"),
+    ],
+)
+def test_where_triton_s_softmax_is_preferred_on_a_gpu(
+    dtype: torch.dtype, shape: tuple[int, ...], kwargs: dict[str, Any], expected: str
+) -> None:
+    assert first_choice("softmax", dtype, torch.empty(shape, device="meta"), **kwargs) == expected
+
+
+def test_where_torch_s_gelu_is_preferred_on_a_gpu() -> None:
+    few, many = torch.empty(64, 4096, device="meta"), torch.empty(64, 4097, device="meta")
+    assert first_choice("gelu", torch.float16, few) == "reference"
+    assert first_choice("gelu", torch.float16, few, approximate="tanh") == "reference"
+    for others in ((many,), (few, few[0]), (few.t(),)):
+        assert first_choice("gelu", torch.float16, *others) == "cuda"
+    assert first_choice("gelu", torch.float64, few) == "cuda"
+    assert first_choice("gelu", torch.float16, few, output_dtype=torch.float32) == "cuda"
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_torch_s_gelu_runs_where_it_is_preferred(monkeypatch: pytest.MonkeyPatch, approximate: str) -> None:
+    gelu = sys.modules["fuseopt.ops.gelu"]
+    preference = registry.Preference(registry.REFERENCE, gelu._FEW, device_type="cpu")
+    op = dataclasses.replace(registry.get("gelu"), preferences=(preference,))
+    monkeypatch.setattr(registry, "_OPS", registry._OPS | {"gelu": op})
+    monkeypatch.setattr(registry, "_PICKED", {})
+    monkeypatch.setattr(gelu, "_DIRECT", registry.Direct("gelu", gelu.FWD, gelu._torch_op))
+    input = torch.randn(3, 8)
+    for requires_grad in (False, True):
+        with RawCalls() as raw:
+            output = ops.gelu(input.clone().requires_grad_(requires_grad), approximate=approximate)
+        assert raw.calls == []
+        assert torch.equal(output, torch.nn.functional.gelu(input, approximate=approximate))
 
 
 @pytest.mark.parametrize("op", [registry.get(name) for name in registry.names()], ids=lambda op: op.name)

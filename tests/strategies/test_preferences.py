@@ -24,15 +24,16 @@ def test_in_the_report_and_in_every_call(monkeypatch: pytest.MonkeyPatch, backen
     monkeypatch.setattr(registry, "_PICKED", {})
     monkeypatch.setattr(softmax, "_DIRECT", registry.Direct("softmax", softmax.FWD))
 
+    monkeypatch.setattr(softmax, "_sizes", lambda input: softmax._WIDE if input.shape[-1] > 4 else "")
     model = nn.Sequential(nn.Linear(2, 2, device="cpu"), nn.Softmax(-1))
     config = {"kernel_fusion": {"custom_cuda_kernels": ["FusedSoftmax"], "jit": False, "backend": backend}}
     fuseopt.initialize(model, config, strict=True)
     (row,) = fuseopt.report(model).replaced
     assert row.backend == "cpu"
-    remark = "torch's own operation where rows are wider than 65,536: measured faster"
+    remark = "torch's own operation where 64 to 128 rows are 262,144 wide or wider: measured faster"
     assert (remark in row.reason) == (backend == "auto")
     kernel = ["softmax_fwd.default"]
-    for columns, expected in ((65536, kernel), (65537, [] if backend == "auto" else kernel)):
+    for columns, expected in ((4, kernel), (5, [] if backend == "auto" else kernel)):
         for requires_grad in (False, True):
             input = torch.randn(1, columns, device="cpu", requires_grad=requires_grad)
             with RawCalls() as raw:

@@ -17,7 +17,7 @@ inline std::optional<Tensor> norm_bwd_workspace(const Tensor& input, const std::
 }
 
 // `count` statistics of each row of a forward's `input`: float64 for float64 inputs, else float32. Tensors where a
-// backward will read them; else memory for the kernel to write to, at a third of the cost of one tensor, which goes back
+// backward will read them; else memory for the kernel to write to, at less than the cost of one tensor, which goes back
 // to the allocator when the launch has been made. Whoever gets it next on this stream comes after the kernel.
 class RowStatistics {
  public:
