@@ -58,5 +58,6 @@ def test_cuda_samples_cover_the_work_on_the_device():
         for sample in (device_seconds, host_seconds, wall_seconds)
     )
     assert work["large"].seconds.median > 2 * work["small"].seconds.median > 0
-    assert wall["large"].seconds.median > work["large"].seconds.median
+    assert wall["large"].seconds.median > 0.9 * work["large"].seconds.median
+    assert wall["small"].seconds.median > enqueue["small"].seconds.median
     assert enqueue["large"].seconds.median < work["large"].seconds.median

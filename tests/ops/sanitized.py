@@ -63,6 +63,10 @@ def main() -> None:
                 sample = laid_out(sample, LAYOUTS[index % len(LAYOUTS)])
                 with poisoned_allocations():
                     actual = on_the_cpu(kernels, map_tensors(on_cuda, sample))
+                if name.endswith("norm"):  # whose raw op of a call without gradient is another
+                    with torch.no_grad():
+                        actual_forward = on_the_cpu(kernels, map_tensors(on_cuda, sample))
+                    assert all(map(torch.equal, actual_forward, actual)), (name, dtype, index)
                 expected = on_the_cpu(on_cpu, map_tensors(to_float64, sample))
                 assert error(actual, expected) <= 16 * torch.finfo(dtype).eps, (name, dtype, index)
                 calls += 1
