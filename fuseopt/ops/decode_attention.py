@@ -38,6 +38,7 @@ def _update_fake(
     starts: Tensor | None,
     mask: Tensor | None,
     bias: Tensor | None,
+    ancestry: Tensor | None,
     scale: float,
     overlap: bool,
 ) -> Tensor:
@@ -51,7 +52,8 @@ RAW = define(
 )
 UPDATE_RAW = define(
     "decode_attention_(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
-    " Tensor positions, Tensor? starts, Tensor? mask, Tensor? bias, float scale, bool overlap) -> Tensor",
+    " Tensor positions, Tensor? starts, Tensor? mask, Tensor? bias, Tensor? ancestry, float scale, bool overlap)"
+    " -> Tensor",
     _update_fake,
 )
 
@@ -205,6 +207,7 @@ def decode_attention_(
     starts: Tensor | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    ancestry: Tensor | None = None,
     scale: float = 1.0,
     overlap: bool = False,
     backend: str = "auto",
@@ -217,14 +220,18 @@ def decode_attention_(
         positions: [rows] or one element, int32 or int64, below `capacity`. The CUDA kernel writes nothing for a
             position outside the cache; the row's result is then of no use.
         starts, mask, bias, scale, overlap, backend: as in `decode_attention`, with `lengths` = `positions` + 1.
+        ancestry: [rows, capacity], int32: the row of the caches in which a row's key and value for a place lie, or None
+            for its own. So beams change places without their caches being copied. A row writes into its own row, and
+            finds its new key there: entries from `positions` on are not looked at.
 
     Returns:
         [rows, heads * head_dim], contiguous, `query`'s dtype.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together, or a cache that is not contiguous.
-        TypeError, BackendError: as in `decode_attention`; also BackendError for tensors that require a gradient under
-            grad mode: what is written into a cache takes no part in autograd.
+        TypeError, BackendError: as in `decode_attention`; TypeError also for an ancestry that is not int32,
+            BackendError for tensors that require a gradient under grad mode: what is written into a cache takes no part
+            in autograd.
     """
     _check(query, key_cache, value_cache, positions, starts, mask, bias)
     for name, tensor in (("key", key), ("value", value)):
@@ -234,18 +241,33 @@ def decode_attention_(
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.shape[0] != query.shape[0] or not cache.is_contiguous():
             raise ValueError(f"{name} must be contiguous, with a row for each of the {query.shape[0]} rows of query")
+    if ancestry is not None:
+        check_shape("ancestry", ancestry, torch.Size((query.shape[0], key_cache.shape[2])))
+        if ancestry.dtype != torch.int32:
+            raise TypeError(f"ancestry must be int32, not {ancestry.dtype}")
     chosen = registry.pick_without_gradient(
         "decode_attention", backend, (query.dtype,), query, key, value, key_cache, value_cache, bias
     )
     if chosen != "reference":
         return UPDATE_RAW[chosen](
-            query, key, value, key_cache, value_cache, positions, starts, mask, bias, scale, overlap
+            query, key, value, key_cache, value_cache, positions, starts, mask, bias, ancestry, scale, overlap
         )
     rows = torch.arange(query.shape[0], device=query.device)
     places = positions.reshape(-1).expand(query.shape[0]).long()
     key_cache[rows, :, places] = key
     value_cache[rows, :, places] = value
+    if ancestry is not None:
+        key_cache, value_cache = _gathered((key_cache, value_cache), ancestry, places)
     return _reference(query, key_cache, value_cache, positions + 1, starts, mask, bias, scale)
+
+
+def _gathered(caches: tuple[Tensor, Tensor], ancestry: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Caches [rows, heads, capacity, head_dim] whose rows hold all that they attend to; `places` [rows]: the last."""
+    slots = torch.arange(ancestry.shape[1], device=ancestry.device)
+    rows = torch.arange(ancestry.shape[0], device=ancestry.device).unsqueeze(1)
+    sources = torch.where(slots < places.unsqueeze(1), ancestry.long(), rows)
+    keys, values = (cache[sources, :, slots].transpose(1, 2) for cache in caches)
+    return keys, values
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

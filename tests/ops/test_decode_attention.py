@@ -76,6 +76,27 @@ def test_beams_read_the_cache_of_their_item() -> None:
     torch.testing.assert_close(output, decode_attention(query, *repeated, mask=mask.repeat_interleave(3, 0)))
 
 
+@torch.no_grad()
+def test_ancestry_stands_in_for_moving_the_rows_of_the_cache() -> None:
+    """Beams that change places at every step: their caches copied, or their ancestry."""
+    generator = torch.Generator().manual_seed(0)
+    rows, heads, head_dim = 4, 3, 8
+    copied, kept = static_caches(rows, heads, head_dim), static_caches(rows, heads, head_dim)
+    # What lies past the position is never looked at.
+    ancestry = torch.full((rows, CAPACITY), 2**30, dtype=torch.int32)
+    for position in range(CAPACITY):
+        query, key, value = torch.randn(rows, 3, heads, head_dim, generator=generator).unbind(1)
+        parents, positions = torch.randint(0, rows, (rows,), generator=generator), torch.tensor([position])
+        for cache in copied:
+            cache.copy_(cache[parents])
+        ancestry.copy_(ancestry[parents])
+        expected = decode_attention_(query, key, value, *copied, positions)
+        output = decode_attention_(query, key, value, *kept, positions, ancestry=ancestry)
+        assert torch.equal(output, expected)
+        assert torch.equal(kept[0][:, :, position], key) and torch.equal(kept[1][:, :, position], value)
+        ancestry[:, position] = torch.arange(rows)
+
+
 def test_a_row_that_attends_to_nothing_is_zero() -> None:
     query, cache = torch.randn(2, 1, 8), torch.randn(2, 1, 4, 8)
     output = decode_attention(query, cache, cache, torch.tensor([0, 3]), starts=torch.tensor([0, 2]))
@@ -118,6 +139,20 @@ def test_only_a_contiguous_cache_with_a_row_each_is_written() -> None:
             decode_attention_(token, token, token, cache, cache, position)
 
 
+@pytest.mark.parametrize(
+    ("ancestry", "exception", "message"),
+    [
+        (torch.zeros(2, 4, dtype=torch.int64), TypeError, "ancestry must be int32"),
+        (torch.zeros(2, 3, dtype=torch.int32), ValueError, "ancestry must have shape"),
+    ],
+)
+def test_wrong_ancestry_changes_nothing(ancestry: Tensor, exception: type[Exception], message: str) -> None:
+    token, cache = torch.ones(2, 1, 8), torch.zeros(2, 1, 4, 8)
+    with pytest.raises(exception, match=message):
+        decode_attention_(token, token, token, cache, cache, torch.tensor([0]), ancestry=ancestry)
+    assert cache.count_nonzero() == 0
+
+
 @pytest.mark.gpu
 def test_the_kernel_refuses_gradients() -> None:
     cache, lengths = torch.zeros(1, 1, 4, 8, device="cuda"), torch.tensor([4], device="cuda")
@@ -137,6 +172,7 @@ def test_the_kernel_refuses_gradients() -> None:
     padded=st.booleans(),
     masked=st.booleans(),
     biased=st.booleans(),
+    related=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 @torch.no_grad()
@@ -150,6 +186,7 @@ def test_kernel_against_float64(
     padded: bool,
     masked: bool,
     biased: bool,
+    related: bool,
     seed: int,
 ) -> None:
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -188,10 +225,15 @@ def test_kernel_against_float64(
     expected_values = value_cache.index_put(
         (rows[:, None], torch.arange(heads, device="cuda"), positions[:, None]), value
     )
+    ancestry = integers(batch - 1, batch * capacity).view(batch, capacity).int() if related else None
     output = decode_attention_(
-        query, key, value, key_cache, value_cache, positions, **options, overlap=True, backend="cuda"
+        query, key, value, key_cache, value_cache, positions, ancestry=ancestry, **options, overlap=True, backend="cuda"
     )
     assert torch.equal(key_cache, expected_keys) and torch.equal(value_cache, expected_values)
+    if ancestry is not None:
+        places = torch.arange(capacity, device="cuda")
+        sources = torch.where(places < positions[:, None], ancestry.long(), rows[:, None])
+        key_cache, value_cache = (cache[sources, :, places].transpose(1, 2) for cache in (key_cache, value_cache))
     assert_accurate(output, query, key_cache, value_cache, positions + 1)
 
 

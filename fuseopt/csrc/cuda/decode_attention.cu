@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
 
   let_successor_start();
   if (split.splits > 1) arrive_at_cluster_barrier();
-  if (attention.overlap) {
+  if (attention.overlap && attention.ancestry == nullptr) {
     // A hint, which needs no more than a guess at the length: what is in the L2 cache is never out of date.
     constexpr int kLine = 128 / sizeof(T);
     const Places guess(split, item, rank);
@@ -160,6 +160,15 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
     vector.store(values + int64_t(written) * head_dim, dim, head_dim, split.aligned);
   }
 
+  // Where a place's key and value lie, from those of the row itself.
+  const auto offset_of = [&](int place) {
+    int64_t rows = 0;
+    if (attention.ancestry != nullptr) {
+      const auto source = static_cast<unsigned>(attention.ancestry[row * attention.capacity + place]);
+      rows = int64_t(min(source, static_cast<unsigned>(attention.rows - 1))) - row;
+    }
+    return (rows * attention.heads * attention.capacity + place) * head_dim;
+  };
   const Acc scale = static_cast<Acc>(attention.scale * 1.4426950408889634);
   Partial<Acc> partial;
   constexpr int kStep = kWarps * kGroups;
@@ -173,8 +182,9 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
       const int place = base + u * kStep;
       attended[u] = place < places.last;
       const int bounded_dim = attended[u] ? dim : head_dim;
-      key[u].load(place == written ? new_key : keys + int64_t(place) * head_dim, bounded_dim, head_dim, split.aligned);
-      value[u].load(place == written ? new_value : values + int64_t(place) * head_dim, bounded_dim, head_dim, split.aligned);
+      const int64_t offset = attended[u] && place != written ? offset_of(place) : 0;
+      key[u].load(place == written ? new_key : keys + offset, bounded_dim, head_dim, split.aligned);
+      value[u].load(place == written ? new_value : values + offset, bounded_dim, head_dim, split.aligned);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {

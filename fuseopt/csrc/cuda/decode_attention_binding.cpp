@@ -30,7 +30,8 @@ struct NewToken {
 
 Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>& token, const Tensor& key_cache,
               const Tensor& value_cache, const Tensor& lengths, const std::optional<Tensor>& starts,
-              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias, double scale, bool overlap) {
+              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
+              const std::optional<Tensor>& ancestry, double scale, bool overlap) {
   constexpr int64_t kMaxHeadDim = 256;
   FUSEOPT_CHECK(query.dim() == 3 && key_cache.dim() == 4 && value_cache.dim() == 4, "fuseopt::", op,
                 ": query must be [rows, heads, head_dim], the caches [batch, heads, capacity, head_dim]");
@@ -68,6 +69,15 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
   const auto distances = bias.has_value() ? std::optional(as_contiguous(*bias)) : std::nullopt;
   attention.bias = pointer(op, distances);
   attention.bias_columns = distances.has_value() ? distances->size(1) : 0;
+  const auto sources = ancestry.has_value() ? std::optional(as_contiguous(*ancestry)) : std::nullopt;
+  if (sources.has_value()) {
+    FUSEOPT_CHECK(sources->scalar_type() == ScalarType::Int && sources->is_cuda() &&
+                      sources->get_device_index() == query.get_device_index() &&
+                      sources->numel() == rows * attention.capacity,
+                  "fuseopt::", op, ": ancestry must be [", rows, ", ", attention.capacity,
+                  "] int32 on the query's device");
+  }
+  attention.ancestry = static_cast<const int*>(data_of(sources));
   attention.scale = scale;
   attention.overlap = overlap;
   Tensor output = allocate(q, {rows, attention.heads * attention.head_dim}, query.scalar_type());
@@ -79,15 +89,15 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
 Tensor decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor lengths,
                         std::optional<Tensor> starts, std::optional<Tensor> mask, std::optional<Tensor> bias,
                         double scale, bool overlap) {
-  return attend("decode_attention", query, std::nullopt, key_cache, value_cache, lengths, starts, mask, bias, scale,
-                overlap);
+  return attend("decode_attention", query, std::nullopt, key_cache, value_cache, lengths, starts, mask, bias,
+                std::nullopt, scale, overlap);
 }
 
 Tensor decode_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache,
                          Tensor positions, std::optional<Tensor> starts, std::optional<Tensor> mask,
-                         std::optional<Tensor> bias, double scale, bool overlap) {
+                         std::optional<Tensor> bias, std::optional<Tensor> ancestry, double scale, bool overlap) {
   return attend("decode_attention_", query, NewToken{key, value}, key_cache, value_cache, positions, starts, mask, bias,
-                scale, overlap);
+                ancestry, scale, overlap);
 }
 
 }  // namespace

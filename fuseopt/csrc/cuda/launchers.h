@@ -127,6 +127,7 @@ struct DecodeAttention {
   const bool* mask;  // [rows / rows_per_item, capacity], or null
   TypedPointer bias;  // [heads, bias_columns]
   int64_t bias_columns;
+  const int* ancestry;  // [rows, capacity]: the row of the caches in which a place before the last lies; null: its own
   double scale;
   bool overlap;  // may start before the kernel ahead on the stream has ended
   void* output;  // [rows, heads, head_dim]
