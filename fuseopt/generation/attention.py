@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fuseopt import ops
+from fuseopt.generation.beam_state import along_ancestry
 from fuseopt.generation.layers import has_kernel
 from fuseopt.generation.state import DecodeState
 
@@ -22,6 +23,7 @@ class StepAttention:
 
     def __init__(self, state: DecodeState, bias: Tensor | None = None) -> None:
         self.state, self.bias = state, bias
+        self.ancestry = None if state.beams is None else state.beams.ancestry[0]
         self.by_kernel = has_kernel("decode_attention", state.cache)
         if self.by_kernel:
             return
@@ -54,10 +56,13 @@ class StepAttention:
                 state.slot,
                 mask=state.keep,
                 bias=self.bias,
+                ancestry=self.ancestry,
                 scale=scale,
                 overlap=True,
             )
         cache.index_copy_(3, state.slot, qkv[:, 1:].transpose(0, 1).unsqueeze(3))
+        if self.ancestry is not None:
+            cache = along_ancestry(cache, self.ancestry)
         return _attend(qkv[:, :1], cache, self.mask, scale)
 
     def to_encoder(self, query: Tensor, cache: Tensor, scale: float) -> Tensor:

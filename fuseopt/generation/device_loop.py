@@ -18,7 +18,7 @@ def run(
     pending: bool,
     scores: list[Tensor] | None,
     logits: list[Tensor] | None,
-) -> tuple[Tensor, str]:
+) -> tuple[int, str]:
     """Decodes up to `steps` tokens a row, from the logits in the step's state on.
 
     Args:
@@ -29,17 +29,12 @@ def run(
         scores, logits: are given a tensor [rows, vocab] float32 a step, unless None.
 
     Returns:
-        Sequences [rows, length + steps taken]; and why the step could not be captured, or nothing.
+        How many steps count; and why the step could not be captured, or nothing.
     """
     state, selection = step.state, step.selection
     assert selection is not None
-    length = input_ids.shape[1]
-    state.ids[:, :length] = input_ids
-    state.length.fill_(length)
-    state.unfinished.fill_(True)
-    if pad is not None:
-        state.pad.copy_(pad)
-    flags = None if selection.eos is None else StopFlags(state.going, steps)
+    selection.begin(state, input_ids, pad)
+    flags = StopFlags(state.going, steps) if selection.may_end_early else None
     random_state = _RandomState(state.ids.device) if selection.do_sample else None
     note = ""
     for taken in range(steps):
@@ -64,7 +59,7 @@ def run(
     for record in (scores, logits):
         if record is not None:
             del record[counted:]
-    return state.ids[:, : length + counted].clone(), note
+    return counted, note
 
 
 class _RandomState:

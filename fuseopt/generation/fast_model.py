@@ -59,10 +59,10 @@ class FastModel:
         return self._output()
 
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
-        """Gives every row of the self-attention cache the keys and values of the beam that it goes on from."""
-        # The rows of an item share what the encoder said.
-        filled = self.step.state.cache[:, :, :, :, : self.slots]
-        filled.copy_(filled.index_select(2, beam_idx))
+        """Lets every row go on from a beam of its item, with whom it shares what the encoder said."""
+        state = self.step.state
+        assert state.beams is not None
+        state.beams.follow(beam_idx, state.slot)
         return past_key_values
 
     def _output(self) -> CausalLMOutput:

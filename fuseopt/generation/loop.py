@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.utils import (
     GENERATION_MODES_MAPPING,
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
     GenerateDecoderOnlyOutput,
     GenerateEncoderDecoderOutput,
 )
 
-from fuseopt.generation import device_loop, tiers
+from fuseopt.generation import beam_selection, device_loop, tiers
+from fuseopt.generation.beam_selection import BeamSelection
 from fuseopt.generation.device_processors import DeviceProcessor, device_processor
 from fuseopt.generation.fast_model import FastModel
 from fuseopt.generation.graphs import Step, StepGraphs
@@ -24,6 +27,14 @@ from fuseopt.generation.prefill import prefill, store_cache
 from fuseopt.generation.selection import Selection
 from fuseopt.generation.state import DecodeState, Sizes, capacity_for
 from fuseopt.generation.tiers import Call, Tier
+
+# By whether there is an encoder, and whether there are beams.
+_OUTPUTS: Mapping[tuple[bool, bool], Any] = {
+    (False, False): GenerateDecoderOnlyOutput,
+    (False, True): GenerateBeamDecoderOnlyOutput,
+    (True, False): GenerateEncoderDecoderOutput,
+    (True, True): GenerateBeamEncoderDecoderOutput,
+}
 
 
 class _PreparedCall(NamedTuple):
@@ -102,6 +113,9 @@ class DecodeLoop:
             for processor in call.processors
         ]
         reason = next(tiers.device_loop_reasons(config, call.processors, on_device, call.criteria, self.streamer), None)
+        if reason is None and state.beams is not None:
+            vocabs = self.step.vocab, model.config.vocab_size
+            reason = next(beam_selection.not_on_device(config, *vocabs, *_bounds(call)), None)
         tier = Tier.DEVICE_LOOP if reason is None else Tier.FAST_FORWARD
         self.served = Call(tier, reason or "", note="it raised")
         if not has_kernel("decode_attention", state.cache):
@@ -123,32 +137,49 @@ class DecodeLoop:
         self, model: nn.Module, state: DecodeState, call: _PreparedCall, processors: tuple[DeviceProcessor, ...]
     ) -> tuple[Any, Step, int, int, str]:
         """The output, the step that ran, how many slots of the caches are filled, and a note."""
-        config, length = call.config, call.input_ids.shape[1]
+        config, (length, limit) = call.config, _bounds(call)
         detailed = config.return_dict_in_generate
         scores: list[Tensor] | None = [] if detailed and config.output_scores else None
         logits: list[Tensor] | None = [] if detailed and config.output_logits else None
         eos = next((c.eos_token_id for c in call.criteria if type(c) is EosTokenCriteria), None)
         eos = None if eos is None else eos.to(call.input_ids.device)
         keep = {"keep_logits": logits is not None, "keep_scores": scores is not None}
-        selection = Selection(processors, bool(config.do_sample), eos, **keep)
+        if state.beams is None:
+            selection = Selection(processors, bool(config.do_sample), eos, **keep)
+        else:
+            selection = BeamSelection(processors, config, eos, length, limit, state, **keep)
         step = self.graphs.step(self.step, state, selection)
         prefilled = prefill(self.step, model, state, call.input_ids, config, call.model_kwargs)
-        steps = max(1, (tiers.length_limit(call.criteria) or 0) - length)
-        sequences, note = device_loop.run(
-            self.graphs, step, call.input_ids, config._pad_token_tensor, steps, prefilled.pending, scores, logits
+        steps, note = device_loop.run(
+            self.graphs,
+            step,
+            call.input_ids,
+            config._pad_token_tensor,
+            max(1, limit - length),
+            prefilled.pending,
+            scores,
+            logits,
         )
+        of_beams: dict[str, Any] = {}
+        if state.beams is None:
+            sequences = state.ids[:, : length + steps].clone()
+        else:
+            fill = beam_selection.fill_of(config)
+            sequences, beam_scores, beam_indices = state.beams.best(
+                config.num_return_sequences, length, prefilled.slots, fill
+            )
+            of_beams = {"sequences_scores": beam_scores if config.output_scores else None, "beam_indices": beam_indices}
         output: Any = sequences
         if detailed:
-            output_class = (
-                GenerateEncoderDecoderOutput if model.config.is_encoder_decoder else GenerateDecoderOnlyOutput
-            )
+            output_class = _OUTPUTS[bool(model.config.is_encoder_decoder), state.beams is not None]
             output = output_class(
                 sequences=sequences,
                 scores=None if scores is None else tuple(scores),
                 logits=None if logits is None else tuple(logits),
                 past_key_values=call.model_kwargs["past_key_values"],
+                **of_beams,
             )
-        return output, step, prefilled.slots + sequences.shape[1] - length - 1, prefilled.cross_slots, note
+        return output, step, prefilled.slots + steps - 1, prefilled.cross_slots, note
 
     def _by_transformers(self, model: Any, owner: nn.Module, call: _PreparedCall) -> Any:
         """The decoding method of `owner`'s class that transformers would have called, with `model` for self."""
@@ -166,20 +197,26 @@ class DecodeLoop:
         )
 
 
+def _bounds(call: _PreparedCall) -> tuple[int, int]:
+    """The length of the prompt, and the one at which all sequences end."""
+    return call.input_ids.shape[1], tiers.length_limit(call.criteria) or 0
+
+
 def _sizes(call: _PreparedCall) -> Sizes:
     """Rows and slots that the call needs; the slots are an upper bound where a cache is passed along."""
-    rows, length = call.input_ids.shape
+    rows, (length, limit) = call.input_ids.shape[0], _bounds(call)
     embeds, encoded = call.model_kwargs.get("inputs_embeds"), call.model_kwargs.get("encoder_outputs")
     prompt = length if embeds is None else max(length, embeds.shape[1])
     past = call.model_kwargs["past_key_values"].get_seq_length()
-    forwards = max(0, (tiers.length_limit(call.criteria) or 0) - length - 1)
+    forwards = max(0, limit - length - 1)
     capacity = past + prompt + forwards
+    beams = call.config.num_beams or 1
     if encoded is None:
-        return Sizes(rows, capacity)
+        return Sizes(rows, capacity, beams=beams)
     # transformers has repeated every item of the encoder's as often; a cache of the caller's may hold anything.
-    repeated = max(call.config.num_beams or 1, call.config.num_return_sequences or 1)
+    repeated = max(beams, call.config.num_return_sequences or 1)
     cache = call.model_kwargs["past_key_values"].cross_attention_cache
-    return Sizes(rows, capacity, encoded[0].shape[1], 1 if cache.get_seq_length() else repeated)
+    return Sizes(rows, capacity, encoded[0].shape[1], 1 if cache.get_seq_length() else repeated, beams)
 
 
 def _class_of(sizes: Sizes) -> Sizes:

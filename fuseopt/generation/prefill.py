@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from fuseopt.generation.beam_state import along_ancestry
 from fuseopt.generation.state import DecodeState
 
 
@@ -73,7 +74,8 @@ def store_cache(state: DecodeState, past_key_values: Any, slots: int, cross_slot
             _store(state.cross_cache, cross, cross_slots, state.sizes.rows_per_item)
             past_key_values.is_updated.update(dict.fromkeys(range(len(state.cross_cache)), True))
         past_key_values = past_key_values.self_attention_cache
-    _store(state.cache, past_key_values, slots)
+    ancestry = None if state.beams is None else state.beams.ancestry[0, :, :slots]
+    _store(state.cache, past_key_values, slots, ancestry=ancestry)
 
 
 def _is_plain(model: nn.Module, input_ids: Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> bool:
@@ -123,9 +125,13 @@ def _load(static: Tensor, cache: DynamicCache, rows_per_item: int = 1) -> int:
     return slots
 
 
-def _store(static: Tensor, cache: DynamicCache, slots: int, rows_per_item: int = 1) -> None:
+def _store(
+    static: Tensor, cache: DynamicCache, slots: int, rows_per_item: int = 1, ancestry: Tensor | None = None
+) -> None:
     empty = not cache.get_seq_length()
     for index, source in enumerate(static):
+        if ancestry is not None:
+            source = along_ancestry(source, ancestry)
         keys, values = source[:, :, :, :slots].repeat_interleave(rows_per_item, dim=1)
         if empty:
             cache.update(keys, values, index)

@@ -45,6 +45,11 @@ class Selection:
         )
 
     @property
+    def may_end_early(self) -> bool:
+        """Whether `going` can tell that no row is left before the longest sequence is full."""
+        return self.eos is not None
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         own = () if self.eos is None else (self.eos,)
         return (*own, *(tensor for processor in self.processors for tensor in processor.tensors))
@@ -53,6 +58,16 @@ class Selection:
         """Takes over the values of another Selection with an equal `key`."""
         for tensor, value in zip(self.tensors, other.tensors, strict=True):
             tensor.copy_(value)
+
+    def begin(self, state: DecodeState, input_ids: Tensor, pad: Tensor | None) -> None:
+        """Before the first call: prompts [rows, length], and the id [] that finished rows are given."""
+        length = input_ids.shape[1]
+        state.ids[:, :length] = input_ids
+        state.length.fill_(length)
+        state.unfinished.fill_(True)
+        state.going.fill_(True)
+        if pad is not None:
+            state.pad.copy_(pad)
 
     def __call__(self, state: DecodeState, logits: Tensor, *, advance: bool = True) -> None:
         """With `advance`, the state moves on to its next slot."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fuseopt.generation.beam_state import BeamState
+
 # Cache capacities are powers of two up to this one, then multiples of it: few classes, and little waste in long ones.
 _LARGEST_POWER = 1024
 _SMALLEST_CAPACITY = 128
@@ -17,16 +19,18 @@ class Sizes:
     """What the shapes of a DecodeState depend on.
 
     Attributes:
-        rows: batch x num_return_sequences.
+        rows: batch x num_return_sequences, or batch x beams.
         capacity: slots of the self-attention cache.
         cross_capacity: slots of the cross-attention cache; 0 without an encoder.
         rows_per_item: neighbouring rows that share an item of the encoder's: beams, or sequences sampled for it.
+        beams: neighbouring rows that are beams of one item; 1 outside beam search.
     """
 
     rows: int
     capacity: int
     cross_capacity: int = 0
     rows_per_item: int = 1
+    beams: int = 1
 
     @property
     def items(self) -> int:
@@ -53,6 +57,7 @@ class DecodeState:
     `cross_keep` [items, cross_capacity] allows. The device loop has the sequences in `ids` [rows, capacity + 1], of
     which `length` [1] columns are filled, whether a row goes on in `unfinished` [rows], and whether any does in `going`
     []. Integers are int64, the rest of these is bool; `logits` and `scores` are [rows, vocab] float32.
+    `beams` has what beam search needs beside, or is None; then `ids` are those of its running beams.
     """
 
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:
@@ -76,13 +81,17 @@ class DecodeState:
             self.slot, self.positions = self.counters.split((1, rows))
             self.length = zeros(1)
             self.unfinished, self.going = zeros(rows, dtype=torch.bool), zeros(dtype=torch.bool)
-            self.ids = zeros(rows, capacity + 1)
+            self.beams: BeamState | None = None
+            if sizes.beams > 1:
+                self.beams = BeamState(rows // sizes.beams, sizes.beams, capacity, shape.device)
+            self.ids = zeros(rows, capacity + 1) if self.beams is None else self.beams.ids[0]
             self.logits = zeros(rows, vocab, dtype=torch.float32)
             self.scores = zeros(rows, vocab, dtype=torch.float32)
 
     @property
     def bytes(self) -> int:
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor) and value._base is None)
+        own = sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor) and value._base is None)
+        return own + (0 if self.beams is None else self.beams.bytes)
 
     def forget(self) -> None:
         """Zeros the caches, for attention that multiplies masked values by a weight of 0, which leaves NaN as it is."""
@@ -109,6 +118,8 @@ class DecodeState:
             self.positions.fill_(filled)
         else:
             self.positions.copy_(positions)
+        if self.beams is not None:
+            self.beams.forget_ancestors()
 
     def load_cross(self, length: int, keep: Tensor | None) -> None:
         """Says which of the first `length` slots of the cross-attention cache count.

@@ -168,8 +168,6 @@ def device_loop_reasons(
     config: Any, processors: Sequence[Any], device_processors: Sequence[Any], criteria: Sequence[Any], streamer: Any
 ) -> Iterator[str]:
     """Why transformers' own decoding method has to run on the host between steps."""
-    if (config.num_beams or 1) > 1:
-        yield "beams are kept on the host"
     if streamer is not None:
         yield "a streamer wants every token in time"
     for processor, on_device in zip(processors, device_processors, strict=True):
@@ -181,7 +179,7 @@ def device_loop_reasons(
             yield f"{type(criterion).__name__} runs on the host"
     if len(stops) > 1:
         yield "there are several criteria beside the length"
-    if stops and config._pad_token_tensor is None:
+    if stops and config._pad_token_tensor is None and (config.num_beams or 1) == 1:
         yield "there is no pad token"
 
 

@@ -1,0 +1,188 @@
+"""BeamSelection: from logits to the beams of the next step and the best finished ones so far, without the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fuseopt.generation.beam_state import BeamState
+from fuseopt.generation.device_processors import DeviceProcessor
+from fuseopt.generation.selection import Selection
+from fuseopt.generation.state import DecodeState
+
+# transformers' score of what is out of the running.
+_OUT = -1e9
+
+
+class BeamSelection(Selection):
+    """Call: a DecodeState and logits [rows, vocab] -> nothing; writes `beams`, `tokens`, `ids` and flags, counts on.
+
+    Upstream: the loop of `GenerationMixin._beam_search` from the logits on, operation by operation, so that ties fall
+    as there. From the step on that ends the search nothing changes any more but counters.
+
+    Args:
+        processors, eos, keep_logits, keep_scores: as for Selection.
+        config: the call's GenerationConfig.
+        length: of the prompts.
+        limit: the length at which all sequences end.
+        state: the one that is going to be passed.
+    """
+
+    def __init__(
+        self,
+        processors: tuple[DeviceProcessor, ...],
+        config: Any,
+        eos: Tensor | None,
+        length: int,
+        limit: int,
+        state: DecodeState,
+        *,
+        keep_logits: bool = False,
+        keep_scores: bool = False,
+    ) -> None:
+        super().__init__(processors, bool(config.do_sample), eos, keep_logits=keep_logits, keep_scores=keep_scores)
+        self.candidates = candidates(config)
+        # Any other value, "never" included, makes itself felt in the penalties alone.
+        self.stops_when_full = config.early_stopping is True
+        self.key = ("beams", self.candidates, self.stops_when_full, self.key)
+        device = state.ids.device
+        self.limit = torch.tensor([limit], device=device)
+        self.penalties = _penalties(config, length, state.sizes.capacity + 2).to(device)
+
+    @property
+    def may_end_early(self) -> bool:
+        return True
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors, self.limit, self.penalties)
+
+    def begin(self, state: DecodeState, input_ids: Tensor, pad: Tensor | None) -> None:
+        super().begin(state, input_ids, pad)
+        _beams_of(state).begin(input_ids)
+
+    def __call__(self, state: DecodeState, logits: Tensor, *, advance: bool = True) -> None:
+        beams = _beams_of(state)
+        if self.keep_logits:
+            state.logits.copy_(logits)
+        scores = F.log_softmax(logits, dim=-1, dtype=torch.float32)
+        for processor in self.processors:
+            scores = processor(state, scores)
+        if self.keep_scores:
+            state.scores.copy_(scores)
+        if advance:
+            state.counters += 1
+        values, places = self._continuations(beams, scores)
+        parents, tokens = places // scores.shape[1], places % scores.shape[1]
+        ends = state.length + 1 >= self.limit
+        if self.eos is not None:
+            ends = ends | (tokens[..., None] == self.eos).any(-1)
+        self._choose(state, beams, values, parents, tokens, ends.expand_as(tokens))
+        state.length += 1
+
+    def _continuations(self, beams: BeamState, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Accumulated scores of an item's candidates, and where they stand, both [items, candidates]."""
+        accumulated = scores.unflatten(0, beams.shape) + beams.running_scores[:, :, None]
+        accumulated = accumulated.flatten(1)
+        if not self.do_sample:
+            return torch.topk(accumulated, self.candidates)
+        places = torch.multinomial(nn.functional.softmax(accumulated, dim=-1), num_samples=self.candidates)
+        return torch.gather(accumulated, 1, places), places
+
+    def _choose(
+        self, state: DecodeState, beams: BeamState, values: Tensor, parents: Tensor, tokens: Tensor, ends: Tensor
+    ) -> None:
+        """From candidates [items, candidates] to the next step's beams, running and finished."""
+        count = beams.shape[1]
+        beams.generated += 1
+        penalty, best_penalty = self.penalties.index_select(1, beams.generated)
+        running_scores, running = torch.topk(values + ends.float() * _OUT, count)
+
+        # Candidates behind the first `count` are there to run on only.
+        finish = torch.cat((ends[:, :count], torch.zeros_like(ends[:, count:])), dim=1)
+        values = values / penalty
+        if self.stops_when_full:
+            values = values + beams.is_finished.all(1, keepdim=True).float() * _OUT
+        values = values + (~beams.improvable[:, None]).float() * _OUT + (~finish).float() * _OUT
+        scores, kept = torch.topk(torch.cat((beams.scores, values), dim=1), count)
+
+        # Both choose among the finished beams and the candidates; the first kind needs no token.
+        own = beams.own_place
+        chosen = torch.cat((running + count, kept), dim=1)
+        places = torch.cat((own[1], own[0, :, :1] + parents), dim=1).gather(1, chosen)
+        next_tokens = F.pad(tokens, (count, 0)).gather(1, chosen).unflatten(1, (2, count)).transpose(0, 1).flatten()
+        lengths = torch.cat((beams.lengths, beams.generated.expand_as(tokens)), dim=1).gather(1, kept)
+        beams.is_finished.copy_(torch.cat((beams.is_finished, finish), dim=1).gather(1, kept))
+
+        going = state.going
+        places = torch.where(going, places.unflatten(1, (2, count)).transpose(0, 1), own).flatten()
+        torch.where(going, scores, beams.scores, out=beams.scores)
+        torch.where(going, lengths, beams.lengths, out=beams.lengths)
+        beams.running_scores.copy_(running_scores)
+        beams.follow(places, state.slot)
+        ids = beams.ids.flatten(0, 1)
+        ids.copy_(ids.index_select(0, places))
+        ids.index_copy_(1, state.length, next_tokens[:, None])
+        state.tokens.copy_(next_tokens[: state.sizes.rows])
+
+        worst = torch.where(beams.is_finished, scores.amin(1, keepdim=True), _OUT)
+        beams.improvable &= (running_scores[:, :1] / best_penalty > worst).any(1)
+        goes_on = beams.improvable.any() & ~ends.all()
+        if self.stops_when_full:
+            goes_on &= ~beams.is_finished.all()
+        going &= goes_on
+
+
+def candidates(config: Any) -> int:
+    """How many continuations of an item are looked at: enough that as many as it has beams do not end."""
+    eos = config._eos_token_tensor
+    return max(2, 1 + (0 if eos is None else eos.shape[0])) * config.num_beams
+
+
+def not_on_device(config: Any, vocab: int, named_vocab: int, length: int, limit: int) -> Iterator[str]:
+    """Why transformers' beam search has to run on the host: mostly, to raise what it raises."""
+    penalty, eos, pad = config.length_penalty, config._eos_token_tensor, config._pad_token_tensor
+    if config.low_memory:
+        yield "low_memory is refused by beam search"
+    if eos is not None and not eos.shape[0] and (pad is None or pad == 0):
+        yield "no token ends sequences and none fills them up"
+    if vocab != named_vocab:
+        yield f"the logits are of {vocab} tokens, the model's config says {named_vocab}"
+    if candidates(config) > config.num_beams * vocab:
+        yield f"there are fewer than {candidates(config)} continuations of an item"
+    if config.max_length <= length:
+        yield f"max_length, {config.max_length}, is not beyond the prompt"
+    elif not isinstance(penalty, int | float):
+        yield f"length_penalty is a {type(penalty).__name__}"
+    elif not abs(penalty) * (max(limit, config.max_length) - length).bit_length() < 62:
+        yield f"length_penalty {penalty} makes numbers that are out of range"
+
+
+def fill_of(config: Any) -> Tensor:
+    """[]: the id that stands behind sequences which end early."""
+    pad, eos = config._pad_token_tensor, config._eos_token_tensor
+    if eos is None:
+        return torch.tensor(-1)
+    if pad is None or not eos.shape[0]:
+        return eos[0] if pad is None else pad
+    return torch.where(pad != 0, pad, eos[0])
+
+
+def _penalties(config: Any, length: int, count: int) -> Tensor:
+    """[2, count] float32: what scores are divided by after so many tokens, and what the best still to come may be."""
+    penalty = config.length_penalty
+    lengths = torch.arange(count).tolist()
+    own = [float(max(1, generated) ** penalty) for generated in lengths]
+    best = own
+    if config.early_stopping == "never" and penalty > 0.0:
+        best = [float((config.max_length - length) ** penalty)] * count
+    return torch.tensor([own, best], dtype=torch.float64).float()
+
+
+def _beams_of(state: DecodeState) -> BeamState:
+    assert state.beams is not None
+    return state.beams
