@@ -9,20 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fuseopt import ops
 from fuseopt.generation.beam_state import BeamState
 from fuseopt.generation.device_processors import DeviceProcessor
 from fuseopt.generation.selection import Selection
 from fuseopt.generation.state import DecodeState
 
-# transformers' score of what is out of the running.
-_OUT = -1e9
-
 
 class BeamSelection(Selection):
     """Call: a DecodeState and logits [rows, vocab] -> nothing; writes `beams`, `tokens`, `ids` and flags, counts on.
 
-    Upstream: the loop of `GenerationMixin._beam_search` from the logits on, operation by operation, so that ties fall
-    as there. From the step on that ends the search nothing changes any more but counters.
+    Upstream: the loop of `GenerationMixin._beam_search` from the logits on, with ties that fall as there. From the step
+    on that ends the search nothing changes any more that is returned.
 
     Args:
         processors, eos, keep_logits, keep_scores: as for Selection.
@@ -74,67 +72,40 @@ class BeamSelection(Selection):
             scores = processor(state, scores)
         if self.keep_scores:
             state.scores.copy_(scores)
-        if advance:
-            state.counters += 1
         values, places = self._continuations(beams, scores)
-        parents, tokens = places // scores.shape[1], places % scores.shape[1]
-        ends = state.length + 1 >= self.limit
-        if self.eos is not None:
-            ends = ends | (tokens[..., None] == self.eos).any(-1)
-        self._choose(state, beams, values, parents, tokens, ends.expand_as(tokens))
-        state.length += 1
+        ops.decode_beams_(
+            values,
+            places,
+            beams.running_scores,
+            beams.scores,
+            beams.is_finished,
+            beams.lengths,
+            beams.improvable,
+            beams.ids,
+            beams.ancestry,
+            state.tokens,
+            state.going,
+            state.length,
+            beams.generated,
+            state.counters,
+            beams.arrived,
+            self.limit,
+            self.penalties,
+            self.eos,
+            vocabulary=scores.shape[1],
+            stops_when_full=self.stops_when_full,
+            advance=advance,
+            overlap=True,
+        )
 
     def _continuations(self, beams: BeamState, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Accumulated scores of an item's candidates, and where they stand, both [items, candidates]."""
+        if not self.do_sample:
+            return ops.beam_candidates(scores, beams.running_scores, self.candidates, overlap=True)
         accumulated = scores.unflatten(0, beams.shape) + beams.running_scores[:, :, None]
         accumulated = accumulated.flatten(1)
-        if not self.do_sample:
-            return torch.topk(accumulated, self.candidates)
         places = torch.multinomial(nn.functional.softmax(accumulated, dim=-1), num_samples=self.candidates)
         return torch.gather(accumulated, 1, places), places
-
-    def _choose(
-        self, state: DecodeState, beams: BeamState, values: Tensor, parents: Tensor, tokens: Tensor, ends: Tensor
-    ) -> None:
-        """From candidates [items, candidates] to the next step's beams, running and finished."""
-        count = beams.shape[1]
-        beams.generated += 1
-        penalty, best_penalty = self.penalties.index_select(1, beams.generated)
-        running_scores, running = torch.topk(values + ends.float() * _OUT, count)
-
-        # Candidates behind the first `count` are there to run on only.
-        finish = torch.cat((ends[:, :count], torch.zeros_like(ends[:, count:])), dim=1)
-        values = values / penalty
-        if self.stops_when_full:
-            values = values + beams.is_finished.all(1, keepdim=True).float() * _OUT
-        values = values + (~beams.improvable[:, None]).float() * _OUT + (~finish).float() * _OUT
-        scores, kept = torch.topk(torch.cat((beams.scores, values), dim=1), count)
-
-        # Both choose among the finished beams and the candidates; the first kind needs no token.
-        own = beams.own_place
-        chosen = torch.cat((running + count, kept), dim=1)
-        places = torch.cat((own[1], own[0, :, :1] + parents), dim=1).gather(1, chosen)
-        next_tokens = F.pad(tokens, (count, 0)).gather(1, chosen).unflatten(1, (2, count)).transpose(0, 1).flatten()
-        lengths = torch.cat((beams.lengths, beams.generated.expand_as(tokens)), dim=1).gather(1, kept)
-        beams.is_finished.copy_(torch.cat((beams.is_finished, finish), dim=1).gather(1, kept))
-
-        going = state.going
-        places = torch.where(going, places.unflatten(1, (2, count)).transpose(0, 1), own).flatten()
-        torch.where(going, scores, beams.scores, out=beams.scores)
-        torch.where(going, lengths, beams.lengths, out=beams.lengths)
-        beams.running_scores.copy_(running_scores)
-        beams.follow(places, state.slot)
-        ids = beams.ids.flatten(0, 1)
-        ids.copy_(ids.index_select(0, places))
-        ids.index_copy_(1, state.length, next_tokens[:, None])
-        state.tokens.copy_(next_tokens[: state.sizes.rows])
-
-        worst = torch.where(beams.is_finished, scores.amin(1, keepdim=True), _OUT)
-        beams.improvable &= (running_scores[:, :1] / best_penalty > worst).any(1)
-        goes_on = beams.improvable.any() & ~ends.all()
-        if self.stops_when_full:
-            goes_on &= ~beams.is_finished.all()
-        going &= goes_on
 
 
 def candidates(config: Any) -> int:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fuseopt.ops.decode_beams import follow
+
 
 class BestBeams(NamedTuple):
     """`sequences` [rows, length] and `beam_indices` [rows, generated] int32 as transformers returns them; `scores`."""
@@ -24,7 +26,7 @@ class BeamState:
     which one that was, so that beams go on from one another by a gather of this table. The finished ones have
     `lengths`, in tokens generated, `scores` and, where they have been filled, `is_finished`, the running ones
     `running_scores`, all [items, beams]; `improvable` [items] says whether a running beam may still get in, and
-    `generated` [1] how many steps there have been.
+    `generated` [1] how many steps there have been. `arrived` [2] is for `ops.decode_beams_`.
     """
 
     def __init__(self, items: int, beams: int, capacity: int, device: torch.device) -> None:
@@ -35,15 +37,14 @@ class BeamState:
 
         self.ids = zeros(2, rows, capacity + 1)
         self.ancestry = zeros(2, rows, capacity, dtype=torch.int32)
-        self.own_row = torch.arange(rows, dtype=torch.int32, device=device).repeat(2)[:, None].clone()
-        self.own_place = torch.arange(2 * rows, device=device).unflatten(0, (2, items, beams))
-        self.slots = torch.arange(capacity, device=device)
+        self.own_row = torch.arange(rows, dtype=torch.int32, device=device)
         self.running_scores = zeros(items, beams, dtype=torch.float32)
         self.scores = zeros(items, beams, dtype=torch.float32)
         self.is_finished = zeros(items, beams, dtype=torch.bool)
         self.lengths = zeros(items, beams)
         self.improvable = zeros(items, dtype=torch.bool)
         self.generated = zeros(1)
+        self.arrived = zeros(2, dtype=torch.int32)
 
     @property
     def bytes(self) -> int:
@@ -51,7 +52,7 @@ class BeamState:
 
     def forget_ancestors(self) -> None:
         """Every row is its own ancestor, as it is where a prompt has been read."""
-        self.ancestry.copy_(self.own_row.unflatten(0, (2, -1)))
+        self.ancestry.copy_(self.own_row[:, None])
 
     def begin(self, input_ids: Tensor) -> None:
         """From prompts [rows, length] on: the first beam of each item runs, and nothing is finished."""
@@ -65,16 +66,9 @@ class BeamState:
         self.improvable.fill_(True)
         self.generated.zero_()
 
-    def follow(self, places: Tensor, slot: Tensor) -> None:
-        """Lets rows go on from others, with all that these have in the slots before `slot` [1].
-
-        Args:
-            places: [rows], or [2 * rows] with the finished beams, among the flattened [2, rows].
-        """
-        ancestry = self.ancestry.flatten(0, 1)
-        inherited = ancestry.index_select(0, places)
-        count = places.shape[0]
-        torch.where(self.slots < slot, inherited, self.own_row[:count], out=ancestry[:count])
+    def follow(self, rows: Tensor, slot: Tensor) -> None:
+        """Lets running beams go on from those at `rows` [rows], with all that these have before `slot` [1]."""
+        follow(self.ancestry, rows, slot)
 
     def best(self, count: int, length: int, filled: int, fill: Tensor) -> BestBeams:
         """The best `count` sequences of each item.
@@ -84,7 +78,7 @@ class BeamState:
             filled: slots of the cache that were filled by the prompts.
             fill: [], stands behind sequences that are shorter than others.
         """
-        rows = self.own_place[0, :, :count].flatten()
+        rows = self.own_row.unflatten(0, self.shape)[:, :count].flatten()
         lengths = self.lengths[:, :count].flatten()[:, None]
         longest = int(lengths.max())
         is_behind = torch.arange(longest, device=lengths.device) >= lengths

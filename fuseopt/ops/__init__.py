@@ -2,7 +2,9 @@
 
 from fuseopt.ops.add_layer_norm import add_layer_norm
 from fuseopt.ops.add_rms_norm import add_rms_norm
+from fuseopt.ops.beam_candidates import beam_candidates
 from fuseopt.ops.decode_attention import decode_attention, decode_attention_
+from fuseopt.ops.decode_beams import decode_beams_
 from fuseopt.ops.decode_embedding import decode_embedding
 from fuseopt.ops.decode_linear import decode_linear
 from fuseopt.ops.decode_select import decode_select_
@@ -17,8 +19,10 @@ from fuseopt.ops.softmax import softmax
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "beam_candidates",
     "decode_attention",
     "decode_attention_",
+    "decode_beams_",
     "decode_embedding",
     "decode_linear",
     "decode_select_",

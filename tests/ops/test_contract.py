@@ -57,7 +57,7 @@ def total(output: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 def rounding(*dtypes: torch.dtype) -> float:
     """What rounding to the lowest of `dtypes` may cost; in float64 the judge is no better than the judged."""
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    eps = max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0 for dtype in dtypes)
     return 32 * eps if eps == torch.finfo(torch.float64).eps else 4 * eps
 
 

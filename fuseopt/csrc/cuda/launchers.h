@@ -182,7 +182,66 @@ struct DecodeSelect {
   bool overlap;      // may start before the kernel ahead on the stream has ended
 };
 
+// The `count` best of the continuations of each item's beams.
+struct BeamCandidates {
+  static constexpr int kMaxCount = 32;  // a warp sorts them
+  const float* scores;                  // [items * beams, vocabulary]
+  int64_t row_stride;
+  int64_t column_stride;
+  int64_t vocabulary;
+  const float* running_scores;  // [items, beams]
+  int64_t items;
+  int64_t beams;
+  int count;
+  unsigned* chunk_keys;  // [items * beams * chunks of a row, count], written before it is read
+  int* chunk_tokens;     // likewise
+  float* values;         // [items, count]
+  int64_t* places;       // [items, count]
+  bool overlap;          // may start before the kernel ahead on the stream has ended
+};
+
+// The end of a beam search step. Tensors of `items` x `beams` rows, of which `ids` and `ancestry` have two.
+struct DecodeBeams {
+  static constexpr int kMaxCandidates = 32;  // a warp sorts them
+  const float* values;                       // [items, candidates]
+  const int64_t* places;                     // [items, candidates], in beams x vocabulary
+  int64_t items;
+  int64_t beams;
+  int candidates;  // twice the beams, or more
+  int64_t vocabulary;
+  float* running_scores;
+  float* scores;
+  bool* is_finished;
+  int64_t* lengths;
+  bool* improvable;  // [items]
+  int64_t* ids;
+  int64_t ids_columns;
+  int32_t* ancestry;
+  int64_t capacity;  // columns of `ancestry`
+  int64_t* tokens;
+  bool* going;
+  int64_t* length;
+  int64_t* generated;
+  int64_t* counters;  // [1 + rows]
+  int* arrived;       // [2], zeros when it starts and when it ends
+  const int64_t* limit;
+  const float* penalties;
+  const float* best_penalties;
+  const int64_t* eos;
+  int64_t eos_count;
+  bool stops_when_full;
+  bool advance;
+  bool overlap;  // may start before the kernel ahead on the stream has ended
+};
+
 extern "C" {
+
+cudaError_t fuseopt_decode_beams(DecodeBeams beams, cudaStream_t stream);
+
+// How many chunks of a row each give their best.
+int64_t fuseopt_beam_candidates_chunks(int64_t vocabulary);
+
+cudaError_t fuseopt_beam_candidates(BeamCandidates candidates, cudaStream_t stream);
 
 cudaError_t fuseopt_decode_embedding(DecodeEmbedding embedding, cudaStream_t stream);
 

@@ -1,0 +1,110 @@
+"""The likeliest continuations of each item's beams: the running scores added, the best of all beams' vocabularies.
+
+Upstream: `_get_top_k_continuations` of transformers' `GenerationMixin`, up to the candidates and where they stand.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fuseopt.ops import registry
+from fuseopt.ops.library import define
+
+# A warp sorts the candidates of an item.
+MAX_COUNT = 32
+
+
+def _fake(scores: Tensor, running_scores: Tensor, count: int, overlap: bool) -> tuple[Tensor, Tensor]:
+    values = running_scores.new_empty((running_scores.shape[0], count))
+    return values, values.new_empty(values.shape, dtype=torch.int64)
+
+
+RAW = define(
+    "beam_candidates(Tensor scores, Tensor running_scores, int count, bool overlap) -> (Tensor, Tensor)",
+    _fake,
+)
+
+
+def _reference(scores: Tensor, running_scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    accumulated = scores.unflatten(0, running_scores.shape) + running_scores[:, :, None]
+    return torch.topk(accumulated.flatten(1), count)
+
+
+def _check(scores: Tensor, running_scores: Tensor, count: int) -> None:
+    if running_scores.dim() != 2 or scores.dim() != 2 or scores.shape[0] != running_scores.numel():
+        raise ValueError(
+            "running_scores must be [items, beams] and scores [items * beams, vocabulary], not"
+            f" {tuple(running_scores.shape)} and {tuple(scores.shape)}"
+        )
+    continuations = running_scores.shape[1] * scores.shape[1]
+    if not 0 < count <= continuations:
+        raise ValueError(f"count must be between 1 and the {continuations} continuations of an item, not {count}")
+
+
+def beam_candidates_reference(
+    scores: Tensor, running_scores: Tensor, count: int, *, overlap: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`beam_candidates` in plain PyTorch."""
+    _check(scores, running_scores, count)
+    return _reference(scores.float(), running_scores.float(), count)
+
+
+def beam_candidates(
+    scores: Tensor, running_scores: Tensor, count: int, *, overlap: bool = False, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """`torch.topk` of each item's `scores + running_scores` over its beams and the vocabulary, in float32.
+
+    Args:
+        scores: [items * beams, V], log-probabilities, any strides; float32, or what is converted to it.
+        running_scores: [items, beams], what the beams have gathered up to now.
+        count: how many; "auto" takes the reference above 32.
+        overlap: launch the CUDA kernels programmatically dependent on their predecessors on the stream.
+        backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
+            transforms, need the reference, which "auto" then takes.
+
+    Returns:
+        Values [items, count] float32, from the highest down, and places [items, count] int64 in beams x V. NaN counts
+        as the highest. Where scores are equal, those are taken, and in that order, that torch.topk takes on the device.
+
+    Raises:
+        ValueError: shapes that do not fit together, or more continuations than there are.
+        BackendError: the backend named cannot run here; the message says why.
+    """
+    _check(scores, running_scores, count)
+    if backend == "auto" and count > MAX_COUNT:
+        backend = "reference"
+    dtypes = (scores.dtype, running_scores.dtype)
+    chosen = registry.pick_without_gradient("beam_candidates", backend, dtypes, scores, running_scores)
+    if chosen == "reference":
+        return _reference(scores.float(), running_scores.float(), count)
+    return RAW[chosen](scores.float(), running_scores.float(), count, overlap)
+
+
+def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    for items, beams, vocabulary, count in ((2, 3, 11, 6), (1, 1, 5, 5), (3, 4, 1030, 12), (0, 2, 5, 4)):
+        scores = torch.randn(items * beams, vocabulary, device=device, dtype=dtype)
+        yield registry.SampleInput((scores, torch.randn(items, beams, device=device, dtype=dtype), count))
+
+
+def bench_input(
+    device: torch.device, dtype: torch.dtype, items: int, beams: int, vocabulary: int
+) -> registry.SampleInput:
+    scores = torch.randn(items * beams, vocabulary, device=device, dtype=dtype)
+    return registry.SampleInput((scores, torch.randn(items, beams, device=device, dtype=dtype), 2 * beams))
+
+
+def _two_operations(scores: Tensor, running_scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    return _reference(scores.float(), running_scores.float(), count)
+
+
+registry.register(
+    registry.Op(
+        name="beam_candidates",
+        function=beam_candidates,
+        reference=beam_candidates_reference,
+        sample_inputs=sample_inputs,
+        backends=(registry.CUDA, registry.REFERENCE),
+        benchmarks=(registry.Benchmark(bench_input, shapes=("32x4x32128", "8x4x50257"), eager=_two_operations),),
+    )
+)
