@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, EncoderDecoderCache
 
@@ -18,6 +18,7 @@ from tests.generation.test_generate import (
     GENERATION,
     ON_DEVICE,
     SAMPLING,
+    VOCAB,
     assert_same,
     calls_of,
     compare,
@@ -27,6 +28,8 @@ from tests.generation.test_generate import (
     token,
 )
 
+# Of random lengths some do not go together.
+pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 BEAMS = {
     "length_penalty": st.one_of(st.floats(-2.0, 3.0), st.integers(-2, 3)),
     "early_stopping": st.sampled_from([True, False, "never"]),
@@ -60,12 +63,26 @@ def beam_calls(draw):
     return kwargs | {name: draw((ON_DEVICE | SAMPLING)[name]) for name in names}
 
 
+def topk_of_clear_choices(scores, k, *args, topk=torch.topk, **kwargs):
+    """torch.topk; rejects an example where a beam search has candidates so near, yet not equal, that rounding orders
+    them, in transformers' own search too."""
+    if scores.shape[-1] != VOCAB:  # as wide are only those of `top_k`, whose order is no matter
+        best = topk(scores, min(k + 1, scores.shape[-1])).values
+        gaps, is_candidate = best[..., :-1] - best[..., 1:], best[..., 1:] > -1e8  # what is none is marked by -1e9
+        assume(not (is_candidate & (gaps > 0) & (gaps <= 1e-5 * best[..., 1:].abs().clamp(min=1))).any())
+    return topk(scores, k, *args, **kwargs)
+
+
+only_clear_choices = mock.patch.object(torch, "topk", topk_of_clear_choices)
+
+
 @settings(sweep, max_examples=60)
 @given(st.data())
 def test_random_beam_searches(model, data):
     kwargs = data.draw(beam_calls())
     inputs = prompt(model, data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)), data.draw(st.integers(0, 99)))
-    compare(model, inputs, Tier.DEVICE_LOOP, **kwargs)
+    with only_clear_choices:
+        compare(model, inputs, Tier.DEVICE_LOOP, **kwargs)
 
 
 @settings(sweep, max_examples=10)
@@ -73,7 +90,8 @@ def test_random_beam_searches(model, data):
 def test_beams_kept_by_transformers_on_the_fast_forward(model, data):
     kwargs = data.draw(beam_calls()) | {"max_time": 1e6}
     inputs = prompt(model, data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)), data.draw(st.integers(0, 99)))
-    compare(model, inputs, Tier.FAST_FORWARD, **kwargs)
+    with only_clear_choices:
+        compare(model, inputs, Tier.FAST_FORWARD, **kwargs)
 
 
 @settings(sweep, max_examples=20)
@@ -86,7 +104,8 @@ def test_ties_fall_as_in_transformers(model, share, data):
     with torch.no_grad():
         weight[: int(share * len(weight))] = 0.0
     inputs = prompt(model, data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)), data.draw(st.integers(0, 99)))
-    compare(model, inputs, Tier.DEVICE_LOOP, **kwargs)
+    with only_clear_choices:
+        compare(model, inputs, Tier.DEVICE_LOOP, **kwargs)
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
