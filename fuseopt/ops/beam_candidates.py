@@ -83,8 +83,13 @@ def beam_candidates(
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
     for items, beams, vocabulary, count in ((2, 3, 11, 6), (1, 1, 5, 5), (3, 4, 1030, 12), (0, 2, 5, 4)):
-        scores = torch.randn(items * beams, vocabulary, device=device, dtype=dtype)
-        yield registry.SampleInput((scores, torch.randn(items, beams, device=device, dtype=dtype), count))
+        # The best differ in any dtype, for each device takes equal ones in an order of its own.
+        rows = torch.arange(items * beams, device=device)[:, None]
+        best = torch.arange(min(count, vocabulary), device=device) + rows % beams / 8
+        scores = -20 - torch.rand(items * beams, vocabulary, device=device)
+        scores.scatter_(1, torch.rand_like(scores).argsort(1)[:, : best.shape[1]], best)
+        running_scores = (-torch.arange(beams, device=device) / 32).repeat(items, 1)
+        yield registry.SampleInput((scores.to(dtype), running_scores.to(dtype), count))
 
 
 def bench_input(
