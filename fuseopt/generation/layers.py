@@ -70,7 +70,8 @@ def embedded(
 ) -> Tensor:
     """[tokens] int64 -> [tokens, hidden]: their embeddings, and those of their positions added."""
     if has_kernel("decode_embedding", weight):
-        return ops.decode_embedding(tokens, weight, positions, position_weight, overlap=True)
+        # Without overlap: attention reads what earlier steps wrote before it waits, so steps must not overlap.
+        return ops.decode_embedding(tokens, weight, positions, position_weight)
     embeddings = F.embedding(tokens, weight)
     if positions is None or position_weight is None:
         return embeddings

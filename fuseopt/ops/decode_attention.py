@@ -175,7 +175,9 @@ def decode_attention(
         bias: [heads, distances], added to the score of the key that lies `distance` places before the last, or None;
             past its end its last column counts.
         scale: multiplies the scores before `bias` is added.
-        overlap: launch the CUDA kernel programmatically dependent on its predecessor on the stream.
+        overlap: launch the CUDA kernel programmatically dependent on its predecessor on the stream. Caches, lengths,
+            starts and mask are then read while kernels ahead still run: what writes these must have ended before a
+            kernel that was launched without overlap started.
         backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
 
@@ -219,10 +221,11 @@ def decode_attention_(
         key_cache, value_cache: [rows, heads, capacity, head_dim], contiguous. Written to.
         positions: [rows] or one element, int32 or int64, below `capacity`. The CUDA kernel writes nothing for a
             position outside the cache; the row's result is then of no use.
-        starts, mask, bias, scale, overlap, backend: as in `decode_attention`, with `lengths` = `positions` + 1.
+        starts, mask, bias, scale, backend: as in `decode_attention`, with `lengths` = `positions` + 1.
         ancestry: [rows, capacity], int32: the row of the caches in which a row's key and value for a place lie, or None
             for its own. So beams change places without their caches being copied. A row writes into its own row, and
-            finds its new key there: entries from `positions` on are not looked at.
+            finds its new key there: entries from `positions` on, which must be one for all rows, are not looked at.
+        overlap: as in `decode_attention`, of places before `positions`, and of `ancestry` too.
 
     Returns:
         [rows, heads * head_dim], contiguous, `query`'s dtype.
@@ -245,6 +248,8 @@ def decode_attention_(
         check_shape("ancestry", ancestry, torch.Size((query.shape[0], key_cache.shape[2])))
         if ancestry.dtype != torch.int32:
             raise TypeError(f"ancestry must be int32, not {ancestry.dtype}")
+        if positions.numel() != 1:
+            raise ValueError(f"positions must have one element where there is an ancestry, not {positions.numel()}")
     chosen = registry.pick_without_gradient(
         "decode_attention", backend, (query.dtype,), query, key, value, key_cache, value_cache, bias
     )

@@ -140,16 +140,19 @@ def test_only_a_contiguous_cache_with_a_row_each_is_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ancestry", "exception", "message"),
+    ("ancestry", "positions", "exception", "message"),
     [
-        (torch.zeros(2, 4, dtype=torch.int64), TypeError, "ancestry must be int32"),
-        (torch.zeros(2, 3, dtype=torch.int32), ValueError, "ancestry must have shape"),
+        (torch.zeros(2, 4, dtype=torch.int64), [0], TypeError, "ancestry must be int32"),
+        (torch.zeros(2, 3, dtype=torch.int32), [0], ValueError, "ancestry must have shape"),
+        (torch.zeros(2, 4, dtype=torch.int32), [0, 1], ValueError, "positions must have one element"),
     ],
 )
-def test_wrong_ancestry_changes_nothing(ancestry: Tensor, exception: type[Exception], message: str) -> None:
+def test_wrong_ancestry_changes_nothing(
+    ancestry: Tensor, positions: list[int], exception: type[Exception], message: str
+) -> None:
     token, cache = torch.ones(2, 1, 8), torch.zeros(2, 1, 4, 8)
     with pytest.raises(exception, match=message):
-        decode_attention_(token, token, token, cache, cache, torch.tensor([0]), ancestry=ancestry)
+        decode_attention_(token, token, token, cache, cache, torch.tensor(positions), ancestry=ancestry)
     assert cache.count_nonzero() == 0
 
 
@@ -164,7 +167,7 @@ def test_the_kernel_refuses_gradients() -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     batch=st.integers(1, 8),
-    beams=st.integers(1, 3),
+    beams=st.integers(1, 10),
     heads=st.integers(1, 25),
     head_dim=st.one_of(st.sampled_from([32, 64, 80, 96, 128]), st.integers(1, 256)),
     capacity=st.one_of(st.integers(1, 1031), st.integers(1, 40)),
@@ -206,6 +209,16 @@ def test_kernel_against_float64(
     }
     exact = {name: to_float64(value) if isinstance(value, Tensor) else value for name, value in options.items()}
 
+    def unwritten(cache: Tensor, lengths: Tensor) -> Tensor:
+        """Places that are not attended to hold what must not be read."""
+        places = torch.arange(capacity, device="cuda")
+        attended = places < lengths.unsqueeze(1)
+        if options["starts"] is not None:
+            attended = attended & (places >= options["starts"].unsqueeze(1))
+        if options["mask"] is not None:
+            attended = attended & options["mask"]
+        return cache.masked_fill(~attended[:, None, :, None], torch.nan)
+
     def assert_accurate(output: Tensor, query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
         plain = decode_attention_reference(query, keys, values, lengths, **options)
         judge = decode_attention_reference(*map(to_float64, (query, keys, values)), lengths, **exact)
@@ -213,26 +226,30 @@ def test_kernel_against_float64(
         assert error([output], [judge]) <= 2 * error([plain], [judge]) + slack * torch.finfo(dtype).eps
 
     query, lengths = make(batch * beams, heads, head_dim), integers(capacity, batch)
-    output = decode_attention(query, key_cache, value_cache, lengths, **options, backend="cuda")
-    assert_accurate(output, query, key_cache, value_cache, lengths)
-    overlapping = decode_attention(query, key_cache, value_cache, lengths, **options, overlap=True, backend="cuda")
+    keys, values = unwritten(key_cache, lengths), unwritten(value_cache, lengths)
+    output = decode_attention(query, keys, values, lengths, **options, backend="cuda")
+    assert_accurate(output, query, keys, values, lengths)
+    overlapping = decode_attention(query, keys, values, lengths, **options, overlap=True, backend="cuda")
     assert torch.equal(output, overlapping)
 
     query, key, value = make(batch, 3, heads, head_dim).unbind(1)
-    positions = integers(capacity - 1, batch)
+    positions = integers(capacity - 1, 1 if related else batch)
+    ancestry = integers(batch - 1, batch * capacity).view(batch, capacity).int() if related else None
+    if ancestry is None:
+        key_cache, value_cache = unwritten(key_cache, positions), unwritten(value_cache, positions)
     rows = torch.arange(batch, device="cuda")
     expected_keys = key_cache.index_put((rows[:, None], torch.arange(heads, device="cuda"), positions[:, None]), key)
     expected_values = value_cache.index_put(
         (rows[:, None], torch.arange(heads, device="cuda"), positions[:, None]), value
     )
-    ancestry = integers(batch - 1, batch * capacity).view(batch, capacity).int() if related else None
     output = decode_attention_(
         query, key, value, key_cache, value_cache, positions, ancestry=ancestry, **options, overlap=True, backend="cuda"
     )
-    assert torch.equal(key_cache, expected_keys) and torch.equal(value_cache, expected_values)
+    for cache, expected in ((key_cache, expected_keys), (value_cache, expected_values)):
+        torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
     if ancestry is not None:
         places = torch.arange(capacity, device="cuda")
-        sources = torch.where(places < positions[:, None], ancestry.long(), rows[:, None])
+        sources = torch.where(places < positions, ancestry.long(), rows[:, None])
         key_cache, value_cache = (cache[sources, :, places].transpose(1, 2) for cache in (key_cache, value_cache))
     assert_accurate(output, query, key_cache, value_cache, positions + 1)
 

@@ -1,6 +1,7 @@
 // Clusters of blocks: a barrier over them, and stores into one another's shared memory. Before sm_90 a block is alone.
 #pragma once
 
+#include <cstdint>
 #include <type_traits>
 
 namespace fuseopt {
@@ -8,6 +9,13 @@ namespace fuseopt {
 __device__ inline void arrive_at_cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+// Without the release: nothing that was stored before can be relied on.
+__device__ inline void arrive_relaxed_at_cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 
@@ -36,5 +44,86 @@ __device__ inline void store_to_block(Value* own, int rank, Value value) {
   *own = value;
 #endif
 }
+
+// This block's place in its cluster, how many blocks that has, and the cluster's place in x.
+__device__ inline unsigned rank_in_cluster() {
+  unsigned rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+
+__device__ inline unsigned blocks_in_cluster() {
+  unsigned blocks = 1;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+#endif
+  return blocks;
+}
+
+__device__ inline unsigned cluster_index() {
+  unsigned index = blockIdx.x;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+#endif
+  return index;
+}
+
+// Lies in the shared memory of a block that other blocks of its cluster store into, and knows when all has arrived: no
+// barrier over the cluster is needed then, whose release waits for memory as a whole. A block that stores must know
+// that this one has opened.
+class Mailbox {
+ public:
+  // By one thread.
+  __device__ void open(unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address()) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+  }
+
+  // Stores to where `own` lies in the shared memory of block 0, whose mailbox lies where this one does.
+  __device__ void send(float4* own, float4 values) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                     in_first_block(static_cast<unsigned>(__cvta_generic_to_shared(own)))),
+                 "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w), "r"(in_first_block(address()))
+                 : "memory");
+#endif
+  }
+
+  // Returns when all bytes have arrived.
+  __device__ void wait() {
+#if __CUDA_ARCH__ >= 900
+    unsigned done = 0;
+    while (done == 0) {
+      asm volatile(
+          "{\n"
+          ".reg .pred done;\n"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], 0;\n"
+          "selp.u32 %0, 1, 0, done;\n"
+          "}\n"
+          : "=r"(done)
+          : "r"(address())
+          : "memory");
+    }
+#endif
+  }
+
+ private:
+  __device__ unsigned address() const { return static_cast<unsigned>(__cvta_generic_to_shared(&state_)); }
+
+#if __CUDA_ARCH__ >= 900
+  __device__ static unsigned in_first_block(unsigned address) {
+    unsigned remote;
+    asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(remote) : "r"(address));
+    return remote;
+  }
+#endif
+
+  uint64_t state_;
+};
 
 }  // namespace fuseopt

@@ -1,12 +1,11 @@
-// Attention of one query a row over a static cache whose filled length is on the device.
+// Attention of one query a row over a static cache whose filled length is on the device: in plain multiply-adds, for
+// any dtype, head size and alignment, and the choice between this kernel and the one of the tensor cores.
 //
 // A (row, head) has up to 8 blocks, which share out its places evenly whatever the length. A key takes a group of lanes,
 // 8 dimensions a lane; every group runs the online softmax over places of its own. What the groups of a warp found is
 // merged by shuffles; the warps of all blocks leave theirs in the shared memory of the first block, which merges them
 // in a fixed order. The blocks are one cluster, so no memory and no counters are needed.
-#include "cluster.cuh"
-#include "dependent_launch.cuh"
-#include "math.cuh"
+#include "decode_attention_mma.cuh"
 #include "vector.cuh"
 
 namespace fuseopt {
@@ -298,6 +297,10 @@ cudaError_t launch_as(const DecodeAttention& attention, cudaStream_t stream) {
   for (const auto& heads : {attention.query, attention.key, attention.value}) {
     split.aligned &= heads.row_stride * sizeof(T) % kAccessBytes == 0;
     split.aligned &= heads.head_stride * sizeof(T) % kAccessBytes == 0;
+  }
+  if constexpr (sizeof(T) == 2) {
+    cudaError_t error = cudaSuccess;
+    if (split.aligned && launch_decode_attention_mma<T>(attention, stream, error)) return error;
   }
   const LaunchShape shape{static_cast<unsigned>(attention.rows * attention.heads) * split.splits, kThreads,
                           split.splits * kWarps * (2 + attention.head_dim) * sizeof(AccFor<T>),

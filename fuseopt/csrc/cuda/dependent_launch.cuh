@@ -56,8 +56,8 @@ struct LaunchShape {
   unsigned blocks;
   unsigned threads;
   size_t shared_bytes;
-  unsigned cluster_blocks;  // 1: no clusters
-  unsigned blocks_y = 1;
+  unsigned cluster_blocks;  // neighbours in x; 1: no clusters
+  unsigned blocks_y = 1, blocks_z = 1;
 };
 
 // Launches kernel(argument); `overlap`: before its predecessor on the stream has ended.
@@ -77,7 +77,7 @@ cudaError_t launch_dependent(void (*kernel)(Argument), const Argument& argument,
   }
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(shape.blocks, shape.blocks_y);
+  config.gridDim = dim3(shape.blocks, shape.blocks_y, shape.blocks_z);
   config.blockDim = dim3(shape.threads);
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;

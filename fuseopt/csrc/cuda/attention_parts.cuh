@@ -1,0 +1,118 @@
+// The merge of attention over parts of the keys, each part with the softmax of its own.
+#pragma once
+
+#include "cluster.cuh"
+#include "math.cuh"
+#include "row_team.cuh"
+
+namespace fuseopt {
+
+// What each warp of a block, or of a cluster of blocks, has found for each query: the largest score (in powers of two),
+// the sum of exponentials, and the values weighted by these. It lies with the first block, which merges it.
+class Parts {
+ public:
+  static constexpr int kWidth = 8;  // dimensions that a lane hands over
+
+  // `dims` is a multiple of kWidth.
+  static size_t bytes_of_part(size_t queries, size_t dims) { return queries * (dims * sizeof(float) + sizeof(Stats)); }
+  static size_t bytes(size_t parts, size_t queries, size_t dims) {
+    return sizeof(Header) + parts * bytes_of_part(queries, dims);
+  }
+
+  __device__ Parts(void* shared, int queries, int dims)
+      : header_(*static_cast<Header*>(shared)),
+        blocks_(blocks_in_cluster()),
+        rank_(rank_in_cluster()),
+        count_(blocks_ * (blockDim.x / kWarpSize)),
+        own_(rank_ * (blockDim.x / kWarpSize) + threadIdx.x / kWarpSize),
+        queries_(queries),
+        dims_(dims),
+        values_(reinterpret_cast<float*>(&header_ + 1)),
+        stats_(reinterpret_cast<Stats*>(values_ + count_ * queries * dims)) {
+    if (blocks_ == 1) return;
+    if (rank_ == 0 && threadIdx.x == 0) {
+      const int others = (count_ - blockDim.x / kWarpSize) * queries;
+      header_.mailbox.open(others * (dims * sizeof(float) + sizeof(Stats)));
+    }
+    arrive_relaxed_at_cluster_barrier();
+  }
+
+  // How many there are, and which is the calling warp's.
+  __device__ int count() const { return count_; }
+  __device__ int own() const { return own_; }
+
+  // To be called once before anything is left.
+  __device__ void await_first_block() {
+    if (blocks_ > 1) wait_at_cluster_barrier();
+  }
+
+  __device__ void leave_values(int query, int dim, const float (&values)[kWidth]) {
+    leave(values_ + (own_ * queries_ + query) * dims_ + dim, values);
+  }
+
+  __device__ void leave_stats(int query, float largest, float sum) {
+    const float stats[] = {largest, sum, 0, 0};
+    leave(&stats_[own_ * queries_ + query].largest, stats);
+  }
+
+  // True in the first block, where all is there then.
+  __device__ bool gather() {
+    if (rank_ != 0) return false;
+    __syncthreads();
+    if (blocks_ > 1) header_.mailbox.wait();
+    return true;
+  }
+
+  // A dimension of a query's attention over all that the first `filled` warps saw; 0 where that is nothing.
+  __device__ float merged(int query, int dim, int filled) const {
+    const int rounded = (filled + 3) / 4 * 4;  // there are 4 warps at least
+    float largest = -INFINITY;
+#pragma unroll 1
+    for (int part = 0; part < rounded; part += 4) {
+#pragma unroll
+      for (int p = 0; p < 4; ++p) largest = fmaxf(largest, stats_[(part + p) * queries_ + query].largest);
+    }
+    const float origin = largest == -INFINITY ? 0.0f : largest;
+    float total = 0, divisor = 0;
+#pragma unroll 1
+    for (int part = 0; part < rounded; part += 4) {
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        const int index = (part + p) * queries_ + query;
+        const float factor = exp2_approx(stats_[index].largest - origin);
+        divisor += factor * stats_[index].sum;
+        total += factor * values_[index * dims_ + dim];
+      }
+    }
+    return divisor == 0.0f ? 0.0f : __fdividef(total, divisor);
+  }
+
+ private:
+  struct alignas(16) Header {
+    Mailbox mailbox;
+  };
+  struct alignas(16) Stats {
+    float largest, sum, unused[2];
+  };
+
+  template <int kCount>
+  __device__ void leave(float* to, const float (&values)[kCount]) {
+    constexpr int kVectors = kCount * sizeof(float) / sizeof(float4);
+    const auto vectors = reinterpret_cast<const float4(&)[kVectors]>(values);
+    const auto slots = reinterpret_cast<float4*>(to);
+    if (rank_ == 0) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) slots[v] = vectors[v];
+    } else {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) header_.mailbox.send(slots + v, vectors[v]);
+    }
+  }
+
+  Header& header_;
+  const int blocks_, rank_, count_, own_, queries_, dims_;
+  float* const values_;
+  Stats* const stats_;
+};
+
+}  // namespace fuseopt
