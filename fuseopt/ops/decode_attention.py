@@ -291,6 +291,7 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
     )
     mask = torch.tensor([[True, False, True, True], [False, True, False, True]], device=device)
     yield registry.SampleInput((make(4, 1, 5), *caches(2, 1, 4, 5), integers(4).int()), {"mask": mask})
+    yield registry.SampleInput((make(6, 2, 64), *caches(2, 2, 37, 64), integers(37, 0)), {"bias": make(2, 9)})
     yield registry.SampleInput((make(0, 2, 8), *caches(0, 2, 4, 8), integers()))
 
 
