@@ -1,10 +1,29 @@
-// Clusters of blocks: a barrier over them, and stores into one another's shared memory. Before sm_90 a block is alone.
+// Clusters of blocks, in one dimension: a barrier over them, and stores into one another's shared memory. Before sm_90 a
+// block is alone.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 namespace fuseopt {
+
+// The rank of this block in its cluster.
+__device__ inline int cluster_rank() {
+  unsigned rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return static_cast<int>(rank);
+}
+
+// How many blocks a cluster has.
+__device__ inline int cluster_size() {
+  unsigned blocks = 1;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+#endif
+  return static_cast<int>(blocks);
+}
 
 __device__ inline void arrive_at_cluster_barrier() {
 #if __CUDA_ARCH__ >= 900

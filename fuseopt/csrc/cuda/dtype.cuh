@@ -13,6 +13,9 @@ struct TypeTag {
   using type = T;
 };
 
+// In the place of an element type: known only at run time. For what is read seldom or from a cache.
+struct AnyType {};
+
 template <typename T>
 constexpr int kDType = kFloat32;
 template <>

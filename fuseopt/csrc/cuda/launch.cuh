@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
+#include <type_traits>
 
 #include "row_team.cuh"
 
@@ -11,12 +11,15 @@ namespace fuseopt {
 
 constexpr int kMaxDevices = 64;
 
+template <int kValue>
+using IntTag = std::integral_constant<int, kValue>;
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Blocks for a grid-stride loop over rows of which a block of `threads` takes one, or one a warp.
+// Blocks for a grid-stride loop over rows.
 template <typename Shape>
 unsigned row_blocks(int64_t rows, int threads, int64_t most_blocks = INT32_MAX) {
-  return static_cast<unsigned>(std::min(ceil_div(rows, Shape::kWarpPerRow ? threads / kWarpSize : 1), most_blocks));
+  return static_cast<unsigned>(std::min(ceil_div(rows, Shape::rows_per_block(threads)), most_blocks));
 }
 
 inline int current_device() {
@@ -25,15 +28,41 @@ inline int current_device() {
   return device;
 }
 
+// A figure that may be written by several threads at once, each time the same; 0 until then. (<atomic> would take longer
+// to compile than many a kernel does.)
+class CachedCount {
+ public:
+  int get() const { return __atomic_load_n(&count_, __ATOMIC_RELAXED); }
+  void set(int count) { __atomic_store_n(&count_, count, __ATOMIC_RELAXED); }
+
+ private:
+  int count_ = 0;
+};
+
 inline int multiprocessor_count() {
-  static std::atomic<int> counts[kMaxDevices];
+  static CachedCount counts[kMaxDevices];
   const int device = current_device();
-  int count = counts[device % kMaxDevices].load(std::memory_order_relaxed);
+  int count = counts[device % kMaxDevices].get();
   if (count == 0) {
     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    counts[device % kMaxDevices].store(count, std::memory_order_relaxed);
+    counts[device % kMaxDevices].set(count);
   }
   return count;
+}
+
+// Whether each row may have a multiprocessor to itself. What counts then is what a thread does one after the other: a row
+// gets a block, and a thread one vector of it.
+inline bool are_few_rows(int64_t rows) { return rows <= multiprocessor_count(); }
+
+// Calls `launch(Shape, threads)` with the first of `Shapes` that holds a row of `columns` elements; false when none does.
+template <typename... Shapes, typename Launch>
+bool dispatch_shape(int64_t columns, Launch launch) {
+  const auto consider = [&](auto shape) {
+    if (columns == 0 || columns > shape.kMaxRow) return false;
+    launch(shape, shape.threads(columns));
+    return true;
+  };
+  return (consider(Shapes{}) || ...);
 }
 
 // How many blocks of one kernel fit on the whole device at once. Asked of the driver once a device and block size
@@ -43,19 +72,19 @@ class ResidentBlocks {
  public:
   template <typename Kernel>
   int operator()(Kernel kernel, int threads, size_t shared_bytes) {
-    std::atomic<int>& cached = blocks_[current_device() % kMaxDevices][threads / kWarpSize];
-    int blocks = cached.load(std::memory_order_relaxed);
+    CachedCount& cached = blocks_[current_device() % kMaxDevices][threads / kWarpSize];
+    int blocks = cached.get();
     if (blocks == 0) {
       int per_multiprocessor = 0;
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads, shared_bytes);
       blocks = std::max(1, per_multiprocessor) * multiprocessor_count();
-      cached.store(blocks, std::memory_order_relaxed);
+      cached.set(blocks);
     }
     return blocks;
   }
 
  private:
-  std::atomic<int> blocks_[kMaxDevices][kMaxWarps + 1] = {};
+  CachedCount blocks_[kMaxDevices][kMaxWarps + 1] = {};
 };
 
 }  // namespace fuseopt

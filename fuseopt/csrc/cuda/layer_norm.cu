@@ -5,14 +5,17 @@
 namespace fuseopt {
 namespace {
 
+// Of a row in a thread, where a block has the row: with more threads its two barriers cost more.
+constexpr int kBlockElements = kMostElements;
+
 template <typename T, typename R, typename W, typename Shape, int kWidth>
 __global__ void __launch_bounds__(Shape::kMaxThreads)
-    layer_norm_fwd_kernel(Stream<T, R> stream, const W* __restrict__ weight, const W* __restrict__ bias,
-                          TypedPointer output, float* __restrict__ mean, float* __restrict__ rstd, int64_t rows,
-                          int columns, float eps) {
+    layer_norm_fwd_kernel(Stream<T, R> stream, TypedPointer weight, TypedPointer bias, TypedPointer output,
+                          float* __restrict__ mean, float* __restrict__ rstd, int64_t rows, int columns,
+                          float inverse_columns, float eps) {
   constexpr int kVectors = Shape::kElements / kWidth;
   // Before the reductions that they wait for; but not where that takes registers from more rows in flight.
-  constexpr bool kEarly = kWidth > 1 && (Shape::kWarpPerRow || sizeof(T) == 4);
+  constexpr bool kEarly = kWidth > 1 && (Shape::kWithinWarp || sizeof(T) == 4 || kVectors == 1);
   RowTeam<Shape::kTeam> team;
   const int vectors_in_row = columns / kWidth;
   const int64_t row = team.index;
@@ -20,10 +23,12 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
 
   RowPart<T, kVectors, kWidth> x;
   stream.load(x, row * columns, team, vectors_in_row);
-  Vector<W, kWidth> scale[kVectors], shift[kVectors];
+  Columns<W, kWidth> scale[kVectors], shift[kVectors];
   const auto load_parameters = [&](int k) {
-    scale[k] = load_columns<kWidth>(weight, team.lane + k * team.size, vectors_in_row, 1.0f);
-    shift[k] = load_columns<kWidth>(bias, team.lane + k * team.size, vectors_in_row, 0.0f);
+    const int v = team.lane + k * team.size;
+    if (v >= vectors_in_row) return;
+    scale[k].load_or(weight, v * kWidth, 1.0f);
+    shift[k].load_or(bias, v * kWidth, 0.0f);
   };
   if constexpr (kEarly) {
 #pragma unroll
@@ -40,7 +45,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) distance += x.vectors[k][j] - origin;
   }
-  const float row_mean = origin + team.template reduce<Sum>(distance) / columns;
+  const float row_mean = origin + team.template reduce<Sum>(distance) * inverse_columns;
   float sum_of_squares = 0;
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
@@ -51,7 +56,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
       sum_of_squares += centred * centred;
     }
   }
-  const float row_rstd = rsqrtf(team.template reduce<Sum>(sum_of_squares) / columns + eps);
+  const float row_rstd = rsqrtf(team.template reduce<Sum>(sum_of_squares) * inverse_columns + eps);
   if (team.lane == 0) {
     mean[row] = row_mean;
     rstd[row] = row_rstd;
@@ -73,7 +78,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
 
 // Holds the kernel to as few registers as let kBwdThreadsPerProcessor threads be resident, where that spills next to none.
 template <typename T, typename Shape, int kWidth, bool kHasGradSum>
-constexpr int kBwdMinBlocks = sizeof(T) == 2 && kWidth > 1 && !kHasGradSum && !Shape::kWarpPerRow
+constexpr int kBwdMinBlocks = sizeof(T) == 2 && kWidth > 1 && !kHasGradSum && !Shape::kWithinWarp
                                   ? kBwdThreadsPerProcessor / kBwdMaxThreads<Shape>
                                   : 1;
 
@@ -216,25 +221,20 @@ extern "C" cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer r
   const bool float64 = any_has(kFloat64, {input, residual, weight, bias});
   const bool vectors = are_vectors(residual.data != nullptr ? sum.dtype : input.dtype, columns,
                                    {input, residual, weight, bias, output, sum});
-  const TypedPointer parameter = weight.data != nullptr ? weight : bias;
   bool launched = false;
-  if (!float64 && output.dtype != kFloat64 && fits_grid(rows) && have_dtype(parameter.dtype, {bias})) {
-    dispatch_stream_dtypes(input, residual, [&](auto tag, auto residual_tag, TypedPointer wide, TypedPointer narrow) {
-      using T = typename decltype(tag)::type;
-      using R = typename decltype(residual_tag)::type;
-      launched = dispatch_weight_dtype<T, R>(parameter, [&](auto weight_tag) {
-        using W = typename decltype(weight_tag)::type;
-        return dispatch_row<T, kFwdBlockElements, false>(
-            columns, vectors, [&](auto shape, auto width, int threads) {
-              using Shape = decltype(shape);
-              layer_norm_fwd_kernel<T, R, W, Shape, width><<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(
-                  {static_cast<const T*>(wide.data), static_cast<const R*>(narrow.data), static_cast<T*>(sum.data)},
-                  static_cast<const W*>(weight.data), static_cast<const W*>(bias.data), output,
+  if (!float64 && output.dtype != kFloat64 && fits_grid(rows)) {
+    launched = dispatch_fwd<kBlockElements, false>(
+        input, residual, {weight, bias}, rows, columns, vectors,
+        [&](auto types, auto shape, auto width, int threads, TypedPointer wide, TypedPointer narrow) {
+          using Types = decltype(types);
+          using T = typename Types::T;
+          using Shape = decltype(shape);
+          layer_norm_fwd_kernel<T, typename Types::R, typename Types::W, Shape, width>
+              <<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(
+                  {static_cast<const T*>(wide.data), narrow, static_cast<T*>(sum.data)}, weight, bias, output,
                   static_cast<float*>(mean.data), static_cast<float*>(rstd.data), rows, static_cast<int>(columns),
-                  static_cast<float>(eps));
-            });
-      });
-    });
+                  1.0f / columns, static_cast<float>(eps));
+        });
   }
   if (!launched) {
     const auto launch_any = [&](auto kernel, auto precise_eps) {
@@ -270,11 +270,17 @@ extern "C" cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPoi
   Partials<float> partials{static_cast<float*>(workspace), 0, columns};
   if (rows > 0 && !any_has(kFloat64, {weight}) && have_dtype(input.dtype, {grad_output, grad_sum})) {
     const bool vectors = are_vectors(input.dtype, columns, {grad_output, grad_sum, input, grad_input});
+    if (vectors && are_few_rows(rows) &&
+        launch_few_rows_bwd({grad_output, grad_sum, input, weight, static_cast<const float*>(mean.data),
+                             static_cast<const float*>(rstd.data), grad_input, grad_weight, grad_bias,
+                             static_cast<int>(rows), static_cast<int>(columns), 1.0f / columns, 0.0f},
+                            stream)) {
+      return cudaGetLastError();
+    }
     dispatch_fast_dtype(input.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      const auto launch = [&](auto shape, auto width, int team_threads, auto has_grad_sum) {
+      const auto launch = [&](auto shape, auto width, int threads, auto has_grad_sum) {
         using Shape = decltype(shape);
-        const int threads = Shape::kWarpPerRow ? kBwdWarpTeamBlock : team_threads;
         const size_t shared_bytes = columns * sizeof(float);
         static ResidentBlocks resident;
         const auto kernel = layer_norm_bwd_kernel<T, Shape, width, has_grad_sum>;
@@ -286,11 +292,10 @@ extern "C" cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPoi
             static_cast<const float*>(rstd.data), static_cast<T*>(grad_input.data), partials, rows,
             static_cast<int>(columns));
       };
-      launched = dispatch_row<T, kBwdBlockElements, false>(
-          columns, vectors, [&](auto shape, auto width, int threads) {
-            if (grad_sum.data != nullptr) launch(shape, width, threads, std::true_type{});
-            else launch(shape, width, threads, std::false_type{});
-          });
+      launched = dispatch_bwd_row<T>(columns, vectors, [&](auto shape, auto width, int threads) {
+        if (grad_sum.data != nullptr) launch(shape, width, threads, std::true_type{});
+        else launch(shape, width, threads, std::false_type{});
+      });
     });
   }
   if (launched)

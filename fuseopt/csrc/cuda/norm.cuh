@@ -1,11 +1,12 @@
 // What RMSNorm and LayerNorm share: how a row is laid over threads, and the column sums of their weight gradients.
 //
-// Fast path: a team of threads (a warp for narrow rows, a block for wide ones) holds a row in registers, so that it is
-// read once: in 16-byte vectors, or an element at a time where rows are unaligned or of odd length. Forward, every row
-// has a team of its own: measured faster than teams that walk the rows with the next row's loads in flight. Backward,
-// as many teams as the device holds walk the rows: a thread has the same columns in every row, and sums their weight
-// gradients in registers. Anything else (float64, rows wider than the registers) takes the "any" kernels: a block a
-// row, read once for each pass over it.
+// Fast path: a team of threads (half a warp or a warp for narrow rows, a block for wide ones, and for all where rows are
+// few) holds a row in registers, so that it is read once: in 16-byte vectors, or an element at a time where rows are
+// unaligned or of odd length. Forward, every row has a team of its own: measured faster than teams that walk the rows
+// with the next row's loads in flight. Backward, as many teams as the device holds walk the rows: a thread has the same
+// columns in every row, and sums their weight gradients in registers; few rows have a launch of their own, see
+// norm_bwd_few_rows.cu. Anything else (float64, rows wider than the registers) takes the "any" kernels: a block a row,
+// read once for each pass over it.
 //
 // With a residual the row is the sum of two tensors, rounded to the sum's dtype T and stored on the way.
 #pragma once
@@ -17,7 +18,9 @@
 
 namespace fuseopt {
 
-constexpr int kFwdBlockElements = 32;  // of a row in a thread, where a block has the row
+// Elements of a row in a thread.
+constexpr int kWarpElements = 24;      // where a warp has the row
+constexpr int kMostElements = 32;      // where a block has it, at most
 constexpr int kBwdBlockElements = 16;  // fewer, since it holds two rows and their columns' sums
 constexpr int kElementwise = 8;        // where they are read one by one
 constexpr int kElementwiseWarp = 32;   // and a warp has the row
@@ -48,67 +51,106 @@ inline bool are_vectors(int dtype, int64_t columns, std::initializer_list<TypedP
          std::all_of(tensors.begin(), tensors.end(), [](const TypedPointer& tensor) { return is_aligned(tensor.data); });
 }
 
-template <int kValue>
-using IntTag = std::integral_constant<int, kValue>;
+// Calls `launch(RowShape, IntTag<kWidth>, threads)` for a forward over rows of `columns` elements of T in vectors. Where
+// all tensors have one dtype every shape is compiled that pays, else one for narrow rows and one for wide ones. False when
+// no shape holds them.
+template <typename T, int kBlockElements, bool kOneDType, typename Launch>
+bool dispatch_fwd_row(int64_t rows, int64_t columns, Launch launch) {
+  constexpr int kWidth = kVectorWidth<T>;
+  const auto launch_shape = [&](auto shape, int threads) { launch(shape, IntTag<kWidth>{}, threads); };
+  using Narrow = RowShape<kWarpElements, Team::kWarp>;
+  using Widest = RowShape<kMostElements, Team::kBlock>;
+  if constexpr (kOneDType) {
+    if (are_few_rows(rows) && dispatch_shape<RowShape<kWidth, Team::kBlock>>(columns, launch_shape)) return true;
+    return dispatch_shape<RowShape<8, Team::kHalfWarp>, RowShape<8, Team::kWarp>, Narrow,
+                          RowShape<kBlockElements, Team::kBlock>, Widest>(columns, launch_shape);
+  } else {
+    return dispatch_shape<Narrow, Widest>(columns, launch_shape);
+  }
+}
 
-// Calls `launch(RowShape, IntTag<kWidth>, threads)`: rows of `columns` elements of T in vectors of kWidth, which is 1
-// unless they are `vectors`; without vectors a warp has the row up to kElementwiseWarp * 32 columns if `kWarps`. False
-// when no shape holds them.
-template <typename T, int kBlockElements, bool kWarps, typename Launch>
-bool dispatch_row(int64_t columns, bool vectors, Launch launch) {
-  if (vectors) {
-    return dispatch_row_shape<kBlockElements>(
-        columns, [&](auto shape, int threads) { launch(shape, IntTag<kVectorWidth<T>>{}, threads); });
-  }
-  const auto consider = [&](auto shape) {
-    if (columns == 0 || columns > shape.kMaxRow) return false;
-    launch(shape, IntTag<1>{}, shape.threads(columns));
-    return true;
-  };
-  if constexpr (kWarps) {
-    if (consider(RowShape<kElementwiseWarp, Team::kWarp>{})) return true;
-  }
-  return consider(RowShape<kElementwise, Team::kBlock>{});
+// The same for unaligned tensors and rows of odd length, element by element.
+template <bool kWarps, typename Launch>
+bool dispatch_elementwise_row(int64_t columns, Launch launch) {
+  const auto launch_shape = [&](auto shape, int threads) { launch(shape, IntTag<1>{}, threads); };
+  using Block = RowShape<kElementwise, Team::kBlock>;
+  if constexpr (kWarps) return dispatch_shape<RowShape<kElementwiseWarp, Team::kWarp>, Block>(columns, launch_shape);
+  else return dispatch_shape<Block>(columns, launch_shape);
 }
 
 template <typename Shape>
-constexpr int kBwdMaxThreads = Shape::kWarpPerRow ? kBwdWarpTeamBlock : kMaxBlockTeam;
+constexpr int kBwdMaxThreads = Shape::kWithinWarp ? kBwdWarpTeamBlock : kMaxBlockTeam;
 
-// Calls `launch(TypeTag<T>, TypeTag<R>, wide, narrow)` for the dtypes compiled for a sum of type T of `wide`, of type
-// T, and `narrow`, of type R: `input` and `residual` in either order. R is void without a residual. False for others.
+// What a forward kernel is compiled for: a sum of type T, a residual R and parameters W; see Stream and Columns.
+template <typename Sum, typename Residual, typename Parameter>
+struct FwdTypes {
+  using T = Sum;
+  using R = Residual;
+  using W = Parameter;
+};
+
+// Calls `launch(TypeTag<T>, TypeTag<R>, wide, narrow)` for a sum of type T of `wide`, of type T, and `narrow`, of type R:
+// `input` and `residual` in either order. R is void without a residual. Does nothing for other dtypes than the fast ones.
 template <typename Launch>
-bool dispatch_stream_dtypes(TypedPointer input, TypedPointer residual, Launch launch) {
+void dispatch_stream_dtypes(TypedPointer input, TypedPointer residual, Launch launch) {
   if (residual.data == nullptr) {
-    return dispatch_fast_dtype(input.dtype, [&](auto tag) { launch(tag, TypeTag<void>{}, input, residual); });
+    dispatch_fast_dtype(input.dtype, [&](auto tag) { launch(tag, TypeTag<void>{}, input, residual); });
+  } else if (input.dtype == residual.dtype) {
+    dispatch_fast_dtype(input.dtype, [&](auto tag) { launch(tag, tag, input, residual); });
+  } else if (input.dtype == kFloat32) {
+    launch(TypeTag<float>{}, TypeTag<AnyType>{}, input, residual);
+  } else if (residual.dtype == kFloat32) {
+    launch(TypeTag<float>{}, TypeTag<AnyType>{}, residual, input);
   }
-  if (input.dtype == residual.dtype) {
-    return dispatch_fast_dtype(input.dtype, [&](auto tag) { launch(tag, tag, input, residual); });
-  }
-  const TypedPointer wide = input.dtype == kFloat32 ? input : residual;
-  const TypedPointer narrow = input.dtype == kFloat32 ? residual : input;
-  if (wide.dtype != kFloat32) return false;
-  return dispatch_fast_dtype(narrow.dtype, [&](auto tag) { launch(TypeTag<float>{}, tag, wide, narrow); });
 }
 
-// Calls `launch(TypeTag<W>)` for the weight dtypes compiled for a sum of type T and a residual of type R: T, float32, and
-// for float32 the half types that come with it. An absent weight is a null pointer of type T. False for other dtypes.
-template <typename T, typename R, typename Launch>
-bool dispatch_weight_dtype(TypedPointer weight, Launch launch) {
-  if (weight.data == nullptr || weight.dtype == kDType<T>) return launch(TypeTag<T>{});
-  if constexpr (!std::is_same_v<T, float>) {
-    if (weight.dtype == kFloat32) return launch(TypeTag<float>{});
-  } else if constexpr (std::is_void_v<R>) {
-    if (weight.dtype == kFloat16) return launch(TypeTag<__half>{});
-    if (weight.dtype == kBFloat16) return launch(TypeTag<__nv_bfloat16>{});
-  } else if constexpr (!std::is_same_v<R, float>) {
-    if (weight.dtype == kDType<R>) return launch(TypeTag<R>{});
-  }
-  return false;
+// Calls `launch(FwdTypes, RowShape, IntTag<kWidth>, threads, wide, narrow)`, the last two as above; false when there is
+// no kernel for these dtypes or so wide a row. `vectors`: all tensors are aligned for them. `kElementwiseWarps`: where
+// they are not, a warp may have a row of 16-bit elements.
+template <int kBlockElements, bool kElementwiseWarps, typename Launch>
+bool dispatch_fwd(TypedPointer input, TypedPointer residual, std::initializer_list<TypedPointer> parameters,
+                  int64_t rows, int64_t columns, bool vectors, Launch launch) {
+  bool launched = false;
+  dispatch_stream_dtypes(input, residual, [&](auto tag, auto residual_tag, TypedPointer wide, TypedPointer narrow) {
+    using T = typename decltype(tag)::type;
+    using R = typename decltype(residual_tag)::type;
+    const auto launch_with = [&](auto types) {
+      return [&launch, types, wide, narrow](auto shape, auto width, int threads) {
+        launch(types, shape, width, threads, wide, narrow);
+      };
+    };
+    if (!vectors) {
+      using AnyResidual = std::conditional_t<std::is_void_v<R>, void, AnyType>;
+      launched = dispatch_elementwise_row<kElementwiseWarps && sizeof(T) == 2>(
+          columns, launch_with(FwdTypes<T, AnyResidual, AnyType>{}));
+      return;
+    }
+    if constexpr (!std::is_same_v<R, AnyType>) {
+      if (have_dtype(kDType<T>, parameters)) {
+        launched = dispatch_fwd_row<T, kBlockElements, true>(rows, columns, launch_with(FwdTypes<T, R, T>{}));
+        return;
+      }
+    }
+    launched = dispatch_fwd_row<T, kBlockElements, false>(rows, columns, launch_with(FwdTypes<T, R, AnyType>{}));
+  });
+  return launched;
+}
+
+// Calls `launch(RowShape, IntTag<kWidth>, threads)` for a backward; false when no shape holds the rows.
+template <typename T, typename Launch>
+bool dispatch_bwd_row(int64_t columns, bool vectors, Launch launch) {
+  if (!vectors) return dispatch_elementwise_row<false>(columns, launch);
+  return dispatch_shape<RowShape<8, Team::kWarp>, RowShape<16, Team::kWarp>, RowShape<kWarpElements, Team::kWarp>,
+                        RowShape<kBwdBlockElements, Team::kBlock>>(
+      columns, [&](auto shape, int threads) {
+        using Shape = decltype(shape);
+        launch(shape, IntTag<kVectorWidth<T>>{}, Shape::kWithinWarp ? kBwdWarpTeamBlock : threads);
+      });
 }
 
 template <typename Shape>
 int64_t bwd_blocks(int threads) {
-  const int per_processor = Shape::kWarpPerRow ? kBwdWarpTeamBlocksPerProcessor
+  const int per_processor = Shape::kWithinWarp ? kBwdWarpTeamBlocksPerProcessor
                                                : std::min(kPartialsPerProcessor, kBwdThreadsPerProcessor / threads);
   return static_cast<int64_t>(per_processor) * multiprocessor_count();
 }
@@ -119,6 +161,30 @@ inline bool fits_grid(int64_t rows) { return rows <= INT32_MAX; }
 inline unsigned any_grid(int64_t rows) {
   return static_cast<unsigned>(std::min<int64_t>(rows, 8 * multiprocessor_count()));
 }
+
+// kWidth neighbouring elements of a tensor of type W: as they lie in memory, or floats where W is known only at run time.
+template <typename W, int kWidth>
+struct Columns {
+  Vector<std::conditional_t<std::is_same_v<W, AnyType>, float, W>, kWidth> vector;
+
+  // From element i on.
+  __device__ void load(TypedPointer tensor, int64_t i) {
+    if constexpr (std::is_same_v<W, AnyType>) load_floats(tensor, i, vector.values);
+    else vector = *reinterpret_cast<const decltype(vector)*>(static_cast<const W*>(tensor.data) + i);
+  }
+
+  // From element i on; `absent` in each element where there is no tensor.
+  __device__ void load_or(TypedPointer tensor, int64_t i, float absent) {
+    if (tensor.data != nullptr) {
+      load(tensor, i);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) vector.values[j] = from_acc<std::decay_t<decltype(vector.values[j])>>(absent);
+    }
+  }
+
+  __device__ float operator[](int j) const { return vector[j]; }
+};
 
 // A thread's part of one row: vectors lane, lane + size, lane + 2 size ... of its team, as they lie in memory. `kWidth`
 // is the width of the input's vectors, of which a weight's vectors must have the same columns.
@@ -137,52 +203,43 @@ struct RowPart {
     }
   }
 
-  // Adds another row, rounds to T, and stores the sum.
+  // Adds another row of type R, rounds to T, and stores the sum.
   template <typename R, typename RowTeam>
-  __device__ void add(const RowPart<R, kVectors, kWidth>& other, T* sum, const RowTeam& team, int vectors_in_row) {
+  __device__ void add(TypedPointer residual, int64_t begin, T* sum, const RowTeam& team, int vectors_in_row) {
+    Columns<R, kWidth> addend[kVectors];
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        vectors[k].values[j] = from_acc<T>(vectors[k][j] + other.vectors[k][j]);
-      }
       const int v = team.lane + k * team.size;
-      if (v < vectors_in_row) reinterpret_cast<Vector<T, kWidth>*>(sum)[v] = vectors[k];
+      if (v < vectors_in_row) addend[k].load(residual, begin + v * kWidth);
+    }
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (v >= vectors_in_row) continue;
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) vectors[k].values[j] = from_acc<T>(vectors[k][j] + addend[k][j]);
+      reinterpret_cast<Vector<T, kWidth>*>(sum + begin)[v] = vectors[k];
     }
   }
 };
-
-// The row's vector v of a weight or bias; `absent` in each element where there is none, and past the end of the row.
-template <int kWidth, typename W>
-__device__ inline Vector<W, kWidth> load_columns(const W* columns, int v, int vectors_in_row, float absent) {
-  if (columns != nullptr && v < vectors_in_row) return reinterpret_cast<const Vector<W, kWidth>*>(columns)[v];
-  Vector<W, kWidth> vector;
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) vector.values[j] = from_acc<W>(absent);
-  return vector;
-}
 
 // What a forward normalises: a matrix of T, or the sum of one of T and one of R; R is void without a residual.
 template <typename T, typename R>
 struct Stream {
   const T* input;
-  const R* residual;
+  TypedPointer residual;
   T* sum;
 
   // The row that begins at element `begin`.
   template <int kVectors, int kWidth, typename RowTeam>
   __device__ void load(RowPart<T, kVectors, kWidth>& x, int64_t begin, const RowTeam& team, int vectors_in_row) const {
     x.load(input + begin, team, vectors_in_row);
-    if constexpr (!std::is_void_v<R>) {
-      RowPart<R, kVectors, kWidth> addend;
-      addend.load(residual + begin, team, vectors_in_row);
-      x.add(addend, sum + begin, team, vectors_in_row);
-    }
+    if constexpr (!std::is_void_v<R>) x.template add<R>(residual, begin, sum, team, vectors_in_row);
   }
 
   __device__ float operator[](int64_t i) const {
     if constexpr (std::is_void_v<R>) return to_float(input[i]);
-    else return to_float(from_acc<T>(to_float(input[i]) + to_float(residual[i])));
+    else return to_float(from_acc<T>(to_float(input[i]) + load_as<float>(residual, i)));
   }
 };
 
@@ -206,10 +263,13 @@ class SharedColumns {
   // barrier.
   __device__ SharedColumns(float* values, TypedPointer tensor, float absent, float offset, int columns)
       : parts_(reinterpret_cast<const Vector<float, kPartWidth>*>(values)), vectors_(columns / kWidth) {
-    for (int c = threadIdx.x; c < columns; c += blockDim.x) {
-      const int part = c % kWidth / kPartWidth * vectors_ + c / kWidth;
-      values[part * kPartWidth + c % kPartWidth] =
-          (tensor.data != nullptr ? load_as<float>(tensor, c) : absent) + offset;
+    for (int v = threadIdx.x; v < vectors_; v += blockDim.x) {
+      Columns<AnyType, kWidth> floats;
+      floats.load_or(tensor, v * kWidth, absent);
+#pragma unroll
+      for (int c = 0; c < kWidth; ++c) {
+        values[(c / kPartWidth * vectors_ + v) * kPartWidth + c % kPartWidth] = floats[c] + offset;
+      }
     }
   }
 
@@ -280,6 +340,22 @@ int64_t any_partials(int64_t rows, int64_t columns);  // rows of partial sums in
 template <typename Acc>
 cudaError_t reduce_partials(Partials<Acc> partials, TypedPointer grad_weight, TypedPointer grad_bias,
                             cudaStream_t stream);
+
+// A backward over few rows, in vectors, without partial sums. `mean` is null for RMSNorm; the gradients of the parameters
+// that are not wanted are absent.
+struct FewRowsBwd {
+  TypedPointer grad_output, grad_sum, input, weight;
+  const float* mean;
+  const float* rstd;
+  TypedPointer grad_input, grad_weight, grad_bias;
+  int rows;
+  int columns;
+  float inverse_columns;
+  float offset;
+};
+
+// False when the rows are too wide.
+bool launch_few_rows_bwd(const FewRowsBwd& call, cudaStream_t stream);
 
 // First stage of the "any" path: column sums of grad_output * xhat and of grad_output. `mean` is absent for RMSNorm.
 template <typename Acc>

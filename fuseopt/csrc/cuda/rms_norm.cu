@@ -5,10 +5,16 @@
 namespace fuseopt {
 namespace {
 
+constexpr int kBlockElements = 16;  // of a row in a thread, where a block has the row
+
+// Holds the kernel to as few registers as let three quarters of the threads be resident that a multiprocessor may have.
+template <typename T, typename Shape>
+constexpr int kFwdMinBlocks = sizeof(T) == 2 && std::is_same_v<Shape, RowShape<kBlockElements, Team::kBlock>> ? 3 : 1;
+
 template <typename T, typename R, typename W, typename Shape, int kWidth>
-__global__ void __launch_bounds__(Shape::kMaxThreads)
-    rms_norm_fwd_kernel(Stream<T, R> stream, const W* __restrict__ weight, TypedPointer output,
-                        float* __restrict__ rstd, int64_t rows, int columns, float eps, float offset, int norm_dtype) {
+__global__ void __launch_bounds__(Shape::kMaxThreads, (kFwdMinBlocks<T, Shape>))
+    rms_norm_fwd_kernel(Stream<T, R> stream, TypedPointer weight, TypedPointer output, float* __restrict__ rstd,
+                        int64_t rows, int columns, float inverse_columns, float eps, float offset, int norm_dtype) {
   constexpr int kVectors = Shape::kElements / kWidth;
   RowTeam<Shape::kTeam> team;
   const int vectors_in_row = columns / kWidth;
@@ -17,10 +23,14 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
 
   RowPart<T, kVectors, kWidth> x;
   stream.load(x, row * columns, team, vectors_in_row);
-  Vector<W, kWidth> scale[kVectors];
+  constexpr bool kEarly = kWidth > 1;  // before the reduction that it waits for
+  Columns<W, kWidth> scale[kVectors];
+  if constexpr (kEarly) {
 #pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    scale[k] = load_columns<kWidth>(weight, team.lane + k * team.size, vectors_in_row, 1.0f);
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (v < vectors_in_row) scale[k].load_or(weight, v * kWidth, 1.0f);
+    }
   }
 
   float sum_of_squares = 0;
@@ -29,18 +39,21 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) sum_of_squares += x.vectors[k][j] * x.vectors[k][j];
   }
-  const float row_rstd = rsqrtf(team.template reduce<Sum>(sum_of_squares) / columns + eps);
+  const float row_rstd = rsqrtf(team.template reduce<Sum>(sum_of_squares) * inverse_columns + eps);
   if (team.lane == 0) rstd[row] = row_rstd;
 
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
+    const int v = team.lane + k * team.size;
+    if constexpr (!kEarly) {
+      if (v < vectors_in_row) scale[k].load_or(weight, v * kWidth, 1.0f);
+    }
     float result[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) result[j] = x.vectors[k][j] * row_rstd;
     round_floats(norm_dtype, result);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) result[j] *= scale[k][j] + offset;
-    const int v = team.lane + k * team.size;
     if (v < vectors_in_row) store_floats(output, row * vectors_in_row + v, result);
   }
 }
@@ -164,21 +177,18 @@ extern "C" cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer res
                                    {input, residual, weight, output, sum});
   bool launched = false;
   if (!float64 && output.dtype != kFloat64 && fits_grid(rows)) {
-    dispatch_stream_dtypes(input, residual, [&](auto tag, auto residual_tag, TypedPointer wide, TypedPointer narrow) {
-      using T = typename decltype(tag)::type;
-      using R = typename decltype(residual_tag)::type;
-      launched = dispatch_weight_dtype<T, R>(weight, [&](auto weight_tag) {
-        using W = typename decltype(weight_tag)::type;
-        return dispatch_row<T, kFwdBlockElements, sizeof(T) == 2>(
-            columns, vectors, [&](auto shape, auto width, int threads) {
-              using Shape = decltype(shape);
-              rms_norm_fwd_kernel<T, R, W, Shape, width><<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(
-                  {static_cast<const T*>(wide.data), static_cast<const R*>(narrow.data), static_cast<T*>(sum.data)},
-                  static_cast<const W*>(weight.data), output, static_cast<float*>(rstd.data), rows,
-                  static_cast<int>(columns), static_cast<float>(eps), static_cast<float>(offset), norm_dtype);
-            });
-      });
-    });
+    launched = dispatch_fwd<kBlockElements, true>(
+        input, residual, {weight}, rows, columns, vectors,
+        [&](auto types, auto shape, auto width, int threads, TypedPointer wide, TypedPointer narrow) {
+          using Types = decltype(types);
+          using T = typename Types::T;
+          using Shape = decltype(shape);
+          rms_norm_fwd_kernel<T, typename Types::R, typename Types::W, Shape, width>
+              <<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(
+                  {static_cast<const T*>(wide.data), narrow, static_cast<T*>(sum.data)}, weight, output,
+                  static_cast<float*>(rstd.data), rows, static_cast<int>(columns), 1.0f / columns,
+                  static_cast<float>(eps), static_cast<float>(offset), norm_dtype);
+        });
   }
   if (!launched) {
     const auto launch_any = [&](auto kernel, auto precise_eps, auto precise_offset) {
@@ -214,11 +224,17 @@ extern "C" cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPoint
   Partials<float> partials{static_cast<float*>(grad_weight.data != nullptr ? workspace : nullptr), 0, columns};
   if (rows > 0 && !any_has(kFloat64, {weight}) && have_dtype(input.dtype, {grad_output, grad_sum})) {
     const bool vectors = are_vectors(input.dtype, columns, {grad_output, grad_sum, input, grad_input});
+    if (vectors && are_few_rows(rows) &&
+        launch_few_rows_bwd({grad_output, grad_sum, input, weight, nullptr, static_cast<const float*>(rstd.data),
+                             grad_input, grad_weight, TypedPointer{}, static_cast<int>(rows), static_cast<int>(columns),
+                             1.0f / columns, static_cast<float>(offset)},
+                            stream)) {
+      return cudaGetLastError();
+    }
     dispatch_fast_dtype(input.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      const auto launch = [&](auto shape, auto width, int team_threads, auto has_grad_sum) {
+      const auto launch = [&](auto shape, auto width, int threads, auto has_grad_sum) {
         using Shape = decltype(shape);
-        const int threads = Shape::kWarpPerRow ? kBwdWarpTeamBlock : team_threads;
         const size_t shared_bytes = columns * sizeof(float);
         static ResidentBlocks resident;
         const auto kernel = rms_norm_bwd_kernel<T, Shape, width, has_grad_sum>;
@@ -229,11 +245,10 @@ extern "C" cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPoint
             static_cast<const T*>(input.data), weight, static_cast<const float*>(rstd.data),
             static_cast<T*>(grad_input.data), partials, rows, static_cast<int>(columns), static_cast<float>(offset));
       };
-      launched = dispatch_row<T, kBwdBlockElements, false>(
-          columns, vectors, [&](auto shape, auto width, int threads) {
-            if (grad_sum.data != nullptr) launch(shape, width, threads, std::true_type{});
-            else launch(shape, width, threads, std::false_type{});
-          });
+      launched = dispatch_bwd_row<T>(columns, vectors, [&](auto shape, auto width, int threads) {
+        if (grad_sum.data != nullptr) launch(shape, width, threads, std::true_type{});
+        else launch(shape, width, threads, std::false_type{});
+      });
     });
   }
   if (launched)

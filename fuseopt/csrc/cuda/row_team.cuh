@@ -1,16 +1,17 @@
-// A row in the hands of a team of threads: a warp for narrow rows, a block for wide ones, a cluster of blocks (sm_90
-// and later) for those that are too wide for one. Reductions over the team give every thread the result, in a fixed
-// order of operations, so results repeat to the bit.
+// A row in the hands of a team of threads: half a warp or a warp for narrow rows, a block for wide ones, a cluster of
+// blocks (sm_90 and later) for those that are too wide for one. Reductions over the team give every thread the result,
+// in a fixed order of operations, so results repeat to the bit.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include <cstdint>
+
+#include "cluster.cuh"
 
 namespace fuseopt {
 
 constexpr int kWarpSize = 32;
 constexpr int kMaxWarps = 32;
+constexpr int kMaxClusterSize = 16;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
 struct Sum {
@@ -36,18 +37,26 @@ struct Max {
   }
 };
 
-template <typename Op, typename Acc>
+// Over every kLanes neighbouring lanes of a warp, a power of two of them.
+template <typename Op, int kLanes = kWarpSize, typename Acc>
 __device__ inline Acc warp_reduce(Acc value) {
+  const unsigned lanes = kFullWarp >> (kWarpSize - kLanes) << (threadIdx.x % kWarpSize / kLanes * kLanes);
 #pragma unroll
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-    value = Op::combine(value, __shfl_xor_sync(kFullWarp, value, distance));
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    value = Op::combine(value, __shfl_xor_sync(lanes, value, distance));
   }
   return value;
 }
 
-enum class Team { kWarp, kBlock, kCluster };
+enum class Team { kHalfWarp, kWarp, kBlock, kCluster };
 
-constexpr int kWarpTeamBlock = 128;  // threads a block where each warp has a row
+constexpr bool is_within_warp(Team team) { return team == Team::kHalfWarp || team == Team::kWarp; }
+
+// Of a warp, those that belong to one team.
+template <Team kTeam>
+constexpr int kTeamLanes = kTeam == Team::kHalfWarp ? kWarpSize / 2 : kWarpSize;
+
+constexpr int kWarpTeamBlock = 128;  // threads a block where it has a row for each warp or half
 constexpr int kMaxBlockTeam = 512;   // threads a row at most where a block has it: leaves 128 registers a thread
 
 // How many elements of a row a thread of the team holds: compile-time, so that they stay in registers.
@@ -55,33 +64,19 @@ template <int kElementsPerThread, Team kTeamKind>
 struct RowShape {
   static constexpr int kElements = kElementsPerThread;
   static constexpr Team kTeam = kTeamKind;
-  static constexpr bool kWarpPerRow = kTeam == Team::kWarp;
-  static constexpr int kMaxThreads = kWarpPerRow ? kWarpTeamBlock : kMaxBlockTeam;
-  static constexpr int kMaxRow = kElements * (kWarpPerRow ? kWarpSize : kMaxBlockTeam);
+  static constexpr bool kWithinWarp = is_within_warp(kTeam);
+  static constexpr int kMaxThreads = kWithinWarp ? kWarpTeamBlock : kMaxBlockTeam;
+  static constexpr int kMaxRow = kElements * (kWithinWarp ? kTeamLanes<kTeam> : kMaxBlockTeam);
 
+  // Of a block.
   static int threads(int64_t columns) {
-    if (kWarpPerRow) return kWarpTeamBlock;
+    if (kWithinWarp) return kWarpTeamBlock;
     constexpr int kWarpElements = kElements * kWarpSize;
     return static_cast<int>((columns + kWarpElements - 1) / kWarpElements) * kWarpSize;
   }
-};
 
-// Calls `launch(RowShape, threads)` with the smallest shape that holds a row of `columns` elements, `kBlockElements` of
-// them a thread where that takes a block; false when none does.
-template <int kBlockElements, typename Launch>
-bool dispatch_row_shape(int64_t columns, Launch launch) {
-  bool launched = false;
-  const auto consider = [&](auto shape) {
-    if (launched || columns == 0 || columns > shape.kMaxRow) return;
-    launch(shape, shape.threads(columns));
-    launched = true;
-  };
-  consider(RowShape<8, Team::kWarp>{});
-  consider(RowShape<16, Team::kWarp>{});
-  consider(RowShape<24, Team::kWarp>{});
-  consider(RowShape<kBlockElements, Team::kBlock>{});
-  return launched;
-}
+  static int rows_per_block(int threads) { return kWithinWarp ? threads / kTeamLanes<kTeam> : 1; }
+};
 
 // A thread's view of its team. Teams walk the rows in a grid-stride loop.
 template <Team kTeam, typename Acc = float>
@@ -93,17 +88,18 @@ class RowTeam {
   int64_t count;  // teams in the grid
 
   __device__ RowTeam() {
-    if constexpr (kTeam == Team::kWarp) {
-      const int teams_per_block = blockDim.x / kWarpSize;
-      lane = threadIdx.x % kWarpSize;
-      size = kWarpSize;
-      index = static_cast<int64_t>(blockIdx.x) * teams_per_block + threadIdx.x / kWarpSize;
+    if constexpr (is_within_warp(kTeam)) {
+      size = kTeamLanes<kTeam>;
+      const int teams_per_block = blockDim.x / size;
+      lane = threadIdx.x % size;
+      index = static_cast<int64_t>(blockIdx.x) * teams_per_block + threadIdx.x / size;
       count = static_cast<int64_t>(gridDim.x) * teams_per_block;
     } else if constexpr (kTeam == Team::kCluster) {
       lane = cluster_rank() * blockDim.x + threadIdx.x;
-      size = cluster_blocks() * blockDim.x;
-      index = blockIdx.x / cluster_blocks();
-      count = gridDim.x / cluster_blocks();
+      size = cluster_size() * blockDim.x;
+      index = blockIdx.x / cluster_size();
+      count = gridDim.x / cluster_size();
+      arrive_at_cluster_barrier();
     } else {
       lane = threadIdx.x;
       size = blockDim.x;
@@ -124,75 +120,55 @@ class RowTeam {
   __device__ void reduce(Acc (&values)[kValues]) {
     static_assert(kValues <= kMaxValues, "too many values");
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) values[i] = warp_reduce<Op>(values[i]);
-    if constexpr (kTeam != Team::kWarp) {
+    for (int i = 0; i < kValues; ++i) values[i] = warp_reduce<Op, kTeamLanes<kTeam>>(values[i]);
+    if constexpr (!is_within_warp(kTeam)) {
       // Two buffers in turn: a warp can be at most one reduction ahead of another, so one barrier each is enough.
       __shared__ Acc warp_results[2][kMaxValues][kMaxWarps];
-      const int warps = blockDim.x / kWarpSize;
-      const int warp_lane = threadIdx.x % kWarpSize;
+      if (threadIdx.x % kWarpSize == 0) {
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        if (warp_lane == 0) warp_results[buffer_][i][threadIdx.x / kWarpSize] = values[i];
+        for (int i = 0; i < kValues; ++i) warp_results[buffer_][i][threadIdx.x / kWarpSize] = values[i];
       }
       __syncthreads();
+      reduce_parts<Op>(warp_results[buffer_], blockDim.x / kWarpSize, values);
+      if constexpr (kTeam == Team::kCluster) {
+        if (!cluster_has_started_) wait_at_cluster_barrier();
+        cluster_has_started_ = true;
+        __shared__ Acc block_results[2][kMaxValues][kMaxClusterSize];
+        if (threadIdx.x < cluster_size()) {
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        values[i] =
-            warp_reduce<Op>(warp_lane < warps ? warp_results[buffer_][i][warp_lane] : Op::template identity<Acc>());
+          for (int i = 0; i < kValues; ++i) {
+            store_to_block(&block_results[buffer_][i][cluster_rank()], threadIdx.x, values[i]);
+          }
+        }
+        arrive_at_cluster_barrier();
+        wait_at_cluster_barrier();
+        reduce_parts<Op>(block_results[buffer_], cluster_size(), values);
       }
-      if constexpr (kTeam == Team::kCluster) reduce_blocks<Op>(values);
       buffer_ ^= 1;
     }
   }
 
-  // To be called by every thread of a cluster before it leaves the kernel: others may still be reading from its block.
-  __device__ static void cluster_sync() {
-#if __CUDA_ARCH__ >= 900
-    cooperative_groups::this_cluster().sync();
-#endif
-  }
-
  private:
-  // From the block's result to the cluster's; the two buffers serve here as they do within a block.
-  template <typename Op, int kValues>
-  __device__ void reduce_blocks(Acc (&values)[kValues]) {
-#if __CUDA_ARCH__ >= 900
-    __shared__ Acc block_results[2][kMaxValues];
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      if (threadIdx.x == 0) block_results[buffer_][i] = values[i];
-    }
-    cluster_sync();
-    const int warp_lane = threadIdx.x % kWarpSize;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      Acc value = Op::template identity<Acc>();
-      if (warp_lane < cluster_blocks()) {
-        value = *cooperative_groups::this_cluster().map_shared_rank(&block_results[buffer_][i], warp_lane);
-      }
-      values[i] = warp_reduce<Op>(value);
-    }
-#endif
-  }
-
-  __device__ static int cluster_rank() {
-#if __CUDA_ARCH__ >= 900
-    return cooperative_groups::this_cluster().block_rank();
-#else
-    return 0;
-#endif
-  }
-
-  __device__ static int cluster_blocks() {
-#if __CUDA_ARCH__ >= 900
-    return cooperative_groups::this_cluster().num_blocks();
-#else
-    return 1;
-#endif
-  }
-
   static constexpr int kMaxValues = 2;
+
+  // From the results of `count` parts of the team to the team's. Only as many lanes exchange as there are parts: each of
+  // these steps is time in which nothing else of the team runs.
+  template <typename Op, int kValues, int kMaxParts>
+  __device__ static void reduce_parts(const Acc (&parts)[kMaxValues][kMaxParts], int count, Acc (&values)[kValues]) {
+    const int lanes = 1 << (kWarpSize - __clz(count - 1));
+    const int part = threadIdx.x % lanes;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) values[i] = part < count ? parts[i][part] : Op::template identity<Acc>();
+    for (int distance = 1; distance < lanes; distance *= 2) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        values[i] = Op::combine(values[i], __shfl_xor_sync(kFullWarp, values[i], distance));
+      }
+    }
+  }
+
   int buffer_ = 0;
+  bool cluster_has_started_ = false;
 };
 
 }  // namespace fuseopt

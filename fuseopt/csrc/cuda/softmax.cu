@@ -1,7 +1,7 @@
 // Softmax of scale * input + mask over the last dimension, and its gradient.
 //
-// Rows that fit stay in the registers of a warp or a block. Wider rows are read once into the shared memory of a block,
-// or of a cluster of blocks, the maximum and the sum being kept up as they pass (online softmax: Milakov and
+// Rows that fit stay in the registers of half a warp, a warp or a block. Wider rows are read once into the shared memory
+// of a block, or of a cluster of blocks, the maximum and the sum being kept up as they pass (online softmax: Milakov and
 // Gimelshein, 2018); rows too wide for that as well are read twice. Rows of odd length still move in 16-byte vectors,
 // those of the whole matrix: see RowSpan.
 #include <cuda_pipeline.h>
@@ -14,9 +14,11 @@ namespace fuseopt {
 namespace {
 
 constexpr int kBlockElements = 32;  // of a row in the registers of a thread, where a block has the row
+constexpr int kFewRowsThreads = 256;  // a row at most, where there are few
 constexpr int kMaxWideThreads = 1024;
 constexpr int kWideLoads = 4;  // 16-byte loads in flight a thread
 constexpr int kMaxClusterBlocks = 8;
+constexpr int kMaxHoldingBlocks = 2;     // that hold a row between them, where there are rows enough
 constexpr int kWideStaticShared = 2048;  // at least what the kernels for wide rows declare
 constexpr int kAnyThreads = 256;
 
@@ -43,21 +45,36 @@ struct RowSpan {
   __device__ int64_t column(int v) const { return (first + v) * kWidth - begin; }
 };
 
-// `Index` is as narrow as the number of rows allows: a 64-bit division takes three times as long.
-template <typename Index>
-__device__ int64_t mask_row_offset_as(const SoftmaxMask& mask, Index row) {
-  int64_t offset = 0;
-  for (int dim = mask.dims - 1; dim >= 0; --dim) {
-    const Index size = static_cast<Index>(mask.sizes[dim]);
-    offset += static_cast<int64_t>(row % size) * mask.strides[dim];
-    row /= size;
-  }
-  return offset;
-}
+// A mask whose rows are found without dividing.
+struct IndexedMask : SoftmaxMask {
+  uint64_t reciprocals[kMaxDims];  // 2^64 / size, rounded up; 0 for a size of one
 
-__device__ int64_t mask_row_offset(const SoftmaxMask& mask, int64_t row) {
-  return row <= UINT32_MAX ? mask_row_offset_as(mask, static_cast<uint32_t>(row)) : mask_row_offset_as(mask, row);
-}
+  explicit IndexedMask(const SoftmaxMask& mask) : SoftmaxMask(mask) {
+    for (int dim = 0; dim < dims; ++dim) reciprocals[dim] = UINT64_MAX / static_cast<uint64_t>(sizes[dim]) + 1;
+  }
+
+  // Exact for 32 bits (Lemire, Kaser and Kurz, 2019).
+  __device__ uint32_t divide(uint32_t index, int dim) const {
+    return reciprocals[dim] == 0 ? index : static_cast<uint32_t>(__umul64hi(reciprocals[dim], index));
+  }
+  __device__ int64_t divide(int64_t index, int dim) const { return index / sizes[dim]; }
+
+  template <typename Index>
+  __device__ int64_t offset_of(Index row) const {
+    int64_t offset = 0;
+    for (int dim = dims - 1; dim > 0; --dim) {
+      const Index rest = divide(row, dim);
+      offset += static_cast<int64_t>(row - rest * static_cast<Index>(sizes[dim])) * strides[dim];
+      row = rest;
+    }
+    return dims > 0 ? offset + static_cast<int64_t>(row) * strides[0] : 0;
+  }
+
+  // The offset of a row's first element.
+  __device__ int64_t row_offset(int64_t row) const {
+    return row <= UINT32_MAX ? offset_of(static_cast<uint32_t>(row)) : offset_of(row);
+  }
+};
 
 // The additive mask of one row, of elements M; void where there is none.
 template <typename M>
@@ -65,8 +82,8 @@ struct RowMask {
   const M* row;
   int64_t column_stride;
 
-  __device__ RowMask(const SoftmaxMask& mask, int64_t row_index)
-      : row(static_cast<const M*>(mask.values.data) + mask_row_offset(mask, row_index)),
+  __device__ RowMask(const IndexedMask& mask, int64_t row_index)
+      : row(static_cast<const M*>(mask.values.data) + mask.row_offset(row_index)),
         column_stride(mask.column_stride) {}
 
   template <int kWidth>
@@ -80,7 +97,7 @@ struct RowMask {
 
 template <>
 struct RowMask<void> {
-  __device__ RowMask(const SoftmaxMask&, int64_t) {}
+  __device__ RowMask(const IndexedMask&, int64_t) {}
   template <int kWidth>
   __device__ void add_to(float (&)[kWidth], int64_t) const {}
 };
@@ -135,7 +152,7 @@ struct RowLogits {
 
 template <typename T, typename M, typename Shape>
 __global__ void __launch_bounds__(Shape::kMaxThreads)
-    softmax_fwd_kernel(const T* __restrict__ input, SoftmaxMask mask, TypedPointer output, int64_t rows, int columns,
+    softmax_fwd_kernel(const T* __restrict__ input, IndexedMask mask, TypedPointer output, int64_t rows, int columns,
                        float scale) {
   constexpr int kWidth = kVectorWidth<T>;
   constexpr int kVectors = Shape::kElements / kWidth;
@@ -145,8 +162,8 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
 
   for (int64_t row = team.index; row < rows; row += team.count) {
     const RowSpan<kWidth> span(row, columns, team.lane);
-    const RowMask<M> row_mask(mask, row);
     Logits logits(input, span, team, scale);
+    const RowMask<M> row_mask(mask, row);  // while the input is on its way
 
     float edge = edge_logit(input, span, scale, row_mask);
     float max = edge;
@@ -300,7 +317,7 @@ struct RowStage {
 // read twice.
 template <typename T, typename M, Team kTeam>
 __global__ void __launch_bounds__(kMaxWideThreads)
-    softmax_fwd_wide_kernel(const T* __restrict__ input, SoftmaxMask mask, TypedPointer output, int64_t rows,
+    softmax_fwd_wide_kernel(const T* __restrict__ input, IndexedMask mask, TypedPointer output, int64_t rows,
                             int columns, float scale, int slots) {
   constexpr int kWidth = kVectorWidth<T>;
   constexpr bool kPrecise = sizeof(T) == 4;
@@ -342,7 +359,6 @@ __global__ void __launch_bounds__(kMaxWideThreads)
       store_floats(output, span.first + v, values);
     });
   }
-  if constexpr (kTeam == Team::kCluster) team.cluster_sync();
 }
 
 template <typename T, Team kTeam>
@@ -389,17 +405,16 @@ __global__ void __launch_bounds__(kMaxWideThreads)
       store_floats(grad_input, span.first + v, values);
     });
   }
-  if constexpr (kTeam == Team::kCluster) team.cluster_sync();
 }
 
 // An element at a time, a block a row: float64 and unaligned tensors.
 template <typename Acc>
 __global__ void __launch_bounds__(kAnyThreads)
-    softmax_fwd_any_kernel(TypedPointer input, SoftmaxMask mask, TypedPointer output, int64_t rows, int64_t columns,
+    softmax_fwd_any_kernel(TypedPointer input, IndexedMask mask, TypedPointer output, int64_t rows, int64_t columns,
                            Acc scale) {
   RowTeam<Team::kBlock, Acc> team;
   for (int64_t row = team.index; row < rows; row += team.count) {
-    const int64_t mask_offset = mask_row_offset(mask, row);
+    const int64_t mask_offset = mask.row_offset(row);
     const auto logit = [&](int64_t c) {
       const Acc x = scale * load_as<Acc>(input, row * columns + c);
       return mask.values.data != nullptr ? x + load_as<Acc>(mask.values, mask_offset + c * mask.column_stride) : x;
@@ -440,8 +455,18 @@ struct WideShape {
   int slots;    // vectors of a row that a block holds in shared memory, of each tensor; 0: none are
 };
 
+// Calls `launch(RowShape, threads)` for rows that a team holds in registers; false for wider ones.
+template <typename T, typename Launch>
+bool dispatch_softmax_row(int64_t rows, int64_t columns, Launch launch) {
+  if (are_few_rows(rows) && columns <= kFewRowsThreads * kVectorWidth<T> &&
+      dispatch_shape<RowShape<kVectorWidth<T>, Team::kBlock>>(columns, launch)) return true;
+  return dispatch_shape<RowShape<8, Team::kHalfWarp>, RowShape<8, Team::kWarp>, RowShape<16, Team::kWarp>,
+                        RowShape<24, Team::kWarp>, RowShape<kBlockElements, Team::kBlock>>(columns, launch);
+}
+
 // As few blocks a row as hold it in shared memory, and more where there are too few rows to keep the device busy. A row
-// too wide for a cluster is not held: its second read comes from the L2 cache.
+// that would take a large cluster is not held, and its second read comes from the L2 cache: blocks that fill a
+// multiprocessor's memory load, compute and store one after the other, while others would overlap.
 WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors) {
   const int device = current_device();
   int most_shared = 0, clusters = 0;
@@ -450,6 +475,7 @@ WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensor
   const int64_t room = most_shared - kWideStaticShared;
   const int64_t vectors = columns / vector_width;
   for (int blocks = 1; blocks <= (clusters ? kMaxClusterBlocks : 1); blocks *= 2) {
+    if (blocks > kMaxHoldingBlocks && rows * blocks > multiprocessor_count()) break;
     // Two smaller blocks to a multiprocessor, where that has the memory for two: one loads while the other stores.
     for (const int threads : {kMaxWideThreads / 2, kMaxWideThreads}) {
       const int64_t slots = blocks == 1 ? vectors : ceil_div(vectors, blocks * threads) * threads;
@@ -497,6 +523,7 @@ bool dispatch_mask(const SoftmaxMask& mask, Launch launch) {
 extern "C" cudaError_t fuseopt_softmax_fwd(TypedPointer input, SoftmaxMask mask, TypedPointer output, int64_t rows,
                                            int64_t columns, double scale, cudaStream_t stream) {
   if (rows == 0 || columns == 0) return cudaSuccess;
+  const IndexedMask indexed(mask);
   bool launched = false;
   if (output.dtype != kFloat64 && is_aligned(input.data) && is_aligned(output.data) && columns <= INT32_MAX) {
     dispatch_fast_dtype(input.dtype, [&](auto input_tag) {
@@ -506,21 +533,21 @@ extern "C" cudaError_t fuseopt_softmax_fwd(TypedPointer input, SoftmaxMask mask,
         const T* const x = static_cast<const T*>(input.data);
         const int row_columns = static_cast<int>(columns);
         const float factor = static_cast<float>(scale);
-        const bool narrow = dispatch_row_shape<kBlockElements>(columns, [&](auto shape, int threads) {
+        const bool narrow = dispatch_softmax_row<T>(rows, columns, [&](auto shape, int threads) {
           using Shape = decltype(shape);
           softmax_fwd_kernel<T, M, Shape>
-              <<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(x, mask, output, rows, row_columns, factor);
+              <<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(x, indexed, output, rows, row_columns, factor);
         });
         if (narrow) return;
-        launch_wide<const T*, SoftmaxMask, TypedPointer, int64_t, int, float>(
+        launch_wide<const T*, IndexedMask, TypedPointer, int64_t, int, float>(
             softmax_fwd_wide_kernel<T, M, Team::kBlock>, softmax_fwd_wide_kernel<T, M, Team::kCluster>, rows,
-            wide_shape(rows, columns, kVectorWidth<T>, 1), 1, stream, x, mask, output, rows, row_columns, factor);
+            wide_shape(rows, columns, kVectorWidth<T>, 1), 1, stream, x, indexed, output, rows, row_columns, factor);
       });
     });
   }
   if (!launched) {
     const auto launch_any = [&](auto kernel, auto precise_scale) {
-      kernel<<<block_per_row(rows), kAnyThreads, 0, stream>>>(input, mask, output, rows, columns, precise_scale);
+      kernel<<<block_per_row(rows), kAnyThreads, 0, stream>>>(input, indexed, output, rows, columns, precise_scale);
     };
     const bool float64 = input.dtype == kFloat64 || (mask.values.data != nullptr && mask.values.dtype == kFloat64);
     if (float64) launch_any(softmax_fwd_any_kernel<double>, scale);
@@ -541,7 +568,7 @@ extern "C" cudaError_t fuseopt_softmax_bwd(TypedPointer grad_output, TypedPointe
       const T* const y = static_cast<const T*>(output.data);
       const int row_columns = static_cast<int>(columns);
       const float factor = static_cast<float>(scale);
-      const bool narrow = dispatch_row_shape<kBlockElements>(columns, [&](auto shape, int threads) {
+      const bool narrow = dispatch_softmax_row<T>(rows, columns, [&](auto shape, int threads) {
         using Shape = decltype(shape);
         softmax_bwd_kernel<T, Shape>
             <<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(g, y, grad_input, rows, row_columns, factor);

@@ -26,9 +26,9 @@ struct alignas(sizeof(T) * kWidth) Vector {
   }
 };
 
-template <typename T>
-__device__ inline Vector<T> load_vector(const T* data, int64_t vector) {
-  return reinterpret_cast<const Vector<T>*>(data)[vector];
+template <typename T, int kWidth = kVectorWidth<T>>
+__device__ inline Vector<T, kWidth> load_vector(const T* data, int64_t vector) {
+  return reinterpret_cast<const Vector<T, kWidth>*>(data)[vector];
 }
 
 // True where vector accesses to `data` are aligned; an absent tensor always is.
@@ -58,10 +58,14 @@ __device__ inline void load_floats(TypedPointer tensor, int64_t i, float (&out)[
   }
 }
 
+// Through a vector, whose elements are converted in pairs: one by one they take the unit for special functions.
 template <typename T, int kWidth>
 __device__ inline void round_floats_as(float (&x)[kWidth]) {
+  Vector<T, kWidth> rounded;
 #pragma unroll
-  for (int j = 0; j < kWidth; ++j) x[j] = to_float(from_acc<T>(x[j]));
+  for (int j = 0; j < kWidth; ++j) rounded.values[j] = from_acc<T>(x[j]);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) x[j] = rounded[j];
 }
 
 // Each element as it would read after a trip through a tensor of `dtype`.
