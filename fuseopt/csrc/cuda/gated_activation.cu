@@ -8,9 +8,8 @@ namespace fuseopt {
 namespace {
 
 constexpr int kThreads = kVectorGridThreads;
-constexpr int kFwdVectors = 2;  // 16-byte loads in flight a thread, of each of two tensors
-constexpr int kBwdVectors = 1;  // of each of three tensors
-constexpr int64_t kMaxVectorsInRow = int64_t{65535} * kThreads;
+constexpr int kFwdLoads = 2;  // of 16 bytes in flight a thread, of each of two tensors
+constexpr int kBwdLoads = 1;  // of each of three tensors
 
 // x * sigmoid(x). Value and gradient are spelt as torch's kernels spell them, so that they are equal to the bit.
 struct SiluOfAnyPrecision {
@@ -49,25 +48,24 @@ struct RowStrides {
   int64_t up;
 };
 
-template <typename T, typename Activation>
+template <typename T, typename Activation, int kWidth, int kVectors>
 __global__ void __launch_bounds__(kThreads)
     gated_activation_fwd_kernel(const T* __restrict__ gate, const T* __restrict__ up, TypedPointer output,
                                 int activation_dtype, VectorGrid grid, RowStrides strides) {
-  constexpr int kWidth = kVectorWidth<T>;
-  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kFwdVectors;
+  const int64_t first_row = grid.first_row(kVectors);
   const int64_t column = grid.column();
   if (column >= grid.vectors_in_row) return;
 
-  Vector<T> x[kFwdVectors], factor[kFwdVectors];
+  Vector<T, kWidth> x[kVectors], factor[kVectors];
 #pragma unroll
-  for (int k = 0; k < kFwdVectors; ++k) {
+  for (int k = 0; k < kVectors; ++k) {
     if (grid.vector(first_row + k) < grid.vectors) {
-      x[k] = load_vector(gate, (first_row + k) * strides.gate + column);
-      factor[k] = load_vector(up, (first_row + k) * strides.up + column);
+      x[k] = load_vector<T, kWidth>(gate, (first_row + k) * strides.gate + column);
+      factor[k] = load_vector<T, kWidth>(up, (first_row + k) * strides.up + column);
     }
   }
 #pragma unroll
-  for (int k = 0; k < kFwdVectors; ++k) {
+  for (int k = 0; k < kVectors; ++k) {
     float result[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) result[j] = Activation::value(x[k][j]);
@@ -80,29 +78,28 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // G is the dtype of the incoming gradient: T, or float where the activation was float32.
-template <typename T, typename G, typename Activation>
+template <typename T, typename G, typename Activation, int kWidth, int kVectors>
 __global__ void __launch_bounds__(kThreads)
     gated_activation_bwd_kernel(const G* __restrict__ grad_output, const T* __restrict__ gate,
                                 const T* __restrict__ up, T* __restrict__ grad_gate, T* __restrict__ grad_up,
                                 int activation_dtype, VectorGrid grid, RowStrides strides) {
-  constexpr int kWidth = kVectorWidth<T>;
-  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kBwdVectors;
+  const int64_t first_row = grid.first_row(kVectors);
   const int64_t column = grid.column();
   if (column >= grid.vectors_in_row) return;
 
-  Vector<T> x[kBwdVectors], factor[kBwdVectors];
-  Vector<G, kWidth> grad[kBwdVectors];
+  Vector<T, kWidth> x[kVectors], factor[kVectors];
+  Vector<G, kWidth> grad[kVectors];
 #pragma unroll
-  for (int k = 0; k < kBwdVectors; ++k) {
+  for (int k = 0; k < kVectors; ++k) {
     const int64_t v = grid.vector(first_row + k);
     if (v < grid.vectors) {
-      x[k] = load_vector(gate, (first_row + k) * strides.gate + column);
-      factor[k] = load_vector(up, (first_row + k) * strides.up + column);
+      x[k] = load_vector<T, kWidth>(gate, (first_row + k) * strides.gate + column);
+      factor[k] = load_vector<T, kWidth>(up, (first_row + k) * strides.up + column);
       grad[k] = reinterpret_cast<const Vector<G, kWidth>*>(grad_output)[v];
     }
   }
 #pragma unroll
-  for (int k = 0; k < kBwdVectors; ++k) {
+  for (int k = 0; k < kVectors; ++k) {
     float result[kWidth], grad_activation[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
@@ -188,7 +185,7 @@ int64_t vector_elements(const Arguments& call) {
   const int width = kAccessBytes / element_size(static_cast<DType>(dtype));
   if (call.rows == 1) return call.columns / width * width;
   const bool whole = call.columns % width == 0 && call.gate.row_stride % width == 0 && call.up.row_stride % width == 0;
-  return whole && call.columns / width <= kMaxVectorsInRow ? call.elements() : 0;
+  return whole ? call.elements() : 0;
 }
 
 // Calls `launch(VectorGrid, RowStrides, blocks, threads)` for `elements` elements.
@@ -207,15 +204,16 @@ cudaError_t launch_fwd(const Arguments& call) {
   if (done > 0) {
     dispatch_fast_dtype(call.gate.values.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      const auto kernel = call.activation_dtype == kFloat32
-                              ? gated_activation_fwd_kernel<T, Activation<true>>
-                              : gated_activation_fwd_kernel<T, Activation<sizeof(T) == 4>>;
-      launch_rows(call, done, kVectorWidth<T>, kFwdVectors,
-                  [&](VectorGrid grid, RowStrides strides, dim3 blocks, int threads) {
-                    kernel<<<blocks, threads, 0, call.stream>>>(static_cast<const T*>(call.gate.values.data),
-                                                                static_cast<const T*>(call.up.values.data),
-                                                                call.output, call.activation_dtype, grid, strides);
-                  });
+      dispatch_vector_width<T, kFwdLoads>(done, [&](auto width, auto vectors) {
+        const auto kernel = call.activation_dtype == kFloat32
+                                ? gated_activation_fwd_kernel<T, Activation<true>, width, vectors>
+                                : gated_activation_fwd_kernel<T, Activation<sizeof(T) == 4>, width, vectors>;
+        launch_rows(call, done, width, vectors, [&](VectorGrid grid, RowStrides strides, dim3 blocks, int threads) {
+          kernel<<<blocks, threads, 0, call.stream>>>(static_cast<const T*>(call.gate.values.data),
+                                                      static_cast<const T*>(call.up.values.data), call.output,
+                                                      call.activation_dtype, grid, strides);
+        });
+      });
     });
   }
   if (done < call.elements()) launch_any<Activation<true>>(call, done);
@@ -224,13 +222,14 @@ cudaError_t launch_fwd(const Arguments& call) {
 
 template <typename T, typename G, typename Activation>
 void launch_bwd_vectors(const Arguments& call, int64_t elements) {
-  launch_rows(call, elements, kVectorWidth<T>, kBwdVectors,
-              [&](VectorGrid grid, RowStrides strides, dim3 blocks, int threads) {
-                gated_activation_bwd_kernel<T, G, Activation><<<blocks, threads, 0, call.stream>>>(
-                    static_cast<const G*>(call.grad_output.data), static_cast<const T*>(call.gate.values.data),
-                    static_cast<const T*>(call.up.values.data), static_cast<T*>(call.grads.gate.data),
-                    static_cast<T*>(call.grads.up.data), call.activation_dtype, grid, strides);
-              });
+  dispatch_vector_width<T, kBwdLoads>(elements, [&](auto width, auto vectors) {
+    launch_rows(call, elements, width, vectors, [&](VectorGrid grid, RowStrides strides, dim3 blocks, int threads) {
+      gated_activation_bwd_kernel<T, G, Activation, width, vectors><<<blocks, threads, 0, call.stream>>>(
+          static_cast<const G*>(call.grad_output.data), static_cast<const T*>(call.gate.values.data),
+          static_cast<const T*>(call.up.values.data), static_cast<T*>(call.grads.gate.data),
+          static_cast<T*>(call.grads.up.data), call.activation_dtype, grid, strides);
+    });
+  });
 }
 
 // Whether the incoming gradient can be read in the groups that the inputs' vectors make.

@@ -7,8 +7,8 @@ namespace fuseopt {
 namespace {
 
 constexpr int kThreads = kVectorGridThreads;
-constexpr int kFwdVectors = 2;  // 16-byte loads in flight a thread
-constexpr int kBwdVectors = 2;  // of each of two tensors
+constexpr int kFwdLoads = 2;  // of 16 bytes in flight a thread
+constexpr int kBwdLoads = 2;  // of each of two tensors
 
 template <int kWidth>
 __device__ void load_bias(float (&values)[kWidth], TypedPointer bias, const VectorGrid& grid) {
@@ -20,23 +20,22 @@ __device__ void load_bias(float (&values)[kWidth], TypedPointer bias, const Vect
   }
 }
 
-template <typename T, typename Gelu>
+template <typename T, typename Gelu, int kWidth, int kVectors>
 __global__ void __launch_bounds__(kThreads)
     gelu_fwd_kernel(const T* __restrict__ input, TypedPointer bias, TypedPointer output, VectorGrid grid) {
-  constexpr int kWidth = kVectorWidth<T>;
-  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kFwdVectors;
+  const int64_t first_row = grid.first_row(kVectors);
   if (grid.column() >= grid.vectors_in_row) return;
 
-  Vector<T> x[kFwdVectors];
+  Vector<T, kWidth> x[kVectors];
 #pragma unroll
-  for (int k = 0; k < kFwdVectors; ++k) {
+  for (int k = 0; k < kVectors; ++k) {
     const int64_t v = grid.vector(first_row + k);
-    if (v < grid.vectors) x[k] = load_vector(input, v);
+    if (v < grid.vectors) x[k] = load_vector<T, kWidth>(input, v);
   }
   float shift[kWidth];
   load_bias(shift, bias, grid);
 #pragma unroll
-  for (int k = 0; k < kFwdVectors; ++k) {
+  for (int k = 0; k < kVectors; ++k) {
     float result[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) result[j] = Gelu::value(x[k][j] + shift[j]);
@@ -45,27 +44,26 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename T, typename Gelu>
+template <typename T, typename Gelu, int kWidth, int kVectors>
 __global__ void __launch_bounds__(kThreads)
     gelu_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ input, TypedPointer bias,
                     T* __restrict__ grad_input, VectorGrid grid) {
-  constexpr int kWidth = kVectorWidth<T>;
-  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kBwdVectors;
+  const int64_t first_row = grid.first_row(kVectors);
   if (grid.column() >= grid.vectors_in_row) return;
 
-  Vector<T> x[kBwdVectors], grad[kBwdVectors];
+  Vector<T, kWidth> x[kVectors], grad[kVectors];
 #pragma unroll
-  for (int k = 0; k < kBwdVectors; ++k) {
+  for (int k = 0; k < kVectors; ++k) {
     const int64_t v = grid.vector(first_row + k);
     if (v < grid.vectors) {
-      x[k] = load_vector(input, v);
-      grad[k] = load_vector(grad_output, v);
+      x[k] = load_vector<T, kWidth>(input, v);
+      grad[k] = load_vector<T, kWidth>(grad_output, v);
     }
   }
   float shift[kWidth];
   load_bias(shift, bias, grid);
 #pragma unroll
-  for (int k = 0; k < kBwdVectors; ++k) {
+  for (int k = 0; k < kVectors; ++k) {
     float result[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) result[j] = Gelu::backward(grad[k][j], x[k][j] + shift[j]);
@@ -118,13 +116,14 @@ cudaError_t launch_fwd(TypedPointer input, TypedPointer bias, TypedPointer outpu
   if (done > 0) {
     dispatch_fast_dtype(input.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      constexpr int kWidth = kVectorWidth<T>;
-      const auto kernel =
-          output.dtype == kFloat32 ? gelu_fwd_kernel<T, Gelu<true>> : gelu_fwd_kernel<T, Gelu<sizeof(T) == 4>>;
-      launch_vectors(done / kWidth, bias.data != nullptr ? columns / kWidth : kThreads, kFwdVectors,
-                     [&](VectorGrid grid, dim3 blocks, int threads) {
-                       kernel<<<blocks, threads, 0, stream>>>(static_cast<const T*>(input.data), bias, output, grid);
-                     });
+      dispatch_vector_width<T, kFwdLoads>(done, [&](auto width, auto vectors) {
+        const auto kernel = output.dtype == kFloat32 ? gelu_fwd_kernel<T, Gelu<true>, width, vectors>
+                                                     : gelu_fwd_kernel<T, Gelu<sizeof(T) == 4>, width, vectors>;
+        launch_vectors(done / width, bias.data != nullptr ? columns / width : kThreads, vectors,
+                       [&](VectorGrid grid, dim3 blocks, int threads) {
+                         kernel<<<blocks, threads, 0, stream>>>(static_cast<const T*>(input.data), bias, output, grid);
+                       });
+      });
     });
   }
   if (done < elements) launch_any<Gelu<true>>(TypedPointer{}, input, bias, output, done, elements, columns, stream);
@@ -141,14 +140,14 @@ cudaError_t launch_bwd(TypedPointer grad_output, TypedPointer input, TypedPointe
   if (done > 0) {
     dispatch_fast_dtype(input.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      constexpr int kWidth = kVectorWidth<T>;
-      const auto kernel = gelu_bwd_kernel<T, Gelu<sizeof(T) == 4>>;
-      launch_vectors(done / kWidth, bias.data != nullptr ? columns / kWidth : kThreads, kBwdVectors,
-                     [&](VectorGrid grid, dim3 blocks, int threads) {
-                       kernel<<<blocks, threads, 0, stream>>>(static_cast<const T*>(grad_output.data),
-                                                              static_cast<const T*>(input.data), bias,
-                                                              static_cast<T*>(grad_input.data), grid);
-                     });
+      dispatch_vector_width<T, kBwdLoads>(done, [&](auto width, auto vectors) {
+        launch_vectors(done / width, bias.data != nullptr ? columns / width : kThreads, vectors,
+                       [&](VectorGrid grid, dim3 blocks, int threads) {
+                         gelu_bwd_kernel<T, Gelu<sizeof(T) == 4>, width, vectors><<<blocks, threads, 0, stream>>>(
+                             static_cast<const T*>(grad_output.data), static_cast<const T*>(input.data), bias,
+                             static_cast<T*>(grad_input.data), grid);
+                       });
+      });
     });
   }
   if (done < elements) launch_any<Gelu<true>>(grad_output, input, bias, grad_input, done, elements, columns, stream);
