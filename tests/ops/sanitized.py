@@ -20,10 +20,12 @@ from tests.ops.cases import (
     tensors,
     to_float64,
 )
-from tests.ops.variations import LAYOUTS, laid_out, poisoned_allocations, with_columns
+from tests.ops.variations import LAYOUTS, laid_out, poisoned_allocations, with_columns, with_rows
 
 # A row in a warp, in a block, in several trips of a block; with and without a tail past the last 16-byte access.
 COLUMNS = (8, 31, 768, 1025, 4096, 12_289, 70_001)
+# More rows than a GPU has multiprocessors, and more elements than it runs threads.
+MANY = (300, 1032)
 
 
 def on_cuda(tensor: Tensor) -> Tensor:
@@ -59,7 +61,8 @@ def main() -> None:
             samples = on_cpu.samples(dtype, requires_grad=True)
             sizes = () if name in OF_THEIR_OWN_SIZES else COLUMNS
             wide = [with_columns(samples[index % 3], columns) for index, columns in enumerate(sizes)]
-            for index, sample in enumerate([*samples, *wide]):
+            many = [] if name in OF_THEIR_OWN_SIZES else [with_rows(samples[0], *MANY)]
+            for index, sample in enumerate([*many, *samples, *wide]):
                 sample = laid_out(sample, LAYOUTS[index % len(LAYOUTS)])
                 with poisoned_allocations():
                     actual = on_the_cpu(kernels, map_tensors(on_cuda, sample))

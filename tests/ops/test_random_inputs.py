@@ -20,7 +20,15 @@ from tests.ops.cases import (
     tensors,
     to_float64,
 )
-from tests.ops.variations import LAYOUTS, columns_of, laid_out, poisoned_allocations, resized, with_columns
+from tests.ops.variations import (
+    LAYOUTS,
+    columns_of,
+    laid_out,
+    poisoned_allocations,
+    resized,
+    with_columns,
+    with_rows,
+)
 
 # An error may be so many times the plain reference's in the same dtype, and so many rounding steps beside that: float32
 # and float64 results carry the error of sums taken in another order, which the rounding of narrower ones hides. Of a
@@ -108,6 +116,15 @@ def test_error_is_no_larger_than_the_references(case, which, dtype, columns, oth
 def test_long_rows(case: Case, columns: int, dtype: torch.dtype) -> None:
     sample = with_columns(case.samples(dtype, requires_grad=True)[0], columns)
     assert_no_worse_than_reference(case, sample)
+
+
+@pytest.mark.parametrize("case", native_cases("cuda"))
+@pytest.mark.parametrize("rows", [8, 1024])
+@pytest.mark.parametrize("columns", [128, 768, 4096, 8200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_rows_and_many(case: Case, rows: int, columns: int, dtype: torch.dtype) -> None:
+    """A kernel may take the few another way than the many."""
+    assert_no_worse_than_reference(case, with_rows(case.samples(dtype, requires_grad=True)[0], rows, columns))
 
 
 @pytest.mark.gpu

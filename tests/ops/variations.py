@@ -54,6 +54,13 @@ def with_columns(sample: SampleInput, columns: int) -> SampleInput:
     return resized(sample, {columns_of(sample): columns})
 
 
+def with_rows(sample: SampleInput, rows: int, columns: int) -> SampleInput:
+    """`sample` with `columns` columns, and `rows` in the place of its other sizes, if need be their product."""
+    width = columns_of(sample)
+    others = sorted({size for tensor in tensors(sample) for size in tensor.shape} - {0, 1, width})
+    return resized(sample, {**dict.fromkeys(others, 1), **dict.fromkeys(others[:1], rows), width: columns})
+
+
 def every_second(tensor: Tensor) -> Tensor:
     if tensor.dim() == 0:
         return tensor
