@@ -17,6 +17,7 @@ from typing import Any
 from fuseopt.errors import ConfigError
 
 JIT_BACKENDS = ("torchscript", "inductor")
+MEMORY_BACKENDS = ("inductor", "aot_eager")
 KERNEL_BACKENDS = ("auto", "cuda", "triton", "cpu", "reference")
 
 # Kernel name -> the options its entry may carry beside "name".
@@ -64,6 +65,20 @@ class JitOptions:
 
 
 @dataclass(frozen=True)
+class MemoryEfficientOptions:
+    """How training steps are compiled.
+
+    Attributes:
+        budget: of the activations, in bytes, that are kept when only what is cheap is recomputed: the part that may be
+            kept, 0 to 1. Below 1 matmuls are recomputed too.
+        backend: "inductor", or "aot_eager", which keeps as little without generating code.
+    """
+
+    budget: float = 1.0
+    backend: str = "inductor"
+
+
+@dataclass(frozen=True)
 class KernelRequest:
     """One entry of a kernel list: a fused module by name, and its options."""
 
@@ -80,7 +95,7 @@ class KernelFusion:
 
     enable: bool = True
     jit: JitOptions | None = None
-    memory_efficient_fusion: bool = False
+    memory_efficient_fusion: MemoryEfficientOptions | None = None
     custom_cuda_kernels: tuple[KernelRequest, ...] = ()
     triton_kernels: tuple[KernelRequest, ...] = ()
     backend: str = "auto"
@@ -148,13 +163,14 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """The config as plain JSON types; `Config.load` of it gives an equal Config (but for `preset`)."""
         fusion = self.kernel_fusion
+        memory = fusion.memory_efficient_fusion
         generation = {} if self.generation is None else {"generation": asdict(self.generation)}
         return {
             **generation,
             "kernel_fusion": {
                 "enable": fusion.enable,
                 "jit": {"backend": fusion.jit.backend} if fusion.jit else False,
-                "memory_efficient_fusion": fusion.memory_efficient_fusion,
+                "memory_efficient_fusion": asdict(memory) if memory else False,
                 "custom_cuda_kernels": [request.to_dict() for request in fusion.custom_cuda_kernels],
                 "triton_kernels": [request.to_dict() for request in fusion.triton_kernels],
                 "backend": fusion.backend,
@@ -252,12 +268,19 @@ def _jit(value: Any) -> JitOptions | None:
     return JitOptions(_choice("kernel_fusion.jit.backend", value.get("backend", "torchscript"), JIT_BACKENDS))
 
 
-def _memory_efficient(value: Any) -> bool:
-    if isinstance(value, Mapping):
+def _memory_efficient(value: Any) -> MemoryEfficientOptions | None:
+    where, default = "kernel_fusion.memory_efficient_fusion", MemoryEfficientOptions()
+    if isinstance(value, bool):
+        return default if value else None
+    if not isinstance(value, Mapping):
         raise ConfigError(
-            "kernel_fusion.memory_efficient_fusion: options are not built yet; use true, which takes the defaults"
+            f"{where}: expected true, false or a dict such as {{'budget': 0.5}}, got {type(value).__name__}"
         )
-    return _boolean("kernel_fusion.memory_efficient_fusion", value)
+    _check_keys(where, value, tuple(MemoryEfficientOptions.__dataclass_fields__))
+    return MemoryEfficientOptions(
+        budget=_part(f"{where}.budget", value.get("budget", default.budget)),
+        backend=_choice(f"{where}.backend", value.get("backend", default.backend), MEMORY_BACKENDS),
+    )
 
 
 def _kernels(key: str, value: Any, known: Mapping[str, tuple[str, ...]]) -> tuple[KernelRequest, ...]:
@@ -316,6 +339,12 @@ def _count(where: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{where}: expected an integer of at least {least}, got {value!r} ({type(value).__name__})")
     return value
+
+
+def _part(where: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ConfigError(f"{where}: expected a number from 0 to 1, got {value!r} ({type(value).__name__})")
+    return float(value)
 
 
 def _choice(where: str, value: Any, choices: Sequence[str]) -> str:

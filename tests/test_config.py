@@ -4,7 +4,15 @@ import json
 
 import pytest
 
-from fuseopt.config import CUSTOM_KERNELS, PRESETS, Config, GenerationOptions, JitOptions, KernelFusion
+from fuseopt.config import (
+    CUSTOM_KERNELS,
+    PRESETS,
+    Config,
+    GenerationOptions,
+    JitOptions,
+    KernelFusion,
+    MemoryEfficientOptions,
+)
 from fuseopt.errors import ConfigError
 
 OSLO = {
@@ -32,6 +40,16 @@ def test_memory_efficient_fusion_takes_the_place_of_jit_unless_asked_for():
     assert Config.load(both).kernel_fusion.jit == JitOptions("torchscript")
 
 
+def test_memory_efficient_fusion_takes_options():
+    def options(value):
+        return Config.load({"kernel_fusion": {"memory_efficient_fusion": value}}).kernel_fusion.memory_efficient_fusion
+
+    assert options(False) is None
+    assert options(True) == options({}) == MemoryEfficientOptions(budget=1.0, backend="inductor")
+    assert options({"budget": 0}) == MemoryEfficientOptions(budget=0.0)
+    assert options({"backend": "aot_eager"}).backend == "aot_eager"
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_load_and_say_their_name(preset):
     assert Config.load(preset).preset == preset
@@ -49,6 +67,7 @@ def test_none_is_the_inference_preset():
         "training",
         "reference",
         {"kernel_fusion": {"jit": {"backend": "inductor"}}},
+        {"kernel_fusion": {"memory_efficient_fusion": {"budget": 0.25, "backend": "aot_eager"}}},
         {"generation": {"enable": True, "max_graphs": 2}},
         {"generation": {"enable": False}, **OSLO},
     ],
@@ -127,9 +146,30 @@ WRONG = {
     "generation batch": ({"generation": {"max_batch": 0}}, "generation.max_batch: expected an integer of at least 1"),
     "generation length": ({"generation": {"max_length": "long"}}, "at least 1, got 'long' (str)"),
     "generation graphs": ({"generation": {"max_graphs": True}}, "at least 0, got True (bool)"),
-    "memory budget not built yet": (
-        {"kernel_fusion": {"memory_efficient_fusion": {"budget": 0.5}}},
-        "options are not built yet",
+    "memory budget below 0": (
+        {"kernel_fusion": {"memory_efficient_fusion": {"budget": -0.1}}},
+        "kernel_fusion.memory_efficient_fusion.budget: expected a number from 0 to 1, got -0.1 (float)",
+    ),
+    "memory budget in percent": (
+        {"kernel_fusion": {"memory_efficient_fusion": {"budget": 50}}},
+        "expected a number from 0 to 1, got 50 (int)",
+    ),
+    "memory budget of another type": (
+        {"kernel_fusion": {"memory_efficient_fusion": {"budget": True}}},
+        "expected a number from 0 to 1, got True (bool)",
+    ),
+    "memory budget that is no number": (
+        {"kernel_fusion": {"memory_efficient_fusion": {"budget": float("nan")}}},
+        "expected a number from 0 to 1, got nan (float)",
+    ),
+    "memory backend": (
+        {"kernel_fusion": {"memory_efficient_fusion": {"backend": "inducter"}}},
+        "kernel_fusion.memory_efficient_fusion.backend: 'inducter' is not one of inductor, aot_eager; did you mean",
+    ),
+    "memory key": ({"kernel_fusion": {"memory_efficient_fusion": {"buget": 0.5}}}, "did you mean 'budget'"),
+    "memory of another type": (
+        {"kernel_fusion": {"memory_efficient_fusion": 0.5}},
+        "kernel_fusion.memory_efficient_fusion: expected true, false or a dict such as {'budget': 0.5}, got float",
     ),
     "OSLO model parallelism": ({"model_parallelism": {"enable": True}, **OSLO}, "tp_plan='auto'"),
     "OSLO checkpointing": ({"activation_checkpointing": {"enable": True}}, "gradient_checkpointing_enable()"),

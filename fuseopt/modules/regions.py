@@ -115,15 +115,15 @@ class GatedRegion(Region):
 
 
 def not_supported_reasons(backend: str) -> list[str]:
-    """Why regions cannot be compiled with `backend` ("torchscript" or "inductor") here; empty when they can."""
+    """Why nothing can be compiled with `backend` ("torchscript", "inductor", "aot_eager") here; empty when it can."""
     if backend == "torchscript":
         try:
             _compiled("gelu_tanh", backend)
         except (AttributeError, RuntimeError) as error:
             return [f"torch {torch.__version__} cannot script it: {error}"]
+    if backend in ("inductor", "aot_eager") and not torch._dynamo.is_dynamo_supported():
+        return ["torch.compile does not support this Python or platform"]
     if backend == "inductor":
-        if not torch._dynamo.is_dynamo_supported():
-            return ["torch.compile does not support this Python or platform"]
         compiler = os.environ.get("CXX", "g++")
         if not torch.cuda.is_available() and shutil.which(compiler) is None:
             return [f"Inductor needs a C++ compiler on CPU, and {compiler!r} is not on PATH"]

@@ -1,34 +1,21 @@
 """TrainingForward: a model's forward, compiled for training steps and as its class has it for everything else.
 
-Dynamo traces the step whole, and AOT Autograd's min-cut partitioner decides what the backward pass recomputes rather
-than keeps: https://dev-discuss.pytorch.org/t/min-cut-optimal-recomputation-i-e-activation-checkpointing-with-aotautograd/467
+Dynamo traces the step whole; `fuseopt.modules.partitioner` decides what the backward pass recomputes rather than keeps.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import nn
+from torch.torch_version import TorchVersion
 
 from fuseopt.errors import CompileError
-
-DEFAULT_BACKEND = "inductor"
-
-# The plain min-cut also keeps pointwise results at the end of long chains; without these bans it recomputes them.
-# `activation_memory_budget` below 1 recomputes still more, but as torch has it (seen on 2.13) the backward
-# pass then draws dropout anew: the gradients are wrong.
-_PARTITIONER_OPTIONS = {
-    "ban_recompute_used_far_apart": False,
-    "ban_recompute_long_fusible_chains": False,
-    "ban_recompute_materialized_backward": False,
-    "activation_memory_budget": 1.0,
-    # The backward graph is compiled with the forward's, so that a failure shows before anything has been computed.
-    "force_non_lazy_backward_lowering": True,
-}
 
 # Dynamo by default does not notice a hook registered after compilation, and gives up at the 9th variant of a call,
 # which unfreezing a model layer by layer reaches.
@@ -56,7 +43,9 @@ class TrainingForward:
 
     Args:
         model: any module whose class has a forward that Dynamo traces without a graph break.
-        backend: name of a Dynamo backend built on AOT Autograd.
+        backend: "inductor", or "aot_eager" for the same graph on torch's own kernels.
+        budget: of the activations, in bytes, that are kept when only what is cheap is recomputed: the part that may be
+            kept, 0 to 1.
 
     Raises:
         CompileError: by a call that cannot be compiled, with parameters and gradients as they were. Where the class's
@@ -65,9 +54,10 @@ class TrainingForward:
 
     model: nn.Module
     backend: str
+    budget: float
 
-    def __init__(self, model: nn.Module, *, backend: str = DEFAULT_BACKEND) -> None:
-        self.__setstate__({"model": model, "backend": backend})
+    def __init__(self, model: nn.Module, *, backend: str = "inductor", budget: float = 1.0) -> None:
+        self.__setstate__({"model": model, "backend": backend, "budget": budget})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -79,17 +69,19 @@ class TrainingForward:
         return self.model
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "backend": self.backend}
+        return {"model": self.model, "backend": self.backend, "budget": self.budget}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         # accelerate wraps the function of a bound method and binds the result again, so there has to be one.
-        self.__func__ = _unbound(type(self.model).forward, self.backend)
+        self.__func__ = _unbound(type(self.model).forward, self.backend, self.budget)
         self.__signature__ = inspect.signature(types.MethodType(self.__func__, self.model))
 
 
 def not_supported_reasons(model: nn.Module) -> list[str]:
     """Why the forward of `model` cannot be exchanged for a TrainingForward; empty when it can."""
+    if TorchVersion(torch.__version__) < (2, 11):
+        return [f"it needs torch 2.11 or later, and this is {torch.__version__}"]
     if isinstance(model, torch.jit.ScriptModule):
         return ["it is a TorchScript module, which Dynamo cannot trace"]
     reasons = []
@@ -102,7 +94,7 @@ def not_supported_reasons(model: nn.Module) -> list[str]:
     return reasons
 
 
-def _unbound(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def _unbound(forward: Callable[..., Any], backend: str, budget: float) -> Callable[..., Any]:
     """The function of (model, *args, **kwargs) that compiles training steps and leaves the rest to `forward`."""
     from torch._dynamo import exc
 
@@ -118,7 +110,7 @@ def _unbound(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
         if "use_cache" in names[len(args) :]:
             kwargs["use_cache"] = False
         trained = tuple(parameter.requires_grad for parameter in model.parameters())
-        step = steps.get(trained) or steps.setdefault(trained, _compile(forward, backend))
+        step = steps.get(trained) or steps.setdefault(trained, _compile(forward, backend, budget))
         try:
             return step(model, *args, **kwargs)
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
@@ -148,10 +140,10 @@ def _asks_for_more(model: nn.Module, given: Mapping[str, Any]) -> bool:
     return any(value is not None and value is not False for value in asked)
 
 
-def _compile(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def _compile(forward: Callable[..., Any], backend: str, budget: float) -> Callable[..., Any]:
     from torch._dynamo import config as dynamo_config
-    from torch._dynamo import lookup_backend
-    from torch._functorch import config as functorch_config
+
+    from fuseopt.modules import partitioner
 
     def step(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(model, *args, **kwargs)
@@ -160,9 +152,5 @@ def _compile(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
     # models must share neither.
     code = step.__code__.replace(co_name=forward.__qualname__)
     step = types.FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
-
-    def compile_graph(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        with functorch_config.patch(_PARTITIONER_OPTIONS):
-            return lookup_backend(backend)(graph, inputs)
-
+    compile_graph = functools.partial(partitioner.compile_graph, backend=backend, budget=budget)
     return dynamo_config.patch(_DYNAMO_OPTIONS)(torch.compile(step, backend=compile_graph, fullgraph=True))

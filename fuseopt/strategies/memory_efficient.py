@@ -11,13 +11,12 @@ from torch import nn
 from fuseopt.config import Config
 from fuseopt.models import ModelPolicy
 from fuseopt.modules import regions
-from fuseopt.modules.training_forward import DEFAULT_BACKEND, TrainingForward, not_supported_reasons
+from fuseopt.modules.training_forward import TrainingForward, not_supported_reasons
 from fuseopt.plan import ModelIndex, Replacement, Site, Skip
 from fuseopt.strategies.propose import Offer, replacement, skip
 
 _REQUEST = "memory_efficient_fusion"
 _TARGET = "TrainingForward"
-_REASON = "training steps as one graph, cheap activations recomputed; eval and generate() stay as they are"
 _LOSS_TYPE = "ForCausalLM"
 _LOSS_REASON = "the loss transformers takes for None, but with a warning that would break the graph"
 
@@ -31,21 +30,28 @@ class MemoryEfficientStrategy:
         return (_REQUEST,) if config.active_fusion.memory_efficient_fusion else ()
 
     def propose(self, index: ModelIndex, policy: ModelPolicy, config: Config) -> Iterator[Replacement | Skip]:
-        if not config.active_fusion.memory_efficient_fusion:
+        options = config.active_fusion.memory_efficient_fusion
+        if options is None:
             return
         model = index.model
         source = f"{type(model).__name__}.forward"
         sites = (Site(model, "forward", "forward"),)
-        offer = Offer(_REQUEST, self.name, DEFAULT_BACKEND)
-        reasons = not_supported_reasons(model) + regions.not_supported_reasons("inductor")
+        offer = Offer(_REQUEST, self.name, options.backend)
+        reasons = not_supported_reasons(model) + regions.not_supported_reasons(options.backend)
         if reasons:
             yield skip(sites, source, _TARGET, offer, "; ".join(reasons))
             return
-        yield replacement(sites, source, _TARGET, offer, _REASON, functools.partial(TrainingForward, model))
+        build = functools.partial(TrainingForward, model, backend=options.backend, budget=options.budget)
+        yield replacement(sites, source, _TARGET, offer, _reason(options.budget), build)
         if _guesses_its_loss(model):
             sites = (Site(model, "loss_type", "loss_type"),)
             offer = Offer(_REQUEST, self.name)
             yield replacement(sites, "None", _LOSS_TYPE, offer, _LOSS_REASON, lambda: _LOSS_TYPE)
+
+
+def _reason(budget: float) -> str:
+    budgeted = f", at most {budget:.0%} of the others kept" if budget < 1 else ""
+    return f"training steps as one graph, cheap activations recomputed{budgeted}; eval and generate() stay as they are"
 
 
 def _guesses_its_loss(model: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fuseopt
 from fuseopt.config import CUSTOM_KERNELS
+from fuseopt.modules import partitioner
 from tests import tiny
 from tests.ops.cases import Graphs, RawCalls
 
@@ -128,7 +129,7 @@ def test_checkpointing_recomputes_the_fused_ops(family, reentrant):
 def test_every_mechanism_at_once(family, monkeypatch):
     torch._dynamo.reset()
     graphs = Graphs()
-    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: graphs.compiled)
+    monkeypatch.setattr(partitioner, "compile_graph", lambda graph, inputs, **_: graphs.compiled(graph, inputs))
     stock = stock_model(family)
     expected = training_step(stock)
     model = fused_copy(stock, "kernels-jit-memory")
@@ -158,7 +159,7 @@ def _distributed_step(family: str, block: str, rank: int) -> tuple[dict[str, tor
     graphs = Graphs()
     model = fused_copy(stock_model(family), block)
     replicated = DistributedDataParallel(model).train()
-    with mock.patch.object(torch._dynamo, "lookup_backend", lambda name: graphs.compiled):
+    with mock.patch.object(partitioner, "compile_graph", lambda graph, inputs, **_: graphs.compiled(graph, inputs)):
         replicated(**batch_of(model, seed=rank)).loss.backward()
     return gradients_of(model), graphs.forward
 

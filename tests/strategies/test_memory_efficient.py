@@ -5,6 +5,7 @@ decide what is kept and recomputed, run as they would with it.
 """
 
 import copy
+import functools
 import gc
 import inspect
 import io
@@ -31,9 +32,10 @@ from transformers import (
 
 import fuseopt
 from fuseopt.errors import CompileError, PlanError
-from fuseopt.modules import training_forward
+from fuseopt.modules import partitioner
 from fuseopt.modules.training_forward import TrainingForward
 from tests import tiny
+from tests.training import assert_slope, saved_bytes
 
 CONFIG = {"kernel_fusion": {"enable": True, "memory_efficient_fusion": True}}
 LABELS = torch.arange(14).view(2, 7) + 3
@@ -64,15 +66,15 @@ class Breaks(Net):
 
 
 class Graphs:
-    """How many graphs were compiled, and how often they were called."""
+    """How many graphs were compiled, by `backend` whatever was asked for, and how often they were called."""
 
     def __init__(self, backend: str):
-        self.compile_graph = torch._dynamo.lookup_backend(backend)
+        self.compile_graph = functools.partial(partitioner.compile_graph, backend=backend)
         self.compiled = self.calls = 0
 
-    def __call__(self, graph, inputs):
+    def __call__(self, graph, inputs, *, backend, budget):
         self.compiled += 1
-        run = self.compile_graph(graph, inputs)
+        run = self.compile_graph(graph, inputs, budget=budget)
 
         def counted(*arguments):
             self.calls += 1
@@ -84,8 +86,8 @@ class Graphs:
 @pytest.fixture
 def graphs(monkeypatch, request):
     torch._dynamo.reset()
-    record = Graphs(getattr(request, "param", "aot_eager_decomp_partition"))
-    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: record)
+    record = Graphs(getattr(request, "param", "aot_eager"))
+    monkeypatch.setattr(partitioner, "compile_graph", record)
     return record
 
 
@@ -117,21 +119,6 @@ def assert_same_step(fused: nn.Module, stock: nn.Module, **batch) -> None:
     torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-5, atol=0)
     torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-5, atol=1e-5)
     assert_same_gradients(fused, stock)
-
-
-def saved_bytes(model: nn.Module, *args, **kwargs) -> int:
-    """What a forward keeps for its backward, parameters apart."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    storages = {}
-
-    def pack(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = model(*args, **kwargs)
-    assert outputs is not None
-    return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in parameters)
 
 
 def check_several_steps(family: str) -> None:
@@ -260,26 +247,10 @@ def test_autocast_and_accumulated_gradients(graphs):
 
 
 def check_dropout_gradients(make) -> None:
-    """Against a central difference in float64 along one direction, with the same seed and so the same masks."""
     torch.manual_seed(0)
     model = fuseopt.initialize(make().double(), CONFIG)
     x = torch.randn(64, 16, dtype=torch.float64)
-    parameters = list(model.parameters())
-    direction = [torch.randn_like(parameter) for parameter in parameters]
-
-    def loss(step: float) -> torch.Tensor:
-        with torch.no_grad():
-            torch._foreach_add_(parameters, direction, alpha=step)
-        torch.manual_seed(5)
-        result = model(x).square().mean()
-        torch.manual_seed(6)
-        return result
-
-    loss(0.0)
-    loss(0.0).backward()
-    slope = sum((p.grad * d).sum().item() for p, d in zip(parameters, direction, strict=True))
-    forwards, backwards = loss(1e-5).item(), loss(-2e-5).item()
-    assert slope == pytest.approx((forwards - backwards) / 2e-5, rel=1e-5)
+    assert_slope(model, lambda: model(x).square().mean())
 
 
 def test_the_backward_pass_recomputes_the_dropout_that_was_drawn(graphs):
@@ -308,7 +279,7 @@ def test_less_is_kept_for_the_backward_pass(graphs, monkeypatch):
     model, x = Net(), torch.randn(64, 16)
     stock = saved_bytes(model, x)
     fused = saved_bytes(fuseopt.initialize(model, CONFIG), x)
-    monkeypatch.setattr(training_forward, "_PARTITIONER_OPTIONS", {"activation_memory_budget": 1.0})
+    monkeypatch.setattr(partitioner, "_OPTIONS", {})
     min_cut = saved_bytes(fuseopt.initialize(fuseopt.restore(model), CONFIG), x)
     assert graphs.calls == 2
     assert fused < 0.8 * min_cut < 0.8 * stock
@@ -529,7 +500,7 @@ def test_a_step_that_cannot_be_compiled_raises_and_says_how_to_go_on(graphs):
 
 
 def test_a_failing_backend_shows_before_the_backward_pass(graphs, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise RuntimeError("no code today")
 
     monkeypatch.setattr(graphs, "compile_graph", refuse)

@@ -1,0 +1,86 @@
+"""What a compiled training step keeps for its backward pass, and what that recomputes.
+
+AOT Autograd's min-cut partitioner decides, under an activation budget:
+https://dev-discuss.pytorch.org/t/min-cut-optimal-recomputation-i-e-activation-checkpointing-with-aotautograd/467
+Below a budget of 1 torch lets it recompute random ops too, which then draw other numbers (seen on 2.13: the gradients
+are wrong wherever there is dropout). Here what is drawn is kept. With Inductor that is a seed of 8 bytes a dropout,
+from which the backward pass makes the mask again; only attention that draws its mask itself has to keep its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, fx
+from torch._dynamo import lookup_backend
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._inductor.decomposition import select_decomp_table
+from torch.utils.checkpoint import CheckpointPolicy
+
+# The plain min-cut also keeps pointwise results at the end of long chains; without these bans it recomputes them.
+_OPTIONS = {
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+    "ban_recompute_materialized_backward": False,
+    # The backward graph is compiled with the forward's, so that a failure shows before anything has been computed.
+    "force_non_lazy_backward_lowering": True,
+}
+# At 0 the partitioner keeps the inputs alone, whatever is marked.
+_SMALLEST_BUDGET = 1e-6
+
+
+def compile_graph(
+    graph: fx.GraphModule, inputs: Sequence[Tensor], *, backend: str, budget: float
+) -> Callable[..., Any]:
+    """A Dynamo backend: compiles `graph` and its backward, whose split obeys `budget`.
+
+    Args:
+        backend: "inductor", or "aot_eager" for the same split run by torch's own kernels.
+        budget: part of the bytes kept at 1, where no matmul is recomputed, that may be kept; 0 to 1.
+    """
+    partitioner = Partitioner()
+    with functorch_config.patch({**_OPTIONS, "activation_memory_budget": max(budget, _SMALLEST_BUDGET)}):
+        if backend == "inductor":
+            with inductor_config.patch(custom_partitioner_fn=partitioner):
+                return lookup_backend(backend)(graph, inputs)
+        compile_split = aot_autograd(
+            fw_compiler=_run_as_it_is, partition_fn=partitioner, decompositions=select_decomp_table
+        )
+        return compile_split(graph, inputs)
+
+
+class Partitioner(CustomPartitionerFn):
+    """torch's min-cut rematerialisation, which has to keep what random ops return."""
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        for node in gm.graph.nodes:
+            # Nodes of gradient checkpointing are marked already, and recomputed from the generator's state.
+            if _draws(node) and node.meta.get("recompute") is None:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> bytes:
+        """Part of the key under which Inductor caches on disk what it compiles."""
+        return get_hash_for_files((__file__,))
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether the node calls a random op; attention is one unless its `dropout_p` is 0."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    given = {argument.name: argument.default_value for argument in op._schema.arguments}
+    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    return given.get("dropout_p", 1) != 0
+
+
+def _run_as_it_is(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    return make_boxed_func(graph.forward)

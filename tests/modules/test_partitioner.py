@@ -1,0 +1,97 @@
+"""Under any budget the backward pass finds the dropout that was drawn, and keeps less the lower the budget is."""
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+import fuseopt
+from fuseopt.modules import partitioner
+from tests import tiny
+from tests.training import assert_slope, saved_bytes
+
+aten = torch.ops.aten
+each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+class Net(nn.Module):
+    """Matmuls with dropout between them: [batch, 16] -> [batch, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + F.dropout(F.gelu(layer(x)), 0.4)
+        return x
+
+
+def fused(model: nn.Module, budget: float, backend: str = "aot_eager") -> nn.Module:
+    torch._dynamo.reset()
+    options = {"memory_efficient_fusion": {"budget": budget, "backend": backend}}
+    return fuseopt.initialize(model.double().train(), {"kernel_fusion": options}, strict=True)
+
+
+def check_net(budget: float, backend: str, device: str = "cpu") -> None:
+    torch.manual_seed(0)
+    model, x = Net().to(device), torch.randn(64, 16, dtype=torch.float64, device=device)
+    everything = saved_bytes(fused(model, 1.0, backend), x)
+    model = fused(fuseopt.restore(model), budget, backend)
+    assert_slope(model, lambda: model(x).square().mean())
+    assert budget == 1 or saved_bytes(model, x) < everything
+
+
+@each_device
+@pytest.mark.parametrize("budget", [1, 0.75, 0.5, 0.25, 0.01, 0])
+def test_gradients_of_dropout_at_every_budget(budget, device):
+    check_net(budget, "aot_eager", device)
+
+
+@each_device
+def test_inductor_makes_the_masks_again(device):
+    check_net(0.05, "inductor", device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+@pytest.mark.parametrize("budget", [0.5, 0.1])
+def test_gradients_of_models_with_inductor(family, budget):
+    check_model(family, budget, "inductor", "cuda")
+
+
+@pytest.mark.parametrize(("family", "budget"), [("gpt2", 0.5), ("gpt2", 0), ("t5", 0.2)])
+def test_gradients_of_models(family, budget):
+    check_model(family, budget, "aot_eager", "cpu")
+
+
+def check_model(family: str, budget: float, backend: str, device: str) -> None:
+    rate = {"dropout_rate": 0.2} if family == "t5" else {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
+    model = fused(tiny.FAMILIES[family](**rate).to(device), budget, backend)
+    batch = tiny.inputs(model)
+    # T5's norms take their variance in float32.
+    rtol = 5e-3 if family == "t5" else 1e-5
+    assert_slope(model, lambda: model(**batch).logits.square().mean(), rtol=rtol)
+
+
+def test_the_lower_the_budget_the_less_is_kept():
+    model = tiny.gpt2(n_layer=1)
+    batch = tiny.inputs(model)
+    kept = [saved_bytes(fused(fuseopt.restore(model), budget), **batch) for budget in (1, 0.6, 0.2, 0)]
+    assert kept == sorted(set(kept), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs", "draws"),
+    [
+        (aten.native_dropout.default, (0, 0.1, True), {}, True),
+        (aten.rand.default, ([3],), {}, True),
+        (aten.add.Tensor, (0, 0), {}, False),
+        (aten._scaled_dot_product_flash_attention.default, (0, 0, 0), {}, False),
+        (aten._scaled_dot_product_flash_attention.default, (0, 0, 0, 0.0), {}, False),
+        (aten._scaled_dot_product_flash_attention.default, (0, 0, 0, 0.1), {}, True),
+        (aten._scaled_dot_product_efficient_attention.default, (0, 0, 0, None, True), {"dropout_p": 0.1}, True),
+    ],
+)
+def test_what_random_ops_return_is_kept(op, args, kwargs, draws):
+    assert partitioner._draws(fx.Graph().call_function(op, args, kwargs)) == draws

@@ -1,0 +1,48 @@
+"""What tests of training share: gradients against differences of the loss, and what is kept for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+
+def assert_slope(model: nn.Module, loss: Callable[[], Tensor], *, rtol: float = 1e-5) -> None:
+    """The gradient of `loss()`, which calls the float64 `model`, against a central difference along one direction.
+
+    Every call draws from the same seed, and so the same masks; the backward pass finds the generator elsewhere.
+    """
+    parameters, step = list(model.parameters()), 1e-5
+    generator = torch.Generator().manual_seed(0)
+    direction = [torch.randn(p.shape, dtype=p.dtype, generator=generator).to(p.device) for p in parameters]
+
+    def at(distance: float) -> Tensor:
+        with torch.no_grad():
+            torch._foreach_add_(parameters, direction, alpha=distance)
+        torch.manual_seed(5)
+        result = loss()
+        torch.manual_seed(6)
+        return result
+
+    at(0.0)
+    at(0.0).backward()
+    slope = sum((p.grad * d).sum().item() for p, d in zip(parameters, direction, strict=True))
+    forwards, backwards = at(step).item(), at(-2 * step).item()
+    assert slope == pytest.approx((forwards - backwards) / (2 * step), rel=rtol)
+
+
+def saved_bytes(model: nn.Module, *args: object, **kwargs: object) -> int:
+    """What a forward keeps for its backward, parameters apart."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = model(*args, **kwargs)
+    assert outputs is not None
+    return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in parameters)
