@@ -89,7 +89,34 @@ def _parser() -> argparse.ArgumentParser:
         "--compiled", action="store_true", help="also transformers' static cache with torch.compile; up to 20 s a row"
     )
     generate.set_defaults(run=_bench_generate)
-    for benchmark in (ops, tutorial, generate):
+    train = benchmarks.add_parser("train", help="training steps: transformers, torch.compile and fuseopt")
+    forward = benchmarks.add_parser("forward", help="forwards: transformers, torch.compile and fuseopt")
+    for benchmark in (train, forward):
+        benchmark.add_argument(
+            "--model",
+            action="append",
+            default=[],
+            metavar="MODEL",
+            help="a folder with a config.json, or a name; again for more; default: a table",
+        )
+        benchmark.add_argument("--batch", nargs="+", type=_positive, default=[8], metavar="ROWS", help="default: 8")
+        benchmark.add_argument("--length", type=_positive, default=1024, metavar="TOKENS", help="default: 1024")
+        benchmark.add_argument(
+            "--compile",
+            action=argparse.BooleanOptionalAction,
+            help="time torch.compile too; default: on a GPU, as on a CPU it takes minutes",
+        )
+    train.add_argument("--dropout", type=float, metavar="RATE", help="default: the model's own")
+    train.add_argument("--precision", choices=("autocast", "bfloat16", "float32"), default="autocast")
+    train.add_argument("--padded", action="store_true", help="rows of different lengths, under an attention mask")
+    train.add_argument("--budget", nargs="+", type=float, default=[], help="of memory_efficient_fusion, 0 to 1")
+    train.add_argument(
+        "--config", action="append", default=[], metavar="FILE_OR_PRESET", help="again for more; default: a few"
+    )
+    train.set_defaults(run=_bench_train)
+    forward.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
+    forward.set_defaults(run=_bench_forward)
+    for benchmark in (ops, tutorial, generate, train, forward):
         benchmark.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
         benchmark.add_argument("--out", type=_new_file, metavar="FILE", help="write the results as JSON")
         benchmark.add_argument(
@@ -158,6 +185,30 @@ def _bench_generate(arguments: argparse.Namespace) -> int:
     rows = [generate.Row(model, batch, **given) for model in arguments.model for batch in arguments.batch or [1]]
     dtype = arguments.dtype and getattr(torch, arguments.dtype)
     return _bench(arguments, functools.partial(generate.run, rows=rows, dtype=dtype, compiled=arguments.compiled))
+
+
+def _bench_train(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench import train
+
+    rows = [
+        train.Row(model, batch, arguments.length, arguments.dropout, arguments.precision, arguments.padded)
+        for model in arguments.model
+        for batch in arguments.batch
+    ]
+    configs = train.budget_configs(arguments.budget)
+    configs |= {name: fuseopt.Config.load(name).to_dict() for name in arguments.config}
+    options = {"rows": rows, "configs": configs or None, "compile": arguments.compile}
+    return _bench(arguments, functools.partial(train.run, **options))
+
+
+def _bench_forward(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench import forward
+
+    dtype = getattr(torch, arguments.dtype)
+    rows = [
+        forward.Row(model, batch, arguments.length, dtype) for model in arguments.model for batch in arguments.batch
+    ]
+    return _bench(arguments, functools.partial(forward.run, rows=rows, compile=arguments.compile))
 
 
 def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:

@@ -41,6 +41,16 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {"gpt2": {}, "t5": {"decoder_start_token_id": 0}}
 
 
+# What the families call their dropout rates.
+_DROPOUT_RATES = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate", "attention_dropout", "hidden_dropout")
+
+
+def dropout_rates(source: str, rate: float) -> dict[str, float]:
+    """Overrides for `load_config` and `random_model` that set every dropout rate of the model to `rate`."""
+    config = load_config(source)
+    return {name: rate for name in _DROPOUT_RATES if hasattr(config, name)}
+
+
 def load_config(source: str, **overrides: Any) -> PreTrainedConfig:
     """The transformers config of an architecture by name, or of a folder with a config.json.
 

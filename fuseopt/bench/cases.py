@@ -13,7 +13,7 @@ from transformers import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogit
 from transformers.activations import NewGELUActivation
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from fuseopt.bench.architectures import load_config, random_model
+from fuseopt.bench.architectures import dropout_rates, load_config, random_model
 from fuseopt.bench.workloads import (
     Case,
     FusionConfig,
@@ -191,7 +191,7 @@ def _gpt2(sizes: Sizes, device: torch.device) -> list[Case]:
     ]
     if sizes.training is not None:
         # Without dropout, so that stock and fused compute the same.
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        dropout = dropout_rates(name, 0.0)
         cases.append(
             ModelCase(
                 f"{name} training step, {_by(sizes.training)}, {dtype} autocast",

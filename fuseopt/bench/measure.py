@@ -42,7 +42,7 @@ def against_stock(case: Case, device: torch.device) -> list[Record]:
     stock = calls[STOCK]()
     differences = {name: difference(call(), stock) for name, call in calls.items() if name != STOCK}
     del stock
-    peaks = {name: _peak_mib(call, device) for name, call in calls.items()}
+    peaks = {name: peak_mib(call, device) for name, call in calls.items()}
     timings = time_in_turns(
         calls,
         functools.partial(work_seconds, device=device, repetitions=case.calls_per_sample),
@@ -66,10 +66,11 @@ def against_stock(case: Case, device: torch.device) -> list[Record]:
     ]
 
 
-def _peak_mib(call: Call, device: torch.device) -> float | None:
+def peak_mib(call: Call, device: torch.device, above: int | None = None) -> float | None:
+    """Most memory allocated on the GPU during a call, over `above` bytes, by default what is there before it."""
     if device.type != "cuda":
         return None
-    before = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_allocated(device) if above is None else above
     torch.cuda.reset_peak_memory_stats(device)
     call()
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20

@@ -38,6 +38,9 @@ class Record:
         bytes: what a call has to move at least, each tensor once.
         of_copy: the time of copying as many bytes, over this time.
         auto: whether `backend: auto` takes this variant.
+        tokens: how many a call works on.
+        of_floor: the time that the matmuls alone take at the device's rate, over this time.
+        first_seconds: time of the first call, compilation included.
     """
 
     case: str
@@ -53,6 +56,9 @@ class Record:
     bytes: int | None = None
     of_copy: float | None = None
     auto: bool = False
+    tokens: int | None = None
+    of_floor: float | None = None
+    first_seconds: float | None = None
 
     @classmethod
     def of(cls, case: str, variant: str, timing: Timing, baseline: Timing | None, **others: Any) -> Record:
@@ -65,6 +71,12 @@ class Record:
         if self.bytes is None or self.milliseconds is None:
             return None
         return self.bytes / self.milliseconds[1] / 1e9
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        if self.tokens is None or self.milliseconds is None:
+            return None
+        return self.tokens / self.milliseconds[1] * 1e3
 
 
 @dataclass(frozen=True)
@@ -143,8 +155,12 @@ def _table(rows: Sequence[Record], unit: str) -> str:
         "host us": [_number(row.host_us) for row in rows],
         "TB/s": [_number(row.terabytes_per_second) for row in rows],
         "of copy": ["" if row.of_copy is None else f"{row.of_copy:.2f}" for row in rows],
+        "tokens/s": ["" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}" for row in rows],
+        "of floor": ["" if row.of_floor is None else f"{row.of_floor:.2f}" for row in rows],
+        "first s": [_number(row.first_seconds) for row in rows],
         "speed-up": [_speed_up(row) for row in rows],
-        "peak MiB": ["" if row.peak_mib is None else f"{row.peak_mib:.0f}" for row in rows],
+        "peak MiB": ["" if row.peak_mib is None or row.tokens else f"{row.peak_mib:.0f}" for row in rows],
+        "peak GiB": [f"{row.peak_mib / 1024:.2f}" if row.peak_mib is not None and row.tokens else "" for row in rows],
         "difference": ["; ".join(filter(None, (row.difference, row.note))) for row in rows],
     }
     always = {"work", "variant", unit, "speed-up", "difference"}

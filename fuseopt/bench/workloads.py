@@ -70,16 +70,8 @@ class ModelCase:
             calls[name] = functools.partial(work, parameter_sharing_copy(stock))
         for name, config in self.configs.items():
             twin = parameter_sharing_copy(stock)
-            with warnings.catch_warnings():
-                # What lands nowhere is shown as a row of its own.
-                warnings.simplefilter("ignore", category=UserWarning)
-                fuseopt.initialize(twin, config)
-            report = fuseopt.report(twin)
-            if report.replaced:
-                backends = {row.backend for row in report.replaced if row.backend}
-                calls[_label(name, backends)] = functools.partial(self.work, twin)
-            else:
-                calls[name] = "; ".join(report.unmet)
+            label, unmet = fuse(twin, name, config)
+            calls[label] = unmet or functools.partial(self.work, twin)
         return calls
 
 
@@ -110,6 +102,17 @@ class ProcessorCase:
         }
 
 
+def fuse(model: nn.Module, name: str, config: FusionConfig) -> tuple[str, str | None]:
+    """Fuses `model`: `name` with the backends that were taken, and the reason where nothing was replaced."""
+    with warnings.catch_warnings():
+        # What lands nowhere is shown as a row of its own.
+        warnings.simplefilter("ignore", category=UserWarning)
+        fuseopt.initialize(model, config)
+    report = fuseopt.report(model)
+    backends = {row.backend for row in report.replaced if row.backend}
+    return (_label(name, backends), None) if report.replaced else (name, "; ".join(report.unmet))
+
+
 def call(input: Tensor) -> Work:
     """Output of a module of one argument, without gradients."""
 
@@ -128,6 +131,26 @@ def forward(**inputs: Any) -> Work:
             return model(**inputs).logits
 
     return work
+
+
+def training_forward(**inputs: Any) -> Work:
+    """logits of a forward in training mode, which keeps what its backward would need until they are there."""
+
+    def work(model: nn.Module) -> Tensor:
+        return model.train()(**inputs).logits.detach()
+
+    return work
+
+
+def compiled(work: Work) -> Work:
+    """`work` on the model under torch.compile, whose first call compiles."""
+
+    def compiled_work(model: nn.Module) -> Tensor:
+        if model._compiled_call_impl is None:
+            model.compile()
+        return work(model)
+
+    return compiled_work
 
 
 def generate(input_ids: Tensor, **kwargs: Any) -> Work:

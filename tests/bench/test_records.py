@@ -93,6 +93,19 @@ def test_what_was_measured_of_an_op_has_columns(results):
     assert torch == ["", "torch", "1.25", "", "", "", "", "", ""]
 
 
+def test_a_training_step_has_columns(results):
+    rows = (
+        Record("gpt2 training step", "stock", (100.0, 100.0, 100.0), tokens=16384, peak_mib=24269, of_floor=0.1519),
+        Record("gpt2 training step", "fused", (50.0, 50.0, 50.0), tokens=16384, peak_mib=6144.0, first_seconds=23.44),
+    )
+    _, table = replace(results, rows=rows).to_markdown().split("\n\n")
+    header, _, stock, fused = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    columns = ["work", "variant", "ms", "tokens/s", "of floor", "first s", "speed-up", "peak GiB", "difference"]
+    assert header == columns
+    assert stock[2:] == ["100", "163,840", "0.15", "", "", "23.70", ""]
+    assert fused[2:] == ["50", "327,680", "", "23.4", "", "6.00", ""]
+
+
 def test_where_auto_is_not_the_fastest_it_is_said_again_at_the_end(results):
     rows = (
         Record("gelu", "cuda", (1.0, 1.0, 1.0), auto=True, difference="1e-3", note="torch is 1.20x as fast"),

@@ -74,6 +74,24 @@ def check_model(family: str, budget: float, backend: str, device: str) -> None:
     assert_slope(model, lambda: model(**batch).logits.square().mean(), rtol=rtol)
 
 
+@pytest.mark.gpu
+def test_attention_that_draws_its_own_mask_is_not_called_again():
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.3}
+    gradients = []
+    for budget in (1, 0.05):
+        model = fused(tiny.gpt2(**rates).cuda(), budget).float()
+        ids = tiny.inputs(model, batch=4, length=64)["input_ids"]
+        with torch.profiler.profile() as profile, torch.autocast("cuda", torch.bfloat16):
+            torch.manual_seed(7)
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        assert any("flash_attention" in event.key for event in profile.key_averages())
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    size = sum(gradient.square().sum() for gradient in gradients[0].values()) ** 0.5
+    error = sum((gradients[1][name] - gradient).square().sum() for name, gradient in gradients[0].items()) ** 0.5
+    assert error <= 0.02 * size
+
+
 def test_the_lower_the_budget_the_less_is_kept():
     model = tiny.gpt2(n_layer=1)
     batch = tiny.inputs(model)

@@ -1,0 +1,266 @@
+"""`fuseopt bench train`: training steps, fused AdamW included, by transformers, torch.compile and fuseopt."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fuseopt.bench.architectures import dropout_rates, load_config, random_model
+from fuseopt.bench.flops import forward_flops, matmul_timing
+from fuseopt.bench.measure import SECONDS_PER_CASE, measure, peak_mib
+from fuseopt.bench.records import STOCK, Record, Results
+from fuseopt.bench.timer import time_in_turns, work_seconds
+from fuseopt.bench.workloads import FusionConfig, dtype_name, fuse, random_tokens
+from fuseopt.config import TRITON_KERNELS
+from fuseopt.errors import CompileError
+
+COMPILE = "torch.compile"
+PRECISIONS = {"autocast": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}
+LEARNING_RATE = 3e-4
+COMPARED_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training step's work.
+
+    Attributes:
+        model: an architecture by name, or a folder with a config.json; weights are random.
+        length: tokens a row; of a T5 the encoder has as many and the decoder too.
+        dropout: instead of the model's own rates.
+        precision: "autocast" to bfloat16 with weights in float32, or "bfloat16" or "float32" for everything.
+        padded: rows end anywhere from half of `length` on, under an attention mask.
+    """
+
+    model: str
+    batch: int
+    length: int
+    dropout: float | None = None
+    precision: str = "autocast"
+    padded: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the matmuls."""
+        return torch.float32 if self.precision == "float32" else torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        length = f"({self.length} + {self.length})" if load_config(self.model).is_encoder_decoder else self.length
+        parts = [
+            f"{self.model} training step, {self.batch} x {length}",
+            *(["padded"] if self.padded else []),
+            *([] if self.dropout is None else [f"dropout {self.dropout:g}"]),
+            "bfloat16 autocast" if self.precision == "autocast" else self.precision,
+        ]
+        return ", ".join(parts)
+
+
+GPU_ROWS = (
+    Row("gpt2", 64, 1024, dropout=0.0),
+    Row("gpt2", 64, 1024, dropout=0.1),
+    Row("gpt2", 16, 1024, dropout=0.1),
+    Row("t5-base", 16, 512, dropout=0.1),
+    Row("t5-base", 8, 2048, dropout=0.1, padded=True),
+)
+CPU_ROWS = (
+    Row("gpt2-tiny", 8, 64, dropout=0.0, precision="float32"),
+    Row("t5-tiny", 8, 32, dropout=0.1, precision="float32"),
+)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One system's model and its optimizer, over one batch; a call is a step and returns its loss."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Mapping[str, Tensor]
+    autocast: bool
+
+    def __call__(self) -> Tensor:
+        with torch.autocast(self.batch["input_ids"].device.type, torch.bfloat16, enabled=self.autocast):
+            loss = self.model(**self.batch).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a system's first steps showed; `step` takes the next ones."""
+
+    step: Loop
+    losses: tuple[float, ...]
+    first_seconds: float
+    peak_mib: float | None
+
+    def difference(self, other: Trial) -> float:
+        """The largest between losses of the same step, over the other's."""
+        pairs = zip(self.losses, other.losses, strict=True)
+        return max(abs(own - others) / others for own, others in pairs)
+
+
+def run(
+    *,
+    device: torch.device,
+    rows: Sequence[Row] = (),
+    configs: Mapping[str, FusionConfig] | None = None,
+    compile: bool | None = None,
+) -> Results:
+    """Times whole steps of every system, each with a model and an optimizer of its own, in turns.
+
+    Losses of the first steps on one batch are compared before anything is timed. With dropout they differ by what is
+    drawn, and by more than rounding from then on.
+
+    Args:
+        rows: `GPU_ROWS` by default, `CPU_ROWS` on a CPU.
+        configs: by default `default_configs`.
+        compile: also torch.compile of the stock model; by default on a GPU, as on a CPU it takes minutes.
+
+    Raises:
+        ConfigError: a model is neither an architecture by name nor a folder with a config.json; a config is wrong.
+    """
+    on_gpu = device.type == "cuda"
+    rows = rows or (GPU_ROWS if on_gpu else CPU_ROWS)
+    configs = default_configs(device) if configs is None else configs
+    compile = on_gpu if compile is None else compile
+    matmuls = {dtype: _matmul(device, dtype) for dtype in dict.fromkeys(row.dtype for row in rows)}
+
+    def records_of(row: Row) -> list[Record]:
+        teraflops, _ = matmuls[row.dtype]
+        return _records(row, _systems(configs, compile), teraflops, device)
+
+    measured = measure(rows, records_of)
+    return Results.measured_here("train", [*(record for _, record in matmuls.values()), *measured])
+
+
+def default_configs(device: torch.device) -> dict[str, FusionConfig]:
+    """The preset "training", on a GPU also half its activations, and every Triton kernel inside the compiled step."""
+    found: dict[str, FusionConfig] = {"preset training": "training"}
+    if device.type == "cuda":
+        found |= budget_configs([0.5])
+        triton = {"triton_kernels": list(TRITON_KERNELS), "memory_efficient_fusion": True}
+        found["Triton kernels"] = {"kernel_fusion": triton}
+    return found
+
+
+def budget_configs(budgets: Sequence[float]) -> dict[str, FusionConfig]:
+    """memory_efficient_fusion at each of these budgets."""
+    return {
+        f"memory_efficient_fusion, budget {budget:g}": {
+            "kernel_fusion": {"memory_efficient_fusion": {"budget": budget}}
+        }
+        for budget in budgets
+    }
+
+
+def _matmul(device: torch.device, dtype: torch.dtype) -> tuple[float, Record]:
+    """The rate of a large matmul in TFLOP/s, and the row that says so."""
+    size = 8192 if device.type == "cuda" else 1024
+    timing = matmul_timing(size, device, dtype)
+    teraflops = 2 * size**3 / timing.seconds.median / 1e12
+    name = f"matmul, {size} x {size} x {size}, {dtype_name(dtype)}"
+    return teraflops, Record.of(name, "torch", timing, None, note=f"{teraflops:.3g} TFLOP/s")
+
+
+def _systems(configs: Mapping[str, FusionConfig], compile: bool) -> dict[str, FusionConfig | None]:
+    return {STOCK: None, **({COMPILE: None} if compile else {}), **configs}
+
+
+def _records(
+    row: Row, systems: Mapping[str, FusionConfig | None], teraflops: float, device: torch.device
+) -> list[Record]:
+    config = load_config(row.model)
+    tokens = row.batch * row.length * (2 if config.is_encoder_decoder else 1)
+    floor = 3 * forward_flops(row.model, row.batch, row.length) / teraflops / 1e12
+    batch = _batch(row, config.vocab_size, device)
+    trials = dict(_trial(row, name, fusion, batch, device) for name, fusion in systems.items())
+    stock = trials[STOCK]
+    if isinstance(stock, str):
+        return [Record(row.name, name, note=found) for name, found in trials.items() if isinstance(found, str)]
+    refused = {name: _refusal(row, trial, stock) for name, trial in trials.items()}
+    timings = time_in_turns(
+        {name: trial.step for name, trial in trials.items() if isinstance(trial, Trial) and refused[name] is None},
+        functools.partial(work_seconds, device=device),
+        rounds=9,
+        warm_up=1,
+        seconds=SECONDS_PER_CASE,
+    )
+    records = [
+        Record(row.name, name, note=refused[name])
+        if isinstance(trial, str) or refused[name] is not None
+        else Record.of(
+            row.name,
+            name,
+            timings[name],
+            None if name == STOCK else timings[STOCK],
+            difference=None if name == STOCK else f"{trial.difference(stock):.1e}",
+            peak_mib=trial.peak_mib,
+            tokens=tokens,
+            of_floor=floor / timings[name].seconds.median,
+            first_seconds=trial.first_seconds,
+        )
+        for name, trial in trials.items()
+    ]
+    del trials, stock
+    # A compiled step and its model hold on to each other.
+    gc.collect()
+    return records
+
+
+def _batch(row: Row, vocab: int, device: torch.device) -> dict[str, Tensor]:
+    ids = random_tokens(device, vocab, row.batch, row.length)
+    if not row.padded:
+        return {"input_ids": ids, "labels": ids}
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(row.length // 2, row.length + 1, (row.batch, 1), generator=generator).to(device)
+    mask = torch.arange(row.length, device=device) < lengths
+    return {"input_ids": ids * mask, "labels": ids.masked_fill(~mask, -100), "attention_mask": mask.long()}
+
+
+def _trial(
+    row: Row, name: str, config: FusionConfig | None, batch: Mapping[str, Tensor], device: torch.device
+) -> tuple[str, Trial | str]:
+    """The variant's name, and its first steps or why there are none."""
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    overrides = {} if row.dropout is None else dropout_rates(row.model, row.dropout)
+    model = random_model(row.model, device, PRECISIONS[row.precision], use_cache=False, **overrides).train()
+    if not model.config.is_encoder_decoder:
+        # Where transformers has to guess the loss it warns, and that breaks torch.compile's graph before the loss.
+        model.loss_type = "ForCausalLM"
+    if config is not None:
+        name, unmet = fuse(model, name, config)
+        if unmet is not None:
+            return name, unmet
+    if name == COMPILE:
+        model.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    step = Loop(model, optimizer, batch, row.precision == "autocast")
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    try:
+        losses = [step().item()]
+        first_seconds = time.perf_counter() - start
+        losses += [step().item() for _ in range(COMPARED_STEPS - 1)]
+        return name, Trial(step, tuple(losses), first_seconds, peak_mib(step, device, above=before))
+    except torch.OutOfMemoryError:
+        return name, "out of memory"
+    except CompileError as error:
+        return name, f"{error}: {error.__cause__}"
+
+
+def _refusal(row: Row, trial: Trial | str, stock: Trial) -> str | None:
+    """Why the system is not timed."""
+    if isinstance(trial, str):
+        return trial
+    tolerance = 0.05 if row.dropout != 0 else 1e-4 if row.precision == "float32" else 0.01
+    difference = trial.difference(stock)
+    return None if difference <= tolerance else f"losses differ from stock's by {difference:.1e} of them: wrong"
