@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+from fuseopt.modules import partitioner
+
+
+class Graphs:
+    """How many graphs were compiled, by `backend` whatever was asked for, and how often they were called.
+
+    `last` is the graph that Dynamo traced last.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.compile_graph = functools.partial(partitioner.compile_graph, backend=backend)
+        self.compiled = self.calls = 0
+        self.last: Any = None
+
+    def __call__(self, graph: Any, inputs: Any, *, backend: str, budget: float) -> Callable[..., Any]:
+        self.compiled += 1
+        self.last = graph
+        run = self.compile_graph(graph, inputs, budget=budget)
+
+        def counted(*arguments: Any) -> Any:
+            self.calls += 1
+            return run(*arguments)
+
+        return counted
 
 
 def assert_slope(model: nn.Module, loss: Callable[[], Tensor], *, rtol: float = 1e-5) -> None:

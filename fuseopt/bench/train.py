@@ -232,7 +232,7 @@ def _trial(
     """The variant's name, and its first steps or why there are none."""
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     overrides = {} if row.dropout is None else dropout_rates(row.model, row.dropout)
-    model = random_model(row.model, device, PRECISIONS[row.precision], use_cache=False, **overrides).train()
+    model = random_model(row.model, device, PRECISIONS[row.precision], **overrides).train()
     if not model.config.is_encoder_decoder:
         # Where transformers has to guess the loss it warns, and that breaks torch.compile's graph before the loss.
         model.loss_type = "ForCausalLM"

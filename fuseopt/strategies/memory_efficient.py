@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -17,12 +18,12 @@ from fuseopt.strategies.propose import Offer, replacement, skip
 
 _REQUEST = "memory_efficient_fusion"
 _TARGET = "TrainingForward"
-_LOSS_TYPE = "ForCausalLM"
+_LOSS = "ForCausalLMLoss"
 _LOSS_REASON = "the loss transformers takes for None, but with a warning that would break the graph"
 
 
 class MemoryEfficientStrategy:
-    """Swaps `forward` on the model instance, and names the loss where transformers would warn before guessing it."""
+    """Swaps `forward` on the model instance, and sets the loss where transformers would warn before guessing it."""
 
     name = "memory_efficient"
 
@@ -43,10 +44,15 @@ class MemoryEfficientStrategy:
             return
         build = functools.partial(TrainingForward, model, backend=options.backend, budget=options.budget)
         yield replacement(sites, source, _TARGET, offer, _reason(options.budget), build)
-        if _guesses_its_loss(model):
-            sites = (Site(model, "loss_type", "loss_type"),)
+        # The model may stand inside another, as peft's does.
+        losses = tuple(
+            Site(module, "_loss_function", f"{path}.loss_function".lstrip("."))
+            for path, module in model.named_modules()
+            if _guesses_its_loss(module)
+        )
+        if losses:
             offer = Offer(_REQUEST, self.name)
-            yield replacement(sites, "None", _LOSS_TYPE, offer, _LOSS_REASON, lambda: _LOSS_TYPE)
+            yield replacement(losses, "None", _LOSS, offer, _LOSS_REASON, _causal_lm_loss)
 
 
 def _reason(budget: float) -> str:
@@ -56,4 +62,15 @@ def _reason(budget: float) -> str:
 
 def _guesses_its_loss(model: nn.Module) -> bool:
     """Whether `model` takes labels and PreTrainedModel found no loss for its class name, as for GPT2LMHeadModel."""
-    return model.__dict__.get("loss_type", "") is None and "labels" in inspect.signature(model.forward).parameters
+    return (
+        model.__dict__.get("loss_type", "") is None
+        and "_loss_function" not in model.__dict__
+        and "labels" in inspect.signature(model.forward).parameters
+    )
+
+
+def _causal_lm_loss() -> Callable[..., Any]:
+    # Not by `loss_type`: Trainer looks at that to decide by what it divides the loss.
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    return LOSS_MAPPING["ForCausalLM"]

@@ -5,7 +5,6 @@ decide what is kept and recomputed, run as they would with it.
 """
 
 import copy
-import functools
 import gc
 import inspect
 import io
@@ -63,32 +62,6 @@ class Net(nn.Module):
 class Breaks(Net):
     def forward(self, x):
         return super().forward(x) if x.sum().item() > 0 else x
-
-
-class Graphs:
-    """How many graphs were compiled, by `backend` whatever was asked for, and how often they were called."""
-
-    def __init__(self, backend: str):
-        self.compile_graph = functools.partial(partitioner.compile_graph, backend=backend)
-        self.compiled = self.calls = 0
-
-    def __call__(self, graph, inputs, *, backend, budget):
-        self.compiled += 1
-        run = self.compile_graph(graph, inputs, budget=budget)
-
-        def counted(*arguments):
-            self.calls += 1
-            return run(*arguments)
-
-        return counted
-
-
-@pytest.fixture
-def graphs(monkeypatch, request):
-    torch._dynamo.reset()
-    record = Graphs(getattr(request, "param", "aot_eager"))
-    monkeypatch.setattr(partitioner, "compile_graph", record)
-    return record
 
 
 def with_inductor(test):
@@ -358,7 +331,7 @@ def test_copies_run_on_their_own_weights_and_restore(copied, graphs):
         twin = copied(model)
         assert twin.forward.model is twin and type(twin.forward) is TrainingForward
         fuseopt.restore(twin)
-        assert "forward" not in twin.__dict__ and getattr(twin, "loss_type", None) is None
+        assert "forward" not in twin.__dict__ and "_loss_function" not in twin.__dict__
     x = torch.randn(4, 16)
     before = model(x)
     twin = copied(model)
@@ -386,14 +359,14 @@ def test_restore_and_save_pretrained(graphs, tmp_path):
     model.save_pretrained(tmp_path)  # which notes the architecture in the config
     before, keys = tiny.snapshot(model), list(model.state_dict())
     fuseopt.initialize(model, CONFIG)
-    assert model.loss_type == "ForCausalLM" and list(model.state_dict()) == keys
-    assert [row.target for row in fuseopt.report(model).replaced] == ["TrainingForward", "ForCausalLM"]
+    assert model.loss_type is None and list(model.state_dict()) == keys
+    assert [row.target for row in fuseopt.report(model).replaced] == ["TrainingForward", "ForCausalLMLoss"]
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is type(model) and "forward" not in loaded.__dict__
     torch.testing.assert_close(tiny.logits(loaded), tiny.logits(model.eval()))
     fuseopt.restore(model.train())
-    assert tiny.snapshot(model) == before and model.loss_type is None
+    assert tiny.snapshot(model) == before
 
 
 def test_a_fused_model_is_freed(graphs):
@@ -431,6 +404,20 @@ def test_accelerate_wraps_and_unwraps_it(graphs):
         assert unwrapped is model and graphs.calls == 3
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma", "phi3"])
+def test_a_batch_that_is_not_packed_has_no_mask(family, graphs):
+    fused = tiny.FAMILIES[family](**SIZES.get(family, {})).train()
+    stock = copy.deepcopy(fused)
+    fuseopt.initialize(fused, CONFIG)
+    batch = batch_of(stock)
+    assert_same_step(fused, stock, **batch)
+    calls = [node for node in graphs.last.graph.nodes if node.target is F.scaled_dot_product_attention]
+    assert calls and all(call.kwargs["attn_mask"] is None and call.kwargs["is_causal"] for call in calls)
+    outputs, expected = fused(**batch), stock(**batch, use_cache=False)
+    assert list(outputs) == list(expected) and outputs.past_key_values is None
+    assert len(fused(**batch, return_dict=False)) == len(stock(**batch, use_cache=False, return_dict=False))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -486,7 +473,7 @@ def test_without_a_compiler_it_is_skipped(monkeypatch):
     model = model_of("gpt2")
     with pytest.warns(UserWarning, match="'no-such-compiler' is not on PATH"):
         fuseopt.initialize(model, CONFIG)
-    assert "forward" not in model.__dict__ and model.loss_type is None
+    assert "forward" not in model.__dict__ and "_loss_function" not in model.__dict__
 
 
 def test_a_step_that_cannot_be_compiled_raises_and_says_how_to_go_on(graphs):
