@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.torch_version import TorchVersion
 
 from fuseopt.errors import CompileError
+from fuseopt.modules import whole_rows
 
 # Dynamo by default does not notice a hook registered after compilation, and gives up at the 9th variant of a call,
 # which unfreezing a model layer by layer reaches.
@@ -24,30 +25,6 @@ _DYNAMO_OPTIONS = {"skip_nnmodule_hook_guards": False, "recompile_limit": 64}
 # What a caller, or for the latter two the model's config, asks transformers to return beside loss and logits.
 _CACHES = ("use_cache", "past_key_values")
 _CAPTURES = ("output_attentions", "output_hidden_states")
-
-# Families whose forward takes `_NoCache`, which asks it for a plain causal mask.
-_PACKING_FAMILIES = ("gpt2", "llama", "gemma", "phi3")
-
-
-class _NoCache:
-    """A key-value cache that holds nothing, for forwards of a batch that is not packed.
-
-    Without a cache transformers looks for several sequences in a row by their position ids. In a trace it cannot see
-    that there are none, and makes a mask [batch, 1, length, length] that rules flash attention out. Given a cache it
-    does not look. Methods as transformers.Cache has them.
-    """
-
-    def get_seq_length(self, *_: Any) -> int:
-        return 0
-
-    def get_query_offset(self, *_: Any) -> int:
-        return 0
-
-    def get_mask_sizes(self, query: int | Tensor, *_: Any) -> tuple[int, int]:
-        return query if isinstance(query, int) else query.shape[0], 0
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return keys, values
 
 
 class TrainingForward:
@@ -132,20 +109,16 @@ def _unbound(forward: Callable[..., Any], backend: str, budget: float) -> Callab
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if not _is_training_step(model) or _asks_for_more(model, given):
             return forward(model, *args, **kwargs)
-        if "use_cache" in names[len(args) :]:
-            kwargs["use_cache"] = False
-        unpacked = "past_key_values" in names[len(args) :] and _is_not_packed(model, given)
-        if unpacked:
-            kwargs["past_key_values"] = _NoCache()
+        open_names = set(names[len(args) :])
+        changed = {"use_cache": False} if "use_cache" in open_names else {}
+        rows = whole_rows.arguments(model, given)
+        changed |= rows if open_names.issuperset(rows) else {}
         trained = tuple(parameter.requires_grad for parameter in model.parameters())
         step = steps.get(trained) or steps.setdefault(trained, _compile(forward, backend, budget))
         try:
-            outputs = step(model, *args, **kwargs)
-            return _without_cache(outputs) if unpacked else outputs
+            return whole_rows.without_cache(step(model, *args, **{**kwargs, **changed}))
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
             # Wrong arguments make the trace fail too: then the error to show is the one that `forward` has for them.
-            if unpacked:
-                del kwargs["past_key_values"]
             forward(model, *args, **kwargs)
             raise CompileError(
                 f"the training step of {type(model).__name__} cannot be compiled as one graph with {backend!r} "
@@ -169,24 +142,6 @@ def _asks_for_more(model: nn.Module, given: Mapping[str, Any]) -> bool:
     # transformers registers its capturing hooks under a lock at the first such call, which breaks the graph.
     asked += [given.get(name, getattr(config, name, None)) for name in _CAPTURES]
     return any(value is not None and value is not False for value in asked)
-
-
-def _is_not_packed(model: nn.Module, given: Mapping[str, Any]) -> bool:
-    family = getattr(getattr(model, "config", None), "model_type", None)
-    if family not in _PACKING_FAMILIES or given.get("position_ids") is not None:
-        return False
-    # Checkpointed layers warn when they are given a cache, which breaks the graph.
-    checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    return given.get("attention_mask") is None and not checkpointed
-
-
-def _without_cache(outputs: Any) -> Any:
-    """`outputs` as the class's own forward returns them: some families hand back the cache they were given."""
-    if type(outputs) is tuple:
-        return tuple(value for value in outputs if not isinstance(value, _NoCache))
-    if isinstance(outputs, Mapping) and isinstance(outputs.get("past_key_values"), _NoCache):
-        return type(outputs)(**{name: value for name, value in outputs.items() if not isinstance(value, _NoCache)})
-    return outputs
 
 
 def _compile(forward: Callable[..., Any], backend: str, budget: float) -> Callable[..., Any]:

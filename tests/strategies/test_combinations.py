@@ -23,6 +23,7 @@ BLOCKS = {
     "kernels": KERNELS | {"jit": False},
     "kernels-jit": KERNELS | {"jit": True},
     "kernels-memory": KERNELS | {"memory_efficient_fusion": True},
+    "budget": {"memory_efficient_fusion": {"budget": 0.5, "backend": "aot_eager"}},
     "kernels-jit-memory": KERNELS | {"jit": True, "memory_efficient_fusion": True},
 }
 pytestmark = [
@@ -142,7 +143,7 @@ def test_every_mechanism_at_once(family, monkeypatch):
     assert raw.calls
 
 
-DISTRIBUTED = [("gpt2", "kernels-jit"), ("t5", "kernels-jit"), ("gpt2", "kernels-memory")]
+DISTRIBUTED = [("gpt2", "kernels-jit"), ("t5", "kernels-jit"), ("gpt2", "kernels-memory"), ("t5", "budget")]
 
 
 def _train_in_process(rank: int, folder: str) -> None:
@@ -155,13 +156,15 @@ def _train_in_process(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def _distributed_step(family: str, block: str, rank: int) -> tuple[dict[str, torch.Tensor], list[str]]:
-    graphs = Graphs()
+def _distributed_step(family: str, block: str, rank: int) -> tuple[dict[str, torch.Tensor], int]:
+    """The gradients of one step, and how many graphs were compiled for it."""
     model = fused_copy(stock_model(family), block)
     replicated = DistributedDataParallel(model).train()
-    with mock.patch.object(partitioner, "compile_graph", lambda graph, inputs, **_: graphs.compiled(graph, inputs)):
+    with mock.patch.object(partitioner, "compile_graph", wraps=partitioner.compile_graph) as compile_graph:
+        if block != "budget":
+            compile_graph.side_effect = lambda graph, inputs, **_: Graphs().compiled(graph, inputs)
         replicated(**batch_of(model, seed=rank)).loss.backward()
-    return gradients_of(model), graphs.forward
+    return gradients_of(model), compile_graph.call_count
 
 
 def test_two_processes_of_ddp_average_what_stock_computes(tmp_path, monkeypatch):
@@ -174,9 +177,9 @@ def test_two_processes_of_ddp_average_what_stock_computes(tmp_path, monkeypatch)
         average = {name: (first[name] + second[name]) / 2 for name in first}
         assert difference(first, average) > 1e-3
         for rank in (0, 1):
-            gradients, compiled_ops = torch.load(tmp_path / f"{family}-{block}-{rank}.pt")
+            gradients, compiled = torch.load(tmp_path / f"{family}-{block}-{rank}.pt")
             tiny.assert_same_gradients(gradients, average)
-            assert bool(compiled_ops) == ("memory" in block)
+            assert compiled == (block in ("kernels-memory", "budget"))
 
 
 def with_prepared_masks(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -406,20 +406,6 @@ def test_accelerate_wraps_and_unwraps_it(graphs):
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma", "phi3"])
-def test_a_batch_that_is_not_packed_has_no_mask(family, graphs):
-    fused = tiny.FAMILIES[family](**SIZES.get(family, {})).train()
-    stock = copy.deepcopy(fused)
-    fuseopt.initialize(fused, CONFIG)
-    batch = batch_of(stock)
-    assert_same_step(fused, stock, **batch)
-    calls = [node for node in graphs.last.graph.nodes if node.target is F.scaled_dot_product_attention]
-    assert calls and all(call.kwargs["attn_mask"] is None and call.kwargs["is_causal"] for call in calls)
-    outputs, expected = fused(**batch), stock(**batch, use_cache=False)
-    assert list(outputs) == list(expected) and outputs.past_key_values is None
-    assert len(fused(**batch, return_dict=False)) == len(stock(**batch, use_cache=False, return_dict=False))
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_kernels_run_inside_the_graph(attention, graphs):
     kernels = ["FusedLayerNorm", "FusedGELU", *(["FusedSoftmax"] if attention == "eager" else [])]

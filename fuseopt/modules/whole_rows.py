@@ -1,0 +1,59 @@
+"""Batches whose every row is one sequence without padding, told to transformers so that a trace knows it too.
+
+In eager mode transformers looks into `attention_mask` and `position_ids`, finds nothing to mask but the future, and
+attention runs as a flash kernel. In a trace it cannot look, and makes a mask [batch, 1, length, length] that rules out
+flash. No attention mask, and a cache, where transformers expects no packed sequences, say the same without a look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+# Decoders that take `NoCache`, and to which an attention mask of ones says nothing.
+_FAMILIES = ("gpt2", "llama", "gemma", "phi3")
+
+
+class NoCache:
+    """A key-value cache that holds nothing; methods as transformers.Cache has them."""
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+    def get_query_offset(self, *_: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query: int | Tensor, *_: Any) -> tuple[int, int]:
+        return query if isinstance(query, int) else query.shape[0], 0
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+def arguments(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What to call the forward of `model` with instead, where `given` is a batch of whole rows; else nothing.
+
+    An attention mask is looked at, for which the host waits, as it does in eager mode.
+    """
+    if getattr(getattr(model, "config", None), "model_type", None) not in _FAMILIES:
+        return {}
+    if any(given.get(name) is not None for name in ("position_ids", "encoder_hidden_states")):
+        return {}
+    mask = given.get("attention_mask")
+    if mask is not None and (mask.dim() != 2 or not mask.all()):
+        return {}
+    # Checkpointed layers warn when they are given a cache, which breaks the graph.
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return {"attention_mask": None}
+    return {"attention_mask": None, "past_key_values": NoCache()}
+
+
+def without_cache(outputs: Any) -> Any:
+    """`outputs` as the class's own forward returns them: some families hand back the cache they were given."""
+    if type(outputs) is tuple:
+        return tuple(value for value in outputs if not isinstance(value, NoCache))
+    if isinstance(outputs, Mapping) and isinstance(outputs.get("past_key_values"), NoCache):
+        return type(outputs)(**{name: value for name, value in outputs.items() if not isinstance(value, NoCache)})
+    return outputs

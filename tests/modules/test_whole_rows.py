@@ -1,0 +1,63 @@
+"""Rows without padding and packing have no mask in the compiled step, and what is handed back is stock's."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fuseopt
+from fuseopt.modules import partitioner, whole_rows
+from fuseopt.modules.whole_rows import NoCache
+from tests import tiny
+from tests.training import Graphs
+
+CONFIG = {"kernel_fusion": {"memory_efficient_fusion": True}}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attention_dropout": 0.0}
+families = pytest.mark.parametrize("family", whole_rows._FAMILIES)
+
+
+def model_of(family: str) -> nn.Module:
+    return tiny.FAMILIES[family](**NO_DROPOUT).train()
+
+
+@families
+def test_whole_rows_have_no_mask_and_others_have_theirs(family, monkeypatch):
+    torch._dynamo.reset()
+    graphs = Graphs("aot_eager")
+    monkeypatch.setattr(partitioner, "compile_graph", graphs)
+    stock = model_of(family)
+    fused = fuseopt.initialize(copy.deepcopy(stock), CONFIG)
+    ids = tiny.inputs(stock)["input_ids"]
+    padded = torch.ones_like(ids)
+    padded[0, :2] = 0
+    for mask, masked in ((None, False), (torch.ones_like(ids), False), (padded, True)):
+        batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+        outputs, expected = fused(**batch), stock(**batch, use_cache=False)
+        torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-5, atol=0)
+        assert list(outputs) == list(expected) and outputs.past_key_values is None
+        calls = [node for node in graphs.last.graph.nodes if node.target is F.scaled_dot_product_attention]
+        assert len(calls) == 2 and all((call.kwargs["attn_mask"] is not None) == masked for call in calls)
+    assert (graphs.compiled, graphs.calls) == (2, 3)
+    outputs, expected = (model(ids, labels=ids, use_cache=False, return_dict=False) for model in (fused, stock))
+    assert [type(value) for value in outputs] == [type(value) for value in expected]
+
+
+@families
+def test_checkpointed_layers_are_given_no_cache(family):
+    model = model_of(family)
+    ids = tiny.inputs(model)["input_ids"]
+    assert isinstance(whole_rows.arguments(model, {"input_ids": ids})["past_key_values"], NoCache)
+    model.gradient_checkpointing_enable()
+    assert whole_rows.arguments(model, {"input_ids": ids}) == {"attention_mask": None}
+
+
+def test_positions_that_are_given_are_left_to_transformers():
+    model = model_of("gpt2")
+    ids = tiny.inputs(model)["input_ids"]
+    positions = torch.arange(7).expand(2, 7)
+    assert whole_rows.arguments(model, {"input_ids": ids, "position_ids": positions}) == {}
+    assert whole_rows.arguments(model, {"input_ids": ids, "attention_mask": torch.ones(2, 1, 7, 7)}) == {}
+    assert whole_rows.arguments(model, {"input_ids": ids, "encoder_hidden_states": torch.ones(2, 3, 24)}) == {}
+    assert whole_rows.arguments(tiny.t5(), {"input_ids": ids}) == whole_rows.arguments(nn.Linear(2, 2), {}) == {}
