@@ -7,10 +7,14 @@ flash. No attention mask, and a cache, where transformers expects no packed sequ
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 # Decoders that take `NoCache`, and to which an attention mask of ones says nothing.
 _FAMILIES = ("gpt2", "llama", "gemma", "phi3")
@@ -32,12 +36,18 @@ class NoCache:
         return keys, values
 
 
+@functools.cache
+def available() -> bool:
+    """Whether transformers leaves out a causal mask in a trace at all; before 5.23 it makes one whatever it is told."""
+    return TorchVersion(torch.__version__) >= (2, 13) and TorchVersion(version("transformers")) >= (5, 23)
+
+
 def arguments(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     """What to call the forward of `model` with instead, where `given` is a batch of whole rows; else nothing.
 
     An attention mask is looked at, for which the host waits, as it does in eager mode.
     """
-    if getattr(getattr(model, "config", None), "model_type", None) not in _FAMILIES:
+    if getattr(getattr(model, "config", None), "model_type", None) not in _FAMILIES or not available():
         return {}
     if any(given.get(name) is not None for name in ("position_ids", "encoder_hidden_states")):
         return {}
