@@ -38,8 +38,8 @@ class NoCache:
 
 @functools.cache
 def available() -> bool:
-    """Whether transformers leaves out a causal mask in a trace at all; before 5.23 it makes one whatever it is told."""
-    return TorchVersion(torch.__version__) >= (2, 13) and TorchVersion(version("transformers")) >= (5, 23)
+    """Whether transformers leaves out a causal mask in a trace at all; before 5.18 it makes one whatever it is told."""
+    return TorchVersion(torch.__version__) >= (2, 13) and TorchVersion(version("transformers")) >= (5, 18)
 
 
 def arguments(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
