@@ -110,7 +110,7 @@ def _unbound(forward: Callable[..., Any], backend: str, budget: float) -> Callab
         if not _is_training_step(model) or _asks_for_more(model, given):
             return forward(model, *args, **kwargs)
         open_names = set(names[len(args) :])
-        changed = {"use_cache": False} if "use_cache" in open_names else {}
+        changed = {"use_cache": False} if "use_cache" in open_names or _hands_on_use_cache(model) else {}
         rows = whole_rows.arguments(model, given)
         changed |= rows if open_names.issuperset(rows) else {}
         trained = tuple(parameter.requires_grad for parameter in model.parameters())
@@ -134,6 +134,12 @@ def _is_training_step(model: nn.Module) -> bool:
     # Dynamo cannot be entered from inside torch.func's transforms.
     transformed = torch._C._are_functorch_transforms_active()
     return model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed
+
+
+def _hands_on_use_cache(model: nn.Module) -> bool:
+    """Whether it is one of peft's models around one that takes `use_cache`."""
+    inner = getattr(model, "get_base_model", None)
+    return inner is not None and "use_cache" in inspect.signature(inner().forward).parameters
 
 
 def _asks_for_more(model: nn.Module, given: Mapping[str, Any]) -> bool:

@@ -81,11 +81,13 @@ def test_attention_that_draws_its_own_mask_is_not_called_again():
     for budget in (1, 0.05):
         model = fused(tiny.gpt2(**rates).cuda(), budget).float()
         ids = tiny.inputs(model, batch=4, length=64)["input_ids"]
-        with torch.profiler.profile() as profile, torch.autocast("cuda", torch.bfloat16):
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=cpu) as profile, torch.autocast("cuda", torch.bfloat16):
             torch.manual_seed(7)
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        assert any("flash_attention" in event.key for event in profile.key_averages())
+        kernels = ("flash_attention", "efficient_attention", "cudnn_attention")
+        assert any(kernel in event.key for event in profile.key_averages() for kernel in kernels)
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     size = sum(gradient.square().sum() for gradient in gradients[0].values()) ** 0.5
     error = sum((gradients[1][name] - gradient).square().sum() for name, gradient in gradients[0].items()) ** 0.5
@@ -109,6 +111,8 @@ def test_the_lower_the_budget_the_less_is_kept():
         (aten._scaled_dot_product_flash_attention.default, (0, 0, 0, 0.0), {}, False),
         (aten._scaled_dot_product_flash_attention.default, (0, 0, 0, 0.1), {}, True),
         (aten._scaled_dot_product_efficient_attention.default, (0, 0, 0, None, True), {"dropout_p": 0.1}, True),
+        (aten._scaled_dot_product_cudnn_attention.default, (0, 0, 0, None, True, 0.1), {}, True),
+        (aten._scaled_dot_product_cudnn_attention.default, (0, 0, 0, None, True), {}, False),
     ],
 )
 def test_what_random_ops_return_is_kept(op, args, kwargs, draws):

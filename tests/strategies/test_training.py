@@ -3,7 +3,6 @@
 import copy
 import functools
 
-import peft
 import pytest
 import torch
 from accelerate import Accelerator
@@ -34,21 +33,17 @@ def batches(model: nn.Module, count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": tokens, "labels": tokens} for tokens in ids]
 
 
-def train(model: nn.Module, steps: int, autocast: bool = False) -> torch.Tensor:
+def train(model: nn.Module, steps: int) -> torch.Tensor:
     """The losses of `steps` steps of AdamW over three batches."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     losses = []
     for step in range(steps):
-        loss = model(**batches(tiny_base(model), 3)[step % 3]).loss
+        loss = model(**batches(model, 3)[step % 3]).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
     return torch.stack(losses)
-
-
-def tiny_base(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if isinstance(model, peft.PeftModel) else model
 
 
 def assert_same_weights(fused: nn.Module, stock: nn.Module) -> None:
@@ -159,8 +154,9 @@ def test_frozen_layers_stay_as_they_are(graphs):
     assert (graphs.compiled, graphs.calls) == (1, 6)
 
 
-def with_lora(model: nn.Module, family: str) -> peft.PeftModel:
+def with_lora(model: nn.Module, family: str) -> nn.Module:
     """On attention, feed-forward and head."""
+    peft = pytest.importorskip("peft")
     targets = {"gpt2": ["c_attn", "c_fc", "c_proj", "lm_head"], "t5": ["q", "v", "wi", "wo", "lm_head"]}
     task = {"gpt2": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM"}
     torch.manual_seed(3)
