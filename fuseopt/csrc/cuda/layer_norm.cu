@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
                           float inverse_columns, float eps) {
   constexpr int kVectors = Shape::kElements / kWidth;
   // Before the reductions that they wait for; but not where that takes registers from more rows in flight.
-  constexpr bool kEarly = kWidth > 1 && (Shape::kWithinWarp || sizeof(T) == 4 || kVectors == 1);
+  constexpr bool kEarly = kWidth > 1 ? Shape::kWithinWarp || sizeof(T) == 4 || kVectors == 1 : std::is_same_v<W, AnyType>;
   RowTeam<Shape::kTeam> team;
   const int vectors_in_row = columns / kWidth;
   const int64_t row = team.index;
@@ -221,10 +221,11 @@ extern "C" cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer r
   const bool float64 = any_has(kFloat64, {input, residual, weight, bias});
   const bool vectors = are_vectors(residual.data != nullptr ? sum.dtype : input.dtype, columns,
                                    {input, residual, weight, bias, output, sum});
+  const TypedPointer parameter = weight.data != nullptr ? weight : bias;
   bool launched = false;
-  if (!float64 && output.dtype != kFloat64 && fits_grid(rows)) {
+  if (!float64 && output.dtype != kFloat64 && fits_grid(rows) && have_dtype(parameter.dtype, {bias})) {
     launched = dispatch_fwd<kBlockElements, false>(
-        input, residual, {weight, bias}, rows, columns, vectors,
+        input, residual, parameter, rows, columns, vectors,
         [&](auto types, auto shape, auto width, int threads, TypedPointer wide, TypedPointer narrow) {
           using Types = decltype(types);
           using T = typename Types::T;

@@ -97,19 +97,36 @@ void dispatch_stream_dtypes(TypedPointer input, TypedPointer residual, Launch la
     dispatch_fast_dtype(input.dtype, [&](auto tag) { launch(tag, TypeTag<void>{}, input, residual); });
   } else if (input.dtype == residual.dtype) {
     dispatch_fast_dtype(input.dtype, [&](auto tag) { launch(tag, tag, input, residual); });
-  } else if (input.dtype == kFloat32) {
-    launch(TypeTag<float>{}, TypeTag<AnyType>{}, input, residual);
-  } else if (residual.dtype == kFloat32) {
-    launch(TypeTag<float>{}, TypeTag<AnyType>{}, residual, input);
+  } else if (input.dtype == kFloat32 || residual.dtype == kFloat32) {
+    const TypedPointer wide = input.dtype == kFloat32 ? input : residual;
+    const TypedPointer narrow = input.dtype == kFloat32 ? residual : input;
+    if (narrow.dtype == kFloat16) launch(TypeTag<float>{}, TypeTag<__half>{}, wide, narrow);
+    if (narrow.dtype == kBFloat16) launch(TypeTag<float>{}, TypeTag<__nv_bfloat16>{}, wide, narrow);
   }
 }
 
+// Calls `launch(TypeTag<W>)` for the dtypes of parameters that are compiled for a sum of type T and a residual of type R:
+// T, float32, and for float32 the half types that come with it. Null stands for type T. False for other dtypes.
+template <typename T, typename R, typename Launch>
+bool dispatch_parameter_dtype(TypedPointer parameter, Launch launch) {
+  if (parameter.data == nullptr || parameter.dtype == kDType<T>) return launch(TypeTag<T>{});
+  if constexpr (!std::is_same_v<T, float>) {
+    if (parameter.dtype == kFloat32) return launch(TypeTag<float>{});
+  } else if constexpr (std::is_void_v<R>) {
+    if (parameter.dtype == kFloat16) return launch(TypeTag<__half>{});
+    if (parameter.dtype == kBFloat16) return launch(TypeTag<__nv_bfloat16>{});
+  } else if constexpr (!std::is_same_v<R, float>) {
+    if (parameter.dtype == kDType<R>) return launch(TypeTag<R>{});
+  }
+  return false;
+}
+
 // Calls `launch(FwdTypes, RowShape, IntTag<kWidth>, threads, wide, narrow)`, the last two as above; false when there is
-// no kernel for these dtypes or so wide a row. `vectors`: all tensors are aligned for them. `kElementwiseWarps`: where
-// they are not, a warp may have a row of 16-bit elements.
+// no kernel for these dtypes or so wide a row. `parameter` is one of those present, which share a dtype. `vectors`: all tensors are aligned for them. `kElementwiseWarps`: where
+// they are not, a warp may have a row of 16-bit elements, all of one dtype.
 template <int kBlockElements, bool kElementwiseWarps, typename Launch>
-bool dispatch_fwd(TypedPointer input, TypedPointer residual, std::initializer_list<TypedPointer> parameters,
-                  int64_t rows, int64_t columns, bool vectors, Launch launch) {
+bool dispatch_fwd(TypedPointer input, TypedPointer residual, TypedPointer parameter, int64_t rows, int64_t columns,
+                  bool vectors, Launch launch) {
   bool launched = false;
   dispatch_stream_dtypes(input, residual, [&](auto tag, auto residual_tag, TypedPointer wide, TypedPointer narrow) {
     using T = typename decltype(tag)::type;
@@ -119,19 +136,24 @@ bool dispatch_fwd(TypedPointer input, TypedPointer residual, std::initializer_li
         launch(types, shape, width, threads, wide, narrow);
       };
     };
-    if (!vectors) {
-      using AnyResidual = std::conditional_t<std::is_void_v<R>, void, AnyType>;
-      launched = dispatch_elementwise_row<kElementwiseWarps && sizeof(T) == 2>(
-          columns, launch_with(FwdTypes<T, AnyResidual, AnyType>{}));
+    constexpr bool kOneSum = std::is_void_v<R> || std::is_same_v<R, T>;
+    if (vectors) {
+      launched = dispatch_parameter_dtype<T, R>(parameter, [&](auto parameter_tag) {
+        using W = typename decltype(parameter_tag)::type;
+        return dispatch_fwd_row<T, kBlockElements, kOneSum && std::is_same_v<W, T>>(
+            rows, columns, launch_with(FwdTypes<T, R, W>{}));
+      });
       return;
     }
-    if constexpr (!std::is_same_v<R, AnyType>) {
-      if (have_dtype(kDType<T>, parameters)) {
-        launched = dispatch_fwd_row<T, kBlockElements, true>(rows, columns, launch_with(FwdTypes<T, R, T>{}));
+    if constexpr (kOneSum) {
+      if (parameter.data == nullptr || parameter.dtype == kDType<T>) {
+        launched = dispatch_elementwise_row<kElementwiseWarps && sizeof(T) == 2>(columns,
+                                                                                 launch_with(FwdTypes<T, R, T>{}));
         return;
       }
     }
-    launched = dispatch_fwd_row<T, kBlockElements, false>(rows, columns, launch_with(FwdTypes<T, R, AnyType>{}));
+    using AnyResidual = std::conditional_t<std::is_void_v<R>, void, AnyType>;
+    launched = dispatch_elementwise_row<false>(columns, launch_with(FwdTypes<T, AnyResidual, AnyType>{}));
   });
   return launched;
 }

@@ -23,14 +23,11 @@ __global__ void __launch_bounds__(Shape::kMaxThreads, (kFwdMinBlocks<T, Shape>))
 
   RowPart<T, kVectors, kWidth> x;
   stream.load(x, row * columns, team, vectors_in_row);
-  constexpr bool kEarly = kWidth > 1;  // before the reduction that it waits for
   Columns<W, kWidth> scale[kVectors];
-  if constexpr (kEarly) {
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int v = team.lane + k * team.size;
-      if (v < vectors_in_row) scale[k].load_or(weight, v * kWidth, 1.0f);
-    }
+  for (int k = 0; k < kVectors; ++k) {
+    const int v = team.lane + k * team.size;
+    if (v < vectors_in_row) scale[k].load_or(weight, v * kWidth, 1.0f);
   }
 
   float sum_of_squares = 0;
@@ -45,9 +42,6 @@ __global__ void __launch_bounds__(Shape::kMaxThreads, (kFwdMinBlocks<T, Shape>))
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     const int v = team.lane + k * team.size;
-    if constexpr (!kEarly) {
-      if (v < vectors_in_row) scale[k].load_or(weight, v * kWidth, 1.0f);
-    }
     float result[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) result[j] = x.vectors[k][j] * row_rstd;
@@ -178,7 +172,7 @@ extern "C" cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer res
   bool launched = false;
   if (!float64 && output.dtype != kFloat64 && fits_grid(rows)) {
     launched = dispatch_fwd<kBlockElements, true>(
-        input, residual, {weight}, rows, columns, vectors,
+        input, residual, weight, rows, columns, vectors,
         [&](auto types, auto shape, auto width, int threads, TypedPointer wide, TypedPointer narrow) {
           using Types = decltype(types);
           using T = typename Types::T;
