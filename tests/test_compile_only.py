@@ -14,13 +14,30 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import fuseopt.ops.triton
-from fuseopt.ops.triton import rms_norm, rms_norm_bwd, rms_norm_fwd, softmax_bwd, softmax_fwd
+from fuseopt.ops.triton import (
+    cross_entropy_bwd,
+    cross_entropy_fwd,
+    linear_cross_entropy_fwd,
+    rms_norm,
+    rms_norm_bwd,
+    rms_norm_fwd,
+    softmax_bwd,
+    softmax_fwd,
+)
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
 
 def empty(*shape, dtype):
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def targets(*shape):
+    return empty(*shape, dtype=torch.int64)
+
+
+def statistics(dtype):
+    return empty(512, dtype=torch.promote_types(dtype, torch.float32))
 
 
 # Calls that launch kernels, given the dtype and the width of a row. A new kernel joins by a line here.
@@ -35,6 +52,13 @@ CALLS = {
         empty(2, 16, 8, n, dtype=d), empty(2, 1, 8, n, dtype=torch.float32), 0.125, d
     ),
     "softmax_bwd": lambda d, n: softmax_bwd(empty(512, n, dtype=d), empty(512, n, dtype=d), 0.125, d),
+    "cross_entropy_fwd": lambda d, n: cross_entropy_fwd(empty(512, n, dtype=d), targets(512), -100, 0.1, 1e-4),
+    "cross_entropy_bwd": lambda d, n: cross_entropy_bwd(
+        statistics(d), empty(512, n, dtype=d), targets(512), statistics(d), statistics(d), -100, 0.1, 1e-4
+    ),
+    "linear_cross_entropy_fwd": lambda d, n: linear_cross_entropy_fwd(
+        empty(512, 64, dtype=d), empty(n, 64, dtype=d), None, targets(512), -100, 0.0, 0.0, d, True, True, False
+    ),
 }
 # Narrow rows, hidden sizes, an odd width, the widest rows held in registers, vocabularies.
 ROWS = [

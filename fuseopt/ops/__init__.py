@@ -3,6 +3,7 @@
 from fuseopt.ops.add_layer_norm import add_layer_norm
 from fuseopt.ops.add_rms_norm import add_rms_norm
 from fuseopt.ops.beam_candidates import beam_candidates
+from fuseopt.ops.cross_entropy import cross_entropy
 from fuseopt.ops.decode_attention import decode_attention, decode_attention_
 from fuseopt.ops.decode_beams import decode_beams_
 from fuseopt.ops.decode_embedding import decode_embedding
@@ -11,6 +12,7 @@ from fuseopt.ops.decode_select import decode_select_
 from fuseopt.ops.gated_activation import gated_activation
 from fuseopt.ops.gelu import gelu
 from fuseopt.ops.layer_norm import layer_norm
+from fuseopt.ops.linear_cross_entropy import linear_cross_entropy
 from fuseopt.ops.no_repeat_ngram import encoder_no_repeat_ngram, no_repeat_ngram
 from fuseopt.ops.process_logits import process_logits
 from fuseopt.ops.rms_norm import rms_norm
@@ -20,6 +22,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "beam_candidates",
+    "cross_entropy",
     "decode_attention",
     "decode_attention_",
     "decode_beams_",
@@ -30,6 +33,7 @@ __all__ = [
     "gated_activation",
     "gelu",
     "layer_norm",
+    "linear_cross_entropy",
     "no_repeat_ngram",
     "process_logits",
     "rms_norm",

@@ -1,0 +1,186 @@
+"""A linear layer and the cross-entropy of its output, which exists for a few thousand rows at a time.
+
+A chunk of logits is a matrix product into a buffer that every chunk uses; a kernel writes the gradient over it; two
+products take that to the gradients of input and weight. The matrices stay with cuBLAS. The classes are padded with
+weights of zero to a multiple of 64: products over an odd number of columns take several times as long.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from fuseopt.ops.triton.cross_entropy import check_targets, cross_entropy_fwd_bwd_kernel, row_blocks
+from fuseopt.ops.triton.rows import TL_DTYPES, compute_dtype
+
+# Bytes of the buffer. Few chunks: each adds to the whole gradient of the weight, and wants enough rows to fill a GPU.
+CHUNK_BYTES = 640 * 2**20
+# A chunk has a multiple of so many rows where it can: 132 tiles of 128 x 256 for 768 columns.
+CHUNK_ROWS = 128
+
+
+class Gradients(NamedTuple):
+    """Sums over all rows, but for `input`; None where none is wanted."""
+
+    input: torch.Tensor | None  # [rows, features], in the dtype of the products
+    weight: torch.Tensor | None  # [width, features], in that of the arithmetic
+    bias: torch.Tensor | None  # [width], likewise
+
+
+def chunks(rows: int, width: int, itemsize: int) -> Iterator[slice]:
+    """Slices of equal length, but for the last, whose logits fit CHUNK_BYTES."""
+    most = max(CHUNK_BYTES // (width * itemsize) // CHUNK_ROWS, 1) * CHUNK_ROWS
+    for start in range(0, rows, most):
+        yield slice(start, min(start + most, rows))
+
+
+def padded(tensor: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
+    """`tensor` [classes, *] in `dtype`, rows of zeros after it up to `width`; itself where nothing is to be done."""
+    if tensor.shape[0] == width:
+        return tensor.to(dtype)
+    result = torch.empty((width, *tensor.shape[1:]), dtype=dtype, device=tensor.device)
+    result[: tensor.shape[0]] = tensor
+    result[tensor.shape[0] :] = 0
+    return result
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """`total += left @ right`, where `total` may be of a wider dtype than the factors."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+def run(
+    grad_output: torch.Tensor | None,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    product_dtype: torch.dtype,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor, Gradients]:
+    """The losses [rows], and of the gradients of `sum(grad_output * losses)` those wanted of input, weight and bias."""
+    (rows, features), classes = input.shape, weight.shape[0]
+    width = -(-classes // 64) * 64
+    compute = compute_dtype(input, weight)
+    like = {"device": input.device}
+    losses = torch.empty(rows, dtype=compute, **like)
+    gradients = Gradients(
+        torch.empty(rows, features, dtype=product_dtype, **like) if wanted[0] else None,
+        torch.zeros(width, features, dtype=compute, **like) if wanted[1] else None,
+        torch.zeros(width, dtype=compute, **like) if wanted[2] else None,
+    )
+    if rows == 0:
+        return losses, gradients
+    weight = padded(weight, product_dtype, width)
+    bias = None if bias is None else padded(bias, product_dtype, width)
+    target = target.contiguous()
+    grad_output = None if grad_output is None else grad_output.contiguous()
+    in_range = torch.empty(rows, dtype=torch.bool, **like)
+    steps, lanes, num_warps = row_blocks(width, product_dtype.itemsize, compute)
+    buffer: torch.Tensor | None = None
+    for chunk in chunks(rows, width, product_dtype.itemsize):
+        x = input[chunk].to(product_dtype)
+        if buffer is None:
+            buffer = torch.empty(len(x), width, dtype=product_dtype, **like)
+        logits = buffer[: len(x)]
+        if bias is None:
+            torch.mm(x, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, x, weight.t(), out=logits)
+        with torch.cuda.device_of(input):
+            cross_entropy_fwd_bwd_kernel[(len(x),)](
+                logits, None if grad_output is None else grad_output[chunk], target[chunk], losses[chunk],
+                in_range[chunk], classes, width, ignore_index, label_smoothing, z_loss, label_smoothing != 0.0,
+                any(wanted), TL_DTYPES[compute], steps, lanes, num_warps=num_warps,
+            )  # fmt: skip
+        if gradients.input is not None:
+            torch.mm(logits, weight, out=gradients.input[chunk])
+        if gradients.weight is not None:
+            add_product(gradients.weight, logits.t(), x)
+        if gradients.bias is not None:
+            gradients.bias.add_(logits.sum(0, dtype=compute))
+    check_targets(in_range)
+    return losses, gradients
+
+
+def linear_cross_entropy_fwd(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    product_dtype: torch.dtype,
+    need_input_grad: bool,
+    need_weight_grad: bool,
+    need_bias_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss of each row, and the gradients of their sum.
+
+    Args:
+        input: [rows, features], any strides; float32, float16, bfloat16 or float64.
+        weight: [classes, features].
+        bias: [classes], or None.
+        target: class indices, [rows], int64.
+        ignore_index: target of rows whose loss is 0.
+        label_smoothing: share of the target that is spread over all classes.
+        z_loss: factor of the squared logsumexp.
+        product_dtype: what input, weight and bias are cast to, and the logits rounded to.
+
+    Returns:
+        losses [rows], float32, or float64 where a tensor is; the gradients of input in `product_dtype`, of weight and
+        bias in the dtype of the losses; empty where not needed.
+    """
+    wanted = need_input_grad, need_weight_grad, need_bias_grad
+    losses, gradients = run(
+        None, input, weight, bias, target, ignore_index, label_smoothing, z_loss, product_dtype, wanted
+    )
+    return losses, *present(gradients, weight.shape[0], losses)
+
+
+def linear_cross_entropy_bwd(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    product_dtype: torch.dtype,
+    need_input_grad: bool,
+    need_weight_grad: bool,
+    need_bias_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of `sum(grad_output * losses)`, from logits that are computed again.
+
+    Args:
+        grad_output: [rows].
+
+    Returns:
+        The gradients as `linear_cross_entropy_fwd` returns them.
+    """
+    wanted = need_input_grad, need_weight_grad, need_bias_grad
+    losses, gradients = run(
+        grad_output, input, weight, bias, target, ignore_index, label_smoothing, z_loss, product_dtype, wanted
+    )
+    return present(gradients, weight.shape[0], losses)
+
+
+def present(gradients: Gradients, classes: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Without the padding, and with empty tensors for None."""
+    input, weight, bias = gradients
+    return (
+        like.new_empty(0) if input is None else input,
+        like.new_empty(0) if weight is None else weight[:classes],
+        like.new_empty(0) if bias is None else bias[:classes],
+    )
