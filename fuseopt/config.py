@@ -30,11 +30,14 @@ CUSTOM_KERNELS: Mapping[str, tuple[str, ...]] = {
     "FusedSoftmax": (),
     "FusedNoRepeatNGram": (),
 }
-TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {"FusedRMSNorm": (), "FusedSoftmax": ()}
+TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {
+    "FusedLinearCrossEntropy": (),
+    "FusedRMSNorm": (),
+    "FusedSoftmax": (),
+}
 
 _PLANNED_KERNELS = (
     "FusedCrossEntropy",
-    "FusedLinearCrossEntropy",
     "FusedDropoutAdd",
     "FusedRotaryEmbedding",
     "FusedAttention",
@@ -305,7 +308,7 @@ def _kernel(where: str, entry: Any, known: Mapping[str, tuple[str, ...]]) -> Ker
     if not isinstance(name, str):
         raise ConfigError(f"{where}: expected the name of a kernel, got {type(name).__name__}")
     if name not in known:
-        if name in _PLANNED_KERNELS or name in CUSTOM_KERNELS:
+        if name in (*_PLANNED_KERNELS, *CUSTOM_KERNELS, *TRITON_KERNELS):
             raise ConfigError(f"{where}: {name!r} is not built yet for this list; it takes {', '.join(known)}")
         raise ConfigError(f"{where}: unknown kernel {name!r}; {_nearest(name, known)}known: {', '.join(known)}")
     if options and not known[name]:

@@ -12,5 +12,6 @@ GPT2 = ModelPolicy(
     regions=(Rule(f"{_GPT2}.GPT2MLP", "FusedMLP", absorbs=("act",)), *ACTIVATION_REGIONS),
     eager_attention=(f"{_GPT2}.GPT2Attention",),
     residual_blocks=(Rule(f"{_GPT2}.GPT2Block", "GPT2BlockForward"),),
+    heads=(Rule(f"{_GPT2}.GPT2LMHeadModel", "FusedLinearCrossEntropy", {"head": "lm_head"}),),
     decode_steps={f"{_GPT2}.GPT2LMHeadModel": "GPT2Step"},
 )

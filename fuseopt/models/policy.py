@@ -52,6 +52,8 @@ class ModelPolicy:
         eager_attention: full names of the attention classes whose eager softmax can be fused.
         residual_blocks: blocks whose inner residual adds can be fused with the norm after them; `Rule.target` is the
             `fuseopt.modules.residual` class that does it, exactly.
+        heads: model classes whose logits go straight into a cross-entropy; `Rule.options` are those of the module that
+            stands in for their head, and "head" names it.
         decode_steps: full name of a model class -> the decode step that `generation` runs it by.
     """
 
@@ -61,4 +63,5 @@ class ModelPolicy:
     regions: tuple[Rule, ...]
     eager_attention: tuple[str, ...] = ()
     residual_blocks: tuple[Rule, ...] = ()
+    heads: tuple[Rule, ...] = ()
     decode_steps: Mapping[str, str] = field(default_factory=dict)

@@ -23,5 +23,10 @@ T5 = ModelPolicy(
     residual_blocks=tuple(
         Rule(source, "T5BlockForward") for source in map(modeling_name, ("t5.T5Block", "mt5.MT5Block"))
     ),
+    # These call a torch.nn.CrossEntropyLoss.
+    heads=tuple(
+        Rule(source, "FusedLinearCrossEntropy", {"head": "lm_head", "traces": False})
+        for source in map(modeling_name, ("t5.T5ForConditionalGeneration", "mt5.MT5ForConditionalGeneration"))
+    ),
     decode_steps={modeling_name("t5.T5ForConditionalGeneration"): "T5Step"},
 )

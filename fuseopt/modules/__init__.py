@@ -2,6 +2,7 @@
 
 from fuseopt.modules.activations import FusedActivation, FusedGELU, FusedSoftmax
 from fuseopt.modules.base import FusedModule
+from fuseopt.modules.linear_cross_entropy import FusedLinearCrossEntropy
 from fuseopt.modules.mlp import FusedGatedMLP, FusedMLP
 from fuseopt.modules.norms import FusedLayerNorm, FusedRMSNorm
 from fuseopt.modules.residual import GPT2BlockForward, T5BlockForward
@@ -11,6 +12,7 @@ __all__ = [
     "FusedGELU",
     "FusedGatedMLP",
     "FusedLayerNorm",
+    "FusedLinearCrossEntropy",
     "FusedMLP",
     "FusedModule",
     "FusedRMSNorm",

@@ -15,7 +15,7 @@ from fuseopt.errors import BackendError
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.ops import registry
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
-from fuseopt.strategies import eager_attention, logits_processors, residual
+from fuseopt.strategies import eager_attention, logits_processors, loss_heads, residual
 from fuseopt.strategies.propose import Offer, Options, child_rule, propose_rule
 
 # Kernel name -> the op whose backends run it.
@@ -26,6 +26,7 @@ OP_NAMES = {
     "FusedSwiGLU": "gated_activation",
     "FusedGELU": "gelu",
     "FusedSoftmax": "softmax",
+    "FusedLinearCrossEntropy": "linear_cross_entropy",
     "FusedNoRepeatNGram": "no_repeat_ngram",
 }
 
@@ -62,6 +63,8 @@ class KernelStrategy:
                 op = f"add_{OP_NAMES[request.name]}"
                 backend, offer = choose_backend(request.name, self.backend or fusion.backend, self.name, index, op)
                 yield from residual.propose(index, policy, offer, backend)
+            if request.name == "FusedLinearCrossEntropy":
+                yield from loss_heads.propose(index, policy, offer, backend)
             if request.name == "FusedSoftmax":
                 yield from eager_attention.propose(index, policy, offer, backend)
 

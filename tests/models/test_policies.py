@@ -33,9 +33,10 @@ def named(source: str) -> type:
 
 
 RESIDUAL = {rule.source: rule for policy in (GPT2, T5) for rule in policy.residual_blocks}
+HEADS = {rule.source: rule for policy in (GPT2, T5) for rule in policy.heads}
 
 
-@pytest.mark.parametrize("source", [*RULES, *RESIDUAL, *GPT2.eager_attention, *T5.eager_attention])
+@pytest.mark.parametrize("source", [*RULES, *RESIDUAL, *HEADS, *GPT2.eager_attention, *T5.eager_attention])
 def test_the_class_exists_under_that_very_name(source):
     cls = named(source)
     assert f"{cls.__module__}.{cls.__qualname__}" == source
@@ -43,6 +44,8 @@ def test_the_class_exists_under_that_very_name(source):
         assert issubclass(getattr(modules, RULES[source].target), modules.FusedModule)
     if source in RESIDUAL:
         assert issubclass(getattr(modules, RESIDUAL[source].target), ResidualForward)
+    if source in HEADS:
+        assert issubclass(getattr(modules, HEADS[source].target), modules.FusedModule)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch.nn.RMSNorm's own

@@ -1,0 +1,201 @@
+"""Logits that are computed when somebody looks, and whose cross-entropy is computed without them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from fuseopt import ops
+from fuseopt.ops.library import without_autocast
+from fuseopt.ops.linear_cross_entropy import linear_dtype
+
+
+class LinearOutput:
+    """What F.linear would return, from its arguments as they are now: computed once, and part of the autograd graph.
+
+    Args:
+        input: [..., features].
+        weight: [classes, features].
+        bias: [classes] or None.
+        backend: of `ops.linear_cross_entropy`.
+    """
+
+    def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> None:
+        self.input, self.weight, self.bias, self.backend = input, weight, bias, backend
+        self.dtype = linear_dtype(input, weight)
+        self.computed: Tensor | None = None
+        self.hooks: OrderedDict[int, Callable] = OrderedDict()
+        self._input_version, self._weight_version = input._version, weight._version
+
+    def tensor(self) -> Tensor:
+        """[..., classes].
+
+        Raises:
+            RuntimeError: input or weight have been written to since, as an optimizer's step does.
+        """
+        if self.computed is None:
+            if (self.input._version, self.weight._version) != (self._input_version, self._weight_version):
+                raise RuntimeError(
+                    "these logits were not looked at until their weight, or the hidden states, had been written to, so "
+                    "they can no longer be computed as they were; look at them before optimizer.step()"
+                )
+            bias = None if self.bias is None else self.bias.to(self.dtype)
+            with torch.enable_grad(), without_autocast(self.input):
+                self.computed = F.linear(self.input.to(self.dtype), self.weight.to(self.dtype), bias)
+            for hook in self.hooks.values():
+                self.computed.register_hook(hook)
+        return self.computed
+
+    def cross_entropy(self, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str) -> Tensor:
+        """Of the rows [*, classes] against `target` [*] flattened, in float32; float64 for float64 input."""
+        return ops.linear_cross_entropy(
+            self.input.flatten(0, -2),
+            self.weight,
+            self.bias,
+            target,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+            product_dtype=self.dtype,
+            backend=self.backend,
+        )
+
+
+class LazyLogits:
+    """Stands in for the logits [..., classes] of a training step.
+
+    Its shape, dtype and device are there. `float()` and a view of all rows, [rows, classes], are as lazy as itself, and
+    `F.cross_entropy` of these against class indices is `ops.linear_cross_entropy`. Whatever else is asked of it (an
+    operator, a method, a function of torch) is asked of the tensor, which is computed for that, once; from then on
+    cross-entropy is torch's own, too. It is no `torch.Tensor` to `isinstance`; `tensor()` is one. A copy or a pickle is
+    that tensor.
+
+    Args:
+        output: what is looked at.
+        dtype: the dtype that it is to have.
+        shape: the shape that it is to have: `output`'s, or its rows in one dimension.
+    """
+
+    def __init__(self, output: LinearOutput, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.output, self.dtype, self.shape = output, dtype, torch.Size(shape)
+
+    def tensor(self) -> Tensor:
+        """The logits, [..., classes].
+
+        Raises:
+            RuntimeError: input or weight have been written to since, as an optimizer's step does.
+        """
+        return self.output.tensor().to(self.dtype).view(self.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.output.input.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.output.input.requires_grad or self.output.weight.requires_grad
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def register_hook(self, hook: Callable) -> RemovableHandle:
+        """As torch.Tensor's; for the gradient of the tensor, if that is ever computed."""
+        if self.output.computed is not None:
+            return self.tensor().register_hook(hook)
+        handle = RemovableHandle(self.output.hooks)
+        self.output.hooks[handle.id] = hook
+        return handle
+
+    def float(self) -> LazyLogits:
+        return LazyLogits(self.output, torch.float32, self.shape)
+
+    def view(self, *shape: Any) -> LazyLogits | Tensor:
+        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        rows, classes = self.shape[:-1].numel(), self.shape[-1]
+        if len(sizes) == 2 and sizes[0] in (-1, rows) and sizes[1] == classes:
+            return LazyLogits(self.output, self.dtype, (rows, classes))
+        return self.tensor().view(*shape)
+
+    reshape = view
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("output", "dtype", "shape"):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.tensor().detach().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.tensor().__deepcopy__(memo)
+
+    def __repr__(self) -> str:
+        return f"LazyLogits({self.tensor()!r})"
+
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.cross_entropy:
+            loss = _cross_entropy(*args, **kwargs)
+            if loss is not None:
+                return loss
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.tensor, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """F.cross_entropy where it can do without the logits, else None."""
+    lazy = isinstance(input, LazyLogits) and input.ndim == 2 and input.output.computed is None
+    of_classes = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == input.shape[:1]
+    plain = weight is None and size_average is None and reduce is None
+    if not (lazy and of_classes and plain):
+        return None
+    loss = input.output.cross_entropy(target, ignore_index, label_smoothing, reduction)
+    device = input.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return loss if autocast else loss.to(input.dtype)
+
+
+def _asked_of_the_tensor(name: str) -> Callable:
+    def method(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.tensor, (args, kwargs))
+        return getattr(self.tensor(), name)(*args, **kwargs)
+
+    return method
+
+
+_OPERATORS = """
+    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs invert
+    iadd isub imul itruediv and rand or ror xor rxor eq ne lt le gt ge getitem setitem len iter contains bool float int
+    index complex format array dlpack dlpack_device reversed
+"""
+for _name in _OPERATORS.split():
+    if hasattr(Tensor, f"__{_name}__"):
+        setattr(LazyLogits, f"__{_name}__", _asked_of_the_tensor(f"__{_name}__"))

@@ -1,0 +1,48 @@
+"""FusedLinearCrossEntropy: the head of a language model whose training loss does without the logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fuseopt.modules.base import FusedModule, has_hooks
+from fuseopt.modules.lazy_logits import LazyLogits, LinearOutput
+
+
+class FusedLinearCrossEntropy(FusedModule, nn.Linear):
+    """Stands in for the torch.nn.Linear that makes the logits; remains one to `isinstance`.
+
+    In training mode with gradients on, its output is `LazyLogits`, of whose cross-entropy `ops.linear_cross_entropy`
+    computes loss and gradients at once. Elsewhere it is the logits: in eval mode; without gradients, as in
+    `generate()`; where hooks are registered on it, which expect a tensor; in torch.nn.DataParallel's replicas and in
+    torch.func's transforms; in torch.export.
+
+    `traces` says whether Dynamo can follow the lazy logits to the loss. It takes a torch.nn.CrossEntropyLoss, unlike
+    F.cross_entropy, for a call on tensors; a model that calls one has the logits computed inside torch.compile.
+
+    forward: `input` [..., in_features] -> [..., out_features], in the dtype of F.linear.
+    """
+
+    def _configure(self, *, traces: bool = True, backend: str = "auto") -> None:  # type: ignore[override]
+        self.traces, self.backend = traces, backend
+
+    @classmethod
+    def not_supported_reasons(cls, source: nn.Module) -> list[str]:
+        if not source.weight.is_floating_point():
+            return [f"its weight is {source.weight.dtype}"]
+        return []
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self._is_training_step():
+            return F.linear(input, self.weight, self.bias)
+        output = LinearOutput(input, self.weight, self.bias, self.backend)
+        shape = (*input.shape[:-1], self.weight.shape[0])
+        return LazyLogits(output, output.dtype, shape)  # type: ignore[return-value]
+
+    def _is_training_step(self) -> bool:
+        if not self.training or not torch.is_grad_enabled() or has_hooks(self):
+            return False
+        if torch.compiler.is_compiling() and (torch.compiler.is_exporting() or not self.traces):
+            return False
+        return not getattr(self, "_is_replica", False) and not torch._C._are_functorch_transforms_active()
