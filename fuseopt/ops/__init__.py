@@ -9,6 +9,7 @@ from fuseopt.ops.decode_beams import decode_beams_
 from fuseopt.ops.decode_embedding import decode_embedding
 from fuseopt.ops.decode_linear import decode_linear
 from fuseopt.ops.decode_select import decode_select_
+from fuseopt.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from fuseopt.ops.gated_activation import gated_activation
 from fuseopt.ops.gelu import gelu
 from fuseopt.ops.layer_norm import layer_norm
@@ -29,6 +30,7 @@ __all__ = [
     "decode_embedding",
     "decode_linear",
     "decode_select_",
+    "dropout_add_layer_norm",
     "encoder_no_repeat_ngram",
     "gated_activation",
     "gelu",

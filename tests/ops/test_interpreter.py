@@ -15,7 +15,7 @@ def test_interpreted_kernels_in_a_process_of_their_own():
     command = [sys.executable, "-m", "pytest", *options, Path(__file__).parent]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0, result.stdout + result.stderr
     unfit = re.search(rf"{UNFIT}.*", result.stdout)
     if unfit:

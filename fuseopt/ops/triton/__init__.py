@@ -1,6 +1,7 @@
 """Triton kernels, with the raw ops' own signatures. The only package of fuseopt that imports triton."""
 
 from fuseopt.ops.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
+from fuseopt.ops.triton.dropout_add_layer_norm import dropout_add_layer_norm_bwd, dropout_add_layer_norm_fwd
 from fuseopt.ops.triton.linear_cross_entropy import linear_cross_entropy_bwd, linear_cross_entropy_fwd
 from fuseopt.ops.triton.rms_norm import rms_norm, rms_norm_bwd, rms_norm_fwd
 from fuseopt.ops.triton.softmax import softmax_bwd, softmax_fwd
@@ -8,6 +9,8 @@ from fuseopt.ops.triton.softmax import softmax_bwd, softmax_fwd
 __all__ = [
     "cross_entropy_bwd",
     "cross_entropy_fwd",
+    "dropout_add_layer_norm_bwd",
+    "dropout_add_layer_norm_fwd",
     "linear_cross_entropy_bwd",
     "linear_cross_entropy_fwd",
     "rms_norm",

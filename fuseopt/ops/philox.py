@@ -1,0 +1,49 @@
+"""Which elements dropout keeps, as a function of a seed: Philox4x32-10 (Salmon et al. 2011) in plain PyTorch.
+
+A kernel computes the same numbers where it needs them, forward and backward, so that no mask is kept in memory.
+"""
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
+_KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+
+# Numbers of 16 bits in one draw, for so many neighbouring columns.
+COLUMNS = 8
+
+
+def threshold(p: float) -> int:
+    """An element is kept where its number, of 16 bits, is no less."""
+    return round(p * 2**16)
+
+
+def philox(seed: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four numbers of 32 bits, as int64, for each counter (c0, c1, 0, 0).
+
+    Args:
+        seed: [1], int64.
+        c0, c1: int64, less than 2**32, broadcastable to each other.
+    """
+    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
+    c0, c1 = torch.broadcast_tensors(c0, c1)
+    c2 = c3 = torch.zeros_like(c0)
+    for _ in range(_ROUNDS):
+        # Products wrap at 2**64; masks take the sign off that int64 sees in them.
+        a, b = c0 * _ROUND_A, c2 * _ROUND_B
+        c0, c1, c2, c3 = (b >> 32) & _MASK ^ c1 ^ k0, b & _MASK, (a >> 32) & _MASK ^ c3 ^ k1, a & _MASK
+        k0, k1 = (k0 + _KEY_A) & _MASK, (k1 + _KEY_B) & _MASK
+    return c0, c1, c2, c3
+
+
+def keep_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
+    """[..., columns], boolean, on the device of `seed`: the element in row r and column c by counter (r, c // 8)."""
+    *leading, columns = shape
+    rows = torch.Size(leading).numel()
+    row = torch.arange(rows, device=seed.device)[:, None]
+    group = torch.arange(-(-columns // COLUMNS), device=seed.device)[None, :]
+    draws = torch.stack(philox(seed, row, group), -1)
+    numbers = torch.stack((draws & 0xFFFF, draws >> 16), -1).flatten(1)[:, :columns]
+    return (numbers >= threshold(p)).reshape(shape)
