@@ -31,11 +31,16 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor
     c0, c1 = torch.broadcast_tensors(c0, c1)
     c2 = c3 = torch.zeros_like(c0)
     for _ in range(_ROUNDS):
-        # Products wrap at 2**64; masks take the sign off that int64 sees in them.
-        a, b = c0 * _ROUND_A, c2 * _ROUND_B
-        c0, c1, c2, c3 = (b >> 32) & _MASK ^ c1 ^ k0, b & _MASK, (a >> 32) & _MASK ^ c3 ^ k1, a & _MASK
+        (a_high, a_low), (b_high, b_low) = _product(c0, _ROUND_A), _product(c2, _ROUND_B)
+        c0, c1, c2, c3 = b_high ^ c1 ^ k0, b_low, a_high ^ c3 ^ k1, a_low
         k0, k1 = (k0 + _KEY_A) & _MASK, (k1 + _KEY_B) & _MASK
     return c0, c1, c2, c3
+
+
+def _product(number: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """The upper and the lower 32 bits, by halves of `factor`: the whole product is more than int64 holds."""
+    low, high = number * (factor & 0xFFFF), number * (factor >> 16)
+    return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & _MASK
 
 
 def keep_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
