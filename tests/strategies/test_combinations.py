@@ -19,12 +19,15 @@ from tests import tiny
 from tests.ops.cases import Graphs, RawCalls
 
 KERNELS = {"custom_cuda_kernels": list(CUSTOM_KERNELS)}
+HEAD = {"triton_kernels": ["FusedLinearCrossEntropy"]}
 BLOCKS = {
     "kernels": KERNELS | {"jit": False},
     "kernels-jit": KERNELS | {"jit": True},
+    "kernels-head": KERNELS | HEAD | {"jit": False},
     "kernels-memory": KERNELS | {"memory_efficient_fusion": True},
+    "kernels-head-memory": KERNELS | HEAD | {"memory_efficient_fusion": True},
+    "kernels-jit-head-memory": KERNELS | HEAD | {"jit": True, "memory_efficient_fusion": True},
     "budget": {"memory_efficient_fusion": {"budget": 0.5, "backend": "aot_eager"}},
-    "kernels-jit-memory": KERNELS | {"jit": True, "memory_efficient_fusion": True},
 }
 pytestmark = [
     # A block asks for every kernel, and no model has a place for all of them.
@@ -95,10 +98,11 @@ def test_one_graph_holds_every_op_under_torch_compile(family, block):
 
 @on_each_device
 @families
+@pytest.mark.parametrize("block", ["kernels-jit", "kernels-head"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_training_under_autocast_is_no_worse_than_stock(family, dtype):
+def test_training_under_autocast_is_no_worse_than_stock(family, dtype, block):
     stock = stock_model(family)
-    fused = fused_copy(stock, "kernels-jit")
+    fused = fused_copy(stock, block)
     exact = training_step(copy.deepcopy(stock).double())
     with torch.autocast(stock.device.type, dtype), RawCalls() as raw:
         errors = [difference(training_step(model), exact) for model in (fused, stock)]
@@ -133,17 +137,25 @@ def test_every_mechanism_at_once(family, monkeypatch):
     monkeypatch.setattr(partitioner, "compile_graph", lambda graph, inputs, **_: graphs.compiled(graph, inputs))
     stock = stock_model(family)
     expected = training_step(stock)
-    model = fused_copy(stock, "kernels-jit-memory")
+    model = fused_copy(stock, "kernels-jit-head-memory")
     tiny.assert_same_gradients(training_step(model), expected)
     assert any("_fwd" in name for name in graphs.forward) and any("_bwd" in name for name in graphs.backward)
     rows = fuseopt.report(model).replaced
-    assert {"kernels", "memory_efficient"} <= {row.strategy for row in rows}
+    assert {"kernels", "triton", "memory_efficient"} <= {row.strategy for row in rows}
     with RawCalls() as raw:
         torch.testing.assert_close(tiny.logits(model.eval()), tiny.logits(stock.eval()), rtol=1e-5, atol=1e-5)
     assert raw.calls
 
 
-DISTRIBUTED = [("gpt2", "kernels-jit"), ("t5", "kernels-jit"), ("gpt2", "kernels-memory"), ("t5", "budget")]
+DISTRIBUTED = [
+    ("gpt2", "kernels-jit"),
+    ("t5", "kernels-jit"),
+    ("gpt2", "kernels-head"),
+    ("t5", "kernels-head"),
+    ("gpt2", "kernels-memory"),
+    ("gpt2", "kernels-head-memory"),
+    ("t5", "budget"),
+]
 
 
 def _train_in_process(rank: int, folder: str) -> None:
@@ -159,7 +171,7 @@ def _train_in_process(rank: int, folder: str) -> None:
 def _distributed_step(family: str, block: str, rank: int) -> tuple[dict[str, torch.Tensor], int]:
     """The gradients of one step, and how many graphs were compiled for it."""
     model = fused_copy(stock_model(family), block)
-    replicated = DistributedDataParallel(model).train()
+    replicated = DistributedDataParallel(model, find_unused_parameters="head" in block).train()
     with mock.patch.object(partitioner, "compile_graph", wraps=partitioner.compile_graph) as compile_graph:
         if block != "budget":
             compile_graph.side_effect = lambda graph, inputs, **_: Graphs().compiled(graph, inputs)
