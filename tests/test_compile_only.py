@@ -19,6 +19,7 @@ from fuseopt.ops.triton import (
     cross_entropy_fwd,
     dropout_add_layer_norm_bwd,
     dropout_add_layer_norm_fwd,
+    linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
     rms_norm,
     rms_norm_bwd,
@@ -65,6 +66,13 @@ CALLS = {
     ),
     "linear_cross_entropy_fwd": lambda d, n: linear_cross_entropy_fwd(
         empty(512, 64, dtype=d), empty(n, 64, dtype=d), None, targets(512), -100, 0.0, 0.0, d, True, True, False
+    ),
+    "linear_cross_entropy_fwd, no gradient": lambda d, n: linear_cross_entropy_fwd(
+        empty(512, 64, dtype=d), empty(n, 64, dtype=d), None, targets(512), -100, 0.0, 0.0, d, False, False, False
+    ),
+    "linear_cross_entropy_bwd": lambda d, n: linear_cross_entropy_bwd(
+        *[statistics(d), empty(512, 64, dtype=d), empty(n, 64, dtype=d), empty(n, dtype=d), targets(512)],
+        *[-100, 0.1, 1e-4, d, True, True, True],
     ),
     "dropout_add_layer_norm_fwd": lambda d, n: dropout_add_layer_norm_fwd(
         *[empty(512, held(d, n), dtype=d)] * 2, *[empty(held(d, n), dtype=d)] * 2, targets(1), 0.1, 1e-5, d

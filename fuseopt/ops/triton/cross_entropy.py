@@ -12,7 +12,7 @@ from fuseopt.ops.triton.rows import TL_DTYPES, as_rows, compute_dtype
 from fuseopt.ops.triton.softmax import LOG2_E, aligned_row, edge_positions, row_alignment, update_online
 
 # Bytes of the arithmetic of a thread's lanes.
-THREAD_BYTES = 32
+LANE_BYTES = 32
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -287,11 +287,16 @@ def cross_entropy_fwd_bwd_kernel(
 
 
 def row_blocks(columns: int, itemsize: int, compute: torch.dtype) -> tuple[int, int, int]:
-    """STEPS, LANES and the warps of a program for a row of `columns`, so that rows under way stay in the L2 cache."""
+    """STEPS, LANES and the warps of a program for a row of `columns`, so that rows under way stay in the L2 cache.
+
+    The lanes fill the program's threads, so that all steps of a lane belong to one thread: those that share a lane would
+    have to meet at every block.
+    """
     num_warps = min(max(triton.next_power_of_2(columns * itemsize // 16384), 1), 8)
-    most_lanes = 32 * num_warps * THREAD_BYTES // compute.itemsize
-    block = min(max(triton.next_power_of_2(columns + 1) // 2, 64), 4 * most_lanes)
-    lanes = min(block, most_lanes)
+    lanes = 32 * num_warps * LANE_BYTES // compute.itemsize
+    steps = 2 if itemsize == 4 else 4  # four of float32 spill registers
+    block = min(max(triton.next_power_of_2(columns + 1) // 2, 64), steps * lanes)
+    lanes = min(block, lanes)
     return block // lanes, lanes, num_warps
 
 
