@@ -289,8 +289,8 @@ def cross_entropy_fwd_bwd_kernel(
 def row_blocks(columns: int, itemsize: int, compute: torch.dtype) -> tuple[int, int, int]:
     """STEPS, LANES and the warps of a program for a row of `columns`, so that rows under way stay in the L2 cache.
 
-    The lanes fill the program's threads, so that all steps of a lane belong to one thread: those that share a lane would
-    have to meet at every block.
+    The lanes fill the program's threads, so that all steps of a lane belong to one thread: threads that share a lane
+    would have to meet at every block.
     """
     num_warps = min(max(triton.next_power_of_2(columns * itemsize // 16384), 1), 8)
     lanes = 32 * num_warps * LANE_BYTES // compute.itemsize
