@@ -179,8 +179,7 @@ def _cross_entropy(
         return None
     loss = input.output.cross_entropy(target, ignore_index, label_smoothing, reduction)
     device = input.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return loss if autocast else loss.to(input.dtype)
+    return loss if device != "meta" and torch.is_autocast_enabled(device) else loss.to(input.dtype)
 
 
 def _asked_of_the_tensor(name: str) -> Callable:

@@ -10,10 +10,10 @@ from fuseopt.ops import registry
 from fuseopt.ops.layer_norm import layer_norm_reference, normalise
 from fuseopt.ops.library import (
     apply,
+    autocast_dtype,
     check_shape,
     compute_dtype,
     define,
-    float32_under_autocast,
     is_differentiated_again,
     needs_autograd,
     reference_vjp,
@@ -195,7 +195,8 @@ def dropout_add_layer_norm(
     row_bytes = input.shape[-1] * compute_dtype(input, residual, weight, bias).itemsize
     if chosen == "reference" or (backend == "auto" and row_bytes > _MOST_ROW_BYTES):
         return dropout_add_layer_norm_reference(input, residual, weight, bias, seed=seed, p=p, eps=eps)
-    output_dtype = float32_under_autocast(input, torch.promote_types(input.dtype, residual.dtype))
+    output_dtype = autocast_dtype(input) if residual.dtype is input.dtype else None
+    output_dtype = output_dtype or torch.promote_types(input.dtype, residual.dtype)
     arguments = (input, residual, weight, bias, seed, p, eps, output_dtype)
     if needs_autograd(input, residual, weight, bias):
         output, sum, *_ = apply(_DropoutAddLayerNorm, chosen, *arguments)

@@ -74,8 +74,9 @@ BWD = define(
 
 def linear_dtype(input: Tensor, weight: Tensor) -> torch.dtype:
     """What F.linear computes in: autocast's dtype, where that has a say, or the one that both tensors have."""
+    # As in `library.without_autocast`, no question that torch 2.11 cannot compile or the meta device cannot answer.
     device = input.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and input.dtype != torch.float64:
+    if device != "meta" and torch.is_autocast_enabled(device) and input.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     if weight.dtype != input.dtype:
         raise TypeError(f"input and weight must have one dtype, not {input.dtype} and {weight.dtype}")

@@ -211,6 +211,13 @@ def test_a_plain_tensor_without_gradients_and_in_transforms():
     torch.testing.assert_close(torch.func.vmap(fused)(input), source(input))
 
 
+def test_torch_export_sees_a_linear_layer():
+    source, fused = heads()
+    input, _ = inputs()
+    exported = torch.export.export(fused, (input,), strict=False).module()
+    torch.testing.assert_close(exported(input), source(input))
+
+
 def test_the_head_remains_a_linear_layer_with_the_source_s_parameters():
     source, fused = heads(bias=True)
     assert isinstance(fused, nn.Linear)

@@ -13,8 +13,8 @@ import torch
 from fuseopt.ops.triton.cross_entropy import check_targets, cross_entropy_fwd_bwd_kernel, row_blocks
 from fuseopt.ops.triton.rows import TL_DTYPES, compute_dtype
 
-# Bytes of the buffer. Few chunks: each adds to the whole gradient of the weight, and wants enough rows to fill a GPU. Of
-# GPT-2's vocabulary in half precision it holds 5632 rows, whose gradient is 132 tiles of 128 x 256: one for each
+# Bytes of the buffer. Few chunks: each adds to the whole gradient of the weight, and wants enough rows to fill a GPU.
+# Of GPT-2's vocabulary in half precision it holds 5632 rows, whose gradient is 132 tiles of 128 x 256: one for each
 # multiprocessor of an H200.
 CHUNK_BYTES = 544 * 2**20
 # A chunk has a multiple of so many rows where it can.
