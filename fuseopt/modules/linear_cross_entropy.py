@@ -43,7 +43,7 @@ class FusedLinearCrossEntropy(FusedModule, nn.Linear):
     def _is_training_step(self) -> bool:
         if not self.training or not torch.is_grad_enabled() or has_hooks(self):
             return False
-        # torch.export traces without Dynamo. Older Dynamos have torch.compiler.is_exporting() true in torch.compile too.
+        # torch.export traces without Dynamo. In older ones is_exporting() is true under torch.compile, too.
         if torch.compiler.is_compiling() and not (self.traces and torch.compiler.is_dynamo_compiling()):
             return False
         return not getattr(self, "_is_replica", False) and not torch._C._are_functorch_transforms_active()
