@@ -87,6 +87,8 @@ def test_inputs_on_a_device_that_is_not_current(case: Case) -> None:
 def test_more_than_2_to_the_31_elements(case: Case, columns: int) -> None:
     """The last rows, and their gradients, are what the same rows give alone."""
     sample = case.samples(torch.bfloat16, requires_grad=True)[0]
+    if "seed" in sample.kwargs:
+        pytest.skip("what a row becomes depends on its number")
     first, *between, last = next(tensor for tensor in tensors(sample) if tensor.is_floating_point()).shape
     rows = 2**31 // columns + 5
     large = resized(sample, {**dict.fromkeys(between, 1), first: rows, last: columns})

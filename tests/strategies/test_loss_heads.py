@@ -316,10 +316,9 @@ def test_memory_efficient_fusion_traces_through_it():
     torch._dynamo.reset()
     stock, fused = stock_and_fused("gpt2")
     fuseopt.restore(fused)
-    both = {"kernel_fusion": {**CONFIG["kernel_fusion"], "memory_efficient_fusion": True}}
+    both = {"kernel_fusion": {**CONFIG["kernel_fusion"], "memory_efficient_fusion": {"backend": "aot_eager"}}}
     fuseopt.initialize(fused, both)
-    with mock.patch("fuseopt.modules.training_forward.DEFAULT_BACKEND", "aot_eager"):
-        output = fused(**batch_of(fused))
+    output = fused(**batch_of(fused))
     assert isinstance(output.logits, LazyLogits)
     torch.testing.assert_close(output.loss, step(stock)[0].loss)
     output.loss.backward()
