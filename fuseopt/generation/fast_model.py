@@ -39,7 +39,10 @@ class FastModel:
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool = True
     ) -> CausalLMOutput:
         step = self.step
-        self.prefilled = prefill(step.forward, self.model, step.state, input_ids, generation_config, model_kwargs)
+        self.prefilled = prefill(
+            step.forward, self.model, self.graphs, step.state, input_ids, generation_config, model_kwargs
+        )
+        self.note = self.prefilled.note
         if self.prefilled.pending:
             step()
         return self._output()
@@ -52,7 +55,7 @@ class FastModel:
 
     def __call__(self, input_ids: Tensor, return_dict: bool = True) -> CausalLMOutput:
         if self.steps == 1:
-            self.note = self.graphs.capture(self.step)
+            self.note = self.graphs.capture(self.step) or self.note
         self.step.state.tokens.copy_(input_ids[:, -1])
         self.step()
         self.steps += 1

@@ -1,4 +1,4 @@
-"""StepGraphs: decode steps captured as CUDA graphs, and the static tensors they read and write, pooled and bounded."""
+"""StepGraphs: decode steps and prompts captured as CUDA graphs, and the static tensors they use, pooled and bounded."""
 
 from __future__ import annotations
 
@@ -6,46 +6,62 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from fuseopt.generation.selection import Selection
-from fuseopt.generation.state import CacheShape, DecodeState, Sizes
+from fuseopt.generation.state import DecodeState
 
 Forward = Callable[[DecodeState], Tensor]
 # A capture begins with a wait for the whole device, which is an error, and ruins the other one, while any stream of it
 # is being captured.
 _one_capture_at_a_time = threading.Lock()
+_PROMPTS_A_STEP = 2
+# Of how many prompts it is known that they have run.
+_PROMPTS_MET = 64
 
 
-class Step:
-    """Call: runs one decode step, which is the forward, the selection if there is one, and the move to the next slot.
-
-    `selection` is the one that runs: its tensors are at the addresses that a graph reads.
-    """
-
-    def __init__(self, forward: Forward, state: DecodeState, selection: Selection | None) -> None:
-        self.forward, self.state, self.selection = forward, state, selection
-        self.graph: torch.cuda.CUDAGraph | None = None
+class State(Protocol):
+    """Tensors at addresses that stay, and what their shapes depend on."""
 
     @property
-    def key(self) -> Hashable:
-        return self.state.sizes, None if self.selection is None else self.selection.key
+    def sizes(self) -> Hashable: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+_S = TypeVar("_S", bound=State)
+
+
+class Work(Generic[_S]):
+    """Call: does what `run` does, which is replayed once it has been captured.
+
+    Args:
+        key: of all that `run` depends on but values of tensors.
+        state: the tensors that it reads and writes.
+    """
+
+    def __init__(self, key: Hashable, state: _S) -> None:
+        self.key, self.state = key, state
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        raise NotImplementedError
 
     def __call__(self) -> None:
-        if self.graph is not None:
-            self.graph.replay()
-            return
-        logits = self.forward(self.state)
-        if self.selection is None:
-            self.state.logits.copy_(logits)
-            self.state.counters += 1
+        if self.graph is None:
+            self.run()
         else:
-            self.selection(self.state, logits)
+            self.graph.replay()
 
     def capture(self, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
-        """Records on `stream` what a call does, to be replayed from then on; the step has run once before.
+        """Records on `stream` what a call does, to be replayed from then on; the same has run once before.
 
         Raises:
             RuntimeError: it cannot be captured; torch.OutOfMemoryError is one.
@@ -53,39 +69,78 @@ class Step:
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on allocating.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self()
+            self.run()
         self.graph = graph
 
 
+class Step(Work[DecodeState]):
+    """One decode step, which is the forward, the selection if there is one, and the move to the next slot.
+
+    `selection` is the one that runs: its tensors are at the addresses that a graph reads.
+    """
+
+    def __init__(self, forward: Forward, state: DecodeState, selection: Selection | None) -> None:
+        super().__init__((state.sizes, None if selection is None else selection.key), state)
+        self.forward, self.selection = forward, selection
+
+    def run(self) -> None:
+        logits = self.forward(self.state)
+        if self.selection is None:
+            self.state.logits.copy_(logits)
+            self.state.counters += 1
+        else:
+            self.selection(self.state, logits)
+
+
+class Prompt(Work[_S]):
+    """What `forward` does with the prompts in a state, taken as `length` tokens a row, of which some may be padding."""
+
+    def __init__(self, forward: Callable[[_S, int, bool], None], state: _S, length: int, masked: bool) -> None:
+        super().__init__((forward.__name__, state.sizes, length, masked), state)
+        self.forward, self.length, self.masked = forward, length, masked
+
+    def run(self) -> None:
+        self.forward(self.state, self.length, self.masked)
+
+
 class StepGraphs:
-    """A model's captured steps, and their states: the step used longest ago goes first, a state with its last step.
+    """A model's captured steps and prompts, and their states: what was used longest ago goes first, a state with the
+    last that uses it.
 
     Args:
-        max_graphs: how many captured steps are kept; 0 for none.
+        max_graphs: how many captured steps are kept, and twice as many prompts, since an encoder's takes two; 0 for
+            none.
     """
 
     def __init__(self, max_graphs: int) -> None:
         self.max_graphs = max_graphs
         self._steps: OrderedDict[Hashable, Step] = OrderedDict()
+        self._prompts: OrderedDict[Hashable, Prompt[Any]] = OrderedDict()
+        self._met: OrderedDict[Hashable, None] = OrderedDict()
         self._last_use: torch.cuda.Event | None = None
         self._capture_stream: torch.cuda.Stream | None = None
 
     @property
-    def count(self) -> int:
+    def steps(self) -> int:
         return len(self._steps)
+
+    @property
+    def prompts(self) -> int:
+        return len(self._prompts)
 
     @property
     def bytes(self) -> int:
         """What the states take; the graphs' own workspace comes on top."""
-        return sum(state.bytes for state in {id(step.state): step.state for step in self._steps.values()}.values())
+        return sum(state.bytes for state in {id(work.state): work.state for work in self._works()}.values())
 
     def clear(self) -> None:
-        self._steps.clear()
+        for kept in (self._steps, self._prompts, self._met):
+            kept.clear()
 
-    def state(self, sizes: Sizes, shape: CacheShape, vocab: int) -> DecodeState:
-        """The state of these sizes that a captured step has, or a new one."""
-        kept = (step.state for step in self._steps.values() if step.state.sizes == sizes)
-        return next(kept, None) or DecodeState(sizes, shape, vocab)
+    def state(self, sizes: Hashable, make: Callable[[], _S]) -> _S:
+        """The state of these sizes that something captured has, or a new one."""
+        kept = (work.state for work in self._works() if work.state.sizes == sizes)
+        return next(kept, None) or make()
 
     def step(self, forward: Forward, state: DecodeState, selection: Selection | None) -> Step:
         """The captured step that does this, with the selection's values loaded into it, or a new one."""
@@ -99,22 +154,47 @@ class StepGraphs:
 
     def capture(self, step: Step) -> str:
         """Captures a step on a GPU and keeps it; returns why it could not be done, or nothing."""
-        device = step.state.ids.device
-        if step.graph is not None or device.type != "cuda" or not self.max_graphs:
+        return self._capture(step, self._steps, self.max_graphs, "the step")
+
+    def run_prompt(self, prompt: Prompt[Any]) -> str:
+        """Runs what is captured of it, captures it first if it has run before, so that no first call takes longer.
+
+        Returns:
+            why it could not be captured, or nothing.
+        """
+        note, key = "", prompt.key
+        if key in self._prompts:
+            self._prompts.move_to_end(key)
+            prompt = self._prompts[key]
+        elif key in self._met:
+            note = self._capture(prompt, self._prompts, _PROMPTS_A_STEP * self.max_graphs, "the prompt")
+        self._met[key] = None
+        if len(self._met) > _PROMPTS_MET:
+            self._met.popitem(last=False)
+        prompt()
+        return note
+
+    def _works(self) -> Iterator[Work[Any]]:
+        yield from self._steps.values()
+        yield from self._prompts.values()
+
+    def _capture(self, work: Any, kept: OrderedDict[Hashable, Any], most: int, what: str) -> str:
+        device = work.state.device
+        if work.graph is not None or device.type != "cuda" or not most:
             return ""
-        while len(self._steps) >= self.max_graphs:
-            self._steps.popitem(last=False)
+        while len(kept) >= most:
+            kept.popitem(last=False)
         # Graphs that never run at the same time can share their workspace.
-        pools = (kept.graph.pool() for kept in self._steps.values() if kept.graph is not None)
+        pools = (other.graph.pool() for other in self._works() if other.graph is not None)
         # torch's default is on the device of the process's first capture.
         if self._capture_stream is None or self._capture_stream.device != device:
             self._capture_stream = torch.cuda.Stream(device)
         try:
             with _one_capture_at_a_time:
-                step.capture(next(pools, None) or torch.cuda.graph_pool_handle(), self._capture_stream)
+                work.capture(next(pools, None) or torch.cuda.graph_pool_handle(), self._capture_stream)
         except RuntimeError as error:
-            return f"the step could not be captured, so it ran eagerly: {str(error).splitlines()[0]}"
-        self._steps[step.key] = step
+            return f"{what} could not be captured, so it ran eagerly: {str(error).splitlines()[0]}"
+        kept[work.key] = work
         return ""
 
     @contextmanager

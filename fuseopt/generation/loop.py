@@ -80,7 +80,8 @@ class DecodeLoop:
         if sizes is not None and reason is None:
             with self.graphs.in_stream_order(input_ids.device):
                 try:
-                    state = self.graphs.state(_class_of(sizes), self.step.shape, self.step.vocab)
+                    classes = _class_of(sizes)
+                    state = self.graphs.state(classes, lambda: DecodeState(classes, self.step.shape, self.step.vocab))
                 except torch.OutOfMemoryError:
                     reason = f"there was no memory for a cache of {sizes.rows} rows and {sizes.capacity} slots"
                 else:
@@ -149,7 +150,7 @@ class DecodeLoop:
         else:
             selection = BeamSelection(processors, config, eos, length, limit, state, **keep)
         step = self.graphs.step(self.step, state, selection)
-        prefilled = prefill(self.step, model, state, call.input_ids, config, call.model_kwargs)
+        prefilled = prefill(self.step, model, self.graphs, state, call.input_ids, config, call.model_kwargs)
         steps, note = device_loop.run(
             self.graphs,
             step,
@@ -179,7 +180,7 @@ class DecodeLoop:
                 past_key_values=call.model_kwargs["past_key_values"],
                 **of_beams,
             )
-        return output, step, prefilled.slots + steps - 1, prefilled.cross_slots, note
+        return output, step, prefilled.slots + steps - 1, prefilled.cross_slots, prefilled.note or note
 
     def _by_transformers(self, model: Any, owner: nn.Module, call: _PreparedCall) -> Any:
         """The decoding method of `owner`'s class that transformers would have called, with `model` for self."""

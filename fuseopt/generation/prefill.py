@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from fuseopt.generation.beam_state import along_ancestry
-from fuseopt.generation.state import DecodeState
+from fuseopt.generation.graphs import Prompt, StepGraphs
+from fuseopt.generation.layers import has_kernel
+from fuseopt.generation.state import DecodeState, prompt_length_for
 
 
 @dataclass(frozen=True)
@@ -22,20 +24,29 @@ class Prefilled:
         slots: slots that are filled when the first logits are there.
         cross_slots: likewise of the cross-attention cache.
         pending: the first logits are not there: the state is ready for a step that takes the only token of the prompt.
+        note: why something could not be captured.
     """
 
     slots: int
     cross_slots: int = 0
     pending: bool = False
+    note: str = ""
 
 
 def prefill(
-    step: Any, model: nn.Module, state: DecodeState, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any]
+    step: Any,
+    model: nn.Module,
+    graphs: StepGraphs,
+    state: DecodeState,
+    input_ids: Tensor,
+    config: Any,
+    model_kwargs: dict[str, Any],
 ) -> Prefilled:
     """Fills `state` by the decode step's own means where the call is plain, else by the model's own forward.
 
     Args:
         step: a decode step built on `model`.
+        graphs: where captured prompts are kept.
         config, model_kwargs: as transformers prepared them; `model_kwargs` is brought up to date.
     """
     length = input_ids.shape[1]
@@ -45,11 +56,12 @@ def prefill(
         keep = None
     if not _is_plain(model, input_ids, config, model_kwargs) or (keep is not None and (encodes or length == 1)):
         return _by_the_model(model, state, input_ids, config, model_kwargs)
-    cross_slots = 0
+    cross_slots, note = 0, ""
     if encodes:
         encoded = model_kwargs["encoder_outputs"][0]
         cross_slots = encoded.shape[1]
-        step.encode(state, encoded[:: state.sizes.rows_per_item])
+        state.encoded[:, :cross_slots] = encoded[:: state.sizes.rows_per_item]
+        note = _run(step.encode, graphs, state, state.sizes.items, cross_slots)
         state.load_cross(cross_slots, model_kwargs.get("attention_mask"))
     else:
         model.transformer.warn_if_padding_and_no_attention_mask(input_ids, model_kwargs.get("attention_mask"))
@@ -60,10 +72,29 @@ def prefill(
     if length == 1:
         state.tokens.copy_(input_ids[:, 0])
         state.begin(0, None, positions[:, -1])
-        return Prefilled(1, cross_slots, pending=True)
+        return Prefilled(1, cross_slots, pending=True, note=note)
     state.begin(length, keep, positions[:, -1] + 1)
-    state.logits.copy_(step.prefill(state, input_ids, positions, keep))
-    return Prefilled(length, cross_slots)
+    state.ids[:, :length] = input_ids
+    state.prompt_positions[:, :length] = positions
+    note = _run(step.prefill, graphs, state, state.sizes.rows, length, masked=keep is not None)
+    return Prefilled(length, cross_slots, note=note)
+
+
+def _run(
+    forward: Callable[[DecodeState, int, bool], None],
+    graphs: StepGraphs,
+    state: DecodeState,
+    prompts: int,
+    length: int,
+    masked: bool = False,
+) -> str:
+    """Runs `forward` on the prompts in `state`, padded to their length class where a captured one can serve it."""
+    # Without the kernels, masked slots are multiplied by 0, which leaves NaN that padding may put there as it is.
+    padded = prompt_length_for(prompts, length) if has_kernel("decode_attention", state.cache) else None
+    if padded is not None:
+        return graphs.run_prompt(Prompt(forward, state, padded, masked))
+    forward(state, length, masked)
+    return ""
 
 
 def store_cache(state: DecodeState, past_key_values: Any, slots: int, cross_slots: int) -> None:

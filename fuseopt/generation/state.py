@@ -12,6 +12,10 @@ from fuseopt.generation.beam_state import BeamState
 # Cache capacities are powers of two up to this one, then multiples of it: few classes, and little waste in long ones.
 _LARGEST_POWER = 1024
 _SMALLEST_CAPACITY = 128
+# Prompts of more tokens keep a GPU busy for longer than it takes to launch their kernels one by one.
+_MOST_PROMPT_TOKENS = 4096
+_LONGEST_PROMPT = 1024
+_PROMPT_CLASS = 64
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a model's key-value cache looks like, but for rows and slots."""
+    """What a model's key-value cache looks like, but for rows and slots; and how wide its encoder's output is."""
 
     layers: int
     heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    encoder_width: int = 0
 
 
 class DecodeState:
@@ -56,7 +61,9 @@ class DecodeState:
     to the slots up to it that `keep` [rows, capacity] allows, and to the first `cross_length` [1] of its item's that
     `cross_keep` [items, cross_capacity] allows. The device loop has the sequences in `ids` [rows, capacity + 1], of
     which `length` [1] columns are filled, whether a row goes on in `unfinished` [rows], and whether any does in `going`
-    []. Integers are int64, the rest of these is bool; `logits` and `scores` are [rows, vocab] float32.
+    []. Integers are int64, the rest of these is bool; `logits` and `scores` are [rows, vocab] float32. A prompt is read
+    from `ids`, with `prompt_positions` [rows, capacity], as far as `slot` says; an encoder's output from `encoded`
+    [items, cross_capacity, encoder_width].
     `beams` has what beam search needs beside, or is None; then `ids` are those of its running beams.
     """
 
@@ -74,6 +81,7 @@ class DecodeState:
             self.cross_cache = zeros(layers, 2, sizes.items, heads, cross_capacity, head_dim, dtype=shape.dtype)
             self.keep = zeros(rows, capacity, dtype=torch.bool)
             self.cross_keep = zeros(sizes.items, cross_capacity, dtype=torch.bool)
+            self.encoded = zeros(sizes.items, cross_capacity, shape.encoder_width, dtype=shape.dtype)
             self.slots = torch.arange(capacity, device=shape.device)
             self.tokens, self.pad, self.cross_length = zeros(rows), zeros(1), zeros(1)
             # What every forward adds one to, at one stroke.
@@ -85,6 +93,7 @@ class DecodeState:
             if sizes.beams > 1:
                 self.beams = BeamState(rows // sizes.beams, sizes.beams, capacity, shape.device)
             self.ids = zeros(rows, capacity + 1) if self.beams is None else self.beams.ids[0]
+            self.prompt_positions = zeros(rows, capacity)
             self.logits = zeros(rows, vocab, dtype=torch.float32)
             self.scores = zeros(rows, vocab, dtype=torch.float32)
 
@@ -92,6 +101,10 @@ class DecodeState:
     def bytes(self) -> int:
         own = sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor) and value._base is None)
         return own + (0 if self.beams is None else self.beams.bytes)
+
+    @property
+    def device(self) -> torch.device:
+        return self.ids.device
 
     def forget(self) -> None:
         """Zeros the caches, for attention that multiplies masked values by a weight of 0, which leaves NaN as it is."""
@@ -142,3 +155,9 @@ def capacity_for(length: int) -> int:
     if length > _LARGEST_POWER:
         return -(-length // _LARGEST_POWER) * _LARGEST_POWER
     return max(_SMALLEST_CAPACITY, 1 << (length - 1).bit_length())
+
+
+def prompt_length_for(rows: int, length: int) -> int | None:
+    """The smallest length class that holds `length` tokens a row, or None where there would be too many tokens."""
+    padded = -(-length // _PROMPT_CLASS) * _PROMPT_CLASS if length > _PROMPT_CLASS else 1 << (length - 1).bit_length()
+    return padded if padded <= _LONGEST_PROMPT and rows * padded <= _MOST_PROMPT_TOKENS else None

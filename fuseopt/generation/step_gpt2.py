@@ -60,6 +60,7 @@ class GPT2Step:
         nn.Dropout,
         nn.ModuleList,
     )
+    encoder_class = None
 
     def __init__(self, model: nn.Module) -> None:
         transformer = model.transformer
@@ -102,18 +103,19 @@ class GPT2Step:
         hidden = self._hidden(state.tokens, state.positions, state, attention.to_slots)
         return linear(hidden, self.head, norm=self.final_norm)
 
-    def prefill(self, state: DecodeState, input_ids: Tensor, positions: Tensor, keep: Tensor | None) -> Tensor:
-        """The prompt in one go: fills the first slots of the empty cache.
+    def prefill(self, state: DecodeState, length: int, masked: bool) -> None:
+        """The prompt in one go: fills the first slots of the cache, and the logits of the last tokens.
 
         Args:
-            input_ids, positions: [rows, length] int64.
-            keep: attention mask [rows, length], or None where all tokens count.
-
-        Returns:
-            The last tokens' logits [rows, vocab].
+            state: `slot` says how long the prompt is.
+            length: tokens a row, those behind the prompt being padding: no token of the prompt sees them, and a step
+                overwrites what they leave in the cache before it reads it.
+            masked: whether `keep` excludes any token.
         """
-        rows, length = input_ids.shape
-        mask = None if keep is None else keep.bool()[:, None, None, :] & causal_mask(length, input_ids.device)
+        rows = state.sizes.rows
+        in_prompt = state.slots[:length] < state.slot
+        tokens, positions = (ids[:, :length] * in_prompt for ids in (state.ids, state.prompt_positions))
+        mask = state.keep[:, None, None, :length] & causal_mask(length, state.device) if masked else None
 
         def attention(qkv: Tensor, cache: Tensor, scale: float) -> Tensor:
             query, keys, values = qkv.unflatten(0, (rows, length)).permute(2, 0, 3, 1, 4).unbind()
@@ -123,9 +125,9 @@ class GPT2Step:
             )
             return attended.transpose(1, 2).reshape(rows * length, -1)
 
-        positions = positions.expand(rows, length).flatten()
-        hidden = self._hidden(input_ids.flatten(), positions, state, attention)
-        return linear(hidden.unflatten(0, (rows, length))[:, -1], self.head, norm=self.final_norm)
+        hidden = self._hidden(tokens.flatten(), positions.flatten(), state, attention)
+        last = hidden.unflatten(0, (rows, length)).index_select(1, state.slot - 1)[:, 0]
+        state.logits.copy_(linear(last, self.head, norm=self.final_norm))
 
     def _hidden(self, tokens: Tensor, positions: Tensor, state: DecodeState, attention: _AttentionFunction) -> Tensor:
         """[tokens] -> [tokens, hidden], before the final norm."""

@@ -11,25 +11,18 @@ from torch.nn import functional as F
 from transformers.models.t5 import modeling_t5
 
 from fuseopt.generation.attention import StepAttention
-from fuseopt.generation.layers import (
-    Activation,
-    Linear,
-    Norm,
-    activation_of,
-    embedded,
-    linear,
-    linear_of,
-    look_ahead,
-    normalised,
+from fuseopt.generation.encoder_t5 import T5Encoder
+from fuseopt.generation.layers import Linear, Norm, embedded, linear, linear_of, look_ahead, normalised
+from fuseopt.generation.layers_t5 import (
+    FeedForward,
+    SelfAttention,
+    clamped,
+    fed_forward,
+    feed_forward_of,
+    norm_of,
+    self_attention_of,
 )
 from fuseopt.generation.state import CacheShape, DecodeState
-
-
-class _SelfAttention(NamedTuple):
-    norm: Norm
-    qkv: Linear
-    out: Linear
-    scale: float
 
 
 class _CrossAttention(NamedTuple):
@@ -40,19 +33,10 @@ class _CrossAttention(NamedTuple):
     scale: float
 
 
-class _FeedForward(NamedTuple):
-    """`up` has two weights in v1.1, where the first is the gate."""
-
-    norm: Norm
-    up: Linear
-    activation: Activation
-    down: Linear
-
-
 class _Layer(NamedTuple):
-    self_attention: _SelfAttention
+    self_attention: SelfAttention
     cross_attention: _CrossAttention
-    feed_forward: _FeedForward
+    feed_forward: FeedForward
 
     def linears(self) -> tuple[Linear, ...]:
         """In the order in which a step runs them."""
@@ -70,26 +54,16 @@ class T5Step:
     model_class = modeling_t5.T5ForConditionalGeneration
     module_classes = (
         modeling_t5.T5ForConditionalGeneration,
-        modeling_t5.T5Stack,
-        modeling_t5.T5Block,
-        modeling_t5.T5LayerSelfAttention,
         modeling_t5.T5LayerCrossAttention,
-        modeling_t5.T5LayerFF,
-        modeling_t5.T5Attention,
-        modeling_t5.T5DenseActDense,
-        modeling_t5.T5DenseGatedActDense,
-        modeling_t5.T5LayerNorm,
-        nn.Linear,
-        nn.Embedding,
-        nn.Dropout,
-        nn.ModuleList,
+        *T5Encoder.module_classes,
     )
+    encoder_class = T5Encoder
 
     def __init__(self, model: nn.Module) -> None:
         decoder = model.decoder
         self.token_embedding = decoder.embed_tokens.weight
         self.layers = [_layer(block) for block in decoder.block]
-        self.final_norm = _norm(decoder.final_layer_norm)
+        self.final_norm = norm_of(decoder.final_layer_norm)
         self.head = linear_of(model.lm_head)
         look_ahead([part for layer in self.layers for part in layer.linears()], self.head)
         *self.buckets, width = self.constants(model)
@@ -101,12 +75,17 @@ class T5Step:
         # Norms return their weight's dtype, so that is what attention is computed in.
         dtype = attention.k.weight.dtype
         self.shape = CacheShape(
-            len(self.layers), attention.n_heads, attention.key_value_proj_dim, dtype, self.token_embedding.device
+            len(self.layers),
+            attention.n_heads,
+            attention.key_value_proj_dim,
+            dtype,
+            self.token_embedding.device,
+            encoder_width=model.model_dim,
         )
 
     @staticmethod
     def roots(model: nn.Module) -> tuple[nn.Module, ...]:
-        """Whose work the step does itself; the encoder stays transformers' own."""
+        """Whose work the step does itself."""
         return model.decoder, model.lm_head
 
     @staticmethod
@@ -133,23 +112,19 @@ class T5Step:
             own, cross, feed_forward = layer
             qkv = self._heads(linear(hidden, own.qkv, norm=own.norm), 3)
             attended = attention.to_slots(qkv, cache, own.scale)
-            hidden = _clamped(linear(attended, own.out, residual=hidden))
+            hidden = clamped(linear(attended, own.out, residual=hidden))
             query = self._heads(linear(hidden, cross.query, norm=cross.norm), 1)[:, 0]
             attended = attention.to_encoder(query, cross_cache, cross.scale)
-            hidden = _clamped(linear(attended, cross.out, residual=hidden))
-            gated = len(feed_forward.up.weights) > 1
-            inner = linear(
-                hidden, feed_forward.up, norm=feed_forward.norm, activation=feed_forward.activation, gated=gated
-            )
-            hidden = _clamped(linear(inner, feed_forward.down, residual=hidden))
+            hidden = clamped(linear(attended, cross.out, residual=hidden))
+            hidden = fed_forward(hidden, feed_forward)
         if self.head_scale is None:
             return linear(hidden, self.head, norm=self.final_norm)
         return linear(normalised(hidden, self.final_norm) * self.head_scale, self.head)
 
-    def encode(self, state: DecodeState, encoded: Tensor) -> None:
-        """Fills the cross-attention cache from the encoder's output [items, encoder length, hidden]."""
-        items, length, _ = encoded.shape
-        flat = encoded.flatten(0, 1)
+    def encode(self, state: DecodeState, length: int, masked: bool) -> None:
+        """Fills the first slots of the cross-attention cache from as many of `encoded`; masks are for who reads it."""
+        items = state.sizes.items
+        flat = state.encoded[:, :length].flatten(0, 1)
         for layer, cache in zip(self.layers, state.cross_cache, strict=True):
             projected = self._heads(linear(flat, layer.cross_attention.key_and_value), 2).unflatten(0, (items, length))
             cache[:, :, :, :length] = projected.permute(2, 0, 3, 1, 4)
@@ -165,36 +140,17 @@ class T5Step:
         return self.bucket_of(-distances, bidirectional=False, num_buckets=num_buckets, max_distance=max_distance)
 
 
-def _clamped(hidden: Tensor) -> Tensor:
-    """T5Block's clamp of float16 infinities."""
-    if hidden.dtype != torch.float16:
-        return hidden
-    largest = torch.finfo(torch.float16).max
-    limit = torch.where(torch.isinf(hidden).any(), largest - 1000, largest)
-    return torch.clamp(hidden, min=-limit, max=limit)
-
-
 def _layer(block: nn.Module) -> _Layer:
-    own, cross, feed_forward = block.layer[0], block.layer[1], block.layer[2]
-    attention, encoder_attention, dense = own.SelfAttention, cross.EncDecAttention, feed_forward.DenseReluDense
-    up = linear_of(dense.wi_0, dense.wi_1) if hasattr(dense, "wi_0") else linear_of(dense.wi)
+    cross = block.layer[1]
+    attention = cross.EncDecAttention
     return _Layer(
-        _SelfAttention(
-            _norm(own.layer_norm),
-            linear_of(attention.q, attention.k, attention.v),
+        self_attention_of(block.layer[0]),
+        _CrossAttention(
+            norm_of(cross.layer_norm),
+            linear_of(attention.q),
+            linear_of(attention.k, attention.v),
             linear_of(attention.o),
             attention.scaling,
         ),
-        _CrossAttention(
-            _norm(cross.layer_norm),
-            linear_of(encoder_attention.q),
-            linear_of(encoder_attention.k, encoder_attention.v),
-            linear_of(encoder_attention.o),
-            encoder_attention.scaling,
-        ),
-        _FeedForward(_norm(feed_forward.layer_norm), up, activation_of(dense.act), linear_of(dense.wo)),
+        feed_forward_of(block.layer[2]),
     )
-
-
-def _norm(norm: nn.Module) -> Norm:
-    return Norm("t5_rms_norm", norm.weight, None, norm.variance_epsilon)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,9 @@ _METHODS = (
     "_update_model_kwargs_for_generation",
     "_reorder_cache",
 )
+# The former in transformers before 5.18.
+_ENCODER_METHODS = ("_prepare_encoder_decoder_kwargs_for_generation", "_maybe_prepare_encoder_kwargs_for_generation")
+_NOT_THE_ENCODER_S = frozenset(("input_ids", "attention_mask", "past_key_values", "stop_strings", "tokenizer"))
 _ATTENTIONS = ("eager", "sdpa")
 _MODEL_KWARGS = frozenset(
     (
@@ -79,13 +83,7 @@ _MODEL_KWARGS = frozenset(
 
 def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[str]:
     """Why generate() has to be transformers' own whatever its preparation comes to, from the arguments as given."""
-
-    def setting(name: str) -> Any:
-        if name in arguments:
-            return arguments[name]
-        value = getattr(arguments.get("generation_config"), name, None)
-        return getattr(getattr(model, "generation_config", None), name, None) if value is None else value
-
+    setting = functools.partial(_setting, model, arguments)
     if arguments.get("custom_generate") is not None:
         yield "a custom_generate of the caller's decodes"
     if arguments.get("assistant_model") is not None:
@@ -135,6 +133,36 @@ def model_reasons(model: nn.Module, step_class: Any) -> Iterator[str]:
         yield "it is compiled by model.compile()"
     if nn.modules.module._has_any_global_hook():
         yield "hooks are registered on every module"
+
+
+def encoder_reasons(model: nn.Module, arguments: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
+    """Why transformers has to run the encoder itself, while it prepares a call that is otherwise served.
+
+    Args:
+        arguments: of generate(), as given.
+        names: those of them that it passes on to whom they may concern.
+    """
+    inputs = [arguments[name] for name in ("inputs", "input_ids") if arguments.get(name) is not None]
+    if model.config._attn_implementation != "sdpa":
+        yield f"attention is set to {model.config._attn_implementation!r}"
+    if len(inputs) != 1 or not _is_token_ids(inputs[0], model.device):
+        yield "the prompt is not one tensor of token ids on the model's device"
+        return
+    mask = arguments.get("attention_mask")
+    if mask is not None and not (
+        isinstance(mask, Tensor) and (mask.shape, mask.device) == (inputs[0].shape, model.device)
+    ):
+        yield "the attention mask is not of the prompt's shape, or elsewhere"
+    for name in ("output_attentions", "output_hidden_states"):
+        if _setting(model, arguments, name):
+            yield f"{name} is asked for"
+    for name in names:
+        decodes = name.startswith("decoder_") or name in _NOT_THE_ENCODER_S or hasattr(model.generation_config, name)
+        if not decodes and arguments[name] is not None:
+            yield f"{name} may be meant for it"
+    for name in (*_ENCODER_METHODS, "get_encoder"):
+        if name in model.__dict__:
+            yield f"the model's {name} has been replaced"
 
 
 def call_reasons(
@@ -187,6 +215,24 @@ def length_limit(criteria: Sequence[Any]) -> int | None:
     """The length at which the sequences end at the latest, or None when no criterion says."""
     limits = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
     return min(limits, default=None)
+
+
+def _setting(model: nn.Module, arguments: Mapping[str, Any], name: str) -> Any:
+    """As given to generate(), or as its config or the model's has it."""
+    if name in arguments:
+        return arguments[name]
+    value = getattr(arguments.get("generation_config"), name, None)
+    return getattr(getattr(model, "generation_config", None), name, None) if value is None else value
+
+
+def _is_token_ids(value: Any, device: torch.device) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.dtype is torch.int64
+        and value.dim() == 2
+        and value.device == device
+        and value.numel() > 0
+    )
 
 
 def _has_modes() -> bool:

@@ -302,7 +302,7 @@ def test_graphs_are_reused_bounded_and_freed(model):
         for batch in (1, 2, 3, 4):
             inputs = tiny.inputs(model, batch=batch)["input_ids"]
             assert_as_stock(model, inputs=inputs, attention_mask=torch.ones_like(inputs))
-    assert model.generate.graphs.count == 2
+    assert model.generate.graphs.steps == 2
     assert "2 captured steps" in fuseopt.report(model).since[-1]
     states = [weakref.ref(step.state) for step in model.generate.graphs._steps.values()]
     fuseopt.restore(model)

@@ -1,0 +1,119 @@
+"""T5Encoder: the encoder of T5ForConditionalGeneration (v1.0 and v1.1) for prompts of tokens, on its own Parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.t5 import modeling_t5
+
+from fuseopt.generation.graphs import Prompt, StepGraphs
+from fuseopt.generation.layers import embedded, linear, normalised
+from fuseopt.generation.layers_t5 import clamped, fed_forward, feed_forward_of, norm_of, self_attention_of
+from fuseopt.generation.state import prompt_length_for
+
+
+class EncoderState:
+    """The static tensors of one number of items and length class.
+
+    `ids` [items, length] int64 and `keep` [items, length] bool are read as far as `filled` [1] int64 says; `encoded` is
+    [items, length, hidden]. `buckets` [length, length] int64 are those of the relative positions.
+    """
+
+    def __init__(self, items: int, buckets: Tensor, width: int, dtype: torch.dtype) -> None:
+        length = len(buckets)
+        self.sizes, self.device, self.buckets = ("encoder", items, length), buckets.device, buckets
+        # A tensor made in inference mode could not be written to outside it later.
+        with torch.inference_mode(False):
+            self.ids = torch.zeros(items, length, dtype=torch.int64, device=self.device)
+            self.keep = torch.ones(items, length, dtype=torch.bool, device=self.device)
+            self.slots = torch.arange(length, device=self.device)
+            self.filled = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.encoded = torch.zeros(items, length, width, dtype=dtype, device=self.device)
+
+    @property
+    def bytes(self) -> int:
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+
+
+class T5Encoder:
+    """What `encode` computes is `T5Stack.forward` of the encoder in eval mode; weights are read where they are."""
+
+    module_classes = (
+        modeling_t5.T5Stack,
+        modeling_t5.T5Block,
+        modeling_t5.T5LayerSelfAttention,
+        modeling_t5.T5LayerFF,
+        modeling_t5.T5Attention,
+        modeling_t5.T5DenseActDense,
+        modeling_t5.T5DenseGatedActDense,
+        modeling_t5.T5LayerNorm,
+        nn.Linear,
+        nn.Embedding,
+        nn.Dropout,
+        nn.ModuleList,
+    )
+
+    def __init__(self, model: nn.Module) -> None:
+        encoder = model.encoder
+        self.token_embedding = encoder.embed_tokens.weight
+        self.layers = [(self_attention_of(block.layer[0]), feed_forward_of(block.layer[1])) for block in encoder.block]
+        self.final_norm = norm_of(encoder.final_layer_norm)
+        attention = encoder.block[0].layer[0].SelfAttention
+        self.heads = attention.n_heads
+        self.relative_bias = attention.relative_attention_bias.weight
+        self.bucket_of, self.buckets = attention._relative_position_bucket, self.constants(model)
+
+    @staticmethod
+    def constants(model: nn.Module) -> tuple[int, int]:
+        """What it takes from the model beside modules' weights and the constants that a survey looks at."""
+        attention = model.encoder.block[0].layer[0].SelfAttention
+        return attention.relative_attention_num_buckets, attention.relative_attention_max_distance
+
+    def __call__(self, graphs: StepGraphs, input_ids: Tensor, keep: Tensor | None) -> tuple[Tensor, str] | None:
+        """Runs as a CUDA graph from the second time on that prompts of this length class come.
+
+        Args:
+            input_ids: [items, length] int64.
+            keep: attention mask of the same shape, nonzero where a token counts, or None where all do.
+
+        Returns:
+            The encoder's output [items, length, hidden], valid until the next call, and why it could not be captured,
+            or nothing; None where it would gain nothing.
+        """
+        items, length = input_ids.shape
+        padded = prompt_length_for(items, length)
+        if padded is None:
+            return None
+        state = graphs.state(("encoder", items, padded), lambda: self._state(items, padded))
+        state.ids[:, :length] = input_ids
+        state.filled.fill_(length)
+        if keep is not None:
+            state.keep[:, :length] = keep.bool()
+        note = graphs.run_prompt(Prompt(self.encode, state, padded, keep is not None))
+        return state.encoded[:, :length], note
+
+    def encode(self, state: EncoderState, length: int, masked: bool) -> None:
+        """Fills `encoded`; what is behind the prompts is padding that no token of theirs sees."""
+        items = len(state.ids)
+        in_prompt = state.slots < state.filled
+        bias = F.embedding(state.buckets, self.relative_bias).permute(2, 0, 1)[None]
+        if masked:
+            bias = torch.where(state.keep[:, None, None], bias, torch.finfo(bias.dtype).min)
+        # A prompt that is masked as a whole attends to itself, but not to what is behind it.
+        bias = torch.where(in_prompt, bias, -torch.inf).expand(items, -1, -1, -1)
+        hidden = embedded((state.ids * in_prompt).flatten(), self.token_embedding)
+        for attention, feed_forward in self.layers:
+            qkv = linear(hidden, attention.qkv, norm=attention.norm)
+            query, keys, values = qkv.view(items, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind()
+            attended = F.scaled_dot_product_attention(query, keys, values, bias.to(query.dtype), scale=attention.scale)
+            attended = attended.transpose(1, 2).reshape(items * length, -1)
+            hidden = fed_forward(clamped(linear(attended, attention.out, residual=hidden)), feed_forward)
+        state.encoded.copy_(normalised(hidden, self.final_norm).view_as(state.encoded))
+
+    def _state(self, items: int, length: int) -> EncoderState:
+        slots = torch.arange(length, device=self.token_embedding.device)
+        num_buckets, max_distance = self.buckets
+        buckets = self.bucket_of(slots - slots[:, None], True, num_buckets, max_distance)
+        weight = self.final_norm.weight
+        return EncoderState(items, buckets, weight.shape[0], weight.dtype)

@@ -1,0 +1,213 @@
+"""Prompts in classes of length, padded on the right, by the step's own prefill and encoder, and as CUDA graphs."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+
+import fuseopt
+from fuseopt.generation import attention, layers, prefill
+from fuseopt.generation import generate as fused_generate
+from fuseopt.generation.encoder_t5 import T5Encoder
+from fuseopt.generation.graphs import StepGraphs
+from fuseopt.generation.state import DecodeState, Sizes, prompt_length_for
+from fuseopt.generation.step_gpt2 import GPT2Step
+from fuseopt.generation.step_t5 import T5Step
+from fuseopt.generation.tiers import Tier
+from tests import tiny
+from tests.generation.test_generate import GENERATION, assert_same, generate, prompt
+
+pytestmark = pytest.mark.usefixtures("each_device")
+NONE = st.none()
+
+
+@pytest.fixture(params=["gpt2", "t5", "gated t5"])
+def model(request, each_device):
+    return {"gpt2": tiny.gpt2, "t5": tiny.t5, "gated t5": lambda: tiny.t5(feed_forward_proj="gated-gelu")}[
+        request.param
+    ]()
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Lets a CPU take the paths of a GPU, with the ops' references; the prompts that ran, as (length, masked)."""
+    for module in (attention, layers, prefill, fused_generate):
+        monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
+    prompts = []
+    run_prompt = StepGraphs.run_prompt
+
+    def counting(graphs, prompt):
+        prompts.append((type(prompt.forward.__self__), prompt.length, prompt.masked))
+        return run_prompt(graphs, prompt)
+
+    monkeypatch.setattr(StepGraphs, "run_prompt", counting)
+    return prompts
+
+
+def test_length_classes():
+    lengths = [1, 2, 3, 17, 64, 65, 128, 1000, 1024]
+    assert [prompt_length_for(1, length) for length in lengths] == [1, 2, 4, 32, 64, 128, 128, 1024, 1024]
+    assert prompt_length_for(1, 1025) is None and prompt_length_for(64, 65) is None
+    assert prompt_length_for(64, 64) == 64
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_padded_prompts_give_what_transformers_does(model, ran, data):
+    length = data.draw(st.sampled_from([2, 3, 5, 8, 9, 33, 70]))
+    inputs = prompt(
+        model, data.draw(st.integers(1, 3)), length, data.draw(st.integers(0, 99)), data.draw(st.booleans())
+    )
+    kwargs = {"max_new_tokens": data.draw(st.integers(1, 6))}
+    kwargs |= data.draw(
+        st.sampled_from([{}, {"do_sample": True, "num_return_sequences": 2}, {"num_beams": 3}, {"max_time": 1e6}])
+    )
+    wanted = generate(model, inputs, **kwargs)
+    fuseopt.initialize(model, GENERATION)
+    ran.clear()
+    try:
+        assert_same(generate(model, inputs, **kwargs), wanted)
+        call = model.generate.calls[-1]
+    finally:
+        fuseopt.restore(model)
+    masked = bool((inputs["attention_mask"] == 0).any())
+    padded = prompt_length_for(1, length)
+    assert call.tier is not Tier.STOCK and not call.note
+    if model.config.is_encoder_decoder:
+        assert ran == [(T5Encoder, padded, True), (T5Step, padded, False)]
+    else:
+        assert ran == [(GPT2Step, padded, masked)]
+
+
+def test_what_lies_behind_a_prompt_changes_nothing(each_device):
+    """Ids that no vocabulary has, positions that no model has, and keys and values of a prompt before it."""
+    model = tiny.gpt2()
+    step = GPT2Step(model)
+    ids = prompt(model, 2, 5, 0, padded=False)["input_ids"]
+    logits = []
+    with torch.no_grad():
+        for behind in (0, 10**6):
+            state = DecodeState(Sizes(2, 128), step.shape, step.vocab)
+            state.ids.fill_(behind)
+            state.prompt_positions.fill_(behind)
+            state.cache.fill_(float(behind))
+            state.begin(5, None, None)
+            state.ids[:, :5] = ids
+            state.prompt_positions[:, :5] = torch.arange(5)
+            step.prefill(state, 8, False)
+            logits.append(state.logits.clone())
+    assert torch.equal(*logits)
+    torch.testing.assert_close(logits[0], model(ids).logits[:, -1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mask", ["none", "rows", "all of a row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_encoder(dtype, mask, each_device):
+    """Against the module, and its float64 copy as judge; a row that is masked as a whole attends to all of itself."""
+    model = tiny.t5().to(dtype)
+    inputs = prompt(model, 3, 5, 1, padded=mask == "rows")
+    keep = None if mask == "none" else inputs["attention_mask"]
+    if mask == "all of a row":
+        keep[1] = 0
+    graphs, encoder = StepGraphs(8), T5Encoder(model)
+    with torch.no_grad():
+        wanted = model.encoder(inputs["input_ids"], attention_mask=keep)[0]
+        for _ in range(3):
+            got, note = encoder(graphs, inputs["input_ids"], keep)
+            assert not note and got.dtype is dtype
+        exact = model.double().encoder(inputs["input_ids"], attention_mask=keep)[0]
+    if dtype is torch.float32:
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    ours, theirs = ((encoded.double() - exact).abs().mean() for encoded in (got, wanted))
+    assert ours <= 1.2 * theirs + 1e-6
+
+
+def hooked(model):
+    model.encoder.block[0].register_forward_hook(lambda *args: None)
+    return {}, "carries hooks"
+
+
+def hidden_states(model):
+    return {"generation_config": GenerationConfig(output_hidden_states=True)}, "output_hidden_states is asked for"
+
+
+def replaced(model):
+    model.get_encoder = lambda: model.encoder
+    return {}, "get_encoder has been replaced"
+
+
+def eager(model):
+    model.set_attn_implementation("eager")
+    return {}, "attention is set to 'eager'"
+
+
+@pytest.mark.parametrize("case", [hooked, replaced, eager], ids=lambda case: case.__name__)
+def test_where_transformers_has_to_run_the_encoder(case, ran, each_device):
+    model = tiny.t5()
+    kwargs, reason = case(model)
+    inputs = prompt(model, 2, 6, 0)
+    wanted = generate(model, inputs, max_new_tokens=5, **kwargs)
+    fuseopt.initialize(model, GENERATION)
+    assert_same(generate(model, inputs, max_new_tokens=5, **kwargs), wanted)
+    call = model.generate.calls[-1]
+    assert call.tier is Tier.DEVICE_LOOP and reason in call.note
+    assert [kind for kind, *_ in ran] == [T5Step]
+
+
+def test_hidden_states_of_the_encoder_are_transformers_own(ran, each_device):
+    model = tiny.t5()
+    inputs = prompt(model, 2, 6, 0)
+    kwargs = {"output_hidden_states": True, "max_new_tokens": 4}
+    wanted, _ = generate(model, inputs, **kwargs)
+    fuseopt.initialize(model, GENERATION)
+    got, _ = generate(model, inputs, **kwargs)
+    assert not ran and torch.equal(got.encoder_hidden_states[-1], wanted.encoder_hidden_states[-1])
+
+
+def test_errors_are_transformers_own(ran, each_device):
+    model = fuseopt.initialize(tiny.t5(), GENERATION)
+    inputs = prompt(model, 2, 6, 0)
+    for kwargs in ({"no_such_argument": 1}, {"max_new_tokens": -1}, {"inputs_embeds": torch.rand(2, 6, 8)}):
+        with pytest.raises(Exception) as wanted:
+            type(model).generate(model, **inputs, **kwargs)
+        with pytest.raises(type(wanted.value)) as got:
+            model.generate(**inputs, **kwargs)
+        assert str(got.value) == str(wanted.value)
+
+
+def test_weights_of_the_encoder_that_move_are_found(ran, each_device):
+    model = fuseopt.initialize(tiny.t5(), GENERATION)
+    inputs = prompt(model, 2, 6, 0)
+    generate(model, inputs, max_new_tokens=4)
+    for parameter in model.encoder.parameters():
+        parameter.data = parameter.data * 1.5
+    wanted = type(model).generate(model, **inputs, max_new_tokens=4)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=4), wanted)
+    assert (T5Encoder, 8, True) in ran
+
+
+@pytest.mark.gpu
+def test_a_length_class_is_captured_the_second_time(model):
+    inputs = prompt(model, 2, 9, 0)
+    wanted = [generate(model, prompt(model, 2, length, 0), max_new_tokens=5) for length in (9, 12, 15)]
+    fuseopt.initialize(model, GENERATION)
+    captured = []
+    for length, expected in zip((9, 12, 15), wanted, strict=True):
+        assert_same(generate(model, prompt(model, 2, length, 0), max_new_tokens=5), expected)
+        captured.append(model.generate.graphs.prompts)
+    each = 2 if model.config.is_encoder_decoder else 1
+    assert captured == [0, each, each]
+    generate(model, inputs, max_new_tokens=5)
+    assert "captured prompts" in fuseopt.report(model).since[-1]
+
+
+@pytest.mark.gpu
+def test_captured_prompts_are_bounded(model):
+    lengths = [3, 5, 9, 17, 33, 65]
+    prompts = [prompt(model, 2, length, 0) for length in lengths for _ in range(2)]
+    wanted = [generate(model, inputs, max_new_tokens=4) for inputs in prompts]
+    fuseopt.initialize(model, {"generation": {"max_graphs": 1}})
+    for inputs, expected in zip(prompts, wanted, strict=True):
+        assert_same(generate(model, inputs, max_new_tokens=4), expected)
+    assert (model.generate.graphs.prompts, model.generate.graphs.steps) == (2, 1)
