@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
+from fuseopt.generation.ahead import Ahead
 from fuseopt.generation.graphs import Step, StepGraphs
 from fuseopt.generation.prefill import Prefilled, prefill
 
@@ -20,10 +21,11 @@ class FastModel:
 
     Args:
         step: without a selection, on a state that fits the call.
+        ahead: the caller's prompt, if it has run already.
     """
 
-    def __init__(self, model: nn.Module, graphs: StepGraphs, step: Step) -> None:
-        self.model, self.graphs, self.step = model, graphs, step
+    def __init__(self, model: nn.Module, graphs: StepGraphs, step: Step, ahead: Ahead | None = None) -> None:
+        self.model, self.graphs, self.step, self.ahead = model, graphs, step, ahead
         self.prefilled = Prefilled(0)
         self.steps, self.note = 0, ""
 
@@ -40,7 +42,7 @@ class FastModel:
     ) -> CausalLMOutput:
         step = self.step
         self.prefilled = prefill(
-            step.forward, self.model, self.graphs, step.state, input_ids, generation_config, model_kwargs
+            step.forward, self.model, self.graphs, step.state, input_ids, generation_config, model_kwargs, self.ahead
         )
         self.note = self.prefilled.note
         if self.prefilled.pending:

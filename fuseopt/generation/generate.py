@@ -10,15 +10,13 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
-from transformers.modeling_outputs import BaseModelOutput
 
 from fuseopt.config import GenerationOptions
 from fuseopt.generation import tiers
+from fuseopt.generation.ahead import HeadStart
 from fuseopt.generation.graphs import StepGraphs
-from fuseopt.generation.layers import has_kernel
 from fuseopt.generation.loop import DecodeLoop
 from fuseopt.generation.step_gpt2 import GPT2Step
 from fuseopt.generation.step_t5 import T5Step
@@ -53,11 +51,10 @@ class FusedGenerate:
         self.step_name: str = state["step"]
         self.options: GenerationOptions = state["options"]
         self.graphs = StepGraphs(self.options.max_graphs)
+        self._head_start = HeadStart(self.model, self.graphs, self.options.max_length)
         self.calls: deque[Call] = deque(maxlen=_CALLS_KEPT)
         self._step: Any = None
-        self._encoder: Any = None
         self._key: tuple[Hashable, ...] = ()
-        self._encoder_key: tuple[Hashable, ...] = ()
         self._lock = threading.Lock()
         functools.update_wrapper(self, type(self.model).generate, updated=())
         self.__signature__ = inspect.signature(type(self.model).generate.__get__(self.model))
@@ -88,11 +85,11 @@ class FusedGenerate:
             self.calls.append(Call(Tier.STOCK, reason))
             return stock(self.model, *args, **kwargs)
         try:
-            options = self.options
-            streamer = given.get("streamer")
-            loop = DecodeLoop(self._step_for(key), self.graphs, options.max_batch, options.max_length, streamer)
+            step, graphs, options = self._step_for(key), self.graphs, self.options
+            others, ahead, note = self._head_start(step, given, bound.arguments.get(variadic, {}))
+            bound.arguments[variadic] = others
+            loop = DecodeLoop(step, graphs, options.max_batch, options.max_length, given.get("streamer"), ahead)
             bound.arguments["custom_generate"] = loop
-            note = self._encode(given, bound.arguments, variadic)
             if given.get("tokenizer") is not None and given.get("stop_strings") is not None:
                 _make_stop_criterion(bound.arguments, variadic)
             try:
@@ -115,39 +112,6 @@ class FusedGenerate:
             self.graphs.clear()
             self._step, self._key = STEPS[self.step_name](self.model), key
         return self._step
-
-    def _encode(self, given: Mapping[str, Any], arguments: dict[str, Any], variadic: str) -> str:
-        """Adds the encoder's output to `arguments` where it can be had faster than in transformers' preparation.
-
-        Returns:
-            why it could not be had, or captured, or nothing.
-        """
-        step_class, others = STEPS[self.step_name], arguments.get(variadic, {})
-        encoder_class = step_class.encoder_class
-        if encoder_class is None or others.get("encoder_outputs") is not None:
-            return ""
-        if not has_kernel("decode_attention", self._step.token_embedding):
-            return ""
-        reason = next(tiers.encoder_reasons(self.model, given, others), None)
-        found = survey(self.model, (self.model.encoder,), step_class.module_classes)
-        reason = reason or found.reason
-        if reason is not None:
-            return f"transformers ran the encoder: {reason}"
-        key = (*found.key, *encoder_class.constants(self.model))
-        if self._encoder is None or key != self._encoder_key:
-            self.graphs.clear()
-            self._encoder, self._encoder_key = encoder_class(self.model), key
-        ids = given["inputs"] if given.get("inputs") is not None else given["input_ids"]
-        with torch.no_grad(), self.graphs.in_stream_order(ids.device):
-            try:
-                encoded = self._encoder(self.graphs, ids, given.get("attention_mask"))
-            except torch.OutOfMemoryError:
-                return "transformers ran the encoder: there was no memory for the prompt"
-        if encoded is None:
-            return ""
-        output, note = encoded
-        arguments[variadic] = {**others, "encoder_outputs": BaseModelOutput(output)}
-        return note
 
 
 def _make_stop_criterion(arguments: dict[str, Any], variadic: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from transformers.generation.utils import (
 )
 
 from fuseopt.generation import beam_selection, device_loop, tiers
+from fuseopt.generation.ahead import Ahead
 from fuseopt.generation.beam_selection import BeamSelection
 from fuseopt.generation.device_processors import DeviceProcessor, device_processor
 from fuseopt.generation.fast_model import FastModel
@@ -57,10 +59,22 @@ class DecodeLoop:
         graphs: where captured steps are kept.
         max_batch, max_length: rows, and slots of the cache, up to which the fast tiers are taken.
         streamer: the caller's, which transformers does not hand on.
+        ahead: the caller's prompt, if it has run already.
     """
 
-    def __init__(self, step: Any, graphs: StepGraphs, max_batch: int, max_length: int, streamer: Any = None) -> None:
-        self.step, self.graphs, self.streamer = step, graphs, streamer
+    # transformers looks at it twice a call.
+    __signature__: inspect.Signature
+
+    def __init__(
+        self,
+        step: Any,
+        graphs: StepGraphs,
+        max_batch: int,
+        max_length: int,
+        streamer: Any = None,
+        ahead: Ahead | None = None,
+    ) -> None:
+        self.step, self.graphs, self.streamer, self.ahead = step, graphs, streamer, ahead
         self.max_batch, self.max_length = max_batch, max_length
         self.served = Call(Tier.STOCK, "it raised before decoding began")
 
@@ -125,7 +139,7 @@ class DecodeLoop:
             output, step, slots, cross_slots, note = self._on_device(model, state, call, tuple(filter(None, on_device)))
         else:
             step = self.graphs.step(self.step, state, None)
-            fast = FastModel(model, self.graphs, step)
+            fast = FastModel(model, self.graphs, step, self.ahead)
             output = self._by_transformers(fast, model, call)
             slots, cross_slots, note = fast.slots, fast.prefilled.cross_slots, fast.note
         self.served = Call(tier, reason or "", "eager" if step.graph is None else "graph", note)
@@ -150,7 +164,7 @@ class DecodeLoop:
         else:
             selection = BeamSelection(processors, config, eos, length, limit, state, **keep)
         step = self.graphs.step(self.step, state, selection)
-        prefilled = prefill(self.step, model, self.graphs, state, call.input_ids, config, call.model_kwargs)
+        prefilled = prefill(self.step, model, self.graphs, state, call.input_ids, config, call.model_kwargs, self.ahead)
         steps, note = device_loop.run(
             self.graphs,
             step,
@@ -196,6 +210,9 @@ class DecodeLoop:
             **streamer,
             **call.model_kwargs,
         )
+
+
+DecodeLoop.__signature__ = inspect.Signature(list(inspect.signature(DecodeLoop.__call__).parameters.values())[1:])
 
 
 def _bounds(call: _PreparedCall) -> tuple[int, int]:

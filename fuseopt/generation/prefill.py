@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from fuseopt.generation.ahead import Ahead
 from fuseopt.generation.beam_state import along_ancestry
 from fuseopt.generation.graphs import Prompt, StepGraphs
 from fuseopt.generation.layers import has_kernel
@@ -41,6 +42,7 @@ def prefill(
     input_ids: Tensor,
     config: Any,
     model_kwargs: dict[str, Any],
+    ahead: Ahead | None = None,
 ) -> Prefilled:
     """Fills `state` by the decode step's own means where the call is plain, else by the model's own forward.
 
@@ -48,11 +50,13 @@ def prefill(
         step: a decode step built on `model`.
         graphs: where captured prompts are kept.
         config, model_kwargs: as transformers prepared them; `model_kwargs` is brought up to date.
+        ahead: the caller's prompt, if it has run already.
     """
     length = input_ids.shape[1]
     encodes = model.config.is_encoder_decoder
     keep = model_kwargs.get("decoder_attention_mask" if encodes else "attention_mask")
-    if keep is not None and keep.shape == input_ids.shape and bool(keep.all()):
+    took_mask = ahead is not None and keep is not None and keep is ahead.attention_mask
+    if not took_mask and keep is not None and keep.shape == input_ids.shape and bool(keep.all()):
         keep = None
     if not _is_plain(model, input_ids, config, model_kwargs) or (keep is not None and (encodes or length == 1)):
         return _by_the_model(model, state, input_ids, config, model_kwargs)
@@ -73,9 +77,11 @@ def prefill(
         state.tokens.copy_(input_ids[:, 0])
         state.begin(0, None, positions[:, -1])
         return Prefilled(1, cross_slots, pending=True, note=note)
-    state.begin(length, keep, positions[:, -1] + 1)
-    state.ids[:, :length] = input_ids
-    state.prompt_positions[:, :length] = positions
+    if ahead is not None and ahead.input_ids is input_ids and (keep is None or took_mask):
+        state.begin(length, keep, positions[:, -1] + 1)
+        ahead.load(state)
+        return Prefilled(length, note=ahead.note)
+    state.load_prompt(input_ids, keep, positions)
     note = _run(step.prefill, graphs, state, state.sizes.rows, length, masked=keep is not None)
     return Prefilled(length, cross_slots, note=note)
 

@@ -134,6 +134,19 @@ class DecodeState:
         if self.beams is not None:
             self.beams.forget_ancestors()
 
+    def load_prompt(self, input_ids: Tensor, keep: Tensor | None, positions: Tensor) -> None:
+        """Says what a prefill finds, and where the first step after it stands.
+
+        Args:
+            input_ids: [rows, length] int64.
+            keep: attention mask [rows, any], nonzero where a token counts, or None where all do.
+            positions: [rows, length] int64, or [1, length] where they are the same in all rows.
+        """
+        length = input_ids.shape[1]
+        self.begin(length, keep, positions[:, -1] + 1)
+        self.ids[:, :length] = input_ids
+        self.prompt_positions[:, :length] = positions
+
     def load_cross(self, length: int, keep: Tensor | None) -> None:
         """Says which of the first `length` slots of the cross-attention cache count.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from fuseopt.modules.training_forward import TrainingForward
 _CONSTANTS = ("eps", "variance_epsilon", "scaling")
 # fuseopt's own, which compute what the class's forward does.
 _FORWARDS = (TrainingForward, GPT2BlockForward, T5BlockForward)
+_special = operator.itemgetter(
+    "training", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 
 
@@ -40,35 +44,32 @@ def survey(model: nn.Module, roots: Iterable[nn.Module], classes: tuple[type[nn.
     """
     known = frozenset(classes)
     key: list[Hashable] = []
-    modules, stack = [model], list(roots)
+    modules, stack, parameters = [model], list(roots), []
     while stack:
         module = stack.pop()
-        modules.append(module)
-        stack += [child for child in module._modules.values() if child is not None]
-    devices = set()
+        if module is not None:
+            modules.append(module)
+            stack += module._modules.values()
     for module in modules:
-        state = module.__dict__
-        if (
-            type(module) not in known
-            or state["training"]
-            or state["_forward_hooks"]
-            or state["_forward_pre_hooks"]
-            or state["_backward_hooks"]
-            or state["_backward_pre_hooks"]
-            or "forward" in state
-        ):
+        state, kind = module.__dict__, type(module)
+        if kind not in known or any(_special(state)) or "forward" in state:
             reason = _module_reason(module, known)
             if reason:
                 path = next(path for path, other in model.named_modules() if other is module)
                 return Survey(f"{path or 'the model'} {reason}", ())
-        key.append((id(module), type(module), *map(state.get, _CONSTANTS)))
-        for parameter in state["_parameters"].values():
-            if parameter is None:
-                continue
-            if type(parameter) is not nn.Parameter:
-                return Survey("it has parameters of a tensor subclass, such as sharded or quantised ones", ())
-            devices.add(parameter.device)
-            key.append((parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()))
+        key += [id(module), kind]
+        for name in _CONSTANTS:
+            if name in state:
+                key.append(state[name])
+        parameters += state["_parameters"].values()
+    devices = set()
+    for parameter in parameters:
+        if parameter is None:
+            continue
+        if type(parameter) is not nn.Parameter:
+            return Survey("it has parameters of a tensor subclass, such as sharded or quantised ones", ())
+        devices.add(parameter.device)
+        key.append((parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()))
     if len(devices) > 1:
         return Survey("its parameters are on several devices", ())
     (device,) = devices

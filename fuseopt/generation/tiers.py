@@ -63,9 +63,19 @@ _METHODS = (
     "_update_model_kwargs_for_generation",
     "_reorder_cache",
 )
-# The former in transformers before 5.18.
-_ENCODER_METHODS = ("_prepare_encoder_decoder_kwargs_for_generation", "_maybe_prepare_encoder_kwargs_for_generation")
-_NOT_THE_ENCODER_S = frozenset(("input_ids", "attention_mask", "past_key_values", "stop_strings", "tokenizer"))
+# What transformers passes prompts through; of the last two, each version has one.
+_PREPARATIONS = (
+    "get_encoder",
+    "_prepare_model_inputs",
+    "_prepare_position_ids_for_generation",
+    "_expand_inputs_for_generation",
+    "_prepare_encoder_decoder_kwargs_for_generation",
+    "_maybe_prepare_encoder_kwargs_for_generation",
+)
+_NOT_AHEAD = ("prefill_chunk_size", "token_healing")
+_COPIES = ("num_beams", "num_return_sequences")
+_KNOWN_AHEAD = frozenset(("input_ids", "attention_mask", "stop_strings", "tokenizer"))
+_KNOWN_TO_ENCODE = _KNOWN_AHEAD | {"past_key_values"}
 _ATTENTIONS = ("eager", "sdpa")
 _MODEL_KWARGS = frozenset(
     (
@@ -135,32 +145,35 @@ def model_reasons(model: nn.Module, step_class: Any) -> Iterator[str]:
         yield "hooks are registered on every module"
 
 
-def encoder_reasons(model: nn.Module, arguments: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
-    """Why transformers has to run the encoder itself, while it prepares a call that is otherwise served.
+def ahead_reasons(model: nn.Module, arguments: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
+    """Why the prompt, or the encoder of one that has it, cannot run before transformers has prepared the call.
 
     Args:
         arguments: of generate(), as given.
         names: those of them that it passes on to whom they may concern.
     """
+    encodes, device = model.config.is_encoder_decoder, model.device
     inputs = [arguments[name] for name in ("inputs", "input_ids") if arguments.get(name) is not None]
     if model.config._attn_implementation != "sdpa":
         yield f"attention is set to {model.config._attn_implementation!r}"
-    if len(inputs) != 1 or not _is_token_ids(inputs[0], model.device):
+    if len(inputs) != 1 or not _is_token_ids(inputs[0], device):
         yield "the prompt is not one tensor of token ids on the model's device"
         return
     mask = arguments.get("attention_mask")
-    if mask is not None and not (
-        isinstance(mask, Tensor) and (mask.shape, mask.device) == (inputs[0].shape, model.device)
-    ):
+    if mask is not None and not (isinstance(mask, Tensor) and (mask.shape, mask.device) == (inputs[0].shape, device)):
         yield "the attention mask is not of the prompt's shape, or elsewhere"
-    for name in ("output_attentions", "output_hidden_states"):
+    for name in ("output_attentions", "output_hidden_states", *(() if encodes else _NOT_AHEAD)):
         if _setting(model, arguments, name):
             yield f"{name} is asked for"
+    for name in () if encodes else _COPIES:
+        if (_setting(model, arguments, name) or 1) != 1:
+            yield f"{name} multiplies the prompts"
+    known = _KNOWN_TO_ENCODE if encodes else _KNOWN_AHEAD
     for name in names:
-        decodes = name.startswith("decoder_") or name in _NOT_THE_ENCODER_S or hasattr(model.generation_config, name)
+        decodes = name in known or hasattr(model.generation_config, name) or (encodes and name.startswith("decoder_"))
         if not decodes and arguments[name] is not None:
             yield f"{name} may be meant for it"
-    for name in (*_ENCODER_METHODS, "get_encoder"):
+    for name in _PREPARATIONS:
         if name in model.__dict__:
             yield f"the model's {name} has been replaced"
 

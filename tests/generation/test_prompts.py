@@ -1,14 +1,17 @@
 """Prompts in classes of length, padded on the right, by the step's own prefill and encoder, and as CUDA graphs."""
 
+import copy
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 import fuseopt
-from fuseopt.generation import attention, layers, prefill
-from fuseopt.generation import generate as fused_generate
+from fuseopt.generation import ahead, attention, layers, prefill
+from fuseopt.generation.ahead import HeadStart
 from fuseopt.generation.encoder_t5 import T5Encoder
 from fuseopt.generation.graphs import StepGraphs
 from fuseopt.generation.state import DecodeState, Sizes, prompt_length_for
@@ -24,15 +27,17 @@ NONE = st.none()
 
 @pytest.fixture(params=["gpt2", "t5", "gated t5"])
 def model(request, each_device):
-    return {"gpt2": tiny.gpt2, "t5": tiny.t5, "gated t5": lambda: tiny.t5(feed_forward_proj="gated-gelu")}[
-        request.param
-    ]()
+    return {
+        "gpt2": lambda: tiny.gpt2(n_positions=150),
+        "t5": tiny.t5,
+        "gated t5": lambda: tiny.t5(feed_forward_proj="gated-gelu"),
+    }[request.param]()
 
 
 @pytest.fixture
 def ran(monkeypatch):
     """Lets a CPU take the paths of a GPU, with the ops' references; the prompts that ran, as (length, masked)."""
-    for module in (attention, layers, prefill, fused_generate):
+    for module in (attention, layers, prefill, ahead):
         monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
     prompts = []
     run_prompt = StepGraphs.run_prompt
@@ -71,13 +76,43 @@ def test_padded_prompts_give_what_transformers_does(model, ran, data):
         call = model.generate.calls[-1]
     finally:
         fuseopt.restore(model)
-    masked = bool((inputs["attention_mask"] == 0).any())
+    # One prompt a row runs ahead, with the caller's mask; others once it is known whether that excludes anything.
+    masked = bool((inputs["attention_mask"] == 0).any()) or not {"num_beams", "num_return_sequences"} & kwargs.keys()
     padded = prompt_length_for(1, length)
     assert call.tier is not Tier.STOCK and not call.note
     if model.config.is_encoder_decoder:
         assert ran == [(T5Encoder, padded, True), (T5Step, padded, False)]
     else:
         assert ran == [(GPT2Step, padded, masked)]
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_mask_that_transformers_infers(ran, padded, each_device):
+    """The prompt that has run ahead without one counts only if there is nothing to mask."""
+    model = tiny.gpt2()
+    inputs = prompt(model, 3, 9, 0, padded=padded)
+    del inputs["attention_mask"]
+    wanted = generate(model, inputs, max_new_tokens=5, eos_token_id=[])
+    fuseopt.initialize(model, GENERATION)
+    assert_same(generate(model, inputs, max_new_tokens=5, eos_token_id=[]), wanted)
+    assert ran == [(GPT2Step, 16, False), (GPT2Step, 16, True)][: 1 + padded]
+
+
+@pytest.mark.parametrize("name", ["position_ids", "past_key_values", "inputs_embeds", "prefill_chunk_size"])
+def test_what_keeps_a_prompt_from_running_ahead(ran, name, each_device):
+    model = tiny.gpt2()
+    inputs = prompt(model, 2, 6, 0)
+    value = {
+        "position_ids": torch.arange(3, 9).repeat(2, 1),
+        "past_key_values": DynamicCache(),
+        "inputs_embeds": model.transformer.wte(inputs["input_ids"]).detach(),
+        "prefill_chunk_size": 3,
+    }[name]
+    wanted = generate(model, inputs, max_new_tokens=5, **{name: copy.deepcopy(value)})
+    fuseopt.initialize(model, GENERATION)
+    with mock.patch.object(HeadStart, "_prefill") as started:
+        assert_same(generate(model, inputs, max_new_tokens=5, **{name: value}), wanted)
+    assert not started.called and model.generate.calls[-1].tier is Tier.DEVICE_LOOP
 
 
 def test_what_lies_behind_a_prompt_changes_nothing(each_device):
