@@ -88,6 +88,14 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--compiled", action="store_true", help="also transformers' static cache with torch.compile; up to 20 s a row"
     )
+    generate.add_argument(
+        "--sample", action="store_true", help="draw tokens, from the same seed each time; default: the likeliest"
+    )
+    for option, kind in (("--temperature", float), ("--top-k", int), ("--top-p", float)):
+        generate.add_argument(option, type=kind, metavar="X", help="of --sample; default: transformers'")
+    generate.add_argument(
+        "--first-call", action="store_true", help="also the first call of a fresh process: one for each row and system"
+    )
     generate.set_defaults(run=_bench_generate)
     train = benchmarks.add_parser("train", help="training steps: transformers, torch.compile and fuseopt")
     forward = benchmarks.add_parser("forward", help="forwards: transformers, torch.compile and fuseopt")
@@ -125,6 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     show = benchmarks.add_parser("show", help="print the table of a result file")
     show.add_argument("file", metavar="FILE")
     show.add_argument("--auto", action="store_true", help="of ops: only what `backend: auto` takes")
+    for drawn in (generate, show):
+        drawn.add_argument("--plot", type=_new_file, metavar="FILE", help="draw the times: a .png, .svg or .pdf")
     show.set_defaults(run=_bench_show)
 
     plan = commands.add_parser("plan", help="show what would be replaced in a model, and why or why not")
@@ -174,17 +184,34 @@ def _bench_tutorial(arguments: argparse.Namespace) -> int:
     return _bench(arguments, tutorial.run)
 
 
-def _bench_generate(arguments: argparse.Namespace) -> int:
-    from fuseopt.bench import generate
+_SIZES, _SAMPLING = ("prompt", "new", "beams", "ngram"), ("temperature", "top_k", "top_p")
 
-    options = {name: getattr(arguments, name) for name in ("prompt", "new", "beams", "ngram")}
-    given = {name: value for name, value in options.items() if value is not None}
-    if not arguments.model and (given or arguments.batch):
-        names = ", ".join(f"--{name}" for name in (*given, *(["batch"] if arguments.batch else [])))
-        raise ConfigError(f"{names}: of which model? Name it with --model, such as --model gpt2")
-    rows = [generate.Row(model, batch, **given) for model in arguments.model for batch in arguments.batch or [1]]
+
+def _bench_generate(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench import generate, plot
+
+    given = {
+        name: value
+        for name in (*_SIZES, *_SAMPLING, "sample", "batch")
+        if (value := getattr(arguments, name)) is not None and value is not False
+    }
+    flags = {name: "--" + name.replace("_", "-") for name in given}
+    if flags and not arguments.model:
+        raise ConfigError(f"{', '.join(flags.values())}: of which model? Name it with --model, such as --model gpt2")
+    sampling = {name: given[name] for name in _SAMPLING if name in given}
+    if sampling and not arguments.sample:
+        raise ConfigError(f"{', '.join(flags[name] for name in sampling)}: nothing is drawn without --sample")
+    if arguments.plot is not None:
+        plot.check_available()
+    options = {name: given[name] for name in _SIZES if name in given}
+    if arguments.sample:
+        options["sampling"] = sampling
+    rows = [generate.Row(model, batch, **options) for model in arguments.model for batch in arguments.batch or [1]]
     dtype = arguments.dtype and getattr(torch, arguments.dtype)
-    return _bench(arguments, functools.partial(generate.run, rows=rows, dtype=dtype, compiled=arguments.compiled))
+    run = functools.partial(
+        generate.run, rows=rows, dtype=dtype, compiled=arguments.compiled, first_calls=arguments.first_call
+    )
+    return _bench(arguments, run)
 
 
 def _bench_train(arguments: argparse.Namespace) -> int:
@@ -222,6 +249,8 @@ def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
     if arguments.out is not None:
         results.save(arguments.out)
         print(f"\nwritten to {arguments.out}")
+    if getattr(arguments, "plot", None) is not None:
+        _plot(results, arguments.plot)
     if earlier is None:
         return 0
     comparison = compare(results, earlier)
@@ -233,7 +262,18 @@ def _bench_show(arguments: argparse.Namespace) -> None:
     from fuseopt.bench.records import Results
 
     results = Results.load(arguments.file)
-    print((results.of_auto() if arguments.auto else results).to_markdown())
+    if arguments.auto:
+        results = results.of_auto()
+    print(results.to_markdown())
+    if arguments.plot is not None:
+        _plot(results, arguments.plot)
+
+
+def _plot(results: Results, path: Path) -> None:
+    from fuseopt.bench import plot
+
+    plot.save(results, path)
+    print(f"\ndrawn in {path}")
 
 
 def _plan(arguments: argparse.Namespace) -> None:

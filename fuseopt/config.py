@@ -112,7 +112,7 @@ class GenerationOptions:
         enable: False leaves `generate()` as it is.
         max_batch: rows (batch x num_return_sequences) up to which calls are served.
         max_length: slots of the key-value cache up to which calls are served.
-        max_graphs: captured steps that are kept on a GPU; 0 for none.
+        max_graphs: captured steps that are kept on a GPU, and twice as many prompts; 0 for none.
     """
 
     enable: bool = True

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from fuseopt.bench.architectures import load_config, random_model
+from fuseopt.bench.bytes_floor import cache_bytes, copy_bandwidth, weight_bytes
+from fuseopt.bench.first_call import FirstCall
 from fuseopt.bench.measure import against_stock, measure
-from fuseopt.bench.records import Results
-from fuseopt.bench.workloads import FusionConfig, ModelCase, beams_name, dtype_name, generate, random_tokens
+from fuseopt.bench.records import Record, Results
+from fuseopt.bench.workloads import FusionConfig, ModelCase, Work, beams_name, dtype_name, generate, random_tokens
+from fuseopt.config import CUSTOM_KERNELS
 
+_GENERATION = {"generation": {"enable": True}}
 CONFIGS: dict[str, FusionConfig] = {
     "preset inference": "inference",
-    "generation": {"generation": {"enable": True}},
+    "generation": _GENERATION,
+    "generation and kernels": {**_GENERATION, "kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS)}},
 }
 STATIC = "static cache and torch.compile"
+_STATIC_CACHE = {"cache_implementation": "static"}
 
 
 @dataclass(frozen=True)
@@ -29,8 +35,9 @@ class Row:
         model: an architecture by name, or a folder with a config.json; weights are random.
         prompt: tokens a row that are given; the encoder's, of a T5.
         new: tokens a row that are generated.
-        beams: 1 for greedy decoding.
+        beams: 1 for none.
         ngram: `no_repeat_ngram_size`; 0 for no ban.
+        sampling: `temperature`, `top_k`, `top_p`, as generate() takes them; None for the likeliest tokens.
     """
 
     model: str
@@ -39,12 +46,32 @@ class Row:
     new: int = 128
     beams: int = 1
     ngram: int = 0
+    sampling: Mapping[str, float] | None = field(default=None, hash=False)
+
+    def name(self, dtype: torch.dtype) -> str:
+        how = [beams_name(self.beams) if self.sampling is None or self.beams > 1 else ""]
+        if self.sampling is not None:
+            how.append(" ".join(["sampled", *(f"{name}={value:g}" for name, value in self.sampling.items())]))
+        how += [f"ngram {self.ngram}" if self.ngram else "", dtype_name(dtype)]
+        sizes = f"{self.batch} x ({self.prompt} + {self.new})"
+        return f"a token of {self.model} generate, {sizes}, {', '.join(filter(None, how))}"
+
+    def work(self, device: torch.device, new: int, **others: Any) -> Work:
+        """What each system does with its model: `new` tokens a row."""
+        options: dict[str, Any] = {"num_beams": self.beams, "do_sample": self.sampling is not None}
+        if self.ngram:
+            options["no_repeat_ngram_size"] = self.ngram
+        prompts = random_tokens(device, load_config(self.model).vocab_size, self.batch, self.prompt)
+        return generate(prompts, max_new_tokens=new, **{**options, **(self.sampling or {}), **others})
 
 
+# The rows of the targets.
 GPU_ROWS = (
     Row("gpt2", 1),
     Row("gpt2", 8),
     Row("gpt2", 64),
+    Row("gpt2", 64, ngram=3),
+    Row("gpt2-xl", 1),
     Row("t5-base", 1),
     Row("t5-base", 32, ngram=3),
     Row("t5-base", 32, ngram=3, beams=4),
@@ -53,41 +80,94 @@ GPU_ROWS = (
 CPU_ROWS = (Row("gpt2", 1, prompt=32, new=8), Row("t5-base", 1, prompt=32, new=8))
 
 
+@dataclass(frozen=True)
+class _RowCase:
+    """A row as its first token and as all of them, in that order: what is made for the one serves the other too."""
+
+    row: Row
+    dtype: torch.dtype
+    first: ModelCase
+    whole: ModelCase
+
+    @property
+    def name(self) -> str:
+        return self.whole.name
+
+
 def run(
-    *, device: torch.device, rows: Sequence[Row] = (), dtype: torch.dtype | None = None, compiled: bool = False
+    *,
+    device: torch.device,
+    rows: Sequence[Row] = (),
+    dtype: torch.dtype | None = None,
+    compiled: bool = False,
+    first_calls: bool = False,
 ) -> Results:
-    """Times whole calls, host included, each as `new` tokens and as one, which is the time to the first.
+    """Times whole calls, host included.
 
     Args:
         rows: `GPU_ROWS` by default, `CPU_ROWS` on a CPU.
         dtype: bfloat16 by default, float32 on a CPU.
         compiled: also transformers' static cache with torch.compile, which takes up to 20 s a row to begin.
+        first_calls: also the first call of a fresh process, one for every row of the table.
 
     Raises:
         ConfigError: a model is neither an architecture by name nor a folder with a config.json.
     """
     on_gpu = device.type == "cuda"
     dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
-    cases = [
-        case for row in rows or (GPU_ROWS if on_gpu else CPU_ROWS) for case in _cases(row, dtype, device, compiled)
-    ]
-    records = measure(cases, functools.partial(against_stock, device=device))
+    cases = [_case(row, dtype, device, compiled) for row in rows or (GPU_ROWS if on_gpu else CPU_ROWS)]
+    bandwidth = copy_bandwidth(device)
+    records = measure(cases, lambda case: _records(case, device, bandwidth, first_calls))
     return Results.measured_here("generate", records, unit="us")
 
 
-def _cases(row: Row, dtype: torch.dtype, device: torch.device, compiled: bool) -> Iterator[ModelCase]:
+def system(row: Row, name: str, device: torch.device) -> tuple[FusionConfig | None, Work]:
+    """The config of a system, by its name in the table, None for transformers' own; and what it does for a row."""
+    config = next((config for known, config in CONFIGS.items() if name.split(" [")[0] == known), None)
+    return config, row.work(device, row.new, **(_STATIC_CACHE if name == STATIC else {}))
+
+
+def _case(row: Row, dtype: torch.dtype, device: torch.device, compiled: bool) -> _RowCase:
     model = functools.cache(functools.partial(random_model, row.model, device, dtype))
-    prompts = random_tokens(device, load_config(row.model).vocab_size, row.batch, row.prompt)
-    options: dict[str, Any] = {"num_beams": row.beams}
-    if row.ngram:
-        options["no_repeat_ngram_size"] = row.ngram
-    ban = f", ngram {row.ngram}" if row.ngram else ""
-    # The first token first: what is made for it serves the others too, as it does for a user.
-    for what, new in (("the first token", 1), ("a token", row.new)):
-        sizes = f"{row.batch} x ({row.prompt} + {new})"
-        title = f"{what} of {row.model} generate, {sizes}, {beams_name(row.beams)}{ban}, {dtype_name(dtype)}"
-        others = {}
-        if compiled and row.beams == 1:
-            others[STATIC] = generate(prompts, max_new_tokens=new, cache_implementation="static", **options)
-        work = generate(prompts, max_new_tokens=new, **options)
-        yield ModelCase(title, model, work, CONFIGS, rounds=5, others=others, steps=new)
+
+    def case(new: int) -> ModelCase:
+        # transformers compiles no beam search.
+        others = {STATIC: row.work(device, new, **_STATIC_CACHE)} if compiled and row.beams == 1 else {}
+        work = row.work(device, new)
+        return ModelCase(row.name(dtype), model, work, CONFIGS, rounds=5, others=others, steps=new)
+
+    return _RowCase(row, dtype, case(1), case(row.new))
+
+
+def _records(case: _RowCase, device: torch.device, bandwidth: float, first_calls: bool) -> list[Record]:
+    row, model = case.row, case.whole.model()
+    first_tokens, records = against_stock(case.first, device), against_stock(case.whole, device)
+    cache = cache_bytes(model, row.batch, row.beams, row.prompt, row.new)
+    floor = (weight_bytes(model) + cache) / bandwidth
+    complete = []
+    for first, record in zip(first_tokens, records, strict=True):
+        if record.milliseconds is not None and first.milliseconds is not None:
+            seconds = record.milliseconds[1] / 1e3
+            record = replace(
+                record,
+                first_token_us=first.milliseconds[1] * 1e3,
+                tokens=row.batch,
+                of_floor=floor / seconds,
+            )
+            if first_calls:
+                record = _with_first_call(record, case, device)
+        complete.append(record)
+    return complete
+
+
+def _with_first_call(record: Record, case: _RowCase, device: torch.device) -> Record:
+    request = {
+        "row": asdict(case.row),
+        "system": record.variant,
+        "dtype": dtype_name(case.dtype),
+        "device": str(device),
+    }
+    measured = FirstCall.measured(request)
+    if isinstance(measured, str):
+        return replace(record, note="; ".join(filter(None, (record.note, measured))))
+    return replace(record, first_seconds=measured.seconds, peak_mib=measured.peak_mib)

@@ -38,9 +38,11 @@ class Record:
         bytes: what a call has to move at least, each tensor once.
         of_copy: the time of copying as many bytes, over this time.
         auto: whether `backend: auto` takes this variant.
-        tokens: how many a call works on.
-        of_floor: the time that the matmuls alone take at the device's rate, over this time.
-        first_seconds: time of the first call, compilation included.
+        tokens: how many a call works on, or makes.
+        of_floor: the time that what bounds the work takes alone, over this time: the matmuls of training at the device's
+            rate, the reading of weights and caches at the speed of a copy.
+        first_seconds: time of the first call, compilation included; of generate(), in a fresh process.
+        first_token_us: median time of a call for one token.
     """
 
     case: str
@@ -59,6 +61,7 @@ class Record:
     tokens: int | None = None
     of_floor: float | None = None
     first_seconds: float | None = None
+    first_token_us: float | None = None
 
     @classmethod
     def of(cls, case: str, variant: str, timing: Timing, baseline: Timing | None, **others: Any) -> Record:
@@ -151,6 +154,7 @@ def _table(rows: Sequence[Record], unit: str) -> str:
         "work": [row.case for row in rows],
         "variant": [f"{row.variant} (auto)" if row.auto else row.variant for row in rows],
         unit: [_time(row, unit) for row in rows],
+        "first token us": [_number(row.first_token_us) for row in rows],
         "wall us": [_number(row.wall_us) for row in rows],
         "host us": [_number(row.host_us) for row in rows],
         "TB/s": [_number(row.terabytes_per_second) for row in rows],

@@ -154,10 +154,13 @@ def compiled(work: Work) -> Work:
 
 
 def generate(input_ids: Tensor, **kwargs: Any) -> Work:
-    """Tokens of a `generate()` over prompts without padding; greedy, or beams without sampling."""
+    """Tokens of a `generate()` over prompts without padding; samples are drawn from the same seed every time."""
+    options = {"do_sample": False, **kwargs}
 
     def work(model: nn.Module) -> Tensor:
-        return model.generate(input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False, **kwargs)
+        if options["do_sample"]:
+            torch.manual_seed(0)
+        return model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options)
 
     return work
 

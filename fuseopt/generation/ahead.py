@@ -34,11 +34,10 @@ class Ahead:
     note: str
 
     def load(self, state: DecodeState) -> None:
-        """Gives `state` the keys, values and logits."""
-        if state is not self.state:
-            length = self.input_ids.shape[1]
-            state.cache[:, :, :, :, :length] = self.state.cache[:, :, :, :, :length]
-            state.logits.copy_(self.state.logits)
+        """Gives another state the keys, values and logits."""
+        length = self.input_ids.shape[1]
+        state.cache[:, :, :, :, :length] = self.state.cache[:, :, :, :, :length]
+        state.logits.copy_(self.state.logits)
 
 
 class HeadStart:

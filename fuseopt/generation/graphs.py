@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -67,8 +68,9 @@ class Work(Generic[_S]):
             RuntimeError: it cannot be captured; torch.OutOfMemoryError is one.
         """
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on allocating.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        # Other threads may go on allocating; but a graph of a model that nobody has any more must not be freed now.
+        recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        with _no_garbage_collection(), recording:
             self.run()
         self.graph = graph
 
@@ -211,3 +213,14 @@ class StepGraphs:
                 yield
             finally:
                 self._last_use = stream.record_event()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -78,8 +78,9 @@ def prefill(
         state.begin(0, None, positions[:, -1])
         return Prefilled(1, cross_slots, pending=True, note=note)
     if ahead is not None and ahead.input_ids is input_ids and (keep is None or took_mask):
-        state.begin(length, keep, positions[:, -1] + 1)
-        ahead.load(state)
+        if state is not ahead.state:
+            state.begin(length, keep, positions[:, -1] + 1)
+            ahead.load(state)
         return Prefilled(length, note=ahead.note)
     state.load_prompt(input_ids, keep, positions)
     note = _run(step.prefill, graphs, state, state.sizes.rows, length, masked=keep is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.gpt2 import modeling_gpt2
@@ -115,7 +116,12 @@ class GPT2Step:
         rows = state.sizes.rows
         in_prompt = state.slots[:length] < state.slot
         tokens, positions = (ids[:, :length] * in_prompt for ids in (state.ids, state.prompt_positions))
-        mask = state.keep[:, None, None, :length] & causal_mask(length, state.device) if masked else None
+        mask = None
+        if masked:
+            # As numbers, since PyTorch would turn it into numbers in every layer.
+            mask = torch.zeros(rows, 1, length, length, dtype=self.shape.dtype, device=state.device)
+            seen = state.keep[:, None, None, :length] & causal_mask(length, state.device)
+            mask = mask.masked_fill_(~seen, -torch.inf)
 
         def attention(qkv: Tensor, cache: Tensor, scale: float) -> Tensor:
             query, keys, values = qkv.unflatten(0, (rows, length)).permute(2, 0, 3, 1, 4).unbind()

@@ -57,7 +57,7 @@ def survey(model: nn.Module, roots: Iterable[nn.Module], classes: tuple[type[nn.
             if reason:
                 path = next(path for path, other in model.named_modules() if other is module)
                 return Survey(f"{path or 'the model'} {reason}", ())
-        key += [id(module), kind]
+        key.append((id(module), kind))
         for name in _CONSTANTS:
             if name in state:
                 key.append(state[name])

@@ -1,50 +1,103 @@
 """bench generate: each row as a first token and as all of them, stock beside fuseopt and the static cache."""
 
+import subprocess
+from dataclasses import asdict
+
 import pytest
 import torch
 
-from fuseopt.bench import generate
-from fuseopt.bench.generate import STATIC, Row
+from fuseopt.bench import first_call, generate, plot
+from fuseopt.bench.first_call import FirstCall
+from fuseopt.bench.generate import CONFIGS, STATIC, Row
 from fuseopt.cli import main
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_rows_are_timed_per_token_and_keep_their_tokens():
-    rows = [Row("gpt2-tiny", 2, prompt=5, new=3), Row("t5-tiny", 1, prompt=4, new=4, beams=2, ngram=2)]
-    results = generate.run(device=CPU, rows=rows, compiled=True)
+def test_rows_are_timed_per_token_and_keep_their_tokens(monkeypatch):
+    requests = []
+    monkeypatch.setattr(FirstCall, "measured", lambda request: requests.append(request) or FirstCall(1.5, None))
+    sampled = Row("gpt2-tiny", 2, prompt=5, new=3, sampling={"top_k": 4})
+    rows = [sampled, Row("t5-tiny", 1, prompt=4, new=4, beams=2, ngram=2)]
+    results = generate.run(device=CPU, rows=rows, compiled=True, first_calls=True)
     assert results.benchmark == "generate" and results.unit == "us"
-    gpt2, t5 = (
-        {row.case: [] for row in results.rows if f" of {name} " in row.case} for name in ("gpt2-tiny", "t5-tiny")
-    )
-    assert list(gpt2) == [
-        "the first token of gpt2-tiny generate, 2 x (5 + 1), greedy, float32",
-        "a token of gpt2-tiny generate, 2 x (5 + 3), greedy, float32",
+    assert list(dict.fromkeys(row.case for row in results.rows)) == [
+        "a token of gpt2-tiny generate, 2 x (5 + 3), sampled top_k=4, float32",
+        "a token of t5-tiny generate, 1 x (4 + 4), 2 beams, ngram 2, float32",
     ]
-    assert list(t5)[1] == "a token of t5-tiny generate, 1 x (4 + 4), 2 beams, ngram 2, float32"
     variants = [row.variant.split(" [")[0] for row in results.rows]
     # Beam search has no static cache in transformers.
-    beside = ["preset inference", "generation"]
-    assert variants == ["stock", STATIC, *beside] * 2 + ["stock", *beside] * 2
+    assert variants == ["stock", STATIC, *CONFIGS, "stock", *CONFIGS]
     assert {row.difference for row in results.rows if row.variant != "stock"} == {"tokens equal"}
+    for row in results.rows:
+        assert row.first_token_us > 0
+        assert row.tokens_per_second == pytest.approx((2 if "gpt2" in row.case else 1) / row.milliseconds[1] * 1e3)
+        assert 0 < row.of_floor < 1 and row.first_seconds == 1.5
+    assert [request["system"] for request in requests] == [row.variant for row in results.rows]
+    assert requests[0] == {"row": asdict(sampled), "system": "stock", "dtype": "float32", "device": "cpu"}
 
 
-def test_sizes_without_a_model_are_refused(capsys):
-    assert main(["bench", "generate", "--device", "cpu", "--new", "3", "--batch", "2"]) == 2
-    assert "--new, --batch: of which model? Name it with --model" in capsys.readouterr().err
+@pytest.mark.parametrize("system", ["stock", "generation"])
+def test_a_first_call_has_a_process_of_its_own(system):
+    request = {"row": asdict(Row("gpt2-tiny", 1, prompt=4, new=2)), "dtype": "float32", "device": "cpu"}
+    measured = FirstCall.measured({**request, "system": system})
+    assert isinstance(measured, FirstCall) and 0 < measured.seconds < 60 and measured.peak_mib is None
+
+
+def test_a_first_call_that_fails_says_why(monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback ...\ntorch.OutOfMemoryError: no memory\n")
+    monkeypatch.setattr(first_call.subprocess, "run", lambda *args, **kwargs: failed)
+    assert FirstCall.measured({}) == "first call: torch.OutOfMemoryError: no memory"
+
+
+@pytest.mark.parametrize(
+    "name", ["stock", STATIC, "preset inference [cpu, torchscript]", "generation and kernels [cpu]"]
+)
+def test_a_system_is_found_by_its_name_in_the_table(name):
+    calls = []
+
+    class Model:
+        def generate(self, input_ids, **kwargs):
+            calls.append(kwargs)
+
+    config, work = generate.system(Row("gpt2-tiny", 1), name, CPU)
+    work(Model())
+    assert config == CONFIGS.get(name.split(" [")[0])
+    assert calls[0].get("cache_implementation") == ("static" if name == STATIC else None)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--new", "3", "--batch", "2"], "--new, --batch: of which model? Name it with --model"),
+        (["--sample"], "--sample: of which model?"),
+        (["--model", "gpt2-tiny", "--top-k", "0"], "--top-k: nothing is drawn without --sample"),
+    ],
+)
+def test_arguments_that_go_nowhere_are_refused(given, said, capsys):
+    assert main(["bench", "generate", "--device", "cpu", *given]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_command_line_makes_the_rows(monkeypatch, tmp_path):
-    seen = {}
+    seen, drawn = {}, []
 
     def run(**options):
         seen.update(options)
         return generate.Results.measured_here("generate", [], unit="us")
 
     monkeypatch.setattr(generate, "run", run)
+    monkeypatch.setattr(plot, "check_available", lambda: None)
+    monkeypatch.setattr(plot, "save", lambda results, path: drawn.append(path))
     sizes = ["--model", "gpt2-tiny", "--model", "t5-tiny", "--batch", "1", "8", "--prompt", "6", "--beams", "2"]
-    assert main(["bench", "generate", "--device", "cpu", "--dtype", "float16", *sizes]) == 0
-    expected = [Row(model, batch, prompt=6, beams=2) for model in ("gpt2-tiny", "t5-tiny") for batch in (1, 8)]
+    others = ["--sample", "--temperature", "0.7", "--first-call", "--plot", str(tmp_path / "a.svg")]
+    assert main(["bench", "generate", "--device", "cpu", "--dtype", "float16", *sizes, *others]) == 0
+    expected = [
+        Row(model, batch, prompt=6, beams=2, sampling={"temperature": 0.7})
+        for model in ("gpt2-tiny", "t5-tiny")
+        for batch in (1, 8)
+    ]
     assert seen["rows"] == expected
-    assert (seen["dtype"], seen["compiled"], seen["device"]) == (torch.float16, False, CPU)
+    assert (seen["dtype"], seen["compiled"], seen["first_calls"], seen["device"]) == (torch.float16, False, True, CPU)
+    assert drawn == [tmp_path / "a.svg"]

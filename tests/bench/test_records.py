@@ -106,6 +106,25 @@ def test_a_training_step_has_columns(results):
     assert fused[2:] == ["50", "327,680", "", "23.4", "", "6.00", ""]
 
 
+def test_what_was_measured_of_generate_has_columns(results):
+    row = Record("gpt2", "generation", (0.1, 0.125, 0.13), first_seconds=1.234, first_token_us=1450.0)
+    row = replace(row, tokens=1, of_floor=0.456, peak_mib=2048.0)
+    _, table = replace(results, rows=(row,), unit="us").to_markdown().split("\n\n")
+    header, _, cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert dict(zip(header, cells, strict=True)) == {
+        "work": "gpt2",
+        "variant": "generation",
+        "us": "125",
+        "first token us": "1450",
+        "tokens/s": "8,000",
+        "of floor": "0.46",
+        "first s": "1.23",
+        "speed-up": "",
+        "peak GiB": "2.00",
+        "difference": "",
+    }
+
+
 def test_where_auto_is_not_the_fastest_it_is_said_again_at_the_end(results):
     rows = (
         Record("gelu", "cuda", (1.0, 1.0, 1.0), auto=True, difference="1e-3", note="torch is 1.20x as fast"),

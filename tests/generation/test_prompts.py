@@ -22,7 +22,7 @@ from tests import tiny
 from tests.generation.test_generate import GENERATION, assert_same, generate, prompt
 
 pytestmark = pytest.mark.usefixtures("each_device")
-NONE = st.none()
+on_a_gpu = pytest.mark.parametrize("each_device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 
 
 @pytest.fixture(params=["gpt2", "t5", "gated t5"])
@@ -222,7 +222,7 @@ def test_weights_of_the_encoder_that_move_are_found(ran, each_device):
     assert (T5Encoder, 8, True) in ran
 
 
-@pytest.mark.gpu
+@on_a_gpu
 def test_a_length_class_is_captured_the_second_time(model):
     inputs = prompt(model, 2, 9, 0)
     wanted = [generate(model, prompt(model, 2, length, 0), max_new_tokens=5) for length in (9, 12, 15)]
@@ -237,7 +237,7 @@ def test_a_length_class_is_captured_the_second_time(model):
     assert "captured prompts" in fuseopt.report(model).since[-1]
 
 
-@pytest.mark.gpu
+@on_a_gpu
 def test_captured_prompts_are_bounded(model):
     lengths = [3, 5, 9, 17, 33, 65]
     prompts = [prompt(model, 2, length, 0) for length in lengths for _ in range(2)]
