@@ -82,7 +82,7 @@ CPU_ROWS = (Row("gpt2", 1, prompt=32, new=8), Row("t5-base", 1, prompt=32, new=8
 
 @dataclass(frozen=True)
 class _RowCase:
-    """A row as its first token and as all of them, in that order: what is made for the one serves the other too."""
+    """A row as its first token alone, and as all of them."""
 
     row: Row
     dtype: torch.dtype

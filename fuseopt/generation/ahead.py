@@ -69,8 +69,9 @@ class HeadStart:
         Returns:
             `others`, with the output of an encoder; the prompt of a decoder; and a note for the report.
         """
-        encodes = step.encoder_class is not None
-        if others.get("encoder_outputs") is not None or not has_kernel("decode_attention", step.token_embedding):
+        encodes, encoded = step.encoder_class is not None, others.get("encoder_outputs") is not None
+        captures = self.graphs.max_graphs and has_kernel("decode_attention", step.token_embedding)
+        if encoded or not captures:
             return others, None, ""
         reason = next(tiers.ahead_reasons(self.model, arguments, others), None)
         if reason is None and encodes:
@@ -83,12 +84,12 @@ class HeadStart:
             with torch.no_grad(), self.graphs.in_stream_order(ids.device):
                 if not encodes:
                     return others, self._prefill(step, ids, mask), ""
-                encoded = self._encoder(self.graphs, ids, mask)
+                result = self._encoder(self.graphs, ids, mask)
         except torch.OutOfMemoryError:
             return others, None, "there was no memory to run the prompt ahead"
-        if encoded is None:
+        if result is None:
             return others, None, ""
-        output, note = encoded
+        output, note = result
         return {**others, "encoder_outputs": BaseModelOutput(output)}, None, note
 
     def _prepare_encoder(self, step: Any) -> str | None:

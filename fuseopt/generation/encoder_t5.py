@@ -97,7 +97,8 @@ class T5Encoder:
         """Fills `encoded`; what is behind the prompts is padding that no token of theirs sees."""
         items = len(state.ids)
         in_prompt = state.slots < state.filled
-        bias = F.embedding(state.buckets, self.relative_bias).permute(2, 0, 1)[None]
+        # PyTorch's fast attention kernels take no bias of other strides.
+        bias = F.embedding(state.buckets, self.relative_bias).permute(2, 0, 1).contiguous()[None]
         if masked:
             bias = torch.where(state.keep[:, None, None], bias, torch.finfo(bias.dtype).min)
         # A prompt that is masked as a whole attends to itself, but not to what is behind it.

@@ -97,7 +97,8 @@ def _run(
 ) -> str:
     """Runs `forward` on the prompts in `state`, padded to their length class where a captured one can serve it."""
     # Without the kernels, masked slots are multiplied by 0, which leaves NaN that padding may put there as it is.
-    padded = prompt_length_for(prompts, length) if has_kernel("decode_attention", state.cache) else None
+    captures = graphs.max_graphs and has_kernel("decode_attention", state.cache)
+    padded = prompt_length_for(prompts, length) if captures else None
     if padded is not None:
         return graphs.run_prompt(Prompt(forward, state, padded, masked))
     forward(state, length, masked)

@@ -115,6 +115,14 @@ def test_what_keeps_a_prompt_from_running_ahead(ran, name, each_device):
     assert not started.called and model.generate.calls[-1].tier is Tier.DEVICE_LOOP
 
 
+def test_nothing_is_padded_where_nothing_is_captured(ran, model):
+    inputs = prompt(model, 2, 9, 0)
+    wanted = generate(model, inputs, max_new_tokens=5)
+    fuseopt.initialize(model, {"generation": {"max_graphs": 0}})
+    assert_same(generate(model, inputs, max_new_tokens=5), wanted)
+    assert not ran and model.generate.calls[-1].tier is Tier.DEVICE_LOOP
+
+
 def test_what_lies_behind_a_prompt_changes_nothing(each_device):
     """Ids that no vocabulary has, positions that no model has, and keys and values of a prompt before it."""
     model = tiny.gpt2()
