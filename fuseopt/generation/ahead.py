@@ -14,7 +14,7 @@ from fuseopt.generation import tiers
 from fuseopt.generation.graphs import Prompt, StepGraphs
 from fuseopt.generation.layers import has_kernel
 from fuseopt.generation.state import DecodeState, Sizes, prompt_length_for
-from fuseopt.generation.survey import survey
+from fuseopt.generation.survey import Survey, survey
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class HeadStart:
         self.model, self.graphs, self.max_length = model, graphs, max_length
         self._encoder: Any = None
         self._key: tuple[Hashable, ...] = ()
+        self._survey: Survey | None = None
 
     def __call__(
         self, step: Any, arguments: Mapping[str, Any], others: Mapping[str, Any]
@@ -94,7 +95,7 @@ class HeadStart:
 
     def _prepare_encoder(self, step: Any) -> str | None:
         """Makes the encoder, anew where what it stands on has changed, or says why it has to be transformers' own."""
-        found = survey(self.model, (self.model.encoder,), step.module_classes)
+        found = self._survey = survey(self.model, (self.model.encoder,), step.module_classes, self._survey)
         if found.reason is not None:
             return found.reason
         key = (*found.key, *step.encoder_class.constants(self.model))

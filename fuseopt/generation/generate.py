@@ -20,7 +20,7 @@ from fuseopt.generation.graphs import StepGraphs
 from fuseopt.generation.loop import DecodeLoop
 from fuseopt.generation.step_gpt2 import GPT2Step
 from fuseopt.generation.step_t5 import T5Step
-from fuseopt.generation.survey import survey
+from fuseopt.generation.survey import Survey, survey
 from fuseopt.generation.tiers import Call, Tier
 
 STEPS: Mapping[str, Any] = {"GPT2Step": GPT2Step, "T5Step": T5Step}
@@ -55,6 +55,7 @@ class FusedGenerate:
         self.calls: deque[Call] = deque(maxlen=_CALLS_KEPT)
         self._step: Any = None
         self._key: tuple[Hashable, ...] = ()
+        self._survey: Survey | None = None
         self._lock = threading.Lock()
         functools.update_wrapper(self, type(self.model).generate, updated=())
         self.__signature__ = inspect.signature(type(self.model).generate.__get__(self.model))
@@ -76,8 +77,8 @@ class FusedGenerate:
         reason = reason or next(tiers.model_reasons(self.model, step_class), None)
         key: tuple[Hashable, ...] = ()
         if reason is None:
-            found = survey(self.model, step_class.roots(self.model), step_class.module_classes)
-            reason, key = found.reason, (*found.key, *step_class.constants(self.model))
+            found = survey(self.model, step_class.roots(self.model), step_class.module_classes, self._survey)
+            reason, key, self._survey = found.reason, (*found.key, *step_class.constants(self.model)), found
         # Not waited for: what runs inside generate(), such as a criterion, may call it again.
         if reason is None and not self._lock.acquire(blocking=False):
             reason = "another call of generate() was running on this model"
