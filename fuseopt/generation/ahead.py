@@ -16,6 +16,9 @@ from fuseopt.generation.layers import has_kernel
 from fuseopt.generation.state import DecodeState, Sizes, prompt_length_for
 from fuseopt.generation.survey import Survey, survey
 
+# Of keys and values of a prompt, which are kept twice: what a few prompts of this size take is not missed elsewhere.
+_MOST_BYTES = 64 * 2**20
+
 
 @dataclass(frozen=True)
 class Ahead:
@@ -61,7 +64,8 @@ class HeadStart:
     def __call__(
         self, step: Any, arguments: Mapping[str, Any], others: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Ahead | None, str]:
-        """
+        """Queues what it can.
+
         Args:
             step: of `model`.
             arguments: all, by name.
@@ -108,6 +112,8 @@ class HeadStart:
         rows, length = input_ids.shape
         padded, longest = prompt_length_for(rows, length), step.max_length(self.model)
         if padded is None or padded > self.max_length or length == 1 or (longest is not None and length > longest):
+            return None
+        if rows * padded * step.shape.bytes_per_slot > _MOST_BYTES:
             return None
         sizes = Sizes(rows, padded)
         state = self.graphs.state(sizes, lambda: DecodeState(sizes, step.shape, step.vocab))

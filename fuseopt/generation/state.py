@@ -52,6 +52,11 @@ class CacheShape:
     device: torch.device
     encoder_width: int = 0
 
+    @property
+    def bytes_per_slot(self) -> int:
+        """Of keys and values of one row."""
+        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+
 
 class DecodeState:
     """The static tensors of one decode step.

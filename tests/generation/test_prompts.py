@@ -115,6 +115,21 @@ def test_what_keeps_a_prompt_from_running_ahead(ran, name, each_device):
     assert not started.called and model.generate.calls[-1].tier is Tier.DEVICE_LOOP
 
 
+@pytest.mark.parametrize("room", [31, 32])
+def test_a_large_prompt_is_not_kept_twice(ran, room, monkeypatch, each_device):
+    model = tiny.gpt2()
+    inputs = prompt(model, 2, 9, 0)
+    wanted = generate(model, inputs, max_new_tokens=5)
+    fuseopt.initialize(model, GENERATION)
+    shape, started = GPT2Step(model).shape, []
+    assert shape.bytes_per_slot == DecodeState(Sizes(1, 128), shape, 1).cache.nbytes / 128
+    monkeypatch.setattr(ahead, "_MOST_BYTES", room * shape.bytes_per_slot)
+    run = HeadStart._prefill
+    monkeypatch.setattr(HeadStart, "_prefill", lambda *args: started.append(run(*args)) or started[-1])
+    assert_same(generate(model, inputs, max_new_tokens=5), wanted)
+    assert ran == [(GPT2Step, 16, True)] and [result is not None for result in started] == [room == 32]
+
+
 def test_nothing_is_padded_where_nothing_is_captured(ran, model):
     inputs = prompt(model, 2, 9, 0)
     wanted = generate(model, inputs, max_new_tokens=5)
