@@ -1,4 +1,4 @@
-"""HeadStart: a GPU works on the prompt while transformers prepares the call, which takes the host a millisecond."""
+"""HeadStart: a GPU works on the prompt while the host is in transformers' preparation of the call."""
 
 from __future__ import annotations
 
