@@ -39,7 +39,7 @@ class Record:
         of_copy: the time of copying as many bytes, over this time.
         auto: whether `backend: auto` takes this variant.
         tokens: how many a call works on, or makes.
-        of_floor: the time that what bounds the work takes alone, over this time: the matmuls of training at the device's
+        of_floor: the time that what bounds the work takes alone, over this time: the matmuls of training at their peak
             rate, the reading of weights and caches at the speed of a copy.
         first_seconds: time of the first call, compilation included; of generate(), in a fresh process.
         first_token_us: median time of a call for one token.
