@@ -1,13 +1,14 @@
 """What decode steps are made of."""
 
-import importlib
+from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
 from fuseopt.bench.architectures import random_model
-from fuseopt.generation.layers import Linear, linear_of, look_ahead
+from fuseopt.generation import layers_t5, step_gpt2, step_t5
+from fuseopt.generation.layers import Linear, linear, linear_of, look_ahead
 from fuseopt.generation.state import DecodeState, Sizes
 from fuseopt.generation.step_gpt2 import GPT2Step
 from fuseopt.generation.step_t5 import T5Step
@@ -21,22 +22,24 @@ def test_a_layer_brings_in_the_one_after_the_next() -> None:
     assert head.ahead == layers[0].weights
 
 
-@pytest.mark.parametrize(("name", "step_class"), [("gpt2-tiny", GPT2Step), ("t5-tiny", T5Step)])
+@pytest.mark.parametrize(
+    ("name", "step_class", "modules"),
+    [("gpt2-tiny", GPT2Step, (step_gpt2,)), ("t5-tiny", T5Step, (step_t5, layers_t5))],
+)
 def test_steps_read_ahead_in_the_order_they_run_in(
-    name: str, step_class: type, monkeypatch: pytest.MonkeyPatch
+    name: str, step_class: type, modules: tuple[ModuleType, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a layer brings in is what the layer after the next reads."""
-    module = importlib.import_module(step_class.__module__)
     model = random_model(name, torch.device("cpu"), torch.float32)
     step = step_class(model)
     ran: list[Linear] = []
-    plain = module.linear
 
     def recorded(input: torch.Tensor, layer: Linear, **options: object) -> torch.Tensor:
         ran.append(layer)
-        return plain(input, layer, **options)
+        return linear(input, layer, **options)
 
-    monkeypatch.setattr(module, "linear", recorded)
+    for module in modules:
+        monkeypatch.setattr(module, "linear", recorded)
     state = DecodeState(Sizes(1, 8, 8 if name.startswith("t5") else 0), step.shape, step.vocab)
     state.begin(0, None, None)
     state.load_cross(state.sizes.cross_capacity, None)
