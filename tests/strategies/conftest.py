@@ -1,8 +1,18 @@
+from collections.abc import Iterator
+
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from fuseopt.modules import partitioner
 from tests.training import Graphs
+
+
+@pytest.fixture(autouse=True)
+def accelerate_starts_anew() -> Iterator[None]:
+    """An Accelerator, a Trainer's too, settles precision and device for the whole process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

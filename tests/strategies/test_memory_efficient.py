@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch._dynamo
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -394,16 +393,13 @@ def test_accelerate_wraps_and_unwraps_it(graphs):
     model = fuseopt.initialize(Net(dropout=0.0), CONFIG)
     x = torch.randn(4, 16)
     expected = model(x)
-    try:
-        accelerator = Accelerator(mixed_precision="bf16", cpu=True)
-        prepared = accelerator.prepare(model)
-        torch.testing.assert_close(prepared(x), expected, rtol=0.05, atol=0.05)
-        assert (graphs.compiled, graphs.calls) == (2, 2)
-        unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
-        torch.testing.assert_close(unwrapped(x), expected)
-        assert unwrapped is model and graphs.calls == 3
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    prepared = accelerator.prepare(model)
+    torch.testing.assert_close(prepared(x), expected, rtol=0.05, atol=0.05)
+    assert (graphs.compiled, graphs.calls) == (2, 2)
+    unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    torch.testing.assert_close(unwrapped(x), expected)
+    assert unwrapped is model and graphs.calls == 3
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -6,7 +6,6 @@ import functools
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import Trainer, TrainingArguments
@@ -99,19 +98,16 @@ def test_trainer_accumulates_clips_and_resumes(graphs, tmp_path):
 
 def test_accelerate_accumulates_and_clips(graphs):
     stock, fused = stock_and_fused()
-    try:
-        for model in (stock, fused):
-            accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
-            prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            for batch in batches(model, 4):
-                with accelerator.accumulate(prepared):
-                    accelerator.backward(prepared(**batch).loss)
-                    if accelerator.sync_gradients:
-                        assert accelerator.clip_grad_norm_(prepared.parameters(), 0.5) > 0.5
-                    optimizer.step()
-                    optimizer.zero_grad()
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    for model in (stock, fused):
+        accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in batches(model, 4):
+            with accelerator.accumulate(prepared):
+                accelerator.backward(prepared(**batch).loss)
+                if accelerator.sync_gradients:
+                    assert accelerator.clip_grad_norm_(prepared.parameters(), 0.5) > 0.5
+                optimizer.step()
+                optimizer.zero_grad()
     assert_same_weights(fused, stock)
     assert (graphs.compiled, graphs.calls) == (1, 4)
 

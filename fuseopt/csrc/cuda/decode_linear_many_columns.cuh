@@ -19,7 +19,7 @@ __device__ inline void copy_16_bytes(void* to, const void* from) {
 }
 
 template <typename T, int kHalves>
-__global__ void __launch_bounds__(kManyColumnsWarps* kWarpSize, 3)
+__global__ void __launch_bounds__(kManyColumnsWarps* kWarpSize, kHalves == 1 ? 3 : 2)
     decode_linear_many_columns_kernel(const __grid_constant__ MmaLayer<T> layer) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, own = lane % 4 * kLaneValues;
   const int rows = layer.rows, columns = layer.columns, stride = row_stride(columns);

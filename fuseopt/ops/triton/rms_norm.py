@@ -258,6 +258,8 @@ def _forward(
 ) -> torch.Tensor:
     """The output; writes `rstd` unless it is None."""
     columns = input.shape[-1]
+    if weight is not None and weight.shape != input.shape[-1:]:
+        raise RuntimeError(f"weight must have shape ({columns},), not {tuple(weight.shape)}")
     rows = input.shape[:-1].numel()
     norm_dtype, output_dtype = cast_dtypes(cast_order, input.dtype, None if weight is None else weight.dtype)
     output = torch.empty(input.shape, dtype=output_dtype, device=input.device)
