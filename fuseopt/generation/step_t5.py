@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.models.t5 import modeling_t5
 
 from fuseopt.generation.attention import StepAttention
@@ -107,7 +106,7 @@ class T5Step:
 
     def __call__(self, state: DecodeState) -> Tensor:
         hidden = embedded(state.tokens, self.token_embedding)
-        attention = StepAttention(state, F.embedding(self._buckets_by_distance, self.relative_bias).T.contiguous())
+        attention = StepAttention(state, embedded(self._buckets_by_distance, self.relative_bias).T.contiguous())
         for layer, cache, cross_cache in zip(self.layers, state.cache, state.cross_cache, strict=True):
             own, cross, feed_forward = layer
             qkv = self._heads(linear(hidden, own.qkv, norm=own.norm), 3)
