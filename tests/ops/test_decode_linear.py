@@ -233,7 +233,7 @@ def test_kernels_against_float64(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("norm", [None, "layer_norm", "t5_rms_norm"])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 768), (2, 40), (8, 1600), (9, 1096), (16, 512)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 768), (2, 40), (3, 136), (2, 6080), (8, 1600), (9, 1096), (16, 512)])
 @torch.no_grad()
 def test_a_vocabulary(rows: int, columns: int, norm: str | None, dtype: torch.dtype) -> None:
     """So many columns that each warp has its own: another kernel."""

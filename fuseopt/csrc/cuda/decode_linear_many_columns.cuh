@@ -108,9 +108,11 @@ __global__ void __launch_bounds__(kManyColumnsWarps* kWarpSize, kHalves == 1 ? 3
   }
   __syncthreads();
 
+  // A product takes all lanes, those too whose k has come to its end.
   float sums[kHalves][4] = {};
 #pragma unroll 1
-  for (int k = own; k < columns; k += kDepth * kChunk, weight += kDepth * kChunk) {
+  for (int first = 0; first < columns; first += kDepth * kChunk, weight += kDepth * kChunk) {
+    const int k = first + own;
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
 #pragma unroll

@@ -350,10 +350,12 @@ cudaError_t launch_mma(const DecodeLinear& layer, cudaStream_t stream) {
   return launch_mma_as<T, X, kLayout, kNorm, kGated, 2, 4, 2, true>(layer, stream);
 }
 
-// Whether the kernels' accesses of 16 bytes reach all of what they read, and dtypes are those they are compiled for.
+// Whether the kernels' accesses of 16 bytes reach all of what they read, and rows and dtypes are those they are compiled
+// for.
 template <typename T>
 bool suits_mma(const DecodeLinear& layer) {
-  bool suits = layer.columns % kLaneValues == 0 && layer.weight_stride % kLaneValues == 0 && is_aligned(layer.input.data) &&
+  bool suits = layer.rows <= 2 * kHalfRows && layer.columns > 0 && layer.columns % kLaneValues == 0 &&
+               layer.weight_stride % kLaneValues == 0 && is_aligned(layer.input.data) &&
                (layer.input.dtype == kDType<T> || (layer.input.dtype == kFloat32 && layer.norm != kNoNorm));
   suits &= std::max(layer.outputs, layer.columns) * layer.weight_stride <= INT32_MAX;
   for (int i = 0; i < layer.weight_count; ++i) suits &= is_aligned(layer.weights[i]);
