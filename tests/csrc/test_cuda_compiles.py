@@ -39,6 +39,26 @@ def test_compiles_for_every_shipped_architecture(source, nvcc):
     }
 
 
+def test_vectors_are_accessed_as_aligned_as_they_are_checked_to_be(tmp_path, nvcc):
+    """Eight floats at an address aligned to 16 bytes: from sm_100 on one access could take them, aligned to 32."""
+    if "100" not in toolchain.known_architectures(nvcc):
+        pytest.skip("nvcc compiles for no GPU with such accesses")
+    source = tmp_path / "columns.cu"
+    source.write_text("""
+        #include "norm.cuh"
+        __global__ void copy(fuseopt::TypedPointer from, float* to) {
+            fuseopt::Columns<float, 8> columns;
+            columns.load(from, threadIdx.x * 8);
+            for (int i = 0; i < 8; ++i) to[threadIdx.x * 8 + i] = columns[i];
+        }
+    """)
+    output = tmp_path / "columns.ptx"
+    flags = [*toolchain.NVCC_FLAGS, f"-I{toolchain.CSRC / 'cuda'}", "-arch=compute_100", "-ptx"]
+    subprocess.run([nvcc, *flags, str(source), "-o", str(output)], check=True, capture_output=True)
+    assert "ld.global.v4" in output.read_text()
+    assert "ld.global.v8" not in output.read_text()
+
+
 def test_spills_are_seen(tmp_path):
     source = tmp_path / "spill.cu"
     source.write_text("""

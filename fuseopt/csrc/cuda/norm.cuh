@@ -122,8 +122,9 @@ bool dispatch_parameter_dtype(TypedPointer parameter, Launch launch) {
 }
 
 // Calls `launch(FwdTypes, RowShape, IntTag<kWidth>, threads, wide, narrow)`, the last two as above; false when there is
-// no kernel for these dtypes or so wide a row. `parameter` is one of those present, which share a dtype. `vectors`: all tensors are aligned for them. `kElementwiseWarps`: where
-// they are not, a warp may have a row of 16-bit elements, all of one dtype.
+// no kernel for these dtypes or so wide a row. `parameter` is one of those present, which share a dtype. `vectors`: all
+// tensors are aligned for them. `kElementwiseWarps`: where they are not, a warp may have a row of 16-bit elements, all of
+// one dtype.
 template <int kBlockElements, bool kElementwiseWarps, typename Launch>
 bool dispatch_fwd(TypedPointer input, TypedPointer residual, TypedPointer parameter, int64_t rows, int64_t columns,
                   bool vectors, Launch launch) {

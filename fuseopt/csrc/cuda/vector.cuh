@@ -10,8 +10,10 @@ constexpr int kAccessBytes = 16;
 template <typename T>
 constexpr int kVectorWidth = kAccessBytes / static_cast<int>(sizeof(T));
 
+// Aligned for one access, however many it takes: is_aligned asks for no more, and from sm_100 on there are accesses of 32
+// bytes that the compiler would use.
 template <typename T, int kWidth = kVectorWidth<T>>
-struct alignas(sizeof(T) * kWidth) Vector {
+struct alignas(sizeof(T) * kWidth < kAccessBytes ? sizeof(T) * kWidth : kAccessBytes) Vector {
   T values[kWidth];
 
   __device__ float operator[](int i) const {
@@ -37,7 +39,7 @@ inline bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(da
 template <typename T, int kWidth>
 __device__ inline void load_floats_as(const void* data, int64_t i, int64_t stride, float (&out)[kWidth]) {
   const T* first = static_cast<const T*>(data) + i;
-  if (stride == 1 && reinterpret_cast<uintptr_t>(first) % sizeof(Vector<T, kWidth>) == 0) {
+  if (stride == 1 && reinterpret_cast<uintptr_t>(first) % alignof(Vector<T, kWidth>) == 0) {
     const auto vector = *reinterpret_cast<const Vector<T, kWidth>*>(first);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) out[j] = vector[j];
