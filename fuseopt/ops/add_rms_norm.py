@@ -167,7 +167,7 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
         arguments = {"offset": offset, "cast_order": cast_order}
         yield registry.SampleInput((make(2, 3, 17), make(2, 3, 17), make(17)), arguments)
     yield registry.SampleInput((make(4, 64), make(4, 64, dtype=wide), make(64, dtype=wide)))
-    yield registry.SampleInput((make(5, 32, dtype=wide), make(5, 32), None, 1e-3))
+    yield registry.SampleInput((make(5, 32, dtype=wide), make(5, 32), None, 1e-3), {"offset": 1.0})
     yield registry.SampleInput((make(16), make(16), make(16)))
     yield registry.SampleInput((make(0, 8), make(0, 8), make(8)))
     yield registry.SampleInput((make(3, 0), make(3, 0), make(0)))

@@ -149,7 +149,7 @@ def rms_norm(
         input: [..., H], any strides; float32, float16, bfloat16 or float64.
         weight: [H] or None; may have another dtype than `input`.
         eps: added to the mean square.
-        offset: 1.0 for Gemma, which stores its weight minus one.
+        offset: 1.0 for Gemma, which stores its weight minus one; nothing without a weight.
         cast_order: where the upstream class rounds. "input" (torch.nn.RMSNorm, Gemma): once, at the end, to `input`'s
             dtype. "t5": before the weight, to the weight's dtype if that is float16 or bfloat16, else not at all; this
             is also the result's dtype. "llama": before the weight, to `input`'s dtype; the result has the dtype that
@@ -191,7 +191,7 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
 
     for cast_order, offset in (("input", 0.0), ("input", 1.0), ("t5", 0.0), ("llama", 0.0)):
         yield registry.SampleInput((make(2, 3, 17), make(17)), {"offset": offset, "cast_order": cast_order})
-    yield registry.SampleInput((make(4, 64), None, 1e-3))
+    yield registry.SampleInput((make(4, 64), None, 1e-3), {"offset": 1.0})
     yield registry.SampleInput((make(5, 33), make(33, dtype=torch.promote_types(dtype, torch.float32))))
     yield registry.SampleInput((make(16), make(16)))
     yield registry.SampleInput((make(0, 8), make(8)))

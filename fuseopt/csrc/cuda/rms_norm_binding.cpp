@@ -9,6 +9,9 @@ struct Forward {
   std::vector<Tensor> statistics;  // rstd, if it is kept
 };
 
+// There is nothing to add to without a weight, which kernels take for ones.
+double weight_offset(const std::optional<Tensor>& weight, double offset) { return weight.has_value() ? offset : 0.0; }
+
 Forward forward(const char* op, const Tensor& input, const std::optional<Tensor>& residual,
                 const std::optional<Tensor>& weight, double eps, int64_t cast_order, double offset, bool keep_rstd) {
   const Matrix shape = matrix_of(op, input);
@@ -24,8 +27,8 @@ Forward forward(const char* op, const Tensor& input, const std::optional<Tensor>
   Tensor output = allocate_like(x, dtypes.output);
   const RowStatistics rstd(op, normalised, shape.rows, 1, keep_rstd);
   launch.check(fuseopt_rms_norm_fwd(pointer(op, x), pointer(op, addend), pointer(op, scale), pointer(op, output),
-                                    pointer(op, sum), rstd.pointer(0), shape.rows, shape.columns, eps, offset,
-                                    dtype_code(op, dtypes.norm), launch.stream()));
+                                    pointer(op, sum), rstd.pointer(0), shape.rows, shape.columns, eps,
+                                    weight_offset(scale, offset), dtype_code(op, dtypes.norm), launch.stream()));
   return {output, sum, rstd.tensors()};
 }
 
@@ -45,7 +48,7 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_output, c
   launch.check(fuseopt_rms_norm_bwd(pointer(op, grad), pointer(op, added), pointer(op, x), pointer(op, scale),
                                     pointer(op, row_rstd), pointer(op, grad_input),
                                     wanted_pointer(op, grad_weight, wanted), data_of(workspace), shape.rows,
-                                    shape.columns, offset, launch.stream()));
+                                    shape.columns, weight_offset(scale, offset), launch.stream()));
   return {grad_input, grad_weight};
 }
 
