@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +13,19 @@ from fuseopt.ops.registry import SampleInput
 from tests.ops.cases import map_tensors, tensors
 
 _BLOCK = 2**20 + 7
+
+# `view(storage, n)`: rows of n elements out of [2, 3, more than n].
+every_view_of_rows = pytest.mark.parametrize(
+    "view",
+    [
+        lambda t, n: t[:, :, 5 : 5 + n],
+        lambda t, n: t[:, 1, :n],
+        lambda t, n: t[:, :, 1:].transpose(0, 1)[..., :n],
+        lambda t, n: t[:1, :1, :n].expand(2, 3, -1),
+        lambda t, n: t[..., :1].expand(-1, -1, n),
+    ],
+    ids=["slice", "one row of each", "rows transposed", "rows expanded", "columns expanded"],
+)
 
 
 def resized(sample: SampleInput, sizes: Mapping[int, int]) -> SampleInput:

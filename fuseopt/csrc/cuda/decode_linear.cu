@@ -13,6 +13,22 @@ constexpr int kPiece = 1024;  // values of k in shared memory at a time
 template <typename W>
 using AccFor = std::conditional_t<std::is_same_v<W, double>, double, float>;
 
+// The kTileColumns outputs from `column` on of weight `weight` (and of the gate beside it), which a block computes.
+struct Strip {
+  int weight;
+  int column;
+
+  __device__ Strip(const DecodeLinear& layer, unsigned index) {
+    const unsigned strips = (static_cast<unsigned>(layer.outputs) + kTileColumns - 1) / kTileColumns;
+    weight = static_cast<int>(index / strips);
+    column = static_cast<int>(index % strips) * kTileColumns;
+  }
+};
+
+inline unsigned strip_count(const DecodeLinear& layer) {
+  return static_cast<unsigned>(ceil_div(layer.outputs, kTileColumns) * (layer.gated ? 1 : layer.weight_count));
+}
+
 struct PlainLayer {
   DecodeLinear layer;
   int64_t first_row;  // of the rows that this launch takes
@@ -63,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) decode_linear_kernel(const __grid_co
   static_assert(kGroups >= 1 && kTileColumns == kWarps);
   const DecodeLinear& layer = plain.layer;
   const int64_t rows = layer.rows - plain.first_row < kRows ? layer.rows - plain.first_row : kRows;
-  const Strip strip(layer, blockIdx.x, kTileColumns);
+  const Strip strip(layer, blockIdx.x);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int64_t stride = layer.weight_stride;
 
@@ -161,9 +177,18 @@ __global__ void __launch_bounds__(kThreads) decode_linear_kernel(const __grid_co
     for (int g = 0; g < (layer.gated ? 2 : 1); ++g) {
       for (int w = 0; w < kWarps; ++w) products[g] += parts[g][w][row][column];
     }
-    Epilogue<Acc> epilogue(layer, strip, index + static_cast<int>(plain.first_row) * kTileColumns);
-    epilogue.load_residual(layer);
-    epilogue.store(layer, strip, products[0], products[1]);
+    if (strip.column + column >= layer.outputs) continue;
+    const auto biased = [&](int g, int weight) {
+      if (layer.biases[0].data == nullptr) return products[g];
+      return products[g] + load_as<Acc>(layer.biases[weight], strip.column + column);
+    };
+    Acc value = activate(layer.activation, biased(0, strip.weight));
+    if (layer.gated) value *= biased(1, 1);
+    const int64_t output_columns = layer.outputs * (layer.gated ? 1 : layer.weight_count);
+    const int64_t element =
+        (plain.first_row + row) * output_columns + strip.weight * layer.outputs + strip.column + column;
+    if (layer.residual.data != nullptr) value += load_as<Acc>(layer.residual, element);
+    store_as(layer.output, element, value);
   }
 }
 
@@ -172,7 +197,7 @@ cudaError_t launch_as(const DecodeLinear& layer, cudaStream_t stream) {
   constexpr int kMostRows = 8 / (sizeof(AccFor<W>) / sizeof(float));  // 32 KB of shared memory
   PlainLayer plain{layer, 0, layer.weight_stride * sizeof(W) % kAccessBytes == 0};
   for (int i = 0; i < layer.weight_count; ++i) plain.weights_aligned &= is_aligned(layer.weights[i]);
-  const LaunchShape shape{strip_count(layer, kTileColumns), kThreads, 0, 1};
+  const LaunchShape shape{strip_count(layer), kThreads, 0, 1};
   cudaError_t error = cudaSuccess;
   for (; plain.first_row < layer.rows && error == cudaSuccess; plain.first_row += kMostRows) {
     // Launches for further rows share no data with the first, but write beside it: only that one overlaps.

@@ -1,8 +1,7 @@
 // The end of a greedy decoding step in two launches: the best score of each chunk of a row, all over the device, then in
 // one block the best of each row and all that follows from it.
 #include "dependent_launch.cuh"
-#include "row_team.cuh"
-#include "vector.cuh"
+#include "dtype.cuh"
 
 namespace fuseopt {
 namespace {

@@ -11,6 +11,7 @@ from fuseopt.ops.triton import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
 )
+from tests.ops.variations import every_view_of_rows
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 # Two classes; narrow and odd rows; rows that start at every offset from a 16-byte boundary; several blocks.
@@ -62,17 +63,7 @@ def test_forward_and_backward(device, assert_matches, dtype, shape, smoothing, z
 
 
 @pytest.mark.parametrize("columns", [40, 3001])
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda t, n: t[:, :, 5 : 5 + n],
-        lambda t, n: t[:, 1, :n],
-        lambda t, n: t[:, :, 1:].transpose(0, 1)[..., :n],
-        lambda t, n: t[:1, :1, :n].expand(2, 3, -1),
-        lambda t, n: t[..., :1].expand(-1, -1, n),
-    ],
-    ids=["slice", "one row of each", "rows transposed", "rows expanded", "columns expanded"],
-)
+@every_view_of_rows
 @pytest.mark.parametrize("padding", [8, 21])
 def test_any_strides(device, assert_matches, view, columns, padding):
     torch.manual_seed(0)

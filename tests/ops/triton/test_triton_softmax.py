@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from fuseopt.ops.triton import softmax_bwd, softmax_fwd
+from tests.ops.variations import every_view_of_rows
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 # One column; narrow rows, several to a program; odd widths; one dimension; wider than the registers of the backward,
@@ -107,17 +108,7 @@ def test_large_logits(device, assert_matches, columns):
 
 
 @pytest.mark.parametrize("columns", [40, 33003])
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda t, n: t[:, :, 5 : 5 + n],
-        lambda t, n: t[:, 1, :n],
-        lambda t, n: t[:, :, 1:].transpose(0, 1)[..., :n],
-        lambda t, n: t[:1, :1, :n].expand(2, 3, -1),
-        lambda t, n: t[..., :1].expand(-1, -1, n),
-    ],
-    ids=["slice", "one row of each", "rows transposed", "rows expanded", "columns expanded"],
-)
+@every_view_of_rows
 @pytest.mark.parametrize("padding", [8, 21])
 def test_any_strides(device, assert_matches, view, columns, padding):
     torch.manual_seed(0)
