@@ -148,7 +148,9 @@ def test_compiles_without_spills(compiled, tmp_path, dtype, columns):
         for kernel in compiled:
             usage = resource_usage(kernel, tmp_path)
             assert 0 < usage["REG"] <= 65536 // (32 * kernel.metadata.num_warps)
-            assert (usage["STACK"], usage["LOCAL"]) == (0, 0), f"{name}: {kernel.metadata.name} spills: {usage}"
+            # The exponential of float64 is a function, whose return address may take a slot.
+            stack = 8 if dtype == torch.float64 else 0
+            assert usage["STACK"] <= stack and not usage["LOCAL"], f"{name}: {kernel.metadata.name} spills: {usage}"
             # The least that a GPU of capability 8.0 or later gives a block.
             assert kernel.metadata.shared <= 99 * 1024
 

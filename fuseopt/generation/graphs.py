@@ -6,7 +6,7 @@ import gc
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -67,11 +67,16 @@ class Work(Generic[_S]):
         Raises:
             RuntimeError: it cannot be captured; torch.OutOfMemoryError is one.
         """
-        graph = torch.cuda.CUDAGraph()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # Other threads may go on allocating; but a graph of a model that nobody has any more must not be freed now.
         recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-        with _no_garbage_collection(), recording:
-            self.run()
+        try:
+            with _no_garbage_collection(), recording:
+                self.run()
+        except RuntimeError:
+            torch.cuda.set_stream(current)
+            _end_lost_capture(graph, pool, stream)
+            raise
         self.graph = graph
 
 
@@ -213,6 +218,17 @@ class StepGraphs:
                 yield
             finally:
                 self._last_use = stream.record_event()
+
+
+def _end_lost_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
+    """Does what torch leaves undone where CUDA gave the capture up: its allocator would go on to keep memory that other
+    streams have used, and its generator to refuse to draw, up to the end of another capture."""
+    graph.reset()
+    with suppress(RuntimeError):  # of an allocator that knows
+        torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+    something = torch.empty((), device=stream.device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+        something.zero_()
 
 
 @contextmanager

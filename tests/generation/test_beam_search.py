@@ -251,7 +251,7 @@ def test_beams_and_samples_take_turns(model):
 def test_a_step_captured_once_serves_other_prompts_and_settings(model):
     fuseopt.initialize(model, GENERATION)
     captures, capture = [], Step.capture
-    with mock.patch.object(Step, "capture", lambda step, pool: captures.append(step) or capture(step, pool)):
+    with mock.patch.object(Step, "capture", lambda step, *where: captures.append(step) or capture(step, *where)):
         for length, kwargs in (
             (3, {}),
             (7, {"length_penalty": 2.0, "eos_token_id": 9}),

@@ -136,7 +136,7 @@ def compare(model, inputs, tier, **kwargs):
         return
     with fuseopt.fused(model, GENERATION):
         assert_same(generate(model, inputs, **kwargs), wanted)
-        assert [call.tier for call in calls_of(model)] == [tier]
+        assert [(call.tier, call.note) for call in calls_of(model)] == [(tier, "")]
 
 
 FAMILIES = ("gpt2", "t5", "t5_gated")
@@ -188,15 +188,20 @@ def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch):
             return op(*args, **kwargs)
 
         monkeypatch.setattr(ops, name, counting)
-    run_step, forwards, replays = Step.__call__, 0, 0
+    call_step, run_step, replays, forwards = Step.__call__, Step.run, 0, 0
 
-    def counting_step(step):
-        nonlocal forwards, replays
-        forwards += step.graph is None
+    def counting_call(step):
+        nonlocal replays
         replays += step.graph is not None
+        call_step(step)
+
+    def counting_run(step):
+        nonlocal forwards
+        forwards += 1
         run_step(step)
 
-    monkeypatch.setattr(Step, "__call__", counting_step)
+    monkeypatch.setattr(Step, "__call__", counting_call)
+    monkeypatch.setattr(Step, "run", counting_run)
     compare(model, prompt(model, 3, 9, 5), Tier.DEVICE_LOOP, max_new_tokens=12, **kwargs)
     assert forwards + replays >= 11 and (replays > 0) == (model.device.type == "cuda")
     depth, encodes = model.config.num_hidden_layers, model.config.is_encoder_decoder

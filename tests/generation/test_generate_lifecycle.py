@@ -290,6 +290,33 @@ def test_no_memory_for_a_graph(model):
 
 
 @on_a_gpu
+def test_a_capture_that_cuda_gives_up(model):
+    fuseopt.initialize(model, GENERATION)
+    run, stream = Step.run, torch.cuda.current_stream()
+
+    def waiting_run(step):
+        run(step)
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+
+    with mock.patch.object(Step, "run", waiting_run):
+        assert_as_stock(model, do_sample=True)
+    call = model.generate.calls[-1]
+    assert call.steps == "eager" and "could not be captured" in call.note
+    assert torch.cuda.current_stream() == stream
+    assert_as_stock(model, do_sample=True)
+    assert model.generate.calls[-1].steps == "graph"
+    # Memory that another stream has used can be had again.
+    used = torch.cuda.memory_allocated()
+    elsewhere = torch.ones(2**20)
+    elsewhere.record_stream(torch.cuda.Stream())
+    del elsewhere
+    torch.cuda.synchronize()
+    torch.ones(1)
+    assert torch.cuda.memory_allocated() == used
+
+
+@on_a_gpu
 def test_graphs_are_reused_bounded_and_freed(model):
     fuseopt.initialize(model, {"generation": {"max_graphs": 2}})
     captures, capture = [], Step.capture
