@@ -1,7 +1,9 @@
-"""`python -m tests.ops.sanitized`: every op on the CUDA kernels, small but in awkward sizes; run by test_sanitizer.py.
+"""`python -m tests.ops.sanitized OP`: an op on its CUDA kernels, small but in awkward sizes; run by test_sanitizer.py.
 
 Inputs are made, and results compared, on the CPU: hardly a kernel but fuseopt's own runs on the GPU.
 """
+
+import sys
 
 import torch
 from torch import Tensor
@@ -14,7 +16,6 @@ from tests.ops.cases import (
     OF_THEIR_OWN_SIZES,
     Case,
     error,
-    functional_names,
     map_tensors,
     results,
     tensors,
@@ -49,34 +50,30 @@ def on_the_cpu(case: Case, sample: SampleInput) -> list[Tensor]:
     return [*(output.detach().cpu() for output in outputs), *(tensor.grad.cpu() for tensor in inputs)]
 
 
-def main() -> None:
+def main(name: str) -> None:
     state = native.load("cuda")
     assert state.status == "loaded", state.reason
-    calls = 0
-    for name in functional_names():
-        op = registry.get(name)
-        if registry.CUDA not in op.backends:
-            continue
-        on_cpu, kernels = Case(op, "reference", torch.device("cpu")), Case(op, "cuda", torch.device("cuda"))
-        for dtype in DTYPES:
-            samples = on_cpu.samples(dtype, requires_grad=True)
-            sizes = () if name in OF_THEIR_OWN_SIZES else COLUMNS
-            wide = [with_columns(samples[index % 3], columns) for index, columns in enumerate(sizes)]
-            many = [] if name in OF_THEIR_OWN_SIZES else [with_rows(samples[0], *MANY)]
-            for index, sample in enumerate([*many, *samples, *wide]):
-                sample = laid_out(sample, LAYOUTS[index % len(LAYOUTS)])
-                with poisoned_allocations():
-                    actual = on_the_cpu(kernels, map_tensors(on_cuda, sample))
-                if name.endswith("norm"):  # whose raw op of a call without gradient is another
-                    with torch.no_grad():
-                        actual_forward = on_the_cpu(kernels, map_tensors(on_cuda, sample))
-                    assert all(map(torch.equal, actual_forward, actual)), (name, dtype, index)
-                expected = on_the_cpu(on_cpu, map_tensors(to_float64, sample))
-                assert error(actual, expected) <= 16 * torch.finfo(dtype).eps, (name, dtype, index)
-                calls += 1
+    op, calls = registry.get(name), 0
+    on_cpu, kernels = Case(op, "reference", torch.device("cpu")), Case(op, "cuda", torch.device("cuda"))
+    for dtype in DTYPES:
+        samples = on_cpu.samples(dtype, requires_grad=True)
+        sizes = () if name in OF_THEIR_OWN_SIZES else COLUMNS
+        wide = [with_columns(samples[index % 3], columns) for index, columns in enumerate(sizes)]
+        many = [] if name in OF_THEIR_OWN_SIZES else [with_rows(samples[0], *MANY)]
+        for index, sample in enumerate([*many, *samples, *wide]):
+            sample = laid_out(sample, LAYOUTS[index % len(LAYOUTS)])
+            with poisoned_allocations():
+                actual = on_the_cpu(kernels, map_tensors(on_cuda, sample))
+            if name.endswith("norm"):  # whose raw op of a call without gradient is another
+                with torch.no_grad():
+                    actual_forward = on_the_cpu(kernels, map_tensors(on_cuda, sample))
+                assert all(map(torch.equal, actual_forward, actual)), (dtype, index)
+            expected = on_the_cpu(on_cpu, map_tensors(to_float64, sample))
+            assert error(actual, expected) <= 16 * torch.finfo(dtype).eps, (dtype, index)
+            calls += 1
     torch.cuda.synchronize()
     print(f"{calls} calls")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

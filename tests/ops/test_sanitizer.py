@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from fuseopt import native, toolchain
+from fuseopt.ops import registry
+from tests.ops.cases import DTYPES, functional_names
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
@@ -44,16 +46,17 @@ def reports(sanitizer: str, tool: str, *command: str, kernels: str, **environmen
     return int(summary[1]), printed
 
 
+@pytest.mark.parametrize("name", [name for name in functional_names() if registry.CUDA in registry.get(name).backends])
 @pytest.mark.parametrize("tool", TOOLS)
-def test_no_reports(sanitizer: str, tool: str) -> None:
+def test_no_reports(sanitizer: str, tool: str, name: str) -> None:
     assert native.load("cuda").status == "loaded"
     # Each tensor in an allocation of its own, so that memcheck knows where it ends.
     caching = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
-    command = (sys.executable, "-m", "tests.ops.sanitized")
+    command = (sys.executable, "-m", "tests.ops.sanitized", name)
     count, printed = reports(sanitizer, tool, *command, kernels="fuseopt", **caching)
     assert count == 0, printed
     calls = re.search(r"(\d+) calls", printed)
-    assert calls and int(calls[1]) > 100, printed
+    assert calls and int(calls[1]) >= 3 * len(DTYPES), printed
 
 
 @pytest.mark.parametrize("tool", TOOLS)
