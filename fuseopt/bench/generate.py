@@ -134,7 +134,7 @@ def _case(row: Row, dtype: torch.dtype, device: torch.device, compiled: bool) ->
         # transformers compiles no beam search.
         others = {STATIC: row.work(device, new, **_STATIC_CACHE)} if compiled and row.beams == 1 else {}
         work = row.work(device, new)
-        return ModelCase(row.name(dtype), model, work, CONFIGS, rounds=5, others=others, steps=new)
+        return ModelCase(row.name(dtype), model, work, CONFIGS, rounds=3, others=others, steps=new)
 
     return _RowCase(row, dtype, case(1), case(row.new))
 

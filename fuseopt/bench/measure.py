@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
@@ -26,17 +27,23 @@ _Work = TypeVar("_Work", bound=_Named)
 
 
 def measure(cases: Sequence[_Work], records_of: Callable[[_Work], Iterable[Record]]) -> list[Record]:
-    """The records of every case, with a progress bar on stderr."""
+    """The records of every case, with a progress bar on stderr; of those that were done, once it is interrupted."""
     records: list[Record] = []
     with tqdm(cases, unit="case", dynamic_ncols=True) as progress:
         for case in progress:
             progress.set_postfix_str(case.name)
-            records += records_of(case)
+            try:
+                records += records_of(case)
+            except KeyboardInterrupt:
+                if not records:
+                    raise
+                progress.write(f"interrupted: {case.name} and what comes after it is left out", file=sys.stderr)
+                break
     return records
 
 
 def against_stock(case: Case, device: torch.device) -> list[Record]:
-    """Runs every call of a case once for its result, then times them in turns."""
+    """Runs every call of a case once for its result and once for its memory, then times them in turns."""
     offered = case.calls()
     calls: dict[str, Call] = {name: call for name, call in offered.items() if not isinstance(call, str)}
     stock = calls[STOCK]()
@@ -47,7 +54,7 @@ def against_stock(case: Case, device: torch.device) -> list[Record]:
         calls,
         functools.partial(work_seconds, device=device, repetitions=case.calls_per_sample),
         rounds=case.rounds,
-        warm_up=1 if device.type == "cuda" else 0,
+        warm_up=0,
         seconds=SECONDS_PER_CASE,
     )
     timings = {name: timing.per(case.steps) for name, timing in timings.items()}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fuseopt.bench.architectures import random_model
 from fuseopt.bench.measure import against_stock, measure
+from fuseopt.bench.records import STOCK, Record
 from fuseopt.bench.workloads import ModelCase, difference, forward, parameter_sharing_copy
 
 CPU = torch.device("cpu")
@@ -83,3 +85,16 @@ def test_stock_may_reach_the_same_end_by_other_work_and_a_step_is_a_part_of_a_ca
     stock, fused = against_stock(case, CPU)
     assert 10 <= stock.milliseconds[1] < 100
     assert fused.milliseconds[1] < 10
+
+
+def test_what_was_measured_is_kept_when_the_rest_is_interrupted(capsys):
+    def records_of(case):
+        if case.name == "third":
+            raise KeyboardInterrupt
+        return [Record(case.name, STOCK)]
+
+    cases = [SimpleNamespace(name=name) for name in ("first", "second", "third", "fourth")]
+    assert [record.case for record in measure(cases, records_of)] == ["first", "second"]
+    assert "third and what comes after it is left out" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        measure(cases[2:], records_of)
