@@ -23,6 +23,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fuseopt.modules import causal_masks
+
 # The plain min-cut also keeps pointwise results at the end of long chains; without these bans it recomputes them.
 _OPTIONS = {
     "ban_recompute_used_far_apart": False,
@@ -44,6 +46,7 @@ def compile_graph(
         backend: "inductor", or "aot_eager" for the same split run by torch's own kernels.
         budget: part of the bytes kept at 1, where no matmul is recomputed, that may be kept; 0 to 1.
     """
+    causal_masks.drop(graph)
     partitioner = Partitioner()
     with functorch_config.patch({**_OPTIONS, "activation_memory_budget": max(budget, _SMALLEST_BUDGET)}):
         if backend == "inductor":

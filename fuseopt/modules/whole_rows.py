@@ -3,6 +3,7 @@
 In eager mode transformers looks into `attention_mask` and `position_ids`, finds nothing to mask but the future, and
 attention runs as a flash kernel. In a trace it cannot look, and makes a mask [batch, 1, length, length] that rules out
 flash. No attention mask, and a cache, where transformers expects no packed sequences, say the same without a look.
+Without the cache, for versions that make a mask whatever they are told, it is one that `causal_masks` can see through.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class NoCache:
 
 
 @functools.cache
-def available() -> bool:
+def takes_no_cache() -> bool:
     """Whether transformers leaves out a causal mask in a trace at all; before 5.18 it makes one whatever it is told."""
     return TorchVersion(torch.__version__) >= (2, 13) and TorchVersion(version("transformers")) >= (5, 18)
 
@@ -47,7 +48,7 @@ def arguments(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
 
     An attention mask is looked at, for which the host waits, as it does in eager mode.
     """
-    if getattr(getattr(model, "config", None), "model_type", None) not in _FAMILIES or not available():
+    if getattr(getattr(model, "config", None), "model_type", None) not in _FAMILIES:
         return {}
     if any(given.get(name) is not None for name in ("position_ids", "encoder_hidden_states")):
         return {}
@@ -55,7 +56,8 @@ def arguments(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     if mask is not None and (mask.dim() != 2 or not mask.all()):
         return {}
     # Checkpointed layers warn when they are given a cache, which breaks the graph.
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+    checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if checkpoints or not takes_no_cache():
         return {"attention_mask": None}
     return {"attention_mask": None, "past_key_values": NoCache()}
 

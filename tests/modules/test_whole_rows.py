@@ -23,7 +23,11 @@ def model_of(family: str) -> nn.Module:
 
 
 @families
-def test_whole_rows_have_no_mask_and_others_have_theirs(family, monkeypatch):
+@pytest.mark.parametrize("takes_no_cache", [True, False])
+def test_whole_rows_have_no_mask_and_others_have_theirs(family, takes_no_cache, monkeypatch):
+    if takes_no_cache and not whole_rows.takes_no_cache():
+        pytest.skip("transformers makes a mask in every trace")
+    monkeypatch.setattr(whole_rows, "takes_no_cache", lambda: takes_no_cache)
     torch._dynamo.reset()
     graphs = Graphs("aot_eager")
     monkeypatch.setattr(partitioner, "compile_graph", graphs)
@@ -38,14 +42,14 @@ def test_whole_rows_have_no_mask_and_others_have_theirs(family, monkeypatch):
         torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-5, atol=0)
         assert list(outputs) == list(expected) and outputs.past_key_values is None
         calls = [node for node in graphs.last.graph.nodes if node.target is F.scaled_dot_product_attention]
-        masked |= not whole_rows.available()
         assert len(calls) == 2 and all((call.kwargs["attn_mask"] is not None) == masked for call in calls)
+        assert all(call.kwargs["is_causal"] != masked for call in calls)
     assert (graphs.compiled, graphs.calls) == (2, 3)
     outputs, expected = (model(ids, labels=ids, use_cache=False, return_dict=False) for model in (fused, stock))
     assert [type(value) for value in outputs] == [type(value) for value in expected]
 
 
-needed = pytest.mark.skipif(not whole_rows.available(), reason="transformers makes a mask in every trace")
+needed = pytest.mark.skipif(not whole_rows.takes_no_cache(), reason="transformers makes a mask in every trace")
 
 
 @needed
@@ -58,9 +62,9 @@ def test_checkpointed_layers_are_given_no_cache(family):
     assert whole_rows.arguments(model, {"input_ids": ids}) == {"attention_mask": None}
 
 
-def test_versions_that_make_a_mask_whatever_they_are_told_are_told_nothing(monkeypatch):
-    monkeypatch.setattr(whole_rows, "available", lambda: False)
-    assert whole_rows.arguments(model_of("gpt2"), {}) == {}
+def test_versions_that_make_a_mask_whatever_they_are_told_are_told_of_no_cache(monkeypatch):
+    monkeypatch.setattr(whole_rows, "takes_no_cache", lambda: False)
+    assert whole_rows.arguments(model_of("gpt2"), {}) == {"attention_mask": None}
 
 
 @needed
