@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -118,9 +118,10 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--precision", choices=("autocast", "bfloat16", "float32"), default="autocast")
     train.add_argument("--padded", action="store_true", help="rows of different lengths, under an attention mask")
     train.add_argument("--budget", nargs="+", type=float, default=[], help="of memory_efficient_fusion, 0 to 1")
-    train.add_argument(
-        "--config", action="append", default=[], metavar="FILE_OR_PRESET", help="again for more; default: a few"
-    )
+    for configured in (generate, train):
+        configured.add_argument(
+            "--config", action="append", default=[], metavar="FILE_OR_PRESET", help="again for more; default: a few"
+        )
     train.set_defaults(run=_bench_train)
     forward.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
     forward.set_defaults(run=_bench_forward)
@@ -207,9 +208,13 @@ def _bench_generate(arguments: argparse.Namespace) -> int:
     if arguments.sample:
         options["sampling"] = sampling
     rows = [generate.Row(model, batch, **options) for model in arguments.model for batch in arguments.batch or [1]]
-    dtype = arguments.dtype and getattr(torch, arguments.dtype)
     run = functools.partial(
-        generate.run, rows=rows, dtype=dtype, compiled=arguments.compiled, first_calls=arguments.first_call
+        generate.run,
+        rows=rows,
+        dtype=arguments.dtype and getattr(torch, arguments.dtype),
+        configs=_configs(arguments.config) or None,
+        compiled=arguments.compiled,
+        first_calls=arguments.first_call,
     )
     return _bench(arguments, run)
 
@@ -222,8 +227,7 @@ def _bench_train(arguments: argparse.Namespace) -> int:
         for model in arguments.model
         for batch in arguments.batch
     ]
-    configs = train.budget_configs(arguments.budget)
-    configs |= {name: fuseopt.Config.load(name).to_dict() for name in arguments.config}
+    configs = train.budget_configs(arguments.budget) | _configs(arguments.config)
     options = {"rows": rows, "configs": configs or None, "compile": arguments.compile}
     return _bench(arguments, functools.partial(train.run, **options))
 
@@ -236,6 +240,11 @@ def _bench_forward(arguments: argparse.Namespace) -> int:
         forward.Row(model, batch, arguments.length, dtype) for model in arguments.model for batch in arguments.batch
     ]
     return _bench(arguments, functools.partial(forward.run, rows=rows, compile=arguments.compile))
+
+
+def _configs(sources: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Files and presets, as JSON types, by what the user called them."""
+    return {source: fuseopt.Config.load(source).to_dict() for source in sources}
 
 
 def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:

@@ -1,4 +1,4 @@
-"""The first generate() of a fresh process: `python -m fuseopt.bench.first_call`, with a row and a system as JSON."""
+"""The first generate() of a fresh process: `python -m fuseopt.bench.first_call`, with a row and a config as JSON."""
 
 from __future__ import annotations
 
@@ -43,16 +43,17 @@ def main(request: Mapping[str, Any]) -> None:
     """Prints a FirstCall as JSON.
 
     Args:
-        request: `row`, the fields of a bench.generate.Row; `system`, by its name in the table; `dtype`; `device`.
+        request: `row`, the fields of a bench.generate.Row; `config`, None for transformers' own; `options`, more
+            arguments of generate(); `dtype`; `device`.
     """
     import fuseopt
     from fuseopt.bench.architectures import random_model
-    from fuseopt.bench.generate import Row, system
+    from fuseopt.bench.generate import Row
 
     device, row = torch.device(request["device"]), Row(**request["row"])
     on_gpu = device.type == "cuda"
     model = random_model(row.model, device, getattr(torch, request["dtype"]))
-    config, work = system(row, request["system"], device)
+    config, work = request["config"], row.work(device, row.new, **request["options"])
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     if on_gpu:
         torch.cuda.synchronize()

@@ -86,6 +86,7 @@ class _RowCase:
 
     row: Row
     dtype: torch.dtype
+    configs: Mapping[str, FusionConfig]
     first: ModelCase
     whole: ModelCase
 
@@ -99,6 +100,7 @@ def run(
     device: torch.device,
     rows: Sequence[Row] = (),
     dtype: torch.dtype | None = None,
+    configs: Mapping[str, FusionConfig] | None = None,
     compiled: bool = False,
     first_calls: bool = False,
 ) -> Results:
@@ -107,6 +109,7 @@ def run(
     Args:
         rows: `GPU_ROWS` by default, `CPU_ROWS` on a CPU.
         dtype: bfloat16 by default, float32 on a CPU.
+        configs: `CONFIGS` by default; of what JSON can say.
         compiled: also transformers' static cache with torch.compile, which takes up to 20 s a row to begin.
         first_calls: also the first call of a fresh process, one for every row of the table.
 
@@ -115,28 +118,25 @@ def run(
     """
     on_gpu = device.type == "cuda"
     dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
-    cases = [_case(row, dtype, device, compiled) for row in rows or (GPU_ROWS if on_gpu else CPU_ROWS)]
+    rows = rows or (GPU_ROWS if on_gpu else CPU_ROWS)
+    cases = [_case(row, dtype, device, CONFIGS if configs is None else configs, compiled) for row in rows]
     bandwidth = copy_bandwidth(device)
     records = measure(cases, lambda case: _records(case, device, bandwidth, first_calls))
     return Results.measured_here("generate", records, unit="us")
 
 
-def system(row: Row, name: str, device: torch.device) -> tuple[FusionConfig | None, Work]:
-    """The config of a system, by its name in the table, None for transformers' own; and what it does for a row."""
-    config = next((config for known, config in CONFIGS.items() if name.split(" [")[0] == known), None)
-    return config, row.work(device, row.new, **(_STATIC_CACHE if name == STATIC else {}))
-
-
-def _case(row: Row, dtype: torch.dtype, device: torch.device, compiled: bool) -> _RowCase:
+def _case(
+    row: Row, dtype: torch.dtype, device: torch.device, configs: Mapping[str, FusionConfig], compiled: bool
+) -> _RowCase:
     model = functools.cache(functools.partial(random_model, row.model, device, dtype))
 
     def case(new: int) -> ModelCase:
         # transformers compiles no beam search.
         others = {STATIC: row.work(device, new, **_STATIC_CACHE)} if compiled and row.beams == 1 else {}
         work = row.work(device, new)
-        return ModelCase(row.name(dtype), model, work, CONFIGS, rounds=3, others=others, steps=new)
+        return ModelCase(row.name(dtype), model, work, configs, rounds=3, others=others, steps=new)
 
-    return _RowCase(row, dtype, case(1), case(row.new))
+    return _RowCase(row, dtype, configs, case(1), case(row.new))
 
 
 def _records(case: _RowCase, device: torch.device, bandwidth: float, first_calls: bool) -> list[Record]:
@@ -163,7 +163,8 @@ def _records(case: _RowCase, device: torch.device, bandwidth: float, first_calls
 def _with_first_call(record: Record, case: _RowCase, device: torch.device) -> Record:
     request = {
         "row": asdict(case.row),
-        "system": record.variant,
+        "config": case.configs.get(record.variant.split(" [")[0]),
+        "options": _STATIC_CACHE if record.variant == STATIC else {},
         "dtype": dtype_name(case.dtype),
         "device": str(device),
     }

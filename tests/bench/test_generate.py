@@ -6,6 +6,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+import fuseopt
 from fuseopt.bench import first_call, generate, plot
 from fuseopt.bench.first_call import FirstCall
 from fuseopt.bench.generate import CONFIGS, STATIC, Row
@@ -34,14 +35,17 @@ def test_rows_are_timed_per_token_and_keep_their_tokens(monkeypatch):
         assert row.first_token_us > 0
         assert row.tokens_per_second == pytest.approx((2 if "gpt2" in row.case else 1) / row.milliseconds[1] * 1e3)
         assert 0 < row.of_floor < 1 and row.first_seconds == 1.5
-    assert [request["system"] for request in requests] == [row.variant for row in results.rows]
-    assert requests[0] == {"row": asdict(sampled), "system": "stock", "dtype": "float32", "device": "cpu"}
+    assert [request["config"] for request in requests] == [None, None, *CONFIGS.values(), None, *CONFIGS.values()]
+    options = [request["options"] for request in requests]
+    assert options[1] == {"cache_implementation": "static"} and not any(options[:1] + options[2:])
+    common = {"row": asdict(sampled), "dtype": "float32", "device": "cpu"}
+    assert requests[0] == {**common, "config": None, "options": {}}
 
 
-@pytest.mark.parametrize("system", ["stock", "generation"])
-def test_a_first_call_has_a_process_of_its_own(system):
+@pytest.mark.parametrize("config", [None, CONFIGS["generation"]], ids=["stock", "generation"])
+def test_a_first_call_has_a_process_of_its_own(config):
     request = {"row": asdict(Row("gpt2-tiny", 1, prompt=4, new=2)), "dtype": "float32", "device": "cpu"}
-    measured = FirstCall.measured({**request, "system": system})
+    measured = FirstCall.measured({**request, "config": config, "options": {"use_cache": True}})
     assert isinstance(measured, FirstCall) and 0 < measured.seconds < 60 and measured.peak_mib is None
 
 
@@ -49,22 +53,6 @@ def test_a_first_call_that_fails_says_why(monkeypatch):
     failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback ...\ntorch.OutOfMemoryError: no memory\n")
     monkeypatch.setattr(first_call.subprocess, "run", lambda *args, **kwargs: failed)
     assert FirstCall.measured({}) == "first call: torch.OutOfMemoryError: no memory"
-
-
-@pytest.mark.parametrize(
-    "name", ["stock", STATIC, "preset inference [cpu, torchscript]", "generation and kernels [cpu]"]
-)
-def test_a_system_is_found_by_its_name_in_the_table(name):
-    calls = []
-
-    class Model:
-        def generate(self, input_ids, **kwargs):
-            calls.append(kwargs)
-
-    config, work = generate.system(Row("gpt2-tiny", 1), name, CPU)
-    work(Model())
-    assert config == CONFIGS.get(name.split(" [")[0])
-    assert calls[0].get("cache_implementation") == ("static" if name == STATIC else None)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +80,7 @@ def test_the_command_line_makes_the_rows(monkeypatch, tmp_path):
     monkeypatch.setattr(plot, "save", lambda results, path: drawn.append(path))
     sizes = ["--model", "gpt2-tiny", "--model", "t5-tiny", "--batch", "1", "8", "--prompt", "6", "--beams", "2"]
     others = ["--sample", "--temperature", "0.7", "--first-call", "--plot", str(tmp_path / "a.svg")]
+    others += ["--config", "inference"]
     assert main(["bench", "generate", "--device", "cpu", "--dtype", "float16", *sizes, *others]) == 0
     expected = [
         Row(model, batch, prompt=6, beams=2, sampling={"temperature": 0.7})
@@ -99,5 +88,6 @@ def test_the_command_line_makes_the_rows(monkeypatch, tmp_path):
         for batch in (1, 8)
     ]
     assert seen["rows"] == expected
+    assert seen["configs"] == {"inference": fuseopt.Config.load("inference").to_dict()}
     assert (seen["dtype"], seen["compiled"], seen["first_calls"], seen["device"]) == (torch.float16, False, True, CPU)
     assert drawn == [tmp_path / "a.svg"]
