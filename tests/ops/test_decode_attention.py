@@ -1,5 +1,7 @@
 """decode_attention against transformers' attention modules, and the CUDA kernels against float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -163,23 +165,8 @@ def test_the_kernel_refuses_gradients() -> None:
         decode_attention(torch.zeros(1, 1, 8, device="cuda").requires_grad_(), cache, cache, lengths, backend="cuda")
 
 
-@pytest.mark.gpu
-@settings(max_examples=200, deadline=None)
-@given(
-    batch=st.integers(1, 8),
-    beams=st.integers(1, 10),
-    heads=st.integers(1, 25),
-    head_dim=st.one_of(st.sampled_from([32, 64, 80, 96, 128]), st.integers(1, 256)),
-    capacity=st.one_of(st.integers(1, 1031), st.integers(1, 40)),
-    dtype=st.sampled_from(DTYPES),
-    padded=st.booleans(),
-    masked=st.booleans(),
-    biased=st.booleans(),
-    related=st.booleans(),
-    seed=st.integers(0, 2**31),
-)
 @torch.no_grad()
-def test_kernel_against_float64(
+def assert_kernel_is_accurate(
     batch: int,
     beams: int,
     heads: int,
@@ -192,6 +179,7 @@ def test_kernel_against_float64(
     related: bool,
     seed: int,
 ) -> None:
+    """Both ops against float64; places that are not attended to hold NaN, and the caches are looked at."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def make(*shape: int) -> Tensor:
@@ -252,6 +240,47 @@ def test_kernel_against_float64(
         sources = torch.where(places < positions, ancestry.long(), rows[:, None])
         key_cache, value_cache = (cache[sources, :, places].transpose(1, 2) for cache in (key_cache, value_cache))
     assert_accurate(output, query, key_cache, value_cache, positions + 1)
+
+
+VARIED = {
+    "padded": st.booleans(),
+    "masked": st.booleans(),
+    "biased": st.booleans(),
+    "related": st.booleans(),
+    "seed": st.integers(0, 2**31),
+}
+
+
+@pytest.mark.gpu
+@settings(max_examples=200, deadline=None)
+@given(
+    batch=st.integers(1, 8),
+    beams=st.integers(1, 10),
+    heads=st.integers(1, 25),
+    head_dim=st.one_of(st.sampled_from([32, 64, 80, 96, 128]), st.integers(1, 256)),
+    capacity=st.one_of(st.integers(1, 1031), st.integers(1, 40)),
+    dtype=st.sampled_from(DTYPES),
+    **VARIED,
+)
+def test_kernel_against_float64(**case: Any) -> None:
+    assert_kernel_is_accurate(**case)
+
+
+@pytest.mark.gpu
+@settings(max_examples=60, deadline=None)
+@given(
+    # (row, head)s a multiprocessor: four warps each, two, one, and more than the device holds at once.
+    fill=st.sampled_from([3, 6, 12, 24, 30]),
+    beams=st.sampled_from([1, 1, 3, 10]),
+    heads=st.integers(1, 13),
+    head_dim=st.sampled_from([64, 128]),
+    capacity=st.one_of(st.integers(1, 150), st.integers(1, 40)),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    **VARIED,
+)
+def test_kernel_for_many_rows_against_float64(fill: int, heads: int, **case: Any) -> None:
+    multiprocessors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    assert_kernel_is_accurate(batch=-(-fill * multiprocessors // heads), heads=heads, **case)
 
 
 @pytest.mark.gpu

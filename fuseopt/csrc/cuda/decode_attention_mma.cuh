@@ -1,193 +1,22 @@
-// decode_attention for 16-bit caches, on the tensor cores: m16n8k16 with 16 keys as M and up to 8 queries as N, which
-// are the rows (beams) that share an item of the cache. One query takes as long as eight.
+// decode_attention for 16-bit caches, on the tensor cores, for as few rows as leave the device room: a head of an item
+// has a block, or a cluster of blocks.
 //
-// A head of an item has a block, or a cluster of blocks; a warp takes tiles of 16 keys. A tile's keys and values come
-// straight into registers, as fragments, those of a warp's first tile before the kernel waits for its predecessor:
-// earlier steps have written them. What is left to do then is to load the query and the new key and value, 4 products
-// for the scores, a softmax within the warp, 5 products for the values, and the merge of the warps. The order of
-// dimensions within a product is such that a lane reads 8 neighbouring ones.
+// A warp takes tiles of 16 keys. A tile's keys and values come straight into registers, as fragments, those of a warp's
+// first tile before the kernel waits for its predecessor: earlier steps have written them. What is left to do then is
+// to load the query and the new key and value, 4 products for the scores, a softmax within the warp, 5 products for the
+// values, and the merge of the warps.
 #pragma once
 
 #include "attention_parts.cuh"
+#include "decode_attention_many_rows.cuh"
 #include "dependent_launch.cuh"
-#include "tensor_core.cuh"
 
 namespace fuseopt {
-
-constexpr int kTileKeys = 16;
-constexpr int kTileQueries = 8;
 
 constexpr unsigned kMaxClusterBlocks = 4;
 
 template <int kDims>
 constexpr int kMmaThreads = kDims == 64 ? 512 : 256;  // for 128 registers, or more
-
-// What an item has on the device, past the L1 cache. Of an int64 the lower half: a place in a cache needs no more.
-struct Lengths {
-  int filled, start;
-
-  __device__ Lengths(const DecodeAttention& attention, unsigned item)
-      : filled(load(attention.lengths, item)), start(load(attention.starts, item)) {}
-
- private:
-  __device__ static int load(const DecodeAttention::Integers& integers, unsigned item) {
-    if (integers.data == nullptr) return 0;
-    return __ldcg(static_cast<const int*>(integers.data) + item * integers.stride * (integers.bytes / 4));
-  }
-};
-
-// Places [first, end) of an item's cache are read, of which those from `start` on count; the new key is in the last.
-struct FilledPlaces {
-  int first, end, start;
-  int token;  // the new key's, or -1
-
-  __device__ FilledPlaces(const DecodeAttention& attention, const Lengths& lengths) {
-    const bool has_token = attention.key.data != nullptr;
-    const int capacity = static_cast<int>(attention.capacity), length = lengths.filled + has_token;
-    start = max(lengths.start, 0);
-    end = min(max(length, 0), capacity);
-    token = has_token && length == end ? end - 1 : -1;
-    // The new key is written even where nothing is attended to.
-    first = min(start, max(end - has_token, 0));
-  }
-
-  __device__ bool has(int place) const { return place >= start && place < end; }
-};
-
-// Whether the mask lets a place of an item be attended to.
-__device__ inline bool is_kept(const DecodeAttention& attention, unsigned item, int place) {
-  if (attention.mask == nullptr) return true;
-  const bool* const kept = attention.mask + item * attention.capacity + place;
-  return __ldcg(reinterpret_cast<const unsigned char*>(kept)) != 0;
-}
-
-// The row of the cache in which a row finds a place; any of them where there is no telling.
-__device__ inline unsigned ancestor_of(const DecodeAttention& attention, unsigned row, int place) {
-  const int ancestor = __ldcg(attention.ancestry + row * attention.capacity + place);
-  return min(static_cast<unsigned>(ancestor), static_cast<unsigned>(attention.rows - 1));
-}
-
-// What is added to the score of a place, in powers of two.
-template <typename T>
-__device__ inline float bias_of(const DecodeAttention& attention, const FilledPlaces& places, unsigned head,
-                                int place) {
-  if (attention.bias.data == nullptr) return 0;
-  const int columns = static_cast<int>(attention.bias_columns);
-  const int64_t index = int64_t(head) * columns + min(max(places.end - 1 - place, 0), columns - 1);
-  const float bias = attention.bias.dtype == kDType<T> ? load_as<float>({attention.bias.data, kDType<T>}, index)
-                                                     : load_as<float>(attention.bias, index);
-  return bias * kLog2E;
-}
-
-// Rows and columns of an 8x8 matrix of 16-bit elements change places; four lanes have a row.
-__device__ inline unsigned transposed(unsigned pair) {
-  unsigned result;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
-  return result;
-}
-
-template <typename T>
-__device__ inline unsigned packed(float low, float high) {
-  const T pair[2] = {from_acc<T>(low), from_acc<T>(high)};
-  return reinterpret_cast<const unsigned&>(pair);
-}
-
-// Makes the compiler work out an address here, and not where it is used.
-template <typename T>
-__device__ inline T* settled(T* address) {
-  asm volatile("" : "+l"(address));
-  return address;
-}
-
-// A lane's part of a tile: of keys lane / 4 (+ 8) dimensions lane % 4 * 8 (+ 32 ...), of the values of keys
-// lane % 4 * 2 (+ 1, 8, 9) dimensions lane / 4 * 8 (+ 64).
-template <typename T, int kDims>
-struct Tile {
-  static constexpr int kKeyParts = kDims / 32, kValueParts = kDims / 64;
-  uint4 keys[2][kKeyParts], values[4][kValueParts];
-
-  __device__ static int key_of(int h) { return threadIdx.x % kWarpSize / 4 + h * 8; }
-  __device__ static int value_of(int h) { return threadIdx.x % 4 * 2 + h % 2 + h / 2 * 8; }
-  __device__ static int key_dim() { return threadIdx.x % 4 * 8; }
-  __device__ static int value_dim() { return threadIdx.x % kWarpSize / 4 * 8; }
-
-  // From two caches, at offset_of(key).
-  template <typename OffsetOf>
-  __device__ void load(const T* key_cache, const T* value_cache, OffsetOf offset_of) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) load_parts(key_cache + offset_of(key_of(h)) + key_dim(), keys[h]);
-#pragma unroll
-    for (int h = 0; h < 4; ++h) load_parts(value_cache + offset_of(value_of(h)) + value_dim(), values[h]);
-  }
-
-  // Puts a new key and value, which `new_key` + key_dim() and `new_value` + value_dim() point to, into the tile, and
-  // into the caches at `offset`.
-  __device__ void replace(int key, const T* new_key, const T* new_value, T* key_cache, T* value_cache, int offset) {
-    uint4 key_parts[kKeyParts], value_parts[kValueParts];
-    load_parts(new_key, key_parts);
-    load_parts(new_value, value_parts);
-#pragma unroll
-    for (int i = 0; i < kKeyParts; ++i) {
-      if (key_of(0) == 0) store_part(key_cache + offset + key_dim(), i, key_parts);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) keys[h][i] = key_of(h) == key ? key_parts[i] : keys[h][i];
-    }
-#pragma unroll
-    for (int i = 0; i < kValueParts; ++i) {
-      if (value_of(0) == 0) store_part(value_cache + offset + value_dim(), i, value_parts);
-#pragma unroll
-      for (int h = 0; h < 4; ++h) values[h][i] = value_of(h) == key ? value_parts[i] : values[h][i];
-    }
-  }
-
-  // Scores of keys key_of(0), key_of(1) with queries lane % 4 * 2 (+ 1).
-  __device__ void multiply_keys(const uint4 (&query)[kKeyParts], float (&scores)[4]) const {
-#pragma unroll
-    for (int i = 0; i < kKeyParts; ++i) {
-      const uint4 low = keys[0][i], high = keys[1][i];
-      multiply<T>(scores, {low.x, low.y}, {high.x, high.y}, query[i].x, query[i].y);
-      multiply<T>(scores, {low.z, low.w}, {high.z, high.w}, query[i].z, query[i].w);
-    }
-  }
-
-  // sums[i][j]: dimension value_dim() + 64 i + 2 j (+ 1 in its second half) for queries lane % 4 * 2 (+ 1).
-  __device__ void add_values(float (&sums)[kValueParts][4][4], unsigned low_keys, unsigned high_keys) const {
-#pragma unroll
-    for (int i = 0; i < kValueParts; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const unsigned a = word(0, i, j), b = word(1, i, j), c = word(2, i, j), d = word(3, i, j);
-        multiply<T>(sums[i][j], {__byte_perm(a, b, 0x5410), __byte_perm(c, d, 0x5410)},
-                    {__byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x7632)}, low_keys, high_keys);
-      }
-    }
-  }
-
-  // A weight of 0 would not hide what is no number.
-  __device__ void drop_values(unsigned kept) {
-#pragma unroll
-    for (int h = 0; h < 4; ++h) {
-      if (kept >> value_of(h) & 1) continue;
-#pragma unroll
-      for (int i = 0; i < kValueParts; ++i) values[h][i] = uint4{};
-    }
-  }
-
-  // Every 32nd or 64th 8 dimensions from `vector` on, past the L1 cache.
-  template <int kParts>
-  __device__ static void load_parts(const T* vector, uint4 (&parts)[kParts]) {
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) parts[i] = __ldcg(reinterpret_cast<const uint4*>(vector + i * (kDims / kParts)));
-  }
-
- private:
-  template <int kParts>
-  __device__ static void store_part(T* vector, int i, const uint4 (&parts)[kParts]) {
-    *reinterpret_cast<uint4*>(vector + i * (kDims / kParts)) = parts[i];
-  }
-
-  __device__ unsigned word(int h, int i, int j) const { return reinterpret_cast<const unsigned*>(&values[h][i])[j]; }
-};
 
 template <typename T, int kDims, bool kAncestry>
 __global__ void __launch_bounds__(kMmaThreads<kDims>)
@@ -224,16 +53,16 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
     }
   };
 
-  Tile tile;
+  Tile tiles[1];
+  Tile& tile = tiles[0];
   uint4 query[Tile::kKeyParts] = {};
-  // Scores are in powers of two. The sum of weights takes a product as well, with ones for values.
-  float largest[2] = {-INFINITY, -INFINITY}, sum[4] = {}, weighted[Tile::kValueParts][4][4] = {};
+  Attended<T, kDims> attended;
   int base = places.first + parts.own() * kTileKeys;
   bool kept_by_lane = false;
   for (bool is_first = true; is_first || base < places.end; base += parts.count() * kTileKeys, is_first = false) {
     if (base < places.end) {
       tile.load(keys, values, [&](int key) { return offset_of(base + key); });
-      kept_by_lane = is_kept(attention, item, min(base + lane % kTileKeys, capacity - 1));
+      kept_by_lane = mask_of(attention, item, min(base + lane % kTileKeys, capacity - 1)) != 0;
     }
     if (is_first) {
       wait_for_predecessor();
@@ -246,43 +75,14 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
     }
 
     const unsigned kept = __ballot_sync(kFullWarp, kept_by_lane && lane < kTileKeys && places.has(base + lane));
-    float scores[4] = {};
-    tile.multiply_keys(query, scores);
-    const float scale = static_cast<float>(attention.scale) * kLog2E;
+    float addends[1][2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float bias = bias_of<T>(attention, places, head, base + Tile::key_of(h));
-#pragma unroll
-      for (int q = 0; q < 2; ++q) {
-        scores[h * 2 + q] = kept >> Tile::key_of(h) & 1 ? scores[h * 2 + q] * scale + bias : -INFINITY;
-      }
+      addends[0][h] = kept >> Tile::key_of(h) & 1 ? bias : -INFINITY;
     }
-    if (kept != (1u << kTileKeys) - 1) tile.drop_values(kept);
-#pragma unroll
-    for (int q = 0; q < 2; ++q) {
-      float raised = fmaxf(largest[q], fmaxf(scores[q], scores[2 + q]));
-#pragma unroll
-      for (int distance = 4; distance < kWarpSize; distance *= 2) {
-        raised = fmaxf(raised, __shfl_xor_sync(kFullWarp, raised, distance));
-      }
-      const float origin = raised == -INFINITY ? 0.0f : raised, factor = exp2_approx(largest[q] - origin);
-      largest[q] = raised;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        scores[h * 2 + q] = exp2_approx(scores[h * 2 + q] - origin);
-        sum[h * 2 + q] *= factor;
-#pragma unroll
-        for (int i = 0; i < Tile::kValueParts; ++i) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) weighted[i][j][h * 2 + q] *= factor;
-        }
-      }
-    }
-    const unsigned low_keys = transposed(packed<T>(scores[0], scores[1]));
-    const unsigned high_keys = transposed(packed<T>(scores[2], scores[3]));
-    const unsigned ones = packed<T>(1.0f, 1.0f);
-    multiply<T>(sum, {ones, ones}, {ones, ones}, low_keys, high_keys);
-    tile.add_values(weighted, low_keys, high_keys);
+    const float scale = static_cast<float>(attention.scale) * kLog2E;
+    attended.add(tiles, query, kTileQueries, addends, ~kept & kAllTileKeys, scale);
   }
 
   parts.await_first_block();
@@ -294,10 +94,10 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
     for (int i = 0; i < Tile::kValueParts; ++i) {
       float values[8];
 #pragma unroll
-      for (int d = 0; d < 8; ++d) values[d] = weighted[i][d / 2][d % 2 * 2 + q];
+      for (int d = 0; d < 8; ++d) values[d] = attended.weighted[i * 4 + d / 2][d % 2 * 2 + q];
       parts.leave_values(part_query, Tile::value_dim() + i * 64, values);
     }
-    if (lane / 4 == 0) parts.leave_stats(part_query, largest[q], sum[q]);
+    if (lane / 4 == 0) parts.leave_stats(part_query, attended.largest[q], attended.sum[q]);
   }
   if (!parts.gather()) return;
   const int filled = min((places.end - places.first + kTileKeys - 1) / kTileKeys, parts.count());
@@ -331,6 +131,9 @@ template <typename T, int kDims>
 cudaError_t launch_mma_kernel(const DecodeAttention& attention, cudaStream_t stream) {
   const int64_t items = attention.rows / attention.rows_per_item;
   const auto groups = static_cast<unsigned>(ceil_div(attention.rows_per_item, kTileQueries));
+  if (are_many_rows(items * attention.heads * groups)) {
+    return launch_many_rows_kernel<T, kDims>(attention, items, groups, stream);
+  }
   const int64_t queries = std::min<int64_t>(attention.rows_per_item, kTileQueries);
   const Split split(attention, items * attention.heads * groups, Parts::bytes_of_part(queries, kDims),
                     kMmaThreads<kDims> / kWarpSize);

@@ -57,7 +57,7 @@ struct LaunchShape {
   unsigned threads;
   size_t shared_bytes;
   unsigned cluster_blocks;  // neighbours in x; 1: no clusters
-  unsigned blocks_y = 1, blocks_z = 1;
+  unsigned blocks_y = 1, blocks_z = 1, threads_y = 1;
 };
 
 // Launches kernel(argument); `overlap`: before its predecessor on the stream has ended.
@@ -78,7 +78,7 @@ cudaError_t launch_dependent(void (*kernel)(Argument), const Argument& argument,
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(shape.blocks, shape.blocks_y, shape.blocks_z);
-  config.blockDim = dim3(shape.threads);
+  config.blockDim = dim3(shape.threads, shape.threads_y);
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
   config.attrs = attributes;

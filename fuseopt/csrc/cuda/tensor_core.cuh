@@ -28,12 +28,33 @@ __device__ inline Access load_once(const void* data) {
   return value;
 }
 
+// Four tiles of 8 x 8 16-bit values from shared memory, of which lane 8 t + i gives the address of line i of tile t. Word t
+// holds the values in lines 2 (lane % 4) and the next, at place lane / 4, of tile t.
+__device__ inline uint4 load_transposed(const void* line) {
+  uint4 tiles = {};
+  FUSEOPT_SM80_ASM("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(tiles.x), "=r"(tiles.y), "=r"(tiles.z), "=r"(tiles.w)
+                   : "r"(static_cast<unsigned>(__cvta_generic_to_shared(line)))
+                   : "memory");
+  return tiles;
+}
+
 // Two products of 16-bit values, each rounded.
 template <typename T>
 __device__ inline unsigned multiply_pair(unsigned a, unsigned b) {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
   const Pair product = __hmul2(reinterpret_cast<Pair&>(a), reinterpret_cast<Pair&>(b));
   return reinterpret_cast<const unsigned&>(product);
+}
+
+// As load_transposed, but word t holds two neighbouring values, 2 (lane % 4) and the next, in line lane / 4 of tile t.
+__device__ inline uint4 load_lines(const void* line) {
+  uint4 tiles = {};
+  FUSEOPT_SM80_ASM("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(tiles.x), "=r"(tiles.y), "=r"(tiles.z), "=r"(tiles.w)
+                   : "r"(static_cast<unsigned>(__cvta_generic_to_shared(line)))
+                   : "memory");
+  return tiles;
 }
 
 // sums += 16 lines (low, high: the two halves) x 8 columns, over 16 values of k.
