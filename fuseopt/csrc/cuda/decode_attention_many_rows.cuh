@@ -259,8 +259,9 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize, kManyRowsBlocks<kDi
   }
 }
 
-// Whether (row, head)s, or (item, head)s where rows share an item, fill the device with few warps each.
-inline bool are_many_rows(int64_t units) { return units >= 2 * multiprocessor_count(); }
+// Whether (row, head)s, or (item, head)s where rows share an item, fill the device with four warps each. Fewer finish
+// sooner with more warps, and what these hold in registers.
+inline bool are_many_rows(int64_t units) { return units >= multiprocessor_count(); }
 
 template <typename T, int kDims>
 cudaError_t launch_many_rows_kernel(const DecodeAttention& attention, int64_t items, unsigned groups,
