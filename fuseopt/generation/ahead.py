@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,34 +12,36 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from fuseopt.generation import tiers
-from fuseopt.generation.graphs import Prompt, StepGraphs
+from fuseopt.generation.graphs import StepGraphs
 from fuseopt.generation.layers import has_kernel
+from fuseopt.generation.prompts import load_encoded, run_forward
 from fuseopt.generation.state import DecodeState, Sizes, prompt_length_for
 from fuseopt.generation.survey import Survey, survey
 
-# Of keys and values of a prompt, which are kept twice: what a few prompts of this size take is not missed elsewhere.
+# Of keys and values of a prompt that may have to be kept twice: what a few of this size take is not missed elsewhere.
 _MOST_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """A decoder's prompt that has been queued already, for a call that is as plain as it looks.
+    """A prompt that has been queued already, for a call that is as plain as it looks.
 
     Attributes:
-        input_ids: [rows, length], the caller's own.
-        attention_mask: of the same shape, the caller's own, or None.
-        state: as a prefill leaves it, with room for the prompt alone.
+        inputs: what stands for it in the prepared call: the caller's own input_ids [rows, length], or an encoder's
+            output that transformers has been given.
+        attention_mask: of the prompt's shape, the caller's own, or None.
+        state: as a prefill leaves it; with room for the prompt alone if it is not the one that the call decodes in.
         note: why it could not be captured, or nothing.
     """
 
-    input_ids: Tensor
+    inputs: Any
     attention_mask: Tensor | None
     state: DecodeState
     note: str
 
     def load(self, state: DecodeState) -> None:
-        """Gives another state the keys, values and logits."""
-        length = self.input_ids.shape[1]
+        """Gives another state the keys, values and logits of a decoder's prompt."""
+        length = self.inputs.shape[1]
         state.cache[:, :, :, :, :length] = self.state.cache[:, :, :, :, :length]
         state.logits.copy_(self.state.logits)
 
@@ -46,17 +49,18 @@ class Ahead:
 class HeadStart:
     """Call: the arguments of a generate() -> what it has been relieved of.
 
-    An encoder's output goes to transformers as one of the arguments, and a decoder's prompt to the decode loop, which
-    takes it if it finds the call prepared as expected.
+    What runs does so beside the current stream, where transformers' preparation waits for the device every so often.
+    An encoder's output goes to transformers as one of the arguments. What has become of a prompt goes to the decode
+    loop, which takes it if it finds the call prepared as expected.
 
     Args:
         model: as a step's.
         graphs: where captured prompts are kept.
-        max_length: slots of the cache up to which calls are served.
+        max_batch, max_length: rows, and slots of the cache, up to which calls are served.
     """
 
-    def __init__(self, model: nn.Module, graphs: StepGraphs, max_length: int) -> None:
-        self.model, self.graphs, self.max_length = model, graphs, max_length
+    def __init__(self, model: nn.Module, graphs: StepGraphs, max_batch: int, max_length: int) -> None:
+        self.model, self.graphs, self.max_batch, self.max_length = model, graphs, max_batch, max_length
         self._encoder: Any = None
         self._key: tuple[Hashable, ...] = ()
         self._survey: Survey | None = None
@@ -64,7 +68,7 @@ class HeadStart:
     def __call__(
         self, step: Any, arguments: Mapping[str, Any], others: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Ahead | None, str]:
-        """Queues what it can.
+        """Queues what it can, for `graphs.join` to wait for.
 
         Args:
             step: of `model`.
@@ -72,7 +76,7 @@ class HeadStart:
             others: those of them that generate() passes on to whom they may concern.
 
         Returns:
-            `others`, with the output of an encoder; the prompt of a decoder; and a note for the report.
+            `others`, with the output of an encoder; what has been queued; and a note for the report.
         """
         encodes, encoded = step.encoder_class is not None, others.get("encoder_outputs") is not None
         captures = self.graphs.max_graphs and has_kernel("decode_attention", step.token_embedding)
@@ -84,18 +88,14 @@ class HeadStart:
         if reason is not None:
             return others, None, f"transformers ran the encoder: {reason}" if encodes else ""
         ids = next(arguments[name] for name in ("inputs", "input_ids") if arguments.get(name) is not None)
-        mask = arguments.get("attention_mask")
+        mask, sizes = arguments.get("attention_mask"), self._sizes_to_come(step, arguments, ids)
         try:
-            with torch.no_grad(), self.graphs.in_stream_order(ids.device):
-                if not encodes:
-                    return others, self._prefill(step, ids, mask), ""
-                result = self._encoder(self.graphs, ids, mask)
+            with torch.no_grad():
+                if encodes:
+                    return self._encode(step, ids, mask, sizes, others)
+                return others, self._prefill(step, ids, mask, sizes), ""
         except torch.OutOfMemoryError:
             return others, None, "there was no memory to run the prompt ahead"
-        if result is None:
-            return others, None, ""
-        output, note = result
-        return {**others, "encoder_outputs": BaseModelOutput(output)}, None, note
 
     def _prepare_encoder(self, step: Any) -> str | None:
         """Makes the encoder, anew where what it stands on has changed, or says why it has to be transformers' own."""
@@ -108,19 +108,64 @@ class HeadStart:
             self._encoder, self._key = step.encoder_class(self.model), key
         return None
 
-    def _prefill(self, step: Any, input_ids: Tensor, attention_mask: Tensor | None) -> Ahead | None:
+    def _sizes_to_come(self, step: Any, arguments: Mapping[str, Any], ids: Tensor) -> Sizes | None:
+        """Of the state that the call is going to decode in, as far as its arguments tell."""
+        encodes, (items, length) = step.encoder_class is not None, ids.shape
+        setting = functools.partial(tiers.setting_of, self.model, arguments)
+        new, limit = setting("max_new_tokens"), setting("max_length")
+        beams, sequences = setting("num_beams") or 1, setting("num_return_sequences") or 1
+        prompt = 1 if encodes else length
+        if isinstance(new, int):
+            limit = prompt + new
+        if not all(isinstance(number, int) and number > 0 for number in (limit, beams, sequences)) or limit <= prompt:
+            return None
+        rows, capacity, longest = items * max(beams, sequences), limit - 1, step.max_length(self.model)
+        if rows > self.max_batch or max(capacity, length) > self.max_length:
+            return None
+        if longest is not None and capacity > longest:
+            return None
+        return Sizes(rows, capacity, length if encodes else 0, rows // items, beams).of_class()
+
+    def _state(self, step: Any, sizes: Sizes) -> DecodeState:
+        return self.graphs.state(sizes, lambda: DecodeState(sizes, step.shape, step.vocab))
+
+    def _encode(
+        self, step: Any, ids: Tensor, mask: Tensor | None, sizes: Sizes | None, others: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Ahead | None, str]:
+        own = self._encoder.state_for(self.graphs, *ids.shape)
+        if own is None:
+            return others, None, ""
+        state = None if sizes is None else self._state(step, sizes)
+        ahead = None
+        with self.graphs.beside(ids.device):
+            encoded, note = self._encoder(self.graphs, own, ids, mask)
+            output = BaseModelOutput(encoded)
+            if state is not None:
+                ahead = Ahead(output, mask, state, load_encoded(step, self.graphs, state, encoded, mask))
+        if state is None or state.sizes.rows_per_item > 1:
+            # transformers goes on to copy it.
+            self.graphs.join(ids.device)
+        return {**others, "encoder_outputs": output}, ahead, note
+
+    def _prefill(
+        self, step: Any, input_ids: Tensor, attention_mask: Tensor | None, sizes: Sizes | None
+    ) -> Ahead | None:
         rows, length = input_ids.shape
         padded, longest = prompt_length_for(rows, length), step.max_length(self.model)
-        if padded is None or padded > self.max_length or length == 1 or (longest is not None and length > longest):
+        if length == 1:
             return None
-        if rows * padded * step.shape.bytes_per_slot > _MOST_BYTES:
-            return None
-        sizes = Sizes(rows, padded)
-        state = self.graphs.state(sizes, lambda: DecodeState(sizes, step.shape, step.vocab))
-        positions = state.slots[None, :length]
-        if attention_mask is not None:
-            # As transformers numbers the tokens of rows with padding.
-            positions = (attention_mask.long().cumsum(1) - 1).clamp_min_(0)
-        state.load_prompt(input_ids, attention_mask, positions)
-        note = self.graphs.run_prompt(Prompt(step.prefill, state, padded, attention_mask is not None))
+        if sizes is None:
+            if padded is None or padded > self.max_length or (longest is not None and length > longest):
+                return None
+            if rows * padded * step.shape.bytes_per_slot > _MOST_BYTES:
+                return None
+            sizes = Sizes(rows, padded)
+        state, masked = self._state(step, sizes), attention_mask is not None
+        with self.graphs.beside(input_ids.device):
+            positions = state.slots[None, :length]
+            if attention_mask is not None:
+                # As transformers numbers the tokens of rows with padding.
+                positions = (attention_mask.long().cumsum(1) - 1).clamp_min_(0)
+            state.load_prompt(input_ids, attention_mask, positions)
+            note = run_forward(step.prefill, self.graphs, state, rows, length, masked)
         return Ahead(input_ids, attention_mask, state, note)

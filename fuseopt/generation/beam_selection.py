@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from fuseopt import ops
 from fuseopt.generation.beam_state import BeamState
 from fuseopt.generation.device_processors import DeviceProcessor
 from fuseopt.generation.selection import Selection
-from fuseopt.generation.state import DecodeState
+from fuseopt.generation.state import DecodeState, to_device
 
 
 class BeamSelection(Selection):
@@ -48,8 +49,11 @@ class BeamSelection(Selection):
         self.stops_when_full = config.early_stopping is True
         self.key = ("beams", self.candidates, self.stops_when_full, self.key)
         device = state.ids.device
-        self.limit = torch.tensor([limit], device=device)
-        self.penalties = _penalties(config, length, state.sizes.capacity + 2).to(device)
+        self.limit = to_device(torch.tensor([limit], device="cpu"), device)
+        # The best still to come may be as long as the longest, or get no better.
+        longest = config.max_length - length if config.early_stopping == "never" else None
+        penalties = _penalties(config.length_penalty, longest, state.sizes.capacity + 2)
+        self.penalties = to_device(penalties, device)
 
     @property
     def may_end_early(self) -> bool:
@@ -143,15 +147,16 @@ def fill_of(config: Any) -> Tensor:
     return torch.where(pad != 0, pad, eos[0])
 
 
-def _penalties(config: Any, length: int, count: int) -> Tensor:
-    """[2, count] float32: what scores are divided by after so many tokens, and what the best still to come may be."""
-    penalty = config.length_penalty
-    lengths = torch.arange(count).tolist()
-    own = [float(max(1, generated) ** penalty) for generated in lengths]
-    best = own
-    if config.early_stopping == "never" and penalty > 0.0:
-        best = [float((config.max_length - length) ** penalty)] * count
-    return torch.tensor([own, best], dtype=torch.float64).float()
+@functools.lru_cache(maxsize=16)
+def _penalties(penalty: float, longest: int | None, count: int) -> Tensor:
+    """[2, count] float32: what scores are divided by after so many tokens, and what the best still to come may be.
+
+    Args:
+        longest: of which length that is taken to be, or None for the present one.
+    """
+    own = [float(max(1, generated) ** penalty) for generated in range(count)]
+    best = own if longest is None or penalty <= 0.0 else [float(longest**penalty)] * count
+    return torch.tensor([own, best], dtype=torch.float64, device="cpu").float()
 
 
 def _beams_of(state: DecodeState) -> BeamState:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers.generation import logits_process
 
 from fuseopt.generation.logits_processors import FusedEncoderNoRepeatNGram, FusedNoRepeatNGram
-from fuseopt.generation.state import DecodeState
+from fuseopt.generation.state import DecodeState, to_device
 
 _ALWAYS = 2**62
 
@@ -49,7 +49,7 @@ class SetTokens:
     def __init__(self, tokens: Tensor, first: int, end: int, vocab: int, *, force: bool = False) -> None:
         self.key, self.force = (SetTokens, force), force
         chosen = torch.isin(torch.arange(vocab, device=tokens.device), tokens)
-        self.tensors = (chosen, torch.tensor([first, end], device=tokens.device))
+        self.tensors = (chosen, to_device(torch.tensor([first, end], device="cpu"), tokens.device))
 
     def __call__(self, state: DecodeState, scores: Tensor) -> Tensor:
         chosen, bounds = self.tensors
@@ -132,7 +132,9 @@ class _Target(NamedTuple):
     device: torch.device
 
     def set_tokens(self, tokens: Any, first: int, end: int, force: bool = False) -> SetTokens:
-        return SetTokens(torch.as_tensor(tokens, device=self.device), first, end, self.vocab, force=force)
+        if not isinstance(tokens, Tensor):
+            tokens = to_device(torch.tensor(tokens, device="cpu"), self.device)
+        return SetTokens(tokens.to(self.device), first, end, self.vocab, force=force)
 
 
 def device_processor(processor: Any, rows: int, vocab: int, device: torch.device) -> DeviceProcessor | None:
@@ -170,11 +172,11 @@ def _encoder_no_repeat_ngram(processor: Any, target: _Target) -> DeviceProcessor
     ngrams = [[(*prefix, last) for prefix, lasts in item.items() for last in lasts] for item in items]
     if target.rows % len(ngrams) or any(min(ngram) < 0 for item in ngrams for ngram in item):
         return None
-    windows = torch.full((len(ngrams), max(map(len, ngrams)), size), -1)
+    windows = torch.full((len(ngrams), max(map(len, ngrams)), size), -1, device="cpu")
     for item, found in zip(windows, ngrams, strict=True):
         if found:
-            item[: len(found)] = torch.tensor(found)
-    return EncoderNoRepeatNGram(windows.to(target.device))
+            item[: len(found)] = torch.tensor(found, device="cpu")
+    return EncoderNoRepeatNGram(to_device(windows, target.device))
 
 
 def _fused_encoder_no_repeat_ngram(processor: Any, target: _Target) -> DeviceProcessor | None:

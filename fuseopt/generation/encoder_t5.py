@@ -70,27 +70,33 @@ class T5Encoder:
         attention = model.encoder.block[0].layer[0].SelfAttention
         return attention.relative_attention_num_buckets, attention.relative_attention_max_distance
 
-    def __call__(self, graphs: StepGraphs, input_ids: Tensor, keep: Tensor | None) -> tuple[Tensor, str] | None:
+    def state_for(self, graphs: StepGraphs, items: int, length: int) -> EncoderState | None:
+        """What prompts of this class run in; None where a call would gain nothing."""
+        padded = prompt_length_for(items, length)
+        if padded is None:
+            return None
+        return graphs.state(("encoder", items, padded), lambda: self._state(items, padded))
+
+    def __call__(
+        self, graphs: StepGraphs, state: EncoderState, input_ids: Tensor, keep: Tensor | None
+    ) -> tuple[Tensor, str]:
         """Runs as a CUDA graph from the second time on that prompts of this length class come.
 
         Args:
+            state: of this size.
             input_ids: [items, length] int64.
             keep: attention mask of the same shape, nonzero where a token counts, or None where all do.
 
         Returns:
             The encoder's output [items, length, hidden], valid until the next call, and why it could not be captured,
-            or nothing; None where it would gain nothing.
+            or nothing.
         """
-        items, length = input_ids.shape
-        padded = prompt_length_for(items, length)
-        if padded is None:
-            return None
-        state = graphs.state(("encoder", items, padded), lambda: self._state(items, padded))
+        length = input_ids.shape[1]
         state.ids[:, :length] = input_ids
         state.filled.fill_(length)
         if keep is not None:
             state.keep[:, :length] = keep.bool()
-        note = graphs.run_prompt(Prompt(self.encode, state, padded, keep is not None))
+        note = graphs.run_prompt(Prompt(self.encode, state, len(state.slots), keep is not None))
         return state.encoded[:, :length], note
 
     def encode(self, state: EncoderState, length: int, masked: bool) -> None:

@@ -51,7 +51,7 @@ class FusedGenerate:
         self.step_name: str = state["step"]
         self.options: GenerationOptions = state["options"]
         self.graphs = StepGraphs(self.options.max_graphs)
-        self._head_start = HeadStart(self.model, self.graphs, self.options.max_length)
+        self._head_start = HeadStart(self.model, self.graphs, self.options.max_batch, self.options.max_length)
         self.calls: deque[Call] = deque(maxlen=_CALLS_KEPT)
         self._step: Any = None
         self._key: tuple[Hashable, ...] = ()
@@ -96,6 +96,8 @@ class FusedGenerate:
             try:
                 return stock(self.model, *bound.args, **bound.kwargs)
             finally:
+                # Of the caller's tensors, nothing that is still to run may read any: they may be gone by then.
+                graphs.join(step.shape.device)
                 self.calls.append(replace(loop.served, note=loop.served.note or note))
         finally:
             self._lock.release()

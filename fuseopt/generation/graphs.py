@@ -125,7 +125,7 @@ class StepGraphs:
         self._prompts: OrderedDict[Hashable, Prompt[Any]] = OrderedDict()
         self._met: OrderedDict[Hashable, None] = OrderedDict()
         self._last_use: torch.cuda.Event | None = None
-        self._capture_stream: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def steps(self) -> int:
@@ -193,16 +193,36 @@ class StepGraphs:
             kept.popitem(last=False)
         # Graphs that never run at the same time can share their workspace.
         pools = (other.graph.pool() for other in self._works() if other.graph is not None)
-        # torch's default is on the device of the process's first capture.
-        if self._capture_stream is None or self._capture_stream.device != device:
-            self._capture_stream = torch.cuda.Stream(device)
         try:
             with _one_capture_at_a_time:
-                work.capture(next(pools, None) or torch.cuda.graph_pool_handle(), self._capture_stream)
+                work.capture(next(pools, None) or torch.cuda.graph_pool_handle(), self._own_stream(device))
         except RuntimeError as error:
             return f"{what} could not be captured, so it ran eagerly: {str(error).splitlines()[0]}"
         kept[work.key] = work
         return ""
+
+    def _own_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """For captures, where torch's default is on the device of the process's first, and for what runs beside."""
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+    @contextmanager
+    def beside(self, device: torch.device) -> Iterator[None]:
+        """Queues what happens inside behind all that has been queued, but on a stream that others need not wait for."""
+        if device.type != "cuda":
+            yield
+            return
+        with torch.cuda.device(device):
+            stream = self._own_stream(device)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream), self.in_stream_order(device):
+                yield
+
+    def join(self, device: torch.device) -> None:
+        """Lets the current stream wait for the last block of `beside` or `in_stream_order`."""
+        if device.type == "cuda" and self._last_use is not None:
+            torch.cuda.current_stream(device).wait_event(self._last_use)
 
     @contextmanager
     def in_stream_order(self, device: torch.device) -> Iterator[None]:

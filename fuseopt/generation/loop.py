@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from fuseopt.generation.graphs import Step, StepGraphs
 from fuseopt.generation.layers import has_kernel
 from fuseopt.generation.prefill import prefill, store_cache
 from fuseopt.generation.selection import Selection
-from fuseopt.generation.state import DecodeState, Sizes, capacity_for
+from fuseopt.generation.state import DecodeState, Sizes
 from fuseopt.generation.tiers import Call, Tier
 
 # By whether there is an encoder, and whether there are beams.
@@ -94,14 +93,19 @@ class DecodeLoop:
         if sizes is not None and reason is None:
             with self.graphs.in_stream_order(input_ids.device):
                 try:
-                    classes = _class_of(sizes)
-                    state = self.graphs.state(classes, lambda: DecodeState(classes, self.step.shape, self.step.vocab))
+                    state = self._state(sizes.of_class())
                 except torch.OutOfMemoryError:
                     reason = f"there was no memory for a cache of {sizes.rows} rows and {sizes.capacity} slots"
                 else:
                     return self._decode(model, state, call)
         self.served = Call(Tier.STOCK, reason or "")
+        self.graphs.join(self.step.shape.device)
         return self._by_transformers(model, model, call)
+
+    def _state(self, sizes: Sizes) -> DecodeState:
+        if self.ahead is not None and self.ahead.state.sizes == sizes:
+            return self.ahead.state
+        return self.graphs.state(sizes, lambda: DecodeState(sizes, self.step.shape, self.step.vocab))
 
     def _size_reasons(self, model: nn.Module, sizes: Sizes | None, call: _PreparedCall) -> Iterator[str]:
         if sizes is None:
@@ -235,9 +239,3 @@ def _sizes(call: _PreparedCall) -> Sizes:
     repeated = max(beams, call.config.num_return_sequences or 1)
     cache = call.model_kwargs["past_key_values"].cross_attention_cache
     return Sizes(rows, capacity, encoded[0].shape[1], 1 if cache.get_seq_length() else repeated, beams)
-
-
-def _class_of(sizes: Sizes) -> Sizes:
-    """With the capacities of the classes that they are in."""
-    cross = sizes.cross_capacity
-    return replace(sizes, capacity=capacity_for(sizes.capacity), cross_capacity=capacity_for(cross) if cross else 0)

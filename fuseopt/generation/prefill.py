@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,9 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from fuseopt.generation.ahead import Ahead
 from fuseopt.generation.beam_state import along_ancestry
-from fuseopt.generation.graphs import Prompt, StepGraphs
-from fuseopt.generation.layers import has_kernel
-from fuseopt.generation.state import DecodeState, prompt_length_for
+from fuseopt.generation.graphs import StepGraphs
+from fuseopt.generation.prompts import load_encoded, run_forward
+from fuseopt.generation.state import DecodeState
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,14 @@ def prefill(
         return _by_the_model(model, state, input_ids, config, model_kwargs)
     cross_slots, note = 0, ""
     if encodes:
-        encoded = model_kwargs["encoder_outputs"][0]
-        cross_slots = encoded.shape[1]
-        state.encoded[:, :cross_slots] = encoded[:: state.sizes.rows_per_item]
-        note = _run(step.encode, graphs, state, state.sizes.items, cross_slots)
-        state.load_cross(cross_slots, model_kwargs.get("attention_mask"))
+        encoded, mask = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
+        cross_slots = encoded[0].shape[1]
+        has_run = ahead is not None and ahead.state is state and ahead.inputs is encoded
+        if ahead is not None and has_run and (ahead.attention_mask is None) == (mask is None):
+            note = ahead.note
+        else:
+            per_item = slice(None, None, state.sizes.rows_per_item)
+            note = load_encoded(step, graphs, state, encoded[0][per_item], None if mask is None else mask[per_item])
     else:
         model.transformer.warn_if_padding_and_no_attention_mask(input_ids, model_kwargs.get("attention_mask"))
     positions = model_kwargs.get("position_ids")
@@ -77,32 +80,14 @@ def prefill(
         state.tokens.copy_(input_ids[:, 0])
         state.begin(0, None, positions[:, -1])
         return Prefilled(1, cross_slots, pending=True, note=note)
-    if ahead is not None and ahead.input_ids is input_ids and (keep is None or took_mask):
+    if ahead is not None and ahead.inputs is input_ids and (keep is None or took_mask):
         if state is not ahead.state:
             state.begin(length, keep, positions[:, -1] + 1)
             ahead.load(state)
         return Prefilled(length, note=ahead.note)
     state.load_prompt(input_ids, keep, positions)
-    note = _run(step.prefill, graphs, state, state.sizes.rows, length, masked=keep is not None)
+    note = run_forward(step.prefill, graphs, state, state.sizes.rows, length, masked=keep is not None)
     return Prefilled(length, cross_slots, note=note)
-
-
-def _run(
-    forward: Callable[[DecodeState, int, bool], None],
-    graphs: StepGraphs,
-    state: DecodeState,
-    prompts: int,
-    length: int,
-    masked: bool = False,
-) -> str:
-    """Runs `forward` on the prompts in `state`, padded to their length class where a captured one can serve it."""
-    # Without the kernels, masked slots are multiplied by 0, which leaves NaN that padding may put there as it is.
-    captures = graphs.max_graphs and has_kernel("decode_attention", state.cache)
-    padded = prompt_length_for(prompts, length) if captures else None
-    if padded is not None:
-        return graphs.run_prompt(Prompt(forward, state, padded, masked))
-    forward(state, length, masked)
-    return ""
 
 
 def store_cache(state: DecodeState, past_key_values: Any, slots: int, cross_slots: int) -> None:
@@ -145,7 +130,8 @@ def _by_the_model(
     cache, cross_slots = model_kwargs["past_key_values"], 0
     if encodes:
         cross_slots = _load(state.cross_cache, cache.cross_attention_cache, state.sizes.rows_per_item)
-        state.load_cross(cross_slots, model_kwargs.get("attention_mask"))
+        mask = model_kwargs.get("attention_mask")
+        state.load_cross(cross_slots, None if mask is None else mask[:: state.sizes.rows_per_item])
         cache = cache.self_attention_cache
     slots = _load(state.cache, cache)
     keep = model_kwargs.get("decoder_attention_mask" if encodes else "attention_mask")

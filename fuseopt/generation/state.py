@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,11 @@ class Sizes:
     @property
     def items(self) -> int:
         return self.rows // self.rows_per_item
+
+    def of_class(self) -> Sizes:
+        """With the capacities of the classes that they are in."""
+        cross = capacity_for(self.cross_capacity) if self.cross_capacity else 0
+        return replace(self, capacity=capacity_for(self.capacity), cross_capacity=cross)
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ class DecodeState:
         """Says which of the first `length` slots of the cross-attention cache count.
 
         Args:
-            keep: attention mask [rows, any], nonzero where a slot counts, or None where all do.
+            keep: attention mask [items, any], nonzero where a slot counts, or None where all do.
         """
         self.cross_length.fill_(length)
         self.cross_keep.fill_(False)
@@ -164,8 +169,13 @@ class DecodeState:
             self.cross_keep[:, :length] = True
         else:
             # As transformers takes a mask of another length: cut, or zeros for what is missing.
-            keep = keep[:: self.sizes.rows_per_item, :length]
+            keep = keep[:, :length]
             self.cross_keep[:, : keep.shape[1]] = keep.bool()
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's on a device, without waiting for that, as a copy from memory that is not pinned does."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def capacity_for(length: int) -> int:

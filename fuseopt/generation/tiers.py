@@ -93,7 +93,7 @@ _MODEL_KWARGS = frozenset(
 
 def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[str]:
     """Why generate() has to be transformers' own whatever its preparation comes to, from the arguments as given."""
-    setting = functools.partial(_setting, model, arguments)
+    setting = functools.partial(setting_of, model, arguments)
     if arguments.get("custom_generate") is not None:
         yield "a custom_generate of the caller's decodes"
     if arguments.get("assistant_model") is not None:
@@ -163,10 +163,10 @@ def ahead_reasons(model: nn.Module, arguments: Mapping[str, Any], names: Iterabl
     if mask is not None and not (isinstance(mask, Tensor) and (mask.shape, mask.device) == (inputs[0].shape, device)):
         yield "the attention mask is not of the prompt's shape, or elsewhere"
     for name in ("output_attentions", "output_hidden_states", *(() if encodes else _NOT_AHEAD)):
-        if _setting(model, arguments, name):
+        if setting_of(model, arguments, name):
             yield f"{name} is asked for"
     for name in () if encodes else _COPIES:
-        if (_setting(model, arguments, name) or 1) != 1:
+        if (setting_of(model, arguments, name) or 1) != 1:
             yield f"{name} multiplies the prompts"
     known = _KNOWN_TO_ENCODE if encodes else _KNOWN_AHEAD
     for name in names:
@@ -230,7 +230,7 @@ def length_limit(criteria: Sequence[Any]) -> int | None:
     return min(limits, default=None)
 
 
-def _setting(model: nn.Module, arguments: Mapping[str, Any], name: str) -> Any:
+def setting_of(model: nn.Module, arguments: Mapping[str, Any], name: str) -> Any:
     """As given to generate(), or as its config or the model's has it."""
     if name in arguments:
         return arguments[name]

@@ -8,7 +8,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 import fuseopt
 from fuseopt import ops
-from fuseopt.generation import ahead, attention, layers, prefill
+from fuseopt.generation import ahead, attention, layers, prompts
 from fuseopt.generation.graphs import Step
 from fuseopt.generation.tiers import Tier
 from tests import tiny
@@ -177,7 +177,7 @@ def test_random_calls_with_something_for_the_host(model, data):
 @pytest.mark.parametrize("kwargs", [{}, {"do_sample": True, "repetition_penalty": 1.3}, {"num_beams": 2}], ids=str)
 def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch):
     """On a CPU their references run, which a decode step would not otherwise take."""
-    for module in (attention, layers, prefill, ahead):
+    for module in (attention, layers, prompts, ahead):
         monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
     counts = {}
     for name in ("decode_linear", "decode_attention", "decode_attention_", "decode_embedding"):

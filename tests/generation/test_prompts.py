@@ -1,16 +1,17 @@
 """Prompts in classes of length, padded on the right, by the step's own prefill and encoder, and as CUDA graphs."""
 
 import copy
+import warnings
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 
 import fuseopt
-from fuseopt.generation import ahead, attention, layers, prefill
+from fuseopt.generation import ahead, attention, layers, prompts, state
 from fuseopt.generation.ahead import HeadStart
 from fuseopt.generation.encoder_t5 import T5Encoder
 from fuseopt.generation.graphs import StepGraphs
@@ -37,17 +38,17 @@ def model(request, each_device):
 @pytest.fixture
 def ran(monkeypatch):
     """Lets a CPU take the paths of a GPU, with the ops' references; the prompts that ran, as (length, masked)."""
-    for module in (attention, layers, prefill, ahead):
+    for module in (attention, layers, prompts, ahead):
         monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
-    prompts = []
+    counted = []
     run_prompt = StepGraphs.run_prompt
 
     def counting(graphs, prompt):
-        prompts.append((type(prompt.forward.__self__), prompt.length, prompt.masked))
+        counted.append((type(prompt.forward.__self__), prompt.length, prompt.masked))
         return run_prompt(graphs, prompt)
 
     monkeypatch.setattr(StepGraphs, "run_prompt", counting)
-    return prompts
+    return counted
 
 
 def test_length_classes():
@@ -121,6 +122,7 @@ def test_a_large_prompt_is_not_kept_twice(ran, room, monkeypatch, each_device):
     inputs = prompt(model, 2, 9, 0)
     wanted = generate(model, inputs, max_new_tokens=5)
     fuseopt.initialize(model, GENERATION)
+    monkeypatch.setattr(HeadStart, "_sizes_to_come", lambda *args: None)
     shape, started = GPT2Step(model).shape, []
     assert shape.bytes_per_slot == DecodeState(Sizes(1, 128), shape, 1).cache.nbytes / 128
     monkeypatch.setattr(ahead, "_MOST_BYTES", room * shape.bytes_per_slot)
@@ -174,7 +176,8 @@ def test_encoder(dtype, mask, each_device):
     with torch.no_grad():
         wanted = model.encoder(inputs["input_ids"], attention_mask=keep)[0]
         for _ in range(3):
-            got, note = encoder(graphs, inputs["input_ids"], keep)
+            state = encoder.state_for(graphs, *inputs["input_ids"].shape)
+            got, note = encoder(graphs, state, inputs["input_ids"], keep)
             assert not note and got.dtype is dtype
         exact = model.double().encoder(inputs["input_ids"], attention_mask=keep)[0]
     if dtype is torch.float32:
@@ -271,3 +274,103 @@ def test_captured_prompts_are_bounded(model):
     for inputs, expected in zip(prompts, wanted, strict=True):
         assert_same(generate(model, inputs, max_new_tokens=4), expected)
     assert (model.generate.graphs.prompts, model.generate.graphs.steps) == (2, 1)
+
+
+def test_a_prompt_runs_where_the_call_decodes(ran, model, monkeypatch):
+    """In the first call, of which nothing has been kept, there is one state, which the encoder's output is in too."""
+    made, make = [], DecodeState.__init__
+    monkeypatch.setattr(DecodeState, "__init__", lambda state, *args: made.append(args[0]) or make(state, *args))
+    inputs = prompt(model, 2, 9, 0)
+    for kwargs in ({"max_new_tokens": 130}, {"max_length": 40}, {"max_new_tokens": 5, "num_beams": 3}):
+        wanted = generate(model, inputs, **kwargs)
+        with fuseopt.fused(model, GENERATION):
+            made.clear()
+            assert_same(generate(model, inputs, **kwargs), wanted)
+            assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP
+            assert len(made) == 1, made
+            ran.clear()
+
+
+def test_a_length_that_no_argument_tells(ran, model):
+    """A criterion ends the call before it comes to the capacity that the prompt was given."""
+    inputs = prompt(model, 2, 9, 0)
+    kwargs = {"max_new_tokens": 135, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(12)])}
+    wanted = generate(model, inputs, **kwargs)
+    fuseopt.initialize(model, GENERATION)
+    assert_same(generate(model, inputs, **kwargs), wanted)
+    kinds = [kind for kind, *_ in ran]
+    assert kinds == ([T5Encoder, T5Step, T5Step] if model.config.is_encoder_decoder else [GPT2Step])
+    assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP
+
+
+def test_a_prompt_that_is_too_large_to_be_captured_runs_ahead_all_the_same(ran, monkeypatch, each_device):
+    monkeypatch.setattr(state, "_MOST_PROMPT_TOKENS", 16)
+    model = tiny.gpt2()
+    inputs = prompt(model, 2, 9, 0)
+    wanted = generate(model, inputs, max_new_tokens=5)
+    fuseopt.initialize(model, GENERATION)
+    started, run = [], HeadStart._prefill
+    monkeypatch.setattr(HeadStart, "_prefill", lambda *args: started.append(run(*args)) or started[-1])
+    with mock.patch.object(GPT2Step, "prefill", autospec=True, side_effect=GPT2Step.prefill) as prefilled:
+        assert_same(generate(model, inputs, max_new_tokens=5), wanted)
+    assert not ran and started[0] is not None
+    assert [call.args[2:] for call in prefilled.call_args_list] == [(9, True)]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_what_has_been_queued_is_waited_for_whatever_happens(ran, model, error, monkeypatch):
+    inputs = prompt(model, 2, 9, 0)
+    fuseopt.initialize(model, GENERATION)
+    events, join = [], StepGraphs.join
+    monkeypatch.setattr(StepGraphs, "join", lambda graphs, device: events.append("joined") or join(graphs, device))
+
+    def fail(*args, **kwargs):
+        events.append("raised")
+        raise error
+
+    with mock.patch.object(type(model), "_prepare_special_tokens", fail), pytest.raises(error):
+        generate(model, inputs, max_new_tokens=5)
+    assert ran and events[-2:] == ["raised", "joined"]
+    assert_same(generate(model, inputs, max_new_tokens=5), generate(fuseopt.restore(model), inputs, max_new_tokens=5))
+
+
+@on_a_gpu
+def test_nothing_waits_for_what_runs_beside(each_device):
+    graphs, value = StepGraphs(1), torch.zeros(1)
+    torch.cuda.synchronize()
+    with graphs.beside(each_device):
+        torch.cuda._sleep(10**9)
+        value += 1
+    assert torch.cuda.current_stream().query() and not graphs._own_stream(value.device).query()
+    graphs.join(value.device)
+    assert not torch.cuda.current_stream().query()
+    with graphs.beside(each_device):
+        value += 1
+    graphs.join(value.device)
+    assert value.item() == 2
+
+
+@on_a_gpu
+@pytest.mark.parametrize("kwargs", [{}, {"min_new_tokens": 3, "no_repeat_ngram_size": 2}, {"num_beams": 3}], ids=str)
+def test_the_loop_waits_for_the_device_where_it_has_to(model, kwargs):
+    """Which is where the shape of the output depends on what has been found; transformers' own waits are its own."""
+    inputs = prompt(model, 2, 9, 0)
+    fuseopt.initialize(model, GENERATION)
+
+    def call():
+        model.generate(**inputs, max_new_tokens=6, eos_token_id=2, pad_token_id=0, **kwargs)
+
+    for _ in range(4):
+        call()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [warning.filename for warning in caught if "synchronizing" in str(warning.message)]
+    assert any("transformers" in name for name in waits), "none is seen"
+    assert [name.rpartition("/")[2] for name in waits if "fuseopt" in name] == ["beam_state.py"] * len(
+        {"num_beams"} & kwargs.keys()
+    )

@@ -1,0 +1,51 @@
+"""Prompts in a DecodeState: run by the decode step's own means, padded where a captured run can serve them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fuseopt.generation.graphs import Prompt, StepGraphs
+from fuseopt.generation.layers import has_kernel
+from fuseopt.generation.state import DecodeState, prompt_length_for
+
+
+def run_forward(
+    forward: Callable[[DecodeState, int, bool], None],
+    graphs: StepGraphs,
+    state: DecodeState,
+    prompts: int,
+    length: int,
+    masked: bool = False,
+) -> str:
+    """Runs `forward` on the prompts in `state`, padded to their length class where a captured one can serve it.
+
+    Returns:
+        why it could not be captured, or nothing.
+    """
+    # Without the kernels, masked slots are multiplied by 0, which leaves NaN that padding may put there as it is.
+    captures = graphs.max_graphs and has_kernel("decode_attention", state.cache)
+    padded = prompt_length_for(prompts, length) if captures else None
+    if padded is not None:
+        return graphs.run_prompt(Prompt(forward, state, padded, masked))
+    forward(state, length, masked)
+    return ""
+
+
+def load_encoded(step: Any, graphs: StepGraphs, state: DecodeState, encoded: Tensor, keep: Tensor | None) -> str:
+    """Fills the cross-attention cache of `state`.
+
+    Args:
+        step: a decode step.
+        encoded: an encoder's output [items, length, width].
+        keep: attention mask [items, any], nonzero where a slot counts, or None where all do.
+
+    Returns:
+        why it could not be captured, or nothing.
+    """
+    length = encoded.shape[1]
+    state.encoded[:, :length] = encoded
+    state.load_cross(length, keep)
+    return run_forward(step.encode, graphs, state, state.sizes.items, length)
