@@ -91,9 +91,11 @@ class HeadStart:
         mask, sizes = arguments.get("attention_mask"), self._sizes_to_come(step, arguments, ids)
         try:
             with torch.no_grad():
+                # Worth a wait: without a mask, attention is faster, and there is one kind of prompts to capture.
+                keep = None if mask is None or bool((mask == 1).all()) else mask
                 if encodes:
-                    return self._encode(step, ids, mask, sizes, others)
-                return others, self._prefill(step, ids, mask, sizes), ""
+                    return self._encode(step, ids, mask, keep, sizes, others)
+                return others, self._prefill(step, ids, mask, keep, sizes), ""
         except torch.OutOfMemoryError:
             return others, None, "there was no memory to run the prompt ahead"
 
@@ -130,7 +132,13 @@ class HeadStart:
         return self.graphs.state(sizes, lambda: DecodeState(sizes, step.shape, step.vocab))
 
     def _encode(
-        self, step: Any, ids: Tensor, mask: Tensor | None, sizes: Sizes | None, others: Mapping[str, Any]
+        self,
+        step: Any,
+        ids: Tensor,
+        mask: Tensor | None,
+        keep: Tensor | None,
+        sizes: Sizes | None,
+        others: Mapping[str, Any],
     ) -> tuple[Mapping[str, Any], Ahead | None, str]:
         own = self._encoder.state_for(self.graphs, *ids.shape)
         if own is None:
@@ -138,17 +146,17 @@ class HeadStart:
         state = None if sizes is None else self._state(step, sizes)
         ahead = None
         with self.graphs.beside(ids.device):
-            encoded, note = self._encoder(self.graphs, own, ids, mask)
+            encoded, note = self._encoder(self.graphs, own, ids, keep)
             output = BaseModelOutput(encoded)
             if state is not None:
-                ahead = Ahead(output, mask, state, load_encoded(step, self.graphs, state, encoded, mask))
+                ahead = Ahead(output, mask, state, load_encoded(step, self.graphs, state, encoded, keep))
         if state is None or state.sizes.rows_per_item > 1:
             # transformers goes on to copy it.
             self.graphs.join(ids.device)
         return {**others, "encoder_outputs": output}, ahead, note
 
     def _prefill(
-        self, step: Any, input_ids: Tensor, attention_mask: Tensor | None, sizes: Sizes | None
+        self, step: Any, input_ids: Tensor, mask: Tensor | None, keep: Tensor | None, sizes: Sizes | None
     ) -> Ahead | None:
         rows, length = input_ids.shape
         padded, longest = prompt_length_for(rows, length), step.max_length(self.model)
@@ -160,12 +168,12 @@ class HeadStart:
             if rows * padded * step.shape.bytes_per_slot > _MOST_BYTES:
                 return None
             sizes = Sizes(rows, padded)
-        state, masked = self._state(step, sizes), attention_mask is not None
+        state = self._state(step, sizes)
         with self.graphs.beside(input_ids.device):
             positions = state.slots[None, :length]
-            if attention_mask is not None:
+            if keep is not None:
                 # As transformers numbers the tokens of rows with padding.
-                positions = (attention_mask.long().cumsum(1) - 1).clamp_min_(0)
-            state.load_prompt(input_ids, attention_mask, positions)
-            note = run_forward(step.prefill, self.graphs, state, rows, length, masked)
-        return Ahead(input_ids, attention_mask, state, note)
+                positions = (keep.long().cumsum(1) - 1).clamp_min_(0)
+            state.load_prompt(input_ids, keep, positions)
+            note = run_forward(step.prefill, self.graphs, state, rows, length, keep is not None)
+        return Ahead(input_ids, mask, state, note)

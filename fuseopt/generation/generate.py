@@ -18,6 +18,7 @@ from fuseopt.generation import tiers
 from fuseopt.generation.ahead import HeadStart
 from fuseopt.generation.graphs import StepGraphs
 from fuseopt.generation.loop import DecodeLoop
+from fuseopt.generation.remembering import RememberingModel
 from fuseopt.generation.step_gpt2 import GPT2Step
 from fuseopt.generation.step_t5 import T5Step
 from fuseopt.generation.survey import Survey, survey
@@ -52,6 +53,7 @@ class FusedGenerate:
         self.options: GenerationOptions = state["options"]
         self.graphs = StepGraphs(self.options.max_graphs)
         self._head_start = HeadStart(self.model, self.graphs, self.options.max_batch, self.options.max_length)
+        self._remembering = RememberingModel(self.model)
         self.calls: deque[Call] = deque(maxlen=_CALLS_KEPT)
         self._step: Any = None
         self._key: tuple[Hashable, ...] = ()
@@ -89,12 +91,15 @@ class FusedGenerate:
             step, graphs, options = self._step_for(key), self.graphs, self.options
             others, ahead, note = self._head_start(step, given, bound.arguments.get(variadic, {}))
             bound.arguments[variadic] = others
-            loop = DecodeLoop(step, graphs, options.max_batch, options.max_length, given.get("streamer"), ahead)
+            loop = DecodeLoop(
+                self.model, step, graphs, options.max_batch, options.max_length, given.get("streamer"), ahead
+            )
             bound.arguments["custom_generate"] = loop
             if given.get("tokenizer") is not None and given.get("stop_strings") is not None:
                 _make_stop_criterion(bound.arguments, variadic)
+            own_methods = RememberingModel.METHODS.isdisjoint(vars(self.model))
             try:
-                return stock(self.model, *bound.args, **bound.kwargs)
+                return stock(self._remembering if own_methods else self.model, *bound.args, **bound.kwargs)
             finally:
                 # Of the caller's tensors, nothing that is still to run may read any: they may be gone by then.
                 graphs.join(step.shape.device)

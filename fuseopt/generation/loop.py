@@ -54,6 +54,7 @@ class DecodeLoop:
     `served` says afterwards which tier it was. Upstream: `GenerationMixin._sample`.
 
     Args:
+        model: what generate() is called on, whatever passes for it there.
         step: a decode step built on the model.
         graphs: where captured steps are kept.
         max_batch, max_length: rows, and slots of the cache, up to which the fast tiers are taken.
@@ -66,6 +67,7 @@ class DecodeLoop:
 
     def __init__(
         self,
+        model: nn.Module,
         step: Any,
         graphs: StepGraphs,
         max_batch: int,
@@ -73,19 +75,20 @@ class DecodeLoop:
         streamer: Any = None,
         ahead: Ahead | None = None,
     ) -> None:
-        self.step, self.graphs, self.streamer, self.ahead = step, graphs, streamer, ahead
+        self.model, self.step, self.graphs, self.streamer, self.ahead = model, step, graphs, streamer, ahead
         self.max_batch, self.max_length = max_batch, max_length
         self.served = Call(Tier.STOCK, "it raised before decoding began")
 
     def __call__(
         self,
-        model: nn.Module,
+        model: Any,
         input_ids: Tensor,
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:
+        model = self.model
         call = _PreparedCall(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         reason = next(tiers.call_reasons(generation_config, input_ids, stopping_criteria, model_kwargs), None)
         sizes = None if reason else _sizes(call)

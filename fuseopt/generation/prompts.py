@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fuseopt.generation.graphs import Prompt, StepGraphs
@@ -49,3 +50,21 @@ def load_encoded(step: Any, graphs: StepGraphs, state: DecodeState, encoded: Ten
     state.encoded[:, :length] = encoded
     state.load_cross(length, keep)
     return run_forward(step.encode, graphs, state, state.sizes.items, length)
+
+
+def store(cache: Tensor, vectors: Tensor) -> None:
+    """`cache.copy_(vectors)` for [..., head_dim] of any strides.
+
+    Vectors that lie apart are moved 16 bytes at a time where they are aligned to that: a thread of PyTorch's copy moves
+    one element after another, of whatever size.
+    """
+    wide = torch.complex128
+    ratio = wide.itemsize // vectors.dtype.itemsize
+    if cache.dtype is vectors.dtype and _is_aligned(cache, ratio) and _is_aligned(vectors, ratio):
+        cache, vectors = cache.view(wide), vectors.view(wide)
+    cache.copy_(vectors)
+
+
+def _is_aligned(vectors: Tensor, to: int) -> bool:
+    *apart, within = vectors.stride()
+    return within == 1 and not any(number % to for number in (*apart, vectors.shape[-1], vectors.storage_offset()))

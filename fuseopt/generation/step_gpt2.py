@@ -23,6 +23,7 @@ from fuseopt.generation.layers import (
     linear_of,
     look_ahead,
 )
+from fuseopt.generation.prompts import store
 from fuseopt.generation.state import CacheShape, DecodeState
 
 # qkv [tokens, 3, heads, head_dim], the layer's cache, scale -> [tokens, heads * head_dim]
@@ -124,8 +125,9 @@ class GPT2Step:
             mask = mask.masked_fill_(~seen, -torch.inf)
 
         def attention(qkv: Tensor, cache: Tensor, scale: float) -> Tensor:
-            query, keys, values = qkv.unflatten(0, (rows, length)).permute(2, 0, 3, 1, 4).unbind()
-            cache[0, :, :, :length], cache[1, :, :, :length] = keys, values
+            qkv = qkv.unflatten(0, (rows, length)).permute(2, 0, 3, 1, 4)
+            store(cache[:, :, :, :length], qkv[1:])
+            query, keys, values = qkv.unbind()
             attended = F.scaled_dot_product_attention(
                 query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
             )

@@ -21,6 +21,7 @@ from fuseopt.generation.layers_t5 import (
     norm_of,
     self_attention_of,
 )
+from fuseopt.generation.prompts import store
 from fuseopt.generation.state import CacheShape, DecodeState
 
 
@@ -126,7 +127,7 @@ class T5Step:
         flat = state.encoded[:, :length].flatten(0, 1)
         for layer, cache in zip(self.layers, state.cross_cache, strict=True):
             projected = self._heads(linear(flat, layer.cross_attention.key_and_value), 2).unflatten(0, (items, length))
-            cache[:, :, :, :length] = projected.permute(2, 0, 3, 1, 4)
+            store(cache[:, :, :, :length], projected.permute(2, 0, 3, 1, 4))
 
     def _heads(self, projected: Tensor, count: int) -> Tensor:
         return projected.unflatten(1, (count, self.shape.heads, self.shape.head_dim))

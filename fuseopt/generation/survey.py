@@ -51,8 +51,9 @@ class Watch:
 
     def __init__(self, modules: list[nn.Module], parameters: list[nn.Parameter]) -> None:
         self.modules, self.states = modules, [module.__dict__ for module in modules]
-        self.children_of = [state["_modules"] for state in self.states]
-        self.parameters_of = [state["_parameters"] for state in self.states]
+        # What has none makes no use of one that is added.
+        self.children_of = [state["_modules"] for state in self.states if state["_modules"]]
+        self.parameters_of = [state["_parameters"] for state in self.states if state["_parameters"]]
         self.constants_of = [(state, name) for state in self.states for name in _CONSTANTS if name in state]
         self.parameters, self.device_type = parameters, parameters[0].device.type
         self.seen = self._look()

@@ -77,12 +77,11 @@ def test_padded_prompts_give_what_transformers_does(model, ran, data):
         call = model.generate.calls[-1]
     finally:
         fuseopt.restore(model)
-    # One prompt a row runs ahead, with the caller's mask; others once it is known whether that excludes anything.
-    masked = bool((inputs["attention_mask"] == 0).any()) or not {"num_beams", "num_return_sequences"} & kwargs.keys()
+    masked = bool((inputs["attention_mask"] == 0).any())
     padded = prompt_length_for(1, length)
     assert call.tier is not Tier.STOCK and not call.note
     if model.config.is_encoder_decoder:
-        assert ran == [(T5Encoder, padded, True), (T5Step, padded, False)]
+        assert ran == [(T5Encoder, padded, masked), (T5Step, padded, False)]
     else:
         assert ran == [(GPT2Step, padded, masked)]
 
@@ -374,3 +373,21 @@ def test_the_loop_waits_for_the_device_where_it_has_to(model, kwargs):
     assert [name.rpartition("/")[2] for name in waits if "fuseopt" in name] == ["beam_state.py"] * len(
         {"num_beams"} & kwargs.keys()
     )
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_store(data, each_device):
+    """Into a part of a cache from a part of a projection, aligned or not, and in the elements that this allows."""
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]))
+    rows, length, heads, offset = (data.draw(st.integers(1, 4)) for _ in range(4))
+    width = data.draw(st.sampled_from([1, 3, 4, 8, 12, 64]))
+    projected = torch.randn(rows * length * heads * width * 2 + offset)[offset - 1 : -1].to(dtype)
+    vectors = projected.view(rows, length, 2, heads, width).permute(2, 0, 3, 1, 4)
+    cache = torch.zeros(2, rows, heads, length + 3, width, dtype=dtype)
+    copied, copy_ = [], torch.Tensor.copy_
+    with mock.patch.object(torch.Tensor, "copy_", lambda *pair: copied.append(pair[0].dtype) or copy_(*pair)):
+        prompts.store(cache[:, :, :, :length], vectors)
+    assert torch.equal(cache[:, :, :, :length], vectors) and not cache[:, :, :, length:].any()
+    wide = width * dtype.itemsize % 16 == 0 and vectors.storage_offset() * dtype.itemsize % 16 == 0
+    assert set(copied) == {torch.complex128 if wide else dtype}
