@@ -111,8 +111,8 @@ class Prompt(Work[_S]):
 
 
 class StepGraphs:
-    """A model's captured steps and prompts, and their states: what was used longest ago goes first, a state with the
-    last that uses it.
+    """A model's captured steps and prompts, and their states: what was used longest ago goes first, and with the last
+    step that uses a state the prompts that do.
 
     Args:
         max_graphs: how many captured steps are kept, and twice as many prompts, since an encoder's takes two; 0 for
@@ -190,7 +190,9 @@ class StepGraphs:
         if work.graph is not None or device.type != "cuda" or not most:
             return ""
         while len(kept) >= most:
-            kept.popitem(last=False)
+            _, oldest = kept.popitem(last=False)
+            if kept is self._steps:
+                self._forget_prompts_in(oldest.state)
         # Graphs that never run at the same time can share their workspace.
         pools = (other.graph.pool() for other in self._works() if other.graph is not None)
         try:
@@ -200,6 +202,12 @@ class StepGraphs:
             return f"{what} could not be captured, so it ran eagerly: {str(error).splitlines()[0]}"
         kept[work.key] = work
         return ""
+
+    def _forget_prompts_in(self, state: DecodeState) -> None:
+        """Of a state that no step uses any more: its cache, which may be large, would be kept for them alone."""
+        if not any(step.state is state for step in self._steps.values()):
+            for key in [key for key, prompt in self._prompts.items() if prompt.state is state]:
+                del self._prompts[key]
 
     def _own_stream(self, device: torch.device) -> torch.cuda.Stream:
         """For captures, where torch's default is on the device of the process's first, and for what runs beside."""

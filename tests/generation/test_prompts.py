@@ -275,6 +275,17 @@ def test_captured_prompts_are_bounded(model):
     assert (model.generate.graphs.prompts, model.generate.graphs.steps) == (2, 1)
 
 
+@on_a_gpu
+def test_captured_prompts_go_with_the_state_that_they_run_in(each_device):
+    model = fuseopt.initialize(tiny.gpt2(), {"generation": {"max_graphs": 2}})
+    for rows in (1, 2, 3, 4):
+        for _ in range(2):
+            generate(model, prompt(model, rows, 9, 0), max_new_tokens=4)
+    graphs = model.generate.graphs
+    assert (graphs.prompts, graphs.steps) == (2, 2)
+    assert {prompt.state for prompt in graphs._prompts.values()} == {step.state for step in graphs._steps.values()}
+
+
 def test_a_prompt_runs_where_the_call_decodes(ran, model, monkeypatch):
     """In the first call, of which nothing has been kept, there is one state, which the encoder's output is in too."""
     made, make = [], DecodeState.__init__
