@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,22 @@ class Ahead:
         state.logits.copy_(self.state.logits)
 
 
+class Started(NamedTuple):
+    """What a call has been relieved of.
+
+    Attributes:
+        others: the arguments that generate() passes on to whom they may concern, with the output of an encoder.
+        ahead: for the decode loop.
+        note: for the report.
+        held: what the device may still use until it has been waited for.
+    """
+
+    others: Mapping[str, Any]
+    ahead: Ahead | None = None
+    note: str = ""
+    held: Any = None
+
+
 class HeadStart:
     """Call: the arguments of a generate() -> what it has been relieved of.
 
@@ -64,29 +80,28 @@ class HeadStart:
         self._encoder: Any = None
         self._key: tuple[Hashable, ...] = ()
         self._survey: Survey | None = None
+        self._has_looked = True
 
-    def __call__(
-        self, step: Any, arguments: Mapping[str, Any], others: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], Ahead | None, str]:
+    def __call__(self, step: Any, arguments: Mapping[str, Any], others: Mapping[str, Any]) -> Started:
         """Queues what it can, for `graphs.join` to wait for.
+
+        What stands on an encoder whose weights are where they were counts only if `is_confirmed`.
 
         Args:
             step: of `model`.
             arguments: all, by name.
             others: those of them that generate() passes on to whom they may concern.
-
-        Returns:
-            `others`, with the output of an encoder; what has been queued; and a note for the report.
         """
         encodes, encoded = step.encoder_class is not None, others.get("encoder_outputs") is not None
         captures = self.graphs.max_graphs and has_kernel("decode_attention", step.token_embedding)
         if encoded or not captures:
-            return others, None, ""
+            return Started(others)
         reason = next(tiers.ahead_reasons(self.model, arguments, others), None)
-        if reason is None and encodes:
+        self._has_looked = not encodes or self._survey is None or not self._survey.is_in_place()
+        if reason is None and encodes and self._has_looked:
             reason = self._prepare_encoder(step)
         if reason is not None:
-            return others, None, f"transformers ran the encoder: {reason}" if encodes else ""
+            return Started(others, note=f"transformers ran the encoder: {reason}" if encodes else "")
         ids = next(arguments[name] for name in ("inputs", "input_ids") if arguments.get(name) is not None)
         mask, sizes = arguments.get("attention_mask"), self._sizes_to_come(step, arguments, ids)
         try:
@@ -95,9 +110,14 @@ class HeadStart:
                 keep = None if mask is None or bool((mask == 1).all()) else mask
                 if encodes:
                     return self._encode(step, ids, mask, keep, sizes, others)
-                return others, self._prefill(step, ids, mask, keep, sizes), ""
+                return Started(others, self._prefill(step, ids, mask, keep, sizes))
         except torch.OutOfMemoryError:
-            return others, None, "there was no memory to run the prompt ahead"
+            return Started(others, note="there was no memory to run the prompt ahead")
+
+    def is_confirmed(self, step: Any) -> bool:
+        """Whether a look at all that the encoder stands on finds it as it was when a call began."""
+        before = self._encoder
+        return self._has_looked or (self._prepare_encoder(step) is None and self._encoder is before)
 
     def _prepare_encoder(self, step: Any) -> str | None:
         """Makes the encoder, anew where what it stands on has changed, or says why it has to be transformers' own."""
@@ -139,10 +159,10 @@ class HeadStart:
         keep: Tensor | None,
         sizes: Sizes | None,
         others: Mapping[str, Any],
-    ) -> tuple[Mapping[str, Any], Ahead | None, str]:
+    ) -> Started:
         own = self._encoder.state_for(self.graphs, *ids.shape)
         if own is None:
-            return others, None, ""
+            return Started(others)
         state = None if sizes is None else self._state(step, sizes)
         ahead = None
         with self.graphs.beside(ids.device):
@@ -153,7 +173,7 @@ class HeadStart:
         if state is None or state.sizes.rows_per_item > 1:
             # transformers goes on to copy it.
             self.graphs.join(ids.device)
-        return {**others, "encoder_outputs": output}, ahead, note
+        return Started({**others, "encoder_outputs": output}, ahead, note, own)
 
     def _prefill(
         self, step: Any, input_ids: Tensor, mask: Tensor | None, keep: Tensor | None, sizes: Sizes | None

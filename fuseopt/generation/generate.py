@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from fuseopt.config import GenerationOptions
 from fuseopt.generation import tiers
-from fuseopt.generation.ahead import HeadStart
+from fuseopt.generation.ahead import HeadStart, Started
 from fuseopt.generation.graphs import StepGraphs
 from fuseopt.generation.loop import DecodeLoop
 from fuseopt.generation.remembering import RememberingModel
@@ -75,12 +75,7 @@ class FusedGenerate:
         variadic = next(p.name for p in self.__signature__.parameters.values() if p.kind is p.VAR_KEYWORD)
         given = {**bound.arguments, **bound.arguments.get(variadic, {})}
         reason = next(tiers.argument_reasons(self.model, given), None)
-        step_class = STEPS[self.step_name]
-        reason = reason or next(tiers.model_reasons(self.model, step_class), None)
-        key: tuple[Hashable, ...] = ()
-        if reason is None:
-            found = survey(self.model, step_class.roots(self.model), step_class.module_classes, self._survey)
-            reason, key, self._survey = found.reason, (*found.key, *step_class.constants(self.model)), found
+        reason = reason or next(tiers.model_reasons(self.model, STEPS[self.step_name]), None)
         # Not waited for: what runs inside generate(), such as a criterion, may call it again.
         if reason is None and not self._lock.acquire(blocking=False):
             reason = "another call of generate() was running on this model"
@@ -88,24 +83,63 @@ class FusedGenerate:
             self.calls.append(Call(Tier.STOCK, reason))
             return stock(self.model, *args, **kwargs)
         try:
-            step, graphs, options = self._step_for(key), self.graphs, self.options
-            others, ahead, note = self._head_start(step, given, bound.arguments.get(variadic, {}))
-            bound.arguments[variadic] = others
-            loop = DecodeLoop(
-                self.model, step, graphs, options.max_batch, options.max_length, given.get("streamer"), ahead
-            )
-            bound.arguments["custom_generate"] = loop
-            if given.get("tokenizer") is not None and given.get("stop_strings") is not None:
-                _make_stop_criterion(bound.arguments, variadic)
-            own_methods = RememberingModel.METHODS.isdisjoint(vars(self.model))
-            try:
-                return stock(self._remembering if own_methods else self.model, *bound.args, **bound.kwargs)
-            finally:
-                # Of the caller's tensors, nothing that is still to run may read any: they may be gone by then.
-                graphs.join(step.shape.device)
-                self.calls.append(replace(loop.served, note=loop.served.note or note))
+            started, reason = self._start(given, bound.arguments.get(variadic, {}))
+            if started is not None:
+                return self._decode(stock, bound, variadic, given, started)
         finally:
+            # Of the caller's tensors, nothing that is still to run may read any: they may be gone by then.
+            self.graphs.join(self.model.device)
             self._lock.release()
+        self.calls.append(Call(Tier.STOCK, reason))
+        return stock(self.model, *args, **kwargs)
+
+    def _start(self, given: dict[str, Any], others: Mapping[str, Any]) -> tuple[Started | None, str]:
+        """Lets a GPU begin before the host has looked at all that the step stands on; or why there can be no step."""
+        started = None
+        if self._step is not None and self._survey is not None and self._survey.is_in_place():
+            started = self._head_start(self._step, given, others)
+        reason, is_as_before = self._look()
+        if reason is not None:
+            return None, reason
+        if started is None or not is_as_before:
+            # What has started may have read what is not the model's any more.
+            self.graphs.join(self._step.shape.device)
+            started = self._head_start(self._step, given, others)
+        return started, ""
+
+    def _decode(
+        self, stock: Any, bound: inspect.BoundArguments, variadic: str, given: dict[str, Any], started: Started
+    ) -> Any:
+        options, bound.arguments[variadic] = self.options, started.others
+        streamer = given.get("streamer")
+        loop = DecodeLoop(
+            self.model, self._step, self.graphs, options.max_batch, options.max_length, streamer, started.ahead
+        )
+        bound.arguments["custom_generate"] = loop
+        if given.get("tokenizer") is not None and given.get("stop_strings") is not None:
+            _make_stop_criterion(bound.arguments, variadic)
+        own_methods = RememberingModel.METHODS.isdisjoint(vars(self.model))
+        try:
+            return stock(self._remembering if own_methods else self.model, *bound.args, **bound.kwargs)
+        finally:
+            self.calls.append(replace(loop.served, note=loop.served.note or started.note))
+
+    def _look(self) -> tuple[str | None, bool]:
+        """Looks at what a step stands on, and makes one, and drops all graphs, where that has changed.
+
+        Returns:
+            Why there can be none, or None; and whether all is as it was in the call before.
+        """
+        step_class, before, key = STEPS[self.step_name], self._survey, self._key
+        found = self._survey = survey(self.model, step_class.roots(self.model), step_class.module_classes, before)
+        if found.reason is not None:
+            return found.reason, False
+        self._key = (*found.key, *step_class.constants(self.model))
+        if self._step is None or self._key != key:
+            self.graphs.clear()
+            self._step = step_class(self.model)
+            return None, False
+        return None, found is before and self._head_start.is_confirmed(self._step)
 
     def report_lines(self) -> tuple[str, ...]:
         """What the report says of the last calls and of what is kept."""
@@ -113,13 +147,6 @@ class FusedGenerate:
         size = f"{graphs.bytes / 2**20:.1f} MiB of static tensors"
         kept = f"{graphs.steps} captured steps and {graphs.prompts} captured prompts, {size}"
         return (*(f"generate(): {call}" for call in self.calls), f"generate(): {kept}")
-
-    def _step_for(self, key: tuple[Hashable, ...]) -> Any:
-        """The step of an earlier call, or a new one and no graphs where what it stands on has changed since."""
-        if self._step is None or key != self._key:
-            self.graphs.clear()
-            self._step, self._key = STEPS[self.step_name](self.model), key
-        return self._step
 
 
 def _make_stop_criterion(arguments: dict[str, Any], variadic: str) -> None:

@@ -40,6 +40,10 @@ class Survey:
     key: tuple[Hashable, ...] = ()
     watch: Watch | None = None
 
+    def is_in_place(self) -> bool:
+        """Whether weights are still where they were: what reads them can run, though what comes of it may be void."""
+        return self.watch is not None and self.watch.is_in_place()
+
 
 class Watch:
     """Compares what there is of some plain modules with what there was, in a few passes at the speed of C.
@@ -56,11 +60,19 @@ class Watch:
         self.parameters_of = [state["_parameters"] for state in self.states if state["_parameters"]]
         self.constants_of = [(state, name) for state in self.states for name in _CONSTANTS if name in state]
         self.parameters, self.device_type = parameters, parameters[0].device.type
-        self.seen = self._look()
+        self.seen, self.places = self._look(), self._places()
+
+    def is_in_place(self) -> bool:
+        return self._places() == self.places
 
     def is_unchanged(self) -> bool:
         special = any(chain.from_iterable(map(_special, self.states))) or any("forward" in s for s in self.states)
         return not special and not torch.is_autocast_enabled(self.device_type) and self._look() == self.seen
+
+    def _places(self) -> list[tuple[int, int]]:
+        return list(
+            zip(map(torch.Tensor.data_ptr, self.parameters), map(torch.Tensor.numel, self.parameters), strict=True)
+        )
 
     def _look(self) -> tuple[list[Any], ...]:
         # Parameters by identity, as tensors compare themselves element by element.

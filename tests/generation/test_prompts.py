@@ -402,3 +402,55 @@ def test_store(data, each_device):
     assert torch.equal(cache[:, :, :, :length], vectors) and not cache[:, :, :, length:].any()
     wide = width * dtype.itemsize % 16 == 0 and vectors.storage_offset() * dtype.itemsize % 16 == 0
     assert set(copied) == {torch.complex128 if wide else dtype}
+
+
+def other_eps(module):
+    for part in module.modules():
+        for name in {"eps", "variance_epsilon"} & vars(part).keys():
+            setattr(part, name, 0.5)
+
+
+def other_weights(module):
+    for parameter in module.parameters():
+        parameter.data = parameter.data * 1.5
+
+
+def train(module):
+    module.train()
+
+
+def hook(module):
+    module.register_forward_hook(lambda *args: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "begun", "is_known"),
+    [
+        (lambda module: None, 1, True),
+        (other_eps, 2, True),
+        (other_weights, 1, True),
+        (train, 1, False),
+        (hook, 1, False),
+    ],
+    ids=["nothing", "eps", "weights", "train", "hook"],
+)
+@pytest.mark.parametrize("part", ["decoder", "encoder"])
+def test_what_begins_before_the_host_has_looked_counts_only_if_nothing_has_changed(
+    ran, part, change, begun, is_known, each_device
+):
+    encodes = part == "encoder"
+    model = tiny.t5(dropout_rate=0.0) if encodes else tiny.gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    arguments = prompt(model, 2, 6, 0, padded=False)
+    arguments |= {"max_new_tokens": 5, "return_dict_in_generate": True, "output_logits": True}
+    fuseopt.initialize(model, GENERATION)
+    for _ in range(2):
+        model.generate(**arguments)
+    ran.clear()
+    change(model.encoder if encodes else model.transformer)
+    got, wanted = model.generate(**arguments), type(model).generate(model, **arguments)
+    assert torch.equal(got.sequences, wanted.sequences)
+    torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-4, atol=1e-4)
+    assert [kind for kind, *_ in ran].count(T5Encoder if encodes else GPT2Step) == begun
+    call = model.generate.calls[-1]
+    assert call.tier is (Tier.DEVICE_LOOP if is_known or encodes else Tier.STOCK)
+    assert bool(call.note) == (encodes and not is_known), call

@@ -75,8 +75,9 @@ def remove_a_layer(model):
 def test_another_key(change):
     model = tiny.gpt2()
     before = look(model)
-    assert before.reason is None and look(model, before) is before
+    assert before.reason is None and look(model, before) is before and before.is_in_place()
     change(model)
+    assert not before.is_in_place() or change not in (move, narrow, halve)
     after = look(model, before)
     assert after.reason is None and after.key != before.key
     assert after.key == look(model).key and look(model, after) is after
