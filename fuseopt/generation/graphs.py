@@ -125,7 +125,8 @@ class StepGraphs:
         self._prompts: OrderedDict[Hashable, Prompt[Any]] = OrderedDict()
         self._met: OrderedDict[Hashable, None] = OrderedDict()
         self._last_use: torch.cuda.Event | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._capture_stream: torch.cuda.Stream | None = None
+        self._side_stream: torch.cuda.Stream | None = None
 
     @property
     def steps(self) -> int:
@@ -195,9 +196,12 @@ class StepGraphs:
                 self._forget_prompts_in(oldest.state)
         # Graphs that never run at the same time can share their workspace.
         pools = (other.graph.pool() for other in self._works() if other.graph is not None)
+        # torch's default is on the device of the process's first capture. This one serves captures alone: a graph goes
+        # on to use the workspace that the BLAS library has for its stream, which has to be memory of the pool.
+        self._capture_stream = _stream_on(device, self._capture_stream)
         try:
             with _one_capture_at_a_time:
-                work.capture(next(pools, None) or torch.cuda.graph_pool_handle(), self._own_stream(device))
+                work.capture(next(pools, None) or torch.cuda.graph_pool_handle(), self._capture_stream)
         except RuntimeError as error:
             return f"{what} could not be captured, so it ran eagerly: {str(error).splitlines()[0]}"
         kept[work.key] = work
@@ -209,12 +213,6 @@ class StepGraphs:
             for key in [key for key, prompt in self._prompts.items() if prompt.state is state]:
                 del self._prompts[key]
 
-    def _own_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """For captures, where torch's default is on the device of the process's first, and for what runs beside."""
-        if self._stream is None or self._stream.device != device:
-            self._stream = torch.cuda.Stream(device)
-        return self._stream
-
     @contextmanager
     def beside(self, device: torch.device) -> Iterator[None]:
         """Queues what happens inside behind all that has been queued, but on a stream that others need not wait for."""
@@ -222,9 +220,9 @@ class StepGraphs:
             yield
             return
         with torch.cuda.device(device):
-            stream = self._own_stream(device)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream), self.in_stream_order(device):
+            self._side_stream = _stream_on(device, self._side_stream)
+            self._side_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side_stream), self.in_stream_order(device):
                 yield
 
     def join(self, device: torch.device) -> None:
@@ -246,6 +244,11 @@ class StepGraphs:
                 yield
             finally:
                 self._last_use = stream.record_event()
+
+
+def _stream_on(device: torch.device, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
+    """`stream` if it is on this device, or a new one."""
+    return torch.cuda.Stream(device) if stream is None or stream.device != device else stream
 
 
 def _end_lost_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:

@@ -76,7 +76,7 @@ class RememberingModel:
         self._forget_other_forwards()
         return self._logits_to_keep
 
-    def _prepare_special_tokens(self, generation_config: Any, *args: Any, device: Any = None, **kwargs: Any) -> None:
+    def _prepare_special_tokens(self, generation_config: Any, *args: Any, device: Any, **kwargs: Any) -> None:
         on_host = all(_is_plain(getattr(generation_config, name)) for name in _SPECIAL_TOKENS)
         prepare = type(self.model)._prepare_special_tokens
         prepare(self.model, generation_config, *args, device="cpu" if on_host else device, **kwargs)
