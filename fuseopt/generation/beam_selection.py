@@ -71,12 +71,7 @@ class BeamSelection(Selection):
         beams = _beams_of(state)
         if self.keep_logits:
             state.logits.copy_(logits)
-        scores = F.log_softmax(logits, dim=-1, dtype=torch.float32)
-        for processor in self.processors:
-            scores = processor(state, scores)
-        if self.keep_scores:
-            state.scores.copy_(scores)
-        values, places = self._continuations(beams, scores)
+        values, places = self._continuations(state, beams, logits)
         ops.decode_beams_(
             values,
             places,
@@ -96,16 +91,23 @@ class BeamSelection(Selection):
             self.limit,
             self.penalties,
             self.eos,
-            vocabulary=scores.shape[1],
+            vocabulary=logits.shape[1],
             stops_when_full=self.stops_when_full,
             advance=advance,
             overlap=True,
         )
 
-    def _continuations(self, beams: BeamState, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def _continuations(self, state: DecodeState, beams: BeamState, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Accumulated scores of an item's candidates, and where they stand, both [items, candidates]."""
+        in_one = not (self.do_sample or self.keep_scores or self._processors_before)
+        scores = logits
+        if not in_one:
+            scores = self._processed(state, F.log_softmax(logits, dim=-1, dtype=torch.float32))
         if not self.do_sample:
-            return ops.beam_candidates(scores, beams.running_scores, self.candidates, overlap=True)
+            edits, running_scores = self._edits_left(state), beams.running_scores
+            return ops.beam_candidates(
+                scores, running_scores, self.candidates, log_softmax=in_one, edits=edits, overlap=True
+            )
         accumulated = scores.unflatten(0, beams.shape) + beams.running_scores[:, :, None]
         accumulated = accumulated.flatten(1)
         places = torch.multinomial(nn.functional.softmax(accumulated, dim=-1), num_samples=self.candidates)

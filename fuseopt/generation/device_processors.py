@@ -1,24 +1,27 @@
 """transformers' logits processors for static tensors: what they need of a sequence's length is read on the device.
 
-A processor here is called with a DecodeState and scores [rows, vocab] and returns new scores. `key` tells whether a
-captured step with another of the same class serves this one as well, once `tensors` have been copied over.
+A processor here is called with a DecodeState and scores [rows, vocab] and returns new scores in float32. `key` tells
+whether a captured step with another of the same class serves this one as well, once `tensors` have been copied over.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.generation import logits_process
 
+from fuseopt import ops
 from fuseopt.generation.logits_processors import FusedEncoderNoRepeatNGram, FusedNoRepeatNGram
-from fuseopt.generation.state import DecodeState, to_device
+from fuseopt.generation.state import DecodeState
+from fuseopt.ops.edit_logits import MAX_RULES
 
 _ALWAYS = 2**62
+# The encoder's ids are padded to a multiple of this, so that inputs of similar length share a captured step.
+_PADDED_TO = 64
 
 
 class DeviceProcessor(Protocol):
@@ -40,90 +43,84 @@ class WithoutSequence:
         self.tensors = ()
 
     def __call__(self, state: DecodeState, scores: Tensor) -> Tensor:
-        return self.processor(None, scores)
+        return self.processor(None, scores.float())
 
 
-class SetTokens:
+class Rule(NamedTuple):
     """While sequences are `first` to `end - 1` long: -inf for `tokens`; with `force` for all others, and 0 for them."""
 
-    def __init__(self, tokens: Tensor, first: int, end: int, vocab: int, *, force: bool = False) -> None:
-        self.key, self.force = (SetTokens, force), force
-        chosen = torch.isin(torch.arange(vocab, device=tokens.device), tokens)
-        self.tensors = (chosen, to_device(torch.tensor([first, end], device="cpu"), tokens.device))
+    tokens: Tensor
+    first: int
+    end: int
+    force: bool = False
+
+
+class Edit(NamedTuple):
+    """A processor as a part of `ops.LogitsEdits`: the fields other than their default, or a rule."""
+
+    fields: Mapping[str, Any] = {}
+    rule: Rule | None = None
+
+
+class Edits:
+    """A chain of processors, in the order of `ops.LogitsEdits`, that one op runs."""
+
+    def __init__(self, chain: Iterable[Edit], vocab: int) -> None:
+        self.fields: dict[str, Any] = {}
+        rules = []
+        for edit in chain:
+            self.fields.update(edit.fields)
+            if edit.rule is not None:
+                rules.append(edit.rule)
+        if rules:
+            self.fields |= _table(rules, vocab)
+        values = sorted(self.fields.items())
+        self.tensors = tuple(value for _, value in values if isinstance(value, Tensor))
+        self.key = (Edits, *((name, value.shape if isinstance(value, Tensor) else value) for name, value in values))
+
+    def of(self, state: DecodeState) -> ops.LogitsEdits:
+        return ops.LogitsEdits(state.ids, state.length, **self.fields)
 
     def __call__(self, state: DecodeState, scores: Tensor) -> Tensor:
-        chosen, bounds = self.tensors
-        now = (state.length >= bounds[0]) & (state.length < bounds[1])
-        if self.force:
-            forced = torch.full_like(scores, -math.inf).masked_fill_(chosen, 0.0)
-            return torch.where(now, forced, scores)
-        return scores.masked_fill(now & chosen, -math.inf)
+        return ops.edit_logits(scores, self.of(state), overlap=True)
 
 
-class RepetitionPenalty:
-    """Upstream: `RepetitionPenaltyLogitsProcessor`; `ignored` [rows] leading tokens do not count."""
-
-    def __init__(self, penalty: float, ignored: Tensor) -> None:
-        self.key, self.penalty = (RepetitionPenalty, penalty), penalty
-        self.tensors = (ignored,)
-
-    def __call__(self, state: DecodeState, scores: Tensor) -> Tensor:
-        vocab = scores.shape[1]
-        positions = torch.arange(state.ids.shape[1], device=scores.device)
-        counts = (positions < state.length) & (positions >= self.tensors[0][:, None])
-        # A spare column takes the writes that stand for no token.
-        tokens = state.ids.masked_fill(~counts, vocab).clamp(max=vocab)
-        scores = F.pad(scores, (0, 1))
-        penalised = torch.gather(scores, 1, tokens)
-        penalised = torch.where(penalised < 0, penalised * self.penalty, penalised / self.penalty)
-        return scores.scatter(1, tokens, penalised)[:, :vocab]
+def _table(rules: list[Rule], vocab: int) -> dict[str, Any]:
+    device = rules[0].tokens.device
+    vocabulary = torch.arange(vocab, device=device)
+    table = torch.zeros(vocab, dtype=torch.uint8, device=device)
+    for i, rule in enumerate(rules):
+        table += torch.isin(vocabulary, rule.tokens).to(torch.uint8) << i
+    return {
+        "token_rules": table,
+        "rule_bounds": torch.tensor([[rule.first, rule.end] for rule in rules], device=device),
+        "forcing_rules": sum(1 << i for i, rule in enumerate(rules) if rule.force),
+    }
 
 
-class NoRepeatNGram:
-    """Upstream: `NoRepeatNGramLogitsProcessor`."""
-
-    def __init__(self, size: int) -> None:
-        self.key, self.size = (NoRepeatNGram, size), size
-        self.tensors = ()
-
-    def __call__(self, state: DecodeState, scores: Tensor) -> Tensor:
-        windows = state.ids.unfold(1, self.size, 1)
-        ends = torch.arange(self.size, state.ids.shape[1] + 1, device=scores.device)
-        counts = (ends <= state.length) & (state.length >= self.size)
-        return _ban_matches(windows, counts, _last_tokens(state, self.size - 1), scores)
-
-
-class EncoderNoRepeatNGram:
-    """Upstream: `EncoderNoRepeatNGramLogitsProcessor`; `windows` [items, n-grams, size] are the encoder's, -1: none."""
-
-    # The n-grams are padded to a multiple of this, so that encoder inputs of similar length share a captured step.
-    _PADDED_TO = 64
-
-    def __init__(self, windows: Tensor) -> None:
-        windows = F.pad(windows, (0, 0, 0, -windows.shape[1] % self._PADDED_TO), value=-1)
-        self.size = windows.shape[2]
-        self.key = (EncoderNoRepeatNGram, windows.shape)
-        self.tensors = (windows,)
-
-    def __call__(self, state: DecodeState, scores: Tensor) -> Tensor:
-        windows = self.tensors[0].repeat_interleave(scores.shape[0] // self.tensors[0].shape[0], dim=0)
-        counts = (windows[..., -1] >= 0) & (state.length >= self.size - 1)
-        return _ban_matches(windows, counts, _last_tokens(state, self.size - 1), scores)
+def chained(processors: Iterable[Edit | WithoutSequence], vocab: int) -> tuple[DeviceProcessor, ...]:
+    """The same processors, as many neighbours as possible run by one op."""
+    chains: list[list[Edit] | WithoutSequence] = []
+    for processor in processors:
+        if isinstance(processor, WithoutSequence):
+            chains.append(processor)
+        elif chains and isinstance(chains[-1], list) and _may_follow(chains[-1], processor):
+            chains[-1].append(processor)
+        else:
+            chains.append([processor])
+    return tuple(Edits(chain, vocab) if isinstance(chain, list) else chain for chain in chains)
 
 
-def _last_tokens(state: DecodeState, count: int) -> Tensor:
-    """[rows, count] last tokens of the sequences; meaningless while there are fewer."""
-    columns = state.length - count + torch.arange(count, device=state.ids.device)
-    return state.ids.index_select(1, columns.clamp(min=0))
-
-
-def _ban_matches(windows: Tensor, counts: Tensor, prefix: Tensor, scores: Tensor) -> Tensor:
-    """-inf for the last token of n-grams in `windows` [rows, n-grams, size] that count and start with `prefix`."""
-    vocab = scores.shape[1]
-    matches = (windows[..., :-1] == prefix[:, None, :]).all(-1) & counts
-    banned = torch.zeros(scores.shape[0], vocab + 1, dtype=torch.bool, device=scores.device)
-    banned.scatter_(1, torch.where(matches, windows[..., -1].clamp(max=vocab), vocab), True)
-    return scores.masked_fill(banned[:, :vocab], -math.inf)
+def _may_follow(chain: list[Edit], edit: Edit) -> bool:
+    """Whether `ops.LogitsEdits` does all of `chain` before `edit`, or the result is the same."""
+    done = {name for other in chain for name in other.fields}
+    rules = [other.rule for other in chain if other.rule is not None]
+    if "temperature" in done or "repetition_penalty" in edit.fields:
+        return False
+    if edit.rule is not None:
+        return len(rules) < MAX_RULES
+    # A ban stands whatever other bans come before or after it.
+    return not done & set(edit.fields) and ("temperature" in edit.fields or not any(rule.force for rule in rules))
 
 
 class _Target(NamedTuple):
@@ -131,86 +128,92 @@ class _Target(NamedTuple):
     vocab: int
     device: torch.device
 
-    def set_tokens(self, tokens: Any, first: int, end: int, force: bool = False) -> SetTokens:
-        if not isinstance(tokens, Tensor):
-            tokens = to_device(torch.tensor(tokens, device="cpu"), self.device)
-        return SetTokens(tokens.to(self.device), first, end, self.vocab, force=force)
+    def rule(self, tokens: Any, first: int, end: int, force: bool = False) -> Edit:
+        return Edit(rule=Rule(torch.as_tensor(tokens, device=self.device), first, end, force))
 
 
-def device_processor(processor: Any, rows: int, vocab: int, device: torch.device) -> DeviceProcessor | None:
-    """The same as `processor` on static tensors, or None where there is no such thing; decided by exact type."""
+def device_processor(processor: Any, rows: int, vocab: int, device: torch.device) -> Edit | WithoutSequence | None:
+    """The same as `processor` for `chained`, or None where there is no such thing; decided by exact type."""
     make = _MAKERS.get(type(processor))
     return None if make is None else make(processor, _Target(rows, vocab, device))
 
 
-def _forced_bos(processor: Any, target: _Target) -> DeviceProcessor | None:
+def _forced_bos(processor: Any, target: _Target) -> Edit | None:
     if not 0 <= processor.bos_token_id < target.vocab:
         return None
-    return target.set_tokens([processor.bos_token_id], 1, 2, force=True)
+    return target.rule([processor.bos_token_id], 1, 2, force=True)
 
 
-def _forced_eos(processor: Any, target: _Target) -> DeviceProcessor | None:
+def _forced_eos(processor: Any, target: _Target) -> Edit | None:
     if not all(token < target.vocab for token in processor.eos_token_id.tolist()):
         return None
     last = processor.max_length - 1
-    return target.set_tokens(processor.eos_token_id, last, last + 1, force=True)
+    return target.rule(processor.eos_token_id, last, last + 1, force=True)
 
 
-def _repetition_penalty(processor: Any, target: _Target) -> DeviceProcessor | None:
-    ignored = processor.prompt_ignore_length
+def _repetition_penalty(processor: Any, target: _Target) -> Edit | None:
+    fields, ignored = {"repetition_penalty": processor.penalty}, processor.prompt_ignore_length
     if isinstance(ignored, Tensor):
         if ignored.shape[0] != target.rows:
             return None
-        ignored = ignored.to(target.device)
-    else:
-        ignored = torch.full((target.rows,), ignored or 0, device=target.device)
-    return RepetitionPenalty(processor.penalty, ignored)
+        fields["prompt_ignore_length"] = ignored.to(target.device, torch.int64)
+    elif ignored:
+        fields["prompt_ignore_length"] = torch.full((target.rows,), ignored, device=target.device)
+    return Edit(fields)
 
 
-def _encoder_no_repeat_ngram(processor: Any, target: _Target) -> DeviceProcessor | None:
+def _encoder_no_repeat_ngram(processor: Any, target: _Target) -> Edit | None:
     size, items = processor.ngram_size, processor.generated_ngrams
     ngrams = [[(*prefix, last) for prefix, lasts in item.items() for last in lasts] for item in items]
     if target.rows % len(ngrams) or any(min(ngram) < 0 for item in ngrams for ngram in item):
         return None
-    windows = torch.full((len(ngrams), max(map(len, ngrams)), size), -1, device="cpu")
-    for item, found in zip(windows, ngrams, strict=True):
-        if found:
-            item[: len(found)] = torch.tensor(found, device="cpu")
-    return EncoderNoRepeatNGram(to_device(windows, target.device))
+    # A text in which they stand apart.
+    texts = [torch.tensor([token for ngram in item for token in (*ngram, -1)], dtype=torch.int64) for item in ngrams]
+    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-1)
+    return _encoder_edit(ids.to(target.device), size)
 
 
-def _fused_encoder_no_repeat_ngram(processor: Any, target: _Target) -> DeviceProcessor | None:
-    ids, size = processor.encoder_input_ids, processor.ngram_size
+def _fused_encoder_no_repeat_ngram(processor: Any, target: _Target) -> Edit | None:
+    ids = processor.encoder_input_ids
     if target.rows % ids.shape[0] or ids.device != target.device:
         return None
-    return EncoderNoRepeatNGram(F.pad(ids, (0, max(0, size - ids.shape[1])), value=-1).unfold(1, size, 1))
+    return _encoder_edit(ids, processor.ngram_size)
 
 
-def _without_sequence(processor: Any, target: _Target) -> DeviceProcessor:
+def _encoder_edit(ids: Tensor, size: int) -> Edit:
+    ids = F.pad(ids.long(), (0, -ids.shape[1] % _PADDED_TO), value=-1)
+    return Edit({"encoder_ids": ids, "encoder_no_repeat_ngram_size": size})
+
+
+def _without_sequence(processor: Any, target: _Target) -> WithoutSequence:
     return WithoutSequence(processor)
 
 
-def _no_repeat_ngram(processor: Any, target: _Target) -> DeviceProcessor:
-    return NoRepeatNGram(processor.ngram_size)
+def _temperature(processor: Any, target: _Target) -> Edit:
+    return Edit({"temperature": processor.temperature})
 
 
-_MAKERS: Mapping[type, Callable[[Any, _Target], DeviceProcessor | None]] = {
-    logits_process.TemperatureLogitsWarper: _without_sequence,
+def _no_repeat_ngram(processor: Any, target: _Target) -> Edit:
+    return Edit({"no_repeat_ngram_size": processor.ngram_size})
+
+
+_MAKERS: Mapping[type, Callable[[Any, _Target], Edit | WithoutSequence | None]] = {
+    logits_process.TemperatureLogitsWarper: _temperature,
     logits_process.TopKLogitsWarper: _without_sequence,
     logits_process.TopPLogitsWarper: _without_sequence,
     logits_process.MinPLogitsWarper: _without_sequence,
     logits_process.LogitNormalization: _without_sequence,
     logits_process.InfNanRemoveLogitsProcessor: _without_sequence,
-    logits_process.MinLengthLogitsProcessor: lambda processor, target: target.set_tokens(
+    logits_process.MinLengthLogitsProcessor: lambda processor, target: target.rule(
         processor.eos_token_id, 0, processor.min_length
     ),
-    logits_process.MinNewTokensLengthLogitsProcessor: lambda processor, target: target.set_tokens(
+    logits_process.MinNewTokensLengthLogitsProcessor: lambda processor, target: target.rule(
         processor.eos_token_id, 0, processor.prompt_length_to_skip + processor.min_new_tokens
     ),
-    logits_process.SuppressTokensLogitsProcessor: lambda processor, target: target.set_tokens(
+    logits_process.SuppressTokensLogitsProcessor: lambda processor, target: target.rule(
         processor.suppress_tokens, 0, _ALWAYS
     ),
-    logits_process.SuppressTokensAtBeginLogitsProcessor: lambda processor, target: target.set_tokens(
+    logits_process.SuppressTokensAtBeginLogitsProcessor: lambda processor, target: target.rule(
         processor.begin_suppress_tokens, processor.begin_index, processor.begin_index + 1
     ),
     logits_process.ForcedBOSTokenLogitsProcessor: _forced_bos,

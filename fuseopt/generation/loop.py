@@ -20,7 +20,7 @@ from transformers.generation.utils import (
 from fuseopt.generation import beam_selection, device_loop, tiers
 from fuseopt.generation.ahead import Ahead
 from fuseopt.generation.beam_selection import BeamSelection
-from fuseopt.generation.device_processors import DeviceProcessor, device_processor
+from fuseopt.generation.device_processors import DeviceProcessor, chained, device_processor
 from fuseopt.generation.fast_model import FastModel
 from fuseopt.generation.graphs import Step, StepGraphs
 from fuseopt.generation.layers import has_kernel
@@ -143,7 +143,9 @@ class DecodeLoop:
         if not has_kernel("decode_attention", state.cache):
             state.forget()
         if reason is None:
-            output, step, slots, cross_slots, note = self._on_device(model, state, call, tuple(filter(None, on_device)))
+            output, step, slots, cross_slots, note = self._on_device(
+                model, state, call, chained(filter(None, on_device), self.step.vocab)
+            )
         else:
             step = self.graphs.step(self.step, state, None)
             fast = FastModel(model, self.graphs, step, self.ahead)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
-from fuseopt.generation.device_processors import DeviceProcessor
+from fuseopt.generation.device_processors import DeviceProcessor, Edits
 from fuseopt.generation.state import DecodeState
+from fuseopt.ops import LogitsEdits
 
 
 class Selection:
@@ -36,6 +37,10 @@ class Selection:
     ) -> None:
         self.processors, self.do_sample, self.eos = processors, do_sample, eos
         self.keep_logits, self.keep_scores = keep_logits, keep_scores
+        # The last edits are left to the op that selects, unless their result is wanted.
+        last = processors[-1] if processors else None
+        self._last_edits = last if isinstance(last, Edits) and not (do_sample or keep_scores) else None
+        self._processors_before = processors if self._last_edits is None else processors[:-1]
         self.key: Hashable = (
             do_sample,
             keep_logits,
@@ -72,14 +77,9 @@ class Selection:
     def __call__(self, state: DecodeState, logits: Tensor, *, advance: bool = True) -> None:
         """With `advance`, the state moves on to its next slot."""
         counters = (state.counters,) if advance else ()
-        scores = logits
-        if self.processors or self.do_sample or self.keep_logits:
+        if self.keep_logits:
             state.logits.copy_(logits)
-            scores = state.logits
-        for processor in self.processors:
-            scores = processor(state, scores)
-        if self.keep_scores:
-            state.scores.copy_(scores)
+        scores = self._processed(state, logits)
         if not self.do_sample:
             ops.decode_select_(
                 scores,
@@ -91,10 +91,11 @@ class Selection:
                 state.pad,
                 self.eos,
                 counters=counters,
+                edits=self._edits_left(state),
                 overlap=True,
             )
             return
-        tokens = torch.multinomial(nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        tokens = torch.multinomial(nn.functional.softmax(scores.float(), dim=-1), num_samples=1).squeeze(1)
         if self.eos is None:
             state.tokens.copy_(tokens)
         else:
@@ -105,3 +106,14 @@ class Selection:
         state.ids.index_copy_(1, state.length, state.tokens[:, None])
         for counter in (state.length, *counters):
             counter += 1
+
+    def _processed(self, state: DecodeState, scores: Tensor) -> Tensor:
+        """After all processors but the edits that are left to the op that selects."""
+        for processor in self._processors_before:
+            scores = processor(state, scores)
+        if self.keep_scores:
+            state.scores.copy_(scores)
+        return scores
+
+    def _edits_left(self, state: DecodeState) -> LogitsEdits | None:
+        return None if self._last_edits is None else self._last_edits.of(state)

@@ -1,37 +1,49 @@
-"""The likeliest continuations of each item's beams: the running scores added, the best of all beams' vocabularies.
+"""The likeliest continuations of each item's beams: from logits to the best of all beams' vocabularies.
 
-Upstream: `_get_top_k_continuations` of transformers' `GenerationMixin`, up to the candidates and where they stand.
+Upstream: `GenerationMixin._beam_search` of transformers from the logits on, up to the candidates of
+`_get_top_k_continuations` and where they stand.
 """
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fuseopt.ops import registry
+from fuseopt.ops.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, edited, for_kernel
 from fuseopt.ops.library import define
 
 # A warp sorts the candidates of an item.
 MAX_COUNT = 32
+_KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _fake(scores: Tensor, running_scores: Tensor, count: int, overlap: bool) -> tuple[Tensor, Tensor]:
+def _fake(
+    scores: Tensor, running_scores: Tensor, count: int, log_softmax: bool, overlap: bool, *edits: object
+) -> tuple[Tensor, Tensor]:
     values = running_scores.new_empty((running_scores.shape[0], count))
     return values, values.new_empty(values.shape, dtype=torch.int64)
 
 
 RAW = define(
-    "beam_candidates(Tensor scores, Tensor running_scores, int count, bool overlap) -> (Tensor, Tensor)",
+    "beam_candidates(Tensor scores, Tensor running_scores, int count, bool log_softmax, bool overlap,"
+    f" {OPTIONAL_EDITS}) -> (Tensor, Tensor)",
     _fake,
 )
 
 
-def _reference(scores: Tensor, running_scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    accumulated = scores.unflatten(0, running_scores.shape) + running_scores[:, :, None]
+def _reference(
+    scores: Tensor, running_scores: Tensor, count: int, log_softmax: bool, edits: LogitsEdits | None
+) -> tuple[Tensor, Tensor]:
+    scores = F.log_softmax(scores, dim=-1, dtype=torch.float32) if log_softmax else scores.float()
+    if edits is not None:
+        scores = edited(scores, edits)
+    accumulated = scores.unflatten(0, running_scores.shape) + running_scores.float()[:, :, None]
     return torch.topk(accumulated.flatten(1), count)
 
 
-def _check(scores: Tensor, running_scores: Tensor, count: int) -> None:
+def _check(scores: Tensor, running_scores: Tensor, count: int, edits: LogitsEdits | None) -> None:
     if running_scores.dim() != 2 or scores.dim() != 2 or scores.shape[0] != running_scores.numel():
         raise ValueError(
             "running_scores must be [items, beams] and scores [items * beams, vocabulary], not"
@@ -40,26 +52,44 @@ def _check(scores: Tensor, running_scores: Tensor, count: int) -> None:
     continuations = running_scores.shape[1] * scores.shape[1]
     if not 0 < count <= continuations:
         raise ValueError(f"count must be between 1 and the {continuations} continuations of an item, not {count}")
+    if edits is not None:
+        check_edits(edits, *scores.shape)
 
 
 def beam_candidates_reference(
-    scores: Tensor, running_scores: Tensor, count: int, *, overlap: bool = False
+    scores: Tensor,
+    running_scores: Tensor,
+    count: int,
+    *,
+    log_softmax: bool = False,
+    edits: LogitsEdits | None = None,
+    overlap: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`beam_candidates` in plain PyTorch."""
-    _check(scores, running_scores, count)
-    return _reference(scores.float(), running_scores.float(), count)
+    _check(scores, running_scores, count, edits)
+    return _reference(scores, running_scores, count, log_softmax, edits)
 
 
 def beam_candidates(
-    scores: Tensor, running_scores: Tensor, count: int, *, overlap: bool = False, backend: str = "auto"
+    scores: Tensor,
+    running_scores: Tensor,
+    count: int,
+    *,
+    log_softmax: bool = False,
+    edits: LogitsEdits | None = None,
+    overlap: bool = False,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`torch.topk` of each item's `scores + running_scores` over its beams and the vocabulary, in float32.
 
     Args:
         scores: [items * beams, V], log-probabilities, any strides; float32, or what is converted to it.
+        log_softmax: `scores` are logits instead, whose log-softmax in float32 is taken first.
+        edits: what is done to the log-probabilities before they are added; None for nothing.
         running_scores: [items, beams], what the beams have gathered up to now.
         count: how many; "auto" takes the reference above 32.
-        overlap: launch the CUDA kernels programmatically dependent on their predecessors on the stream.
+        overlap: launch the CUDA kernels programmatically dependent on their predecessors on the stream; that of the
+            first must not be what writes the tensors of `edits`.
         backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
 
@@ -71,14 +101,15 @@ def beam_candidates(
         ValueError: shapes that do not fit together, or more continuations than there are.
         BackendError: the backend named cannot run here; the message says why.
     """
-    _check(scores, running_scores, count)
+    _check(scores, running_scores, count, edits)
     if backend == "auto" and count > MAX_COUNT:
         backend = "reference"
     dtypes = (scores.dtype, running_scores.dtype)
     chosen = registry.pick_without_gradient("beam_candidates", backend, dtypes, scores, running_scores)
     if chosen == "reference":
-        return _reference(scores.float(), running_scores.float(), count)
-    return RAW[chosen](scores.float(), running_scores.float(), count, overlap)
+        return _reference(scores, running_scores, count, log_softmax, edits)
+    scores = scores if scores.dtype in _KERNEL_DTYPES else scores.float()
+    return RAW[chosen](scores, running_scores.float(), count, log_softmax, overlap, *for_kernel(edits))
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
@@ -100,7 +131,7 @@ def bench_input(
 
 
 def _two_operations(scores: Tensor, running_scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    return _reference(scores.float(), running_scores.float(), count)
+    return _reference(scores, running_scores, count, False, None)
 
 
 registry.register(

@@ -1,6 +1,6 @@
-"""The end of a greedy decoding step in one launch: the likeliest token of each row, end of sequence, counters.
+"""The end of a greedy decoding step: logits processors, the likeliest token of each row, end of sequence, counters.
 
-Upstream: the loop of transformers' `GenerationMixin._sample` from the logits on, without processors.
+Upstream: the loop of transformers' `GenerationMixin._sample` from the logits on.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fuseopt.ops import registry
+from fuseopt.ops.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, edited, for_kernel
 from fuseopt.ops.library import check_shape, define
 
 
@@ -23,13 +24,15 @@ def _fake(
     eos: Tensor | None,
     counters: Sequence[Tensor],
     overlap: bool,
+    *edits: object,
 ) -> None:
     return None
 
 
 RAW = define(
     "decode_select_(Tensor scores, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length, Tensor(d!) unfinished,"
-    " Tensor(e!) going, Tensor pad, Tensor? eos, Tensor(f!)[] counters, bool overlap) -> ()",
+    " Tensor(e!) going, Tensor pad, Tensor? eos, Tensor(f!)[] counters, bool overlap,"
+    f" {OPTIONAL_EDITS}) -> ()",
     _fake,
 )
 
@@ -55,7 +58,14 @@ def _reference(
 
 
 def _check(
-    scores: Tensor, tokens: Tensor, ids: Tensor, length: Tensor, unfinished: Tensor, going: Tensor, pad: Tensor
+    scores: Tensor,
+    tokens: Tensor,
+    ids: Tensor,
+    length: Tensor,
+    unfinished: Tensor,
+    going: Tensor,
+    pad: Tensor,
+    edits: LogitsEdits | None,
 ) -> None:
     rows = scores.shape[0]
     if scores.dim() != 2 or scores.shape[1] == 0:
@@ -73,6 +83,8 @@ def _check(
     for name, tensor in (("unfinished", unfinished), ("going", going)):
         if tensor.dtype != torch.bool:
             raise TypeError(f"{name} must be bool, not {tensor.dtype}")
+    if edits is not None:
+        check_edits(edits, *scores.shape)
 
 
 def decode_select_reference(
@@ -86,10 +98,13 @@ def decode_select_reference(
     eos: Tensor | None = None,
     *,
     counters: Sequence[Tensor] = (),
+    edits: LogitsEdits | None = None,
     overlap: bool = False,
 ) -> None:
     """`decode_select_` in plain PyTorch."""
-    _check(scores, tokens, ids, length, unfinished, going, pad)
+    _check(scores, tokens, ids, length, unfinished, going, pad, edits)
+    if edits is not None:
+        scores = edited(scores, edits)
     _reference(scores, tokens, ids, length, unfinished, going, pad, eos, counters)
 
 
@@ -104,6 +119,7 @@ def decode_select_(
     eos: Tensor | None = None,
     *,
     counters: Sequence[Tensor] = (),
+    edits: LogitsEdits | None = None,
     overlap: bool = False,
     backend: str = "auto",
 ) -> None:
@@ -122,7 +138,9 @@ def decode_select_(
         pad: one element, int64.
         eos: [any number] int64, or None.
         counters: int64 tensors of any shape, contiguous. Read and written to.
-        overlap: launch the CUDA kernel programmatically dependent on its predecessor on the stream.
+        edits: what is done to the scores in float32 first; None for nothing.
+        overlap: launch the CUDA kernel programmatically dependent on its predecessor on the stream, which must not be
+            what writes the tensors of `edits`.
         backend: "auto", "cuda" or "reference".
 
     Raises:
@@ -130,12 +148,14 @@ def decode_select_(
         TypeError: dtypes other than these.
         BackendError: the backend named cannot run here, or scores that require a gradient under grad mode.
     """
-    _check(scores, tokens, ids, length, unfinished, going, pad)
+    _check(scores, tokens, ids, length, unfinished, going, pad, edits)
     chosen = registry.pick_without_gradient("decode_select_", backend, (scores.dtype,), scores)
     if chosen == "reference":
+        scores = scores if edits is None else edited(scores, edits)
         _reference(scores, tokens, ids, length, unfinished, going, pad, eos, counters)
     else:
-        RAW[chosen](scores, tokens, ids, length, unfinished, going, pad, eos, list(counters), overlap)
+        tensors = (scores, tokens, ids, length, unfinished, going, pad, eos, list(counters))
+        RAW[chosen](*tensors, overlap, *for_kernel(edits))
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

@@ -14,6 +14,7 @@ from fuseopt.generation.stop_flags import StopFlags
 from fuseopt.generation.tiers import Tier
 from tests import tiny
 from tests.generation.test_generate import (
+    DETAILS,
     FAMILIES,
     GENERATION,
     ON_DEVICE,
@@ -49,7 +50,7 @@ def model(request, each_device):
 
 @st.composite
 def beam_calls(draw):
-    kwargs = {name: draw(values) for name, values in BEAMS.items()}
+    kwargs = {name: draw(values) for name, values in (BEAMS | DETAILS).items()}
     kwargs["num_beams"] = draw(st.integers(1, 6))
     kwargs["num_return_sequences"] = draw(st.integers(1, kwargs["num_beams"]))
     kwargs["max_new_tokens"] = draw(st.integers(1, 12))

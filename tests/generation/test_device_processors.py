@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process
 
-from fuseopt.generation.device_processors import device_processor
+from fuseopt.generation.device_processors import Edits, chained, device_processor
 from fuseopt.generation.logits_processors import FusedEncoderNoRepeatNGram, FusedNoRepeatNGram
 from fuseopt.generation.state import CacheShape, DecodeState, Sizes, capacity_for
 
@@ -29,6 +29,11 @@ def encoder_ids():
     return torch.randint(VOCAB, (2, 6), generator=torch.Generator("cpu").manual_seed(4), device="cpu").to(
         torch.empty(0).device
     )
+
+
+def on_device(*processors):
+    """What a selection is given for these."""
+    return chained((device_processor(processor, ROWS, VOCAB, device()) for processor in processors), VOCAB)
 
 
 def device():
@@ -81,18 +86,55 @@ def test_scores_are_those_of_transformers(name, data):
     ids = torch.randint(few, (ROWS, length), generator=generator, device="cpu").to(device())
     scores = 4 * torch.randn(ROWS, VOCAB, generator=generator, device="cpu").to(device())
     scores[0, 1], scores[1] = -torch.inf, -1.0
-    on_device = device_processor(processor, ROWS, VOCAB, device())
+    (chain,) = on_device(processor)
     before = scores.clone()
-    got = on_device(state_with(ids, data.draw(st.integers(0, few - 1))), scores)
+    got = chain(state_with(ids, data.draw(st.integers(0, few - 1))), scores)
     assert torch.equal(scores, before)
     assert torch.equal(got, processor(ids, scores))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_chain_in_any_order_is_run_by_as_few_ops_as_can_be(data):
+    names = data.draw(st.lists(st.sampled_from(sorted(PROCESSORS)), min_size=1, max_size=6))
+    processors = [PROCESSORS[name](data.draw) for name in names]
+    length, seed = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 10**6))
+    generator = torch.Generator("cpu").manual_seed(seed)
+    ids = torch.randint(3, (ROWS, length), generator=generator, device="cpu").to(device())
+    scores = 4 * torch.randn(ROWS, VOCAB, generator=generator, device="cpu").to(device())
+    got, expected = scores, scores
+    for chain in on_device(*processors):
+        got = chain(state_with(ids, 1), got)
+    for processor in processors:
+        expected = processor(ids, expected)
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.data())
+def test_what_one_op_runs(data):
+    """In the order of generate() all of a kind; where another order would give another result, several ops."""
+
+    def lengths(*names):
+        chains = on_device(*(PROCESSORS[name](data.draw) for name in names))
+        return [len(chain.fields) if isinstance(chain, Edits) else 0 for chain in chains]
+
+    usual = ("repetition", "n-gram", "encoder n-gram", "min length", "min new tokens", "forced bos", "forced eos")
+    assert len(lengths(*usual, "suppressed", "suppressed at begin", "temperature")) == 1
+    assert lengths("temperature", "top-k", "temperature") == [1, 0, 1]
+    assert lengths("n-gram", "n-gram") == [1, 1]
+    assert lengths("forced eos", "n-gram") == [3, 1]
+    assert lengths("temperature", "n-gram") == [1, 1]
+    assert lengths("n-gram", "fused encoder n-gram", "temperature") == [4]
+    assert lengths(*["suppressed"] * 9) == [3, 3]
 
 
 def test_everything_may_be_banned():
     ids = torch.arange(VOCAB).repeat(ROWS, 1)
     scores = torch.zeros(ROWS, VOCAB)
-    on_device = device_processor(logits_process.NoRepeatNGramLogitsProcessor(1), ROWS, VOCAB, device())
-    assert on_device(state_with(ids, 0), scores).isneginf().all()
+    (chain,) = on_device(logits_process.NoRepeatNGramLogitsProcessor(1))
+    assert chain(state_with(ids, 0), scores).isneginf().all()
 
 
 def test_tokens_beyond_the_vocabulary_ban_and_weigh_nothing():
@@ -102,7 +144,8 @@ def test_tokens_beyond_the_vocabulary_ban_and_weigh_nothing():
         logits_process.NoRepeatNGramLogitsProcessor(1),
         logits_process.RepetitionPenaltyLogitsProcessor(3.0),
     ):
-        assert torch.equal(device_processor(processor, ROWS, VOCAB, device())(state_with(ids, 0), scores), scores)
+        (chain,) = on_device(processor)
+        assert torch.equal(chain(state_with(ids, 0), scores), scores)
 
 
 def test_padding_that_is_not_to_be_penalised():
@@ -111,7 +154,8 @@ def test_padding_that_is_not_to_be_penalised():
     processor = logits_process.RepetitionPenaltyLogitsProcessor(2.0)
     processor.prompt_ignore_length = ignored
     scores = torch.randn(ROWS, VOCAB)
-    got = device_processor(processor, ROWS, VOCAB, device())(state_with(ids, 1), scores)
+    (chain,) = on_device(processor)
+    got = chain(state_with(ids, 1), scores)
     for row in range(ROWS):
         alone = logits_process.RepetitionPenaltyLogitsProcessor(2.0)
         kept = ids[row : row + 1, ignored[row] :]

@@ -55,6 +55,8 @@ SHARED = {
     "eos_token_id": st.one_of(token, st.lists(token, min_size=1, max_size=20, unique=True)),
     "num_return_sequences": st.integers(1, 3),
 }
+# Where scores are wanted, processors do not run inside the op that selects.
+DETAILS = {"output_scores": st.booleans(), "output_logits": st.booleans()}
 
 
 # One model serves all examples, as it serves a user's calls.
@@ -64,7 +66,7 @@ sweep = settings(deadline=None, suppress_health_check=[HealthCheck.function_scop
 @st.composite
 def calls(draw, others):
     """generate() arguments: some of the shared ones, some of `others`, and sampling or not."""
-    kwargs = {name: draw(values) for name, values in SHARED.items()}
+    kwargs = {name: draw(values) for name, values in (SHARED | DETAILS).items()}
     kwargs["do_sample"] = draw(st.booleans())
     if not kwargs["do_sample"]:
         del kwargs["num_return_sequences"]
@@ -108,7 +110,7 @@ def assert_same(got, wanted):
         torch.testing.assert_close(got[part], wanted[part], **CLOSE)
     for part in {"beam_indices"} & got.keys():
         assert torch.equal(got[part], wanted[part])
-    for part in ("scores", "logits"):
+    for part in {"scores", "logits"} & got.keys():
         assert len(got[part]) == len(wanted[part])
         for ours, theirs in zip(got[part], wanted[part], strict=True):
             torch.testing.assert_close(ours, theirs, **CLOSE)
@@ -209,6 +211,37 @@ def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch):
     assert counts["decode_attention_"] == depth * forwards
     assert counts.get("decode_attention", 0) == (depth * forwards if encodes else 0)
     assert counts["decode_embedding"] >= forwards
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "expected"),
+    [
+        ({}, {"decode_select_": "edits"}),
+        ({"output_scores": True}, {"edit_logits": "edits", "decode_select_": ""}),
+        ({"remove_invalid_values": True}, {"edit_logits": "edits", "decode_select_": "edits"}),
+        ({"do_sample": True, "top_k": 5}, {"edit_logits": "edits"}),
+        ({"num_beams": 2}, {"beam_candidates": "edits log_softmax"}),
+        ({"num_beams": 2, "output_scores": True}, {"edit_logits": "edits", "beam_candidates": ""}),
+        ({"num_beams": 2, "remove_invalid_values": True}, {"edit_logits": "edits", "beam_candidates": "edits"}),
+    ],
+    ids=str,
+)
+def test_where_processors_run(model, kwargs, expected, monkeypatch):
+    """Each op that runs, and what it does beside its own work."""
+    seen = {}
+    for name in ("edit_logits", "decode_select_", "beam_candidates"):
+        op = getattr(ops, name)
+
+        def watched(*args, op=op, name=name, **kwargs):
+            given = {"edits": name == "edit_logits" or kwargs.get("edits"), "log_softmax": kwargs.get("log_softmax")}
+            seen[name] = " ".join(what for what, is_given in given.items() if is_given)
+            return op(*args, **kwargs)
+
+        monkeypatch.setattr(ops, name, watched)
+    # In the order of generate(), InfNanRemove comes between the n-grams and the suppressed tokens.
+    kwargs = {"output_scores": False, "no_repeat_ngram_size": 2, "suppress_tokens": [3, 5], **kwargs}
+    compare(model, prompt(model, 2, 7, 5), Tier.DEVICE_LOOP, max_new_tokens=6, **kwargs)
+    assert seen == expected
 
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 3])

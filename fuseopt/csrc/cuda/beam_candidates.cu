@@ -1,51 +1,123 @@
 // The best continuations of each item. Warps take the highest of their stretch of a row, blocks those of their warps,
 // and a warp an item those of its blocks.
 #include "dependent_launch.cuh"
-#include "launchers.h"
+#include "logits_chunk.cuh"
 #include "topk_order.cuh"
 
 namespace fuseopt {
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kStretch = 1024;  // scores a warp
-constexpr int kChunk = kWarps * kStretch;
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kPerThread = 32;
+constexpr int kChunk = kThreads * kPerThread;
+
+template <typename T>
+using Chunk = LogitsChunk<T, kThreads, kPerThread>;
 
 struct ChunkedCandidates {
   BeamCandidates of;
   int chunks;  // a row
+  ScoreArithmetic<float> arithmetic;
 };
 
-__global__ void __launch_bounds__(kWarps * kWarpSize) chunk_kernel(const __grid_constant__ ChunkedCandidates chunked) {
+// Of a row's logits, or a part of them: the highest, and the sum of what they are the logarithms of, divided by it.
+struct PartialSum {
+  float highest;
+  float sum;
+};
+
+// Blocks: x is the row, y the chunk.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ ChunkedCandidates chunked) {
   const BeamCandidates& of = chunked.of;
+  Chunk<T> chunk(of.scores, blockIdx.x, blockIdx.y, of.vocabulary);
+  RowTeam<Team::kBlock> team;
+
+  let_successor_start();
+  wait_for_predecessor();
+  chunk.load();
+  float highest = -INFINITY, sum = 0;
+  const auto for_each = [&](auto visit) {
+#pragma unroll
+    for (int k = 0; k < Chunk<T>::kVectors; ++k) {
+#pragma unroll
+      for (int j = 0; j < Chunk<T>::kWidth; ++j) {
+        if (chunk.is_token(chunk.token_of(k) + j)) visit(chunk.vectors[k][j]);
+      }
+    }
+  };
+  for_each([&](float logit) { highest = fmaxf(highest, logit); });
+  highest = team.reduce<Max>(highest);
+  // Where there is nothing above -inf only a NaN leaves a trace.
+  const float subtracted = highest == -INFINITY ? 0 : highest;
+  for_each([&](float logit) { sum += expf(logit - subtracted); });
+  sum = team.reduce<Sum>(sum);
+  if (threadIdx.x == 0) {
+    reinterpret_cast<PartialSum*>(of.partial_sums)[static_cast<int64_t>(blockIdx.x) * gridDim.y + blockIdx.y] = {highest, sum};
+  }
+}
+
+// Of a whole row.
+__device__ PartialSum sum_of_row(const ChunkedCandidates& chunked, int64_t row) {
+  const auto* const parts = reinterpret_cast<const PartialSum*>(chunked.of.partial_sums) + row * chunked.chunks;
+  PartialSum total = {-INFINITY, 0};
+  for (int c = 0; c < chunked.chunks; ++c) total.highest = fmaxf(total.highest, parts[c].highest);
+  for (int c = 0; c < chunked.chunks; ++c) total.sum += parts[c].sum * expf(parts[c].highest - total.highest);
+  return total;
+}
+
+// Blocks: x is the row, y the chunk.
+template <typename T, bool kHasEdits>
+__global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__ ChunkedCandidates chunked) {
+  constexpr int kWidth = Chunk<T>::kWidth, kStretch = Chunk<T>::kStretch;
+  const BeamCandidates& of = chunked.of;
+  __shared__ unsigned penalised[Chunk<T>::kMarkWords], banned[Chunk<T>::kMarkWords];
   __shared__ unsigned keys[kWarps][kStretch];
   __shared__ unsigned taken_keys[kWarps * kMaxTaken];
   __shared__ int taken_tokens[kWarps * kMaxTaken];
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, count = of.count;
-  const int64_t row = blockIdx.x / chunked.chunks;
-  const int first = static_cast<int>(blockIdx.x % chunked.chunks) * kChunk + warp * kStretch;
+  const int64_t row = blockIdx.x;
+  Chunk<T> chunk(of.scores, row, blockIdx.y, of.vocabulary);
 
   let_successor_start();
+  ChunkMarks marks;
+  if constexpr (kHasEdits) marks = chunk.mark(of.edits, row, penalised, banned);
   wait_for_predecessor();
-  const float* const scores = of.scores + row * of.row_stride;
   const float running = of.running_scores[row];
-#pragma unroll 8
-  for (int i = lane; i < kStretch; i += kWarpSize) {
-    const int token = first + i;
-    keys[warp][i] = token < of.vocabulary ? key_of(scores[token * of.column_stride] + running) : kNoKey;
+  const bool has_sum = of.partial_sums != nullptr;
+  chunk.load();
+  PartialSum total = {0, 1};
+  if (has_sum) total = sum_of_row(chunked, row);
+  const float logarithm = logf(total.sum);
+#pragma unroll
+  for (int k = 0; k < Chunk<T>::kVectors; ++k) {
+    const int place = chunk.place_of(k);
+    float scores[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      scores[j] = chunk.vectors[k][j];
+      if (has_sum) scores[j] = scores[j] - total.highest - logarithm;
+    }
+    if constexpr (kHasEdits) marks.edit(place, chunked.arithmetic, scores);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      keys[warp][place % kStretch + j] = chunk.is_token(chunk.token_at(place + j)) ? key_of(scores[j] + running) : kNoKey;
+    }
   }
   __syncwarp();
   Taken taken = take_highest(keys[warp], kStretch, count);
   if (lane < count) {
     taken_keys[warp * count + lane] = taken.key;
-    taken_tokens[warp * count + lane] = first + taken.place;
+    taken_tokens[warp * count + lane] = chunk.token_at(warp * kStretch + taken.place);
   }
   __syncthreads();
   if (warp > 0) return;
   taken = take_highest(taken_keys, kWarps * count, count);
   if (lane < count) {
-    of.chunk_keys[blockIdx.x * count + lane] = taken.key;
-    of.chunk_tokens[blockIdx.x * count + lane] = taken.key == kNoKey ? 0 : taken_tokens[taken.place];
+    const int64_t place = (row * chunked.chunks + blockIdx.y) * count + lane;
+    of.chunk_keys[place] = taken.key;
+    of.chunk_tokens[place] = taken.key == kNoKey ? 0 : taken_tokens[taken.place];
   }
 }
 
@@ -73,17 +145,35 @@ __global__ void __launch_bounds__(kWarpSize) item_kernel(const __grid_constant__
   }
 }
 
+template <typename T>
+cudaError_t launch_chunks(const ChunkedCandidates& chunked, cudaStream_t stream) {
+  const BeamCandidates& of = chunked.of;
+  const auto rows = static_cast<unsigned>(of.items * of.beams);
+  const LaunchShape shape = {rows, kThreads, 0, 1, static_cast<unsigned>(chunked.chunks)};
+  bool overlap = of.overlap;
+  if (of.partial_sums != nullptr) {
+    const cudaError_t error = launch_dependent(sum_kernel<T>, chunked, shape, overlap, stream);
+    if (error != cudaSuccess) return error;
+    overlap = true;
+  }
+  const auto kernel = of.has_edits ? chunk_kernel<T, true> : chunk_kernel<T, false>;
+  return launch_dependent(kernel, chunked, shape, overlap, stream);
+}
+
 }  // namespace
 
-extern "C" int64_t fuseopt_beam_candidates_chunks(int64_t vocabulary) { return ceil_div(vocabulary, kChunk); }
+extern "C" int64_t fuseopt_beam_candidates_chunks(int64_t vocabulary) { return chunks_of(vocabulary, kChunk); }
 
 extern "C" cudaError_t fuseopt_beam_candidates(BeamCandidates candidates, cudaStream_t stream) {
-  const int64_t rows = candidates.items * candidates.beams;
-  if (rows == 0) return cudaSuccess;
+  if (candidates.items * candidates.beams == 0) return cudaSuccess;
   const int chunks = static_cast<int>(fuseopt_beam_candidates_chunks(candidates.vocabulary));
-  const ChunkedCandidates chunked = {candidates, chunks};
-  const LaunchShape shape = {static_cast<unsigned>(rows * chunks), kWarps * kWarpSize, 0, 1};
-  const cudaError_t error = launch_dependent(chunk_kernel, chunked, shape, candidates.overlap, stream);
+  const ChunkedCandidates chunked = {candidates, chunks, ScoreArithmetic<float>(candidates.edits)};
+  cudaError_t error = cudaSuccess;
+  switch (candidates.scores.dtype) {
+    case kFloat16: error = launch_chunks<__half>(chunked, stream); break;
+    case kBFloat16: error = launch_chunks<__nv_bfloat16>(chunked, stream); break;
+    default: error = launch_chunks<float>(chunked, stream);
+  }
   if (error != cudaSuccess) return error;
   const size_t shared_bytes = candidates.beams * chunks * candidates.count * sizeof(unsigned);
   const LaunchShape item_shape = {static_cast<unsigned>(candidates.items), kWarpSize, shared_bytes, 1};

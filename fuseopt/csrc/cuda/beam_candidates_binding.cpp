@@ -1,15 +1,21 @@
-#include "binding.h"
+#include "logits_edits_binding.h"
 
 namespace fuseopt {
 namespace {
 
 constexpr const char* kOp = "beam_candidates";
 
-std::tuple<Tensor, Tensor> beam_candidates(Tensor scores, Tensor running_scores, int64_t count, bool overlap) {
+std::tuple<Tensor, Tensor> beam_candidates(Tensor scores, Tensor running_scores, int64_t count, bool log_softmax,
+                                           bool overlap, std::optional<Tensor> edited_ids,
+                                           std::optional<Tensor> edited_length, double repetition_penalty,
+                                           std::optional<Tensor> prompt_ignore_length, int64_t ngram_size,
+                                           std::optional<Tensor> encoder_ids, int64_t encoder_ngram_size,
+                                           std::optional<Tensor> token_rules, std::optional<Tensor> rule_bounds,
+                                           int64_t forcing_rules, double temperature) {
   FUSEOPT_CHECK(scores.dim() == 2 && running_scores.dim() == 2 && scores.size(0) == running_scores.numel(),
                 "fuseopt::", kOp, ": scores must be [items * beams, vocabulary], running_scores [items, beams]");
-  FUSEOPT_CHECK(scores.scalar_type() == ScalarType::Float && running_scores.scalar_type() == ScalarType::Float,
-                "fuseopt::", kOp, ": scores and running_scores must be float32");
+  FUSEOPT_CHECK(scores.scalar_type() != ScalarType::Double && running_scores.scalar_type() == ScalarType::Float,
+                "fuseopt::", kOp, ": scores must be float32, float16 or bfloat16, running_scores float32");
   FUSEOPT_CHECK(count > 0 && count <= BeamCandidates::kMaxCount, "fuseopt::", kOp, ": count must be between 1 and ",
                 BeamCandidates::kMaxCount, ", not ", count);
   FUSEOPT_CHECK(running_scores.size(1) * scores.size(1) <= INT32_MAX, "fuseopt::", kOp,
@@ -17,9 +23,7 @@ std::tuple<Tensor, Tensor> beam_candidates(Tensor scores, Tensor running_scores,
   const Launch launch(kOp, scores);
   const Tensor running = as_contiguous(running_scores);
   BeamCandidates candidates = {};
-  candidates.scores = static_cast<const float*>(scores.data_ptr());
-  candidates.row_stride = scores.stride(0);
-  candidates.column_stride = scores.stride(1);
+  candidates.scores = score_matrix(kOp, scores);
   candidates.vocabulary = scores.size(1);
   candidates.running_scores = static_cast<const float*>(running.data_ptr());
   candidates.items = running.size(0);
@@ -34,6 +38,16 @@ std::tuple<Tensor, Tensor> beam_candidates(Tensor scores, Tensor running_scores,
   Tensor places = allocate(scores, {candidates.items, count}, ScalarType::Long);
   candidates.values = static_cast<float*>(values.data_ptr());
   candidates.places = static_cast<int64_t*>(places.data_ptr());
+  const std::optional<Tensor> sums =
+      log_softmax ? std::optional(allocate(scores, {chunks, 2}, ScalarType::Float)) : std::nullopt;
+  candidates.partial_sums = static_cast<float*>(data_of(sums));
+  candidates.has_edits = edited_ids.has_value();
+  if (candidates.has_edits) {
+    candidates.edits = logits_edits(kOp, scores,
+                                    {edited_ids, edited_length, repetition_penalty, prompt_ignore_length, ngram_size,
+                                     encoder_ids, encoder_ngram_size, token_rules, rule_bounds, forcing_rules,
+                                     temperature});
+  }
   candidates.overlap = overlap;
   launch.check(fuseopt_beam_candidates(candidates, launch.stream()));
   return {values, places};

@@ -1,14 +1,16 @@
 // The end of a greedy decoding step in two launches: the best score of each chunk of a row, all over the device, then in
 // one block the best of each row and all that follows from it.
 #include "dependent_launch.cuh"
-#include "dtype.cuh"
+#include "logits_chunk.cuh"
 
 namespace fuseopt {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kPerThread = DecodeSelect::kChunk / kThreads;
+constexpr int kPerThread = 16;
+constexpr int kChunk = kThreads * kPerThread;
+constexpr int kMaxFinishThreads = 1024;
 
 template <typename T>
 using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -25,9 +27,9 @@ struct Candidate {
     if (above || (equal && other_token < token)) score = other, token = other_token;
   }
 
-  __device__ void reduce_over_warp() {
-#pragma unroll
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+  // Over every `lanes` neighbouring lanes of a warp, a power of two of them.
+  __device__ void reduce(int lanes = kWarpSize) {
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
       const Acc other = __shfl_xor_sync(kFullWarp, score, distance);
       consider(other, __shfl_xor_sync(kFullWarp, token, distance));
     }
@@ -35,52 +37,82 @@ struct Candidate {
 };
 static_assert(sizeof(Candidate<double>) <= DecodeSelect::kCandidateBytes);
 
-// Blocks: x is the chunk, y the row.
-template <typename T>
-__global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__ DecodeSelect select) {
+struct SelectChunks {
+  DecodeSelect of;
+  ScoreArithmetic<float> arithmetic;
+};
+
+// Blocks: x is the row, y the chunk.
+template <typename T, bool kHasEdits>
+__global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__ SelectChunks chunks) {
   using Acc = AccOf<T>;
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int first = blockIdx.x * DecodeSelect::kChunk + threadIdx.x, vocabulary = static_cast<int>(select.vocabulary);
-  const T* const scores = static_cast<const T*>(select.scores) + blockIdx.y * select.row_stride;
+  using Chunk = LogitsChunk<T, kThreads, kPerThread>;
+  __shared__ unsigned penalised[Chunk::kMarkWords], banned[Chunk::kMarkWords];
   __shared__ Candidate<Acc> of_warps[kWarps];
+  const DecodeSelect& select = chunks.of;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  Chunk chunk(select.scores, blockIdx.x, blockIdx.y, select.vocabulary);
 
   let_successor_start();
+  ChunkMarks marks;
+  if constexpr (kHasEdits) marks = chunk.mark(select.edits, blockIdx.x, penalised, banned);
   wait_for_predecessor();
-  T values[kPerThread];
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    if (first + i * kThreads < vocabulary) values[i] = scores[first + i * kThreads];
-  }
+  chunk.load();
   Candidate<Acc> best;
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    if (first + i * kThreads < vocabulary) best.consider(static_cast<Acc>(values[i]), first + i * kThreads);
+  for (int k = 0; k < Chunk::kVectors; ++k) {
+    const int first = chunk.token_of(k);
+    const Vector<T>& vector = chunk.vectors[k];
+    if constexpr (kHasEdits) {
+      float scores[Chunk::kWidth];
+#pragma unroll
+      for (int j = 0; j < Chunk::kWidth; ++j) scores[j] = vector[j];
+      marks.edit(chunk.place_of(k), chunks.arithmetic, scores);
+#pragma unroll
+      for (int j = 0; j < Chunk::kWidth; ++j) {
+        if (chunk.is_token(first + j)) best.consider(scores[j], first + j);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < Chunk::kWidth; ++j) {
+        if (chunk.is_token(first + j)) best.consider(static_cast<Acc>(vector.values[j]), first + j);
+      }
+    }
   }
-  best.reduce_over_warp();
+  best.reduce();
   if (lane == 0) of_warps[warp] = best;
   __syncthreads();
   if (warp > 0) return;
   best = lane < kWarps ? of_warps[lane] : Candidate<Acc>();
-  best.reduce_over_warp();
-  if (lane == 0) static_cast<Candidate<Acc>*>(select.candidates)[blockIdx.y * gridDim.x + blockIdx.x] = best;
+  best.reduce();
+  if (lane == 0) static_cast<Candidate<Acc>*>(select.candidates)[static_cast<int64_t>(blockIdx.x) * gridDim.y + blockIdx.y] = best;
+}
+
+// As many lanes to a row as it has chunks, a power of two up to a warp.
+__host__ __device__ inline int lanes_for(int64_t chunks) {
+  int lanes = 1;
+  while (lanes < chunks && lanes < kWarpSize) lanes *= 2;
+  return lanes;
 }
 
 template <typename Acc>
-__global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ DecodeSelect select) {
-  const int chunks = static_cast<int>(select.chunks);
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+__global__ void __launch_bounds__(kMaxFinishThreads) finish_kernel(const __grid_constant__ DecodeSelect select) {
+  const int chunks = static_cast<int>(select.chunks), lanes = lanes_for(chunks);
+  const int lane = threadIdx.x % lanes, rows_at_once = blockDim.x / lanes;
   let_successor_start();
   wait_for_predecessor();
-  const int64_t column = *select.length;
+  const int64_t column = *select.length, pad = *select.pad;
   bool going = false;
-  for (int64_t row = warp; row < select.rows; row += kWarps) {
+  for (int64_t first = 0; first < select.rows; first += rows_at_once) {
+    const int64_t row = first + threadIdx.x / lanes;
+    const bool is_row = row < select.rows;
+    bool unfinished = is_row && select.unfinished[row];
     const auto* const candidates = static_cast<const Candidate<Acc>*>(select.candidates) + row * chunks;
     Candidate<Acc> best;
-    for (int c = lane; c < chunks; c += kWarpSize) best.consider(candidates[c].score, candidates[c].token);
-    best.reduce_over_warp();
-    if (lane > 0) continue;
-    bool unfinished = select.unfinished[row];
-    const int64_t token = unfinished ? best.token : *select.pad;
+    for (int c = lane; is_row && c < chunks; c += lanes) best.consider(candidates[c].score, candidates[c].token);
+    best.reduce(lanes);
+    if (lane > 0 || !is_row) continue;
+    const int64_t token = unfinished ? best.token : pad;
     for (int64_t i = 0; i < select.eos_count; ++i) unfinished = unfinished && token != select.eos[i];
     select.tokens[row] = token;
     select.unfinished[row] = unfinished;
@@ -95,23 +127,29 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
     *select.length = column + 1;
   }
   for (int c = 0; c < select.counter_count; ++c) {
-    for (int64_t i = threadIdx.x; i < select.counter_sizes[c]; i += kThreads) ++select.counters[c][i];
+    for (int64_t i = threadIdx.x; i < select.counter_sizes[c]; i += blockDim.x) ++select.counters[c][i];
   }
 }
 
 template <typename T>
 cudaError_t launch_as(const DecodeSelect& select, cudaStream_t stream) {
-  const LaunchShape shape{static_cast<unsigned>(select.chunks), kThreads, 0, 1, static_cast<unsigned>(select.rows)};
-  const cudaError_t error = launch_dependent(chunk_kernel<T>, select, shape, select.overlap, stream);
+  const LaunchShape shape{static_cast<unsigned>(select.rows), kThreads, 0, 1, static_cast<unsigned>(select.chunks)};
+  const SelectChunks chunks = {select, ScoreArithmetic<float>(select.edits)};
+  const auto kernel = select.has_edits ? chunk_kernel<T, true> : chunk_kernel<T, false>;
+  const cudaError_t error = launch_dependent(kernel, chunks, shape, select.overlap, stream);
   if (error != cudaSuccess) return error;
-  return launch_dependent(finish_kernel<AccOf<T>>, select, {1, kThreads, 0, 1}, true, stream);
+  const bool fits = select.rows * lanes_for(select.chunks) <= kThreads;
+  const LaunchShape finish_shape{1, static_cast<unsigned>(fits ? kThreads : kMaxFinishThreads), 0, 1};
+  return launch_dependent(finish_kernel<AccOf<T>>, select, finish_shape, true, stream);
 }
 
 }  // namespace
 
+extern "C" int64_t fuseopt_decode_select_chunks(int64_t vocabulary) { return chunks_of(vocabulary, kChunk); }
+
 extern "C" cudaError_t fuseopt_decode_select(DecodeSelect select, cudaStream_t stream) {
   if (select.rows == 0) return cudaSuccess;
-  switch (select.dtype) {
+  switch (select.scores.dtype) {
     case kFloat16: return launch_as<__half>(select, stream);
     case kBFloat16: return launch_as<__nv_bfloat16>(select, stream);
     case kFloat64: return launch_as<double>(select, stream);

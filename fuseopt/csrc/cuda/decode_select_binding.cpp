@@ -1,4 +1,4 @@
-#include "binding.h"
+#include "logits_edits_binding.h"
 
 namespace fuseopt {
 namespace {
@@ -18,22 +18,22 @@ bool* flags(const char* name, const Tensor& tensor) {
 }
 
 void decode_select(Tensor scores, Tensor tokens, Tensor ids, Tensor length, Tensor unfinished, Tensor going, Tensor pad,
-                   std::optional<Tensor> eos, std::vector<Tensor> counters, bool overlap) {
+                   std::optional<Tensor> eos, std::vector<Tensor> counters, bool overlap,
+                   std::optional<Tensor> edited_ids, std::optional<Tensor> edited_length, double repetition_penalty,
+                   std::optional<Tensor> prompt_ignore_length, int64_t ngram_size, std::optional<Tensor> encoder_ids,
+                   int64_t encoder_ngram_size, std::optional<Tensor> token_rules, std::optional<Tensor> rule_bounds,
+                   int64_t forcing_rules, double temperature) {
   FUSEOPT_CHECK(scores.dim() == 2 && ids.dim() == 2 && ids.size(0) == scores.size(0), "fuseopt::", kOp,
                 ": scores must be [rows, vocabulary], ids [rows, length]");
   FUSEOPT_CHECK(counters.size() <= DecodeSelect::kMaxCounters, "fuseopt::", kOp, ": at most ",
                 DecodeSelect::kMaxCounters, " counters, not ", counters.size());
-  FUSEOPT_CHECK(scores.size(0) <= DecodeSelect::kMaxRows, "fuseopt::", kOp, ": at most ", DecodeSelect::kMaxRows,
-                " rows, not ", scores.size(0));
   FUSEOPT_CHECK(tokens.is_contiguous(), "fuseopt::", kOp, ": tokens must be contiguous");
   const Tensor read = scores.stride(1) == 1 ? scores : torch::stable::contiguous(scores);
   const Launch launch(kOp, scores);
   DecodeSelect select = {};
-  select.dtype = dtype_code(kOp, read.scalar_type());
-  select.scores = read.data_ptr();
+  select.scores = score_matrix(kOp, read);
   select.rows = read.size(0);
   select.vocabulary = read.size(1);
-  select.row_stride = read.stride(0);
   select.tokens = integers("tokens", tokens);
   select.ids = integers("ids", ids);
   select.ids_columns = ids.size(1);
@@ -52,10 +52,16 @@ void decode_select(Tensor scores, Tensor tokens, Tensor ids, Tensor length, Tens
     select.counters[i] = integers("a counter", counters[i]);
     select.counter_sizes[i] = counters[i].numel();
   }
-  select.chunks = (select.vocabulary + DecodeSelect::kChunk - 1) / DecodeSelect::kChunk;
+  select.chunks = fuseopt_decode_select_chunks(select.vocabulary);
   const Tensor candidates =
       allocate(scores, {select.rows * select.chunks * DecodeSelect::kCandidateBytes}, ScalarType::Byte);
   select.candidates = candidates.data_ptr();
+  select.has_edits = edited_ids.has_value();
+  if (select.has_edits) {
+    select.edits = logits_edits(kOp, scores,
+                                {edited_ids, edited_length, repetition_penalty, prompt_ignore_length, ngram_size,
+                                 encoder_ids, encoder_ngram_size, token_rules, rule_bounds, forcing_rules, temperature});
+  }
   select.overlap = overlap;
   launch.check(fuseopt_decode_select(select, launch.stream()));
 }

@@ -52,14 +52,20 @@ struct ScoreMatrix {
   int64_t column_stride;
 };
 
-// What is done to row r of the scores; see process_logits.cu.
+// What is done to row r of the scores; see logits_edits.cuh.
 struct LogitsEdits {
+  static constexpr int kMaxRules = 8;
   TokenIds input_ids;          // [rows, length]
+  const int64_t* length;       // how many of their columns count; null: all
   TokenIds encoder_input_ids;  // as wide an id as those of `input_ids`; row r belongs to r / rows_per_encoder_row
   int64_t rows_per_encoder_row;
   const int64_t* penalty_begin;  // [rows]: the first id that counts for the penalty; null: the first of the row
   const int64_t* suppressed;     // ids banned in every row
   int64_t suppressed_count;
+  const uint8_t* rules;        // [vocabulary]: bit i of a token's: rule i is about it; null: there are none
+  const int64_t* rule_bounds;  // [rule_count, 2]: the first length of sequences at which a rule holds, and the end
+  int rule_count;
+  unsigned forcing_rules;      // bit i: rule i sets its tokens to 0 and bans all others; any other bans its tokens
   int64_t ngram_size;          // 0: no ban
   int64_t encoder_ngram_size;  // 0: no ban
   double repetition_penalty;   // 1: none
@@ -152,17 +158,23 @@ struct DecodeEmbedding {
   void* output;  // [rows, columns]
 };
 
+// Edited scores of any dtype as float32, in `edits`' order.
+struct EditLogits {
+  ScoreMatrix logits;  // [rows, vocabulary]
+  int64_t rows;
+  int64_t vocabulary;
+  LogitsEdits edits;
+  bool overlap;   // may start before the kernel ahead on the stream has ended
+  float* output;  // [rows, vocabulary]
+};
+
 // The end of a greedy step: argmax of each row of `scores`, `pad` in finished rows, end of sequence, one more everywhere.
 struct DecodeSelect {
   static constexpr int kMaxCounters = 4;
-  static constexpr int kMaxRows = 65535;  // of a grid
-  static constexpr int kChunk = 4096;     // scores that a block looks through
   static constexpr int kCandidateBytes = 16;
-  const void* scores;  // [rows, vocabulary]
-  int dtype;           // DType
+  ScoreMatrix scores;  // [rows, vocabulary]
   int64_t rows;
   int64_t vocabulary;
-  int64_t row_stride;
   int64_t* tokens;  // [rows]
   int64_t* ids;     // [rows, ids_columns]
   int64_t ids_columns;
@@ -178,17 +190,20 @@ struct DecodeSelect {
   int64_t counter_sizes[kMaxCounters];
   int counter_count;
   void* candidates;  // [rows, chunks] of kCandidateBytes, written before they are read
-  int64_t chunks;    // of `vocabulary`
-  bool overlap;      // may start before the kernel ahead on the stream has ended
+  int64_t chunks;    // fuseopt_decode_select_chunks(vocabulary)
+  bool has_edits;
+  LogitsEdits edits;  // of float32 scores, before all that
+  bool overlap;       // may start before the kernel ahead on the stream has ended
 };
 
 // The `count` best of the continuations of each item's beams.
 struct BeamCandidates {
   static constexpr int kMaxCount = 32;  // a warp sorts them
-  const float* scores;                  // [items * beams, vocabulary]
-  int64_t row_stride;
-  int64_t column_stride;
+  ScoreMatrix scores;                   // [items * beams, vocabulary]
   int64_t vocabulary;
+  float* partial_sums;  // [items * beams * chunks of a row, 2], written before it is read; null: no log-softmax
+  bool has_edits;
+  LogitsEdits edits;  // of float32 scores, after the log-softmax
   const float* running_scores;  // [items, beams]
   int64_t items;
   int64_t beams;
@@ -244,6 +259,11 @@ int64_t fuseopt_beam_candidates_chunks(int64_t vocabulary);
 cudaError_t fuseopt_beam_candidates(BeamCandidates candidates, cudaStream_t stream);
 
 cudaError_t fuseopt_decode_embedding(DecodeEmbedding embedding, cudaStream_t stream);
+
+cudaError_t fuseopt_edit_logits(EditLogits edit, cudaStream_t stream);
+
+// How many chunks of a row each give their best.
+int64_t fuseopt_decode_select_chunks(int64_t vocabulary);
 
 cudaError_t fuseopt_decode_select(DecodeSelect select, cudaStream_t stream);
 

@@ -1,11 +1,7 @@
 // What transformers' logits processors do to scores, in one pass: repetition penalty, then banned tokens, then
-// temperature.
-//
-// A window of n ids bans its last id where its first n - 1 equal the last n - 1 ids of the sequence so far:
-// NoRepeatNGramLogitsProcessor, and EncoderNoRepeatNGramLogitsProcessor where the windows are the encoder's. Ids outside
-// the vocabulary are never written. A score that nothing applies to keeps its bits.
+// temperature. See logits_edits.cuh.
 #include "launch.cuh"
-#include "vector.cuh"
+#include "logits_edits.cuh"
 
 namespace fuseopt {
 namespace {
@@ -16,87 +12,23 @@ constexpr int kLoads = 4;  // 16-byte loads in flight a thread
 constexpr int64_t kMinChunkBytes = kThreads * kAccessBytes;
 constexpr int64_t kMaxChunkBytes = 64 * 1024;
 constexpr int64_t kMaxTokenBits = 48 * 1024 * 8;  // of the shared memory that every kernel may have
-constexpr int kWordBits = 32;
-
-// torch divides a CUDA tensor by a number by multiplying with the number's reciprocal, rounded once from float64.
-template <typename Score>
-struct Arithmetic {
-  using Acc = std::conditional_t<std::is_same_v<Score, double>, double, float>;
-  Acc penalty;
-  Acc inverse_penalty;
-  Acc inverse_temperature;
-
-  explicit Arithmetic(const LogitsEdits& edits)
-      : penalty(static_cast<Acc>(edits.repetition_penalty)),
-        inverse_penalty(static_cast<Acc>(1 / edits.repetition_penalty)),
-        inverse_temperature(static_cast<Acc>(1 / edits.temperature)) {}
-
-  static __device__ Acc widen(Score x) {
-    if constexpr (std::is_same_v<Score, double>) return x;
-    else return to_float(x);
-  }
-  __device__ Score penalised(Score score) const {
-    const Acc x = widen(score);
-    return from_acc<Score>(x < 0 ? x * penalty : x * inverse_penalty);
-  }
-  __device__ Score tempered(Score score) const { return from_acc<Score>(widen(score) * inverse_temperature); }
-  static __device__ Score banned() { return from_acc<Score>(-static_cast<Acc>(INFINITY)); }
-};
-
-// Calls ban(token) for the last id of every window of `window_row` that begins as row `row` of `prefixes` ends.
-template <typename Id, typename Ban>
-__device__ void for_each_continuation(const TokenIds& windows, int64_t window_row, const TokenIds& prefixes,
-                                      int64_t row, int64_t n, int64_t first, int64_t step, Ban ban) {
-  const int64_t count = windows.length - n + 1;
-  if (n == 0 || count <= 0 || prefixes.length < n - 1) return;
-  const Id* const ids = static_cast<const Id*>(windows.data) + window_row * windows.row_stride;
-  const Id* const suffix = static_cast<const Id*>(prefixes.data) + row * prefixes.row_stride +
-                           (prefixes.length - (n - 1)) * prefixes.column_stride;
-  for (int64_t w = first; w < count; w += step) {
-    int64_t i = 0;
-    while (i < n - 1 && ids[(w + i) * windows.column_stride] == suffix[i * prefixes.column_stride]) ++i;
-    if (i == n - 1) ban(ids[(w + n - 1) * windows.column_stride]);
-  }
-}
-
-template <typename Id, typename Ban>
-__device__ void for_each_banned(const LogitsEdits& edits, int64_t row, int64_t first, int64_t step, Ban ban) {
-  for_each_continuation<Id>(edits.input_ids, row, edits.input_ids, row, edits.ngram_size, first, step, ban);
-  for_each_continuation<Id>(edits.encoder_input_ids, row / edits.rows_per_encoder_row, edits.input_ids, row,
-                            edits.encoder_ngram_size, first, step, ban);
-  for (int64_t i = first; i < edits.suppressed_count; i += step) ban(edits.suppressed[i]);
-}
-
-template <typename Id, typename Visit>
-__device__ void for_each_id(const LogitsEdits& edits, int64_t row, int64_t first, int64_t step, Visit visit) {
-  const TokenIds& ids = edits.input_ids;
-  const Id* const row_ids = static_cast<const Id*>(ids.data) + row * ids.row_stride;
-  const int64_t begin = edits.penalty_begin == nullptr ? 0 : edits.penalty_begin[row];
-  for (int64_t i = first; i < ids.length; i += step) {
-    if (i >= begin) visit(row_ids[i * ids.column_stride]);
-  }
-}
-
-__device__ bool set_bit(unsigned* bits, int64_t i) {
-  const unsigned bit = 1u << (i % kWordBits);
-  return (atomicOr(bits + i / kWordBits, bit) & bit) == 0;
-}
 
 // In place, without temperature: only the tokens concerned are read and written. With a penalty a block has a row to
 // itself, and the thread that first sets a token's bit in shared memory penalises it, in as many rounds as the
 // vocabulary has pieces of `token_bits`.
 template <typename Id, typename Score>
 __global__ void __launch_bounds__(kPenaltyThreads)
-    edit_in_place_kernel(LogitsEdits edits, Arithmetic<Score> arithmetic, ScoreMatrix scores, int64_t columns,
+    edit_in_place_kernel(LogitsEdits edits, ScoreArithmetic<Score> arithmetic, ScoreMatrix scores, int64_t columns,
                          int64_t token_bits, int64_t blocks_per_row) {
   extern __shared__ unsigned seen[];
   const int64_t row = blockIdx.x / blocks_per_row;
+  const TokenIds& ids = edits.input_ids;
   Score* const row_scores = static_cast<Score*>(scores.data) + row * scores.row_stride;
   for (int64_t begin = 0; token_bits > 0 && begin < columns; begin += token_bits) {
     const int64_t end = min(columns, begin + token_bits);
     for (int i = threadIdx.x; i * kWordBits < end - begin; i += blockDim.x) seen[i] = 0;
     __syncthreads();
-    for_each_id<Id>(edits, row, threadIdx.x, blockDim.x, [&](int64_t token) {
+    for_each_id<Id>(edits, ids, row, threadIdx.x, blockDim.x, [&](int64_t token) {
       if (token < begin || token >= end || !set_bit(seen, token - begin)) return;
       Score& score = row_scores[token * scores.column_stride];
       score = arithmetic.penalised(score);
@@ -104,8 +36,8 @@ __global__ void __launch_bounds__(kPenaltyThreads)
     __syncthreads();  // bans come after penalties, and the bits are used again
   }
   const int64_t first = blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x;
-  for_each_banned<Id>(edits, row, first, blocks_per_row * blockDim.x, [&](int64_t token) {
-    if (token >= 0 && token < columns) row_scores[token * scores.column_stride] = Arithmetic<Score>::banned();
+  for_each_banned<Id>(edits, ids, row, first, blocks_per_row * blockDim.x, [&](int64_t token) {
+    if (token >= 0 && token < columns) row_scores[token * scores.column_stride] = ScoreArithmetic<Score>::banned();
   });
 }
 
@@ -113,7 +45,7 @@ __global__ void __launch_bounds__(kPenaltyThreads)
 // loads are under way, and writes the chunk. `output` may be `scores`: every score is read and written by one thread.
 template <typename Id, typename Score>
 __global__ void __launch_bounds__(kThreads)
-    rewrite_kernel(LogitsEdits edits, Arithmetic<Score> arithmetic, ScoreMatrix scores, ScoreMatrix output,
+    rewrite_kernel(LogitsEdits edits, ScoreArithmetic<Score> arithmetic, ScoreMatrix scores, ScoreMatrix output,
                    int64_t columns, int64_t chunk, int64_t chunks_per_row) {
   constexpr int kWidth = kVectorWidth<Score>;
   constexpr int kMarkWords = (kMaxChunkBytes / sizeof(Score) + 2 * kWidth) / kWordBits + 1;
@@ -153,35 +85,20 @@ __global__ void __launch_bounds__(kThreads)
   };
   load(threadIdx.x);
 
-  const bool has_penalty = edits.repetition_penalty != 1;
   const bool has_temperature = edits.temperature != 1;
-  for (int i = threadIdx.x; i * kWordBits < end - origin; i += kThreads) penalised[i] = banned[i] = 0;
-  __syncthreads();
-  if (has_penalty) {
-    for_each_id<Id>(edits, row, threadIdx.x, kThreads, [&](int64_t token) {
-      if (token >= begin && token < end) set_bit(penalised, token - origin);
-    });
-  }
-  for_each_banned<Id>(edits, row, threadIdx.x, kThreads, [&](int64_t token) {
-    if (token >= begin && token < end) set_bit(banned, token - origin);
-  });
-  __syncthreads();
+  mark_tokens<Id>(edits, row, begin, end, origin, penalised, banned);
 
-  const auto marks = [](const unsigned* bits, int64_t i, unsigned mask) {
-    return bits[i / kWordBits] >> (i % kWordBits) & mask;
-  };
   const auto edit = [&](Score& score, unsigned is_penalised, unsigned is_banned) {
     if (is_penalised & 1) score = arithmetic.penalised(score);
-    if (is_banned & 1) score = Arithmetic<Score>::banned();
+    if (is_banned & 1) score = ScoreArithmetic<Score>::banned();
   };
   for (int first = threadIdx.x; first < vectors; first += kLoads * kThreads, load(first)) {
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
       const int v = first + k * kThreads;
       if (v >= vectors) break;
-      constexpr unsigned kVectorMask = (1u << kWidth) - 1;
-      const unsigned vector_penalised = marks(penalised, (v + 1) * kWidth, kVectorMask);
-      const unsigned vector_banned = marks(banned, (v + 1) * kWidth, kVectorMask);
+      const unsigned vector_penalised = marks<kWidth>(penalised, (v + 1) * kWidth);
+      const unsigned vector_banned = marks<kWidth>(banned, (v + 1) * kWidth);
       Score* const values = loaded[k].values;
       if (vector_penalised | vector_banned) {
 #pragma unroll
@@ -195,7 +112,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   const auto write = [&](int64_t column, Score score) {
-    edit(score, marks(penalised, column - origin, 1), marks(banned, column - origin, 1));
+    edit(score, marks<1>(penalised, column - origin), marks<1>(banned, column - origin));
     out[column * output.column_stride] = has_temperature ? arithmetic.tempered(score) : score;
   };
   if (edge >= 0) write(edge, edge_score);
@@ -205,7 +122,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename Id, typename Score>
 void launch(const LogitsEdits& edits, ScoreMatrix scores, ScoreMatrix output, int64_t rows, int64_t columns,
             cudaStream_t stream) {
-  const Arithmetic<Score> arithmetic(edits);
+  const ScoreArithmetic<Score> arithmetic(edits);
   if (output.data == scores.data && edits.temperature == 1) {
     const bool has_penalty = edits.repetition_penalty != 1;
     const int64_t token_bits = has_penalty ? std::min(columns, kMaxTokenBits) : 0;

@@ -1,17 +1,7 @@
-#include "binding.h"
+#include "logits_edits_binding.h"
 
 namespace fuseopt {
 namespace {
-
-bool is_integer(const Tensor& ids) {
-  return ids.scalar_type() == ScalarType::Int || ids.scalar_type() == ScalarType::Long;
-}
-
-TokenIds token_ids(const char* op, const char* name, const Tensor& ids) {
-  FUSEOPT_CHECK(ids.dim() == 2, "fuseopt::", op, ": ", name, " must be [rows, length]");
-  FUSEOPT_CHECK(is_integer(ids), "fuseopt::", op, ": ", name, " must be int32 or int64");
-  return {ids.data_ptr(), ids.scalar_type() == ScalarType::Int ? 4 : 8, ids.size(1), ids.stride(0), ids.stride(1)};
-}
 
 // A vector of integers on the scores' device as contiguous int64.
 std::optional<Tensor> as_int64(const char* op, const char* name, const std::optional<Tensor>& ids,
@@ -23,16 +13,11 @@ std::optional<Tensor> as_int64(const char* op, const char* name, const std::opti
   return as_contiguous(ids->scalar_type() == ScalarType::Long ? *ids : torch::stable::to(*ids, ScalarType::Long));
 }
 
-void check_device(const char* op, const char* name, const Tensor& ids, const Tensor& scores) {
-  FUSEOPT_CHECK(ids.is_cuda() && ids.get_device_index() == scores.get_device_index(), "fuseopt::", op, ": ", name,
-                " is not on the device of the scores");
-}
-
 void edit(const char* op, const Tensor& input_ids, const Tensor& scores, const Tensor& output, int64_t ngram_size,
           double repetition_penalty, double temperature, const std::optional<Tensor>& suppress_tokens,
           const std::optional<Tensor>& encoder_input_ids, int64_t encoder_ngram_size,
           const std::optional<Tensor>& prompt_ignore_length) {
-  FUSEOPT_CHECK(scores.dim() == 2, "fuseopt::", op, ": scores must be [rows, vocabulary]");
+  const ScoreMatrix from = score_matrix(op, scores), to = score_matrix(op, output);
   const int64_t rows = scores.size(0);
   check_device(op, "input_ids", input_ids, scores);
   LogitsEdits edits{.input_ids = token_ids(op, "input_ids", input_ids),
@@ -69,12 +54,8 @@ void edit(const char* op, const Tensor& input_ids, const Tensor& scores, const T
     edits.suppressed_count = suppressed->numel();
   }
 
-  const auto matrix = [op](const Tensor& tensor) {
-    return ScoreMatrix{tensor.data_ptr(), dtype_code(op, tensor.scalar_type()), tensor.stride(0), tensor.stride(1)};
-  };
   const Launch launch(op, scores);
-  launch.check(
-      fuseopt_process_logits(&edits, matrix(scores), matrix(output), rows, scores.size(1), launch.stream()));
+  launch.check(fuseopt_process_logits(&edits, from, to, rows, scores.size(1), launch.stream()));
 }
 
 Tensor process_logits(Tensor input_ids, Tensor scores, int64_t no_repeat_ngram_size, double repetition_penalty,

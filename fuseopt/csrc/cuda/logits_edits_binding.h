@@ -1,0 +1,90 @@
+// What the bindings of ops on logits share: token ids, and the edits that ops of decoding do on the way.
+#pragma once
+
+#include "binding.h"
+
+namespace fuseopt {
+
+inline bool is_integer(const Tensor& ids) {
+  return ids.scalar_type() == ScalarType::Int || ids.scalar_type() == ScalarType::Long;
+}
+
+inline void check_device(const char* op, const char* name, const Tensor& ids, const Tensor& scores) {
+  FUSEOPT_CHECK(ids.is_cuda() && ids.get_device_index() == scores.get_device_index(), "fuseopt::", op, ": ", name,
+                " is not on the device of the scores");
+}
+
+inline TokenIds token_ids(const char* op, const char* name, const Tensor& ids) {
+  FUSEOPT_CHECK(ids.dim() == 2, "fuseopt::", op, ": ", name, " must be [rows, length]");
+  FUSEOPT_CHECK(is_integer(ids), "fuseopt::", op, ": ", name, " must be int32 or int64");
+  return {ids.data_ptr(), ids.scalar_type() == ScalarType::Int ? 4 : 8, ids.size(1), ids.stride(0), ids.stride(1)};
+}
+
+inline ScoreMatrix score_matrix(const char* op, const Tensor& scores) {
+  FUSEOPT_CHECK(scores.dim() == 2, "fuseopt::", op, ": scores must be [rows, vocabulary]");
+  return {scores.data_ptr(), dtype_code(op, scores.scalar_type()), scores.stride(0), scores.stride(1)};
+}
+
+// The arguments that schemas have of fuseopt.ops.edit_logits.LogitsEdits, in its order.
+struct EditArguments {
+  const std::optional<Tensor>& ids;
+  const std::optional<Tensor>& length;
+  double repetition_penalty;
+  const std::optional<Tensor>& prompt_ignore_length;
+  int64_t ngram_size;
+  const std::optional<Tensor>& encoder_ids;
+  int64_t encoder_ngram_size;
+  const std::optional<Tensor>& token_rules;
+  const std::optional<Tensor>& rule_bounds;
+  int64_t forcing_rules;
+  double temperature;
+};
+
+// Tensors that a captured graph is to read where they are: none is converted.
+inline LogitsEdits logits_edits(const char* op, const Tensor& scores, const EditArguments& arguments) {
+  const auto vector = [&](const char* name, const Tensor& tensor, ScalarType type, int64_t elements) {
+    check_device(op, name, tensor, scores);
+    FUSEOPT_CHECK(tensor.scalar_type() == type && tensor.is_contiguous() && tensor.numel() == elements, "fuseopt::", op,
+                  ": ", name, " must be contiguous ", toString(type), " of ", elements, " elements");
+    return tensor.data_ptr();
+  };
+  const int64_t rows = scores.size(0);
+  LogitsEdits edits = {};
+  edits.rows_per_encoder_row = 1;
+  edits.repetition_penalty = arguments.repetition_penalty;
+  edits.temperature = arguments.temperature;
+  check_device(op, "edits.ids", *arguments.ids, scores);
+  edits.input_ids = token_ids(op, "edits.ids", *arguments.ids);
+  FUSEOPT_CHECK(edits.input_ids.bytes == 8 && arguments.ids->size(0) == rows, "fuseopt::", op,
+                ": edits.ids must be int64 with a row for each of the scores'");
+  edits.length =
+      static_cast<const int64_t*>(vector("edits.length", arguments.length.value(), ScalarType::Long, 1));
+  if (arguments.prompt_ignore_length.has_value()) {
+    edits.penalty_begin = static_cast<const int64_t*>(
+        vector("edits.prompt_ignore_length", *arguments.prompt_ignore_length, ScalarType::Long, rows));
+  }
+  edits.ngram_size = arguments.ngram_size;
+  if (arguments.encoder_ids.has_value() && arguments.encoder_ngram_size > 0) {
+    check_device(op, "edits.encoder_ids", *arguments.encoder_ids, scores);
+    edits.encoder_input_ids = token_ids(op, "edits.encoder_ids", *arguments.encoder_ids);
+    edits.encoder_ngram_size = arguments.encoder_ngram_size;
+    const int64_t encoder_rows = arguments.encoder_ids->size(0);
+    FUSEOPT_CHECK(edits.encoder_input_ids.bytes == 8 && encoder_rows > 0 && rows % encoder_rows == 0, "fuseopt::", op,
+                  ": edits.encoder_ids must be int64, of rows among which the ", rows, " of the scores can be divided");
+    edits.rows_per_encoder_row = std::max<int64_t>(1, rows / encoder_rows);
+  }
+  if (arguments.token_rules.has_value()) {
+    edits.rules = static_cast<const uint8_t*>(
+        vector("edits.token_rules", *arguments.token_rules, ScalarType::Byte, scores.size(1)));
+    const Tensor& bounds = arguments.rule_bounds.value();
+    FUSEOPT_CHECK(bounds.dim() == 2 && bounds.size(0) <= LogitsEdits::kMaxRules, "fuseopt::", op,
+                  ": edits.rule_bounds must be [rules, 2] of at most ", LogitsEdits::kMaxRules, " rules");
+    edits.rule_count = static_cast<int>(bounds.size(0));
+    edits.rule_bounds =
+        static_cast<const int64_t*>(vector("edits.rule_bounds", bounds, ScalarType::Long, 2 * edits.rule_count));
+    edits.forcing_rules = static_cast<unsigned>(arguments.forcing_rules);
+  }
+  return edits;
+}
+
+}  // namespace fuseopt
