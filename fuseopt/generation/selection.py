@@ -79,33 +79,25 @@ class Selection:
         counters = (state.counters,) if advance else ()
         if self.keep_logits:
             state.logits.copy_(logits)
-        scores = self._processed(state, logits)
-        if not self.do_sample:
-            ops.decode_select_(
-                scores,
-                state.tokens,
-                state.ids,
-                state.length,
-                state.unfinished,
-                state.going,
-                state.pad,
-                self.eos,
-                counters=counters,
-                edits=self._edits_left(state),
-                overlap=True,
-            )
-            return
-        tokens = torch.multinomial(nn.functional.softmax(scores.float(), dim=-1), num_samples=1).squeeze(1)
-        if self.eos is None:
-            state.tokens.copy_(tokens)
-        else:
-            torch.where(state.unfinished, tokens, state.pad, out=state.tokens)
-            # torch.isin sorts when there are many ids, which waits for the device.
-            state.unfinished &= (state.tokens[:, None] != self.eos).all(1)
-            torch.any(state.unfinished, dim=0, out=state.going)
-        state.ids.index_copy_(1, state.length, state.tokens[:, None])
-        for counter in (state.length, *counters):
-            counter += 1
+        scores, divisors = self._processed(state, logits), None
+        if self.do_sample:
+            # What torch.multinomial does for one sample, which looks the probabilities through several times beside.
+            scores = nn.functional.softmax(scores.float(), dim=-1)
+            divisors = torch.empty_like(scores).exponential_()
+        ops.decode_select_(
+            scores,
+            state.tokens,
+            state.ids,
+            state.length,
+            state.unfinished,
+            state.going,
+            state.pad,
+            self.eos,
+            counters=counters,
+            divisors=divisors,
+            edits=self._edits_left(state),
+            overlap=True,
+        )
 
     def _processed(self, state: DecodeState, scores: Tensor) -> Tensor:
         """After all processors but the edits that are left to the op that selects."""

@@ -1,4 +1,4 @@
-"""The end of a greedy decoding step: logits processors, the likeliest token of each row, end of sequence, counters.
+"""The end of a decoding step: logits processors, the likeliest token of each row or a draw, end of sequence, counters.
 
 Upstream: the loop of transformers' `GenerationMixin._sample` from the logits on.
 """
@@ -23,6 +23,7 @@ def _fake(
     pad: Tensor,
     eos: Tensor | None,
     counters: Sequence[Tensor],
+    divisors: Tensor | None,
     overlap: bool,
     *edits: object,
 ) -> None:
@@ -31,7 +32,7 @@ def _fake(
 
 RAW = define(
     "decode_select_(Tensor scores, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length, Tensor(d!) unfinished,"
-    " Tensor(e!) going, Tensor pad, Tensor? eos, Tensor(f!)[] counters, bool overlap,"
+    " Tensor(e!) going, Tensor pad, Tensor? eos, Tensor(f!)[] counters, Tensor? divisors, bool overlap,"
     f" {OPTIONAL_EDITS}) -> ()",
     _fake,
 )
@@ -47,7 +48,15 @@ def _reference(
     pad: Tensor,
     eos: Tensor | None,
     counters: Sequence[Tensor],
+    divisors: Tensor | None,
+    edits: LogitsEdits | None,
 ) -> None:
+    if divisors is not None:
+        is_valid = ((scores >= 0) & (scores < torch.inf)).all()
+        torch._assert_async(is_valid, "probability tensor contains either `inf`, `nan` or element < 0")
+        scores = scores / divisors
+    elif edits is not None:
+        scores = edited(scores, edits)
     torch.where(unfinished, torch.argmax(scores, -1), pad, out=tokens)
     if eos is not None:
         unfinished &= (tokens[:, None] != eos).all(1)
@@ -65,6 +74,7 @@ def _check(
     unfinished: Tensor,
     going: Tensor,
     pad: Tensor,
+    divisors: Tensor | None,
     edits: LogitsEdits | None,
 ) -> None:
     rows = scores.shape[0]
@@ -85,27 +95,17 @@ def _check(
             raise TypeError(f"{name} must be bool, not {tensor.dtype}")
     if edits is not None:
         check_edits(edits, *scores.shape)
+    if divisors is not None:
+        check_shape("divisors", divisors, scores.shape)
+        if edits is not None:
+            raise ValueError("divisors are for probabilities, which edits are not")
+        if (divisors.dtype, scores.dtype) != (torch.float32, torch.float32):
+            raise TypeError(f"scores and divisors must be torch.float32, not {scores.dtype} and {divisors.dtype}")
 
 
-def decode_select_reference(
-    scores: Tensor,
-    tokens: Tensor,
-    ids: Tensor,
-    length: Tensor,
-    unfinished: Tensor,
-    going: Tensor,
-    pad: Tensor,
-    eos: Tensor | None = None,
-    *,
-    counters: Sequence[Tensor] = (),
-    edits: LogitsEdits | None = None,
-    overlap: bool = False,
-) -> None:
+def decode_select_reference(*arguments: Tensor | None, **options: object) -> None:
     """`decode_select_` in plain PyTorch."""
-    _check(scores, tokens, ids, length, unfinished, going, pad, edits)
-    if edits is not None:
-        scores = edited(scores, edits)
-    _reference(scores, tokens, ids, length, unfinished, going, pad, eos, counters)
+    decode_select_(*arguments, **options, backend="reference")  # type: ignore[arg-type]
 
 
 def decode_select_(
@@ -119,6 +119,7 @@ def decode_select_(
     eos: Tensor | None = None,
     *,
     counters: Sequence[Tensor] = (),
+    divisors: Tensor | None = None,
     edits: LogitsEdits | None = None,
     overlap: bool = False,
     backend: str = "auto",
@@ -138,24 +139,29 @@ def decode_select_(
         pad: one element, int64.
         eos: [any number] int64, or None.
         counters: int64 tensors of any shape, contiguous. Read and written to.
+        divisors: [rows, V] float32, contiguous, of exponentially distributed numbers that the scores, which are
+            probabilities in float32 then, are divided by. The tokens are draws from that distribution, the very ones of
+            `torch.multinomial(scores, 1)` where the numbers are what `exponential_()` has drawn in its place. None for
+            nothing.
         edits: what is done to the scores in float32 first; None for nothing.
         overlap: launch the CUDA kernel programmatically dependent on its predecessor on the stream, which must not be
             what writes the tensors of `edits`.
         backend: "auto", "cuda" or "reference".
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together, or both divisors and edits.
         TypeError: dtypes other than these.
+        RuntimeError: with `divisors`, scores that are negative, infinite or NaN: on a GPU a failed assertion.
         BackendError: the backend named cannot run here, or scores that require a gradient under grad mode.
     """
-    _check(scores, tokens, ids, length, unfinished, going, pad, edits)
+    _check(scores, tokens, ids, length, unfinished, going, pad, divisors, edits)
     chosen = registry.pick_without_gradient("decode_select_", backend, (scores.dtype,), scores)
+    tensors = (scores, tokens, ids, length, unfinished, going, pad, eos)
     if chosen == "reference":
-        scores = scores if edits is None else edited(scores, edits)
-        _reference(scores, tokens, ids, length, unfinished, going, pad, eos, counters)
+        _reference(*tensors, counters, divisors, edits)
     else:
-        tensors = (scores, tokens, ids, length, unfinished, going, pad, eos, list(counters))
-        RAW[chosen](*tensors, overlap, *for_kernel(edits))
+        divisors = None if divisors is None else divisors.contiguous()
+        RAW[chosen](*tensors, list(counters), divisors, overlap, *for_kernel(edits))
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

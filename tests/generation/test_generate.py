@@ -219,7 +219,7 @@ def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch):
         ({}, {"decode_select_": "edits"}),
         ({"output_scores": True}, {"edit_logits": "edits", "decode_select_": ""}),
         ({"remove_invalid_values": True}, {"edit_logits": "edits", "decode_select_": "edits"}),
-        ({"do_sample": True, "top_k": 5}, {"edit_logits": "edits"}),
+        ({"do_sample": True, "top_k": 5}, {"edit_logits": "edits", "decode_select_": "divisors"}),
         ({"num_beams": 2}, {"beam_candidates": "edits log_softmax"}),
         ({"num_beams": 2, "output_scores": True}, {"edit_logits": "edits", "beam_candidates": ""}),
         ({"num_beams": 2, "remove_invalid_values": True}, {"edit_logits": "edits", "beam_candidates": "edits"}),
@@ -233,8 +233,9 @@ def test_where_processors_run(model, kwargs, expected, monkeypatch):
         op = getattr(ops, name)
 
         def watched(*args, op=op, name=name, **kwargs):
-            given = {"edits": name == "edit_logits" or kwargs.get("edits"), "log_softmax": kwargs.get("log_softmax")}
-            seen[name] = " ".join(what for what, is_given in given.items() if is_given)
+            given = ["edits"] if name == "edit_logits" else []
+            given += [what for what in ("divisors", "edits") if kwargs.get(what) is not None]
+            seen[name] = " ".join(given + ["log_softmax"] * kwargs.get("log_softmax", False))
             return op(*args, **kwargs)
 
         monkeypatch.setattr(ops, name, watched)

@@ -1,6 +1,8 @@
 """decode_select_ against the loop it stands for, on every backend."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fuseopt.errors import BackendError
-from fuseopt.ops import decode_select_
+from fuseopt.ops import LogitsEdits, decode_select_
 from tests.ops.cases import DTYPES, Case, RawCalls, cases
 
 every_case = pytest.mark.parametrize("case", cases("decode_select_"))
@@ -85,8 +87,93 @@ def test_wrong_arguments(case: Case) -> None:
     ):
         with pytest.raises(exception, match=message):
             case(scores, *(state | changed).values())
+    with pytest.raises(ValueError, match="divisors must have shape"):
+        case(scores, *state.values(), divisors=scores[:, :3])
+    with pytest.raises(TypeError, match="scores and divisors must be"):
+        case(scores, *state.values(), divisors=scores.double())
+    edits = LogitsEdits(state["ids"], state["length"])
+    with pytest.raises(ValueError, match="for probabilities"):
+        case(scores, *state.values(), divisors=scores, edits=edits)
     with pytest.raises(ValueError, match="scores must be"):
         case(scores[:, :0], *state.values())
+
+
+@every_case
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    vocabulary=st.one_of(st.integers(1, 70), st.sampled_from([4096, 4097, 8191, 50257, 131_075])),
+    banned=st.sampled_from([0.0, 0.5, 0.999]),
+    offset=st.integers(0, 5),
+    seed=st.integers(0, 2**31),
+)
+def test_draws_what_multinomial_draws(
+    case: Case, rows: int, vocabulary: int, banned: float, offset: int, seed: int
+) -> None:
+    """And leaves torch's generator where that does. Rows lie at any alignment."""
+    torch.manual_seed(seed)
+    logits = 3 * torch.randn(rows, vocabulary + offset, device=case.device)
+    logits = logits.masked_fill(torch.rand_like(logits) < banned, -torch.inf)[:, offset:]
+    logits[:, 0] = 0.0
+    probabilities = logits.softmax(-1)
+    torch.manual_seed(seed)
+    expected = torch.multinomial(probabilities, 1)[:, 0]
+    after = torch.rand(5, device=case.device)
+    torch.manual_seed(seed)
+    state = state_of(rows, 0, [], case.device)
+    divisors = torch.empty_like(probabilities).exponential_()
+    wide = torch.zeros(rows, vocabulary + 7, device=case.device)
+    view = wide[:, offset : offset + vocabulary].copy_(probabilities)
+    case(view, *state.values(), divisors=divisors)
+    assert torch.equal(state["tokens"], expected) and torch.equal(torch.rand(5, device=case.device), after)
+    case(probabilities, *state.values(), divisors=divisors)
+    assert torch.equal(state["ids"][:, 1], expected)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -1.0])
+def test_what_is_no_probability_is_not_drawn_from(wrong: float) -> None:
+    """As torch.multinomial; on a GPU it would be a failed assertion, behind which nothing runs."""
+    probabilities = torch.tensor([[0.5, 0.5], [0.5, wrong]])
+    message = "probability tensor contains either `inf`, `nan` or element < 0"
+    with pytest.raises(RuntimeError, match=message):
+        torch.multinomial(probabilities, 1)
+    state = state_of(2, 0, [], torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=message):
+        decode_select_(probabilities, *state.values(), divisors=torch.ones(2, 2))
+
+
+@pytest.mark.gpu
+def test_what_is_no_probability_fails_an_assertion() -> None:
+    program = (
+        "import torch; from fuseopt.ops import decode_select_; one = torch.ones(1, dtype=torch.int64, device='cuda');"
+        "scores = torch.tensor([[0.5, float('nan')]], device='cuda');"
+        "decode_select_(scores, one.clone(), one[None].clone(), one.clone(), one.bool(), one.bool(), one,"
+        " divisors=torch.ones(1, 2, device='cuda'), backend='cuda'); torch.cuda.synchronize()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode != 0 and "device-side assert" in ended.stderr
+
+
+@pytest.mark.gpu
+def test_a_graph_draws_as_eager_calls_do() -> None:
+    probabilities = torch.randn(3, 5000, device="cuda").softmax(-1)
+    state = state_of(3, 0, [], torch.device("cuda"))
+
+    def draw() -> None:
+        decode_select_(probabilities, *state.values(), divisors=torch.empty_like(probabilities).exponential_())
+
+    draw()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        draw()
+    torch.manual_seed(5)
+    expected = [torch.multinomial(probabilities, 1)[:, 0] for _ in range(9)]
+    after = torch.rand(5, device="cuda")
+    torch.manual_seed(5)
+    for tokens in expected:
+        graph.replay()
+        assert torch.equal(state["tokens"], tokens)
+    assert torch.equal(torch.rand(5, device="cuda"), after)
 
 
 def test_a_gradient_is_not_for_kernels() -> None:

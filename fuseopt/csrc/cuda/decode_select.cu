@@ -1,5 +1,7 @@
-// The end of a greedy decoding step in two launches: the best score of each chunk of a row, all over the device, then in
-// one block the best of each row and all that follows from it.
+// The end of a decoding step in two launches: the best score of each chunk of a row, all over the device, then in one
+// block the best of each row and all that follows from it.
+#include <cassert>
+
 #include "dependent_launch.cuh"
 #include "logits_chunk.cuh"
 
@@ -42,8 +44,11 @@ struct SelectChunks {
   ScoreArithmetic<float> arithmetic;
 };
 
+// What becomes of scores before they are compared.
+enum class Kind { kPlain, kEdited, kDrawn };
+
 // Blocks: x is the row, y the chunk.
-template <typename T, bool kHasEdits>
+template <typename T, Kind kKind>
 __global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__ SelectChunks chunks) {
   using Acc = AccOf<T>;
   using Chunk = LogitsChunk<T, kThreads, kPerThread>;
@@ -51,41 +56,50 @@ __global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__
   __shared__ Candidate<Acc> of_warps[kWarps];
   const DecodeSelect& select = chunks.of;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  Chunk chunk(select.scores, blockIdx.x, blockIdx.y, select.vocabulary);
+  const int64_t row = blockIdx.x;
+  Chunk chunk(select.scores, row, blockIdx.y, select.vocabulary);
 
   let_successor_start();
   ChunkMarks marks;
-  if constexpr (kHasEdits) marks = chunk.mark(select.edits, blockIdx.x, penalised, banned);
+  if constexpr (kKind == Kind::kEdited) marks = chunk.mark(select.edits, row, penalised, banned);
   wait_for_predecessor();
   chunk.load();
+  Vector<float, Chunk::kWidth> divisors[Chunk::kVectors];
+  if constexpr (kKind == Kind::kDrawn) chunk.load_alike(select.divisors + row * select.vocabulary, 1, divisors);
   Candidate<Acc> best;
+  bool is_valid = true;
 #pragma unroll
   for (int k = 0; k < Chunk::kVectors; ++k) {
     const int first = chunk.token_of(k);
-    const Vector<T>& vector = chunk.vectors[k];
-    if constexpr (kHasEdits) {
-      float scores[Chunk::kWidth];
+    Acc scores[Chunk::kWidth];
 #pragma unroll
-      for (int j = 0; j < Chunk::kWidth; ++j) scores[j] = vector[j];
-      marks.edit(chunk.place_of(k), chunks.arithmetic, scores);
+    for (int j = 0; j < Chunk::kWidth; ++j) scores[j] = static_cast<Acc>(chunk.vectors[k].values[j]);
+    if constexpr (kKind == Kind::kEdited) {
+      float edited[Chunk::kWidth];
 #pragma unroll
-      for (int j = 0; j < Chunk::kWidth; ++j) {
-        if (chunk.is_token(first + j)) best.consider(scores[j], first + j);
+      for (int j = 0; j < Chunk::kWidth; ++j) edited[j] = chunk.vectors[k][j];
+      marks.edit(chunk.place_of(k), chunks.arithmetic, edited);
+#pragma unroll
+      for (int j = 0; j < Chunk::kWidth; ++j) scores[j] = edited[j];
+    }
+#pragma unroll
+    for (int j = 0; j < Chunk::kWidth; ++j) {
+      if (!chunk.is_token(first + j)) continue;
+      if constexpr (kKind == Kind::kDrawn) {
+        is_valid = is_valid && scores[j] >= 0 && scores[j] < INFINITY;
+        scores[j] = __fdiv_rn(scores[j], divisors[k].values[j]);
       }
-    } else {
-#pragma unroll
-      for (int j = 0; j < Chunk::kWidth; ++j) {
-        if (chunk.is_token(first + j)) best.consider(static_cast<Acc>(vector.values[j]), first + j);
-      }
+      best.consider(scores[j], first + j);
     }
   }
+  if constexpr (kKind == Kind::kDrawn) assert(is_valid && "probability is inf, nan or negative");
   best.reduce();
   if (lane == 0) of_warps[warp] = best;
   __syncthreads();
   if (warp > 0) return;
   best = lane < kWarps ? of_warps[lane] : Candidate<Acc>();
   best.reduce();
-  if (lane == 0) static_cast<Candidate<Acc>*>(select.candidates)[static_cast<int64_t>(blockIdx.x) * gridDim.y + blockIdx.y] = best;
+  if (lane == 0) static_cast<Candidate<Acc>*>(select.candidates)[row * gridDim.y + blockIdx.y] = best;
 }
 
 // As many lanes to a row as it has chunks, a power of two up to a warp.
@@ -135,7 +149,10 @@ template <typename T>
 cudaError_t launch_as(const DecodeSelect& select, cudaStream_t stream) {
   const LaunchShape shape{static_cast<unsigned>(select.rows), kThreads, 0, 1, static_cast<unsigned>(select.chunks)};
   const SelectChunks chunks = {select, ScoreArithmetic<float>(select.edits)};
-  const auto kernel = select.has_edits ? chunk_kernel<T, true> : chunk_kernel<T, false>;
+  auto kernel = select.has_edits ? chunk_kernel<T, Kind::kEdited> : chunk_kernel<T, Kind::kPlain>;
+  if constexpr (std::is_same_v<T, float>) {
+    if (select.divisors != nullptr) kernel = chunk_kernel<T, Kind::kDrawn>;
+  }
   const cudaError_t error = launch_dependent(kernel, chunks, shape, select.overlap, stream);
   if (error != cudaSuccess) return error;
   const bool fits = select.rows * lanes_for(select.chunks) <= kThreads;

@@ -18,8 +18,9 @@ bool* flags(const char* name, const Tensor& tensor) {
 }
 
 void decode_select(Tensor scores, Tensor tokens, Tensor ids, Tensor length, Tensor unfinished, Tensor going, Tensor pad,
-                   std::optional<Tensor> eos, std::vector<Tensor> counters, bool overlap,
-                   std::optional<Tensor> edited_ids, std::optional<Tensor> edited_length, double repetition_penalty,
+                   std::optional<Tensor> eos, std::vector<Tensor> counters,
+                   std::optional<Tensor> divisors, bool overlap, std::optional<Tensor> edited_ids,
+                   std::optional<Tensor> edited_length, double repetition_penalty,
                    std::optional<Tensor> prompt_ignore_length, int64_t ngram_size, std::optional<Tensor> encoder_ids,
                    int64_t encoder_ngram_size, std::optional<Tensor> token_rules, std::optional<Tensor> rule_bounds,
                    int64_t forcing_rules, double temperature) {
@@ -56,6 +57,12 @@ void decode_select(Tensor scores, Tensor tokens, Tensor ids, Tensor length, Tens
   const Tensor candidates =
       allocate(scores, {select.rows * select.chunks * DecodeSelect::kCandidateBytes}, ScalarType::Byte);
   select.candidates = candidates.data_ptr();
+  if (divisors.has_value()) {
+    FUSEOPT_CHECK(divisors->is_cuda() && divisors->scalar_type() == ScalarType::Float && divisors->is_contiguous() &&
+                      scores.scalar_type() == ScalarType::Float && divisors->numel() == scores.numel(),
+                  "fuseopt::", kOp, ": divisors must be float32 as the scores, contiguous, of their shape");
+    select.divisors = static_cast<const float*>(divisors->data_ptr());
+  }
   select.has_edits = edited_ids.has_value();
   if (select.has_edits) {
     select.edits = logits_edits(kOp, scores,

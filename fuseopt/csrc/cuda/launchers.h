@@ -168,7 +168,7 @@ struct EditLogits {
   float* output;  // [rows, vocabulary]
 };
 
-// The end of a greedy step: argmax of each row of `scores`, `pad` in finished rows, end of sequence, one more everywhere.
+// The end of a decoding step: argmax of each row of `scores`, `pad` in finished rows, end of sequence, one more everywhere.
 struct DecodeSelect {
   static constexpr int kMaxCounters = 4;
   static constexpr int kCandidateBytes = 16;
@@ -192,8 +192,9 @@ struct DecodeSelect {
   void* candidates;  // [rows, chunks] of kCandidateBytes, written before they are read
   int64_t chunks;    // fuseopt_decode_select_chunks(vocabulary)
   bool has_edits;
-  LogitsEdits edits;  // of float32 scores, before all that
-  bool overlap;       // may start before the kernel ahead on the stream has ended
+  LogitsEdits edits;      // of float32 scores, before all that
+  const float* divisors;  // [rows, vocabulary] that probabilities are divided by, the scores being those; or null
+  bool overlap;           // may start before the kernel ahead on the stream has ended
 };
 
 // The `count` best of the continuations of each item's beams.

@@ -54,17 +54,22 @@ struct LogitsChunk {
   __device__ int token_at(int place) const { return begin_ + place; }
   __device__ bool is_token(int token) const { return token >= 0 && token < vocabulary_; }
 
-  // Leaves what is no token as it is.
-  __device__ void load() {
+  __device__ void load() { load_alike(row_, column_stride_, vectors); }
+
+  // The same columns of another row. Leaves what is no token as it is.
+  template <typename U>
+  __device__ void load_alike(const U* row, int64_t column_stride, Vector<U, kWidth> (&loaded)[kVectors]) const {
+    using Loaded = Vector<U, kWidth>;
+    const bool in_vectors = column_stride == 1 && reinterpret_cast<uintptr_t>(row + begin_) % alignof(Loaded) == 0;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const int first = token_of(k);
-      if (column_stride_ == 1 && first >= 0 && first + kWidth <= vocabulary_) {
-        vectors[k] = *reinterpret_cast<const Vector<T>*>(row_ + first);
+      if (in_vectors && first >= 0 && first + kWidth <= vocabulary_) {
+        loaded[k] = *reinterpret_cast<const Loaded*>(row + first);
       } else {
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
-          if (is_token(first + j)) vectors[k].values[j] = row_[(first + j) * column_stride_];
+          if (is_token(first + j)) loaded[k].values[j] = row[(first + j) * column_stride];
         }
       }
     }
