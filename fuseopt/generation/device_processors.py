@@ -156,7 +156,8 @@ def _repetition_penalty(processor: Any, target: _Target) -> Edit | None:
     if isinstance(ignored, Tensor):
         if ignored.shape[0] != target.rows:
             return None
-        fields["prompt_ignore_length"] = ignored.to(target.device, torch.int64)
+        # A copy: the values of later calls are written over it.
+        fields["prompt_ignore_length"] = ignored.to(target.device, torch.int64, copy=True)
     elif ignored:
         fields["prompt_ignore_length"] = torch.full((target.rows,), ignored, device=target.device)
     return Edit(fields)

@@ -160,6 +160,7 @@ def test_padding_that_is_not_to_be_penalised():
         alone = logits_process.RepetitionPenaltyLogitsProcessor(2.0)
         kept = ids[row : row + 1, ignored[row] :]
         torch.testing.assert_close(got[row : row + 1], alone(kept, scores[row : row + 1]))
+    assert all(tensor.data_ptr() != ignored.data_ptr() for tensor in chain.tensors)
 
 
 def test_what_the_device_does_not_know():
