@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__
   constexpr int kWidth = Chunk<T>::kWidth, kStretch = Chunk<T>::kStretch;
   const BeamCandidates& of = chunked.of;
   __shared__ unsigned penalised[Chunk<T>::kMarkWords], banned[Chunk<T>::kMarkWords];
-  __shared__ unsigned keys[kWarps][kStretch];
+  __shared__ Vector<unsigned, kWidth> vectors_of_keys[kWarps][kStretch / kWidth];
   __shared__ unsigned taken_keys[kWarps * kMaxTaken];
   __shared__ int taken_tokens[kWarps * kMaxTaken];
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, count = of.count;
@@ -100,13 +100,15 @@ __global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__
       if (has_sum) scores[j] = scores[j] - total.highest - logarithm;
     }
     if constexpr (kHasEdits) marks.edit(place, chunked.arithmetic, scores);
+    Vector<unsigned, kWidth> keys;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      keys[warp][place % kStretch + j] = chunk.is_token(chunk.token_at(place + j)) ? key_of(scores[j] + running) : kNoKey;
+      keys.values[j] = chunk.is_token(chunk.token_at(place + j)) ? key_of(scores[j] + running) : kNoKey;
     }
+    vectors_of_keys[warp][place % kStretch / kWidth] = keys;
   }
   __syncwarp();
-  Taken taken = take_highest(keys[warp], kStretch, count);
+  Taken taken = take_highest(vectors_of_keys[warp]->values, kStretch, count);
   if (lane < count) {
     taken_keys[warp * count + lane] = taken.key;
     taken_tokens[warp * count + lane] = chunk.token_at(warp * kStretch + taken.place);

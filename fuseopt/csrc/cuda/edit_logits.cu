@@ -19,7 +19,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) edit_kernel(const __grid_constant__ EditChunks chunks) {
   using Chunk = LogitsChunk<T, kThreads, kPerThread>;
   __shared__ unsigned penalised[Chunk::kMarkWords], banned[Chunk::kMarkWords];
-  __shared__ float edited[kChunk];
+  __shared__ Vector<float, Chunk::kWidth> edited[kChunk / Chunk::kWidth];
   const EditLogits& of = chunks.of;
   Chunk chunk(of.logits, blockIdx.x, blockIdx.y, of.vocabulary);
 
@@ -29,21 +29,20 @@ __global__ void __launch_bounds__(kThreads) edit_kernel(const __grid_constant__ 
   chunk.load();
 #pragma unroll
   for (int k = 0; k < Chunk::kVectors; ++k) {
-    float scores[Chunk::kWidth];
+    Vector<float, Chunk::kWidth> scores;
 #pragma unroll
-    for (int j = 0; j < Chunk::kWidth; ++j) scores[j] = chunk.vectors[k][j];
-    marks.edit(chunk.place_of(k), chunks.arithmetic, scores);
-#pragma unroll
-    for (int j = 0; j < Chunk::kWidth; ++j) edited[chunk.place_of(k) + j] = scores[j];
+    for (int j = 0; j < Chunk::kWidth; ++j) scores.values[j] = chunk.vectors[k][j];
+    marks.edit(chunk.place_of(k), chunks.arithmetic, scores.values);
+    edited[chunk.place_of(k) / Chunk::kWidth] = scores;
   }
   // Rows of the output may be aligned otherwise, so neighbouring lanes write neighbours.
   __syncwarp();
   const int stretch = threadIdx.x / kWarpSize * Chunk::kStretch, lane = threadIdx.x % kWarpSize;
   float* const output = of.output + static_cast<int64_t>(blockIdx.x) * of.vocabulary;
 #pragma unroll
-  for (int i = stretch + lane; i < stretch + Chunk::kStretch; i += kWarpSize) {
-    const int token = chunk.token_at(i);
-    if (chunk.is_token(token)) output[token] = edited[i];
+  for (int k = 0; k < kPerThread; ++k) {
+    const int i = stretch + k * kWarpSize + lane, token = chunk.token_at(i);
+    if (chunk.is_token(token)) output[token] = edited[i / Chunk::kWidth].values[i % Chunk::kWidth];
   }
 }
 
