@@ -5,10 +5,10 @@ namespace {
 
 constexpr const char* kOp = "edit_logits";
 
-Tensor edit_logits(Tensor logits, std::optional<Tensor> ids, std::optional<Tensor> length, double repetition_penalty,
-                   std::optional<Tensor> prompt_ignore_length, int64_t ngram_size, std::optional<Tensor> encoder_ids,
-                   int64_t encoder_ngram_size, std::optional<Tensor> token_rules, std::optional<Tensor> rule_bounds,
-                   int64_t forcing_rules, double temperature, bool overlap) {
+Tensor edit_logits(Tensor logits, bool overlap, std::optional<Tensor> ids, std::optional<Tensor> length,
+                   double repetition_penalty, std::optional<Tensor> prompt_ignore_length, int64_t ngram_size,
+                   std::optional<Tensor> encoder_ids, int64_t encoder_ngram_size, std::optional<Tensor> token_rules,
+                   std::optional<Tensor> rule_bounds, int64_t forcing_rules, double temperature) {
   const Launch launch(kOp, logits);
   Tensor output = allocate_like(logits, ScalarType::Float);
   EditLogits edit = {};
