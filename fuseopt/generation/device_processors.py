@@ -10,13 +10,13 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers.generation import logits_process
 
 from fuseopt import ops
 from fuseopt.generation.logits_processors import FusedEncoderNoRepeatNGram, FusedNoRepeatNGram
-from fuseopt.generation.state import DecodeState
+from fuseopt.generation.state import DecodeState, to_device
 from fuseopt.ops.edit_logits import MAX_RULES
 
 _ALWAYS = 2**62
@@ -93,7 +93,7 @@ def _table(rules: list[Rule], vocab: int) -> dict[str, Any]:
         table += torch.isin(vocabulary, rule.tokens).to(torch.uint8) << i
     return {
         "token_rules": table,
-        "rule_bounds": torch.tensor([[rule.first, rule.end] for rule in rules], device=device),
+        "rule_bounds": to_device(torch.tensor([[rule.first, rule.end] for rule in rules], device="cpu"), device),
         "forcing_rules": sum(1 << i for i, rule in enumerate(rules) if rule.force),
     }
 
@@ -129,7 +129,9 @@ class _Target(NamedTuple):
     device: torch.device
 
     def rule(self, tokens: Any, first: int, end: int, force: bool = False) -> Edit:
-        return Edit(rule=Rule(torch.as_tensor(tokens, device=self.device), first, end, force))
+        if not isinstance(tokens, Tensor):
+            tokens = to_device(torch.tensor(tokens, device="cpu"), self.device)
+        return Edit(rule=Rule(tokens.to(self.device), first, end, force))
 
 
 def device_processor(processor: Any, rows: int, vocab: int, device: torch.device) -> Edit | WithoutSequence | None:
@@ -169,9 +171,10 @@ def _encoder_no_repeat_ngram(processor: Any, target: _Target) -> Edit | None:
     if target.rows % len(ngrams) or any(min(ngram) < 0 for item in ngrams for ngram in item):
         return None
     # A text in which they stand apart.
-    texts = [torch.tensor([token for ngram in item for token in (*ngram, -1)], dtype=torch.int64) for item in ngrams]
-    ids = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-1)
-    return _encoder_edit(ids.to(target.device), size)
+    texts = [[token for ngram in item for token in (*ngram, -1)] for item in ngrams]
+    longest = max(map(len, texts))
+    ids = torch.tensor([text + [-1] * (longest - len(text)) for text in texts], dtype=torch.int64, device="cpu")
+    return _encoder_edit(to_device(ids, target.device), size)
 
 
 def _fused_encoder_no_repeat_ngram(processor: Any, target: _Target) -> Edit | None:
