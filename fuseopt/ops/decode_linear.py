@@ -206,7 +206,8 @@ def decode_linear(
         overlap: let the CUDA kernel read its weights while its predecessor on the stream still runs, by programmatic
             dependent launch. Not to be asked for where that predecessor writes one of the parameters.
         ahead: what launches to come will read, at most three tensors of one size and dtype: brought into the L2 cache
-            meanwhile on devices from sm_90 on, where the kernels of the tensor cores serve.
+            meanwhile on devices from sm_90 on, where the kernels of the tensor cores serve, unless they are so large
+            that their own launch reads them while it runs.
         backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
 

@@ -1,5 +1,7 @@
 """decode_linear against transformers' own layers, and the CUDA kernels against float64 at the sizes they are for."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -168,6 +170,14 @@ def assert_kernel_is_accurate(*args: object, **kwargs: object) -> None:
     assert error([output], [judge]) <= 2 * error([plain], [judge]) + rounding
 
 
+def kernels_of(call: Callable[[], object]) -> str:
+    """The names of what runs on the GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return " ".join(event.name for event in profile.events())
+
+
 @pytest.mark.gpu
 @settings(max_examples=200, deadline=None)
 @given(
@@ -236,7 +246,7 @@ def test_kernels_against_float64(
 @pytest.mark.parametrize(("rows", "columns"), [(1, 768), (2, 40), (3, 136), (2, 6080), (8, 1600), (9, 1096), (16, 512)])
 @torch.no_grad()
 def test_a_vocabulary(rows: int, columns: int, norm: str | None, dtype: torch.dtype) -> None:
-    """So many columns that each warp has its own: another kernel."""
+    """So many columns that a block has several strips of them."""
     torch.manual_seed(0)
     x, weight = torch.randn(rows, columns, device="cuda"), torch.randn(30001, columns, device="cuda") / columns**0.5
     parameters = torch.randn(2, columns, device="cuda", dtype=dtype)
@@ -246,6 +256,51 @@ def test_a_vocabulary(rows: int, columns: int, norm: str | None, dtype: torch.dt
         norm=norm,
         norm_weight=parameters[0] if norm else None,
         norm_bias=parameters[1] if norm == "layer_norm" else None,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 8, 13])
+@pytest.mark.parametrize(
+    ("columns", "outputs", "options"),
+    [
+        pytest.param(1600, 5128, {"transposed": True, "norm": "layer_norm"}, id="norm"),
+        pytest.param(6408, 1600, {"transposed": True, "residual": torch.float32}, id="K shared out in clusters"),
+        pytest.param(5000, 1601, {"norm": "layer_norm", "activation": "gelu_tanh"}, id="norm over clusters"),
+        pytest.param(1032, 2056, {"weights": 3, "norm": "t5_rms_norm"}, id="three weights"),
+        pytest.param(1024, 4003, {"gated": True, "norm": "t5_rms_norm", "activation": "gelu"}, id="gated"),
+        pytest.param(1024, 8003, {"norm": "t5_rms_norm", "input": torch.float32}, id="float32 rows"),
+        pytest.param(768, 32005, {"norm": "layer_norm"}, id="vocabulary"),
+    ],
+)
+@torch.no_grad()
+def test_a_layer_too_large_for_registers(
+    rows: int, columns: int, outputs: int, options: dict, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    options = dict(options)
+    count, transposed = options.pop("weights", 2 if options.get("gated") else 1), options.pop("transposed", False)
+
+    def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device="cuda").to(dtype)
+
+    # A stride of its own, and no multiple of a cache line.
+    weights = [
+        make(columns, outputs + 8)[:, :outputs].T if transposed else make(outputs, columns + 8)[:, :columns]
+        for _ in range(count)
+    ]
+    x = make(rows, columns, dtype=options.pop("input", dtype)) / columns**0.5
+    residual = options.pop("residual", None)
+    parameters = {
+        "residual": None if residual is None else make(rows, outputs, dtype=residual),
+        "norm_weight": make(columns) if options.get("norm") else None,
+        "norm_bias": make(columns) if options.get("norm") == "layer_norm" else None,
+    }
+    biases = [make(outputs) for _ in weights]
+    assert_kernel_is_accurate(x, weights, biases, **parameters, **options)
+    assert "decode_linear_stream_kernel" in kernels_of(
+        lambda: decode_linear(x, weights, biases, **parameters, **options, backend="cuda")
     )
 
 

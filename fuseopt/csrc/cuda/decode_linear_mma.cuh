@@ -14,7 +14,7 @@
 // rounded to the weight's dtype, once for all that is done with it, as upstream rounds xhat * g + b.
 #pragma once
 
-#include "decode_linear_many_columns.cuh"
+#include "decode_linear_stream.cuh"
 
 namespace fuseopt {
 
@@ -375,15 +375,15 @@ template <typename T>
 bool launch_decode_linear_mma(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
   if (compute_capability_major() < 8 || !suits_mma<T>(layer)) return false;
   const bool is_wide = layer.input.dtype != kDType<T>, has_norm = layer.norm != kNoNorm;
-  if (layer.weights_are_transposed) {
-    if (is_wide) return false;
+  if (is_wide && layer.weights_are_transposed) return false;
+  if (streams(layer)) {
+    error = launch_stream<T>(layer, stream);
+  } else if (layer.weights_are_transposed) {
     error = has_norm ? launch_mma<T, T, Layout::kLines, true, false>(layer, stream)
                      : launch_mma<T, T, Layout::kLines, false, false>(layer, stream);
   } else if (is_wide) {  // T5 in float16 has a residual stream in float32
     error = layer.gated ? launch_mma<T, float, Layout::kRows, true, true>(layer, stream)
                         : launch_mma<T, float, Layout::kRows, true, false>(layer, stream);
-  } else if (has_many_columns(layer)) {
-    error = launch_many_columns<T>(layer, stream);
   } else if (layer.gated) {
     error = launch_mma<T, T, Layout::kRows, true, true>(layer, stream);
   } else {

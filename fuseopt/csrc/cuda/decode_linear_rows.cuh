@@ -10,6 +10,12 @@ constexpr int kChunk = 32;  // values of k that a warp multiplies at a time: 8 a
 constexpr int kLaneValues = 8;
 constexpr int kHalfRows = 8;
 
+// Layers of more read their weights while they run, and need nobody to read ahead for them.
+inline int64_t most_held_bytes() {
+  constexpr int64_t kOfMultiprocessor = 92 * 1024;
+  return kOfMultiprocessor * multiprocessor_count();
+}
+
 // DecodeLinear, in fewer words: each that a kernel touches may be a miss of the constant cache.
 template <typename T>
 struct MmaLayer {
@@ -52,6 +58,10 @@ MmaLayer<T> mma_layer(const DecodeLinear& layer) {
   for (int i = 0; i < layer.weight_count; ++i) {
     mma.weights[i] = static_cast<const T*>(layer.weights[i]);
     mma.biases[i] = static_cast<const T*>(layer.biases[i].data);
+  }
+  int64_t ahead_bytes = 0;
+  for (const void* ahead : layer.ahead) ahead_bytes += ahead != nullptr ? layer.ahead_bytes : 0;
+  for (int i = 0; i < layer.weight_count && ahead_bytes < most_held_bytes(); ++i) {
     mma.ahead[i] = static_cast<const char*>(layer.ahead[i]);
   }
   mma.ahead_bytes = static_cast<int>(layer.ahead_bytes);
@@ -109,15 +119,6 @@ __device__ inline Moments moments_of(const Vector<X, kLaneValues> (&x)[kChunks],
   }
   const float mean = count > 0 ? __fdividef(sum, count) : 0.f;
   return {pivot + mean, squares - sum * mean};
-}
-
-// The union of two parts of a row (Chan, Golub and LeVeque 1979).
-__device__ inline void add_moments(Moments& moments, float& count, Moments other, float other_count) {
-  const float total = count + other_count, difference = other.mean - moments.mean;
-  if (other_count == 0.f) return;
-  moments.mean += difference * __fdividef(other_count, total);
-  moments.squares += other.squares + difference * difference * __fdividef(count * other_count, total);
-  count = total;
 }
 
 // Mean and 1 / deviation of a row from the moments of `parts` parts of `part_columns` values, the last one shorter;
