@@ -22,7 +22,8 @@ enum class Layout { kRows, kLines };  // of a weight: [N, K], [K, N]
 
 // Of a block, by the registers that its lanes need.
 template <typename T, typename X, int kTiles, int kChunks, int kHalves>
-constexpr int kMaxLinearWarps = kTiles == 8 || kChunks == 8 || (kHalves == 2 && !std::is_same_v<T, X>) ? 12 : 16;
+constexpr int kMaxLinearWarps =
+    kTiles == 8 || kChunks == 8 || (kHalves == 2 && (kTiles == 4 || !std::is_same_v<T, X>)) ? 12 : 16;
 
 // A lane's part of the weight: tiles of 8 columns, of which tile t has column `g` (lane / 4), or of a weight [K, N]
 // columns kTiles * g to kTiles * (g + 1). Words hold neighbouring k.
@@ -127,14 +128,17 @@ __device__ inline int place_of(int column) {
   return kGated ? column / kTileColumns * 2 * kTileColumns + column % kTileColumns : column;
 }
 
+constexpr int kRowGap = 4;  // floats in shared memory, for rows of sums to start in different banks
+constexpr int kSummedWarps = 6;  // at a time
+
 // kTiles: of 8 columns, in a strip; kChunks: of K, for each warp in one pass; kHalves: of 16 rows; kLoops: whether there
 // may be more than one pass.
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
           bool kLoops>
-__global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves>* kWarpSize)
+__global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves>* kWarpSize, 1)
     decode_linear_mma_kernel(const __grid_constant__ MmaLayer<T> layer) {
-  constexpr int kColumns = kTiles * kTileColumns, kWidth = kGated ? kColumns / 2 : kColumns;
-  constexpr int kStride = kColumns + 4;  // 4: rows of sums start in different banks
+  constexpr int kProducts = kGated ? 2 : 1;
+  constexpr int kColumns = kTiles * kTileColumns, kWidth = kColumns / kProducts, kApart = kWidth / 2;
   constexpr int kPart = kChunks * kChunk;
   constexpr bool kWide = !std::is_same_v<T, X>;  // has to be normalised before it can be multiplied
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
@@ -143,29 +147,62 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   const auto first_k = [&](int pass) { return (pass * warps + warp) * kPart; };
   const int own = lane % 4 * kLaneValues;
 
-  // Sums of each warp [warps][sum_rows][kStride]; of a norm, moments of each part [passes * warps][rows], and sums that
-  // do not depend on the input [2][kColumns].
+  // Sums of each warp [sum_rows][warps][kColumns]; of a norm, deviations [rows][warps] and sums that do not depend on the
+  // input [2][kColumns].
   extern __shared__ __align__(16) char shared[];
   float* const sums_of = reinterpret_cast<float*>(shared);
-  Moments* const moments = reinterpret_cast<Moments*>(sums_of + warps * sum_rows * kStride);
-  float* const constants = reinterpret_cast<float*>(moments + passes * warps * rows);
+  const int row_stride = warps * kColumns + kRowGap;
+  Deviations* const deviations_of = reinterpret_cast<Deviations*>(sums_of + sum_rows * row_stride);
+  float* const constants = reinterpret_cast<float*>(deviations_of + rows * warps);
+  const auto sums_at = [&](int r, int w) { return sums_of + r * row_stride + w * kColumns; };
+  const auto pivot_at = [&](int r) -> float& { return sums_of[r * row_stride + warps * kColumns]; };
 
   let_successor_start();
   WeightPart<T, kLayout, kGated, kTiles, kChunks> weight;
   weight.load(layer, strip, first_k(0) + own);
   prefetch_ahead(layer);
 
-  // What the thread finishes first of the strip's outputs.
-  int row = threadIdx.x / kWidth, column = threadIdx.x % kWidth;
-  float bias = 0.f, gate_bias = 0.f, residual = 0.f;
-  const auto load_biases = [&] {
-    if (layer.biases[0] == nullptr || strip + column >= layer.outputs) return;
-    bias = to_float(layer.biases[kGated ? 0 : blockIdx.y][strip + column]);
-    if (kGated) gate_bias = to_float(layer.biases[1][strip + column]);
+  // What the thread finishes first: of a row, and of the one 8 rows below, two columns of the strip, half a strip apart.
+  // An output is rstd * (sum - mean * slope) + offset.
+  const int finishing = min(rows, kHalfRows) * kApart;  // threads
+  int row = threadIdx.x / kApart, column = threadIdx.x % kApart;
+  float offsets[2][kProducts] = {}, slopes[2][kProducts] = {};
+  const auto place = [&](int i, int p) {
+    return place_of<kLayout, kGated, kTiles>(column + i * kApart) + p * kTileColumns;
   };
-  const auto output_index = [&] { return row * layer.output_stride + blockIdx.y * layer.outputs + strip + column; };
-  const auto load_residual = [&] {
-    if (row < rows && strip + column < layer.outputs) residual = layer.load_residual(output_index());
+  const auto is_column = [&](int i) { return strip + column + i * kApart < layer.outputs; };
+  // Calls take(h, i, index) for each output of the thread.
+  const auto for_outputs = [&](auto take) {
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      const int r = row + h * kHalfRows;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (r >= rows || !is_column(i)) continue;
+        take(h, i, r * layer.output_stride + blockIdx.y * layer.outputs + strip + column + i * kApart);
+      }
+    }
+  };
+  const auto load_biases = [&] {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int p = 0; p < kProducts; ++p) {
+        const T* const bias = layer.biases[kGated ? p : blockIdx.y];
+        offsets[i][p] = bias != nullptr && is_column(i) ? to_float(bias[strip + column + i * kApart]) : 0.f;
+      }
+    }
+  };
+  const auto load_constants = [&] {
+    if (!layer.is_layer_norm) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int p = 0; p < kProducts; ++p) {
+        slopes[i][p] = constants[place(i, p)];
+        offsets[i][p] += constants[kColumns + place(i, p)];
+      }
+    }
   };
   load_biases();
 
@@ -188,13 +225,13 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   };
   const auto share_constants = [&] {
     for_sums<kTiles>(constant_sums, [&](int place, int r, float sum) {
-      if (r < 2) sums_of[(warp * sum_rows + r) * kStride + place] = sum;
+      if (r < 2) sums_at(r, warp)[place] = sum;
     });
     __syncthreads();
     for (int i = threadIdx.x; i < 2 * kColumns; i += blockDim.x) {
       float sum = 0.f;
 #pragma unroll 4
-      for (int w = 0; w < warps; ++w) sum += sums_of[(w * sum_rows + i / kColumns) * kStride + i % kColumns];
+      for (int w = 0; w < warps; ++w) sum += sums_at(i / kColumns, w)[i % kColumns];
       constants[i] = sum;
     }
     __syncthreads();
@@ -202,11 +239,12 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   if constexpr (kNorm && !kLoops) {
     if constexpr (kLayout == Layout::kLines) weight.pair_lines();
     fold_norm(0);
-    if (layer.is_layer_norm) share_constants();
+    if (layer.is_layer_norm) share_constants(), load_constants();
   }
   wait_for_predecessor();
 
   Vector<X, kLaneValues> x[kHalves][kChunks];
+  float pivots[kHalves];
   const auto load_inputs = [&](int pass) {
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
@@ -221,30 +259,66 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
       }
     }
   };
-  const auto take_moments = [&](int pass) {
+  const auto load_pivots = [&] {
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
-      const Moments part = moments_of<X, kChunks>(x[h], min(max(columns - first_k(pass), 0), kPart));
-      const int r = lane / 4 + h * kHalfRows;
-      if (lane % 4 == 0 && r < rows) moments[(pass * warps + warp) * rows + r] = part;
+      const int r = min(lane / 4 + h * kHalfRows, rows - 1);
+      pivots[h] = to_float(static_cast<const X*>(layer.input)[r * columns]);
     }
   };
-  const auto normalisation_of = [&](int r) {
-    return normalisation(moments + r, rows, passes * warps, kPart, columns, layer.is_layer_norm, layer.eps);
+  Deviations deviations[kHalves];
+  const auto take_deviations = [&](int pass) {
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        if (first_k(pass) + own + c * kChunk < columns) deviations[h].add(x[h][c], pivots[h]);
+      }
+    }
+  };
+  const auto leave_deviations = [&] {
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      const int r = lane / 4 + h * kHalfRows;
+      deviations[h].add_lanes();
+      if (lane % 4 != 0 || r >= rows) continue;
+      deviations_of[r * warps + warp] = deviations[h];
+      if (warp == 0) pivot_at(r) = pivots[h];
+    }
+  };
+  const float reciprocal = __fdividef(1.f, columns);
+  const auto normalised_by = [&](const Deviations& all, float pivot) {
+    return normalisation(all, pivot, reciprocal, layer.is_layer_norm, layer.eps);
   };
   float2 wide_norm[kHalves];
   if constexpr (kWide) {
-    for (int pass = 0; pass < passes; ++pass) load_inputs(pass), take_moments(pass);
+    load_pivots();
+    for (int pass = 0; pass < passes; ++pass) load_inputs(pass), take_deviations(pass);
+    leave_deviations();
     __syncthreads();
 #pragma unroll
-    for (int h = 0; h < kHalves; ++h) wide_norm[h] = normalisation_of(min(lane / 4 + h * kHalfRows, rows - 1));
+    for (int h = 0; h < kHalves; ++h) {
+      const int r = min(lane / 4 + h * kHalfRows, rows - 1);
+      Deviations all;
+#pragma unroll 4
+      for (int w = 0; w < warps; ++w) all.add(deviations_of[r * warps + w]);
+      wide_norm[h] = normalised_by(all, pivots[h]);
+      if (!layer.is_layer_norm) wide_norm[h].x = 0.f;
+    }
   }
 
+  unsigned residuals[kHalves][2] = {};
+  const auto load_residuals = [&] {
+    for_outputs([&](int h, int i, int index) { residuals[h][i] = layer.load_residual_bits(index); });
+  };
   float sums[kHalves][kTiles / 2][4] = {};
   for (int pass = 0; pass < passes; ++pass) {
     if (kLoops && pass > 0) weight.load(layer, strip, first_k(pass) + own);
     load_inputs(pass);
-    if (pass == 0) load_residual();
+    if (pass == 0) {
+      if constexpr (kNorm && !kWide) load_pivots();
+      load_residuals();
+    }
     if constexpr (!kNorm || kLoops) {
       weight.not_before_here();
       if constexpr (kLayout == Layout::kLines) weight.pair_lines();
@@ -266,42 +340,66 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
         }
       }
     }
-    if constexpr (kNorm && !kWide) take_moments(pass);
+    if constexpr (kNorm && !kWide) take_deviations(pass);
   }
   if constexpr (kNorm && kLoops) {
-    if (layer.is_layer_norm) share_constants();
+    if (layer.is_layer_norm) share_constants(), load_constants();
   }
 
+  if constexpr (kNorm && !kWide) leave_deviations();
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
     for_sums<kTiles>(sums[h], [&](int place, int r, float sum) {
-      if (r + h * kHalfRows < rows) sums_of[(warp * sum_rows + r + h * kHalfRows) * kStride + place] = sum;
+      if (r + h * kHalfRows < rows) sums_at(r + h * kHalfRows, warp)[place] = sum;
     });
   }
   __syncthreads();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < rows * kWidth; i += blockDim.x) {
-    if (i != threadIdx.x) {
-      row = i / kWidth, column = i % kWidth;
-      load_biases();
-      load_residual();
-    }
-    if (strip + column >= layer.outputs) continue;
-    float2 norm = {0.f, 1.f};
-    if constexpr (kNorm && !kWide) norm = normalisation_of(row);
-    const auto product = [&](int place) {
-      float sum = 0.f;
-#pragma unroll 4
-      for (int w = 0; w < warps; ++w) sum += sums_of[(w * sum_rows + row) * kStride + place];
-      if constexpr (kNorm) {
-        if (layer.is_layer_norm) return norm.y * (sum - norm.x * constants[place]) + constants[kColumns + place];
+  for (int first = threadIdx.x; first < finishing;) {
+    float products[kHalves][kProducts][2] = {};
+    Deviations all[kHalves];
+    const auto own_row = [&](int h) { return min(row + h * kHalfRows, rows - 1); };
+#pragma unroll 1
+    for (int first_warp = 0; first_warp < warps; first_warp += kSummedWarps) {
+#pragma unroll
+      for (int w = 0; w < kSummedWarps; ++w) {
+        if (first_warp + w >= warps) continue;
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h) {
+          const float* const part = sums_at(own_row(h), first_warp) + w * kColumns;
+#pragma unroll
+          for (int p = 0; p < kProducts; ++p) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) products[h][p][i] += part[place(i, p)];
+          }
+          if constexpr (kNorm && !kWide) all[h].add(deviations_of[own_row(h) * warps + first_warp + w]);
+        }
       }
-      return norm.y * sum;
-    };
-    const int place = place_of<kLayout, kGated, kTiles>(column);
-    float value = activate_quickly(layer.activation, product(place) + bias);
-    if constexpr (kGated) value *= product(place + kTileColumns) + gate_bias;
-    layer.store(output_index(), value + residual);
+    }
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      float2 norm = {0.f, 1.f};
+      if constexpr (kNorm && !kWide) norm = normalised_by(all[h], pivot_at(own_row(h)));
+#pragma unroll
+      for (int p = 0; p < kProducts; ++p) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& product = products[h][p][i];
+          product = fmaf(norm.y, fmaf(-norm.x, slopes[i][p], product), offsets[i][p]);
+        }
+      }
+      activate_quickly(layer.activation, products[h][0]);
+    }
+    for_outputs([&](int h, int i, int index) {
+      const float product = kGated ? products[h][0][i] * products[h][kProducts - 1][i] : products[h][0][i];
+      layer.store(index, product + layer.residual_from(residuals[h][i]));
+    });
+    first += blockDim.x;
+    if (first >= finishing) break;
+    row = first / kApart, column = first % kApart;
+    load_biases();
+    if constexpr (kNorm) load_constants();
+    load_residuals();
   }
 }
 
@@ -313,8 +411,8 @@ cudaError_t launch_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
   MmaLayer<T> mma = mma_layer<T>(layer);
   mma.passes = static_cast<int>(ceil_div(chunks, kChunks * kMaxLinearWarps<T, X, kTiles, kChunks, kHalves>));
   const int64_t warps = ceil_div(chunks, kChunks * mma.passes), sum_rows = kNorm ? std::max(mma.rows, 2) : mma.rows;
-  size_t shared_bytes = sizeof(float) * warps * sum_rows * (kColumns + 4);
-  if (kNorm) shared_bytes += sizeof(Moments) * mma.passes * warps * mma.rows + sizeof(float) * 2 * kColumns;
+  size_t shared_bytes = sizeof(float) * sum_rows * (warps * kColumns + kRowGap);
+  if (kNorm) shared_bytes += sizeof(Deviations) * warps * mma.rows + sizeof(float) * 2 * kColumns;
   const LaunchShape shape{static_cast<unsigned>(ceil_div(layer.outputs, kWidth)),
                           static_cast<unsigned>(warps * kWarpSize), shared_bytes, 1,
                           kGated ? 1u : static_cast<unsigned>(layer.weight_count)};
@@ -325,29 +423,35 @@ cudaError_t launch_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
 
 // Wide strips read a weight [K, N] in longer pieces, and few blocks leave multiprocessors to the kernels that wait
 // behind; narrow strips share out more work.
+template <typename T, Layout kLayout, bool kNorm, bool kGated, int kHalves>
+cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
+  const int64_t tiles = ceil_div(layer.outputs, kTileColumns) * layer.weight_count, few_blocks = multiprocessor_count() / 4;
+  const auto launch = [&]<int kTiles, int kChunks>(bool is_enough, cudaError_t& error) {
+    if (!is_enough || layer.columns > kChunks * kMaxLinearWarps<T, T, kTiles, kChunks, kHalves> * kChunk) return false;
+    error = launch_mma_as<T, T, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, false>(layer, stream);
+    return true;
+  };
+  cudaError_t error = cudaSuccess;
+  if constexpr (kNorm && !kGated) {
+    if (launch.template operator()<8, 2>(tiles >= 8 * few_blocks, error)) return error;
+  }
+  if constexpr (kNorm) {
+    if (launch.template operator()<4, 4>(kGated || tiles >= 4 * few_blocks, error)) return error;
+  }
+  if constexpr (!kGated) {
+    if (launch.template operator()<2, 4>(true, error)) return error;
+  }
+  return launch_mma_as<T, T, kLayout, kNorm, kGated, 2, kNorm ? 4 : 8, kNorm ? 2 : kHalves, true>(layer, stream);
+}
+
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated>
 cudaError_t launch_mma(const DecodeLinear& layer, cudaStream_t stream) {
-  const int64_t tiles = ceil_div(layer.outputs, kTileColumns) * layer.weight_count, few_blocks = multiprocessor_count() / 4;
-  const auto fits = [&](int chunks, int warps) { return layer.columns <= chunks * warps * kChunk; };
   if constexpr (std::is_same_v<T, X>) {
-    if (layer.rows <= kHalfRows) {
-      if constexpr (kNorm && !kGated) {
-        if (layer.rows <= 2 && fits(2, kMaxLinearWarps<T, X, 8, 2, 1>) && tiles >= 8 * few_blocks) {
-          return launch_mma_as<T, X, kLayout, true, false, 8, 2, 1, false>(layer, stream);
-        }
-      }
-      if constexpr (kNorm) {
-        if (fits(4, 16) && (kGated || tiles >= 4 * few_blocks)) {
-          return launch_mma_as<T, X, kLayout, true, kGated, 4, 4, 1, false>(layer, stream);
-        }
-      }
-      if constexpr (!kGated) {
-        if (fits(4, 16)) return launch_mma_as<T, X, kLayout, kNorm, false, 2, 4, 1, false>(layer, stream);
-      }
-      if constexpr (!kNorm) return launch_mma_as<T, X, kLayout, false, false, 2, 8, 1, true>(layer, stream);
-    }
+    return layer.rows <= kHalfRows ? launch_mma_for<T, kLayout, kNorm, kGated, 1>(layer, stream)
+                                   : launch_mma_for<T, kLayout, kNorm, kGated, 2>(layer, stream);
+  } else {
+    return launch_mma_as<T, X, kLayout, kNorm, kGated, 2, 4, 2, true>(layer, stream);
   }
-  return launch_mma_as<T, X, kLayout, kNorm, kGated, 2, 4, 2, true>(layer, stream);
 }
 
 // Whether the kernels' accesses of 16 bytes reach all of what they read, and rows and dtypes are those they are compiled
