@@ -88,10 +88,38 @@ __device__ inline void prefetch_ahead(const MmaLayer<T>& layer) {
   if (ahead != nullptr) prefetch_share(ahead, ahead + layer.ahead_bytes, layer.ahead_share);
 }
 
-// Sums over a part of a row of what its values are above a pivot, and of the squares: small enough for float where the
-// pivot is any value of the row.
+// Words of two ones.
+template <typename T>
+constexpr unsigned kOnes = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
+
+// Worked out here: the compiler would do so after the wait, where there is no time for it.
+template <typename T>
+__device__ inline T* settled(T* address) {
+  const auto bits = reinterpret_cast<unsigned long long>(address);
+  return reinterpret_cast<T*>(__shfl_sync(kFullWarp, bits, threadIdx.x % kWarpSize));
+}
+
+// What another multiprocessor has written a moment ago.
+template <typename X>
+__device__ inline Vector<X, kLaneValues> load_fresh(const X* values) {
+  Vector<X, kLaneValues> vector;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(vector) / sizeof(uint4)); ++i) {
+    reinterpret_cast<uint4*>(&vector)[i] = __ldcg(reinterpret_cast<const uint4*>(values) + i);
+  }
+  return vector;
+}
+
+// Mean of a part of a row, and sum of its squared deviations.
+struct Moments {
+  float mean, squares;
+};
+
+// Sums over a part of a row of what its values are above a pivot, and of the squares.
 struct Deviations {
   float sum = 0.f, squares = 0.f;
+
+  __device__ void add(const Deviations& others) { sum += others.sum, squares += others.squares; }
 
   template <typename X>
   __device__ void add(const Vector<X, kLaneValues>& x, float pivot) {
@@ -103,8 +131,6 @@ struct Deviations {
     }
   }
 
-  __device__ void add(const Deviations& others) { sum += others.sum, squares += others.squares; }
-
   // Of the 4 lanes that share a row.
   __device__ void add_lanes() {
 #pragma unroll
@@ -113,25 +139,18 @@ struct Deviations {
       squares += __shfl_xor_sync(kFullWarp, squares, distance);
     }
   }
-};
 
-// Mean and 1 / deviation of a row from all its deviations; an RMSNorm makes no use of the mean.
-__device__ inline float2 normalisation(const Deviations& all, float pivot, float reciprocal_of_columns,
-                                       bool is_layer_norm, float eps) {
-  const float above = all.sum * reciprocal_of_columns, mean = pivot + above;
-  const float variance = fmaf(all.squares, reciprocal_of_columns, -above * above);
-  return {mean, rsqrtf((is_layer_norm ? variance : fmaf(mean, mean, variance)) + eps)};
-}
-
-// Mean of a part of a row, and sum of its squared deviations.
-struct Moments {
-  float mean, squares;
+  __device__ Moments moments(float pivot, float reciprocal_of_count) const {
+    const float above = sum * reciprocal_of_count;
+    return {pivot + above, squares - sum * above};
+  }
 };
 
 // Moments of a warp's part of a row, which 4 lanes hold, `count` values in all.
 template <typename X, int kChunks>
 __device__ inline Moments moments_of(const Vector<X, kLaneValues> (&x)[kChunks], int count) {
   const int lane = threadIdx.x % kWarpSize, own = lane % 4 * kLaneValues;
+  // Deviations from any value of the row are small enough for a sum of squares: the first is at hand.
   const float pivot = __shfl_sync(kFullWarp, x[0][0], lane & ~3);
   Deviations deviations;
 #pragma unroll
@@ -139,8 +158,7 @@ __device__ inline Moments moments_of(const Vector<X, kLaneValues> (&x)[kChunks],
     if (c * kChunk + own < count) deviations.add(x[c], pivot);
   }
   deviations.add_lanes();
-  const float mean = count > 0 ? __fdividef(deviations.sum, count) : 0.f;
-  return {pivot + mean, deviations.squares - deviations.sum * mean};
+  return deviations.moments(pivot, count > 0 ? __fdividef(1.f, count) : 0.f);
 }
 
 // The union of two parts of a row (Chan, Golub and LeVeque 1979).
