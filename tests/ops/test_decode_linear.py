@@ -329,6 +329,58 @@ def test_a_norm_of_rows_far_from_zero(rows: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("norm", ["layer_norm", "t5_rms_norm"])
+@pytest.mark.parametrize("rows", [1, 8, 16])
+@torch.no_grad()
+def test_a_norm_of_rows_that_start_with_an_outlier(rows: int, norm: str) -> None:
+    """Sums are taken over what values are above the first of their row."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, 1536, device="cuda", dtype=torch.bfloat16)
+    x[:, 0] = 1000
+    weight = torch.randn(2304, 1536, device="cuda", dtype=torch.bfloat16) / 40
+    assert_kernel_is_accurate(x, [weight], norm=norm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16])
+@pytest.mark.parametrize(
+    ("columns", "outputs", "weights", "options"),
+    [
+        (768, 2304, 1, {"norm": "layer_norm"}),
+        (768, 768, 1, {"residual": True}),
+        (768, 3072, 1, {"norm": "layer_norm", "activation": "gelu_tanh"}),
+        (3072, 768, 1, {"residual": True}),
+        (768, 768, 3, {"norm": "t5_rms_norm"}),
+        (768, 768, 1, {"norm": "t5_rms_norm"}),
+        (1024, 1288, 1, {"norm": "layer_norm"}),
+        (768, 2048, 2, {"norm": "t5_rms_norm", "activation": "gelu_tanh", "gated": True}),
+    ],
+)
+@pytest.mark.parametrize("transposed", [False, True])
+@torch.no_grad()
+def test_layers_of_models(
+    columns: int, outputs: int, weights: int, options: dict, transposed: bool, rows: int, dtype: torch.dtype
+) -> None:
+    """GPT-2's and T5's, whose strips, passes and rows take each of the kernels for halves."""
+    torch.manual_seed(0)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda").to(dtype)
+
+    options = dict(options)
+    if "norm" in options:
+        options |= {"norm_weight": make(columns) * 0.3 + 1}
+    if options.get("norm") == "layer_norm":
+        options |= {"norm_bias": make(columns)}
+    if options.pop("residual", False):
+        options |= {"residual": make(rows, outputs * weights)}
+    parameters = [make(columns, outputs).T if transposed else make(outputs, columns) for _ in range(weights)]
+    biases = [make(outputs) for _ in range(weights)] if transposed else None
+    assert_kernel_is_accurate(make(rows, columns), [weight / columns**0.5 for weight in parameters], biases, **options)
+
+
+@pytest.mark.gpu
 @torch.no_grad()
 def test_weights_are_read_in_place() -> None:
     """A captured graph sees an edit of the weight, in either layout, and no copy of it is made."""

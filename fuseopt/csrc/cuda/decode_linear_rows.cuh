@@ -41,10 +41,18 @@ struct MmaLayer {
     ahead_share = static_cast<int>(ceil_div(ahead_bytes, shape.blocks * shape.blocks_y * kLine) * kLine);
   }
 
-  __device__ float load_residual(int64_t i) const {
-    if (residual == nullptr) return 0.f;
-    return is_wide ? static_cast<const float*>(residual)[i] : to_float(static_cast<const T*>(residual)[i]);
+  // As it lies in memory: what is converted where it is loaded is waited for there.
+  __device__ unsigned load_residual_bits(int64_t i) const {
+    if (residual == nullptr) return 0;
+    return is_wide ? static_cast<const unsigned*>(residual)[i] : static_cast<const uint16_t*>(residual)[i];
   }
+
+  __device__ float residual_from(unsigned bits) const {
+    const auto half = static_cast<uint16_t>(bits);
+    return is_wide ? __uint_as_float(bits) : to_float(reinterpret_cast<const T&>(half));
+  }
+
+  __device__ float load_residual(int64_t i) const { return residual_from(load_residual_bits(i)); }
 
   __device__ void store(int64_t i, float value) const {
     if (is_wide) static_cast<float*>(output)[i] = value;
@@ -90,9 +98,62 @@ __device__ inline void prefetch_ahead(const MmaLayer<T>& layer) {
   if (ahead != nullptr) prefetch_share(ahead, ahead + layer.ahead_bytes, layer.ahead_share);
 }
 
+// Words of two ones.
+template <typename T>
+constexpr unsigned kOnes = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
+
+// Worked out here: the compiler would do so after the wait, where there is no time for it.
+template <typename T>
+__device__ inline T* settled(T* address) {
+  const auto bits = reinterpret_cast<unsigned long long>(address);
+  return reinterpret_cast<T*>(__shfl_sync(kFullWarp, bits, threadIdx.x % kWarpSize));
+}
+
+// What another multiprocessor has written a moment ago.
+template <typename X>
+__device__ inline Vector<X, kLaneValues> load_fresh(const X* values) {
+  Vector<X, kLaneValues> vector;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(vector) / sizeof(uint4)); ++i) {
+    reinterpret_cast<uint4*>(&vector)[i] = __ldcg(reinterpret_cast<const uint4*>(values) + i);
+  }
+  return vector;
+}
+
 // Mean of a part of a row, and sum of its squared deviations.
 struct Moments {
   float mean, squares;
+};
+
+// Sums over a part of a row of what its values are above a pivot, and of the squares.
+struct Deviations {
+  float sum = 0.f, squares = 0.f;
+
+  __device__ void add(const Deviations& others) { sum += others.sum, squares += others.squares; }
+
+  template <typename X>
+  __device__ void add(const Vector<X, kLaneValues>& x, float pivot) {
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      const float deviation = x[i] - pivot;
+      sum += deviation;
+      squares = fmaf(deviation, deviation, squares);
+    }
+  }
+
+  // Of the 4 lanes that share a row.
+  __device__ void add_lanes() {
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) {
+      sum += __shfl_xor_sync(kFullWarp, sum, distance);
+      squares += __shfl_xor_sync(kFullWarp, squares, distance);
+    }
+  }
+
+  __device__ Moments moments(float pivot, float reciprocal_of_count) const {
+    const float above = sum * reciprocal_of_count;
+    return {pivot + above, squares - sum * above};
+  }
 };
 
 // Moments of a warp's part of a row, which 4 lanes hold, `count` values in all.
@@ -101,24 +162,13 @@ __device__ inline Moments moments_of(const Vector<X, kLaneValues> (&x)[kChunks],
   const int lane = threadIdx.x % kWarpSize, own = lane % 4 * kLaneValues;
   // Deviations from any value of the row are small enough for a sum of squares: the first is at hand.
   const float pivot = __shfl_sync(kFullWarp, x[0][0], lane & ~3);
-  float sum = 0.f, squares = 0.f;
+  Deviations deviations;
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    if (c * kChunk + own >= count) continue;
-#pragma unroll
-    for (int i = 0; i < kLaneValues; ++i) {
-      const float deviation = x[c][i] - pivot;
-      sum += deviation;
-      squares = fmaf(deviation, deviation, squares);
-    }
+    if (c * kChunk + own < count) deviations.add(x[c], pivot);
   }
-#pragma unroll
-  for (int distance = 1; distance < 4; distance *= 2) {
-    sum += __shfl_xor_sync(kFullWarp, sum, distance);
-    squares += __shfl_xor_sync(kFullWarp, squares, distance);
-  }
-  const float mean = count > 0 ? __fdividef(sum, count) : 0.f;
-  return {pivot + mean, squares - sum * mean};
+  deviations.add_lanes();
+  return deviations.moments(pivot, count > 0 ? __fdividef(1.f, count) : 0.f);
 }
 
 // Mean and 1 / deviation of a row from the moments of `parts` parts of `part_columns` values, the last one shorter;
@@ -141,10 +191,24 @@ __device__ inline float2 normalisation(const Moments* moments, int stride, int p
 }
 
 // For results of 16 bits: tanh by exp, whose error is that of float32.
+template <int kCount>
+__device__ inline void activate_quickly(int activation, float (&values)[kCount]) {
+  if (activation == kGeluTanh) {
+#pragma unroll
+    for (float& x : values) {
+      const float inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
+      x *= 0.5f * (2.f - __fdividef(2.f, 1.f + __expf(2.f * inner)));
+    }
+  } else if (activation != kIdentity) {
+#pragma unroll
+    for (float& x : values) x = activate(activation, x);
+  }
+}
+
 __device__ inline float activate_quickly(int activation, float x) {
-  if (activation != kGeluTanh) return activate(activation, x);
-  const float inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
-  return 0.5f * x * (2.f - __fdividef(2.f, 1.f + __expf(2.f * inner)));
+  float values[] = {x};
+  activate_quickly(activation, values);
+  return values[0];
 }
 
 }  // namespace fuseopt

@@ -1,0 +1,334 @@
+// decode_linear's kernel for 16-bit weights, on the tensor cores. A step of decoding has 1 to 16 rows, so a product is
+// all latency and reading: each block has its part of the weight in registers before it waits for the kernel ahead, and
+// what is left to do after the wait is short. Short in instructions too: a block runs each of them once, so fetching
+// them takes longer than running them, and whatever differs from launch to launch is a template argument rather than a
+// branch.
+//
+// A block takes a strip of output columns; its warps share out K. Products are m16n8k16 with 16 output columns as M and
+// 8 rows of the input as N, so that nothing is padded. A lane loads 16 bytes of a weight [N, K], or kTiles neighbours in
+// each of 8 lines of a weight [K, N], and 8 neighbouring inputs: the order of k within a chunk is the same for both, so
+// it does not matter, and neither does the order of columns until the sums are written.
+//
+// A norm takes no step of its own. With xhat = (x - mean) * rstd and g, b the norm's weight and bias,
+//   sum_k w * (xhat * g + b) = rstd * (sum_k (w * g) * x - mean * sum_k w * g) + sum_k w * b,
+// where all but the sum over x is there before the wait. Sums of x and of its squares are two more products. w * g is
+// rounded to the weight's dtype, once for all that is done with it, as upstream rounds xhat * g + b.
+#pragma once
+
+#include "decode_linear_weight.cuh"
+
+namespace fuseopt {
+
+// Of a block, by the registers that its lanes need.
+template <typename T, typename X, int kTiles, int kChunks, int kHalves>
+constexpr int kMaxLinearWarps =
+    kTiles == 8 || kChunks == 8 || (kHalves == 2 && (kTiles == 4 || !std::is_same_v<T, X>)) ? 12 : 16;
+
+constexpr int kRowGap = 4;  // floats in shared memory, for rows of sums to start in different banks
+constexpr int kSummedWarps = 6;  // at a time
+
+// kTiles: of 8 columns, in a strip; kChunks: of K, for each warp in one pass; kHalves: of 16 rows; kLoops: whether there
+// may be more than one pass.
+template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
+          bool kLoops>
+__global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves>* kWarpSize, 1)
+    decode_linear_mma_kernel(const __grid_constant__ MmaLayer<T> layer) {
+  constexpr int kProducts = kGated ? 2 : 1;
+  constexpr int kColumns = kTiles * kTileColumns, kWidth = kColumns / kProducts, kPairs = kWidth / 2;
+  constexpr int kPart = kChunks * kChunk;
+  constexpr bool kWide = !std::is_same_v<T, X>;  // has to be normalised before it can be multiplied
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
+  const int rows = layer.rows, columns = layer.columns, strip = blockIdx.x * kWidth;
+  const int passes = kLoops ? layer.passes : 1, sum_rows = kNorm ? max(rows, 2) : rows;
+  const auto first_k = [&](int pass) { return (pass * warps + warp) * kPart; };
+  const int own = lane % 4 * kLaneValues;
+
+  // Sums of each warp [sum_rows][warps][kColumns]; of a norm, deviations [rows][warps] and sums that do not depend on the
+  // input [2][kColumns].
+  extern __shared__ __align__(16) char shared[];
+  float* const sums_of = reinterpret_cast<float*>(shared);
+  const int row_stride = warps * kColumns + kRowGap;
+  Deviations* const deviations_of = reinterpret_cast<Deviations*>(sums_of + sum_rows * row_stride);
+  float* const constants = reinterpret_cast<float*>(deviations_of + rows * warps);
+  const auto sums_at = [&](int r, int w) { return sums_of + r * row_stride + w * kColumns; };
+
+  let_successor_start();
+  // What the thread finishes first: of a row, and of the one 8 rows below, a pair of columns. An output is
+  // rstd * (sum - mean * slope) + offset.
+  const int finishing = (min(rows, kHalfRows) * kPairs + kWarpSize - 1) / kWarpSize * kWarpSize;  // threads
+  using Pair = Pair<kLayout, kGated, kTiles>;
+  int row = threadIdx.x / kPairs;
+  const Pair pair(threadIdx.x % kPairs);
+  const auto is_column = [&](int i) { return strip + pair.column + i * Pair::kNext < layer.outputs; };
+  T biases[kProducts][2];
+#pragma unroll
+  for (int p = 0; p < kProducts; ++p) {
+    const T* const bias = layer.biases[kGated ? p : blockIdx.y];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      biases[p][i] = from_acc<T>(0.f);
+      if (bias != nullptr && is_column(i)) biases[p][i] = bias[strip + pair.column + i * Pair::kNext];
+    }
+  }
+
+  // Of a norm: w scaled by g, and sums of w * g and w * b as two rows of products.
+  uint4 scales[kChunks], shifts[kChunks];
+  float constant_sums[kTiles / 2][4] = {};
+  const auto load_norm = [&](int pass, int c) {
+    const int k = first_k(pass) + c * kChunk + own;
+    scales[c] = shifts[c] = {};
+    if (layer.norm_weight != nullptr && k < columns) scales[c] = load_once<uint4>(layer.norm_weight + k);
+    if (layer.norm_bias != nullptr && lane / 4 == 1 && k < columns) shifts[c] = load_once<uint4>(layer.norm_bias + k);
+  };
+  if constexpr (kNorm && !kLoops) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) load_norm(0, c);
+  }
+
+  WeightPart<T, kLayout, kGated, kTiles, kChunks> weight;
+  weight.load(layer, strip, first_k(0) + own);
+  prefetch_ahead(layer);
+
+  const auto fold_norm = [&](int pass) {
+    const unsigned ones = lane / 4 == 0 ? kOnes<T> : 0u;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      if constexpr (kLoops) load_norm(pass, c);
+      if (layer.norm_bias != nullptr) weight.multiply_add(constant_sums, c, shifts[c]);
+      if (layer.norm_weight != nullptr) weight.scale(c, scales[c]);
+      if (layer.is_layer_norm) weight.multiply_add(constant_sums, c, {ones, ones, ones, ones});
+    }
+  };
+  const auto share_constants = [&] {
+    for_sums<kTiles>(constant_sums, [&](int place, int r, float sum) {
+      if (r < 2) sums_at(r, warp)[place] = sum;
+    });
+    __syncthreads();
+    for (int i = threadIdx.x; i < 2 * kColumns; i += blockDim.x) {
+      float sum = 0.f;
+#pragma unroll 4
+      for (int w = 0; w < warps; ++w) sum += sums_at(i / kColumns, w)[i % kColumns];
+      constants[i] = sum;
+    }
+    __syncthreads();
+  };
+  float slopes[kProducts][2] = {}, offsets[kProducts][2];
+  const auto load_constants = [&] {
+#pragma unroll
+    for (int p = 0; p < kProducts; ++p) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int place = pair.place + p * kTileColumns + i;
+        offsets[p][i] = to_float(biases[p][i]);
+        if (!kNorm || !layer.is_layer_norm) continue;
+        slopes[p][i] = constants[place];
+        offsets[p][i] += constants[kColumns + place];
+      }
+    }
+  };
+  if constexpr (kNorm && !kLoops) {
+    if constexpr (kLayout == Layout::kLines) weight.pair_lines();
+    fold_norm(0);
+    if (layer.is_layer_norm) share_constants();
+  }
+  if constexpr (!kNorm || !kLoops) load_constants();
+  const X* inputs[kHalves];
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) {
+    inputs[h] = settled(static_cast<const X*>(layer.input) + (lane / 4 + h * kHalfRows) * columns + first_k(0) + own);
+  }
+  wait_for_predecessor();
+
+  Vector<X, kLaneValues> x[kHalves][kChunks];
+  const auto load_inputs = [&](int pass) {
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        x[h][c] = {};
+        if (lane / 4 + h * kHalfRows < rows && first_k(pass) + own + c * kChunk < columns) {
+          x[h][c] = load_fresh(inputs[h] + pass * warps * kPart + c * kChunk);
+        }
+      }
+    }
+  };
+  const float reciprocal = __fdividef(1.f, columns);
+  const auto rstd_of = [&](const Moments& moments) {
+    const float variance = moments.squares * reciprocal + (layer.is_layer_norm ? 0.f : moments.mean * moments.mean);
+    return rsqrtf(variance + layer.eps);
+  };
+  float2 wide_norm[kHalves];
+  if constexpr (kWide) {
+    float pivots[kHalves];
+    Deviations deviations[kHalves];
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      const int r = min(lane / 4 + h * kHalfRows, rows - 1);
+      pivots[h] = static_cast<const X*>(layer.input)[r * columns];
+    }
+    for (int pass = 0; pass < passes; ++pass) {
+      load_inputs(pass);
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          if (first_k(pass) + own + c * kChunk < columns) deviations[h].add(x[h][c], pivots[h]);
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      const int r = lane / 4 + h * kHalfRows;
+      deviations[h].add_lanes();
+      if (lane % 4 == 0 && r < rows) deviations_of[r * warps + warp] = deviations[h];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      const int r = min(lane / 4 + h * kHalfRows, rows - 1);
+      Deviations all;
+#pragma unroll 4
+      for (int w = 0; w < warps; ++w) all.add(deviations_of[r * warps + w]);
+      const Moments moments = all.moments(pivots[h], reciprocal);
+      wide_norm[h] = {layer.is_layer_norm ? moments.mean : 0.f, rstd_of(moments)};
+    }
+  }
+
+  unsigned residuals[kHalves][2] = {};
+  // Calls take(h, i, index) for each output of the thread.
+  const auto for_outputs = [&](auto take) {
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      const int r = row + h * kHalfRows;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = strip + pair.column + i * Pair::kNext;
+        if (r < rows && column < layer.outputs) take(h, i, r * layer.output_stride + blockIdx.y * layer.outputs + column);
+      }
+    }
+  };
+  const auto load_residuals = [&] {
+    for_outputs([&](int h, int i, int index) { residuals[h][i] = layer.load_residual_bits(index); });
+  };
+
+  // Of a norm, products of the rows with one another and with ones: of row lane / 4 the thread with its column has the
+  // sum of squares and the sum.
+  float sums[kHalves][kTiles / 2][4] = {}, powers[kHalves][4] = {};
+  for (int pass = 0; pass < passes; ++pass) {
+    if (kLoops && pass > 0) weight.load(layer, strip, first_k(pass) + own);
+    load_inputs(pass);
+    if (pass == 0) load_residuals();
+    if constexpr (!kNorm || kLoops) {
+      weight.not_before_here();
+      if constexpr (kLayout == Layout::kLines) weight.pair_lines();
+    }
+    if constexpr (kNorm && kLoops) fold_norm(pass);
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        if constexpr (kWide) {
+          float values[kLaneValues];
+#pragma unroll
+          for (int i = 0; i < kLaneValues; ++i) values[i] = (x[h][c][i] - wide_norm[h].x) * wide_norm[h].y;
+          uint4 words;
+          store_floats_as<T>(&words, 0, values);
+          weight.multiply_add(sums[h], c, words);
+        } else {
+          const auto& words = reinterpret_cast<const uint4&>(x[h][c]);
+          weight.multiply_add(sums[h], c, words);
+          if constexpr (kNorm) {
+            multiply<T>(powers[h], {words.x, words.y}, {kOnes<T>, kOnes<T>}, words.x, words.y);
+            multiply<T>(powers[h], {words.z, words.w}, {kOnes<T>, kOnes<T>}, words.z, words.w);
+          }
+        }
+      }
+    }
+  }
+  if constexpr (kNorm && kLoops) {
+    if (layer.is_layer_norm) share_constants();
+    load_constants();
+  }
+
+#pragma unroll
+  for (int h = 0; h < kHalves; ++h) {
+    for_sums<kTiles>(sums[h], [&](int place, int r, float sum) {
+      if (r + h * kHalfRows < rows) sums_at(r + h * kHalfRows, warp)[place] = sum;
+    });
+    if constexpr (kNorm && !kWide) {
+      const int r = lane / 4 + h * kHalfRows;
+      const bool is_odd = lane / 4 % 2 == 1;
+      if (lane / 8 != lane % 4 || r >= rows) continue;
+      deviations_of[r * warps + warp] = is_odd ? Deviations{powers[h][3], powers[h][1]}
+                                               : Deviations{powers[h][2], powers[h][0]};
+    }
+  }
+  __syncthreads();
+  // Sums of squares say little of the deviations of a row whose mean is many of them from zero: those are summed then by
+  // the threads with that row.
+  const auto squared_deviations = [&](int r, float mean) {
+    float squares = 0.f;
+    for (int k = threadIdx.x % kPairs * kLaneValues; k < columns; k += kPairs * kLaneValues) {
+      Deviations deviations;
+      deviations.add(load_fresh(static_cast<const X*>(layer.input) + r * columns + k), mean);
+      squares += deviations.squares;
+    }
+#pragma unroll
+    for (int distance = 1; distance < kPairs; distance *= 2) squares += __shfl_xor_sync(kFullWarp, squares, distance);
+    return squares;
+  };
+#pragma unroll 1
+  for (int first = threadIdx.x; first < finishing; first += blockDim.x) {
+    float products[kHalves][kProducts][2] = {};
+    Deviations all[kHalves];
+    const auto own_row = [&](int h) { return min(row + h * kHalfRows, rows - 1); };
+#pragma unroll 1
+    for (int first_warp = 0; first_warp < warps; first_warp += kSummedWarps) {
+#pragma unroll
+      for (int w = 0; w < kSummedWarps; ++w) {
+        if (first_warp + w >= warps) continue;
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h) {
+          const float* const part = sums_at(own_row(h), first_warp) + pair.place;
+#pragma unroll
+          for (int p = 0; p < kProducts; ++p) {
+            const auto two = *reinterpret_cast<const float2*>(part + w * kColumns + p * kTileColumns);
+            products[h][p][0] += two.x, products[h][p][1] += two.y;
+          }
+          if constexpr (kNorm && !kWide) all[h].add(deviations_of[own_row(h) * warps + first_warp + w]);
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      float2 norm = {0.f, 1.f};
+      if constexpr (kNorm && !kWide) {
+        constexpr float kSafe = 1 / 128.f;
+        Moments moments = all[h].moments(0.f, reciprocal);
+        const bool is_safe = moments.squares * reciprocal >= kSafe * moments.mean * moments.mean;
+        if (layer.is_layer_norm && __any_sync(kFullWarp, !is_safe)) {
+          const float squares = squared_deviations(own_row(h), moments.mean);
+          if (!is_safe) moments.squares = squares;
+        }
+        norm = {moments.mean, rstd_of(moments)};
+      }
+#pragma unroll
+      for (int p = 0; p < kProducts; ++p) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& product = products[h][p][i];
+          product = fmaf(norm.y, fmaf(-norm.x, slopes[p][i], product), offsets[p][i]);
+        }
+      }
+      activate_quickly(layer.activation, products[h][0]);
+    }
+    for_outputs([&](int h, int i, int index) {
+      const float product = kGated ? products[h][0][i] * products[h][kProducts - 1][i] : products[h][0][i];
+      layer.store(index, product + layer.residual_from(residuals[h][i]));
+    });
+    row += blockDim.x / kPairs;
+    if (first + blockDim.x < finishing) load_residuals();
+  }
+}
+
+}  // namespace fuseopt
