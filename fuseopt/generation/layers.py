@@ -14,7 +14,7 @@ from transformers.activations import NewGELUActivation
 from fuseopt import ops
 from fuseopt.modules.base import FusedModule
 from fuseopt.ops import registry
-from fuseopt.ops.decode_linear import ACTIVATIONS, MAX_ROWS
+from fuseopt.ops.decode_linear import ACTIVATIONS, is_fast
 
 # A name in `ACTIVATIONS`, or a module that is called.
 Activation = str | Callable[[Tensor], Tensor]
@@ -106,8 +106,9 @@ def linear(
         neighbouring columns, and rows that may lie apart.
     """
     weight = layer.weights[0]
-    if has_kernel("decode_linear", weight) and input.shape[0] <= MAX_ROWS and not callable(activation):
-        kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
+    kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
+    has_fast_kernel = has_kernel("decode_linear", weight) and is_fast(input, layer.weights, residual, kind)
+    if has_fast_kernel and not callable(activation):
         return ops.decode_linear(
             input,
             layer.weights,

@@ -64,6 +64,23 @@ __device__ inline void store_to_block(Value* own, int rank, Value value) {
 #endif
 }
 
+// What lies where `own` does in the shared memory of block `rank` of the cluster. After a barrier, and with one to follow.
+__device__ inline float4 load_from_block(const float4* own, int rank) {
+#if __CUDA_ARCH__ >= 900
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(own));
+  unsigned remote;
+  float4 values;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(values.x), "=f"(values.y), "=f"(values.z), "=f"(values.w)
+               : "r"(remote)
+               : "memory");
+  return values;
+#else
+  return *own;
+#endif
+}
+
 // This block's place in its cluster, how many blocks that has, and the cluster's place in x.
 __device__ inline unsigned rank_in_cluster() {
   unsigned rank = 0;
