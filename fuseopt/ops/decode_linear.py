@@ -24,7 +24,7 @@ MAX_ROWS = 256
 _HALVES = (torch.float16, torch.bfloat16)
 # As far as the kernel of many rows goes: in one block, and in a cluster.
 _LONGEST_NORMALISED, _LONGEST = 1536, 6144
-# Multiply-adds from which on launches count for less than what the BLAS library makes of the tensor cores.
+# Multiply-adds with one weight, from which on launches count for less than what the BLAS library makes of tensor cores.
 _MOST_WORK = 160_000_000
 
 NORMS = ("layer_norm", "t5_rms_norm")
@@ -172,7 +172,7 @@ def is_fast(input: Tensor, weights: Sequence[Tensor], residual: Tensor | None = 
         and all(tensor.dtype is input.dtype for tensor in (weights[0], residual) if tensor is not None)
         and outputs % 8 == columns % 8 == 0
         and columns <= (_LONGEST if norm is None else _LONGEST_NORMALISED)
-        and rows * outputs * columns * len(weights) <= _MOST_WORK
+        and rows * outputs * columns <= _MOST_WORK
         and input.is_cuda
         and torch.cuda.get_device_capability(input.device) >= (9, 0)
     )
