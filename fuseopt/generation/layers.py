@@ -14,10 +14,11 @@ from transformers.activations import NewGELUActivation
 from fuseopt import ops
 from fuseopt.modules.base import FusedModule
 from fuseopt.ops import registry
-from fuseopt.ops.decode_linear import ACTIVATIONS, MAX_ROWS
+from fuseopt.ops.decode_linear import ACTIVATIONS, is_fast
 
 # A name in `ACTIVATIONS`, or a module that is called.
 Activation = str | Callable[[Tensor], Tensor]
+HALVES = (torch.float16, torch.bfloat16)
 
 
 class Norm(NamedTuple):
@@ -81,7 +82,7 @@ def embedded(
 def normalised(input: Tensor, norm: Norm) -> Tensor:
     if norm.kind == "t5_rms_norm":
         return ops.rms_norm(input, norm.weight, norm.eps, cast_order="t5")
-    return F.layer_norm(input, norm.weight.shape, norm.weight, norm.bias, norm.eps)
+    return ops.layer_norm(input, norm.weight.shape, norm.weight, norm.bias, norm.eps)
 
 
 def linear(
@@ -98,14 +99,16 @@ def linear(
     Args:
         input: [rows, K].
         gated: the activated product with the first weight times that with the second.
-        residual: of the result's shape.
+        residual: of the result's shape; may be overwritten with it.
 
     Returns:
-        [rows, N * number of weights] ([rows, N] if gated), in the weights' dtype or what that and `residual`'s give.
+        [rows, N * number of weights] ([rows, N] if gated), in the weights' dtype or what that and `residual`'s give;
+        neighbouring columns, and rows that may lie apart.
     """
     weight = layer.weights[0]
-    if has_kernel("decode_linear", weight) and input.shape[0] <= MAX_ROWS and not callable(activation):
-        kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
+    kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
+    has_fast_kernel = has_kernel("decode_linear", weight) and is_fast(input, layer.weights, residual, kind)
+    if has_fast_kernel and not callable(activation):
         return ops.decode_linear(
             input,
             layer.weights,
@@ -122,24 +125,56 @@ def linear(
         )
     if norm is not None:
         input = normalised(input, norm)
-    input = input.to(weight.dtype)
-    if residual is not None and len(layer.weights) == 1 and not layer.biases and residual.dtype is weight.dtype:
-        return torch.addmm(residual, input, weight.T)
-    biases = layer.biases or (None,) * len(layer.weights)
-    outputs = [_product(input, weight, bias) for weight, bias in zip(layer.weights, biases, strict=True)]
-    if activation is not None:
-        outputs[0] = (activation if callable(activation) else ACTIVATIONS[activation])(outputs[0])
-    if gated:
-        outputs = [outputs[0] * outputs[1]]
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+    return _by_library(input.to(weight.dtype), layer, activation, gated, residual)
+
+
+def _by_library(
+    input: Tensor, layer: Linear, activation: Activation | None, gated: bool, residual: Tensor | None
+) -> Tensor:
+    """`linear` without a norm by the BLAS library, with what that can do beside a product left to it."""
+    weight, *others = layer.weights
+    bias = layer.biases[0] if layer.biases else None
+    if residual is not None and not others and bias is None and activation is None and residual.dtype is weight.dtype:
+        return residual.addmm_(input, weight.T)
+    if activation == "gelu_tanh" and not others and bias is not None and weight.is_cuda and weight.dtype in HALVES:
+        output = torch._addmm_activation(bias, input, weight.T, use_gelu=True)  # on CUDA by the tanh approximation
+    else:
+        output = _products(input, layer)
+        if gated:
+            output = _activated(output[:, : len(weight)], activation) * output[:, len(weight) :]
+        else:
+            output = _activated(output, activation)
     return output if residual is None else residual + output
 
 
-def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear, in whichever order the BLAS library can write aligned rows: GPT-2's vocabulary is odd."""
-    if input.is_cuda and bias is None and weight.shape[0] % 8 and input.shape[0] % 8 == 0:
-        return torch.mm(weight, input.T).T
-    return F.linear(input, weight, bias)
+def _activated(input: Tensor, activation: Activation | None) -> Tensor:
+    if activation is None:
+        return input
+    return activation(input) if callable(activation) else ACTIVATIONS[activation](input)
+
+
+def _products(input: Tensor, layer: Linear) -> Tensor:
+    """[rows, N * number of weights]; on a GPU rows are aligned to 16 bytes.
+
+    There BLAS libraries take several times as long for an odd number of columns, as GPT-2's vocabulary has:
+    the last few are a product of their own.
+    """
+    columns, count = len(layer.weights[0]), len(layer.weights)
+    biases = layer.biases or (None,) * count
+    aligned = columns // 8 * 8 if input.is_cuda else columns
+    if count == 1 and aligned == columns:
+        return F.linear(input, layer.weights[0], biases[0])
+    output = input.new_empty(len(input), -(-columns * count // 8) * 8)[:, : columns * count]
+    for part, weight, bias in zip(output.split(columns, dim=1), layer.weights, biases, strict=True):
+        for begin, end in ((0, aligned), (aligned, columns)):
+            if begin == end:
+                continue
+            factor, out = weight[begin:end].T, part[:, begin:end]
+            if bias is None:
+                torch.mm(input, factor, out=out)
+            else:
+                torch.addmm(bias[begin:end], input, factor, out=out)
+    return output
 
 
 def has_kernel(op: str, like: Tensor) -> bool:

@@ -1,7 +1,8 @@
 """A linear layer of few rows with what stands around it in a decoding step: norm before, activation and residual after.
 
-With one to sixteen rows a linear layer is bound by reading its weight. So the weight is read once and in place, and
-the neighbours that would be launches of their own are done on the way in and on the way out.
+With few rows a linear layer is bound by reading its weight, or, where that is small, by what launches wait for one
+another. So the weight is read in place, before the launch ahead has ended, and the neighbours that would be launches of
+their own are done on the way in and on the way out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,17 @@ from fuseopt.errors import BackendError
 from fuseopt.ops import registry
 from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
 
-MAX_ROWS = 16
-"""More rows than this are no work for these kernels: a matrix product of the BLAS library reads the weight as fast."""
+FEW_ROWS = 16
+"""Of as many rows the CUDA kernels take any layer; of more, those that `is_fast` names."""
+
+MAX_ROWS = 256
+"""More rows than this are no work for these kernels: a matrix product of the BLAS library is as fast."""
+
+_HALVES = (torch.float16, torch.bfloat16)
+# As far as the kernel of many rows goes: in one block, and in a cluster.
+_LONGEST_NORMALISED, _LONGEST = 1536, 6144
+# Multiply-adds with one weight, from which on launches count for less than what the BLAS library makes of tensor cores.
+_MOST_WORK = 160_000_000
 
 NORMS = ("layer_norm", "t5_rms_norm")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -144,6 +154,30 @@ def _check(
         check_shape("residual", residual, torch.Size((*input.shape[:-1], columns * (1 if gated else len(weights)))))
 
 
+def is_fast(input: Tensor, weights: Sequence[Tensor], residual: Tensor | None = None, norm: str | None = None) -> bool:
+    """Whether the CUDA kernels are faster than the BLAS library with launches for what stands around the product.
+
+    With more than `FEW_ROWS` rows they are for 16-bit numbers on devices from sm_90 on.
+
+    Args:
+        input: [..., K] on a GPU.
+        weights: [N, K] each, as `decode_linear` takes them.
+    """
+    rows, (outputs, columns) = input.shape[:-1].numel(), weights[0].shape
+    if rows <= FEW_ROWS:
+        return True
+    return (
+        rows <= MAX_ROWS
+        and input.dtype in _HALVES
+        and all(tensor.dtype is input.dtype for tensor in (weights[0], residual) if tensor is not None)
+        and outputs % 8 == columns % 8 == 0
+        and columns <= (_LONGEST if norm is None else _LONGEST_NORMALISED)
+        and rows * outputs * columns <= _MOST_WORK
+        and input.is_cuda
+        and torch.cuda.get_device_capability(input.device) >= (9, 0)
+    )
+
+
 def decode_linear_reference(
     input: Tensor,
     weight: Tensor | Sequence[Tensor],
@@ -191,7 +225,8 @@ def decode_linear(
 
     Args:
         input: [..., K], any strides; float32, float16, bfloat16 or float64. Cast to `weight`'s dtype, after the norm
-            where there is one. More than `MAX_ROWS` rows are left to the reference.
+            where there is one. More than `MAX_ROWS` rows are left to the reference, and by "auto" more than `FEW_ROWS`
+            where the kernels are not `is_fast`.
         weight: [N, K], as F.linear takes it, of any one floating dtype. Read in place with unit stride in either
             dimension: a torch.nn.Linear's weight as it is, a Conv1D's as `weight.T`; copied at every call if it has
             neither. Up to three weights of one shape, say of query, key and value, read their common input once.
@@ -225,6 +260,8 @@ def decode_linear(
     if rows > MAX_ROWS:
         if backend == "cuda":
             raise BackendError(f"decode_linear: 'cuda' takes {MAX_ROWS} rows at most, not {rows}; use F.linear")
+        chosen = "reference"
+    elif backend == "auto" and input.is_cuda and not is_fast(input, weights, residual, norm):
         chosen = "reference"
     else:
         chosen = registry.pick_without_gradient(

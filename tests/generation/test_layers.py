@@ -1,17 +1,31 @@
 """What decode steps are made of."""
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseopt.bench.architectures import random_model
 from fuseopt.generation import layers_t5, step_gpt2, step_t5
-from fuseopt.generation.layers import Linear, linear, linear_of, look_ahead
+from fuseopt.generation.layers import Linear, Norm, linear, linear_of, look_ahead
 from fuseopt.generation.state import DecodeState, Sizes
 from fuseopt.generation.step_gpt2 import GPT2Step
 from fuseopt.generation.step_t5 import T5Step
+from fuseopt.ops.decode_linear import MAX_ROWS, decode_linear_reference
+from tests.ops.cases import error, to_float64
+
+
+class AtenCalls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func).removeprefix("aten."))
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_layer_brings_in_the_one_after_the_next() -> None:
@@ -50,3 +64,89 @@ def test_steps_read_ahead_in_the_order_they_run_in(
     for layer, later in zip(body, body[2:], strict=False):
         assert layer.ahead is later.weights
     assert head.ahead is body[0].weights
+
+
+ROWS, WIDTH = MAX_ROWS + 3, 24
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [40, 37])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(
+    ("weights", "activation", "gated"),
+    [
+        (1, None, False),
+        (1, "relu", False),
+        (1, "gelu_tanh", False),
+        (3, None, False),
+        (2, "relu", False),
+        (2, "gelu_tanh", True),
+    ],
+)
+@torch.no_grad()
+def test_rows_for_the_blas_library(
+    each_device: torch.device,
+    weights: int,
+    activation: str | None,
+    gated: bool,
+    residual: bool,
+    biased: bool,
+    columns: int,
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape).to(dtype)
+
+    x = make(ROWS, WIDTH)
+    matrices = [make(columns, WIDTH) / 4 if i % 2 else (make(WIDTH, columns) / 4).T for i in range(weights)]
+    biases = [make(columns) for _ in range(weights if biased else 0)]
+    norm = Norm("layer_norm", make(WIDTH), make(WIDTH), 1e-3)
+    added = make(ROWS, columns * (1 if gated else weights)) if residual else None
+    options = {"norm": norm.kind, "norm_weight": norm.weight, "norm_bias": norm.bias, "eps": norm.eps}
+    options.update(activation=activation, gated=gated)
+
+    plain = decode_linear_reference(x, matrices, biases or None, residual=added, **options)
+    options.update(norm_weight=norm.weight.double(), norm_bias=norm.bias.double())
+    judge = decode_linear_reference(
+        to_float64(x),
+        [to_float64(matrix) for matrix in matrices],
+        [to_float64(bias) for bias in biases] or None,
+        residual=None if added is None else to_float64(added),
+        **options,
+    )
+    output = linear(
+        x,
+        Linear(tuple(matrices), tuple(biases)),
+        norm=norm,
+        activation=activation,
+        gated=gated,
+        residual=added,
+    )
+    assert output.dtype is dtype and output.stride(1) == 1
+    assert error([output], [judge]) <= 2 * error([plain], [judge]) + 8 * torch.finfo(dtype).eps
+
+
+@torch.no_grad()
+def test_what_the_blas_library_leaves_no_launch_for(each_device: torch.device) -> None:
+    """The product is added where the residual is; several products stand side by side from the start."""
+    x, residual = torch.randn(ROWS, WIDTH), torch.randn(ROWS, 5)
+    weight = torch.randn(5, WIDTH)
+    expected = residual + x @ weight.T
+    output = linear(x, Linear((weight,)), residual=residual)
+    assert output.data_ptr() == residual.data_ptr()
+    torch.testing.assert_close(output, expected)
+    with AtenCalls() as aten:
+        linear(x, Linear((weight,) * 3))
+    assert aten.names.count("mm.out") == 3 and "cat.default" not in aten.names
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_rows_of_an_odd_vocabulary_are_aligned() -> None:
+    x, weight = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((ROWS, 64), (5025, 64)))
+    output = linear(x, Linear((weight,)))
+    assert output.shape == (ROWS, 5025) and output.stride() == (5032, 1)
+    torch.testing.assert_close(output, x @ weight.T)

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import decode_linear
-from fuseopt.ops.decode_linear import MAX_ROWS, decode_linear_reference
+from fuseopt.ops.decode_linear import FEW_ROWS, MAX_ROWS, decode_linear_reference, is_fast
 from tests.ops.cases import RawCalls, error, to_float64
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -128,9 +128,50 @@ def test_the_kernels_refuse_gradients_and_many_rows() -> None:
         decode_linear(many, weight, backend="cuda")
     with RawCalls() as raw:
         decode_linear(many, weight)
+        decode_linear(many[: FEW_ROWS + 1], weight)
         assert raw.names() == []
-        decode_linear(many[:MAX_ROWS], weight)
-        assert raw.names() == ["decode_linear.default"]
+        decode_linear(many[:FEW_ROWS], weight)
+        decode_linear(many[:MAX_ROWS], weight, backend="cuda")
+        assert raw.names() == ["decode_linear.default"] * 2
+
+
+needs_sm90 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="no device of sm_90 or newer"
+)
+
+
+@pytest.mark.gpu
+@needs_sm90
+def test_layers_that_are_fast_with_many_rows() -> None:
+    def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, device="cuda", dtype=dtype)
+
+    x, weight = make(64, 768), make(3072, 768)
+    assert is_fast(x, [weight]) and is_fast(x, [make(768, 3072).T], norm="layer_norm")
+    assert is_fast(x.half(), [weight.half()], make(64, 3072, dtype=torch.float16))
+    assert is_fast(make(2, 768, dtype=torch.float32), [weight])
+    assert not is_fast(make(MAX_ROWS + 1, 768), [weight])
+    assert not is_fast(make(64, 768, dtype=torch.float32), [weight])
+    assert not is_fast(x, [weight], make(64, 3072, dtype=torch.float32))
+    assert not is_fast(x, [make(50257, 768)])
+    assert not is_fast(x, [make(32128, 768)])
+    assert not is_fast(make(64, 4096), [make(768, 4096)], norm="layer_norm")
+
+
+@pytest.mark.gpu
+@needs_sm90
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("columns", "norm"), [(768, "layer_norm"), (768, None), (3072, None)])
+@torch.no_grad()
+def test_many_rows_have_a_kernel_of_their_own(columns: int, norm: str | None, transposed: bool) -> None:
+    x, weight = (torch.randn(n, columns, device="cuda", dtype=torch.bfloat16) for n in (FEW_ROWS + 1, 64))
+    if transposed:
+        weight = weight.T.contiguous().T
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        decode_linear(x, weight, norm=norm, backend="cuda")
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if "decode_linear" in event.name]
+    assert len(kernels) == 1 and "decode_linear_many_rows_kernel" in kernels[0]
 
 
 @pytest.mark.gpu
@@ -181,7 +222,7 @@ def kernels_of(call: Callable[[], object]) -> str:
 @pytest.mark.gpu
 @settings(max_examples=200, deadline=None)
 @given(
-    rows=st.integers(1, MAX_ROWS),
+    rows=st.one_of(st.integers(1, FEW_ROWS), st.integers(FEW_ROWS + 1, MAX_ROWS)),
     columns=st.one_of(st.sampled_from([512, 768, 1024, 1280, 1600, 4096, 5120]), st.integers(1, 400)),
     outputs=st.one_of(st.sampled_from([768, 1600, 2304, 5025]), st.integers(1, 100)),
     dtype=st.sampled_from([*HALVES, torch.float32, torch.float64]),
@@ -318,13 +359,14 @@ def test_what_is_read_ahead_changes_nothing() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1600), (8, 1600), (16, 1600), (40, 768), (33, 1536)])
+@pytest.mark.parametrize("mean", [1000, 5])
 @torch.no_grad()
-def test_a_norm_of_rows_far_from_zero(rows: int) -> None:
+def test_a_norm_of_rows_far_from_zero(rows: int, columns: int, mean: int) -> None:
     """The variance of a row is not lost in its mean."""
     torch.manual_seed(0)
-    x = (torch.randn(rows, 1600, device="cuda") + 1000).bfloat16()
-    weight = torch.randn(64, 1600, device="cuda", dtype=torch.bfloat16) / 40
+    x = (torch.randn(rows, columns, device="cuda") + mean).bfloat16()
+    weight = torch.randn(64, columns, device="cuda", dtype=torch.bfloat16) / columns**0.5
     assert_kernel_is_accurate(x, [weight], norm="layer_norm")
 
 
@@ -404,18 +446,20 @@ def test_weights_are_read_in_place() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "width", "norm"), [(4, 256, "layer_norm"), (40, 256, "layer_norm"), (40, 1024, None)])
 @torch.no_grad()
-def test_a_chain_in_a_graph_waits_for_each_predecessor() -> None:
+def test_a_chain_in_a_graph_waits_for_each_predecessor(rows: int, width: int, norm: str | None) -> None:
     """Hundreds of dependent launches that overlap give what they give one at a time, replay after replay."""
     torch.manual_seed(0)
-    weights = [torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) / 16 for _ in range(8)]
-    x = torch.randn(4, 256, device="cuda", dtype=torch.bfloat16)
+    size = width**0.5 * (16 if norm is None else 1)
+    weights = [torch.randn(width, width, device="cuda", dtype=torch.bfloat16) / size for _ in range(8)]
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
 
     def chain(overlap: bool) -> Tensor:
         y = x
         for i in range(200):
             weight = weights[i % 8]
-            y = decode_linear(y, weight if i % 2 else weight.T, norm="layer_norm", residual=y, overlap=overlap)
+            y = decode_linear(y, weight if i % 2 else weight.T, norm=norm, residual=y, overlap=overlap)
         return y
 
     chain(True)

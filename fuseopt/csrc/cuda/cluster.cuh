@@ -103,12 +103,12 @@ class Mailbox {
 #endif
   }
 
-  // Stores to where `own` lies in the shared memory of block 0, whose mailbox lies where this one does.
-  __device__ void send(float4* own, float4 values) {
+  // Stores to where `own` lies in the shared memory of block `rank`, whose mailbox lies where this one does.
+  __device__ void send(float4* own, float4 values, int rank = 0) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                     in_first_block(static_cast<unsigned>(__cvta_generic_to_shared(own)))),
-                 "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w), "r"(in_first_block(address()))
+                     in_block(static_cast<unsigned>(__cvta_generic_to_shared(own)), rank)),
+                 "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w), "r"(in_block(address(), rank))
                  : "memory");
 #endif
   }
@@ -135,9 +135,9 @@ class Mailbox {
   __device__ unsigned address() const { return static_cast<unsigned>(__cvta_generic_to_shared(&state_)); }
 
 #if __CUDA_ARCH__ >= 900
-  __device__ static unsigned in_first_block(unsigned address) {
+  __device__ static unsigned in_block(unsigned address, int rank) {
     unsigned remote;
-    asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(remote) : "r"(address));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
     return remote;
   }
 #endif

@@ -208,13 +208,19 @@ cudaError_t launch_as(const DecodeLinear& layer, cudaStream_t stream) {
   return error;
 }
 
+// On the tensor cores, where the arguments suit them.
+template <typename T>
+bool launch_16_bit(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
+  return launch_decode_linear_mma<T>(layer, stream, error) || launch_decode_linear_many_rows<T>(layer, stream, error);
+}
+
 }  // namespace
 
 extern "C" cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream) {
   if (layer.rows == 0 || layer.outputs == 0) return cudaSuccess;
   cudaError_t error = cudaSuccess;
-  if (layer.weight_dtype == kFloat16 && launch_decode_linear_mma<__half>(layer, stream, error)) return error;
-  if (layer.weight_dtype == kBFloat16 && launch_decode_linear_mma<__nv_bfloat16>(layer, stream, error)) return error;
+  if (layer.weight_dtype == kFloat16 && launch_16_bit<__half>(layer, stream, error)) return error;
+  if (layer.weight_dtype == kBFloat16 && launch_16_bit<__nv_bfloat16>(layer, stream, error)) return error;
   switch (layer.weight_dtype) {
     case kFloat16: return launch_as<__half>(layer, stream);
     case kBFloat16: return launch_as<__nv_bfloat16>(layer, stream);

@@ -11,6 +11,8 @@ constexpr int kTileColumns = 8;  // output columns of one tile: the width of a 1
 // The kernels for weights of a 16-bit type T; false where they cannot take the arguments.
 template <typename T>
 bool launch_decode_linear_mma(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
+template <typename T>
+bool launch_decode_linear_many_rows(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
 
 __device__ inline float activate(int activation, float x) {
   switch (activation) {

@@ -58,8 +58,8 @@ cudaError_t launch_mma(const DecodeLinear& layer, cudaStream_t stream) {
 // Whether the kernels' accesses of 16 bytes reach all of what they read, and rows and dtypes are those they are compiled
 // for.
 template <typename T>
-bool suits_mma(const DecodeLinear& layer) {
-  bool suits = layer.rows <= 2 * kHalfRows && layer.columns > 0 && layer.columns % kLaneValues == 0 &&
+bool suits_mma(const DecodeLinear& layer, int64_t most_rows = 2 * kHalfRows) {
+  bool suits = layer.rows <= most_rows && layer.columns > 0 && layer.columns % kLaneValues == 0 &&
                layer.weight_stride % kLaneValues == 0 && is_aligned(layer.input.data) &&
                (layer.input.dtype == kDType<T> || (layer.input.dtype == kFloat32 && layer.norm != kNoNorm));
   suits &= std::max(layer.outputs, layer.columns) * layer.weight_stride <= INT32_MAX;
