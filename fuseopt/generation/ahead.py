@@ -82,7 +82,9 @@ class HeadStart:
         self._survey: Survey | None = None
         self._has_looked = True
 
-    def __call__(self, step: Any, arguments: Mapping[str, Any], others: Mapping[str, Any]) -> Started:
+    def __call__(
+        self, step: Any, arguments: Mapping[str, Any], others: Mapping[str, Any], *, looks: bool = False
+    ) -> Started:
         """Queues what it can, for `graphs.join` to wait for.
 
         What stands on an encoder whose weights are where they were counts only if `is_confirmed`.
@@ -91,13 +93,14 @@ class HeadStart:
             step: of `model`.
             arguments: all, by name.
             others: those of them that generate() passes on to whom they may concern.
+            looks: at all that an encoder stands on, first.
         """
         encodes, encoded = step.encoder_class is not None, others.get("encoder_outputs") is not None
         captures = self.graphs.max_graphs and has_kernel("decode_attention", step.token_embedding)
         if encoded or not captures:
             return Started(others)
         reason = next(tiers.ahead_reasons(self.model, arguments, others), None)
-        self._has_looked = not encodes or self._survey is None or not self._survey.is_in_place()
+        self._has_looked = looks or not encodes or self._survey is None or not self._survey.is_in_place()
         if reason is None and encodes and self._has_looked:
             reason = self._prepare_encoder(step)
         if reason is not None:

@@ -15,6 +15,7 @@ from fuseopt.generation.beam_state import BeamState
 from fuseopt.generation.device_processors import DeviceProcessor
 from fuseopt.generation.selection import Selection
 from fuseopt.generation.state import DecodeState, to_device
+from fuseopt.ops.beam_candidates import MAX_COUNT
 
 
 class BeamSelection(Selection):
@@ -54,6 +55,12 @@ class BeamSelection(Selection):
         longest = config.max_length - length if config.early_stopping == "never" else None
         penalties = _penalties(config.length_penalty, longest, state.sizes.capacity + 2)
         self.penalties = to_device(penalties, device)
+
+    @property
+    def not_captured(self) -> str:
+        if self.candidates <= MAX_COUNT:
+            return ""
+        return f"the kernels look at up to {MAX_COUNT} continuations of an item, not at {self.candidates}"
 
     @property
     def may_end_early(self) -> bool:

@@ -104,7 +104,7 @@ class FusedGenerate:
         if started is None or not is_as_before:
             # What has started may have read what is not the model's any more.
             self.graphs.join(self._step.shape.device)
-            started = self._head_start(self._step, given, others)
+            started = self._head_start(self._step, given, others, looks=True)
         return started, ""
 
     def _decode(

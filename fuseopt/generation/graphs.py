@@ -162,6 +162,9 @@ class StepGraphs:
 
     def capture(self, step: Step) -> str:
         """Captures a step on a GPU and keeps it; returns why it could not be done, or nothing."""
+        reason = "" if step.selection is None else step.selection.not_captured
+        if reason and step.state.device.type == "cuda":
+            return f"the step ran eagerly: {reason}"
         return self._capture(step, self._steps, self.max_graphs, "the step")
 
     def run_prompt(self, prompt: Prompt[Any]) -> str:
@@ -203,7 +206,9 @@ class StepGraphs:
             with _one_capture_at_a_time:
                 work.capture(next(pools, None) or torch.cuda.graph_pool_handle(), self._capture_stream)
         except RuntimeError as error:
-            return f"{what} could not be captured, so it ran eagerly: {str(error).splitlines()[0]}"
+            # The end of a capture that something has spoiled raises, too.
+            cause = error.__context__ or error
+            return f"{what} could not be captured, so it ran eagerly: {str(cause).splitlines()[0]}"
         kept[work.key] = work
         return ""
 

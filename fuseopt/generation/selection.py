@@ -50,6 +50,11 @@ class Selection:
         )
 
     @property
+    def not_captured(self) -> str:
+        """Why a step that ends so is left to run eagerly on a GPU, or nothing."""
+        return ""
+
+    @property
     def may_end_early(self) -> bool:
         """Whether `going` can tell that no row is left before the longest sequence is full."""
         return self.eos is not None

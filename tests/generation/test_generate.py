@@ -138,7 +138,9 @@ def compare(model, inputs, tier, **kwargs):
         return
     with fuseopt.fused(model, GENERATION):
         assert_same(generate(model, inputs, **kwargs), wanted)
-        assert [(call.tier, call.note) for call in calls_of(model)] == [(tier, "")]
+        (call,) = calls_of(model)
+        assert call.tier == tier
+        assert call.note == "" or ("32 continuations" in call.note and kwargs["num_beams"] > 1)
 
 
 FAMILIES = ("gpt2", "t5", "t5_gated")
