@@ -348,16 +348,18 @@ def test_what_has_been_queued_is_waited_for_whatever_happens(ran, model, error, 
 @on_a_gpu
 def test_nothing_waits_for_what_runs_beside(each_device):
     graphs, value = StepGraphs(1), torch.zeros(1)
+    beside, before_it = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     with graphs.beside(value.device):
         torch.cuda._sleep(10**9)
         value += 1
+        beside.record()
     before = value.clone()
-    torch.cuda.current_stream().synchronize()
-    assert not graphs._side_stream.query()
+    before_it.record()
     graphs.join(value.device)
     after = value.clone()
     assert (before.item(), after.item()) == (0, 1)
+    assert before_it.elapsed_time(beside) > 0
 
 
 @on_a_gpu
