@@ -86,6 +86,8 @@ def _checked(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`input`, `weight` and `bias`, of fitting shapes, with the dimensions of `normalized_shape` made one."""
+    if isinstance(normalized_shape, Tensor):
+        raise TypeError("normalized_shape must be a sequence of int, not a tensor; weight and bias come after it")
     dims = len(normalized_shape)
     shape = input.shape[-dims:]
     if dims == 0 or shape != tuple(normalized_shape):
@@ -174,6 +176,7 @@ def layer_norm(
         `input`'s shape, contiguous; `input`'s dtype, or float32 under CUDA's autocast, as F.layer_norm.
 
     Raises:
+        TypeError: `normalized_shape` is a tensor.
         ValueError: `input` does not end in `normalized_shape`, or a parameter has another shape.
         BackendError: the backend named cannot run here; the message says why.
     """

@@ -67,6 +67,12 @@ def test_output_dtype_under_autocast_is_torchs(case: Case, dtype: torch.dtype) -
 
 
 @every_case
+def test_a_weight_in_the_place_of_normalized_shape(case: Case) -> None:
+    with pytest.raises(TypeError, match="normalized_shape must be a sequence of int"):
+        case(torch.randn(3, 8, device=case.device), torch.ones(8, device=case.device))
+
+
+@every_case
 @pytest.mark.parametrize("normalized_shape", [(4,), (), (2, 8)])
 def test_normalized_shape_must_end_the_inputs(case: Case, normalized_shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="normalized_shape"):
