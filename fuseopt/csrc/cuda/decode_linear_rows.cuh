@@ -156,21 +156,6 @@ struct Deviations {
   }
 };
 
-// Moments of a warp's part of a row, which 4 lanes hold, `count` values in all.
-template <typename X, int kChunks>
-__device__ inline Moments moments_of(const Vector<X, kLaneValues> (&x)[kChunks], int count) {
-  const int lane = threadIdx.x % kWarpSize, own = lane % 4 * kLaneValues;
-  // Deviations from any value of the row are small enough for a sum of squares: the first is at hand.
-  const float pivot = __shfl_sync(kFullWarp, x[0][0], lane & ~3);
-  Deviations deviations;
-#pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-    if (c * kChunk + own < count) deviations.add(x[c], pivot);
-  }
-  deviations.add_lanes();
-  return deviations.moments(pivot, count > 0 ? __fdividef(1.f, count) : 0.f);
-}
-
 // Mean and 1 / deviation of a row from the moments of `parts` parts of `part_columns` values, the last one shorter;
 // an RMSNorm has no mean.
 __device__ inline float2 normalisation(const Moments* moments, int stride, int parts, int part_columns, int columns,
