@@ -143,7 +143,7 @@ def fused(model: ModelT, config: ConfigSource = None, *, strict: bool = False) -
 
 def _plan_with_libraries(model: nn.Module, config: Config) -> Plan:
     decided = build_plan(model, config, STRATEGIES)
-    states = [native.load(kind) for kind in decided.native_libraries]
+    states = native.load_all(decided.native_libraries)
     if all(state.status == "loaded" for state in states):
         return decided
     # A library that could not be had is now known to be absent, with its reason: decide again without it.

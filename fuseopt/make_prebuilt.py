@@ -49,7 +49,7 @@ def build(folder: Path, architectures: Sequence[str] = SHIPPED_ARCHITECTURES) ->
 
 
 def _build(recipe: toolchain.Recipe, library: Path, made: prebuilt.Contents) -> None:
-    with toolchain.progress_line(f"compiling {library.name} for {made}", recipe) as progress:
+    with toolchain.progress_line(f"compiling {library.name} for {made}", [recipe]) as progress:
         toolchain.build(recipe, library, progress)
     library.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(made), indent=2) + "\n", encoding="utf-8")
 

@@ -8,11 +8,14 @@ Environment: `FUSEOPT_CACHE_DIR` names the cache folder (default `$XDG_CACHE_HOM
 `FUSEOPT_NO_BUILD=1` forbids compiling; `CXX` and `CUDA_HOME` choose the compilers.
 """
 
+import contextlib
 import functools
 import os
 import shutil
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -67,22 +70,23 @@ def load(kind: Kind, *, build: bool = True) -> LibraryState:
     Never raises for a library that cannot be had: the state is "absent" and holds the reason, with the compiler's own
     words where it failed. A loaded library and a failed build are remembered: later calls cost nothing.
     """
+    return load_all([kind], build=build)[0]
+
+
+def load_all(kinds: Sequence[Kind], *, build: bool = True) -> list[LibraryState]:
+    """`load` for each of `kinds`; what has to be compiled is compiled at the same time."""
     with _process_lock:
-        if kind in _settled:
-            return _settled[kind]
         start = time.perf_counter()
-        found = _find(kind)
-        if found.origin == "prebuilt" and (broken := _load_file(found)).status == "absent":
-            _broken_prebuilt[kind] = str(broken.reason)
-            found = _find(kind)
-        if found.status == "buildable" and build:
-            found = _build(found)
-        if found.status == "available":
-            found = _load_file(found)
-        found = replace(found, seconds=time.perf_counter() - start)
-        if found.status == "loaded" or (found.status == "absent" and build):
-            _settled[kind] = found
-        return found
+        # In one order in every process, for the sake of the locks on files.
+        found = {kind: _find_working(kind) for kind in KINDS if kind in kinds and kind not in _settled}
+        if build:
+            found |= _build([state for state in found.values() if state.status == "buildable"])
+        for kind, state in found.items():
+            loaded = _load_file(state) if state.status == "available" else state
+            found[kind] = loaded = replace(loaded, seconds=time.perf_counter() - start)
+            if loaded.status == "loaded" or (loaded.status == "absent" and build):
+                _settled[kind] = loaded
+        return [_settled.get(kind) or found[kind] for kind in kinds]
 
 
 def cache_dir() -> Path:
@@ -103,6 +107,18 @@ def _find(kind: Kind) -> LibraryState:
         if passed_over is None:
             return LibraryState(kind, "available", "prebuilt", prebuilt.path_of(kind))
     return replace(_find_built(kind), passed_over=passed_over)
+
+
+def _find_working(kind: Kind) -> LibraryState:
+    """`_find`, with a prebuilt library loaded already: whether it can be is known only then."""
+    found = _find(kind)
+    if found.origin == "prebuilt":
+        loaded = _load_file(found)
+        if loaded.status == "loaded":
+            return loaded
+        _broken_prebuilt[kind] = str(loaded.reason)
+        found = _find(kind)
+    return found
 
 
 def _find_built(kind: Kind) -> LibraryState:
@@ -139,32 +155,70 @@ def _recipe(kind: Kind) -> toolchain.Recipe | str:
         return str(error)
 
 
-def _build(wanted: LibraryState) -> LibraryState:
+def _build(wanted: Sequence[LibraryState]) -> dict[Kind, LibraryState]:
+    """What becomes of libraries to build: each is compiled, unless another process has done it meanwhile."""
+    with contextlib.ExitStack() as locks:
+        states = {state.kind: _lock(state, locks) for state in wanted}
+        missing = [state for state in states.values() if state.status == "buildable"]
+        return states | (_compile(missing) if missing else {})
+
+
+def _lock(wanted: LibraryState, locks: contextlib.ExitStack) -> LibraryState:
+    """The state once no other process can be building the library: "buildable" if it is still to be built."""
     import filelock
 
-    recipe, path = _recipe(wanted.kind), wanted.path
-    assert isinstance(recipe, toolchain.Recipe) and path is not None
+    path = wanted.path
+    assert path is not None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_SECONDS):
-            if path.exists():
-                return replace(wanted, status="available", origin="cache")
-            for abandoned in path.parent.glob(f"{path.stem}.*/"):
-                shutil.rmtree(abandoned, ignore_errors=True)
-            what = f"compiling the {wanted.kind} library, once"
-            if wanted.passed_over is not None:
-                what += f" (the prebuilt one is passed over: {wanted.passed_over})"
-            with toolchain.progress_line(what, recipe) as progress:
-                toolchain.build(recipe, path, progress)
+        locks.enter_context(filelock.FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_SECONDS))
     except filelock.Timeout:
         reason = f"another process has been building it for {_LOCK_TIMEOUT_SECONDS} s and holds {path}.lock"
         return replace(wanted, status="absent", path=None, reason=reason)
-    except NativeBuildError as error:
-        return replace(wanted, status="absent", path=None, reason=str(error))
     except OSError as error:
+        return _after_build(wanted, error)
+    if path.exists():
+        return replace(wanted, status="available", origin="cache")
+    for abandoned in path.parent.glob(f"{path.stem}.*/"):
+        shutil.rmtree(abandoned, ignore_errors=True)
+    return wanted
+
+
+def _compile(missing: Sequence[LibraryState]) -> dict[Kind, LibraryState]:
+    """What becomes of libraries that this process alone builds, at the same time and with one line of progress."""
+    what = f"compiling {' and '.join(f'the {state.kind} library' for state in missing)}, once"
+    for state in missing:
+        if state.passed_over is not None:
+            what += f" (the prebuilt one is passed over: {state.passed_over})"
+    recipes = []
+    for state in missing:
+        recipe = _recipe(state.kind)
+        assert isinstance(recipe, toolchain.Recipe)
+        recipes.append(recipe)
+    with (
+        contextlib.suppress(NativeBuildError, OSError),
+        toolchain.progress_line(what, recipes) as progress,
+        ThreadPoolExecutor(len(missing)) as pool,
+    ):
+        builds = []
+        for state, recipe in zip(missing, recipes, strict=True):
+            assert state.path is not None
+            builds.append(pool.submit(toolchain.build, recipe, state.path, progress))
+        wait(builds)
+        for build in builds:
+            build.result()
+    return {state.kind: _after_build(state, build.exception()) for state, build in zip(missing, builds, strict=True)}
+
+
+def _after_build(wanted: LibraryState, error: BaseException | None) -> LibraryState:
+    if error is None:
+        return replace(wanted, status="available", origin="built")
+    if isinstance(error, NativeBuildError):
+        return replace(wanted, status="absent", path=None, reason=str(error))
+    if isinstance(error, OSError):
         reason = f"the cache folder cannot be written ({error}); FUSEOPT_CACHE_DIR names another"
         return replace(wanted, status="absent", path=None, reason=reason)
-    return replace(wanted, status="available", origin="built")
+    raise error
 
 
 def _load_file(found: LibraryState) -> LibraryState:

@@ -7,6 +7,7 @@ the stable ABI compiled by the C++ compiler. No header outside the stable ABI is
 import contextlib
 import functools
 import hashlib
+import itertools
 import os
 import platform
 import re
@@ -29,7 +30,10 @@ CSRC = Path(__file__).parent / "csrc"
 _TORCH = Path(torch.__file__).parent
 # The oldest supported release: only what its stable ABI has may be used, whichever release's headers are compiled.
 _TORCH_TARGET_VERSION = "0x020b000000000000"
-_CXX_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fopenmp-simd")
+_CXX_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden")
+# Each includes headers of torch that take longer to compile than itself.
+_BINDING_SUFFIX = "_binding.cpp"
+_BINDINGS_AT_ONCE = 5
 
 
 class ToolchainError(Exception):
@@ -41,7 +45,7 @@ class Recipe:
     """Everything that one shared library is made from.
 
     Attributes:
-        sources: the files to compile.
+        sources: the files to compile, those first that take longest.
         compile_commands: by suffix of a source, the command that compiles it when `-c SOURCE -o OBJECT` follows.
         link_command, link_libraries: the command that links it, when objects and `-o LIBRARY` come between.
         stub: name of a library that this torch lacks and that the result asks for when it is loaded elsewhere.
@@ -57,6 +61,14 @@ class Recipe:
     key: str
     stub: str | None = None
 
+    @property
+    def units(self) -> tuple[tuple[Path, ...], ...]:
+        """The sources in the order to compile them in; those of a tuple are compiled as one file."""
+        bindings = [source for source in self.sources if source.name.endswith(_BINDING_SUFFIX)]
+        count = -(-len(bindings) // _BINDINGS_AT_ONCE)
+        others = tuple((source,) for source in self.sources if source not in bindings)
+        return others + tuple(tuple(bindings[first::count]) for first in range(count))
+
 
 def cpu_recipe(*, portable: bool = False) -> Recipe:
     """The CPU library, for this machine's processor, or (`portable`) for any x86-64-v3 one.
@@ -65,7 +77,8 @@ def cpu_recipe(*, portable: bool = False) -> Recipe:
         ToolchainError: no working C++ compiler.
     """
     cxx = _cxx_compiler()
-    flags = (*_CXX_FLAGS, f"-DTORCH_TARGET_VERSION={_TORCH_TARGET_VERSION}", *_machine_flags(portable))
+    target = f"-DTORCH_TARGET_VERSION={_TORCH_TARGET_VERSION}"
+    flags = (*_CXX_FLAGS, "-O3", "-fopenmp-simd", target, *_machine_flags(portable))
     return Recipe(
         sources=_sources("cpu"),
         compile_commands={".cpp": (*cxx, *flags, "-isystem", str(_TORCH / "include"))},
@@ -96,7 +109,7 @@ def cuda_recipe(architectures: Sequence[str], *, ptx: bool = False) -> Recipe:
             f"(CUDA_HOME names another toolkit)"
         )
     root = toolkit_root(nvcc)
-    cxx_flags = (*_CXX_FLAGS, f"-DTORCH_TARGET_VERSION={_TORCH_TARGET_VERSION}", "-DUSE_CUDA")
+    cxx_flags = (*_CXX_FLAGS, "-O2", f"-DTORCH_TARGET_VERSION={_TORCH_TARGET_VERSION}", "-DUSE_CUDA")
     nvcc_flags = (*NVCC_FLAGS, *gencode_flags(architectures, ptx=ptx))
     if len(architectures) > 1:
         nvcc_flags += ("--threads=0",)  # one architecture a processor, else the largest file is compiled alone at last
@@ -113,8 +126,15 @@ def cuda_recipe(architectures: Sequence[str], *, ptx: bool = False) -> Recipe:
     )
 
 
-# -O1 is for the host's code, which only launches; the device's is optimised in full whatever it says.
-NVCC_FLAGS = ("-std=c++20", "-O1", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden")
+# -O1 is for the host's code, which only launches; the device's is optimised in full whatever it says. As C++17 the
+# headers of the standard library compile faster; nvcc takes lambdas with template parameters (3288) there as well.
+NVCC_FLAGS = (
+    "-std=c++17",
+    "-diag-suppress=3288",
+    "-O1",
+    "--expt-relaxed-constexpr",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+)
 
 
 def gencode_flags(architectures: Sequence[str], *, ptx: bool = False) -> list[str]:
@@ -169,7 +189,7 @@ def build(recipe: Recipe, library: Path, progress: Callable[[str], None] = lambd
     Uses ninja where it is installed, else calls the compilers itself, as many at a time as there are processors.
 
     Args:
-        progress: called with the name of each source file when it is compiled.
+        progress: called with the name of each unit of the recipe when it is compiled.
 
     Raises:
         NativeBuildError: a compiler failed; the message is its own.
@@ -179,7 +199,7 @@ def build(recipe: Recipe, library: Path, progress: Callable[[str], None] = lambd
         folder = Path(name)
         compilations = {
             source.name: [*recipe.compile_commands[source.suffix], "-c", str(source), "-o", f"{folder / source.name}.o"]
-            for source in recipe.sources
+            for source in (_as_one_file(unit, folder) for unit in recipe.units)
         }
         objects = [command[-1] for command in compilations.values()]
         built = folder / library.name
@@ -214,18 +234,16 @@ def build(recipe: Recipe, library: Path, progress: Callable[[str], None] = lambd
 
 
 @contextlib.contextmanager
-def progress_line(what: str, recipe: Recipe) -> Iterator[Callable[[str], None]]:
+def progress_line(what: str, recipes: Sequence[Recipe]) -> Iterator[Callable[[str], None]]:
     """One line on stderr that grows: what begins, each file that is done and how many there are, and how it ended.
 
-    Yields what `build` takes as `progress`.
+    Yields what `build` takes as `progress`; several builds may call it at the same time.
     """
     start = time.perf_counter()
-    total, done = len(recipe.sources), 0
+    total, done = sum(len(recipe.units) for recipe in recipes), itertools.count(1)
 
     def progress(name: str) -> None:
-        nonlocal done
-        done += 1
-        print(f"{done}/{total} {name}", end=" ", file=sys.stderr, flush=True)
+        print(f"{next(done)}/{total} {name}", end=" ", file=sys.stderr, flush=True)
 
     print(f"fuseopt: {what}:", end=" ", file=sys.stderr, flush=True)
     try:
@@ -247,8 +265,31 @@ def _sources(kind: str) -> tuple[Path, ...]:
     sources = [path for path in (CSRC / kind).glob("*") if path.suffix in (".cpp", ".cu")]
     if not sources:
         raise ToolchainError(f"there are no sources in {CSRC / kind}")
-    # The largest first: begun last, it would be compiled alone at the end.
-    return tuple(sorted(sources, key=lambda path: (-path.stat().st_size, path.name)))
+    # The longest first: begun last, it would be compiled alone at the end.
+    return tuple(sorted(sources, key=lambda path: (-_size_with_headers(path), path.name)))
+
+
+def _size_with_headers(source: Path) -> int:
+    """Bytes of a source and of all of ours that it includes: kernels are in headers, and a file of eight lines compiles
+    several thousand."""
+    seen: set[Path] = set()
+    waiting = [source]
+    while waiting:
+        path = waiting.pop()
+        if path.exists() and path not in seen:
+            seen.add(path)
+            included = re.findall(r'#include "(.+)"', path.read_text(encoding="utf-8"))
+            waiting += [(path.parent / name).resolve() for name in included]
+    return sum(path.stat().st_size for path in seen)
+
+
+def _as_one_file(unit: Sequence[Path], folder: Path) -> Path:
+    """The file that stands for a unit; one in `folder` where it has several."""
+    if len(unit) == 1:
+        return unit[0]
+    file = folder / f"{unit[0].stem}+{len(unit) - 1}{unit[0].suffix}"
+    file.write_text("".join(f'#include "{source}"\n' for source in unit), encoding="utf-8")
+    return file
 
 
 def _key(kind: str, *facts: str) -> str:

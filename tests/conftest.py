@@ -27,8 +27,7 @@ def each_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 @pytest.fixture(scope="session", autouse=True)
 def native_libraries() -> None:
     """Has the libraries compiled before the first test, whichever that is: ops compile nothing by themselves."""
-    for kind in native.KINDS:
-        native.load(kind)
+    native.load_all(native.KINDS)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,5 +1,6 @@
 """The loader, on a library of two tiny sources that compiles in a fraction of a second."""
 
+import ctypes
 import json
 import os
 import platform
@@ -65,9 +66,9 @@ def start_process(csrc: Path, statement: str) -> subprocess.Popen:
     """A fresh Python on the same sources, environment and cache."""
     code = f"""
 from pathlib import Path
-from fuseopt import make_prebuilt, native, prebuilt, toolchain
-from fuseopt.bench import machine
+from fuseopt import native, prebuilt, toolchain
 toolchain.CSRC = Path({str(csrc)!r})
+prebuilt.FOLDER = Path({str(prebuilt.FOLDER)!r})
 {statement}
 """
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -222,6 +223,80 @@ def test_a_killed_build_does_not_block_the_next_one(csrc, monkeypatch, tmp_path)
     state = native.load("cpu")
     assert (state.status, state.origin) == ("loaded", "built")
     assert not abandoned.exists()
+
+
+def test_what_takes_longest_is_compiled_first(csrc):
+    """A kernel's file may be all headers, and its own size says nothing."""
+    (csrc / "cpu" / "kernels.h").write_text(f"// {'x' * 500}\n")
+    (csrc / "cpu" / "short.cpp").write_text('#include "kernels.h"\n')
+    (csrc / "cpu" / "long.cpp").write_text(f"// {'x' * 400}\n")
+    (csrc / "cpu" / "a_binding.cpp").write_text(f'#include "kernels.h"\n// {"x" * 900}\n')
+    recipe = toolchain.cpu_recipe()
+    assert [source.stem for source in recipe.sources] == ["a_binding", "short", "long", "answer", "other"]
+    assert [unit[0].stem for unit in recipe.units] == ["short", "long", "answer", "other", "a_binding"]
+
+
+@pytest.mark.parametrize("with_ninja", [True, False])
+def test_bindings_are_compiled_several_at_a_time(csrc, monkeypatch, logging_compiler, capfd, with_ninja):
+    if not with_ninja:
+        monkeypatch.setattr(toolchain, "_ninja", lambda: None)
+    for number in range(7):
+        (csrc / "cpu" / f"op{number}_binding.cpp").write_text(
+            f'#include "../dtypes.h"\nnamespace op{number}_binding {{ static int value() {{ return {number}; }} }}\n'
+            f'extern "C" __attribute__((visibility("default"))) int op{number}() '
+            f"{{ return kAnswer + op{number}_binding::value(); }}\n"
+        )
+    (csrc / "dtypes.h").write_text("#pragma once\nconstexpr int kAnswer = 42;\n")
+    loaded = native.load("cpu")
+    assert (loaded.status, loaded.reason) == ("loaded", None)
+    assert compilations(logging_compiler) == 4
+    assert re.search(r" 4/4 \S+ done after", capfd.readouterr().err)
+    library = ctypes.CDLL(str(loaded.path))
+    assert [getattr(library, f"op{number}")() for number in range(7)] == [42 + number for number in range(7)]
+
+
+@pytest.fixture
+def two_kinds(csrc, monkeypatch) -> Path:
+    """A "cuda" library that needs no nvcc and no GPU, and one source for each of the two."""
+    (csrc / "cpu" / "other.cpp").unlink()
+    (csrc / "cuda").mkdir()
+    (csrc / "cuda" / "kernel.cpp").write_text("int kernel() { return 1; }\n")
+    monkeypatch.setattr(native, "_obstacle", lambda kind: None)
+
+    def cuda_recipe(architectures: list[str]) -> toolchain.Recipe:
+        return replace(toolchain.cpu_recipe(), sources=(csrc / "cuda" / "kernel.cpp",), key="of-cuda")
+
+    monkeypatch.setattr(toolchain, "cuda_recipe", cuda_recipe)
+    return csrc
+
+
+def test_libraries_are_compiled_at_the_same_time(two_kinds, monkeypatch, tmp_path, capfd):
+    patient = tmp_path / "waits-for-the-other-c++"
+    patient.write_text(f"""#!/bin/sh
+case "$*" in *" -c "*)
+  touch {tmp_path}/begun-$$
+  for i in $(seq 200); do [ $(ls {tmp_path}/begun-* | wc -l) -ge 2 ] && exec c++ "$@"; sleep 0.1; done
+  echo alone; exit 7;;
+esac
+exec c++ "$@"
+""")
+    patient.chmod(0o755)
+    monkeypatch.setenv("CXX", str(patient))
+    cuda, cpu = native.load_all(["cuda", "cpu"])
+    assert (cuda.kind, cuda.status, cuda.origin) == ("cuda", "loaded", "built")
+    assert (cpu.kind, cpu.status, cpu.origin) == ("cpu", "loaded", "built")
+    line = r"compiling the cpu library and the cuda library, once: 1/2 \S+ 2/2 \S+ done after \d+\.\d s\n"
+    assert re.search(line, capfd.readouterr().err)
+    assert native.load_all(["cpu", "cuda"]) == [cpu, cuda]
+
+
+def test_one_library_that_fails_leaves_the_other(two_kinds, capfd):
+    (two_kinds / "cuda" / "kernel.cpp").write_text('#error "words of the compiler"\n')
+    cpu, cuda = native.load_all(["cpu", "cuda"])
+    assert cpu.status == "loaded"
+    assert cuda.status == "absent" and "words of the compiler" in cuda.reason
+    assert "failed after" in capfd.readouterr().err
+    assert native.state("cuda") is cuda
 
 
 def test_two_processes_build_once(csrc, logging_compiler):
@@ -413,8 +488,9 @@ def test_initialize_builds_and_says_so_and_nothing_else_does(tmp_path):
     """With the real sources, and a statically linked C++ runtime: such a library crashed when it composed a message
     with a number in it through a stream."""
     code = (
-        "import sys, torch, fuseopt\n"
-        "from fuseopt import native, ops\n"
+        "import pathlib, sys, torch, fuseopt\n"
+        "from fuseopt import native, ops, prebuilt\n"
+        f"prebuilt.FOLDER = pathlib.Path({str(tmp_path / '_lib')!r})\n"  # a checkout may have libraries in its own
         "model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.GELU())\n"
         "config = {'kernel_fusion': {'custom_cuda_kernels': ['FusedLayerNorm', 'FusedGELU'], 'jit': False}}\n"
         "fuseopt.plan(model, config), ops.gelu(model(torch.ones(2, 8)))\n"

@@ -1,6 +1,6 @@
 #include "logits_edits_binding.h"
 
-namespace fuseopt {
+namespace fuseopt::beam_candidates_binding {
 namespace {
 
 constexpr const char* kOp = "beam_candidates";
@@ -54,9 +54,9 @@ std::tuple<Tensor, Tensor> beam_candidates(Tensor scores, Tensor running_scores,
 }
 
 }  // namespace
-}  // namespace fuseopt
+}  // namespace fuseopt::beam_candidates_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
-  using namespace fuseopt;
+  using namespace fuseopt::beam_candidates_binding;
   library.impl("beam_candidates", TORCH_BOX(&beam_candidates));
 }

@@ -9,6 +9,10 @@
 #include "vector.cuh"
 
 namespace fuseopt {
+
+extern template bool launch_decode_attention_mma<__half>(const DecodeAttention&, cudaStream_t, cudaError_t&);
+extern template bool launch_decode_attention_mma<__nv_bfloat16>(const DecodeAttention&, cudaStream_t, cudaError_t&);
+
 namespace {
 
 constexpr int kThreads = 128;
@@ -306,9 +310,11 @@ cudaError_t launch_as(const DecodeAttention& attention, cudaStream_t stream) {
                           split.splits * kWarps * (2 + attention.head_dim) * sizeof(AccFor<T>),
                           split.splits};
   const auto launch = [&](auto kernel) { return launch_dependent(kernel, split, shape, attention.overlap, stream); };
-  if (attention.head_dim <= 4 * kLaneDims) return launch(decode_attention_kernel<T, 4>);
-  if (attention.head_dim <= 8 * kLaneDims) return launch(decode_attention_kernel<T, 8>);
-  if (attention.head_dim <= 16 * kLaneDims) return launch(decode_attention_kernel<T, 16>);
+  if constexpr (!std::is_same_v<T, double>) {  // which is for comparing with, not for speed
+    if (attention.head_dim <= 4 * kLaneDims) return launch(decode_attention_kernel<T, 4>);
+    if (attention.head_dim <= 8 * kLaneDims) return launch(decode_attention_kernel<T, 8>);
+    if (attention.head_dim <= 16 * kLaneDims) return launch(decode_attention_kernel<T, 16>);
+  }
   if (attention.head_dim <= kMaxHeadDim) return launch(decode_attention_kernel<T, 32>);
   return cudaErrorInvalidValue;
 }

@@ -1,6 +1,6 @@
 #include "binding.h"
 
-namespace fuseopt {
+namespace fuseopt::decode_attention_binding {
 namespace {
 
 // [rows, heads, head_dim] with neighbouring head_dim.
@@ -101,10 +101,10 @@ Tensor decode_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cach
 }
 
 }  // namespace
-}  // namespace fuseopt
+}  // namespace fuseopt::decode_attention_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
-  using namespace fuseopt;
+  using namespace fuseopt::decode_attention_binding;
   library.impl("decode_attention", TORCH_BOX(&decode_attention));
   library.impl("decode_attention_", TORCH_BOX(&decode_attention_));
 }

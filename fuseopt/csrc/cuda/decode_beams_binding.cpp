@@ -1,6 +1,6 @@
 #include "binding.h"
 
-namespace fuseopt {
+namespace fuseopt::decode_beams_binding {
 namespace {
 
 constexpr const char* kOp = "decode_beams_";
@@ -70,9 +70,9 @@ void decode_beams(Tensor values, Tensor places, Tensor running_scores, Tensor sc
 }
 
 }  // namespace
-}  // namespace fuseopt
+}  // namespace fuseopt::decode_beams_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
-  using namespace fuseopt;
+  using namespace fuseopt::decode_beams_binding;
   library.impl("decode_beams_", TORCH_BOX(&decode_beams));
 }

@@ -1,6 +1,6 @@
 #include "binding.h"
 
-namespace fuseopt {
+namespace fuseopt::decode_embedding_binding {
 namespace {
 
 constexpr const char* kOp = "decode_embedding";
@@ -46,9 +46,9 @@ Tensor decode_embedding(Tensor tokens, Tensor weight, std::optional<Tensor> posi
 }
 
 }  // namespace
-}  // namespace fuseopt
+}  // namespace fuseopt::decode_embedding_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
-  using namespace fuseopt;
+  using namespace fuseopt::decode_embedding_binding;
   library.impl("decode_embedding", TORCH_BOX(&decode_embedding));
 }

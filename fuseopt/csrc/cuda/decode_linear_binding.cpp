@@ -1,6 +1,6 @@
 #include "binding.h"
 
-namespace fuseopt {
+namespace fuseopt::decode_linear_binding {
 namespace {
 
 constexpr const char* kOp = "decode_linear";
@@ -139,9 +139,9 @@ Tensor decode_linear(Tensor input, std::vector<Tensor> weights, std::vector<Tens
 }
 
 }  // namespace
-}  // namespace fuseopt
+}  // namespace fuseopt::decode_linear_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
-  using namespace fuseopt;
+  using namespace fuseopt::decode_linear_binding;
   library.impl("decode_linear", TORCH_BOX(&decode_linear));
 }

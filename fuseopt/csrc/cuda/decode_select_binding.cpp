@@ -1,6 +1,6 @@
 #include "logits_edits_binding.h"
 
-namespace fuseopt {
+namespace fuseopt::decode_select_binding {
 namespace {
 
 constexpr const char* kOp = "decode_select_";
@@ -74,9 +74,9 @@ void decode_select(Tensor scores, Tensor tokens, Tensor ids, Tensor length, Tens
 }
 
 }  // namespace
-}  // namespace fuseopt
+}  // namespace fuseopt::decode_select_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
-  using namespace fuseopt;
+  using namespace fuseopt::decode_select_binding;
   library.impl("decode_select_", TORCH_BOX(&decode_select));
 }

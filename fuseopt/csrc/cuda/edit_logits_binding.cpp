@@ -1,6 +1,6 @@
 #include "logits_edits_binding.h"
 
-namespace fuseopt {
+namespace fuseopt::edit_logits_binding {
 namespace {
 
 constexpr const char* kOp = "edit_logits";
@@ -25,9 +25,9 @@ Tensor edit_logits(Tensor logits, bool overlap, std::optional<Tensor> ids, std::
 }
 
 }  // namespace
-}  // namespace fuseopt
+}  // namespace fuseopt::edit_logits_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
-  using namespace fuseopt;
+  using namespace fuseopt::edit_logits_binding;
   library.impl("edit_logits", TORCH_BOX(&edit_logits));
 }

@@ -1,7 +1,7 @@
 #include "../cast_order.h"
 #include "binding.h"
 
-namespace fuseopt {
+namespace fuseopt::gated_activation_binding {
 namespace {
 
 // An Activation of those that fuseopt/ops/gated_activation.py names, in its order.
@@ -84,10 +84,10 @@ std::tuple<Tensor, Tensor> gated_activation_bwd(Tensor grad_output, Tensor gate,
 }
 
 }  // namespace
-}  // namespace fuseopt
+}  // namespace fuseopt::gated_activation_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
-  using namespace fuseopt;
+  using namespace fuseopt::gated_activation_binding;
   library.impl("gated_activation_fwd", TORCH_BOX(&gated_activation_fwd));
   library.impl("gated_activation_bwd", TORCH_BOX(&gated_activation_bwd));
 }

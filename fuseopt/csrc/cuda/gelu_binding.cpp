@@ -1,6 +1,6 @@
 #include "binding.h"
 
-namespace fuseopt {
+namespace fuseopt::gelu_binding {
 namespace {
 
 Tensor gelu_fwd(Tensor input, bool tanh, std::optional<Tensor> bias, std::optional<ScalarType> output_dtype) {
@@ -29,10 +29,10 @@ Tensor gelu_bwd(Tensor grad_output, Tensor input, bool tanh, std::optional<Tenso
 }
 
 }  // namespace
-}  // namespace fuseopt
+}  // namespace fuseopt::gelu_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
-  using namespace fuseopt;
+  using namespace fuseopt::gelu_binding;
   library.impl("gelu_fwd", TORCH_BOX(&gelu_fwd));
   library.impl("gelu_bwd", TORCH_BOX(&gelu_bwd));
 }

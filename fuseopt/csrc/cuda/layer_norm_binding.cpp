@@ -1,6 +1,6 @@
 #include "norm_binding.h"
 
-namespace fuseopt {
+namespace fuseopt::layer_norm_binding {
 namespace {
 
 struct Forward {
@@ -93,10 +93,10 @@ std::tuple<Tensor, Tensor, Tensor> add_layer_norm_bwd(Tensor grad_output, std::o
 }
 
 }  // namespace
-}  // namespace fuseopt
+}  // namespace fuseopt::layer_norm_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
-  using namespace fuseopt;
+  using namespace fuseopt::layer_norm_binding;
   library.impl("layer_norm", TORCH_BOX(&layer_norm));
   library.impl("add_layer_norm", TORCH_BOX(&add_layer_norm));
   library.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd));

@@ -1,6 +1,6 @@
 #include "logits_edits_binding.h"
 
-namespace fuseopt {
+namespace fuseopt::process_logits_binding {
 namespace {
 
 // A vector of integers on the scores' device as contiguous int64.
@@ -75,10 +75,10 @@ void process_logits_(Tensor input_ids, Tensor scores, int64_t no_repeat_ngram_si
 }
 
 }  // namespace
-}  // namespace fuseopt
+}  // namespace fuseopt::process_logits_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
-  using namespace fuseopt;
+  using namespace fuseopt::process_logits_binding;
   library.impl("process_logits", TORCH_BOX(&process_logits));
   library.impl("process_logits_", TORCH_BOX(&process_logits_));
 }

@@ -1,6 +1,6 @@
 #include "norm_binding.h"
 
-namespace fuseopt {
+namespace fuseopt::rms_norm_binding {
 namespace {
 
 struct Forward {
@@ -86,10 +86,10 @@ std::tuple<Tensor, Tensor> add_rms_norm_bwd(Tensor grad_output, std::optional<Te
 }
 
 }  // namespace
-}  // namespace fuseopt
+}  // namespace fuseopt::rms_norm_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
-  using namespace fuseopt;
+  using namespace fuseopt::rms_norm_binding;
   library.impl("rms_norm", TORCH_BOX(&rms_norm));
   library.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
   library.impl("rms_norm_fwd", TORCH_BOX(&rms_norm_fwd));

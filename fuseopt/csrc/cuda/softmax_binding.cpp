@@ -1,6 +1,6 @@
 #include "binding.h"
 
-namespace fuseopt {
+namespace fuseopt::softmax_binding {
 namespace {
 
 // The mask as it is broadcast to the input: stride 0 where it repeats, neighbouring dimensions merged where one stride
@@ -65,10 +65,10 @@ Tensor softmax_bwd(Tensor grad_output, Tensor output, double scale, ScalarType i
 }
 
 }  // namespace
-}  // namespace fuseopt
+}  // namespace fuseopt::softmax_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
-  using namespace fuseopt;
+  using namespace fuseopt::softmax_binding;
   library.impl("softmax_fwd", TORCH_BOX(&softmax_fwd));
   library.impl("softmax_bwd", TORCH_BOX(&softmax_bwd));
 }

@@ -1,0 +1,126 @@
+// What the kernels of softmax share: where a row lies, and its mask.
+#pragma once
+
+#include "launch.cuh"
+#include "math.cuh"
+#include "vector.cuh"
+
+namespace fuseopt {
+
+// Launch the kernels for rows wider than a team's registers, of tensors that are aligned to vectors.
+void launch_softmax_fwd_wide(TypedPointer input, const SoftmaxMask& mask, TypedPointer output, int64_t rows,
+                             int columns, float scale, cudaStream_t stream);
+void launch_softmax_bwd_wide(TypedPointer grad_output, TypedPointer output, TypedPointer grad_input, int64_t rows,
+                             int columns, float scale, cudaStream_t stream);
+
+// Where a row of a contiguous matrix lies: in whole vectors of the matrix, and up to kWidth - 1 elements before and
+// after those, of which each lane of the team takes at most one.
+template <int kWidth>
+struct RowSpan {
+  int64_t begin;  // element
+  int64_t first;  // whole vector
+  int vectors;    // whole vectors
+  int64_t edge;   // this lane's element outside the whole vectors, or kNone
+  static constexpr int64_t kNone = -1;
+
+  __device__ RowSpan(int64_t row, int columns, int lane) : begin(row * columns) {
+    const int64_t end = begin + columns;
+    first = (begin + kWidth - 1) / kWidth;
+    vectors = static_cast<int>(max(end / kWidth - first, int64_t{0}));
+    const int64_t head_end = vectors > 0 ? first * kWidth : end;
+    const int64_t tail_begin = vectors > 0 ? (first + vectors) * kWidth : end;
+    edge = begin + lane < head_end ? begin + lane : tail_begin + lane - (head_end - begin);
+    if (edge >= end) edge = kNone;
+  }
+
+  __device__ int64_t column(int v) const { return (first + v) * kWidth - begin; }
+};
+
+// A mask whose rows are found without dividing.
+struct IndexedMask : SoftmaxMask {
+  uint64_t reciprocals[kMaxDims];  // 2^64 / size, rounded up; 0 for a size of one
+
+  explicit IndexedMask(const SoftmaxMask& mask) : SoftmaxMask(mask) {
+    for (int dim = 0; dim < dims; ++dim) reciprocals[dim] = UINT64_MAX / static_cast<uint64_t>(sizes[dim]) + 1;
+  }
+
+  // Exact for 32 bits (Lemire, Kaser and Kurz, 2019).
+  __device__ uint32_t divide(uint32_t index, int dim) const {
+    return reciprocals[dim] == 0 ? index : static_cast<uint32_t>(__umul64hi(reciprocals[dim], index));
+  }
+  __device__ int64_t divide(int64_t index, int dim) const { return index / sizes[dim]; }
+
+  template <typename Index>
+  __device__ int64_t offset_of(Index row) const {
+    int64_t offset = 0;
+    for (int dim = dims - 1; dim > 0; --dim) {
+      const Index rest = divide(row, dim);
+      offset += static_cast<int64_t>(row - rest * static_cast<Index>(sizes[dim])) * strides[dim];
+      row = rest;
+    }
+    return dims > 0 ? offset + static_cast<int64_t>(row) * strides[0] : 0;
+  }
+
+  // The offset of a row's first element.
+  __device__ int64_t row_offset(int64_t row) const {
+    return row <= UINT32_MAX ? offset_of(static_cast<uint32_t>(row)) : offset_of(row);
+  }
+};
+
+// The additive mask of one row, of elements M; void where there is none.
+template <typename M>
+struct RowMask {
+  const M* row;
+  int64_t column_stride;
+
+  __device__ RowMask(const IndexedMask& mask, int64_t row_index)
+      : row(static_cast<const M*>(mask.values.data) + mask.row_offset(row_index)),
+        column_stride(mask.column_stride) {}
+
+  template <int kWidth>
+  __device__ void add_to(float (&logits)[kWidth], int64_t column) const {
+    float added[kWidth];
+    load_floats_as<M>(row, column * column_stride, column_stride, added);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) logits[j] += added[j];
+  }
+};
+
+template <>
+struct RowMask<void> {
+  __device__ RowMask(const IndexedMask&, int64_t) {}
+  template <int kWidth>
+  __device__ void add_to(float (&)[kWidth], int64_t) const {}
+};
+
+// scale * x + mask for a vector of the row.
+template <int kWidth, typename T, typename Mask>
+__device__ void logits_of(float (&logits)[kWidth], const Vector<T, kWidth>& x, float scale, const Mask& mask,
+                          int64_t column) {
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) logits[j] = x[j] * scale;
+  mask.add_to(logits, column);
+}
+
+// The same for this lane's element outside the vectors; minus infinity, the neutral element, where it has none.
+template <int kWidth, typename T, typename Mask>
+__device__ float edge_logit(const T* input, const RowSpan<kWidth>& span, float scale, const Mask& mask) {
+  if (span.edge == span.kNone) return -INFINITY;
+  float logit[1] = {to_float(input[span.edge]) * scale};
+  mask.add_to(logit, span.edge - span.begin);
+  return logit[0];
+}
+
+inline unsigned block_per_row(int64_t rows) { return static_cast<unsigned>(std::min<int64_t>(rows, INT32_MAX)); }
+
+// Calls `launch(TypeTag<M>)` for the mask dtypes compiled for input T: none, T and float32. False for others.
+template <typename T, typename Launch>
+bool dispatch_mask(const SoftmaxMask& mask, Launch launch) {
+  if (mask.values.data == nullptr) launch(TypeTag<void>{});
+  else if (mask.values.dtype == kFloat32) launch(TypeTag<float>{});
+  else if (mask.values.dtype == kDType<T>) launch(TypeTag<T>{});
+  else return false;
+  return true;
+}
+
+}  // namespace fuseopt

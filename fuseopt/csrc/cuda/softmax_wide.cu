@@ -1,0 +1,247 @@
+// Softmax of rows wider than a team's registers, in a file of its own for the sake of build time.
+#include <cuda_pipeline.h>
+
+#include "softmax.cuh"
+
+namespace fuseopt {
+namespace {
+
+constexpr int kMaxWideThreads = 1024;
+constexpr int kWideLoads = 4;  // 16-byte loads in flight a thread
+constexpr int kMaxClusterBlocks = 8;
+constexpr int kMaxHoldingBlocks = 2;     // that hold a row between them, where there are rows enough
+constexpr int kWideStaticShared = 2048;  // at least what the kernels for wide rows declare
+
+// A thread's maximum of the logits it has seen, and their sum of exp(logit - origin): the origin is that maximum, or
+// zero before any finite logit.
+template <bool kPrecise>
+struct OnlineSum {
+  float max = -INFINITY;
+  float origin = 0;
+  float sum = 0;
+
+  template <int kWidth>
+  __device__ void add(const float (&logits)[kWidth]) {
+    float largest = logits[0];
+#pragma unroll
+    for (int j = 1; j < kWidth; ++j) largest = fmaxf(largest, logits[j]);
+    if (largest > max) {
+      sum *= exp_as<kPrecise>(max - largest);
+      max = origin = largest;
+    }
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) sum += exp_as<kPrecise>(logits[j] - origin);
+  }
+};
+
+// Calls `visit(v, loaded)` for this thread's vectors v of a row, where `load(v)` loads, kLoads of them ahead.
+template <int kLoads, int kWidth, typename RowTeam, typename Load, typename Visit>
+__device__ void visit_row(const RowSpan<kWidth>& span, const RowTeam& team, Load load, Visit visit) {
+  for (int first = team.lane; first < span.vectors; first += kLoads * team.size) {
+    decltype(load(0)) loaded[kLoads];
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      if (first + k * team.size < span.vectors) loaded[k] = load(first + k * team.size);
+    }
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      if (first + k * team.size < span.vectors) visit(first + k * team.size, loaded[k]);
+    }
+  }
+}
+
+// A thread's vectors lane, lane + size ... of a row on their way from `data` to its block's shared memory: all of them
+// at once and past the registers, from sm_80. A thread reads back only what it has sent for itself, so that waiting for
+// its own copies is enough.
+template <typename T, Team kTeam>
+struct RowStage {
+  Vector<T>* slots;
+
+  __device__ Vector<T>& slot(int v, const RowTeam<kTeam>& team) const {
+    if constexpr (kTeam == Team::kCluster) return slots[v / team.size * blockDim.x + threadIdx.x];
+    else return slots[v];
+  }
+
+  template <int kWidth>
+  __device__ void fill(const T* data, const RowSpan<kWidth>& span, const RowTeam<kTeam>& team) const {
+    for (int v = team.lane; v < span.vectors; v += team.size) {
+      const auto source = reinterpret_cast<const Vector<T>*>(data) + span.first + v;
+      __pipeline_memcpy_async(&slot(v, team), source, sizeof(Vector<T>));
+    }
+    __pipeline_commit();
+  }
+};
+
+// A team a row. Without shared memory for a row (`slots` is 0, else how many vectors a block holds of it) the row is
+// read twice.
+template <typename T, typename M, Team kTeam>
+__global__ void __launch_bounds__(kMaxWideThreads)
+    softmax_fwd_wide_kernel(const T* __restrict__ input, IndexedMask mask, TypedPointer output, int64_t rows,
+                            int columns, float scale, int slots) {
+  constexpr int kWidth = kVectorWidth<T>;
+  constexpr bool kPrecise = sizeof(T) == 4;
+  extern __shared__ __align__(kAccessBytes) char shared[];
+  const RowStage<T, kTeam> stage{reinterpret_cast<Vector<T>*>(shared)};
+  const bool staged = slots > 0;
+  RowTeam<kTeam> team;
+
+  for (int64_t row = team.index; row < rows; row += team.count) {
+    const RowSpan<kWidth> span(row, columns, team.lane);
+    const RowMask<M> row_mask(mask, row);
+    if (staged) stage.fill(input, span, team);
+
+    OnlineSum<kPrecise> online;
+    const float edge = edge_logit(input, span, scale, row_mask);
+    online.add({edge});
+    if (staged) __pipeline_wait_prior(0);
+    const auto load = [&](int v) { return staged ? stage.slot(v, team) : load_vector(input, span.first + v); };
+    visit_row<kWideLoads>(span, team, load, [&](int v, const Vector<T>& x) {
+      float logits[kWidth];
+      logits_of(logits, x, scale, row_mask, span.column(v));
+      online.add(logits);
+    });
+    const float row_max = team.template reduce<Max>(online.max);
+    const float row_origin = row_max == -INFINITY ? 0.0f : row_max;
+    const float row_sum = team.template reduce<Sum>(online.sum * exp_as<kPrecise>(online.origin - row_origin));
+    const float inverse_sum = 1.0f / row_sum;
+
+    if (span.edge != span.kNone) {
+      store_as(output, span.edge, divide<kPrecise>(exp_as<kPrecise>(edge - row_origin), row_sum, inverse_sum));
+    }
+    visit_row<kWideLoads>(span, team, load, [&](int v, const Vector<T>& x) {
+      float values[kWidth];
+      logits_of(values, x, scale, row_mask, span.column(v));
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        values[j] = divide<kPrecise>(exp_as<kPrecise>(values[j] - row_origin), row_sum, inverse_sum);
+      }
+      store_floats(output, span.first + v, values);
+    });
+  }
+}
+
+template <typename T, Team kTeam>
+__global__ void __launch_bounds__(kMaxWideThreads)
+    softmax_bwd_wide_kernel(const T* __restrict__ grad_output, const T* __restrict__ output, TypedPointer grad_input,
+                            int64_t rows, int columns, float scale, int slots) {
+  constexpr int kWidth = kVectorWidth<T>;
+  struct Pair {
+    Vector<T> y, g;
+  };
+  extern __shared__ __align__(kAccessBytes) char shared[];
+  const RowStage<T, kTeam> stage_y{reinterpret_cast<Vector<T>*>(shared)};
+  const RowStage<T, kTeam> stage_g{stage_y.slots + slots};
+  const bool staged = slots > 0;
+  RowTeam<kTeam> team;
+
+  for (int64_t row = team.index; row < rows; row += team.count) {
+    const RowSpan<kWidth> span(row, columns, team.lane);
+    if (staged) {
+      stage_y.fill(output, span, team);
+      stage_g.fill(grad_output, span, team);
+    }
+    const bool has_edge = span.edge != span.kNone;
+    const float edge_y = has_edge ? to_float(output[span.edge]) : 0.0f;
+    const float edge_g = has_edge ? to_float(grad_output[span.edge]) : 0.0f;
+    if (staged) __pipeline_wait_prior(0);
+    const auto load = [&](int v) {
+      if (staged) return Pair{stage_y.slot(v, team), stage_g.slot(v, team)};
+      return Pair{load_vector(output, span.first + v), load_vector(grad_output, span.first + v)};
+    };
+
+    float dot = edge_g * edge_y;
+    visit_row<kWideLoads / 2>(span, team, load, [&](int, const Pair& pair) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) dot += pair.g[j] * pair.y[j];
+    });
+    dot = team.template reduce<Sum>(dot);
+
+    if (has_edge) store_as(grad_input, span.edge, scale * edge_y * (edge_g - dot));
+    visit_row<kWideLoads / 2>(span, team, load, [&](int v, const Pair& pair) {
+      float values[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[j] = scale * pair.y[j] * (pair.g[j] - dot);
+      store_floats(grad_input, span.first + v, values);
+    });
+  }
+}
+
+// How a kernel for wide rows is launched.
+struct WideShape {
+  int blocks;   // a row
+  int threads;  // a block
+  int slots;    // vectors of a row that a block holds in shared memory, of each tensor; 0: none are
+};
+
+// As few blocks a row as hold it in shared memory, and more where there are too few rows to keep the device busy. A row
+// that would take a large cluster is not held, and its second read comes from the L2 cache: blocks that fill a
+// multiprocessor's memory load, compute and store one after the other, while others would overlap.
+WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors) {
+  const int device = current_device();
+  int most_shared = 0, clusters = 0;
+  cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, device);
+  const int64_t room = most_shared - kWideStaticShared;
+  const int64_t vectors = columns / vector_width;
+  for (int blocks = 1; blocks <= (clusters ? kMaxClusterBlocks : 1); blocks *= 2) {
+    if (blocks > kMaxHoldingBlocks && rows * blocks > multiprocessor_count()) break;
+    // Two smaller blocks to a multiprocessor, where that has the memory for two: one loads while the other stores.
+    for (const int threads : {kMaxWideThreads / 2, kMaxWideThreads}) {
+      const int64_t slots = blocks == 1 ? vectors : ceil_div(vectors, blocks * threads) * threads;
+      const int64_t bytes = slots * tensors * kAccessBytes;
+      const bool fits = bytes <= (threads == kMaxWideThreads ? room : most_shared / 2 - kWideStaticShared);
+      const bool idle = clusters && blocks < kMaxClusterBlocks && rows * blocks * 2 <= multiprocessor_count();
+      if (fits && !idle) return {blocks, threads, static_cast<int>(slots)};
+    }
+  }
+  return {clusters ? kMaxClusterBlocks : 1, kMaxWideThreads / 2, 0};
+}
+
+// Launches the block or the cluster form of a kernel for wide rows, whose last argument is the number of slots.
+template <typename... Arguments>
+void launch_wide(void (*block_kernel)(Arguments..., int), void (*cluster_kernel)(Arguments..., int), int64_t rows,
+                        const WideShape& shape, int tensors, cudaStream_t stream, Arguments... arguments) {
+  const auto kernel = shape.blocks > 1 ? cluster_kernel : block_kernel;
+  const int shared_bytes = shape.slots * tensors * kAccessBytes;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(shape.blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = block_per_row(std::min<int64_t>(rows, INT32_MAX / shape.blocks) * shape.blocks);
+  config.blockDim = shape.threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = shape.blocks > 1;
+  cudaLaunchKernelEx(&config, kernel, arguments..., shape.slots);
+}
+
+}  // namespace
+
+void launch_softmax_fwd_wide(TypedPointer input, const SoftmaxMask& mask, TypedPointer output, int64_t rows,
+                             int columns, float scale, cudaStream_t stream) {
+  dispatch_fast_dtype(input.dtype, [&](auto input_tag) {
+    using T = typename decltype(input_tag)::type;
+    dispatch_mask<T>(mask, [&](auto mask_tag) {
+      using M = typename decltype(mask_tag)::type;
+      launch_wide<const T*, IndexedMask, TypedPointer, int64_t, int, float>(
+          softmax_fwd_wide_kernel<T, M, Team::kBlock>, softmax_fwd_wide_kernel<T, M, Team::kCluster>, rows,
+          wide_shape(rows, columns, kVectorWidth<T>, 1), 1, stream, static_cast<const T*>(input.data),
+          IndexedMask(mask), output, rows, columns, scale);
+    });
+  });
+}
+
+void launch_softmax_bwd_wide(TypedPointer grad_output, TypedPointer output, TypedPointer grad_input, int64_t rows,
+                             int columns, float scale, cudaStream_t stream) {
+  dispatch_fast_dtype(output.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    launch_wide<const T*, const T*, TypedPointer, int64_t, int, float>(
+        softmax_bwd_wide_kernel<T, Team::kBlock>, softmax_bwd_wide_kernel<T, Team::kCluster>, rows,
+        wide_shape(rows, columns, kVectorWidth<T>, 2), 2, stream, static_cast<const T*>(grad_output.data),
+        static_cast<const T*>(output.data), grad_input, rows, columns, scale);
+  });
+}
+
+}  // namespace fuseopt
