@@ -379,6 +379,26 @@ def test_error_is_no_larger_than_torchs_own(cpu_ops, dtype):
         assert error <= 1.05 * their_error, f"{name}: {error:.3g} against {their_error:.3g}"
 
 
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="needs what wheels are made for")
+def test_the_library_of_a_wheel_is_as_exact(tmp_path):
+    """Its vectors are half as long where the processor has AVX-512; and a loop without any adds up one by one."""
+    code = (
+        "import pathlib, sys\n"
+        "import pytest\n"
+        "from fuseopt import make_prebuilt, native, prebuilt\n"
+        "prebuilt.FOLDER = pathlib.Path(sys.argv[1])\n"
+        "make_prebuilt.build(prebuilt.FOLDER, [])\n"
+        "status = pytest.main(['-q', '-p', 'no:cacheprovider', '-k', 'torchs_own', sys.argv[2]])\n"
+        "print(native.load('cpu').origin)\n"
+        "sys.exit(status)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "_lib"), __file__]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"{len(FLOATS)} passed" in result.stdout
+    assert result.stdout.splitlines()[-1] == "prebuilt"
+
+
 def no_repeat_ngram(cpu_ops, input_ids: Tensor, scores: Tensor, n: int) -> Tensor:
     return cpu_ops.process_logits(input_ids, scores, n)
 
