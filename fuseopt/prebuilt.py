@@ -14,6 +14,8 @@ import torch
 from fuseopt import toolchain
 
 FOLDER = Path(__file__).parent / "_lib"
+# From here on kernels are launched as clusters, for which code compiled for anything older has no instructions.
+_FIRST_WITH_CLUSTERS = (9, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +72,9 @@ def not_usable_reason(kind: str) -> str | None:
     if torch.version.cuda is not None and found.cuda.split(".")[0] != torch.version.cuda.split(".")[0]:
         return f"it was made with CUDA {found.cuda}, torch with CUDA {torch.version.cuda}: majors must match"
     for device in range(torch.cuda.device_count()):
-        capability = torch.cuda.get_device_capability(device)
-        if not _runs_on(found.architectures, capability):
-            return f"it is {found}: nothing for device {device}, sm_{capability[0]}{capability[1]}"
+        reason = _not_run_reason(found.architectures, torch.cuda.get_device_capability(device))
+        if reason is not None:
+            return f"it is {found}: {reason} device {device}"
     return None
 
 
@@ -81,8 +83,14 @@ def _is_below_x86_64_v3() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "DEFAULT" and platform.machine() == "x86_64"
 
 
-def _runs_on(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
+def _not_run_reason(architectures: Sequence[str], capability: tuple[int, int]) -> str | None:
     """Machine code runs on later minor versions of its major one, PTX on everything later."""
     compiled = [divmod(int(architecture), 10) for architecture in architectures]
-    has_machine_code = any(major == capability[0] and minor <= capability[1] for major, minor in compiled)
-    return has_machine_code or compiled[-1] <= capability
+    name = f"sm_{capability[0]}{capability[1]}"
+    if any(major == capability[0] and minor <= capability[1] for major, minor in compiled):
+        return None
+    if compiled[-1] > capability:
+        return f"nothing for {name},"
+    if compiled[-1] < _FIRST_WITH_CLUSTERS <= capability:
+        return f"PTX older than sm_90 has no clusters, which kernels need on {name},"
+    return None

@@ -370,18 +370,23 @@ def test_a_prebuilt_library_needs_the_processor_it_is_compiled_for(shipped, monk
 
 
 @pytest.mark.parametrize(
-    ("cuda", "architectures", "reason"),
+    ("cuda", "architectures", "device", "reason"),
     [
-        ("13.1", ["75", "90"], None),
-        ("13.0", ["75", "80"], None),  # by PTX
-        ("13.0", ["90", "100"], None),
-        ("12.8", ["75", "90"], "majors must match"),
-        ("13.0", ["100", "120"], "nothing for device 0, sm_90"),
+        ("13.1", ["75", "90"], (9, 0), None),
+        ("13.0", ["90", "100"], (9, 0), None),
+        ("13.0", ["75", "80"], (8, 9), None),
+        ("13.0", ["75"], (8, 0), None),  # by PTX
+        ("13.0", ["75", "90"], (12, 0), None),  # by PTX
+        ("13.0", ["75", "80"], (9, 0), "PTX older than sm_90 has no clusters, which kernels need on sm_90, device 0"),
+        ("13.0", ["75", "89"], (12, 0), "PTX older than sm_90 has no clusters"),
+        ("12.8", ["75", "90"], (9, 0), "majors must match"),
+        ("13.0", ["100", "120"], (9, 0), "nothing for sm_90, device 0"),
     ],
 )
 def test_a_prebuilt_cuda_library_fits_torchs_cuda_and_the_devices(
-    cuda_csrc, gpu_of_sm_90, monkeypatch, cuda, architectures, reason
+    cuda_csrc, gpu_of_sm_90, monkeypatch, cuda, architectures, device, reason
 ):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: device)
     prebuilt.FOLDER.mkdir()
     prebuilt.path_of("cuda").touch()
     contents = {"sources": toolchain.sources_digest("cuda"), "machine": platform.machine(), "cuda": cuda}
