@@ -137,6 +137,8 @@ def _module_reason(module: nn.Module, classes: frozenset[type[nn.Module]]) -> st
         return "is in training mode"
     if has_hooks(module) and not _only_captures_outputs(module):
         return "carries hooks"
+    if "_hf_hook" in module.__dict__:
+        return "is dispatched or offloaded by accelerate"
     if "forward" in module.__dict__ and type(module.__dict__["forward"]) not in _FORWARDS:
         return "has had its forward replaced"
     stands_for = module._source_class if isinstance(module, FusedModule) else type(module)

@@ -137,6 +137,17 @@ def test_half_and_back(model):
     assert torch.equal(generate(model), wanted)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["gpt2", "t5", "t5_gated"])
+def test_moved_between_devices(family):
+    model = fuseopt.initialize(tiny.FAMILIES[family](), GENERATION)
+    for device in ("cpu", "cuda", "cpu", "cuda"):
+        model.to(device)
+        with torch.device(device):
+            assert_as_stock(model)
+            assert_as_stock(model, num_beams=2)
+
+
 def test_prompts_batches_and_models_take_turns(model):
     other = fuseopt.initialize(type(model)(model.config).eval(), GENERATION)
     fuseopt.initialize(model, GENERATION)

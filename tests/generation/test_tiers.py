@@ -156,7 +156,13 @@ def prompt_learning(model):
     model.prepare_inputs_for_generation = model.prepare_inputs_for_generation
 
 
+def offload(model):
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.cpu_offload(model.transformer.h[1], model.device)
+
+
 STOCK_MODELS = {
+    offload: "is dispatched or offloaded by accelerate",
     prompt_learning: "its prepare_inputs_for_generation has been replaced",
     train: "is in training mode",
     hook: "transformer.h.1.mlp carries hooks",
