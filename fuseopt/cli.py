@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="MODEL",
-        help="a folder with a config.json, or a name; again for more; default: a table of GPT-2 and T5",
+        help="a folder with a config.json, a model id, or a name; again for more; default: a table of GPT-2 and T5",
     )
     generate.add_argument("--batch", nargs="+", type=_positive, metavar="ROWS", help="default: 1")
     for option, metavar, what in (
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
             action="append",
             default=[],
             metavar="MODEL",
-            help="a folder with a config.json, or a name; again for more; default: a table",
+            help="a folder with a config.json, a model id, or a name; again for more; default: a table",
         )
         benchmark.add_argument("--batch", nargs="+", type=_positive, default=[8], metavar="ROWS", help="default: 8")
         benchmark.add_argument("--length", type=_positive, default=1024, metavar="TOKENS", help="default: 1024")
@@ -139,7 +139,9 @@ def _parser() -> argparse.ArgumentParser:
     show.set_defaults(run=_bench_show)
 
     plan = commands.add_parser("plan", help="show what would be replaced in a model, and why or why not")
-    plan.add_argument("model", metavar="MODEL", help="a folder with a config.json, or a name: gpt2-xl, t5-base")
+    plan.add_argument(
+        "model", metavar="MODEL", help="a folder with a config.json, a model id, or a name: gpt2-xl, t5-base"
+    )
     plan.add_argument("--config", default="inference", metavar="FILE_OR_PRESET", help="default: inference")
     plan.add_argument("--device", choices=("cpu", "cuda", "meta"), help="plan for it; default: cuda where there is one")
     plan.add_argument("--json", action="store_true", help="print JSON")

@@ -1,8 +1,9 @@
-"""Models without a download: well-known architectures by name, and any folder that holds a config.json."""
+"""Models without their weights: well-known architectures by name, and the config.json of any folder or model id."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "t5-tiny": ("t5", {"d_model": 64, "d_ff": 128, "d_kv": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 512}),
 }
+_MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {"gpt2": {}, "t5": {"decoder_start_token_id": 0}}
 
 
@@ -52,25 +54,29 @@ def dropout_rates(source: str, rate: float) -> dict[str, float]:
 
 
 def load_config(source: str, **overrides: Any) -> PreTrainedConfig:
-    """The transformers config of an architecture by name, or of a folder with a config.json.
+    """The transformers config of an architecture by name, of a folder with a config.json, or of a model id.
+
+    The config of an id, "owner/name", comes from transformers' cache or is downloaded into it, as by `from_pretrained`.
 
     Raises:
-        ConfigError: it is neither; the message names the nearest name.
+        ConfigError: it is none of these, and the message names the nearest name; or transformers cannot read it.
     """
     if source in ARCHITECTURES:
         model_type, sizes = ARCHITECTURES[source]
         return AutoConfig.for_model(model_type, **{**_DEFAULTS[model_type], **sizes, **overrides})
-    if not (Path(source) / "config.json").is_file():
+    is_folder = (Path(source) / "config.json").is_file()
+    if not is_folder and not _MODEL_ID.fullmatch(source):
         near = difflib.get_close_matches(source, list(ARCHITECTURES), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"{source!r} is neither a folder with a config.json nor an architecture known by name; {hint}"
-            f"names: {', '.join(ARCHITECTURES)}; a model on a hub has to be downloaded to a folder first"
+            f"{source!r} is neither a folder with a config.json, nor a model id (owner/name), nor an architecture "
+            f"known by name; {hint}names: {', '.join(ARCHITECTURES)}"
         )
     try:
-        return AutoConfig.from_pretrained(source, local_files_only=True, **overrides)
+        return AutoConfig.from_pretrained(source, local_files_only=is_folder, **overrides)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{Path(source) / 'config.json'}: transformers cannot read it: {error}") from error
+        place = Path(source) / "config.json" if is_folder else f"the config.json of {source}"
+        raise ConfigError(f"{place}: transformers cannot read it: {error}") from error
 
 
 def weightless(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:

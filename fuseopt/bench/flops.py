@@ -15,7 +15,7 @@ def forward_flops(model: str, batch: int, length: int) -> int:
     """Operations of the matmuls of a forward, causal attention counted once; a training step has three times as many.
 
     Args:
-        model: an architecture by name, or a folder with a config.json.
+        model: an architecture by name, a folder with a config.json, or a model id.
         length: tokens a row, of an encoder and its decoder each.
     """
     # Eager attention multiplies by bmm, and nothing else in these models does.

@@ -39,7 +39,7 @@ class Row:
     """One forward over `batch` x `length` tokens, of a T5 as many for the decoder.
 
     Attributes:
-        model: an architecture by name, or a folder with a config.json; weights are random, dropout is off.
+        model: an architecture by name, a folder with a config.json, or a model id; weights are random, dropout is off.
     """
 
     model: str
@@ -66,7 +66,7 @@ def run(*, device: torch.device, rows: Sequence[Row] = (), compile: bool | None 
             by default on a GPU, as on a CPU it takes minutes.
 
     Raises:
-        ConfigError: a model is neither an architecture by name nor a folder with a config.json.
+        ConfigError: a model is no architecture by name, folder with a config.json or model id.
     """
     on_gpu = device.type == "cuda"
     compile = on_gpu if compile is None else compile

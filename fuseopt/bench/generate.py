@@ -32,7 +32,7 @@ class Row:
     """One use of `generate()`.
 
     Attributes:
-        model: an architecture by name, or a folder with a config.json; weights are random.
+        model: an architecture by name, a folder with a config.json, or a model id; weights are random.
         prompt: tokens a row that are given; the encoder's, of a T5.
         new: tokens a row that are generated.
         beams: 1 for none.
@@ -114,7 +114,7 @@ def run(
         first_calls: also the first call of a fresh process, one for every row of the table.
 
     Raises:
-        ConfigError: a model is neither an architecture by name nor a folder with a config.json.
+        ConfigError: a model is no architecture by name, folder with a config.json or model id.
     """
     on_gpu = device.type == "cuda"
     dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)

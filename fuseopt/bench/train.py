@@ -31,7 +31,7 @@ class Row:
     """One training step's work.
 
     Attributes:
-        model: an architecture by name, or a folder with a config.json; weights are random.
+        model: an architecture by name, a folder with a config.json, or a model id; weights are random.
         length: tokens a row; of a T5 the encoder has as many and the decoder too.
         dropout: instead of the model's own rates.
         precision: "autocast" to bfloat16 with weights in float32, or "bfloat16" or "float32" for everything.
@@ -126,7 +126,7 @@ def run(
         compile: also torch.compile of the stock model; by default on a GPU, as on a CPU it takes minutes.
 
     Raises:
-        ConfigError: a model is neither an architecture by name nor a folder with a config.json; a config is wrong.
+        ConfigError: a model is no architecture by name, folder with a config.json or model id; a config is wrong.
     """
     on_gpu = device.type == "cuda"
     rows = rows or (GPU_ROWS if on_gpu else CPU_ROWS)
