@@ -113,7 +113,12 @@ class T5Encoder:
         for attention, feed_forward in self.layers:
             qkv = linear(hidden, attention.qkv, norm=attention.norm)
             query, keys, values = qkv.view(items, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind()
-            attended = F.scaled_dot_product_attention(query, keys, values, bias.to(query.dtype), scale=attention.scale)
+            # A token alone attends to itself, for which PyTorch has no fast kernel.
+            attended = values
+            if length > 1:
+                attended = F.scaled_dot_product_attention(
+                    query, keys, values, bias.to(query.dtype), scale=attention.scale
+                )
             attended = attended.transpose(1, 2).reshape(items * length, -1)
             hidden = fed_forward(clamped(linear(attended, attention.out, residual=hidden)), feed_forward)
         state.encoded.copy_(normalised(hidden, self.final_norm).view_as(state.encoded))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -43,6 +44,11 @@ class Linear:
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor, ...] = ()
     ahead: tuple[Tensor, ...] = ()
+
+    @functools.cached_property
+    def no_bias(self) -> Tensor:
+        """Zeros [N], for what the BLAS library does only to a product with a bias."""
+        return self.weights[0].new_zeros(len(self.weights[0]))
 
 
 def look_ahead(layers: Sequence[Linear], head: Linear) -> None:
@@ -107,8 +113,7 @@ def linear(
     """
     weight = layer.weights[0]
     kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
-    has_fast_kernel = has_kernel("decode_linear", weight) and is_fast(input, layer.weights, residual, kind)
-    if has_fast_kernel and not callable(activation):
+    if takes_kernel(input, layer, residual, kind) and not callable(activation):
         return ops.decode_linear(
             input,
             layer.weights,
@@ -128,6 +133,46 @@ def linear(
     return _by_library(input.to(weight.dtype), layer, activation, gated, residual)
 
 
+def takes_kernel(input: Tensor, layer: Linear, residual: Tensor | None = None, norm: str | None = None) -> bool:
+    """Whether `linear` runs by `ops.decode_linear`, unless the activation is a module."""
+    return has_kernel("decode_linear", layer.weights[0]) and is_fast(input, layer.weights, residual, norm)
+
+
+class ResidualStream:
+    """What the sublayers of a pre-norm transformer add to, and read normalised.
+
+    A sum that only the next norm asks for is taken along by that.
+
+    Args:
+        hidden: [rows, hidden]; may be overwritten.
+    """
+
+    def __init__(self, hidden: Tensor) -> None:
+        self._sum = hidden
+        self._added: Tensor | None = None
+
+    def total(self) -> Tensor:
+        if self._added is not None:
+            self._sum, self._added = self._sum + self._added, None
+        return self._sum
+
+    def linear(self, layer: Linear, norm: Norm, activation: Activation | None = None) -> Tensor:
+        """`activation(layer(norm(total)))`, by a LayerNorm."""
+        if self._added is None:
+            return linear(self._sum, layer, norm=norm, activation=activation)
+        normed, self._sum = ops.add_layer_norm(self._added, self._sum, norm.weight, norm.bias, norm.eps)
+        self._added = None
+        return linear(normed, layer, activation=activation)
+
+    def add(self, input: Tensor, layer: Linear) -> None:
+        """Adds `layer(input)`."""
+        if not layer.biases or takes_kernel(input, layer, self._sum):
+            self._sum = linear(input, layer, residual=self.total())
+        else:
+            # A product with a bias takes nothing else along.
+            self._sum, self._added = self.total(), linear(input, layer)
+
+
 def _by_library(
     input: Tensor, layer: Linear, activation: Activation | None, gated: bool, residual: Tensor | None
 ) -> Tensor:
@@ -136,8 +181,11 @@ def _by_library(
     bias = layer.biases[0] if layer.biases else None
     if residual is not None and not others and bias is None and activation is None and residual.dtype is weight.dtype:
         return residual.addmm_(input, weight.T)
-    if activation == "gelu_tanh" and not others and bias is not None and weight.is_cuda and weight.dtype in HALVES:
-        output = torch._addmm_activation(bias, input, weight.T, use_gelu=True)  # on CUDA by the tanh approximation
+    is_gelu = activation == "gelu_tanh" and bias is not None
+    if (is_gelu or activation == "relu") and not others and weight.is_cuda and weight.dtype in HALVES:
+        # The GELU is the tanh approximation on CUDA.
+        bias = layer.no_bias if bias is None else bias
+        output = torch._addmm_activation(bias, input, weight.T, use_gelu=is_gelu)
     else:
         output = _products(input, layer)
         if gated:

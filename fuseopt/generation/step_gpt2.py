@@ -16,6 +16,7 @@ from fuseopt.generation.layers import (
     Activation,
     Linear,
     Norm,
+    ResidualStream,
     activation_of,
     causal_mask,
     embedded,
@@ -139,13 +140,13 @@ class GPT2Step:
 
     def _hidden(self, tokens: Tensor, positions: Tensor, state: DecodeState, attention: _AttentionFunction) -> Tensor:
         """[tokens] -> [tokens, hidden], before the final norm."""
-        hidden = embedded(tokens, self.token_embedding, positions, self.position_embedding)
+        stream = ResidualStream(embedded(tokens, self.token_embedding, positions, self.position_embedding))
         for layer, cache in zip(self.layers, state.cache, strict=True):
-            qkv = linear(hidden, layer.qkv, norm=layer.norm_1).unflatten(1, (3, self.shape.heads, self.shape.head_dim))
-            hidden = linear(attention(qkv, cache, layer.scale), layer.out, residual=hidden)
-            inner = linear(hidden, layer.up, norm=layer.norm_2, activation=layer.activation)
-            hidden = linear(inner, layer.down, residual=hidden)
-        return hidden
+            qkv = stream.linear(layer.qkv, layer.norm_1).unflatten(1, (3, self.shape.heads, self.shape.head_dim))
+            stream.add(attention(qkv, cache, layer.scale), layer.out)
+            inner = stream.linear(layer.up, layer.norm_2, layer.activation)
+            stream.add(inner, layer.down)
+        return stream.total()
 
 
 def _layer(block: nn.Module) -> _Layer:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fuseopt import ops
 from fuseopt.bench.architectures import random_model
-from fuseopt.generation import layers_t5, step_gpt2, step_t5
-from fuseopt.generation.layers import Linear, Norm, linear, linear_of, look_ahead
+from fuseopt.generation import layers, layers_t5, step_gpt2, step_t5
+from fuseopt.generation.layers import Linear, Norm, ResidualStream, linear, linear_of, look_ahead
 from fuseopt.generation.state import DecodeState, Sizes
 from fuseopt.generation.step_gpt2 import GPT2Step
 from fuseopt.generation.step_t5 import T5Step
@@ -29,16 +30,16 @@ class AtenCalls(TorchDispatchMode):
 
 
 def test_a_layer_brings_in_the_one_after_the_next() -> None:
-    layers = [linear_of(nn.Linear(2, 3)) for _ in range(4)]
+    body = [linear_of(nn.Linear(2, 3)) for _ in range(4)]
     head = linear_of(nn.Linear(2, 5))
-    look_ahead(layers, head)
-    assert [layer.ahead for layer in layers] == [layers[2].weights, layers[3].weights, (), ()]
-    assert head.ahead == layers[0].weights
+    look_ahead(body, head)
+    assert [layer.ahead for layer in body] == [body[2].weights, body[3].weights, (), ()]
+    assert head.ahead == body[0].weights
 
 
 @pytest.mark.parametrize(
     ("name", "step_class", "modules"),
-    [("gpt2-tiny", GPT2Step, (step_gpt2,)), ("t5-tiny", T5Step, (step_t5, layers_t5))],
+    [("gpt2-tiny", GPT2Step, (step_gpt2, layers)), ("t5-tiny", T5Step, (step_t5, layers_t5))],
 )
 def test_steps_read_ahead_in_the_order_they_run_in(
     name: str, step_class: type, modules: tuple[ModuleType, ...], monkeypatch: pytest.MonkeyPatch
@@ -141,6 +142,45 @@ def test_what_the_blas_library_leaves_no_launch_for(each_device: torch.device) -
     with AtenCalls() as aten:
         linear(x, Linear((weight,) * 3))
     assert aten.names.count("mm.out") == 3 and "cat.default" not in aten.names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [3, ROWS])
+@pytest.mark.parametrize("biased", [True, False])
+@torch.no_grad()
+def test_residual_stream(each_device: torch.device, biased: bool, rows: int, dtype: torch.dtype, monkeypatch) -> None:
+    """Sums of a few sublayers, of which a norm takes along those that a product with a bias cannot."""
+    torch.manual_seed(0)
+    taken = []
+    together = ops.add_layer_norm
+    monkeypatch.setattr(layers.ops, "add_layer_norm", lambda *pair: taken.append(pair) or together(*pair))
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape).to(dtype)
+
+    hidden, norm = make(rows, WIDTH), Norm("layer_norm", make(WIDTH), make(WIDTH), 1e-3)
+    chain = [Linear((make(WIDTH, WIDTH) / 5,), (make(WIDTH),) if biased else ()) for _ in range(6)]
+
+    def run(like: torch.dtype) -> Tensor:
+        total = hidden.to(like)
+        for read, added in zip(chain[::2], chain[1::2], strict=True):
+            inner = torch.nn.functional.layer_norm(total, (WIDTH,), norm.weight.to(like), norm.bias.to(like), norm.eps)
+            for layer in (read, added):
+                bias = layer.biases[0].to(like) if biased else None
+                inner = torch.nn.functional.linear(inner, layer.weights[0].to(like), bias)
+            total = total + inner
+        return total
+
+    plain, judge = run(dtype), run(torch.float64)
+    stream = ResidualStream(hidden.clone())
+    for read, added in zip(chain[::2], chain[1::2], strict=True):
+        stream.add(stream.linear(read, norm), added)
+    output = stream.total()
+    assert output.dtype is dtype and stream.total() is output
+    assert error([output], [judge]) <= 2 * error([plain], [judge]) + 8 * torch.finfo(dtype).eps
+    # Few rows run by the decoding kernels on a GPU.
+    by_library = each_device.type == "cpu" or rows == ROWS
+    assert len(taken) == (2 if biased and by_library else 0)
 
 
 @pytest.mark.gpu
