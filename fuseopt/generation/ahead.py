@@ -54,12 +54,14 @@ class Started(NamedTuple):
         ahead: for the decode loop.
         note: for the report.
         held: what the device may still use until it has been waited for.
+        full_mask: the caller's attention mask, if it is all ones.
     """
 
     others: Mapping[str, Any]
     ahead: Ahead | None = None
     note: str = ""
     held: Any = None
+    full_mask: Tensor | None = None
 
 
 class HeadStart:
@@ -113,7 +115,8 @@ class HeadStart:
                 keep = None if mask is None or bool((mask == 1).all()) else mask
                 if encodes:
                     return self._encode(step, ids, mask, keep, sizes, others)
-                return Started(others, self._prefill(step, ids, mask, keep, sizes))
+                ahead = self._prefill(step, ids, mask, keep, sizes)
+                return Started(others, ahead, full_mask=mask if keep is None else None)
         except torch.OutOfMemoryError:
             return Started(others, note="there was no memory to run the prompt ahead")
 
@@ -193,7 +196,7 @@ class HeadStart:
             sizes = Sizes(rows, padded)
         state = self._state(step, sizes)
         with self.graphs.beside(input_ids.device):
-            positions = state.slots[None, :length]
+            positions = None
             if keep is not None:
                 # As transformers numbers the tokens of rows with padding.
                 positions = (keep.long().cumsum(1) - 1).clamp_min_(0)

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from fuseopt import ops
 from fuseopt.generation.beam_state import BeamState
 from fuseopt.generation.device_processors import DeviceProcessor
+from fuseopt.generation.kept_tensors import KeptTensors
 from fuseopt.generation.selection import Selection
-from fuseopt.generation.state import DecodeState, to_device
+from fuseopt.generation.state import DecodeState
 from fuseopt.ops.beam_candidates import MAX_COUNT
 
 
@@ -30,6 +31,7 @@ class BeamSelection(Selection):
         length: of the prompts.
         limit: the length at which all sequences end.
         state: the one that is going to be passed.
+        kept: what earlier calls have put on the device.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class BeamSelection(Selection):
         length: int,
         limit: int,
         state: DecodeState,
+        kept: KeptTensors,
         *,
         keep_logits: bool = False,
         keep_scores: bool = False,
@@ -50,11 +53,11 @@ class BeamSelection(Selection):
         self.stops_when_full = config.early_stopping is True
         self.key = ("beams", self.candidates, self.stops_when_full, self.key)
         device = state.ids.device
-        self.limit = to_device(torch.tensor([limit], device="cpu"), device)
+        self.limit = kept.to_device(torch.tensor([limit], device="cpu"), device)
         # The best still to come may be as long as the longest, or get no better.
         longest = config.max_length - length if config.early_stopping == "never" else None
         penalties = _penalties(config.length_penalty, longest, state.sizes.capacity + 2)
-        self.penalties = to_device(penalties, device)
+        self.penalties = kept.to_device(penalties, device)
 
     @property
     def not_captured(self) -> str:
@@ -70,8 +73,12 @@ class BeamSelection(Selection):
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors, self.limit, self.penalties)
 
-    def begin(self, state: DecodeState, input_ids: Tensor, pad: Tensor | None) -> None:
-        super().begin(state, input_ids, pad)
+    def own_tensors(self) -> None:
+        super().own_tensors()
+        self.limit, self.penalties = self.limit.clone(), self.penalties.clone()
+
+    def begin(self, state: DecodeState, input_ids: Tensor, pad: Tensor | None, has_ids: bool = False) -> None:
+        super().begin(state, input_ids, pad, has_ids=True)
         _beams_of(state).begin(input_ids)
 
     def __call__(self, state: DecodeState, logits: Tensor, *, advance: bool = True) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fuseopt.generation.graphs import Step, StepGraphs
+from fuseopt.generation.prefill import Prefilled
 from fuseopt.generation.stop_flags import StopFlags
 
 
@@ -15,7 +16,7 @@ def run(
     input_ids: Tensor,
     pad: Tensor | None,
     steps: int,
-    pending: bool,
+    prefilled: Prefilled,
     scores: list[Tensor] | None,
     logits: list[Tensor] | None,
 ) -> tuple[int, str]:
@@ -25,7 +26,7 @@ def run(
         step: with a selection.
         input_ids: [rows, length] int64.
         pad: the id that finished rows are given, [] int64.
-        pending: there are no logits yet, but the token that they come from.
+        prefilled: what the step's state holds.
         scores, logits: are given a tensor [rows, vocab] float32 a step, unless None.
 
     Returns:
@@ -33,15 +34,18 @@ def run(
     """
     state, selection = step.state, step.selection
     assert selection is not None
-    selection.begin(state, input_ids, pad)
-    flags = StopFlags(state.going, steps) if selection.may_end_early else None
+    selection.begin(state, input_ids, pad, prefilled.has_ids)
+    # There is a first step in any case.
+    flags = StopFlags(state.going, steps) if selection.may_end_early and steps > 1 else None
     random_state = _RandomState(state.ids.device) if selection.do_sample else None
-    note = ""
+    # A step that an earlier call ran is captured at once: such calls may all be short.
+    note, begins = "", 0 if prefilled.pending else 1
+    captured_at = begins if graphs.has_met(step) else 2
     for taken in range(steps):
-        if taken == 0 and not pending:
+        if taken < begins:
             selection(state, state.logits, advance=False)
         else:
-            if taken == 2:
+            if taken == captured_at:
                 note = graphs.capture(step)
             step()
         if scores is not None:
@@ -52,6 +56,8 @@ def run(
             flags.push()
             if flags.is_over():
                 break
+    if taken >= begins:
+        graphs.meet(step)
     taken += 1
     counted = taken if flags is None else flags.steps()
     if random_state is not None and counted < taken:

@@ -1,7 +1,8 @@
 """transformers' logits processors for static tensors: what they need of a sequence's length is read on the device.
 
 A processor here is called with a DecodeState and scores [rows, vocab] and returns new scores in float32. `key` tells
-whether a captured step with another of the same class serves this one as well, once `tensors` have been copied over.
+whether a captured step with another of the same class serves this one as well, once `tensors` have been copied over,
+which are the step's own from `own_tensors` on.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch.nn import functional as F
 from transformers.generation import logits_process
 
 from fuseopt import ops
+from fuseopt.generation.kept_tensors import KeptTensors, to_device
 from fuseopt.generation.logits_processors import FusedEncoderNoRepeatNGram, FusedNoRepeatNGram
-from fuseopt.generation.state import DecodeState, to_device
+from fuseopt.generation.state import DecodeState
 from fuseopt.ops.edit_logits import MAX_RULES
 
 _ALWAYS = 2**62
@@ -31,6 +33,8 @@ class DeviceProcessor(Protocol):
     @property
     def tensors(self) -> tuple[Tensor, ...]: ...
 
+    def own_tensors(self) -> None: ...
+
     def __call__(self, state: DecodeState, scores: Tensor) -> Tensor: ...
 
 
@@ -41,6 +45,9 @@ class WithoutSequence:
         self.processor = processor
         self.key = (type(processor), *sorted(vars(processor).items()))
         self.tensors = ()
+
+    def own_tensors(self) -> None:
+        pass
 
     def __call__(self, state: DecodeState, scores: Tensor) -> Tensor:
         return self.processor(None, scores.float())
@@ -65,7 +72,7 @@ class Edit(NamedTuple):
 class Edits:
     """A chain of processors, in the order of `ops.LogitsEdits`, that one op runs."""
 
-    def __init__(self, chain: Iterable[Edit], vocab: int) -> None:
+    def __init__(self, chain: Iterable[Edit], vocab: int, kept: KeptTensors) -> None:
         self.fields: dict[str, Any] = {}
         rules = []
         for edit in chain:
@@ -73,10 +80,17 @@ class Edits:
             if edit.rule is not None:
                 rules.append(edit.rule)
         if rules:
-            self.fields |= _table(rules, vocab)
+            self.fields |= _table(rules, vocab, kept)
         values = sorted(self.fields.items())
-        self.tensors = tuple(value for _, value in values if isinstance(value, Tensor))
         self.key = (Edits, *((name, value.shape if isinstance(value, Tensor) else value) for name, value in values))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(value for _, value in sorted(self.fields.items()) if isinstance(value, Tensor))
+
+    def own_tensors(self) -> None:
+        for name, value in self.fields.items():
+            self.fields[name] = value.clone() if isinstance(value, Tensor) else value
 
     def of(self, state: DecodeState) -> ops.LogitsEdits:
         return ops.LogitsEdits(state.ids, state.length, **self.fields)
@@ -85,20 +99,20 @@ class Edits:
         return ops.edit_logits(scores, self.of(state), overlap=True)
 
 
-def _table(rules: list[Rule], vocab: int) -> dict[str, Any]:
-    device = rules[0].tokens.device
-    vocabulary = torch.arange(vocab, device=device)
-    table = torch.zeros(vocab, dtype=torch.uint8, device=device)
-    for i, rule in enumerate(rules):
-        table += torch.isin(vocabulary, rule.tokens).to(torch.uint8) << i
+def _table(rules: list[Rule], vocab: int, kept: KeptTensors) -> dict[str, Any]:
+    tables = [kept.members(rule.tokens, vocab) for rule in rules]
+    table = tables[0]
+    for i, others in enumerate(tables[1:], start=1):
+        table = table + (others << i)
+    bounds = torch.tensor([[rule.first, rule.end] for rule in rules], device="cpu")
     return {
         "token_rules": table,
-        "rule_bounds": to_device(torch.tensor([[rule.first, rule.end] for rule in rules], device="cpu"), device),
+        "rule_bounds": kept.to_device(bounds, table.device),
         "forcing_rules": sum(1 << i for i, rule in enumerate(rules) if rule.force),
     }
 
 
-def chained(processors: Iterable[Edit | WithoutSequence], vocab: int) -> tuple[DeviceProcessor, ...]:
+def chained(processors: Iterable[Edit | WithoutSequence], vocab: int, kept: KeptTensors) -> tuple[DeviceProcessor, ...]:
     """The same processors, as many neighbours as possible run by one op."""
     chains: list[list[Edit] | WithoutSequence] = []
     for processor in processors:
@@ -108,7 +122,7 @@ def chained(processors: Iterable[Edit | WithoutSequence], vocab: int) -> tuple[D
             chains[-1].append(processor)
         else:
             chains.append([processor])
-    return tuple(Edits(chain, vocab) if isinstance(chain, list) else chain for chain in chains)
+    return tuple(Edits(chain, vocab, kept) if isinstance(chain, list) else chain for chain in chains)
 
 
 def _may_follow(chain: list[Edit], edit: Edit) -> bool:
@@ -127,17 +141,20 @@ class _Target(NamedTuple):
     rows: int
     vocab: int
     device: torch.device
+    kept: KeptTensors
 
     def rule(self, tokens: Any, first: int, end: int, force: bool = False) -> Edit:
         if not isinstance(tokens, Tensor):
-            tokens = to_device(torch.tensor(tokens, device="cpu"), self.device)
+            tokens = self.kept.to_device(torch.tensor(tokens, device="cpu"), self.device)
         return Edit(rule=Rule(tokens.to(self.device), first, end, force))
 
 
-def device_processor(processor: Any, rows: int, vocab: int, device: torch.device) -> Edit | WithoutSequence | None:
+def device_processor(
+    processor: Any, rows: int, vocab: int, device: torch.device, kept: KeptTensors
+) -> Edit | WithoutSequence | None:
     """The same as `processor` for `chained`, or None where there is no such thing; decided by exact type."""
     make = _MAKERS.get(type(processor))
-    return None if make is None else make(processor, _Target(rows, vocab, device))
+    return None if make is None else make(processor, _Target(rows, vocab, device, kept))
 
 
 def _forced_bos(processor: Any, target: _Target) -> Edit | None:
@@ -158,8 +175,7 @@ def _repetition_penalty(processor: Any, target: _Target) -> Edit | None:
     if isinstance(ignored, Tensor):
         if ignored.shape[0] != target.rows:
             return None
-        # A copy: the values of later calls are written over it.
-        fields["prompt_ignore_length"] = ignored.to(target.device, torch.int64, copy=True)
+        fields["prompt_ignore_length"] = ignored.to(target.device, torch.int64)
     elif ignored:
         fields["prompt_ignore_length"] = torch.full((target.rows,), ignored, device=target.device)
     return Edit(fields)

@@ -17,6 +17,7 @@ from fuseopt.config import GenerationOptions
 from fuseopt.generation import tiers
 from fuseopt.generation.ahead import HeadStart, Started
 from fuseopt.generation.graphs import StepGraphs
+from fuseopt.generation.kept_tensors import KeptTensors
 from fuseopt.generation.loop import DecodeLoop
 from fuseopt.generation.remembering import RememberingModel
 from fuseopt.generation.step_gpt2 import GPT2Step
@@ -53,6 +54,7 @@ class FusedGenerate:
         self.options: GenerationOptions = state["options"]
         self.graphs = StepGraphs(self.options.max_graphs)
         self._head_start = HeadStart(self.model, self.graphs, self.options.max_batch, self.options.max_length)
+        self._kept = KeptTensors()
         self._remembering = RememberingModel(self.model)
         self.calls: deque[Call] = deque(maxlen=_CALLS_KEPT)
         self._step: Any = None
@@ -113,15 +115,24 @@ class FusedGenerate:
         options, bound.arguments[variadic] = self.options, started.others
         streamer = given.get("streamer")
         loop = DecodeLoop(
-            self.model, self._step, self.graphs, options.max_batch, options.max_length, streamer, started.ahead
+            self.model,
+            self._step,
+            self.graphs,
+            self._kept,
+            options.max_batch,
+            options.max_length,
+            streamer,
+            started.ahead,
         )
         bound.arguments["custom_generate"] = loop
         if given.get("tokenizer") is not None and given.get("stop_strings") is not None:
             _make_stop_criterion(bound.arguments, variadic)
         own_methods = RememberingModel.METHODS.isdisjoint(vars(self.model))
+        self._remembering.full_mask = started.full_mask
         try:
             return stock(self._remembering if own_methods else self.model, *bound.args, **bound.kwargs)
         finally:
+            self._remembering.full_mask = None
             self.calls.append(replace(loop.served, note=loop.served.note or started.note))
 
     def _look(self) -> tuple[str | None, bool]:

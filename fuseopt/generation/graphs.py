@@ -20,8 +20,8 @@ Forward = Callable[[DecodeState], Tensor]
 # is being captured.
 _one_capture_at_a_time = threading.Lock()
 _PROMPTS_A_STEP = 2
-# Of how many prompts it is known that they have run.
-_PROMPTS_MET = 64
+# Of how many steps and prompts it is known that they have run.
+_MET = 64
 
 
 class State(Protocol):
@@ -162,13 +162,15 @@ class StepGraphs:
 
     def capture(self, step: Step) -> str:
         """Captures a step on a GPU and keeps it; returns why it could not be done, or nothing."""
-        reason = "" if step.selection is None else step.selection.not_captured
-        if reason and step.state.device.type == "cuda":
-            return f"the step ran eagerly: {reason}"
+        if step.selection is not None and step.graph is None:
+            reason = step.selection.not_captured
+            if reason and step.state.device.type == "cuda":
+                return f"the step ran eagerly: {reason}"
+            step.selection.own_tensors()
         return self._capture(step, self._steps, self.max_graphs, "the step")
 
     def run_prompt(self, prompt: Prompt[Any]) -> str:
-        """Runs what is captured of it, captures it first if it has run before, so that no first call takes longer.
+        """Runs what is captured of it, captures it first if it has run before.
 
         Returns:
             why it could not be captured, or nothing.
@@ -177,13 +179,21 @@ class StepGraphs:
         if key in self._prompts:
             self._prompts.move_to_end(key)
             prompt = self._prompts[key]
-        elif key in self._met:
+        elif self.has_met(prompt):
             note = self._capture(prompt, self._prompts, _PROMPTS_A_STEP * self.max_graphs, "the prompt")
-        self._met[key] = None
-        if len(self._met) > _PROMPTS_MET:
-            self._met.popitem(last=False)
+        self.meet(prompt)
         prompt()
         return note
+
+    def has_met(self, work: Work[Any]) -> bool:
+        return work.key in self._met
+
+    def meet(self, work: Work[Any]) -> None:
+        """Lets it be captured the next time, so that no first call takes longer."""
+        self._met[work.key] = None
+        self._met.move_to_end(work.key)
+        if len(self._met) > _MET:
+            self._met.popitem(last=False)
 
     def _works(self) -> Iterator[Work[Any]]:
         yield from self._steps.values()

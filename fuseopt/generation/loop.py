@@ -23,6 +23,7 @@ from fuseopt.generation.beam_selection import BeamSelection
 from fuseopt.generation.device_processors import DeviceProcessor, chained, device_processor
 from fuseopt.generation.fast_model import FastModel
 from fuseopt.generation.graphs import Step, StepGraphs
+from fuseopt.generation.kept_tensors import KeptTensors
 from fuseopt.generation.layers import has_kernel
 from fuseopt.generation.prefill import prefill, store_cache
 from fuseopt.generation.selection import Selection
@@ -57,6 +58,7 @@ class DecodeLoop:
         model: what generate() is called on, whatever passes for it there.
         step: a decode step built on the model.
         graphs: where captured steps are kept.
+        kept: what earlier calls have put on the device.
         max_batch, max_length: rows, and slots of the cache, up to which the fast tiers are taken.
         streamer: the caller's, which transformers does not hand on.
         ahead: the caller's prompt, if it has run already.
@@ -70,13 +72,14 @@ class DecodeLoop:
         model: nn.Module,
         step: Any,
         graphs: StepGraphs,
+        kept: KeptTensors,
         max_batch: int,
         max_length: int,
         streamer: Any = None,
         ahead: Ahead | None = None,
     ) -> None:
         self.model, self.step, self.graphs, self.streamer, self.ahead = model, step, graphs, streamer, ahead
-        self.max_batch, self.max_length = max_batch, max_length
+        self.kept, self.max_batch, self.max_length = kept, max_batch, max_length
         self.served = Call(Tier.STOCK, "it raised before decoding began")
 
     def __call__(
@@ -131,7 +134,7 @@ class DecodeLoop:
     def _decode(self, model: nn.Module, state: DecodeState, call: _PreparedCall) -> Any:
         config = call.config
         on_device = [
-            device_processor(processor, state.sizes.rows, self.step.vocab, self.step.shape.device)
+            device_processor(processor, state.sizes.rows, self.step.vocab, self.step.shape.device, self.kept)
             for processor in call.processors
         ]
         reason = next(tiers.device_loop_reasons(config, call.processors, on_device, call.criteria, self.streamer), None)
@@ -144,7 +147,7 @@ class DecodeLoop:
             state.forget()
         if reason is None:
             output, step, slots, cross_slots, note = self._on_device(
-                model, state, call, chained(filter(None, on_device), self.step.vocab)
+                model, state, call, chained(filter(None, on_device), self.step.vocab, self.kept)
             )
         else:
             step = self.graphs.step(self.step, state, None)
@@ -171,7 +174,7 @@ class DecodeLoop:
         if state.beams is None:
             selection = Selection(processors, bool(config.do_sample), eos, **keep)
         else:
-            selection = BeamSelection(processors, config, eos, length, limit, state, **keep)
+            selection = BeamSelection(processors, config, eos, length, limit, state, self.kept, **keep)
         step = self.graphs.step(self.step, state, selection)
         prefilled = prefill(self.step, model, self.graphs, state, call.input_ids, config, call.model_kwargs, self.ahead)
         steps, note = device_loop.run(
@@ -180,7 +183,7 @@ class DecodeLoop:
             call.input_ids,
             config._pad_token_tensor,
             max(1, limit - length),
-            prefilled.pending,
+            prefilled,
             scores,
             logits,
         )

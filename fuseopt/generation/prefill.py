@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
@@ -25,12 +24,14 @@ class Prefilled:
         slots: slots that are filled when the first logits are there.
         cross_slots: likewise of the cross-attention cache.
         pending: the first logits are not there: the state is ready for a step that takes the only token of the prompt.
+        has_ids: the state has the prompt's tokens.
         note: why something could not be captured.
     """
 
     slots: int
     cross_slots: int = 0
     pending: bool = False
+    has_ids: bool = False
     note: str = ""
 
 
@@ -72,22 +73,22 @@ def prefill(
             note = load_encoded(step, graphs, state, encoded[0][per_item], None if mask is None else mask[per_item])
     else:
         model.transformer.warn_if_padding_and_no_attention_mask(input_ids, model_kwargs.get("attention_mask"))
+    has_run = ahead is not None and ahead.inputs is input_ids and (keep is None or took_mask)
+    if ahead is not None and has_run and state is ahead.state:
+        return Prefilled(length, has_ids=True, note=ahead.note)
     positions = model_kwargs.get("position_ids")
-    if positions is None:
-        positions = torch.arange(length, device=input_ids.device)[None]
-    positions = positions[:, -length:]
+    positions = None if positions is None else positions[:, -length:]
     if length == 1:
         state.tokens.copy_(input_ids[:, 0])
-        state.begin(0, None, positions[:, -1])
+        state.begin(0, None, None if positions is None else positions[:, -1])
         return Prefilled(1, cross_slots, pending=True, note=note)
-    if ahead is not None and ahead.inputs is input_ids and (keep is None or took_mask):
-        if state is not ahead.state:
-            state.begin(length, keep, positions[:, -1] + 1)
-            ahead.load(state)
+    if ahead is not None and has_run:
+        state.begin(length, keep, None if positions is None else positions[:, -1] + 1)
+        ahead.load(state)
         return Prefilled(length, note=ahead.note)
     state.load_prompt(input_ids, keep, positions)
     note = run_forward(step.prefill, graphs, state, state.sizes.rows, length, masked=keep is not None)
-    return Prefilled(length, cross_slots, note=note)
+    return Prefilled(length, cross_slots, has_ids=True, note=note)
 
 
 def store_cache(state: DecodeState, past_key_values: Any, slots: int, cross_slots: int) -> None:

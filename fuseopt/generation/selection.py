@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from fuseopt import ops
 from fuseopt.generation.device_processors import DeviceProcessor, Edits
+from fuseopt.generation.kept_tensors import Copied
 from fuseopt.generation.state import DecodeState
 from fuseopt.ops import LogitsEdits
 
@@ -64,20 +66,36 @@ class Selection:
         own = () if self.eos is None else (self.eos,)
         return (*own, *(tensor for processor in self.processors for tensor in processor.tensors))
 
+    def own_tensors(self) -> None:
+        """Lets `tensors` be nobody else's, since those of later calls will be written over them."""
+        self.eos = None if self.eos is None else self.eos.clone()
+        for processor in self.processors:
+            processor.own_tensors()
+
     def load(self, other: Selection) -> None:
         """Takes over the values of another Selection with an equal `key`."""
-        for tensor, value in zip(self.tensors, other.tensors, strict=True):
-            tensor.copy_(value)
+        for copy, value in zip(self._copies, other.tensors, strict=True):
+            copy(value)
 
-    def begin(self, state: DecodeState, input_ids: Tensor, pad: Tensor | None) -> None:
-        """Before the first call: prompts [rows, length], and the id [] that finished rows are given."""
+    @functools.cached_property
+    def _copies(self) -> tuple[Copied, ...]:
+        return tuple(map(Copied, self.tensors))
+
+    def begin(self, state: DecodeState, input_ids: Tensor, pad: Tensor | None, has_ids: bool = False) -> None:
+        """Before the first call.
+
+        Args:
+            input_ids: prompts [rows, length].
+            pad: the id [] that finished rows are given.
+            has_ids: the state has the prompts already.
+        """
         length = input_ids.shape[1]
-        state.ids[:, :length] = input_ids
+        if not has_ids:
+            state.ids[:, :length] = input_ids
         state.length.fill_(length)
-        state.unfinished.fill_(True)
-        state.going.fill_(True)
+        state.flags.fill_(True)
         if pad is not None:
-            state.pad.copy_(pad)
+            state.load_pad(pad)
 
     def __call__(self, state: DecodeState, logits: Tensor, *, advance: bool = True) -> None:
         """With `advance`, the state moves on to its next slot."""

@@ -8,14 +8,18 @@ import torch
 from torch import Tensor
 
 from fuseopt.generation.beam_state import BeamState
+from fuseopt.generation.kept_tensors import Copied
 
 # Cache capacities are powers of two up to this one, then multiples of it: few classes, and little waste in long ones.
 _LARGEST_POWER = 1024
 _SMALLEST_CAPACITY = 128
 # Prompts of more tokens keep a GPU busy for longer than it takes to launch their kernels one by one.
-_MOST_PROMPT_TOKENS = 4096
+_MOST_PROMPT_TOKENS = 8192
 _LONGEST_PROMPT = 1024
 _PROMPT_CLASS = 64
+# With more tokens padding is no longer for nothing, so classes are smaller.
+_FEW_PROMPT_TOKENS = 4096
+_SMALL_PROMPT_CLASS = 16
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,10 @@ class DecodeState:
 
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:
         self.sizes, self.used = sizes, False
+        # What the host knows of tensors: nothing is masked, prompts are numbered from 0 on, so many slots of the
+        # encoder's count in all items.
+        self._keeps_all = self._counts_up = False
+        self._cross_length: int | None = None
         rows, capacity, cross_capacity = sizes.rows, sizes.capacity, sizes.cross_capacity
 
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -98,12 +106,14 @@ class DecodeState:
             self.counters = zeros(rows + 1)
             self.slot, self.positions = self.counters.split((1, rows))
             self.length = zeros(1)
-            self.unfinished, self.going = zeros(rows, dtype=torch.bool), zeros(dtype=torch.bool)
+            self.flags = zeros(rows + 1, dtype=torch.bool)
+            self.unfinished, self.going = self.flags[:rows], self.flags[rows]
             self.beams: BeamState | None = None
             if sizes.beams > 1:
                 self.beams = BeamState(rows // sizes.beams, sizes.beams, capacity, shape.device)
             self.ids = zeros(rows, capacity + 1) if self.beams is None else self.beams.ids[0]
             self.prompt_positions = zeros(rows, capacity)
+            self.load_pad = Copied(self.pad)
             self.logits = zeros(rows, vocab, dtype=torch.float32)
             self.scores = zeros(rows, vocab, dtype=torch.float32)
 
@@ -123,7 +133,7 @@ class DecodeState:
             self.cross_cache.zero_()
         self.used = True
 
-    def begin(self, filled: int, keep: Tensor | None, positions: Tensor | None) -> None:
+    def begin(self, filled: int, keep: Tensor | None = None, positions: Tensor | None = None) -> None:
         """Says where the first step stands, after a prefill that filled the first slots of the cache.
 
         Args:
@@ -131,31 +141,39 @@ class DecodeState:
             keep: attention mask [rows, any], nonzero where a slot counts, or None where all do.
             positions: [rows] of the tokens that the first step takes, or None for `filled`.
         """
-        self.slot.fill_(filled)
-        self.keep.fill_(True)
-        if keep is not None:
+        self.counters.fill_(filled)
+        if positions is not None:
+            self.positions.copy_(positions)
+        if keep is not None or not self._keeps_all:
+            self._keeps_all = False
+            self.keep.fill_(True)
+        if keep is None:
+            self._keeps_all = True
+        else:
             # transformers' mask has a column for a next token even where none will follow.
             keep = keep[:, : self.sizes.capacity]
             self.keep[:, : keep.shape[1]] = keep.bool()
-        if positions is None:
-            self.positions.fill_(filled)
-        else:
-            self.positions.copy_(positions)
         if self.beams is not None:
             self.beams.forget_ancestors()
 
-    def load_prompt(self, input_ids: Tensor, keep: Tensor | None, positions: Tensor) -> None:
+    def load_prompt(self, input_ids: Tensor, keep: Tensor | None, positions: Tensor | None) -> None:
         """Says what a prefill finds, and where the first step after it stands.
 
         Args:
             input_ids: [rows, length] int64.
             keep: attention mask [rows, any], nonzero where a token counts, or None where all do.
-            positions: [rows, length] int64, or [1, length] where they are the same in all rows.
+            positions: [rows, length] int64, or [1, length] where they are the same in all rows, or None where they
+                are counted from 0 on.
         """
         length = input_ids.shape[1]
-        self.begin(length, keep, positions[:, -1] + 1)
+        self.begin(length, keep, None if positions is None else positions[:, -1] + 1)
         self.ids[:, :length] = input_ids
-        self.prompt_positions[:, :length] = positions
+        if positions is not None:
+            self._counts_up = False
+            self.prompt_positions[:, :length] = positions
+        elif not self._counts_up:
+            self.prompt_positions.copy_(self.slots)
+            self._counts_up = True
 
     def load_cross(self, length: int, keep: Tensor | None) -> None:
         """Says which of the first `length` slots of the cross-attention cache count.
@@ -163,19 +181,18 @@ class DecodeState:
         Args:
             keep: attention mask [items, any], nonzero where a slot counts, or None where all do.
         """
+        if keep is None and self._cross_length == length:
+            return
+        self._cross_length = None
         self.cross_length.fill_(length)
         self.cross_keep.fill_(False)
         if keep is None:
             self.cross_keep[:, :length] = True
+            self._cross_length = length
         else:
             # As transformers takes a mask of another length: cut, or zeros for what is missing.
             keep = keep[:, :length]
             self.cross_keep[:, : keep.shape[1]] = keep.bool()
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's on a device, without waiting for that, as a copy from memory that is not pinned does."""
-    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def capacity_for(length: int) -> int:
@@ -188,4 +205,6 @@ def capacity_for(length: int) -> int:
 def prompt_length_for(rows: int, length: int) -> int | None:
     """The smallest length class that holds `length` tokens a row, or None where there would be too many tokens."""
     padded = -(-length // _PROMPT_CLASS) * _PROMPT_CLASS if length > _PROMPT_CLASS else 1 << (length - 1).bit_length()
+    if rows * padded > _FEW_PROMPT_TOKENS:
+        padded = -(-length // _SMALL_PROMPT_CLASS) * _SMALL_PROMPT_CLASS
     return padded if padded <= _LONGEST_PROMPT and rows * padded <= _MOST_PROMPT_TOKENS else None

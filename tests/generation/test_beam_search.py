@@ -249,6 +249,15 @@ def test_beams_and_samples_take_turns(model):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("each_device", ["cuda"], indirect=True)
+def test_settings_that_happen_to_be_the_same_number(model):
+    """A captured step has a place for each of them."""
+    fuseopt.initialize(model, GENERATION)
+    inputs = prompt(model, 2, 6, 0)
+    for eos, limit in ((12, 12), (12, 12), (12, 10), (9, 12), (9, 9)):
+        kwargs = {"num_beams": 3, "max_length": limit, "min_length": 8, "eos_token_id": eos, "do_sample": False}
+        assert_same(generate(model, inputs, **kwargs), _stock(model, inputs, **kwargs))
+
+
 def test_a_step_captured_once_serves_other_prompts_and_settings(model):
     fuseopt.initialize(model, GENERATION)
     captures, capture = [], Step.capture

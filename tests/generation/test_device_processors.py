@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process
 
 from fuseopt.generation.device_processors import Edits, chained, device_processor
+from fuseopt.generation.kept_tensors import KeptTensors
 from fuseopt.generation.logits_processors import FusedEncoderNoRepeatNGram, FusedNoRepeatNGram
+from fuseopt.generation.selection import Selection
 from fuseopt.generation.state import CacheShape, DecodeState, Sizes, capacity_for
 
 VOCAB, ROWS = 11, 4
@@ -33,7 +35,8 @@ def encoder_ids():
 
 def on_device(*processors):
     """What a selection is given for these."""
-    return chained((device_processor(processor, ROWS, VOCAB, device()) for processor in processors), VOCAB)
+    kept = KeptTensors()
+    return chained((device_processor(each, ROWS, VOCAB, device(), kept) for each in processors), VOCAB, kept)
 
 
 def device():
@@ -160,7 +163,27 @@ def test_padding_that_is_not_to_be_penalised():
         alone = logits_process.RepetitionPenaltyLogitsProcessor(2.0)
         kept = ids[row : row + 1, ignored[row] :]
         torch.testing.assert_close(got[row : row + 1], alone(kept, scores[row : row + 1]))
-    assert all(tensor.data_ptr() != ignored.data_ptr() for tensor in chain.tensors)
+
+
+def test_what_a_captured_step_writes_over_is_its_own():
+    kept, eos = KeptTensors(), torch.tensor([3, 4])
+    ignoring = logits_process.RepetitionPenaltyLogitsProcessor(2.0)
+    ignoring.prompt_ignore_length = torch.tensor([0, 2, 6, 4])
+    processors = (
+        ignoring,
+        logits_process.MinLengthLogitsProcessor(5, eos),
+        logits_process.TemperatureLogitsWarper(2.0),
+        logits_process.MinLengthLogitsProcessor(5, eos),
+    )
+    edits = (device_processor(each, ROWS, VOCAB, device(), kept) for each in processors)
+    selection = Selection(chained(edits, VOCAB, kept), eos=eos)
+    shared = selection.tensors
+    assert len({tensor.data_ptr() for tensor in shared}) < len(shared)
+    selection.own_tensors()
+    assert not {tensor.data_ptr() for tensor in shared} & {tensor.data_ptr() for tensor in selection.tensors}
+    assert len({tensor.data_ptr() for tensor in selection.tensors}) == len(shared)
+    for own, other in zip(selection.tensors, shared, strict=True):
+        assert torch.equal(own, other)
 
 
 def test_what_the_device_does_not_know():
@@ -175,7 +198,8 @@ def test_what_the_device_does_not_know():
         logits_process.EncoderNoRepeatNGramLogitsProcessor(2, torch.zeros(3, 5, dtype=torch.long)),
         FusedEncoderNoRepeatNGram(2, torch.zeros(3, 5, dtype=torch.long)),
     )
-    assert [device_processor(processor, ROWS, VOCAB, device()) for processor in refused] == [None] * len(refused)
+    known = [device_processor(each, ROWS, VOCAB, device(), KeptTensors()) for each in refused]
+    assert known == [None] * len(refused)
 
 
 @pytest.mark.parametrize(

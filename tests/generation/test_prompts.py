@@ -15,7 +15,7 @@ import fuseopt
 from fuseopt.generation import ahead, attention, layers, prompts, state
 from fuseopt.generation.ahead import HeadStart
 from fuseopt.generation.encoder_t5 import T5Encoder
-from fuseopt.generation.graphs import StepGraphs
+from fuseopt.generation.graphs import Step, StepGraphs
 from fuseopt.generation.state import DecodeState, Sizes, prompt_length_for
 from fuseopt.generation.step_gpt2 import GPT2Step
 from fuseopt.generation.step_t5 import T5Step
@@ -55,8 +55,9 @@ def ran(monkeypatch):
 def test_length_classes():
     lengths = [1, 2, 3, 17, 64, 65, 128, 1000, 1024]
     assert [prompt_length_for(1, length) for length in lengths] == [1, 2, 4, 32, 64, 128, 128, 1024, 1024]
-    assert prompt_length_for(1, 1025) is None and prompt_length_for(64, 65) is None
-    assert prompt_length_for(64, 64) == 64
+    assert prompt_length_for(1, 1025) is None and prompt_length_for(64, 129) is None
+    assert [prompt_length_for(64, length) for length in (20, 64, 65, 100, 128)] == [32, 64, 80, 112, 128]
+    assert [prompt_length_for(8, length) for length in (500, 512, 513, 1000)] == [512, 512, 528, 1008]
 
 
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -161,14 +162,15 @@ def test_what_lies_behind_a_prompt_changes_nothing(each_device):
     torch.testing.assert_close(logits[0], model(ids).logits[:, -1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("mask", ["none", "rows", "all of a row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_encoder(dtype, mask, each_device):
+def test_encoder(dtype, mask, length, each_device):
     """Against the module, and its float64 copy as judge."""
     if mask == "all of a row" and each_device.type == "cuda":
         pytest.skip("PyTorch's kernels make of such a row what each likes")
     model = tiny.t5().to(dtype)
-    inputs = prompt(model, 3, 5, 1, padded=mask == "rows")
+    inputs = prompt(model, 3, length, 1, padded=mask == "rows" and length > 1)
     keep = None if mask == "none" else inputs["attention_mask"]
     if mask == "all of a row":
         keep[1] = 0
@@ -263,6 +265,23 @@ def test_a_length_class_is_captured_the_second_time(model):
     assert captured == [0, each, each]
     generate(model, inputs, max_new_tokens=5)
     assert "captured prompts" in fuseopt.report(model).since[-1]
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3])
+def test_a_step_is_captured_at_the_third_token_or_in_the_second_call(new_tokens, model, monkeypatch):
+    """A call of T5 begins with a step, one of GPT-2 has none for its first token."""
+    inputs = prompt(model, 2, 9, 0)
+    wanted = generate(model, inputs, max_new_tokens=new_tokens)
+    fuseopt.initialize(model, GENERATION)
+    events, run, capture = [], Step.__call__, StepGraphs.capture
+    monkeypatch.setattr(Step, "__call__", lambda step: events.append("step") or run(step))
+    monkeypatch.setattr(StepGraphs, "capture", lambda *pair: events.append("capture") or capture(*pair))
+    steps = ["step"] * (new_tokens if model.config.is_encoder_decoder else new_tokens - 1)
+    at_third = [*steps[:-1], "capture", "step"] if new_tokens == 3 else steps
+    for expected in (at_third, steps and ["capture", *steps], steps and ["capture", *steps]):
+        events.clear()
+        assert_same(generate(model, inputs, max_new_tokens=new_tokens), wanted)
+        assert events == expected
 
 
 @on_a_gpu

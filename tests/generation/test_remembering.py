@@ -104,7 +104,7 @@ def test_a_method_of_the_instance_is_taken(model, name):
     own = mock.Mock(side_effect=getattr(model, name))
     setattr(model, name, own)
     assert_same(generate(model, inputs, max_new_tokens=4), wanted)
-    assert own.called
+    assert own.called or (model.config.is_encoder_decoder and name == "_prepare_position_ids_for_generation")
 
 
 @pytest.mark.parametrize(
@@ -139,6 +139,37 @@ def test_special_tokens(model, ids, caplog):
     torch.testing.assert_close(prepared[1], prepared[0], rtol=0, atol=0)
     # transformers gives some of its warnings once in a process.
     assert messages[1] in (messages[0], [m for m in messages[0] if "attention mask is not set" not in m])
+
+
+@pytest.mark.parametrize("ids", [{"eos_token_id": 7, "pad_token_id": 0}, {"eos_token_id": [7, 9]}], ids=str)
+def test_special_tokens_are_prepared_once(model, ids, monkeypatch):
+    passes, calls, prepare = RememberingModel(model), [], type(model)._prepare_special_tokens
+    monkeypatch.setattr(
+        type(model), "_prepare_special_tokens", lambda *args, **kwargs: calls.append(args) or prepare(*args, **kwargs)
+    )
+
+    def prepared(**others):
+        config = GenerationConfig(**{"decoder_start_token_id": 0, **ids, **others})
+        passes._prepare_special_tokens(config, True, device=model.device, batch_size=2)
+        return {name: value for name, value in vars(config).items() if name.endswith("_tensor")}
+
+    first, second = prepared(), prepared()
+    assert len(calls) == 1 and all(second[name] is value for name, value in first.items())
+    assert prepared(eos_token_id=8)["_eos_token_tensor"].tolist() == [8]
+    assert len(calls) == 2
+    first["_eos_token_tensor"][0] = 5
+    assert prepared()["_eos_token_tensor"][0] == 7
+    assert len(calls) == 3
+
+
+def test_a_warning_that_comes_with_every_call_does(model, caplog):
+    passes = RememberingModel(model)
+    caplog.set_level("WARNING")
+    for owner in (model, passes, passes, passes):
+        caplog.clear()
+        config = GenerationConfig(decoder_start_token_id=0, eos_token_id=7)
+        owner._prepare_special_tokens(config, False, device=model.device, batch_size=2)
+        assert any("attention mask and the pad token id were not set" in text for text in caplog.messages)
 
 
 def test_what_passes_for_the_model_shows_its_forward(model):
