@@ -100,10 +100,7 @@ class Edits:
 
 
 def _table(rules: list[Rule], vocab: int, kept: KeptTensors) -> dict[str, Any]:
-    tables = [kept.members(rule.tokens, vocab) for rule in rules]
-    table = tables[0]
-    for i, others in enumerate(tables[1:], start=1):
-        table = table + (others << i)
+    table = kept.members([rule.tokens for rule in rules], vocab)
     bounds = torch.tensor([[rule.first, rule.end] for rule in rules], device="cpu")
     return {
         "token_rules": table,

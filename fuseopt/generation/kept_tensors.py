@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,25 @@ class KeptTensors:
         key = (place_of(device), values.dtype, values.shape, *values.flatten().tolist())
         return self._of_host.get(key, (), lambda: to_device(values, device))
 
-    def members(self, tokens: Tensor, vocab: int) -> Tensor:
-        """[vocab] uint8: 1 for those of `tokens` [any] int64, 0 for others."""
+    def members(self, sets: Sequence[Tensor], vocab: int) -> Tensor:
+        """Which tokens are in which of up to eight sets.
+
+        Args:
+            sets: int64 tensors of any number of tokens.
+
+        Returns:
+            [vocab] uint8, whose bit i says whether the token is in `sets[i]`.
+        """
 
         def look() -> Tensor:
-            return torch.isin(torch.arange(vocab, device=tokens.device), tokens).to(torch.uint8)
+            vocabulary = torch.arange(vocab, device=sets[0].device)
+            table = torch.zeros(vocab, dtype=torch.uint8, device=sets[0].device)
+            for i, tokens in enumerate(sets):
+                table += torch.isin(vocabulary, tokens).to(torch.uint8) << i
+            return table
 
-        return self._tables.get((place_of(tokens.device), id(tokens), vocab), (tokens,), look)
+        key = (place_of(sets[0].device), vocab, *map(id, sets))
+        return self._tables.get(key, tuple(sets), look)
 
 
 class _Kept:

@@ -46,18 +46,23 @@ def test_what_has_been_written_to_is_made_anew(inference, copies):
 
 
 def test_members():
-    kept, tokens = KeptTensors(), torch.tensor([4, 0, 4])
-    table = kept.members(tokens, 6)
+    kept, tokens, others = KeptTensors(), torch.tensor([4, 0, 4]), torch.tensor([5, 0])
+    table = kept.members([tokens], 6)
     assert table.dtype is torch.uint8 and table.tolist() == [1, 0, 0, 0, 1, 0]
-    assert kept.members(tokens, 6) is table
-    assert kept.members(tokens, 7).tolist() == [1, 0, 0, 0, 1, 0, 0]
+    assert kept.members([tokens], 6) is table
+    assert kept.members([tokens], 7).tolist() == [1, 0, 0, 0, 1, 0, 0]
+    both = kept.members([tokens, others], 6)
+    assert both.tolist() == [3, 0, 0, 0, 1, 2] and kept.members([tokens, others], 6) is both
+    assert kept.members([others, tokens], 6).tolist() == [3, 0, 0, 0, 2, 1]
+    assert kept.members([tokens] * 8, 6).tolist() == [255, 0, 0, 0, 255, 0]
     tokens[0] = 2
-    assert kept.members(tokens, 6).tolist() == [1, 0, 1, 0, 1, 0]
+    assert kept.members([tokens], 6).tolist() == [1, 0, 1, 0, 1, 0]
+    assert kept.members([others, tokens], 6).tolist() == [3, 0, 2, 0, 2, 1]
     with torch.inference_mode():
         of_inference = torch.tensor([3])
-        assert kept.members(of_inference, 4).tolist() == [0, 0, 0, 1]
+        assert kept.members([of_inference], 4).tolist() == [0, 0, 0, 1]
         of_inference.fill_(1)
-        assert kept.members(of_inference, 4).tolist() == [0, 1, 0, 0]
+        assert kept.members([of_inference], 4).tolist() == [0, 1, 0, 0]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
