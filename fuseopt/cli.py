@@ -99,6 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_bench_generate)
     train = benchmarks.add_parser("train", help="training steps: transformers, torch.compile and fuseopt")
     forward = benchmarks.add_parser("forward", help="forwards: transformers, torch.compile and fuseopt")
+    scaling = benchmarks.add_parser("scaling", help="a training step in one process, and in several by DDP")
+    scaling.add_argument("--model", default="gpt2", metavar="MODEL", help="as above; default: gpt2")
+    scaling.add_argument("--config", default="training", metavar="FILE_OR_PRESET", help="default: training")
+    scaling.add_argument("--processes", type=_positive, default=2, metavar="N", help="a GPU each; default: 2")
+    scaling.set_defaults(run=_bench_scaling)
     for benchmark in (train, forward):
         benchmark.add_argument(
             "--model",
@@ -108,15 +113,20 @@ def _parser() -> argparse.ArgumentParser:
             help="a folder with a config.json, a model id, or a name; again for more; default: a table",
         )
         benchmark.add_argument("--batch", nargs="+", type=_positive, default=[8], metavar="ROWS", help="default: 8")
-        benchmark.add_argument("--length", type=_positive, default=1024, metavar="TOKENS", help="default: 1024")
         benchmark.add_argument(
             "--compile",
             action=argparse.BooleanOptionalAction,
             help="time torch.compile too; default: on a GPU, as on a CPU it takes minutes",
         )
-    train.add_argument("--dropout", type=float, metavar="RATE", help="default: the model's own")
-    train.add_argument("--precision", choices=("autocast", "bfloat16", "float32"), default="autocast")
-    train.add_argument("--padded", action="store_true", help="rows of different lengths, under an attention mask")
+    scaling.add_argument("--batch", type=_positive, default=8, metavar="ROWS", help="in each process; default: 8")
+    for benchmark in (train, forward, scaling):
+        benchmark.add_argument("--length", type=_positive, default=1024, metavar="TOKENS", help="default: 1024")
+    for benchmark in (train, scaling):
+        benchmark.add_argument("--dropout", type=float, metavar="RATE", help="default: the model's own")
+        benchmark.add_argument("--precision", choices=("autocast", "bfloat16", "float32"), default="autocast")
+        benchmark.add_argument(
+            "--padded", action="store_true", help="rows of different lengths, under an attention mask"
+        )
     train.add_argument("--budget", nargs="+", type=float, default=[], help="of memory_efficient_fusion, 0 to 1")
     for configured in (generate, train):
         configured.add_argument(
@@ -125,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_bench_train)
     forward.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
     forward.set_defaults(run=_bench_forward)
-    for benchmark in (ops, tutorial, generate, train, forward):
+    for benchmark in (ops, tutorial, generate, train, forward, scaling):
         benchmark.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
         benchmark.add_argument("--out", type=_new_file, metavar="FILE", help="write the results as JSON")
         benchmark.add_argument(
@@ -242,6 +252,22 @@ def _bench_forward(arguments: argparse.Namespace) -> int:
         forward.Row(model, batch, arguments.length, dtype) for model in arguments.model for batch in arguments.batch
     ]
     return _bench(arguments, functools.partial(forward.run, rows=rows, compile=arguments.compile))
+
+
+def _bench_scaling(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench import scaling, train
+
+    row = train.Row(
+        arguments.model,
+        arguments.batch,
+        arguments.length,
+        arguments.dropout,
+        arguments.precision,
+        arguments.padded,
+    )
+    ((name, config),) = _configs([arguments.config]).items()
+    options = {"row": row, "processes": arguments.processes, "name": name, "config": config}
+    return _bench(arguments, functools.partial(scaling.run, **options))
 
 
 def _configs(sources: Sequence[str]) -> dict[str, dict[str, Any]]:

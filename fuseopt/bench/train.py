@@ -51,13 +51,17 @@ class Row:
         return torch.float32 if self.precision == "float32" else torch.bfloat16
 
     @property
+    def autocast(self) -> bool:
+        return self.precision == "autocast"
+
+    @property
     def name(self) -> str:
         length = f"({self.length} + {self.length})" if load_config(self.model).is_encoder_decoder else self.length
         parts = [
             f"{self.model} training step, {self.batch} x {length}",
             *(["padded"] if self.padded else []),
             *([] if self.dropout is None else [f"dropout {self.dropout:g}"]),
-            "bfloat16 autocast" if self.precision == "autocast" else self.precision,
+            "bfloat16 autocast" if self.autocast else self.precision,
         ]
         return ", ".join(parts)
 
@@ -180,7 +184,7 @@ def _records(
     config = load_config(row.model)
     tokens = row.batch * row.length * (2 if config.is_encoder_decoder else 1)
     floor = 3 * forward_flops(row.model, row.batch, row.length) / teraflops / 1e12
-    batch = _batch(row, config.vocab_size, device)
+    batch = make_batch(row, config.vocab_size, device)
     trials = dict(_trial(row, name, fusion, batch, device) for name, fusion in systems.items())
     stock = trials[STOCK]
     if isinstance(stock, str):
@@ -216,7 +220,8 @@ def _records(
     return records
 
 
-def _batch(row: Row, vocab: int, device: torch.device) -> dict[str, Tensor]:
+def make_batch(row: Row, vocab: int, device: torch.device) -> dict[str, Tensor]:
+    """Random tokens, which are their own labels."""
     ids = random_tokens(device, vocab, row.batch, row.length)
     if not row.padded:
         return {"input_ids": ids, "labels": ids}
@@ -243,7 +248,7 @@ def _trial(
     if name == COMPILE:
         model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    step = Loop(model, optimizer, batch, row.precision == "autocast")
+    step = Loop(model, optimizer, batch, row.autocast)
     torch.manual_seed(0)
     start = time.perf_counter()
     try:

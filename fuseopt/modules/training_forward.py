@@ -19,8 +19,9 @@ from fuseopt.errors import CompileError
 from fuseopt.modules import whole_rows
 
 # Dynamo by default does not notice a hook registered after compilation, and gives up at the 9th variant of a call,
-# which unfreezing a model layer by layer reaches.
-_DYNAMO_OPTIONS = {"skip_nnmodule_hook_guards": False, "recompile_limit": 64}
+# which unfreezing a model layer by layer reaches. Under DistributedDataParallel it cuts the graph into one for each
+# bucket of gradients; what a cut crosses has to be kept, and a mask that crosses one is no longer known to be causal.
+_DYNAMO_OPTIONS = {"skip_nnmodule_hook_guards": False, "recompile_limit": 64, "optimize_ddp": False}
 
 # What a caller, or for the latter two the model's config, asks transformers to return beside loss and logits.
 _CACHES = ("use_cache", "past_key_values")
@@ -93,7 +94,17 @@ def not_supported_reasons(model: nn.Module) -> list[str]:
         reasons.append("it is compiled already, by model.compile()")
     if type(model).forward is nn.Module.forward:
         reasons.append("its class has no forward")
+    if _has_sharded_parts(model):
+        reasons.append("fully_shard gathers its parts one by one, which no graph holds; shard it as a whole")
     return reasons
+
+
+def _has_sharded_parts(model: nn.Module) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules() if module is not model)
 
 
 def _unbound(forward: Callable[..., Any], backend: str, budget: float) -> Callable[..., Any]:

@@ -60,7 +60,7 @@ def test_a_step_that_does_not_compile_says_why(monkeypatch):
 
 
 def test_padding_is_masked_and_not_learnt():
-    batch = train._batch(Row("t5-tiny", 4, 10, padded=True), 512, CPU)
+    batch = train.make_batch(Row("t5-tiny", 4, 10, padded=True), 512, CPU)
     mask = batch["attention_mask"].bool()
     lengths = mask.sum(1)
     assert lengths.min() >= 5 and lengths.max() <= 10 and len(set(lengths.tolist())) > 1

@@ -1,0 +1,113 @@
+"""DDP and FSDP2 over two processes take the steps that one process takes over both halves of the batch."""
+
+import gc
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fuseopt
+from fuseopt.modules import partitioner
+from fuseopt.modules.training_forward import not_supported_reasons
+from tests import tiny
+
+KERNELS = {
+    "custom_cuda_kernels": ["FusedLayerNorm", "FusedGELU"],
+    "triton_kernels": ["FusedLinearCrossEntropy"],
+    "jit": False,
+}
+WITHOUT_DROPOUT = {"n_layer": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+STEPS = 3
+
+
+def memory(device: str) -> dict[str, object]:
+    return {"memory_efficient_fusion": {"backend": "inductor" if device == "cuda" else "aot_eager"}}
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    # Buckets of a few parameters each, by which torch.compile would cut the graph.
+    return DistributedDataParallel(model, bucket_cap_mb=0.01)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    return fully_shard(model)
+
+
+def sharded_by_block(model: nn.Module) -> nn.Module:
+    for block in model.transformer.h:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+# How the model is spread, what is fused, and how many graphs a process compiles.
+CASES = {
+    "ddp": (replicated, memory, 1),
+    "fsdp": (sharded, memory, 1),
+    "fsdp, kernels": (sharded_by_block, lambda device: KERNELS, 0),
+}
+
+
+def stock_model(device: str) -> nn.Module:
+    return tiny.gpt2(**WITHOUT_DROPOUT).to(device).train()
+
+
+def train(model: nn.Module, ids: torch.Tensor) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(STEPS):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _train_in_process(rank: int, folder: str, device: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device]
+    dist.init_process_group(backend, f"file://{folder}/rendezvous", timedelta(minutes=3), rank=rank, world_size=2)
+    compile_graph, compiled = partitioner.compile_graph, []
+
+    def counted(*arguments: object, **options: object) -> object:
+        compiled.append(arguments)
+        return compile_graph(*arguments, **options)
+
+    partitioner.compile_graph = counted
+    found = {}
+    for name, (spread, fusion, _) in CASES.items():
+        torch._dynamo.reset()
+        compiled.clear()
+        model = fuseopt.initialize(stock_model(device), {"kernel_fusion": fusion(device)})
+        ids = tiny.inputs(model, batch=4)["input_ids"][2 * rank : 2 * rank + 2]
+        losses = train(spread(model), ids)
+        found[name] = losses, len(compiled), not_supported_reasons(model)
+        # Whatever holds on to the group has to be gone by now: freed later it may wait for the other process forever.
+        del model
+        gc.collect()
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
+def test_two_processes_have_the_losses_of_one(device, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.multiprocessing.spawn(_train_in_process, (str(tmp_path), device), nprocs=2)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    stock = stock_model(device)
+    expected = train(stock, tiny.inputs(stock, batch=4)["input_ids"])
+    assert expected[-1] < 0.99 * expected[0]
+    for name, (spread, _, graphs) in CASES.items():
+        (first, compiled, reasons), (second, _, _) = (of_rank[name] for of_rank in found)
+        assert first != second and compiled == graphs, name
+        assert any("fully_shard gathers its parts one by one" in reason for reason in reasons) == (
+            spread is sharded_by_block
+        )
+        averages = [sum(losses) / 2 for losses in zip(first, second, strict=True)]
+        assert averages == pytest.approx(expected, rel=1e-5 if device == "cpu" else 1e-4), name
