@@ -104,7 +104,14 @@ def _parser() -> argparse.ArgumentParser:
     scaling.add_argument("--config", default="training", metavar="FILE_OR_PRESET", help="default: training")
     scaling.add_argument("--processes", type=_positive, default=2, metavar="N", help="a GPU each; default: 2")
     scaling.set_defaults(run=_bench_scaling)
-    for benchmark in (train, forward):
+    curves = benchmarks.add_parser("curves", help="losses and gradients of training, fused beside stock, by seeds")
+    curves.add_argument("--batch", type=_positive, default=16, metavar="ROWS", help="default: 16")
+    curves.add_argument("--length", type=_positive, default=128, metavar="TOKENS", help="default: 128")
+    curves.add_argument("--steps", type=_positive, default=500, metavar="N", help="default: 500")
+    curves.add_argument("--seeds", type=_positive, default=3, metavar="N", help="default: 3")
+    curves.add_argument("--dropout", type=float, default=0.1, metavar="RATE", help="default: 0.1")
+    curves.set_defaults(run=_bench_curves)
+    for benchmark in (train, forward, curves):
         benchmark.add_argument(
             "--model",
             action="append",
@@ -112,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="MODEL",
             help="a folder with a config.json, a model id, or a name; again for more; default: a table",
         )
+    for benchmark in (train, forward):
         benchmark.add_argument("--batch", nargs="+", type=_positive, default=[8], metavar="ROWS", help="default: 8")
         benchmark.add_argument(
             "--compile",
@@ -128,14 +136,14 @@ def _parser() -> argparse.ArgumentParser:
             "--padded", action="store_true", help="rows of different lengths, under an attention mask"
         )
     train.add_argument("--budget", nargs="+", type=float, default=[], help="of memory_efficient_fusion, 0 to 1")
-    for configured in (generate, train):
+    for configured in (generate, train, curves):
         configured.add_argument(
             "--config", action="append", default=[], metavar="FILE_OR_PRESET", help="again for more; default: a few"
         )
     train.set_defaults(run=_bench_train)
     forward.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
     forward.set_defaults(run=_bench_forward)
-    for benchmark in (ops, tutorial, generate, train, forward, scaling):
+    for benchmark in (ops, tutorial, generate, train, forward, scaling, curves):
         benchmark.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
         benchmark.add_argument("--out", type=_new_file, metavar="FILE", help="write the results as JSON")
         benchmark.add_argument(
@@ -268,6 +276,18 @@ def _bench_scaling(arguments: argparse.Namespace) -> int:
     ((name, config),) = _configs([arguments.config]).items()
     options = {"row": row, "processes": arguments.processes, "name": name, "config": config}
     return _bench(arguments, functools.partial(scaling.run, **options))
+
+
+def _bench_curves(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench import curves
+
+    rows = [
+        curves.Row(model, arguments.batch, arguments.length, arguments.dropout)
+        for model in arguments.model or ("gpt2-kjv", "t5-kjv")
+    ]
+    options = {"rows": rows, "steps": arguments.steps, "seeds": arguments.seeds}
+    configs = _configs(arguments.config or ["training"])
+    return _bench(arguments, functools.partial(curves.run, configs=configs, **options))
 
 
 def _configs(sources: Sequence[str]) -> dict[str, dict[str, Any]]:

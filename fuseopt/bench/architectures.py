@@ -23,6 +23,12 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt2-large": ("gpt2", {"n_layer": 36, "n_embd": 1280, "n_head": 20}),
     "gpt2-xl": ("gpt2", {"n_layer": 48, "n_embd": 1600, "n_head": 25}),
     "gpt2-tiny": ("gpt2", {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512, **_NO_ENDS}),
+    # As in examples/checkpoints.
+    "gpt2-kjv": (
+        "gpt2",
+        {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 256, "vocab_size": 4096, **_NO_ENDS},
+    ),
+    "t5-kjv": ("t5", {"d_model": 256, "d_ff": 768, "num_layers": 3, "num_heads": 4, "vocab_size": 4096}),
     "t5-small": ("t5", {"d_model": 512, "d_ff": 2048, "num_layers": 6, "num_heads": 8}),
     "t5-base": ("t5", {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}),
     "t5-large": ("t5", {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16}),
