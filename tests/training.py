@@ -60,16 +60,23 @@ def assert_slope(model: nn.Module, loss: Callable[[], Tensor], *, rtol: float = 
     assert slope == pytest.approx((forwards - backwards) / (2 * step), rel=rtol)
 
 
-def saved_bytes(model: nn.Module, *args: object, **kwargs: object) -> int:
-    """What a forward keeps for its backward, parameters apart."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    storages = {}
+def saved_tensors(model: nn.Module, *args: object, **kwargs: object) -> list[Tensor]:
+    """What a forward keeps for its backward."""
+    kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        kept.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = model(*args, **kwargs)
     assert outputs is not None
-    return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in parameters)
+    return kept
+
+
+def saved_bytes(model: nn.Module, *args: object, **kwargs: object) -> int:
+    """What a forward keeps for its backward, parameters apart."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages = (tensor.untyped_storage() for tensor in saved_tensors(model, *args, **kwargs))
+    by_pointer = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(size for pointer, size in by_pointer.items() if pointer not in parameters)

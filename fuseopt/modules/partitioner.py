@@ -4,7 +4,8 @@ AOT Autograd's min-cut partitioner decides, under an activation budget:
 https://dev-discuss.pytorch.org/t/min-cut-optimal-recomputation-i-e-activation-checkpointing-with-aotautograd/467
 Below a budget of 1 torch lets it recompute random ops too, which then draw other numbers (seen on 2.13: the gradients
 are wrong wherever there is dropout). Here what is drawn is kept. With Inductor that is a seed of 8 bytes a dropout,
-from which the backward pass makes the mask again; only attention that draws its mask itself has to keep its output.
+from which the backward pass makes the mask again: on a GPU always, by `dropout_masks`, elsewhere below a budget of 1.
+Only attention that draws its mask itself has to keep its output.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fuseopt.modules import causal_masks
+from fuseopt.modules import causal_masks, dropout_masks, tanh_gelu
 
 # The plain min-cut also keeps pointwise results that are used far apart; without these bans it recomputes them. The ban
 # on long chains stays: a transformer's residual stream is one, and recomputed from its start it is there of all layers
@@ -65,15 +66,21 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        dropout_masks.shorten(gm.graph)
+        tanh_gelu.shorten(gm.graph)
         for node in gm.graph.nodes:
             # Nodes of gradient checkpointing are marked already, and recomputed from the generator's state.
-            if _draws(node) and node.meta.get("recompute") is None:
+            if node.meta.get("recompute") is not None:
+                continue
+            if _draws(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            elif _looks_up(node):
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> bytes:
         """Part of the key under which Inductor caches on disk what it compiles."""
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__, dropout_masks.__file__, tanh_gelu.__file__))
 
 
 def _draws(node: fx.Node) -> bool:
@@ -84,6 +91,11 @@ def _draws(node: fx.Node) -> bool:
     given = {argument.name: argument.default_value for argument in op._schema.arguments}
     given |= dict(zip(given, node.args, strict=False)) | node.kwargs
     return given.get("dropout_p", 1) != 0
+
+
+def _looks_up(node: fx.Node) -> bool:
+    """Whether the node reads rows of a parameter, which takes no longer than to read what it returned."""
+    return node.target is torch.ops.aten.embedding.default and node.args[0].op == "placeholder"
 
 
 def _run_as_it_is(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:

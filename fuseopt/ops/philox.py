@@ -1,6 +1,8 @@
-"""Which elements dropout keeps, as a function of a seed: Philox4x32-10 (Salmon et al. 2011) in plain PyTorch.
+"""Which elements dropout keeps, as a function of a seed: Philox (Salmon et al. 2011) in plain PyTorch.
 
 A kernel computes the same numbers where it needs them, forward and backward, so that no mask is kept in memory.
+`dropout_add_layer_norm` uses all numbers of Philox4x32-10; the masks of a compiled step use one of Philox2x32-7, with
+the fewest rounds that pass BigCrush.
 """
 
 import torch
@@ -10,6 +12,8 @@ _MASK = 0xFFFFFFFF
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
+
+PAIR_ROUNDS, PAIR_FACTOR, PAIR_KEY = 7, 0xD256D193, 0x9E3779B9
 
 # Numbers of 16 bits in one draw, for so many neighbouring columns.
 COLUMNS = 8
@@ -35,6 +39,22 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor
         c0, c1, c2, c3 = b_high ^ c1 ^ k0, b_low, a_high ^ c3 ^ k1, a_low
         k0, k1 = (k0 + _KEY_A) & _MASK, (k1 + _KEY_B) & _MASK
     return c0, c1, c2, c3
+
+
+def philox_pair(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Two numbers of 32 bits, as int64, for each counter (position, upper half of the seed), keyed by its lower half.
+
+    Args:
+        seed: [], int64.
+        position: int64, less than 2**32.
+    """
+    key, second = seed & _MASK, ((seed >> 32) & _MASK).expand_as(position)
+    first = position
+    for _ in range(PAIR_ROUNDS):
+        high, low = _product(first, PAIR_FACTOR)
+        first, second = high ^ key ^ second, low
+        key = (key + PAIR_KEY) & _MASK
+    return first, second
 
 
 def _product(number: Tensor, factor: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import fuseopt
 from fuseopt.modules import partitioner
 from tests import tiny
-from tests.training import assert_slope, saved_bytes
+from tests.training import assert_slope, saved_bytes, saved_tensors
 
 aten = torch.ops.aten
 each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -99,6 +99,13 @@ def test_the_lower_the_budget_the_less_is_kept():
     batch = tiny.inputs(model)
     kept = [saved_bytes(fused(fuseopt.restore(model), budget), **batch) for budget in (1, 0.6, 0.2, 0)]
     assert kept == sorted(set(kept), reverse=True)
+
+
+def test_rows_of_a_parameter_are_looked_up_again():
+    model = nn.Sequential(nn.Embedding(50, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU())
+    kept = saved_tensors(fused(model, 1.0), torch.arange(30).view(5, 6))
+    assert [tuple(tensor.shape) for tensor in kept if tensor.numel() == 5 * 6 * 16] == [(30, 16)]
+    assert any(tensor.dtype == torch.int64 for tensor in kept)
 
 
 @pytest.mark.parametrize(

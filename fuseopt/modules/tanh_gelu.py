@@ -1,0 +1,42 @@
+"""The tanh in a traced GELU of float32 on a GPU, said as a sigmoid, which takes half the instructions.
+
+2 * sigmoid(2 * x) - 1 is tanh(x) up to the rounding of numbers near 1. That is nothing beside the 1 to which GELU adds
+it, or from which its gradient takes its square, but would be much beside the tanh of a small number alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+def shorten(graph: fx.Graph) -> None:
+    """Exchanges, in a joint graph, every tanh of which nothing but a GELU and its gradient are made."""
+    for node in graph.find_nodes(op="call_function", target=aten.tanh.default):
+        value = node.meta["val"]
+        if (
+            value.dtype != torch.float32
+            or value.device.type != "cuda"
+            or not all(_is_of_gelu(u, node) for u in node.users)
+        ):
+            continue
+        (last,) = node.args
+        with graph.inserting_before(node):
+            for op, *operands in ((aten.mul.Tensor, 2.0), (aten.sigmoid.default,), (aten.mul.Tensor, 2.0)):
+                last = _like(node, graph.call_function(op, (last, *operands)))
+            last = _like(node, graph.call_function(aten.sub.Tensor, (last, 1.0)))
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)
+
+
+def _is_of_gelu(user: fx.Node, tanh: fx.Node) -> bool:
+    added = user.target is aten.add.Tensor and 1.0 in user.args
+    squared = user.target is aten.mul.Tensor and user.args == (tanh, tanh)
+    return added or squared
+
+
+def _like(node: fx.Node, new: fx.Node) -> fx.Node:
+    new.meta = dict(node.meta)
+    return new
