@@ -102,6 +102,7 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
     yield registry.SampleInput((tokens, make(7, 24)))
     yield registry.SampleInput((tokens.view(2, 2).int(), make(7, 24), tokens.view(2, 2).int() // 2, make(4, 24)))
     yield registry.SampleInput((tokens, make(7, 5), tokens, make(7, 5)))
+    yield registry.SampleInput((tokens, make(7, 2056), tokens, make(7, 2056)))
     yield registry.SampleInput((tokens[:0], make(7, 8)))
 
 

@@ -1,6 +1,7 @@
-// The sum of a token's and a position's embedding: a block a token, an element a thread at a time.
+// The sum of a token's and a position's embedding: a block a token, an access a thread, since one that follows another
+// would wait for memory again.
 #include "dependent_launch.cuh"
-#include "dtype.cuh"
+#include "vector.cuh"
 
 namespace fuseopt {
 namespace {
@@ -15,7 +16,7 @@ __device__ const T* row_of(const EmbeddingTable& table, unsigned i, int64_t colu
   return index >= 0 && index < table.rows ? static_cast<const T*>(table.weight) + index * columns : nullptr;
 }
 
-template <typename T>
+template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads) decode_embedding_kernel(const __grid_constant__ DecodeEmbedding embedding) {
   using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
   let_successor_start();
@@ -25,26 +26,39 @@ __global__ void __launch_bounds__(kThreads) decode_embedding_kernel(const __grid
   const T* const position =
       embedding.positions.weight != nullptr ? row_of<T>(embedding.positions, blockIdx.x, columns) : nullptr;
   T* const output = static_cast<T*>(embedding.output) + blockIdx.x * columns;
-  for (int64_t c = threadIdx.x; c < columns; c += kThreads) {
-    Acc sum = token != nullptr ? static_cast<Acc>(token[c]) : Acc(0);
-    if (position != nullptr) sum += static_cast<Acc>(position[c]);
-    output[c] = from_acc<T>(sum);
+  for (int64_t i = threadIdx.x; i < columns / kWidth; i += kThreads) {
+    Vector<T, kWidth> of_token = {}, of_position = {};
+    if (token != nullptr) of_token = load_vector<T, kWidth>(token, i);
+    if (position != nullptr) of_position = load_vector<T, kWidth>(position, i);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      const Acc sum = static_cast<Acc>(of_token.values[j]) + static_cast<Acc>(of_position.values[j]);
+      // Without a position even a negative zero is left as it is.
+      if (position != nullptr) of_token.values[j] = from_acc<T>(sum);
+    }
+    reinterpret_cast<Vector<T, kWidth>*>(output)[i] = of_token;
   }
+}
+
+template <typename T>
+cudaError_t launch_as(const DecodeEmbedding& embedding, cudaStream_t stream) {
+  constexpr int kWidth = kVectorWidth<T>;
+  const bool in_vectors = embedding.columns % kWidth == 0 && is_aligned(embedding.tokens.weight) &&
+                          is_aligned(embedding.positions.weight) && is_aligned(embedding.output);
+  const LaunchShape shape{static_cast<unsigned>(embedding.rows), kThreads, 0, 1};
+  return launch_dependent(in_vectors ? decode_embedding_kernel<T, kWidth> : decode_embedding_kernel<T, 1>, embedding,
+                          shape, embedding.overlap, stream);
 }
 
 }  // namespace
 
 extern "C" cudaError_t fuseopt_decode_embedding(DecodeEmbedding embedding, cudaStream_t stream) {
   if (embedding.rows == 0 || embedding.columns == 0) return cudaSuccess;
-  const LaunchShape shape{static_cast<unsigned>(embedding.rows), kThreads, 0, 1};
-  const auto launch = [&](auto kernel) {
-    return launch_dependent(kernel, embedding, shape, embedding.overlap, stream);
-  };
   switch (embedding.dtype) {
-    case kFloat16: return launch(decode_embedding_kernel<__half>);
-    case kBFloat16: return launch(decode_embedding_kernel<__nv_bfloat16>);
-    case kFloat64: return launch(decode_embedding_kernel<double>);
-    default: return launch(decode_embedding_kernel<float>);
+    case kFloat16: return launch_as<__half>(embedding, stream);
+    case kBFloat16: return launch_as<__nv_bfloat16>(embedding, stream);
+    case kFloat64: return launch_as<double>(embedding, stream);
+    default: return launch_as<float>(embedding, stream);
   }
 }
 
