@@ -48,11 +48,12 @@ def prefill(
     """Fills `state` by the decode step's own means where the call is plain, else by the model's own forward.
 
     Args:
-        step: a decode step built on `model`.
+        step: a decode step built on `model`, which then can begin.
         graphs: where captured prompts are kept.
         config, model_kwargs: as transformers prepared them; `model_kwargs` is brought up to date.
         ahead: the caller's prompt, if it has run already.
     """
+    step.begin()
     length = input_ids.shape[1]
     encodes = model.config.is_encoder_decoder
     keep = model_kwargs.get("decoder_attention_mask" if encodes else "attention_mask")

@@ -101,6 +101,9 @@ class GPT2Step:
         """The longest sequence, as far as position embeddings go."""
         return model.transformer.wpe.num_embeddings
 
+    def begin(self) -> None:
+        """Works out, before the first step of a call, what is the same for all of them: nothing."""
+
     def __call__(self, state: DecodeState) -> Tensor:
         attention = StepAttention(state)
         hidden = self._hidden(state.tokens, state.positions, state, attention.to_slots)

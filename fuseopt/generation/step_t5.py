@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.models.t5 import modeling_t5
 
 from fuseopt.generation.attention import StepAttention
 from fuseopt.generation.encoder_t5 import T5Encoder
-from fuseopt.generation.layers import Linear, Norm, embedded, linear, linear_of, look_ahead, normalised
+from fuseopt.generation.layers import Linear, Norm, embedded, linear, linear_of, look_ahead
 from fuseopt.generation.layers_t5 import (
     FeedForward,
     SelfAttention,
@@ -63,7 +64,7 @@ class T5Step:
         decoder = model.decoder
         self.token_embedding = decoder.embed_tokens.weight
         self.layers = [_layer(block) for block in decoder.block]
-        self.final_norm = norm_of(decoder.final_layer_norm)
+        self.decoder_norm = norm_of(decoder.final_layer_norm)
         self.head = linear_of(model.lm_head)
         look_ahead([part for layer in self.layers for part in layer.linears()], self.head)
         *self.buckets, width = self.constants(model)
@@ -82,6 +83,14 @@ class T5Step:
             self.token_embedding.device,
             encoder_width=model.model_dim,
         )
+        # What `begin` fills: the relative bias by distance, and the last norm with what is multiplied behind it.
+        # A tensor made in inference mode could not be written to outside it later.
+        with torch.inference_mode(False):
+            size = len(self._buckets_by_distance), self.relative_bias.shape[1]
+            self.bias = self.relative_bias.new_zeros(size).T.contiguous()
+            self.final_norm = self.decoder_norm
+            if self.head_scale is not None:
+                self.final_norm = self.decoder_norm._replace(weight=torch.zeros_like(self.decoder_norm.weight))
 
     @staticmethod
     def roots(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -105,9 +114,15 @@ class T5Step:
         """None: relative positions go on for ever."""
         return None
 
+    def begin(self) -> None:
+        """Works out, before the first step of a call, what is the same for all of them."""
+        self.bias.copy_(F.embedding(self._buckets_by_distance, self.relative_bias).T)
+        if self.head_scale is not None:
+            self.final_norm.weight.copy_(self.decoder_norm.weight * self.head_scale)
+
     def __call__(self, state: DecodeState) -> Tensor:
         hidden = embedded(state.tokens, self.token_embedding)
-        attention = StepAttention(state, embedded(self._buckets_by_distance, self.relative_bias).T.contiguous())
+        attention = StepAttention(state, self.bias)
         for layer, cache, cross_cache in zip(self.layers, state.cache, state.cross_cache, strict=True):
             own, cross, feed_forward = layer
             qkv = self._heads(linear(hidden, own.qkv, norm=own.norm), 3)
@@ -117,9 +132,7 @@ class T5Step:
             attended = attention.to_encoder(query, cross_cache, cross.scale)
             hidden = clamped(linear(attended, cross.out, residual=hidden))
             hidden = fed_forward(hidden, feed_forward)
-        if self.head_scale is None:
-            return linear(hidden, self.head, norm=self.final_norm)
-        return linear(normalised(hidden, self.final_norm) * self.head_scale, self.head)
+        return linear(hidden, self.head, norm=self.final_norm)
 
     def encode(self, state: DecodeState, length: int, masked: bool) -> None:
         """Fills the first slots of the cross-attention cache from as many of `encoded`; masks are for who reads it."""
