@@ -393,6 +393,9 @@ def test_a_norm_of_rows_that_start_with_an_outlier(rows: int, norm: str) -> None
         (768, 768, 1, {"residual": True}),
         (768, 3072, 1, {"norm": "layer_norm", "activation": "gelu_tanh"}),
         (3072, 768, 1, {"residual": True}),
+        (2184, 96, 1, {"residual": True}),
+        (8192, 64, 2, {"activation": "relu"}),
+        (8200, 64, 1, {"residual": True}),
         (768, 768, 3, {"norm": "t5_rms_norm"}),
         (768, 768, 1, {"norm": "t5_rms_norm"}),
         (1024, 1288, 1, {"norm": "layer_norm"}),
@@ -404,7 +407,7 @@ def test_a_norm_of_rows_that_start_with_an_outlier(rows: int, norm: str) -> None
 def test_layers_of_models(
     columns: int, outputs: int, weights: int, options: dict, transposed: bool, rows: int, dtype: torch.dtype
 ) -> None:
-    """GPT-2's and T5's, whose strips, passes and rows take each of the kernels for halves."""
+    """GPT-2's, T5's and long ones, whose strips, passes, clusters and rows take each of the kernels for halves."""
     torch.manual_seed(0)
 
     def make(*shape: int) -> Tensor:

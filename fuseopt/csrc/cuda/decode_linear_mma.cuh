@@ -6,32 +6,42 @@
 
 namespace fuseopt {
 
+constexpr int kMostTogether = 4;  // blocks of a cluster
+
+// What a block of these warps has of K at a time.
+template <typename T, typename X, int kTiles, int kChunks, int kHalves>
+constexpr int kMostColumns = kMaxLinearWarps<T, X, kTiles, kChunks, kHalves> * kChunks * kChunk;
+
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
-          bool kLoops>
+          Along kAlong>
 cudaError_t launch_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
   constexpr int kColumns = kTiles * kTileColumns, kWidth = kGated ? kColumns / 2 : kColumns;
   const int64_t chunks = ceil_div(layer.columns, kChunk);
   MmaLayer<T> mma = mma_layer<T>(layer);
-  mma.passes = static_cast<int>(ceil_div(chunks, kChunks * kMaxLinearWarps<T, X, kTiles, kChunks, kHalves>));
-  const int64_t warps = ceil_div(chunks, kChunks * mma.passes), sum_rows = kNorm ? std::max(mma.rows, 2) : mma.rows;
+  const int64_t parts = ceil_div(layer.columns, kMostColumns<T, X, kTiles, kChunks, kHalves>);
+  mma.passes = kAlong == Along::kInPasses ? static_cast<int>(parts) : 1;
+  const int64_t warps = ceil_div(chunks, kChunks * parts), sum_rows = kNorm ? std::max(mma.rows, 2) : mma.rows;
+  const int64_t blocks = kAlong == Along::kTogether ? parts : 1;  // of a cluster
   size_t shared_bytes = sizeof(float) * sum_rows * (warps * kColumns + kRowGap);
   if (kNorm) shared_bytes += sizeof(Deviations) * warps * mma.rows + sizeof(float) * 2 * kColumns;
-  const LaunchShape shape{static_cast<unsigned>(ceil_div(layer.outputs, kWidth)),
-                          static_cast<unsigned>(warps * kWarpSize), shared_bytes, 1,
+  shared_bytes += sizeof(float4) * (blocks - 1) * finished_pairs(mma.rows, kWidth);
+  const LaunchShape shape{static_cast<unsigned>(ceil_div(layer.outputs, kWidth) * blocks),
+                          static_cast<unsigned>(warps * kWarpSize), shared_bytes, static_cast<unsigned>(blocks),
                           kGated ? 1u : static_cast<unsigned>(layer.weight_count)};
   mma.share_ahead(shape);
-  const auto kernel = decode_linear_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kLoops>;
+  const auto kernel = decode_linear_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kAlong>;
   return launch_dependent(kernel, mma, shape, layer.overlap, stream);
 }
 
 // Wide strips read a weight [K, N] in longer pieces, and few blocks leave multiprocessors to the kernels that wait
-// behind; narrow strips share out more work.
+// behind; narrow strips share out more work. Where K is too long for wide strips, the blocks of a cluster share it out,
+// unless narrow ones do as well: those of a weight [N, K], with one row or two.
 template <typename T, Layout kLayout, bool kNorm, bool kGated, int kHalves>
 cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
   const int64_t tiles = ceil_div(layer.outputs, kTileColumns) * layer.weight_count, few_blocks = multiprocessor_count() / 4;
   const auto launch = [&]<int kTiles, int kChunks>(bool is_enough, cudaError_t& error) {
-    if (!is_enough || layer.columns > kChunks * kMaxLinearWarps<T, T, kTiles, kChunks, kHalves> * kChunk) return false;
-    error = launch_mma_as<T, T, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, false>(layer, stream);
+    if (!is_enough || layer.columns > kMostColumns<T, T, kTiles, kChunks, kHalves>) return false;
+    error = launch_mma_as<T, T, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, Along::kAtOnce>(layer, stream);
     return true;
   };
   cudaError_t error = cudaSuccess;
@@ -42,7 +52,14 @@ cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
   if constexpr (!kGated) {
     if (launch.template operator()<2, 4>(true, error)) return error;
   }
-  return launch_mma_as<T, T, kLayout, kNorm, kGated, 2, kNorm ? 4 : 8, kNorm ? 2 : kHalves, true>(layer, stream);
+  if constexpr (!kNorm && !kGated) {
+    const bool gains = kLayout == Layout::kLines || layer.rows > 2;
+    if (is_sm90_or_newer() && gains && layer.columns <= kMostTogether * kMostColumns<T, T, 4, 4, kHalves>) {
+      return launch_mma_as<T, T, kLayout, kNorm, kGated, 4, 4, kHalves, Along::kTogether>(layer, stream);
+    }
+  }
+  constexpr int kChunks = kNorm ? 4 : 8;
+  return launch_mma_as<T, T, kLayout, kNorm, kGated, 2, kChunks, kNorm ? 2 : kHalves, Along::kInPasses>(layer, stream);
 }
 
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated>
@@ -51,7 +68,7 @@ cudaError_t launch_mma(const DecodeLinear& layer, cudaStream_t stream) {
     return layer.rows <= kHalfRows ? launch_mma_for<T, kLayout, kNorm, kGated, 1>(layer, stream)
                                    : launch_mma_for<T, kLayout, kNorm, kGated, 2>(layer, stream);
   } else {
-    return launch_mma_as<T, X, kLayout, kNorm, kGated, 2, 4, 2, true>(layer, stream);
+    return launch_mma_as<T, X, kLayout, kNorm, kGated, 2, 4, 2, Along::kInPasses>(layer, stream);
   }
 }
 

@@ -9,12 +9,15 @@
 // each of 8 lines of a weight [K, N], and 8 neighbouring inputs: the order of k within a chunk is the same for both, so
 // it does not matter, and neither does the order of columns until the sums are written.
 //
+// Of a long K the blocks of a cluster have a part each, and send their sums to the first one.
+//
 // A norm takes no step of its own. With xhat = (x - mean) * rstd and g, b the norm's weight and bias,
 //   sum_k w * (xhat * g + b) = rstd * (sum_k (w * g) * x - mean * sum_k w * g) + sum_k w * b,
 // where all but the sum over x is there before the wait. Sums of x and of its squares are two more products. w * g is
 // rounded to the weight's dtype, once for all that is done with it, as upstream rounds xhat * g + b.
 #pragma once
 
+#include "cluster.cuh"
 #include "decode_linear_weight.cuh"
 
 namespace fuseopt {
@@ -27,35 +30,47 @@ constexpr int kMaxLinearWarps =
 constexpr int kRowGap = 4;  // floats in shared memory, for rows of sums to start in different banks
 constexpr int kSummedWarps = 6;  // at a time
 
-// kTiles: of 8 columns, in a strip; kChunks: of K, for each warp in one pass; kHalves: of 16 rows; kLoops: whether there
-// may be more than one pass.
+// A block's sums are finished in pairs of neighbouring columns, of one row or of the two that are 8 apart.
+__host__ __device__ inline int finished_pairs(int rows, int strip_width) {
+  return (rows < kHalfRows ? rows : kHalfRows) * strip_width / 2;
+}
+
+// How blocks get through K: in one go, in passes, or in one go together with the others of a cluster.
+enum class Along { kAtOnce, kInPasses, kTogether };
+
+// kTiles: of 8 columns, in a strip; kChunks: of K, for each warp in one pass; kHalves: of 16 rows.
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
-          bool kLoops>
+          Along kAlong>
 __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves>* kWarpSize, 1)
     decode_linear_mma_kernel(const __grid_constant__ MmaLayer<T> layer) {
+  constexpr bool kLoops = kAlong == Along::kInPasses, kShares = kAlong == Along::kTogether;
+  static_assert(!kShares || (!kNorm && !kGated));
   constexpr int kProducts = kGated ? 2 : 1;
   constexpr int kColumns = kTiles * kTileColumns, kWidth = kColumns / kProducts, kPairs = kWidth / 2;
   constexpr int kPart = kChunks * kChunk;
   constexpr bool kWide = !std::is_same_v<T, X>;  // has to be normalised before it can be multiplied
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
-  const int rows = layer.rows, columns = layer.columns, strip = blockIdx.x * kWidth;
+  const int blocks = kShares ? cluster_size() : 1, rank = kShares ? cluster_rank() : 0;
+  const int rows = layer.rows, columns = layer.columns, strip = blockIdx.x / blocks * kWidth;
   const int passes = kLoops ? layer.passes : 1, sum_rows = kNorm ? max(rows, 2) : rows;
-  const auto first_k = [&](int pass) { return (pass * warps + warp) * kPart; };
+  const auto first_k = [&](int pass) { return ((pass + rank) * warps + warp) * kPart; };
   const int own = lane % 4 * kLaneValues;
 
   // Sums of each warp [sum_rows][warps][kColumns]; of a norm, deviations [rows][warps] and sums that do not depend on the
-  // input [2][kColumns].
+  // input [2][kColumns]; of a cluster, the other blocks' sums [blocks - 1][pairs].
   extern __shared__ __align__(16) char shared[];
   float* const sums_of = reinterpret_cast<float*>(shared);
   const int row_stride = warps * kColumns + kRowGap;
   Deviations* const deviations_of = reinterpret_cast<Deviations*>(sums_of + sum_rows * row_stride);
   float* const constants = reinterpret_cast<float*>(deviations_of + rows * warps);
+  float4* const inbox = reinterpret_cast<float4*>(sums_of + sum_rows * row_stride);
   const auto sums_at = [&](int r, int w) { return sums_of + r * row_stride + w * kColumns; };
 
   let_successor_start();
   // What the thread finishes first: of a row, and of the one 8 rows below, a pair of columns. An output is
   // rstd * (sum - mean * slope) + offset.
-  const int finishing = (min(rows, kHalfRows) * kPairs + kWarpSize - 1) / kWarpSize * kWarpSize;  // threads
+  const int pairs = finished_pairs(rows, kWidth);
+  const int finishing = (pairs + kWarpSize - 1) / kWarpSize * kWarpSize;  // threads
   using Pair = Pair<kLayout, kGated, kTiles>;
   int row = threadIdx.x / kPairs;
   const Pair pair(threadIdx.x % kPairs);
@@ -132,6 +147,11 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     if (layer.is_layer_norm) share_constants();
   }
   if constexpr (!kNorm || !kLoops) load_constants();
+  __shared__ Mailbox mailbox;
+  if constexpr (kShares) {
+    if (rank == 0 && threadIdx.x == 0) mailbox.open((blocks - 1) * pairs * sizeof(float4));
+    arrive_relaxed_at_cluster_barrier();
+  }
   const X* inputs[kHalves];
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
@@ -264,6 +284,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     }
   }
   __syncthreads();
+  if constexpr (kShares) wait_at_cluster_barrier();  // the first block has started
   // Sums of squares say little of the deviations of a row whose mean is many of them from zero: those are summed then by
   // the threads with that row.
   const auto squared_deviations = [&](int r, float mean) {
@@ -297,6 +318,21 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
           }
           if constexpr (kNorm && !kWide) all[h].add(deviations_of[own_row(h) * warps + first_warp + w]);
         }
+      }
+    }
+    if constexpr (kShares) {
+      const auto& low = products[0][0];
+      const auto& high = products[kHalves - 1][0];
+      if (rank > 0) {
+        if (first < pairs) mailbox.send(inbox + (rank - 1) * pairs + first, {low[0], low[1], high[0], high[1]});
+        continue;
+      }
+      if (first >= pairs) continue;
+      mailbox.wait();
+      for (int b = 0; b < blocks - 1; ++b) {
+        const float4 sums = inbox[b * pairs + first];
+        products[0][0][0] += sums.x, products[0][0][1] += sums.y;
+        if constexpr (kHalves == 2) products[1][0][0] += sums.z, products[1][0][1] += sums.w;
       }
     }
 #pragma unroll
