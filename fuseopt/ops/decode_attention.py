@@ -176,8 +176,8 @@ def decode_attention(
             past its end its last column counts.
         scale: multiplies the scores before `bias` is added.
         overlap: launch the CUDA kernel programmatically dependent on its predecessor on the stream. Caches, lengths,
-            starts and mask are then read while kernels ahead still run: what writes these must have ended before a
-            kernel that was launched without overlap started.
+            starts, mask and bias are then read while kernels ahead still run: what writes these must have ended before
+            a kernel that was launched without overlap started.
         backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
 

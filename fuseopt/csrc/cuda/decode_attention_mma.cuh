@@ -2,9 +2,9 @@
 // has a block, or a cluster of blocks.
 //
 // A warp takes tiles of 16 keys. A tile's keys and values come straight into registers, as fragments, those of a warp's
-// first tile before the kernel waits for its predecessor: earlier steps have written them. What is left to do then is
-// to load the query and the new key and value, 4 products for the scores, a softmax within the warp, 5 products for the
-// values, and the merge of the warps.
+// first tile before the kernel waits for its predecessor, with mask and bias: earlier steps have written them. What is
+// left to do then is to load the query and the new key and value, 4 products for the scores, a softmax within the warp,
+// 5 products for the values, and the merge of the warps.
 #pragma once
 
 #include "attention_parts.cuh"
@@ -59,10 +59,13 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
   Attended<T, kDims> attended;
   int base = places.first + parts.own() * kTileKeys;
   bool kept_by_lane = false;
+  float biases[2] = {};
   for (bool is_first = true; is_first || base < places.end; base += parts.count() * kTileKeys, is_first = false) {
     if (base < places.end) {
       tile.load(keys, values, [&](int key) { return offset_of(base + key); });
       kept_by_lane = mask_of(attention, item, min(base + lane % kTileKeys, capacity - 1)) != 0;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) biases[h] = bias_of<T>(attention, places, head, base + Tile::key_of(h));
     }
     if (is_first) {
       wait_for_predecessor();
@@ -78,8 +81,7 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
     float addends[1][2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float bias = bias_of<T>(attention, places, head, base + Tile::key_of(h));
-      addends[0][h] = kept >> Tile::key_of(h) & 1 ? bias : -INFINITY;
+      addends[0][h] = kept >> Tile::key_of(h) & 1 ? biases[h] : -INFINITY;
     }
     const float scale = static_cast<float>(attention.scale) * kLog2E;
     attended.add(tiles, query, kTileQueries, addends, ~kept & kAllTileKeys, scale);
