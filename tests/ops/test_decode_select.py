@@ -75,6 +75,18 @@ def test_nan_is_the_highest_and_all_banned_gives_the_first(case: Case) -> None:
 
 
 @every_case
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_first_of_equals_wins_and_zero_has_no_sign(case: Case, dtype: torch.dtype) -> None:
+    scores = torch.full((3, 5000), -2.0, dtype=dtype, device=case.device)
+    scores[0, [3, 4700]] = torch.tensor([-0.0, 0.0], dtype=dtype, device=case.device)
+    scores[1, [4, 4800]] = torch.tensor([0.0, -0.0], dtype=dtype, device=case.device)
+    scores[2, [9, 7, 4900]] = -1.5
+    state = state_of(3, 0, [], case.device)
+    case(scores, *state.values())
+    assert state["tokens"].tolist() == [3, 4, 7]
+
+
+@every_case
 def test_wrong_arguments(case: Case) -> None:
     state = state_of(2, 0, [], case.device)
     scores = torch.zeros(2, 5, device=case.device)

@@ -4,8 +4,17 @@
 
 #include "dependent_launch.cuh"
 #include "logits_chunk.cuh"
+#include "topk_order.cuh"
 
 namespace fuseopt {
+
+// Beside the one for float: in a namespace of its own it would hide that.
+__device__ inline unsigned long long key_of(double score) {
+  if (isnan(score)) return ~0ull;
+  const auto bits = static_cast<unsigned long long>(__double_as_longlong(score));
+  return bits >> 63 != 0 ? ~bits : bits | 1ull << 63;
+}
+
 namespace {
 
 constexpr int kThreads = 256;
@@ -17,23 +26,40 @@ constexpr int kMaxFinishThreads = 1024;
 template <typename T>
 using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// A score and where it stands. NaN is above everything, and of equals the first wins, as in torch.argmax.
+// The key of a score and where it stands; 0 is below all. NaN is above everything, and of equals, as 0 and -0 are, the
+// first wins, as in torch.argmax.
 template <typename Acc>
 struct Candidate {
-  Acc score = -INFINITY;
+  using Key = decltype(key_of(Acc()));
+  static_assert(sizeof(Key) == sizeof(Acc));
+  Key key = 0;
   int token = INT32_MAX;
 
-  __device__ void consider(Acc other, int other_token) {
-    const bool above = isnan(other) ? !isnan(score) : other > score;
-    const bool equal = isnan(other) ? isnan(score) : other == score;
-    if (above || (equal && other_token < token)) score = other, token = other_token;
+  // Of tokens that come in order.
+  __device__ void consider(Acc score, int its_token) {
+    const Key its_key = key_of(score + Acc(0));
+    if (its_key > key) key = its_key, token = its_token;
+  }
+
+  __device__ void consider(const Candidate& other) {
+    if (other.key > key || (other.key == key && other.token < token)) *this = other;
   }
 
   // Over every `lanes` neighbouring lanes of a warp, a power of two of them.
-  __device__ void reduce(int lanes = kWarpSize) {
+  __device__ void reduce(int lanes) {
     for (int distance = lanes / 2; distance > 0; distance /= 2) {
-      const Acc other = __shfl_xor_sync(kFullWarp, score, distance);
-      consider(other, __shfl_xor_sync(kFullWarp, token, distance));
+      const Key other = __shfl_xor_sync(kFullWarp, key, distance);
+      consider({other, __shfl_xor_sync(kFullWarp, token, distance)});
+    }
+  }
+
+  __device__ void reduce() {
+    if constexpr (std::is_same_v<Acc, double>) {
+      reduce(kWarpSize);
+    } else {
+      const Key highest = max_of_warp(key);
+      token = min_of_warp(key == highest ? token : INT32_MAX);
+      key = highest;
     }
   }
 };
@@ -123,7 +149,7 @@ __global__ void __launch_bounds__(kMaxFinishThreads) finish_kernel(const __grid_
     bool unfinished = is_row && select.unfinished[row];
     const auto* const candidates = static_cast<const Candidate<Acc>*>(select.candidates) + row * chunks;
     Candidate<Acc> best;
-    for (int c = lane; is_row && c < chunks; c += lanes) best.consider(candidates[c].score, candidates[c].token);
+    for (int c = lane; is_row && c < chunks; c += lanes) best.consider(candidates[c]);
     best.reduce(lanes);
     if (lane > 0 || !is_row) continue;
     const int64_t token = unfinished ? best.token : pad;
