@@ -32,10 +32,19 @@ def _bwd_fake(grad_output: Tensor, input: Tensor, tanh: bool = False, bias: Tens
     return input.new_empty(input.shape)
 
 
+def _bias_bwd_fake(grad_output: Tensor, input: Tensor, tanh: bool, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return input.new_empty(input.shape), bias.new_empty(bias.shape)
+
+
 FWD = define(
     "gelu_fwd(Tensor input, bool tanh=False, Tensor? bias=None, ScalarType? output_dtype=None) -> Tensor", _fwd_fake
 )
 BWD = define("gelu_bwd(Tensor grad_output, Tensor input, bool tanh=False, Tensor? bias=None) -> Tensor", _bwd_fake)
+
+# With the gradient of the bias; implemented on CUDA.
+BIAS_BWD = define(
+    "gelu_bias_bwd(Tensor grad_output, Tensor input, bool tanh, Tensor bias) -> (Tensor, Tensor)", _bias_bwd_fake
+)
 _FEW = "there is no bias and at most 262,144 elements"
 
 
@@ -106,6 +115,8 @@ class _GELU(torch.autograd.Function):
         if is_differentiated_again():
             reference = partial(_reference, tanh=ctx.tanh, output_dtype=ctx.output_dtype)
             grad_input, grad_bias = reference_vjp(reference, grad_output, (input, bias))
+        elif need_bias_grad and ctx.backend == "cuda":
+            grad_input, grad_bias = BIAS_BWD["cuda"](grad_output, input, ctx.tanh, bias)
         elif need_bias_grad:
             # The rows are summed in the wider dtype, before the gradient is rounded to the input's.
             wide = torch.promote_types(input.dtype, bias.dtype)

@@ -1,9 +1,13 @@
 """Where and when kernels run on a GPU: graphs, streams, devices that are not current, more than 2**31 elements."""
 
+from collections.abc import Iterator
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
+from fuseopt.ops import gated_activation
 from fuseopt.ops.registry import SampleInput
 from tests.ops.cases import OF_THEIR_OWN_SIZES, Case, cases, error, gradients, map_tensors, results, tensors
 from tests.ops.variations import resized
@@ -66,6 +70,27 @@ def test_runs_on_the_current_stream(case: Case) -> None:
                     tensor.copy_(value)
             output = outputs_and_gradients(case, late)
         stream.synchronize()
+        torch.testing.assert_close(output, expected, equal_nan=True)
+
+
+def _next_part(parts: Iterator[Tensor], tensor: Tensor) -> Tensor:
+    return next(parts).view(tensor.shape) if tensor.is_floating_point() else tensor
+
+
+@on_row_kernels
+def test_waits_for_a_kernel_that_lets_it_start_early(case: Case) -> None:
+    """The inputs are written by a long kernel of fuseopt's just ahead, into memory that held other values."""
+    for sample in case.samples(torch.float32):
+        expected = results(case(*sample.args, **sample.kwargs))
+        floats = [tensor.contiguous() for tensor in tensors(sample) if tensor.is_floating_point()]
+        values = torch.cat([torch.zeros(2**26, device=case.device), *(tensor.flatten() for tensor in floats)])
+        gate = torch.ones_like(values)
+        torch.full_like(values, float("nan"))  # where the product will lie
+        torch.cuda.synchronize()
+        product = gated_activation(gate, values, "relu", backend="cuda")
+        *_, written = product.split([2**26, sum(tensor.numel() for tensor in floats)])
+        late = map_tensors(partial(_next_part, iter(written.split([tensor.numel() for tensor in floats]))), sample)
+        output = results(case(*late.args, **late.kwargs))
         torch.testing.assert_close(output, expected, equal_nan=True)
 
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.activations import NewGELUActivation
 
-from tests.ops.cases import DTYPES, Case, cases
+from fuseopt.ops import gelu
+from tests.ops.cases import DTYPES, Case, RawCalls, cases
 
 every_case = pytest.mark.parametrize("case", cases("gelu"))
 
@@ -61,6 +62,35 @@ def test_bias_is_added_before_any_rounding(
     expected = F.gelu(input.double() + bias.double()).to(output_dtype or dtype)
     eps = torch.finfo(output.dtype).eps  # at most the neighbouring value
     torch.testing.assert_close(output, expected, rtol=max(eps, 1e-5), atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, bias_dtype", [(d, b) for d in DTYPES for b in DTYPES[:3]], ids=str)
+@pytest.mark.parametrize(
+    "rows, columns", [(8, 3072), (64, 24), (65, 3072), (1000, 768), (3000, 8), (70, 33), (0, 16), (5000, 1024)]
+)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_bias_gradient_in_one_pass(
+    dtype: torch.dtype, bias_dtype: torch.dtype, rows: int, columns: int, approximate: str
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(rows + columns)
+    input, bias, grad = (
+        torch.randn(shape, device="cuda", dtype=torch.float64, generator=generator).to(kind)
+        for shape, kind in (((rows, columns), dtype), ((columns,), bias_dtype), ((rows, columns), dtype))
+    )
+    input.requires_grad_()
+    bias.requires_grad_()
+    with RawCalls() as calls:
+        got = torch.autograd.grad(gelu(input, bias, approximate=approximate, backend="cuda"), (input, bias), grad)
+    assert calls.names() == ["gelu_fwd.default", "gelu_bias_bwd.default"]
+    wide = [tensor.detach().double().requires_grad_() for tensor in (input, bias)]
+    exact = torch.autograd.grad(F.gelu(wide[0] + wide[1], approximate=approximate), wide, grad.double())
+    for actual, expected, tensor in zip(got, exact, (input, bias), strict=True):
+        assert actual.dtype == tensor.dtype and actual.shape == tensor.shape
+        step = max(torch.finfo(tensor.dtype).eps, torch.finfo(torch.float32).eps if dtype != torch.float64 else 0)
+        size = expected.abs().max().item() if expected.numel() else 0
+        tolerance = 8 * step * max(size, 1e-3)
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance)
 
 
 @every_case

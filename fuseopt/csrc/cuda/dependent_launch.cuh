@@ -26,6 +26,14 @@ __device__ inline void let_successor_start() {
 #endif
 }
 
+// For a kernel that knows nothing of its predecessor, to be called first: all that is hidden behind the predecessor is
+// the launch. All before the predecessor has ended when a successor starts, so what holds for a kernel that was launched
+// the ordinary way holds for what came before this one.
+__device__ inline void follow_predecessor() {
+  wait_for_predecessor();
+  let_successor_start();
+}
+
 // For one thread of each block: asks for a share of global memory, from `data` to `end`, to be brought into the L2 cache.
 // Addresses and the share's bytes are multiples of 16.
 __device__ inline void prefetch_share(const void* data, const void* end, int share) {
@@ -43,7 +51,7 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-inline int compute_capability_major() { return device_attribute(cudaDevAttrComputeCapabilityMajor); }
+inline int compute_capability_major() { return cached_attribute<cudaDevAttrComputeCapabilityMajor>(); }
 
 // Whether the current device has programmatic dependent launch and clusters of blocks.
 inline bool is_sm90_or_newer() { return compute_capability_major() >= 9; }
@@ -59,6 +67,29 @@ struct LaunchShape {
   unsigned cluster_blocks;  // neighbours in x; 1: no clusters
   unsigned blocks_y = 1, blocks_z = 1, threads_y = 1;
 };
+
+// A type that the argument for it does not decide.
+template <typename T>
+struct Exactly {
+  using type = T;
+};
+
+// Launches a kernel that calls follow_predecessor. Errors are the runtime's last one, as after any launch.
+template <typename... Parameters>
+void launch_following(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes, cudaStream_t stream,
+                      typename Exactly<Parameters>::type... arguments) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = is_sm90_or_newer() ? 1 : 0;
+  cudaLaunchKernelEx(&config, kernel, arguments...);
+}
 
 // Launches kernel(argument); `overlap`: before its predecessor on the stream has ended.
 template <typename Argument>

@@ -1,5 +1,6 @@
 // Gated activations (Shazeer, 2020): activation(gate) * up, the activation rounded on the way as a tensor of its own
 // would be.
+#include "dependent_launch.cuh"
 #include "gelu.cuh"
 #include "vector.cuh"
 #include "vector_grid.cuh"
@@ -55,6 +56,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first_row = grid.first_row(kVectors);
   const int64_t column = grid.column();
   if (column >= grid.vectors_in_row) return;
+  follow_predecessor();
 
   Vector<T, kWidth> x[kVectors], factor[kVectors];
 #pragma unroll
@@ -86,6 +88,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first_row = grid.first_row(kVectors);
   const int64_t column = grid.column();
   if (column >= grid.vectors_in_row) return;
+  follow_predecessor();
 
   Vector<T, kWidth> x[kVectors], factor[kVectors];
   Vector<G, kWidth> grad[kVectors];
@@ -209,9 +212,9 @@ cudaError_t launch_fwd(const Arguments& call) {
                                 ? gated_activation_fwd_kernel<T, Activation<true>, width, vectors>
                                 : gated_activation_fwd_kernel<T, Activation<sizeof(T) == 4>, width, vectors>;
         launch_rows(call, done, width, vectors, [&](VectorGrid grid, RowStrides strides, dim3 blocks, int threads) {
-          kernel<<<blocks, threads, 0, call.stream>>>(static_cast<const T*>(call.gate.values.data),
-                                                      static_cast<const T*>(call.up.values.data), call.output,
-                                                      call.activation_dtype, grid, strides);
+          launch_following(kernel, blocks, threads, 0, call.stream, static_cast<const T*>(call.gate.values.data),
+                           static_cast<const T*>(call.up.values.data), call.output, call.activation_dtype, grid,
+                           strides);
         });
       });
     });
@@ -224,10 +227,10 @@ template <typename T, typename G, typename Activation>
 void launch_bwd_vectors(const Arguments& call, int64_t elements) {
   dispatch_vector_width<T, kBwdLoads>(elements, [&](auto width, auto vectors) {
     launch_rows(call, elements, width, vectors, [&](VectorGrid grid, RowStrides strides, dim3 blocks, int threads) {
-      gated_activation_bwd_kernel<T, G, Activation, width, vectors><<<blocks, threads, 0, call.stream>>>(
-          static_cast<const G*>(call.grad_output.data), static_cast<const T*>(call.gate.values.data),
-          static_cast<const T*>(call.up.values.data), static_cast<T*>(call.grads.gate.data),
-          static_cast<T*>(call.grads.up.data), call.activation_dtype, grid, strides);
+      launch_following(gated_activation_bwd_kernel<T, G, Activation, width, vectors>, blocks, threads, 0, call.stream,
+                       static_cast<const G*>(call.grad_output.data), static_cast<const T*>(call.gate.values.data),
+                       static_cast<const T*>(call.up.values.data), static_cast<T*>(call.grads.gate.data),
+                       static_cast<T*>(call.grads.up.data), call.activation_dtype, grid, strides);
     });
   });
 }

@@ -28,6 +28,23 @@ Tensor gelu_bwd(Tensor grad_output, Tensor input, bool tanh, std::optional<Tenso
   return grad_input;
 }
 
+std::tuple<Tensor, Tensor> gelu_bias_bwd(Tensor grad_output, Tensor input, bool tanh, Tensor bias) {
+  constexpr const char* kOp = "gelu_bias_bwd";
+  check_same(kOp, "grad_output", grad_output, input);
+  const Tensor grad = as_contiguous(grad_output), x = as_contiguous(input);
+  const auto shift = parameter(kOp, "bias", bias, input);
+  const Matrix shape = matrix_of(kOp, x);
+  const Launch launch(kOp, x);
+  Tensor grad_input = allocate_like(x, x.scalar_type()), grad_bias = allocate_like(*shift, shift->scalar_type());
+  const size_t bytes = fuseopt_gelu_bias_bwd_workspace_bytes(shape.rows, shape.columns);
+  std::optional<Tensor> workspace;
+  if (bytes > 0) workspace = allocate(x, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
+  launch.check(fuseopt_gelu_bias_bwd(pointer(kOp, grad), pointer(kOp, x), pointer(kOp, shift), pointer(kOp, grad_input),
+                                     pointer(kOp, grad_bias), data_of(workspace), shape.rows, shape.columns,
+                                     tanh ? kTanh : kErf, launch.stream()));
+  return {grad_input, grad_bias};
+}
+
 }  // namespace
 }  // namespace fuseopt::gelu_binding
 
@@ -35,4 +52,5 @@ STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::gelu_binding;
   library.impl("gelu_fwd", TORCH_BOX(&gelu_fwd));
   library.impl("gelu_bwd", TORCH_BOX(&gelu_bwd));
+  library.impl("gelu_bias_bwd", TORCH_BOX(&gelu_bias_bwd));
 }

@@ -39,16 +39,20 @@ class CachedCount {
   int count_ = 0;
 };
 
-inline int multiprocessor_count() {
-  static CachedCount counts[kMaxDevices];
+// An attribute of the current device, asked of the driver once.
+template <cudaDeviceAttr kAttribute>
+int cached_attribute() {
+  static CachedCount values[kMaxDevices];
   const int device = current_device();
-  int count = counts[device % kMaxDevices].get();
-  if (count == 0) {
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    counts[device % kMaxDevices].set(count);
+  int value = values[device % kMaxDevices].get();
+  if (value == 0) {
+    cudaDeviceGetAttribute(&value, kAttribute, device);
+    values[device % kMaxDevices].set(value);
   }
-  return count;
+  return value;
 }
+
+inline int multiprocessor_count() { return cached_attribute<cudaDevAttrMultiProcessorCount>(); }
 
 // Whether each row may have a multiprocessor to itself. What counts then is what a thread does one after the other: a row
 // gets a block, and a thread one vector of it.

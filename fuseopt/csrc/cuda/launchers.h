@@ -304,6 +304,14 @@ cudaError_t fuseopt_gelu_fwd(TypedPointer input, TypedPointer bias, TypedPointer
 cudaError_t fuseopt_gelu_bwd(TypedPointer grad_output, TypedPointer input, TypedPointer bias, TypedPointer grad_input,
                              int64_t elements, int64_t columns, int approximation, cudaStream_t stream);
 
+// The same with the gradient of the bias. `workspace` holds `fuseopt_gelu_bias_bwd_workspace_bytes`, which may be none, and
+// is written before it is read.
+cudaError_t fuseopt_gelu_bias_bwd(TypedPointer grad_output, TypedPointer input, TypedPointer bias,
+                                  TypedPointer grad_input, TypedPointer grad_bias, void* workspace, int64_t rows,
+                                  int64_t columns, int approximation, cudaStream_t stream);
+
+size_t fuseopt_gelu_bias_bwd_workspace_bytes(int64_t rows, int64_t columns);
+
 // `activation_dtype` is what the activation is rounded to before the product. One row means contiguous tensors.
 cudaError_t fuseopt_gated_activation_fwd(StridedRows gate, StridedRows up, TypedPointer output, int64_t rows,
                                          int64_t columns, int activation, int activation_dtype, cudaStream_t stream);

@@ -5,11 +5,16 @@
 namespace fuseopt {
 namespace {
 
-// Of a row in a thread, where a block has the row: with more threads its two barriers cost more.
-constexpr int kBlockElements = kMostElements;
+constexpr int kBlockElements = 16;  // of a row in a thread, where a block has the row
+
+// Holds the kernel to as few registers as let all threads be resident that a multiprocessor may have: its two barriers a
+// row want more rows in flight than RMSNorm's one.
+template <typename T, typename R, typename Shape>
+constexpr int kFwdMinBlocks = sizeof(T) == 2 && std::is_void_v<R> &&
+                                      std::is_same_v<Shape, RowShape<kBlockElements, Team::kBlock>> ? 4 : 1;
 
 template <typename T, typename R, typename W, typename Shape, int kWidth>
-__global__ void __launch_bounds__(Shape::kMaxThreads)
+__global__ void __launch_bounds__(Shape::kMaxThreads, (kFwdMinBlocks<T, R, Shape>))
     layer_norm_fwd_kernel(Stream<T, R> stream, TypedPointer weight, TypedPointer bias, TypedPointer output,
                           float* __restrict__ mean, float* __restrict__ rstd, int64_t rows, int columns,
                           float inverse_columns, float eps) {
@@ -20,6 +25,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   const int vectors_in_row = columns / kWidth;
   const int64_t row = team.index;
   if (row >= rows) return;
+  follow_predecessor();
 
   RowPart<T, kVectors, kWidth> x;
   stream.load(x, row * columns, team, vectors_in_row);
@@ -57,7 +63,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
     }
   }
   const float row_rstd = rsqrtf(team.template reduce<Sum>(sum_of_squares) * inverse_columns + eps);
-  if (team.lane == 0) {
+  if (team.lane == 0 && mean != nullptr) {
     mean[row] = row_mean;
     rstd[row] = row_rstd;
   }
@@ -99,7 +105,7 @@ __global__ void __launch_bounds__(kAnyThreads)
       sum_of_squares += centred * centred;
     }
     const Acc row_rstd = 1 / sqrt(team.template reduce<Sum>(sum_of_squares) / columns + eps);
-    if (team.lane == 0) {
+    if (team.lane == 0 && mean.data != nullptr) {
       store_as(mean, row, row_mean);
       store_as(rstd, row, row_rstd);
     }
@@ -132,11 +138,11 @@ extern "C" cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer r
           using Types = decltype(types);
           using T = typename Types::T;
           using Shape = decltype(shape);
-          layer_norm_fwd_kernel<T, typename Types::R, typename Types::W, Shape, width>
-              <<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(
-                  {static_cast<const T*>(wide.data), narrow, static_cast<T*>(sum.data)}, weight, bias, output,
-                  static_cast<float*>(mean.data), static_cast<float*>(rstd.data), rows, static_cast<int>(columns),
-                  1.0f / columns, static_cast<float>(eps));
+          launch_following(layer_norm_fwd_kernel<T, typename Types::R, typename Types::W, Shape, width>,
+                           row_blocks<Shape>(rows, threads), threads, 0, stream,
+                           {static_cast<const T*>(wide.data), narrow, static_cast<T*>(sum.data)}, weight, bias, output,
+                           static_cast<float*>(mean.data), static_cast<float*>(rstd.data), rows,
+                           static_cast<int>(columns), 1.0f / columns, static_cast<float>(eps));
         });
   }
   if (!launched) {

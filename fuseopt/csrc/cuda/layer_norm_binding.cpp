@@ -21,7 +21,7 @@ Forward forward(const char* op, const Tensor& input, const std::optional<Tensor>
   const auto sum = allocate_sum(x, addend);
   const Tensor& normalised = sum.has_value() ? *sum : x;
   Tensor output = allocate_like(x, output_dtype.value_or(normalised.scalar_type()));
-  const RowStatistics statistics(op, normalised, shape.rows, 2, keep_statistics);
+  const RowStatistics statistics(op, normalised, 2, keep_statistics);
   launch.check(fuseopt_layer_norm_fwd(pointer(op, x), pointer(op, addend), pointer(op, scale), pointer(op, shift),
                                       pointer(op, output), pointer(op, sum), statistics.pointer(0),
                                       statistics.pointer(1), shape.rows, shape.columns, eps, launch.stream()));

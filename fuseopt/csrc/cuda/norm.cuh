@@ -13,7 +13,9 @@
 
 #include <initializer_list>
 
-#include "launch.cuh"
+#include "column_sums.cuh"
+#include "dependent_launch.cuh"
+#include "row_ring.cuh"
 #include "vector.cuh"
 
 namespace fuseopt {
@@ -32,6 +34,8 @@ constexpr int kBwdWarpTeamBlock = 256;
 constexpr int kBwdWarpTeamBlocksPerProcessor = 2;
 constexpr int kBwdThreadsPerProcessor = 1024;
 constexpr int kPartialsPerProcessor = 8;
+constexpr int kBwdStaticShared = 2048;  // at least what a block has beside the weight and the ring
+constexpr int kEnoughRingStages = 3;
 
 // Whether one of the tensors present has `dtype`.
 inline bool any_has(int dtype, std::initializer_list<TypedPointer> tensors) {
@@ -171,11 +175,34 @@ bool dispatch_bwd_row(int64_t columns, bool vectors, Launch launch) {
       });
 }
 
-template <typename Shape>
-int64_t bwd_blocks(int threads) {
-  const int per_processor = Shape::kWithinWarp ? kBwdWarpTeamBlocksPerProcessor
-                                               : std::min(kPartialsPerProcessor, kBwdThreadsPerProcessor / threads);
-  return static_cast<int64_t>(per_processor) * multiprocessor_count();
+// How a backward's blocks are launched that walk the rows. The weight is in shared memory, and the stages of a RowRing.
+struct BwdLaunch {
+  int blocks_per_processor;
+  int stages;  // 0: no ring
+  size_t shared_bytes;
+
+  bool fits() const {
+    return shared_bytes + kBwdStaticShared <= static_cast<size_t>(cached_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
+  }
+};
+
+// `ring_threads`: of a multiprocessor, where blocks have rows on their way; fewer than else, and as few as leave room for
+// kEnoughRingStages.
+template <typename T, typename Shape, int kWidth>
+BwdLaunch bwd_launch(int threads, int64_t columns, int tensors, int ring_threads) {
+  const size_t weight_bytes = columns * sizeof(float), stage_bytes = columns * sizeof(T) * tensors;
+  if (Shape::kWithinWarp) return {kBwdWarpTeamBlocksPerProcessor, 0, weight_bytes};
+  if (kWidth == 1 || !is_sm90_or_newer()) {
+    return {std::min(kPartialsPerProcessor, kBwdThreadsPerProcessor / threads), 0, weight_bytes};
+  }
+  const int shared = cached_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
+  const auto stages_of = [&](int blocks) {
+    const int64_t room = shared / blocks - kBwdStaticShared - static_cast<int64_t>(weight_bytes);
+    return static_cast<int>(std::clamp<int64_t>(room / static_cast<int64_t>(stage_bytes), 1, kMaxRingStages));
+  };
+  int blocks = std::clamp(ring_threads / threads, 1, kPartialsPerProcessor);
+  while (blocks > 1 && stages_of(blocks) < kEnoughRingStages) --blocks;
+  return {blocks, stages_of(blocks), weight_bytes + stages_of(blocks) * stage_bytes};
 }
 
 // Whether there is a forward block for every row. Beyond that the "any" path walks the rows.
@@ -244,6 +271,59 @@ struct RowPart {
       reinterpret_cast<Vector<T, kWidth>*>(sum + begin)[v] = vectors[k];
     }
   }
+};
+
+// The rows of a backward's tensors as a team walks them. A block has the next few of them on their way into shared memory
+// where the device can do that: in registers they would cost it what they gain.
+template <typename T, int kTensors, bool kInVectors, Team kTeam>
+class WalkedRows {
+ public:
+  static constexpr bool kRing = kHasRowRings && kInVectors && !is_within_warp(kTeam);
+
+  // With a barrier of the block before anything else. `slots` and `stages` are the ring's.
+  __device__ WalkedRows(const T* const (&tensors)[kTensors], int64_t rows, int columns, char* slots, int stages)
+      : rows_(rows), columns_(columns), ring_(slots, columns * static_cast<int>(sizeof(T)), stages) {
+#pragma unroll
+    for (int t = 0; t < kTensors; ++t) tensors_[t] = tensors[t];
+    if constexpr (kRing) {
+      if (threadIdx.x == 0) ring_.open();
+    }
+  }
+
+  __device__ void start(const RowTeam<kTeam>& team) const {
+    if constexpr (kRing) {
+      for (int s = 0; s < ring_.stages(); ++s) fetch(s, team.index + s * team.count);
+    }
+  }
+
+  // Row `row`, the walk's current one, of each tensor.
+  template <int kVectors, int kWidth>
+  __device__ void load(RowPart<T, kVectors, kWidth> (&parts)[kTensors], int64_t row, const RowTeam<kTeam>& team,
+                       int vectors_in_row) const {
+    if constexpr (kRing) ring_.wait();
+#pragma unroll
+    for (int t = 0; t < kTensors; ++t) {
+      parts[t].load(kRing ? ring_.template row<T>(t) : tensors_[t] + row * columns_, team, vectors_in_row);
+    }
+  }
+
+  // To be called once all threads have loaded `row`, after a barrier.
+  __device__ void advance(int64_t row, const RowTeam<kTeam>& team) {
+    if constexpr (kRing) {
+      fetch(ring_.stage(), row + ring_.stages() * team.count);
+      ring_.advance();
+    }
+  }
+
+ private:
+  __device__ void fetch(int stage, int64_t row) const {
+    if (threadIdx.x == 0 && row < rows_) ring_.fetch(stage, tensors_, row);
+  }
+
+  const T* tensors_[kTensors];
+  int64_t rows_;
+  int columns_;
+  RowRing<kTensors> ring_;
 };
 
 // What a forward normalises: a matrix of T, or the sum of one of T and one of R; R is void without a residual.
@@ -343,26 +423,6 @@ __device__ inline void store_block_partials(const float (&sums)[kVectors][kWidth
     }
   }
 }
-
-// Where the first stage of a backward leaves its column sums: for each of up to two tensors `count` rows of partial
-// sums.
-template <typename Acc>
-struct Partials {
-  Acc* data;
-  int64_t count;
-  int64_t columns;
-
-  __host__ __device__ Acc* of(int tensor) const { return data + tensor * count * columns; }
-};
-
-int64_t max_partials(int64_t rows);
-int64_t any_partials(int64_t rows, int64_t columns);  // rows of partial sums in the "any" path: at most max_partials
-
-// The second stage: sums the partials of each column into grad_weight and, where it is wanted, grad_bias (absent: data
-// == nullptr).
-template <typename Acc>
-cudaError_t reduce_partials(Partials<Acc> partials, TypedPointer grad_weight, TypedPointer grad_bias,
-                            cudaStream_t stream);
 
 // A backward over few rows, in vectors, without partial sums. `mean` is null for RMSNorm; the gradients of the parameters
 // that are not wanted are absent.

@@ -17,37 +17,23 @@ inline std::optional<Tensor> norm_bwd_workspace(const Tensor& input, const std::
 }
 
 // `count` statistics of each row of a forward's `input`: float64 for float64 inputs, else float32. Tensors where a
-// backward will read them; else memory for the kernel to write to, at less than the cost of one tensor, which goes back
-// to the allocator when the launch has been made. Whoever gets it next on this stream comes after the kernel.
+// backward will read them; absent else.
 class RowStatistics {
  public:
-  RowStatistics(const char* op, const Tensor& input, int64_t rows, int count, bool kept) {
+  RowStatistics(const char* op, const Tensor& input, int count, bool kept) : op_(op) {
+    if (!kept) return;
     const ScalarType type = input.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-    dtype_ = dtype_code(op, type);
-    bytes_ = rows * element_size(static_cast<DType>(dtype_));
-    if (kept) {
-      for (int i = 0; i < count; ++i) tensors_.push_back(allocate(input, input.sizes().slice(0, input.dim() - 1), type));
-    } else {
-      FUSEOPT_CHECK(aoti_torch_cuda_caching_allocator_raw_alloc(count * bytes_, &unkept_) == TORCH_SUCCESS,
-                    "CUDA out of memory. fuseopt tried to allocate ", count * bytes_, " bytes");
-    }
+    for (int i = 0; i < count; ++i) tensors_.push_back(allocate(input, input.sizes().slice(0, input.dim() - 1), type));
   }
-  ~RowStatistics() {
-    if (unkept_ != nullptr) aoti_torch_cuda_caching_allocator_raw_delete(unkept_);
-  }
-  RowStatistics(const RowStatistics&) = delete;
-  RowStatistics& operator=(const RowStatistics&) = delete;
 
   TypedPointer pointer(int index) const {
-    return {tensors_.empty() ? static_cast<char*>(unkept_) + index * bytes_ : tensors_[index].data_ptr(), dtype_};
+    return tensors_.empty() ? TypedPointer{nullptr, kFloat32} : fuseopt::pointer(op_, tensors_[index]);
   }
   const std::vector<Tensor>& tensors() const { return tensors_; }
 
  private:
+  const char* op_;
   std::vector<Tensor> tensors_;
-  void* unkept_ = nullptr;
-  int64_t bytes_;
-  int dtype_;
 };
 
 // `tensor`, of the shape and on the device of `input`, or none.

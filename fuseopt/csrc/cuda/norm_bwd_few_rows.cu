@@ -89,6 +89,7 @@ __device__ void store_column_sums(const FewRowsBwd& call, int block) {
 
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads) norm_bwd_few_rows_kernel(FewRowsBwd call) {
+  follow_predecessor();
   const int block = blockIdx.x;
   if (block < call.rows) store_grad_input<T>(call, block);
   else store_column_sums<T>(call, block - call.rows);
@@ -105,8 +106,8 @@ bool launch_few_rows_bwd(const FewRowsBwd& call, cudaStream_t stream) {
     if (row_threads > kMaxThreads) return;
     const int64_t threads = std::max<int64_t>(row_threads, kWarpSize * std::min(call.rows, kEnoughWarps));
     const int64_t column_blocks = wants_sums ? ceil_div(call.columns, kColumnsPerBlock) : 0;
-    norm_bwd_few_rows_kernel<T>
-        <<<static_cast<unsigned>(call.rows + column_blocks), static_cast<unsigned>(threads), 0, stream>>>(call);
+    launch_following(norm_bwd_few_rows_kernel<T>, static_cast<unsigned>(call.rows + column_blocks),
+                     static_cast<unsigned>(threads), 0, stream, call);
     launched = true;
   });
   return launched;

@@ -1,5 +1,4 @@
-// Column sums for the weight gradients of RMSNorm and LayerNorm, in two stages without atomics, so that they repeat to
-// the bit.
+// The second stage of column sums, and both stages of a norm's "any" path; see column_sums.cuh.
 #include "norm.cuh"
 
 namespace fuseopt {
@@ -27,6 +26,7 @@ __device__ Acc sum_row_groups(Acc value) {
 template <typename Acc>
 __global__ void __launch_bounds__(kColumnsPerBlock* kRowGroups)
     reduce_partials_kernel(Partials<Acc> partials, TypedPointer grad_weight, TypedPointer grad_bias) {
+  follow_predecessor();
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumnsPerBlock + threadIdx.x;
   const TypedPointer output = blockIdx.y == 0 ? grad_weight : grad_bias;
   if (output.data == nullptr) return;
@@ -95,7 +95,7 @@ cudaError_t reduce_partials(Partials<Acc> partials, TypedPointer grad_weight, Ty
   const dim3 threads(kColumnsPerBlock, kRowGroups);
   const dim3 blocks(static_cast<unsigned>(ceil_div(partials.columns, kColumnsPerBlock)),
                     grad_bias.data != nullptr ? 2 : 1);
-  reduce_partials_kernel<<<blocks, threads, 0, stream>>>(partials, grad_weight, grad_bias);
+  launch_following(reduce_partials_kernel<Acc>, blocks, threads, 0, stream, partials, grad_weight, grad_bias);
   return cudaGetLastError();
 }
 

@@ -1,6 +1,6 @@
 // What transformers' logits processors do to scores, in one pass: repetition penalty, then banned tokens, then
 // temperature. See logits_edits.cuh.
-#include "launch.cuh"
+#include "dependent_launch.cuh"
 #include "logits_edits.cuh"
 
 namespace fuseopt {
@@ -9,6 +9,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kPenaltyThreads = 512;
 constexpr int kLoads = 4;  // 16-byte loads in flight a thread
+constexpr int kBlocksPerProcessor = 6;
 constexpr int64_t kMinChunkBytes = kThreads * kAccessBytes;
 constexpr int64_t kMaxChunkBytes = 64 * 1024;
 constexpr int64_t kMaxTokenBits = 48 * 1024 * 8;  // of the shared memory that every kernel may have
@@ -19,7 +20,8 @@ constexpr int64_t kMaxTokenBits = 48 * 1024 * 8;  // of the shared memory that e
 template <typename Id, typename Score>
 __global__ void __launch_bounds__(kPenaltyThreads)
     edit_in_place_kernel(LogitsEdits edits, ScoreArithmetic<Score> arithmetic, ScoreMatrix scores, int64_t columns,
-                         int64_t token_bits, int64_t blocks_per_row) {
+                         int64_t token_bits, unsigned blocks_per_row) {
+  follow_predecessor();
   extern __shared__ unsigned seen[];
   const int64_t row = blockIdx.x / blocks_per_row;
   const TokenIds& ids = edits.input_ids;
@@ -35,8 +37,8 @@ __global__ void __launch_bounds__(kPenaltyThreads)
     });
     __syncthreads();  // bans come after penalties, and the bits are used again
   }
-  const int64_t first = blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x;
-  for_each_banned<Id>(edits, ids, row, first, blocks_per_row * blockDim.x, [&](int64_t token) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x % blocks_per_row) * blockDim.x + threadIdx.x;
+  for_each_banned<Id>(edits, ids, row, first, static_cast<int64_t>(blocks_per_row) * blockDim.x, [&](int64_t token) {
     if (token >= 0 && token < columns) row_scores[token * scores.column_stride] = ScoreArithmetic<Score>::banned();
   });
 }
@@ -46,7 +48,8 @@ __global__ void __launch_bounds__(kPenaltyThreads)
 template <typename Id, typename Score>
 __global__ void __launch_bounds__(kThreads)
     rewrite_kernel(LogitsEdits edits, ScoreArithmetic<Score> arithmetic, ScoreMatrix scores, ScoreMatrix output,
-                   int64_t columns, int64_t chunk, int64_t chunks_per_row) {
+                   int64_t columns, int64_t chunk, unsigned chunks_per_row) {
+  follow_predecessor();
   constexpr int kWidth = kVectorWidth<Score>;
   constexpr int kMarkWords = (kMaxChunkBytes / sizeof(Score) + 2 * kWidth) / kWordBits + 1;
   __shared__ unsigned penalised[kMarkWords], banned[kMarkWords];
@@ -132,22 +135,22 @@ void launch(const LogitsEdits& edits, ScoreMatrix scores, ScoreMatrix output, in
                                    windows(edits.encoder_input_ids, edits.encoder_ngram_size)});
     if (bans <= 0 && !has_penalty) return;
     const int64_t blocks_per_row = has_penalty ? 1 : ceil_div(bans, threads);
-    edit_in_place_kernel<Id, Score>
-        <<<static_cast<unsigned>(rows * blocks_per_row), threads, ceil_div(token_bits, kWordBits) * 4, stream>>>(
-            edits, arithmetic, scores, columns, token_bits, blocks_per_row);
+    launch_following(edit_in_place_kernel<Id, Score>, static_cast<unsigned>(rows * blocks_per_row), threads,
+                     ceil_div(token_bits, kWordBits) * 4, stream, edits, arithmetic, scores, columns, token_bits,
+                     static_cast<unsigned>(blocks_per_row));
     return;
   }
   // Large chunks, since every chunk of a row looks through all the row's ids; smaller ones where rows are too few to
   // fill the device; of one size as near as can be.
   const int64_t row_bytes = columns * static_cast<int64_t>(sizeof(Score));
   int64_t chunk_bytes = kMaxChunkBytes;
-  while (chunk_bytes > kMinChunkBytes && rows * ceil_div(row_bytes, chunk_bytes) < 2 * multiprocessor_count())
-    chunk_bytes /= 2;
+  const int64_t enough_blocks = kBlocksPerProcessor * multiprocessor_count();
+  while (chunk_bytes > kMinChunkBytes && rows * ceil_div(row_bytes, chunk_bytes) < enough_blocks) chunk_bytes /= 2;
   const int64_t chunks_per_row = ceil_div(row_bytes, chunk_bytes);
   constexpr int64_t kWidth = kVectorWidth<Score>;
   const int64_t chunk = ceil_div(ceil_div(columns, chunks_per_row), kWidth) * kWidth;
-  rewrite_kernel<Id, Score><<<static_cast<unsigned>(rows * chunks_per_row), kThreads, 0, stream>>>(
-      edits, arithmetic, scores, output, columns, chunk, chunks_per_row);
+  launch_following(rewrite_kernel<Id, Score>, static_cast<unsigned>(rows * chunks_per_row), kThreads, 0, stream, edits,
+                   arithmetic, scores, output, columns, chunk, static_cast<unsigned>(chunks_per_row));
 }
 
 template <typename Id>

@@ -20,6 +20,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads, (kFwdMinBlocks<T, Shape>))
   const int vectors_in_row = columns / kWidth;
   const int64_t row = team.index;
   if (row >= rows) return;
+  follow_predecessor();
 
   RowPart<T, kVectors, kWidth> x;
   stream.load(x, row * columns, team, vectors_in_row);
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads, (kFwdMinBlocks<T, Shape>))
     for (int j = 0; j < kWidth; ++j) sum_of_squares += x.vectors[k][j] * x.vectors[k][j];
   }
   const float row_rstd = rsqrtf(team.template reduce<Sum>(sum_of_squares) * inverse_columns + eps);
-  if (team.lane == 0) rstd[row] = row_rstd;
+  if (team.lane == 0 && rstd != nullptr) rstd[row] = row_rstd;
 
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kAnyThreads)
       sum_of_squares += x * x;
     }
     const Acc row_rstd = 1 / sqrt(team.template reduce<Sum>(sum_of_squares) / columns + eps);
-    if (team.lane == 0) store_as(rstd, row, row_rstd);
+    if (team.lane == 0 && rstd.data != nullptr) store_as(rstd, row, row_rstd);
 #pragma unroll 4
     for (int64_t c = team.lane; c < columns; c += team.size) {
       const Acc xhat = round_to(norm_dtype, load_as<Acc>(input, row * columns + c) * row_rstd);
@@ -95,11 +96,11 @@ extern "C" cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer res
           using Types = decltype(types);
           using T = typename Types::T;
           using Shape = decltype(shape);
-          rms_norm_fwd_kernel<T, typename Types::R, typename Types::W, Shape, width>
-              <<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(
-                  {static_cast<const T*>(wide.data), narrow, static_cast<T*>(sum.data)}, weight, output,
-                  static_cast<float*>(rstd.data), rows, static_cast<int>(columns), 1.0f / columns,
-                  static_cast<float>(eps), static_cast<float>(offset), norm_dtype);
+          launch_following(rms_norm_fwd_kernel<T, typename Types::R, typename Types::W, Shape, width>,
+                           row_blocks<Shape>(rows, threads), threads, 0, stream,
+                           {static_cast<const T*>(wide.data), narrow, static_cast<T*>(sum.data)}, weight, output,
+                           static_cast<float*>(rstd.data), rows, static_cast<int>(columns), 1.0f / columns,
+                           static_cast<float>(eps), static_cast<float>(offset), norm_dtype);
         });
   }
   if (!launched) {

@@ -25,7 +25,7 @@ Forward forward(const char* op, const Tensor& input, const std::optional<Tensor>
       norm_dtypes(op, cast_order, normalised.scalar_type(),
                   scale.has_value() ? std::optional<ScalarType>(scale->scalar_type()) : std::nullopt);
   Tensor output = allocate_like(x, dtypes.output);
-  const RowStatistics rstd(op, normalised, shape.rows, 1, keep_rstd);
+  const RowStatistics rstd(op, normalised, 1, keep_rstd);
   launch.check(fuseopt_rms_norm_fwd(pointer(op, x), pointer(op, addend), pointer(op, scale), pointer(op, output),
                                     pointer(op, sum), rstd.pointer(0), shape.rows, shape.columns, eps,
                                     weight_offset(scale, offset), dtype_code(op, dtypes.norm), launch.stream()));

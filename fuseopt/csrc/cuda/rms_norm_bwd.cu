@@ -4,6 +4,8 @@
 namespace fuseopt {
 namespace {
 
+constexpr int kBwdRingThreads = 512;  // of a multiprocessor, where blocks have rows on their way
+
 // grad_input = rstd * (g - xhat * mean(g * xhat)) + grad_sum with g = grad_output * (weight + offset); grad_weight = sum
 // over rows of grad_output * xhat, left as one row of partial sums a block. grad_sum is what reaches a fused residual
 // sum, here `input`, from elsewhere.
@@ -11,22 +13,28 @@ template <typename T, typename Shape, int kWidth, bool kHasGradSum>
 __global__ void __launch_bounds__(kBwdMaxThreads<Shape>)
     rms_norm_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ grad_sum, const T* __restrict__ input,
                         TypedPointer weight, const float* __restrict__ rstd, T* __restrict__ grad_input,
-                        Partials<float> partials, int64_t rows, int columns, float offset) {
+                        Partials<float> partials, int64_t rows, int columns, float offset, int stages) {
+  follow_predecessor();
   constexpr int kVectors = Shape::kElements / kWidth;
   RowTeam<Shape::kTeam> team;
   const int vectors_in_row = columns / kWidth;
 
   extern __shared__ __align__(kAccessBytes) float shared[];
   const SharedColumns<kWidth> scale(shared, weight, 1.0f, offset, columns);
+  constexpr int kTensors = kHasGradSum ? 3 : 2;
+  const T* tensors[kTensors] = {input, grad_output};
+  if constexpr (kHasGradSum) tensors[2] = grad_sum;
+  WalkedRows<T, kTensors, (kWidth > 1), Shape::kTeam> walk(tensors, rows, columns,
+                                                           reinterpret_cast<char*>(shared + columns), stages);
   __syncthreads();
+  walk.start(team);
   float weight_sums[kVectors][kWidth] = {};
 
   for (int64_t row = team.index; row < rows; row += team.count) {
-    RowPart<T, kVectors, kWidth> x, grad, added;
-    x.load(input + row * columns, team, vectors_in_row);
-    grad.load(grad_output + row * columns, team, vectors_in_row);
-    if constexpr (kHasGradSum) added.load(grad_sum + row * columns, team, vectors_in_row);
     const float row_rstd = rstd[row];
+    RowPart<T, kVectors, kWidth> parts[kTensors];
+    walk.load(parts, row, team, vectors_in_row);
+    const auto &x = parts[0], &grad = parts[1];
 
     float dot = 0;
 #pragma unroll
@@ -43,6 +51,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<Shape>)
       }
     }
     const float mean_dot = team.template reduce<Sum>(dot) / columns;
+    walk.advance(row, team);
 
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
@@ -54,7 +63,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<Shape>)
       for (int j = 0; j < kWidth; ++j) {
         const float xhat = x.vectors[k][j] * row_rstd;
         result[j] = row_rstd * (grad.vectors[k][j] * weights[j] - xhat * mean_dot);
-        if constexpr (kHasGradSum) result[j] += added.vectors[k][j];
+        if constexpr (kHasGradSum) result[j] += parts[2].vectors[k][j];
       }
       store_floats_as<T>(grad_input + row * columns, v, result);
     }
@@ -122,17 +131,22 @@ extern "C" cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPoint
       using T = typename decltype(tag)::type;
       const auto launch = [&](auto shape, auto width, int threads, auto has_grad_sum) {
         using Shape = decltype(shape);
-        const size_t shared_bytes = columns * sizeof(float);
+        const BwdLaunch form = bwd_launch<T, Shape, width>(threads, columns, has_grad_sum ? 3 : 2, kBwdRingThreads);
         static ResidentBlocks resident;
         const auto kernel = rms_norm_bwd_kernel<T, Shape, width, has_grad_sum>;
-        const int64_t most_blocks = std::min<int64_t>(resident(kernel, threads, shared_bytes), bwd_blocks<Shape>(threads));
-        partials.count = row_blocks<Shape>(rows, threads, most_blocks);
-        kernel<<<static_cast<unsigned>(partials.count), threads, shared_bytes, stream>>>(
-            static_cast<const T*>(grad_output.data), static_cast<const T*>(grad_sum.data),
-            static_cast<const T*>(input.data), weight, static_cast<const float*>(rstd.data),
-            static_cast<T*>(grad_input.data), partials, rows, static_cast<int>(columns), static_cast<float>(offset));
+        launched = form.fits();
+        if (!launched) return;
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(form.shared_bytes));
+        partials.count = row_blocks<Shape>(rows, threads,
+                                           std::min<int64_t>(resident(kernel, threads, form.shared_bytes),
+                                                             form.blocks_per_processor * multiprocessor_count()));
+        launch_following(kernel, static_cast<unsigned>(partials.count), threads, form.shared_bytes, stream,
+                         static_cast<const T*>(grad_output.data), static_cast<const T*>(grad_sum.data),
+                         static_cast<const T*>(input.data), weight, static_cast<const float*>(rstd.data),
+                         static_cast<T*>(grad_input.data), partials, rows, static_cast<int>(columns),
+                         static_cast<float>(offset), form.stages);
       };
-      launched = dispatch_bwd_row<T>(columns, vectors, [&](auto shape, auto width, int threads) {
+      dispatch_bwd_row<T>(columns, vectors, [&](auto shape, auto width, int threads) {
         if (grad_sum.data != nullptr) launch(shape, width, threads, std::true_type{});
         else launch(shape, width, threads, std::false_type{});
       });

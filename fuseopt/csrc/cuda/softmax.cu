@@ -20,6 +20,7 @@ struct RowLogits {
   static constexpr int kWidth = kVectorWidth<T>;
   static constexpr bool kRemade = sizeof(T) == 2 && std::is_void_v<M>;
   Vector<T> x[kVectors];
+  Vector<std::conditional_t<std::is_void_v<M>, float, M>, kWidth> added[kVectors];
   float values[kRemade ? 1 : kVectors][kWidth];
   float scale;
 
@@ -32,9 +33,20 @@ struct RowLogits {
     }
   }
 
-  // To be called once before `at`, and late: it waits for the input.
-  __device__ void make(int k, const RowMask<M>& mask, int64_t column) {
-    if constexpr (!kRemade) logits_of(values[k], x[k], scale, mask, column);
+  template <typename RowTeam>
+  __device__ void load(const RowMask<M>& mask, const RowSpan<kWidth>& span, const RowTeam& team) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (v < span.vectors) mask.load(added[k], span.column(v));
+    }
+  }
+
+  // To be called once before `at`, and late: it waits for input and mask.
+  __device__ void make(int k) {
+    if constexpr (kRemade) return;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[k][j] = x[k][j] * scale + (std::is_void_v<M> ? 0.0f : added[k][j]);
   }
 
   __device__ float at(int k, int j) const {
@@ -47,6 +59,7 @@ template <typename T, typename M, typename Shape>
 __global__ void __launch_bounds__(Shape::kMaxThreads)
     softmax_fwd_kernel(const T* __restrict__ input, IndexedMask mask, TypedPointer output, int64_t rows, int columns,
                        float scale) {
+  follow_predecessor();
   constexpr int kWidth = kVectorWidth<T>;
   constexpr int kVectors = Shape::kElements / kWidth;
   constexpr bool kPrecise = sizeof(T) == 4;
@@ -57,6 +70,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
     const RowSpan<kWidth> span(row, columns, team.lane);
     Logits logits(input, span, team, scale);
     const RowMask<M> row_mask(mask, row);  // while the input is on its way
+    logits.load(row_mask, span, team);
 
     float edge = edge_logit(input, span, scale, row_mask);
     float max = edge;
@@ -64,7 +78,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
     for (int k = 0; k < kVectors; ++k) {
       const int v = team.lane + k * team.size;
       if (v >= span.vectors) continue;
-      logits.make(k, row_mask, span.column(v));
+      logits.make(k);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) max = fmaxf(max, logits.at(k, j));
     }
@@ -107,6 +121,7 @@ template <typename T, typename Shape>
 __global__ void __launch_bounds__(Shape::kMaxThreads)
     softmax_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ output, TypedPointer grad_input,
                        int64_t rows, int columns, float scale) {
+  follow_predecessor();
   constexpr int kWidth = kVectorWidth<T>;
   constexpr int kVectors = Shape::kElements / kWidth;
   RowTeam<Shape::kTeam> team;
@@ -211,8 +226,8 @@ extern "C" cudaError_t fuseopt_softmax_fwd(TypedPointer input, SoftmaxMask mask,
         const float factor = static_cast<float>(scale);
         const bool narrow = dispatch_softmax_row<T>(rows, columns, [&](auto shape, int threads) {
           using Shape = decltype(shape);
-          softmax_fwd_kernel<T, M, Shape>
-              <<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(x, indexed, output, rows, row_columns, factor);
+          launch_following(softmax_fwd_kernel<T, M, Shape>, row_blocks<Shape>(rows, threads), threads, 0, stream, x,
+                           indexed, output, rows, row_columns, factor);
         });
         if (narrow) return;
         launch_softmax_fwd_wide(input, mask, output, rows, row_columns, factor, stream);
@@ -244,8 +259,8 @@ extern "C" cudaError_t fuseopt_softmax_bwd(TypedPointer grad_output, TypedPointe
       const float factor = static_cast<float>(scale);
       const bool narrow = dispatch_softmax_row<T>(rows, columns, [&](auto shape, int threads) {
         using Shape = decltype(shape);
-        softmax_bwd_kernel<T, Shape>
-            <<<row_blocks<Shape>(rows, threads), threads, 0, stream>>>(g, y, grad_input, rows, row_columns, factor);
+        launch_following(softmax_bwd_kernel<T, Shape>, row_blocks<Shape>(rows, threads), threads, 0, stream, g, y,
+                         grad_input, rows, row_columns, factor);
       });
       if (narrow) return;
       launch_softmax_bwd_wide(grad_output, output, grad_input, rows, row_columns, factor, stream);

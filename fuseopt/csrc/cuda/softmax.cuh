@@ -1,7 +1,7 @@
 // What the kernels of softmax share: where a row lies, and its mask.
 #pragma once
 
-#include "launch.cuh"
+#include "dependent_launch.cuh"
 #include "math.cuh"
 #include "vector.cuh"
 
@@ -77,10 +77,22 @@ struct RowMask {
       : row(static_cast<const M*>(mask.values.data) + mask.row_offset(row_index)),
         column_stride(mask.column_stride) {}
 
+  // The elements from `column` on, as they lie in memory: so that several loads can be under way.
+  template <int kWidth>
+  __device__ void load(Vector<M, kWidth>& values, int64_t column) const {
+    const M* const first = row + column * column_stride;
+    if (column_stride == 1 && reinterpret_cast<uintptr_t>(first) % alignof(Vector<M, kWidth>) == 0) {
+      values = *reinterpret_cast<const Vector<M, kWidth>*>(first);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values.values[j] = first[j * column_stride];
+    }
+  }
+
   template <int kWidth>
   __device__ void add_to(float (&logits)[kWidth], int64_t column) const {
-    float added[kWidth];
-    load_floats_as<M>(row, column * column_stride, column_stride, added);
+    Vector<M, kWidth> added;
+    load(added, column);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) logits[j] += added[j];
   }
@@ -89,6 +101,8 @@ struct RowMask {
 template <>
 struct RowMask<void> {
   __device__ RowMask(const IndexedMask&, int64_t) {}
+  template <int kWidth>
+  __device__ void load(Vector<float, kWidth>&, int64_t) const {}
   template <int kWidth>
   __device__ void add_to(float (&)[kWidth], int64_t) const {}
 };

@@ -168,14 +168,17 @@ __global__ void __launch_bounds__(kMaxWideThreads)
 
 // How a kernel for wide rows is launched.
 struct WideShape {
-  int blocks;   // a row
-  int threads;  // a block
-  int slots;    // vectors of a row that a block holds in shared memory, of each tensor; 0: none are
+  int blocks;     // a row
+  int threads;    // a block
+  int slots;      // vectors of a row that a block holds in shared memory, of each tensor; 0: none are
+  int64_t teams;  // that walk the rows
 };
 
 // As few blocks a row as hold it in shared memory, and more where there are too few rows to keep the device busy. A row
 // that would take a large cluster is not held, and its second read comes from the L2 cache: blocks that fill a
 // multiprocessor's memory load, compute and store one after the other, while others would overlap.
+// Where a block has a multiprocessor to itself and float32 arithmetic to do, blocks walk the rows: launching one takes
+// long with so much memory. In 16 bits that costs more than it saves.
 WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors) {
   const int device = current_device();
   int most_shared = 0, clusters = 0;
@@ -191,16 +194,19 @@ WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensor
       const int64_t bytes = slots * tensors * kAccessBytes;
       const bool fits = bytes <= (threads == kMaxWideThreads ? room : most_shared / 2 - kWideStaticShared);
       const bool idle = clusters && blocks < kMaxClusterBlocks && rows * blocks * 2 <= multiprocessor_count();
-      if (fits && !idle) return {blocks, threads, static_cast<int>(slots)};
+      if (!fits || idle) continue;
+      const bool walks = vector_width == kVectorWidth<float> && threads == kMaxWideThreads;
+      return {blocks, threads, static_cast<int>(slots),
+              walks ? std::min<int64_t>(rows, multiprocessor_count() / blocks) : rows};
     }
   }
-  return {clusters ? kMaxClusterBlocks : 1, kMaxWideThreads / 2, 0};
+  return {clusters ? kMaxClusterBlocks : 1, kMaxWideThreads / 2, 0, rows};
 }
 
 // Launches the block or the cluster form of a kernel for wide rows, whose last argument is the number of slots.
 template <typename... Arguments>
-void launch_wide(void (*block_kernel)(Arguments..., int), void (*cluster_kernel)(Arguments..., int), int64_t rows,
-                        const WideShape& shape, int tensors, cudaStream_t stream, Arguments... arguments) {
+void launch_wide(void (*block_kernel)(Arguments..., int), void (*cluster_kernel)(Arguments..., int),
+                 const WideShape& shape, int tensors, cudaStream_t stream, Arguments... arguments) {
   const auto kernel = shape.blocks > 1 ? cluster_kernel : block_kernel;
   const int shared_bytes = shape.slots * tensors * kAccessBytes;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
@@ -208,7 +214,7 @@ void launch_wide(void (*block_kernel)(Arguments..., int), void (*cluster_kernel)
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(shape.blocks), 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = block_per_row(std::min<int64_t>(rows, INT32_MAX / shape.blocks) * shape.blocks);
+  config.gridDim = block_per_row(std::min<int64_t>(shape.teams, INT32_MAX / shape.blocks) * shape.blocks);
   config.blockDim = shape.threads;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
@@ -226,7 +232,7 @@ void launch_softmax_fwd_wide(TypedPointer input, const SoftmaxMask& mask, TypedP
     dispatch_mask<T>(mask, [&](auto mask_tag) {
       using M = typename decltype(mask_tag)::type;
       launch_wide<const T*, IndexedMask, TypedPointer, int64_t, int, float>(
-          softmax_fwd_wide_kernel<T, M, Team::kBlock>, softmax_fwd_wide_kernel<T, M, Team::kCluster>, rows,
+          softmax_fwd_wide_kernel<T, M, Team::kBlock>, softmax_fwd_wide_kernel<T, M, Team::kCluster>,
           wide_shape(rows, columns, kVectorWidth<T>, 1), 1, stream, static_cast<const T*>(input.data),
           IndexedMask(mask), output, rows, columns, scale);
     });
@@ -238,7 +244,7 @@ void launch_softmax_bwd_wide(TypedPointer grad_output, TypedPointer output, Type
   dispatch_fast_dtype(output.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     launch_wide<const T*, const T*, TypedPointer, int64_t, int, float>(
-        softmax_bwd_wide_kernel<T, Team::kBlock>, softmax_bwd_wide_kernel<T, Team::kCluster>, rows,
+        softmax_bwd_wide_kernel<T, Team::kBlock>, softmax_bwd_wide_kernel<T, Team::kCluster>,
         wide_shape(rows, columns, kVectorWidth<T>, 2), 2, stream, static_cast<const T*>(grad_output.data),
         static_cast<const T*>(output.data), grad_input, rows, columns, scale);
   });

@@ -31,10 +31,10 @@ void launch_vectors(int64_t vectors, int64_t vectors_in_row, int rows_per_thread
   const int threads =
       static_cast<int>(std::min<int64_t>(kVectorGridThreads, ceil_div(vectors_in_row, kWarpSize) * kWarpSize));
   const int64_t groups = ceil_div(ceil_div(vectors, vectors_in_row), rows_per_thread);
+  const int64_t layers = ceil_div(groups, kMostBlocks);  // evenly filled: blocks without work take their time, too
   launch(VectorGrid{vectors, vectors_in_row},
          dim3(static_cast<unsigned>(ceil_div(vectors_in_row, threads)),
-              static_cast<unsigned>(std::min(groups, kMostBlocks)),
-              static_cast<unsigned>(ceil_div(groups, kMostBlocks))),
+              static_cast<unsigned>(ceil_div(groups, layers)), static_cast<unsigned>(layers)),
          threads);
 }
 

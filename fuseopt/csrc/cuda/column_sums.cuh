@@ -1,0 +1,28 @@
+// Column sums for the gradients of a weight or bias, in two stages without atomics, so that they repeat to the bit.
+#pragma once
+
+#include "launchers.h"
+
+namespace fuseopt {
+
+// Where the first stage of a backward leaves its column sums: for each of up to two tensors `count` rows of partial
+// sums.
+template <typename Acc>
+struct Partials {
+  Acc* data;
+  int64_t count;
+  int64_t columns;
+
+  __host__ __device__ Acc* of(int tensor) const { return data + tensor * count * columns; }
+};
+
+int64_t max_partials(int64_t rows);
+int64_t any_partials(int64_t rows, int64_t columns);  // rows of partial sums in the "any" path: at most max_partials
+
+// The second stage: sums the partials of each column into grad_weight and, where it is wanted, grad_bias (absent: data
+// == nullptr).
+template <typename Acc>
+cudaError_t reduce_partials(Partials<Acc> partials, TypedPointer grad_weight, TypedPointer grad_bias,
+                            cudaStream_t stream);
+
+}  // namespace fuseopt
