@@ -151,9 +151,8 @@ def contenders(case: OpCase, device: torch.device, compile: bool) -> dict[str, C
 
 def auto_choice(case: OpCase, device: torch.device) -> str:
     """The backend that `backend="auto"` takes."""
-    arguments = case.sample(torch.device("meta"))
-    dtypes = [tensor.dtype for tensor in tensors(arguments) if tensor.is_floating_point()]
-    return case.op.choose("auto", device, dtypes, case.op.sizes(*arguments.args, **arguments.kwargs)).backend
+    dtypes = [tensor.dtype for tensor in tensors(case.sample(torch.device("meta"))) if tensor.is_floating_point()]
+    return case.op.choose("auto", device, dtypes).backend
 
 
 def _bound(upstream: registry.Upstream) -> Callable:

@@ -158,7 +158,9 @@ def add_layer_norm(
     weight_dtype = None if weight is None else weight.dtype
     bias_dtype = None if bias is None else bias.dtype
     if runs_at_once(input, residual, weight, bias) and not is_autocast_enabled():
-        run = _DIRECT[backend, input.device, input.dtype, residual.dtype, weight_dtype, bias_dtype, ""]
+        run = _DIRECT.cuda if backend == "auto" and input.is_cuda else None
+        if run is None:
+            run = _DIRECT[backend, input.device, input.dtype, residual.dtype, weight_dtype, bias_dtype]
         if run is not None:
             try:
                 return run(input, residual, weight, bias, eps)

@@ -140,7 +140,9 @@ def add_rms_norm(
     """
     weight_dtype = None if weight is None else weight.dtype
     if runs_at_once(input, residual, weight) and cast_order in CAST_ORDERS:
-        run = _DIRECT[backend, input.device, input.dtype, residual.dtype, weight_dtype, ""]
+        run = _DIRECT.cuda if backend == "auto" and input.is_cuda else None
+        if run is None:
+            run = _DIRECT[backend, input.device, input.dtype, residual.dtype, weight_dtype]
         if run is not None:
             try:
                 return run(input, residual, weight, eps, CAST_ORDERS[cast_order], offset)

@@ -131,7 +131,9 @@ def gated_activation(
     if activation_dtype is gate.dtype:
         activation_dtype = None
     if runs_at_once(gate, up):
-        run = _DIRECT[backend, gate.device, gate.dtype, up.dtype, ""]
+        run = _DIRECT.cuda if backend == "auto" and gate.is_cuda else None
+        if run is None:
+            run = _DIRECT[backend, gate.device, gate.dtype, up.dtype]
         if run is not None:
             try:
                 return run(gate, up, code, activation_dtype)

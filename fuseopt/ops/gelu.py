@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
 from fuseopt.ops.library import (
@@ -45,26 +44,7 @@ BWD = define("gelu_bwd(Tensor grad_output, Tensor input, bool tanh=False, Tensor
 BIAS_BWD = define(
     "gelu_bias_bwd(Tensor grad_output, Tensor input, bool tanh, Tensor bias) -> (Tensor, Tensor)", _bias_bwd_fake
 )
-_FEW = "there is no bias and at most 262,144 elements"
-
-
-def _sizes(
-    input: Tensor,
-    bias: Tensor | None = None,
-    *,
-    approximate: str = "none",
-    output_dtype: torch.dtype | None = None,
-) -> str:
-    # torch's own gives back another layout as it is.
-    is_plain = bias is None and output_dtype is None and input.numel() <= 2**18 and input.is_contiguous()
-    return _FEW if is_plain else ""
-
-
-def _torch_op(input: Tensor, tanh: bool = False) -> Tensor:
-    return F.gelu(input, approximate="tanh" if tanh else "none")
-
-
-_DIRECT = registry.Direct("gelu", FWD, _torch_op)
+_DIRECT = registry.Direct("gelu", FWD)
 
 
 def _reference(input: Tensor, bias: Tensor | None, tanh: bool, output_dtype: torch.dtype | None) -> Tensor:
@@ -156,8 +136,9 @@ def gelu(
     tanh = approximate == "tanh" or _is_tanh(approximate)
     bias_dtype = None if bias is None else bias.dtype
     if runs_at_once(input, bias):
-        sizes = _sizes(input, bias, output_dtype=output_dtype)
-        run = _DIRECT[backend, input.device, input.dtype, bias_dtype, sizes]
+        run = _DIRECT.cuda if backend == "auto" and input.is_cuda else None
+        if run is None:
+            run = _DIRECT[backend, input.device, input.dtype, bias_dtype]
         if run is not None:
             try:
                 if bias is None and output_dtype is None:
@@ -167,8 +148,7 @@ def gelu(
                 pass  # what is wrong is said below, in the words of this function
     if bias is not None:
         check_shape("bias", bias, input.shape[-1:])
-    sizes = "" if is_dynamo_compiling() else _sizes(input, bias, output_dtype=output_dtype)
-    chosen = registry.pick("gelu", backend, input.device, (input.dtype, bias_dtype), sizes)
+    chosen = registry.pick("gelu", backend, input.device, (input.dtype, bias_dtype))
     if chosen == "reference":
         return _reference(input, bias, tanh, output_dtype)
     if needs_autograd(input, bias):
@@ -231,8 +211,6 @@ registry.register(
         reference=gelu_reference,
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.CPU, registry.REFERENCE),
-        sizes=_sizes,
-        preferences=(registry.Preference(registry.REFERENCE, _FEW, (torch.float32, torch.float16, torch.bfloat16)),),
         benchmarks=(
             _benchmark("tanh", "tanh", with_bias=False),
             _benchmark("tanh, bias", "tanh", with_bias=True),

@@ -186,9 +186,11 @@ def layer_norm(
         runs_at_once(input, weight, bias)
         and not is_autocast_enabled()
         and len(normalized_shape) == 1
-        and normalized_shape[0] == input.shape[-1]
+        and normalized_shape[0] == input.size(-1)
     ):
-        run = _DIRECT[backend, input.device, input.dtype, weight_dtype, bias_dtype, ""]
+        run = _DIRECT.cuda if backend == "auto" and input.is_cuda else None
+        if run is None:
+            run = _DIRECT[backend, input.device, input.dtype, weight_dtype, bias_dtype]
         if run is not None:
             try:
                 return run(input, weight, bias, eps)

@@ -62,7 +62,10 @@ def run(name: str, backend: str, inplace: bool, input_ids: Tensor, scores: Tenso
         ValueError: rows do not fit each other, or `scores` cannot be written to.
     """
     if runs_at_once(scores) and not (inplace and 0 in scores.stride()):
-        raw = _DIRECT[name, inplace][backend, scores.device, scores.dtype, ""]
+        direct = _DIRECT[name, inplace]
+        raw = direct.cuda if backend == "auto" and scores.is_cuda else None
+        if raw is None:
+            raw = direct[backend, scores.device, scores.dtype]
         if raw is not None:
             try:
                 output = raw(input_ids, scores, *edits)

@@ -33,7 +33,6 @@ __all__ = [
     "Direct",
     "NativeBackend",
     "Op",
-    "Preference",
     "SampleInput",
     "TritonBackend",
     "Upstream",
@@ -91,30 +90,6 @@ class Benchmark:
 
 
 @dataclass(frozen=True)
-class Preference:
-    """Sizes at which "auto" asks one backend ahead of the others: there it was measured to be the fastest.
-
-    Attributes:
-        backend: of those of the op.
-        sizes: what the op's `sizes` calls them, in the words of a report: "64 to 128 rows are 262,144 wide".
-        dtypes: the preference holds for calls whose floating point arguments all have one of these.
-        device_type: and for devices of this type.
-    """
-
-    backend: Backend
-    sizes: str
-    dtypes: tuple[torch.dtype, ...] = FLOATING
-    device_type: str = "cuda"
-
-    def applies(self, device: torch.device, dtypes: Sequence[torch.dtype], sizes: str) -> bool:
-        return device.type == self.device_type and sizes == self.sizes and set(dtypes) <= set(self.dtypes)
-
-    def __str__(self) -> str:
-        what = "torch's own operation" if self.backend is REFERENCE else self.backend.name
-        return f"{what} where {self.sizes}: measured faster"
-
-
-@dataclass(frozen=True)
 class Choice:
     """The backend that was chosen, and the reasons of each backend that was asked before it and refused."""
 
@@ -135,8 +110,6 @@ class Op:
         backends: in the order in which "auto" tries them.
         benchmarks: what `fuseopt bench ops` times.
         in_place: it writes into its arguments, so what holds for functions of tensors does not hold for it.
-        sizes: takes the op's arguments and says in which of its preferences' `sizes` they fall, "" for none of them.
-        preferences: where "auto" departs from the order of `backends`.
     """
 
     name: str
@@ -146,47 +119,20 @@ class Op:
     backends: tuple[Backend, ...]
     benchmarks: tuple[Benchmark, ...] = ()
     in_place: bool = False
-    sizes: Callable[..., str] = lambda *args, **kwargs: ""
-    preferences: tuple[Preference, ...] = ()
 
-    def candidates(
-        self, backend: str, device: torch.device, dtypes: Sequence[torch.dtype], sizes: str = ""
-    ) -> list[Backend]:
-        """The backends to ask, in order: the one named, or for "auto" all, the preferred ones first."""
-        if backend != "auto":
-            return [candidate for candidate in self.backends if candidate.name == backend]
-        preferred = [p.backend for p in self.preferences if p.applies(device, dtypes, sizes)]
-        return [*preferred, *(candidate for candidate in self.backends if candidate not in preferred)]
-
-    def preferred(
-        self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
-    ) -> list[Preference]:
-        """The preferences that "auto" follows for such calls, at their sizes."""
-        return [
-            preference
-            for preference in self.preferences
-            if preference.applies(device, dtypes, preference.sizes)
-            and not preference.backend.not_supported_reasons(device, dtypes, may_build=may_build)
-        ]
+    def candidates(self, backend: str) -> list[Backend]:
+        """The backends to ask, in order: the one named, or for "auto" all."""
+        return [candidate for candidate in self.backends if backend in ("auto", candidate.name)]
 
     def choose(
-        self,
-        backend: str,
-        device: torch.device,
-        dtypes: Sequence[torch.dtype],
-        sizes: str = "",
-        *,
-        may_build: bool = False,
+        self, backend: str, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
     ) -> Choice:
         """The first of `candidates` that can run.
-
-        Args:
-            sizes: what `Op.sizes` says of the arguments; without it, of sizes that no preference is about.
 
         Raises:
             BackendError: none can; the message lists each backend tried, and why it refused.
         """
-        candidates = self.candidates(backend, device, dtypes, sizes)
+        candidates = self.candidates(backend)
         if not candidates:
             known = ", ".join(candidate.name for candidate in self.backends)
             raise BackendError(f"{self.name} has no backend {backend!r}; it has auto, {known}")
@@ -206,8 +152,8 @@ _OPS: dict[str, Op] = {}
 _PICKED: dict[tuple[Any, ...], str] = {}
 
 
-def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...], sizes: str = "") -> str:
-    """`get(name).choose(backend, device, dtypes, sizes).backend`, remembered until another native library is loaded.
+def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...]) -> str:
+    """`get(name).choose(backend, device, dtypes).backend`, remembered until another native library is loaded.
 
     Every call of an op comes through here, or through `Direct`. torch.compile takes the answer as a constant of the
     graph.
@@ -215,44 +161,43 @@ def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtyp
     Args:
         dtypes: of the op's floating point arguments; None for one that is absent.
     """
-    key = (len(torch.ops.loaded_libraries), name, backend, device, dtypes, sizes)
+    key = (len(torch.ops.loaded_libraries), name, backend, device, dtypes)
     picked = _PICKED.get(key)
     if picked is None:
-        picked = get(name).choose(backend, device, _present(dtypes), sizes).backend
+        present = [dtype for dtype in dtypes if dtype is not None]
+        picked = get(name).choose(backend, device, present).backend
         _PICKED[(len(torch.ops.loaded_libraries), *key[1:])] = picked  # choosing may have loaded a library
     return picked
 
 
-def _present(dtypes: Sequence[torch.dtype | None]) -> list[torch.dtype]:
-    return [dtype for dtype in dtypes if dtype is not None]
-
-
 class Direct(dict[tuple[Any, ...], Callable | None]):
-    """What runs a call of one op that `library.runs_at_once`, by `[backend, device, dtypes..., sizes]`.
+    """What runs a call of one op that `library.runs_at_once`, by `[backend, device, dtypes...]`.
 
     The value is the raw op of the backend that `pick` gives, without the Python around an `OpOverload`; None where it
     gives the reference. All that such a call spends on its choice is one look-up, as soon as the choice is settled. It
     is not while a better backend of that device cannot run: a native library may be loaded yet.
 
+    Attributes:
+        cuda: what "auto" gives for CUDA tensors, once that is settled to be the CUDA kernel: most calls there are,
+            which are spared the look-up. It refuses dtypes that it does not take.
+
     Args:
         overloads: the raw op of each backend.
-        torch_op: torch's own operation, called as the raw op is: what runs where it is preferred to all backends.
     """
 
-    def __init__(
-        self, name: str, overloads: Mapping[str, OpOverload], torch_op: Callable[..., Tensor] | None = None
-    ) -> None:
-        self._name, self._overloads, self._torch_op = name, overloads, torch_op
+    def __init__(self, name: str, overloads: Mapping[str, OpOverload]) -> None:
+        self._name, self._overloads = name, overloads
+        self.cuda: Callable | None = None
 
     def __missing__(self, key: tuple[Any, ...]) -> Callable | None:
-        backend, device, *dtypes, sizes = key
-        chosen = pick(self._name, backend, device, tuple(dtypes), sizes)
-        run = self._torch_op if sizes and chosen == "reference" else None
-        if chosen in self._overloads:
-            run = self._overloads[chosen]._op
-        candidates = get(self._name).candidates(backend, device, _present(dtypes), sizes)
+        backend, device, *dtypes = key
+        chosen = pick(self._name, backend, device, tuple(dtypes))
+        run = self._overloads[chosen]._op if chosen in self._overloads else None
+        candidates = get(self._name).candidates(backend)
         if chosen == next(candidate.name for candidate in candidates if candidate.runs_on(device)):
             self[key] = run
+            if backend == "auto" and chosen == "cuda":
+                self.cuda = run
         return run
 
 

@@ -166,7 +166,9 @@ def rms_norm(
     weight_dtype = None if weight is None else weight.dtype
     code = CAST_ORDERS.get(cast_order)
     if code is not None and runs_at_once(input, weight):
-        run = _DIRECT[backend, input.device, input.dtype, weight_dtype, ""]
+        run = _DIRECT.cuda if backend == "auto" and input.is_cuda else None
+        if run is None:
+            run = _DIRECT[backend, input.device, input.dtype, weight_dtype]
         if run is not None:
             try:
                 if offset == 0.0:

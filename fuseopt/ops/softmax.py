@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_autocast_enabled
-from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
 from fuseopt.ops.library import (
@@ -42,15 +41,6 @@ BWD = define(
 
 
 _DIRECT = registry.Direct("softmax", FWD)
-_WIDE = "64 to 128 rows are 262,144 wide or wider"
-
-
-def _sizes(input: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, dim: int = -1) -> str:
-    elements = input.numel()
-    if elements < 64 * 2**18:  # which costs less to find out than a size
-        return ""
-    columns = input.shape[dim]
-    return _WIDE if columns >= 2**18 and 64 <= elements // columns <= 128 else ""
 
 
 def _reference(
@@ -134,12 +124,16 @@ def softmax(
         raise TypeError(f"mask is added to the scores and must be floating point, not {mask.dtype}")
     mask_dtype = None if mask is None else mask.dtype
     if runs_at_once(input, mask) and not is_autocast_enabled():
-        run = _DIRECT[backend, input.device, input.dtype, mask_dtype, _sizes(input)]
+        run = _DIRECT.cuda if backend == "auto" and input.is_cuda else None
+        if run is None:
+            run = _DIRECT[backend, input.device, input.dtype, mask_dtype]
         if run is not None:
-            return run(input) if mask is None and scale == 1.0 else run(input, mask, scale)
+            try:
+                return run(input) if mask is None and scale == 1.0 else run(input, mask, scale)
+            except RuntimeError:
+                pass  # what is wrong is said below, in the words of this function
     output_dtype = autocast_dtype(input)
-    sizes = "" if is_dynamo_compiling() else _sizes(input)
-    chosen = registry.pick("softmax", backend, input.device, (input.dtype, mask_dtype), sizes)
+    chosen = registry.pick("softmax", backend, input.device, (input.dtype, mask_dtype))
     if chosen == "reference":
         return _reference(input, mask, scale, output_dtype)
     if needs_autograd(input, mask):
@@ -188,8 +182,6 @@ registry.register(
         reference=softmax_reference,
         sample_inputs=sample_inputs,
         backends=(registry.CUDA, registry.TRITON, registry.CPU, registry.REFERENCE),
-        sizes=_sizes,
-        preferences=(registry.Preference(registry.TRITON, _WIDE, (torch.float32,)),),
         benchmarks=(
             registry.Benchmark(
                 bench_input,

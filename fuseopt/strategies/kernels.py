@@ -100,17 +100,11 @@ def choose_backend(
             if choice.backend != device:
                 reasons = choice.refused.get(device, [f"there is no {device} backend"])
                 refused.append(f"not on {device}: {'; '.join(reasons)}")
-    preferred = [
-        str(preference)
-        for device in index.devices
-        if wanted == "auto"
-        for preference in op.preferred(device, [index.dtype], may_build=True)
-    ]
     backends = {choice.backend for choice in choices.values()}
     libraries = tuple(kind for kind in native.KINDS if kind in backends)
     # Where the device of the input decides between several, the plan can name none of them.
     backend = backends.pop() if len(backends) == 1 else wanted
-    return wanted, Offer(kernel, strategy, backend, libraries, "; ".join(refused) or None, "; ".join(preferred) or None)
+    return wanted, Offer(kernel, strategy, backend, libraries, "; ".join(refused) or None)
 
 
 def _choices(op: registry.Op, wanted: str, index: ModelIndex) -> dict[str, registry.Choice]:

@@ -23,7 +23,6 @@ class Offer:
         backend: what will run the replacement on this model.
         libraries: the native libraries that needs.
         refused: why something better will not.
-        preferred: what else will, and at which sizes.
     """
 
     request: str
@@ -31,7 +30,6 @@ class Offer:
     backend: str | None = None
     libraries: tuple[native.Kind, ...] = ()
     refused: str | None = None
-    preferred: str | None = None
 
 
 # What `from_module` of a rule's target is given for one candidate, or why there is nothing to give.
@@ -73,7 +71,7 @@ def replacement(
         target,
         offer.request,
         offer.strategy,
-        f"{reason}; {offer.preferred}" if offer.preferred else reason,
+        reason,
         build,
         backend=offer.backend,
         libraries=offer.libraries,

@@ -1,8 +1,6 @@
-import dataclasses
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -70,160 +68,53 @@ def test_a_named_backend_that_cannot_run_raises(toy: registry.Op) -> None:
         square(torch.ones(2, dtype=torch.int64))
 
 
-WIDE = "rows are wider than 4"
-
-
-class Cubing(registry.Backend):
-    """Wrong, so that its results tell where it ran."""
-
-
 class Absent(registry.Backend):
+    """For the CPU, and not installed."""
+
     def not_supported_reasons(
         self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
     ) -> list[str]:
         return ["is not installed"]
 
 
-def sizes_of_power(input: Tensor) -> str:
-    return WIDE if input.shape[-1] > 4 else ""
-
-
-def power(input: Tensor, *, backend: str = "auto") -> Tensor:
-    chosen = registry.pick("power", backend, input.device, (input.dtype,), sizes_of_power(input))
-    return input**3 if chosen == "cubing" else input**2
-
-
-@pytest.fixture
-def sized(monkeypatch: pytest.MonkeyPatch) -> registry.Op:
-    """An op with preferences, for one test."""
+def test_a_settled_choice_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    native.load("cpu")
     monkeypatch.setattr(registry, "_OPS", dict(registry._OPS))
     monkeypatch.setattr(registry, "_PICKED", {})
-    cubing, absent = Cubing("cubing"), Absent("absent")
-    return registry.register(
-        registry.Op(
-            "power",
-            power,
-            torch.square,
-            square_samples,
-            (registry.REFERENCE, cubing, absent),
-            sizes=sizes_of_power,
-            preferences=(
-                registry.Preference(absent, WIDE, device_type="cpu"),
-                registry.Preference(cubing, WIDE, (torch.float32,), "cpu"),
-                registry.Preference(cubing, "", device_type="cuda"),
-            ),
-        )
-    )
-
-
-def test_auto_follows_a_preference_at_its_sizes_and_nowhere_else(sized: registry.Op) -> None:
-    narrow, wide = torch.full((2, 3), 2.0), torch.full((2, 5), 2.0)
-    assert torch.equal(power(narrow), narrow**2)
-    assert torch.equal(power(wide), wide**3)
-    assert torch.equal(power(wide, backend="reference"), wide**2)
-    assert torch.equal(power(wide.double()), wide.double() ** 2)
-    choice = sized.choose("auto", CPU, [torch.float32], WIDE)
-    assert choice == registry.Choice("cubing", {"absent": ["is not installed"]})
-    assert sized.choose("auto", CPU, [torch.float32]).backend == "reference"
-    assert sized.choose("auto", torch.device("meta"), [torch.float32], WIDE).backend == "reference"
-
-
-def test_a_plan_names_the_preferences_that_will_be_followed(sized: registry.Op) -> None:
-    (preference,) = sized.preferred(CPU, [torch.float32])
-    assert str(preference) == "cubing where rows are wider than 4: measured faster"
-    assert sized.preferred(CPU, [torch.float64]) == []
-    assert str(registry.Preference(registry.REFERENCE, WIDE)).startswith("torch's own operation where rows are")
-
-
-@pytest.mark.parametrize(("name", "small", "large"), [("gelu", (4, 8), (1024, 1024)), ("softmax", (2, 8), (64, 2**18))])
-def test_sizes_are_no_guards_of_a_graph(name: str, small: tuple[int, ...], large: tuple[int, ...]) -> None:
-    op = registry.get(name)
-    assert op.sizes(torch.empty(small, device="meta")) != op.sizes(torch.empty(large, device="meta"))
-    torch._dynamo.reset()
-    graphs = []
-
-    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(op.function, fullgraph=True, backend=count, dynamic=True)
-    for shape in (small, large):
-        compiled(torch.empty(shape, device="meta"))
-    assert len(graphs) == 1
-
-
-def test_a_settled_choice_is_looked_up_once(sized: registry.Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    native.load("cpu")
-    overloads = {"cubing": torch.ops.aten.neg.default}
-    direct = registry.Direct("power", overloads)
-    assert direct["auto", CPU, torch.float32, WIDE] is overloads["cubing"]._op
-    assert direct["auto", CPU, torch.float32, ""] is None
+    kernel, absent = registry.Backend("kernel"), Absent("absent")
+    for name, backends in (("settled", (kernel, absent)), ("open", (absent, kernel))):
+        registry.register(registry.Op(name, torch.square, torch.square, square_samples, backends))
+    overloads = {"kernel": torch.ops.aten.neg.default}
+    settled, still_open = (registry.Direct(name, overloads) for name in ("settled", "open"))
+    for direct in (settled, still_open):
+        assert direct["auto", CPU, torch.float32] is overloads["kernel"]._op
+        assert direct.cuda is None
     monkeypatch.setattr(registry, "pick", lambda *_: pytest.fail("asked again"))
-    assert direct["auto", CPU, torch.float32, ""] is None
-    # A preferred backend is missing, and may come yet.
+    assert settled["auto", CPU, torch.float32] is overloads["kernel"]._op
+    # A better backend is missing, and may come yet.
     with pytest.raises(pytest.fail.Exception, match="asked again"):
-        direct["auto", CPU, torch.float32, WIDE]
+        still_open["auto", CPU, torch.float32]
 
 
-@pytest.mark.parametrize("op", [registry.get(name) for name in registry.names()], ids=lambda op: op.name)
-def test_every_preference_is_one_that_the_op_can_follow(op: registry.Op) -> None:
-    torch.manual_seed(0)
-    for preference in op.preferences:
-        assert preference.backend in op.backends
-        assert preference.sizes
-    for sample in op.sample_inputs(CPU, torch.float32, False):
-        assert op.sizes(*sample.args, **sample.kwargs) in {"", *(p.sizes for p in op.preferences)}
-
-
-def first_choice(name: str, dtype: torch.dtype, *args: Any, **kwargs: Any) -> str:
-    op = registry.get(name)
-    return op.candidates("auto", torch.device("cuda"), [dtype], op.sizes(*args, **kwargs))[0].name
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape", "kwargs", "expected"),
-    [
-        (torch.float32, (64, 2**18), {}, "triton"),
-        (torch.float32, (2, 64, 2**18), {}, "triton"),
-        (torch.float32, (2**18, 64), {"dim": 0}, "triton"),
-        (torch.bfloat16, (64, 2**18), {}, "cuda"),
-        (torch.float32, (63, 2**18), {}, "cuda"),
-        (torch.float32, (129, 2**18), {}, "cuda"),
-        (torch.float32, (65, 2**18 - 1), {}, "cuda"),
-        (torch.float32, (), {}, "cuda"),
-        (torch.float32, (5, 0), {}, "cuda"),
-    ],
-)
-def test_where_triton_s_softmax_is_preferred_on_a_gpu(
-    dtype: torch.dtype, shape: tuple[int, ...], kwargs: dict[str, Any], expected: str
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=str)
+def test_calls_on_a_gpu_need_no_look_up_once_auto_is_settled(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    assert first_choice("softmax", dtype, torch.empty(shape, device="meta"), **kwargs) == expected
-
-
-def test_where_torch_s_gelu_is_preferred_on_a_gpu() -> None:
-    few, many = torch.empty(64, 4096, device="meta"), torch.empty(64, 4097, device="meta")
-    assert first_choice("gelu", torch.float16, few) == "reference"
-    assert first_choice("gelu", torch.float16, few, approximate="tanh") == "reference"
-    for others in ((many,), (few, few[0]), (few.t(),)):
-        assert first_choice("gelu", torch.float16, *others) == "cuda"
-    assert first_choice("gelu", torch.float64, few) == "cuda"
-    assert first_choice("gelu", torch.float16, few, output_dtype=torch.float32) == "cuda"
-
-
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_torch_s_gelu_runs_where_it_is_preferred(monkeypatch: pytest.MonkeyPatch, approximate: str) -> None:
-    gelu = sys.modules["fuseopt.ops.gelu"]
-    preference = registry.Preference(registry.REFERENCE, gelu._FEW, device_type="cpu")
-    op = dataclasses.replace(registry.get("gelu"), preferences=(preference,))
-    monkeypatch.setattr(registry, "_OPS", registry._OPS | {"gelu": op})
-    monkeypatch.setattr(registry, "_PICKED", {})
-    monkeypatch.setattr(gelu, "_DIRECT", registry.Direct("gelu", gelu.FWD, gelu._torch_op))
-    input = torch.randn(3, 8)
-    for requires_grad in (False, True):
-        with RawCalls() as raw:
-            output = ops.gelu(input.clone().requires_grad_(requires_grad), approximate=approximate)
-        assert raw.calls == []
-        assert torch.equal(output, torch.nn.functional.gelu(input, approximate=approximate))
+    softmax = sys.modules["fuseopt.ops.softmax"]
+    direct = registry.Direct("softmax", softmax.FWD)
+    monkeypatch.setattr(softmax, "_DIRECT", direct)
+    input = torch.arange(6, device="cuda").view(2, 3)
+    torch.testing.assert_close(ops.softmax(input.float()), input.float().softmax(-1))
+    assert direct.cuda is softmax.FWD["cuda"]._op
+    monkeypatch.setattr(registry.Direct, "__getitem__", lambda *_: pytest.fail("looked up"))
+    if dtype.is_floating_point:
+        torch.testing.assert_close(ops.softmax(input.to(dtype)), input.float().softmax(-1))
+    else:
+        with pytest.raises(BackendError, match=r"does not take torch\.int32"):
+            ops.softmax(input.to(dtype))
+    with pytest.raises(pytest.fail.Exception, match="looked up"):
+        ops.softmax(input.float(), backend="reference")
 
 
 @pytest.mark.parametrize("op", [registry.get(name) for name in registry.names()], ids=lambda op: op.name)
