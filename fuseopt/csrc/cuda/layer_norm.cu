@@ -5,16 +5,11 @@
 namespace fuseopt {
 namespace {
 
-constexpr int kBlockElements = 16;  // of a row in a thread, where a block has the row
-
-// Holds the kernel to as few registers as let all threads be resident that a multiprocessor may have: its two barriers a
-// row want more rows in flight than RMSNorm's one.
-template <typename T, typename R, typename Shape>
-constexpr int kFwdMinBlocks = sizeof(T) == 2 && std::is_void_v<R> &&
-                                      std::is_same_v<Shape, RowShape<kBlockElements, Team::kBlock>> ? 4 : 1;
+// Of a row in a thread, where a block has the row: with more threads its two barriers cost more.
+constexpr int kBlockElements = kMostElements;
 
 template <typename T, typename R, typename W, typename Shape, int kWidth>
-__global__ void __launch_bounds__(Shape::kMaxThreads, (kFwdMinBlocks<T, R, Shape>))
+__global__ void __launch_bounds__(Shape::kMaxThreads)
     layer_norm_fwd_kernel(Stream<T, R> stream, TypedPointer weight, TypedPointer bias, TypedPointer output,
                           float* __restrict__ mean, float* __restrict__ rstd, int64_t rows, int columns,
                           float inverse_columns, float eps) {

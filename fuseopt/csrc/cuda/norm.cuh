@@ -192,7 +192,7 @@ template <typename T, typename Shape, int kWidth>
 BwdLaunch bwd_launch(int threads, int64_t columns, int tensors, int ring_threads) {
   const size_t weight_bytes = columns * sizeof(float), stage_bytes = columns * sizeof(T) * tensors;
   if (Shape::kWithinWarp) return {kBwdWarpTeamBlocksPerProcessor, 0, weight_bytes};
-  if (kWidth == 1 || !is_sm90_or_newer()) {
+  if (kWidth == 1 || sizeof(T) != 2 || !is_sm90_or_newer()) {
     return {std::min(kPartialsPerProcessor, kBwdThreadsPerProcessor / threads), 0, weight_bytes};
   }
   const int shared = cached_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
@@ -274,11 +274,11 @@ struct RowPart {
 };
 
 // The rows of a backward's tensors as a team walks them. A block has the next few of them on their way into shared memory
-// where the device can do that: in registers they would cost it what they gain.
+// where the device can do that, and elements have 16 bits: in registers they would cost it what they gain.
 template <typename T, int kTensors, bool kInVectors, Team kTeam>
 class WalkedRows {
  public:
-  static constexpr bool kRing = kHasRowRings && kInVectors && !is_within_warp(kTeam);
+  static constexpr bool kRing = kHasRowRings && kInVectors && sizeof(T) == 2 && !is_within_warp(kTeam);
 
   // With a barrier of the block before anything else. `slots` and `stages` are the ring's.
   __device__ WalkedRows(const T* const (&tensors)[kTensors], int64_t rows, int columns, char* slots, int stages)

@@ -9,7 +9,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kPenaltyThreads = 512;
 constexpr int kLoads = 4;  // 16-byte loads in flight a thread
-constexpr int kBlocksPerProcessor = 6;
+constexpr int kBlocksPerProcessor = 3;
 constexpr int64_t kMinChunkBytes = kThreads * kAccessBytes;
 constexpr int64_t kMaxChunkBytes = 64 * 1024;
 constexpr int64_t kMaxTokenBits = 48 * 1024 * 8;  // of the shared memory that every kernel may have
