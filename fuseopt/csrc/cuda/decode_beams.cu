@@ -1,5 +1,6 @@
 // The end of a beam search step: a block an item, whose first warp chooses, a lane a candidate, and whose threads then
-// move a column each of all its beams. The block that comes last says whether the search goes on.
+// move a column each of all its beams, half of them the ids and half the ancestry. The block that comes last says
+// whether the search goes on.
 #include "dependent_launch.cuh"
 #include "launchers.h"
 #include "topk_order.cuh"
@@ -7,15 +8,15 @@
 namespace fuseopt {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kMaxBeams = kMaxTaken / 2;  // there are twice as many candidates at least
+constexpr int kFewBeams = 4;
 constexpr float kOut = -1e9f;             // upstream's penalty for what is out of the running
 
 // What the blocks tell one another, of any item.
 enum Found : int { kImprovable = 1, kGoesOn = 2, kIsNotFull = 4 };
 
 struct Choice {
-  int64_t sources[2 * kMaxBeams];  // rows of the flattened [2, rows]: of the running beams, then of the finished ones
+  int sources[2 * kMaxBeams];  // rows of the flattened [2, rows]: of the running beams, then of the finished ones
   int64_t tokens[2 * kMaxBeams];
 };
 
@@ -36,12 +37,18 @@ __device__ int choose(const DecodeBeams& of, int64_t item, int64_t length, int64
   const int64_t own = item * beams, rows = of.items * beams;
   const bool is_candidate = lane < candidates, is_beam = lane < beams;
 
-  float value = 0;
+  // All that is read, before any of it is waited for.
+  const float value = is_candidate ? of.values[item * candidates + lane] : 0.0f;
+  const int64_t place = is_candidate ? of.places[item * candidates + lane] : 0, limit = *of.limit;
+  const float penalty = of.penalties[generated], best_penalty = of.best_penalties[generated];
+  const bool was_improvable = of.improvable[item], was_finished = !is_beam || of.is_finished[own + lane];
+  const float old_score = is_beam ? of.scores[own + lane] : 0.0f;
+  const int64_t old_length = is_beam ? of.lengths[own + lane] : 0;
+
   bool ends = true;
   if (is_candidate) {
-    value = of.values[item * candidates + lane];
-    const int64_t place = of.places[item * candidates + lane], token = place % of.vocabulary;
-    ends = length + 1 >= *of.limit;
+    const int64_t token = place % of.vocabulary;
+    ends = length + 1 >= limit;
     for (int64_t i = 0; i < of.eos_count; ++i) ends = ends || token == of.eos[i];
     parents[lane] = static_cast<int>(place / of.vocabulary);
     tokens[lane] = token;
@@ -52,11 +59,10 @@ __device__ int choose(const DecodeBeams& of, int64_t item, int64_t length, int64
   __syncwarp();
   const Taken running = topk(keys, candidates, beams, scratch);
 
-  const bool was_full = __all_sync(kFullWarp, !is_beam || of.is_finished[own + lane]);
-  const bool was_improvable = of.improvable[item];
-  if (is_beam) keys[lane] = key_of(of.scores[own + lane]);
+  const bool was_full = __all_sync(kFullWarp, was_finished);
+  if (is_beam) keys[lane] = key_of(old_score);
   if (is_candidate) {
-    float score = __fdiv_rn(value, of.penalties[generated]);
+    float score = __fdiv_rn(value, penalty);
     if (of.stops_when_full) score += was_full ? kOut : -0.0f;
     score += was_improvable ? -0.0f : kOut;
     score += finishes[lane] ? -0.0f : kOut;
@@ -66,16 +72,19 @@ __device__ int choose(const DecodeBeams& of, int64_t item, int64_t length, int64
   const Taken kept = topk(keys, beams + candidates, beams, scratch);
 
   const float running_score = score_of(running.key), score = score_of(kept.key);
+  const int kept_lane = is_beam && kept.place < beams ? kept.place : 0;
+  const bool kept_is_finished = __shfl_sync(kFullWarp, was_finished, kept_lane);
+  const int64_t kept_old_length = __shfl_sync(kFullWarp, static_cast<long long>(old_length), kept_lane);
   bool is_finished = true;
   int64_t kept_length = 0;
   if (is_beam) {
     const bool is_new = kept.place >= beams;
     const int candidate = is_new ? kept.place - beams : 0;
-    is_finished = is_new ? finishes[candidate] : of.is_finished[own + kept.place];
-    kept_length = is_new ? generated : of.lengths[own + kept.place];
-    choice.sources[lane] = own + parents[running.place];
+    is_finished = is_new ? finishes[candidate] : kept_is_finished;
+    kept_length = is_new ? generated : kept_old_length;
+    choice.sources[lane] = static_cast<int>(own + parents[running.place]);
     choice.tokens[lane] = tokens[running.place];
-    choice.sources[beams + lane] = is_new ? own + parents[candidate] : rows + own + kept.place;
+    choice.sources[beams + lane] = static_cast<int>(is_new ? own + parents[candidate] : rows + own + kept.place);
     choice.tokens[beams + lane] = is_new ? tokens[candidate] : 0;
   }
   __syncwarp();
@@ -85,7 +94,7 @@ __device__ int choose(const DecodeBeams& of, int64_t item, int64_t length, int64
     const float other = __shfl_xor_sync(kFullWarp, worst, distance);
     worst = isnan(other) || other < worst ? other : worst;
   }
-  const float best = __fdiv_rn(__shfl_sync(kFullWarp, running_score, 0), of.best_penalties[generated]);
+  const float best = __fdiv_rn(__shfl_sync(kFullWarp, running_score, 0), best_penalty);
   const bool can_improve = __any_sync(kFullWarp, is_beam && best > (is_finished ? worst : kOut));
   const bool is_full = __all_sync(kFullWarp, is_finished);
   if (is_beam) {
@@ -101,25 +110,32 @@ __device__ int choose(const DecodeBeams& of, int64_t item, int64_t length, int64
 
 // Gives every beam of the item the columns [0, end) of the row that it comes from. A thread has read a column of all
 // rows before it writes one.
-template <typename T>
+template <int kMostBeams, int kMovers, typename T>
 __device__ void move_columns(T* data, int64_t columns, int64_t end, const DecodeBeams& of, int64_t item,
                              const Choice& choice) {
   const int beams = static_cast<int>(of.beams);
   T* const targets[2] = {data + item * beams * columns, data + (of.items + item) * beams * columns};
-  for (int64_t column = threadIdx.x; column < end; column += kThreads) {
-    T values[2 * kMaxBeams];
+  for (int64_t column = threadIdx.x % kMovers; column < end; column += kMovers) {
+    T values[2 * kMostBeams];
 #pragma unroll
-    for (int i = 0; i < 2 * kMaxBeams; ++i) {
+    for (int i = 0; i < 2 * kMostBeams; ++i) {
       if (i < 2 * beams) values[i] = data[choice.sources[i] * columns + column];
     }
 #pragma unroll
-    for (int i = 0; i < 2 * kMaxBeams; ++i) {
+    for (int i = 0; i < 2 * kMostBeams; ++i) {
       if (i < 2 * beams) targets[i >= beams][(i >= beams ? i - beams : i) * columns + column] = values[i];
     }
   }
 }
 
-__global__ void __launch_bounds__(kThreads) decode_beams_kernel(const __grid_constant__ DecodeBeams of) {
+// Threads that move each of the two tables: many rows at once take many registers.
+template <int kMostBeams>
+constexpr int kMoversOf = kMostBeams > kFewBeams ? 128 : 256;
+
+template <int kMostBeams>
+__global__ void __launch_bounds__(2 * kMoversOf<kMostBeams>)
+    decode_beams_kernel(const __grid_constant__ DecodeBeams of) {
+  constexpr int kMovers = kMoversOf<kMostBeams>, kThreads = 2 * kMovers;
   __shared__ Choice choice;
   __shared__ bool is_last;
   const int64_t item = blockIdx.x;
@@ -133,10 +149,12 @@ __global__ void __launch_bounds__(kThreads) decode_beams_kernel(const __grid_con
   if (threadIdx.x < kWarpSize) found = choose(of, item, length, generated, going, choice);
   __syncthreads();
   if (going) {
-    const int64_t filled = min(length, of.ids_columns);
-    move_columns(of.ids, of.ids_columns, filled, of, item, choice);
-    // Behind these slots every row is its own ancestor.
-    move_columns(of.ancestry, of.capacity, min(slot, of.capacity), of, item, choice);
+    if (threadIdx.x < kMovers) {
+      move_columns<kMostBeams, kMovers>(of.ids, of.ids_columns, min(length, of.ids_columns), of, item, choice);
+    } else {
+      // Behind these slots every row is its own ancestor.
+      move_columns<kMostBeams, kMovers>(of.ancestry, of.capacity, min(slot, of.capacity), of, item, choice);
+    }
     const int i = threadIdx.x;
     if (i < 2 * beams && length < of.ids_columns) {
       const int64_t row = i < beams ? item * beams + i : (of.items + item) * beams + i - beams;
@@ -165,8 +183,12 @@ __global__ void __launch_bounds__(kThreads) decode_beams_kernel(const __grid_con
 
 extern "C" cudaError_t fuseopt_decode_beams(DecodeBeams beams, cudaStream_t stream) {
   if (beams.items == 0) return cudaSuccess;
-  const LaunchShape shape = {static_cast<unsigned>(beams.items), kThreads, 0, 1};
-  return launch_dependent(decode_beams_kernel, beams, shape, beams.overlap, stream);
+  const auto launch = [&](auto kernel, unsigned movers) {
+    const LaunchShape shape = {static_cast<unsigned>(beams.items), 2 * movers, 0, 1};
+    return launch_dependent(kernel, beams, shape, beams.overlap, stream);
+  };
+  if (beams.beams <= kFewBeams) return launch(decode_beams_kernel<kFewBeams>, kMoversOf<kFewBeams>);
+  return launch(decode_beams_kernel<kMaxBeams>, kMoversOf<kMaxBeams>);
 }
 
 }  // namespace fuseopt

@@ -54,23 +54,36 @@ struct Taken {
 // Lane i < count gets the i-th highest of `size` keys in shared memory and where it stands; of equal ones the first
 // comes first. What is taken is overwritten with kNoKey, and where nothing is left that is what lanes get.
 __device__ inline Taken take_highest(unsigned* keys, int size, int count) {
-  const int lane = threadIdx.x % kWarpSize;
-  Taken own = {}, taken = {};
-  const auto look = [&] {
-    own = {kNoKey, INT_MAX};
+  constexpr int kGroups = 4;  // of a lane's keys, of which one is looked through again for each key taken
+  const int lane = threadIdx.x % kWarpSize, group_keys = (size + kGroups * kWarpSize - 1) / (kGroups * kWarpSize);
+  const auto look = [&](int group) {
+    const int end = min(size, (group + 1) * group_keys * kWarpSize);
+    Taken best = {kNoKey, INT_MAX};
 #pragma unroll 8
-    for (int i = lane; i < size; i += kWarpSize) {
-      if (keys[i] > own.key) own = {keys[i], i};
+    for (int i = group * group_keys * kWarpSize + lane; i < end; i += kWarpSize) {
+      if (keys[i] > best.key) best = {keys[i], i};
     }
+    return best;
   };
-  look();
+  Taken of_group[kGroups], taken = {};
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) of_group[group] = look(group);
   for (int i = 0; i < count; ++i) {
+    Taken own = of_group[0];
+#pragma unroll
+    for (int group = 1; group < kGroups; ++group) {
+      if (of_group[group].key > own.key) own = of_group[group];
+    }
     const unsigned highest = max_of_warp(own.key);
     const int first = min_of_warp(own.key == highest ? own.place : INT_MAX);
     if (lane == i) taken = {highest, first};
-    if (highest != kNoKey && own.place == first) {
-      keys[first] = kNoKey;
-      look();
+    if (highest == kNoKey || own.place != first) continue;
+    keys[first] = kNoKey;
+    const int taken_from = first / (group_keys * kWarpSize);
+    const Taken next = look(taken_from);
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      if (group == taken_from) of_group[group] = next;
     }
   }
   __syncwarp();
