@@ -385,7 +385,7 @@ def test_a_norm_of_rows_that_start_with_an_outlier(rows: int, norm: str) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 40, 64, 200])
 @pytest.mark.parametrize(
     ("columns", "outputs", "weights", "options"),
     [

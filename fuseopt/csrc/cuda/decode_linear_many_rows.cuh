@@ -4,8 +4,10 @@
 // weight is in the L2 cache. Warps share out K; where K is long, so do the blocks of a cluster, through shared memory.
 #pragma once
 
+#include "async_copy.cuh"
 #include "cluster.cuh"
 #include "decode_linear_mma.cuh"
+#include "many_rows_norm.cuh"
 
 namespace fuseopt {
 
@@ -14,6 +16,16 @@ constexpr int kManyRowsChunks = 3;  // of K, for each warp: 768 values take 8 wa
 constexpr int kManyRowsTiles = 4;   // of 8 columns, in a block's strip
 constexpr int kRowGroups = 4;       // of 8 rows, in a block's tile
 constexpr int kTileRows = kRowGroups * kHalfRows;
+constexpr int kManyRowsStride = kManyRowsTiles * kTileColumns + 4;  // of rows of sums, in banks of their own
+// Of shared memory, in floats, for a warp's part of a group of rows, and its sums in the same place after that.
+constexpr int kGroupSize = kManyRowsChunks * kWarpSize * kAccessBytes / static_cast<int>(sizeof(float));
+static_assert(kHalfRows * kManyRowsStride <= kGroupSize);
+
+// Whether rows go to shared memory on their way. With a weight [N, K] the compiler would else ask for a few of them at
+// a time, for want of registers; with one [K, N] they are there sooner without.
+template <Layout kLayout>
+constexpr bool kCopiesRows = kLayout == Layout::kRows;
+
 constexpr int kQuad = 4;  // neighbouring outputs that a thread finishes
 
 using SumQuad = Vector<float, kQuad>;
@@ -27,44 +39,9 @@ __device__ inline void add_quad(SumQuad& total, const float* others) {
 template <typename T>
 struct ManyRowsLayer {
   MmaLayer<T> layer;
-  int parts;  // of K: the blocks of a cluster
+  int parts;      // of K: the blocks of a cluster
+  int tile_rows;  // of a block
 };
-
-// Mean and 1 / deviation of a tile's rows, from sums of each warp's part of them and of its squares.
-template <typename T>
-__device__ inline void find_norms(const MmaLayer<T>& layer, int first_row, int rows, const float2* moments,
-                                  float2* norms) {
-  constexpr int kLanes = 8, kRows = kWarpSize / kLanes;  // that share a row; of a warp
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
-  const int columns = layer.columns;
-  const auto add_lanes = [](float sum) {
-#pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(kFullWarp, sum, distance);
-    return sum;
-  };
-  for (int first = warp * kRows; first < rows; first += warps * kRows) {
-    const int r = first + lane / kLanes;
-    float2 total = {0.f, 0.f};
-    for (int w = lane % kLanes; w < warps; w += kLanes) {
-      const float2 own = moments[w * kTileRows + r];
-      total.x += own.x, total.y += own.y;
-    }
-    const float mean = layer.is_layer_norm ? __fdividef(add_lanes(total.x), columns) : 0.f;
-    float variance = __fdividef(add_lanes(total.y), columns) - mean * mean;
-    // Where the squares are little more than the mean's, their difference is lost.
-    if (__any_sync(kFullWarp, mean * mean > 16.f * variance)) {
-      const T* const input = static_cast<const T*>(layer.input) + (first_row + r) * columns;
-      float squares = 0.f;
-      for (int k = lane % kLanes * kLaneValues; k < columns && r < rows; k += kLanes * kLaneValues) {
-        const auto values = *reinterpret_cast<const Vector<T, kLaneValues>*>(input + k);
-#pragma unroll
-        for (int i = 0; i < kLaneValues; ++i) squares += (values[i] - mean) * (values[i] - mean);
-      }
-      variance = __fdividef(add_lanes(squares), columns);
-    }
-    if (lane % kLanes == 0) norms[r] = {mean, rsqrtf(variance + layer.eps)};
-  }
-}
 
 template <typename T, Layout kLayout, bool kNorm, bool kGated>
 __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
@@ -72,22 +49,22 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   constexpr int kTiles = kManyRowsTiles, kChunks = kManyRowsChunks, kPart = kChunks * kChunk;
   constexpr int kProducts = kGated ? 2 : 1, kColumns = kTiles * kTileColumns, kWidth = kColumns / kProducts;
   constexpr int kQuads = kWidth / kQuad;
-  constexpr int kStride = kColumns + 4;  // 4: rows of sums start in different banks
   constexpr unsigned kOnes = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
   const MmaLayer<T>& layer = argument.layer;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
   const int parts = kNorm ? 1 : argument.parts, part = blockIdx.x % parts, strip = blockIdx.x / parts * kWidth;
-  const int columns = layer.columns, first_row = blockIdx.z * kTileRows, rows = min(layer.rows - first_row, kTileRows);
+  const int columns = layer.columns, tile_rows = argument.tile_rows, first_row = blockIdx.z * tile_rows;
+  const int rows = min(layer.rows - first_row, tile_rows);
   const int first_k = (part * warps + warp) * kPart + lane % 4 * kLaneValues;
 
-  // Sums of each warp [warps][kTileRows][kStride]; what does not depend on the input [2][kColumns]; of a norm, sums of
-  // each warp's part of the rows and of their squares [warps][kTileRows], mean and 1 / deviation of rows [kTileRows];
-  // of a cluster, sums of each block for the rows that this one finishes [parts][kTileRows / parts][kColumns], and the
-  // mailbox that they come by.
+  // Rows and then sums of each warp [warps][kRowGroups][kGroupSize]; what does not depend on the input [2][kColumns];
+  // of a norm, sums of each warp's part of the rows and of their squares [warps][kTileRows], mean and 1 / deviation of
+  // rows [kTileRows]; of a cluster, sums of each block for the rows that this one finishes [parts][kTileRows / parts]
+  // [kColumns], and the mailbox that they come by.
   extern __shared__ __align__(16) char shared[];
   float* const sums_of = reinterpret_cast<float*>(shared);
   // Of each column under a LayerNorm: a product is rstd * (sum - mean * slope) + offset.
-  float *const slopes = sums_of + warps * kTileRows * kStride, *const offsets = slopes + kColumns;
+  float *const slopes = sums_of + warps * kRowGroups * kGroupSize, *const offsets = slopes + kColumns;
   float2 *const moments = reinterpret_cast<float2*>(offsets + kColumns), *const norms = moments + warps * kTileRows;
   float* const received = offsets + kColumns;
   Mailbox& mailbox = *reinterpret_cast<Mailbox*>(received + kTileRows * kColumns);
@@ -96,7 +73,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   WeightPart<T, kLayout, kGated, kTiles, kChunks> weight;
   weight.load(layer, strip, first_k);
   if (blockIdx.z == 0) prefetch_ahead(layer);
-  const int share = kTileRows / parts;  // of a tile's rows
+  const int share = tile_rows / parts;  // of a tile's rows
   if (parts > 1) {
     if (threadIdx.x == 0) mailbox.open((parts - 1) * share * kColumns * sizeof(float));
     arrive_relaxed_at_cluster_barrier();
@@ -120,23 +97,27 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
     residual = *reinterpret_cast<const Vector<T, kQuad>*>(static_cast<const T*>(layer.residual) + output_index());
   };
 
-  // The lane's sums of 8 rows, from row `first` of the tile on, in the order of columns.
-  const auto store_sums = [&](const float(&sums)[kTiles / 2][4], int first) {
-    float* const at = sums_of + (warp * kTileRows + first + lane % 4 * 2) * kStride;
+  const auto sums_at = [&](int w, int r, int p) {
+    return sums_of + (w * kRowGroups + r / kHalfRows) * kGroupSize + r % kHalfRows * kManyRowsStride + p;
+  };
+  // The lane's sums of a group of rows, in the order of columns.
+  const auto store_sums = [&](const float(&sums)[kTiles / 2][4], int group) {
+    float* const at = sums_at(warp, group * kHalfRows + lane % 4 * 2, 0);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (kLayout == Layout::kLines) {
         Vector<float, kTiles> line;
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) line.values[t] = sums[t / 2][t % 2 * 2 + i];
-        *reinterpret_cast<Vector<float, kTiles>*>(at + i * kStride + lane / 4 * kTiles) = line;
+        *reinterpret_cast<Vector<float, kTiles>*>(at + i * kManyRowsStride + lane / 4 * kTiles) = line;
       } else {
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) at[i * kStride + t * kTileColumns + lane / 4] = sums[t / 2][t % 2 * 2 + i];
+        for (int t = 0; t < kTiles; ++t) {
+          at[i * kManyRowsStride + t * kTileColumns + lane / 4] = sums[t / 2][t % 2 * 2 + i];
+        }
       }
     }
   };
-  const auto sums_at = [&](int w, int r, int p) { return sums_of + (w * kTileRows + r) * kStride + p; };
   const auto sum_of_warps = [&](int r, int p) {
     SumQuad total = {};
 #pragma unroll 4
@@ -172,36 +153,49 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   }
   wait_for_predecessor();
 
-  Vector<T, kLaneValues> x[kRowGroups][kChunks];
+  // Chunk c of group g: a lane copies what it reads itself.
+  const auto copy_of = [&](int g, int c) {
+    return reinterpret_cast<uint4*>(sums_of + (warp * kRowGroups + g) * kGroupSize) + c * kWarpSize + lane;
+  };
+  uint4 loaded[kRowGroups][kChunks];
 #pragma unroll
   for (int g = 0; g < kRowGroups; ++g) {
     const int r = g * kHalfRows + lane / 4;
     const T* const input = static_cast<const T*>(layer.input) + (first_row + r) * columns + first_k;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      x[g][c] = {};
-      if (r < rows && first_k + c * kChunk < columns) {
-        x[g][c] = *reinterpret_cast<const Vector<T, kLaneValues>*>(input + c * kChunk);
+      const bool is_there = r < rows && first_k + c * kChunk < columns;
+      if constexpr (kCopiesRows<kLayout>) {
+        if (g * kHalfRows < rows) copy_async(copy_of(g, c), input + c * kChunk, is_there);
+      } else {
+        loaded[g][c] = {};
+        if (is_there) loaded[g][c] = *reinterpret_cast<const uint4*>(input + c * kChunk);
       }
     }
   }
+  if constexpr (kCopiesRows<kLayout>) end_copy_group();
   load_residual();
   if constexpr (!kNorm) {
     weight.not_before_here();
     if constexpr (kLayout == Layout::kLines) weight.pair_lines();
   }
+  if constexpr (kCopiesRows<kLayout>) await_copy_groups<0>();
 #pragma unroll
   for (int g = 0; g < kRowGroups; ++g) {
+    if (g * kHalfRows >= rows) break;
+    uint4 x[kChunks];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) x[c] = kCopiesRows<kLayout> ? *copy_of(g, c) : loaded[g][c];
     float sums[kTiles / 2][4] = {};
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) weight.multiply_add(sums, c, reinterpret_cast<const uint4&>(x[g][c]));
-    store_sums(sums, g * kHalfRows);
+    for (int c = 0; c < kChunks; ++c) weight.multiply_add(sums, c, x[c]);
+    if constexpr (kCopiesRows<kLayout>) __syncwarp();  // all lanes have read the rows
+    store_sums(sums, g);
     if constexpr (kNorm) {
       // Products of the rows with one another, of which the diagonal counts, and with ones.
       float products[4] = {};
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const uint4& values = reinterpret_cast<const uint4&>(x[g][c]);
+      for (const uint4& values : x) {
         multiply<T>(products, {values.x, values.y}, {kOnes, kOnes}, values.x, values.y);
         multiply<T>(products, {values.z, values.w}, {kOnes, kOnes}, values.z, values.w);
       }
@@ -215,7 +209,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   __syncthreads();
 
   if constexpr (kNorm) {
-    find_norms(layer, first_row, rows, moments, norms);
+    find_norms(layer, first_row, rows, moments, kTileRows, norms);
     __syncthreads();
   }
   const auto received_at = [&](int from, int r, int p) {
@@ -223,7 +217,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   };
   if (parts > 1) {
     wait_at_cluster_barrier();
-    for (int i = threadIdx.x; i < kTileRows * kQuads; i += blockDim.x) {
+    for (int i = threadIdx.x; i < tile_rows * kQuads; i += blockDim.x) {
       const int r = i / kQuads, p = i % kQuads * kQuad, to = r / share;
       const SumQuad sums = sum_of_warps(r, p);
       float4* const at = reinterpret_cast<float4*>(received_at(part, r, p));
@@ -265,17 +259,21 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
 template <typename T, Layout kLayout, bool kNorm, bool kGated>
 cudaError_t launch_many_rows_as(const DecodeLinear& layer, int64_t parts, cudaStream_t stream) {
   constexpr int kColumns = kManyRowsTiles * kTileColumns, kWidth = kGated ? kColumns / 2 : kColumns;
-  ManyRowsLayer<T> tiled{mma_layer<T>(layer), static_cast<int>(parts)};
   const int64_t warps = ceil_div(layer.columns, parts * kManyRowsChunks * kChunk);
-  size_t shared_bytes = sizeof(float) * (warps * kTileRows * (kColumns + 4) + 2 * kColumns);
+  const int64_t strips = ceil_div(layer.outputs, kWidth), weights = kGated ? 1 : layer.weight_count;
+  // Tiles of half as many rows where twice as many blocks are still no more than the device has multiprocessors.
+  const int64_t blocks = strips * parts * weights * ceil_div(layer.rows, kTileRows);
+  const int tile_rows = kCopiesRows<kLayout> && 2 * blocks <= multiprocessor_count() ? kTileRows / 2 : kTileRows;
+  ManyRowsLayer<T> tiled{mma_layer<T>(layer), static_cast<int>(parts), tile_rows};
+  size_t shared_bytes = sizeof(float) * (warps * kRowGroups * kGroupSize + 2 * kColumns);
   if (kNorm) shared_bytes += sizeof(float2) * (warps + 1) * kTileRows;
   if (parts > 1) shared_bytes += sizeof(float) * kTileRows * kColumns + sizeof(Mailbox);
-  const LaunchShape shape{static_cast<unsigned>(ceil_div(layer.outputs, kWidth) * parts),
+  const LaunchShape shape{static_cast<unsigned>(strips * parts),
                           static_cast<unsigned>(warps * kWarpSize),
                           shared_bytes,
                           static_cast<unsigned>(parts),
-                          kGated ? 1u : static_cast<unsigned>(layer.weight_count),
-                          static_cast<unsigned>(ceil_div(layer.rows, kTileRows))};
+                          static_cast<unsigned>(weights),
+                          static_cast<unsigned>(ceil_div(layer.rows, tile_rows))};
   tiled.layer.share_ahead(shape);
   const auto kernel = decode_linear_many_rows_kernel<T, kLayout, kNorm, kGated>;
   return launch_dependent(kernel, tiled, shape, layer.overlap, stream);
