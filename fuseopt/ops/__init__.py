@@ -17,6 +17,7 @@ from fuseopt.ops.layer_norm import layer_norm
 from fuseopt.ops.linear_cross_entropy import linear_cross_entropy
 from fuseopt.ops.no_repeat_ngram import encoder_no_repeat_ngram, no_repeat_ngram
 from fuseopt.ops.process_logits import process_logits
+from fuseopt.ops.relative_attention import relative_attention
 from fuseopt.ops.rms_norm import rms_norm
 from fuseopt.ops.softmax import softmax
 
@@ -41,6 +42,7 @@ __all__ = [
     "linear_cross_entropy",
     "no_repeat_ngram",
     "process_logits",
+    "relative_attention",
     "rms_norm",
     "softmax",
 ]

@@ -3,6 +3,8 @@
 from fuseopt.ops.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fuseopt.ops.triton.dropout_add_layer_norm import dropout_add_layer_norm_bwd, dropout_add_layer_norm_fwd
 from fuseopt.ops.triton.linear_cross_entropy import linear_cross_entropy_bwd, linear_cross_entropy_fwd
+from fuseopt.ops.triton.relative_attention import relative_attention_fwd
+from fuseopt.ops.triton.relative_attention_bwd import relative_attention_bwd
 from fuseopt.ops.triton.rms_norm import rms_norm, rms_norm_bwd, rms_norm_fwd
 from fuseopt.ops.triton.softmax import softmax_bwd, softmax_fwd
 
@@ -13,6 +15,8 @@ __all__ = [
     "dropout_add_layer_norm_fwd",
     "linear_cross_entropy_bwd",
     "linear_cross_entropy_fwd",
+    "relative_attention_bwd",
+    "relative_attention_fwd",
     "rms_norm",
     "rms_norm_bwd",
     "rms_norm_fwd",

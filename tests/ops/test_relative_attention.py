@@ -1,0 +1,204 @@
+"""relative_attention beyond the contract: T5's own attention, masks, dropout, odd sizes, what is kept and refused."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from transformers import T5Config
+from transformers.models.t5.modeling_t5 import T5Attention, eager_attention_forward
+
+from fuseopt import ops
+from fuseopt.errors import BackendError
+from fuseopt.ops.philox import keep_mask
+from tests.ops.cases import Case, RawCalls, cases, error
+
+every_case = pytest.mark.parametrize("case", cases("relative_attention"))
+triton_cases = pytest.mark.parametrize(
+    "case", [case for case in cases("relative_attention") if case.values[0].backend == "triton"]
+)
+
+
+def draw(case: Case, *shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> torch.Tensor:
+    return torch.randn(shape, device=case.device, dtype=dtype).requires_grad_(requires_grad)
+
+
+def inputs(case: Case, batch: int, heads: int, queries: int, keys: int, dim: int) -> list[torch.Tensor]:
+    """As a projection leaves them, [batch, length, heads, dim] in memory, and the bias."""
+    tensors = [draw(case, batch, length, heads, dim).transpose(1, 2) for length in (queries, keys, keys)]
+    return [*tensors, draw(case, heads, queries + keys - 1)]
+
+
+def bias_matrix(bias: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
+    matrix = torch.empty(len(bias), queries, keys, dtype=bias.dtype, device=bias.device)
+    for i in range(queries):
+        matrix[:, i] = bias[:, queries - 1 - i : queries - 1 - i + keys]
+    return matrix
+
+
+def stock(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """transformers' eager attention, with a matrix of biases: [batch, heads, queries, dim]."""
+    matrix = bias_matrix(bias, query.shape[2], key.shape[2])[None]
+    module = torch.nn.Module().eval()
+    return eager_attention_forward(module, query, key, value, mask, scaling=1.0, position_bias=matrix)[0].transpose(
+        1, 2
+    )
+
+
+@every_case
+def test_padding_gives_what_transformers_gives_also_where_all_is_padding(case: Case) -> None:
+    torch.manual_seed(0)
+    tensors = [tensor.detach() for tensor in inputs(case, 3, 2, 9, 9, 8)]
+    seen = torch.arange(9, device=case.device) < torch.tensor([[9], [4], [0]], device=case.device)
+    mask = seen[:, None, None, :].expand(3, 1, 9, 9)
+    additive = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    expected = stock(*tensors, additive)
+    for given_mask in (mask, additive, additive.contiguous(), mask.contiguous(), additive.half()):
+        torch.testing.assert_close(case(*tensors, mask=given_mask), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(expected[2], tensors[2][2].mean(1, keepdim=True).expand(2, 9, 8))
+
+
+@every_case
+def test_a_causal_mask_with_padding_on_the_left(case: Case) -> None:
+    """As transformers makes it: rows of padding see masked keys only."""
+    torch.manual_seed(0)
+    tensors = [tensor.detach() for tensor in inputs(case, 2, 2, 20, 20, 8)]
+    position = torch.arange(20, device=case.device)
+    mask = (position <= position[:, None]) & (position >= torch.tensor([0, 5], device=case.device)[:, None, None])
+    additive = torch.where(mask, 0.0, torch.finfo(torch.float32).min)[:, None]
+    torch.testing.assert_close(case(*tensors, mask=mask[:, None]), stock(*tensors, additive), rtol=1e-5, atol=1e-5)
+
+
+@every_case
+def test_queries_without_keys_give_zeros_and_finite_gradients(case: Case) -> None:
+    torch.manual_seed(0)
+    tensors = inputs(case, 1, 2, 6, 4, 8)
+    mask = torch.ones(1, 1, 6, 4, dtype=torch.bool, device=case.device)
+    mask[:, :, 3] = False
+    output = case(*tensors, causal=True, mask=mask)
+    assert torch.equal(output[:, :, :2], torch.zeros_like(output[:, :, :2]))
+    torch.testing.assert_close(output[:, :, 3], tensors[2][:, :, :2].mean(2))
+    gradients = torch.autograd.grad(output.square().sum(), tensors)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert not gradients[0][:, :, [0, 1, 3]].any() and gradients[0][:, :, 4].any()
+    without = case(*tensors[:1], *(tensor[:, :, :0] for tensor in tensors[1:3]), tensors[3][:, :5])
+    assert torch.equal(without, torch.zeros_like(tensors[0]))
+
+
+@every_case
+def test_the_seed_decides_which_weights_are_dropped(case: Case) -> None:
+    torch.manual_seed(0)
+    seed = torch.tensor([2**61 + 12345], device=case.device)
+    query, key, _, bias = (tensor.detach() for tensor in inputs(case, 2, 3, 21, 40, 40))
+    value = torch.eye(40, device=case.device).expand(2, 3, 40, 40)
+    dropped = case(query, key, value, bias, p=0.3, seed=seed)
+    weights = case(query, key, value, bias)
+    kept = keep_mask(seed, dropped.shape, 0.3)
+    assert torch.equal(dropped != 0, kept & (weights != 0))
+    torch.testing.assert_close(dropped, weights * kept / (1 - 0.3))
+    assert not torch.equal(dropped, case(query, key, value, bias, p=0.3, seed=seed + 1))
+
+
+@triton_cases
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
+)
+@given(data=st.data())
+def test_any_sizes(case: Case, data: st.DataObject) -> None:
+    """Tiles that are not full, several of them, and heads of any size."""
+    batch, heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    queries, keys = data.draw(st.integers(1, 140)), data.draw(st.integers(1, 140))
+    torch.manual_seed(data.draw(st.integers(0, 2**20)))
+    tensors = inputs(case, batch, heads, queries, keys, data.draw(st.sampled_from([1, 8, 48, 64, 128])))
+    options = {
+        "causal": data.draw(st.booleans()),
+        "scale": 0.3,
+        "p": data.draw(st.sampled_from([0.0, 0.2])),
+        "seed": torch.randint(2**62, (1,), device=case.device),
+        "mask": data.draw(
+            st.sampled_from([None, torch.rand(batch, 1, 1, keys) > 0.3, torch.randn(heads, queries, keys)])
+        ),
+    }
+    if options["mask"] is not None:
+        options["mask"] = options["mask"].to(case.device)
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    output, expected = case(*tensors, **options), case.op.reference(*exact, **options)
+    assert error([output], [expected]) <= 2e-6
+    grad = torch.randn_like(output)
+    gradients = torch.autograd.grad(output, tensors, grad)
+    assert error(gradients, torch.autograd.grad(expected, exact, grad.double())) <= 1e-4
+    again = torch.autograd.grad(case(*tensors, **options), tensors, grad)
+    assert all(map(torch.equal, gradients, again))
+
+
+@every_case
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_the_gradient_reaches_the_buckets(case: Case, bidirectional: bool) -> None:
+    """A vector looked up once a distance, against T5's own matrix looked up once a pair."""
+    torch.manual_seed(0)
+    config = T5Config(num_heads=2, d_kv=8, d_model=16, is_decoder=not bidirectional, dropout_rate=0.0)
+    attention = T5Attention(config, has_relative_attention_bias=True, layer_idx=0).to(case.device)
+    table = attention.relative_attention_bias.weight
+    query, key, value, _ = inputs(case, 2, 2, 40, 70, 8)
+    matrix = attention.compute_bias(40, 70)
+    expected = (query @ key.mT + matrix).softmax(-1) @ value
+    distance = torch.arange(-39, 70, device=case.device)
+    bucket = attention._relative_position_bucket(distance, bidirectional=bidirectional)
+    output = case(query, key, value, table[bucket].t())
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    grad = torch.randn_like(output)
+    (actual,), (wanted,) = (torch.autograd.grad(result, table, grad) for result in (output, expected))
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+@triton_cases
+def test_what_is_kept_grows_with_the_length_not_its_square(case: Case) -> None:
+    sizes = []
+    for length in (32, 64):
+        tensors = inputs(case, 1, 2, length, length, 8)
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):  # noqa: B023
+            case(*tensors)
+        sizes.append(sum(tensor.numel() for tensor in saved))
+    assert sizes[1] <= 2 * sizes[0] + 2  # a bias has an odd number of distances
+
+
+@triton_cases
+def test_a_frozen_bias_is_left_out_of_the_backward(case: Case) -> None:
+    *tensors, bias = inputs(case, 1, 2, 20, 20, 8)
+    with RawCalls() as raw:
+        case(*tensors, bias.detach()).sum().backward()
+    assert [(str(op), args[-1]) for op, args in raw.calls if "bwd" in str(op)] == [
+        ("fuseopt.relative_attention_bwd.triton", False)
+    ]
+
+
+@triton_cases
+def test_large_heads_are_left_to_the_reference(case: Case) -> None:
+    tensors = inputs(case, 1, 1, 3, 3, 129)
+    with RawCalls() as raw:
+        ops.relative_attention(*tensors)
+    assert raw.calls == []
+    with pytest.raises(ValueError, match="at most 128"):
+        case(*tensors)
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    query, bias, mask = torch.zeros(2, 3, 4, 8), torch.zeros(3, 7), torch.zeros(2, 1, 1, 4)
+
+    def refused(error_type: type[Exception], match: str, *args: torch.Tensor | None, **kwargs: object) -> None:
+        with pytest.raises(error_type, match=match):
+            ops.relative_attention(*args, **kwargs)
+
+    refused(ValueError, "query and key must have shape", query[0], query, query)
+    refused(ValueError, "key must have shape", query, query[:1], query)
+    refused(ValueError, "value must have shape", query, query, query[:, :, :2])
+    refused(TypeError, "must have one dtype", query, query.half(), query.half())
+    refused(ValueError, "bias must have shape", query, query, query, bias[:, :6])
+    refused(ValueError, "mask must be broadcastable", query, query, query, mask=mask[..., :3])
+    refused(ValueError, "mask takes no gradient", query, query, query, mask=mask.requires_grad_())
+    refused(ValueError, "p must be at least 0", query, query, query, p=1.0)
+    refused(ValueError, "needs a seed", query, query, query, p=0.1)
+    refused(ValueError, "seed must have shape", query, query, query, p=0.1, seed=torch.zeros(2, dtype=torch.int64))
+    refused(BackendError, "no backend 'cuda'", query, query, query, backend="cuda")
