@@ -33,6 +33,7 @@ CUSTOM_KERNELS: Mapping[str, tuple[str, ...]] = {
 TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {
     "FusedLinearCrossEntropy": (),
     "FusedRMSNorm": (),
+    "FusedRelativeAttention": (),
     "FusedSoftmax": (),
 }
 

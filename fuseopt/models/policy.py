@@ -54,6 +54,8 @@ class ModelPolicy:
             `fuseopt.modules.residual` class that does it, exactly.
         heads: model classes whose logits go straight into a cross-entropy; `Rule.options` are those of the module that
             stands in for their head, and "head" names it.
+        relative_attention: stacks of layers whose self-attentions share one bias of the distance; "attention" of
+            `Rule.options` is their full name.
         decode_steps: full name of a model class -> the decode step that `generation` runs it by.
     """
 
@@ -64,4 +66,5 @@ class ModelPolicy:
     eager_attention: tuple[str, ...] = ()
     residual_blocks: tuple[Rule, ...] = ()
     heads: tuple[Rule, ...] = ()
+    relative_attention: tuple[Rule, ...] = ()
     decode_steps: Mapping[str, str] = field(default_factory=dict)

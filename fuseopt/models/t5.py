@@ -28,5 +28,10 @@ T5 = ModelPolicy(
         Rule(source, "FusedLinearCrossEntropy", {"head": "lm_head", "traces": False})
         for source in map(modeling_name, ("t5.T5ForConditionalGeneration", "mt5.MT5ForConditionalGeneration"))
     ),
+    # UMT5's layers each have a bias of their own.
+    relative_attention=tuple(
+        Rule(modeling_name(stack), "FusedRelativeAttention", {"attention": modeling_name(attention)})
+        for stack, attention in (("t5.T5Stack", "t5.T5Attention"), ("mt5.MT5Stack", "mt5.MT5Attention"))
+    ),
     decode_steps={modeling_name("t5.T5ForConditionalGeneration"): "T5Step"},
 )

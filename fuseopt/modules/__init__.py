@@ -5,6 +5,7 @@ from fuseopt.modules.base import FusedModule
 from fuseopt.modules.linear_cross_entropy import FusedLinearCrossEntropy
 from fuseopt.modules.mlp import FusedGatedMLP, FusedMLP
 from fuseopt.modules.norms import FusedLayerNorm, FusedRMSNorm
+from fuseopt.modules.relative_attention import FusedRelativeAttention
 from fuseopt.modules.residual import GPT2BlockForward, T5BlockForward
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "FusedMLP",
     "FusedModule",
     "FusedRMSNorm",
+    "FusedRelativeAttention",
     "FusedSoftmax",
     "GPT2BlockForward",
     "T5BlockForward",

@@ -15,7 +15,7 @@ from fuseopt.errors import BackendError
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.ops import registry
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
-from fuseopt.strategies import eager_attention, logits_processors, loss_heads, residual
+from fuseopt.strategies import eager_attention, logits_processors, loss_heads, relative_attention, residual
 from fuseopt.strategies.propose import Offer, Options, child_rule, propose_rule
 
 # Kernel name -> the op whose backends run it.
@@ -25,6 +25,7 @@ OP_NAMES = {
     "FusedGatedGELU": "gated_activation",
     "FusedSwiGLU": "gated_activation",
     "FusedGELU": "gelu",
+    "FusedRelativeAttention": "relative_attention",
     "FusedSoftmax": "softmax",
     "FusedLinearCrossEntropy": "linear_cross_entropy",
     "FusedNoRepeatNGram": "no_repeat_ngram",
@@ -65,6 +66,8 @@ class KernelStrategy:
                 yield from residual.propose(index, policy, offer, backend)
             if request.name == "FusedLinearCrossEntropy":
                 yield from loss_heads.propose(index, policy, offer, backend)
+            if request.name == "FusedRelativeAttention":
+                yield from relative_attention.propose(index, policy, offer, backend)
             if request.name == "FusedSoftmax":
                 yield from eager_attention.propose(index, policy, offer, backend)
 

@@ -1,0 +1,56 @@
+"""FusedRelativeAttention: the self-attentions of a T5 stack, which hand one position bias on and so go together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from torch import nn
+
+from fuseopt.models import ModelPolicy, Rule
+from fuseopt.modules import FusedRelativeAttention
+from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
+from fuseopt.strategies.propose import Offer, replacement, skip
+
+_TARGET = FusedRelativeAttention.__name__
+
+
+def propose(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) -> Iterator[Replacement | Skip]:
+    """All self-attentions of each stack that the policy names, as Replacements or as Skips."""
+    rules = {rule.source: rule for rule in policy.relative_attention}
+    for candidate in (Candidate(index.model, ()), *index.candidates):
+        rule = next((rules[name] for name in candidate.lineage if name in rules), None)
+        if rule is not None:
+            yield from _propose_stack(index, candidate, rule, offer, backend)
+
+
+def _propose_stack(
+    index: ModelIndex, stack: Candidate, rule: Rule, offer: Offer, backend: str
+) -> Iterator[Replacement | Skip]:
+    attentions = [index.candidate(block.layer[0].SelfAttention) for block in stack.module.block]
+    reasons = [_not_supported_reasons(attention, rule) for attention in attentions]
+    if not stack.is_exactly(rule.source):
+        name = rule.source.rpartition(".")[2]
+        reasons = [[f"its stack is a subclass of {name}, so its forward may differ"] for _ in attentions]
+    blocked = next((a.sites[0].path for a, found in zip(attentions, reasons, strict=True) if found), None)
+    for attention, found in zip(attentions, reasons, strict=True):
+        if blocked is None:
+            yield _replace(attention, offer, backend)
+        else:
+            reason = "; ".join(found) or f"{blocked} stays as it is, and hands a matrix on"
+            yield skip(attention.sites, attention.class_name, _TARGET, offer, reason)
+
+
+def _not_supported_reasons(attention: Candidate, rule: Rule) -> list[str]:
+    if not attention.is_exactly(rule.options["attention"]):
+        return [f"it is no {rule.options['attention'].rpartition('.')[2]}, so its forward may differ"]
+    return attention.blocked_reasons() + FusedRelativeAttention.not_supported_reasons(attention.module)
+
+
+def _replace(attention: Candidate, offer: Offer, backend: str) -> Replacement:
+    module: nn.Module = attention.module
+    # Where a fused softmax inside eager attention would be put.
+    config = Site(module, "config", f"{attention.sites[0].path}.config")
+    build = functools.partial(FusedRelativeAttention.from_module, module, backend=backend)
+    reason = "as all self-attentions of its stack"
+    return replacement(attention.sites, attention.class_name, _TARGET, offer, reason, build, absorbs=(config,))

@@ -1,0 +1,273 @@
+"""`FusedRelativeAttention` in models: T5 trains as with its own attention, and no matrix of biases is made."""
+
+import copy
+import pickle
+from unittest import mock
+
+import pytest
+import torch
+from transformers import StaticCache
+
+import fuseopt
+from fuseopt import ops
+from fuseopt.modules import FusedRelativeAttention
+from tests import tiny
+from tests.training import assert_slope
+
+pytestmark = pytest.mark.usefixtures("each_device")
+CONFIG = {"kernel_fusion": {"triton_kernels": ["FusedRelativeAttention"], "jit": False}}
+every_family = pytest.mark.parametrize("family", ["t5", "t5_gated", "mt5"])
+every_implementation = pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+LAYERS = 4  # two in the encoder, two in the decoder
+
+
+def stock_and_fused(family="t5", implementation="sdpa", config=CONFIG, **options):
+    stock = tiny.FAMILIES[family](**{"dropout_rate": 0.0, **options}).train()
+    stock.set_attn_implementation(implementation)
+    return stock, fuseopt.initialize(copy.deepcopy(stock), config)
+
+
+def batch_of(model, length=11, padding=(), decoder_padding=()):
+    """Arguments of a training step; the second row has that much padding."""
+    batch = tiny.inputs(model, batch=3, length=length)
+    for name, sides in (("attention_mask", padding), ("decoder_attention_mask", decoder_padding)):
+        if sides:
+            mask = torch.ones(3, length if name == "attention_mask" else length - 1, dtype=torch.long)
+            mask[1, slice(*sides)] = 0
+            batch[name] = mask
+    labels = batch["decoder_input_ids"].clone()
+    if decoder_padding:
+        labels[batch["decoder_attention_mask"] == 0] = -100
+    return {**batch, "labels": labels}
+
+
+def counted():
+    return mock.patch.object(ops, "relative_attention", wraps=ops.relative_attention)
+
+
+def step(model, batch=None, **kwargs):
+    """Loss and gradients of one step, and how often the op ran."""
+    model.zero_grad()
+    with counted() as op:
+        loss = model(**(batch or batch_of(model)), **kwargs).loss
+        loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, op.call_count
+
+
+def assert_same_step(stock, fused, batch=None, calls=LAYERS, **kwargs):
+    expected, expected_gradients, none = step(stock, batch, **kwargs)
+    loss, gradients, count = step(fused, batch, **kwargs)
+    assert (none, count) == (0, calls)
+    torch.testing.assert_close(loss, expected)
+    tiny.assert_same_gradients(gradients, expected_gradients)
+
+
+@every_family
+@every_implementation
+def test_loss_and_gradients_are_stock_s(family, implementation):
+    stock, fused = stock_and_fused(family, implementation)
+    for padding, decoder_padding in (((), ()), ((6, 11), ()), ((0, 3), (7, 10)), ((6, 11), (0, 4))):
+        batch = batch_of(stock, padding=padding, decoder_padding=decoder_padding)
+        assert_same_step(stock, fused, batch, use_cache=False)
+    assert_same_step(stock, fused, use_cache=True)
+
+
+@every_implementation
+def test_lengths_beyond_the_last_bucket(implementation):
+    stock, fused = stock_and_fused(
+        implementation=implementation, relative_attention_num_buckets=8, relative_attention_max_distance=12
+    )
+    assert_same_step(stock, fused, batch_of(stock, length=40))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_triton_op_runs():
+    stock, fused = (model.cuda() for model in stock_and_fused())
+    batch = batch_of(fused, padding=(6, 11))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert_same_step(stock, fused, batch)
+    names = [event.key for event in profile.key_averages()]
+    assert "fuseopt::relative_attention_fwd" in names and "fuseopt::relative_attention_bwd" in names
+
+
+def test_layers_hand_a_number_a_distance_on():
+    _, fused = stock_and_fused()
+    shapes = []
+    for block in (*fused.encoder.block, *fused.decoder.block):
+        block.layer[0].register_forward_hook(lambda module, args, output: shapes.append(tuple(output[1].shape)))
+    step(fused)
+    assert shapes == [(3, 2 * 11 - 1)] * 2 + [(3, 2 * 10 - 1)] * 2
+
+
+def test_gradients_with_dropout_are_those_of_the_masks_drawn():
+    _, fused = stock_and_fused(dropout_rate=0.2)
+    fused.double()
+    batch = batch_of(fused, padding=(6, 11))
+    # Its norms take their variance in float32.
+    assert_slope(fused, lambda: fused(**batch).loss, rtol=5e-3)
+    torch.manual_seed(0)
+    first = fused(**batch).loss
+    assert fused(**batch).loss != first
+    torch.manual_seed(0)
+    assert fused(**batch).loss == first
+
+
+@every_family
+def test_eval_mode_and_generate(family):
+    stock, fused = (model.eval() for model in stock_and_fused(family, dropout_rate=0.1))
+    batch = batch_of(fused, padding=(6, 11))
+    with torch.no_grad(), counted() as op:
+        torch.testing.assert_close(fused(**batch).logits, stock(**batch).logits)
+    assert op.call_count == LAYERS
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": batch["attention_mask"]}
+    tokens = fused.generate(batch["input_ids"], **options)
+    assert torch.equal(tokens, stock.generate(batch["input_ids"], **options))
+
+
+def test_a_generation_step_takes_the_attention_for_what_it_is():
+    model = tiny.t5()
+    ids = tiny.inputs(model)["input_ids"]
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False)
+    fuseopt.initialize(model, {**CONFIG, "generation": {"enable": True}})
+    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
+    assert "T0" in str(fuseopt.report(model))
+
+
+def test_attentions_that_are_asked_for_come_from_the_source_s_forward():
+    stock, fused = stock_and_fused(implementation="eager")
+    batch = batch_of(fused)
+    with counted() as op:
+        output, expected = (model(**batch, output_attentions=True) for model in (fused, stock))
+    assert op.call_count == 0 and len(output.encoder_attentions) == 2
+    torch.testing.assert_close(output.decoder_attentions, expected.decoder_attentions)
+    fused.config.output_attentions = stock.config.output_attentions = True
+    for part in (fused.encoder, fused.decoder, stock.encoder, stock.decoder):
+        part.config.output_attentions = True
+    assert_same_step(stock, fused, calls=0)
+
+
+def test_caches_that_hold_tokens_and_static_ones_are_left_to_the_source():
+    stock, fused = (model.eval() for model in stock_and_fused())
+    batch = tiny.inputs(fused)
+    ids = batch["decoder_input_ids"]
+    logits = []
+    for model in (stock, fused):
+        with torch.no_grad(), counted() as op:
+            first = model(batch["input_ids"], decoder_input_ids=ids[:, :4])
+            last = model(
+                encoder_outputs=(first.encoder_last_hidden_state,),
+                decoder_input_ids=ids[:, 4:],
+                past_key_values=first.past_key_values,
+            )
+        logits.append((first.logits, last.logits))
+    assert op.call_count == LAYERS
+    torch.testing.assert_close(logits[1], logits[0])
+    outputs = []
+    for model in (stock, fused):
+        cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=8)
+        with torch.no_grad(), counted() as op:
+            outputs.append(model.decoder(ids, past_key_values=cache, use_cache=True).last_hidden_state)
+    assert op.call_count == 0
+    torch.testing.assert_close(*outputs)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_draws_the_same_masks_again(use_reentrant):
+    _, fused = stock_and_fused(dropout_rate=0.3)
+    results = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            fused.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            fused.enable_input_require_grads()
+        torch.manual_seed(3)
+        results.append(step(fused, use_cache=False))
+    assert results[1][2] == 2 * LAYERS
+    torch.testing.assert_close(results[1][0], results[0][0])
+    tiny.assert_same_gradients(results[1][1], results[0][1])
+
+
+def test_a_compiled_training_step_is_one_graph():
+    torch._dynamo.reset()
+    stock, fused = stock_and_fused()
+    compiled = torch.compile(lambda **batch: fused(**batch, use_cache=False), backend="aot_eager", fullgraph=True)
+    batch = batch_of(fused, padding=(6, 11))
+    loss = compiled(**batch).loss
+    torch.testing.assert_close(loss, stock(**batch).loss)
+    loss.backward()
+    _, expected, _ = step(stock, batch)
+    tiny.assert_same_gradients({name: p.grad for name, p in fused.named_parameters()}, expected)
+
+
+def test_beside_memory_efficient_fusion_and_fused_residual_adds():
+    torch._dynamo.reset()
+    for more in (
+        {"memory_efficient_fusion": {"backend": "aot_eager"}},
+        {"custom_cuda_kernels": [{"name": "FusedRMSNorm", "fuse_residual": True}]},
+    ):
+        stock, fused = stock_and_fused(config={"kernel_fusion": {**CONFIG["kernel_fusion"], **more}})
+        loss = fused(**batch_of(fused)).loss
+        loss.backward()
+        expected, expected_gradients, _ = step(stock)
+        torch.testing.assert_close(loss, expected)
+        tiny.assert_same_gradients({name: p.grad for name, p in fused.named_parameters()}, expected_gradients)
+
+
+def test_restore_copies_and_pickles():
+    _, fused = stock_and_fused()
+    expected, _, _ = step(fused)
+    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        loss, _, count = step(other)
+        assert count == LAYERS and torch.equal(loss, expected)
+    model = tiny.t5().train()
+    before, keys = tiny.snapshot(model), list(model.state_dict())
+    fuseopt.initialize(model, CONFIG)
+    assert list(model.state_dict()) == keys
+    step(model)
+    model.zero_grad(set_to_none=True)
+    fuseopt.restore(model)
+    assert tiny.snapshot(model) == before
+
+
+def test_adapters_put_on_its_projections_later_take_part():
+    peft = pytest.importorskip("peft")
+    losses = []
+    for model in stock_and_fused():
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q", "v"], init_lora_weights=False))
+        with counted() as op:
+            losses.append(adapted(**batch_of(model)).loss)
+    assert op.call_count == LAYERS
+    torch.testing.assert_close(*losses)
+
+
+def rows(model, config=CONFIG):
+    return [row for row in fuseopt.plan(model, config).rows if row.target == FusedRelativeAttention.__name__]
+
+
+def test_the_plan_takes_all_self_attentions_of_a_stack_or_none():
+    model = tiny.t5()
+    assert sorted(path for row in rows(model) if row.replaced for path in row.paths) == sorted(
+        f"{stack}.block.{i}.layer.0.SelfAttention" for stack in ("encoder", "decoder") for i in range(2)
+    )
+    model.encoder.block[1].layer[0].SelfAttention.register_forward_hook(lambda *_: None)
+    found = {row.paths[0]: (row.replaced, row.reason) for row in rows(model)}
+    assert found["encoder.block.1.layer.0.SelfAttention"] == (
+        False,
+        "it carries hooks, which expect the module they were registered on",
+    )
+    assert found["encoder.block.0.layer.0.SelfAttention"] == (
+        False,
+        "encoder.block.1.layer.0.SelfAttention stays as it is, and hands a matrix on",
+    )
+    assert found["decoder.block.0.layer.0.SelfAttention"][0]
+    with pytest.warns(UserWarning, match="FusedRelativeAttention"):
+        fuseopt.initialize(tiny.umt5(), CONFIG)
+
+
+def test_the_softmax_inside_is_then_left_alone():
+    model = tiny.t5()
+    model.set_attn_implementation("eager")
+    both = {"kernel_fusion": {"triton_kernels": ["FusedSoftmax", "FusedRelativeAttention"], "jit": False}}
+    assert all(row.replaced for row in rows(model, both))
+    fused = fuseopt.initialize(copy.deepcopy(model).train(), both)
+    assert step(fused)[2] == LAYERS
