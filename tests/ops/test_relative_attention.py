@@ -102,13 +102,13 @@ def test_the_seed_decides_which_weights_are_dropped(case: Case) -> None:
 
 @triton_cases
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
+    max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
 )
 @given(data=st.data())
 def test_any_sizes(case: Case, data: st.DataObject) -> None:
     """Tiles that are not full, several of them, and heads of any size."""
-    batch, heads = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
-    queries, keys = data.draw(st.integers(1, 140)), data.draw(st.integers(1, 140))
+    batch, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
+    queries, keys = data.draw(st.integers(1, 140)), data.draw(st.integers(1, 80))
     torch.manual_seed(data.draw(st.integers(0, 2**20)))
     tensors = inputs(case, batch, heads, queries, keys, data.draw(st.sampled_from([1, 8, 48, 64, 128])))
     options = {
