@@ -44,7 +44,14 @@ def cases(*names: str) -> list[Any]:
 
 
 # Their sizes hang together in ways that `variations.resized` does not know, so their own tests draw them.
-OF_THEIR_OWN_SIZES = ("beam_candidates", "decode_attention", "decode_embedding", "decode_linear", "edit_logits")
+OF_THEIR_OWN_SIZES = (
+    "beam_candidates",
+    "decode_attention",
+    "decode_embedding",
+    "decode_linear",
+    "edit_logits",
+    "relative_attention",
+)
 
 
 def functional_names() -> tuple[str, ...]:
