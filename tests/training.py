@@ -42,8 +42,9 @@ def assert_slope(model: nn.Module, loss: Callable[[], Tensor], *, rtol: float = 
     Every call draws from the same seed, and so the same masks; the backward pass finds the generator elsewhere.
     """
     parameters, step = list(model.parameters()), 1e-5
-    generator = torch.Generator().manual_seed(0)
-    direction = [torch.randn(p.shape, dtype=p.dtype, generator=generator).to(p.device) for p in parameters]
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = [torch.randn(p.shape, dtype=p.dtype, device="cpu", generator=generator) for p in parameters]
+    direction = [drawing.to(p.device) for drawing, p in zip(drawn, parameters, strict=True)]
 
     def at(distance: float) -> Tensor:
         with torch.no_grad():
