@@ -90,7 +90,7 @@ CALLS = {
 def attention(dtype, dim, mask=None):
     """Of T5's views, with a bias of the distance and dropout."""
     views = [empty(2, 512, 4, dim, dtype=dtype).transpose(1, 2)] * 3
-    return *views, empty(4, 1023, dtype=torch.float32), mask, targets(1)
+    return *views, empty(4, 257, dtype=torch.float32), mask, targets(1)
 
 
 def backward_of(dtype, dim, *arguments):

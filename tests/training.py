@@ -36,12 +36,12 @@ class Graphs:
         return counted
 
 
-def assert_slope(model: nn.Module, loss: Callable[[], Tensor], *, rtol: float = 1e-5) -> None:
+def assert_slope(model: nn.Module, loss: Callable[[], Tensor], *, rtol: float = 1e-5, step: float = 1e-5) -> None:
     """The gradient of `loss()`, which calls the float64 `model`, against a central difference along one direction.
 
     Every call draws from the same seed, and so the same masks; the backward pass finds the generator elsewhere.
     """
-    parameters, step = list(model.parameters()), 1e-5
+    parameters = list(model.parameters())
     generator = torch.Generator("cpu").manual_seed(0)
     drawn = [torch.randn(p.shape, dtype=p.dtype, device="cpu", generator=generator) for p in parameters]
     direction = [drawing.to(p.device) for drawing, p in zip(drawn, parameters, strict=True)]

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from fuseopt.modules.base import FusedModule, has_hooks
+from fuseopt.modules.relative_attention import RelativeStackForward
 from fuseopt.modules.residual import GPT2BlockForward, T5BlockForward
 from fuseopt.modules.training_forward import TrainingForward
 
 # Plain attributes of modules that a step reads as constants.
 _CONSTANTS = ("eps", "variance_epsilon", "scaling")
 # fuseopt's own, which compute what the class's forward does.
-_FORWARDS = (TrainingForward, GPT2BlockForward, T5BlockForward)
+_FORWARDS = (TrainingForward, GPT2BlockForward, RelativeStackForward, T5BlockForward)
 _special = operator.itemgetter(
     "training", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )

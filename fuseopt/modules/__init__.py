@@ -5,7 +5,7 @@ from fuseopt.modules.base import FusedModule
 from fuseopt.modules.linear_cross_entropy import FusedLinearCrossEntropy
 from fuseopt.modules.mlp import FusedGatedMLP, FusedMLP
 from fuseopt.modules.norms import FusedLayerNorm, FusedRMSNorm
-from fuseopt.modules.relative_attention import FusedRelativeAttention
+from fuseopt.modules.relative_attention import FusedRelativeAttention, RelativeStackForward
 from fuseopt.modules.residual import GPT2BlockForward, T5BlockForward
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "FusedRelativeAttention",
     "FusedSoftmax",
     "GPT2BlockForward",
+    "RelativeStackForward",
     "T5BlockForward",
 ]

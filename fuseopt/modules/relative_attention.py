@@ -1,8 +1,8 @@
-"""FusedRelativeAttention: T5's self-attention, whose bias is handed from layer to layer as a number a distance."""
+"""T5's attentions on one op: its position bias is handed from layer to layer as a number a distance."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,25 +10,51 @@ from torch import Tensor, nn
 from fuseopt import ops
 from fuseopt.modules.base import FusedModule
 
+_IMPLEMENTATIONS = ("eager", "sdpa")
+
+
+class SeenKeys(NamedTuple):
+    """Attention masks [batch, length] that a stack was given, not 0 for keys that are seen; None: all are."""
+
+    own: Tensor | None
+    encoder: Tensor | None
+
+
+class RelativeStackForward:
+    """The `forward` of a T5 stack, which also hands its attentions the masks that it was given.
+
+    The class's own makes a mask [batch, 1, length, length] of them, or for a trace even of none. That rules out leaving
+    the future out; attentions that are not `FusedRelativeAttention` still get it.
+
+    It belongs to one stack and is copied and pickled with it.
+    """
+
+    def __init__(self, stack: nn.Module) -> None:
+        self.stack = stack
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stack: Any = self.stack
+        masks = SeenKeys(kwargs.get("attention_mask"), kwargs.get("encoder_attention_mask"))
+        plain = all(mask is None or mask.dim() == 2 for mask in masks)
+        # Of arguments by position only the first is known to be no mask.
+        if plain and len(args) < 2 and stack.config._attn_implementation in _IMPLEMENTATIONS:
+            kwargs["seen_keys"] = masks
+        return type(stack).forward(stack, *args, **kwargs)
+
 
 class FusedRelativeAttention(FusedModule):
-    """Self-attention of T5 and mT5, encoder or decoder, on `ops.relative_attention`.
+    """Attention of T5 and mT5, of any kind, on `ops.relative_attention`.
 
     The first layer of a stack makes the position bias and returns it for the others. Here that is a vector a head,
-    [heads, 2 * length - 1] by the distance of key from query, in the place of the source's matrix [1, heads, length,
-    length]. So all self-attentions of a stack are exchanged together. Anything that a matrix was given to falls back.
+    [heads, 2 * max_distance + 1] by the distance of key from query, beyond which buckets do not change, in the place of
+    the source's matrix [1, heads, length, length]. So all self-attentions of a stack are exchanged together. Anything
+    that a matrix was given to falls back. Cross-attention has no bias, where the source makes a matrix of zeros.
 
     The source's own forward runs where attentions are asked for, with a static cache or one that holds tokens, with an
     attention implementation other than "eager" and "sdpa", and for masks that are no tensors.
 
-    forward: `hidden_states` [batch, length, hidden] -> (the same shape, position bias, None).
+    forward: `hidden_states` [batch, length, hidden] -> (the same shape, position bias or None, None).
     """
-
-    @classmethod
-    def not_supported_reasons(cls, source: nn.Module) -> list[str]:
-        if source.is_decoder and not source.is_causal:
-            return ["it attends to an encoder, without a bias of the distance"]
-        return []
 
     def _configure(self, *, backend: str = "auto") -> None:  # type: ignore[override]
         self.backend = backend
@@ -40,20 +66,27 @@ class FusedRelativeAttention(FusedModule):
         key_value_states: Tensor | None = None,
         position_bias: Tensor | None = None,
         past_key_values: Any = None,
+        seen_keys: SeenKeys | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        length = hidden_states.shape[1]
-        own = _self_attention_cache(past_key_values)
-        if key_value_states is not None or not self._is_plain(mask, position_bias, own, kwargs):
+        crosses = key_value_states is not None
+        cache = getattr(
+            past_key_values, "cross_attention_cache" if crosses else "self_attention_cache", past_key_values
+        )
+        if not self._is_plain(mask, crosses, position_bias, cache, kwargs):
             if position_bias is not None and position_bias.dim() == 2:
-                position_bias = _matrix(position_bias, length)
+                position_bias = _matrix(position_bias, hidden_states.shape[1])
             return self._source_forward(hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)
-        query, key, value = (self._heads(project(hidden_states)) for project in (self.q, self.k, self.v))
-        if own is not None:
-            key, value = own.update(key, value, self.layer_idx)
-        if position_bias is None:
-            position_bias = self._distance_bias(length, hidden_states.device)
+        states = hidden_states if key_value_states is None else key_value_states
+        query, key, value = self._heads(self.q(hidden_states)), self._heads(self.k(states)), self._heads(self.v(states))
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+            if crosses:
+                past_key_values.is_updated[self.layer_idx] = True
+        if position_bias is None and not crosses:
+            position_bias = self._distance_bias(hidden_states.device)
         p = self.dropout if self.training else 0.0
+        mask, causal = self._told(mask, crosses, seen_keys, key)
         output = ops.relative_attention(
             query,
             key,
@@ -63,11 +96,21 @@ class FusedRelativeAttention(FusedModule):
             seed=torch.randint(2**62, (1,), device=query.device) if p > 0.0 else None,
             scale=self.scaling,
             p=p,
-            # Without a mask SDPA makes the causal one, and eager attention none.
-            causal=mask is None and length > 1 and self.is_causal and self.config._attn_implementation == "sdpa",
+            causal=causal,
             backend=self.backend,
         )
         return self.o(output.transpose(1, 2).flatten(2)), position_bias, None
+
+    def _told(
+        self, mask: Tensor | None, crosses: bool, seen_keys: SeenKeys | None, key: Tensor
+    ) -> tuple[Tensor | None, bool]:
+        """The mask that is left, and whether the future is masked beside."""
+        if seen_keys is not None:
+            seen = seen_keys.encoder if crosses else seen_keys.own
+            if seen is None or seen.shape == (len(key), key.shape[2]):
+                return None if seen is None else seen.bool()[:, None, None, :], self.is_causal
+        # Without a mask SDPA makes the causal one, and eager attention none.
+        return mask, mask is None and self.is_causal and self.config._attn_implementation == "sdpa"
 
     def compute_bias(self, *args: Any, **kwargs: Any) -> Tensor:
         """The source's matrix, for its own forward."""
@@ -76,9 +119,11 @@ class FusedRelativeAttention(FusedModule):
     def _relative_position_bucket(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._source_class._relative_position_bucket(*args, **kwargs)
 
-    def _is_plain(self, mask: Any, position_bias: Tensor | None, own: Any, kwargs: dict[str, Any]) -> bool:
+    def _is_plain(
+        self, mask: Any, crosses: bool, position_bias: Tensor | None, cache: Any, kwargs: dict[str, Any]
+    ) -> bool:
         implementation = self.config._attn_implementation
-        if implementation not in ("eager", "sdpa") or kwargs.get("is_causal") is not None:
+        if implementation not in _IMPLEMENTATIONS or kwargs.get("is_causal") is not None:
             return False
         if kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
             return False
@@ -86,18 +131,21 @@ class FusedRelativeAttention(FusedModule):
             isinstance(mask, Tensor) and (mask.is_floating_point() or implementation == "sdpa")
         ):
             return False
-        if own is not None and (own.is_compileable or own.get_seq_length(self.layer_idx) != 0):
+        if cache is not None and (cache.is_compileable or cache.get_seq_length(self.layer_idx) != 0):
             return False
-        return self.has_relative_attention_bias if position_bias is None else position_bias.dim() == 2
+        if position_bias is None:
+            return crosses or self.has_relative_attention_bias
+        return not crosses and position_bias.dim() == 2
 
     def _heads(self, projected: Tensor) -> Tensor:
         """[batch, length, heads * size] -> [batch, heads, length, size], a view."""
         return projected.view(*projected.shape[:-1], -1, self.key_value_proj_dim).transpose(1, 2)
 
-    def _distance_bias(self, length: int, device: torch.device) -> Tensor:
-        """[heads, 2 * length - 1], from the key farthest behind its query to the one farthest ahead."""
+    def _distance_bias(self, device: torch.device) -> Tensor:
+        """[heads, 2 * max_distance + 1], from the key farthest behind its query to the one farthest ahead."""
+        reach = self.relative_attention_max_distance
         bucket = self._relative_position_bucket(
-            torch.arange(1 - length, length, device=device),
+            torch.arange(-reach, reach + 1, device=device),
             bidirectional=not self.is_decoder,
             num_buckets=self.relative_attention_num_buckets,
             max_distance=self.relative_attention_max_distance,
@@ -107,11 +155,7 @@ class FusedRelativeAttention(FusedModule):
         return bias.to(torch.promote_types(bias.dtype, torch.float32))
 
 
-def _self_attention_cache(past_key_values: Any) -> Any:
-    return getattr(past_key_values, "self_attention_cache", past_key_values)
-
-
 def _matrix(bias: Tensor, length: int) -> Tensor:
-    """[heads, 2 * length - 1] -> [1, heads, length, length]"""
-    position = torch.arange(length, device=bias.device)
-    return bias[:, position - position[:, None] + length - 1][None]
+    """[heads, 2 * reach + 1] -> [1, heads, length, length]"""
+    reach, position = bias.shape[1] // 2, torch.arange(length, device=bias.device)
+    return bias[:, (position - position[:, None]).clamp(-reach, reach) + reach][None]

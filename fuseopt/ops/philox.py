@@ -12,6 +12,8 @@ _MASK = 0xFFFFFFFF
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
+# Of Philox2x32, whose authors find no flaw from 7 rounds on.
+_ROUND_2, _ROUNDS_2 = 0xD256D193, 7
 
 PAIR_ROUNDS, PAIR_FACTOR, PAIR_KEY = 7, 0xD256D193, 0x9E3779B9
 
@@ -72,3 +74,30 @@ def keep_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     draws = torch.stack(philox(seed, row, group), -1)
     numbers = torch.stack((draws & 0xFFFF, draws >> 16), -1).flatten(1)[:, :columns]
     return (numbers >= threshold(p)).reshape(shape)
+
+
+def philox2(key: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor]:
+    """Philox2x32-7: two numbers of 32 bits, as int64, for each counter (c0, c1); all int64, less than 2**32."""
+    for _ in range(_ROUNDS_2):
+        high, low = _product(c0, _ROUND_2)
+        c0, c1 = high ^ key ^ c1, low
+        key = (key + _KEY_A) & _MASK
+    return c0, c1
+
+
+def keep_scores(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
+    """[batch, heads, queries, keys], boolean, on the device of `seed`: which weights of an attention are kept.
+
+    A draw is for four elements, two rows and two columns that are 8 apart: in the tiles that tensor cores leave, of
+    [queries, keys] as of [keys, queries], one thread holds all four. Each item and head has a key of its own, and a
+    place from which its counters are.
+    """
+    batch, heads, queries, keys = shape
+    matrix = torch.arange(batch * heads, device=seed.device)
+    key, place_0, place_1, _ = (word[:, None, None] for word in philox(seed, matrix, torch.zeros_like(matrix)))
+    row, column = torch.arange(queries, device=seed.device)[:, None], torch.arange(keys, device=seed.device)
+    counters = torch.broadcast_tensors((column & ~8) ^ place_0, (row & ~8) ^ place_1)
+    first, second = philox2(key, *counters)
+    draw = torch.where(row & 8 == 0, first, second)
+    number = torch.where(column & 8 == 0, draw & 0xFFFF, draw >> 16)
+    return (number >= threshold(p)).reshape(shape)

@@ -22,7 +22,7 @@ from fuseopt.ops.library import (
     reference_vjp,
     without_autocast,
 )
-from fuseopt.ops.philox import keep_mask
+from fuseopt.ops.philox import keep_scores
 
 # An additive mask masks where it is no more than this, the lowest finite float16.
 MASKED = -65504.0
@@ -43,7 +43,7 @@ def _bwd_fake(
     (batch, heads, queries, dim), keys = query.shape, key.shape[2]
     grads = (query.new_empty((batch, length, heads, dim)) for length in (queries, keys, keys))
     need_bias_grad = arguments[-1]
-    shape = (heads, queries + keys - 1) if need_bias_grad else (0,)
+    shape = bias.shape if need_bias_grad and bias is not None else (0,)
     return *grads, query.new_empty(shape, dtype=compute_dtype(query))
 
 
@@ -78,7 +78,8 @@ def _plain(
         scores = query.to(compute) @ key.to(compute).mT * scale
     distance = torch.arange(keys, device=query.device) - torch.arange(queries, device=query.device)[:, None]
     if bias is not None:
-        scores = scores + bias.to(compute)[:, distance + (queries - 1)]
+        reach = bias.shape[1] // 2
+        scores = scores + bias.to(compute)[:, distance.clamp(-reach, reach) + reach]
     if mask is not None:
         masked = ~mask if mask.dtype == torch.bool else mask <= MASKED
         scores = scores if mask.dtype == torch.bool else scores + mask.to(compute)
@@ -90,7 +91,7 @@ def _plain(
     weights = scores.masked_fill(sees_none, 0.0).softmax(-1).masked_fill(sees_none, 0.0)
     if p > 0.0:
         assert seed is not None
-        weights = (weights * (1.0 / (1.0 - p))).masked_fill(~keep_mask(seed, weights.shape, p), 0.0)
+        weights = (weights * (1.0 / (1.0 - p))).masked_fill(~keep_scores(seed, weights.shape, p), 0.0)
     with without_autocast(query):
         return (weights @ value.to(compute)).to(query.dtype)
 
@@ -168,8 +169,8 @@ def relative_attention(
         query: [batch, heads, queries, dim], any strides, as a transposed view of a projection; float32, float16,
             bfloat16 or float64. A kernel takes dim up to 128; more is left to the reference.
         key, value: [batch, heads, keys, dim], in the dtype of `query`.
-        bias: [heads, queries + keys - 1], any floating dtype: element `j - i + queries - 1` is added to the score of
-            query i and key j. None adds nothing.
+        bias: [heads, 2 * reach + 1], any floating dtype, reach at least 1: element `j - i + reach` is added to the
+            score of query i and key j, and the first or last one beyond the reach. None adds nothing.
         mask: broadcastable to [batch, heads, queries, keys], and read so; bool, True for keys that are seen, or
             additive, where -65504 (the lowest finite float16) and less masks. A query whose keys are all masked takes
             their mean, as transformers' attention does, and passes no gradient to scores.
@@ -219,8 +220,8 @@ def _check(
     check_shape("value", value, key.shape)
     if key.dtype != query.dtype or value.dtype != query.dtype:
         raise TypeError(f"query, key and value must have one dtype, not {query.dtype}, {key.dtype}, {value.dtype}")
-    if bias is not None:
-        check_shape("bias", bias, torch.Size((heads, max(queries + keys - 1, 0))))
+    if bias is not None and (bias.dim() != 2 or len(bias) != heads or bias.shape[1] < 3 or bias.shape[1] % 2 == 0):
+        raise ValueError(f"bias must have shape [{heads}, 2 * reach + 1], reach at least 1, not {tuple(bias.shape)}")
     if mask is not None:
         full = (batch, heads, queries, keys)
         padded = (1,) * (4 - mask.dim()) + tuple(mask.shape)
@@ -238,13 +239,13 @@ def _check(
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
     def make(
-        batch: int, heads: int, queries: int, keys: int, dim: int, *, bias: bool = True, **kwargs: Any
+        batch: int, heads: int, queries: int, keys: int, dim: int, *, reach: int | None = 4, **kwargs: Any
     ) -> registry.SampleInput:
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, device=device, dtype=dtype).requires_grad_(requires_grad)
 
         shapes = ((batch, heads, length, dim) for length in (queries, keys, keys))
-        tensors = *map(draw, *zip(*shapes, strict=True)), draw(heads, queries + keys - 1) if bias else None
+        tensors = *map(draw, *zip(*shapes, strict=True)), draw(heads, 2 * reach + 1) if reach else None
         if kwargs.get("p"):
             kwargs["seed"] = torch.randint(2**62, (1,), device=device)
         return registry.SampleInput(tensors, kwargs)
@@ -253,9 +254,9 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
         return torch.arange(keys, device=device) < torch.arange(keys - batch + 1, keys + 1, device=device)[:, None]
 
     yield make(2, 3, 5, 7, 8, p=0.2, mask=seen(2, 7)[:, None, None, :])
-    yield make(1, 2, 20, 20, 16, causal=True, scale=0.5)
+    yield make(1, 2, 20, 20, 16, reach=40, causal=True, scale=0.5)
     yield make(2, 1, 6, 19, 24, mask=torch.randn(2, 1, 6, 19, device=device), causal=True, p=0.1)
-    yield make(1, 2, 33, 18, 16, bias=False)
+    yield make(1, 2, 33, 18, 16, reach=None)
     yield make(0, 2, 3, 4, 8)
 
 
@@ -268,14 +269,15 @@ def bench_input(
     query, key, value = (
         (dim**-0.25 * draw(batch, length, heads, dim)).transpose(1, 2).requires_grad_() for _ in range(3)
     )
-    return registry.SampleInput((query, key, value, draw(heads, 2 * length - 1).requires_grad_()))
+    return registry.SampleInput((query, key, value, draw(heads, 257).requires_grad_()))
 
 
 def _eager(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
     """As T5Attention computes it, from the matrix of biases on."""
     queries, keys = query.shape[2], key.shape[2]
     distance = torch.arange(keys, device=query.device) - torch.arange(queries, device=query.device)[:, None]
-    scores = torch.matmul(query, key.transpose(2, 3)) + bias[:, distance + (queries - 1)]
+    reach = bias.shape[1] // 2
+    scores = torch.matmul(query, key.transpose(2, 3)) + bias[:, distance.clamp(-reach, reach) + reach]
     return torch.matmul(torch.softmax(scores, dim=-1), value)
 
 

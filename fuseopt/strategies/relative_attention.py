@@ -1,4 +1,4 @@
-"""FusedRelativeAttention: the self-attentions of a T5 stack, which hand one position bias on and so go together."""
+"""FusedRelativeAttention: the attentions of a T5 stack, whose layers hand one position bias on and so go together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from fuseopt.models import ModelPolicy, Rule
-from fuseopt.modules import FusedRelativeAttention
+from fuseopt.modules import FusedRelativeAttention, RelativeStackForward
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
 from fuseopt.strategies.propose import Offer, replacement, skip
 
@@ -16,7 +16,7 @@ _TARGET = FusedRelativeAttention.__name__
 
 
 def propose(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) -> Iterator[Replacement | Skip]:
-    """All self-attentions of each stack that the policy names, as Replacements or as Skips."""
+    """The attentions of each stack that the policy names, and what hands them its masks, or why not."""
     rules = {rule.source: rule for rule in policy.relative_attention}
     for candidate in (Candidate(index.model, ()), *index.candidates):
         rule = next((rules[name] for name in candidate.lineage if name in rules), None)
@@ -29,16 +29,38 @@ def _propose_stack(
 ) -> Iterator[Replacement | Skip]:
     attentions = [index.candidate(block.layer[0].SelfAttention) for block in stack.module.block]
     reasons = [_not_supported_reasons(attention, rule) for attention in attentions]
+    crossing = stack.is_exactly(rule.source) and stack.module.is_decoder
+    others = [index.candidate(block.layer[1].EncDecAttention) for block in stack.module.block if crossing]
     if not stack.is_exactly(rule.source):
         name = rule.source.rpartition(".")[2]
         reasons = [[f"its stack is a subclass of {name}, so its forward may differ"] for _ in attentions]
     blocked = next((a.sites[0].path for a, found in zip(attentions, reasons, strict=True) if found), None)
     for attention, found in zip(attentions, reasons, strict=True):
         if blocked is None:
-            yield _replace(attention, offer, backend)
+            yield _replace(attention, offer, backend, "as all self-attentions of its stack")
         else:
             reason = "; ".join(found) or f"{blocked} stays as it is, and hands a matrix on"
             yield skip(attention.sites, attention.class_name, _TARGET, offer, reason)
+    replaced = blocked is None
+    for attention in others:
+        found = _not_supported_reasons(attention, rule)
+        replaced = replaced or not found
+        if found:
+            yield skip(attention.sites, attention.class_name, _TARGET, offer, "; ".join(found))
+        else:
+            yield _replace(attention, offer, backend, "cross-attention, which has no bias")
+    if replaced:
+        yield _tell(stack, offer)
+
+
+def _tell(stack: Candidate, offer: Offer) -> Replacement | Skip:
+    path = stack.sites[0].path if stack.sites else ""
+    sites = (Site(stack.module, "forward", f"{path}.forward" if path else "forward"),)
+    target, name = RelativeStackForward.__name__, f"{stack.class_name}.forward"
+    if "forward" in stack.module.__dict__:
+        return skip(sites, name, target, offer, "its forward has been replaced on the instance")
+    build = functools.partial(RelativeStackForward, stack.module)
+    return replacement(sites, name, target, offer, "hands its attentions the masks that it is given", build)
 
 
 def _not_supported_reasons(attention: Candidate, rule: Rule) -> list[str]:
@@ -47,10 +69,9 @@ def _not_supported_reasons(attention: Candidate, rule: Rule) -> list[str]:
     return attention.blocked_reasons() + FusedRelativeAttention.not_supported_reasons(attention.module)
 
 
-def _replace(attention: Candidate, offer: Offer, backend: str) -> Replacement:
+def _replace(attention: Candidate, offer: Offer, backend: str, reason: str) -> Replacement:
     module: nn.Module = attention.module
     # Where a fused softmax inside eager attention would be put.
     config = Site(module, "config", f"{attention.sites[0].path}.config")
     build = functools.partial(FusedRelativeAttention.from_module, module, backend=backend)
-    reason = "as all self-attentions of its stack"
     return replacement(attention.sites, attention.class_name, _TARGET, offer, reason, build, absorbs=(config,))

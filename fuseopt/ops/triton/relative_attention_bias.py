@@ -1,35 +1,61 @@
 """The gradient of `relative_attention`'s bias: sums over the batch along diagonals, in a fixed order.
 
 All tiles on one diagonal of tiles hold the same distances at the same places. So a program adds such tiles up as they
-are, in registers, and only their sum is taken apart by distance, in a second kernel.
+are, in registers, and only their sum is taken apart by distance, in a second kernel. That is for a band of diagonals:
+beyond it no tile has a distance less than the bias's reach, and its sum, which the kernel for the queries takes along,
+is all one of the bias's ends.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from fuseopt.ops.triton.philox import keep_tile
-from fuseopt.ops.triton.relative_attention import (
+from fuseopt.ops.triton.philox import drop_scores
+from fuseopt.ops.triton.relative_attention_tiles import (
+    LOG2E,
     Call,
     Tile,
     Tiles,
-    grad_scores_of,
+    grad_scale,
     load_tile,
+    middle_of,
     product,
     score_tile,
-    weights_of,
 )
 from fuseopt.ops.triton.rows import multiprocessor_count
 
 # Programs for each multiprocessor, as far as there are items in the batch: diagonals differ in length.
 PROGRAMS = 8
+_DISTANCES = 64
+_BEYOND = 1024
 
 
-# Square, and so of one size along a diagonal.
+# Square, and so of one size along a diagonal; multiples of the keys in the tiles of the kernel for the queries.
 BIAS_TILES = Tiles(
-    half=(Tile(64, 64, 8, 2), Tile(32, 32, 4, 2)),
-    single=(Tile(16, 16, 4, 1), Tile(16, 16, 4, 2)),
+    half=(Tile(64, 64, 4, 3), Tile(32, 32, 4, 2)),
+    single=(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
 )
+
+
+class Band(NamedTuple):
+    """The diagonals of tiles with a distance less than the reach, by how many tiles a key's is ahead of its query's."""
+
+    tile: Tile
+    lowest: int
+    highest: int
+    ends: bool  # there are others
+
+    @classmethod
+    def of(cls, call: Call) -> "Band":
+        _, queries, keys, reach = call.sizes
+        tile = call.tile(BIAS_TILES)
+        block = tile.queries
+        least, most = 1 - triton.cdiv(queries, block), triton.cdiv(keys, block) - 1
+        near = (reach + 2 * block - 2) // block - 1
+        lowest, highest = max(-near, least), min(near, most)
+        return cls(tile, lowest, highest, (lowest, highest) != (least, most))
 
 
 @triton.jit
@@ -37,18 +63,21 @@ def relative_attention_bwd_bias_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
-    bias_ptr,
+    line_ptr,
     mask_ptr,
     seed_ptr,
     grad_output_ptr,
-    lse_ptr,
+    shift_ptr,
     delta_ptr,
     partial_ptr,  # [splits, heads, diagonals, BLOCK, BLOCK] in COMPUTE: sums of tiles
     batch,
     splits,
+    lowest,  # of the band's diagonals
+    highest,
     heads,
     queries,
     keys,
+    reach,
     query_batch_stride,
     query_head_stride,
     query_stride,
@@ -80,27 +109,28 @@ def relative_attention_bwd_bias_kernel(
 ):
     """Each program takes one diagonal of tiles of one head, of every splits-th item of the batch."""
     query_tiles, key_tiles = tl.cdiv(queries, BLOCK_QUERIES), tl.cdiv(keys, BLOCK_KEYS)
-    diagonals = query_tiles + key_tiles - 1
-    diagonal = tl.program_id(0) % diagonals
+    diagonals = highest - lowest + 1
+    ahead = lowest + tl.program_id(0) % diagonals
     head = (tl.program_id(0) // diagonals) % heads
     split = tl.program_id(0) // (diagonals * heads)
-    # Tiles that a key's tile is ahead of its query's. The last diagonals are the shortest where attention is causal.
-    ahead = key_tiles - 1 - diagonal
     begin = tl.maximum(-ahead, 0)
     length = tl.minimum(query_tiles, key_tiles - ahead) - begin
     if CAUSAL:
         length = tl.where((ahead - 1) * BLOCK_KEYS < keys - queries, length, 0)
-    if bias_ptr is not None:
-        bias_ptr += head * (queries + keys - 1)
-    scale = tl.full((), scale, COMPUTE)
+    log2_scale = tl.full((), scale * LOG2E, COMPUTE)
     keep_scale = tl.full((), keep_scale, COMPUTE)
     head = head.to(tl.int64)
     query_ptr += head * query_head_stride
     key_ptr += head * key_head_stride
     value_ptr += head * value_head_stride
     grad_output_ptr += head * grad_head_stride
+    if line_ptr is not None:
+        line_ptr = middle_of(line_ptr, head, reach)
     if mask_ptr is not None:
         mask_ptr += head * mask_head_stride
+    query, key = tl.arange(0, BLOCK_QUERIES), tl.arange(0, BLOCK_KEYS)
+    if THRESHOLD > 0:
+        seed = tl.load(seed_ptr)
     total = tl.zeros((BLOCK_QUERIES, BLOCK_KEYS), COMPUTE)
     for step in tl.range(0, length * tl.cdiv(batch - split, splits)):
         item = (split + step // length * splits).to(tl.int64)
@@ -123,83 +153,138 @@ def relative_attention_bwd_bias_kernel(
             value_ptr + item * value_batch_stride + key_rows * value_stride,
             value_stride, keys - first_key, EVEN, DIM, BLOCK_KEYS, BLOCK_DIM,
         ).to(FACTOR)  # fmt: skip
-        query = first_query + tl.arange(0, BLOCK_QUERIES)
-        key = first_key + tl.arange(0, BLOCK_KEYS)
-        row = (item * heads + head) * queries + query
+        index = first_query + query
+        row = (item * heads + head) * queries + index
         # Of a query that is not there: no weight.
-        lse = tl.load(lse_ptr + row, mask=query < queries, other=float("inf"))
-        delta = tl.load(delta_ptr + row, mask=query < queries, other=0.0)
+        shift = tl.load(shift_ptr + row, mask=index < queries, other=float("inf"))
+        delta = tl.load(delta_ptr + row, mask=index < queries, other=0.0)
         mask = mask_ptr
         if mask_ptr is not None:
             mask = mask_ptr + item * mask_batch_stride
         scores = score_tile(
-            product(q, tl.trans(k), COMPUTE), scale, query[:, None], key[None, :],
-            queries, keys, bias_ptr, mask, mask_query_stride, mask_key_stride, KEY_MASK, CAUSAL, EVEN,
+            product(q, tl.trans(k), COMPUTE), log2_scale, first_query, query[:, None], first_key, key[None, :],
+            queries, keys, line_ptr, reach, mask, mask_query_stride, mask_key_stride, KEY_MASK, CAUSAL, EVEN,
         )  # fmt: skip
-        weights = weights_of(scores, lse[:, None], query[:, None], queries, keys, mask_ptr is not None, CAUSAL)
+        weights = tl.exp2(scores - shift[:, None])
         grad_weights = product(grad, tl.trans(v), COMPUTE)
         if THRESHOLD > 0:
-            keep = keep_tile(tl.load(seed_ptr), row, first_key, THRESHOLD, BLOCK_KEYS)
-            grad_weights = tl.where(keep, grad_weights * keep_scale, 0.0)
-        total += grad_scores_of(weights, grad_weights, delta[:, None], lse[:, None], mask_ptr is not None)
+            drop_key, place_0, place_1, _ = tl.philox(seed, (item * heads + head).to(tl.uint32), 0, 0, 0, 10)
+            grad_weights = drop_scores(
+                grad_weights, drop_key, place_0, place_1, first_query, query[:, None], first_key, key[None, :],
+                THRESHOLD,
+            )  # fmt: skip
+        factor = grad_scale(shift, keep_scale, mask_ptr is not None)
+        total += weights * (grad_weights * factor[:, None] - delta[:, None])
     row, column = tl.arange(0, BLOCK_QUERIES)[:, None], tl.arange(0, BLOCK_KEYS)[None, :]
     partial = partial_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_QUERIES * BLOCK_KEYS)
     tl.store(partial + row * BLOCK_KEYS + column, total)
 
 
 @triton.jit
-def diagonal_sum_kernel(
-    partial_ptr,  # [splits, heads, diagonals, BLOCK, BLOCK]
-    grad_bias_ptr,  # [heads, queries + keys - 1], contiguous
-    splits,
-    heads,
-    queries,
-    keys,
-    BLOCK: tl.constexpr,
-    COMPUTE: tl.constexpr,
+def end_sum(
+    partial_ptr, beyond_ptr, side, splits, lowest, highest, head, heads, items, tiles, reach,
+    ENDS: tl.constexpr, BLOCK: tl.constexpr, BEYOND: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Of a head: all as far behind as the reach or farther, where `side` is 0; ahead, where it is 1."""
+    diagonals = highest - lowest + 1
+    row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros((BLOCK, BLOCK), COMPUTE)
+    for step in tl.range(0, splits * diagonals):
+        split, diagonal = step // diagonals, step % diagonals
+        distance = (lowest + diagonal) * BLOCK + column - row
+        mask = tl.where(side == 0, distance <= -reach, distance >= reach)
+        tile = (tl.cast(split, tl.int64) * heads + head) * diagonals + diagonal
+        total += tl.load(partial_ptr + tile * (BLOCK * BLOCK) + row * BLOCK + column, mask=mask, other=0.0)
+    result = tl.sum(tl.sum(total, axis=1), axis=0)
+    if ENDS:
+        beyond = tl.zeros((BEYOND,), COMPUTE)
+        for start in tl.range(0, items * tiles, BEYOND):
+            index = start + tl.arange(0, BEYOND)
+            offset = ((side * items + index // tiles).to(tl.int64) * heads + head) * tiles + index % tiles
+            beyond += tl.load(beyond_ptr + offset, mask=index < items * tiles, other=0.0)
+        result += tl.sum(beyond, axis=0)
+    return result
+
+
+@triton.jit
+def distance_sums(
+    partial_ptr, index, splits, lowest, highest, head, heads, reach, BLOCK: tl.constexpr, COMPUTE: tl.constexpr
 ):
-    """Each program takes BLOCK distances of one head."""
-    query_tiles, key_tiles = tl.cdiv(queries, BLOCK), tl.cdiv(keys, BLOCK)
-    diagonals = query_tiles + key_tiles - 1
-    head = tl.program_id(1)
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Of a head: those of the distances `index - reach`."""
+    diagonals = highest - lowest + 1
     # A distance is `ahead` tiles and `rest` places; from the row in which rest runs over it is in the next tile.
-    distance = index - (queries - 1) + query_tiles * BLOCK
-    ahead, rest = distance // BLOCK - query_tiles, distance % BLOCK
+    distance = index - reach - lowest * BLOCK + BLOCK
+    ahead, rest = distance // BLOCK - 1, distance % BLOCK
     row = tl.arange(0, BLOCK)[:, None]
     column = row + rest[None, :]
-    diagonal = key_tiles - 1 - ahead[None, :] - (column >= BLOCK).to(tl.int32)
-    mask = (diagonal >= 0) & (diagonal < diagonals) & (index < queries + keys - 1)[None, :]
+    diagonal = ahead[None, :] + (column >= BLOCK).to(tl.int32)
+    mask = (diagonal >= 0) & (diagonal < diagonals)
     offset = (diagonal * BLOCK + row) * BLOCK + column % BLOCK
-    total = tl.zeros((BLOCK, BLOCK), COMPUTE)
+    total = tl.zeros((BLOCK, index.shape[0]), COMPUTE)
     for split in tl.range(0, splits):
         tiles = (tl.cast(split, tl.int64) * heads + head) * diagonals
         total += tl.load(partial_ptr + tiles * (BLOCK * BLOCK) + offset, mask=mask, other=0.0)
-    grad_bias = grad_bias_ptr + head * (queries + keys - 1)
-    tl.store(grad_bias + index, tl.sum(total, axis=0), mask=index < queries + keys - 1)
+    return tl.sum(total, axis=0)
 
 
-def grad_of_bias(call: Call, grad_output: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """[heads, queries + keys - 1], in the dtype of the arithmetic.
+@triton.jit
+def diagonal_sum_kernel(
+    partial_ptr,  # [splits, heads, diagonals, BLOCK, BLOCK]
+    beyond_ptr,  # [2, items, heads, tiles]: sums behind and ahead of the band; not read if it is all there is
+    grad_bias_ptr,  # [heads, 2 * reach + 1], contiguous
+    splits,
+    lowest,
+    highest,
+    items,
+    tiles,
+    reach,
+    ENDS: tl.constexpr,  # whether there is anything beyond the band
+    BLOCK: tl.constexpr,
+    DISTANCES: tl.constexpr,
+    BEYOND: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Two programs of a head take its ends, each other one DISTANCES between them."""
+    head, heads = tl.program_id(1), tl.num_programs(1)
+    grad_bias_ptr += head * (2 * reach + 1)
+    side = tl.program_id(0)
+    if side < 2:
+        end = end_sum(
+            partial_ptr, beyond_ptr, side, splits, lowest, highest, head, heads, items, tiles, reach,
+            ENDS, BLOCK, BEYOND, COMPUTE,
+        )  # fmt: skip
+        tl.store(grad_bias_ptr + side * (2 * reach), end)
+    else:
+        index = 1 + (side - 2) * DISTANCES + tl.arange(0, DISTANCES)
+        sums = distance_sums(partial_ptr, index, splits, lowest, highest, head, heads, reach, BLOCK, COMPUTE)
+        tl.store(grad_bias_ptr + index, sums, mask=index < 2 * reach)
+
+
+def grad_of_bias(
+    call: Call, band: Band, grad_output: torch.Tensor, shift: torch.Tensor, delta: torch.Tensor, beyond: torch.Tensor
+) -> torch.Tensor:
+    """[heads, 2 * reach + 1], in the dtype of the arithmetic.
 
     Args:
         grad_output: [batch, queries, heads, dim], adjacent in the last dimension.
-        lse, delta: [batch, heads, queries].
+        shift, delta: [batch, heads, queries].
+        beyond: [2, batch, heads, tiles]: sums of the gradients of scores behind and ahead of the band; empty where the
+            band is all there is.
     """
-    heads, queries, keys = call.sizes
-    batch = lse.shape[0]
-    tile = call.tile(BIAS_TILES)
-    diagonals = triton.cdiv(queries, tile.queries) + triton.cdiv(keys, tile.keys) - 1
-    wanted = PROGRAMS * multiprocessor_count(lse.device)
+    heads, _, _, reach = call.sizes
+    batch = shift.shape[0]
+    diagonals = band.highest - band.lowest + 1
+    wanted = PROGRAMS * multiprocessor_count(shift.device)
     splits = min(batch, triton.cdiv(wanted, diagonals * heads))
-    like = {"dtype": lse.dtype, "device": lse.device}
-    partial = torch.empty(splits, heads, diagonals, tile.queries, tile.keys, **like)
-    grad_bias = torch.empty(heads, queries + keys - 1, **like)
+    like = {"dtype": shift.dtype, "device": shift.device}
+    partial = torch.empty(splits, heads, diagonals, band.tile.queries, band.tile.keys, **like)
+    grad_bias = torch.empty(heads, 2 * reach + 1, **like)
     relative_attention_bwd_bias_kernel[(splits * heads * diagonals,)](
-        *call.tensors, grad_output, lse, delta, partial, batch, splits, *call.sizes, *call.strides,
-        *grad_output.stride()[:3], *call.scales, **call.tiled(tile),
+        *call.tensors, grad_output, shift, delta, partial, batch, splits, band.lowest, band.highest, *call.sizes,
+        *call.strides, *grad_output.stride()[:3], *call.scales, **call.tiled(band.tile),
     )  # fmt: skip
-    diagonal_sum_kernel[(triton.cdiv(queries + keys - 1, tile.keys), heads)](
-        partial, grad_bias, splits, heads, queries, keys, tile.keys, call.constants["COMPUTE"], num_warps=4
-    )
+    diagonal_sum_kernel[(2 + triton.cdiv(2 * reach - 1, _DISTANCES), heads)](
+        partial, beyond, grad_bias, splits, band.lowest, band.highest, batch, beyond.numel() // (2 * batch * heads),
+        reach, band.ends, band.tile.queries, _DISTANCES, _BEYOND, call.constants["COMPUTE"], num_warps=4,
+    )  # fmt: skip
     return grad_bias

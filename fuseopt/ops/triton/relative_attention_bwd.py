@@ -4,26 +4,38 @@ import torch
 import triton
 import triton.language as tl
 
-from fuseopt.ops.triton.philox import keep_tile
-from fuseopt.ops.triton.relative_attention import (
+from fuseopt.ops.triton.philox import drop_scores
+from fuseopt.ops.triton.relative_attention_bias import Band, grad_of_bias
+from fuseopt.ops.triton.relative_attention_tiles import (
+    LOG2E,
+    LOWEST,
+    MASK_BLOCK,
     Call,
     Tile,
     Tiles,
     adjacent,
-    grad_scores_of,
+    grad_scale,
     load_tile,
+    middle_of,
     product,
     score_tile,
-    weights_of,
+    seen_end,
+    share_of,
+    shift_of,
+    store_tile,
 )
-from fuseopt.ops.triton.relative_attention_bias import grad_of_bias
 
 QUERY_TILES = Tiles(
-    half=(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+    half=(Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)),
+    single=(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
+)
+# What a mask adds for each query does not fit in the registers of few warps at capability 8.0.
+MASKED_KEY_TILES = Tiles(
+    half=(Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
     single=(Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
 )
 KEY_TILES = Tiles(
-    half=(Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
+    half=(Tile(32, 64, 4, 3), Tile(32, 64, 8, 2)),
     single=(Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
 )
 
@@ -33,17 +45,20 @@ def relative_attention_bwd_query_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
-    bias_ptr,
+    line_ptr,
     mask_ptr,
     seed_ptr,
     grad_output_ptr,  # [batch, queries, heads, DIM], adjacent in the last dimension
     output_ptr,  # [batch, queries, heads, DIM], contiguous
     lse_ptr,
-    delta_ptr,  # [batch, heads, queries], in COMPUTE: grad_output * output summed, for the other kernels
+    shift_ptr,  # [batch, heads, queries], in COMPUTE: `shift_of` lse, for the other kernels
+    delta_ptr,  # likewise: grad_output * output summed, 0 if all keys are masked
     grad_query_ptr,  # [batch, queries, heads, DIM], contiguous
+    beyond_ptr,  # [2, batch, heads, tiles], in COMPUTE: gradients of scores, summed, behind and ahead of the band
     heads,
     queries,
     keys,
+    reach,
     query_batch_stride,
     query_head_stride,
     query_stride,
@@ -62,6 +77,9 @@ def relative_attention_bwd_query_kernel(
     grad_head_stride,
     scale: tl.float64,
     keep_scale: tl.float64,
+    lowest,  # of the band's diagonals
+    highest,
+    BAND_BLOCK: tl.constexpr,  # the side of its tiles, a multiple of BLOCK_KEYS; 0 if there is nothing beyond it
     THRESHOLD: tl.constexpr,
     KEY_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -82,53 +100,64 @@ def relative_attention_bwd_query_kernel(
     key_ptr += batch * key_batch_stride + head * key_head_stride
     value_ptr += batch * value_batch_stride + head * value_head_stride
     grad_output_ptr += batch * grad_batch_stride + head * grad_head_stride + first.to(tl.int64) * grad_stride
-    if bias_ptr is not None:
-        bias_ptr += head * (queries + keys - 1)
+    if line_ptr is not None:
+        line_ptr = middle_of(line_ptr, head, reach)
     if mask_ptr is not None:
         mask_ptr += batch * mask_batch_stride + head * mask_head_stride
 
-    index = first + tl.arange(0, BLOCK_QUERIES)
+    query, key = tl.arange(0, BLOCK_QUERIES), tl.arange(0, BLOCK_KEYS)
+    index = first + query
     left = queries - first
     statistic = row.to(tl.int64) * queries + index
     output_offset = ((batch * queries + first) * heads + head) * DIM
     q = load_tile(query_ptr, query_stride, left, EVEN, DIM, BLOCK_QUERIES, BLOCK_DIM).to(FACTOR)
     grad = load_tile(grad_output_ptr, grad_stride, left, EVEN, DIM, BLOCK_QUERIES, BLOCK_DIM).to(FACTOR)
     output = load_tile(output_ptr + output_offset, heads * DIM, left, EVEN, DIM, BLOCK_QUERIES, BLOCK_DIM)
+    shift = shift_of(tl.load(lse_ptr + statistic, mask=index < queries, other=float("inf")))
     delta = tl.sum(grad.to(COMPUTE) * output.to(COMPUTE), axis=1)
+    delta = tl.where(shift == LOWEST, 0.0, delta)
+    tl.store(shift_ptr + statistic, shift, mask=index < queries)
     tl.store(delta_ptr + statistic, delta, mask=index < queries)
-    lse = tl.load(lse_ptr + statistic, mask=index < queries, other=float("inf"))
+    log2_scale = tl.full((), scale * LOG2E, COMPUTE)
     scale = tl.full((), scale, COMPUTE)
-    keep_scale = tl.full((), keep_scale, COMPUTE)
+    factor = grad_scale(shift, tl.full((), keep_scale, COMPUTE), mask_ptr is not None)
+    if THRESHOLD > 0:
+        drop_key, place_0, place_1, _ = tl.philox(tl.load(seed_ptr), row.to(tl.uint32), 0, 0, 0, 10)
     grad_query = tl.zeros((BLOCK_QUERIES, BLOCK_DIM), COMPUTE)
+    behind = tl.zeros((BLOCK_QUERIES,), COMPUTE)
+    ahead = tl.zeros((BLOCK_QUERIES,), COMPUTE)
     end = keys
+    if KEY_MASK:
+        end = seen_end(mask_ptr, mask_key_stride, keys, MASK_BLOCK)
     if CAUSAL:
-        end = tl.minimum(keys, first + BLOCK_QUERIES + keys - queries)
+        end = tl.minimum(end, first + BLOCK_QUERIES + keys - queries)
     for start in tl.range(0, end, BLOCK_KEYS):
         offset = tl.cast(start, tl.int64)
         k = load_tile(key_ptr + offset * key_stride, key_stride, keys - start, EVEN, DIM, BLOCK_KEYS, BLOCK_DIM)
         k = k.to(FACTOR)
         scores = product(q, tl.trans(k), COMPUTE)
-        key = start + tl.arange(0, BLOCK_KEYS)
         scores = score_tile(
-            scores, scale, index[:, None], key[None, :], queries, keys, bias_ptr, mask_ptr, mask_query_stride,
-            mask_key_stride, KEY_MASK, CAUSAL, EVEN,
+            scores, log2_scale, first, query[:, None], start, key[None, :], queries, keys, line_ptr, reach,
+            mask_ptr, mask_query_stride, mask_key_stride, KEY_MASK, CAUSAL, EVEN,
         )  # fmt: skip
-        weights = weights_of(scores, lse[:, None], index[:, None], queries, keys, mask_ptr is not None, CAUSAL)
+        weights = tl.exp2(scores - shift[:, None])
         v = load_tile(value_ptr + offset * value_stride, value_stride, keys - start, EVEN, DIM, BLOCK_KEYS, BLOCK_DIM)
         grad_weights = product(grad, tl.trans(v.to(FACTOR)), COMPUTE)
         if THRESHOLD > 0:
-            keep = keep_tile(tl.load(seed_ptr), statistic, start, THRESHOLD, BLOCK_KEYS)
-            grad_weights = tl.where(keep, grad_weights * keep_scale, 0.0)
-        grad_scores = grad_scores_of(weights, grad_weights, delta[:, None], lse[:, None], mask_ptr is not None)
+            grad_weights = drop_scores(
+                grad_weights, drop_key, place_0, place_1, first, query[:, None], start, key[None, :], THRESHOLD
+            )
+        grad_scores = weights * (grad_weights * factor[:, None] - delta[:, None])
+        if BAND_BLOCK > 0:
+            diagonal = start // BAND_BLOCK - index // BAND_BLOCK
+            row_sum = tl.sum(grad_scores, axis=1)
+            behind += tl.where(diagonal < lowest, row_sum, 0.0)
+            ahead += tl.where(diagonal > highest, row_sum, 0.0)
         grad_query += product(grad_scores.to(FACTOR), k, COMPUTE)
     store_tile(grad_query_ptr + output_offset, heads * DIM, left, grad_query * scale, DIM, BLOCK_QUERIES, BLOCK_DIM)
-
-
-@triton.jit
-def store_tile(ptr, row_stride, rows_left, tile, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    tl.store(ptr + row * row_stride + column, tile, mask=(row < rows_left) & (column < DIM))
+    if BAND_BLOCK > 0:
+        tl.store(beyond_ptr + tl.program_id(0), tl.sum(behind, axis=0))
+        tl.store(beyond_ptr + tl.num_programs(0) + tl.program_id(0), tl.sum(ahead, axis=0))
 
 
 @triton.jit
@@ -136,17 +165,18 @@ def relative_attention_bwd_key_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
-    bias_ptr,
+    line_ptr,
     mask_ptr,
     seed_ptr,
     grad_output_ptr,  # [batch, queries, heads, DIM], adjacent in the last dimension
-    lse_ptr,
+    shift_ptr,
     delta_ptr,
     grad_key_ptr,  # [batch, keys, heads, DIM], contiguous
     grad_value_ptr,  # likewise
     heads,
     queries,
     keys,
+    reach,
     query_batch_stride,
     query_head_stride,
     query_stride,
@@ -185,25 +215,30 @@ def relative_attention_bwd_key_kernel(
     key_ptr += batch * key_batch_stride + head * key_head_stride + first.to(tl.int64) * key_stride
     value_ptr += batch * value_batch_stride + head * value_head_stride + first.to(tl.int64) * value_stride
     grad_output_ptr += batch * grad_batch_stride + head * grad_head_stride
-    lse_ptr += row.to(tl.int64) * queries
+    shift_ptr += row.to(tl.int64) * queries
     delta_ptr += row.to(tl.int64) * queries
-    if bias_ptr is not None:
-        bias_ptr += head * (queries + keys - 1)
+    if line_ptr is not None:
+        line_ptr = middle_of(line_ptr, head, reach)
     if mask_ptr is not None:
         mask_ptr += batch * mask_batch_stride + head * mask_head_stride
 
-    key = first + tl.arange(0, BLOCK_KEYS)
+    query, key = tl.arange(0, BLOCK_QUERIES), tl.arange(0, BLOCK_KEYS)
     left = keys - first
     k = load_tile(key_ptr, key_stride, left, EVEN, DIM, BLOCK_KEYS, BLOCK_DIM).to(FACTOR)
     v = load_tile(value_ptr, value_stride, left, EVEN, DIM, BLOCK_KEYS, BLOCK_DIM).to(FACTOR)
+    log2_scale = tl.full((), scale * LOG2E, COMPUTE)
     scale = tl.full((), scale, COMPUTE)
     keep_scale = tl.full((), keep_scale, COMPUTE)
+    if THRESHOLD > 0:
+        drop_key, place_0, place_1, _ = tl.philox(tl.load(seed_ptr), row.to(tl.uint32), 0, 0, 0, 10)
     grad_key = tl.zeros((BLOCK_KEYS, BLOCK_DIM), COMPUTE)
     grad_value = tl.zeros((BLOCK_KEYS, BLOCK_DIM), COMPUTE)
-    begin = 0
+    begin, end = 0, queries
     if CAUSAL:
         begin = tl.maximum(first - (keys - queries), 0) // BLOCK_QUERIES * BLOCK_QUERIES
-    for start in tl.range(begin, queries, BLOCK_QUERIES):
+    if KEY_MASK:
+        end = tl.where(first < seen_end(mask_ptr, mask_key_stride, keys, MASK_BLOCK), queries, begin)
+    for start in tl.range(begin, end, BLOCK_QUERIES):
         offset = tl.cast(start, tl.int64)
         q = load_tile(
             query_ptr + offset * query_stride, query_stride, queries - start, EVEN, DIM, BLOCK_QUERIES, BLOCK_DIM
@@ -211,29 +246,32 @@ def relative_attention_bwd_key_kernel(
         grad = load_tile(
             grad_output_ptr + offset * grad_stride, grad_stride, queries - start, EVEN, DIM, BLOCK_QUERIES, BLOCK_DIM
         ).to(FACTOR)
-        index = start + tl.arange(0, BLOCK_QUERIES)
+        index = start + query
         # Of a query that is not there: no weight.
-        lse = tl.load(lse_ptr + index, mask=index < queries, other=float("inf"))
+        shift = tl.load(shift_ptr + index, mask=index < queries, other=float("inf"))
         delta = tl.load(delta_ptr + index, mask=index < queries, other=0.0)
         scores = product(k, tl.trans(q), COMPUTE)
         scores = score_tile(
-            scores, scale, index[None, :], key[:, None], queries, keys, bias_ptr, mask_ptr, mask_query_stride,
-            mask_key_stride, KEY_MASK, CAUSAL, EVEN,
+            scores, log2_scale, start, query[None, :], first, key[:, None], queries, keys, line_ptr, reach,
+            mask_ptr, mask_query_stride, mask_key_stride, KEY_MASK, CAUSAL, EVEN,
         )  # fmt: skip
-        weights = weights_of(scores, lse[None, :], index[None, :], queries, keys, mask_ptr is not None, CAUSAL)
+        weights = tl.exp2(scores - shift[None, :])
         grad_weights = product(v, tl.trans(grad), COMPUTE)
         kept = weights
+        if mask_ptr is not None:
+            kept *= share_of(shift, index, queries, keys, CAUSAL)[None, :]
         if THRESHOLD > 0:
-            drawn = row.to(tl.int64) * queries + index
-            keep = tl.trans(keep_tile(tl.load(seed_ptr), drawn, first, THRESHOLD, BLOCK_KEYS))
-            kept = tl.where(keep, weights * keep_scale, 0.0)
-            grad_weights = tl.where(keep, grad_weights * keep_scale, 0.0)
+            kept = drop_scores(kept, drop_key, place_0, place_1, start, query[None, :], first, key[:, None], THRESHOLD)
+            grad_weights = drop_scores(
+                grad_weights, drop_key, place_0, place_1, start, query[None, :], first, key[:, None], THRESHOLD
+            )
         grad_value += product(kept.to(FACTOR), grad, COMPUTE)
-        grad_scores = grad_scores_of(weights, grad_weights, delta[None, :], lse[None, :], mask_ptr is not None)
+        factor = grad_scale(shift, keep_scale, mask_ptr is not None)
+        grad_scores = weights * (grad_weights * factor[None, :] - delta[None, :])
         grad_key += product(grad_scores.to(FACTOR), q, COMPUTE)
     offset = ((batch * keys + first) * heads + head) * DIM
     store_tile(grad_key_ptr + offset, heads * DIM, left, grad_key * scale, DIM, BLOCK_KEYS, BLOCK_DIM)
-    store_tile(grad_value_ptr + offset, heads * DIM, left, grad_value, DIM, BLOCK_KEYS, BLOCK_DIM)
+    store_tile(grad_value_ptr + offset, heads * DIM, left, grad_value * keep_scale, DIM, BLOCK_KEYS, BLOCK_DIM)
 
 
 def relative_attention_bwd(
@@ -256,11 +294,11 @@ def relative_attention_bwd(
     Args:
         grad_output: [batch, queries, heads, dim], any strides.
         output, lse: as the forward returned them; the rest as given to it.
-        need_bias_grad: whether to compute that of bias.
+        need_bias_grad: whether to compute that of bias, which is there.
 
     Returns:
         Gradients of query [batch, queries, heads, dim], key and value [batch, keys, heads, dim], in the dtype of query;
-        of bias [heads, queries + keys - 1] in the dtype of lse, or empty. All are contiguous. The same inputs give the
+        of bias [heads, 2 * reach + 1] in the dtype of lse, or empty. All are contiguous. The same inputs give the
         same bits.
     """
     batch, heads, queries, dim = query.shape
@@ -269,23 +307,35 @@ def relative_attention_bwd(
         torch.empty((batch, length, heads, dim), dtype=query.dtype, device=query.device)
         for length in (queries, keys, keys)
     ]
-    grad_bias = lse.new_zeros((heads, queries + keys - 1) if need_bias_grad else (0,))
+    grad_bias = lse.new_zeros(bias.shape if need_bias_grad and bias is not None else (0,))
     if lse.numel() == 0 or keys == 0 or dim == 0:
         return *(grad.zero_() for grad in grads), grad_bias
     call = Call.of(query, key, value, bias, mask, seed, scale, p, causal)
     grad_output = adjacent(grad_output)
     strides = *call.strides, *grad_output.stride()[:3]
-    output, lse, delta = output.contiguous(), lse.contiguous(), torch.empty_like(lse)
+    output, lse, shift, delta = output.contiguous(), lse.contiguous(), torch.empty_like(lse), torch.empty_like(lse)
+    band = Band.of(call) if need_bias_grad else None
+    diagonals = (band.lowest, band.highest, band.tile.keys) if band is not None and band.ends else (0, 0, 0)
     with torch.cuda.device_of(query):
         tile = call.tile(QUERY_TILES)
-        relative_attention_bwd_query_kernel[(batch * heads * triton.cdiv(queries, tile.queries),)](
-            *call.tensors, grad_output, output, lse, delta, grads[0], *call.sizes, *strides, *call.scales,
-            **call.tiled(tile),
+        programs = batch * heads * triton.cdiv(queries, tile.queries)
+        beyond = lse.new_empty(2 * programs if any(diagonals) else 0)
+        relative_attention_bwd_query_kernel[(programs,)](
+            *call.tensors, grad_output, output, lse, shift, delta, grads[0], beyond, *call.sizes, *strides,
+            *call.scales, *diagonals, **call.tiled(tile),
         )  # fmt: skip
-        tile = call.tile(KEY_TILES)
+        tile = call.tile(KEY_TILES if mask is None else MASKED_KEY_TILES)
         relative_attention_bwd_key_kernel[(batch * heads * triton.cdiv(keys, tile.keys),)](
-            *call.tensors, grad_output, lse, delta, *grads[1:], *call.sizes, *strides, *call.scales, **call.tiled(tile)
+            *call.tensors,
+            grad_output,
+            shift,
+            delta,
+            *grads[1:],
+            *call.sizes,
+            *strides,
+            *call.scales,
+            **call.tiled(tile),
         )
-        if need_bias_grad:
-            grad_bias = grad_of_bias(call, grad_output, lse, delta)
+        if band is not None:
+            grad_bias = grad_of_bias(call, band, grad_output, shift, delta, beyond)
     return *grads, grad_bias

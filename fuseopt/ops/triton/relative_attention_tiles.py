@@ -1,0 +1,280 @@
+"""What the kernels of `relative_attention` share: a tile of scores, its bias and weights, and how a call is told."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from fuseopt.ops.library import TRITON_INTERPRETED
+from fuseopt.ops.philox import threshold
+from fuseopt.ops.relative_attention import MASKED
+from fuseopt.ops.triton.philox import INTERPRETED
+from fuseopt.ops.triton.rows import TL_DTYPES, compute_dtype
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# The score of a masked key, in units of log2 e: the lowest there is, above the -inf of a key that is not there.
+LOWEST = tl.constexpr(-3.0e38)
+MASKS = tl.constexpr(MASKED)
+# A tile has at most so many queries and keys.
+MOST = tl.constexpr(128)
+MASK_BLOCK = tl.constexpr(1024)
+_LINE_BLOCK = 256
+
+
+class Tile(NamedTuple):
+    """How many queries and keys a program holds at a time, powers of 2 from 8 on."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+class Tiles(NamedTuple):
+    """The tile of a kernel by how large an element is, for heads of at most 64 elements and for larger ones."""
+
+    half: tuple[Tile, Tile]
+    single: tuple[Tile, Tile]
+    double: tuple[Tile, Tile] = (Tile(8, 8, 8, 1), Tile(8, 8, 8, 1))
+
+    def of(self, dtype: torch.dtype, block_dim: int) -> Tile:
+        tiles = {2: self.half, 4: self.single, 8: self.double}[dtype.itemsize]
+        return tiles[block_dim > 64]
+
+
+@triton.jit
+def product(left, right, COMPUTE: tl.constexpr):
+    if tl.float64 == COMPUTE:
+        # tl.dot does not compile for float64 in every version.
+        result = tl.sum(left[:, :, None] * right[None, :, :], axis=1)
+    else:
+        result = tl.dot(left, right, input_precision="tf32x3", out_dtype=COMPUTE)
+    return result
+
+
+@triton.jit
+def load_tile(
+    ptr, row_stride, rows_left, EVEN: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """[ROWS, BLOCK] from `ptr` on, zeros beyond the `rows_left` rows and DIM columns that there are."""
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    pointers = ptr + row * row_stride + column
+    if EVEN and DIM == BLOCK:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=(row < rows_left) & (column < DIM), other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(ptr, row_stride, rows_left, tile, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    tl.store(ptr + row * row_stride + column, tile, mask=(row < rows_left) & (column < DIM))
+
+
+@triton.jit
+def load_line(pointers):
+    """What is there, a number a diagonal: of a thread's elements on the same one, one is loaded.
+
+    tl.load would be pipelined through shared memory, where a tile's diagonals meet in the same banks.
+    """
+    if INTERPRETED or pointers.dtype.element_ty != tl.float32:
+        line = tl.load(pointers)
+    else:
+        line = tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return line
+
+
+@triton.jit
+def score_tile(
+    products,  # of queries and keys
+    scale,  # of the products, in units of log2 e
+    first_query,
+    query,  # indices of the tile's queries from its first, with a dimension of 1 for the keys
+    first_key,
+    key,  # likewise
+    queries,
+    keys,
+    line_ptr,  # the bias of this head at distance 0, as `bias_line` leaves it; or None
+    reach,
+    mask_ptr,  # of this item and head; or None
+    mask_query_stride,
+    mask_key_stride,
+    KEY_MASK: tl.constexpr,  # it is the same for every query
+    CAUSAL: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Scores in units of log2 e: LOWEST where the mask masks, -inf where there is no key."""
+    scores = products * scale
+    if line_ptr is not None:
+        ahead = tl.minimum(tl.maximum(first_key - first_query, -reach - MOST), reach + MOST)
+        # In 64 bits, what differs between elements of a thread is a constant in its instructions.
+        scores += load_line(line_ptr + ahead + (key.to(tl.int64) - query.to(tl.int64)))
+    if mask_ptr is not None:
+        seen = key < keys - first_key
+        pointers = mask_ptr + (first_key + key).to(tl.int64) * mask_key_stride
+        if KEY_MASK:
+            mask = tl.load(pointers, mask=seen, other=0)
+        else:
+            pointers += (first_query + query).to(tl.int64) * mask_query_stride
+            mask = tl.load(pointers, mask=seen & (query < queries - first_query), other=0)
+        if mask.dtype == tl.int1:
+            scores = tl.where(mask, scores, LOWEST)
+        else:
+            added = mask.to(scores.dtype)
+            scores = tl.where(added > MASKS, scores + added * LOG2E, LOWEST)
+    if CAUSAL:
+        scores = tl.where(key - query <= first_query - first_key + (keys - queries), scores, float("-inf"))
+    if not EVEN:
+        scores = tl.where(key < keys - first_key, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def shift_of(lse):
+    """What weights are 2 to the power of, below the scores: their logsumexp, or the score of keys if all are masked."""
+    return tl.where(lse == float("-inf"), LOWEST, lse * LOG2E)
+
+
+@triton.jit
+def share_of(shift, query, queries, keys, CAUSAL: tl.constexpr):
+    """What weights are still to be multiplied by: the share of each key where all are masked; else 1."""
+    seen = tl.zeros_like(shift) + keys
+    if CAUSAL:
+        seen = tl.minimum(seen, (query + (keys - queries + 1)).to(shift.dtype))
+    return tl.where(shift == LOWEST, 1.0 / seen, 1.0)
+
+
+@triton.jit
+def grad_scale(shift, keep_scale, HAS_MASK: tl.constexpr):
+    """`keep_scale` for each query, but 0 if all its keys are masked: they do not depend on their scores."""
+    if HAS_MASK:
+        result = tl.where(shift == LOWEST, 0.0, keep_scale)
+    else:
+        result = tl.zeros_like(shift) + keep_scale
+    return result
+
+
+@triton.jit
+def seen_end(mask_ptr, mask_key_stride, keys, BLOCK: tl.constexpr):
+    """The index after the last key that the mask, one for all queries, leaves to be seen; `keys` if it leaves none."""
+    last = tl.zeros((BLOCK,), tl.int32)
+    for start in tl.range(0, keys, BLOCK):
+        key = start + tl.arange(0, BLOCK)
+        mask = tl.load(mask_ptr + key.to(tl.int64) * mask_key_stride, mask=key < keys, other=0)
+        seen = mask if mask.dtype == tl.int1 else mask > MASKS
+        last = tl.where(seen & (key < keys), key + 1, last)
+    end = tl.max(last, axis=0)
+    return tl.where(end == 0, keys, end)
+
+
+@triton.jit
+def bias_line_kernel(
+    bias_ptr,  # [heads, 2 * reach + 1], contiguous
+    line_ptr,  # [heads, 2 * margin + 1], contiguous
+    reach,
+    margin,
+    COMPUTE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program takes BLOCK distances of one head."""
+    head = tl.program_id(1)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    distance = tl.minimum(tl.maximum(index - margin, -reach), reach)
+    bias = tl.load(bias_ptr + head * (2 * reach + 1) + distance + reach).to(COMPUTE) * LOG2E
+    tl.store(line_ptr + head * (2 * margin + 1) + index, bias, mask=index < 2 * margin + 1)
+
+
+@triton.jit
+def middle_of(line_ptr, head, reach):
+    """Where the bias of a head at distance 0 is."""
+    margin = reach + 2 * MOST
+    return line_ptr + head * (2 * margin + 1) + margin
+
+
+def bias_line(bias: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+    """`bias` [heads, 2 * reach + 1] in units of log2 e, drawn out at both ends: no tile of scores reaches beyond.
+
+    Returns:
+        [heads, 2 * margin + 1] in `compute`, contiguous; the element of distance 0 is in the middle.
+    """
+    heads, reach = bias.shape[0], bias.shape[1] // 2
+    margin = reach + 2 * MOST.value
+    line = torch.empty((heads, 2 * margin + 1), dtype=compute, device=bias.device)
+    grid = triton.cdiv(2 * margin + 1, _LINE_BLOCK), heads
+    bias_line_kernel[grid](bias.contiguous(), line, reach, margin, TL_DTYPES[compute], _LINE_BLOCK, num_warps=4)
+    return line
+
+
+class Call(NamedTuple):
+    """What the kernels of one call share: arguments by position up to the mask's strides, and constants by name."""
+
+    tensors: tuple[Any, ...]  # query, key, value, line, mask, seed; the last three may be None
+    sizes: tuple[int, ...]  # heads, queries, keys, reach
+    strides: tuple[int, ...]  # of query, key, value and mask
+    scales: tuple[float, float]  # of the products, and of what dropout keeps
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        scale: float,
+        p: float,
+        causal: bool,
+    ) -> "Call":
+        batch, heads, queries, dim = query.shape
+        keys = key.shape[2]
+        query, key, value = map(adjacent, (query, key, value))
+        full = None if mask is None else mask.expand(batch, heads, queries, keys)
+        compute = compute_dtype(query)
+        line = None if bias is None else bias_line(bias, compute)
+        reach = 0 if bias is None else bias.shape[1] // 2
+        factor = torch.float32 if TRITON_INTERPRETED and query.dtype == torch.bfloat16 else query.dtype
+        constants = {
+            "THRESHOLD": threshold(p),
+            "KEY_MASK": full is not None and full.stride(2) == 0,
+            "CAUSAL": causal,
+            "DIM": dim,
+            "COMPUTE": TL_DTYPES[compute],
+            "FACTOR": TL_DTYPES[factor],
+            "BLOCK_DIM": max(16, triton.next_power_of_2(dim)),
+        }
+        strides = (
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *(full.stride() if full is not None else (0,) * 4),
+        )
+        scales = scale, 1.0 / (1.0 - p)
+        return cls((query, key, value, line, full, seed), (heads, queries, keys, reach), strides, scales, constants)
+
+    def tile(self, tiles: Tiles) -> Tile:
+        return tiles.of(self.tensors[0].dtype, self.constants["BLOCK_DIM"])
+
+    def tiled(self, tile: Tile) -> dict[str, Any]:
+        """The constants of a kernel that takes `tile` at a time."""
+        _, queries, keys, _ = self.sizes
+        return {
+            **self.constants,
+            "EVEN": queries % tile.queries == 0 and keys % tile.keys == 0,
+            "BLOCK_QUERIES": tile.queries,
+            "BLOCK_KEYS": tile.keys,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
+
+
+def adjacent(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a copy where elements of its last dimension are not neighbours in memory."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
