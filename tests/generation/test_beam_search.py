@@ -247,8 +247,6 @@ def test_beams_and_samples_take_turns(model):
     assert {call.tier for call in calls_of(model)} == {Tier.DEVICE_LOOP}
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("each_device", ["cuda"], indirect=True)
 def test_settings_that_happen_to_be_the_same_number(model):
     """A captured step has a place for each of them."""
     fuseopt.initialize(model, GENERATION)
@@ -258,6 +256,8 @@ def test_settings_that_happen_to_be_the_same_number(model):
         assert_same(generate(model, inputs, **kwargs), _stock(model, inputs, **kwargs))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("each_device", ["cuda"], indirect=True)
 def test_a_step_captured_once_serves_other_prompts_and_settings(model):
     fuseopt.initialize(model, GENERATION)
     captures, capture = [], Step.capture
