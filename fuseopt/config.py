@@ -184,7 +184,12 @@ class Config:
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "inference": {"kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS), "jit": True}},
-    "training": {"kernel_fusion": {"memory_efficient_fusion": True, "triton_kernels": ["FusedLinearCrossEntropy"]}},
+    "training": {
+        "kernel_fusion": {
+            "memory_efficient_fusion": True,
+            "triton_kernels": ["FusedLinearCrossEntropy", "FusedRelativeAttention"],
+        },
+    },
     "reference": {
         "kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS), "jit": False, "backend": "reference"},
     },
