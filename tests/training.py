@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from fuseopt.modules import partitioner
 
@@ -36,12 +37,12 @@ class Graphs:
         return counted
 
 
-def assert_slope(model: nn.Module, loss: Callable[[], Tensor], *, rtol: float = 1e-5, step: float = 1e-5) -> None:
+def assert_slope(model: nn.Module, loss: Callable[[], Tensor], *, rtol: float = 1e-5) -> None:
     """The gradient of `loss()`, which calls the float64 `model`, against a central difference along one direction.
 
     Every call draws from the same seed, and so the same masks; the backward pass finds the generator elsewhere.
     """
-    parameters = list(model.parameters())
+    parameters, step = list(model.parameters()), 1e-5
     generator = torch.Generator("cpu").manual_seed(0)
     drawn = [torch.randn(p.shape, dtype=p.dtype, device="cpu", generator=generator) for p in parameters]
     direction = [drawing.to(p.device) for drawing, p in zip(drawn, parameters, strict=True)]
@@ -81,3 +82,17 @@ def saved_bytes(model: nn.Module, *args: object, **kwargs: object) -> int:
     storages = (tensor.untyped_storage() for tensor in saved_tensors(model, *args, **kwargs))
     by_pointer = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return sum(size for pointer, size in by_pointer.items() if pointer not in parameters)
+
+
+def norms_in_float64(model: nn.Module) -> nn.Module:
+    """The model, T5's norms replaced by ones with the same weights that take the variance in the model's dtype.
+
+    T5's take it in float32, too coarse for a central difference.
+    """
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, T5LayerNorm):
+                norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+    return model
