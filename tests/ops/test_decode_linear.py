@@ -308,6 +308,10 @@ def test_a_vocabulary(rows: int, columns: int, norm: str | None, dtype: torch.dt
     [
         pytest.param(1600, 5128, {"transposed": True, "norm": "layer_norm"}, id="norm"),
         pytest.param(6408, 1600, {"transposed": True, "residual": torch.float32}, id="K shared out in clusters"),
+        pytest.param(4104, 1032, {"transposed": True, "activation": "relu"}, id="a few K each"),
+        pytest.param(5000, 1608, {"transposed": True, "norm": "layer_norm"}, id="norm and clusters"),
+        pytest.param(1032, 2056, {"transposed": True, "weights": 3, "norm": "t5_rms_norm"}, id="three of lines"),
+        pytest.param(768, 33000, {"transposed": True}, id="more strips than multiprocessors"),
         pytest.param(5000, 1601, {"norm": "layer_norm", "activation": "gelu_tanh"}, id="norm over clusters"),
         pytest.param(1032, 2056, {"weights": 3, "norm": "t5_rms_norm"}, id="three weights"),
         pytest.param(1024, 4003, {"gated": True, "norm": "t5_rms_norm", "activation": "gelu"}, id="gated"),
@@ -340,7 +344,7 @@ def test_a_layer_too_large_for_registers(
     }
     biases = [make(outputs) for _ in weights]
     assert_kernel_is_accurate(x, weights, biases, **parameters, **options)
-    assert "decode_linear_stream_kernel" in kernels_of(
+    assert ("decode_linear_lines_kernel" if transposed else "decode_linear_stream_kernel") in kernels_of(
         lambda: decode_linear(x, weights, biases, **parameters, **options, backend="cuda")
     )
 

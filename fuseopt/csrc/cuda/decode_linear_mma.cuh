@@ -1,6 +1,7 @@
 // decode_linear for 16-bit weights: which of the tensor core kernels takes a layer, and in which shape.
 #pragma once
 
+#include "decode_linear_lines.cuh"
 #include "decode_linear_stream.cuh"
 #include "decode_linear_strips.cuh"
 
@@ -98,7 +99,9 @@ bool launch_decode_linear_mma(const DecodeLinear& layer, cudaStream_t stream, cu
   if (compute_capability_major() < 8 || !suits_mma<T>(layer)) return false;
   const bool is_wide = layer.input.dtype != kDType<T>, has_norm = layer.norm != kNoNorm;
   if (is_wide && layer.weights_are_transposed) return false;
-  if (streams(layer)) {
+  if (layer.weights_are_transposed && streams_lines(layer)) {
+    error = launch_lines<T>(layer, stream);
+  } else if (!layer.weights_are_transposed && streams(layer)) {
     error = launch_stream<T>(layer, stream);
   } else if (layer.weights_are_transposed) {
     error = has_norm ? launch_mma<T, T, Layout::kLines, true, false>(layer, stream)

@@ -16,6 +16,13 @@ inline int64_t most_held_bytes() {
   return kOfMultiprocessor * multiprocessor_count();
 }
 
+// Whether a layer has more bytes, or a longer K, than blocks, one a multiprocessor, hold in registers before they wait.
+inline bool is_large(const DecodeLinear& layer) {
+  constexpr int64_t kLongK = 3072, kBytesOfLongK = 37 * 1024;  // the latter for each multiprocessor
+  const int64_t bytes = layer.outputs * layer.columns * layer.weight_count * 2;
+  return bytes >= most_held_bytes() || (layer.columns > kLongK && bytes >= kBytesOfLongK * multiprocessor_count());
+}
+
 // DecodeLinear, in fewer words: each that a kernel touches may be a miss of the constant cache.
 template <typename T>
 struct MmaLayer {

@@ -1,6 +1,6 @@
-// decode_linear for 16-bit weights too large to wait in registers for the kernel ahead. A block has a ring of shared
-// memory for the weight, so small that the next kernel's block finds room beside it and reads meanwhile: memory has
-// little rest between kernels. It takes one strip of output columns after another, and its warps share out K: what a
+// decode_linear for 16-bit weights [N, K] too large to wait in registers for the kernel ahead. A block has a ring of
+// shared memory for the weight, so small that the next kernel's block finds room beside it and reads meanwhile: memory
+// has little rest between kernels. It takes one strip of output columns after another, and its warps share out K: what a
 // device reads at a time lies together. Where strips are few, the blocks of a cluster share out K. All is in loops: a
 // block has to fetch its instructions, too.
 #pragma once
@@ -13,7 +13,7 @@ namespace fuseopt {
 constexpr int kMaxStreamCluster = 8;
 constexpr int kSumsStride = kStreamColumns + 4;  // 4: rows of sums start in different banks
 
-template <typename T, typename X, bool kTransposed, bool kNorm, int kHalves, int kStages>
+template <typename T, typename X, bool kNorm, int kHalves, int kStages>
 __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStages == 2 ? 3 : 2)
     decode_linear_stream_kernel(const __grid_constant__ StreamLayer<T> layer) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   const int rank = cluster_rank(), blocks = cluster_size();
   const int part = rank * kStreamWarps + warp, parts = blocks * kStreamWarps;
   const int part_columns = layer.part_stages * kStageK;
-  const int own_stages = WeightStream<T, kTransposed>::stages_of(layer, part);
+  const int own_stages = WeightStream<T>::stages_of(layer, part);
   const int held_stages = blocks > 1 ? layer.part_stages : own_stages;
 
   // Stages [warps][kStages]; the block's rows [kHalves]; of a norm, parameters [2][block_columns]; sums
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
 
   let_successor_start();
   int strip = static_cast<int>(cluster_index());
-  WeightStream<T, kTransposed> weight(layer, strip, part);
+  WeightStream<T> weight(layer, strip, part);
 #pragma unroll 1
   for (int k = lane * kLaneValues; kNorm && k < held_stages * kStageK; k += kWarpSize * kLaneValues) {
     const int64_t at = part * part_columns + k;
@@ -261,17 +261,11 @@ struct StreamPlan {
   }
 };
 
-// Whether a layer has more bytes, or a longer K, than the other kernel's blocks, one a multiprocessor, hold before they
-// wait.
 inline bool streams(const DecodeLinear& layer) {
-  constexpr int64_t kLongK = 3072, kBytesOfLongK = 37 * 1024;  // the latter for each multiprocessor
-  const int64_t bytes = layer.outputs * layer.columns * layer.weight_count * 2;
-  return (bytes >= most_held_bytes() ||
-          (layer.columns > kLongK && bytes >= kBytesOfLongK * multiprocessor_count())) &&
-         StreamPlan(layer).per_multiprocessor() > 0;
+  return is_large(layer) && StreamPlan(layer).per_multiprocessor() > 0;
 }
 
-template <typename T, typename X, bool kTransposed, bool kNorm, int kHalves, int kStages>
+template <typename T, typename X, bool kNorm, int kHalves, int kStages>
 cudaError_t launch_stream_as(const DecodeLinear& layer, const StreamPlan& plan, cudaStream_t stream) {
   StreamLayer<T> of{mma_layer<T>(layer)};
   of.is_gated = layer.gated;
@@ -283,27 +277,22 @@ cudaError_t launch_stream_as(const DecodeLinear& layer, const StreamPlan& plan, 
   const LaunchShape shape{static_cast<unsigned>(of.step * plan.blocks), kStreamWarps * kWarpSize, plan.shared_bytes,
                           static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.weights)};
   of.share_ahead(shape);
-  return launch_dependent(decode_linear_stream_kernel<T, X, kTransposed, kNorm, kHalves, kStages>, of, shape,
+  return launch_dependent(decode_linear_stream_kernel<T, X, kNorm, kHalves, kStages>, of, shape,
                           layer.overlap, stream);
 }
 
-template <typename T, typename X, bool kTransposed, bool kNorm>
+template <typename T, typename X, bool kNorm>
 cudaError_t launch_stream(const DecodeLinear& layer, cudaStream_t stream) {
   const StreamPlan plan(layer);
-  if (plan.halves == 2) return launch_stream_as<T, X, kTransposed, kNorm, 2, 2>(layer, plan, stream);
-  return plan.stages == 2 ? launch_stream_as<T, X, kTransposed, kNorm, 1, 2>(layer, plan, stream)
-                          : launch_stream_as<T, X, kTransposed, kNorm, 1, 3>(layer, plan, stream);
+  if (plan.halves == 2) return launch_stream_as<T, X, kNorm, 2, 2>(layer, plan, stream);
+  return plan.stages == 2 ? launch_stream_as<T, X, kNorm, 1, 2>(layer, plan, stream)
+                          : launch_stream_as<T, X, kNorm, 1, 3>(layer, plan, stream);
 }
 
 template <typename T>
 cudaError_t launch_stream(const DecodeLinear& layer, cudaStream_t stream) {
-  if (layer.input.dtype != kDType<T>) return launch_stream<T, float, false, true>(layer, stream);
-  if (layer.norm == kNoNorm) {
-    return layer.weights_are_transposed ? launch_stream<T, T, true, false>(layer, stream)
-                                        : launch_stream<T, T, false, false>(layer, stream);
-  }
-  return layer.weights_are_transposed ? launch_stream<T, T, true, true>(layer, stream)
-                                      : launch_stream<T, T, false, true>(layer, stream);
+  if (layer.input.dtype != kDType<T>) return launch_stream<T, float, true>(layer, stream);
+  return layer.norm == kNoNorm ? launch_stream<T, T, false>(layer, stream) : launch_stream<T, T, true>(layer, stream);
 }
 
 }  // namespace fuseopt

@@ -1,4 +1,4 @@
-// How decode_linear's streaming kernel reads its weights: each warp has a ring of stages in shared memory, which its
+// How decode_linear's streaming kernel reads its weights [N, K]: each warp has a ring of stages in shared memory, which its
 // lanes fill by copies that they do not wait for.
 #pragma once
 
@@ -24,24 +24,22 @@ struct StreamLayer : MmaLayer<T> {
   bool is_gated;
 };
 
-// A warp's way through a weight: the stages of its part of K, of one strip after another. A stage lies in lines of what
-// is together in memory: values of k, or of a transposed weight columns, swizzled so that `load` has no bank conflicts.
-template <typename T, bool kTransposed>
+// A warp's way through a weight: the stages of its part of K, of one strip after another. A stage lies in lines of k, as
+// in memory, swizzled so that `load` has no bank conflicts.
+template <typename T>
 class WeightStream {
-  static constexpr int kLineParts = (kTransposed ? kStreamColumns : kStageK) / kLaneValues;  // of 16 bytes
-  static constexpr int kLines = kWarpSize / kLineParts;                                      // copied at a time
+  static constexpr int kLineParts = kStageK / kLaneValues;  // of 16 bytes
+  static constexpr int kLines = kWarpSize / kLineParts;     // copied at a time
   static constexpr int kCopies = kStageBytes / (kWarpSize * kAccessBytes);
 
  public:
   __device__ WeightStream(const StreamLayer<T>& layer, int strip, int part)
       : layer_(layer), strip_(strip), stages_(stages_of(layer, part)) {
     const int width = layer.is_gated ? kStreamColumns / 2 : kStreamColumns;
-    k_ = part * layer.part_stages * kStageK + (kTransposed ? line() : line_part() * kLaneValues);
-    column_ = strip * width + (kTransposed ? line_part() * kLaneValues : line());
-    const bool is_gate = kTransposed && layer.is_gated && line_part() >= kLineParts / 2;
-    if (is_gate) column_ -= width;
-    from_ = layer.weights[is_gate ? 1 : blockIdx.y] + offset(kTransposed ? k_ : column_, kTransposed ? column_ : k_);
-    to_gate_ = !kTransposed && layer.is_gated ? layer.weights[1] - layer.weights[0] - offset(width, 0) : 0;
+    k_ = part * layer.part_stages * kStageK + line_part() * kLaneValues;
+    column_ = strip * width + line();
+    from_ = layer.weights[blockIdx.y] + offset(column_) + k_;
+    to_gate_ = layer.is_gated ? layer.weights[1] - layer.weights[0] - offset(width) : 0;
     if (stages_ == 0) strip_ = layer.strips;
   }
 
@@ -57,21 +55,21 @@ class WeightStream {
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         const int further = i * kLines;
-        const bool is_second = !kTransposed && layer_.is_gated && i >= kCopies / 2;
-        const int column = column_ + (kTransposed ? 0 : further) - (is_second ? kStreamColumns / 2 : 0);
-        const bool is_inside = column < layer_.outputs && k_ + (kTransposed ? further : 0) < layer_.columns;
-        const T* const from = from_ + offset(further, 0) + (is_second ? to_gate_ : 0);
+        const bool is_second = layer_.is_gated && i >= kCopies / 2;
+        const int column = column_ + further - (is_second ? kStreamColumns / 2 : 0);
+        const bool is_inside = column < layer_.outputs && k_ < layer_.columns;
+        const T* const from = from_ + offset(further) + (is_second ? to_gate_ : 0);
         copy_async(stage + place(further + line(), line_part()), from, is_inside);
       }
       k_ += kStageK;
-      from_ += kTransposed ? offset(kStageK, 0) : kStageK;
+      from_ += kStageK;
       if (++stage_ == stages_) {
         stage_ = 0;
         strip_ += layer_.step;
         const int width = layer_.is_gated ? kStreamColumns / 2 : kStreamColumns, back = stages_ * kStageK;
         k_ -= back;
         column_ += layer_.step * width;
-        from_ += kTransposed ? layer_.step * width - offset(back, 0) : offset(layer_.step * width, 0) - back;
+        from_ += offset(layer_.step * width) - back;
       }
     }
     end_copy_group();
@@ -80,21 +78,9 @@ class WeightStream {
   // The lane's part of a chunk as `multiply` takes it together with 8 neighbouring inputs.
   static __device__ void load(const char* stage, int chunk, uint4 (&words)[kStreamTiles]) {
     const int lane = threadIdx.x % kWarpSize;
-    if constexpr (kTransposed) {
-      // Of lines 8 i to 8 i + 7, lanes with i = lane % 4 take the first two in one word, then the next.
-      const int line = chunk * kChunk + lane % 8 / 2 * 8 + lane % 2 + lane / 16 * 2, part = lane / 8 % 2;
 #pragma unroll
-      for (int j = 0; j < kStreamTiles; j += 2) {
-        const uint4 first = load_transposed(stage + place(line, j + part));
-        const uint4 second = load_transposed(stage + place(line + 4, j + part));
-        words[j] = {first.x, first.z, second.x, second.z};
-        words[j + 1] = {first.y, first.w, second.y, second.w};
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < kStreamTiles; ++j) {
-        words[j] = *reinterpret_cast<const uint4*>(stage + place(j * kTileColumns + lane / 4, chunk * 4 + lane % 4));
-      }
+    for (int j = 0; j < kStreamTiles; ++j) {
+      words[j] = *reinterpret_cast<const uint4*>(stage + place(j * kTileColumns + lane / 4, chunk * 4 + lane % 4));
     }
   }
 
@@ -102,12 +88,9 @@ class WeightStream {
   static __device__ int line() { return threadIdx.x % kWarpSize / kLineParts; }
   static __device__ int line_part() { return threadIdx.x % kLineParts; }
   static __device__ int place(int line, int part) {
-    part ^= kTransposed ? line / 8 % 4 : line % 2 * 4;
-    return (line * kLineParts + part) * kAccessBytes;
+    return (line * kLineParts + (part ^ line % 2 * 4)) * kAccessBytes;
   }
-  __device__ int64_t offset(int outer, int inner) const {
-    return static_cast<int64_t>(outer) * layer_.weight_stride + inner;
-  }
+  __device__ int64_t offset(int columns) const { return static_cast<int64_t>(columns) * layer_.weight_stride; }
 
   const StreamLayer<T>& layer_;
   int strip_, stages_, k_, column_, stage_ = 0;
