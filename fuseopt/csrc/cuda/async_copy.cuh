@@ -6,6 +6,9 @@
 
 namespace fuseopt {
 
+// Where lanes copy whole lines of 128 bytes side by side: what lies across two such lines of shared memory takes longer.
+constexpr int kRingAlignment = 128;
+
 // 16 bytes, zeros where there is nothing to copy.
 __device__ inline void copy_async(void* to, const void* from, bool is_there) {
   FUSEOPT_SM80_ASM("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(

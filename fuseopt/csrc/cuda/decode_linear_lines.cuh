@@ -32,16 +32,16 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
 
   // A ring [kStages] for each warp, in the end its sums [rows][kLineSumsStride]; rows [kHalves][slots][row_stride];
   // sums of the cluster's other blocks [blocks - 1][rows][kLineSumsStride].
-  extern __shared__ __align__(16) char shared[];
+  extern __shared__ __align__(kRingAlignment) char rings[];
   struct Part {
     float sum, squares, pivot;
   };
   __shared__ Part parts[kHalves][kLineWarps];  // of a norm's rows
   __shared__ Mailbox mailbox;
-  char* const ring = shared + warp * kStages * kLineBytes;
-  T* const held_rows = reinterpret_cast<T*>(shared + kLineWarps * kStages * kLineBytes);
+  char* const ring = rings + warp * kStages * kLineBytes;
+  T* const held_rows = reinterpret_cast<T*>(rings + kLineWarps * kStages * kLineBytes);
   float* const inbox = reinterpret_cast<float*>(held_rows + kHalves * slots * row_stride);
-  const auto sums_of = [&](int w) { return reinterpret_cast<float*>(shared + w * kStages * kLineBytes); };
+  const auto sums_of = [&](int w) { return reinterpret_cast<float*>(rings + w * kStages * kLineBytes); };
 
   LineStream<T> weight(layer, strip, first_k / kLineK, stages);
 #pragma unroll 1
@@ -277,7 +277,7 @@ struct LinePlan {
   }
 
   int per_multiprocessor() const {
-    constexpr size_t kReserved = 1024 + 256;  // for each block, by the system and what the kernel declares
+    constexpr size_t kReserved = 1024 + 2 * kRingAlignment;  // for each block, by system and kernel
     return static_cast<int>(shared_bytes_per_multiprocessor() / (shared_bytes() + kReserved));
   }
 };

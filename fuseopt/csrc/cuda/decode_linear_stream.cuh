@@ -27,11 +27,11 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   // Stages [warps][kStages]; the block's rows [kHalves]; of a norm, parameters [2][block_columns]; sums
   // [warps][rows][kSumsStride], of the cluster's other blocks [blocks - 1][rows][kSumsStride]; of a norm, moments
   // [parts][rows].
-  extern __shared__ __align__(16) char shared[];
+  extern __shared__ __align__(kRingAlignment) char rings[];
   __shared__ Mailbox mailbox;
   const int half_bytes = StreamRows<T, X>::bytes(layer.slot_bits, layer.block_columns);
-  char* const stages = shared + warp * kStages * kStageBytes;
-  char* const rows_at = shared + kStreamWarps * kStages * kStageBytes;
+  char* const stages = rings + warp * kStages * kStageBytes;
+  char* const rows_at = rings + kStreamWarps * kStages * kStageBytes;
   T* const params = reinterpret_cast<T*>(rows_at + kHalves * half_bytes);
   T *const scale = params + warp * part_columns, *const shift = scale + layer.block_columns;
   float* const sums_of = reinterpret_cast<float*>(params + (kNorm ? 2 * layer.block_columns : 0));
@@ -235,7 +235,7 @@ struct StreamPlan {
 
   int all_strips() const { return strips * weights; }
   int per_multiprocessor() const {
-    constexpr size_t kReserved = 1024 + kAccessBytes;  // for each block, by the system and what the kernel declares
+    constexpr size_t kReserved = 1024 + kRingAlignment;  // for each block, by the system and what the kernel declares
     return static_cast<int>(shared_bytes_per_multiprocessor() / (shared_bytes + kReserved));
   }
   // Of a weight: as many as there is room for, with as many strips each; a cluster adds up one strip only.

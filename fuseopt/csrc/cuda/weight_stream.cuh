@@ -1,5 +1,5 @@
-// How decode_linear's streaming kernel reads its weights [N, K]: each warp has a ring of stages in shared memory, which its
-// lanes fill by copies that they do not wait for.
+// How decode_linear's streaming kernel reads its weights [N, K]: each warp has a ring of stages in shared memory, which
+// its lanes fill by copies that they do not wait for.
 #pragma once
 
 #include "async_copy.cuh"
@@ -24,8 +24,8 @@ struct StreamLayer : MmaLayer<T> {
   bool is_gated;
 };
 
-// A warp's way through a weight: the stages of its part of K, of one strip after another. A stage lies in lines of k, as
-// in memory, swizzled so that `load` has no bank conflicts.
+// A warp's way through a weight: the stages of its part of K, of one strip after another. A stage lies in lines of k,
+// as in memory, swizzled so that `load` has no bank conflicts.
 template <typename T>
 class WeightStream {
   static constexpr int kLineParts = kStageK / kLaneValues;  // of 16 bytes
