@@ -54,6 +54,10 @@ OF_THEIR_OWN_SIZES = (
 )
 
 
+# Products of float32 as three of TF32 keep 22 bits of 24.
+OF_TF32_PRODUCTS = ("relative_attention",)
+
+
 def functional_names() -> tuple[str, ...]:
     """The names of the ops that write into nothing that they are given."""
     return tuple(name for name in registry.names() if not registry.get(name).in_place)
