@@ -40,7 +40,7 @@ class Case:
 def cases(*names: str) -> list[Any]:
     """Pytest parameters for each backend of the ops named, or of all functional ones: on CPU, in Triton's interpreter,
     on a GPU."""
-    return list(_parameters(names or functional_names()))
+    return list(_parameters(names or functional_names(), slow=() if names else SLOW_TO_INTERPRET))
 
 
 # Their sizes hang together in ways that `variations.resized` does not know, so their own tests draw them.
@@ -54,6 +54,9 @@ OF_THEIR_OWN_SIZES = (
 )
 
 
+# Minutes in the tests that all ops have; those of its own are interpreted in any case.
+SLOW_TO_INTERPRET = ("relative_attention",)
+
 # Products of float32 as three of TF32 keep 22 bits of 24.
 OF_TF32_PRODUCTS = ("relative_attention",)
 
@@ -63,12 +66,13 @@ def functional_names() -> tuple[str, ...]:
     return tuple(name for name in registry.names() if not registry.get(name).in_place)
 
 
-def _parameters(names: tuple[str, ...]) -> Iterator[Any]:
+def _parameters(names: tuple[str, ...], slow: tuple[str, ...]) -> Iterator[Any]:
     for name in names:
         op = registry.get(name)
         for backend in op.backends:
             if backend.name == "triton":
-                yield _parameter(op, "triton", "cpu", pytest.mark.interpreter)
+                marks = [pytest.mark.interpreter] + [pytest.mark.slow] * (name in slow)
+                yield _parameter(op, "triton", "cpu", *marks)
             elif backend.name != "cuda":
                 yield _parameter(op, backend.name, "cpu")
             if backend.name != "cpu":

@@ -11,7 +11,7 @@ from tests.ops.interpreter import UNFIT
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the process that the test starts")
 def test_interpreted_kernels_in_a_process_of_their_own():
-    options = ["-q", "-rs", "-m", "interpreter", "-p", "no:cacheprovider"]
+    options = ["-q", "-rs", "-m", "interpreter and not slow", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, Path(__file__).parent]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
