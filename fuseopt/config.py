@@ -184,12 +184,7 @@ class Config:
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "inference": {"kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS), "jit": True}},
-    "training": {
-        "kernel_fusion": {
-            "memory_efficient_fusion": True,
-            "triton_kernels": ["FusedLinearCrossEntropy", "FusedRelativeAttention"],
-        },
-    },
+    "training": {"kernel_fusion": {"memory_efficient_fusion": True, "triton_kernels": ["FusedLinearCrossEntropy"]}},
     "reference": {
         "kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS), "jit": False, "backend": "reference"},
     },
