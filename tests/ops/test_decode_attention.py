@@ -210,7 +210,8 @@ def assert_kernel_is_accurate(
     def assert_accurate(output: Tensor, query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
         plain = decode_attention_reference(query, keys, values, lengths, **options)
         judge = decode_attention_reference(*map(to_float64, (query, keys, values)), lengths, **exact)
-        slack = 64 if dtype == torch.float64 else 8  # in float64 the judge is no better than the judged
+        # In float64 the judge is no better than the judged; in float32 exp2 of the device counts beside rounding.
+        slack = {torch.float64: 64, torch.float32: 16}.get(dtype, 8)
         assert error([output], [judge]) <= 2 * error([plain], [judge]) + slack * torch.finfo(dtype).eps
 
     query, lengths = make(batch * beams, heads, head_dim), integers(capacity, batch)

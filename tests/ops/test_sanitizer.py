@@ -17,6 +17,23 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 TOOLS = ("memcheck", "racecheck")
 
+# What samples of an op do not reach: writing into arguments, and the kernels for the sizes of models.
+OWN_TESTS = {
+    "decode_attention_": ("test_decode_attention.py", "test_kernel_against or test_kernel_for_many_rows"),
+    "decode_beams_": ("test_decode_beams.py", "test_is_what_beam_search_does and cuda-cuda"),
+    "decode_linear": (
+        "test_decode_linear.py",
+        "test_layers_of_models and bfloat16 and (-1-torch or -8-torch or -64-torch)",
+    ),
+    "decode_linear of a vocabulary": ("test_decode_linear.py", "test_a_vocabulary and bfloat16"),
+    "decode_select_": ("test_decode_select.py", "cuda-cuda and (test_is_what or test_draws_what)"),
+}
+
+
+def without_caching(tool: str) -> dict[str, str]:
+    """Each tensor in an allocation of its own, so that memcheck knows where it ends."""
+    return {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
+
 
 @pytest.fixture(autouse=True)
 def sanitizer() -> str:
@@ -31,10 +48,11 @@ def reports(sanitizer: str, tool: str, *command: str, kernels: str, **environmen
     options = ["--tool", tool, "--kernel-name", f"kns={kernels}", "--print-limit", "20"]
     if tool == "memcheck":
         options += ["--report-api-errors", "no"]  # torch asks CUDA questions that it expects to be refused
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     process = subprocess.run(
         [sanitizer, *options, *command],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**inherited, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -50,13 +68,22 @@ def reports(sanitizer: str, tool: str, *command: str, kernels: str, **environmen
 @pytest.mark.parametrize("tool", TOOLS)
 def test_no_reports(sanitizer: str, tool: str, name: str) -> None:
     assert native.load("cuda").status == "loaded"
-    # Each tensor in an allocation of its own, so that memcheck knows where it ends.
-    caching = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
     command = (sys.executable, "-m", "tests.ops.sanitized", name)
-    count, printed = reports(sanitizer, tool, *command, kernels="fuseopt", **caching)
+    count, printed = reports(sanitizer, tool, *command, kernels="fuseopt", **without_caching(tool))
     assert count == 0, printed
     calls = re.search(r"(\d+) calls", printed)
     assert calls and int(calls[1]) >= 3 * len(DTYPES), printed
+
+
+@pytest.mark.parametrize("name", OWN_TESTS)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_no_reports_in_tests_of_its_own(sanitizer: str, tool: str, name: str) -> None:
+    file, chosen = OWN_TESTS[name]
+    options = ("-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "gpu", "-k", chosen)
+    command = (sys.executable, "-m", "pytest", *options, str(Path(__file__).with_name(file)))
+    count, printed = reports(sanitizer, tool, *command, kernels="fuseopt", **without_caching(tool))
+    assert count == 0, printed
+    assert re.search(r"\d+ passed", printed) and "skipped" not in printed, printed
 
 
 @pytest.mark.parametrize("tool", TOOLS)
