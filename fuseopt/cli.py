@@ -69,34 +69,37 @@ def _parser() -> argparse.ArgumentParser:
     tutorial = benchmarks.add_parser("tutorial", help="OSLO's: T5-base, batch 256, generate() under an n-gram ban")
     tutorial.set_defaults(run=_bench_tutorial)
     generate = benchmarks.add_parser("generate", help="generate(), stock and with the decode loop, per new token")
-    generate.add_argument(
-        "--model",
-        action="append",
-        default=[],
-        metavar="MODEL",
-        help="a folder with a config.json, a model id, or a name; again for more; default: a table of GPT-2 and T5",
-    )
-    generate.add_argument("--batch", nargs="+", type=_positive, metavar="ROWS", help="default: 1")
-    for option, metavar, what in (
-        ("--prompt", "TOKENS", "default: 128"),
-        ("--new", "TOKENS", "default: 128"),
-        ("--beams", "N", "default: 1, greedy"),
-        ("--ngram", "N", "no_repeat_ngram_size; default: no ban"),
-    ):
-        generate.add_argument(option, type=_positive, metavar=metavar, help=what)
-    generate.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help="default: bfloat16 on a GPU")
+    kernels = benchmarks.add_parser("kernels", help="the kernels of a step of generate(), and what they read")
+    for benchmark in (generate, kernels):
+        benchmark.add_argument(
+            "--model",
+            action="append",
+            default=[],
+            metavar="MODEL",
+            help="a folder with a config.json, a model id, or a name; again for more; default: a table of GPT-2 and T5",
+        )
+        benchmark.add_argument("--batch", nargs="+", type=_positive, metavar="ROWS", help="default: 1")
+        for option, metavar, what in (
+            ("--prompt", "TOKENS", "default: 128"),
+            ("--new", "TOKENS", "default: 128"),
+            ("--beams", "N", "default: 1, greedy"),
+            ("--ngram", "N", "no_repeat_ngram_size; default: no ban"),
+        ):
+            benchmark.add_argument(option, type=_positive, metavar=metavar, help=what)
+        benchmark.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help="default: bfloat16 on a GPU")
+        benchmark.add_argument(
+            "--sample", action="store_true", help="draw tokens, from the same seed each time; default: the likeliest"
+        )
+        for option, kind in (("--temperature", float), ("--top-k", int), ("--top-p", float)):
+            benchmark.add_argument(option, type=kind, metavar="X", help="of --sample; default: transformers'")
     generate.add_argument(
         "--compiled", action="store_true", help="also transformers' static cache with torch.compile; up to 20 s a row"
     )
     generate.add_argument(
-        "--sample", action="store_true", help="draw tokens, from the same seed each time; default: the likeliest"
-    )
-    for option, kind in (("--temperature", float), ("--top-k", int), ("--top-p", float)):
-        generate.add_argument(option, type=kind, metavar="X", help="of --sample; default: transformers'")
-    generate.add_argument(
         "--first-call", action="store_true", help="also the first call of a fresh process: one for each row and system"
     )
     generate.set_defaults(run=_bench_generate)
+    kernels.set_defaults(run=_bench_kernels)
     train = benchmarks.add_parser("train", help="training steps: transformers, torch.compile and fuseopt")
     forward = benchmarks.add_parser("forward", help="forwards: transformers, torch.compile and fuseopt")
     scaling = benchmarks.add_parser("scaling", help="a training step in one process, and in several by DDP")
@@ -136,14 +139,14 @@ def _parser() -> argparse.ArgumentParser:
             "--padded", action="store_true", help="rows of different lengths, under an attention mask"
         )
     train.add_argument("--budget", nargs="+", type=float, default=[], help="of memory_efficient_fusion, 0 to 1")
-    for configured in (generate, train, curves):
+    for configured in (generate, kernels, train, curves):
         configured.add_argument(
             "--config", action="append", default=[], metavar="FILE_OR_PRESET", help="again for more; default: a few"
         )
     train.set_defaults(run=_bench_train)
     forward.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
     forward.set_defaults(run=_bench_forward)
-    for benchmark in (ops, tutorial, generate, train, forward, scaling, curves):
+    for benchmark in (ops, tutorial, generate, kernels, train, forward, scaling, curves):
         benchmark.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
         benchmark.add_argument("--out", type=_new_file, metavar="FILE", help="write the results as JSON")
         benchmark.add_argument(
@@ -211,6 +214,23 @@ _SIZES, _SAMPLING = ("prompt", "new", "beams", "ngram"), ("temperature", "top_k"
 def _bench_generate(arguments: argparse.Namespace) -> int:
     from fuseopt.bench import generate, plot
 
+    options = _generate_options(arguments)
+    if arguments.plot is not None:
+        plot.check_available()
+    run = functools.partial(generate.run, **options, compiled=arguments.compiled, first_calls=arguments.first_call)
+    return _bench(arguments, run)
+
+
+def _bench_kernels(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench import kernels
+
+    return _bench(arguments, functools.partial(kernels.run, **_generate_options(arguments)))
+
+
+def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Which calls of `generate()`, under which configs."""
+    from fuseopt.bench.generate import Row
+
     given = {
         name: value
         for name in (*_SIZES, *_SAMPLING, "sample", "batch")
@@ -222,21 +242,14 @@ def _bench_generate(arguments: argparse.Namespace) -> int:
     sampling = {name: given[name] for name in _SAMPLING if name in given}
     if sampling and not arguments.sample:
         raise ConfigError(f"{', '.join(flags[name] for name in sampling)}: nothing is drawn without --sample")
-    if arguments.plot is not None:
-        plot.check_available()
-    options = {name: given[name] for name in _SIZES if name in given}
+    sizes: dict[str, Any] = {name: given[name] for name in _SIZES if name in given}
     if arguments.sample:
-        options["sampling"] = sampling
-    rows = [generate.Row(model, batch, **options) for model in arguments.model for batch in arguments.batch or [1]]
-    run = functools.partial(
-        generate.run,
-        rows=rows,
-        dtype=arguments.dtype and getattr(torch, arguments.dtype),
-        configs=_configs(arguments.config) or None,
-        compiled=arguments.compiled,
-        first_calls=arguments.first_call,
-    )
-    return _bench(arguments, run)
+        sizes["sampling"] = sampling
+    return {
+        "rows": [Row(model, batch, **sizes) for model in arguments.model for batch in arguments.batch or [1]],
+        "dtype": arguments.dtype and getattr(torch, arguments.dtype),
+        "configs": _configs(arguments.config) or None,
+    }
 
 
 def _bench_train(arguments: argparse.Namespace) -> int:

@@ -17,11 +17,11 @@ from fuseopt.bench.records import Record, Results
 from fuseopt.bench.workloads import FusionConfig, ModelCase, Work, beams_name, dtype_name, generate, random_tokens
 from fuseopt.config import CUSTOM_KERNELS
 
-_GENERATION = {"generation": {"enable": True}}
+GENERATION = {"generation": {"enable": True}}
 CONFIGS: dict[str, FusionConfig] = {
     "preset inference": "inference",
-    "generation": _GENERATION,
-    "generation and kernels": {**_GENERATION, "kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS)}},
+    "generation": GENERATION,
+    "generation and kernels": {**GENERATION, "kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS)}},
 }
 STATIC = "static cache and torch.compile"
 _STATIC_CACHE = {"cache_implementation": "static"}

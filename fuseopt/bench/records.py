@@ -43,6 +43,9 @@ class Record:
             rate, the reading of weights and caches at the speed of a copy.
         first_seconds: time of the first call, compilation included; of generate(), in a fresh process.
         first_token_us: median time of a call for one token.
+        launches: of a kernel in what is profiled.
+        kernel_us: median time of a kernel from its start to its end, which overlap with others'.
+        share: of all time that is profiled.
     """
 
     case: str
@@ -62,6 +65,9 @@ class Record:
     of_floor: float | None = None
     first_seconds: float | None = None
     first_token_us: float | None = None
+    launches: float | None = None
+    kernel_us: float | None = None
+    share: float | None = None
 
     @classmethod
     def of(cls, case: str, variant: str, timing: Timing, baseline: Timing | None, **others: Any) -> Record:
@@ -154,6 +160,9 @@ def _table(rows: Sequence[Record], unit: str) -> str:
         "work": [row.case for row in rows],
         "variant": [f"{row.variant} (auto)" if row.auto else row.variant for row in rows],
         unit: [_time(row, unit) for row in rows],
+        "launches": [_number(row.launches) for row in rows],
+        "start to end us": [_number(row.kernel_us) for row in rows],
+        "share": ["" if row.share is None else f"{row.share:.2f}" for row in rows],
         "first token us": [_number(row.first_token_us) for row in rows],
         "wall us": [_number(row.wall_us) for row in rows],
         "host us": [_number(row.host_us) for row in rows],
