@@ -37,7 +37,9 @@ class RememberingModel:
             "_prepare_generation_config",
             "_prepare_cache_for_generation",
             "_validate_model_kwargs",
+            "_maybe_prepare_encoder_kwargs_for_generation",
             "_supports_logits_to_keep",
+            "_supports_mm_encoder_outputs",
             "_prepare_special_tokens",
             "_prepare_position_ids_for_generation",
         )
@@ -54,7 +56,7 @@ class RememberingModel:
         self._special_tokens: dict[Hashable, dict[str, Tensor | None]] = {}
         self._forwards: tuple[Any, ...] = ()
         self._forward: Any = None
-        self._logits_to_keep = False
+        self._supported: dict[str, bool] = {}
         self._accepted: set[Hashable] = set()
 
     def __getattr__(self, name: str) -> Any:
@@ -111,8 +113,20 @@ class RememberingModel:
             self._accepted.add(given)
 
     def _supports_logits_to_keep(self) -> bool:
+        return self._supports("_supports_logits_to_keep")
+
+    def _maybe_prepare_encoder_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """By itself it asks no more than the question below."""
+        return type(self.model)._maybe_prepare_encoder_kwargs_for_generation(self, *args, **kwargs)
+
+    def _supports_mm_encoder_outputs(self) -> bool:
+        return self._supports("_supports_mm_encoder_outputs")
+
+    def _supports(self, question: str) -> bool:
         self._forget_other_forwards()
-        return self._logits_to_keep
+        if question not in self._supported:
+            self._supported[question] = getattr(type(self.model), question)(self.model)
+        return self._supported[question]
 
     def _prepare_special_tokens(
         self, generation_config: Any, kwargs_has_attention_mask: Any = None, device: Any = None, batch_size: Any = None
@@ -153,9 +167,8 @@ class RememberingModel:
         modules = (self.model, *map(self.model._modules.get, _PARTS))
         forwards = tuple(None if module is None else vars(module).get("forward", type(module)) for module in modules)
         if self._forwards != forwards:
-            self._forwards, self._accepted = forwards, set()
+            self._forwards, self._accepted, self._supported = forwards, set(), {}
             self._forward = _Instead(self.model.forward, __signature__=inspect.signature(self.model.forward))
-            self._logits_to_keep = type(self.model)._supports_logits_to_keep(self.model)
 
 
 class _Instead:

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
 import fuseopt
 from fuseopt.generation.remembering import RememberingModel
@@ -19,6 +19,10 @@ pytestmark = pytest.mark.usefixtures("each_device")
 @pytest.fixture(params=["gpt2", "t5"])
 def model(request, each_device):
     return tiny.FAMILIES[request.param]()
+
+
+# What transformers asks models without an encoder alone.
+OF_DECODERS = ("_supports_mm_encoder_outputs", "_prepare_position_ids_for_generation")
 
 
 @pytest.fixture
@@ -37,6 +41,8 @@ def asked(model, monkeypatch):
 
     count(type(model), "_validate_model_kwargs")
     count(type(model), "_supports_logits_to_keep")
+    if hasattr(model, OF_DECODERS[0]):
+        count(type(model), OF_DECODERS[0])
     count(type(model.config), "_get_generation_parameters")
     return counts
 
@@ -45,11 +51,11 @@ def test_a_second_call_asks_nothing_again(model, asked):
     inputs = prompt(model, 2, 6, 0)
     wanted = generate(model, inputs, max_new_tokens=4)
     stock = dict(asked)
-    assert set(stock.values()) == {1} and len(stock) == 3
+    assert len(stock) >= 3
     fuseopt.initialize(model, GENERATION)
     for _ in range(3):
         assert_same(generate(model, inputs, max_new_tokens=4), wanted)
-    assert asked == dict.fromkeys(stock, 2)
+    assert all(times == stock.get(question, 0) + 1 for question, times in asked.items())
 
 
 def test_arguments_of_other_names_are_looked_at(model, asked):
@@ -96,7 +102,7 @@ def test_a_forward_that_is_replaced_is_looked_at(each_device):
         generate(model, inputs, max_new_tokens=4, another=1)
 
 
-@pytest.mark.parametrize("name", sorted(RememberingModel.METHODS))
+@pytest.mark.parametrize("name", sorted(RememberingModel.METHODS & set(dir(GenerationMixin))))
 def test_a_method_of_the_instance_is_taken(model, name):
     inputs = prompt(model, 2, 6, 0)
     wanted = generate(model, inputs, max_new_tokens=4)
@@ -104,7 +110,7 @@ def test_a_method_of_the_instance_is_taken(model, name):
     own = mock.Mock(side_effect=getattr(model, name))
     setattr(model, name, own)
     assert_same(generate(model, inputs, max_new_tokens=4), wanted)
-    assert own.called or (model.config.is_encoder_decoder and name == "_prepare_position_ids_for_generation")
+    assert own.called or (model.config.is_encoder_decoder and name in OF_DECODERS)
 
 
 @pytest.mark.parametrize(
