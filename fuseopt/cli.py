@@ -114,7 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     curves.add_argument("--seeds", type=_positive, default=3, metavar="N", help="default: 3")
     curves.add_argument("--dropout", type=float, default=0.1, metavar="RATE", help="default: 0.1")
     curves.set_defaults(run=_bench_curves)
-    for benchmark in (train, forward, curves):
+    capacity = benchmarks.add_parser("capacity", help="the largest batch of a training step that fits on the GPU")
+    for benchmark in (train, forward, curves, capacity):
         benchmark.add_argument(
             "--model",
             action="append",
@@ -122,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="MODEL",
             help="a folder with a config.json, a model id, or a name; again for more; default: a table",
         )
-    for benchmark in (train, forward):
+    for benchmark in (train, forward, capacity):
         benchmark.add_argument("--batch", nargs="+", type=_positive, default=[8], metavar="ROWS", help="default: 8")
         benchmark.add_argument(
             "--compile",
@@ -130,23 +131,24 @@ def _parser() -> argparse.ArgumentParser:
             help="time torch.compile too; default: on a GPU, as on a CPU it takes minutes",
         )
     scaling.add_argument("--batch", type=_positive, default=8, metavar="ROWS", help="in each process; default: 8")
-    for benchmark in (train, forward, scaling):
+    for benchmark in (train, forward, scaling, capacity):
         benchmark.add_argument("--length", type=_positive, default=1024, metavar="TOKENS", help="default: 1024")
-    for benchmark in (train, scaling):
+    for benchmark in (train, scaling, capacity):
         benchmark.add_argument("--dropout", type=float, metavar="RATE", help="default: the model's own")
         benchmark.add_argument("--precision", choices=("autocast", "bfloat16", "float32"), default="autocast")
         benchmark.add_argument(
             "--padded", action="store_true", help="rows of different lengths, under an attention mask"
         )
     train.add_argument("--budget", nargs="+", type=float, default=[], help="of memory_efficient_fusion, 0 to 1")
-    for configured in (generate, kernels, train, curves):
+    for configured in (generate, kernels, train, curves, capacity):
         configured.add_argument(
             "--config", action="append", default=[], metavar="FILE_OR_PRESET", help="again for more; default: a few"
         )
     train.set_defaults(run=_bench_train)
+    capacity.set_defaults(run=_bench_capacity)
     forward.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
     forward.set_defaults(run=_bench_forward)
-    for benchmark in (ops, tutorial, generate, kernels, train, forward, scaling, curves):
+    for benchmark in (ops, tutorial, generate, kernels, train, forward, scaling, curves, capacity):
         benchmark.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
         benchmark.add_argument("--out", type=_new_file, metavar="FILE", help="write the results as JSON")
         benchmark.add_argument(
@@ -255,14 +257,27 @@ def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def _bench_train(arguments: argparse.Namespace) -> int:
     from fuseopt.bench import train
 
-    rows = [
-        train.Row(model, batch, arguments.length, arguments.dropout, arguments.precision, arguments.padded)
-        for model in arguments.model
-        for batch in arguments.batch
-    ]
+    rows = _train_rows(arguments)
     configs = train.budget_configs(arguments.budget) | _configs(arguments.config)
     options = {"rows": rows, "configs": configs or None, "compile": arguments.compile}
     return _bench(arguments, functools.partial(train.run, **options))
+
+
+def _bench_capacity(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench import capacity
+
+    options = {"configs": _configs(arguments.config) or None, "compile": arguments.compile}
+    return _bench(arguments, functools.partial(capacity.run, rows=_train_rows(arguments), **options))
+
+
+def _train_rows(arguments: argparse.Namespace) -> list[Any]:
+    from fuseopt.bench.train import Row
+
+    return [
+        Row(model, batch, arguments.length, arguments.dropout, arguments.precision, arguments.padded)
+        for model in arguments.model
+        for batch in arguments.batch
+    ]
 
 
 def _bench_forward(arguments: argparse.Namespace) -> int:

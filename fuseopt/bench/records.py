@@ -46,6 +46,7 @@ class Record:
         launches: of a kernel in what is profiled.
         kernel_us: median time of a kernel from its start to its end, which overlap with others'.
         share: of all time that is profiled.
+        largest_batch: rows of the largest batch that has been seen to fit.
     """
 
     case: str
@@ -68,6 +69,7 @@ class Record:
     launches: float | None = None
     kernel_us: float | None = None
     share: float | None = None
+    largest_batch: int | None = None
 
     @classmethod
     def of(cls, case: str, variant: str, timing: Timing, baseline: Timing | None, **others: Any) -> Record:
@@ -170,6 +172,7 @@ def _table(rows: Sequence[Record], unit: str) -> str:
         "of copy": ["" if row.of_copy is None else f"{row.of_copy:.2f}" for row in rows],
         "tokens/s": ["" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}" for row in rows],
         "of floor": ["" if row.of_floor is None else f"{row.of_floor:.2f}" for row in rows],
+        "largest batch": ["" if row.largest_batch is None else str(row.largest_batch) for row in rows],
         "first s": [_number(row.first_seconds) for row in rows],
         "speed-up": [_speed_up(row) for row in rows],
         "peak MiB": ["" if row.peak_mib is None or row.tokens else f"{row.peak_mib:.0f}" for row in rows],

@@ -24,6 +24,7 @@ COMPILE = "torch.compile"
 PRECISIONS = {"autocast": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}
 LEARNING_RATE = 3e-4
 COMPARED_STEPS = 4
+OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def run(
 
     def records_of(row: Row) -> list[Record]:
         teraflops, _ = matmuls[row.dtype]
-        return _records(row, _systems(configs, compile), teraflops, device)
+        return _records(row, all_systems(configs, compile), teraflops, device)
 
     measured = measure(rows, records_of)
     return Results.measured_here("train", [*(record for _, record in matmuls.values()), *measured])
@@ -174,7 +175,8 @@ def _matmul(device: torch.device, dtype: torch.dtype) -> tuple[float, Record]:
     return teraflops, Record.of(name, "torch", timing, None, note=f"{teraflops:.3g} TFLOP/s")
 
 
-def _systems(configs: Mapping[str, FusionConfig], compile: bool) -> dict[str, FusionConfig | None]:
+def all_systems(configs: Mapping[str, FusionConfig], compile: bool) -> dict[str, FusionConfig | None]:
+    """What is compared, by name; None stands for transformers' own and for torch.compile of it."""
     return {STOCK: None, **({COMPILE: None} if compile else {}), **configs}
 
 
@@ -185,7 +187,7 @@ def _records(
     tokens = row.batch * row.length * (2 if config.is_encoder_decoder else 1)
     floor = 3 * forward_flops(row.model, row.batch, row.length) / teraflops / 1e12
     batch = make_batch(row, config.vocab_size, device)
-    trials = dict(_trial(row, name, fusion, batch, device) for name, fusion in systems.items())
+    trials = dict(first_steps(row, name, fusion, batch, device) for name, fusion in systems.items())
     stock = trials[STOCK]
     if isinstance(stock, str):
         return [Record(row.name, name, note=found) for name, found in trials.items() if isinstance(found, str)]
@@ -231,7 +233,7 @@ def make_batch(row: Row, vocab: int, device: torch.device) -> dict[str, Tensor]:
     return {"input_ids": ids * mask, "labels": ids.masked_fill(~mask, -100), "attention_mask": mask.long()}
 
 
-def _trial(
+def first_steps(
     row: Row, name: str, config: FusionConfig | None, batch: Mapping[str, Tensor], device: torch.device
 ) -> tuple[str, Trial | str]:
     """The variant's name, and its first steps or why there are none."""
@@ -257,7 +259,7 @@ def _trial(
         losses += [step().item() for _ in range(COMPARED_STEPS - 1)]
         return name, Trial(step, tuple(losses), first_seconds, peak_mib(step, device, above=before))
     except torch.OutOfMemoryError:
-        return name, "out of memory"
+        return name, OUT_OF_MEMORY
     except CompileError as error:
         return name, f"{error}: {error.__cause__}"
 
