@@ -26,6 +26,8 @@ from fuseopt.ops.triton import (
     rms_norm,
     rms_norm_bwd,
     rms_norm_fwd,
+    rotary_embedding_bwd,
+    rotary_embedding_fwd,
     softmax_bwd,
     softmax_fwd,
 )
@@ -110,6 +112,24 @@ ATTENTION_CALLS = {
     "relative_attention_bwd": lambda d, n: backward_of(d, n, None, True),
     "relative_attention_bwd, masked": lambda d, n: backward_of(d, n, empty(2, 1, 512, 512, dtype=torch.bool), False),
 }
+
+
+def projected(dtype, heads, dim):
+    return empty(2, 512, heads, dim, dtype=dtype)
+
+
+# Likewise; the second takes a part of a head whose size is no power of two.
+ROTARY_CALLS = {
+    "rotary_embedding_fwd": lambda d, n: rotary_embedding_fwd(
+        *[projected(d, heads, n).transpose(1, 2) for heads in (8, 2)], *[empty(1, 512, n, dtype=d)] * 2
+    ),
+    "rotary_embedding_fwd, part": lambda d, n: rotary_embedding_fwd(
+        *[projected(d, heads, n + 16).transpose(1, 2) for heads in (8, 2)], *[empty(2, 512, n - 16, dtype=d)] * 2
+    ),
+    "rotary_embedding_bwd": lambda d, n: rotary_embedding_bwd(
+        *[projected(d, heads, n) for heads in (8, 2)], *[empty(1, 512, n, dtype=d)] * 2, d, d
+    ),
+}
 HEADS = [(torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 64), (torch.float64, 64)]
 # Narrow rows, hidden sizes, an odd width, the widest rows held in registers, vocabularies.
 ROWS = [
@@ -185,6 +205,16 @@ def test_attention_compiles_with_few_spills(compiled, tmp_path, dtype, dim):
         assert_fits(name, compiled, tmp_path, stack=64)
 
 
+@pytest.mark.parametrize(("dtype", "dim"), HEADS, ids=str)
+def test_rotation_compiles_without_spills_and_goes_by_vectors(compiled, tmp_path, dtype, dim):
+    for name, call in ROTARY_CALLS.items():
+        compiled.clear()
+        call(dtype, dim)
+        assert_fits(name, compiled, tmp_path, stack=0)
+        accesses = re.findall(r"(?:ld|st)\.global\.\S+", compiled[0].asm["ptx"])
+        assert accesses and all(".v" in access for access in accesses)
+
+
 def assert_fits(name, kernels, folder, *, stack):
     """`stack`: bytes of it that a thread may take."""
     assert kernels, f"{name} launched nothing"
@@ -205,7 +235,7 @@ def test_every_kernel_is_compiled(compiled):
     for call in CALLS.values():
         for columns in (768, 50257):
             call(torch.bfloat16, columns)
-    for call in ATTENTION_CALLS.values():
+    for call in (*ATTENTION_CALLS.values(), *ROTARY_CALLS.values()):
         call(torch.bfloat16, 64)
     assert {kernel.metadata.name for kernel in compiled} == {name for name in kernels if name.endswith("_kernel")}
 

@@ -19,6 +19,7 @@ from fuseopt.ops.no_repeat_ngram import encoder_no_repeat_ngram, no_repeat_ngram
 from fuseopt.ops.process_logits import process_logits
 from fuseopt.ops.relative_attention import relative_attention
 from fuseopt.ops.rms_norm import rms_norm
+from fuseopt.ops.rotary_embedding import rotary_embedding
 from fuseopt.ops.softmax import softmax
 
 __all__ = [
@@ -44,5 +45,6 @@ __all__ = [
     "process_logits",
     "relative_attention",
     "rms_norm",
+    "rotary_embedding",
     "softmax",
 ]

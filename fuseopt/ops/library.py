@@ -92,7 +92,7 @@ def is_differentiated_again() -> bool:
 
 
 def reference_vjp(
-    reference: Callable, grad_output: Tensor, inputs: Sequence[Tensor | None]
+    reference: Callable, grad_output: Tensor | tuple[Tensor, ...], inputs: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of `reference(*inputs)` for each input, differentiable once more; None for an input that is None."""
     present = [index for index, tensor in enumerate(inputs) if tensor is not None]

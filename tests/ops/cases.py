@@ -51,6 +51,7 @@ OF_THEIR_OWN_SIZES = (
     "decode_linear",
     "edit_logits",
     "relative_attention",
+    "rotary_embedding",
 )
 
 

@@ -6,6 +6,7 @@ from fuseopt.ops.triton.linear_cross_entropy import linear_cross_entropy_bwd, li
 from fuseopt.ops.triton.relative_attention import relative_attention_fwd
 from fuseopt.ops.triton.relative_attention_bwd import relative_attention_bwd
 from fuseopt.ops.triton.rms_norm import rms_norm, rms_norm_bwd, rms_norm_fwd
+from fuseopt.ops.triton.rotary_embedding import rotary_embedding_bwd, rotary_embedding_fwd
 from fuseopt.ops.triton.softmax import softmax_bwd, softmax_fwd
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "rms_norm",
     "rms_norm_bwd",
     "rms_norm_fwd",
+    "rotary_embedding_bwd",
+    "rotary_embedding_fwd",
     "softmax_bwd",
     "softmax_fwd",
 ]
