@@ -34,13 +34,13 @@ TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {
     "FusedLinearCrossEntropy": (),
     "FusedRMSNorm": (),
     "FusedRelativeAttention": (),
+    "FusedRotaryEmbedding": (),
     "FusedSoftmax": (),
 }
 
 _PLANNED_KERNELS = (
     "FusedCrossEntropy",
     "FusedDropoutAdd",
-    "FusedRotaryEmbedding",
     "FusedAttention",
 )
 _NOT_BUILT = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     GPT2Config,
@@ -13,10 +15,16 @@ from transformers import (
     LlamaForCausalLM,
     LongT5Config,
     LongT5ForConditionalGeneration,
+    MistralConfig,
+    MistralForCausalLM,
     MT5Config,
     MT5ForConditionalGeneration,
     Phi3Config,
     Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     UMT5Config,
@@ -100,6 +108,26 @@ def gemma(seed: int = 0, **config) -> GemmaForCausalLM:
 def phi3(seed: int = 0, **config) -> Phi3ForCausalLM:
     torch.manual_seed(seed)
     return _random(Phi3ForCausalLM(Phi3Config(**_LLAMA_SIZES | config)))
+
+
+def mistral(seed: int = 0, **config) -> MistralForCausalLM:
+    torch.manual_seed(seed)
+    return _random(MistralForCausalLM(MistralConfig(**_LLAMA_SIZES | config)))
+
+
+def qwen2(seed: int = 0, **config) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    return _random(Qwen2ForCausalLM(Qwen2Config(**_LLAMA_SIZES | config)))
+
+
+def qwen3(seed: int = 0, **config) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    return _random(Qwen3ForCausalLM(Qwen3Config(**_LLAMA_SIZES | config)))
+
+
+def gemma3(seed: int = 0, **config) -> Gemma3ForCausalLM:
+    torch.manual_seed(seed)
+    return _random(Gemma3ForCausalLM(Gemma3TextConfig(**_LLAMA_SIZES | config)))
 
 
 FAMILIES = {

@@ -2,6 +2,7 @@
 
 from fuseopt.models.gated_mlps import GATED_MLPS
 from fuseopt.models.policy import ModelPolicy, Rule, modeling_name
+from fuseopt.models.rotary_attentions import ROTARY_ATTENTIONS
 
 _ACTIVATIONS = "transformers.activations"
 
@@ -81,4 +82,5 @@ COMMON = ModelPolicy(
         SOFTMAX,
     ),
     regions=(*GATED_MLPS, *ACTIVATION_REGIONS),
+    rotary_attentions=ROTARY_ATTENTIONS,
 )

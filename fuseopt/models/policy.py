@@ -56,6 +56,8 @@ class ModelPolicy:
             stands in for their head, and "head" names it.
         relative_attention: stacks of layers whose self-attentions share one bias of the distance; "attention" of
             `Rule.options` is their full name.
+        rotary_attentions: attentions whose queries and keys can be rotated by one op; `Rule.options` say what their
+            forward does besides.
         decode_steps: full name of a model class -> the decode step that `generation` runs it by.
     """
 
@@ -67,4 +69,5 @@ class ModelPolicy:
     residual_blocks: tuple[Rule, ...] = ()
     heads: tuple[Rule, ...] = ()
     relative_attention: tuple[Rule, ...] = ()
+    rotary_attentions: tuple[Rule, ...] = ()
     decode_steps: Mapping[str, str] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from fuseopt.modules.mlp import FusedGatedMLP, FusedMLP
 from fuseopt.modules.norms import FusedLayerNorm, FusedRMSNorm
 from fuseopt.modules.relative_attention import FusedRelativeAttention, RelativeStackForward
 from fuseopt.modules.residual import GPT2BlockForward, T5BlockForward
+from fuseopt.modules.rotary_embedding import RotaryAttentionForward
 
 __all__ = [
     "FusedActivation",
@@ -21,5 +22,6 @@ __all__ = [
     "FusedSoftmax",
     "GPT2BlockForward",
     "RelativeStackForward",
+    "RotaryAttentionForward",
     "T5BlockForward",
 ]

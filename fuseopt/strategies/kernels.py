@@ -15,7 +15,14 @@ from fuseopt.errors import BackendError
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.ops import registry
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
-from fuseopt.strategies import eager_attention, logits_processors, loss_heads, relative_attention, residual
+from fuseopt.strategies import (
+    eager_attention,
+    logits_processors,
+    loss_heads,
+    relative_attention,
+    residual,
+    rotary_embedding,
+)
 from fuseopt.strategies.propose import Offer, Options, child_rule, propose_rule
 
 # Kernel name -> the op whose backends run it.
@@ -26,6 +33,7 @@ OP_NAMES = {
     "FusedSwiGLU": "gated_activation",
     "FusedGELU": "gelu",
     "FusedRelativeAttention": "relative_attention",
+    "FusedRotaryEmbedding": "rotary_embedding",
     "FusedSoftmax": "softmax",
     "FusedLinearCrossEntropy": "linear_cross_entropy",
     "FusedNoRepeatNGram": "no_repeat_ngram",
@@ -68,6 +76,8 @@ class KernelStrategy:
                 yield from loss_heads.propose(index, policy, offer, backend)
             if request.name == "FusedRelativeAttention":
                 yield from relative_attention.propose(index, policy, offer, backend)
+            if request.name == "FusedRotaryEmbedding":
+                yield from rotary_embedding.propose(index, policy, offer, backend)
             if request.name == "FusedSoftmax":
                 yield from eager_attention.propose(index, policy, offer, backend)
 

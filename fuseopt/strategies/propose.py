@@ -52,6 +52,15 @@ def child_rule(candidate: Candidate, child: str, rules: Iterable[Rule], target: 
     return next((r for r in rules if r.target == target and module is not None and r.names(type(module))), None)
 
 
+def forward_sites(candidate: Candidate) -> tuple[Site, ...]:
+    """The `forward` of a module that stays: set on the instance."""
+    return (Site(candidate.module, "forward", f"{candidate.sites[0].path}.forward"),)
+
+
+def forward_name(candidate: Candidate) -> str:
+    return f"{candidate.class_name}.forward"
+
+
 def skip(sites: tuple[Site, ...], source: str, target: str, offer: Offer, reason: str) -> Skip:
     return Skip(sites, source, target, offer.request, offer.strategy, reason)
 

@@ -9,7 +9,7 @@ from fuseopt import modules
 from fuseopt.models import ModelPolicy
 from fuseopt.modules.residual import ResidualForward
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
-from fuseopt.strategies.propose import Offer, replacement, skip
+from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip
 
 _REASON = "exactly the class that the policy names; its norms are fused"
 
@@ -26,7 +26,7 @@ def propose(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) 
                 yield _propose(index, policy, candidate, target, offer, backend)
             else:
                 reason = f"it is a subclass of {source.rpartition('.')[2]}, so its forward may differ"
-                yield skip(_forward_of(candidate), _name(candidate), target.__name__, offer, reason)
+                yield skip(forward_sites(candidate), forward_name(candidate), target.__name__, offer, reason)
     if not found:
         site = Site(index.model, "forward", "forward")
         reason = f"policy {policy.name!r} knows no block in it whose residual adds {offer.request} could take in"
@@ -41,7 +41,7 @@ def _propose(
     offer: Offer,
     backend: str,
 ) -> Replacement | Skip:
-    block, sites = candidate.module, _forward_of(candidate)
+    block, sites = candidate.module, forward_sites(candidate)
     # Hooks on the block itself run around its forward, whichever that is.
     reasons = ["its forward has been replaced on the instance"] if "forward" in block.__dict__ else []
     reasons += target.not_supported_reasons(block)
@@ -52,14 +52,6 @@ def _propose(
         blocked = inner.blocked_reasons() + target.norm.not_supported_reasons(norm)
         reasons += [f"its {inner.sites[0].name}: {reason}" for reason in blocked]
     if reasons:
-        return skip(sites, _name(candidate), target.__name__, offer, "; ".join(reasons))
+        return skip(sites, forward_name(candidate), target.__name__, offer, "; ".join(reasons))
     build = functools.partial(target, block, backend)
-    return replacement(sites, _name(candidate), target.__name__, offer, _REASON, build)
-
-
-def _forward_of(candidate: Candidate) -> tuple[Site, ...]:
-    return (Site(candidate.module, "forward", f"{candidate.sites[0].path}.forward"),)
-
-
-def _name(candidate: Candidate) -> str:
-    return f"{candidate.class_name}.forward"
+    return replacement(sites, forward_name(candidate), target.__name__, offer, _REASON, build)

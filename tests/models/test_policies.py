@@ -3,18 +3,22 @@
 import importlib
 import importlib.util
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache
 from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fuseopt import modules, ops
 from fuseopt.models import COMMON, ModelPolicy, Rule, policy_for, register_policy
 from fuseopt.models.gpt2 import GPT2
 from fuseopt.models.t5 import T5
-from fuseopt.modules import FusedGatedMLP, FusedRMSNorm
+from fuseopt.modules import FusedGatedMLP, FusedRMSNorm, RotaryAttentionForward
 from fuseopt.modules.residual import ResidualForward
 from tests import tiny
 
@@ -33,10 +37,11 @@ def named(source: str) -> type:
 
 
 RESIDUAL = {rule.source: rule for policy in (GPT2, T5) for rule in policy.residual_blocks}
+ROTARY = {rule.source: rule for rule in COMMON.rotary_attentions}
 HEADS = {rule.source: rule for policy in (GPT2, T5) for rule in policy.heads}
 
 
-@pytest.mark.parametrize("source", [*RULES, *RESIDUAL, *HEADS, *GPT2.eager_attention, *T5.eager_attention])
+@pytest.mark.parametrize("source", [*RULES, *RESIDUAL, *HEADS, *ROTARY, *GPT2.eager_attention, *T5.eager_attention])
 def test_the_class_exists_under_that_very_name(source):
     cls = named(source)
     assert f"{cls.__module__}.{cls.__qualname__}" == source
@@ -94,6 +99,65 @@ def test_gated_mlps_are_the_class_s_own_bit_for_bit(rule):
             wanted = source(hidden_states.to(dtype))
             torch.manual_seed(1)
             assert torch.equal(fused(hidden_states.to(dtype)), wanted)
+
+
+def rotary_attention(rule, implementation):
+    """The source class itself around what its forward needs, with two queries a key where eager attention can."""
+    source = nn.Module()
+    source.__class__ = named(rule.source)
+    groups = 1 if implementation == "eager" else 2
+    heads = 4 // groups
+    source.config = SimpleNamespace(_attn_implementation=implementation, num_attention_heads=4, sliding_window=3)
+    source.layer_idx, source.head_dim, source.num_key_value_heads, source.num_key_value_groups = 0, 8, heads, groups
+    source.scaling, source.attention_dropout, source.is_causal = 0.3, 0.25, True
+    source.sliding_window, source.attn_logit_softcapping = 3, 5.0
+    if rule.options.get("packed"):
+        source.qkv_proj = nn.Linear(24, 32 + 2 * 8 * heads)
+    else:
+        source.q_proj, source.k_proj, source.v_proj = (nn.Linear(24, 8 * size) for size in (4, heads, heads))
+    if rule.options.get("norms"):
+        source.q_norm, source.k_norm = nn.LayerNorm(8), nn.LayerNorm(8)
+    source.o_proj = nn.Linear(32, 24)
+    return source
+
+
+@pytest.mark.parametrize("rule", ROTARY.values(), ids=[source.rpartition(".")[2] for source in ROTARY])
+@pytest.mark.parametrize("implementation", ["eager", "recorded"])
+def test_rotary_attentions_are_the_class_s_own_bit_for_bit(rule, implementation, monkeypatch):
+    """Also what they give the attention function, and what they leave in the cache."""
+    torch.manual_seed(0)
+    source = rotary_attention(rule, implementation)
+    fused = RotaryAttentionForward(source, backend="reference", **rule.options)
+    given = []
+
+    def recorded(module, query, key, value, mask, **kwargs):
+        given.append((module, query, key, value, mask, kwargs))
+        return query.transpose(1, 2), key
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "recorded", recorded)
+    hidden_states, *angles = torch.randn(2, 5, 24), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    mask = torch.zeros(2, 1, 1, 1)
+    for dtype, training in ((torch.float32, True), (torch.bfloat16, False)):
+        source.to(dtype).train(training)
+        results = []
+        for forward in (type(source).forward.__get__(source), fused):
+            given.clear()
+            cache = DynamicCache()
+            torch.manual_seed(1)
+            outputs = [
+                forward(
+                    hidden_states=hidden_states[:, part].to(dtype),
+                    position_embeddings=tuple(angle[:, part].to(dtype) for angle in angles),
+                    attention_mask=mask.to(dtype),
+                    past_key_values=cache,
+                    more="given on",
+                )
+                for part in (slice(0, 4), slice(4, 5))
+            ]
+            results.append((outputs, cache.layers[0].keys, cache.layers[0].values, list(given)))
+        for got, wanted in zip(*map(tree_leaves, results), strict=True):
+            assert torch.equal(got, wanted) if isinstance(wanted, torch.Tensor) else got == wanted
+        assert len(given) == (0 if implementation == "eager" else 2)
 
 
 def test_every_model_type_finds_its_policy():
