@@ -2,7 +2,7 @@
 
 Left out, with another forward: those that rotate in some layers only (SmolLM3, Exaone 4), drop out after the last
 projection (StarCoder2, Seed-OSS), gate their output (Qwen3-Next), or pass positions on (Qwen2-VL). With another
-rotation: of neighbours (GPT-J, GLM, Ernie 4.5), or with its result rounded elsewhere (Cohere, OLMo 2).
+rotation: of neighbours (GPT-J, Cohere, GLM, Ernie 4.5), or with a result that is rounded elsewhere (OLMo 2).
 """
 
 from fuseopt.models.policy import Rule, modeling_name
