@@ -35,8 +35,15 @@ _OPTIONS = {
     # The backward graph is compiled with the forward's, so that a failure shows before anything has been computed.
     "force_non_lazy_backward_lowering": True,
 }
+_BUDGET, _PARTITIONER = "activation_memory_budget", "custom_partitioner_fn"
 # At 0 the partitioner keeps the inputs alone, whatever is marked.
 _SMALLEST_BUDGET = 1e-6
+
+
+def missing_options() -> list[str]:
+    """The names of torch's options that `compile_graph` sets and this version of torch does not have."""
+    patched = {functorch_config: (*_OPTIONS, _BUDGET), inductor_config: (_PARTITIONER,)}
+    return [name for config, names in patched.items() for name in names if not hasattr(config, name)]
 
 
 def compile_graph(
@@ -50,9 +57,9 @@ def compile_graph(
     """
     causal_masks.drop(graph)
     partitioner = Partitioner()
-    with functorch_config.patch({**_OPTIONS, "activation_memory_budget": max(budget, _SMALLEST_BUDGET)}):
+    with functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}):
         if backend == "inductor":
-            with inductor_config.patch(custom_partitioner_fn=partitioner):
+            with inductor_config.patch({_PARTITIONER: partitioner}):
                 return lookup_backend(backend)(graph, inputs)
         compile_split = aot_autograd(
             fw_compiler=_run_as_it_is, partition_fn=partitioner, decompositions=select_decomp_table

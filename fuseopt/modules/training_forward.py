@@ -96,7 +96,19 @@ def not_supported_reasons(model: nn.Module) -> list[str]:
         reasons.append("its class has no forward")
     if _has_sharded_parts(model):
         reasons.append("fully_shard gathers its parts one by one, which no graph holds; shard it as a whole")
-    return reasons
+    return reasons or _missing_from_torch()
+
+
+def _missing_from_torch() -> list[str]:
+    """What compiling stands on is private to torch and may be gone from a later version."""
+    try:
+        from torch._dynamo import config as dynamo_config
+
+        from fuseopt.modules import partitioner
+    except (ImportError, AttributeError, TypeError) as error:
+        return [f"torch {torch.__version__} has changed what it stands on: {error}"]
+    missing = [name for name in _DYNAMO_OPTIONS if not hasattr(dynamo_config, name)] + partitioner.missing_options()
+    return [f"torch {torch.__version__} no longer has its options {', '.join(missing)}"] if missing else []
 
 
 def _has_sharded_parts(model: nn.Module) -> bool:

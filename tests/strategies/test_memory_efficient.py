@@ -9,6 +9,7 @@ import gc
 import inspect
 import io
 import pickle
+import sys
 import weakref
 
 import pytest
@@ -29,8 +30,9 @@ from transformers import (
 )
 
 import fuseopt
+from fuseopt import modules
 from fuseopt.errors import CompileError, PlanError
-from fuseopt.modules import partitioner
+from fuseopt.modules import partitioner, training_forward
 from fuseopt.modules.training_forward import TrainingForward
 from tests import tiny
 from tests.training import assert_slope, saved_bytes
@@ -454,6 +456,24 @@ def test_without_a_compiler_it_is_skipped(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     model = model_of("gpt2")
     with pytest.warns(UserWarning, match="'no-such-compiler' is not on PATH"):
+        fuseopt.initialize(model, CONFIG)
+    assert "forward" not in model.__dict__ and "_loss_function" not in model.__dict__
+
+
+@pytest.mark.parametrize("gone", ["an option of Dynamo", "an option of AOT Autograd", "a module of Inductor"])
+def test_without_what_is_private_to_torch_it_is_skipped(gone, monkeypatch):
+    reason = "no longer has its options gone_by_now"
+    if gone == "an option of Dynamo":
+        monkeypatch.setitem(training_forward._DYNAMO_OPTIONS, "gone_by_now", True)
+    elif gone == "an option of AOT Autograd":
+        monkeypatch.setitem(partitioner._OPTIONS, "gone_by_now", True)
+    else:
+        monkeypatch.delattr(modules, "partitioner")
+        monkeypatch.delitem(sys.modules, partitioner.__name__)
+        monkeypatch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
+        reason = "has changed what it stands on: import of torch._inductor.custom_graph_pass"
+    model = model_of("gpt2")
+    with pytest.warns(UserWarning, match=f"memory_efficient_fusion .* lands nowhere: .*{reason}"):
         fuseopt.initialize(model, CONFIG)
     assert "forward" not in model.__dict__ and "_loss_function" not in model.__dict__
 
