@@ -93,7 +93,7 @@ def cache_dir() -> Path:
     """The folder that compiled libraries are kept in."""
     explicit = os.environ.get("FUSEOPT_CACHE_DIR")
     if explicit:
-        return Path(explicit)
+        return Path(explicit).absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "fuseopt"
 
 

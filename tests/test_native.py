@@ -180,6 +180,14 @@ def test_no_sources_is_a_reason(csrc):
     assert native.load("cpu").reason == f"there are no sources in {csrc / 'cpu'}"
 
 
+def test_a_cache_folder_may_be_named_from_where_one_stands(csrc, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FUSEOPT_CACHE_DIR", "here")
+    state = native.load("cpu")
+    assert state.status == "loaded", state.reason
+    assert state.origin == "built" and state.path.is_relative_to(tmp_path / "here")
+
+
 def test_a_cache_folder_that_cannot_be_made_is_a_reason(csrc, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("FUSEOPT_CACHE_DIR", str(tmp_path / "file" / "cache"))
