@@ -36,7 +36,8 @@ class Row:
         length: tokens a row; of a T5 the encoder has as many and the decoder too.
         dropout: instead of the model's own rates.
         precision: "autocast" to bfloat16 with weights in float32, or "bfloat16" or "float32" for everything.
-        padded: rows end anywhere from half of `length` on, under an attention mask.
+        padded: rows end anywhere from half of `length` on, under an attention mask; of a T5 the decoder's, too, under
+            one of their own.
     """
 
     model: str
@@ -223,14 +224,23 @@ def _records(
 
 
 def make_batch(row: Row, vocab: int, device: torch.device) -> dict[str, Tensor]:
-    """Random tokens, which are their own labels."""
+    """Random tokens, which are their own labels; of a padded row's encoder and decoder each with lengths of its own."""
     ids = random_tokens(device, vocab, row.batch, row.length)
     if not row.padded:
         return {"input_ids": ids, "labels": ids}
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(row.length // 2, row.length + 1, (row.batch, 1), generator=generator).to(device)
-    mask = torch.arange(row.length, device=device) < lengths
-    return {"input_ids": ids * mask, "labels": ids.masked_fill(~mask, -100), "attention_mask": mask.long()}
+    seen = learnt = _seen(row, generator).to(device)
+    batch = {"input_ids": ids * seen, "attention_mask": seen.long()}
+    if load_config(row.model).is_encoder_decoder:
+        learnt = _seen(row, generator).to(device)
+        batch["decoder_attention_mask"] = learnt.long()
+    return batch | {"labels": ids.masked_fill(~learnt, -100)}
+
+
+def _seen(row: Row, generator: torch.Generator) -> Tensor:
+    """[batch, length], True for the tokens of rows that end anywhere from the middle on."""
+    lengths = torch.randint(row.length // 2, row.length + 1, (row.batch, 1), generator=generator)
+    return torch.arange(row.length) < lengths
 
 
 def first_steps(

@@ -59,12 +59,27 @@ def test_a_step_that_does_not_compile_says_why(monkeypatch):
     assert failed.milliseconds is None and "no code today" in failed.note
 
 
-def test_padding_is_masked_and_not_learnt():
-    batch = train.make_batch(Row("t5-tiny", 4, 10, padded=True), 512, CPU)
+@pytest.mark.parametrize("model", ["gpt2-tiny", "t5-tiny"])
+def test_padding_is_masked_and_not_learnt(model):
+    batch = train.make_batch(Row(model, 4, 10, padded=True), 512, CPU)
     mask = batch["attention_mask"].bool()
-    lengths = mask.sum(1)
-    assert lengths.min() >= 5 and lengths.max() <= 10 and len(set(lengths.tolist())) > 1
-    assert torch.equal(batch["labels"] == -100, ~mask) and torch.equal(batch["input_ids"] == 0, ~mask)
+    learnt = batch["decoder_attention_mask"].bool() if model == "t5-tiny" else mask
+    for seen in (mask, learnt):
+        lengths = seen.sum(1)
+        assert lengths.min() >= 5 and lengths.max() <= 10 and len(set(lengths.tolist())) > 1
+        assert torch.equal(seen, torch.arange(10) < lengths[:, None])
+    assert ("decoder_attention_mask" in batch) == (model == "t5-tiny") == (not torch.equal(mask, learnt))
+    assert torch.equal(batch["labels"] == -100, ~learnt) and torch.equal(batch["input_ids"] == 0, ~mask)
+
+
+def test_a_padded_row_is_held_against_stock_as_any_other():
+    config = {"kernel_fusion": {"triton_kernels": ["FusedRelativeAttention"]}}
+    row = Row("t5-tiny", 3, 12, dropout=0.0, precision="float32", padded=True)
+    matmul, stock, fused = train.run(device=CPU, rows=[row], configs={"attention": config}).rows
+    assert stock.case == "t5-tiny training step, 3 x (12 + 12), padded, dropout 0, float32"
+    # Padding counts, in the encoder and in the decoder.
+    assert fused.tokens == stock.tokens == 72
+    assert fused.milliseconds is not None and float(fused.difference) <= 1e-5
 
 
 def test_encoder_and_decoder_tokens_count():
