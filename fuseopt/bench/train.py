@@ -189,12 +189,14 @@ def _records(
     floor = 3 * forward_flops(row.model, row.batch, row.length) / teraflops / 1e12
     batch = make_batch(row, config.vocab_size, device)
     trials = dict(first_steps(row, name, fusion, batch, device) for name, fusion in systems.items())
-    stock = trials[STOCK]
-    if isinstance(stock, str):
+    running = {name: trial for name, trial in trials.items() if isinstance(trial, Trial)}
+    if not running:
         return [Record(row.name, name, note=found) for name, found in trials.items() if isinstance(found, str)]
-    refused = {name: _refusal(row, trial, stock) for name, trial in trials.items()}
+    # The others are held against stock, or where that runs out of memory against the next one.
+    first, judge = next(iter(running.items()))
+    refused = {name: _refusal(row, trial, first, judge) for name, trial in trials.items()}
     timings = time_in_turns(
-        {name: trial.step for name, trial in trials.items() if isinstance(trial, Trial) and refused[name] is None},
+        {name: trial.step for name, trial in running.items() if refused[name] is None},
         # A loop does not wait for the GPU after every step.
         functools.partial(work_seconds, device=device, repetitions=3),
         rounds=5,
@@ -208,8 +210,8 @@ def _records(
             row.name,
             name,
             timings[name],
-            None if name == STOCK else timings[STOCK],
-            difference=None if name == STOCK else f"{trial.difference(stock):.1e}",
+            None if name == STOCK else timings.get(STOCK),
+            difference=None if name == first else f"{trial.difference(judge):.1e}",
             peak_mib=trial.peak_mib,
             tokens=tokens,
             of_floor=floor / timings[name].seconds.median,
@@ -217,7 +219,7 @@ def _records(
         )
         for name, trial in trials.items()
     ]
-    del trials, stock
+    del trials, running, judge
     # A compiled step and its model hold on to each other.
     gc.collect()
     return records
@@ -274,10 +276,10 @@ def first_steps(
         return name, f"{error}: {error.__cause__}"
 
 
-def _refusal(row: Row, trial: Trial | str, stock: Trial) -> str | None:
+def _refusal(row: Row, trial: Trial | str, first: str, judge: Trial) -> str | None:
     """Why the system is not timed."""
     if isinstance(trial, str):
         return trial
     tolerance = 0.05 if row.dropout != 0 else 1e-4 if row.precision == "float32" else 0.01
-    difference = trial.difference(stock)
-    return None if difference <= tolerance else f"losses differ from stock's by {difference:.1e} of them: wrong"
+    difference = trial.difference(judge)
+    return None if difference <= tolerance else f"losses differ from {first}'s by {difference:.1e} of them: wrong"

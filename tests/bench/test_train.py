@@ -41,6 +41,19 @@ def test_a_system_that_trains_otherwise_is_not_timed(monkeypatch):
     assert wrong.milliseconds is None and wrong.note.startswith("losses differ from stock's by ")
 
 
+def test_where_stock_runs_out_of_memory_the_next_system_is_the_judge(monkeypatch):
+    def trial(row, name, fusion, batch, device, plain=train.first_steps):
+        return (name, train.OUT_OF_MEMORY) if name == "stock" else plain(row, name, fusion, batch, device)
+
+    monkeypatch.setattr(train, "first_steps", trial)
+    _, stock, half, whole = train.run(device=CPU, rows=[ROW], configs={"half": EAGER, "whole": EAGER}).rows
+    assert (stock.note, stock.milliseconds) == (train.OUT_OF_MEMORY, None)
+    assert half.milliseconds is not None and half.difference is None and half.speed_up is None
+    assert float(whole.difference) <= 1e-5 and whole.speed_up is None
+    _, stock = train.run(device=CPU, rows=[ROW], configs={}).rows
+    assert stock.note == train.OUT_OF_MEMORY
+
+
 def test_a_system_that_replaces_nothing_says_why():
     config = {"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNorm"], "jit": False}}
     *_, idle = train.run(device=CPU, rows=[ROW], configs={"norms": config}).rows
@@ -75,7 +88,7 @@ def test_padding_is_masked_and_not_learnt(model):
 def test_a_padded_row_is_held_against_stock_as_any_other():
     config = {"kernel_fusion": {"triton_kernels": ["FusedRelativeAttention"]}}
     row = Row("t5-tiny", 3, 12, dropout=0.0, precision="float32", padded=True)
-    matmul, stock, fused = train.run(device=CPU, rows=[row], configs={"attention": config}).rows
+    *_, stock, fused = train.run(device=CPU, rows=[row], configs={"attention": config}).rows
     assert stock.case == "t5-tiny training step, 3 x (12 + 12), padded, dropout 0, float32"
     # Padding counts, in the encoder and in the decoder.
     assert fused.tokens == stock.tokens == 72
