@@ -55,22 +55,23 @@ class _Case:
 
     @property
     def name(self) -> str:
-        return f"{self._sized(self.row.batch).name}, {self.system}"
+        return f"{self.row.name}, {self.system}"
 
     def records(self) -> Iterator[Record]:
         free, _ = torch.cuda.mem_get_info(self.device)
-        work = self.row.name.replace(f"{self.row.batch} x", "largest batch x")
+        work = self.row.name_with("largest batch")
         try:
             found = largest_batch(self.peak_mib, self.row.batch, free / 2**20)
         except CannotTrain as error:
             yield Record(work, self.system, note=str(error))
         else:
             batch, peak = found
-            yield Record(work, self.system, largest_batch=batch, peak_mib=peak, tokens=batch * self.row.length)
+            sized = dataclasses.replace(self.row, batch=batch)
+            yield Record(work, self.system, largest_batch=batch, peak_mib=peak, tokens=sized.tokens)
 
     def peak_mib(self, batch: int) -> float | None:
         """What a step on so many rows has allocated at most; None where there is no room for it."""
-        sized = self._sized(batch)
+        sized = dataclasses.replace(self.row, batch=batch)
         tokens = make_batch(sized, load_config(self.row.model).vocab_size, self.device)
         _, trial = first_steps(sized, self.system, self.config, tokens, self.device)
         peak = trial if isinstance(trial, str) else trial.peak_mib
@@ -81,9 +82,6 @@ class _Case:
         if isinstance(peak, str) and peak != OUT_OF_MEMORY:
             raise CannotTrain(peak)
         return None if isinstance(peak, str) else peak
-
-    def _sized(self, batch: int) -> Row:
-        return dataclasses.replace(self.row, batch=batch)
 
 
 class CannotTrain(Exception):

@@ -66,7 +66,7 @@ def run(
         configs: generation alone by default.
 
     Raises:
-        ConfigError: `device` is none; a model is no architecture by name, folder with a config.json or model id.
+        ConfigError: `device` is no GPU; a model is no architecture by name, folder with a config.json or model id.
     """
     if device.type != "cuda":
         raise ConfigError(f"bench kernels: kernels run on a GPU, not on {device}")
@@ -107,7 +107,7 @@ class _Case:
 
 
 class Reads(TorchDispatchMode):
-    """Records the raw ops that run inside the context, which keep what they do for themselves when they are replayed.
+    """Records the raw ops that run inside the context; of a graph that is replayed it would see none.
 
     Args:
         filled: slots of the cache that a step finds filled, for those that write into it.

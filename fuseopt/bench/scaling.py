@@ -42,18 +42,17 @@ def run(*, device: torch.device, row: Row, processes: int, name: str, config: Fu
         torch.multiprocessing.spawn(_time_in_process, arguments, nprocs=processes)
         found: dict[str, list[float]] = torch.load(Path(folder) / "seconds.pt")
     alone, together = (Timing(tuple(samples)) for samples in found.values())
-    tokens = row.batch * row.length * (2 if load_config(row.model).is_encoder_decoder else 1)
     scaling = processes * together.speed_up_over(alone).median
     return Results.measured_here(
         "scaling",
         [
-            Record.of(row.name, f"{name}, {ALONE}", alone, None, tokens=tokens),
+            Record.of(row.name, f"{name}, {ALONE}", alone, None, tokens=row.tokens),
             Record.of(
                 row.name,
                 f"{name}, {processes} processes",
                 together,
                 None,
-                tokens=processes * tokens,
+                tokens=processes * row.tokens,
                 note=f"{scaling:.2f} times the tokens of {ALONE}",
             ),
         ],

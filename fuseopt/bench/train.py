@@ -57,10 +57,19 @@ class Row:
         return self.precision == "autocast"
 
     @property
+    def tokens(self) -> int:
+        """Positions of a batch, those of a T5's encoder and decoder."""
+        return self.batch * self.length * (2 if load_config(self.model).is_encoder_decoder else 1)
+
+    @property
     def name(self) -> str:
+        return self.name_with(str(self.batch))
+
+    def name_with(self, batch: str) -> str:
+        """`name`, with something else said of the batch."""
         length = f"({self.length} + {self.length})" if load_config(self.model).is_encoder_decoder else self.length
         parts = [
-            f"{self.model} training step, {self.batch} x {length}",
+            f"{self.model} training step, {batch} x {length}",
             *(["padded"] if self.padded else []),
             *([] if self.dropout is None else [f"dropout {self.dropout:g}"]),
             "bfloat16 autocast" if self.autocast else self.precision,
@@ -185,7 +194,6 @@ def _records(
     row: Row, systems: Mapping[str, FusionConfig | None], teraflops: float, device: torch.device
 ) -> list[Record]:
     config = load_config(row.model)
-    tokens = row.batch * row.length * (2 if config.is_encoder_decoder else 1)
     floor = 3 * forward_flops(row.model, row.batch, row.length) / teraflops / 1e12
     batch = make_batch(row, config.vocab_size, device)
     trials = dict(first_steps(row, name, fusion, batch, device) for name, fusion in systems.items())
@@ -213,7 +221,7 @@ def _records(
             None if name == STOCK else timings.get(STOCK),
             difference=None if name == first else f"{trial.difference(judge):.1e}",
             peak_mib=trial.peak_mib,
-            tokens=tokens,
+            tokens=row.tokens,
             of_floor=floor / timings[name].seconds.median,
             first_seconds=trial.first_seconds,
         )

@@ -61,18 +61,19 @@ BWD = define(
 )
 
 
-def _plain(
+def relative_attention_reference(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    p: float,
-    causal: bool,
+    bias: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    seed: Tensor | None = None,
+    scale: float = 1.0,
+    p: float = 0.0,
+    causal: bool = False,
 ) -> Tensor:
-    """[batch, heads, queries, dim]"""
+    """`relative_attention` in plain PyTorch, with all scores in memory."""
     compute, (queries, keys) = compute_dtype(query), (query.shape[2], key.shape[2])
     with without_autocast(query):
         scores = query.to(compute) @ key.to(compute).mT * scale
@@ -94,22 +95,6 @@ def _plain(
         weights = (weights * (1.0 / (1.0 - p))).masked_fill(~keep_scores(seed, weights.shape, p), 0.0)
     with without_autocast(query):
         return (weights @ value.to(compute)).to(query.dtype)
-
-
-def relative_attention_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None = None,
-    *,
-    mask: Tensor | None = None,
-    seed: Tensor | None = None,
-    scale: float = 1.0,
-    p: float = 0.0,
-    causal: bool = False,
-) -> Tensor:
-    """`relative_attention` in plain PyTorch, with all scores in memory."""
-    return _plain(query, key, value, bias, mask, seed, scale, p, causal)
 
 
 class _RelativeAttention(torch.autograd.Function):
@@ -135,7 +120,8 @@ class _RelativeAttention(torch.autograd.Function):
         mask, seed = tensors[4:]
         if is_differentiated_again():
             rest = dict(zip(("mask", "seed", "scale", "p", "causal"), (mask, seed, *scalars), strict=True))
-            gradients = reference_vjp(partial(_plain, **rest), grad_output.transpose(1, 2), tensors[:4])
+            reference = partial(relative_attention_reference, **rest)
+            gradients = reference_vjp(reference, grad_output.transpose(1, 2), tensors[:4])
         else:
             *gradients, grad_bias = BWD[ctx.backend](
                 grad_output, *tensors, output, lse, *scalars, ctx.needs_input_grad[4]
@@ -194,7 +180,10 @@ def relative_attention(
     chosen = registry.pick("relative_attention", backend, query.device, dtypes)
     arguments = (query, key, value, bias, mask, seed, scale, p, causal)
     if chosen == "reference" or (backend == "auto" and query.shape[3] > _MOST_DIM):
-        return _plain(*arguments).transpose(1, 2).contiguous().transpose(1, 2)
+        output = relative_attention_reference(
+            query, key, value, bias, mask=mask, seed=seed, scale=scale, p=p, causal=causal
+        )
+        return output.transpose(1, 2).contiguous().transpose(1, 2)
     if query.shape[3] > _MOST_DIM:
         raise ValueError(f"the kernel takes at most {_MOST_DIM} elements a head, not {query.shape[3]}")
     if needs_autograd(query, key, value, bias):

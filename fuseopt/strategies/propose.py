@@ -54,7 +54,8 @@ def child_rule(candidate: Candidate, child: str, rules: Iterable[Rule], target: 
 
 def forward_sites(candidate: Candidate) -> tuple[Site, ...]:
     """The `forward` of a module that stays: set on the instance."""
-    return (Site(candidate.module, "forward", f"{candidate.sites[0].path}.forward"),)
+    path = f"{candidate.sites[0].path}.forward" if candidate.sites else "forward"
+    return (Site(candidate.module, "forward", path),)
 
 
 def forward_name(candidate: Candidate) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.modules import FusedRelativeAttention, RelativeStackForward
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
-from fuseopt.strategies.propose import Offer, replacement, skip
+from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip
 
 _TARGET = FusedRelativeAttention.__name__
 
@@ -54,9 +54,7 @@ def _propose_stack(
 
 
 def _tell(stack: Candidate, offer: Offer) -> Replacement | Skip:
-    path = stack.sites[0].path if stack.sites else ""
-    sites = (Site(stack.module, "forward", f"{path}.forward" if path else "forward"),)
-    target, name = RelativeStackForward.__name__, f"{stack.class_name}.forward"
+    sites, name, target = forward_sites(stack), forward_name(stack), RelativeStackForward.__name__
     if "forward" in stack.module.__dict__:
         return skip(sites, name, target, offer, "its forward has been replaced on the instance")
     build = functools.partial(RelativeStackForward, stack.module)
