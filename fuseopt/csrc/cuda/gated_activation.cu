@@ -5,7 +5,7 @@
 #include "vector.cuh"
 #include "vector_grid.cuh"
 
-namespace fuseopt {
+namespace fuseopt::gated_activation {
 namespace {
 
 constexpr int kThreads = kVectorGridThreads;
@@ -49,10 +49,11 @@ struct RowStrides {
   int64_t up;
 };
 
-template <typename T, typename Activation, int kWidth, int kVectors>
+// A is the dtype that the activation is rounded to, T or float, and so the result's.
+template <typename T, typename A, typename Activation, int kWidth, int kVectors>
 __global__ void __launch_bounds__(kThreads)
-    gated_activation_fwd_kernel(const T* __restrict__ gate, const T* __restrict__ up, TypedPointer output,
-                                int activation_dtype, VectorGrid grid, RowStrides strides) {
+    gated_activation_fwd_kernel(const T* __restrict__ gate, const T* __restrict__ up, A* __restrict__ output,
+                                VectorGrid grid, RowStrides strides) {
   const int64_t first_row = grid.first_row(kVectors);
   const int64_t column = grid.column();
   if (column >= grid.vectors_in_row) return;
@@ -71,34 +72,33 @@ __global__ void __launch_bounds__(kThreads)
     float result[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) result[j] = Activation::value(x[k][j]);
-    round_floats(activation_dtype, result);
+    round_floats_as<A>(result);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) result[j] *= factor[k][j];
     const int64_t v = grid.vector(first_row + k);
-    if (v < grid.vectors) store_floats(output, v, result);
+    if (v < grid.vectors) store_floats_as<A>(output, v, result);
   }
 }
 
-// G is the dtype of the incoming gradient: T, or float where the activation was float32.
-template <typename T, typename G, typename Activation, int kWidth, int kVectors>
+template <typename T, typename A, typename Activation, int kWidth, int kVectors>
 __global__ void __launch_bounds__(kThreads)
-    gated_activation_bwd_kernel(const G* __restrict__ grad_output, const T* __restrict__ gate,
+    gated_activation_bwd_kernel(const A* __restrict__ grad_output, const T* __restrict__ gate,
                                 const T* __restrict__ up, T* __restrict__ grad_gate, T* __restrict__ grad_up,
-                                int activation_dtype, VectorGrid grid, RowStrides strides) {
+                                VectorGrid grid, RowStrides strides) {
   const int64_t first_row = grid.first_row(kVectors);
   const int64_t column = grid.column();
   if (column >= grid.vectors_in_row) return;
   follow_predecessor();
 
   Vector<T, kWidth> x[kVectors], factor[kVectors];
-  Vector<G, kWidth> grad[kVectors];
+  Vector<A, kWidth> grad[kVectors];
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     const int64_t v = grid.vector(first_row + k);
     if (v < grid.vectors) {
       x[k] = load_vector<T, kWidth>(gate, (first_row + k) * strides.gate + column);
       factor[k] = load_vector<T, kWidth>(up, (first_row + k) * strides.up + column);
-      grad[k] = reinterpret_cast<const Vector<G, kWidth>*>(grad_output)[v];
+      grad[k] = reinterpret_cast<const Vector<A, kWidth>*>(grad_output)[v];
     }
   }
 #pragma unroll
@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(kThreads)
       result[j] = Activation::value(x[k][j]);
       grad_activation[j] = grad[k][j] * factor[k][j];
     }
-    round_floats(activation_dtype, result);
-    round_floats(activation_dtype, grad_activation);
+    round_floats_as<A>(result);
+    round_floats_as<A>(grad_activation);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       result[j] *= grad[k][j];
@@ -183,7 +183,8 @@ void launch_any(const Arguments& call, int64_t begin) {
 // whole vectors, or none.
 int64_t vector_elements(const Arguments& call) {
   const int dtype = call.gate.values.dtype;
-  if (dtype == kFloat64 || call.activation_dtype == kFloat64 || call.up.values.dtype != dtype) return 0;
+  if (dtype == kFloat64 || call.up.values.dtype != dtype) return 0;
+  if (call.activation_dtype != dtype && call.activation_dtype != kFloat32) return 0;
   if (!is_aligned(call.gate.values.data) || !is_aligned(call.up.values.data)) return 0;
   const int width = kAccessBytes / element_size(static_cast<DType>(dtype));
   if (call.rows == 1) return call.columns / width * width;
@@ -201,36 +202,40 @@ void launch_rows(const Arguments& call, int64_t elements, int width, int rows_pe
                  [&](VectorGrid grid, dim3 blocks, int threads) { launch(grid, strides, blocks, threads); });
 }
 
+template <typename T, typename A, typename Activation>
+void launch_fwd_vectors(const Arguments& call, int64_t elements) {
+  dispatch_vector_width<T, kFwdLoads>(elements, [&](auto width, auto vectors) {
+    launch_rows(call, elements, width, vectors, [&](VectorGrid grid, RowStrides strides, dim3 blocks, int threads) {
+      launch_following(gated_activation_fwd_kernel<T, A, Activation, width, vectors>, blocks, threads, 0, call.stream,
+                       static_cast<const T*>(call.gate.values.data), static_cast<const T*>(call.up.values.data),
+                       static_cast<A*>(call.output.data), grid, strides);
+    });
+  });
+}
+
 template <template <bool> class Activation>
 cudaError_t launch_fwd(const Arguments& call) {
-  const int64_t done = call.output.dtype == kFloat64 ? 0 : vector_elements(call);
+  const int64_t done = vector_elements(call);
   if (done > 0) {
     dispatch_fast_dtype(call.gate.values.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      dispatch_vector_width<T, kFwdLoads>(done, [&](auto width, auto vectors) {
-        const auto kernel = call.activation_dtype == kFloat32
-                                ? gated_activation_fwd_kernel<T, Activation<true>, width, vectors>
-                                : gated_activation_fwd_kernel<T, Activation<sizeof(T) == 4>, width, vectors>;
-        launch_rows(call, done, width, vectors, [&](VectorGrid grid, RowStrides strides, dim3 blocks, int threads) {
-          launch_following(kernel, blocks, threads, 0, call.stream, static_cast<const T*>(call.gate.values.data),
-                           static_cast<const T*>(call.up.values.data), call.output, call.activation_dtype, grid,
-                           strides);
-        });
-      });
+      const auto launch = call.activation_dtype == kFloat32 ? launch_fwd_vectors<T, float, Activation<true>>
+                                                            : launch_fwd_vectors<T, T, Activation<sizeof(T) == 4>>;
+      launch(call, done);
     });
   }
   if (done < call.elements()) launch_any<Activation<true>>(call, done);
   return cudaGetLastError();
 }
 
-template <typename T, typename G, typename Activation>
+template <typename T, typename A, typename Activation>
 void launch_bwd_vectors(const Arguments& call, int64_t elements) {
   dispatch_vector_width<T, kBwdLoads>(elements, [&](auto width, auto vectors) {
     launch_rows(call, elements, width, vectors, [&](VectorGrid grid, RowStrides strides, dim3 blocks, int threads) {
-      launch_following(gated_activation_bwd_kernel<T, G, Activation, width, vectors>, blocks, threads, 0, call.stream,
-                       static_cast<const G*>(call.grad_output.data), static_cast<const T*>(call.gate.values.data),
+      launch_following(gated_activation_bwd_kernel<T, A, Activation, width, vectors>, blocks, threads, 0, call.stream,
+                       static_cast<const A*>(call.grad_output.data), static_cast<const T*>(call.gate.values.data),
                        static_cast<const T*>(call.up.values.data), static_cast<T*>(call.grads.gate.data),
-                       static_cast<T*>(call.grads.up.data), call.activation_dtype, grid, strides);
+                       static_cast<T*>(call.grads.up.data), grid, strides);
     });
   });
 }
@@ -240,8 +245,7 @@ bool has_vector_gradient(const Arguments& call) {
   const int dtype = call.gate.values.dtype, grad_dtype = call.grad_output.dtype;
   const int bytes =
       kAccessBytes / element_size(static_cast<DType>(dtype)) * element_size(static_cast<DType>(grad_dtype));
-  return (grad_dtype == dtype || grad_dtype == kFloat32) &&
-         reinterpret_cast<uintptr_t>(call.grad_output.data) % bytes == 0;
+  return grad_dtype == call.activation_dtype && reinterpret_cast<uintptr_t>(call.grad_output.data) % bytes == 0;
 }
 
 template <template <bool> class Activation>
@@ -290,4 +294,4 @@ extern "C" cudaError_t fuseopt_gated_activation_bwd(TypedPointer grad_output, St
   }
 }
 
-}  // namespace fuseopt
+}  // namespace fuseopt::gated_activation

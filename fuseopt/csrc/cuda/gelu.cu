@@ -5,7 +5,7 @@
 #include "vector.cuh"
 #include "vector_grid.cuh"
 
-namespace fuseopt {
+namespace fuseopt::gelu {
 namespace {
 
 constexpr int kThreads = kVectorGridThreads;
@@ -15,19 +15,20 @@ constexpr int kBiasThreads = 256;
 constexpr int kBiasBlocksPerProcessor = 4;
 constexpr int kFewRows = 64;
 
-template <int kWidth>
+// A bias is of T, the input's dtype, or float32.
+template <typename T, int kWidth>
 __device__ void load_bias(float (&values)[kWidth], TypedPointer bias, const VectorGrid& grid) {
   if (bias.data != nullptr) {
-    load_floats(bias, grid.column() * kWidth, values);
+    load_floats<T, float>(bias, grid.column() * kWidth, values);
   } else {
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) values[j] = 0;
   }
 }
 
-template <typename T, typename Gelu, int kWidth, int kVectors>
+template <typename T, typename Output, typename Gelu, int kWidth, int kVectors>
 __global__ void __launch_bounds__(kThreads)
-    gelu_fwd_kernel(const T* __restrict__ input, TypedPointer bias, TypedPointer output, VectorGrid grid) {
+    gelu_fwd_kernel(const T* __restrict__ input, TypedPointer bias, Output* __restrict__ output, VectorGrid grid) {
   const int64_t first_row = grid.first_row(kVectors);
   if (grid.column() >= grid.vectors_in_row) return;
   follow_predecessor();
@@ -39,14 +40,14 @@ __global__ void __launch_bounds__(kThreads)
     if (v < grid.vectors) x[k] = load_vector<T, kWidth>(input, v);
   }
   float shift[kWidth];
-  load_bias(shift, bias, grid);
+  load_bias<T>(shift, bias, grid);
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     float result[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) result[j] = Gelu::value(x[k][j] + shift[j]);
     const int64_t v = grid.vector(first_row + k);
-    if (v < grid.vectors) store_floats(output, v, result);
+    if (v < grid.vectors) store_floats_as<Output>(output, v, result);
   }
 }
 
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   float shift[kWidth];
-  load_bias(shift, bias, grid);
+  load_bias<T>(shift, bias, grid);
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     float result[kWidth];
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(kBiasThreads)
   float sums[kWidth] = {};
   if (column < vectors_in_row) {
     float shift[kWidth];
-    load_floats(bias, column * kWidth, shift);
+    load_floats<T, float>(bias, column * kWidth, shift);
     for (int64_t first = blockIdx.y * kRowLanes + row_lane; first < rows; first += kBwdLoads * step) {
       Vector<T, kWidth> x[kBwdLoads], grad[kBwdLoads];
 #pragma unroll
@@ -186,7 +187,8 @@ void launch_any(TypedPointer grad_output, TypedPointer input, TypedPointer bias,
 
 // Elements at the front that the vector kernels can take: all whole vectors, or none.
 int64_t vector_elements(TypedPointer input, TypedPointer bias, int64_t elements, int64_t columns) {
-  if (input.dtype == kFloat64 || is_float64(bias) || !is_aligned(input.data)) return 0;
+  if (input.dtype == kFloat64 || !is_aligned(input.data)) return 0;
+  if (bias.data != nullptr && bias.dtype != input.dtype && bias.dtype != kFloat32) return 0;
   const int width = kAccessBytes / element_size(static_cast<DType>(input.dtype));
   if (bias.data != nullptr && columns % width != 0) return 0;
   return elements / width * width;
@@ -196,19 +198,25 @@ template <template <bool> class Gelu>
 cudaError_t launch_fwd(TypedPointer input, TypedPointer bias, TypedPointer output, int64_t elements, int64_t columns,
                        cudaStream_t stream) {
   int64_t done = 0;
-  if (is_aligned(output.data) && output.dtype != kFloat64) done = vector_elements(input, bias, elements, columns);
+  if (is_aligned(output.data) && (output.dtype == input.dtype || output.dtype == kFloat32)) {
+    done = vector_elements(input, bias, elements, columns);
+  }
   if (done > 0) {
     dispatch_fast_dtype(input.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      dispatch_vector_width<T, kFwdLoads>(done, [&](auto width, auto vectors) {
-        const auto kernel = output.dtype == kFloat32 ? gelu_fwd_kernel<T, Gelu<true>, width, vectors>
-                                                     : gelu_fwd_kernel<T, Gelu<sizeof(T) == 4>, width, vectors>;
-        launch_vectors(done / width, bias.data != nullptr ? columns / width : kThreads, vectors,
-                       [&](VectorGrid grid, dim3 blocks, int threads) {
-                         launch_following(kernel, blocks, threads, 0, stream, static_cast<const T*>(input.data), bias,
-                                          output, grid);
-                       });
-      });
+      const auto launch = [&](auto output_tag) {
+        using Output = typename decltype(output_tag)::type;
+        dispatch_vector_width<T, kFwdLoads>(done, [&](auto width, auto vectors) {
+          launch_vectors(done / width, bias.data != nullptr ? columns / width : kThreads, vectors,
+                         [&](VectorGrid grid, dim3 blocks, int threads) {
+                           launch_following(gelu_fwd_kernel<T, Output, Gelu<sizeof(Output) == 4>, width, vectors>,
+                                            blocks, threads, 0, stream, static_cast<const T*>(input.data), bias,
+                                            static_cast<Output*>(output.data), grid);
+                         });
+        });
+      };
+      if (output.dtype == kFloat32) launch(TypeTag<float>{});
+      else launch(tag);
     });
   }
   if (done < elements) launch_any<Gelu<true>>(TypedPointer{}, input, bias, output, done, elements, columns, stream);
@@ -311,4 +319,4 @@ extern "C" cudaError_t fuseopt_gelu_bias_bwd(TypedPointer grad_output, TypedPoin
   return launch(grad_output, input, bias, grad_input, grad_bias, workspace, rows, columns, stream);
 }
 
-}  // namespace fuseopt
+}  // namespace fuseopt::gelu

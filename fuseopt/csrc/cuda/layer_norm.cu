@@ -2,7 +2,7 @@
 // + bias.
 #include "norm.cuh"
 
-namespace fuseopt {
+namespace fuseopt::layer_norm {
 namespace {
 
 // Of a row in a thread, where a block has the row: with more threads its two barriers cost more.
@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
                           float inverse_columns, float eps) {
   constexpr int kVectors = Shape::kElements / kWidth;
   // Before the reductions that they wait for; but not where that takes registers from more rows in flight.
-  constexpr bool kEarly = kWidth > 1 ? Shape::kWithinWarp || sizeof(T) == 4 || kVectors == 1 : std::is_same_v<W, AnyType>;
+  constexpr bool kEarly = kWidth > 1 && (Shape::kWithinWarp || sizeof(T) == 4 || kVectors == 1);
   RowTeam<Shape::kTeam> team;
   const int vectors_in_row = columns / kWidth;
   const int64_t row = team.index;
@@ -151,4 +151,4 @@ extern "C" cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer r
   return cudaGetLastError();
 }
 
-}  // namespace fuseopt
+}  // namespace fuseopt::layer_norm

@@ -5,8 +5,8 @@
 // unaligned or of odd length. Forward, every row has a team of its own: measured faster than teams that walk the rows
 // with the next row's loads in flight. Backward, as many teams as the device holds walk the rows: a thread has the same
 // columns in every row, and sums their weight gradients in registers; few rows have a launch of their own, see
-// norm_bwd_few_rows.cu. Anything else (float64, rows wider than the registers) takes the "any" kernels: a block a row,
-// read once for each pass over it.
+// norm_bwd_few_rows.cu. Anything else (float64, rows wider than the registers, dtypes that differ without vectors) takes
+// the "any" kernels: a block a row, read once for each pass over it.
 //
 // With a residual the row is the sum of two tensors, rounded to the sum's dtype T and stored on the way.
 #pragma once
@@ -110,12 +110,14 @@ void dispatch_stream_dtypes(TypedPointer input, TypedPointer residual, Launch la
 }
 
 // Calls `launch(TypeTag<W>)` for the dtypes of parameters that are compiled for a sum of type T and a residual of type R:
-// T, float32, and for float32 the half types that come with it. Null stands for type T. False for other dtypes.
-template <typename T, typename R, typename Launch>
+// T, float32, and if `kNarrow` for float32 the half types that come with it. Null stands for type T. False for others.
+template <typename T, typename R, bool kNarrow, typename Launch>
 bool dispatch_parameter_dtype(TypedPointer parameter, Launch launch) {
   if (parameter.data == nullptr || parameter.dtype == kDType<T>) return launch(TypeTag<T>{});
   if constexpr (!std::is_same_v<T, float>) {
     if (parameter.dtype == kFloat32) return launch(TypeTag<float>{});
+  } else if constexpr (!kNarrow) {
+    return false;
   } else if constexpr (std::is_void_v<R>) {
     if (parameter.dtype == kFloat16) return launch(TypeTag<__half>{});
     if (parameter.dtype == kBFloat16) return launch(TypeTag<__nv_bfloat16>{});
@@ -127,9 +129,9 @@ bool dispatch_parameter_dtype(TypedPointer parameter, Launch launch) {
 
 // Calls `launch(FwdTypes, RowShape, IntTag<kWidth>, threads, wide, narrow)`, the last two as above; false when there is
 // no kernel for these dtypes or so wide a row. `parameter` is one of those present, which share a dtype. `vectors`: all
-// tensors are aligned for them. `kElementwiseWarps`: where they are not, a warp may have a row of 16-bit elements, all of
-// one dtype.
-template <int kBlockElements, bool kElementwiseWarps, typename Launch>
+// tensors are aligned for them; where they are not, all have to share one dtype. `kRmsNorm`: a warp may then have a row
+// of 16-bit elements, and parameters may be narrower than the sum, as a T5's in float16 are; no LayerNorm's are.
+template <int kBlockElements, bool kRmsNorm, typename Launch>
 bool dispatch_fwd(TypedPointer input, TypedPointer residual, TypedPointer parameter, int64_t rows, int64_t columns,
                   bool vectors, Launch launch) {
   bool launched = false;
@@ -143,22 +145,16 @@ bool dispatch_fwd(TypedPointer input, TypedPointer residual, TypedPointer parame
     };
     constexpr bool kOneSum = std::is_void_v<R> || std::is_same_v<R, T>;
     if (vectors) {
-      launched = dispatch_parameter_dtype<T, R>(parameter, [&](auto parameter_tag) {
+      launched = dispatch_parameter_dtype<T, R, kRmsNorm>(parameter, [&](auto parameter_tag) {
         using W = typename decltype(parameter_tag)::type;
         return dispatch_fwd_row<T, kBlockElements, kOneSum && std::is_same_v<W, T>>(
             rows, columns, launch_with(FwdTypes<T, R, W>{}));
       });
-      return;
-    }
-    if constexpr (kOneSum) {
+    } else if constexpr (kOneSum) {
       if (parameter.data == nullptr || parameter.dtype == kDType<T>) {
-        launched = dispatch_elementwise_row<kElementwiseWarps && sizeof(T) == 2>(columns,
-                                                                                 launch_with(FwdTypes<T, R, T>{}));
-        return;
+        launched = dispatch_elementwise_row<kRmsNorm && sizeof(T) == 2>(columns, launch_with(FwdTypes<T, R, T>{}));
       }
     }
-    using AnyResidual = std::conditional_t<std::is_void_v<R>, void, AnyType>;
-    launched = dispatch_elementwise_row<false>(columns, launch_with(FwdTypes<T, AnyResidual, AnyType>{}));
   });
   return launched;
 }

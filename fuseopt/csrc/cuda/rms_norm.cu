@@ -2,7 +2,7 @@
 // offset).
 #include "norm.cuh"
 
-namespace fuseopt {
+namespace fuseopt::rms_norm {
 namespace {
 
 constexpr int kBlockElements = 16;  // of a row in a thread, where a block has the row
@@ -114,4 +114,4 @@ extern "C" cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer res
   return cudaGetLastError();
 }
 
-}  // namespace fuseopt
+}  // namespace fuseopt::rms_norm

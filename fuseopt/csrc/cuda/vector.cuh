@@ -60,6 +60,13 @@ __device__ inline void load_floats(TypedPointer tensor, int64_t i, float (&out)[
   }
 }
 
+// The same for a tensor of A or B.
+template <typename A, typename B, int kWidth>
+__device__ inline void load_floats(TypedPointer tensor, int64_t i, float (&out)[kWidth]) {
+  if (std::is_same_v<A, B> || tensor.dtype == kDType<A>) load_floats_as<A>(tensor.data, i, 1, out);
+  else load_floats_as<B>(tensor.data, i, 1, out);
+}
+
 // Through a vector, whose elements are converted in pairs: one by one they take the unit for special functions.
 template <typename T, int kWidth>
 __device__ inline void round_floats_as(float (&x)[kWidth]) {
