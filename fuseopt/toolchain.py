@@ -34,9 +34,10 @@ _CXX_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden")
 # Without masked arithmetic, as in AVX2, a loop with a choice in it is only vectorised where that may raise the
 # processor's floating-point flags, which nobody reads. No result depends on it.
 _SIMD_FLAGS = ("-O3", "-fopenmp-simd", "-fno-trapping-math")
-# Each includes headers of torch that take longer to compile than itself.
+# A file costs its compiler a second or more before the first line of ours, for the headers of torch or CUDA: so all
+# bindings are compiled as one, and the others as no more than keep every processor busy until the end.
+_UNITS_A_PROCESSOR = 2
 _BINDING_SUFFIX = "_binding.cpp"
-_BINDINGS_AT_ONCE = 5
 
 
 class ToolchainError(Exception):
@@ -67,10 +68,12 @@ class Recipe:
     @property
     def units(self) -> tuple[tuple[Path, ...], ...]:
         """The sources in the order to compile them in; those of a tuple are compiled as one file."""
-        bindings = [source for source in self.sources if source.name.endswith(_BINDING_SUFFIX)]
-        count = -(-len(bindings) // _BINDINGS_AT_ONCE)
-        others = tuple((source,) for source in self.sources if source not in bindings)
-        return others + tuple(tuple(bindings[first::count]) for first in range(count))
+        bindings = tuple(source for source in self.sources if source.name.endswith(_BINDING_SUFFIX))
+        others = [source for source in self.sources if source not in bindings]
+        count = min(len(others), _UNITS_A_PROCESSOR * (os.cpu_count() or 1))
+        # Dealt out, so that each has its share of the longest.
+        units = [tuple(others[first::count]) for first in range(count)]
+        return (*units, bindings) if bindings else tuple(units)
 
 
 def cpu_recipe(*, portable: bool = False) -> Recipe:
@@ -202,7 +205,7 @@ def build(recipe: Recipe, library: Path, progress: Callable[[str], None] = lambd
         folder = Path(name)
         compilations = {
             source.name: [*recipe.compile_commands[source.suffix], "-c", str(source), "-o", f"{folder / source.name}.o"]
-            for source in (_as_one_file(unit, folder) for unit in recipe.units)
+            for source in (as_one_file(unit, folder) for unit in recipe.units)
         }
         objects = [command[-1] for command in compilations.values()]
         built = folder / library.name
@@ -286,7 +289,7 @@ def _size_with_headers(source: Path) -> int:
     return sum(path.stat().st_size for path in seen)
 
 
-def _as_one_file(unit: Sequence[Path], folder: Path) -> Path:
+def as_one_file(unit: Sequence[Path], folder: Path) -> Path:
     """The file that stands for a unit; one in `folder` where it has several."""
     if len(unit) == 1:
         return unit[0]

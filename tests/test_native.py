@@ -233,19 +233,41 @@ def test_a_killed_build_does_not_block_the_next_one(csrc, monkeypatch, tmp_path)
     assert not abandoned.exists()
 
 
-def test_what_takes_longest_is_compiled_first(csrc):
+def test_what_takes_longest_is_compiled_first(csrc, monkeypatch):
     """A kernel's file may be all headers, and its own size says nothing."""
     (csrc / "cpu" / "kernels.h").write_text(f"// {'x' * 500}\n")
     (csrc / "cpu" / "short.cpp").write_text('#include "kernels.h"\n')
     (csrc / "cpu" / "long.cpp").write_text(f"// {'x' * 400}\n")
     (csrc / "cpu" / "a_binding.cpp").write_text(f'#include "kernels.h"\n// {"x" * 900}\n')
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     recipe = toolchain.cpu_recipe()
     assert [source.stem for source in recipe.sources] == ["a_binding", "short", "long", "answer", "other"]
     assert [unit[0].stem for unit in recipe.units] == ["short", "long", "answer", "other", "a_binding"]
 
 
+@pytest.mark.parametrize("processors", [1, None])
+def test_few_processors_compile_few_files(csrc, monkeypatch, logging_compiler, capfd, processors):
+    """Each with its share of what takes longest."""
+    monkeypatch.setattr(os, "cpu_count", lambda: processors)
+    (csrc / "dtypes.h").write_text("#pragma once\nconstexpr int kAnswer = 42;\n")
+    for number in range(3):
+        (csrc / "cpu" / f"long{number}.cpp").write_text(
+            f'#include "../dtypes.h"\nextern "C" __attribute__((visibility("default"))) int long{number}() '
+            f"{{ return kAnswer + {number}; }} // {'x' * (900 - number)}\n"
+        )
+    units = [[source.stem for source in unit] for unit in toolchain.cpu_recipe().units]
+    assert units == [["long0", "long2", "other"], ["long1", "answer"]]
+    loaded = native.load("cpu")
+    assert (loaded.status, loaded.reason) == ("loaded", None)
+    assert compilations(logging_compiler) == 2
+    assert re.search(r" 2/2 long\d\+\d\.cpp done after", capfd.readouterr().err)
+    library = ctypes.CDLL(str(loaded.path))
+    assert [getattr(library, f"long{number}")() for number in range(3)] == [42, 43, 44]
+    assert library.answer() == 42
+
+
 @pytest.mark.parametrize("with_ninja", [True, False])
-def test_bindings_are_compiled_several_at_a_time(csrc, monkeypatch, logging_compiler, capfd, with_ninja):
+def test_bindings_are_compiled_as_one_file(csrc, monkeypatch, logging_compiler, capfd, with_ninja):
     if not with_ninja:
         monkeypatch.setattr(toolchain, "_ninja", lambda: None)
     for number in range(7):
@@ -257,8 +279,8 @@ def test_bindings_are_compiled_several_at_a_time(csrc, monkeypatch, logging_comp
     (csrc / "dtypes.h").write_text("#pragma once\nconstexpr int kAnswer = 42;\n")
     loaded = native.load("cpu")
     assert (loaded.status, loaded.reason) == ("loaded", None)
-    assert compilations(logging_compiler) == 4
-    assert re.search(r" 4/4 \S+ done after", capfd.readouterr().err)
+    assert compilations(logging_compiler) == 3
+    assert re.search(r" 3/3 \S+ done after", capfd.readouterr().err)
     library = ctypes.CDLL(str(loaded.path))
     assert [getattr(library, f"op{number}")() for number in range(7)] == [42 + number for number in range(7)]
 
@@ -521,5 +543,5 @@ def test_initialize_builds_and_says_so_and_nothing_else_does(tmp_path):
     assert result.returncode == 0, result.stderr
     before, progress, after = result.stderr.splitlines()
     assert (before, after) == ("buildable", "loaded")
-    assert re.match(r"fuseopt: compiling the cpu library, once: 1/\d+ \w+\.cpp ", progress), progress
+    assert re.match(r"fuseopt: compiling the cpu library, once: 1/\d+ \S+\.cpp ", progress), progress
     assert "n-gram size must not be negative, got -3" in result.stdout

@@ -33,7 +33,7 @@ struct Relu {
 bool all_contiguous(const Tensor& a, const Tensor& b) { return a.is_contiguous() && b.is_contiguous(); }
 
 template <typename Activation, typename Math>
-Tensor forward(const Tensor& gate, const Tensor& up, DType activation_dtype, ScalarType output_dtype) {
+Tensor gated_activation_forward(const Tensor& gate, const Tensor& up, DType activation_dtype, ScalarType output_dtype) {
   const bool single = all_contiguous(gate, up);
   const Rows gate_rows = single ? Rows::single(gate) : Rows(gate);
   const Rows up_rows = single ? Rows::single(up) : Rows(up);
@@ -55,8 +55,8 @@ Tensor forward(const Tensor& gate, const Tensor& up, DType activation_dtype, Sca
 }
 
 template <typename Activation, typename Math>
-std::tuple<Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& gate, const Tensor& up,
-                                    DType activation_dtype) {
+std::tuple<Tensor, Tensor> gated_activation_backward(const Tensor& grad_output, const Tensor& gate, const Tensor& up,
+                                                     DType activation_dtype) {
   const bool single = all_contiguous(gate, up) && grad_output.is_contiguous();
   const Rows g_rows = single ? Rows::single(grad_output) : Rows(grad_output);
   const Rows gate_rows = single ? Rows::single(gate) : Rows(gate);
@@ -114,8 +114,8 @@ Tensor gated_activation_fwd(const Tensor& gate, const Tensor& up, int64_t activa
   const ScalarType activated = activation_dtype.value_or(gate.scalar_type());
   return dispatch(activation, [&](auto functor) {
     using Activation = decltype(functor);
-    const auto run =
-        is_wide(gate, up, activated) ? forward<Activation, double> : forward<Activation, float>;
+    const auto run = is_wide(gate, up, activated) ? gated_activation_forward<Activation, double>
+                                                  : gated_activation_forward<Activation, float>;
     return run(gate, up, to_dtype(activated), promote_types(activated, up.scalar_type()));
   });
 }
@@ -127,8 +127,8 @@ std::tuple<Tensor, Tensor> gated_activation_bwd(const Tensor& grad_output, const
   const ScalarType activated = activation_dtype.value_or(gate.scalar_type());
   return dispatch(activation, [&](auto functor) {
     using Activation = decltype(functor);
-    const auto run =
-        is_wide(gate, up, activated) ? backward<Activation, double> : backward<Activation, float>;
+    const auto run = is_wide(gate, up, activated) ? gated_activation_backward<Activation, double>
+                                                  : gated_activation_backward<Activation, float>;
     return run(grad_output, gate, up, to_dtype(activated));
   });
 }

@@ -20,7 +20,7 @@ std::vector<Math> bias_of(const std::optional<Tensor>& bias, int64_t n) {
 }
 
 template <typename Gelu, typename Math>
-Tensor forward(const Tensor& input, const std::optional<Tensor>& bias, ScalarType output_dtype) {
+Tensor gelu_forward(const Tensor& input, const std::optional<Tensor>& bias, ScalarType output_dtype) {
   const Rows x_rows = !bias && input.is_contiguous() ? Rows::single(input) : Rows(input);
   const std::vector<Math> biases = bias_of<Math>(bias, x_rows.n_cols());
   Tensor output = empty_like(input, output_dtype);
@@ -37,7 +37,7 @@ Tensor forward(const Tensor& input, const std::optional<Tensor>& bias, ScalarTyp
 }
 
 template <typename Gelu, typename Math>
-Tensor backward(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& bias) {
+Tensor gelu_backward(const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& bias) {
   const bool single = !bias && input.is_contiguous() && grad_output.is_contiguous();
   const Rows x_rows = single ? Rows::single(input) : Rows(input);
   const Rows g_rows = single ? Rows::single(grad_output) : Rows(grad_output, input.sizes());
@@ -61,15 +61,15 @@ Tensor backward(const Tensor& grad_output, const Tensor& input, const std::optio
 Tensor gelu_fwd(const Tensor& input, bool tanh, const std::optional<Tensor>& bias,
                 std::optional<ScalarType> output_dtype) {
   const bool wide = any_double(input, bias);
-  const auto run = tanh ? wide ? forward<TanhGelu, double> : forward<TanhGelu, float>
-                        : wide ? forward<ErfGelu, double> : forward<ErfGelu, float>;
+  const auto run = tanh ? wide ? gelu_forward<TanhGelu, double> : gelu_forward<TanhGelu, float>
+                        : wide ? gelu_forward<ErfGelu, double> : gelu_forward<ErfGelu, float>;
   return run(input, bias, output_dtype.value_or(input.scalar_type()));
 }
 
 Tensor gelu_bwd(const Tensor& grad_output, const Tensor& input, bool tanh, const std::optional<Tensor>& bias) {
   const bool wide = any_double(input, bias);
-  const auto run = tanh ? wide ? backward<TanhGelu, double> : backward<TanhGelu, float>
-                        : wide ? backward<ErfGelu, double> : backward<ErfGelu, float>;
+  const auto run = tanh ? wide ? gelu_backward<TanhGelu, double> : gelu_backward<TanhGelu, float>
+                        : wide ? gelu_backward<ErfGelu, double> : gelu_backward<ErfGelu, float>;
   return run(grad_output, input, bias);
 }
 

@@ -21,7 +21,7 @@ Math mean_of(const Math* x, int64_t n) {
   return static_cast<Math>(static_cast<double>(first) + distance);
 }
 
-struct Forward {
+struct LayerNormForward {
   Tensor output;
   std::optional<Tensor> sum;
   std::optional<Tensor> mean;  // the statistics, if they are kept
@@ -29,9 +29,9 @@ struct Forward {
 };
 
 template <typename Math>
-Forward forward(const Tensor& input, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
-                const std::optional<Tensor>& bias, double eps, std::optional<ScalarType> output_dtype,
-                bool keep_statistics) {
+LayerNormForward layer_norm_forward(const Tensor& input, const std::optional<Tensor>& residual,
+                                    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps,
+                                    std::optional<ScalarType> output_dtype, bool keep_statistics) {
   const StreamRows<Math> x_rows(input, residual);
   const int64_t n = x_rows.n_cols();
   const std::vector<Math> weights = values_or<Math>(weight, 1, n, "weight");
@@ -74,10 +74,10 @@ Forward forward(const Tensor& input, const std::optional<Tensor>& residual, cons
 }
 
 template <typename Math>
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const std::optional<Tensor>& grad_sum,
-                                            const Tensor& input, const std::optional<Tensor>& weight,
-                                            const Tensor& mean, const Tensor& rstd, bool need_weight_grad,
-                                            bool need_bias_grad) {
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_output, const std::optional<Tensor>& grad_sum,
+                                                       const Tensor& input, const std::optional<Tensor>& weight,
+                                                       const Tensor& mean, const Tensor& rstd, bool need_weight_grad,
+                                                       bool need_bias_grad) {
   const Rows g_rows(grad_output, input.sizes());
   std::optional<Rows> grad_sum_rows;
   if (grad_sum) grad_sum_rows.emplace(*grad_sum, input.sizes());
@@ -134,11 +134,12 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const std
           need_bias_grad ? bias_grad.total(type) : empty(&none, 1, type)};
 }
 
-Forward dispatch_forward(const char* op, const Tensor& input, const std::optional<Tensor>& residual,
-                         const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps,
-                         std::optional<ScalarType> output_dtype, bool keep_statistics) {
+LayerNormForward dispatch_layer_norm(const char* op, const Tensor& input, const std::optional<Tensor>& residual,
+                                     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps,
+                                     std::optional<ScalarType> output_dtype, bool keep_statistics) {
   FUSEOPT_CHECK(input.dim() > 0, "fuseopt::", op, ": input has no dimension to normalise");
-  const auto run = any_double(input, weight) || any_double(input, residual) ? forward<double> : forward<float>;
+  const bool is_wide = any_double(input, weight) || any_double(input, residual);
+  const auto run = is_wide ? layer_norm_forward<double> : layer_norm_forward<float>;
   return run(input, residual, weight, bias, eps, output_dtype, keep_statistics);
 }
 
@@ -146,20 +147,20 @@ Forward dispatch_forward(const char* op, const Tensor& input, const std::optiona
 
 Tensor layer_norm(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                   double eps, std::optional<ScalarType> output_dtype) {
-  return dispatch_forward("layer_norm", input, std::nullopt, weight, bias, eps, output_dtype, false).output;
+  return dispatch_layer_norm("layer_norm", input, std::nullopt, weight, bias, eps, output_dtype, false).output;
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, const std::optional<Tensor>& weight,
                                                   const std::optional<Tensor>& bias, double eps,
                                                   std::optional<ScalarType> output_dtype) {
-  const auto result = dispatch_forward("layer_norm_fwd", input, std::nullopt, weight, bias, eps, output_dtype, true);
+  const auto result = dispatch_layer_norm("layer_norm_fwd", input, std::nullopt, weight, bias, eps, output_dtype, true);
   return {result.output, *result.mean, *result.rstd};
 }
 
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& input, const Tensor& residual,
                                           const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                                           double eps, std::optional<ScalarType> output_dtype) {
-  const auto result = dispatch_forward("add_layer_norm", input, residual, weight, bias, eps, output_dtype, false);
+  const auto result = dispatch_layer_norm("add_layer_norm", input, residual, weight, bias, eps, output_dtype, false);
   return {result.output, *result.sum};
 }
 
@@ -167,7 +168,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(const Tensor& inpu
                                                               const std::optional<Tensor>& weight,
                                                               const std::optional<Tensor>& bias, double eps,
                                                               std::optional<ScalarType> output_dtype) {
-  const auto result = dispatch_forward("add_layer_norm_fwd", input, residual, weight, bias, eps, output_dtype, true);
+  const auto result = dispatch_layer_norm("add_layer_norm_fwd", input, residual, weight, bias, eps, output_dtype, true);
   return {result.output, *result.sum, *result.mean, *result.rstd};
 }
 
@@ -176,7 +177,7 @@ std::tuple<Tensor, Tensor, Tensor> add_layer_norm_bwd(const Tensor& grad_output,
                                                       const Tensor& mean, const Tensor& rstd, bool need_weight_grad,
                                                       bool need_bias_grad) {
   FUSEOPT_CHECK(input.dim() > 0, "fuseopt::layer_norm_bwd: input has no dimension to normalise");
-  const auto run = any_double(input, weight) ? backward<double> : backward<float>;
+  const auto run = any_double(input, weight) ? layer_norm_backward<double> : layer_norm_backward<float>;
   return run(grad_output, grad_sum, input, weight, mean, rstd, need_weight_grad, need_bias_grad);
 }
 

@@ -31,15 +31,16 @@ void normalise(const Math* x, Math rstd, const Math* scale, DType norm_type, int
   }
 }
 
-struct Forward {
+struct RmsNormForward {
   Tensor output;
   std::optional<Tensor> sum;
   std::optional<Tensor> rstd;  // if it is kept
 };
 
 template <typename Math>
-Forward forward(const Tensor& input, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
-                double eps, double offset, NormDtypes dtypes, bool keep_rstd) {
+RmsNormForward rms_norm_forward(const Tensor& input, const std::optional<Tensor>& residual,
+                                const std::optional<Tensor>& weight, double eps, double offset, NormDtypes dtypes,
+                                bool keep_rstd) {
   const StreamRows<Math> x_rows(input, residual);
   const int64_t n = x_rows.n_cols();
   const std::vector<Math> scale = scale_of<Math>(weight, offset, n);
@@ -75,9 +76,9 @@ Forward forward(const Tensor& input, const std::optional<Tensor>& residual, cons
 }
 
 template <typename Math>
-std::tuple<Tensor, Tensor> backward(const Tensor& grad_output, const std::optional<Tensor>& grad_sum,
-                                    const Tensor& input, const std::optional<Tensor>& weight, const Tensor& rstd,
-                                    double offset, bool need_weight_grad) {
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_output, const std::optional<Tensor>& grad_sum,
+                                             const Tensor& input, const std::optional<Tensor>& weight,
+                                             const Tensor& rstd, double offset, bool need_weight_grad) {
   const Rows g_rows(grad_output, input.sizes());
   std::optional<Rows> grad_sum_rows;
   if (grad_sum) grad_sum_rows.emplace(*grad_sum, input.sizes());
@@ -123,11 +124,12 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output, const std::option
   return {grad_input, need_weight_grad ? weight_grad.total(weight_type) : empty(&none, 1, weight_type)};
 }
 
-Forward dispatch_forward(const char* op, const Tensor& input, const std::optional<Tensor>& residual,
-                         const std::optional<Tensor>& weight, double eps, int64_t cast_order, double offset,
-                         bool keep_rstd) {
+RmsNormForward dispatch_rms_norm(const char* op, const Tensor& input, const std::optional<Tensor>& residual,
+                                 const std::optional<Tensor>& weight, double eps, int64_t cast_order, double offset,
+                                 bool keep_rstd) {
   FUSEOPT_CHECK(input.dim() > 0, "fuseopt::", op, ": input has no dimension to normalise");
-  const auto run = any_double(input, weight) || any_double(input, residual) ? forward<double> : forward<float>;
+  const bool is_wide = any_double(input, weight) || any_double(input, residual);
+  const auto run = is_wide ? rms_norm_forward<double> : rms_norm_forward<float>;
   const ScalarType stream_type =
       residual ? promote_types(input.scalar_type(), residual->scalar_type()) : input.scalar_type();
   const auto weight_type = weight ? std::optional<ScalarType>(weight->scalar_type()) : std::nullopt;
@@ -138,26 +140,26 @@ Forward dispatch_forward(const char* op, const Tensor& input, const std::optiona
 
 Tensor rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double eps, int64_t cast_order,
                 double offset) {
-  return dispatch_forward("rms_norm", input, std::nullopt, weight, eps, cast_order, offset, false).output;
+  return dispatch_rms_norm("rms_norm", input, std::nullopt, weight, eps, cast_order, offset, false).output;
 }
 
 std::tuple<Tensor, Tensor> rms_norm_fwd(const Tensor& input, const std::optional<Tensor>& weight, double eps,
                                         int64_t cast_order, double offset) {
-  const auto result = dispatch_forward("rms_norm_fwd", input, std::nullopt, weight, eps, cast_order, offset, true);
+  const auto result = dispatch_rms_norm("rms_norm_fwd", input, std::nullopt, weight, eps, cast_order, offset, true);
   return {result.output, *result.rstd};
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& input, const Tensor& residual,
                                         const std::optional<Tensor>& weight, double eps, int64_t cast_order,
                                         double offset) {
-  const auto result = dispatch_forward("add_rms_norm", input, residual, weight, eps, cast_order, offset, false);
+  const auto result = dispatch_rms_norm("add_rms_norm", input, residual, weight, eps, cast_order, offset, false);
   return {result.output, *result.sum};
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm_fwd(const Tensor& input, const Tensor& residual,
                                                     const std::optional<Tensor>& weight, double eps,
                                                     int64_t cast_order, double offset) {
-  const auto result = dispatch_forward("add_rms_norm_fwd", input, residual, weight, eps, cast_order, offset, true);
+  const auto result = dispatch_rms_norm("add_rms_norm_fwd", input, residual, weight, eps, cast_order, offset, true);
   return {result.output, *result.sum, *result.rstd};
 }
 
@@ -165,7 +167,7 @@ std::tuple<Tensor, Tensor> add_rms_norm_bwd(const Tensor& grad_output, const std
                                             const Tensor& input, const std::optional<Tensor>& weight,
                                             const Tensor& rstd, double offset, bool need_weight_grad) {
   FUSEOPT_CHECK(input.dim() > 0, "fuseopt::rms_norm_bwd: input has no dimension to normalise");
-  const auto run = any_double(input, weight) ? backward<double> : backward<float>;
+  const auto run = any_double(input, weight) ? rms_norm_backward<double> : rms_norm_backward<float>;
   return run(grad_output, grad_sum, input, weight, rstd, offset, need_weight_grad);
 }
 

@@ -5,7 +5,7 @@ namespace fuseopt {
 namespace {
 
 template <typename Math>
-Tensor forward(const Tensor& input, const std::optional<Tensor>& mask, double scale, ScalarType output_dtype) {
+Tensor softmax_forward(const Tensor& input, const std::optional<Tensor>& mask, double scale, ScalarType output_dtype) {
   const Rows x_rows(input);
   const std::optional<Rows> mask_rows = mask ? std::optional<Rows>(std::in_place, *mask, input.sizes()) : std::nullopt;
   const int64_t n = x_rows.n_cols();
@@ -43,7 +43,7 @@ Tensor forward(const Tensor& input, const std::optional<Tensor>& mask, double sc
 }
 
 template <typename Math>
-Tensor backward(const Tensor& grad_output, const Tensor& output, double scale, ScalarType input_dtype) {
+Tensor softmax_backward(const Tensor& grad_output, const Tensor& output, double scale, ScalarType input_dtype) {
   const Rows g_rows(grad_output, output.sizes());
   const Rows y_rows(output);
   const int64_t n = y_rows.n_cols();
@@ -72,12 +72,12 @@ Tensor backward(const Tensor& grad_output, const Tensor& output, double scale, S
 
 Tensor softmax_fwd(const Tensor& input, const std::optional<Tensor>& mask, double scale,
                    std::optional<ScalarType> output_dtype) {
-  const auto run = any_double(input, mask) ? forward<double> : forward<float>;
+  const auto run = any_double(input, mask) ? softmax_forward<double> : softmax_forward<float>;
   return run(input, mask, scale, output_dtype.value_or(input.scalar_type()));
 }
 
 Tensor softmax_bwd(const Tensor& grad_output, const Tensor& output, double scale, ScalarType input_dtype) {
-  const auto run = any_double(output, grad_output) ? backward<double> : backward<float>;
+  const auto run = any_double(output, grad_output) ? softmax_backward<double> : softmax_backward<float>;
   return run(grad_output, output, scale, input_dtype);
 }
 

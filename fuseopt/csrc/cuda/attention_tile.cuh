@@ -85,7 +85,7 @@ __device__ inline unsigned packed(float low, float high) {
 
 // Makes the compiler work out an address here, and not where it is used.
 template <typename T>
-__device__ inline T* settled(T* address) {
+__device__ inline T* worked_out(T* address) {
   asm volatile("" : "+l"(address));
   return address;
 }

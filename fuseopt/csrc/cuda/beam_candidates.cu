@@ -4,7 +4,7 @@
 #include "logits_chunk.cuh"
 #include "topk_order.cuh"
 
-namespace fuseopt {
+namespace fuseopt::beam_candidates {
 namespace {
 
 constexpr int kThreads = 256;
@@ -182,4 +182,4 @@ extern "C" cudaError_t fuseopt_beam_candidates(BeamCandidates candidates, cudaSt
   return launch_dependent(item_kernel, chunked, item_shape, candidates.overlap, stream);
 }
 
-}  // namespace fuseopt
+}  // namespace fuseopt::beam_candidates

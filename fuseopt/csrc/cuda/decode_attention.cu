@@ -8,10 +8,7 @@
 #include "decode_attention_mma.cuh"
 #include "vector.cuh"
 
-namespace fuseopt {
-
-extern template bool launch_decode_attention_mma<__half>(const DecodeAttention&, cudaStream_t, cudaError_t&);
-extern template bool launch_decode_attention_mma<__nv_bfloat16>(const DecodeAttention&, cudaStream_t, cudaError_t&);
+namespace fuseopt::decode_attention {
 
 namespace {
 
@@ -331,4 +328,4 @@ extern "C" cudaError_t fuseopt_decode_attention(DecodeAttention attention, cudaS
   }
 }
 
-}  // namespace fuseopt
+}  // namespace fuseopt::decode_attention

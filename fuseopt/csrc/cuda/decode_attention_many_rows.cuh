@@ -13,8 +13,8 @@
 
 namespace fuseopt {
 
-constexpr unsigned kManyRowsWarps = 4;
-constexpr int kStageBytes = 8 * 1024;
+constexpr unsigned kManyRowsAttentionWarps = 4;
+constexpr int kTileStageBytes = 8 * 1024;
 
 // On a multiprocessor: with one stage of shared memory for each warp, by their registers, and with two, by that memory.
 template <int kDims>
@@ -98,10 +98,10 @@ __device__ inline void await_sharing_warps() {
 }
 
 template <typename T, int kDims, bool kAncestry>
-__global__ void __launch_bounds__(kManyRowsWarps* kWarpSize, kManyRowsBlocks<kDims>)
+__global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsBlocks<kDims>)
     decode_attention_many_rows_kernel(const __grid_constant__ ManyRows many) {
   using Tile = SharedTile<T, kDims>;
-  constexpr int kTiles = kStageBytes / sizeof(Tile), kKeys = kTiles * kTileKeys;
+  constexpr int kTiles = kTileStageBytes / sizeof(Tile), kKeys = kTiles * kTileKeys;
   using Tiles = Tile[kTiles];
   using Result = SharedResult<T, kDims>;
   static_assert(sizeof(Result) <= sizeof(Tiles));
@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize, kManyRowsBlocks<kDi
   };
   const auto fetch = [&](Tiles& tiles, int base, unsigned ancestor) {
     const int place = base + Tile::own_key();
-    const T* const key_from = settled(keys + static_cast<int64_t>(place) * kDims);
-    const T* const value_from = settled(values + static_cast<int64_t>(place) * kDims);
+    const T* const key_from = worked_out(keys + static_cast<int64_t>(place) * kDims);
+    const T* const value_from = worked_out(values + static_cast<int64_t>(place) * kDims);
 #pragma unroll
     for (int copy = 0; copy < kTiles * Tile::kCopies; ++copy) {
       const int key = copy * Tile::kCopyKeys;
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize, kManyRowsBlocks<kDi
 
   unsigned query[Tile::kPieces] = {};
   if (lane / 4 < queries) {
-    const T* const vector = settled(vector_of(attention.query, lane / 4) + lane % 4 * 2);
+    const T* const vector = worked_out(vector_of(attention.query, lane / 4) + lane % 4 * 2);
 #pragma unroll
     for (int i = 0; i < Tile::kPieces; ++i) query[i] = __ldcg(reinterpret_cast<const unsigned*>(vector + i * 8));
   }
@@ -235,14 +235,14 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize, kManyRowsBlocks<kDi
   constexpr int kLaneDims = kDims / kWarpSize;
 #pragma unroll 1
   for (int q = own; q < queries; q += warps) {
-    float scores[kManyRowsWarps], largest = -INFINITY, sum = 0, total[kLaneDims] = {};
+    float scores[kManyRowsAttentionWarps], largest = -INFINITY, sum = 0, total[kLaneDims] = {};
 #pragma unroll
-    for (int warp = 0; warp < kManyRowsWarps; ++warp) {
+    for (int warp = 0; warp < kManyRowsAttentionWarps; ++warp) {
       scores[warp] = warp < warps ? result_of(warp)->largest[q] : -INFINITY;
       largest = fmaxf(largest, scores[warp]);
     }
 #pragma unroll
-    for (int warp = 0; warp < kManyRowsWarps; ++warp) {
+    for (int warp = 0; warp < kManyRowsAttentionWarps; ++warp) {
       if (scores[warp] == -INFINITY) continue;
       const Result& result = *result_of(warp);
       const float factor = exp2_approx(scores[warp] - largest);
@@ -267,15 +267,15 @@ template <typename T, int kDims>
 cudaError_t launch_many_rows_kernel(const DecodeAttention& attention, int64_t items, unsigned groups,
                                     cudaStream_t stream) {
   const int64_t units = items * attention.heads * groups;
-  const int64_t most_warps = int64_t(kTwoStagesBlocks) * kManyRowsWarps * multiprocessor_count();
-  unsigned warps = kManyRowsWarps;
+  const int64_t most_warps = int64_t(kTwoStagesBlocks) * kManyRowsAttentionWarps * multiprocessor_count();
+  unsigned warps = kManyRowsAttentionWarps;
   while (warps > 1 && (units * warps > most_warps || warps / 2 * kTileKeys >= attention.capacity)) warps /= 2;
   const bool has_room = units * warps <= most_warps || kManyRowsBlocks<kDims> == kTwoStagesBlocks;
   const ManyRows many{attention, has_room ? 2 : 1};
-  const unsigned units_of_block = kManyRowsWarps / warps;
+  const unsigned units_of_block = kManyRowsAttentionWarps / warps;
   const LaunchShape shape{.blocks = static_cast<unsigned>(ceil_div(items, units_of_block)),
                           .threads = warps * kWarpSize,
-                          .shared_bytes = static_cast<size_t>(kManyRowsWarps) * many.stages * kStageBytes,
+                          .shared_bytes = static_cast<size_t>(kManyRowsAttentionWarps) * many.stages * kTileStageBytes,
                           .cluster_blocks = 1,
                           .blocks_y = static_cast<unsigned>(attention.heads),
                           .blocks_z = groups,

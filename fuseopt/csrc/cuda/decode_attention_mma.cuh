@@ -13,7 +13,7 @@
 
 namespace fuseopt {
 
-constexpr unsigned kMaxClusterBlocks = 4;
+constexpr unsigned kMaxAttentionBlocks = 4;
 
 template <int kDims>
 constexpr int kMmaThreads = kDims == 64 ? 512 : 256;  // for 128 registers, or more
@@ -39,9 +39,9 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
   const auto vector_of = [&](const DecodeAttention::Heads& heads, int query, int dim) {
     return static_cast<const T*>(heads.data) + int64_t(row + query) * heads.row_stride + head * heads.head_stride + dim;
   };
-  const T* const query_at = settled(vector_of(attention.query, lane / 4, Tile::key_dim()));
-  const T* const token_key = settled(vector_of(attention.key, 0, Tile::key_dim()));
-  const T* const token_value = settled(vector_of(attention.value, 0, Tile::value_dim()));
+  const T* const query_at = worked_out(vector_of(attention.query, lane / 4, Tile::key_dim()));
+  const T* const token_key = worked_out(vector_of(attention.key, 0, Tile::key_dim()));
+  const T* const token_value = worked_out(vector_of(attention.value, 0, Tile::value_dim()));
   const FilledPlaces places(attention, lengths);
   // Where a place lies, from `keys` and `values`.
   const auto offset_of = [&](int place) {
@@ -118,7 +118,7 @@ struct Split {
   Split(const DecodeAttention& attention, int64_t units, size_t bytes_of_part, unsigned most_warps) {
     constexpr unsigned kWarpsPerMultiprocessor = 16;  // by their registers
     constexpr size_t kSharedBytes = 96 * 1024;        // which every device with clusters has
-    parts = is_sm90_or_newer() ? most_warps * kMaxClusterBlocks : most_warps;
+    parts = is_sm90_or_newer() ? most_warps * kMaxAttentionBlocks : most_warps;
     while (parts > 4 && (parts / 2 * kTileKeys >= attention.capacity || parts * bytes_of_part > kSharedBytes ||
                          units * parts > kWarpsPerMultiprocessor * multiprocessor_count())) {
       parts /= 2;
@@ -159,5 +159,8 @@ bool launch_decode_attention_mma(const DecodeAttention& attention, cudaStream_t 
     default: return false;
   }
 }
+
+extern template bool launch_decode_attention_mma<__half>(const DecodeAttention&, cudaStream_t, cudaError_t&);
+extern template bool launch_decode_attention_mma<__nv_bfloat16>(const DecodeAttention&, cudaStream_t, cudaError_t&);
 
 }  // namespace fuseopt

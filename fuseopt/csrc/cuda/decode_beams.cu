@@ -5,7 +5,7 @@
 #include "launchers.h"
 #include "topk_order.cuh"
 
-namespace fuseopt {
+namespace fuseopt::decode_beams {
 namespace {
 
 constexpr int kMaxBeams = kMaxTaken / 2;  // there are twice as many candidates at least
@@ -191,4 +191,4 @@ extern "C" cudaError_t fuseopt_decode_beams(DecodeBeams beams, cudaStream_t stre
   return launch(decode_beams_kernel<kMaxBeams>, kMoversOf<kMaxBeams>);
 }
 
-}  // namespace fuseopt
+}  // namespace fuseopt::decode_beams

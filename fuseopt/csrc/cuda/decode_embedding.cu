@@ -3,7 +3,7 @@
 #include "dependent_launch.cuh"
 #include "vector.cuh"
 
-namespace fuseopt {
+namespace fuseopt::decode_embedding {
 namespace {
 
 constexpr int kThreads = 256;
@@ -62,4 +62,4 @@ extern "C" cudaError_t fuseopt_decode_embedding(DecodeEmbedding embedding, cudaS
   }
 }
 
-}  // namespace fuseopt
+}  // namespace fuseopt::decode_embedding

@@ -3,7 +3,7 @@
 // memory, normalised, in pieces of K; the weight goes straight to registers, and into the L2 cache before that.
 #include "decode_linear.cuh"
 
-namespace fuseopt {
+namespace fuseopt::decode_linear {
 namespace {
 
 constexpr int kThreads = 256;
@@ -229,4 +229,4 @@ extern "C" cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t st
   }
 }
 
-}  // namespace fuseopt
+}  // namespace fuseopt::decode_linear

@@ -14,6 +14,11 @@ bool launch_decode_linear_mma(const DecodeLinear& layer, cudaStream_t stream, cu
 template <typename T>
 bool launch_decode_linear_many_rows(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
 
+extern template bool launch_decode_linear_mma<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+extern template bool launch_decode_linear_mma<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+extern template bool launch_decode_linear_many_rows<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+extern template bool launch_decode_linear_many_rows<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+
 __device__ inline float activate(int activation, float x) {
   switch (activation) {
     case kRelu: return x > 0.f || isnan(x) ? x : 0.f;

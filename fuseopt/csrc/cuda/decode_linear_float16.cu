@@ -3,8 +3,6 @@
 
 namespace fuseopt {
 
-extern template cudaError_t launch_lines<__half>(const DecodeLinear&, cudaStream_t);
-extern template cudaError_t launch_stream<__half>(const DecodeLinear&, cudaStream_t);
 template bool launch_decode_linear_mma<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 
 }  // namespace fuseopt

@@ -316,4 +316,7 @@ cudaError_t launch_lines(const DecodeLinear& layer, cudaStream_t stream) {
   return layer.norm == kNoNorm ? launch_lines<T, false>(layer, stream) : launch_lines<T, true>(layer, stream);
 }
 
+extern template cudaError_t launch_lines<__half>(const DecodeLinear&, cudaStream_t);
+extern template cudaError_t launch_lines<__nv_bfloat16>(const DecodeLinear&, cudaStream_t);
+
 }  // namespace fuseopt

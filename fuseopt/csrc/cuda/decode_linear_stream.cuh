@@ -295,4 +295,7 @@ cudaError_t launch_stream(const DecodeLinear& layer, cudaStream_t stream) {
   return layer.norm == kNoNorm ? launch_stream<T, T, false>(layer, stream) : launch_stream<T, T, true>(layer, stream);
 }
 
+extern template cudaError_t launch_stream<__half>(const DecodeLinear&, cudaStream_t);
+extern template cudaError_t launch_stream<__nv_bfloat16>(const DecodeLinear&, cudaStream_t);
+
 }  // namespace fuseopt

@@ -6,9 +6,10 @@
 #include "logits_chunk.cuh"
 #include "topk_order.cuh"
 
-namespace fuseopt {
+namespace fuseopt::decode_select {
 
-// Beside the one for float: in a namespace of its own it would hide that.
+using fuseopt::key_of;  // for float, which the one for double would hide
+
 __device__ inline unsigned long long key_of(double score) {
   if (isnan(score)) return ~0ull;
   const auto bits = static_cast<unsigned long long>(__double_as_longlong(score));
@@ -200,4 +201,4 @@ extern "C" cudaError_t fuseopt_decode_select(DecodeSelect select, cudaStream_t s
   }
 }
 
-}  // namespace fuseopt
+}  // namespace fuseopt::decode_select

@@ -2,7 +2,7 @@
 #include "dependent_launch.cuh"
 #include "logits_chunk.cuh"
 
-namespace fuseopt {
+namespace fuseopt::edit_logits {
 namespace {
 
 constexpr int kThreads = 256;
@@ -66,4 +66,4 @@ extern "C" cudaError_t fuseopt_edit_logits(EditLogits edit, cudaStream_t stream)
   }
 }
 
-}  // namespace fuseopt
+}  // namespace fuseopt::edit_logits

@@ -1,7 +1,7 @@
 // The backward of LayerNorm, in a file of its own for the sake of build time.
 #include "norm.cuh"
 
-namespace fuseopt {
+namespace fuseopt::layer_norm_bwd {
 namespace {
 
 constexpr int kBwdRingThreads = 768;  // of a multiprocessor, where blocks have rows on their way
@@ -175,4 +175,4 @@ extern "C" cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPoi
              columns, stream);
 }
 
-}  // namespace fuseopt
+}  // namespace fuseopt::layer_norm_bwd

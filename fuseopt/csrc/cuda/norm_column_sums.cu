@@ -4,40 +4,40 @@
 namespace fuseopt {
 namespace {
 
-constexpr int kColumnsPerBlock = kWarpSize;
-constexpr int kRowGroups = 32;  // warps of a block, each summing its own rows of the same columns
+constexpr int kSummedColumns = kWarpSize;
+constexpr int kSummedGroups = 32;  // warps of a block, each summing its own rows of the same columns
 constexpr int kLoads = 8;       // in flight a thread
 constexpr int kAnyBlocksPerProcessor = 8;
 
 // Adds up `value` over the row groups of a block; the result is in row group 0.
 template <typename Acc>
 __device__ Acc sum_row_groups(Acc value) {
-  __shared__ Acc groups[kRowGroups][kColumnsPerBlock];
+  __shared__ Acc groups[kSummedGroups][kSummedColumns];
   groups[threadIdx.y][threadIdx.x] = value;
   __syncthreads();
   Acc sum = 0;
   if (threadIdx.y == 0) {
-    for (int group = 0; group < kRowGroups; ++group) sum += groups[group][threadIdx.x];
+    for (int group = 0; group < kSummedGroups; ++group) sum += groups[group][threadIdx.x];
   }
   __syncthreads();
   return sum;
 }
 
 template <typename Acc>
-__global__ void __launch_bounds__(kColumnsPerBlock* kRowGroups)
+__global__ void __launch_bounds__(kSummedColumns* kSummedGroups)
     reduce_partials_kernel(Partials<Acc> partials, TypedPointer grad_weight, TypedPointer grad_bias) {
   follow_predecessor();
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumnsPerBlock + threadIdx.x;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kSummedColumns + threadIdx.x;
   const TypedPointer output = blockIdx.y == 0 ? grad_weight : grad_bias;
   if (output.data == nullptr) return;
   const Acc* const values = partials.of(blockIdx.y);
   Acc sum = 0;
   if (column < partials.columns) {
-    for (int64_t first = threadIdx.y; first < partials.count; first += kLoads * kRowGroups) {
+    for (int64_t first = threadIdx.y; first < partials.count; first += kLoads * kSummedGroups) {
       Acc loaded[kLoads];
 #pragma unroll
       for (int k = 0; k < kLoads; ++k) {
-        const int64_t row = first + k * kRowGroups;
+        const int64_t row = first + k * kSummedGroups;
         loaded[k] = row < partials.count ? values[row * partials.columns + column] : Acc(0);
       }
 #pragma unroll
@@ -49,17 +49,17 @@ __global__ void __launch_bounds__(kColumnsPerBlock* kRowGroups)
 }
 
 template <typename Acc>
-__global__ void __launch_bounds__(kColumnsPerBlock* kRowGroups)
+__global__ void __launch_bounds__(kSummedColumns* kSummedGroups)
     column_partials_any_kernel(TypedPointer grad_output, TypedPointer input, TypedPointer mean, TypedPointer rstd,
                                Partials<Acc> partials, int64_t rows) {
   const int64_t columns = partials.columns;
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumnsPerBlock + threadIdx.x;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kSummedColumns + threadIdx.x;
   Acc weight_sum = 0;
   Acc bias_sum = 0;
   if (column < columns) {
-    const int64_t step = static_cast<int64_t>(gridDim.y) * kRowGroups;
+    const int64_t step = static_cast<int64_t>(gridDim.y) * kSummedGroups;
 #pragma unroll 4
-    for (int64_t row = static_cast<int64_t>(blockIdx.y) * kRowGroups + threadIdx.y; row < rows; row += step) {
+    for (int64_t row = static_cast<int64_t>(blockIdx.y) * kSummedGroups + threadIdx.y; row < rows; row += step) {
       const Acc grad = load_as<Acc>(grad_output, row * columns + column);
       const Acc centre = mean.data != nullptr ? load_as<Acc>(mean, row) : Acc(0);
       weight_sum += grad * (load_as<Acc>(input, row * columns + column) - centre) * load_as<Acc>(rstd, row);
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kColumnsPerBlock* kRowGroups)
 // Without rows there is nothing to add up: reduce_partials then writes zeros.
 int64_t any_partials(int64_t rows, int64_t columns) {
   if (rows == 0) return 0;
-  const int64_t enough = ceil_div(kAnyBlocksPerProcessor * multiprocessor_count(), ceil_div(columns, kColumnsPerBlock));
+  const int64_t enough = ceil_div(kAnyBlocksPerProcessor * multiprocessor_count(), ceil_div(columns, kSummedColumns));
   return std::min(enough, max_partials(rows));
 }
 
@@ -92,8 +92,8 @@ int64_t max_partials(int64_t rows) {
 template <typename Acc>
 cudaError_t reduce_partials(Partials<Acc> partials, TypedPointer grad_weight, TypedPointer grad_bias,
                             cudaStream_t stream) {
-  const dim3 threads(kColumnsPerBlock, kRowGroups);
-  const dim3 blocks(static_cast<unsigned>(ceil_div(partials.columns, kColumnsPerBlock)),
+  const dim3 threads(kSummedColumns, kSummedGroups);
+  const dim3 blocks(static_cast<unsigned>(ceil_div(partials.columns, kSummedColumns)),
                     grad_bias.data != nullptr ? 2 : 1);
   launch_following(reduce_partials_kernel<Acc>, blocks, threads, 0, stream, partials, grad_weight, grad_bias);
   return cudaGetLastError();
@@ -103,8 +103,8 @@ template <typename Acc>
 cudaError_t column_partials_any(TypedPointer grad_output, TypedPointer input, TypedPointer mean, TypedPointer rstd,
                                 Partials<Acc> partials, int64_t rows, cudaStream_t stream) {
   if (partials.count == 0) return cudaSuccess;
-  const dim3 threads(kColumnsPerBlock, kRowGroups);
-  const dim3 blocks(static_cast<unsigned>(ceil_div(partials.columns, kColumnsPerBlock)),
+  const dim3 threads(kSummedColumns, kSummedGroups);
+  const dim3 blocks(static_cast<unsigned>(ceil_div(partials.columns, kSummedColumns)),
                     static_cast<unsigned>(partials.count));
   column_partials_any_kernel<<<blocks, threads, 0, stream>>>(grad_output, input, mean, rstd, partials, rows);
   return cudaGetLastError();

@@ -3,7 +3,7 @@
 #include "dependent_launch.cuh"
 #include "logits_edits.cuh"
 
-namespace fuseopt {
+namespace fuseopt::process_logits {
 namespace {
 
 constexpr int kThreads = 256;
@@ -172,4 +172,4 @@ extern "C" cudaError_t fuseopt_process_logits(const LogitsEdits* edits, ScoreMat
   return cudaGetLastError();
 }
 
-}  // namespace fuseopt
+}  // namespace fuseopt::process_logits

@@ -1,7 +1,7 @@
 // The backward of RMSNorm, in a file of its own for the sake of build time.
 #include "norm.cuh"
 
-namespace fuseopt {
+namespace fuseopt::rms_norm_bwd {
 namespace {
 
 constexpr int kBwdRingThreads = 512;  // of a multiprocessor, where blocks have rows on their way
@@ -160,4 +160,4 @@ extern "C" cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPoint
              stream);
 }
 
-}  // namespace fuseopt
+}  // namespace fuseopt::rms_norm_bwd

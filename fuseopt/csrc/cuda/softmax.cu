@@ -6,7 +6,7 @@
 // those of the whole matrix: see RowSpan.
 #include "softmax.cuh"
 
-namespace fuseopt {
+namespace fuseopt::softmax {
 namespace {
 
 constexpr int kBlockElements = 32;  // of a row in the registers of a thread, where a block has the row
@@ -277,4 +277,4 @@ extern "C" cudaError_t fuseopt_softmax_bwd(TypedPointer grad_output, TypedPointe
   return cudaGetLastError();
 }
 
-}  // namespace fuseopt
+}  // namespace fuseopt::softmax

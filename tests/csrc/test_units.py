@@ -1,0 +1,30 @@
+"""Any sources of a library compile as one file, in any order: how they are put together depends on the processors."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fuseopt import toolchain
+
+RECIPES: dict[str, Callable[[], toolchain.Recipe]] = {
+    "cpu": toolchain.cpu_recipe,
+    "cuda": lambda: toolchain.cuda_recipe(["90"]),
+}
+SYNTAX_ONLY = {".cpp": ["-fsyntax-only"], ".cu": ["-fdevice-syntax-only", "-c", "-o", "/dev/null"]}
+
+
+@pytest.mark.parametrize("is_reversed", [False, True], ids=["in order", "reversed"])
+@pytest.mark.parametrize(("kind", "suffix"), [("cpu", ".cpp"), ("cuda", ".cpp"), ("cuda", ".cu")])
+def test_all_sources_compile_as_one_file(tmp_path: Path, kind: str, suffix: str, is_reversed: bool) -> None:
+    try:
+        recipe = RECIPES[kind]()
+    except toolchain.ToolchainError as error:
+        pytest.skip(str(error))
+    sources = [source for source in recipe.sources if source.suffix == suffix]
+    assert len(sources) > 1
+    file = toolchain.as_one_file(sources[::-1] if is_reversed else sources, tmp_path)
+    command = [*recipe.compile_commands[suffix], *SYNTAX_ONLY[suffix], str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
