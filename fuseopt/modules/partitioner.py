@@ -24,7 +24,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fuseopt.modules import causal_masks, dropout_masks, tanh_gelu
+from fuseopt.modules import causal_masks, dropout_masks, repeated_parts, tanh_gelu
 
 # The plain min-cut also keeps pointwise results that are used far apart; without these bans it recomputes them. The ban
 # on long chains stays: a transformer's residual stream is one, and recomputed from its start it is there of all layers
@@ -34,10 +34,13 @@ _OPTIONS = {
     "ban_recompute_materialized_backward": False,
     # The backward graph is compiled with the forward's, so that a failure shows before anything has been computed.
     "force_non_lazy_backward_lowering": True,
+    # Inductor would take the places of tensors that the backward graph may overwrite for places in each of its parts.
+    "donated_buffer": False,
 }
 _BUDGET, _PARTITIONER = "activation_memory_budget", "custom_partitioner_fn"
 # At 0 the partitioner keeps the inputs alone, whatever is marked.
 _SMALLEST_BUDGET = 1e-6
+_PASSES = (dropout_masks, repeated_parts, tanh_gelu)
 
 
 def missing_options() -> list[str]:
@@ -56,7 +59,7 @@ def compile_graph(
         budget: part of the bytes kept at 1, where no matmul is recomputed, that may be kept; 0 to 1.
     """
     causal_masks.drop(graph)
-    partitioner = Partitioner()
+    partitioner = Partitioner(in_parts=backend == "inductor" and not inductor_config.cpp_wrapper)
     with functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}):
         if backend == "inductor":
             with inductor_config.patch({_PARTITIONER: partitioner}):
@@ -68,7 +71,14 @@ def compile_graph(
 
 
 class Partitioner(CustomPartitionerFn):
-    """torch's min-cut rematerialisation, which has to keep what random ops return."""
+    """torch's min-cut rematerialisation, which has to keep what random ops return.
+
+    Args:
+        in_parts: whether graphs are left as calls of their `repeated_parts`, for Inductor to compile once each.
+    """
+
+    def __init__(self, in_parts: bool) -> None:
+        self.in_parts = in_parts
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -83,11 +93,15 @@ class Partitioner(CustomPartitionerFn):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             elif _looks_up(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if not self.in_parts:
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        repeated_parts.spread_seeds(gm.graph)
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        return repeated_parts.outline(forward), repeated_parts.outline(backward)
 
     def uuid(self) -> bytes:
         """Part of the key under which Inductor caches on disk what it compiles."""
-        return get_hash_for_files((__file__, dropout_masks.__file__, tanh_gelu.__file__))
+        return get_hash_for_files(tuple(map(str, (__file__, *(module.__file__ for module in _PASSES)))))
 
 
 def _draws(node: fx.Node) -> bool:
