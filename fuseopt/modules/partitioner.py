@@ -11,6 +11,7 @@ Only attention that draws its mask itself has to keep its output.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fuseopt import ops
 from fuseopt.modules import causal_masks, dropout_masks, repeated_parts, tanh_gelu
 
 # The plain min-cut also keeps pointwise results that are used far apart; without these bans it recomputes them. The ban
@@ -36,11 +38,15 @@ _OPTIONS = {
     "force_non_lazy_backward_lowering": True,
     # Inductor would take the places of tensors that the backward graph may overwrite for places in each of its parts.
     "donated_buffer": False,
+    # Also steps with autograd functions, as those of `fuseopt.ops`, are found in the cache of an earlier process.
+    "autograd_cache_allow_custom_autograd_functions": True,
 }
 _BUDGET, _PARTITIONER = "activation_memory_budget", "custom_partitioner_fn"
 # At 0 the partitioner keeps the inputs alone, whatever is marked.
 _SMALLEST_BUDGET = 1e-6
 _PASSES = (dropout_masks, repeated_parts, tanh_gelu)
+# What their fakes return is compiled into the code that calls them.
+_OPS = sorted(Path(ops.__file__).parent.glob("*.py"))
 
 
 def missing_options() -> list[str]:
@@ -101,7 +107,7 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> bytes:
         """Part of the key under which Inductor caches on disk what it compiles."""
-        return get_hash_for_files(tuple(map(str, (__file__, *(module.__file__ for module in _PASSES)))))
+        return get_hash_for_files(tuple(map(str, (__file__, *(module.__file__ for module in _PASSES), *_OPS))))
 
 
 def _draws(node: fx.Node) -> bool:

@@ -1,5 +1,10 @@
 """Under any budget the backward pass finds the dropout that was drawn, and keeps less the lower the budget is."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import fx, nn
@@ -122,3 +127,31 @@ def test_rows_of_a_parameter_are_looked_up_again():
 )
 def test_what_random_ops_return_is_kept(op, args, kwargs, draws):
     assert partitioner._draws(fx.Graph().call_function(op, args, kwargs)) == draws
+
+
+# With an autograd function of fuseopt's in the graph.
+STEP = """
+import json, torch, fuseopt
+from torch._dynamo.utils import counters
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+config = {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "memory_efficient_fusion": True}}
+fuseopt.initialize(model.train(), config, strict=True)
+model(torch.randn(4, 8)).square().mean().backward()
+found = {name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss", "bypass")}
+print(json.dumps([found, model[0].weight.grad.tolist()]))
+"""
+
+
+def test_a_second_process_finds_what_the_first_has_compiled(tmp_path):
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    results = []
+    for _ in range(2):
+        command = [sys.executable, "-W", "ignore", "-c", STEP]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+    (first, gradient), (second, found_gradient) = results
+    assert first == {"hit": 0, "miss": 1, "bypass": 0}
+    assert second == {"hit": 1, "miss": 0, "bypass": 0}
+    assert found_gradient == gradient
