@@ -24,8 +24,9 @@ MAX_ROWS = 256
 _HALVES = (torch.float16, torch.bfloat16)
 # As far as the kernel of many rows goes: in one block, and in a cluster.
 _LONGEST_NORMALISED, _LONGEST = 1536, 6144
-# Multiply-adds with one weight, from which on launches count for less than what the BLAS library makes of tensor cores.
-_MOST_WORK = 160_000_000
+# Multiply-adds with one weight, from which on launches count for less than what the BLAS library makes of tensor cores:
+# of any weight, and of one whose K is long, for which the kernel of tiles shares out K.
+_MOST_WORK, _MOST_LONG_WORK = 160_000_000, 640_000_000
 
 NORMS = ("layer_norm", "t5_rms_norm")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -166,16 +167,20 @@ def is_fast(input: Tensor, weights: Sequence[Tensor], residual: Tensor | None = 
     rows, (outputs, columns) = input.shape[:-1].numel(), weights[0].shape
     if rows <= FEW_ROWS:
         return True
-    return (
+    if not (
         rows <= MAX_ROWS
         and input.dtype in _HALVES
         and all(tensor.dtype is input.dtype for tensor in (weights[0], residual) if tensor is not None)
         and outputs % 8 == columns % 8 == 0
         and columns <= (_LONGEST if norm is None else _LONGEST_NORMALISED)
-        and rows * outputs * columns <= _MOST_WORK
         and input.is_cuda
-        and torch.cuda.get_device_capability(input.device) >= (9, 0)
-    )
+    ):
+        return False
+    capability, work = torch.cuda.get_device_capability(input.device), rows * outputs * columns
+    is_long = norm is None and len(weights) == 1 and columns >= 2 * outputs
+    # From sm_120 on a block has too little shared memory for tiles.
+    most_work = _MOST_LONG_WORK if is_long and capability < (12, 0) else _MOST_WORK
+    return capability >= (9, 0) and work <= most_work
 
 
 def decode_linear_reference(

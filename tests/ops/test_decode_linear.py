@@ -1,5 +1,6 @@
 """decode_linear against transformers' own layers, and the CUDA kernels against float64 at the sizes they are for."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import GPT2Config, T5Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerNorm
@@ -140,38 +142,93 @@ needs_sm90 = pytest.mark.skipif(
 )
 
 
-@pytest.mark.gpu
-@needs_sm90
-def test_layers_that_are_fast_with_many_rows() -> None:
-    def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(shape, device="cuda", dtype=dtype)
+SM80, SM90, SM120 = (8, 0), (9, 0), (12, 0)
 
-    x, weight = make(64, 768), make(3072, 768)
-    assert is_fast(x, [weight]) and is_fast(x, [make(768, 3072).T], norm="layer_norm")
-    assert is_fast(x.half(), [weight.half()], make(64, 3072, dtype=torch.float16))
-    assert is_fast(make(2, 768, dtype=torch.float32), [weight])
-    assert not is_fast(make(MAX_ROWS + 1, 768), [weight])
-    assert not is_fast(make(64, 768, dtype=torch.float32), [weight])
-    assert not is_fast(x, [weight], make(64, 3072, dtype=torch.float32))
-    assert not is_fast(x, [make(50257, 768)])
-    assert not is_fast(x, [make(32128, 768)])
-    assert not is_fast(make(64, 4096), [make(768, 4096)], norm="layer_norm")
+
+@pytest.mark.parametrize(
+    ("columns", "outputs", "weights", "norm", "capability", "most_rows"),
+    [
+        pytest.param(768, 768, 3, "t5_rms_norm", SM90, MAX_ROWS, id="T5's query, key and value"),
+        pytest.param(768, 768, 1, None, SM90, MAX_ROWS, id="attention's output"),
+        pytest.param(768, 3072, 1, "t5_rms_norm", SM90, 67, id="T5's wi"),
+        pytest.param(3072, 768, 1, None, SM90, MAX_ROWS, id="T5's wo"),
+        pytest.param(3072, 768, 1, None, SM120, 67, id="T5's wo without room for tiles"),
+        pytest.param(3072, 768, 1, None, SM80, FEW_ROWS, id="T5's wo before sm_90"),
+        pytest.param(768, 2304, 1, "layer_norm", SM90, 90, id="GPT-2's query, key and value"),
+        pytest.param(4096, 1024, 1, None, SM90, 152, id="as much as a library does well"),
+        pytest.param(1536, 768, 1, None, SM90, MAX_ROWS, id="just long"),
+        pytest.param(1528, 768, 1, None, SM90, 136, id="not quite long"),
+        pytest.param(3072, 768, 1, "t5_rms_norm", SM90, FEW_ROWS, id="long and normalised"),
+        pytest.param(3072, 768, 2, None, SM90, 67, id="several long ones"),
+        pytest.param(6152, 768, 1, None, SM90, FEW_ROWS, id="too long"),
+        pytest.param(768, 32128, 1, "t5_rms_norm", SM90, FEW_ROWS, id="T5's vocabulary"),
+        pytest.param(768, 50257, 1, None, SM90, FEW_ROWS, id="GPT-2's vocabulary"),
+    ],
+)
+def test_rows_with_which_a_layer_is_fast(
+    columns: int,
+    outputs: int,
+    weights: int,
+    norm: str | None,
+    capability: tuple[int, int],
+    most_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode():
+        layer = [torch.empty(columns, outputs, device="cuda", dtype=torch.bfloat16).T for _ in range(weights)]
+        inputs = [torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16) for rows in range(1, MAX_ROWS + 2)]
+        assert [len(x) for x in inputs if is_fast(x, layer, norm=norm)] == list(range(1, most_rows + 1))
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+@pytest.mark.parametrize("residual", [None, *HALVES, torch.float32], ids=str)
+def test_many_rows_are_fast_in_one_dtype_of_16_bits(
+    dtype: torch.dtype, residual: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: SM90)
+    with FakeTensorMode():
+        few, many = (torch.empty(rows, 3072, device="cuda", dtype=dtype) for rows in (FEW_ROWS, MAX_ROWS))
+        layer = [torch.empty(768, 3072, device="cuda", dtype=dtype)]
+        added = None if residual is None else torch.empty(MAX_ROWS, 768, device="cuda", dtype=residual)
+        assert is_fast(few, layer)
+        assert is_fast(many, layer, added) == (dtype in HALVES and residual in (None, dtype))
+
+
+LOW_TILES, HIGH_TILES = (f"decode_linear_tiles_kernel<[^>]*, {n}>" for n in (2, 4))
 
 
 @pytest.mark.gpu
 @needs_sm90
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("columns", "norm"), [(768, "layer_norm"), (768, None), (3072, None)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "outputs", "weights", "norm", "kernel"),
+    [
+        (FEW_ROWS + 1, 768, 64, 1, "layer_norm", "decode_linear_many_rows_kernel"),
+        (FEW_ROWS + 1, 3072, 64, 1, None, "decode_linear_many_rows_kernel"),
+        (64, 768, 768, 3, "t5_rms_norm", "decode_linear_many_rows_kernel"),
+        (128, 768, 768, 3, "t5_rms_norm", LOW_TILES),
+        (129, 768, 768, 3, "t5_rms_norm", HIGH_TILES),
+        (MAX_ROWS, 768, 768, 3, None, HIGH_TILES),
+        (MAX_ROWS, 768, 768, 3, "layer_norm", "decode_linear_many_rows_kernel"),
+        (MAX_ROWS, 768, 768, 1, None, "decode_linear_many_rows_kernel"),
+        (MAX_ROWS, 768, 768, 1, "t5_rms_norm", "decode_linear_many_rows_kernel"),
+        (59, 3072, 768, 1, None, "decode_linear_many_rows_kernel"),
+        (60, 3072, 768, 1, None, LOW_TILES),
+        (MAX_ROWS, 3072, 768, 1, None, LOW_TILES),
+        (MAX_ROWS, 768, 3072, 1, "t5_rms_norm", None),
+    ],
+)
 @torch.no_grad()
-def test_many_rows_have_a_kernel_of_their_own(columns: int, norm: str | None, transposed: bool) -> None:
-    x, weight = (torch.randn(n, columns, device="cuda", dtype=torch.bfloat16) for n in (FEW_ROWS + 1, 64))
+def test_many_rows_have_kernels_of_their_own(
+    rows: int, columns: int, outputs: int, weights: int, norm: str | None, kernel: str | None, transposed: bool
+) -> None:
+    x, *layer = (torch.randn(n, columns, device="cuda", dtype=torch.bfloat16) for n in (rows, *[outputs] * weights))
     if transposed:
-        weight = weight.T.contiguous().T
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        decode_linear(x, weight, norm=norm, backend="cuda")
-        torch.cuda.synchronize()
-    kernels = [event.name for event in profile.events() if "decode_linear" in event.name]
-    assert len(kernels) == 1 and "decode_linear_many_rows_kernel" in kernels[0]
+        layer = [weight.T.contiguous().T for weight in layer]
+    ran = kernels_of(lambda: decode_linear(x, layer, norm=norm))
+    assert ran.count("decode_linear") == (kernel is not None)
+    assert kernel is None or re.search(kernel, ran)
 
 
 @pytest.mark.gpu
@@ -278,6 +335,69 @@ def test_kernels_against_float64(
         eps=1e-3,
         activation=activation,
         gated=gated,
+    )
+
+
+@pytest.mark.gpu
+@needs_sm90
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(60, MAX_ROWS),
+    columns=st.integers(64, 192),
+    more=st.integers(0, 9),
+    weights=st.integers(1, 3),
+    dtype=st.sampled_from(HALVES),
+    transposed=st.booleans(),
+    strided=st.booleans(),
+    biased=st.booleans(),
+    residual=st.booleans(),
+    normalised=st.booleans(),
+    activation=st.sampled_from([None, "relu", "gelu", "gelu_tanh"]),
+    seed=st.integers(0, 2**31),
+)
+@torch.no_grad()
+def test_tiles_against_float64(
+    rows: int,
+    columns: int,
+    more: int,
+    weights: int,
+    dtype: torch.dtype,
+    transposed: bool,
+    strided: bool,
+    biased: bool,
+    residual: bool,
+    normalised: bool,
+    activation: str | None,
+    seed: int,
+) -> None:
+    """With as much work as it takes, or a little more: one weight of a long K, or several of a shorter one."""
+    torch.manual_seed(seed)
+    columns *= 8 * (5 if weights == 1 else 1)
+    work = 140_000_000 if weights == 1 else 200_000_000
+    outputs = 8 * (-(-work // (8 * rows * columns * weights)) + more)
+    norm = "t5_rms_norm" if normalised and weights > 1 else None
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda").to(dtype)
+
+    def weight() -> Tensor:
+        outer, inner = (columns, outputs) if transposed else (outputs, columns)
+        scaled = make(outer, inner + 8 * strided)[:, :inner] / columns**0.5
+        return scaled.T if transposed else scaled
+
+    layer = [weight() for _ in range(weights)]
+    biases = [make(outputs) for _ in range(weights)] if biased else None
+    options = {
+        "residual": make(rows, outputs * weights) if residual else None,
+        "norm": norm,
+        "norm_weight": make(columns) if norm else None,
+        "activation": activation,
+    }
+    x = make(rows, columns)
+    assert_kernel_is_accurate(x, layer, biases, **options)
+    assert re.search(
+        HIGH_TILES if weights > 1 and rows > 128 else LOW_TILES,
+        kernels_of(lambda: decode_linear(x, layer, biases, **options, backend="cuda")),
     )
 
 
@@ -389,7 +509,7 @@ def test_a_norm_of_rows_that_start_with_an_outlier(rows: int, norm: str) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 40, 64, 200])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 40, 64, 128, 200, 256])
 @pytest.mark.parametrize(
     ("columns", "outputs", "weights", "options"),
     [
@@ -400,7 +520,10 @@ def test_a_norm_of_rows_that_start_with_an_outlier(rows: int, norm: str) -> None
         (2184, 96, 1, {"residual": True}),
         (8192, 64, 2, {"activation": "relu"}),
         (8200, 64, 1, {"residual": True}),
+        (5008, 1032, 1, {"activation": "gelu_tanh", "residual": True}),
+        (2056, 776, 2, {"activation": "relu", "residual": True}),
         (768, 768, 3, {"norm": "t5_rms_norm"}),
+        (1496, 520, 3, {"norm": "t5_rms_norm", "activation": "gelu", "residual": True}),
         (768, 768, 1, {"norm": "t5_rms_norm"}),
         (1024, 1288, 1, {"norm": "layer_norm"}),
         (768, 2048, 2, {"norm": "t5_rms_norm", "activation": "gelu_tanh", "gated": True}),
@@ -453,9 +576,20 @@ def test_weights_are_read_in_place() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "width", "norm"), [(4, 256, "layer_norm"), (40, 256, "layer_norm"), (40, 1024, None)])
+@pytest.mark.parametrize(
+    ("rows", "width", "count", "norm"),
+    [
+        (4, 256, 1, "layer_norm"),
+        (40, 256, 1, "layer_norm"),
+        (40, 1024, 1, None),
+        (100, 1536, 3, "t5_rms_norm"),
+        (100, 1536, 3, None),
+        (200, 1536, 3, "t5_rms_norm"),
+        (200, 1536, 3, None),
+    ],
+)
 @torch.no_grad()
-def test_a_chain_in_a_graph_waits_for_each_predecessor(rows: int, width: int, norm: str | None) -> None:
+def test_a_chain_in_a_graph_waits_for_each_predecessor(rows: int, width: int, count: int, norm: str | None) -> None:
     """Hundreds of dependent launches that overlap give what they give one at a time, replay after replay."""
     torch.manual_seed(0)
     size = width**0.5 * (16 if norm is None else 1)
@@ -466,7 +600,8 @@ def test_a_chain_in_a_graph_waits_for_each_predecessor(rows: int, width: int, no
         y = x
         for i in range(200):
             weight = weights[i % 8]
-            y = decode_linear(y, weight if i % 2 else weight.T, norm=norm, residual=y, overlap=overlap)
+            layer = (weight if i % 2 else weight.T).chunk(count)
+            y = decode_linear(y, layer, norm=norm, residual=y, overlap=overlap)
         return y
 
     chain(True)

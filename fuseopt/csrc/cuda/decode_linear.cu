@@ -211,7 +211,8 @@ cudaError_t launch_as(const DecodeLinear& layer, cudaStream_t stream) {
 // On the tensor cores, where the arguments suit them.
 template <typename T>
 bool launch_16_bit(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
-  return launch_decode_linear_mma<T>(layer, stream, error) || launch_decode_linear_many_rows<T>(layer, stream, error);
+  return launch_decode_linear_mma<T>(layer, stream, error) || launch_decode_linear_tiles<T>(layer, stream, error) ||
+         launch_decode_linear_many_rows<T>(layer, stream, error);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "cluster.cuh"
 #include "decode_linear_mma.cuh"
 #include "many_rows_norm.cuh"
+#include "sum_quad.cuh"
 
 namespace fuseopt {
 
@@ -25,16 +26,6 @@ static_assert(kHalfRows * kManyRowsStride <= kGroupSize);
 // a time, for want of registers; with one [K, N] they are there sooner without.
 template <Layout kLayout>
 constexpr bool kCopiesRows = kLayout == Layout::kRows;
-
-constexpr int kQuad = 4;  // neighbouring outputs that a thread finishes
-
-using SumQuad = Vector<float, kQuad>;
-
-__device__ inline void add_quad(SumQuad& total, const float* others) {
-  const auto sums = *reinterpret_cast<const SumQuad*>(others);
-#pragma unroll
-  for (int i = 0; i < kQuad; ++i) total.values[i] += sums.values[i];
-}
 
 template <typename T>
 struct ManyRowsLayer {
@@ -286,12 +277,7 @@ bool launch_decode_linear_many_rows(const DecodeLinear& layer, cudaStream_t stre
   const int64_t warps = ceil_div(layer.columns, kManyRowsChunks * kChunk);
   int64_t parts = 1;
   while (!has_norm && parts * kManyRowsWarps / 2 < warps) parts *= 2;
-  bool suits = is_sm90_or_newer() && suits_mma<T>(layer, INT32_MAX) && layer.outputs % kLaneValues == 0 &&
-               layer.input.dtype == kDType<T> && layer.output.dtype == kDType<T> && is_aligned(layer.residual.data) &&
-               parts <= kMostParts && warps <= kManyRowsWarps * parts &&
-               layer.rows * std::max(layer.columns, layer.outputs * layer.weight_count) <= INT32_MAX;
-  for (const TypedPointer& bias : layer.biases) suits &= is_aligned(bias.data);
-  if (!suits) return false;
+  if (parts > kMostParts || warps > kManyRowsWarps * parts || !suits_many_rows<T>(layer)) return false;
   const auto launch = [&](auto layout) {
     constexpr Layout kLayout = decltype(layout)::value;
     if (has_norm) return launch_many_rows_as<T, kLayout, true, false>(layer, parts, stream);

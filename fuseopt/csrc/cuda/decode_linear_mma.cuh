@@ -94,6 +94,16 @@ bool suits_mma(const DecodeLinear& layer, int64_t most_rows = 2 * kHalfRows) {
   return suits && (!layer.weights_are_transposed || layer.outputs % kLaneValues == 0);
 }
 
+// Whether the kernels of more rows can take a layer as well, whose accesses are of 8 and 16 bytes throughout.
+template <typename T>
+bool suits_many_rows(const DecodeLinear& layer) {
+  bool suits = is_sm90_or_newer() && suits_mma<T>(layer, INT32_MAX) && layer.outputs % kLaneValues == 0 &&
+               layer.input.dtype == kDType<T> && layer.output.dtype == kDType<T> && is_aligned(layer.residual.data) &&
+               layer.rows * std::max(layer.columns, layer.outputs * layer.weight_count) <= INT32_MAX;
+  for (const TypedPointer& bias : layer.biases) suits &= is_aligned(bias.data);
+  return suits;
+}
+
 template <typename T>
 bool launch_decode_linear_mma(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
   if (compute_capability_major() < 8 || !suits_mma<T>(layer)) return false;
