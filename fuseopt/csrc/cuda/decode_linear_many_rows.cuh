@@ -45,20 +45,23 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
   const int parts = kNorm ? 1 : argument.parts, part = blockIdx.x % parts, strip = blockIdx.x / parts * kWidth;
   const int columns = layer.columns, tile_rows = argument.tile_rows, first_row = blockIdx.z * tile_rows;
+  // There is room for no more than the tile has, or for any tile, if places are better known to the compiler.
+  const int groups = kCopiesRows<kLayout> ? tile_rows / kHalfRows : kRowGroups;
+  const int kept_rows = kCopiesRows<kLayout> ? tile_rows : kTileRows;
   const int rows = min(layer.rows - first_row, tile_rows);
   const int first_k = (part * warps + warp) * kPart + lane % 4 * kLaneValues;
 
-  // Rows and then sums of each warp [warps][kRowGroups][kGroupSize]; what does not depend on the input [2][kColumns];
-  // of a norm, sums of each warp's part of the rows and of their squares [warps][kTileRows], mean and 1 / deviation of
-  // rows [kTileRows]; of a cluster, sums of each block for the rows that this one finishes [parts][kTileRows / parts]
+  // Rows and then sums of each warp [warps][groups][kGroupSize]; what does not depend on the input [2][kColumns]; of a
+  // norm, sums of each warp's part of the rows and of their squares [warps][kept_rows], mean and 1 / deviation of rows
+  // [kept_rows]; of a cluster, sums of each block for the rows that this one finishes [parts][kept_rows / parts]
   // [kColumns], and the mailbox that they come by.
   extern __shared__ __align__(16) char shared[];
   float* const sums_of = reinterpret_cast<float*>(shared);
   // Of each column under a LayerNorm: a product is rstd * (sum - mean * slope) + offset.
-  float *const slopes = sums_of + warps * kRowGroups * kGroupSize, *const offsets = slopes + kColumns;
-  float2 *const moments = reinterpret_cast<float2*>(offsets + kColumns), *const norms = moments + warps * kTileRows;
+  float *const slopes = sums_of + warps * groups * kGroupSize, *const offsets = slopes + kColumns;
+  float2 *const moments = reinterpret_cast<float2*>(offsets + kColumns), *const norms = moments + warps * kept_rows;
   float* const received = offsets + kColumns;
-  Mailbox& mailbox = *reinterpret_cast<Mailbox*>(received + kTileRows * kColumns);
+  Mailbox& mailbox = *reinterpret_cast<Mailbox*>(received + kept_rows * kColumns);
 
   let_successor_start();
   WeightPart<T, kLayout, kGated, kTiles, kChunks> weight;
@@ -89,7 +92,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   };
 
   const auto sums_at = [&](int w, int r, int p) {
-    return sums_of + (w * kRowGroups + r / kHalfRows) * kGroupSize + r % kHalfRows * kManyRowsStride + p;
+    return sums_of + (w * groups + r / kHalfRows) * kGroupSize + r % kHalfRows * kManyRowsStride + p;
   };
   // The lane's sums of a group of rows, in the order of columns.
   const auto store_sums = [&](const float(&sums)[kTiles / 2][4], int group) {
@@ -146,7 +149,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
 
   // Chunk c of group g: a lane copies what it reads itself.
   const auto copy_of = [&](int g, int c) {
-    return reinterpret_cast<uint4*>(sums_of + (warp * kRowGroups + g) * kGroupSize) + c * kWarpSize + lane;
+    return reinterpret_cast<uint4*>(sums_of + (warp * groups + g) * kGroupSize) + c * kWarpSize + lane;
   };
   uint4 loaded[kRowGroups][kChunks];
 #pragma unroll
@@ -192,7 +195,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
       }
       if (lane / 8 == lane % 4) {
         const bool is_odd = lane / 4 % 2;
-        moments[warp * kTileRows + g * kHalfRows + lane / 4] = {is_odd ? products[3] : products[2],
+        moments[warp * kept_rows + g * kHalfRows + lane / 4] = {is_odd ? products[3] : products[2],
                                                                 is_odd ? products[1] : products[0]};
       }
     }
@@ -200,7 +203,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   __syncthreads();
 
   if constexpr (kNorm) {
-    find_norms(layer, first_row, rows, moments, kTileRows, norms);
+    find_norms(layer, first_row, rows, moments, kept_rows, norms);
     __syncthreads();
   }
   const auto received_at = [&](int from, int r, int p) {
@@ -256,9 +259,11 @@ cudaError_t launch_many_rows_as(const DecodeLinear& layer, int64_t parts, cudaSt
   const int64_t blocks = strips * parts * weights * ceil_div(layer.rows, kTileRows);
   const int tile_rows = kCopiesRows<kLayout> && 2 * blocks <= multiprocessor_count() ? kTileRows / 2 : kTileRows;
   ManyRowsLayer<T> tiled{mma_layer<T>(layer), static_cast<int>(parts), tile_rows};
-  size_t shared_bytes = sizeof(float) * (warps * kRowGroups * kGroupSize + 2 * kColumns);
-  if (kNorm) shared_bytes += sizeof(float2) * (warps + 1) * kTileRows;
-  if (parts > 1) shared_bytes += sizeof(float) * kTileRows * kColumns + sizeof(Mailbox);
+  // No more than the tile takes: beside attention's blocks there is little left, and where it suffices a block starts
+  // before these end.
+  size_t shared_bytes = sizeof(float) * (warps * tile_rows / kHalfRows * kGroupSize + 2 * kColumns);
+  if (kNorm) shared_bytes += sizeof(float2) * (warps + 1) * tile_rows;
+  if (parts > 1) shared_bytes += sizeof(float) * tile_rows * kColumns + sizeof(Mailbox);
   const LaunchShape shape{static_cast<unsigned>(strips * parts),
                           static_cast<unsigned>(warps * kWarpSize),
                           shared_bytes,
