@@ -17,6 +17,21 @@ __device__ inline void copy_async(void* to, const void* from, bool is_there) {
                    : "memory");
 }
 
+// To be the first that leaves the L2 cache where that is short of room.
+__device__ inline uint64_t evict_first() {
+  uint64_t policy = 0;
+  FUSEOPT_SM80_ASM("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// As copy_async, with such a policy for what is copied.
+__device__ inline void copy_async(void* to, const void* from, bool is_there, uint64_t policy) {
+  FUSEOPT_SM80_ASM("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
+                       static_cast<unsigned>(__cvta_generic_to_shared(to))),
+                   "l"(from), "r"(is_there ? 16 : 0), "l"(policy)
+                   : "memory");
+}
+
 // Makes one group of the thread's copies since the last group.
 __device__ inline void end_copy_group() { FUSEOPT_SM80_ASM("cp.async.commit_group;" ::: "memory"); }
 

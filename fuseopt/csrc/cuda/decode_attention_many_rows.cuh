@@ -132,6 +132,8 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
   const auto ancestor_of_lane = [&](int base) {
     return kAncestry ? ancestor_of(attention, row, place_of_lane(base)) : row;
   };
+  // A step reads the cache once, while weights that were brought in ahead wait there to be read.
+  const uint64_t policy = evict_first();
   const auto fetch = [&](Tiles& tiles, int base, unsigned ancestor) {
     const int place = base + Tile::own_key();
     const T* const key_from = worked_out(keys + static_cast<int64_t>(place) * kDims);
@@ -146,8 +148,8 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
       }
       const bool is_there = place < written - key;
       Tile& tile = tiles[copy / Tile::kCopies];
-      copy_async(&tile.keys[Tile::own_index(copy % Tile::kCopies)], key_from + offset, is_there);
-      copy_async(&tile.values[Tile::own_index(copy % Tile::kCopies)], value_from + offset, is_there);
+      copy_async(&tile.keys[Tile::own_index(copy % Tile::kCopies)], key_from + offset, is_there, policy);
+      copy_async(&tile.values[Tile::own_index(copy % Tile::kCopies)], value_from + offset, is_there, policy);
     }
   };
 
