@@ -76,10 +76,12 @@ class MemoryEfficientOptions:
         budget: of the activations, in bytes, that are kept when only what is cheap is recomputed: the part that may be
             kept, 0 to 1. Below 1 matmuls are recomputed too.
         backend: "inductor", or "aot_eager", which keeps as little without generating code.
+        cuda_graphs: whether steps are launched as CUDA graphs, for which the backend has to be "inductor".
     """
 
     budget: float = 1.0
     backend: str = "inductor"
+    cuda_graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -281,10 +283,16 @@ def _memory_efficient(value: Any) -> MemoryEfficientOptions | None:
             f"{where}: expected true, false or a dict such as {{'budget': 0.5}}, got {type(value).__name__}"
         )
     _check_keys(where, value, tuple(MemoryEfficientOptions.__dataclass_fields__))
-    return MemoryEfficientOptions(
+    options = MemoryEfficientOptions(
         budget=_part(f"{where}.budget", value.get("budget", default.budget)),
         backend=_choice(f"{where}.backend", value.get("backend", default.backend), MEMORY_BACKENDS),
+        cuda_graphs=_boolean(f"{where}.cuda_graphs", value.get("cuda_graphs", default.cuda_graphs)),
     )
+    if options.cuda_graphs and options.backend != "inductor":
+        raise ConfigError(
+            f"{where}.cuda_graphs: only 'inductor' can be captured; leave out one of it and backend {options.backend!r}"
+        )
+    return options
 
 
 def _kernels(key: str, value: Any, known: Mapping[str, tuple[str, ...]]) -> tuple[KernelRequest, ...]:

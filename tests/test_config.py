@@ -48,6 +48,7 @@ def test_memory_efficient_fusion_takes_options():
     assert options(True) == options({}) == MemoryEfficientOptions(budget=1.0, backend="inductor")
     assert options({"budget": 0}) == MemoryEfficientOptions(budget=0.0)
     assert options({"backend": "aot_eager"}).backend == "aot_eager"
+    assert options({"cuda_graphs": True}) == MemoryEfficientOptions(cuda_graphs=True)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -165,6 +166,14 @@ WRONG = {
     "memory backend": (
         {"kernel_fusion": {"memory_efficient_fusion": {"backend": "inducter"}}},
         "kernel_fusion.memory_efficient_fusion.backend: 'inducter' is not one of inductor, aot_eager; did you mean",
+    ),
+    "cuda_graphs": (
+        {"kernel_fusion": {"memory_efficient_fusion": {"cuda_graphs": 1}}},
+        "kernel_fusion.memory_efficient_fusion.cuda_graphs: expected true or false, got 1 (int)",
+    ),
+    "cuda_graphs without inductor": (
+        {"kernel_fusion": {"memory_efficient_fusion": {"cuda_graphs": True, "backend": "aot_eager"}}},
+        "kernel_fusion.memory_efficient_fusion.cuda_graphs: only 'inductor' can be captured; leave out one",
     ),
     "memory key": ({"kernel_fusion": {"memory_efficient_fusion": {"buget": 0.5}}}, "did you mean 'budget'"),
     "memory of another type": (

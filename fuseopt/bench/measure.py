@@ -77,7 +77,22 @@ def peak_mib(call: Call, device: torch.device, above: int | None = None) -> floa
     """Most memory allocated on the GPU during a call, over `above` bytes, by default what is there before it."""
     if device.type != "cuda":
         return None
-    before = torch.cuda.memory_allocated(device) if above is None else above
+    before = taken_bytes(device) if above is None else above
     torch.cuda.reset_peak_memory_stats(device)
     call()
-    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    return (torch.cuda.max_memory_allocated(device) + _idle_bytes(device) - before) / 2**20
+
+
+def taken_bytes(device: torch.device) -> int:
+    """What is allocated on the GPU, and what CUDA graphs hold on to for when they are launched."""
+    return torch.cuda.memory_allocated(device) + _idle_bytes(device)
+
+
+def _idle_bytes(device: torch.device) -> int:
+    """Of the memory pools of CUDA graphs, what is not allocated now; nobody else can have it."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == index and tuple(segment["segment_pool_id"]) != (0, 0)
+    )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fuseopt.bench.architectures import dropout_rates, load_config, random_model
 from fuseopt.bench.flops import forward_flops, matmul_timing
-from fuseopt.bench.measure import SECONDS_PER_CASE, measure, peak_mib
+from fuseopt.bench.measure import SECONDS_PER_CASE, measure, peak_mib, taken_bytes
 from fuseopt.bench.records import STOCK, Record, Results
 from fuseopt.bench.timer import time_in_turns, work_seconds
 from fuseopt.bench.workloads import FusionConfig, dtype_name, fuse, random_tokens
@@ -257,7 +257,7 @@ def first_steps(
     row: Row, name: str, config: FusionConfig | None, batch: Mapping[str, Tensor], device: torch.device
 ) -> tuple[str, Trial | str]:
     """The variant's name, and its first steps or why there are none."""
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    before = taken_bytes(device) if device.type == "cuda" else 0
     overrides = {} if row.dropout is None else dropout_rates(row.model, row.dropout)
     model = random_model(row.model, device, PRECISIONS[row.precision], **overrides).train()
     if not model.config.is_encoder_decoder:

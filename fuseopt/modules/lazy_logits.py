@@ -53,6 +53,12 @@ class LinearOutput:
                 self.computed.register_hook(hook)
         return self.computed
 
+    def copied(self) -> LinearOutput:
+        """The same of a copy of the input, and of what has been computed."""
+        copy = LinearOutput(self.input.clone(), self.weight, self.bias, self.backend)
+        copy.computed, copy.hooks = None if self.computed is None else self.computed.clone(), self.hooks
+        return copy
+
     def cross_entropy(self, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str) -> Tensor:
         """Of the rows [*, classes] against `target` [*] flattened, in float32; float64 for float64 input."""
         return ops.linear_cross_entropy(
@@ -93,6 +99,10 @@ class LazyLogits:
             RuntimeError: input or weight have been written to since, as an optimizer's step does.
         """
         return self.output.tensor().to(self.dtype).view(self.shape)
+
+    def copied(self) -> LazyLogits:
+        """The same logits, of a copy of the hidden states."""
+        return LazyLogits(self.output.copied(), self.dtype, self.shape)
 
     @property
     def device(self) -> torch.device:

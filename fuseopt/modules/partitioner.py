@@ -26,7 +26,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fuseopt import ops
-from fuseopt.modules import causal_masks, dropout_masks, repeated_parts, tanh_gelu
+from fuseopt.modules import captured_steps, causal_masks, dropout_masks, repeated_parts, tanh_gelu
 
 # The plain min-cut also keeps pointwise results that are used far apart; without these bans it recomputes them. The ban
 # on long chains stays: a transformer's residual stream is one, and recomputed from its start it is there of all layers
@@ -56,19 +56,21 @@ def missing_options() -> list[str]:
 
 
 def compile_graph(
-    graph: fx.GraphModule, inputs: Sequence[Tensor], *, backend: str, budget: float
+    graph: fx.GraphModule, inputs: Sequence[Tensor], *, backend: str, budget: float, cuda_graphs: bool = False
 ) -> Callable[..., Any]:
     """A Dynamo backend: compiles `graph` and its backward, whose split obeys `budget`.
 
     Args:
         backend: "inductor", or "aot_eager" for the same split run by torch's own kernels.
         budget: part of the bytes kept at 1, where no matmul is recomputed, that may be kept; 0 to 1.
+        cuda_graphs: whether Inductor's code is launched as CUDA graphs, where `captured_steps.can_capture`.
     """
     causal_masks.drop(graph)
     partitioner = Partitioner(in_parts=backend == "inductor" and not inductor_config.cpp_wrapper)
     with functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}):
         if backend == "inductor":
-            with inductor_config.patch({_PARTITIONER: partitioner}):
+            captured = captured_steps.OPTIONS if cuda_graphs and captured_steps.can_capture(inputs) else {}
+            with inductor_config.patch({_PARTITIONER: partitioner, **captured}):
                 return lookup_backend(backend)(graph, inputs)
         compile_split = aot_autograd(
             fw_compiler=_run_as_it_is, partition_fn=partitioner, decompositions=select_decomp_table

@@ -49,6 +49,9 @@ class TrainingForward:
         backend: "inductor", or "aot_eager" for the same graph on torch's own kernels.
         budget: of the activations, in bytes, that are kept when only what is cheap is recomputed: the part that may be
             kept, 0 to 1.
+        cuda_graphs: whether steps on a GPU are launched as CUDA graphs, one forward and one backward; those of a
+            size that changes are not. Outputs are copies then, and gradients that the next step finds are copied before
+            it: theirs is memory of the graphs.
 
     Raises:
         CompileError: by a call that cannot be compiled, with parameters and gradients as they were. Where the class's
@@ -58,9 +61,12 @@ class TrainingForward:
     model: nn.Module
     backend: str
     budget: float
+    cuda_graphs: bool
 
-    def __init__(self, model: nn.Module, *, backend: str = "inductor", budget: float = 1.0) -> None:
-        self.__setstate__({"model": model, "backend": backend, "budget": budget})
+    def __init__(
+        self, model: nn.Module, *, backend: str = "inductor", budget: float = 1.0, cuda_graphs: bool = False
+    ) -> None:
+        self.__setstate__({"model": model, "backend": backend, "budget": budget, "cuda_graphs": cuda_graphs})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -72,12 +78,13 @@ class TrainingForward:
         return self.model
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "backend": self.backend, "budget": self.budget}
+        return {name: getattr(self, name) for name in ("model", "backend", "budget", "cuda_graphs")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         # accelerate wraps the function of a bound method and binds the result again, so there has to be one.
-        self.__func__ = _unbound(type(self.model).forward, self.backend, self.budget)
+        options = {"backend": self.backend, "budget": self.budget, "cuda_graphs": self.cuda_graphs}
+        self.__func__ = _unbound(type(self.model).forward, options)
         self.__signature__ = inspect.signature(types.MethodType(self.__func__, self.model))
 
 
@@ -119,14 +126,21 @@ def _has_sharded_parts(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules() if module is not model)
 
 
-def _unbound(forward: Callable[..., Any], backend: str, budget: float) -> Callable[..., Any]:
-    """The function of (model, *args, **kwargs) that compiles training steps and leaves the rest to `forward`."""
+def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function of (model, *args, **kwargs) that compiles training steps and leaves the rest to `forward`.
+
+    Args:
+        options: of `partitioner.compile_graph`.
+    """
     from torch._dynamo import exc
+
+    from fuseopt.modules import captured_steps
 
     signature = inspect.signature(forward)
     names = list(signature.parameters)[1:]
     # By which parameters take gradients: torch 2.11 does not guard on that, and an unfrozen one would get none.
     steps: dict[tuple[bool, ...], Callable[..., Any]] = {}
+    gradients = captured_steps.Gradients()
 
     def training_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -137,16 +151,19 @@ def _unbound(forward: Callable[..., Any], backend: str, budget: float) -> Callab
         rows = whole_rows.arguments(model, given)
         changed |= rows if open_names.issuperset(rows) else {}
         trained = tuple(parameter.requires_grad for parameter in model.parameters())
-        step = steps.get(trained) or steps.setdefault(trained, _compile(forward, backend, budget))
+        step = steps.get(trained) or steps.setdefault(trained, _compile(forward, options))
+        if options["cuda_graphs"]:
+            gradients.keep(model.parameters())
         try:
-            return whole_rows.without_cache(step(model, *args, **{**kwargs, **changed}))
+            outputs = whole_rows.without_cache(step(model, *args, **{**kwargs, **changed}))
+            return captured_steps.copied(outputs) if options["cuda_graphs"] else outputs
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
             # Wrong arguments make the trace fail too: then the error to show is the one that `forward` has for them.
             forward(model, *args, **kwargs)
             raise CompileError(
-                f"the training step of {type(model).__name__} cannot be compiled as one graph with {backend!r} "
-                f"(the cause is above). The model's state is untouched: to train it as it was, call "
-                f"fuseopt.restore(model), or leave memory_efficient_fusion out of the config"
+                f"the training step of {type(model).__name__} cannot be compiled as one graph with "
+                f"{options['backend']!r} (the cause is above). The model's state is untouched: to train it as it was, "
+                f"call fuseopt.restore(model), or leave memory_efficient_fusion out of the config"
             ) from error
 
     training_forward.__signature__ = signature  # type: ignore[attr-defined]
@@ -173,7 +190,7 @@ def _asks_for_more(model: nn.Module, given: Mapping[str, Any]) -> bool:
     return any(value is not None and value is not False for value in asked)
 
 
-def _compile(forward: Callable[..., Any], backend: str, budget: float) -> Callable[..., Any]:
+def _compile(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     from torch._dynamo import config as dynamo_config
 
     from fuseopt.modules import partitioner
@@ -185,5 +202,5 @@ def _compile(forward: Callable[..., Any], backend: str, budget: float) -> Callab
     # models must share neither.
     code = step.__code__.replace(co_name=forward.__qualname__)
     step = types.FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
-    compile_graph = functools.partial(partitioner.compile_graph, backend=backend, budget=budget)
+    compile_graph = functools.partial(partitioner.compile_graph, **options)
     return dynamo_config.patch(_DYNAMO_OPTIONS)(torch.compile(step, backend=compile_graph, fullgraph=True))

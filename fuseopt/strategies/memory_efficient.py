@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from fuseopt.config import Config
+from fuseopt.config import Config, MemoryEfficientOptions
 from fuseopt.models import ModelPolicy
-from fuseopt.modules import regions
+from fuseopt.modules import captured_steps, regions
 from fuseopt.modules.training_forward import TrainingForward, not_supported_reasons
 from fuseopt.plan import ModelIndex, Replacement, Site, Skip
 from fuseopt.strategies.propose import Offer, replacement, skip
@@ -42,8 +42,15 @@ class MemoryEfficientStrategy:
         if reasons:
             yield skip(sites, source, _TARGET, offer, "; ".join(reasons))
             return
-        build = functools.partial(TrainingForward, model, backend=options.backend, budget=options.budget)
-        yield replacement(sites, source, _TARGET, offer, _reason(options.budget), build)
+        uncaptured = captured_steps.not_supported_reason(model) if options.cuda_graphs else None
+        build = functools.partial(
+            TrainingForward,
+            model,
+            backend=options.backend,
+            budget=options.budget,
+            cuda_graphs=options.cuda_graphs and uncaptured is None,
+        )
+        yield replacement(sites, source, _TARGET, offer, _reason(options, uncaptured), build)
         # The model may stand inside another, as peft's does.
         losses = tuple(
             Site(module, "_loss_function", f"{path}.loss_function".lstrip("."))
@@ -55,9 +62,13 @@ class MemoryEfficientStrategy:
             yield replacement(losses, "None", _LOSS, offer, _LOSS_REASON, _causal_lm_loss)
 
 
-def _reason(budget: float) -> str:
-    budgeted = f", at most {budget:.0%} of the others kept" if budget < 1 else ""
-    return f"training steps as one graph, cheap activations recomputed{budgeted}; eval and generate() stay as they are"
+def _reason(options: MemoryEfficientOptions, uncaptured: str | None) -> str:
+    budgeted = f", at most {options.budget:.0%} of the others kept" if options.budget < 1 else ""
+    captured = ""
+    if options.cuda_graphs:
+        captured = ", in CUDA graphs on a GPU" if uncaptured is None else f", without CUDA graphs ({uncaptured})"
+    kept = f"cheap activations recomputed{budgeted}{captured}"
+    return f"training steps as one graph, {kept}; eval and generate() stay as they are"
 
 
 def _guesses_its_loss(model: nn.Module) -> bool:

@@ -1,0 +1,82 @@
+"""Training steps in CUDA graphs (torch's cudagraph trees): a step's kernels are launched at once, not one by one.
+
+All that a captured step hands out lies in memory of its graph, which the next step writes to. So what the caller may
+keep is taken out of it: outputs as they are returned, and gradients that are still there when the next step begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map
+
+from fuseopt.modules.lazy_logits import LazyLogits
+
+OPTIONS: Mapping[str, Any] = {
+    "triton.cudagraphs": True,
+    # What cannot be captured raises, where torch would warn and launch kernels one by one.
+    "triton.cudagraph_or_error": True,
+    # One graph forward and one backward.
+    "graph_partition": False,
+}
+"""Of Inductor's config, while a step is compiled."""
+
+
+def can_capture(inputs: Iterable[object]) -> bool:
+    """Whether a step with these inputs is captured: on a GPU, all of one size. Each size would be a graph in memory."""
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    return all(tensor.is_cuda and not tensor._has_symbolic_sizes_strides for tensor in tensors) and not any(
+        isinstance(value, torch.SymInt) for value in inputs
+    )
+
+
+def copied(outputs: Any) -> Any:
+    """`outputs` with copies of all their tensors, which pass gradients on."""
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, LazyLogits):
+            return value.copied()
+        return value.clone() if isinstance(value, Tensor) else value
+
+    return tree_map(copy, outputs)
+
+
+class Gradients:
+    """Gradients that are added to from step to step, in memory of their own."""
+
+    def __init__(self) -> None:
+        self._own: set[StorageWeakRef] = set()
+
+    def keep(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Copies those that the last step left in its graph's memory. After `zero_grad()` there are none."""
+        kept = set()
+        for parameter in parameters:
+            gradient = parameter.grad
+            # A view is a part of a bucket of DistributedDataParallel's.
+            if gradient is None or gradient._is_view():
+                continue
+            storage = StorageWeakRef(gradient.untyped_storage())
+            if storage not in self._own:
+                parameter.grad = gradient.clone()
+                storage = StorageWeakRef(parameter.grad.untyped_storage())
+            kept.add(storage)
+        self._own = kept
+
+
+def not_supported_reason(model: nn.Module) -> str | None:
+    """Why steps are launched kernel by kernel; None where they can be captured, as soon as the model is on a GPU."""
+    from torch._inductor import config as inductor_config
+
+    missing = [name for name in OPTIONS if not hasattr(inductor_config, name)]
+    if missing:
+        return f"torch {torch.__version__} no longer has its options {', '.join(missing)}"
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            return "fully_shard puts the weights elsewhere in every step"
+    return None
