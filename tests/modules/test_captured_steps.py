@@ -82,7 +82,7 @@ def test_without_the_options_of_torch_the_report_says_so(monkeypatch):
 
 def trained(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor], list]:
     """Losses, logits and weights of steps of two batches each, of which every third is evaluated in between."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     batches = [tiny.inputs(model, batch=4, seed=seed)["input_ids"] for seed in range(3)]
     losses, logits = [], []
     for step in range(6):
