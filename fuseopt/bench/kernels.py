@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import DeviceType
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fuseopt.bench.architectures import load_config, random_model
@@ -24,6 +23,7 @@ from fuseopt.bench.records import Record, Results
 from fuseopt.bench.timer import Call, Spread
 from fuseopt.bench.workloads import FusionConfig, fuse
 from fuseopt.errors import ConfigError
+from fuseopt.ops.library import Observer
 
 ALL = "all of a step"
 IDLE = "no kernel runs"
@@ -106,7 +106,7 @@ class _Case:
         return list(records_of(self.name, launches_of(call), reads.of_a_step(), read, bandwidth))
 
 
-class Reads(TorchDispatchMode):
+class Reads(Observer):
     """Records the raw ops that run inside the context; of a graph that is replayed it would see none.
 
     Args:

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+
+from fuseopt.ops.library import Observer
 
 
 class Tier(enum.Enum):
@@ -249,9 +252,12 @@ def _is_token_ids(value: Any, device: torch.device) -> bool:
 
 
 def _has_modes() -> bool:
+    dispatch_modes = _get_current_dispatch_mode_stack()
     function_modes = torch.overrides._get_current_function_mode_stack()
     # torch.set_default_device is a mode too, but only one that adds a device to factory functions.
-    return torch._C._len_torch_dispatch_stack() > 0 or any(type(mode) is not DeviceContext for mode in function_modes)
+    return not all(isinstance(mode, Observer) for mode in dispatch_modes) or any(
+        type(mode) is not DeviceContext for mode in function_modes
+    )
 
 
 def _is_plain_cache(cache: Any) -> bool:

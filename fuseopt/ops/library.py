@@ -12,11 +12,16 @@ from torch import Tensor, is_grad_enabled
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LIBRARY = torch.library.Library("fuseopt", "DEF")
 
 TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton kernels run on CPU tensors in this process, through Triton's interpreter."""
+
+
+class Observer(TorchDispatchMode):
+    """A dispatch mode that looks on and changes nothing: `generate()` decodes under it as it does without."""
 
 
 def define(schema: str, fake: Callable, *, triton: str | None = None) -> dict[str, OpOverload]:

@@ -21,6 +21,7 @@ from transformers import (
 import fuseopt
 from fuseopt.errors import PlanError
 from fuseopt.generation.tiers import Tier
+from fuseopt.ops.library import Observer
 from tests import tiny
 
 GENERATION = {"generation": {"enable": True, "max_batch": 4, "max_length": 32}}
@@ -30,6 +31,10 @@ pytestmark = pytest.mark.usefixtures("each_device")
 class Passive(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
+
+
+class LooksOn(Observer):
+    __torch_dispatch__ = Passive.__torch_dispatch__
 
 
 class MyNGram(NoRepeatNGramLogitsProcessor):
@@ -194,6 +199,7 @@ def global_hook():
     ("context", "reason"),
     [
         (Passive, "a torch dispatch or function mode is active"),
+        (LooksOn, ""),
         (lambda: torch.autocast("cpu", torch.bfloat16), "autocast is on"),
         (global_hook, "hooks are registered on every module"),
         (nullcontext, ""),
