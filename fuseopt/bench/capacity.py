@@ -17,7 +17,7 @@ from fuseopt.errors import ConfigError
 
 GPU_ROWS = (Row("gpt2", 32, 1024, dropout=0.1),)
 # Of the room that a line through two peaks leaves, what is tried in turn.
-_SHARES = (0.99, 0.96, 0.92)
+_SHARES = (0.99, 0.96, 0.92, 0.85, 0.75)
 
 
 def run(
