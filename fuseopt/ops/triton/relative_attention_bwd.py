@@ -307,9 +307,9 @@ def relative_attention_bwd(
         torch.empty((batch, length, heads, dim), dtype=query.dtype, device=query.device)
         for length in (queries, keys, keys)
     ]
-    grad_bias = lse.new_zeros(bias.shape if need_bias_grad and bias is not None else (0,))
     if lse.numel() == 0 or keys == 0 or dim == 0:
-        return *(grad.zero_() for grad in grads), grad_bias
+        bias_shape = bias.shape if need_bias_grad and bias is not None else (0,)
+        return *(grad.zero_() for grad in grads), lse.new_zeros(bias_shape)
     call = Call.of(query, key, value, bias, mask, seed, scale, p, causal)
     grad_output = adjacent(grad_output)
     strides = *call.strides, *grad_output.stride()[:3]
@@ -336,6 +336,6 @@ def relative_attention_bwd(
             *call.scales,
             **call.tiled(tile),
         )
-        if band is not None:
-            grad_bias = grad_of_bias(call, band, grad_output, shift, delta, beyond)
-    return *grads, grad_bias
+        if band is None:
+            return *grads, lse.new_empty(0)
+        return *grads, grad_of_bias(call, band, grad_output, shift, delta, beyond)
