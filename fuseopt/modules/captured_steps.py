@@ -35,14 +35,34 @@ def can_capture(inputs: Iterable[object]) -> bool:
 
 
 def copied(outputs: Any) -> Any:
-    """`outputs` with copies of all their tensors, which pass gradients on."""
+    """`outputs` with copies of all their tensors, which pass gradients on; from a GPU, once."""
 
     def copy(value: Any) -> Any:
         if isinstance(value, LazyLogits):
-            return value.copied()
-        return value.clone() if isinstance(value, Tensor) else value
+            return value.copied(_copy)
+        return _copy(value) if isinstance(value, Tensor) else value
 
     return tree_map(copy, outputs)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copy = tensor.clone()
+    if copy.is_cuda and copy.requires_grad:
+        copy.register_hook(refuse_kept_graph)
+    return copy
+
+
+def refuse_kept_graph(gradient: Tensor) -> None:
+    """A hook for what begins a backward pass, which in a CUDA graph overwrites what a second one would need.
+
+    Raises:
+        RuntimeError: the pass runs with `retain_graph=True` or `create_graph=True`.
+    """
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        raise RuntimeError(
+            "a training step in CUDA graphs has one backward pass, and this one was to keep its graph for another; add "
+            "the losses up and call backward() once, or leave cuda_graphs out of memory_efficient_fusion"
+        )
 
 
 class Gradients:

@@ -53,11 +53,11 @@ class LinearOutput:
                 self.computed.register_hook(hook)
         return self.computed
 
-    def copied(self) -> LinearOutput:
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> LinearOutput:
         """The same of a copy of the input, and of what has been computed."""
-        copy = LinearOutput(self.input.clone(), self.weight, self.bias, self.backend)
-        copy.computed, copy.hooks = None if self.computed is None else self.computed.clone(), self.hooks
-        return copy
+        copied = LinearOutput(copy(self.input), self.weight, self.bias, self.backend)
+        copied.computed, copied.hooks = None if self.computed is None else copy(self.computed), self.hooks
+        return copied
 
     def cross_entropy(self, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str) -> Tensor:
         """Of the rows [*, classes] against `target` [*] flattened, in float32; float64 for float64 input."""
@@ -100,9 +100,9 @@ class LazyLogits:
         """
         return self.output.tensor().to(self.dtype).view(self.shape)
 
-    def copied(self) -> LazyLogits:
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> LazyLogits:
         """The same logits, of a copy of the hidden states."""
-        return LazyLogits(self.output.copied(), self.dtype, self.shape)
+        return LazyLogits(self.output.copied(copy), self.dtype, self.shape)
 
     @property
     def device(self) -> torch.device:

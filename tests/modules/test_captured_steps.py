@@ -29,6 +29,18 @@ def test_copies_are_apart_and_pass_gradients_on():
     assert gradient.tolist() == [1, 1]
 
 
+def test_a_second_backward_pass_is_refused():
+    x = torch.ones(3, requires_grad=True)
+    loss = (x * x).sum()
+    loss.register_hook(captured_steps.refuse_kept_graph)
+    for kept in ({"retain_graph": True}, {"create_graph": True}):
+        with pytest.raises(RuntimeError, match="one backward pass"):
+            loss.backward(**kept)
+    assert x.grad is None
+    loss.backward()
+    assert x.grad.tolist() == [2, 2, 2]
+
+
 @pytest.mark.parametrize("computed", [False, True])
 def test_lazy_logits_are_copied(computed):
     hidden, weight = torch.randn(2, 3, 8), torch.randn(5, 8, requires_grad=True)
@@ -131,6 +143,17 @@ def test_two_forwards_before_a_backward():
             sum(each(input_ids=tokens, labels=tokens).loss for tokens in ids).backward()
         for name, parameter in stock.named_parameters():
             torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_what_a_step_returns_has_one_backward_pass():
+    torch._dynamo.reset()
+    model = fuseopt.initialize(tiny.FAMILIES["gpt2"](n_layer=1).train().cuda(), CAPTURED)
+    ids = tiny.inputs(model)["input_ids"]
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        model(input_ids=ids, labels=ids).loss.backward(retain_graph=True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(input_ids=ids, labels=ids).loss.backward()
 
 
 @pytest.mark.gpu
