@@ -7,6 +7,7 @@ import torch
 
 from fuseopt.bench import curves
 from fuseopt.bench.curves import Row
+from fuseopt.bench.records import STOCK
 from fuseopt.cli import main
 
 CPU = torch.device("cpu")
@@ -22,10 +23,12 @@ def few_steps(monkeypatch):
 
 def test_curves_gradients_and_the_first_steps():
     results = curves.run(device=CPU, rows=[ROW], configs={"fused": KERNELS}, steps=5, seeds=2)
-    stock, fused, exact, stock_gradients, gradients = results.rows
+    stock, fused, nudged, exact, stock_gradients, gradients = results.rows
     assert stock.case == fused.case == "gpt2-tiny, 2 x 8, dropout 0.1, bfloat16 autocast, 5 steps"
     assert stock.note.startswith("2 seeds end at 6.") and "inside stock's seeds in " in fused.note
-    assert exact.case == "gpt2-tiny, 2 x 8, dropout 0, float32, 3 steps" and float(exact.difference) <= 1e-5
+    assert nudged.case == exact.case == "gpt2-tiny, 2 x 8, dropout 0, float32, 3 steps"
+    assert nudged.variant == STOCK and nudged.note == "of the losses, weights 1e-07 of themselves off"
+    assert 0 < float(nudged.difference) <= 1e-5 and float(exact.difference) <= 1e-5
     assert gradients.case == "gpt2-tiny, 2 x 8, dropout 0, bfloat16 autocast, gradients against float64"
     assert 0 < float(gradients.difference) <= 1.25 * float(stock_gradients.difference) < 0.1
     assert gradients.note.endswith(" times stock's")
@@ -39,7 +42,7 @@ def test_a_model_that_trains_otherwise_shows(monkeypatch):
 
     monkeypatch.setattr(curves, "fuse", spoil)
     results = curves.run(device=CPU, rows=[ROW], configs={"spoilt": KERNELS}, steps=40, seeds=2)
-    _, fused, exact, _, gradients = results.rows
+    _, fused, _, exact, _, gradients = results.rows
     assert float(exact.difference) > 1e-4 and float(gradients.difference) > 0.5
     assert int(re.search(r"in (\d+)% of the windows", fused.note)[1]) < 30
 
