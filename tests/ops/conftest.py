@@ -1,8 +1,19 @@
 import os
+from collections.abc import Iterator
 
 import pytest
 
 from tests.ops.cases import require_backend
+
+
+@pytest.fixture(scope="session", autouse=True)
+def faster_interpreter() -> Iterator[None]:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.ops.interpreter import exchange_the_language_once
+
+        yield from exchange_the_language_once()
+    else:
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
