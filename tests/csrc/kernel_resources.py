@@ -22,14 +22,16 @@ class KernelResources:
 
 
 def kernel_resources(source: Path, architectures: Sequence[str] = ARCHITECTURES) -> list[KernelResources]:
-    """Compile `source` as the CUDA library does, keep nothing, and return what ptxas reports of every kernel.
+    """Compile the kernels of `source` as the CUDA library does, keep nothing, and return what ptxas reports of each.
+
+    The host's code is checked by nvcc, but not compiled.
 
     Raises:
         toolchain.ToolchainError: there is no nvcc.
         subprocess.CalledProcessError: the source does not compile; nvcc's words are its `stderr`.
     """
     flags = [*toolchain.NVCC_FLAGS, *toolchain.gencode_flags(architectures), "-Xptxas=-v"]
-    command = [toolchain.find_nvcc(), *flags, "-c", str(source), "-o", "/dev/null"]
+    command = [toolchain.find_nvcc(), *flags, "-fatbin", str(source), "-o", "/dev/null"]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     kernel = re.compile(
         r"Compiling entry function '(?P<name>\S+)' for '(?P<architecture>sm_\w+)'.*?"

@@ -12,7 +12,10 @@ RECIPES: dict[str, Callable[[], toolchain.Recipe]] = {
     "cpu": toolchain.cpu_recipe,
     "cuda": lambda: toolchain.cuda_recipe(["90"]),
 }
-SYNTAX_ONLY = {".cpp": ["-fsyntax-only"], ".cu": ["-fdevice-syntax-only", "-c", "-o", "/dev/null"]}
+SYNTAX_ONLY = {
+    ".cpp": ["-fsyntax-only"],
+    ".cu": ["-fdevice-syntax-only", "-Xcompiler=-fsyntax-only", "-c", "-o", "/dev/null"],
+}
 
 
 @pytest.mark.parametrize("is_reversed", [False, True], ids=["in order", "reversed"])
