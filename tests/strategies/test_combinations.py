@@ -44,8 +44,8 @@ families = pytest.mark.parametrize("family", WITHOUT_DROPOUT)
 on_each_device = pytest.mark.usefixtures("each_device")
 
 
-def stock_model(family: str, attention: str = "eager") -> nn.Module:
-    return tiny.FAMILIES[family](attn_implementation=attention, **WITHOUT_DROPOUT[family])
+def stock_model(family: str, attention: str = "eager", **config: int) -> nn.Module:
+    return tiny.FAMILIES[family](attn_implementation=attention, **WITHOUT_DROPOUT[family], **config)
 
 
 def fused_copy(model: nn.Module, block: str, **options: str) -> nn.Module:
@@ -156,6 +156,7 @@ DISTRIBUTED = [
     ("gpt2", "kernels-head-memory"),
     ("t5", "budget"),
 ]
+ONE_LAYER = {"gpt2": {"n_layer": 1}, "t5": {"num_layers": 1}}
 
 
 def _train_in_process(rank: int, folder: str) -> None:
@@ -170,7 +171,7 @@ def _train_in_process(rank: int, folder: str) -> None:
 
 def _distributed_step(family: str, block: str, rank: int) -> tuple[dict[str, torch.Tensor], int]:
     """The gradients of one step, and how many graphs were compiled for it."""
-    model = fused_copy(stock_model(family), block)
+    model = fused_copy(stock_model(family, **ONE_LAYER[family]), block)
     replicated = DistributedDataParallel(model, find_unused_parameters="head" in block).train()
     with mock.patch.object(partitioner, "compile_graph", wraps=partitioner.compile_graph) as compile_graph:
         if block != "budget":
@@ -184,7 +185,7 @@ def test_two_processes_of_ddp_average_what_stock_computes(tmp_path, monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.multiprocessing.spawn(_train_in_process, (str(tmp_path),), nprocs=2)
     for family, block in DISTRIBUTED:
-        stock = stock_model(family)
+        stock = stock_model(family, **ONE_LAYER[family])
         first, second = (training_step(stock, seed) for seed in (0, 1))
         average = {name: (first[name] + second[name]) / 2 for name in first}
         assert difference(first, average) > 1e-3
