@@ -198,12 +198,12 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
             kwargs["ignore_index"] = ignore_index
         return registry.SampleInput((input, target), kwargs)
 
-    yield make(6, 33, reduction="none")
-    yield make(2, 5, 17)
-    yield make(7, 64, ignore_index=None, reduction="sum")
-    yield make(5, 11, ignore_index=3, label_smoothing=0.1, z_loss=0.01)
-    yield make(3, 4, 19, label_smoothing=0.3, reduction="none")
-    yield make(4, 2, z_loss=0.1, reduction="sum")
+    yield make(4, 33, reduction="none")
+    yield make(2, 3, 17)
+    yield make(3, 64, ignore_index=None, reduction="sum")
+    yield make(4, 11, ignore_index=3, label_smoothing=0.1, z_loss=0.01)
+    yield make(2, 3, 19, label_smoothing=0.3, reduction="none")
+    yield make(3, 2, z_loss=0.1, reduction="sum")
     yield make(0, 8, reduction="none")
 
 
