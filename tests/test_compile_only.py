@@ -171,6 +171,7 @@ def compiled(request, monkeypatch):
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
+        assert "enable_fp_fusion" in kwargs, f"{self.__name__}: what Triton does by default is about to change"
         kernels.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
     monkeypatch.setattr(driver, "_active", CompileOnlyDriver(request.param))

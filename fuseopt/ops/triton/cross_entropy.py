@@ -332,7 +332,7 @@ def cross_entropy_fwd(
         cross_entropy_fwd_kernel[(rows,)](
             matrix, target.contiguous(), losses, row_max, row_sum, in_range, columns, row_stride, ignore_index,
             label_smoothing, z_loss, label_smoothing != 0.0, TL_DTYPES[compute],
-            row_alignment([matrix], [row_stride], columns), steps, lanes, num_warps=num_warps,
+            row_alignment([matrix], [row_stride], columns), steps, lanes, num_warps=num_warps, enable_fp_fusion=True,
         )  # fmt: skip
         check_targets(in_range)
     return losses, row_max, row_sum
@@ -368,6 +368,7 @@ def cross_entropy_bwd(
         cross_entropy_bwd_kernel[(rows,)](
             grad_output.contiguous(), matrix, target.contiguous(), row_max.contiguous(), row_sum.contiguous(),
             grad_input, columns, row_stride, ignore_index, label_smoothing, z_loss, label_smoothing != 0.0,
-            TL_DTYPES[compute], row_alignment([matrix], [row_stride], columns), steps, lanes, num_warps=num_warps,
+            TL_DTYPES[compute], row_alignment([matrix], [row_stride], columns), steps, lanes,
+            num_warps=num_warps, enable_fp_fusion=True,
         )  # fmt: skip
     return grad_input

@@ -189,7 +189,7 @@ def dropout_add_layer_norm_fwd(
         dropout_add_layer_norm_fwd_kernel[(-(-rows // tile.rows),)](
             matrix, residual_matrix, weight, bias, seed, output, sum, mean, rstd, rows, columns, row_stride,
             residual_row_stride, 1.0 / (1.0 - p), eps, threshold(p), TL_DTYPES[compute], tile.rows, tile.columns,
-            num_warps=tile.num_warps,
+            num_warps=tile.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
     return output, sum, mean, rstd
 
@@ -239,11 +239,14 @@ def dropout_add_layer_norm_bwd(
         dropout_add_layer_norm_bwd_kernel[(programs,)](
             grad_matrix, grad_sum_matrix, matrix, weight, mean.contiguous(), rstd.contiguous(), seed, grad_input,
             grad_residual, *partials, rows, columns, grad_row_stride, grad_sum_row_stride, row_stride,
-            1.0 / (1.0 - p), threshold(p), TL_DTYPES[compute], tile.rows, tile.columns, num_warps=tile.num_warps,
+            1.0 / (1.0 - p), threshold(p), TL_DTYPES[compute], tile.rows, tile.columns,
+            num_warps=tile.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
         for partial, total in zip(partials, sums, strict=True):
             if partial is not None:
-                column_sum_kernel[(-(-columns // 16),)](partial, total, programs, columns, 256, 16, num_warps=8)
+                column_sum_kernel[(-(-columns // 16),)](
+                    partial, total, programs, columns, 256, 16, num_warps=8, enable_fp_fusion=True
+                )
     return grad_input, grad_residual, *sums
 
 

@@ -101,7 +101,7 @@ def run(
             cross_entropy_fwd_bwd_kernel[(len(x),)](
                 logits, None if grad_output is None else grad_output[chunk], target[chunk], losses[chunk],
                 in_range[chunk], classes, width, ignore_index, label_smoothing, z_loss, label_smoothing != 0.0,
-                any(wanted), TL_DTYPES[compute], steps, lanes, num_warps=num_warps,
+                any(wanted), TL_DTYPES[compute], steps, lanes, num_warps=num_warps, enable_fp_fusion=True,
             )  # fmt: skip
         if gradients.input is not None:
             torch.mm(logits, weight, out=gradients.input[chunk])

@@ -285,6 +285,7 @@ def grad_of_bias(
     )  # fmt: skip
     diagonal_sum_kernel[(2 + triton.cdiv(2 * reach - 1, _DISTANCES), heads)](
         partial, beyond, grad_bias, splits, band.lowest, band.highest, batch, beyond.numel() // (2 * batch * heads),
-        reach, band.ends, band.tile.queries, _DISTANCES, _BEYOND, call.constants["COMPUTE"], num_warps=4,
+        reach, band.ends, band.tile.queries, _DISTANCES, _BEYOND, call.constants["COMPUTE"],
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return grad_bias

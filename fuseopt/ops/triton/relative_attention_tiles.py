@@ -207,7 +207,9 @@ def bias_line(bias: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
     margin = reach + 2 * MOST.value
     line = torch.empty((heads, 2 * margin + 1), dtype=compute, device=bias.device)
     grid = triton.cdiv(2 * margin + 1, _LINE_BLOCK), heads
-    bias_line_kernel[grid](bias.contiguous(), line, reach, margin, TL_DTYPES[compute], _LINE_BLOCK, num_warps=4)
+    bias_line_kernel[grid](
+        bias.contiguous(), line, reach, margin, TL_DTYPES[compute], _LINE_BLOCK, num_warps=4, enable_fp_fusion=True
+    )
     return line
 
 
@@ -272,6 +274,7 @@ class Call(NamedTuple):
             "BLOCK_KEYS": tile.keys,
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
+            "enable_fp_fusion": True,
         }
 
 

@@ -276,12 +276,14 @@ def _forward(
         if tile is not None:
             rms_norm_fwd_kernel[(-(-rows // tile.rows),)](
                 matrix, weight, output, rstd, rows, columns, row_stride, eps, offset,
-                TL_DTYPES[compute], TL_DTYPES[norm_dtype], tile.rows, tile.columns, num_warps=tile.num_warps,
+                TL_DTYPES[compute], TL_DTYPES[norm_dtype], tile.rows, tile.columns,
+                num_warps=tile.num_warps, enable_fp_fusion=True,
             )  # fmt: skip
         else:
             rms_norm_fwd_wide_kernel[(rows,)](
                 matrix, weight, output, rstd, columns, row_stride, eps, offset,
-                TL_DTYPES[compute], TL_DTYPES[norm_dtype], WIDE_BLOCK_BYTES // compute.itemsize, num_warps=WIDE_WARPS,
+                TL_DTYPES[compute], TL_DTYPES[norm_dtype], WIDE_BLOCK_BYTES // compute.itemsize,
+                num_warps=WIDE_WARPS, enable_fp_fusion=True,
             )  # fmt: skip
     return output
 
@@ -337,13 +339,16 @@ def rms_norm_bwd(
             rms_norm_bwd_kernel[(programs,)](
                 grad_matrix, matrix, weight, rstd, grad_input, partial, rows, columns, grad_row_stride, row_stride,
                 offset, TL_DTYPES[compute], tile.rows, tile.columns,
-                BWD_STAGES if staged_bytes <= BWD_STAGES_BYTES else 1, num_warps=tile.num_warps,
+                BWD_STAGES if staged_bytes <= BWD_STAGES_BYTES else 1, num_warps=tile.num_warps, enable_fp_fusion=True,
             )  # fmt: skip
         else:
             rms_norm_bwd_wide_kernel[(programs,)](
                 grad_matrix, matrix, weight, rstd, grad_input, partial, rows, columns, grad_row_stride, row_stride,
-                offset, TL_DTYPES[compute], WIDE_BLOCK_BYTES // compute.itemsize, num_warps=WIDE_WARPS,
+                offset, TL_DTYPES[compute], WIDE_BLOCK_BYTES // compute.itemsize,
+                num_warps=WIDE_WARPS, enable_fp_fusion=True,
             )  # fmt: skip
         if partial is not None:
-            column_sum_kernel[(-(-columns // 16),)](partial, grad_weight, programs, columns, 256, 16, num_warps=8)
+            column_sum_kernel[(-(-columns // 16),)](
+                partial, grad_weight, programs, columns, 256, 16, num_warps=8, enable_fp_fusion=True
+            )
     return grad_input, grad_weight

@@ -369,7 +369,7 @@ def softmax_fwd(
         if tile is not None:
             softmax_fwd_kernel[(-(-rows // tile.rows),)](
                 matrix, broadcast.tensor, output, rows, columns, row_stride, *broadcast[1:], scale,
-                TL_DTYPES[compute], tile.rows, tile.columns, num_warps=tile.num_warps,
+                TL_DTYPES[compute], tile.rows, tile.columns, num_warps=tile.num_warps, enable_fp_fusion=True,
             )  # fmt: skip
         else:
             num_warps = wide_warps([matrix], columns)
@@ -377,7 +377,8 @@ def softmax_fwd(
             softmax_fwd_wide_kernel[(rows,)](
                 matrix, broadcast.tensor, output, columns, row_stride, *broadcast[1:], scale,
                 TL_DTYPES[compute], row_alignment([matrix], [row_stride], columns),
-                32 // num_warps, 32 * num_warps * thread_bytes // compute.itemsize, num_warps=num_warps,
+                32 // num_warps, 32 * num_warps * thread_bytes // compute.itemsize,
+                num_warps=num_warps, enable_fp_fusion=True,
             )  # fmt: skip
     return output
 
@@ -409,12 +410,13 @@ def softmax_bwd(
         if tile is not None:
             softmax_bwd_kernel[(-(-rows // tile.rows),)](
                 grad_matrix, matrix, grad_input, rows, columns, grad_row_stride, row_stride, scale,
-                TL_DTYPES[compute], tile.rows, tile.columns, num_warps=tile.num_warps,
+                TL_DTYPES[compute], tile.rows, tile.columns, num_warps=tile.num_warps, enable_fp_fusion=True,
             )  # fmt: skip
         else:
             softmax_bwd_wide_kernel[(rows,)](
                 grad_matrix, matrix, grad_input, columns, grad_row_stride, row_stride, scale,
                 TL_DTYPES[compute], row_alignment([grad_matrix, matrix], [grad_row_stride, row_stride], columns),
-                1024 * WIDE_THREAD_BYTES // compute.itemsize, num_warps=wide_warps([grad_matrix, matrix], columns),
+                1024 * WIDE_THREAD_BYTES // compute.itemsize,
+                num_warps=wide_warps([grad_matrix, matrix], columns), enable_fp_fusion=True,
             )  # fmt: skip
     return grad_input
