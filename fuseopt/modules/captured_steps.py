@@ -85,18 +85,3 @@ class Gradients:
                 storage = StorageWeakRef(parameter.grad.untyped_storage())
             kept.add(storage)
         self._own = kept
-
-
-def not_supported_reason(model: nn.Module) -> str | None:
-    """Why steps are launched kernel by kernel; None where they can be captured, as soon as the model is on a GPU."""
-    from torch._inductor import config as inductor_config
-
-    missing = [name for name in OPTIONS if not hasattr(inductor_config, name)]
-    if missing:
-        return f"torch {torch.__version__} no longer has its options {', '.join(missing)}"
-    if torch.distributed.is_available():
-        from torch.distributed.fsdp import FSDPModule
-
-        if any(isinstance(module, FSDPModule) for module in model.modules()):
-            return "fully_shard puts the weights elsewhere in every step"
-    return None

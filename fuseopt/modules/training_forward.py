@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from fuseopt.errors import CompileError
-from fuseopt.modules import whole_rows
+from fuseopt.modules import captured_steps, whole_rows
 
 # Dynamo by default does not notice a hook registered after compilation, and gives up at the 9th variant of a call,
 # which unfreezing a model layer by layer reaches. Under DistributedDataParallel it cuts the graph into one for each
@@ -114,16 +114,41 @@ def _missing_from_torch() -> list[str]:
         from fuseopt.modules import partitioner
     except (ImportError, AttributeError, TypeError) as error:
         return [f"torch {torch.__version__} has changed what it stands on: {error}"]
-    missing = [name for name in _DYNAMO_OPTIONS if not hasattr(dynamo_config, name)] + partitioner.missing_options()
-    return [f"torch {torch.__version__} no longer has its options {', '.join(missing)}"] if missing else []
+    missing = _missing(_DYNAMO_OPTIONS, dynamo_config) + partitioner.missing_options()
+    return [_gone(missing)] if missing else []
+
+
+def not_captured_reason(model: nn.Module) -> str | None:
+    """Why the steps of a TrainingForward of `model` are launched kernel by kernel, whatever `cuda_graphs` asks for.
+
+    None where they can be captured, as soon as the model is on a GPU.
+    """
+    from torch._inductor import config as inductor_config
+
+    missing = _missing(captured_steps.OPTIONS, inductor_config)
+    if missing:
+        return _gone(missing)
+    return "fully_shard puts the weights elsewhere in every step" if _is_sharded(model) else None
+
+
+def _missing(names: Iterable[str], config: object) -> list[str]:
+    return [name for name in names if not hasattr(config, name)]
+
+
+def _gone(options: Iterable[str]) -> str:
+    return f"torch {torch.__version__} no longer has its options {', '.join(options)}"
 
 
 def _has_sharded_parts(model: nn.Module) -> bool:
+    return any(_is_sharded(module) for module in model.modules() if module is not model)
+
+
+def _is_sharded(module: nn.Module) -> bool:
     if not torch.distributed.is_available():
         return False
     from torch.distributed.fsdp import FSDPModule
 
-    return any(isinstance(module, FSDPModule) for module in model.modules() if module is not model)
+    return isinstance(module, FSDPModule)
 
 
 def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -133,8 +158,6 @@ def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
         options: of `partitioner.compile_graph`.
     """
     from torch._dynamo import exc
-
-    from fuseopt.modules import captured_steps
 
     signature = inspect.signature(forward)
     names = list(signature.parameters)[1:]
@@ -150,13 +173,16 @@ def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
         changed = {"use_cache": False} if "use_cache" in open_names or _hands_on_use_cache(model) else {}
         rows = whole_rows.arguments(model, given)
         changed |= rows if open_names.issuperset(rows) else {}
-        trained = tuple(parameter.requires_grad for parameter in model.parameters())
-        step = steps.get(trained) or steps.setdefault(trained, _compile(forward, options))
-        if options["cuda_graphs"]:
-            gradients.keep(model.parameters())
+        parameters = list(model.parameters())
+        trained = tuple(parameter.requires_grad for parameter in parameters)
+        # fully_shard may have come after `initialize`.
+        captured = options["cuda_graphs"] and not _is_sharded(model)
+        step = steps.get(trained) or steps.setdefault(trained, _compile(forward, {**options, "cuda_graphs": captured}))
+        if captured:
+            gradients.keep(parameters)
         try:
             outputs = whole_rows.without_cache(step(model, *args, **{**kwargs, **changed}))
-            return captured_steps.copied(outputs) if options["cuda_graphs"] else outputs
+            return captured_steps.copied(outputs) if captured else outputs
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
             # Wrong arguments make the trace fail too: then the error to show is the one that `forward` has for them.
             forward(model, *args, **kwargs)

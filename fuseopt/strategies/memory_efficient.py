@@ -11,8 +11,8 @@ from torch import nn
 
 from fuseopt.config import Config, MemoryEfficientOptions
 from fuseopt.models import ModelPolicy
-from fuseopt.modules import captured_steps, regions
-from fuseopt.modules.training_forward import TrainingForward, not_supported_reasons
+from fuseopt.modules import regions
+from fuseopt.modules.training_forward import TrainingForward, not_captured_reason, not_supported_reasons
 from fuseopt.plan import ModelIndex, Replacement, Site, Skip
 from fuseopt.strategies.propose import Offer, replacement, skip
 
@@ -42,7 +42,7 @@ class MemoryEfficientStrategy:
         if reasons:
             yield skip(sites, source, _TARGET, offer, "; ".join(reasons))
             return
-        uncaptured = captured_steps.not_supported_reason(model) if options.cuda_graphs else None
+        uncaptured = not_captured_reason(model) if options.cuda_graphs else None
         build = functools.partial(
             TrainingForward,
             model,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fuseopt
-from fuseopt.modules import captured_steps
+from fuseopt.modules import captured_steps, partitioner, training_forward
 from fuseopt.modules.lazy_logits import LazyLogits, LinearOutput
 from tests import tiny
 
@@ -90,6 +90,22 @@ def test_without_the_options_of_torch_the_report_says_so(monkeypatch):
     model = fuseopt.initialize(tiny.FAMILIES["gpt2"]().train(), CAPTURED)
     assert not model.forward.cuda_graphs
     assert "without CUDA graphs (torch" in str(fuseopt.report(model))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_fully_shard_has_taken_is_not_captured(before, monkeypatch):
+    given = []
+    monkeypatch.setattr(partitioner, "compile_graph", lambda graph, inputs, **options: given.append(options) or graph)
+    model = tiny.FAMILIES["gpt2"](n_layer=1).train()
+    if before:
+        monkeypatch.setattr(training_forward, "_is_sharded", lambda module: module is model)
+    fuseopt.initialize(model, CAPTURED)
+    assert ("without CUDA graphs (fully_shard" in str(fuseopt.report(model))) == before
+    monkeypatch.setattr(training_forward, "_is_sharded", lambda module: module is model)
+    torch._dynamo.reset()
+    ids = tiny.inputs(model)["input_ids"]
+    model(input_ids=ids, labels=ids)
+    assert [options["cuda_graphs"] for options in given] == [False]
 
 
 def trained(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor], list]:

@@ -6,7 +6,7 @@ namespace {
 
 constexpr int kSummedColumns = kWarpSize;
 constexpr int kSummedGroups = 32;  // warps of a block, each summing its own rows of the same columns
-constexpr int kLoads = 8;       // in flight a thread
+constexpr int kLoads = 8;          // in flight a thread
 constexpr int kAnyBlocksPerProcessor = 8;
 
 // Adds up `value` over the row groups of a block; the result is in row group 0.
