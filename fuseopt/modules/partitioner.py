@@ -26,7 +26,14 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fuseopt import ops
-from fuseopt.modules import captured_steps, causal_masks, dropout_masks, repeated_parts, tanh_gelu
+from fuseopt.modules import (
+    captured_steps,
+    causal_masks,
+    dropout_masks,
+    float_gradients,
+    repeated_parts,
+    tanh_gelu,
+)
 
 # The plain min-cut also keeps pointwise results that are used far apart; without these bans it recomputes them. The ban
 # on long chains stays: a transformer's residual stream is one, and recomputed from its start it is there of all layers
@@ -44,7 +51,7 @@ _OPTIONS = {
 _BUDGET, _PARTITIONER = "activation_memory_budget", "custom_partitioner_fn"
 # At 0 the partitioner keeps the inputs alone, whatever is marked.
 _SMALLEST_BUDGET = 1e-6
-_PASSES = (dropout_masks, repeated_parts, tanh_gelu)
+_PASSES = (dropout_masks, float_gradients, repeated_parts, tanh_gelu)
 # What their fakes return is compiled into the code that calls them.
 _OPS = sorted(Path(ops.__file__).parent.glob("*.py"))
 
@@ -93,6 +100,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         dropout_masks.shorten(gm.graph)
         tanh_gelu.shorten(gm.graph)
+        float_gradients.widen(gm.graph)
         for node in gm.graph.nodes:
             # Nodes of gradient checkpointing are marked already, and recomputed from the generator's state.
             if node.meta.get("recompute") is not None:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._inductor import inductor_prims
 
 aten = torch.ops.aten
-_MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+_MATMULS = (aten.mm.default, aten.mm.dtype, aten.addmm.default, aten.bmm.default)
 # They cost nothing inside another kernel.
 _CONSTANTS = (aten.full.default, torch.ops.prims.iota.default)
 # Inductor returns its input, though its schema does not say so.
