@@ -49,6 +49,8 @@ _OPTIONS = {
     "autograd_cache_allow_custom_autograd_functions": True,
 }
 _BUDGET, _PARTITIONER = "activation_memory_budget", "custom_partitioner_fn"
+# Casts of a layer's weights and the like, which need nothing of one another, are one launch.
+_CODE_OPTIONS = {"combo_kernels": True}
 # At 0 the partitioner keeps the inputs alone, whatever is marked.
 _SMALLEST_BUDGET = 1e-6
 _PASSES = (dropout_masks, float_gradients, repeated_parts, tanh_gelu)
@@ -58,7 +60,7 @@ _OPS = sorted(Path(ops.__file__).parent.glob("*.py"))
 
 def missing_options() -> list[str]:
     """The names of torch's options that `compile_graph` sets and this version of torch does not have."""
-    patched = {functorch_config: (*_OPTIONS, _BUDGET), inductor_config: (_PARTITIONER,)}
+    patched = {functorch_config: (*_OPTIONS, _BUDGET), inductor_config: (_PARTITIONER, *_CODE_OPTIONS)}
     return [name for config, names in patched.items() for name in names if not hasattr(config, name)]
 
 
@@ -77,7 +79,7 @@ def compile_graph(
     with functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}):
         if backend == "inductor":
             captured = captured_steps.OPTIONS if cuda_graphs and captured_steps.can_capture(inputs) else {}
-            with inductor_config.patch({_PARTITIONER: partitioner, **captured}):
+            with inductor_config.patch({**_CODE_OPTIONS, _PARTITIONER: partitioner, **captured}):
                 return lookup_backend(backend)(graph, inputs)
         compile_split = aot_autograd(
             fw_compiler=_run_as_it_is, partition_fn=partitioner, decompositions=select_decomp_table
