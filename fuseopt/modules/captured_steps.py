@@ -7,6 +7,7 @@ keep is taken out of it: outputs as they are returned, and gradients that are st
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ OPTIONS: Mapping[str, Any] = {
 }
 """Of Inductor's config, while a step is compiled."""
 
+NOT_CAPTURED: Mapping[str, Any] = {"triton.force_cudagraphs_warmup": True}
+"""Of Inductor's config, while a step runs that is to launch its kernels one by one."""
+
 
 def can_capture(inputs: Iterable[object]) -> bool:
     """Whether a step with these inputs is captured: on a GPU, all of one size. Each size would be a graph in memory."""
@@ -34,22 +38,52 @@ def can_capture(inputs: Iterable[object]) -> bool:
     )
 
 
-def copied(outputs: Any) -> Any:
-    """`outputs` with copies of all their tensors, which pass gradients on; from a GPU, once."""
+class WarmUp:
+    """Whether a step that was compiled has yet to run backward; until then its forward is not captured either.
+
+    torch captures each of the two at its second run. Where a forward was left without a backward, the next one would be
+    captured and its backward not; and attention has the seeds of its dropout on the GPU when it is captured, and else
+    reads them on the host.
+    """
+
+    def __init__(self) -> None:
+        self.awaits_backward = False
+
+    def begin(self) -> None:
+        """To be called when a step is compiled."""
+        self.awaits_backward = True
+
+    def end_with(self, output: Tensor) -> None:
+        """Ends with the backward pass that begins at `output` of the step."""
+        if self.awaits_backward:
+            output.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(self._end))
+
+    def _end(self) -> None:
+        self.awaits_backward = False
+
+    def options(self) -> AbstractContextManager[None]:
+        """For a forward to run under."""
+        from torch._inductor import config as inductor_config
+
+        return inductor_config.patch(NOT_CAPTURED) if self.awaits_backward else nullcontext()
+
+
+def copied(outputs: Any, warm_up: WarmUp) -> Any:
+    """`outputs` with copies of all their tensors, which pass gradients on; from a GPU, once, and then end `warm_up`."""
+
+    def copy_tensor(tensor: Tensor) -> Tensor:
+        copy = tensor.clone()
+        if copy.is_cuda and copy.requires_grad:
+            copy.register_hook(refuse_kept_graph)
+            warm_up.end_with(copy)
+        return copy
 
     def copy(value: Any) -> Any:
         if isinstance(value, LazyLogits):
-            return value.copied(_copy)
-        return _copy(value) if isinstance(value, Tensor) else value
+            return value.copied(copy_tensor)
+        return copy_tensor(value) if isinstance(value, Tensor) else value
 
     return tree_map(copy, outputs)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    copy = tensor.clone()
-    if copy.is_cuda and copy.requires_grad:
-        copy.register_hook(refuse_kept_graph)
-    return copy
 
 
 def refuse_kept_graph(gradient: Tensor) -> None:

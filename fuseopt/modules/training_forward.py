@@ -5,14 +5,14 @@ Dynamo traces the step whole; `fuseopt.modules.partitioner` decides what the bac
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.torch_version import TorchVersion
 
 from fuseopt.errors import CompileError
@@ -125,7 +125,7 @@ def not_captured_reason(model: nn.Module) -> str | None:
     """
     from torch._inductor import config as inductor_config
 
-    missing = _missing(captured_steps.OPTIONS, inductor_config)
+    missing = _missing((*captured_steps.OPTIONS, *captured_steps.NOT_CAPTURED), inductor_config)
     if missing:
         return _gone(missing)
     return "fully_shard puts the weights elsewhere in every step" if _is_sharded(model) else None
@@ -163,7 +163,7 @@ def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
     names = list(signature.parameters)[1:]
     # By which parameters take gradients: torch 2.11 does not guard on that, and an unfrozen one would get none.
     steps: dict[tuple[bool, ...], Callable[..., Any]] = {}
-    gradients = captured_steps.Gradients()
+    gradients, warm_up = captured_steps.Gradients(), captured_steps.WarmUp()
 
     def training_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -177,12 +177,15 @@ def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
         trained = tuple(parameter.requires_grad for parameter in parameters)
         # fully_shard may have come after `initialize`.
         captured = options["cuda_graphs"] and not _is_sharded(model)
-        step = steps.get(trained) or steps.setdefault(trained, _compile(forward, {**options, "cuda_graphs": captured}))
+        step = steps.get(trained)
+        if step is None:
+            step = steps[trained] = _compile(forward, {**options, "cuda_graphs": captured}, warm_up)
         if captured:
             gradients.keep(parameters)
         try:
-            outputs = whole_rows.without_cache(step(model, *args, **{**kwargs, **changed}))
-            return captured_steps.copied(outputs) if captured else outputs
+            with warm_up.options() if captured and any(trained) else nullcontext():
+                outputs = whole_rows.without_cache(step(model, *args, **{**kwargs, **changed}))
+            return captured_steps.copied(outputs, warm_up) if captured else outputs
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
             # Wrong arguments make the trace fail too: then the error to show is the one that `forward` has for them.
             forward(model, *args, **kwargs)
@@ -216,7 +219,9 @@ def _asks_for_more(model: nn.Module, given: Mapping[str, Any]) -> bool:
     return any(value is not None and value is not False for value in asked)
 
 
-def _compile(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+def _compile(
+    forward: Callable[..., Any], options: Mapping[str, Any], warm_up: captured_steps.WarmUp
+) -> Callable[..., Any]:
     from torch._dynamo import config as dynamo_config
 
     from fuseopt.modules import partitioner
@@ -228,5 +233,9 @@ def _compile(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
     # models must share neither.
     code = step.__code__.replace(co_name=forward.__qualname__)
     step = types.FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
-    compile_graph = functools.partial(partitioner.compile_graph, **options)
+
+    def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        warm_up.begin()
+        return partitioner.compile_graph(graph, inputs, **options)
+
     return dynamo_config.patch(_DYNAMO_OPTIONS)(torch.compile(step, backend=compile_graph, fullgraph=True))

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 
 import fuseopt
 from fuseopt.modules import captured_steps, partitioner, training_forward
@@ -20,7 +21,7 @@ NO_DROPOUT = {
 
 def test_copies_are_apart_and_pass_gradients_on():
     given = {"loss": torch.ones(2, requires_grad=True) * 3, "none": None, "more": (torch.arange(3), "text")}
-    found = captured_steps.copied(given)
+    found = captured_steps.copied(given, captured_steps.WarmUp())
     assert found["none"] is None and found["more"][1] == "text"
     pairs = [(found["loss"], given["loss"]), (found["more"][0], given["more"][0])]
     for copied, original in pairs:
@@ -41,6 +42,30 @@ def test_a_second_backward_pass_is_refused():
     assert x.grad.tolist() == [2, 2, 2]
 
 
+def test_nothing_is_captured_before_a_backward_pass_has_ended():
+    def is_captured() -> bool:
+        with warm_up.options():
+            return not inductor_config.triton.force_cudagraphs_warmup
+
+    def fail(gradient):
+        raise ValueError("on its way")
+
+    warm_up = captured_steps.WarmUp()
+    assert is_captured()
+    warm_up.begin()
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    hook = y.register_hook(fail)
+    loss = y.sum()
+    warm_up.end_with(loss)
+    with pytest.raises(ValueError, match="on its way"):
+        loss.backward(retain_graph=True)
+    assert not is_captured()
+    hook.remove()
+    loss.backward()
+    assert is_captured() and not inductor_config.triton.force_cudagraphs_warmup
+
+
 @pytest.mark.parametrize("computed", [False, True])
 def test_lazy_logits_are_copied(computed):
     hidden, weight = torch.randn(2, 3, 8), torch.randn(5, 8, requires_grad=True)
@@ -48,7 +73,7 @@ def test_lazy_logits_are_copied(computed):
     expected = (hidden @ weight.T).detach()
     if computed:
         logits.tensor()
-    copied = captured_steps.copied(logits)
+    copied = captured_steps.copied(logits, captured_steps.WarmUp())
     assert isinstance(copied, LazyLogits) and (copied.output.computed is not None) == computed
     slope = hidden.sum((0, 1)).expand(5, 8)
     with torch.no_grad():
@@ -159,6 +184,26 @@ def test_two_forwards_before_a_backward():
             sum(each(input_ids=tokens, labels=tokens).loss for tokens in ids).backward()
         for name, parameter in stock.named_parameters():
             torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("left_out", [1, 3])
+def test_forwards_without_a_backward_before_the_first_step(left_out, monkeypatch):
+    torch._dynamo.reset()
+    replay, replayed = torch.cuda.CUDAGraph.replay, []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replayed.append(replay(graph)))
+    model = tiny.FAMILIES["gpt2"](**{**NO_DROPOUT["gpt2"], "attn_pdrop": 0.5}).train().cuda()
+    fuseopt.initialize(model, CAPTURED, strict=True)
+    ids = tiny.inputs(model)["input_ids"]
+    for _ in range(left_out):
+        model(input_ids=ids, labels=ids)
+    assert not replayed
+    norms = []
+    for _ in range(4):
+        model(input_ids=ids, labels=ids).loss.backward()
+        norms.append(model.transformer.wte.weight.grad.norm().item())
+        model.zero_grad()
+    assert replayed and len(set(norms)) == 4
 
 
 @pytest.mark.gpu
