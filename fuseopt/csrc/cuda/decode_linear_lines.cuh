@@ -1,7 +1,7 @@
 // decode_linear for 16-bit weights [K, N] too large to wait in registers for the kernel ahead. A block has one strip of
 // output columns; its warps, and where strips are few the blocks of a cluster, share out K. Behind a norm there is much
 // to do before the first product: the next kernel's block finds room beside such a ring, so that it reads meanwhile.
-// Other rings are as large as they can be.
+// With one row other rings are as large as they can be.
 #pragma once
 
 #include "cluster.cuh"
@@ -265,7 +265,7 @@ struct LinePlan {
     }
     held_columns = static_cast<int>(has_norm ? all_stages : ceil_div(all_stages, blocks)) * kLineK;
     const int64_t of_warp = ceil_div(all_stages, blocks * kLineWarps);
-    if (has_norm || of_warp <= 6 || per_multiprocessor() < 1) stages = 6;
+    if (has_norm || rows > 1 || of_warp <= 6 || per_multiprocessor() < 1) stages = 6;
     if (of_warp <= 4 || (stages == 6 && per_multiprocessor() < 2)) stages = 4;
     if (halves == 2) stages = 3;
   }

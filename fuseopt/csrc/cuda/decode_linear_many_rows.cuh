@@ -255,9 +255,12 @@ cudaError_t launch_many_rows_as(const DecodeLinear& layer, int64_t parts, cudaSt
   constexpr int kColumns = kManyRowsTiles * kTileColumns, kWidth = kGated ? kColumns / 2 : kColumns;
   const int64_t warps = ceil_div(layer.columns, parts * kManyRowsChunks * kChunk);
   const int64_t strips = ceil_div(layer.outputs, kWidth), weights = kGated ? 1 : layer.weight_count;
-  // Tiles of half as many rows where twice as many blocks are still no more than the device has multiprocessors.
-  const int64_t blocks = strips * parts * weights * ceil_div(layer.rows, kTileRows);
-  const int tile_rows = kCopiesRows<kLayout> && 2 * blocks <= multiprocessor_count() ? kTileRows / 2 : kTileRows;
+  // Tiles are halved as long as twice as many blocks are still no more than the device has multiprocessors.
+  const auto blocks_of = [&](int tile_rows) { return strips * parts * weights * ceil_div(layer.rows, tile_rows); };
+  int tile_rows = kTileRows;
+  while (kCopiesRows<kLayout> && tile_rows > kHalfRows && 2 * blocks_of(tile_rows) <= multiprocessor_count()) {
+    tile_rows /= 2;
+  }
   ManyRowsLayer<T> tiled{mma_layer<T>(layer), static_cast<int>(parts), tile_rows};
   // No more than the tile takes: beside attention's blocks there is little left, and where it suffices a block starts
   // before these end.
