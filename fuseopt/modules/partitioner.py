@@ -119,7 +119,12 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> bytes:
         """Part of the key under which Inductor caches on disk what it compiles."""
-        return get_hash_for_files(tuple(map(str, (__file__, *(module.__file__ for module in _PASSES), *_OPS))))
+        files = tuple(map(str, (__file__, *(module.__file__ for module in _PASSES), *_OPS)))
+        # Of autocast the key in torch 2.11 has only whether it is on.
+        autocast = {
+            device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+        }
+        return get_hash_for_files(files, extra=str(autocast))
 
 
 def _draws(node: fx.Node) -> bool:

@@ -53,6 +53,14 @@ def test_gradients_of_dropout_at_every_budget(budget, device):
     check_net(budget, "aot_eager", device)
 
 
+def test_the_key_of_cached_code_has_what_autocast_casts_to():
+    keys = [partitioner.Partitioner(in_parts=True).uuid()]
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            keys.append(partitioner.Partitioner(in_parts=True).uuid())
+    assert len(set(keys)) == 3 and keys[0] == partitioner.Partitioner(in_parts=True).uuid()
+
+
 @each_device
 def test_inductor_makes_the_masks_again(device):
     check_net(0.05, "inductor", device)
