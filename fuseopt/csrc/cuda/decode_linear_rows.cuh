@@ -76,7 +76,7 @@ MmaLayer<T> mma_layer(const DecodeLinear& layer) {
   }
   int64_t ahead_bytes = 0;
   for (const void* ahead : layer.ahead) ahead_bytes += ahead != nullptr ? layer.ahead_bytes : 0;
-  for (int i = 0; i < layer.weight_count && ahead_bytes < most_held_bytes(); ++i) {
+  for (int i = 0; i < DecodeLinear::kMaxWeights && ahead_bytes < most_held_bytes(); ++i) {
     mma.ahead[i] = static_cast<const char*>(layer.ahead[i]);
   }
   mma.ahead_bytes = static_cast<int>(layer.ahead_bytes);
