@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,14 +24,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns the exit code: 0; 1 where `bench --against` finds something slower than it was; 2 for anything the user can
-    put right, said on stderr.
+    put right, said on stderr. Whoever runs jobs ends them by SIGTERM: a benchmark then keeps what it has, as it does
+    when interrupted from the keyboard.
     """
     arguments = _parser().parse_args(argv)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return arguments.run(arguments) or 0
     except FuseoptError as error:
         print(f"fuseopt {arguments.command}: error: {error}", file=sys.stderr)
         return 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import fuseopt
+from fuseopt.bench.records import Record
 from fuseopt.cli import main
 
 
@@ -29,6 +32,21 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def python_m_fuseopt(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "fuseopt", *argv], capture_output=True, text=True, check=False)
+
+
+def test_what_was_measured_is_kept_when_the_job_is_ended(capsys, monkeypatch, tmp_path):
+    def timed_until_the_second(case, device, *, compile):
+        if times:
+            os.kill(os.getpid(), signal.SIGTERM)
+        times.append(case)
+        return [Record(case.name, "cpu", note="measured")]
+
+    times, before, out = [], signal.getsignal(signal.SIGTERM), tmp_path / "out.json"
+    monkeypatch.setattr("fuseopt.bench.ops.time_op", timed_until_the_second)
+    code, printed, err = run(capsys, "bench", "ops", "--op", "gelu", "--device", "cpu", "--out", str(out))
+    assert code == 0 and len(times) == 1 and "interrupted" in err
+    assert [row["case"] for row in json.loads(out.read_text())["rows"]] == [times[0].name] and times[0].name in printed
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_as_a_module():

@@ -78,6 +78,8 @@ GPU_ROWS = (
     Row("t5-base", 256, prompt=1, new=19, ngram=3),
 )
 CPU_ROWS = (Row("gpt2", 1, prompt=32, new=8), Row("t5-base", 1, prompt=32, new=8))
+# Calls for one token in a row, of which a sample is the mean: the first after another model's finds cold caches.
+_FIRST_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -130,13 +132,15 @@ def _case(
 ) -> _RowCase:
     model = functools.cache(functools.partial(random_model, row.model, device, dtype))
 
-    def case(new: int) -> ModelCase:
+    def case(new: int, calls: int) -> ModelCase:
         # transformers compiles no beam search.
         others = {STATIC: row.work(device, new, **_STATIC_CACHE)} if compiled and row.beams == 1 else {}
         work = row.work(device, new)
-        return ModelCase(row.name(dtype), model, work, configs, rounds=3, others=others, steps=new)
+        return ModelCase(
+            row.name(dtype), model, work, configs, rounds=3, calls_per_sample=calls, others=others, steps=new
+        )
 
-    return _RowCase(row, dtype, configs, case(1), case(row.new))
+    return _RowCase(row, dtype, configs, case(1, _FIRST_TOKENS), case(row.new, 1))
 
 
 def _records(case: _RowCase, device: torch.device, bandwidth: float, first_calls: bool) -> list[Record]:

@@ -25,8 +25,9 @@ SECONDS_PER_CASE = 2.0
 NOTEWORTHY = 1.01
 PAGE = 4096
 # Plain calls in a row of which one sample of `wall_us` and `host_us` is the mean. The first after others' calls finds
-# nothing in the processor's caches, which no caller in a loop meets with.
+# nothing in the processor's caches, which no caller in a loop meets with. Of slow ones there are fewer, down to one.
 PLAIN_CALLS = 20
+SECONDS_OF_PLAIN_CALLS = 10e-3
 # Others than fuseopt round more often than fuseopt's reference does.
 LENIENCE = 8
 
@@ -175,9 +176,11 @@ def _on_cuda(
         run.lengthen(SECONDS_PER_SAMPLE["cuda"], device_seconds(run))
     sample = functools.partial(device_seconds, ahead=1)
     timings = _timed(runs, sample)
-    until_done = functools.partial(wall_seconds, repetitions=PLAIN_CALLS)
+    slowest = max(timing.seconds.median for timing in timings.values())
+    count = min(max(round(SECONDS_OF_PLAIN_CALLS / slowest), 1), PLAIN_CALLS)
+    until_done = functools.partial(wall_seconds, repetitions=count)
     wall = time_in_turns(plain_calls, until_done, rounds=ROUNDS, seconds=SECONDS_PER_CASE / 4)
-    enqueue = functools.partial(host_seconds, repetitions=PLAIN_CALLS)
+    enqueue = functools.partial(host_seconds, repetitions=count)
     host = time_in_turns(plain_calls, enqueue, rounds=ROUNDS, seconds=SECONDS_PER_CASE / 4)
     return timings, _microseconds(wall), _microseconds(host)
 

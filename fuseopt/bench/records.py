@@ -14,6 +14,8 @@ from fuseopt.bench import machine
 from fuseopt.bench.timer import Timing
 from fuseopt.errors import ConfigError
 
+_LONGEST_NAME = 100  # in a table
+
 STOCK = "stock"
 COPY = "copy"
 CONTROLS = frozenset({STOCK, "reference", "eager", "torch", "torch.compile", COPY})
@@ -157,10 +159,15 @@ class Results:
         return head.replace('"rows": []', f'"rows": [\n  {listed}\n ]')
 
 
+def _shortened(name: str) -> str:
+    """Names of kernels have no end."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]} ... {name[-_LONGEST_NAME // 2 :]}"
+
+
 def _table(rows: Sequence[Record], unit: str) -> str:
     columns = {
         "work": [row.case for row in rows],
-        "variant": [f"{row.variant} (auto)" if row.auto else row.variant for row in rows],
+        "variant": [_shortened(row.variant) + (" (auto)" if row.auto else "") for row in rows],
         unit: [_time(row, unit) for row in rows],
         "launches": [_number(row.launches) for row in rows],
         "start to end us": [_number(row.kernel_us) for row in rows],
