@@ -32,10 +32,8 @@ from fuseopt.modules import (
     captured_steps,
     causal_masks,
     dropout_masks,
-    early_kernels,
     float_gradients,
     repeated_parts,
-    residual_stream,
     tanh_gelu,
 )
 
@@ -57,7 +55,7 @@ _BUDGET, _PARTITIONER = "activation_memory_budget", "custom_partitioner_fn"
 _CODE_OPTIONS = {"combo_kernels": True}
 # At 0 the partitioner keeps the inputs alone, whatever is marked.
 _SMALLEST_BUDGET = 1e-6
-_PASSES = (dropout_masks, float_gradients, repeated_parts, residual_stream, tanh_gelu)
+_PASSES = (dropout_masks, float_gradients, repeated_parts, tanh_gelu)
 # What their fakes return is compiled into the code that calls them.
 _OPS = sorted(Path(ops.__file__).parent.glob("*.py"))
 
@@ -80,11 +78,7 @@ def compile_graph(
     """
     causal_masks.drop(graph)
     partitioner = Partitioner(in_parts=backend == "inductor" and not inductor_config.cpp_wrapper)
-    with (
-        _without_collections(),
-        early_kernels.pool(),
-        functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}),
-    ):
+    with _without_collections(), functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}):
         if backend == "inductor":
             captured = captured_steps.OPTIONS if cuda_graphs and captured_steps.can_capture(inputs) else {}
             with inductor_config.patch({**_CODE_OPTIONS, _PARTITIONER: partitioner, **captured}):
@@ -108,12 +102,9 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        early_kernels.begin(gm.graph)
         dropout_masks.shorten(gm.graph)
         tanh_gelu.shorten(gm.graph)
         float_gradients.widen(gm.graph)
-        if functorch_config.activation_memory_budget == 1:
-            residual_stream.keep(gm.graph)
         for node in gm.graph.nodes:
             # Nodes of gradient checkpointing are marked already, and recomputed from the generator's state.
             if node.meta.get("recompute") is not None:
