@@ -186,7 +186,11 @@ def _table(rows: Sequence[Record], unit: str) -> str:
         "peak GiB": [f"{row.peak_mib / 1024:.2f}" if row.peak_mib is not None and row.tokens else "" for row in rows],
         "difference": ["; ".join(filter(None, (row.difference, row.note))) for row in rows],
     }
-    always = {"work", "variant", unit, "speed-up", "difference"}
+    always, times = {"work", "variant", "difference"}, {unit, "speed-up"}
+    if any(row.milliseconds is not None for row in rows):
+        always |= times
+    else:
+        columns = {name: cells for name, cells in columns.items() if name not in times}
     shown = {name: cells for name, cells in columns.items() if name in always or any(cells)}
     cases = shown["work"]
     shown["work"] = ["" if i and case == cases[i - 1] else case for i, case in enumerate(cases)]

@@ -57,6 +57,13 @@ def test_measured_here_knows_where_it_is():
     assert here.rows == ROWS
 
 
+def test_where_nothing_is_timed_there_are_no_columns_for_it(results):
+    rows = (Record("gpt2, 500 steps", "stock", note="3 seeds"), Record("gpt2, 500 steps", "training", note="inside"))
+    table = replace(results, rows=rows).to_markdown().splitlines()[2:]
+    assert [cell.strip() for cell in table[0].strip("|").split("|")] == ["work", "variant", "difference"]
+    assert table[3].rstrip(" |").endswith("inside")
+
+
 def test_the_table_shows_gains_and_that_there_is_none(results):
     head, table = results.to_markdown().split("\n\n")
     assert head == (
