@@ -63,9 +63,11 @@ class WarmUp:
 
     def options(self) -> AbstractContextManager[None]:
         """For a forward to run under."""
+        if not self.awaits_backward:
+            return nullcontext()
         from torch._inductor import config as inductor_config
 
-        return inductor_config.patch(NOT_CAPTURED) if self.awaits_backward else nullcontext()
+        return inductor_config.patch(NOT_CAPTURED)
 
 
 def copied(outputs: Any, warm_up: WarmUp) -> Any:
@@ -73,8 +75,9 @@ def copied(outputs: Any, warm_up: WarmUp) -> Any:
 
     def copy_tensor(tensor: Tensor) -> Tensor:
         copy = tensor.clone()
-        if copy.is_cuda and copy.requires_grad:
-            copy.register_hook(refuse_kept_graph)
+        if copy.requires_grad:
+            if copy.is_cuda:
+                copy.register_hook(refuse_kept_graph)
             warm_up.end_with(copy)
         return copy
 

@@ -10,9 +10,7 @@ Only attention that draws its mask itself has to keep its output.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +76,7 @@ def compile_graph(
     """
     causal_masks.drop(graph)
     partitioner = Partitioner(in_parts=backend == "inductor" and not inductor_config.cpp_wrapper)
-    with _without_collections(), functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}):
+    with functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}):
         if backend == "inductor":
             captured = captured_steps.OPTIONS if cuda_graphs and captured_steps.can_capture(inputs) else {}
             with inductor_config.patch({**_CODE_OPTIONS, _PARTITIONER: partitioner, **captured}):
@@ -127,18 +125,6 @@ class Partitioner(CustomPartitionerFn):
             device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
         }
         return get_hash_for_files(files, extra=str(autocast))
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Garbage waits: a search goes over all that compiling has made so far, most of which stays until it is done."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _draws(node: fx.Node) -> bool:

@@ -30,6 +30,13 @@ def test_copies_are_apart_and_pass_gradients_on():
     assert gradient.tolist() == [1, 1]
 
 
+def test_a_backward_pass_of_a_copy_ends_the_warm_up_on_any_device():
+    warm_up = captured_steps.WarmUp()
+    warm_up.begin()
+    captured_steps.copied({"loss": torch.ones(2, requires_grad=True).sum()}, warm_up)["loss"].backward()
+    assert not warm_up.awaits_backward
+
+
 def test_a_second_backward_pass_is_refused():
     x = torch.ones(3, requires_grad=True)
     loss = (x * x).sum()
