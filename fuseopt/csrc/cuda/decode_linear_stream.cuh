@@ -24,14 +24,14 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   const int own_stages = WeightStream<T>::stages_of(layer, part);
   const int held_stages = blocks > 1 ? layer.part_stages : own_stages;
 
-  // Stages [warps][kStages]; the block's rows [kHalves]; of a norm, parameters [2][block_columns]; sums
+  // Stages [ring_warps][kStages]; the block's rows [kHalves]; of a norm, parameters [2][block_columns]; sums
   // [warps][rows][kSumsStride], of the cluster's other blocks [blocks - 1][rows][kSumsStride]; of a norm, moments
   // [parts][rows].
   extern __shared__ __align__(kRingAlignment) char rings[];
   __shared__ Mailbox mailbox;
   const int half_bytes = StreamRows<T, X>::bytes(layer.slot_bits, layer.block_columns);
   char* const stages = rings + warp * kStages * kStageBytes;
-  char* const rows_at = rings + kStreamWarps * kStages * kStageBytes;
+  char* const rows_at = rings + layer.ring_warps * kStages * kStageBytes;
   T* const params = reinterpret_cast<T*>(rows_at + kHalves * half_bytes);
   T *const scale = params + warp * part_columns, *const shift = scale + layer.block_columns;
   float* const sums_of = reinterpret_cast<float*>(params + (kNorm ? 2 * layer.block_columns : 0));
@@ -210,7 +210,7 @@ struct StreamPlan {
   int slot_bits, halves;
   int blocks = 1;       // that share out K
   int stages = 3;
-  int part_stages, block_columns;
+  int part_stages, ring_warps, block_columns;
   size_t shared_bytes;
 
   explicit StreamPlan(const DecodeLinear& layer)
@@ -252,8 +252,9 @@ struct StreamPlan {
     const int all_stages = static_cast<int>(ceil_div(layer.columns, kStageK)), parts = blocks * kStreamWarps;
     const size_t x_bytes = layer.input.dtype == kFloat32 ? sizeof(float) : sizeof(uint16_t);
     part_stages = static_cast<int>(ceil_div(all_stages, parts));
+    ring_warps = blocks == 1 ? static_cast<int>(ceil_div(all_stages, part_stages)) : kStreamWarps;
     block_columns = (blocks == 1 ? all_stages : part_stages * kStreamWarps) * kStageK;
-    shared_bytes = kStreamWarps * stages * kStageBytes + halves * (block_columns << slot_bits) * x_bytes +
+    shared_bytes = ring_warps * stages * kStageBytes + halves * (block_columns << slot_bits) * x_bytes +
                    sizeof(float) * layer.rows * (kStreamWarps + blocks - 1) * kSumsStride;
     if (layer.norm != kNoNorm) {
       shared_bytes += 2 * block_columns * sizeof(uint16_t) + parts * layer.rows * sizeof(Moments);
@@ -272,6 +273,7 @@ cudaError_t launch_stream_as(const DecodeLinear& layer, const StreamPlan& plan, 
   of.strips = plan.strips;
   of.step = plan.clusters();
   of.part_stages = plan.part_stages;
+  of.ring_warps = plan.ring_warps;
   of.block_columns = plan.block_columns;
   of.slot_bits = plan.slot_bits;
   const LaunchShape shape{static_cast<unsigned>(of.step * plan.blocks), kStreamWarps * kWarpSize, plan.shared_bytes,

@@ -19,6 +19,7 @@ struct StreamLayer : MmaLayer<T> {
   int strips;         // of each weight
   int step;           // from one strip of a block to the next
   int part_stages;    // of K, for each warp
+  int ring_warps;     // that K suffices for: the first ones of a block
   int block_columns;  // of K, for each block
   int slot_bits;      // 2 to the power of this: rows, up to 8, with room in shared memory
   bool is_gated;
