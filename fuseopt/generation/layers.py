@@ -20,6 +20,8 @@ from fuseopt.ops.decode_linear import ACTIVATIONS, is_fast
 # A name in `ACTIVATIONS`, or a module that is called.
 Activation = str | Callable[[Tensor], Tensor]
 HALVES = (torch.float16, torch.bfloat16)
+# Of more, a norm takes less time by itself than in each block that multiplies some of them by some of a weight.
+_MOST_ROWS_TO_NORMALISE = 128
 
 
 class Norm(NamedTuple):
@@ -112,6 +114,8 @@ def linear(
         neighbouring columns, and rows that may lie apart.
     """
     weight = layer.weights[0]
+    if norm is not None and len(layer.weights) == 1 and len(input) > _MOST_ROWS_TO_NORMALISE:
+        input, norm = normalised(input, norm), None
     kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
     if takes_kernel(input, layer, residual, kind) and not callable(activation):
         return ops.decode_linear(
