@@ -32,6 +32,7 @@ from fuseopt.modules import (
     dropout_masks,
     float_gradients,
     repeated_parts,
+    residual_stream,
     tanh_gelu,
 )
 
@@ -53,7 +54,7 @@ _BUDGET, _PARTITIONER = "activation_memory_budget", "custom_partitioner_fn"
 _CODE_OPTIONS = {"combo_kernels": True}
 # At 0 the partitioner keeps the inputs alone, whatever is marked.
 _SMALLEST_BUDGET = 1e-6
-_PASSES = (dropout_masks, float_gradients, repeated_parts, tanh_gelu)
+_PASSES = (dropout_masks, float_gradients, repeated_parts, residual_stream, tanh_gelu)
 # What their fakes return is compiled into the code that calls them.
 _OPS = sorted(Path(ops.__file__).parent.glob("*.py"))
 
@@ -103,6 +104,8 @@ class Partitioner(CustomPartitionerFn):
         dropout_masks.shorten(gm.graph)
         tanh_gelu.shorten(gm.graph)
         float_gradients.widen(gm.graph)
+        if functorch_config.activation_memory_budget == 1:
+            residual_stream.keep(gm.graph)
         for node in gm.graph.nodes:
             # Nodes of gradient checkpointing are marked already, and recomputed from the generator's state.
             if node.meta.get("recompute") is not None:

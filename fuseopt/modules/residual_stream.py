@@ -1,0 +1,70 @@
+"""Where a step keeps the residual stream: in the same place of every layer, so that equal layers stay equal.
+
+The partitioner keeps it wherever a chain of 100 operations ends, as every fourth addition. In layers with three, as
+those of T5's decoder, that is another place in each of four layers, and nothing repeats but all four.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+# Layers of fewer nodes are left to the partitioner, which keeps the stream less often than once a layer.
+_LONG = 100
+# The first of them may have more nodes than the others.
+_FEWEST_LAYERS = 3
+
+
+def keep(graph: fx.Graph) -> None:
+    """Marks the last addition of every long layer of a joint graph as what is kept for the backward."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    for chain in _chains(_forward(graph)):
+        additions = _layer([places[node] for node in chain])
+        for node in chain[additions - 1 :: additions] if additions else ():
+            node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+
+
+def _forward(graph: fx.Graph) -> list[fx.Node]:
+    """What the graph does without the gradients of what it returns."""
+    backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_tangent or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+    return [node for node in graph.nodes if node not in backward]
+
+
+def _chains(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Additions to what another one returned, one after the other."""
+    follows: dict[fx.Node, fx.Node] = {}
+    for node in filter(_is_addition, nodes):
+        sources = [source for source in node.all_input_nodes if _is_addition(source) and source not in follows]
+        if len(sources) == 1:
+            follows[sources[0]] = node
+    for first in follows.keys() - follows.values():
+        chain = [first]
+        while chain[-1] in follows:
+            chain.append(follows[chain[-1]])
+        yield chain
+
+
+def _is_addition(node: fx.Node) -> bool:
+    """Whether it adds up two tensors of one shape."""
+    if node.target is not torch.ops.aten.add.Tensor or len(node.all_input_nodes) != 2:
+        return False
+    left, right = (source.meta.get("val") for source in node.all_input_nodes)
+    return isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape == right.shape
+
+
+def _layer(places: Sequence[int]) -> int:
+    """After how many additions at these places the nodes between them repeat, in long layers; 0 where they do not."""
+    lengths = [end - start for start, end in itertools.pairwise(places)]
+    for additions in range(1, len(places) // _FEWEST_LAYERS + 1):
+        repeated = lengths[additions:]
+        if repeated[additions:] == repeated[:-additions]:
+            return additions if sum(repeated[:additions]) >= _LONG else 0
+    return 0
