@@ -30,6 +30,7 @@ from fuseopt.modules import (
     captured_steps,
     causal_masks,
     dropout_masks,
+    early_kernels,
     float_gradients,
     repeated_parts,
     residual_stream,
@@ -77,7 +78,7 @@ def compile_graph(
     """
     causal_masks.drop(graph)
     partitioner = Partitioner(in_parts=backend == "inductor" and not inductor_config.cpp_wrapper)
-    with functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}):
+    with early_kernels.pool(), functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}):
         if backend == "inductor":
             captured = captured_steps.OPTIONS if cuda_graphs and captured_steps.can_capture(inputs) else {}
             with inductor_config.patch({**_CODE_OPTIONS, _PARTITIONER: partitioner, **captured}):
@@ -101,6 +102,7 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        early_kernels.begin(gm.graph)
         dropout_masks.shorten(gm.graph)
         tanh_gelu.shorten(gm.graph)
         float_gradients.widen(gm.graph)
