@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from fuseopt.generation import tiers
 from fuseopt.generation.graphs import StepGraphs
 from fuseopt.generation.layers import has_kernel
-from fuseopt.generation.prompts import load_encoded, run_forward
+from fuseopt.generation.prompts import run_encoded, run_forward
 from fuseopt.generation.state import DecodeState, Sizes, prompt_length_for
 from fuseopt.generation.survey import Survey, survey
 
@@ -32,12 +32,18 @@ class Ahead:
         attention_mask: of the prompt's shape, the caller's own, or None.
         state: as a prefill leaves it; with room for the prompt alone if it is not the one that the call decodes in.
         note: why it could not be captured, or nothing.
+        first: what the decoder behind an encoder has been given to begin with, in all rows.
     """
 
     inputs: Any
     attention_mask: Tensor | None
     state: DecodeState
     note: str
+    first: int | None = None
+
+    def stands_for(self, mask: Tensor | None, first: Any) -> bool:
+        """Whether an encoder's output went on to what a call turns out to begin with."""
+        return self.first == first and (self.attention_mask is None) == (mask is None)
 
     def load(self, state: DecodeState) -> None:
         """Gives another state the keys, values and logits of a decoder's prompt."""
@@ -114,7 +120,8 @@ class HeadStart:
                 # Worth a wait: without a mask, attention is faster, and there is one kind of prompts to capture.
                 keep = None if mask is None or bool((mask == 1).all()) else mask
                 if encodes:
-                    return self._encode(step, ids, mask, keep, sizes, others)
+                    first = None if sizes is None else _first_token(self.model, arguments)
+                    return self._encode(step, ids, mask, keep, sizes, first, others)
                 ahead = self._prefill(step, ids, mask, keep, sizes)
                 return Started(others, ahead, full_mask=mask if keep is None else None)
         except torch.OutOfMemoryError:
@@ -164,18 +171,20 @@ class HeadStart:
         mask: Tensor | None,
         keep: Tensor | None,
         sizes: Sizes | None,
+        first: int | None,
         others: Mapping[str, Any],
     ) -> Started:
         own = self._encoder.state_for(self.graphs, *ids.shape)
         if own is None:
             return Started(others)
-        state = None if sizes is None else self._state(step, sizes)
+        state = None if sizes is None or first is None else self._state(step, sizes)
         ahead = None
         with self.graphs.beside(ids.device):
             encoded, note = self._encoder(self.graphs, own, ids, keep)
             output = BaseModelOutput(encoded)
-            if state is not None:
-                ahead = Ahead(output, mask, state, load_encoded(step, self.graphs, state, encoded, keep))
+            if state is not None and first is not None:
+                ran = run_encoded(step, self.graphs, state, encoded, keep, first)
+                ahead = Ahead(output, mask, state, ran, first)
         if state is None or state.sizes.rows_per_item > 1:
             # transformers goes on to copy it.
             self.graphs.join(ids.device)
@@ -203,3 +212,9 @@ class HeadStart:
             state.load_prompt(input_ids, keep, positions)
             note = run_forward(step.prefill, self.graphs, state, rows, length, keep is not None)
         return Ahead(input_ids, mask, state, note)
+
+
+def _first_token(model: nn.Module, arguments: Mapping[str, Any]) -> int | None:
+    """What `_prepare_decoder_input_ids_for_generation` is going to begin with, where that can be told."""
+    first = tiers.setting_of(model, arguments, "decoder_start_token_id")
+    return first if type(first) is int and arguments.get("decoder_input_ids") is None else None

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from fuseopt.generation.ahead import Ahead
 from fuseopt.generation.beam_state import along_ancestry
 from fuseopt.generation.graphs import StepGraphs
-from fuseopt.generation.prompts import load_encoded, run_forward
+from fuseopt.generation.prompts import run_encoded, run_forward
 from fuseopt.generation.state import DecodeState
 
 
@@ -53,7 +53,6 @@ def prefill(
         config, model_kwargs: as transformers prepared them; `model_kwargs` is brought up to date.
         ahead: the caller's prompt, if it has run already.
     """
-    step.begin()
     length = input_ids.shape[1]
     encodes = model.config.is_encoder_decoder
     keep = model_kwargs.get("decoder_attention_mask" if encodes else "attention_mask")
@@ -61,19 +60,20 @@ def prefill(
     if not took_mask and keep is not None and keep.shape == input_ids.shape and bool(keep.all()):
         keep = None
     if not _is_plain(model, input_ids, config, model_kwargs) or (keep is not None and (encodes or length == 1)):
+        step.begin()
         return _by_the_model(model, state, input_ids, config, model_kwargs)
-    cross_slots, note = 0, ""
     if encodes:
         encoded, mask = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
-        cross_slots = encoded[0].shape[1]
         has_run = ahead is not None and ahead.state is state and ahead.inputs is encoded
-        if ahead is not None and has_run and (ahead.attention_mask is None) == (mask is None):
+        if ahead is not None and has_run and ahead.stands_for(mask, config.decoder_start_token_id):
             note = ahead.note
         else:
             per_item = slice(None, None, state.sizes.rows_per_item)
-            note = load_encoded(step, graphs, state, encoded[0][per_item], None if mask is None else mask[per_item])
-    else:
-        model.transformer.warn_if_padding_and_no_attention_mask(input_ids, model_kwargs.get("attention_mask"))
+            keep = None if mask is None else mask[per_item]
+            note = run_encoded(step, graphs, state, encoded[0][per_item], keep, input_ids[:, 0])
+        return Prefilled(1, encoded[0].shape[1], note=note)
+    model.transformer.warn_if_padding_and_no_attention_mask(input_ids, model_kwargs.get("attention_mask"))
+    step.begin()
     has_run = ahead is not None and ahead.inputs is input_ids and (keep is None or took_mask)
     if ahead is not None and has_run and state is ahead.state:
         return Prefilled(length, has_ids=True, note=ahead.note)
@@ -82,14 +82,14 @@ def prefill(
     if length == 1:
         state.tokens.copy_(input_ids[:, 0])
         state.begin(0, None, None if positions is None else positions[:, -1])
-        return Prefilled(1, cross_slots, pending=True, note=note)
+        return Prefilled(1, pending=True)
     if ahead is not None and has_run:
         state.begin(length, keep, None if positions is None else positions[:, -1] + 1)
         ahead.load(state)
         return Prefilled(length, note=ahead.note)
     state.load_prompt(input_ids, keep, positions)
     note = run_forward(step.prefill, graphs, state, state.sizes.rows, length, masked=keep is not None)
-    return Prefilled(length, cross_slots, has_ids=True, note=note)
+    return Prefilled(length, has_ids=True, note=note)
 
 
 def store_cache(state: DecodeState, past_key_values: Any, slots: int, cross_slots: int) -> None:

@@ -35,13 +35,16 @@ def run_forward(
     return ""
 
 
-def load_encoded(step: Any, graphs: StepGraphs, state: DecodeState, encoded: Tensor, keep: Tensor | None) -> str:
-    """Fills the cross-attention cache of `state`.
+def run_encoded(
+    step: Any, graphs: StepGraphs, state: DecodeState, encoded: Tensor, keep: Tensor | None, first: Tensor | int
+) -> str:
+    """Fills the cross-attention cache of `state`, and lets the decoder take a first token.
 
     Args:
-        step: a decode step.
+        step: a decode step of an encoder-decoder, before its first step in a call.
         encoded: an encoder's output [items, length, width].
         keep: attention mask [items, any], nonzero where a slot counts, or None where all do.
+        first: tokens [rows], or one for all.
 
     Returns:
         why it could not be captured, or nothing.
@@ -49,7 +52,10 @@ def load_encoded(step: Any, graphs: StepGraphs, state: DecodeState, encoded: Ten
     length = encoded.shape[1]
     state.encoded[:, :length] = encoded
     state.load_cross(length, keep)
-    return run_forward(step.encode, graphs, state, state.sizes.items, length)
+    step.begin()
+    state.begin(0)
+    state.tokens[:] = first
+    return run_forward(step.prefill, graphs, state, state.sizes.items, length)
 
 
 def store(cache: Tensor, vectors: Tensor) -> None:

@@ -134,13 +134,18 @@ class T5Step:
             hidden = fed_forward(hidden, feed_forward)
         return linear(hidden, self.head, norm=self.final_norm)
 
-    def encode(self, state: DecodeState, length: int, masked: bool) -> None:
-        """Fills the first slots of the cross-attention cache from as many of `encoded`; masks are for who reads it."""
+    def prefill(self, state: DecodeState, length: int, masked: bool) -> None:
+        """Fills the first slots of the cross-attention cache from as many of `encoded`, and takes the first tokens.
+
+        Leaves their keys and values, and the logits that follow. Masks are for who reads the cache.
+        """
         items = state.sizes.items
         flat = state.encoded[:, :length].flatten(0, 1)
         for layer, cache in zip(self.layers, state.cross_cache, strict=True):
             projected = self._heads(linear(flat, layer.cross_attention.key_and_value), 2).unflatten(0, (items, length))
             store(cache[:, :, :, :length], projected.permute(2, 0, 3, 1, 4))
+        state.logits.copy_(self(state))
+        state.counters += 1
 
     def _heads(self, projected: Tensor, count: int) -> Tensor:
         return projected.unflatten(1, (count, self.shape.heads, self.shape.head_dim))

@@ -71,6 +71,7 @@ _PREPARATIONS = (
     "get_encoder",
     "_prepare_model_inputs",
     "_prepare_position_ids_for_generation",
+    "_prepare_decoder_input_ids_for_generation",
     "_expand_inputs_for_generation",
     "_prepare_encoder_decoder_kwargs_for_generation",
     "_maybe_prepare_encoder_kwargs_for_generation",

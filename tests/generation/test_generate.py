@@ -10,6 +10,8 @@ import fuseopt
 from fuseopt import ops
 from fuseopt.generation import ahead, attention, layers, prompts
 from fuseopt.generation.graphs import Step
+from fuseopt.generation.step_gpt2 import GPT2Step
+from fuseopt.generation.step_t5 import T5Step
 from fuseopt.generation.tiers import Tier
 from tests import tiny
 
@@ -192,20 +194,21 @@ def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch):
             return op(*args, **kwargs)
 
         monkeypatch.setattr(ops, name, counting)
-    call_step, run_step, replays, forwards = Step.__call__, Step.run, 0, 0
+    step_class = T5Step if model.config.is_encoder_decoder else GPT2Step
+    call_step, run_forward, replays, forwards = Step.__call__, step_class.__call__, 0, 0
 
     def counting_call(step):
         nonlocal replays
         replays += step.graph is not None
         call_step(step)
 
-    def counting_run(step):
+    def counting_forward(step, state):
         nonlocal forwards
         forwards += 1
-        run_step(step)
+        return run_forward(step, state)
 
     monkeypatch.setattr(Step, "__call__", counting_call)
-    monkeypatch.setattr(Step, "run", counting_run)
+    monkeypatch.setattr(step_class, "__call__", counting_forward)
     compare(model, prompt(model, 3, 9, 5), Tier.DEVICE_LOOP, max_new_tokens=12, **kwargs)
     assert forwards + replays >= 11 and (replays > 0) == (model.device.type == "cuda")
     depth, encodes = model.config.num_hidden_layers, model.config.is_encoder_decoder

@@ -230,6 +230,56 @@ def test_hidden_states_of_the_encoder_are_transformers_own(ran, each_device):
     assert not ran and torch.equal(got.encoder_hidden_states[-1], wanted.encoder_hidden_states[-1])
 
 
+def first_given(model):
+    return {"decoder_start_token_id": 7}, [7]
+
+
+def first_in_a_config(model):
+    return {"generation_config": GenerationConfig(decoder_start_token_id=7)}, [7]
+
+
+def first_of_each_row(model):
+    return {"decoder_start_token_id": [5, 6]}, []
+
+
+def first_in_some_row(model):
+    return {"decoder_input_ids": torch.tensor([[0], [6]], device=model.device)}, []
+
+
+def first_of_bos(model):
+    model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
+    return {"bos_token_id": 9}, []
+
+
+def first_by_a_method(model):
+    ids = torch.tensor([[5], [6]], device=model.device)
+    model._prepare_decoder_input_ids_for_generation = lambda *args, model_kwargs, **kwargs: (ids, model_kwargs)
+    return {}, []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [first_given, first_in_a_config, first_of_each_row, first_in_some_row, first_of_bos, first_by_a_method],
+    ids=lambda case: case.__name__,
+)
+@pytest.mark.parametrize("others", [{}, {"num_beams": 2}, {"max_time": 1e6}], ids=str)
+def test_what_a_decoder_begins_with(case, others, ran, each_device, monkeypatch):
+    """Where that is known it runs ahead, and in any case once."""
+    model, firsts = tiny.t5(), []
+    run = ahead.run_encoded
+    monkeypatch.setattr(ahead, "run_encoded", lambda *args: firsts.append(args[-1]) or run(*args))
+    kwargs, known = case(model)
+    kwargs |= {"max_new_tokens": 5, **others}
+    inputs = prompt(model, 2, 6, 0)
+    wanted = generate(model, inputs, **kwargs)
+    fuseopt.initialize(model, GENERATION)
+    for _ in range(3):
+        ran.clear(), firsts.clear()
+        assert_same(generate(model, inputs, **kwargs), wanted)
+        assert model.generate.calls[-1].tier is not Tier.STOCK and firsts == known
+        assert [kind for kind, *_ in ran if kind is T5Step] == [T5Step]
+
+
 def test_errors_are_transformers_own(ran, each_device):
     model = fuseopt.initialize(tiny.t5(), GENERATION)
     inputs = prompt(model, 2, 6, 0)
@@ -269,14 +319,14 @@ def test_a_length_class_is_captured_the_second_time(model):
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 3])
 def test_a_step_is_captured_at_the_third_token_or_in_the_second_call(new_tokens, model, monkeypatch):
-    """A call of T5 begins with a step, one of GPT-2 has none for its first token."""
+    """The first token comes of the prompt, without a step."""
     inputs = prompt(model, 2, 9, 0)
     wanted = generate(model, inputs, max_new_tokens=new_tokens)
     fuseopt.initialize(model, GENERATION)
     events, run, capture = [], Step.__call__, StepGraphs.capture
     monkeypatch.setattr(Step, "__call__", lambda step: events.append("step") or run(step))
     monkeypatch.setattr(StepGraphs, "capture", lambda *pair: events.append("capture") or capture(*pair))
-    steps = ["step"] * (new_tokens if model.config.is_encoder_decoder else new_tokens - 1)
+    steps = ["step"] * (new_tokens - 1)
     at_third = [*steps[:-1], "capture", "step"] if new_tokens == 3 else steps
     for expected in (at_third, steps and ["capture", *steps], steps and ["capture", *steps]):
         events.clear()
