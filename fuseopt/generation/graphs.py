@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -12,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from fuseopt import garbage
 from fuseopt.generation.selection import Selection
 from fuseopt.generation.state import DecodeState
 
@@ -71,7 +71,7 @@ class Work(Generic[_S]):
         # Other threads may go on allocating; but a graph of a model that nobody has any more must not be freed now.
         recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         try:
-            with _no_garbage_collection(), recording:
+            with garbage.not_collected(), recording:
                 self.run()
         except RuntimeError:
             torch.cuda.set_stream(current)
@@ -275,14 +275,3 @@ def _end_lost_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], stream
     something = torch.empty((), device=stream.device)
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
         something.zero_()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

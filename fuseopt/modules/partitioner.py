@@ -25,7 +25,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fuseopt import ops
+from fuseopt import garbage, ops
 from fuseopt.modules import (
     captured_steps,
     causal_masks,
@@ -78,7 +78,12 @@ def compile_graph(
     """
     causal_masks.drop(graph)
     partitioner = Partitioner(in_parts=backend == "inductor" and not inductor_config.cpp_wrapper)
-    with early_kernels.pool(), functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}):
+    # Most of what compiling makes stays until it is done: seconds would go into looking for garbage there.
+    with (
+        garbage.not_collected(),
+        early_kernels.pool(),
+        functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}),
+    ):
         if backend == "inductor":
             captured = captured_steps.OPTIONS if cuda_graphs and captured_steps.can_capture(inputs) else {}
             with inductor_config.patch({**_CODE_OPTIONS, _PARTITIONER: partitioner, **captured}):

@@ -1,0 +1,30 @@
+"""Holding back Python's garbage collector, which is one for all threads."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterator
+
+_lock = threading.Lock()
+_inside = 0
+_was_enabled = False
+
+
+@contextlib.contextmanager
+def not_collected() -> Iterator[None]:
+    """Garbage waits until the last thread has left: a search goes over all objects, and frees some of any thread's."""
+    global _inside, _was_enabled
+    with _lock:
+        if not _inside:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside and _was_enabled:
+                gc.enable()
