@@ -77,6 +77,8 @@ class Work(Generic[_S]):
             torch.cuda.set_stream(current)
             _end_lost_capture(graph, pool, stream)
             raise
+        # Before it records, torch sets the offset of random numbers back to 0 there; a replay sets its own here.
+        current.wait_stream(stream)
         self.graph = graph
 
 

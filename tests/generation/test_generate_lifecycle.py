@@ -328,6 +328,26 @@ def test_a_capture_that_cuda_gives_up(model):
 
 
 @on_a_gpu
+def test_a_replay_waits_for_what_torch_does_ahead_of_a_capture(model, monkeypatch):
+    """Which sets the offset of random numbers to 0, on the stream of the capture."""
+    fuseopt.initialize(model, GENERATION)
+    begin, capture, waits = torch.cuda.CUDAGraph.capture_begin, Step.capture, []
+
+    def late(graph, *args, **kwargs):
+        torch.cuda._sleep(10**8)
+        begin(graph, *args, **kwargs)
+
+    def captured(step, *args):
+        capture(step, *args)
+        waits.append(not torch.cuda.current_stream().query())
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
+    monkeypatch.setattr(Step, "capture", captured)
+    assert_as_stock(model, do_sample=True)
+    assert waits == [True]
+
+
+@on_a_gpu
 def test_graphs_are_reused_bounded_and_freed(model):
     fuseopt.initialize(model, {"generation": {"max_graphs": 2}})
     captures, capture = [], Step.capture
