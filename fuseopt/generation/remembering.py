@@ -94,8 +94,13 @@ class RememberingModel:
 
     def _get_text_config(self, decoder: bool | None = None) -> Any:
         if decoder not in self._text_configs:
-            made = _Instead(self.model.config.get_text_config(decoder=decoder), get_text_config=self._get_text_config)
-            self._text_configs[decoder] = made
+            config = self.model.config.get_text_config(decoder=decoder)
+            own: dict[str, Any] = {"get_text_config": self._get_text_config}
+            if hasattr(config, "per_layer_config"):
+                layers = list(config.per_layer_config)
+                remembered = {id(layer): _Remembered(layer) for layer in layers}
+                own["per_layer_config"] = [remembered[id(layer)] for layer in layers]
+            self._text_configs[decoder] = _Remembered(config, **own)
         return self._text_configs[decoder]
 
     def _forget_other_config(self) -> None:
@@ -182,6 +187,23 @@ class _Instead:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._source(*args, **kwargs)
+
+
+class _Remembered(_Instead):
+    """`source`, which is asked for each attribute once."""
+
+    def __init__(self, source: Any, **attributes: Any) -> None:
+        super().__init__(source, **attributes, _missing=set())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._missing:
+            raise AttributeError(name)
+        try:
+            vars(self)[name] = value = getattr(self._source, name)
+        except AttributeError:
+            self._missing.add(name)
+            raise
+        return value
 
 
 def _is_plain(token_ids: Any) -> bool:

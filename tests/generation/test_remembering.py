@@ -58,6 +58,24 @@ def test_a_second_call_asks_nothing_again(model, asked):
     assert all(times == stock.get(question, 0) + 1 for question, times in asked.items())
 
 
+def test_what_a_cache_is_made_for_is_read_once(model, monkeypatch):
+    """Attributes of a config are slow, and of each layer's several are read, whether it has them or not."""
+    read, get = [], type(model.config).__getattribute__
+    monkeypatch.setattr(
+        type(model.config), "__getattribute__", lambda config, name: read.append(name) or get(config, name)
+    )
+    inputs = prompt(model, 2, 6, 0)
+    fuseopt.initialize(model, GENERATION)
+    generate(model, inputs, max_new_tokens=4)
+    assert "sliding_window" in read
+    read.clear()
+    generate(model, inputs, max_new_tokens=4)
+    assert not {"sliding_window", "layer_types", "num_hidden_layers"} & {*read}
+    model.config = copy.deepcopy(model.config)
+    generate(model, inputs, max_new_tokens=4)
+    assert "sliding_window" in read
+
+
 def test_arguments_of_other_names_are_looked_at(model, asked):
     inputs = prompt(model, 2, 6, 0)
     fuseopt.initialize(model, GENERATION)
