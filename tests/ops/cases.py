@@ -1,5 +1,6 @@
 """Which (op, backend, device) the tests of this folder run on, and how results are compared."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,11 @@ SLOW_TO_INTERPRET = ("relative_attention",)
 
 # Products of float32 as three of TF32 keep 22 bits of 24.
 OF_TF32_PRODUCTS = ("relative_attention",)
+
+
+def examples(count: int) -> int:
+    """How many Hypothesis is to draw; fewer under compute-sanitizer, where each takes a hundred times as long."""
+    return max(count // 10, 6) if os.environ.get("SANITIZED") else count
 
 
 def functional_names() -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from fuseopt.errors import BackendError
 from fuseopt.ops import decode_attention, decode_attention_
 from fuseopt.ops.decode_attention import decode_attention_reference
-from tests.ops.cases import DTYPES, RawCalls, error, to_float64
+from tests.ops.cases import DTYPES, RawCalls, error, examples, to_float64
 
 CAPACITY = 12
 
@@ -253,7 +253,7 @@ VARIED = {
 
 
 @pytest.mark.gpu
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     batch=st.integers(1, 8),
     beams=st.integers(1, 10),
@@ -268,7 +268,7 @@ def test_kernel_against_float64(**case: Any) -> None:
 
 
 @pytest.mark.gpu
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     # (row, head)s a multiprocessor: four warps each, two, one, one with a single stage, more than there is room for.
     fill=st.sampled_from([1, 3, 6, 12, 24, 30]),

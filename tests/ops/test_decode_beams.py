@@ -11,7 +11,7 @@ from transformers.generation.utils import GenerationMixin
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import decode_beams_
-from tests.ops.cases import Case, cases
+from tests.ops.cases import Case, cases, examples
 
 every_case = pytest.mark.parametrize("case", cases("decode_beams_"))
 VOCABULARY, CAPACITY, PROMPT, FILL = 13, 40, 3, 12
@@ -115,7 +115,7 @@ def candidates_of(running_scores: Tensor, count: int, levels: int, banned: float
 
 
 @every_case
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     items=st.integers(1, 5),
     beams=st.integers(1, 8),

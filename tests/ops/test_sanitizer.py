@@ -21,10 +21,13 @@ TOOLS = ("memcheck", "racecheck")
 OWN_TESTS = {
     "decode_attention_": ("test_decode_attention.py", "test_kernel_against or test_kernel_for_many_rows"),
     "decode_beams_": ("test_decode_beams.py", "test_is_what_beam_search_does and cuda-cuda"),
-    "decode_linear": (
-        "test_decode_linear.py",
-        "test_layers_of_models and bfloat16 and (-1-torch or -8-torch or -64-torch or -200-torch)",
-    ),
+    **{
+        f"decode_linear, {rows} rows": (
+            "test_decode_linear.py",
+            f"test_layers_of_models and bfloat16 and -{rows}-torch",
+        )
+        for rows in (1, 8, 64, 200)
+    },
     "decode_linear of a vocabulary": ("test_decode_linear.py", "test_a_vocabulary and bfloat16"),
     "decode_select_": ("test_decode_select.py", "cuda-cuda and (test_is_what or test_draws_what)"),
 }
@@ -81,7 +84,8 @@ def test_no_reports_in_tests_of_its_own(sanitizer: str, tool: str, name: str) ->
     file, chosen = OWN_TESTS[name]
     options = ("-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "gpu", "-k", chosen)
     command = (sys.executable, "-m", "pytest", *options, str(Path(__file__).with_name(file)))
-    count, printed = reports(sanitizer, tool, *command, kernels="fuseopt", **without_caching(tool))
+    environment = {**without_caching(tool), "SANITIZED": "1"}
+    count, printed = reports(sanitizer, tool, *command, kernels="fuseopt", **environment)
     assert count == 0, printed
     assert re.search(r"\d+ passed", printed) and "skipped" not in printed, printed
 
