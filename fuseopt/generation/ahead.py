@@ -120,8 +120,7 @@ class HeadStart:
                 # Worth a wait: without a mask, attention is faster, and there is one kind of prompts to capture.
                 keep = None if mask is None or bool((mask == 1).all()) else mask
                 if encodes:
-                    first = None if sizes is None else _first_token(self.model, arguments)
-                    return self._encode(step, ids, mask, keep, sizes, first, others)
+                    return self._encode(step, ids, mask, keep, sizes, _first_token(self.model, arguments), others)
                 ahead = self._prefill(step, ids, mask, keep, sizes)
                 return Started(others, ahead, full_mask=mask if keep is None else None)
         except torch.OutOfMemoryError:

@@ -69,8 +69,8 @@ def prefill(
             note = ahead.note
         else:
             per_item = slice(None, None, state.sizes.rows_per_item)
-            keep = None if mask is None else mask[per_item]
-            note = run_encoded(step, graphs, state, encoded[0][per_item], keep, input_ids[:, 0])
+            mask = None if mask is None else mask[per_item]
+            note = run_encoded(step, graphs, state, encoded[0][per_item], mask, input_ids[:, 0])
         return Prefilled(1, encoded[0].shape[1], note=note)
     model.transformer.warn_if_padding_and_no_attention_mask(input_ids, model_kwargs.get("attention_mask"))
     step.begin()
