@@ -1,7 +1,7 @@
 // decode_linear for 16-bit weights [K, N] too large to wait in registers for the kernel ahead. A block has one strip of
-// output columns; its warps, and where strips are few the blocks of a cluster, share out K. Behind a norm there is much
-// to do before the first product: the next kernel's block finds room beside such a ring, so that it reads meanwhile.
-// With one row other rings are as large as they can be.
+// output columns; its warps, and where strips are few the blocks of a cluster, share out K. A ring has room for all that
+// its warp reads, or as much of it as fits: what waits there when the kernel ahead ends is what memory has done meanwhile.
+// Only the queries, keys and values of one row leave room for the next kernel's block, attention's, beside theirs.
 #pragma once
 
 #include "cluster.cuh"
@@ -265,8 +265,10 @@ struct LinePlan {
     }
     held_columns = static_cast<int>(has_norm ? all_stages : ceil_div(all_stages, blocks)) * kLineK;
     const int64_t of_warp = ceil_div(all_stages, blocks * kLineWarps);
-    if (has_norm || rows > 1 || of_warp <= 6 || per_multiprocessor() < 1) stages = 6;
-    if (of_warp <= 4 || (stages == 6 && per_multiprocessor() < 2)) stages = 4;
+    const bool leaves_room = has_norm && rows == 1 && layer.activation == kIdentity;
+    for (const int fewer : {8, 6, 4}) {
+      if (of_warp <= fewer || (leaves_room && stages > 6) || per_multiprocessor() < 1) stages = fewer;
+    }
     if (halves == 2) stages = 3;
   }
 
@@ -307,6 +309,7 @@ cudaError_t launch_lines(const DecodeLinear& layer, cudaStream_t stream) {
     case 3: return launch_lines_as<T, kNorm, 2, 3>(layer, plan, stream);
     case 4: return launch_lines_as<T, kNorm, 1, 4>(layer, plan, stream);
     case 6: return launch_lines_as<T, kNorm, 1, 6>(layer, plan, stream);
+    case 8: return launch_lines_as<T, kNorm, 1, 8>(layer, plan, stream);
     default: return launch_lines_as<T, kNorm, 1, 12>(layer, plan, stream);
   }
 }
