@@ -61,6 +61,7 @@ class Started(NamedTuple):
         note: for the report.
         held: what the device may still use until it has been waited for.
         full_mask: the caller's attention mask, if it is all ones.
+        encoded: the prompts [items, length] that an encoder has been given, and their mask of this shape, or None.
     """
 
     others: Mapping[str, Any]
@@ -68,6 +69,7 @@ class Started(NamedTuple):
     note: str = ""
     held: Any = None
     full_mask: Tensor | None = None
+    encoded: tuple[Tensor, Tensor | None] | None = None
 
 
 class HeadStart:
@@ -105,12 +107,13 @@ class HeadStart:
         """
         encodes, encoded = step.encoder_class is not None, others.get("encoder_outputs") is not None
         captures = self.graphs.max_graphs and has_kernel("decode_attention", step.token_embedding)
+        self._has_looked = True
         if encoded or not captures:
             return Started(others)
         reason = next(tiers.ahead_reasons(self.model, arguments, others), None)
-        self._has_looked = looks or not encodes or self._survey is None or not self._survey.is_in_place()
-        if reason is None and encodes and self._has_looked:
-            reason = self._prepare_encoder(step)
+        if reason is None and encodes:
+            self._has_looked = looks or self._survey is None or not self._survey.is_in_place()
+            reason = self._prepare_encoder(step) if self._has_looked else None
         if reason is not None:
             return Started(others, note=f"transformers ran the encoder: {reason}" if encodes else "")
         ids = next(arguments[name] for name in ("inputs", "input_ids") if arguments.get(name) is not None)
@@ -153,7 +156,7 @@ class HeadStart:
             limit = prompt + new
         if not all(isinstance(number, int) and number > 0 for number in (limit, beams, sequences)) or limit <= prompt:
             return None
-        rows, capacity, longest = items * max(beams, sequences), limit - 1, step.max_length(self.model)
+        rows, capacity, longest = items * max(beams, sequences), limit - 1, step.max_length
         if rows > self.max_batch or max(capacity, length) > self.max_length:
             return None
         if longest is not None and capacity > longest:
@@ -187,13 +190,13 @@ class HeadStart:
         if state is None or state.sizes.rows_per_item > 1:
             # transformers goes on to copy it.
             self.graphs.join(ids.device)
-        return Started({**others, "encoder_outputs": output}, ahead, note, own)
+        return Started({**others, "encoder_outputs": output}, ahead, note, own, encoded=(ids, mask))
 
     def _prefill(
         self, step: Any, input_ids: Tensor, mask: Tensor | None, keep: Tensor | None, sizes: Sizes | None
     ) -> Ahead | None:
         rows, length = input_ids.shape
-        padded, longest = prompt_length_for(rows, length), step.max_length(self.model)
+        padded, longest = prompt_length_for(rows, length), step.max_length
         if length == 1:
             return None
         if sizes is None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from fuseopt.generation.graphs import Step, StepGraphs
 from fuseopt.generation.prefill import Prefilled
 from fuseopt.generation.stop_flags import StopFlags
+
+# Which keep the device busy while the host does something else.
+_STEPS_BEFORE_CONFIRMING = 2
 
 
 def run(
@@ -19,6 +24,7 @@ def run(
     prefilled: Prefilled,
     scores: list[Tensor] | None,
     logits: list[Tensor] | None,
+    confirm: Callable[[], None],
 ) -> tuple[int, str]:
     """Decodes up to `steps` tokens a row, from the logits in the step's state on.
 
@@ -28,6 +34,7 @@ def run(
         pad: the id that finished rows are given, [] int64.
         prefilled: what the step's state holds.
         scores, logits: are given a tensor [rows, vocab] float32 a step, unless None.
+        confirm: called once steps are queued, and before any is captured; raises if what they make is void.
 
     Returns:
         How many steps count; and why the step could not be captured, or nothing.
@@ -41,7 +48,10 @@ def run(
     # A step that an earlier call ran is captured at once: such calls may all be short.
     note, begins = "", 0 if prefilled.pending else 1
     captured_at = begins if graphs.has_met(step) else 2
+    confirmed_at = captured_at if step.graph is None else begins + _STEPS_BEFORE_CONFIRMING
     for taken in range(steps):
+        if taken == confirmed_at:
+            confirm()
         if taken < begins:
             selection(state, state.logits, advance=False)
         else:
@@ -56,6 +66,7 @@ def run(
             flags.push()
             if flags.is_over():
                 break
+    confirm()
     if taken >= begins:
         graphs.meet(step)
     taken += 1

@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from fuseopt.generation import tiers
 from fuseopt.generation.ahead import HeadStart, Started
 from fuseopt.generation.graphs import StepGraphs
 from fuseopt.generation.kept_tensors import KeptTensors
-from fuseopt.generation.loop import DecodeLoop
+from fuseopt.generation.loop import DecodeLoop, Looked
 from fuseopt.generation.remembering import RememberingModel
 from fuseopt.generation.step_gpt2 import GPT2Step
 from fuseopt.generation.step_t5 import T5Step
@@ -34,8 +34,8 @@ class FusedGenerate:
 
     transformers' own generate() runs, with all of its preparation and validation; only the decoding method is
     exchanged (https://huggingface.co/docs/transformers/en/generation_strategies). The model is looked at anew in every
-    call. It holds the model rather than a bound method, so that deepcopy and pickle rebind it to the copy; captured
-    steps are not copied.
+    call, if possible while the device works. It holds the model rather than a bound method, so that deepcopy and pickle
+    rebind it to the copy; captured steps are not copied.
 
     Args:
         model: an instance of the step's `model_class`.
@@ -85,9 +85,11 @@ class FusedGenerate:
             self.calls.append(Call(Tier.STOCK, reason))
             return stock(self.model, *args, **kwargs)
         try:
-            started, reason = self._start(given, bound.arguments.get(variadic, {}))
-            if started is not None:
-                return self._decode(stock, bound, variadic, given, started)
+            look = self._look if self._is_in_place() else None
+            reason = self._look().reason if look is None else ""
+            if not reason:
+                started = self._head_start(self._step, given, bound.arguments.get(variadic, {}), looks=look is None)
+                return self._decode(stock, bound, variadic, given, started, look)
         finally:
             # Of the caller's tensors, nothing that is still to run may read any: they may be gone by then.
             self.graphs.join(self.model.device)
@@ -95,22 +97,14 @@ class FusedGenerate:
         self.calls.append(Call(Tier.STOCK, reason))
         return stock(self.model, *args, **kwargs)
 
-    def _start(self, given: dict[str, Any], others: Mapping[str, Any]) -> tuple[Started | None, str]:
-        """Lets a GPU begin before the host has looked at all that the step stands on; or why there can be no step."""
-        started = None
-        if self._step is not None and self._survey is not None and self._survey.is_in_place():
-            started = self._head_start(self._step, given, others)
-        reason, is_as_before = self._look()
-        if reason is not None:
-            return None, reason
-        if started is None or not is_as_before:
-            # What has started may have read what is not the model's any more.
-            self.graphs.join(self._step.shape.device)
-            started = self._head_start(self._step, given, others, looks=True)
-        return started, ""
-
     def _decode(
-        self, stock: Any, bound: inspect.BoundArguments, variadic: str, given: dict[str, Any], started: Started
+        self,
+        stock: Any,
+        bound: inspect.BoundArguments,
+        variadic: str,
+        given: dict[str, Any],
+        started: Started,
+        look: Callable[[], Looked] | None,
     ) -> Any:
         options, bound.arguments[variadic] = self.options, started.others
         streamer = given.get("streamer")
@@ -122,7 +116,8 @@ class FusedGenerate:
             options.max_batch,
             options.max_length,
             streamer,
-            started.ahead,
+            started,
+            look,
         )
         bound.arguments["custom_generate"] = loop
         if given.get("tokenizer") is not None and given.get("stop_strings") is not None:
@@ -133,24 +128,25 @@ class FusedGenerate:
             return stock(self._remembering if own_methods else self.model, *bound.args, **bound.kwargs)
         finally:
             self._remembering.full_mask = None
-            self.calls.append(replace(loop.served, note=loop.served.note or started.note))
+            self.calls.append(replace(loop.served, note=loop.served.note or loop.started.note))
 
-    def _look(self) -> tuple[str | None, bool]:
-        """Looks at what a step stands on, and makes one, and drops all graphs, where that has changed.
+    def _is_in_place(self) -> bool:
+        """Whether there is a step whose weights are where they were: it can run, though what it makes may be void."""
+        return self._step is not None and self._survey is not None and self._survey.is_in_place()
 
-        Returns:
-            Why there can be none, or None; and whether all is as it was in the call before.
-        """
+    def _look(self) -> Looked:
+        """Looks at what a step stands on, and makes one, and drops all graphs, where that has changed."""
         step_class, before, key = STEPS[self.step_name], self._survey, self._key
         found = self._survey = survey(self.model, step_class.roots(self.model), step_class.module_classes, before)
         if found.reason is not None:
-            return found.reason, False
+            return Looked(self._step, found.reason)
         self._key = (*found.key, *step_class.constants(self.model))
-        if self._step is None or self._key != key:
+        is_another = self._step is None or self._key != key
+        if is_another:
             self.graphs.clear()
             self._step = step_class(self.model)
-            return None, False
-        return None, found is before and self._head_start.is_confirmed(self._step)
+        is_confirmed = self._head_start.is_confirmed(self._step)
+        return Looked(self._step, is_as_before=found is before and not is_another and is_confirmed)
 
     def report_lines(self) -> tuple[str, ...]:
         """What the report says of the last calls and of what is kept."""

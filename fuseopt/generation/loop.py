@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +19,14 @@ from transformers.generation.utils import (
 )
 
 from fuseopt.generation import beam_selection, device_loop, tiers
-from fuseopt.generation.ahead import Ahead
+from fuseopt.generation.ahead import Started
 from fuseopt.generation.beam_selection import BeamSelection
 from fuseopt.generation.device_processors import DeviceProcessor, chained, device_processor
 from fuseopt.generation.fast_model import FastModel
 from fuseopt.generation.graphs import Step, StepGraphs
 from fuseopt.generation.kept_tensors import KeptTensors
 from fuseopt.generation.layers import has_kernel
-from fuseopt.generation.prefill import prefill, store_cache
+from fuseopt.generation.prefill import is_plain, prefill, store_cache
 from fuseopt.generation.selection import Selection
 from fuseopt.generation.state import DecodeState, Sizes
 from fuseopt.generation.tiers import Call, Tier
@@ -49,10 +50,32 @@ class _PreparedCall(NamedTuple):
     model_kwargs: dict[str, Any]
 
 
+class Looked(NamedTuple):
+    """What a look at the model comes to.
+
+    Attributes:
+        step: to decode with, where there is no reason not to.
+        reason: why no step would compute what the model does, or nothing.
+        is_as_before: all that has run of this call counts.
+    """
+
+    step: Any
+    reason: str = ""
+    is_as_before: bool = False
+
+
+class _Changed(Exception):
+    """What has run of this call stands on a model that is not the same any more."""
+
+
 class DecodeLoop:
     """Call: what `GenerationMixin.generate` hands to a `custom_generate` -> what generate() returns.
 
     `served` says afterwards which tier it was. Upstream: `GenerationMixin._sample`.
+
+    The model is looked at before anything runs that can be seen from outside: code of the caller's or of transformers,
+    random numbers, a capture. Where there is nothing of that kind steps are queued first, and the host looks while the
+    device runs them. What transformers has prepared holds for any model, but for an encoder's output.
 
     Args:
         model: what generate() is called on, whatever passes for it there.
@@ -61,7 +84,8 @@ class DecodeLoop:
         kept: what earlier calls have put on the device.
         max_batch, max_length: rows, and slots of the cache, up to which the fast tiers are taken.
         streamer: the caller's, which transformers does not hand on.
-        ahead: the caller's prompt, if it has run already.
+        started: what the call has been relieved of.
+        look: at the model, unless that has been done.
     """
 
     # transformers looks at it twice a call.
@@ -75,11 +99,13 @@ class DecodeLoop:
         kept: KeptTensors,
         max_batch: int,
         max_length: int,
-        streamer: Any = None,
-        ahead: Ahead | None = None,
+        streamer: Any,
+        started: Started,
+        look: Callable[[], Looked] | None,
     ) -> None:
-        self.model, self.step, self.graphs, self.streamer, self.ahead = model, step, graphs, streamer, ahead
+        self.model, self.step, self.graphs, self.streamer, self.started = model, step, graphs, streamer, started
         self.kept, self.max_batch, self.max_length = kept, max_batch, max_length
+        self._look, self._reason = look, ""
         self.served = Call(Tier.STOCK, "it raised before decoding began")
 
     def __call__(
@@ -91,13 +117,21 @@ class DecodeLoop:
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:
-        model = self.model
         call = _PreparedCall(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-        reason = next(tiers.call_reasons(generation_config, input_ids, stopping_criteria, model_kwargs), None)
+        with suppress(_Changed):
+            return self._serve(call)
+        self._take_back(call)
+        return self._serve(call)
+
+    def _serve(self, call: _PreparedCall) -> Any:
+        model = self.model
+        reason = self._reason or next(
+            tiers.call_reasons(call.config, call.input_ids, call.criteria, call.model_kwargs), None
+        )
         sizes = None if reason else _sizes(call)
         reason = reason or next(self._size_reasons(model, sizes, call), None)
         if sizes is not None and reason is None:
-            with self.graphs.in_stream_order(input_ids.device):
+            with self.graphs.in_stream_order(call.input_ids.device):
                 try:
                     state = self._state(sizes.of_class())
                 except torch.OutOfMemoryError:
@@ -106,17 +140,50 @@ class DecodeLoop:
                     return self._decode(model, state, call)
         self.served = Call(Tier.STOCK, reason or "")
         self.graphs.join(self.step.shape.device)
+        self._confirm()
         return self._by_transformers(model, model, call)
 
+    def _confirm(self) -> None:
+        """Looks at the model, unless that has been done.
+
+        Raises:
+            _Changed: the call has to be served anew.
+        """
+        look, self._look = self._look, None
+        looked = None if look is None else look()
+        if looked is not None and not looked.is_as_before:
+            self.step, self._reason = looked.step, looked.reason
+            raise _Changed
+
+    def _take_back(self, call: _PreparedCall) -> None:
+        """Lets the head start of a call count for nothing."""
+        self.started = self.started._replace(ahead=None)
+        if self.started.encoded is None:
+            return
+        ids, mask = self.started.encoded
+        encoded = self.model.get_encoder()(
+            input_ids=ids,
+            attention_mask=mask,
+            output_attentions=call.config.output_attentions,
+            output_hidden_states=call.config.output_hidden_states,
+            return_dict=True,
+        )
+        copies = call.input_ids.shape[0] // ids.shape[0]
+        _, expanded = self.model._expand_inputs_for_generation(copies, True, encoder_outputs=encoded)
+        call.model_kwargs.update(expanded)
+        if not self._reason:
+            self.started = self.started._replace(note="transformers ran the encoder: the model was not as before")
+
     def _state(self, sizes: Sizes) -> DecodeState:
-        if self.ahead is not None and self.ahead.state.sizes == sizes:
-            return self.ahead.state
+        ahead = self.started.ahead
+        if ahead is not None and ahead.state.sizes == sizes:
+            return ahead.state
         return self.graphs.state(sizes, lambda: DecodeState(sizes, self.step.shape, self.step.vocab))
 
     def _size_reasons(self, model: nn.Module, sizes: Sizes | None, call: _PreparedCall) -> Iterator[str]:
         if sizes is None:
             return
-        longest = self.step.max_length(model)
+        longest = self.step.max_length
         if call.input_ids.device != self.step.shape.device:
             yield f"the inputs are on {call.input_ids.device}, the model on {self.step.shape.device}"
         if sizes.rows > self.max_batch:
@@ -143,6 +210,8 @@ class DecodeLoop:
             reason = next(beam_selection.not_on_device(config, *vocabs, *_bounds(call)), None)
         tier = Tier.DEVICE_LOOP if reason is None else Tier.FAST_FORWARD
         self.served = Call(tier, reason or "", note="it raised")
+        if reason is not None or not self._runs_unseen(state, call):
+            self._confirm()
         if not has_kernel("decode_attention", state.cache):
             state.forget()
         if reason is None:
@@ -151,7 +220,7 @@ class DecodeLoop:
             )
         else:
             step = self.graphs.step(self.step, state, None)
-            fast = FastModel(model, self.graphs, step, self.ahead)
+            fast = FastModel(model, self.graphs, step, self.started.ahead)
             output = self._by_transformers(fast, model, call)
             slots, cross_slots, note = fast.slots, fast.prefilled.cross_slots, fast.note
         self.served = Call(tier, reason or "", "eager" if step.graph is None else "graph", note)
@@ -159,6 +228,13 @@ class DecodeLoop:
         if config.return_dict_in_generate or getattr(cache, "_is_user_defined", False):
             store_cache(state, cache, slots, cross_slots)
         return output
+
+    def _runs_unseen(self, state: DecodeState, call: _PreparedCall) -> bool:
+        """Whether nothing tells that the device loop has run, and there is something for the device to do at once."""
+        ahead = self.started.ahead
+        if ahead is None or ahead.state is not state or call.config.do_sample or state.beams is not None:
+            return False
+        return is_plain(self.model, call.input_ids, call.config, call.model_kwargs)
 
     def _on_device(
         self, model: nn.Module, state: DecodeState, call: _PreparedCall, processors: tuple[DeviceProcessor, ...]
@@ -176,7 +252,8 @@ class DecodeLoop:
         else:
             selection = BeamSelection(processors, config, eos, length, limit, state, self.kept, **keep)
         step = self.graphs.step(self.step, state, selection)
-        prefilled = prefill(self.step, model, self.graphs, state, call.input_ids, config, call.model_kwargs, self.ahead)
+        ahead = self.started.ahead
+        prefilled = prefill(self.step, model, self.graphs, state, call.input_ids, config, call.model_kwargs, ahead)
         steps, note = device_loop.run(
             self.graphs,
             step,
@@ -186,6 +263,7 @@ class DecodeLoop:
             prefilled,
             scores,
             logits,
+            self._confirm,
         )
         of_beams: dict[str, Any] = {}
         if state.beams is None:

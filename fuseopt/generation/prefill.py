@@ -55,11 +55,11 @@ def prefill(
     """
     length = input_ids.shape[1]
     encodes = model.config.is_encoder_decoder
-    keep = model_kwargs.get("decoder_attention_mask" if encodes else "attention_mask")
+    keep = None if encodes else model_kwargs.get("attention_mask")
     took_mask = ahead is not None and keep is not None and keep is ahead.attention_mask
     if not took_mask and keep is not None and keep.shape == input_ids.shape and bool(keep.all()):
         keep = None
-    if not _is_plain(model, input_ids, config, model_kwargs) or (keep is not None and (encodes or length == 1)):
+    if not is_plain(model, input_ids, config, model_kwargs) or (keep is not None and length == 1):
         step.begin()
         return _by_the_model(model, state, input_ids, config, model_kwargs)
     if encodes:
@@ -72,7 +72,7 @@ def prefill(
             mask = None if mask is None else mask[per_item]
             note = run_encoded(step, graphs, state, encoded[0][per_item], mask, input_ids[:, 0])
         return Prefilled(1, encoded[0].shape[1], note=note)
-    model.transformer.warn_if_padding_and_no_attention_mask(input_ids, model_kwargs.get("attention_mask"))
+    model.warn_if_padding_and_no_attention_mask(input_ids, model_kwargs.get("attention_mask"))
     step.begin()
     has_run = ahead is not None and ahead.inputs is input_ids and (keep is None or took_mask)
     if ahead is not None and has_run and state is ahead.state:
@@ -104,13 +104,14 @@ def store_cache(state: DecodeState, past_key_values: Any, slots: int, cross_slot
     _store(state.cache, past_key_values, slots, ancestry=ancestry)
 
 
-def _is_plain(model: nn.Module, input_ids: Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> bool:
+def is_plain(model: nn.Module, input_ids: Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> bool:
     """Whether there is nothing but a prompt of tokens, and attention is of the kind that the step's prefill has."""
     cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
     masked = input_ids
     if model.config.is_encoder_decoder:
         masked = model_kwargs["encoder_outputs"][0][..., 0]
-        if input_ids.shape[1] != 1 or cache.cross_attention_cache.get_seq_length():
+        masked_too = model_kwargs.get("decoder_attention_mask") is not None
+        if input_ids.shape[1] != 1 or masked_too or cache.cross_attention_cache.get_seq_length():
             return False
     elif model.config._attn_implementation != "sdpa":
         return False

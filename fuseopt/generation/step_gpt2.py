@@ -73,6 +73,8 @@ class GPT2Step:
         self.head = linear_of(model.lm_head)
         look_ahead([part for layer in self.layers for part in (layer.qkv, layer.out, layer.up, layer.down)], self.head)
         self.vocab = model.lm_head.weight.shape[0]
+        # Of a sequence, as far as position embeddings go.
+        self.max_length = self.position_embedding.shape[0]
         attention = transformer.h[0].attn
         weight = self.token_embedding
         self.shape = CacheShape(len(self.layers), attention.num_heads, attention.head_dim, weight.dtype, weight.device)
@@ -95,11 +97,6 @@ class GPT2Step:
         if model.config.reorder_and_upcast_attn:
             return ["reorder_and_upcast_attn computes attention in a float32 order of its own"]
         return []
-
-    @staticmethod
-    def max_length(model: nn.Module) -> int | None:
-        """The longest sequence, as far as position embeddings go."""
-        return model.transformer.wpe.num_embeddings
 
     def begin(self) -> None:
         """Works out, before the first step of a call, what is the same for all of them: nothing."""

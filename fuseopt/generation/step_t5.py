@@ -59,6 +59,8 @@ class T5Step:
         *T5Encoder.module_classes,
     )
     encoder_class = T5Encoder
+    # Relative positions go on for ever.
+    max_length = None
 
     def __init__(self, model: nn.Module) -> None:
         decoder = model.decoder
@@ -108,11 +110,6 @@ class T5Step:
     def not_supported_reasons(model: nn.Module) -> list[str]:
         """Why this step would not compute what the model's forward does; `module_classes` are checked elsewhere."""
         return []
-
-    @staticmethod
-    def max_length(model: nn.Module) -> int | None:
-        """None: relative positions go on for ever."""
-        return None
 
     def begin(self) -> None:
         """Works out, before the first step of a call, what is the same for all of them."""

@@ -484,6 +484,10 @@ def test_store(data, each_device):
     assert set(copied) == {torch.complex128 if wide else dtype}
 
 
+def nothing(module):
+    pass
+
+
 def other_eps(module):
     for part in module.modules():
         for name in {"eps", "variance_epsilon"} & vars(part).keys():
@@ -506,7 +510,7 @@ def hook(module):
 @pytest.mark.parametrize(
     ("change", "begun", "is_known"),
     [
-        (lambda module: None, 1, True),
+        (nothing, 1, True),
         (other_eps, 2, True),
         (other_weights, 1, True),
         (train, 1, False),
@@ -530,7 +534,8 @@ def test_what_begins_before_the_host_has_looked_counts_only_if_nothing_has_chang
     got, wanted = model.generate(**arguments), type(model).generate(model, **arguments)
     assert torch.equal(got.sequences, wanted.sequences)
     torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-4, atol=1e-4)
-    assert [kind for kind, *_ in ran].count(T5Encoder if encodes else GPT2Step) == begun
+    # What transformers has prepared stays, so it is its own encoder that runs in the place of another one.
+    assert [kind for kind, *_ in ran].count(T5Encoder if encodes else GPT2Step) == (1 if encodes else begun)
     call = model.generate.calls[-1]
     assert call.tier is (Tier.DEVICE_LOOP if is_known or encodes else Tier.STOCK)
-    assert bool(call.note) == (encodes and not is_known), call
+    assert bool(call.note) == (encodes and change not in (nothing, other_weights)), call
