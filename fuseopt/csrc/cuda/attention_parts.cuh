@@ -21,8 +21,8 @@ class Parts {
 
   __device__ Parts(void* shared, int queries, int dims)
       : header_(*static_cast<Header*>(shared)),
-        blocks_(blocks_in_cluster()),
-        rank_(rank_in_cluster()),
+        blocks_(cluster_size()),
+        rank_(cluster_rank()),
         count_(blocks_ * (blockDim.x / kWarpSize)),
         own_(rank_ * (blockDim.x / kWarpSize) + threadIdx.x / kWarpSize),
         queries_(queries),
@@ -30,7 +30,7 @@ class Parts {
         values_(reinterpret_cast<float*>(&header_ + 1)),
         stats_(reinterpret_cast<Stats*>(values_ + count_ * queries * dims)) {
     if (blocks_ == 1) return;
-    if (rank_ == 0 && threadIdx.x == 0) {
+    if (rank_ == 0) {
       const int others = (count_ - blockDim.x / kWarpSize) * queries;
       header_.mailbox.open(others * (dims * sizeof(float) + sizeof(Stats)));
     }

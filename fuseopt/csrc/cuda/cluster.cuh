@@ -64,23 +64,7 @@ __device__ inline void store_to_block(Value* own, int rank, Value value) {
 #endif
 }
 
-// This block's place in its cluster, how many blocks that has, and the cluster's place in x.
-__device__ inline unsigned rank_in_cluster() {
-  unsigned rank = 0;
-#if __CUDA_ARCH__ >= 900
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
-
-__device__ inline unsigned blocks_in_cluster() {
-  unsigned blocks = 1;
-#if __CUDA_ARCH__ >= 900
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
-#endif
-  return blocks;
-}
-
+// The place in x of this block's cluster.
 __device__ inline unsigned cluster_index() {
   unsigned index = blockIdx.x;
 #if __CUDA_ARCH__ >= 900
@@ -94,45 +78,70 @@ __device__ inline unsigned cluster_index() {
 // that this one has opened.
 class Mailbox {
  public:
-  // By one thread.
-  __device__ void open(unsigned bytes) {
+  // By all threads of the block, which must meet before one of them calls `expect`.
+  __device__ void open() {
 #if __CUDA_ARCH__ >= 900
+    if (threadIdx.x > 0) return;
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address()) : "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
+  }
+
+  // By all threads of the block: how much is to arrive, and may have already, before `wait` returns.
+  __device__ void expect(unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x > 0) return;
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
+#endif
+  }
+
+  __device__ void open(unsigned bytes) {
+    open();
+    __syncwarp();
+    expect(bytes);
   }
 
   // Stores to where `own` lies in the shared memory of block `rank`, whose mailbox lies where this one does.
   __device__ void send(float4* own, float4 values, int rank = 0) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                     in_block(static_cast<unsigned>(__cvta_generic_to_shared(own)), rank)),
+                     in_block(address_of(own), rank)),
                  "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w), "r"(in_block(address(), rank))
                  : "memory");
 #endif
   }
+  __device__ void send(float* own, float value, int rank) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                     in_block(address_of(own), rank)),
+                 "f"(value), "r"(in_block(address(), rank))
+                 : "memory");
+#endif
+  }
 
-  // Returns when all bytes have arrived.
-  __device__ void wait() {
+  // Returns when all bytes have arrived; `round`: how often that has happened before.
+  __device__ void wait(unsigned round = 0) {
 #if __CUDA_ARCH__ >= 900
     unsigned done = 0;
     while (done == 0) {
       asm volatile(
           "{\n"
           ".reg .pred done;\n"
-          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], 0;\n"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
           "selp.u32 %0, 1, 0, done;\n"
           "}\n"
           : "=r"(done)
-          : "r"(address())
+          : "r"(address()), "r"(round & 1)
           : "memory");
     }
 #endif
   }
 
  private:
-  __device__ unsigned address() const { return static_cast<unsigned>(__cvta_generic_to_shared(&state_)); }
+  __device__ static unsigned address_of(const void* shared) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  }
+  __device__ unsigned address() const { return address_of(&state_); }
 
 #if __CUDA_ARCH__ >= 900
   __device__ static unsigned in_block(unsigned address, int rank) {

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
   for (int s = 0; s < kStages; ++s) weight.fetch(ring + s * kLineBytes);
   let_successor_start();
   if (blocks > 1) {
-    if (rank == 0 && threadIdx.x == 0) mailbox.open((blocks - 1) * rows * kLineColumns * sizeof(float));
+    if (rank == 0) mailbox.open((blocks - 1) * rows * kLineColumns * sizeof(float));
     arrive_relaxed_at_cluster_barrier();
   }
   prefetch_ahead(layer);

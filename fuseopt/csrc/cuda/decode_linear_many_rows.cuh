@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   if (blockIdx.z == 0) prefetch_ahead(layer);
   const int share = tile_rows / parts;  // of a tile's rows
   if (parts > 1) {
-    if (threadIdx.x == 0) mailbox.open((parts - 1) * share * kColumns * sizeof(float));
+    mailbox.open((parts - 1) * share * kColumns * sizeof(float));
     arrive_relaxed_at_cluster_barrier();
   }
 

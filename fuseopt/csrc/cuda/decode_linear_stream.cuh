@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
 #pragma unroll 1
   for (int s = 0; s < kStages; ++s) weight.fetch(stages + s * kStageBytes);
   if (blocks > 1) {
-    if (rank == 0 && threadIdx.x == 0) mailbox.open((blocks - 1) * rows * kStreamColumns * sizeof(float));
+    if (rank == 0) mailbox.open((blocks - 1) * rows * kStreamColumns * sizeof(float));
     arrive_relaxed_at_cluster_barrier();
   }
   prefetch_ahead(layer);

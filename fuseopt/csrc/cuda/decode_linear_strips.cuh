@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   if constexpr (!kNorm || !kLoops) load_constants();
   __shared__ Mailbox mailbox;
   if constexpr (kShares) {
-    if (rank == 0 && threadIdx.x == 0) mailbox.open((blocks - 1) * pairs * sizeof(float4));
+    if (rank == 0) mailbox.open((blocks - 1) * pairs * sizeof(float4));
     arrive_relaxed_at_cluster_barrier();
   }
   const X* inputs[kHalves];

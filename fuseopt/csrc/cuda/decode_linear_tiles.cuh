@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
   if (blockIdx.z == 0) prefetch_ahead(layer);
   const int share = Shape::kRows / parts;  // of a tile's rows, that each block of a cluster finishes
   if (parts > 1) {
-    if (threadIdx.x == 0) mailbox.open((parts - 1) * share * kColumns * sizeof(float));
+    mailbox.open((parts - 1) * share * kColumns * sizeof(float));
     arrive_relaxed_at_cluster_barrier();
   }
   if constexpr (kNorm) {

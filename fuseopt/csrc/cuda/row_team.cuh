@@ -99,7 +99,8 @@ class RowTeam {
       size = cluster_size() * blockDim.x;
       index = blockIdx.x / cluster_size();
       count = gridDim.x / cluster_size();
-      arrive_at_cluster_barrier();
+      for (Mailbox& mailbox : mailboxes()) mailbox.open();
+      arrive_relaxed_at_cluster_barrier();
     } else {
       lane = threadIdx.x;
       size = blockDim.x;
@@ -124,27 +125,28 @@ class RowTeam {
     if constexpr (!is_within_warp(kTeam)) {
       // Two buffers in turn: a warp can be at most one reduction ahead of another, so one barrier each is enough.
       __shared__ Acc warp_results[2][kMaxValues][kMaxWarps];
+      const int buffer = round_ % 2;
       if (threadIdx.x % kWarpSize == 0) {
 #pragma unroll
-        for (int i = 0; i < kValues; ++i) warp_results[buffer_][i][threadIdx.x / kWarpSize] = values[i];
+        for (int i = 0; i < kValues; ++i) warp_results[buffer][i][threadIdx.x / kWarpSize] = values[i];
       }
       __syncthreads();
-      reduce_parts<Op>(warp_results[buffer_], blockDim.x / kWarpSize, values);
+      reduce_parts<Op>(warp_results[buffer], blockDim.x / kWarpSize, values);
       if constexpr (kTeam == Team::kCluster) {
-        if (!cluster_has_started_) wait_at_cluster_barrier();
-        cluster_has_started_ = true;
+        if (round_ == 0) wait_at_cluster_barrier();  // all blocks have started
         __shared__ Acc block_results[2][kMaxValues][kMaxClusterSize];
+        Mailbox& mailbox = mailboxes()[buffer];
+        mailbox.expect(kValues * cluster_size() * sizeof(Acc));
         if (threadIdx.x < cluster_size()) {
 #pragma unroll
           for (int i = 0; i < kValues; ++i) {
-            store_to_block(&block_results[buffer_][i][cluster_rank()], threadIdx.x, values[i]);
+            mailbox.send(&block_results[buffer][i][cluster_rank()], values[i], threadIdx.x);
           }
         }
-        arrive_at_cluster_barrier();
-        wait_at_cluster_barrier();
-        reduce_parts<Op>(block_results[buffer_], cluster_size(), values);
+        mailbox.wait(round_ / 2);
+        reduce_parts<Op>(block_results[buffer], cluster_size(), values);
       }
-      buffer_ ^= 1;
+      ++round_;
     }
   }
 
@@ -167,8 +169,13 @@ class RowTeam {
     }
   }
 
-  int buffer_ = 0;
-  bool cluster_has_started_ = false;
+  // Of a cluster: for each buffer one.
+  __device__ static Mailbox (&mailboxes())[2] {
+    __shared__ Mailbox boxes[2];
+    return boxes;
+  }
+
+  unsigned round_ = 0;  // how many reductions there were
 };
 
 }  // namespace fuseopt
