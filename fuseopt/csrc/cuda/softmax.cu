@@ -1,9 +1,9 @@
 // Softmax of scale * input + mask over the last dimension, and its gradient.
 //
 // Rows that fit stay in the registers of half a warp, a warp or a block. Wider rows are read once into the shared memory
-// of a block, or of a cluster of blocks, the maximum and the sum being kept up as they pass (online softmax: Milakov and
-// Gimelshein, 2018); rows too wide for that as well are read twice. Rows of odd length still move in 16-byte vectors,
-// those of the whole matrix: see RowSpan.
+// of a block, the maximum and the sum being kept up as they pass (online softmax: Milakov and Gimelshein, 2018); rows too
+// wide for that as well are read twice, by a cluster of blocks. Rows of odd length still move in 16-byte vectors, those
+// of the whole matrix: see RowSpan.
 #include "softmax.cuh"
 
 namespace fuseopt::softmax {

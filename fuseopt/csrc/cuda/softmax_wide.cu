@@ -7,10 +7,13 @@ namespace fuseopt {
 namespace {
 
 constexpr int kMaxWideThreads = 1024;
-constexpr int kWideLoads = 4;  // 16-byte loads in flight a thread
-constexpr int kMaxClusterBlocks = 8;
-constexpr int kMaxHoldingBlocks = 2;     // that hold a row between them, where there are rows enough
+constexpr int kClusterBlocks = 8;
 constexpr int kWideStaticShared = 2048;  // at least what the kernels for wide rows declare
+
+// 16-byte loads in flight a thread: from shared memory, where a block has a row; from global memory as many more as
+// there are registers for.
+template <Team kTeam, typename M = void>
+constexpr int kWideLoads = kTeam == Team::kCluster && std::is_void_v<M> ? 6 : 4;
 
 // A thread's maximum of the logits it has seen, and their sum of exp(logit - origin): the origin is that maximum, or
 // zero before any finite logit.
@@ -50,30 +53,19 @@ __device__ void visit_row(const RowSpan<kWidth>& span, const RowTeam& team, Load
   }
 }
 
-// A thread's vectors lane, lane + size ... of a row on their way from `data` to its block's shared memory: all of them
-// at once and past the registers, from sm_80. A thread reads back only what it has sent for itself, so that waiting for
-// its own copies is enough.
-template <typename T, Team kTeam>
-struct RowStage {
-  Vector<T>* slots;
-
-  __device__ Vector<T>& slot(int v, const RowTeam<kTeam>& team) const {
-    if constexpr (kTeam == Team::kCluster) return slots[v / team.size * blockDim.x + threadIdx.x];
-    else return slots[v];
+// A block's vectors of a row on their way from `data` to its shared memory: all of them at once and past the registers,
+// from sm_80. A thread reads back only what it has sent for itself, so that waiting for its own copies is enough.
+template <typename T, int kWidth>
+__device__ void fetch_row(Vector<T>* slots, const T* data, const RowSpan<kWidth>& span) {
+  for (int v = threadIdx.x; v < span.vectors; v += blockDim.x) {
+    const auto source = reinterpret_cast<const Vector<T>*>(data) + span.first + v;
+    __pipeline_memcpy_async(slots + v, source, sizeof(Vector<T>));
   }
+  __pipeline_commit();
+}
 
-  template <int kWidth>
-  __device__ void fill(const T* data, const RowSpan<kWidth>& span, const RowTeam<kTeam>& team) const {
-    for (int v = team.lane; v < span.vectors; v += team.size) {
-      const auto source = reinterpret_cast<const Vector<T>*>(data) + span.first + v;
-      __pipeline_memcpy_async(&slot(v, team), source, sizeof(Vector<T>));
-    }
-    __pipeline_commit();
-  }
-};
-
-// A team a row. Without shared memory for a row (`slots` is 0, else how many vectors a block holds of it) the row is
-// read twice.
+// A team a row. A block holds it in shared memory, `slots` vectors of it; where that is none, and in a cluster, the row
+// is read twice.
 template <typename T, typename M, Team kTeam>
 __global__ void __launch_bounds__(kMaxWideThreads)
     softmax_fwd_wide_kernel(const T* __restrict__ input, IndexedMask mask, TypedPointer output, int64_t rows,
@@ -81,21 +73,21 @@ __global__ void __launch_bounds__(kMaxWideThreads)
   constexpr int kWidth = kVectorWidth<T>;
   constexpr bool kPrecise = sizeof(T) == 4;
   extern __shared__ __align__(kAccessBytes) char shared[];
-  const RowStage<T, kTeam> stage{reinterpret_cast<Vector<T>*>(shared)};
-  const bool staged = slots > 0;
+  Vector<T>* const held = reinterpret_cast<Vector<T>*>(shared);
+  const bool holds = kTeam == Team::kBlock && slots > 0;
   RowTeam<kTeam> team;
 
   for (int64_t row = team.index; row < rows; row += team.count) {
     const RowSpan<kWidth> span(row, columns, team.lane);
     const RowMask<M> row_mask(mask, row);
-    if (staged) stage.fill(input, span, team);
+    if (holds) fetch_row(held, input, span);
 
     OnlineSum<kPrecise> online;
     const float edge = edge_logit(input, span, scale, row_mask);
     online.add({edge});
-    if (staged) __pipeline_wait_prior(0);
-    const auto load = [&](int v) { return staged ? stage.slot(v, team) : load_vector(input, span.first + v); };
-    visit_row<kWideLoads>(span, team, load, [&](int v, const Vector<T>& x) {
+    if (holds) __pipeline_wait_prior(0);
+    const auto load = [&](int v) { return holds ? held[v] : load_vector(input, span.first + v); };
+    visit_row<kWideLoads<kTeam, M>>(span, team, load, [&](int v, const Vector<T>& x) {
       float logits[kWidth];
       logits_of(logits, x, scale, row_mask, span.column(v));
       online.add(logits);
@@ -108,7 +100,7 @@ __global__ void __launch_bounds__(kMaxWideThreads)
     if (span.edge != span.kNone) {
       store_as(output, span.edge, divide<kPrecise>(exp_as<kPrecise>(edge - row_origin), row_sum, inverse_sum));
     }
-    visit_row<kWideLoads>(span, team, load, [&](int v, const Vector<T>& x) {
+    visit_row<kWideLoads<kTeam, M>>(span, team, load, [&](int v, const Vector<T>& x) {
       float values[kWidth];
       logits_of(values, x, scale, row_mask, span.column(v));
 #pragma unroll
@@ -129,35 +121,35 @@ __global__ void __launch_bounds__(kMaxWideThreads)
     Vector<T> y, g;
   };
   extern __shared__ __align__(kAccessBytes) char shared[];
-  const RowStage<T, kTeam> stage_y{reinterpret_cast<Vector<T>*>(shared)};
-  const RowStage<T, kTeam> stage_g{stage_y.slots + slots};
-  const bool staged = slots > 0;
+  Vector<T>* const held_y = reinterpret_cast<Vector<T>*>(shared);
+  Vector<T>* const held_g = held_y + slots;
+  const bool holds = kTeam == Team::kBlock && slots > 0;
   RowTeam<kTeam> team;
 
   for (int64_t row = team.index; row < rows; row += team.count) {
     const RowSpan<kWidth> span(row, columns, team.lane);
-    if (staged) {
-      stage_y.fill(output, span, team);
-      stage_g.fill(grad_output, span, team);
+    if (holds) {
+      fetch_row(held_y, output, span);
+      fetch_row(held_g, grad_output, span);
     }
     const bool has_edge = span.edge != span.kNone;
     const float edge_y = has_edge ? to_float(output[span.edge]) : 0.0f;
     const float edge_g = has_edge ? to_float(grad_output[span.edge]) : 0.0f;
-    if (staged) __pipeline_wait_prior(0);
+    if (holds) __pipeline_wait_prior(0);
     const auto load = [&](int v) {
-      if (staged) return Pair{stage_y.slot(v, team), stage_g.slot(v, team)};
+      if (holds) return Pair{held_y[v], held_g[v]};
       return Pair{load_vector(output, span.first + v), load_vector(grad_output, span.first + v)};
     };
 
     float dot = edge_g * edge_y;
-    visit_row<kWideLoads / 2>(span, team, load, [&](int, const Pair& pair) {
+    visit_row<kWideLoads<kTeam> / 2>(span, team, load, [&](int, const Pair& pair) {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) dot += pair.g[j] * pair.y[j];
     });
     dot = team.template reduce<Sum>(dot);
 
     if (has_edge) store_as(grad_input, span.edge, scale * edge_y * (edge_g - dot));
-    visit_row<kWideLoads / 2>(span, team, load, [&](int v, const Pair& pair) {
+    visit_row<kWideLoads<kTeam> / 2>(span, team, load, [&](int v, const Pair& pair) {
       float values[kWidth];
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) values[j] = scale * pair.y[j] * (pair.g[j] - dot);
@@ -174,33 +166,30 @@ struct WideShape {
   int64_t teams;  // that walk the rows
 };
 
-// As few blocks a row as hold it in shared memory, and more where there are too few rows to keep the device busy. A row
-// that would take a large cluster is not held, and its second read comes from the L2 cache: blocks that fill a
-// multiprocessor's memory load, compute and store one after the other, while others would overlap.
+// A block a row that it can hold in shared memory, and a cluster for wider ones, and where there are too few rows to keep
+// the device busy: its second read comes from the L2 cache. Blocks of a cluster that hold their parts take longer: what
+// they tell one another has to wait behind what they have stored.
 // Where a block has a multiprocessor to itself and float32 arithmetic to do, blocks walk the rows: launching one takes
 // long with so much memory. In 16 bits that costs more than it saves.
 WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors) {
   const int device = current_device();
-  int most_shared = 0, clusters = 0;
+  int most_shared = 0, has_clusters = 0;
   cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, device);
-  const int64_t room = most_shared - kWideStaticShared;
-  const int64_t vectors = columns / vector_width;
-  for (int blocks = 1; blocks <= (clusters ? kMaxClusterBlocks : 1); blocks *= 2) {
-    if (blocks > kMaxHoldingBlocks && rows * blocks > multiprocessor_count()) break;
+  cudaDeviceGetAttribute(&has_clusters, cudaDevAttrClusterLaunch, device);
+  const int64_t vectors = columns / vector_width, bytes = vectors * tensors * kAccessBytes;
+  const bool are_few = has_clusters && 2 * rows <= multiprocessor_count();
+  if (bytes <= most_shared - kWideStaticShared && !are_few) {
     // Two smaller blocks to a multiprocessor, where that has the memory for two: one loads while the other stores.
-    for (const int threads : {kMaxWideThreads / 2, kMaxWideThreads}) {
-      const int64_t slots = blocks == 1 ? vectors : ceil_div(vectors, blocks * threads) * threads;
-      const int64_t bytes = slots * tensors * kAccessBytes;
-      const bool fits = bytes <= (threads == kMaxWideThreads ? room : most_shared / 2 - kWideStaticShared);
-      const bool idle = clusters && blocks < kMaxClusterBlocks && rows * blocks * 2 <= multiprocessor_count();
-      if (!fits || idle) continue;
-      const bool walks = vector_width == kVectorWidth<float> && threads == kMaxWideThreads;
-      return {blocks, threads, static_cast<int>(slots),
-              walks ? std::min<int64_t>(rows, multiprocessor_count() / blocks) : rows};
-    }
+    const bool fits_two = bytes <= most_shared / 2 - kWideStaticShared;
+    const bool walks = vector_width == kVectorWidth<float> && !fits_two;
+    return {1, fits_two ? kMaxWideThreads / 2 : kMaxWideThreads, static_cast<int>(vectors),
+            walks ? std::min<int64_t>(rows, multiprocessor_count()) : rows};
   }
-  return {clusters ? kMaxClusterBlocks : 1, kMaxWideThreads / 2, 0, rows};
+  if (!has_clusters) return {1, kMaxWideThreads / 2, 0, rows};
+  constexpr int kMostOfThread = 16;
+  int threads = kMaxWideThreads / 4;
+  while (threads < kMaxWideThreads && vectors * tensors > kClusterBlocks * threads * kMostOfThread) threads *= 2;
+  return {kClusterBlocks, threads, 0, rows};
 }
 
 // Launches the block or the cluster form of a kernel for wide rows, whose last argument is the number of slots.
