@@ -12,7 +12,19 @@ import fuseopt
 PACKAGE = Path(fuseopt.__file__).parent
 # From the bottom up: a module imports from its own layer and those before it.
 LAYERS = (
-    {"_version", "errors", "garbage", "config", "report", "csrc", "toolchain", "prebuilt", "make_prebuilt", "native"},
+    {
+        "_version",
+        "errors",
+        "frames",
+        "garbage",
+        "config",
+        "report",
+        "csrc",
+        "toolchain",
+        "prebuilt",
+        "make_prebuilt",
+        "native",
+    },
     {"ops"},
     {"modules"},
     {"generation", "models", "plan", "apply"},

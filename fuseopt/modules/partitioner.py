@@ -25,7 +25,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fuseopt import garbage, ops
+from fuseopt import frames, garbage, ops
 from fuseopt.modules import (
     captured_steps,
     causal_masks,
@@ -66,6 +66,7 @@ def missing_options() -> list[str]:
     return [name for config, names in patched.items() for name in names if not hasattr(config, name)]
 
 
+@frames.with_room
 def compile_graph(
     graph: fx.GraphModule, inputs: Sequence[Tensor], *, backend: str, budget: float, cuda_graphs: bool = False
 ) -> Callable[..., Any]:
