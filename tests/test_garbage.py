@@ -6,11 +6,13 @@ import threading
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 from fuseopt import garbage
+from fuseopt.errors import CompileError
 from fuseopt.generation import graphs
 from fuseopt.modules import partitioner
+from fuseopt.modules.training_forward import TrainingForward
 
 
 @pytest.fixture(autouse=True)
@@ -46,16 +48,26 @@ def test_the_last_to_leave_lets_it_go_on(enabled):
 def test_not_while_a_step_compiles(monkeypatch, fails):
     seen = []
 
-    def backend(graph, inputs):
+    @torch.compiler.assume_constant_result
+    def run_by_dynamo():
+        seen.append(gc.isenabled())
+        return 2
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return run_by_dynamo() * x
+
+    def backend(graph, inputs, **_):
         seen.append(gc.isenabled())
         if fails:
             raise RuntimeError("not today")
         return graph.forward
 
-    monkeypatch.setattr(partitioner, "lookup_backend", lambda name: backend)
-    with pytest.raises(RuntimeError, match="not today") if fails else contextlib.nullcontext():
-        partitioner.compile_graph(fx.symbolic_trace(nn.Identity()), [], backend="inductor", budget=1.0)
-    assert seen == [False] and gc.isenabled()
+    monkeypatch.setattr(partitioner, "compile_graph", backend)
+    with pytest.raises(CompileError) if fails else contextlib.nullcontext():
+        TrainingForward(Model())(torch.ones(1))
+    # Where it fails the model's own forward runs after it.
+    assert seen == [False, False, *([True] if fails else [])] and gc.isenabled()
 
 
 @pytest.mark.gpu

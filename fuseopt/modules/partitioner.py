@@ -25,7 +25,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fuseopt import frames, garbage, ops
+from fuseopt import frames, ops
 from fuseopt.modules import (
     captured_steps,
     causal_masks,
@@ -79,9 +79,7 @@ def compile_graph(
     """
     causal_masks.drop(graph)
     partitioner = Partitioner(in_parts=backend == "inductor" and not inductor_config.cpp_wrapper)
-    # Most of what compiling makes stays until it is done: seconds would go into looking for garbage there.
     with (
-        garbage.not_collected(),
         early_kernels.pool(),
         functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}),
     ):

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.torch_version import TorchVersion
 
+from fuseopt import garbage
 from fuseopt.errors import CompileError
 from fuseopt.modules import captured_steps, whole_rows
 
@@ -183,7 +184,8 @@ def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
         if captured:
             gradients.keep(parameters)
         try:
-            with warm_up.options() if captured and any(trained) else nullcontext():
+            # Most of what compiling makes stays until it is done: seconds would go into looking for garbage there.
+            with garbage.not_collected(), warm_up.options() if captured and any(trained) else nullcontext():
                 outputs = whole_rows.without_cache(step(model, *args, **{**kwargs, **changed}))
             return captured_steps.copied(outputs, warm_up) if captured else outputs
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
