@@ -112,7 +112,8 @@ def _joined(module: fx.GraphModule, parts: Sequence[_Part]) -> fx.GraphModule:
             continue
         subgraph = part.graph(outputs)
         name = names.setdefault(_key(subgraph), f"part_{len(names)}")
-        subgraphs.setdefault(name, fx.GraphModule({}, subgraph))
+        if name not in subgraphs:
+            subgraphs[name] = fx.GraphModule({}, subgraph)
         call = graph.call_function(
             torch.ops.higher_order.invoke_subgraph,
             (graph.get_attr(name), name, *(_passed(graph, part, node, copies[node]) for node in part.inputs)),
