@@ -2,8 +2,9 @@
 // block is alone.
 #pragma once
 
-#include <cstdint>
 #include <type_traits>
+
+#include "arrivals.cuh"
 
 namespace fuseopt {
 
@@ -44,20 +45,25 @@ __device__ inline void wait_at_cluster_barrier() {
 #endif
 }
 
+// Where what lies at `own` in this block's shared memory lies in that of block `rank` of the cluster.
+__device__ inline unsigned address_in_block(unsigned own, int rank) {
+  unsigned remote = own;
+#if __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(own), "r"(rank));
+#endif
+  return remote;
+}
+
 // Stores to where `own` lies in the shared memory of block `rank` of the cluster. To be read after a barrier.
 template <typename Value>
 __device__ inline void store_to_block(Value* own, int rank, Value value) {
 #if __CUDA_ARCH__ >= 900
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(own));
-  unsigned remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  const unsigned remote = address_in_block(shared_address(own), rank);
   if constexpr (std::is_same_v<Value, double>) {
     asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(remote), "d"(value) : "memory");
-  } else if constexpr (std::is_same_v<Value, float>) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
   } else {
-    static_assert(std::is_same_v<Value, int>);
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote), "r"(value) : "memory");
+    static_assert(std::is_same_v<Value, float>);
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
   }
 #else
   *own = value;
@@ -80,19 +86,14 @@ class Mailbox {
  public:
   // By all threads of the block, which must meet before one of them calls `expect`.
   __device__ void open() {
-#if __CUDA_ARCH__ >= 900
     if (threadIdx.x > 0) return;
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address()) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
+    arrivals_.open();
+    Arrivals::publish();
   }
 
   // By all threads of the block: how much is to arrive, and may have already, before `wait` returns.
   __device__ void expect(unsigned bytes) {
-#if __CUDA_ARCH__ >= 900
-    if (threadIdx.x > 0) return;
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
-#endif
+    if (threadIdx.x == 0) arrivals_.expect(bytes);
   }
 
   __device__ void open(unsigned bytes) {
@@ -105,53 +106,26 @@ class Mailbox {
   __device__ void send(float4* own, float4 values, int rank = 0) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                     in_block(address_of(own), rank)),
-                 "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w), "r"(in_block(address(), rank))
+                     address_in_block(shared_address(own), rank)),
+                 "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w),
+                 "r"(address_in_block(arrivals_.address(), rank))
                  : "memory");
 #endif
   }
   __device__ void send(float* own, float value, int rank) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
-                     in_block(address_of(own), rank)),
-                 "f"(value), "r"(in_block(address(), rank))
+                     address_in_block(shared_address(own), rank)),
+                 "f"(value), "r"(address_in_block(arrivals_.address(), rank))
                  : "memory");
 #endif
   }
 
   // Returns when all bytes have arrived; `round`: how often that has happened before.
-  __device__ void wait(unsigned round = 0) {
-#if __CUDA_ARCH__ >= 900
-    unsigned done = 0;
-    while (done == 0) {
-      asm volatile(
-          "{\n"
-          ".reg .pred done;\n"
-          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-          "selp.u32 %0, 1, 0, done;\n"
-          "}\n"
-          : "=r"(done)
-          : "r"(address()), "r"(round & 1)
-          : "memory");
-    }
-#endif
-  }
+  __device__ void wait(unsigned round = 0) { arrivals_.wait<true>(round & 1); }
 
  private:
-  __device__ static unsigned address_of(const void* shared) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  }
-  __device__ unsigned address() const { return address_of(&state_); }
-
-#if __CUDA_ARCH__ >= 900
-  __device__ static unsigned in_block(unsigned address, int rank) {
-    unsigned remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-    return remote;
-  }
-#endif
-
-  uint64_t state_;
+  Arrivals arrivals_;
 };
 
 }  // namespace fuseopt

@@ -2,7 +2,7 @@
 // and no instruction of its threads. From sm_90 on; code for older devices compiles, and must not use it.
 #pragma once
 
-#include <cstdint>
+#include "arrivals.cuh"
 
 namespace fuseopt {
 
@@ -23,48 +23,28 @@ class RowRing {
 
   // By one thread, with a barrier of the block after it.
   __device__ void open() const {
-#if __CUDA_ARCH__ >= 900
-    for (int s = 0; s < stages_; ++s) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier(s)) : "memory");
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
+    for (int s = 0; s < stages_; ++s) arrivals(s).open();
+    Arrivals::publish();
   }
 
   // By one thread: brings row `row` of each tensor into a stage that nobody reads any more.
   template <typename T>
   __device__ void fetch(int stage, const T* const (&tensors)[kTensors], int64_t row) const {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier(stage)),
-                 "r"(kTensors * row_bytes_)
-                 : "memory");
+    arrivals(stage).expect(kTensors * row_bytes_);
 #pragma unroll
     for (int t = 0; t < kTensors; ++t) {
       asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                       address(slot(stage, t))),
-                   "l"(reinterpret_cast<const char*>(tensors[t]) + row * row_bytes_), "r"(row_bytes_), "r"(barrier(stage))
+                       shared_address(slot(stage, t))),
+                   "l"(reinterpret_cast<const char*>(tensors[t]) + row * row_bytes_), "r"(row_bytes_),
+                   "r"(arrivals(stage).address())
                    : "memory");
     }
 #endif
   }
 
   // Returns when the current stage's rows are there.
-  __device__ void wait() const {
-#if __CUDA_ARCH__ >= 900
-    unsigned done = 0;
-    while (done == 0) {
-      asm volatile(
-          "{\n"
-          ".reg .pred done;\n"
-          "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-          "selp.u32 %0, 1, 0, done;\n"
-          "}\n"
-          : "=r"(done)
-          : "r"(barrier(stage_)), "r"(parity_)
-          : "memory");
-    }
-#endif
-  }
+  __device__ void wait() const { arrivals(stage_).wait<false>(parity_); }
 
   template <typename T>
   __device__ const T* row(int tensor) const {
@@ -79,12 +59,9 @@ class RowRing {
 
  private:
   __device__ char* slot(int stage, int tensor) const { return slots_ + (stage * kTensors + tensor) * row_bytes_; }
-  __device__ static unsigned address(const void* shared) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  }
-  __device__ static unsigned barrier(int stage) {
-    __shared__ uint64_t arrived[kMaxRingStages];
-    return address(arrived + stage);
+  __device__ static Arrivals& arrivals(int stage) {
+    __shared__ Arrivals arrived[kMaxRingStages];
+    return arrived[stage];
   }
 
   char* slots_;
