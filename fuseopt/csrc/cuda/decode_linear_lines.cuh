@@ -1,7 +1,7 @@
 // decode_linear for 16-bit weights [K, N] too large to wait in registers for the kernel ahead. A block has one strip of
 // output columns; its warps, and where strips are few the blocks of a cluster, share out K. A ring has room for all
 // that its warp reads, or as much of it as fits: what is there when the kernel ahead ends is what memory has done
-// meanwhile. Only queries, keys and values of one row leave room for the next kernel's block, attention's, beside theirs.
+// meanwhile. Only queries, keys and values of one row leave room for attention's block, the next one, beside theirs.
 #pragma once
 
 #include "cluster.cuh"

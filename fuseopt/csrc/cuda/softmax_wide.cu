@@ -166,9 +166,9 @@ struct WideShape {
   int64_t teams;  // that walk the rows
 };
 
-// A block a row that it can hold in shared memory, and a cluster for wider ones, and where there are too few rows to keep
-// the device busy: its second read comes from the L2 cache. Blocks of a cluster that hold their parts take longer: what
-// they tell one another has to wait behind what they have stored.
+// A block a row that it can hold in shared memory, and a cluster for wider ones, and where there are too few rows to
+// keep the device busy: its second read comes from the L2 cache. Blocks of a cluster that hold their parts take longer:
+// what they tell one another has to wait behind what they have stored.
 // Where a block has a multiprocessor to itself and float32 arithmetic to do, blocks walk the rows: launching one takes
 // long with so much memory. In 16 bits that costs more than it saves.
 WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors) {
