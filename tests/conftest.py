@@ -35,7 +35,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     A worker beside others computes on one thread, and so do the processes it starts: on 16 cores, 8 workers with 16
     threads each mostly wait for one another.
+
+    For a CPU, Inductor writes plain loops: what it emits for vectors takes twice as long to compile, and with an empty
+    cache it compiles a trial for each kind of them first.
     """
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     if hasattr(config, "workerinput"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
