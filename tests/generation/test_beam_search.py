@@ -77,7 +77,7 @@ def topk_of_clear_choices(scores, k, *args, topk=torch.topk, **kwargs):
 only_clear_choices = mock.patch.object(torch, "topk", topk_of_clear_choices)
 
 
-@settings(sweep, max_examples=60)
+@settings(sweep, max_examples=40)
 @given(st.data())
 def test_random_beam_searches(model, data):
     kwargs = data.draw(beam_calls())
@@ -95,7 +95,7 @@ def test_beams_kept_by_transformers_on_the_fast_forward(model, data):
         compare(model, inputs, Tier.FAST_FORWARD, **kwargs)
 
 
-@settings(sweep, max_examples=20)
+@settings(sweep, max_examples=12)
 @given(st.data())
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_ties_fall_as_in_transformers(model, share, data):

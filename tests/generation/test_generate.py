@@ -153,7 +153,7 @@ def model(request, each_device):
     return tiny.FAMILIES[request.param]()
 
 
-@settings(sweep, max_examples=50)
+@settings(sweep, max_examples=40)
 @given(st.data())
 def test_random_calls_that_the_device_can_decode(model, data):
     kwargs = data.draw(calls(ON_DEVICE))

@@ -92,7 +92,7 @@ def assert_same(fused, stock):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     edits=st.fixed_dictionaries(
         {},

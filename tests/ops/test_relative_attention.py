@@ -145,7 +145,7 @@ def test_drawn_masks_have_the_share_asked_for_and_no_pattern() -> None:
 
 @triton_cases
 @settings(
-    max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
+    max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
 )
 @given(data=st.data())
 def test_any_sizes(case: Case, data: st.DataObject) -> None:

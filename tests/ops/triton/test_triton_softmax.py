@@ -47,10 +47,22 @@ def test_output_dtype_and_negative_scale(device, assert_matches, columns):
     assert_matches(grad_input, reference_gradient(grad_output, output, -2.5))
 
 
-@pytest.mark.parametrize("columns", [50, 32771])
+MASK_SHAPES = [
+    (2, 1, 5, -1),
+    (2, 1, 1, -1),
+    (2, 3, 5, 1),
+    (1, 3, 1, -1),
+    (1, 3, 5, -1),
+    (5, -1),
+    (-1,),
+    (1, 1, 1, 1),
+    (),
+]
+
+
 @pytest.mark.parametrize(
-    "mask_shape",
-    [(2, 1, 5, -1), (1, 3, 1, -1), (2, 1, 1, -1), (2, 3, 5, 1), (1, 3, 5, -1), (5, -1), (-1,), (1, 1, 1, 1), ()],
+    ("columns", "mask_shape"),
+    [(50, shape) for shape in MASK_SHAPES] + [(32771, shape) for shape in MASK_SHAPES[:3]],
     ids=str,
 )
 def test_mask_is_broadcast(device, assert_matches, mask_shape, columns):
