@@ -131,19 +131,17 @@ ROTARY_CALLS = {
         *[projected(d, heads, n) for heads in (8, 2)], *[empty(1, 512, n, dtype=d)] * 2, d, d
     ),
 }
-HEADS = [(torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 64), (torch.float64, 64)]
+HEADS = [(torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 64)]
 # Narrow rows, hidden sizes, an odd width, the widest rows held in registers, vocabularies.
 ROWS = [
     (torch.bfloat16, 64),
     (torch.bfloat16, 768),
     (torch.float16, 1023),
     (torch.bfloat16, 4096),
-    (torch.float32, 8192),
     (torch.float32, 32768),
     (torch.float64, 16384),
     (torch.bfloat16, 50257),
     (torch.bfloat16, 262144),
-    (torch.float64, 262144),
 ]
 # All kernels are compiled for these in a few sizes, for the last in all.
 EVERY_GPU = [80, 90]
