@@ -379,6 +379,7 @@ def test_error_is_no_larger_than_torchs_own(cpu_ops, dtype):
         assert error <= 1.05 * their_error, f"{name}: {error:.3g} against {their_error:.3g}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="needs what wheels are made for")
 def test_the_library_of_a_wheel_is_as_exact(tmp_path):
     """Its vectors are half as long where the processor has AVX-512; and a loop without any adds up one by one."""
