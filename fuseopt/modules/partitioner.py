@@ -51,8 +51,14 @@ _OPTIONS = {
     "autograd_cache_allow_custom_autograd_functions": True,
 }
 _BUDGET, _PARTITIONER = "activation_memory_budget", "custom_partitioner_fn"
-# Casts of a layer's weights and the like, which need nothing of one another, are one launch.
-_CODE_OPTIONS = {"combo_kernels": True}
+_CODE_OPTIONS = {
+    # Casts of a layer's weights and the like, which need nothing of one another, are one launch.
+    "combo_kernels": True,
+    # Inductor could turn loops to fuse kernels, and for that compares accesses in all their dimensions. Then
+    # [batch, length, size] and the same numbers as [batch * length, size] differ, which transformers' views alternate
+    # between, and a norm's backward is not fused with the norm, computed again, and the cast that it shares its reads with.
+    "loop_ordering_after_fusion": False,
+}
 # At 0 the partitioner keeps the inputs alone, whatever is marked.
 _SMALLEST_BUDGET = 1e-6
 _PASSES = (dropout_masks, float_gradients, repeated_parts, residual_stream, tanh_gelu)
