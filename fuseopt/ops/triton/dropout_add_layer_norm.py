@@ -10,7 +10,10 @@ from fuseopt.ops.triton.rows import TL_DTYPES, RowTile, Tiling, as_rows, compute
 
 FWD_TILING = Tiling(program_bytes=8 * 1024, thread_bytes=64, max_row_bytes=64 * 1024)
 # Five rows are held at once: two gradients, the sum, and the gradients of weight and bias.
-BWD_TILING = Tiling(program_bytes=4 * 1024, thread_bytes=64, max_row_bytes=32 * 1024)
+BWD_TILING = Tiling(program_bytes=8 * 1024, thread_bytes=64, max_row_bytes=32 * 1024)
+# Tiles, of two gradients and the sum, that are on their way while one is worked on, if shared memory has room for them.
+BWD_TILES_AHEAD = 2
+BWD_MOST_BYTES_AHEAD = 96 * 1024
 
 
 @triton.jit
@@ -101,8 +104,9 @@ def dropout_add_layer_norm_bwd_kernel(
     COMPUTE: tl.constexpr,  # dtype of the arithmetic
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    TILES_AHEAD: tl.constexpr,  # that are loaded while one is worked on
 ):
-    """Persistent: a program takes every num_programs-th tile of rows and keeps its weight gradients in registers."""
+    """Persistent: a program takes neighbouring tiles of rows and keeps its weight gradients in registers."""
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK_COLUMNS)
     column_mask = column < columns
@@ -111,7 +115,9 @@ def dropout_add_layer_norm_bwd_kernel(
     grad_weight = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=COMPUTE)
     grad_bias = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=COMPUTE)
 
-    for tile in tl.range(program, tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0)):
+    tiles = tl.cdiv(rows, BLOCK_ROWS)
+    share = tl.cdiv(tiles, tl.num_programs(0))
+    for tile in tl.range(program * share, tl.minimum(program * share + share, tiles), num_stages=TILES_AHEAD + 1):
         row = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         row_mask = row < rows
         mask = row_mask[:, None] & column_mask[None, :]
@@ -233,13 +239,15 @@ def dropout_add_layer_norm_bwd(
     matrix, row_stride = as_rows(sum)
     weight = None if weight is None else weight.contiguous()
     tile = row_tile(BWD_TILING, columns, compute)
-    programs = bwd_programs(-(-rows // tile.rows), tile.num_warps, sum.device)
+    tile_bytes = 3 * tile.rows * tile.columns * max(grad_output.itemsize, sum.itemsize)
+    tiles_ahead = BWD_TILES_AHEAD if BWD_TILES_AHEAD * tile_bytes <= BWD_MOST_BYTES_AHEAD else 0
+    programs = bwd_programs(-(-rows // tile.rows), tile.num_warps, sum.device, least=4)
     partials = [torch.empty(programs, columns, dtype=compute, device=sum.device) if need else None for need in needed]
     with torch.cuda.device_of(sum):
         dropout_add_layer_norm_bwd_kernel[(programs,)](
             grad_matrix, grad_sum_matrix, matrix, weight, mean.contiguous(), rstd.contiguous(), seed, grad_input,
             grad_residual, *partials, rows, columns, grad_row_stride, grad_sum_row_stride, row_stride,
-            1.0 / (1.0 - p), threshold(p), TL_DTYPES[compute], tile.rows, tile.columns,
+            1.0 / (1.0 - p), threshold(p), TL_DTYPES[compute], tile.rows, tile.columns, tiles_ahead,
             num_warps=tile.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
         for partial, total in zip(partials, sums, strict=True):

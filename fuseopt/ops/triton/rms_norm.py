@@ -215,9 +215,9 @@ def column_sum_kernel(
     tl.store(output_ptr + column, tl.sum(total, axis=0), mask=column < columns)
 
 
-def bwd_programs(tiles: int, num_warps: int, device: torch.device) -> int:
-    """As many programs as stay resident at once, but no more than there are tiles of rows."""
-    return min(tiles, multiprocessor_count(device) * max(1, BWD_WARPS // num_warps))
+def bwd_programs(tiles: int, num_warps: int, device: torch.device, *, least: int = 1) -> int:
+    """So many programs that they have BWD_WARPS on each multiprocessor, at least `least` there, at most one a tile."""
+    return min(tiles, multiprocessor_count(device) * max(least, BWD_WARPS // num_warps))
 
 
 def rms_norm(
