@@ -54,9 +54,9 @@ _BUDGET, _PARTITIONER = "activation_memory_budget", "custom_partitioner_fn"
 _CODE_OPTIONS = {
     # Casts of a layer's weights and the like, which need nothing of one another, are one launch.
     "combo_kernels": True,
-    # Inductor could turn loops to fuse kernels, and for that compares accesses in all their dimensions. Then
-    # [batch, length, size] and the same numbers as [batch * length, size] differ, which transformers' views alternate
-    # between, and a norm's backward is not fused with the norm, computed again, and the cast that it shares its reads with.
+    # Inductor could turn loops to fuse kernels, and for that compares accesses in all their dimensions: one to
+    # [batch, length, size] and one to the same numbers as [batch * length, size] differ. Views in transformers take one
+    # to the other, and a norm's backward would not be fused with the norm, computed again, nor with the cast behind it.
     "loop_ordering_after_fusion": False,
 }
 # At 0 the partitioner keeps the inputs alone, whatever is marked.

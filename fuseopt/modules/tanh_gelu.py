@@ -1,8 +1,8 @@
 """The tanh in a traced GELU of float32 on a GPU, said as a sigmoid, which takes half the instructions.
 
-2 * sigmoid(2 * x) - 1 is tanh(x) up to the rounding of numbers near 1, and with the 1 that GELU adds to it
-2 * sigmoid(2 * x) itself. The rounding is nothing beside the 1 from which the gradient takes tanh(x)'s square, but would
-be much beside the tanh of a small number alone.
+2 * sigmoid(2 * x) - 1 is tanh(x) up to the rounding of numbers near 1, and 2 * sigmoid(2 * x) itself what GELU makes of
+it by adding 1. The rounding is nothing beside the 1 from which the gradient takes tanh(x) squared, but would be much
+beside the tanh of a small number alone.
 """
 
 from __future__ import annotations
