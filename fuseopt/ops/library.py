@@ -2,9 +2,12 @@
 
 import contextlib
 import functools
+import hashlib
 import importlib
+import inspect
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +59,23 @@ def _imported_on_first_call(module: str, name: str) -> Callable:
         return getattr(importlib.import_module(module), name)
 
     return lambda *args, **kwargs: kernel()(*args, **kwargs)
+
+
+def define_node(schema: str, function: type[torch.autograd.Function]) -> Callable:
+    """Define an op that is `function.apply`, and return it: what to call while Dynamo traces.
+
+    It is one node of Dynamo's graph, and AOT Autograd traces what it does. Of `function` itself Dynamo traces forward
+    and backward too, anew for every call.
+
+    Args:
+        schema: `name(arguments) -> results` of `function.apply`, without defaults. A hash of the file that `function`
+            is in goes ahead of the arguments: caches of compiled graphs know of a node no more than its arguments.
+    """
+    name, signature = schema.split("(", 1)
+    LIBRARY.define(f"{name}(str source, {signature}")
+    LIBRARY.impl(name, lambda source, *args: apply(function, *args), "CompositeImplicitAutograd")
+    source = hashlib.sha256(Path(inspect.getfile(function)).read_bytes()).hexdigest()
+    return functools.partial(getattr(torch.ops.fuseopt, name).default, source)
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
 from fuseopt.ops.library import (
@@ -17,6 +18,7 @@ from fuseopt.ops.library import (
     check_shape,
     compute_dtype,
     define,
+    define_node,
     is_differentiated_again,
     needs_autograd,
     reference_vjp,
@@ -132,6 +134,12 @@ class _RelativeAttention(torch.autograd.Function):
         return None, *of_inputs, *(None,) * 5
 
 
+NODE = define_node(
+    f"relative_attention(str backend, {_INPUTS}, float scale, float p, bool causal) -> (Tensor, Tensor)",
+    _RelativeAttention,
+)
+
+
 def relative_attention(
     query: Tensor,
     key: Tensor,
@@ -187,7 +195,8 @@ def relative_attention(
     if query.shape[3] > _MOST_DIM:
         raise ValueError(f"the kernel takes at most {_MOST_DIM} elements a head, not {query.shape[3]}")
     if needs_autograd(query, key, value, bias):
-        return apply(_RelativeAttention, chosen, *arguments)[0].transpose(1, 2)
+        attend = NODE if is_dynamo_compiling() else partial(apply, _RelativeAttention)
+        return attend(chosen, *arguments)[0].transpose(1, 2)
     return FWD[chosen](*arguments)[0].transpose(1, 2)
 
 

@@ -1,18 +1,22 @@
 """relative_attention beyond the contract: T5's own attention, masks, dropout, odd sizes, what is kept and refused."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention, eager_attention_forward
 
 from fuseopt import ops
 from fuseopt.errors import BackendError
+from fuseopt.modules import partitioner
 from fuseopt.ops.philox import keep_scores, philox2
-from tests.ops.cases import Case, RawCalls, cases, error
+from tests.ops.cases import Case, Graphs, RawCalls, cases, error
 
 every_case = pytest.mark.parametrize("case", cases("relative_attention"))
 triton_cases = pytest.mark.parametrize(
@@ -232,6 +236,53 @@ def test_a_frozen_bias_is_left_out_of_the_backward(case: Case) -> None:
     assert [(str(op), args[-1]) for op, args in raw.calls if "bwd" in str(op)] == [
         ("fuseopt.relative_attention_bwd.triton", False)
     ]
+
+
+@triton_cases
+@pytest.mark.parametrize(("frozen", "masked"), [((), True), ((0,), False), ((1, 2), True), ((3,), False)])
+def test_a_compiled_call_is_one_node_for_dynamo(case: Case, frozen: tuple[int, ...], masked: bool) -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {}
+    if masked:
+        mask = torch.arange(7, device=case.device) < torch.tensor([[7], [4]], device=case.device)
+        options = {"mask": mask[:, None, None, :], "seed": torch.tensor([3], device=case.device), "p": 0.2}
+    tensors = inputs(case, 2, 1, 5, 7, 8, reach=3)
+    tensors = [tensor.detach() if index in frozen else tensor for index, tensor in enumerate(tensors)]
+    leaves = [tensor for tensor in tensors if tensor.requires_grad]
+    if 3 in frozen:
+        del tensors[3]
+    nodes, graphs = [], Graphs()
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        nodes.extend(str(node.target) for node in graph.graph.nodes if "attention" in str(node.target))
+        return graphs.compiled(graph, example_inputs)
+
+    torch._dynamo.reset()
+    output = torch.compile(case, fullgraph=True, backend=backend)(*tensors, **options)
+    expected = case(*tensors, **options)
+    assert nodes == ["fuseopt.relative_attention.default"]
+    assert torch.equal(output, expected)
+    grad = torch.randn_like(output)
+    assert all(map(torch.equal, *(torch.autograd.grad(result, leaves, grad) for result in (output, expected))))
+    assert (graphs.forward, graphs.backward) == (["relative_attention_fwd.triton"], ["relative_attention_bwd.triton"])
+
+
+@triton_cases
+def test_a_compiled_step_is_found_on_disk_until_the_source_changes(
+    case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    tensors = inputs(case, 1, 1, 3, 3, 8)
+    backend = partial(partitioner.compile_graph, backend="inductor", budget=1.0)
+    module, found = ops.relative_attention.__globals__, []
+    for source in ("one", "one", "another"):
+        monkeypatch.setitem(module, "NODE", partial(module["NODE"].func, source))
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(case, fullgraph=True, backend=backend)(*tensors).sum().backward()
+        found.append({name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss", "bypass")})
+    hit, miss = {"hit": 1, "miss": 0, "bypass": 0}, {"hit": 0, "miss": 1, "bypass": 0}
+    assert found == [miss, hit, miss]
 
 
 @triton_cases
