@@ -137,10 +137,10 @@ def gradients(
     return list(torch.autograd.grad(results(function(*sample.args, **sample.kwargs)), inputs, results(grad_outputs)))
 
 
-def error(actual: Iterable[Tensor | None], judge: Iterable[Tensor | None]) -> float:
+def error(actual: Iterable[Tensor | None], judge: Iterable[Tensor | None], *, least: float = 1e-2) -> float:
     """Largest difference between two lists of tensors, over the size of the judge's largest value in that tensor.
 
-    That size counts as 0.01 at least: gradients that cancel to zero are what rounding leaves of values near one.
+    That size counts as `least` at least: gradients that cancel to zero are what rounding leaves of values near one.
     """
     largest = 0.0
     for value, expected in zip(actual, judge, strict=True):
@@ -153,7 +153,7 @@ def error(actual: Iterable[Tensor | None], judge: Iterable[Tensor | None]) -> fl
         finite = expected.isfinite()
         difference = (value - expected)[finite].abs().amax() if finite.any() else torch.zeros(())
         scale = expected[finite].abs().amax() if finite.any() else torch.ones(())
-        largest = max(largest, (difference / scale.clamp(min=1e-2)).item())
+        largest = max(largest, (difference / scale.clamp(min=least)).item())
     return largest
 
 

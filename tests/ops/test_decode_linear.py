@@ -265,7 +265,9 @@ def assert_kernel_is_accurate(*args: object, **kwargs: object) -> None:
     # In float64 the judge is no better than the judged.
     in_float64 = output.dtype == torch.float64
     rounding = 64 * torch.finfo(torch.float64).eps if in_float64 else 8 * torch.finfo(args[1][0].dtype).eps
-    assert error([output], [judge]) <= 2 * error([plain], [judge]) + rounding
+    # Results are sums of products near one. Where there is but one, it may be anything down to zero.
+    found, allowed = (error([result], [judge], least=1.0) for result in (output, plain))
+    assert found <= 2 * allowed + rounding
 
 
 def kernels_of(call: Callable[[], object]) -> str:

@@ -10,7 +10,7 @@ from fuseopt.ops.triton.rows import TL_DTYPES, RowTile, Tiling, as_rows, compute
 
 FWD_TILING = Tiling(program_bytes=8 * 1024, thread_bytes=64, max_row_bytes=64 * 1024)
 # Five rows are held at once: two gradients, the sum, and the gradients of weight and bias.
-BWD_TILING = Tiling(program_bytes=8 * 1024, thread_bytes=64, max_row_bytes=32 * 1024)
+BWD_TILING = Tiling(program_bytes=4 * 1024, thread_bytes=64, max_row_bytes=32 * 1024)
 # Tiles, of two gradients and the sum, that are on their way while one is worked on, if shared memory has room for them.
 BWD_TILES_AHEAD = 2
 BWD_MOST_BYTES_AHEAD = 96 * 1024
