@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import DynamicCache, EncoderDecoderCache
 
@@ -77,7 +77,7 @@ def topk_of_clear_choices(scores, k, *args, topk=torch.topk, **kwargs):
 only_clear_choices = mock.patch.object(torch, "topk", topk_of_clear_choices)
 
 
-@settings(sweep, max_examples=40)
+@sweep(40)
 @given(st.data())
 def test_random_beam_searches(model, data):
     kwargs = data.draw(beam_calls())
@@ -86,7 +86,7 @@ def test_random_beam_searches(model, data):
         compare(model, inputs, Tier.DEVICE_LOOP, **kwargs)
 
 
-@settings(sweep, max_examples=10)
+@sweep(10)
 @given(st.data())
 def test_beams_kept_by_transformers_on_the_fast_forward(model, data):
     kwargs = data.draw(beam_calls()) | {"max_time": 1e6}
@@ -95,7 +95,7 @@ def test_beams_kept_by_transformers_on_the_fast_forward(model, data):
         compare(model, inputs, Tier.FAST_FORWARD, **kwargs)
 
 
-@settings(sweep, max_examples=12)
+@sweep(12)
 @given(st.data())
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_ties_fall_as_in_transformers(model, share, data):

@@ -61,8 +61,13 @@ SHARED = {
 DETAILS = {"output_scores": st.booleans(), "output_logits": st.booleans()}
 
 
-# One model serves all examples, as it serves a user's calls.
-sweep = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def sweep(examples):
+    """How Hypothesis is to draw so many examples, or half of them without a GPU, where each takes longer.
+
+    One model serves all of them, as it serves a user's calls.
+    """
+    drawn = examples if torch.cuda.is_available() else examples // 2
+    return settings(max_examples=drawn, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @st.composite
@@ -153,7 +158,7 @@ def model(request, each_device):
     return tiny.FAMILIES[request.param]()
 
 
-@settings(sweep, max_examples=40)
+@sweep(40)
 @given(st.data())
 def test_random_calls_that_the_device_can_decode(model, data):
     kwargs = data.draw(calls(ON_DEVICE))
@@ -161,7 +166,7 @@ def test_random_calls_that_the_device_can_decode(model, data):
     compare(model, inputs, Tier.DEVICE_LOOP, **kwargs)
 
 
-@settings(sweep, max_examples=20)
+@sweep(20)
 @given(st.data())
 def test_random_calls_with_something_for_the_host(model, data):
     name = data.draw(st.sampled_from(sorted(ON_HOST)))

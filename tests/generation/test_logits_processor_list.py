@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationMixin, LogitsProcessorList
 from transformers.generation import logits_process as stock_processors
@@ -16,6 +16,7 @@ import fuseopt
 from fuseopt import ops
 from fuseopt.generation.logits_processor_list import FusedLogitsProcessorList, FusedRun
 from tests import tiny
+from tests.generation.test_generate import sweep
 
 pytestmark = [
     pytest.mark.usefixtures("each_device"),
@@ -92,7 +93,7 @@ def assert_same(fused, stock):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@sweep(50)
 @given(
     edits=st.fixed_dictionaries(
         {},

@@ -518,11 +518,10 @@ def test_inductor_recomputes_the_dropout_that_was_drawn(graphs):
     assert graphs.compiled == 1
 
 
-# All where there is a GPU: on a CPU each takes Inductor's compiler for ten seconds and more.
+# Each takes Inductor's compiler for a CPU twenty seconds: machines with a GPU have the processors for that.
+@pytest.mark.gpu
 @with_inductor
-@pytest.mark.parametrize(
-    "family", [pytest.param("gpt2", marks=pytest.mark.gpu), pytest.param("t5", marks=pytest.mark.gpu), "t5_gated"]
-)
+@pytest.mark.parametrize("family", SIZES)
 def test_inductor_gives_the_losses_and_gradients_of_stock(family, graphs):
     check_several_steps(family)
     assert graphs.compiled == 1
