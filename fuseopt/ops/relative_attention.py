@@ -195,8 +195,9 @@ def relative_attention(
     if query.shape[3] > _MOST_DIM:
         raise ValueError(f"the kernel takes at most {_MOST_DIM} elements a head, not {query.shape[3]}")
     if needs_autograd(query, key, value, bias):
-        attend = NODE if is_dynamo_compiling() else partial(apply, _RelativeAttention)
-        return attend(chosen, *arguments)[0].transpose(1, 2)
+        if is_dynamo_compiling():
+            return NODE(chosen, *arguments)[0].transpose(1, 2)
+        return apply(_RelativeAttention, chosen, *arguments)[0].transpose(1, 2)
     return FWD[chosen](*arguments)[0].transpose(1, 2)
 
 

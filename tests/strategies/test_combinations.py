@@ -149,6 +149,8 @@ def test_every_mechanism_at_once(family, monkeypatch):
 
 DISTRIBUTED = [
     ("gpt2", "kernels-jit"),
+    ("t5", "kernels-jit"),
+    ("gpt2", "kernels-head"),
     ("t5", "kernels-head"),
     ("gpt2", "kernels-memory"),
     ("gpt2", "kernels-head-memory"),
