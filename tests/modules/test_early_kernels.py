@@ -168,11 +168,10 @@ def test_the_first_step_compiles_no_kernel_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     model = tiny.t5().cuda().train()
-    kernels = ["FusedRelativeAttention", "FusedLinearCrossEntropy"]
-    fusion = {"memory_efficient_fusion": True, "triton_kernels": kernels}
+    fusion = {"memory_efficient_fusion": True, "triton_kernels": ["FusedRelativeAttention"]}
     fuseopt.initialize(model, {"kernel_fusion": fusion}, strict=True)
     ids = torch.randint(0, model.config.vocab_size, (3, 16), device="cuda")
     with torch.autocast("cuda", torch.bfloat16), partitioner.inductor_config.patch(force_disable_caches=True):
         model(input_ids=ids, labels=ids).loss.backward()
-    assert {name for name, *_ in compiled} >= {"cross_entropy_fwd_bwd_kernel", "relative_attention_bwd_bias_kernel"}
-    assert {tuple(how) for _, *how in compiled} == {("fuseopt-kernels", True)}
+    assert {name for name, *_ in compiled} >= {"relative_attention_fwd_kernel", "relative_attention_bwd_bias_kernel"}
+    assert {tuple(how) for _, *how in compiled} == {("fuseopt-kernels", True)}, compiled
