@@ -1,12 +1,6 @@
-"""Triton ops of a step are compiled and run beforehand, once for each layout; everything else is not."""
+"""Triton ops of a step are run beforehand, in threads, once for each layout; everything else is not."""
 
-import os
-import pkgutil
-import subprocess
-import sys
 import threading
-from concurrent.futures import Future
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,11 +36,9 @@ def begun(monkeypatch):
     """What has been run, by the name of the thread."""
     seen = []
 
-    def run(call, compiler):
-        assert call in compiler.result()
-        seen.append((threading.current_thread().name.rsplit("_", 1)[0], *call))
+    def run(op, arguments):
+        seen.append((threading.current_thread().name.rsplit("_", 1)[0], op, arguments))
 
-    monkeypatch.setattr(early_kernels, "_compile_elsewhere", list)
     monkeypatch.setattr(early_kernels, "_run", run)
     return seen
 
@@ -84,57 +76,25 @@ def test_other_ops_and_devices_are_not(begun):
 def test_an_op_is_given_zeros_of_its_layouts():
     given = []
     layout = early_kernels._layout(torch.empty(3, 4, dtype=torch.float16).t())
-    call = early_kernels._Call(lambda *arguments: given.extend(arguments), (layout, None, 0.5))
-    started = Future()
-    started.set_result(None)
-    early_kernels._run(call, started)
+    early_kernels._run(lambda *arguments: given.extend(arguments), (layout, None, 0.5))
     zeros, *others = given
     assert zeros.stride() == (1, 4) and zeros.dtype is torch.float16 and not zeros.any() and others == [None, 0.5]
 
 
 def test_what_fails_is_left_to_the_step_and_waited_for(monkeypatch):
-    compiler = subprocess.Popen([sys.executable, "-c", "input(); raise SystemExit(1)"], stdin=subprocess.PIPE)
-    failed = []
+    started, failed = threading.Event(), []
 
-    def op(*_):
-        failed.append(compiler.poll())
+    def run(op, arguments):
+        started.wait(10)
+        failed.append(op)
         raise RuntimeError("no room")
 
-    run = early_kernels._run
-    monkeypatch.setattr(early_kernels, "_compile_elsewhere", lambda _: compiler)
-    monkeypatch.setattr(early_kernels, "_run", lambda call, compiler: run(early_kernels._Call(op, ()), compiler))
+    monkeypatch.setattr(early_kernels, "_run", run)
     with early_kernels.pool():
         early_kernels.begin(graph_of((TRITON, [fake(8, 64), fake(64)], (1e-6, 1, 1.0))))
         assert not failed
-        compiler.communicate(b"\n")
-    assert failed == [1]
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-def test_what_another_process_compiles_is_found_on_disk(tmp_path, monkeypatch):
-    from triton import knobs
-
-    from fuseopt.ops.triton import rms_norm_fwd
-    from fuseopt.ops.triton.compile_only import compile_only
-    from fuseopt.ops.triton.rms_norm import rms_norm_fwd_kernel
-
-    gpu, ended = SimpleNamespace(major=9, minor=0, multi_processor_count=132), []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    monkeypatch.setattr(early_kernels, "_run", lambda _, compiler: ended.append(compiler.result().wait()))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    # The first has no such weight.
-    sizes = [(9, 7), (768, 768), (64, 64)]
-    calls = [(TRITON, [fake(300, columns), fake(weights)], (1e-6, 1, 1.0)) for columns, weights in sizes]
-    with FakeTensorMode(), early_kernels.pool():
-        early_kernels.begin(graph_of(*calls))
-    assert ended == [0] * 3
-    found = []
-    monkeypatch.setattr(knobs.compilation, "listener", lambda *, cache_hit, **_: found.append(cache_hit))
-    rms_norm_fwd_kernel.device_caches.clear()
-    with compile_only(90, 132):
-        for _, tensors, others in calls[1:]:
-            rms_norm_fwd(*(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors), *others)
-    assert found == [True, True]
+        started.set()
+    assert failed == [TRITON]
 
 
 def test_the_graph_of_a_step_is_looked_at(monkeypatch):
@@ -148,30 +108,23 @@ def test_the_graph_of_a_step_is_looked_at(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_the_first_step_compiles_no_kernel_of_its_own(tmp_path, monkeypatch):
+def test_the_first_step_compiles_no_kernel_of_its_own(monkeypatch):
     from triton import knobs
-    from triton.runtime.jit import JITFunction
 
-    from fuseopt.ops import triton as ops
+    from fuseopt.ops.triton.cross_entropy import cross_entropy_fwd_bwd_kernel
 
-    for module in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
-        for member in vars(sys.modules.get(module.name, ops)).values():
-            if isinstance(member, JITFunction):
-                member.device_caches.clear()
+    cross_entropy_fwd_bwd_kernel.device_caches.clear()
     compiled = []
 
-    def listen(*, src, cache_hit, **_):
-        if src.fn.module.startswith(ops.__name__):
-            compiled.append((src.name, threading.current_thread().name.rsplit("_", 1)[0], cache_hit))
+    def listen(*, src, **_):
+        compiled.append((src.name, threading.current_thread().name))
 
     monkeypatch.setattr(knobs.compilation, "listener", listen)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
-    model = tiny.t5().cuda().train()
-    fusion = {"memory_efficient_fusion": True, "triton_kernels": ["FusedRelativeAttention"]}
-    fuseopt.initialize(model, {"kernel_fusion": fusion}, strict=True)
+    model = tiny.gpt2().cuda().train()
+    fuseopt.initialize(model, "training", strict=True)
     ids = torch.randint(0, model.config.vocab_size, (3, 16), device="cuda")
     with torch.autocast("cuda", torch.bfloat16), partitioner.inductor_config.patch(force_disable_caches=True):
         model(input_ids=ids, labels=ids).loss.backward()
-    assert {name for name, *_ in compiled} >= {"relative_attention_fwd_kernel", "relative_attention_bwd_bias_kernel"}
-    assert {tuple(how) for _, *how in compiled} == {("fuseopt-kernels", True)}, compiled
+    threads = {thread for name, thread in compiled if name == "cross_entropy_fwd_bwd_kernel"}
+    assert threads and all(thread.startswith("fuseopt-kernels") for thread in threads)

@@ -12,8 +12,6 @@ TL_DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float64: tl.float64,
 }
-# So few that persistent programs loop in the interpreter, too.
-MULTIPROCESSORS_ELSEWHERE = 4
 
 
 class RowTile(NamedTuple):
@@ -76,5 +74,5 @@ def _multiprocessors(device_index: int) -> int:
 
 
 def multiprocessor_count(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device, or `MULTIPROCESSORS_ELSEWHERE`."""
-    return _multiprocessors(device.index) if device.type == "cuda" else MULTIPROCESSORS_ELSEWHERE
+    """Multiprocessors of a CUDA device; elsewhere 4, so that persistent programs loop in the interpreter, too."""
+    return _multiprocessors(device.index) if device.type == "cuda" else 4
