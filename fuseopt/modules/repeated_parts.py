@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch._inductor import inductor_prims
 from torch._subclasses import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 aten = torch.ops.aten
 _MATMULS = (aten.mm.default, aten.mm.dtype, aten.addmm.default, aten.bmm.default)
@@ -65,7 +66,8 @@ class _PartModule(_LazyGraphModule):
     """
 
     def __call__(self, *inputs: Tensor) -> Any:
-        if not any(isinstance(tensor, FakeTensor) for tensor in inputs):
+        # Whoever traces wants the operations.
+        if get_proxy_mode() is not None or not any(isinstance(tensor, FakeTensor) for tensor in inputs):
             return super().__call__(*inputs)
         (returned,) = self.graph.output_node().args
         return tuple(_without_data(node.meta["val"]) for node in returned)
