@@ -13,10 +13,14 @@ import bisect
 import collections
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._inductor import inductor_prims
+from torch._subclasses import FakeTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 aten = torch.ops.aten
 _MATMULS = (aten.mm.default, aten.mm.dtype, aten.addmm.default, aten.bmm.default)
@@ -53,6 +57,20 @@ def outline(module: fx.GraphModule) -> fx.GraphModule:
         return module
     parts = [_Part(nodes) for nodes in _cut(_divisible(module.graph))]
     return _joined(module, parts) if parts else module
+
+
+class _PartModule(_LazyGraphModule):
+    """A part's graph, whose Python is written when somebody asks for it.
+
+    Given tensors without data, as by Inductor for every call of a step, it returns such as it did when it was traced.
+    """
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        # Whoever traces wants the operations.
+        if get_proxy_mode() is not None or not any(isinstance(tensor, FakeTensor) for tensor in inputs):
+            return super().__call__(*inputs)
+        (returned,) = self.graph.output_node().args
+        return tuple(_without_data(node.meta["val"]) for node in returned)
 
 
 class _Part:
@@ -113,7 +131,7 @@ def _joined(module: fx.GraphModule, parts: Sequence[_Part]) -> fx.GraphModule:
         subgraph = part.graph(outputs)
         name = names.setdefault(_key(subgraph), f"part_{len(names)}")
         if name not in subgraphs:
-            subgraphs[name] = fx.GraphModule({}, subgraph)
+            subgraphs[name] = _PartModule({}, subgraph)
         call = graph.call_function(
             torch.ops.higher_order.invoke_subgraph,
             (graph.get_attr(name), name, *(_passed(graph, part, node, copies[node]) for node in part.inputs)),
@@ -123,7 +141,7 @@ def _joined(module: fx.GraphModule, parts: Sequence[_Part]) -> fx.GraphModule:
             copies[node] = graph.call_function(operator.getitem, (call, number))
             copies[node].meta = dict(node.meta)
     _copy(graph, returned, copies)
-    joined = fx.GraphModule(subgraphs, graph)
+    joined = _LazyGraphModule(subgraphs, graph)
     joined.meta.update(module.meta)
     return joined
 
@@ -267,6 +285,10 @@ def _key(graph: fx.Graph) -> str:
         given = _layout(node.meta["val"]) if node.op == "placeholder" else ""
         lines.append(f"{node.op} {given or node.target} {arguments}")
     return "\n".join(lines)
+
+
+def _without_data(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _layout(value: object) -> str:

@@ -10,6 +10,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import inductor_prims
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuseopt
 from fuseopt.modules import partitioner, repeated_parts
@@ -108,6 +109,39 @@ class OwnMemory(fx.Interpreter):
         assert not set(memory[: len(returned)]) & set(memory[len(returned) :])
         assert len(set(memory[: len(returned)])) == len(returned)
         return returned
+
+
+class Operations(TorchDispatchMode):
+    """Those that are run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_without_data_no_operation_of_a_part_is_run():
+    layers = [relu_of_heads] * 6
+    outlined = repeated_parts.outline(traced(stack(layers), *inputs_of(layers)))
+    for part in outlined.children():
+        given = [node.meta["val"] for node in part.graph.find_nodes(op="placeholder")]
+        with given[0].fake_mode:
+            expected = fx.Interpreter(part).run(*given)
+            with Operations() as operations:
+                found = part(*given)
+        assert operations.seen == {aten.empty_strided.default}
+        assert [(value.shape, value.stride()) for value in found] == [(one.shape, one.stride()) for one in expected]
+
+
+def test_a_trace_of_the_parts_has_their_operations():
+    layers = [spread] * 6
+    inputs = inputs_of(layers)
+    module = traced(stack(layers), *inputs)
+    outlined = repeated_parts.outline(module)
+    assert_same(module, traced(outlined, *inputs), inputs)
 
 
 @pytest.mark.parametrize(("factors", "transposed"), [((2.0, 3.0), False), ((2.0, 2.0), True)])
