@@ -14,22 +14,20 @@ from torch.utils.hooks import RemovableHandle
 
 from fuseopt import ops
 from fuseopt.ops.library import without_autocast
-from fuseopt.ops.linear_cross_entropy import linear_dtype
 
 
 class LinearOutput:
     """What F.linear would return, from its arguments as they are now: computed once, and part of the autograd graph.
 
     Args:
-        input: [..., features].
-        weight: [classes, features].
-        bias: [classes] or None.
+        input: [..., features], in the dtype that the product is computed in.
+        weight: [classes, features], in any dtype.
+        bias: [classes] in any dtype, or None.
         backend: of `ops.linear_cross_entropy`.
     """
 
     def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> None:
         self.input, self.weight, self.bias, self.backend = input, weight, bias, backend
-        self.dtype = linear_dtype(input, weight)
         self.computed: Tensor | None = None
         self.hooks: OrderedDict[int, Callable] = OrderedDict()
         self._input_version, self._weight_version = input._version, weight._version
@@ -46,9 +44,10 @@ class LinearOutput:
                     "these logits were not looked at until their weight, or the hidden states, had been written to, so "
                     "they can no longer be computed as they were; look at them before optimizer.step()"
                 )
-            bias = None if self.bias is None else self.bias.to(self.dtype)
+            dtype = self.input.dtype
+            bias = None if self.bias is None else self.bias.to(dtype)
             with torch.enable_grad(), without_autocast(self.input):
-                self.computed = F.linear(self.input.to(self.dtype), self.weight.to(self.dtype), bias)
+                self.computed = F.linear(self.input, self.weight.to(dtype), bias)
             for hook in self.hooks.values():
                 self.computed.register_hook(hook)
         return self.computed
@@ -69,7 +68,7 @@ class LinearOutput:
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             reduction=reduction,
-            product_dtype=self.dtype,
+            product_dtype=self.input.dtype,
             backend=self.backend,
         )
 

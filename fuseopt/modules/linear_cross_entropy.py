@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fuseopt.modules.base import FusedModule, has_hooks
 from fuseopt.modules.lazy_logits import LazyLogits, LinearOutput
+from fuseopt.ops.linear_cross_entropy import linear_dtype
 
 
 class FusedLinearCrossEntropy(FusedModule, nn.Linear):
@@ -36,9 +37,11 @@ class FusedLinearCrossEntropy(FusedModule, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not self._is_training_step():
             return F.linear(input, self.weight, self.bias)
+        # As F.linear does under autocast. What comes back for logits that nobody looks at takes as many bytes.
+        input = input.to(linear_dtype(input, self.weight))
         output = LinearOutput(input, self.weight, self.bias, self.backend)
         shape = (*input.shape[:-1], self.weight.shape[0])
-        return LazyLogits(output, output.dtype, shape)  # type: ignore[return-value]
+        return LazyLogits(output, input.dtype, shape)  # type: ignore[return-value]
 
     def _is_training_step(self) -> bool:
         if not self.training or not torch.is_grad_enabled() or has_hooks(self):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import collections
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ _MATMULS = (aten.mm.default, aten.mm.dtype, aten.addmm.default, aten.bmm.default
 _CONSTANTS = (aten.full.default, torch.ops.prims.iota.default)
 # Inductor returns its input, though its schema does not say so.
 _VIEWS = (aten._unsafe_view.default,)
+_SEEDED = (inductor_prims.lookup_seed, inductor_prims.random)
 # In bytes, of the pointers that compiled code reads fastest.
 _ALIGNMENT = 16
 # What a call weighs beside nodes to compile: the shorter the parts, the fewer kernels can be fused.
@@ -193,7 +194,54 @@ def _cut(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
         key=lambda mark: (_severed(uses, _spans(signs, mark)), weights[mark]),
         default=None,
     )
-    return [list(nodes[start:end]) for start, end in _spans(signs, best)] if best is not None else []
+    if best is None:
+        return []
+    first, *others = (list(nodes[start:end]) for start, end in _spans(signs, best))
+    return [*_begun(first), *others]
+
+
+def _begun(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """The first part of a backward in three: up to its first matmul, its first gradient of a weight, and the rest.
+
+    When it begins, all that was kept is there. So what the gradients of a loss and a last norm take, and the activation
+    that is recomputed for the weight, are not to stay beside what comes next. The rest recomputes of that activation
+    what it needs.
+    """
+    matmuls = [place for place, node in enumerate(nodes) if node.target in _MATMULS]
+    gradient = next((nodes[place] for place in matmuls if _is_only_returned(nodes[place])), None)
+    if gradient is None:
+        return [list(nodes)]
+    head, others = nodes[: matmuls[0]], nodes[matmuls[0] :]
+    own = set(others)
+    early = _sources([gradient], own)
+    early |= {node for node in others if node.target is operator.getitem and node.args[0] in early}
+    late = own - early
+    late |= _sources(late, {node for node in early if _is_recomputed(node)})
+    parts = head, *([node for node in others if node in part] for part in (early, late))
+    return [list(part) for part in parts if part]
+
+
+def _sources(nodes: Iterable[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
+    """These nodes, and those that go into them through others of `among`."""
+    found, waiting = set(), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += among.intersection(_roots([node]))
+    return found
+
+
+def _is_only_returned(node: fx.Node) -> bool:
+    """Whether nothing else becomes of it, but for a view or a cast."""
+    return all(
+        user.op == "output" or (len(user.all_input_nodes) == 1 and _is_only_returned(user)) for user in node.users
+    )
+
+
+def _is_recomputed(node: fx.Node) -> bool:
+    """Whether it may be part of two kernels, for what it costs; a mask comes out of the same seed again."""
+    return node.target in _SEEDED or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _spans(signs: Sequence[str], mark: str) -> list[tuple[int, int]]:

@@ -50,13 +50,20 @@ def traced(function, *inputs) -> fx.GraphModule:
 
 
 def stack(layers, returned=()):
-    """A function of x and a weight a layer; besides the last result it returns those of the layers in `returned`."""
+    """A function of x and a weight a layer; besides the last result it returns those of the layers in `returned`.
+
+    And products of these, one behind an operation of several results that the last layer goes on from.
+    """
 
     def run(x, *weights):
         found = []
         for number, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
             x = layer(x, weight)
-            found += [x, x.t()] if number in returned else []
+            if number in returned:
+                activation = x.sigmoid()
+                variance, mean = torch.var_mean(activation, 1, keepdim=True)
+                found += [x, x.t(), (activation * mean).t() @ x]
+                x = x * activation + variance
         return x, *found
 
     return run
@@ -121,6 +128,28 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.add(func)
         return func(*args, **(kwargs or {}))
+
+
+def test_a_backward_begins_with_what_stands_behind_the_layers_and_a_weight():
+    def backward(gradient, *layers):
+        found = []
+        for up, down, hidden in zip(*[iter(layers)] * 3, strict=True):
+            gradient = gradient.softmax(1)
+            back = gradient @ up
+            activation = hidden.sigmoid()
+            found += [(activation * hidden).t() @ gradient, gradient.sum(0)]
+            gradient = (back * activation) @ down
+        return gradient, *found
+
+    inputs = [torch.randn(size) for size in ((3, 4), *[(4, 8), (8, 4), (3, 8)] * 5)]
+    module = traced(backward, *inputs)
+    outlined = repeated_parts.outline(module)
+    head, weight, rest, *_ = outlined.graph.find_nodes(op="call_function", target=INVOKE)
+    (gradient,), (of_weight,) = head.users, weight.users
+    hidden = list(outlined.graph.find_nodes(op="placeholder"))[3]
+    assert weight.args[2:] == (hidden, gradient) and {hidden, gradient} < set(rest.all_input_nodes)
+    assert of_weight.meta["val"].shape == (8, 4) and all(user.op == "output" for user in of_weight.users)
+    assert_same(module, outlined, inputs)
 
 
 def test_without_data_no_operation_of_a_part_is_run():
