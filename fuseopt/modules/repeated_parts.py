@@ -201,14 +201,14 @@ def _cut(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _begun(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The first part of a backward in three: up to its first matmul, its first gradient of a weight, and the rest.
+    """The first part of a backward in three: up to its first matmul, the gradient of that one's weight, and the rest.
 
     When it begins, all that was kept is there. So what the gradients of a loss and a last norm take, and the activation
     that is recomputed for the weight, are not to stay beside what comes next. The rest recomputes of that activation
     what it needs.
     """
     matmuls = [place for place, node in enumerate(nodes) if node.target in _MATMULS]
-    gradient = next((nodes[place] for place in matmuls if _is_only_returned(nodes[place])), None)
+    gradient = next((nodes[place] for place in matmuls[:2] if _is_only_returned(nodes[place])), None)
     if gradient is None:
         return [list(nodes)]
     head, others = nodes[: matmuls[0]], nodes[matmuls[0] :]
