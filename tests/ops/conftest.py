@@ -9,9 +9,9 @@ from tests.ops.cases import require_backend
 @pytest.fixture(scope="session", autouse=True)
 def faster_interpreter() -> Iterator[None]:
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from tests.ops.interpreter import exchange_the_language_once
+        from tests.ops.interpreter import faster
 
-        yield from exchange_the_language_once()
+        yield from faster()
     else:
         yield
 

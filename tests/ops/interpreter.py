@@ -1,7 +1,9 @@
 """Triton's interpreter: whether it runs on this machine's NumPy, and faster; for a process with TRITON_INTERPRET=1."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -31,8 +33,17 @@ def unfit_interpreter() -> str | None:
     return None
 
 
-def exchange_the_language_once() -> Iterator[None]:
-    """Meanwhile `triton.language` is exchanged for what is interpreted where a kernel is launched only.
+def faster() -> Iterator[None]:
+    """Meanwhile kernels are interpreted without what Triton does more often than their results need."""
+    with pytest.MonkeyPatch.context() as patch:
+        exchange_the_language_once(patch)
+        check_no_overflow_for_nothing(patch)
+        remember_types(patch)
+        yield
+
+
+def exchange_the_language_once(patch: pytest.MonkeyPatch) -> None:
+    """`triton.language` is exchanged for what is interpreted where a kernel is launched only.
 
     Triton goes through all that is in it in every call of a jitted function by another one too, where it finds nothing
     left to exchange: close to half of the time of these tests.
@@ -43,6 +54,44 @@ def exchange_the_language_once() -> Iterator[None]:
         is_left = any(tl.core.is_builtin(module.load) for module in (tl, tl.core))
         return exchange(function) if is_left else None
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", exchange_what_is_left)
-        yield
+    patch.setattr(interpreter, "_patch_lang", exchange_what_is_left)
+
+
+def check_no_overflow_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Sums and products of integers are computed once: Triton computes them in int64 too, for an assertion that only
+    its debug mode makes."""
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
+
+
+def remember_types(patch: pytest.MonkeyPatch) -> None:
+    """What is known of a tensor from its type is found once a type, and not in every operation."""
+    numpy_types: dict[str, object] = {}
+    plain_numpy_type = interpreter._get_np_dtype
+
+    def numpy_type(kind: tl.dtype) -> object:
+        name = kind.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = plain_numpy_type(kind)
+        return numpy_types[name]
+
+    @functools.cache
+    def block(kind: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
+        return tl.block_type(kind, list(shape))
+
+    def block_of(kind: tl.dtype, shape: Iterable[int]) -> tl.block_type:
+        return tl.block_type(kind, list(shape)) if kind.is_ptr() else block(kind, tuple(shape))
+
+    @functools.cache
+    def shape_and_size(shape: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
+        return tl.tuple(map(tl.constexpr, shape)), tl.constexpr(math.prod(shape))
+
+    def make_tensor(self: tl.tensor, handle: object, type: tl.dtype) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shape_and_size(tuple(type.shape) if type.is_block() else ())
+
+    patch.setattr(interpreter, "_get_np_dtype", numpy_type)
+    patch.setattr(interpreter.InterpreterBuilder, "get_block_ty", lambda self, kind, shape: block_of(kind, shape))
+    patch.setattr(tl.block_type, "with_element_ty", lambda self, kind: block_of(kind, self.shape))
+    patch.setattr(tl.tensor, "__init__", make_tensor)
