@@ -37,9 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
     threads each mostly wait for one another.
 
     For a CPU, Inductor writes plain loops: what it emits for vectors takes twice as long to compile, and with an empty
-    cache it compiles a trial for each kind of them first.
+    cache it compiles a trial for each kind of them first. And it compiles in the process itself: the ones that it would
+    start for that import torch for longer than a CPU's few loops take. Triton's kernels, for a GPU, are worth them.
     """
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if hasattr(config, "workerinput"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
