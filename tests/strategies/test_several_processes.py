@@ -2,6 +2,7 @@
 
 import gc
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ import fuseopt
 from fuseopt.modules import partitioner
 from fuseopt.modules.training_forward import not_supported_reasons
 from tests import tiny
+from tests.ops.cases import Graphs
+from tests.strategies import test_combinations as combinations
 
 KERNELS = {
     "custom_cuda_kernels": ["FusedLayerNorm", "FusedGELU"],
@@ -51,6 +54,18 @@ CASES = {
 }
 
 
+# Family and block of which one step's gradients are averaged by DDP.
+AVERAGED = [
+    ("gpt2", "kernels-jit"),
+    ("t5", "kernels-jit"),
+    ("gpt2", "kernels-head"),
+    ("t5", "kernels-head"),
+    ("gpt2", "kernels-memory"),
+    ("gpt2", "kernels-head-memory"),
+    ("t5", "budget"),
+]
+
+
 def stock_model(device: str) -> nn.Module:
     return tiny.gpt2(**WITHOUT_DROPOUT).to(device).train()
 
@@ -67,11 +82,25 @@ def train(model: nn.Module, ids: torch.Tensor) -> list[float]:
     return losses
 
 
+def averaged_step(family: str, block: str, rank: int) -> tuple[dict[str, torch.Tensor], int]:
+    """The gradients of one step, and how many graphs were compiled for it."""
+    model = combinations.fused_copy(combinations.stock_model(family, **combinations.ONE_LAYER[family]), block)
+    spread = DistributedDataParallel(model, find_unused_parameters="head" in block).train()
+    with mock.patch.object(partitioner, "compile_graph", wraps=partitioner.compile_graph) as compile_graph:
+        if block != "budget":
+            compile_graph.side_effect = lambda graph, inputs, **_: Graphs().compiled(graph, inputs)
+        spread(**combinations.batch_of(model, seed=rank)).loss.backward()
+    return combinations.gradients_of(model), compile_graph.call_count
+
+
 def _train_in_process(rank: int, folder: str, device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
     dist.init_process_group(backend, f"file://{folder}/rendezvous", timedelta(minutes=3), rank=rank, world_size=2)
+    if device == "cpu":
+        steps = [averaged_step(family, block, rank) for family, block in AVERAGED]
+        torch.save(steps, f"{folder}/averaged-{rank}.pt")
     compile_graph, compiled = partitioner.compile_graph, []
 
     def counted(*arguments: object, **options: object) -> object:
@@ -95,7 +124,7 @@ def _train_in_process(rank: int, folder: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
-def test_two_processes_have_the_losses_of_one(device, tmp_path, monkeypatch):
+def test_two_processes_have_the_losses_and_the_gradients_of_one(device, tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.multiprocessing.spawn(_train_in_process, (str(tmp_path), device), nprocs=2)
@@ -111,3 +140,16 @@ def test_two_processes_have_the_losses_of_one(device, tmp_path, monkeypatch):
         )
         averages = [sum(losses) / 2 for losses in zip(first, second, strict=True)]
         assert averages == pytest.approx(expected, rel=1e-5 if device == "cpu" else 1e-4), name
+    if device == "cpu":
+        assert_averaged(*(torch.load(tmp_path / f"averaged-{rank}.pt") for rank in (0, 1)))
+
+
+def assert_averaged(*of_ranks: list[tuple[dict[str, torch.Tensor], int]]) -> None:
+    for (family, block), *steps in zip(AVERAGED, *of_ranks, strict=True):
+        stock = combinations.stock_model(family, **combinations.ONE_LAYER[family])
+        first, second = (combinations.training_step(stock, seed) for seed in (0, 1))
+        average = {name: (first[name] + second[name]) / 2 for name in first}
+        assert combinations.difference(first, average) > 1e-3
+        for gradients, compiled in steps:
+            tiny.assert_same_gradients(gradients, average)
+            assert compiled == (block in ("kernels-memory", "kernels-head-memory", "budget"))
