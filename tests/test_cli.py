@@ -50,13 +50,17 @@ def test_what_was_measured_is_kept_when_the_job_is_ended(capsys, monkeypatch, tm
 
 
 def test_as_a_module():
-    version = python_m_fuseopt("--version")
-    assert (version.returncode, version.stdout) == (0, f"fuseopt {fuseopt.__version__}\n")
     wrong = python_m_fuseopt("plan", "gpt2-tiny", "--config", "fastest")
     assert wrong.returncode == 2
     assert wrong.stdout == ""
     assert wrong.stderr.splitlines()[-1].startswith("fuseopt plan: error: config: 'fastest' is neither a file nor")
     assert "Traceback" not in wrong.stderr
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["--version"])
+    assert (raised.value.code, capsys.readouterr().out) == (0, f"fuseopt {fuseopt.__version__}\n")
 
 
 @pytest.mark.parametrize("argv", [(), ("fuse",), ("plan",), ("demo", "--device", "tpu"), ("env", "gpt2")])
