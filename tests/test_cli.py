@@ -50,10 +50,10 @@ def test_what_was_measured_is_kept_when_the_job_is_ended(capsys, monkeypatch, tm
 
 
 def test_as_a_module():
-    wrong = python_m_fuseopt("plan", "gpt2-tiny", "--config", "fastest")
+    wrong = python_m_fuseopt("demo", "--markdown", "nowhere.json")
     assert wrong.returncode == 2
     assert wrong.stdout == ""
-    assert wrong.stderr.splitlines()[-1].startswith("fuseopt plan: error: config: 'fastest' is neither a file nor")
+    assert wrong.stderr.splitlines()[-1].startswith("fuseopt demo: error: nowhere.json: cannot be read: ")
     assert "Traceback" not in wrong.stderr
 
 
@@ -112,6 +112,7 @@ def test_errors_name_the_fix(capsys, tmp_path):
         (("plan", "gpt2-xxl"), "did you mean 'gpt2-xl'?"),
         (("plan", str(tmp_path)), "a folder with a config.json"),
         (("plan", "gpt2-tiny", "--config", str(broken)), "not valid JSON at line 2, column 13"),
+        (("plan", "gpt2-tiny", "--config", "fastest"), "error: config: 'fastest' is neither a file nor"),
         (("plan", "gpt2-tiny", "--config", "inferense"), "did you mean 'inference'?"),
         (("demo", "--markdown", str(tmp_path / "none.json")), "cannot be read"),
         (("demo", "--markdown", str(broken)), "not a result file"),

@@ -83,9 +83,10 @@ def test_importing_fuseopt_is_light():
         "heavy = [name for name in names if name in sys.modules]\n"
         "print(seconds, torch.cuda.is_initialized(), *heavy)"
     )
-    results = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)
-    ]
-    seconds, cuda, *heavy = min((result.stdout.split() for result in results), key=lambda words: float(words[0]))
-    assert not heavy and cuda == "False"
+    for _ in range(3):
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        seconds, cuda, *heavy = result.stdout.split()
+        assert not heavy and cuda == "False"
+        if float(seconds) < 0.3:
+            break
     assert float(seconds) < 0.3
