@@ -32,6 +32,8 @@ from fuseopt.modules import (
     dropout_masks,
     early_kernels,
     float_gradients,
+    graph_nodes,
+    part_cuts,
     repeated_parts,
     residual_stream,
     tanh_gelu,
@@ -63,7 +65,7 @@ _CODE_OPTIONS = {
 }
 # At 0 the partitioner keeps the inputs alone, whatever is marked.
 _SMALLEST_BUDGET = 1e-6
-_PASSES = (dropout_masks, float_gradients, repeated_parts, residual_stream, tanh_gelu)
+_PASSES = (dropout_masks, float_gradients, graph_nodes, part_cuts, repeated_parts, residual_stream, tanh_gelu)
 # What their fakes return is compiled into the code that calls them.
 _OPS = sorted(Path(ops.__file__).parent.glob("*.py"))
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuseopt
-from fuseopt.modules import partitioner, repeated_parts
+from fuseopt.modules import part_cuts, partitioner, repeated_parts
 from tests.training import assert_slope
 
 aten = torch.ops.aten
@@ -23,7 +23,7 @@ SIZE = 8
 
 @pytest.fixture(autouse=True)
 def short_parts_pay(monkeypatch):
-    monkeypatch.setattr(repeated_parts, "_NODES_PER_CALL", 0)
+    monkeypatch.setattr(part_cuts, "_NODES_PER_CALL", 0)
 
 
 def gelu(x, weight):
