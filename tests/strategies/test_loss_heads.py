@@ -12,7 +12,7 @@ from transformers.modeling_outputs import ModelOutput
 
 import fuseopt
 from fuseopt import ops
-from fuseopt.modules import FusedLinearCrossEntropy
+from fuseopt.modules import FusedLinearCrossEntropy, partitioner
 from fuseopt.modules.lazy_logits import LazyLogits
 from tests import tiny
 
@@ -324,6 +324,24 @@ def test_memory_efficient_fusion_traces_through_it():
     output.loss.backward()
     gradients = ({n: p.grad for n, p in model.named_parameters()} for model in (fused, stock))
     tiny.assert_same_gradients(*gradients)
+
+
+def test_a_compiled_step_returns_hidden_states_in_the_dtype_of_the_product(monkeypatch):
+    """For what nobody looks at, autograd makes zeros of that size for the backward."""
+    torch._dynamo.reset()
+    model, plain, returned = tiny.gpt2(**NO_DROPOUT["gpt2"]).train(), partitioner.compile_graph, []
+
+    def compile_graph(graph, inputs, **options):
+        returned.extend(node.meta["example_value"] for node in graph.graph.output_node().all_input_nodes)
+        return plain(graph, inputs, **options)
+
+    monkeypatch.setattr(partitioner, "compile_graph", compile_graph)
+    fusion = {**CONFIG["kernel_fusion"], "memory_efficient_fusion": {"backend": "aot_eager"}}
+    fuseopt.initialize(model, {"kernel_fusion": fusion})
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
+        output = model(**batch_of(model))
+    (hidden,) = [value for value in returned if isinstance(value, torch.Tensor) and value.dim() == 3]
+    assert hidden.dtype == output.logits.output.input.dtype == torch.bfloat16
 
 
 def rows(model):
