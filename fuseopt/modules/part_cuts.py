@@ -79,7 +79,7 @@ def _sources(nodes: Iterable[fx.Node], among: set[fx.Node]) -> set[fx.Node]:
 
 
 def _is_only_returned(node: fx.Node) -> bool:
-    """Whether nothing else becomes of it, but for a view or a cast."""
+    """Whether all that becomes of it is returned, after views, casts and the like, which take nothing else."""
     return all(
         user.op == "output" or (len(user.all_input_nodes) == 1 and _is_only_returned(user)) for user in node.users
     )

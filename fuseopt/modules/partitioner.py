@@ -60,7 +60,7 @@ _CODE_OPTIONS = {
     # [batch, length, size] and one to the same numbers as [batch * length, size] differ. Views in transformers take one
     # to the other, and a norm's backward would not be fused with the norm, computed again, nor with the cast behind it.
     "loop_ordering_after_fusion": False,
-    # Autograd's order, with that of `repeated_parts`, stays. What a part allocates inside, Inductor's does not know.
+    # Calls stay in autograd's order and that of `part_cuts`; Inductor would not count what a part allocates inside.
     "reorder_for_peak_memory": False,
 }
 # At 0 the partitioner keeps the inputs alone, whatever is marked.

@@ -24,10 +24,10 @@ CONFIGS = {
     "jit": {"kernel_fusion": {"enable": True}},
     "folded bias": {"kernel_fusion": {"custom_cuda_kernels": [{"name": "FusedGELU", "fold_bias": True}]}},
 }
-# The others leave generate() to transformers, and in what that does with logits no mode differs from another: rows of
-# prompts, and rows of beams whose caches are reordered.
-TAKE_OVER_GENERATE = ("generation", "inference")
-OF_STOCK_LOOPS = ("greedy", "beams without repeats")
+# The one exchanges the decode loop, the other logits processors. The rest exchanges modules alone, and what decoding
+# shows these is rows of prompts, or rows of beams whose caches are reordered.
+OF_DECODING = ("generation", "inference")
+OF_MODULES = ("greedy", "beams without repeats")
 pytestmark = [
     pytest.mark.usefixtures("each_device"),
     pytest.mark.filterwarnings("ignore:fuseopt. .* lands nowhere"),
@@ -55,7 +55,7 @@ def test_float32_tokens_are_stock_s(checkpoint, mode):
     stock, batch = generate(model, tokenizer, prompts, **MODES[mode])
     assert not batch["attention_mask"].all(), "prompts of one length would leave padding untested"
     for name, config in CONFIGS.items():
-        if name not in TAKE_OVER_GENERATE and mode not in OF_STOCK_LOOPS:
+        if name not in OF_DECODING and mode not in OF_MODULES:
             continue
         with fuseopt.fused(model, config):
             assert fuseopt.report(model).replaced

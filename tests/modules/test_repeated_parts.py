@@ -52,7 +52,7 @@ def traced(function, *inputs) -> fx.GraphModule:
 def stack(layers, returned=()):
     """A function of x and a weight a layer; besides the last result it returns those of the layers in `returned`.
 
-    And products of these, one behind an operation of several results that the last layer goes on from.
+    And of each of these a product with an activation, behind an operation of several results; the next takes both.
     """
 
     def run(x, *weights):
