@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -246,10 +247,11 @@ def progress_line(what: str, recipes: Sequence[Recipe]) -> Iterator[Callable[[st
     Yields what `build` takes as `progress`; several builds may call it at the same time.
     """
     start = time.perf_counter()
-    total, done = sum(len(recipe.units) for recipe in recipes), itertools.count(1)
+    total, done, one_at_a_time = sum(len(recipe.units) for recipe in recipes), itertools.count(1), threading.Lock()
 
     def progress(name: str) -> None:
-        print(f"{next(done)}/{total} {name}", end=" ", file=sys.stderr, flush=True)
+        with one_at_a_time:
+            print(f"{next(done)}/{total} {name}", end=" ", file=sys.stderr, flush=True)
 
     print(f"fuseopt: {what}:", end=" ", file=sys.stderr, flush=True)
     try:

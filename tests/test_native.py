@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -318,6 +320,20 @@ exec c++ "$@"
     line = r"compiling the cpu library and the cuda library, once: 1/2 \S+ 2/2 \S+ done after \d+\.\d s\n"
     assert re.search(line, capfd.readouterr().err)
     assert native.load_all(["cpu", "cuda"]) == [cpu, cuda]
+
+
+def test_files_that_are_done_at_the_same_time_follow_each_other_in_the_line(monkeypatch):
+    written = []
+
+    def write(text):
+        time.sleep(0.01)
+        written.append(text)
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write, flush=lambda: None))
+    recipe = SimpleNamespace(units=range(4))
+    with toolchain.progress_line("compiling", [recipe]) as progress, ThreadPoolExecutor(4) as builds:
+        list(builds.map(progress, ["file"] * 4))
+    assert re.fullmatch(r"fuseopt: compiling: 1/4 file 2/4 file 3/4 file 4/4 file done after .* s\n", "".join(written))
 
 
 def test_one_library_that_fails_leaves_the_other(two_kinds, capfd):
