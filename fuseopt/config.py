@@ -28,6 +28,8 @@ CUSTOM_KERNELS: Mapping[str, tuple[str, ...]] = {
     "FusedSwiGLU": (),
     "FusedGELU": ("fold_bias",),
     "FusedSoftmax": (),
+    "FusedBlock": ("cuda_graphs",),
+    "FusedLMHead": (),
     "FusedNoRepeatNGram": (),
 }
 TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {

@@ -2,84 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, Generic, Protocol, TypeVar
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fuseopt import garbage
 from fuseopt.generation.selection import Selection
 from fuseopt.generation.state import DecodeState
+from fuseopt.modules.cuda_graphs import Captures, State, Work, stream_on
 
 Forward = Callable[[DecodeState], Tensor]
-# A capture begins with a wait for the whole device, which is an error, and ruins the other one, while any stream of it
-# is being captured.
-_one_capture_at_a_time = threading.Lock()
 _PROMPTS_A_STEP = 2
 # Of how many steps and prompts it is known that they have run.
 _MET = 64
-
-
-class State(Protocol):
-    """Tensors at addresses that stay, and what their shapes depend on."""
-
-    @property
-    def sizes(self) -> Hashable: ...
-
-    @property
-    def bytes(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-
 _S = TypeVar("_S", bound=State)
-
-
-class Work(Generic[_S]):
-    """Call: does what `run` does, which is replayed once it has been captured.
-
-    Args:
-        key: of all that `run` depends on but values of tensors.
-        state: the tensors that it reads and writes.
-    """
-
-    def __init__(self, key: Hashable, state: _S) -> None:
-        self.key, self.state = key, state
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def run(self) -> None:
-        raise NotImplementedError
-
-    def __call__(self) -> None:
-        if self.graph is None:
-            self.run()
-        else:
-            self.graph.replay()
-
-    def capture(self, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
-        """Records on `stream` what a call does, to be replayed from then on; the same has run once before.
-
-        Raises:
-            RuntimeError: it cannot be captured; torch.OutOfMemoryError is one.
-        """
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        # Other threads may go on allocating; but a graph of a model that nobody has any more must not be freed now.
-        recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-        try:
-            with garbage.not_collected(), recording:
-                self.run()
-        except RuntimeError:
-            torch.cuda.set_stream(current)
-            _end_lost_capture(graph, pool, stream)
-            raise
-        # Before it records, torch sets the offset of random numbers back to 0 there; a replay sets its own here.
-        current.wait_stream(stream)
-        self.graph = graph
 
 
 class Step(Work[DecodeState]):
@@ -112,7 +51,7 @@ class Prompt(Work[_S]):
         self.forward(self.state, self.length, self.masked)
 
 
-class StepGraphs:
+class StepGraphs(Captures):
     """A model's captured steps and prompts, and their states: what was used longest ago goes first, and with the last
     step that uses a state the prompts that do.
 
@@ -122,12 +61,11 @@ class StepGraphs:
     """
 
     def __init__(self, max_graphs: int) -> None:
+        super().__init__()
         self.max_graphs = max_graphs
         self._steps: OrderedDict[Hashable, Step] = OrderedDict()
         self._prompts: OrderedDict[Hashable, Prompt[Any]] = OrderedDict()
         self._met: OrderedDict[Hashable, None] = OrderedDict()
-        self._last_use: torch.cuda.Event | None = None
-        self._capture_stream: torch.cuda.Stream | None = None
         self._side_stream: torch.cuda.Stream | None = None
 
     @property
@@ -209,20 +147,10 @@ class StepGraphs:
             _, oldest = kept.popitem(last=False)
             if kept is self._steps:
                 self._forget_prompts_in(oldest.state)
-        # Graphs that never run at the same time can share their workspace.
-        pools = (other.graph.pool() for other in self._works() if other.graph is not None)
-        # torch's default is on the device of the process's first capture. This one serves captures alone: a graph goes
-        # on to use the workspace that the BLAS library has for its stream, which has to be memory of the pool.
-        self._capture_stream = _stream_on(device, self._capture_stream)
-        try:
-            with _one_capture_at_a_time:
-                work.capture(next(pools, None) or torch.cuda.graph_pool_handle(), self._capture_stream)
-        except RuntimeError as error:
-            # The end of a capture that something has spoiled raises, too.
-            cause = error.__context__ or error
-            return f"{what} could not be captured, so it ran eagerly: {str(cause).splitlines()[0]}"
-        kept[work.key] = work
-        return ""
+        note = self.record(work, self._works(), what)
+        if not note:
+            kept[work.key] = work
+        return note
 
     def _forget_prompts_in(self, state: DecodeState) -> None:
         """Of a state that no step uses any more: its cache, which may be large, would be kept for them alone."""
@@ -237,43 +165,7 @@ class StepGraphs:
             yield
             return
         with torch.cuda.device(device):
-            self._side_stream = _stream_on(device, self._side_stream)
+            self._side_stream = stream_on(device, self._side_stream)
             self._side_stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._side_stream), self.in_stream_order(device):
                 yield
-
-    def join(self, device: torch.device) -> None:
-        """Lets the current stream wait for the last block of `beside` or `in_stream_order`."""
-        if device.type == "cuda" and self._last_use is not None:
-            torch.cuda.current_stream(device).wait_event(self._last_use)
-
-    @contextmanager
-    def in_stream_order(self, device: torch.device) -> Iterator[None]:
-        """Keeps what happens inside behind what the previous such block queued, whichever streams they are on."""
-        if device.type != "cuda":
-            yield
-            return
-        with torch.cuda.device(device):
-            stream = torch.cuda.current_stream()
-            if self._last_use is not None:
-                stream.wait_event(self._last_use)
-            try:
-                yield
-            finally:
-                self._last_use = stream.record_event()
-
-
-def _stream_on(device: torch.device, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
-    """`stream` if it is on this device, or a new one."""
-    return torch.cuda.Stream(device) if stream is None or stream.device != device else stream
-
-
-def _end_lost_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
-    """Does what torch leaves undone where CUDA gave the capture up: its allocator would go on to keep memory that other
-    streams have used, and its generator to refuse to draw, up to the end of another capture."""
-    graph.reset()
-    with suppress(RuntimeError):  # of an allocator that knows
-        torch._C._cuda_endAllocateToPool(stream.device.index, pool)
-    something = torch.empty((), device=stream.device)
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
-        something.zero_()

@@ -14,6 +14,7 @@ _GELUS = {
     f"{_ACTIVATIONS}.GELUTanh": ("tanh", False),
     f"{_ACTIVATIONS}.GELUActivation": ("none", False),
 }
+TANH_GELUS = tuple(source for source, (approximate, _) in _GELUS.items() if approximate == "tanh")
 _TORCH_GELU = "torch.nn.modules.activation.GELU"
 
 GELU_KERNELS = (

@@ -1,9 +1,17 @@
 """GPT-2, every head (transformers.models.gpt2)."""
 
-from fuseopt.models.common import ACTIVATION_REGIONS, GELU_KERNELS, LAYER_NORM, SOFTMAX
+from fuseopt.models.common import ACTIVATION_REGIONS, GELU_KERNELS, LAYER_NORM, SOFTMAX, TANH_GELUS
 from fuseopt.models.policy import ModelPolicy, Rule
 
 _GPT2 = "transformers.models.gpt2.modeling_gpt2"
+
+_IN_BLOCKS = (
+    f"{_GPT2}.GPT2Attention",
+    f"{_GPT2}.GPT2MLP",
+    "transformers.pytorch_utils.Conv1D",
+    LAYER_NORM.source,
+    "torch.nn.modules.dropout.Dropout",
+)
 
 GPT2 = ModelPolicy(
     name="gpt2",
@@ -12,6 +20,10 @@ GPT2 = ModelPolicy(
     regions=(Rule(f"{_GPT2}.GPT2MLP", "FusedMLP", absorbs=("act",)), *ACTIVATION_REGIONS),
     eager_attention=(f"{_GPT2}.GPT2Attention",),
     residual_blocks=(Rule(f"{_GPT2}.GPT2Block", "GPT2BlockForward"),),
+    inference_blocks=(
+        Rule(f"{_GPT2}.GPT2Block", "GPT2InferenceForward", {"classes": _IN_BLOCKS, "tanh_gelus": TANH_GELUS}),
+    ),
+    stacks={f"{_GPT2}.GPT2Model": "h"},
     heads=(Rule(f"{_GPT2}.GPT2LMHeadModel", "FusedLinearCrossEntropy", {"head": "lm_head"}),),
     decode_steps={f"{_GPT2}.GPT2LMHeadModel": "GPT2Step"},
 )

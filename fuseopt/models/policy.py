@@ -52,6 +52,10 @@ class ModelPolicy:
         eager_attention: full names of the attention classes whose eager softmax can be fused.
         residual_blocks: blocks whose inner residual adds can be fused with the norm after them; `Rule.target` is the
             `fuseopt.modules.residual` class that does it, exactly.
+        inference_blocks: blocks that run without gradients past the forwards of the modules inside; `Rule.target` is
+            the `fuseopt.modules.inference_blocks` class that does it, `Rule.options` its own.
+        stacks: full name of a class whose forward calls such blocks one after the other, all arguments but the first
+            being the same -> the name of the ModuleList that they are in.
         heads: model classes whose logits go straight into a cross-entropy; `Rule.options` are those of the module that
             stands in for their head, and "head" names it.
         relative_attention: stacks of layers whose self-attentions share one bias of the distance; "attention" of
@@ -67,6 +71,8 @@ class ModelPolicy:
     regions: tuple[Rule, ...]
     eager_attention: tuple[str, ...] = ()
     residual_blocks: tuple[Rule, ...] = ()
+    inference_blocks: tuple[Rule, ...] = ()
+    stacks: Mapping[str, str] = field(default_factory=dict)
     heads: tuple[Rule, ...] = ()
     relative_attention: tuple[Rule, ...] = ()
     rotary_attentions: tuple[Rule, ...] = ()

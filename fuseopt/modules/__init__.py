@@ -2,7 +2,9 @@
 
 from fuseopt.modules.activations import FusedActivation, FusedGELU, FusedSoftmax
 from fuseopt.modules.base import FusedModule
+from fuseopt.modules.inference_blocks import GPT2InferenceForward
 from fuseopt.modules.linear_cross_entropy import FusedLinearCrossEntropy
+from fuseopt.modules.lm_head import FusedLMHead
 from fuseopt.modules.mlp import FusedGatedMLP, FusedMLP
 from fuseopt.modules.norms import FusedLayerNorm, FusedRMSNorm
 from fuseopt.modules.relative_attention import FusedRelativeAttention, RelativeStackForward
@@ -13,6 +15,7 @@ __all__ = [
     "FusedActivation",
     "FusedGELU",
     "FusedGatedMLP",
+    "FusedLMHead",
     "FusedLayerNorm",
     "FusedLinearCrossEntropy",
     "FusedMLP",
@@ -21,6 +24,7 @@ __all__ = [
     "FusedRelativeAttention",
     "FusedSoftmax",
     "GPT2BlockForward",
+    "GPT2InferenceForward",
     "RelativeStackForward",
     "RotaryAttentionForward",
     "T5BlockForward",

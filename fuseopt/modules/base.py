@@ -1,10 +1,10 @@
-"""FusedModule: what every drop-in module shares with the module it stands in for."""
+"""FusedModule and BlockForward: what every drop-in module, or forward of a block, shares with what it stands in for."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class FusedModule(nn.Module):
@@ -47,6 +47,40 @@ class FusedModule(nn.Module):
     def _source_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The source class's own forward over the shared state: for inputs the fused path would not be exact on."""
         return self._source_class.forward(self, *args, **kwargs)
+
+
+class BlockForward:
+    """The `forward` of one block of a model, which otherwise stays the module it is.
+
+    transformers records hidden states and finds layers by class, so only `forward` is set on the instance. The class's
+    own runs instead wherever something is not plain.
+
+    It belongs to one block and is copied and pickled with it. torch.nn.DataParallel copies otherwise: its replicas keep
+    the first device's forward, and raise.
+
+    Args:
+        block: a module of the class that the subclass is written for.
+        backend: of the op with the residual add and the norm after it.
+    """
+
+    def __init__(self, block: nn.Module, backend: str = "auto") -> None:
+        self.block, self.backend = block, backend
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_plain(*args, **kwargs):
+            return self._forward(*args, **kwargs)
+        return type(self.block).forward(self.block, *args, **kwargs)
+
+    @classmethod
+    def not_supported_reasons(cls, block: nn.Module) -> list[str]:
+        """Why this cannot be the forward of `block`, apart from its children; empty when it can."""
+        return []
+
+    def _is_plain(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> bool:
+        raise NotImplementedError
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
 
 
 def runs_untouched(module: nn.Module, expected: type[nn.Module]) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuseopt.modules.base import FusedModule, has_hooks
 from fuseopt.modules.lazy_logits import LazyLogits, LinearOutput
+from fuseopt.modules.lm_head import linear
 from fuseopt.ops.linear_cross_entropy import linear_dtype
 
 
@@ -36,7 +36,7 @@ class FusedLinearCrossEntropy(FusedModule, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self._is_training_step():
-            return F.linear(input, self.weight, self.bias)
+            return linear(input, self.weight, self.bias)
         # As F.linear does under autocast. What comes back for logits that nobody looks at takes as many bytes.
         input = input.to(linear_dtype(input, self.weight))
         output = LinearOutput(input, self.weight, self.bias, self.backend)

@@ -1,8 +1,4 @@
-"""Blocks whose residual add runs inside the norm that follows it, across the border between two sublayers.
-
-The block stays the module it is, of its own class, since transformers records hidden states and finds layers by class:
-only its `forward` is set on the instance.
-"""
+"""Blocks whose residual add runs inside the norm that follows it, across the border between two sublayers."""
 
 from __future__ import annotations
 
@@ -11,52 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fuseopt.modules.base import FusedModule, has_hooks, runs_untouched
+from fuseopt.modules.base import BlockForward, FusedModule, has_hooks, runs_untouched
 from fuseopt.modules.norms import FusedLayerNorm, FusedRMSNorm
 
 
-class ResidualForward:
-    """The `forward` of one block, with each inner residual add and the norm after it as one op.
+class ResidualForward(BlockForward):
+    """Runs each inner residual add of a block and the norm after it as one op.
 
-    Computes what the class's own forward computes, from the same modules in the same order. That one runs instead
-    wherever something is not plain: an inner norm that is no longer the fused module or carries hooks, since its own
-    call would be left out; gradient checkpointing, which some versions of transformers keep inside the class's forward.
-
-    It belongs to one block and is copied and pickled with it. torch.nn.DataParallel copies otherwise: its replicas keep
-    the first device's forward, and raise.
-
-    Args:
-        block: a module of the class that the subclass is written for.
-        backend: of `ops.add_layer_norm` or `ops.add_rms_norm`.
+    Computes what the class's own forward computes, from the same modules in the same order. Not plain are an inner norm
+    that is no longer the fused module or carries hooks, since its own call would be left out; gradient checkpointing,
+    which some versions of transformers keep inside the class's forward.
     """
 
     norm: type[FusedModule]
-
-    def __init__(self, block: nn.Module, backend: str = "auto") -> None:
-        self.block, self.backend = block, backend
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        block = self.block
-        checkpointed = getattr(block, "gradient_checkpointing", False) and block.training
-        if checkpointed or not self._is_plain(*args, **kwargs):
-            return type(block).forward(block, *args, **kwargs)
-        return self._forward(*args, **kwargs)
 
     @classmethod
     def norms(cls, block: nn.Module) -> list[nn.Module]:
         """The norms of `block` that take a residual add in."""
         raise NotImplementedError
 
-    @classmethod
-    def not_supported_reasons(cls, block: nn.Module) -> list[str]:
-        """Why the adds of `block` cannot be fused, apart from its norms; empty when they can."""
-        return []
-
     def _is_plain(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> bool:
-        return all(runs_untouched(norm, self.norm) for norm in self.norms(self.block))
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        checkpointed = getattr(self.block, "gradient_checkpointing", False) and self.block.training
+        return not checkpointed and all(runs_untouched(norm, self.norm) for norm in self.norms(self.block))
 
 
 class GPT2BlockForward(ResidualForward):

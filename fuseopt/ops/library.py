@@ -15,7 +15,7 @@ from torch import Tensor, is_grad_enabled
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 LIBRARY = torch.library.Library("fuseopt", "DEF")
 
@@ -99,6 +99,18 @@ def runs_at_once(*tensors: Tensor | None) -> bool:
     if is_grad_enabled() and needs_autograd(*tensors):
         return False
     return forward_ad._current_level < 0 and not is_dynamo_compiling()
+
+
+def is_unobserved() -> bool:
+    """Whether nothing but the results counts of operations that run here: no gradient, trace, transform or mode."""
+    return not (
+        torch.is_grad_enabled()
+        or forward_ad._current_level >= 0
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or not all(isinstance(mode, Observer) for mode in _get_current_dispatch_mode_stack())
+    )
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:

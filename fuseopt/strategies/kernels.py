@@ -17,8 +17,9 @@ from fuseopt.ops import registry
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
 from fuseopt.strategies import (
     eager_attention,
+    heads,
+    inference_blocks,
     logits_processors,
-    loss_heads,
     relative_attention,
     residual,
     rotary_embedding,
@@ -35,6 +36,7 @@ OP_NAMES = {
     "FusedRelativeAttention": "relative_attention",
     "FusedRotaryEmbedding": "rotary_embedding",
     "FusedSoftmax": "softmax",
+    "FusedBlock": "add_layer_norm",
     "FusedLinearCrossEntropy": "linear_cross_entropy",
     "FusedNoRepeatNGram": "no_repeat_ngram",
 }
@@ -57,6 +59,9 @@ class KernelStrategy:
     def propose(self, index: ModelIndex, policy: ModelPolicy, config: Config) -> Iterator[Replacement | Skip]:
         fusion = config.active_fusion
         for request in self._requests(fusion):
+            if request.name == "FusedLMHead":
+                yield from heads.propose_inference(index, policy, Offer(request.name, self.name))
+                continue
             backend, offer = choose_backend(request.name, self.backend or fusion.backend, self.name, index)
             if request.name == "FusedNoRepeatNGram":
                 yield logits_processors.propose(index, offer, backend)
@@ -73,7 +78,10 @@ class KernelStrategy:
                 backend, offer = choose_backend(request.name, self.backend or fusion.backend, self.name, index, op)
                 yield from residual.propose(index, policy, offer, backend)
             if request.name == "FusedLinearCrossEntropy":
-                yield from loss_heads.propose(index, policy, offer, backend)
+                yield from heads.propose_loss(index, policy, offer, backend)
+            if request.name == "FusedBlock":
+                cuda_graphs = request.options.get("cuda_graphs", True)
+                yield from inference_blocks.propose(index, policy, offer, backend, cuda_graphs)
             if request.name == "FusedRelativeAttention":
                 yield from relative_attention.propose(index, policy, offer, backend)
             if request.name == "FusedRotaryEmbedding":
@@ -84,7 +92,8 @@ class KernelStrategy:
     def _requests(self, fusion: KernelFusion) -> tuple[KernelRequest, ...]:
         """In the order of OP_NAMES, whatever the config's: blocks before the activations inside them."""
         requests: tuple[KernelRequest, ...] = getattr(fusion, self.option)
-        return tuple(sorted(requests, key=lambda request: list(OP_NAMES).index(request.name)))
+        places = {name: place for place, name in enumerate(OP_NAMES)}
+        return tuple(sorted(requests, key=lambda request: places.get(request.name, len(places))))
 
 
 CUSTOM_KERNELS = KernelStrategy("kernels", "custom_cuda_kernels")

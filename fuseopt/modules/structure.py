@@ -1,0 +1,113 @@
+"""Whether modules, and their weights, are what they were: for whatever goes past the modules' own forwards."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+CONSTANTS = ("eps", "variance_epsilon", "scaling", "is_causal")
+"""Plain attributes of modules that what goes past their forwards reads."""
+
+_special = operator.itemgetter(
+    "training", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
+
+
+class Structure:
+    """Compares modules with what they were, in a few passes at the speed of C.
+
+    Args:
+        modules: all of one or more trees.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules, self.states = list(modules), [module.__dict__ for module in modules]
+        # What has none makes no use of one that is added.
+        self._children_of = [state["_modules"] for state in self.states if state["_modules"]]
+        self._seen = self._look()
+
+    def is_unchanged(self) -> bool:
+        """Whether classes, children and forwards that were set on instances are the same."""
+        return self._look() == self._seen
+
+    def is_special(self, start: int = 0) -> bool:
+        """Whether any module, from that place on, is in training mode or carries hooks."""
+        return any(chain.from_iterable(map(_special, self.states[start:])))
+
+    def _look(self) -> tuple[list[Any], ...]:
+        return (
+            list(map(type, self.modules)),
+            list(chain.from_iterable(map(dict.values, self._children_of))),
+            [state.get("forward") for state in self.states],
+        )
+
+
+class Watch:
+    """Compares what there is of some plain modules, and of their parameters, with what there was.
+
+    Args:
+        modules: all of a tree, and those that its roots are children of.
+        parameters: theirs, without None.
+    """
+
+    def __init__(self, modules: list[nn.Module], parameters: list[nn.Parameter]) -> None:
+        self.structure, states = Structure(modules), [module.__dict__ for module in modules]
+        # What has none makes no use of one that is added.
+        self.parameters_of = [state["_parameters"] for state in states if state["_parameters"]]
+        self.constants_of = [(state, name) for state in states for name in CONSTANTS if name in state]
+        self.parameters, self.device_type = parameters, parameters[0].device.type
+        self.seen, self.places = self._look(), self._places()
+
+    def is_in_place(self) -> bool:
+        return self._places() == self.places
+
+    def is_unchanged(self) -> bool:
+        return (
+            not self.structure.is_special()
+            and not torch.is_autocast_enabled(self.device_type)
+            and self.structure.is_unchanged()
+            and self._look() == self.seen
+        )
+
+    def _places(self) -> list[tuple[int, int]]:
+        return list(
+            zip(map(torch.Tensor.data_ptr, self.parameters), map(torch.Tensor.numel, self.parameters), strict=True)
+        )
+
+    def _look(self) -> tuple[list[Any], ...]:
+        # Parameters by identity, as tensors compare themselves element by element.
+        held = chain.from_iterable(map(dict.values, self.parameters_of))
+        return (
+            [state.get(name) for state, name in self.constants_of],
+            list(map(id, held)),
+            list(map(torch.Tensor.data_ptr, self.parameters)),
+            [(parameter.dtype, parameter.shape, parameter.stride()) for parameter in self.parameters],
+        )
+
+
+def modules_below(*roots: nn.Module) -> list[nn.Module]:
+    """The roots and everything below them, once for each place it stands in."""
+    modules, stack = [], list(roots)
+    while stack:
+        module = stack.pop()
+        modules.append(module)
+        stack += [child for child in module._modules.values() if child is not None]
+    return modules
+
+
+def is_special(module: nn.Module) -> bool:
+    """Whether `module` is in training mode or carries hooks."""
+    return any(_special(module.__dict__))
+
+
+def only_captures_outputs(module: nn.Module) -> bool:
+    """Whether its hooks are those that transformers leaves behind once it was asked for hidden states or attentions."""
+    others = (module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = module._forward_hooks.values()
+    captures = "transformers.utils.output_capturing"
+    return not any(others) and all(getattr(hook, "__module__", None) == captures for hook in hooks)
