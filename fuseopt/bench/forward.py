@@ -23,6 +23,8 @@ from fuseopt.bench.workloads import (
 )
 
 COMPILE = "torch.compile"
+# A third call of a size captures CUDA graphs.
+_WARM_UP = 3
 EVAL: dict[str, FusionConfig] = {
     "preset inference": "inference",
     "jit torchscript": {"kernel_fusion": {"jit": {"backend": "torchscript"}}},
@@ -91,6 +93,7 @@ def _cases(row: Row, device: torch.device, compile: bool) -> Iterator[ModelCase]
             work,
             {name: value for name, value in configs.items() if compile or not _compiles(name)},
             others={COMPILE: compiled(work)} if compile else {},
+            warm_up=_WARM_UP,
         )
 
 

@@ -46,6 +46,9 @@ def against_stock(case: Case, device: torch.device) -> list[Record]:
     """Runs every call of a case once for its result and once for its memory, then times them in turns."""
     offered = case.calls()
     calls: dict[str, Call] = {name: call for name, call in offered.items() if not isinstance(call, str)}
+    for call in calls.values():
+        for _ in range(case.warm_up):
+            call()
     stock = calls[STOCK]()
     differences = {name: difference(call(), stock) for name, call in calls.items() if name != STOCK}
     del stock

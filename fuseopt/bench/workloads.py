@@ -25,7 +25,8 @@ Work = Callable[[nn.Module], Tensor]
 
 
 class Case(Protocol):
-    """One piece of work. `rounds`: see `time_in_turns`; `calls_per_sample`: calls timed as one; `steps`: of a call."""
+    """One piece of work. `rounds`: see `time_in_turns`; `calls_per_sample`: calls timed as one; `steps`: of a call;
+    `warm_up`: calls before that of which the result is looked at."""
 
     @property
     def name(self) -> str: ...
@@ -38,6 +39,9 @@ class Case(Protocol):
 
     @property
     def steps(self) -> int: ...
+
+    @property
+    def warm_up(self) -> int: ...
 
     def calls(self) -> Mapping[str, Call | str]:
         """The calls to time against each other, stock first; in the place of one that cannot be had, the reason."""
@@ -62,6 +66,7 @@ class ModelCase:
     stock_work: Work | None = None
     others: Mapping[str, Work] = field(default_factory=dict)
     steps: int = 1
+    warm_up: int = 0
 
     def calls(self) -> Mapping[str, Call | str]:
         stock = self.model()
@@ -88,6 +93,7 @@ class ProcessorCase:
     rounds: int = 25
     calls_per_sample: int = 4
     steps: int = 1
+    warm_up: int = 0
 
     def calls(self) -> Mapping[str, Call | str]:
         device = self.scores.device

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from fuseopt.modules.base import FusedModule, has_hooks
-from fuseopt.modules.block_chain import StackForward
-from fuseopt.modules.inference_blocks import GPT2InferenceForward
+from fuseopt.modules.inference_blocks import GPT2InferenceForward, GPT2StackForward
 from fuseopt.modules.relative_attention import RelativeStackForward
 from fuseopt.modules.residual import GPT2BlockForward, T5BlockForward
 from fuseopt.modules.structure import CONSTANTS, Watch, is_special, modules_below, only_captures_outputs
@@ -20,8 +19,8 @@ from fuseopt.modules.training_forward import TrainingForward
 _FORWARDS = (
     GPT2BlockForward,
     GPT2InferenceForward,
+    GPT2StackForward,
     RelativeStackForward,
-    StackForward,
     T5BlockForward,
     TrainingForward,
 )

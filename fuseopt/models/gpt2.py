@@ -23,7 +23,7 @@ GPT2 = ModelPolicy(
     inference_blocks=(
         Rule(f"{_GPT2}.GPT2Block", "GPT2InferenceForward", {"classes": _IN_BLOCKS, "tanh_gelus": TANH_GELUS}),
     ),
-    stacks={f"{_GPT2}.GPT2Model": "h"},
+    stacks=(Rule(f"{_GPT2}.GPT2Model", "GPT2StackForward", {"blocks": "h"}),),
     heads=(Rule(f"{_GPT2}.GPT2LMHeadModel", "FusedLinearCrossEntropy", {"head": "lm_head"}),),
     decode_steps={f"{_GPT2}.GPT2LMHeadModel": "GPT2Step"},
 )

@@ -54,8 +54,8 @@ class ModelPolicy:
             `fuseopt.modules.residual` class that does it, exactly.
         inference_blocks: blocks that run without gradients past the forwards of the modules inside; `Rule.target` is
             the `fuseopt.modules.inference_blocks` class that does it, `Rule.options` its own.
-        stacks: full name of a class whose forward calls such blocks one after the other, all arguments but the first
-            being the same -> the name of the ModuleList that they are in.
+        stacks: classes whose forward calls such blocks one after the other, all arguments but the first being the same;
+            "blocks" of `Rule.options` names the ModuleList that they are in.
         heads: model classes whose logits go straight into a cross-entropy; `Rule.options` are those of the module that
             stands in for their head, and "head" names it.
         relative_attention: stacks of layers whose self-attentions share one bias of the distance; "attention" of
@@ -72,7 +72,7 @@ class ModelPolicy:
     eager_attention: tuple[str, ...] = ()
     residual_blocks: tuple[Rule, ...] = ()
     inference_blocks: tuple[Rule, ...] = ()
-    stacks: Mapping[str, str] = field(default_factory=dict)
+    stacks: tuple[Rule, ...] = ()
     heads: tuple[Rule, ...] = ()
     relative_attention: tuple[Rule, ...] = ()
     rotary_attentions: tuple[Rule, ...] = ()

@@ -2,7 +2,7 @@
 
 from fuseopt.modules.activations import FusedActivation, FusedGELU, FusedSoftmax
 from fuseopt.modules.base import FusedModule
-from fuseopt.modules.inference_blocks import GPT2InferenceForward
+from fuseopt.modules.inference_blocks import GPT2InferenceForward, GPT2StackForward
 from fuseopt.modules.linear_cross_entropy import FusedLinearCrossEntropy
 from fuseopt.modules.lm_head import FusedLMHead
 from fuseopt.modules.mlp import FusedGatedMLP, FusedMLP
@@ -25,6 +25,7 @@ __all__ = [
     "FusedSoftmax",
     "GPT2BlockForward",
     "GPT2InferenceForward",
+    "GPT2StackForward",
     "RelativeStackForward",
     "RotaryAttentionForward",
     "T5BlockForward",

@@ -171,14 +171,22 @@ class BlockChain:
             self._lock.release()
         return call.output
 
+    def at_once(self, hidden_states: Tensor, past_key_values: Any, attention_mask: Tensor | None) -> Tensor | None:
+        """What the last block returns for what goes into the first, or None where the blocks have to be called."""
+        first = next(self.container.children())
+        with self.in_stack():
+            return self(vars(first)["forward"], hidden_states, past_key_values, attention_mask)
+
+    def has_captured(self, batch: int, length: int) -> bool:
+        """Whether there is a graph for so many tokens, of whatever kind."""
+        return any(work.state.hidden.shape[:-1] == (batch, length) for work in tuple(self._works.values()))
+
     def report_lines(self) -> tuple[str, ...]:
         size = sum(work.state.bytes for work in self._works.values()) / 2**20
         kept = f"{len(self._works)} captured sizes, {size:.1f} MiB of static tensors"
         return (f"blocks: {kept}" + (f"; {self.note}" if self.note else ""),)
 
     def _run(self, forward: ChainedForward, hidden: Tensor, past_key_values: Any, mask: Tensor | None) -> Tensor | None:
-        if not self._is_unchanged(hidden) or forward is not self._forwards[0] or _tokens(hidden) > _MOST_TOKENS:
-            return None
         self._calls += 1
         key = (
             hidden.shape,
@@ -187,8 +195,16 @@ class BlockChain:
             past_key_values is not None,
             _settings(),
         )
-        work = self._works.get(key) or self._captured(key, hidden, mask, past_key_values is not None)
-        if work is None:
+        watch, work = self._watch, self._works.get(key)
+        # With weights where they were a graph can run, and the closer look is taken while it does.
+        in_place = work is not None and watch is not None and watch.is_in_place()
+        if not in_place:
+            if watch is None or not watch.is_unchanged():
+                self._look_anew(hidden)
+            if self._watch is None or _tokens(hidden) > _MOST_TOKENS:
+                return None
+            work = self._works.get(key) or self._captured(key, hidden, mask, past_key_values is not None)
+        if work is None or forward is not work.forwards[0]:
             return None
         work.last_call = self._calls
         self._works.move_to_end(key)
@@ -196,6 +212,10 @@ class BlockChain:
         with self._captures.in_stream_order(hidden.device):
             state.load(hidden, mask)
             work()
+            if in_place and watch is not None and not watch.is_unchanged():
+                self._look_anew(hidden)
+                self._met[key] += 1
+                return None
             for layer, (keys, values) in enumerate(state.keys_values or ()):
                 # Which copies them.
                 past_key_values.update(keys, values, layer)
@@ -225,15 +245,13 @@ class BlockChain:
         self._works[key] = work
         return work
 
-    def _is_unchanged(self, hidden: Tensor) -> bool:
-        """Whether all blocks are as the graphs have them; without graphs, whether they can be captured."""
-        if self._watch is None or not self._watch.is_unchanged():
-            # What is dropped may be in use on another stream.
-            self._captures.join(hidden.device)
-            self._works.clear()
-            self._met.clear()
-            self._watch = self._look(hidden)
-        return self._watch is not None
+    def _look_anew(self, hidden: Tensor) -> None:
+        """Takes note of how the blocks are, and drops the graphs of how they were."""
+        # What is dropped may be in use on another stream.
+        self._captures.join(hidden.device)
+        self._works.clear()
+        self._met.clear()
+        self._watch = self._look(hidden)
 
     def _look(self, hidden: Tensor) -> Watch | None:
         forwards: list[Any] = [vars(block).get("forward") for block in self.container.children()]
@@ -245,27 +263,6 @@ class BlockChain:
         watch = Watch(modules_below(self.container), parameters)
         self._forwards = forwards
         return watch if watch.is_unchanged() else None
-
-
-class StackForward:
-    """The `forward` of a stack whose blocks are chained: the class's own, during which the chain may run them.
-
-    It belongs to one stack and is copied and pickled with it.
-    """
-
-    def __init__(self, stack: nn.Module, chain: BlockChain) -> None:
-        self.stack, self.chain = stack, chain
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = type(self.stack).forward
-        if torch.compiler.is_compiling():
-            return forward(self.stack, *args, **kwargs)
-        with self.chain.in_stack():
-            return forward(self.stack, *args, **kwargs)
-
-    def report_lines(self) -> tuple[str, ...]:
-        """What the report says of the chain."""
-        return self.chain.report_lines()
 
 
 def _is_empty_cache(cache: Any) -> bool:

@@ -1,9 +1,9 @@
-"""Blocks that run without gradients as a few operations on their weights, past the forwards of the modules inside."""
+"""GPT-2 without gradients: blocks as a few operations on their weights, and stacks that run all of them at once."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from fuseopt.modules.structure import Structure, is_special, modules_below, only
 from fuseopt.ops.library import is_unobserved
 
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
+# Positions up to which the memory-efficient attention takes the least time.
+_FEW = 64
 _HALVES = (torch.float16, torch.bfloat16)
 # Arguments that make no difference to attention by "sdpa" alone.
 _NOT_READ = frozenset(("encoder_attention_mask", "position_ids", "use_cache"))
@@ -116,12 +118,8 @@ class GPT2InferenceForward(BlockForward):
         if past_key_values is not None:
             cache = getattr(past_key_values, "self_attention_cache", past_key_values)
             key, value = cache.update(key, value, attention.layer_idx)
-        modeling: Any = sys.modules[type(attention).__module__]
-        attend = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(
-            attention.config._attn_implementation, modeling.eager_attention_forward
-        )
         kwargs["use_cache"] = use_cache
-        attended, weights = attend(
+        attended, weights = _attention_function(attention, query, key, attention_mask)(
             attention, query, key, value, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs
         )
         added = _product(attended.reshape(residual.shape), attention.c_proj)
@@ -171,6 +169,72 @@ class GPT2InferenceForward(BlockForward):
         )
 
 
+class GPT2StackForward:
+    """The `forward` of a GPT2Model whose blocks are chained: the class's own, during which the chain may run them.
+
+    That is passed by for nothing but tokens of a size that has been captured: it finds out, waiting for the GPU,
+    whether the positions that it has just counted up start anew anywhere.
+
+    It belongs to one stack and is copied and pickled with it.
+    """
+
+    def __init__(self, stack: nn.Module, chain: BlockChain) -> None:
+        self.stack, self.chain = stack, chain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = type(self.stack).forward
+        if torch.compiler.is_compiling():
+            return forward(self.stack, *args, **kwargs)
+        if self._are_captured_tokens(*args, **kwargs):
+            outputs = self._of_tokens(*args, **kwargs)
+            # Which the chain has had its look at.
+            return forward(self.stack, *args, **kwargs) if outputs is None else outputs
+        with self.chain.in_stack():
+            return forward(self.stack, *args, **kwargs)
+
+    def _are_captured_tokens(
+        self,
+        input_ids: Any = None,
+        *args: Any,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> bool:
+        """Whether a call has no other arguments than tokens of a size that has been captured."""
+        if type(input_ids) is not Tensor or input_ids.dim() != 2 or not self.chain.has_captured(*input_ids.shape):
+            return False
+        if args or output_attentions or output_hidden_states or any(value is not None for value in kwargs.values()):
+            return False
+        config: Any = self.stack.config
+        return (
+            (config.return_dict if return_dict is None else return_dict)
+            and getattr(config, "is_causal", None) is None
+            and not (config.output_attentions or config.output_hidden_states or config.add_cross_attention)
+        )
+
+    def _of_tokens(self, input_ids: Tensor, *, use_cache: bool | None = None, **kwargs: Any) -> Any:
+        """What the class's forward returns, or None where that has to run."""
+        stack: Any = self.stack
+        modeling: Any = sys.modules[type(stack).__module__]
+        stack.warn_if_padding_and_no_attention_mask(input_ids, None)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        hidden = stack.drop(stack.wte(input_ids) + stack.wpe(positions[None]))
+        caches = stack.config.use_cache if use_cache is None else use_cache
+        cache = modeling.DynamicCache(config=stack.config) if caches else None
+        output = self.chain.at_once(hidden, cache, None)
+        if output is None:
+            return None
+        return modeling.BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=stack.ln_f(output), past_key_values=cache
+        )
+
+    def report_lines(self) -> tuple[str, ...]:
+        """What the report says of the chain."""
+        return self.chain.report_lines()
+
+
 def unknown_modules(block: nn.Module, classes: Collection[str]) -> list[str]:
     """The modules inside `block` that are neither of `classes` nor activations, each with its class."""
     return [
@@ -184,6 +248,37 @@ def _full_name(module: nn.Module) -> str:
     """Of the class of `module`, or of what it stands in for."""
     source = module._source_class if isinstance(module, FusedModule) else type(module)
     return f"{source.__module__}.{source.__qualname__}"
+
+
+def _attention_function(
+    attention: Any, query: Tensor, key: Tensor, mask: Tensor | None
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """transformers' function by the name in the config; where that is SDPA and sequences are short, another kernel."""
+    modeling: Any = sys.modules[type(attention).__module__]
+    name = attention.config._attn_implementation
+    attend = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(name, modeling.eager_attention_forward)
+    is_few = query.is_cuda and mask is None and 1 < query.shape[2] == key.shape[2] <= _FEW
+    is_few = is_few and query.shape[3] % 8 == 0 and query.dtype in (torch.float32, *_HALVES)
+    if not is_few or attend is not sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward:
+        return attend
+    return _attend_to_few if torch.backends.cuda.mem_efficient_sdp_enabled() else attend
+
+
+def _attend_to_few(
+    attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """transformers' "sdpa" by PyTorch's memory-efficient kernel. What PyTorch prefers is made for long sequences."""
+    is_causal = kwargs.get("is_causal")
+    attended, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query,
+        key,
+        value,
+        None,
+        compute_log_sumexp=False,
+        is_causal=attention.is_causal if is_causal is None else is_causal,
+        scale=scaling,
+    )
+    return attended.transpose(1, 2), None
 
 
 def _product(input: Tensor, layer: Any) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fuseopt import modules
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.modules import block_chain
-from fuseopt.modules.block_chain import BlockChain, StackForward
+from fuseopt.modules.block_chain import BlockChain
 from fuseopt.modules.inference_blocks import unknown_modules
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
 from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip
@@ -25,18 +25,21 @@ def propose(
     blocks = [(rule, candidate) for rule in policy.inference_blocks for candidate in index.of_class(rule.source)]
     reasons = {id(candidate.module): _not_supported_reasons(candidate, rule) for rule, candidate in blocks}
     if cuda_graphs and any(device.type in block_chain.DEVICE_TYPES for device in index.devices):
+        stacks = {rule.source: rule for rule in policy.stacks}
         for stack in (Candidate(index.model, ()), *index.candidates):
-            name = policy.stacks.get(stack.lineage[0])
-            if name is None or any(reasons.get(id(b), ["no block"]) for b in getattr(stack.module, name).children()):
+            rule = stacks.get(stack.lineage[0])
+            if rule is None:
                 continue
+            container = getattr(stack.module, rule.options["blocks"])
+            if any(reasons.get(id(block), ["it is another block"]) for block in container.children()):
+                continue
+            sites, name = forward_sites(stack), forward_name(stack)
             if "forward" in stack.module.__dict__:
-                reason = "its forward has been replaced on the instance"
-                yield skip(forward_sites(stack), forward_name(stack), StackForward.__name__, offer, reason)
+                yield skip(sites, name, rule.target, offer, "its forward has been replaced on the instance")
                 continue
-            container = getattr(stack.module, name)
             chains[id(container)] = BlockChain(container)
-            build = functools.partial(StackForward, stack.module, chains[id(container)])
-            yield replacement(forward_sites(stack), forward_name(stack), StackForward.__name__, offer, _CHAINED, build)
+            build = functools.partial(getattr(modules, rule.target), stack.module, chains[id(container)])
+            yield replacement(sites, name, rule.target, offer, _CHAINED, build)
     for rule, candidate in blocks:
         sites, name = forward_sites(candidate), forward_name(candidate)
         if reasons[id(candidate.module)]:

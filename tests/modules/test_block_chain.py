@@ -2,11 +2,13 @@
 
 import copy
 import pickle
+import sys
 import threading
 from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import fuseopt
@@ -34,10 +36,20 @@ def chain_of(model):
 
 
 def chained(run, *args):
-    """How often a chain runs in `run(*args)`, and what that returns."""
-    with mock.patch.object(ChainWork, "__call__", autospec=True, side_effect=ChainWork.__call__) as works:
+    """How often a chain gives a result in `run(*args)`, and what that returns."""
+    results = []
+
+    def counted(chain, *args):
+        output = run_chain(chain, *args)
+        results.extend([] if output is None else [output])
+        return output
+
+    with mock.patch.object(BlockChain, "_run", autospec=True, side_effect=counted):
         result = run(*args)
-    return works.call_count, result
+    return len(results), result
+
+
+run_chain = BlockChain._run
 
 
 def forward(model, ids=None, **options):
@@ -84,6 +96,54 @@ def test_another_prompt_of_the_size_and_results_that_stay():
         torch.testing.assert_close(got.logits, expected.logits, rtol=1e-5, atol=1e-5)
         for layer, wanted in zip(got.past_key_values.layers, expected.past_key_values.layers, strict=True):
             torch.testing.assert_close((layer.keys, layer.values), (wanted.keys, wanted.values), rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_alone_pass_by_the_stack_s_own_forward():
+    stock, fused = stock_and_fused()
+    meet(fused)
+    assert_chained(1, stock, fused)
+    labels = tiny.inputs(stock)["input_ids"]
+    positions = torch.arange(7)[None]
+    modeling = sys.modules[type(stock).__module__]
+    for passed_by, options in (
+        (True, {}),
+        (True, {"labels": labels, "output_attentions": False}),
+        (True, {"logits_to_keep": 1, "return_dict": True}),
+        (True, {"use_cache": True}),
+        (True, {"return_dict": False}),
+        (False, {"position_ids": positions}),
+        (False, {"attention_mask": torch.ones_like(labels)}),
+        (False, {"token_type_ids": torch.ones_like(labels)}),
+        (False, {"is_causal": True}),
+    ):
+        with mock.patch.object(modeling, "create_causal_mask", wraps=modeling.create_causal_mask) as masks:
+            got = forward(fused, **options)
+        assert (masks.call_count == 0) is passed_by, options
+        expected = forward(stock, **options)
+        assert type(got) is type(expected)
+        if isinstance(got, tuple):
+            got, expected = got[:1], expected[:1]
+        else:
+            assert list(got) == list(expected)
+            assert type(got.past_key_values) is type(expected.past_key_values)
+            got, expected = (got.logits, got.loss), (expected.logits, expected.loss)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_that_stock_refuses_or_warns_of():
+    stock, fused = stock_and_fused()
+    meet(fused)
+    assert_chained(1, stock, fused)
+    ids = tiny.inputs(stock)["input_ids"]
+    for model in (stock, fused):
+        model.config.pad_token_id = int(ids[0, 0])
+        with mock.patch.object(transformers.modeling_utils.logger, "warning_once") as warning:
+            forward(model, ids)
+        assert warning.call_count == 1 and "attention_mask" in warning.call_args.args[0]
+    if ids.device.type == "cpu":
+        for model in (stock, fused):
+            with pytest.raises(IndexError):
+                forward(model, ids + tiny.VOCAB)
 
 
 @pytest.mark.parametrize("cache", [False, True])
