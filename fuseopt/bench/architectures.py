@@ -102,7 +102,7 @@ def weightless(config: PreTrainedConfig, device: torch.device) -> PreTrainedMode
 
 def random_model(name: str, device: torch.device, dtype: torch.dtype, **overrides: Any) -> PreTrainedModel:
     """An architecture by name with random weights, in eval mode, that generates as many tokens as it is asked for."""
-    config = load_config(name, bos_token_id=None, eos_token_id=None, pad_token_id=0, **overrides)
+    config = load_config(name, **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, **overrides})
     with torch.device(device), no_init_weights():
         model = _build(config, dtype)
     model.tie_weights()

@@ -77,9 +77,10 @@ def run(*, device: torch.device, rows: Sequence[Row] = (), compile: bool | None 
 
 
 def _cases(row: Row, device: torch.device, compile: bool) -> Iterator[ModelCase]:
-    overrides = {"use_cache": False, **dropout_rates(row.model, 0.0)}
-    model = functools.cache(functools.partial(random_model, row.model, device, row.dtype, **overrides))
     config = load_config(row.model)
+    # Where a config has a token of padding, transformers looks for it in every call, and waits for the GPU.
+    overrides = {"use_cache": False, "pad_token_id": config.pad_token_id, **dropout_rates(row.model, 0.0)}
+    model = functools.cache(functools.partial(random_model, row.model, device, row.dtype, **overrides))
     ids = random_tokens(device, config.vocab_size, row.batch, row.length)
     inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
     modes: tuple[tuple[str, Work, dict[str, FusionConfig]], ...] = (

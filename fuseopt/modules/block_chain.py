@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fuseopt.modules.cuda_graphs import Captures, Work
 from fuseopt.modules.structure import Watch, modules_below
+from fuseopt.ops.library import is_unobserved
 
 DEVICE_TYPES = ("cuda",)
 """Where it takes the host long to launch kernels one by one."""
@@ -35,7 +36,13 @@ class ChainedForward(Protocol):
     def can_chain(self, hidden_states: Tensor) -> bool:
         """Whether `run` computes what a call of the block does, and can be captured."""
 
-    def run(self, hidden_states: Tensor, past_key_values: Any, attention_mask: Tensor | None) -> Tensor: ...
+    def settings(self) -> Hashable:
+        """What `run` depends on beside modules and their weights."""
+
+    def run(
+        self, hidden_states: Tensor, added: Tensor | None, past_key_values: Any, attention_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What a call does with the sum of the first two, as two addends."""
 
 
 class ChainState:
@@ -45,7 +52,8 @@ class ChainState:
         hidden: [batch, length, hidden], what goes into the first block.
         mask: what the attentions add to scores, or None.
         output: [batch, length, hidden], what comes out of the last.
-        keys_values: [2, batch, heads, length, head_dim] of each block, where a cache asks for them.
+        keys_values: of each block, where a cache asks for them: keys and values [batch, heads, length, head_dim], and
+            where in a cache they belong.
     """
 
     def __init__(self, sizes: Hashable, hidden: Tensor, mask: Tensor | None, caches: bool) -> None:
@@ -55,7 +63,7 @@ class ChainState:
             self.hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
             self.mask = None if mask is None else torch.empty(mask.shape, dtype=hidden.dtype, device=mask.device)
         self.output = self.hidden
-        self.keys_values: list[tuple[Tensor, Tensor]] | None = [] if caches else None
+        self.keys_values: list[tuple[Tensor, Tensor, int]] | None = [] if caches else None
 
     @property
     def bytes(self) -> int:
@@ -74,7 +82,7 @@ class ChainState:
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Passes for an empty cache of transformers'."""
         assert self.keys_values is not None
-        self.keys_values.append((keys, values))
+        self.keys_values.append((keys, values, layer))
         return keys, values
 
 
@@ -87,12 +95,12 @@ class ChainWork(Work[ChainState]):
 
     def run(self) -> None:
         state = self.state
-        hidden, cache = state.hidden, None
+        hidden, added, cache = state.hidden, None, None
         if state.keys_values is not None:
             state.keys_values, cache = [], state
         for forward in self.forwards:
-            hidden = forward.run(hidden, cache, state.mask)
-        state.output = hidden
+            hidden, added = forward.run(hidden, added, cache, state.mask)
+        state.output = hidden if added is None else hidden + added
 
 
 class _Call(threading.local):
@@ -113,17 +121,19 @@ class BlockChain:
     Copies and pickles hold no graphs.
 
     Args:
-        container: the stack's ModuleList.
+        stack: a module that calls the blocks in its forward.
+        blocks: the name of its ModuleList that they are in.
     """
 
-    def __init__(self, container: nn.Module) -> None:
-        self.__setstate__({"container": container})
+    def __init__(self, stack: nn.Module, blocks: str) -> None:
+        self.__setstate__({"stack": stack, "blocks": blocks})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"container": self.container}
+        return {"stack": self.stack, "blocks": self.blocks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.container: nn.Module = state["container"]
+        self.stack: nn.Module = state["stack"]
+        self.blocks: str = state["blocks"]
         self.note = ""
         self._call = _Call()
         self._lock = threading.Lock()
@@ -157,11 +167,11 @@ class BlockChain:
         if not call.depth or call.begun:
             return hidden_states if hidden_states is call.output else None
         call.begun = True
-        if hidden_states.device.type not in DEVICE_TYPES:
+        if type(hidden_states) is not Tensor or hidden_states.device.type not in DEVICE_TYPES:
             return None
         if hidden_states.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        if not _is_empty_cache(past_key_values) or not forward.can_chain(hidden_states):
+        if not is_unobserved() or nn.modules.module._has_any_global_hook() or not _is_empty_cache(past_key_values):
             return None
         if not self._lock.acquire(blocking=False):
             return None
@@ -173,9 +183,8 @@ class BlockChain:
 
     def at_once(self, hidden_states: Tensor, past_key_values: Any, attention_mask: Tensor | None) -> Tensor | None:
         """What the last block returns for what goes into the first, or None where the blocks have to be called."""
-        first = next(self.container.children())
         with self.in_stack():
-            return self(vars(first)["forward"], hidden_states, past_key_values, attention_mask)
+            return self(self._forwards[0], hidden_states, past_key_values, attention_mask)
 
     def has_captured(self, batch: int, length: int) -> bool:
         """Whether there is a graph for so many tokens, of whatever kind."""
@@ -193,12 +202,15 @@ class BlockChain:
             hidden.dtype,
             None if mask is None else (mask.shape, mask.dtype),
             past_key_values is not None,
+            forward.settings(),
             _settings(),
         )
         watch, work = self._watch, self._works.get(key)
         # With weights where they were a graph can run, and the closer look is taken while it does.
         in_place = work is not None and watch is not None and watch.is_in_place()
         if not in_place:
+            if not forward.can_chain(hidden):
+                return None
             if watch is None or not watch.is_unchanged():
                 self._look_anew(hidden)
             if self._watch is None or _tokens(hidden) > _MOST_TOKENS:
@@ -216,9 +228,9 @@ class BlockChain:
                 self._look_anew(hidden)
                 self._met[key] += 1
                 return None
-            for layer, (keys, values) in enumerate(state.keys_values or ()):
+            for keys_values in state.keys_values or ():
                 # Which copies them.
-                past_key_values.update(keys, values, layer)
+                past_key_values.update(*keys_values)
             return state.output.clone()
 
     def _captured(self, key: Hashable, hidden: Tensor, mask: Tensor | None, caches: bool) -> ChainWork | None:
@@ -254,13 +266,14 @@ class BlockChain:
         self._watch = self._look(hidden)
 
     def _look(self, hidden: Tensor) -> Watch | None:
-        forwards: list[Any] = [vars(block).get("forward") for block in self.container.children()]
-        parameters = list(self.container.parameters())
+        container = getattr(self.stack, self.blocks)
+        forwards: list[Any] = [vars(block).get("forward") for block in container.children()]
+        parameters = list(container.parameters())
         if any(getattr(forward, "chain", None) is not self or not forward.can_chain(hidden) for forward in forwards):
             return None
         if any(parameter.device != hidden.device for parameter in parameters):
             return None
-        watch = Watch(modules_below(self.container), parameters)
+        watch = Watch([self.stack, *modules_below(container)], parameters)
         self._forwards = forwards
         return watch if watch.is_unchanged() else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import torch
@@ -78,8 +78,9 @@ class GPT2InferenceForward(BlockForward):
     def can_chain(self, hidden_states: Tensor) -> bool:
         return self.block.attn.config._attn_implementation == "sdpa" and self._is_plain(hidden_states)
 
-    def run(self, hidden_states: Tensor, past_key_values: Any, attention_mask: Tensor | None) -> Tensor:
-        return self._forward(hidden_states, past_key_values, attention_mask)
+    def settings(self) -> Hashable:
+        attention: Any = self.block.attn
+        return attention.config._attn_implementation, _transformers_attention(attention)
 
     def _is_plain(  # type: ignore[override]
         self,
@@ -109,25 +110,45 @@ class GPT2InferenceForward(BlockForward):
         output_attentions: bool | None = False,
         **kwargs: Any,
     ) -> Tensor:
+        kwargs["use_cache"] = use_cache
+        hidden_states, added = self.run(hidden_states, None, past_key_values, attention_mask, **kwargs)
+        return hidden_states + added
+
+    def run(
+        self,
+        hidden_states: Tensor,
+        added: Tensor | None,
+        past_key_values: Any,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """What the block does with the sum of the first two, as two addends."""
         block: Any = self.block
-        attention, norm, mlp = block.attn, block.ln_2, block.mlp
+        attention, mlp = block.attn, block.mlp
         residual = hidden_states.reshape(-1, hidden_states.shape[-1])
-        qkv = _product(block.ln_1(residual), attention.c_attn)
+        if added is None:
+            normed = block.ln_1(residual)
+        else:
+            normed, residual = self._added(added.view(residual.shape), residual, block.ln_1)
+        qkv = _product(normed, attention.c_attn)
         qkv = qkv.view(*hidden_states.shape[:-1], 3, -1, attention.head_dim)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
         if past_key_values is not None:
             cache = getattr(past_key_values, "self_attention_cache", past_key_values)
             key, value = cache.update(key, value, attention.layer_idx)
-        kwargs["use_cache"] = use_cache
         attended, weights = _attention_function(attention, query, key, attention_mask)(
             attention, query, key, value, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs
         )
         added = _product(attended.reshape(residual.shape), attention.c_proj)
         for capture in attention._forward_hooks.values():
             capture(attention, (), (added, weights))
-        normed, residual = ops.add_layer_norm(added, residual, norm.weight, norm.bias, norm.eps, backend=self.backend)
+        normed, residual = self._added(added, residual, block.ln_2)
         added = _product(self._activated(normed), mlp.c_proj)
-        return (residual + added).view(hidden_states.shape)
+        return residual.view(hidden_states.shape), added.view(hidden_states.shape)
+
+    def _added(self, added: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """The norm of a sum, and the sum."""
+        return ops.add_layer_norm(added, residual, norm.weight, norm.bias, norm.eps, backend=self.backend)
 
     def _activated(self, normed: Tensor) -> Tensor:
         mlp: Any = self.block.mlp
@@ -254,14 +275,18 @@ def _attention_function(
     attention: Any, query: Tensor, key: Tensor, mask: Tensor | None
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """transformers' function by the name in the config; where that is SDPA and sequences are short, another kernel."""
-    modeling: Any = sys.modules[type(attention).__module__]
-    name = attention.config._attn_implementation
-    attend = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(name, modeling.eager_attention_forward)
+    attend = _transformers_attention(attention)
     is_few = query.is_cuda and mask is None and 1 < query.shape[2] == key.shape[2] <= _FEW
     is_few = is_few and query.shape[3] % 8 == 0 and query.dtype in (torch.float32, *_HALVES)
     if not is_few or attend is not sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward:
         return attend
     return _attend_to_few if torch.backends.cuda.mem_efficient_sdp_enabled() else attend
+
+
+def _transformers_attention(attention: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    modeling: Any = sys.modules[type(attention).__module__]
+    name = attention.config._attn_implementation
+    return modeling.ALL_ATTENTION_FUNCTIONS.get_interface(name, modeling.eager_attention_forward)
 
 
 def _attend_to_few(

@@ -37,7 +37,7 @@ def propose(
             if "forward" in stack.module.__dict__:
                 yield skip(sites, name, rule.target, offer, "its forward has been replaced on the instance")
                 continue
-            chains[id(container)] = BlockChain(container)
+            chains[id(container)] = BlockChain(stack.module, rule.options["blocks"])
             build = functools.partial(getattr(modules, rule.target), stack.module, chains[id(container)])
             yield replacement(sites, name, rule.target, offer, _CHAINED, build)
     for rule, candidate in blocks:

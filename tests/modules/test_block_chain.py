@@ -256,9 +256,22 @@ def remove_a_block(model):
     del model.transformer.h[1]
 
 
+def shorten_the_stack(model):
+    model.transformer.h = nn.ModuleList(list(model.transformer.h)[1:]).eval()
+
+
 @pytest.mark.parametrize(
     "change",
-    [edit, replace, exchange_a_parameter, exchange_an_activation, set_a_constant, look_ahead, remove_a_block],
+    [
+        edit,
+        replace,
+        exchange_a_parameter,
+        exchange_an_activation,
+        set_a_constant,
+        look_ahead,
+        remove_a_block,
+        shorten_the_stack,
+    ],
     ids=lambda change: change.__name__,
 )
 def test_what_changes_between_calls_shows(change):
@@ -417,7 +430,7 @@ def test_copies_and_pickles_begin_anew():
     others = copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))
     edit(fused)
     for other in others:
-        assert chain_of(other).container is other.transformer.h
+        assert chain_of(other).stack is other.transformer
         meet(other)
         assert_chained(1, stock, other)
 
