@@ -31,7 +31,7 @@ _CALLS_KEPT = 64
 class ChainedForward(Protocol):
     """The forward of a block that a chain can run."""
 
-    block: nn.Module
+    chain: BlockChain | None
 
     def can_chain(self, hidden_states: Tensor) -> bool:
         """Whether `run` computes what a call of the block does, and can be captured."""
@@ -212,7 +212,7 @@ class BlockChain:
             if not forward.can_chain(hidden):
                 return None
             if watch is None or not watch.is_unchanged():
-                self._look_anew(hidden)
+                self._look_anew(forward, hidden)
             if self._watch is None or _tokens(hidden) > _MOST_TOKENS:
                 return None
             work = self._works.get(key) or self._captured(key, hidden, mask, past_key_values is not None)
@@ -225,7 +225,7 @@ class BlockChain:
             state.load(hidden, mask)
             work()
             if in_place and watch is not None and not watch.is_unchanged():
-                self._look_anew(hidden)
+                self._look_anew(forward, hidden)
                 self._met[key] += 1
                 return None
             for keys_values in state.keys_values or ():
@@ -257,19 +257,22 @@ class BlockChain:
         self._works[key] = work
         return work
 
-    def _look_anew(self, hidden: Tensor) -> None:
+    def _look_anew(self, forward: ChainedForward, hidden: Tensor) -> None:
         """Takes note of how the blocks are, and drops the graphs of how they were."""
         # What is dropped may be in use on another stream.
         self._captures.join(hidden.device)
         self._works.clear()
         self._met.clear()
-        self._watch = self._look(hidden)
+        self._watch = self._look(forward, hidden)
 
-    def _look(self, hidden: Tensor) -> Watch | None:
+    def _look(self, forward: ChainedForward, hidden: Tensor) -> Watch | None:
         container = getattr(self.stack, self.blocks)
         forwards: list[Any] = [vars(block).get("forward") for block in container.children()]
         parameters = list(container.parameters())
-        if any(getattr(forward, "chain", None) is not self or not forward.can_chain(hidden) for forward in forwards):
+        # What has been wrapped around one of ours may have its attributes.
+        if any(type(other) is not type(forward) or other.chain is not self for other in forwards):
+            return None
+        if not all(other.can_chain(hidden) for other in forwards):
             return None
         if any(parameter.device != hidden.device for parameter in parameters):
             return None

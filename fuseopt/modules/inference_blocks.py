@@ -14,10 +14,9 @@ from fuseopt.modules.base import BlockForward, FusedModule
 from fuseopt.modules.block_chain import BlockChain
 from fuseopt.modules.structure import Structure, is_special, modules_below, only_captures_outputs
 from fuseopt.ops.library import is_unobserved
+from fuseopt.ops.short_attention import is_fast
 
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
-# Positions up to which the memory-efficient attention takes the least time.
-_FEW = 64
 _HALVES = (torch.float16, torch.bfloat16)
 # Arguments that make no difference to attention by "sdpa" alone.
 _NOT_READ = frozenset(("encoder_attention_mask", "position_ids", "use_cache"))
@@ -69,6 +68,10 @@ class GPT2InferenceForward(BlockForward):
         encoder_hidden_states: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
+        if torch.compiler.is_compiling():
+            return type(self.block).forward(
+                self.block, hidden_states, past_key_values, attention_mask, encoder_hidden_states, **kwargs
+            )
         if self.chain is not None and encoder_hidden_states is None and _NOT_READ.issuperset(kwargs):
             output = self.chain(self, hidden_states, past_key_values, attention_mask)
             if output is not None:
@@ -274,13 +277,12 @@ def _full_name(module: nn.Module) -> str:
 def _attention_function(
     attention: Any, query: Tensor, key: Tensor, mask: Tensor | None
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """transformers' function by the name in the config; where that is SDPA and sequences are short, another kernel."""
+    """transformers' function by the name in the config; where that is SDPA and sequences are short, our kernel."""
     attend = _transformers_attention(attention)
-    is_few = query.is_cuda and mask is None and 1 < query.shape[2] == key.shape[2] <= _FEW
-    is_few = is_few and query.shape[3] % 8 == 0 and query.dtype in (torch.float32, *_HALVES)
-    if not is_few or attend is not sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward:
+    if mask is not None or query.shape != key.shape or query.shape[2] == 1 or not is_fast(query):
         return attend
-    return _attend_to_few if torch.backends.cuda.mem_efficient_sdp_enabled() else attend
+    sdpa = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+    return _short_attention if attend is sdpa else attend
 
 
 def _transformers_attention(attention: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -289,21 +291,13 @@ def _transformers_attention(attention: Any) -> Callable[..., tuple[Tensor, Tenso
     return modeling.ALL_ATTENTION_FUNCTIONS.get_interface(name, modeling.eager_attention_forward)
 
 
-def _attend_to_few(
+def _short_attention(
     attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """transformers' "sdpa" by PyTorch's memory-efficient kernel. What PyTorch prefers is made for long sequences."""
+    """transformers' "sdpa" without a mask."""
     is_causal = kwargs.get("is_causal")
-    attended, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query,
-        key,
-        value,
-        None,
-        compute_log_sumexp=False,
-        is_causal=attention.is_causal if is_causal is None else is_causal,
-        scale=scaling,
-    )
-    return attended.transpose(1, 2), None
+    causal = bool(attention.is_causal if is_causal is None else is_causal)
+    return ops.short_attention(query, key, value, causal=causal, scale=scaling), None
 
 
 def _product(input: Tensor, layer: Any) -> Tensor:

@@ -20,6 +20,7 @@ from fuseopt.ops.process_logits import process_logits
 from fuseopt.ops.relative_attention import relative_attention
 from fuseopt.ops.rms_norm import rms_norm
 from fuseopt.ops.rotary_embedding import rotary_embedding
+from fuseopt.ops.short_attention import short_attention
 from fuseopt.ops.softmax import softmax
 
 __all__ = [
@@ -46,5 +47,6 @@ __all__ = [
     "relative_attention",
     "rms_norm",
     "rotary_embedding",
+    "short_attention",
     "softmax",
 ]

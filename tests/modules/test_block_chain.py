@@ -1,6 +1,7 @@
 """BlockChain: which calls of a stack run all blocks at once, with what result, and what is left to the blocks."""
 
 import copy
+import functools
 import pickle
 import sys
 import threading
@@ -302,6 +303,13 @@ def hook_a_linear_layer(model):
     model.transformer.h[1].mlp.c_fc.register_forward_hook(lambda module, args, output: output + 1)
 
 
+def wrap_a_block_s_forward(model):
+    """As accelerate's hooks do."""
+    block = model.transformer.h[1]
+    forward = block.forward
+    block.forward = functools.update_wrapper(functools.partial(forward), forward)
+
+
 def attend_eagerly(model):
     model.set_attn_implementation("eager")
 
@@ -312,7 +320,7 @@ def exchange_a_block(model):
 
 @pytest.mark.parametrize(
     "change",
-    [train, hook_a_block, hook_a_linear_layer, attend_eagerly, exchange_a_block],
+    [train, hook_a_block, hook_a_linear_layer, attend_eagerly, wrap_a_block_s_forward, exchange_a_block],
     ids=lambda change: change.__name__,
 )
 def test_what_is_left_to_the_blocks(change):
@@ -477,3 +485,22 @@ def test_without_cuda_graphs():
     assert "forward" not in model.transformer.__dict__
     for _ in range(4):
         assert chained(forward, model)[0] == 0
+
+
+def test_training_steps_that_are_compiled_and_evaluations_in_between():
+    memory_efficient = {"backend": "aot_eager"}
+    fusion = {"custom_cuda_kernels": ["FusedBlock"], "memory_efficient_fusion": memory_efficient}
+    no_dropout = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    stock = tiny.gpt2(**no_dropout)
+    fused = fuseopt.initialize(copy.deepcopy(stock), {"kernel_fusion": fusion}, strict=True)
+    ids = tiny.inputs(stock)["input_ids"]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (stock, fused)]
+    for chains in (0, 0, 1, 1):
+        assert_chained(chains, stock, fused)
+        for model, optimizer in zip((stock, fused), optimizers, strict=True):
+            model.train()
+            loss = model(ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()

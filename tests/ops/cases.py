@@ -53,6 +53,7 @@ OF_THEIR_OWN_SIZES = (
     "edit_logits",
     "relative_attention",
     "rotary_embedding",
+    "short_attention",
 )
 
 

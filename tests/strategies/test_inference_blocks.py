@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 import fuseopt
+from fuseopt import ops
 from fuseopt.modules import GPT2InferenceForward
 from tests import tiny
 
@@ -371,3 +372,19 @@ def test_other_heads_of_gpt2_have_the_same_blocks():
     stock.config.pad_token_id = 0
     fused = fuseopt.initialize(copy.deepcopy(stock), CONFIG, strict=True)
     assert_runs(LAYERS, stock, fused)
+
+
+@pytest.mark.parametrize("each_device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_short_sequences_without_a_mask_have_their_own_attention(dtype):
+    stock, fused = (model.to(dtype) for model in stock_and_fused())
+    for length, masked, expected in ((7, 0, LAYERS), (16, 0, LAYERS), (17, 0, 0), (33, 0, 0), (1, 0, 0), (7, 3, 0)):
+        ids = tiny.inputs(stock, length=length)["input_ids"]
+        mask = torch.ones_like(ids)
+        mask[0, :masked] = 0
+        with mock.patch.object(ops, "short_attention", wraps=ops.short_attention) as attention, torch.no_grad():
+            logits = fused(ids, attention_mask=mask).logits[mask.bool()]
+            assert attention.call_count == expected
+            expected_logits = stock(ids, attention_mask=mask).logits[mask.bool()]
+        tolerance = 1e-5 if dtype is torch.float32 else 3e-2
+        torch.testing.assert_close(logits, expected_logits, rtol=tolerance, atol=tolerance)

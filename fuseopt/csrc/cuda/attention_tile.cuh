@@ -70,13 +70,6 @@ __device__ inline float bias_of(const DecodeAttention& attention, const FilledPl
   return bias * kLog2E;
 }
 
-// Rows and columns of an 8x8 matrix of 16-bit elements change places; four lanes have a row.
-__device__ inline unsigned transposed(unsigned pair) {
-  unsigned result;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
-  return result;
-}
-
 template <typename T>
 __device__ inline unsigned packed(float low, float high) {
   const T pair[2] = {from_acc<T>(low), from_acc<T>(high)};

@@ -158,6 +158,29 @@ struct DecodeEmbedding {
   void* output;  // [rows, columns]
 };
 
+// Attention over sequences of up to 32 tokens.
+struct ShortAttention {
+  struct Heads {
+    const void* data;  // [batch, heads, length, head_dim], neighbouring head_dim
+    int64_t batch_stride;
+    int64_t head_stride;
+    int64_t row_stride;
+  };
+  int dtype;  // DType
+  Heads query, key, value;
+  int64_t batch;
+  int64_t heads;
+  int64_t length;
+  int64_t head_dim;
+  bool causal;
+  double scale;
+  void* output;  // [batch, length, heads, head_dim]
+  // Set by the launcher.
+  int pitch;
+  int warp_numbers;
+  bool in_vectors;
+};
+
 // Edited scores of any dtype as float32, in `edits`' order.
 struct EditLogits {
   ScoreMatrix logits;  // [rows, vocabulary]
@@ -260,6 +283,8 @@ int64_t fuseopt_beam_candidates_chunks(int64_t vocabulary);
 cudaError_t fuseopt_beam_candidates(BeamCandidates candidates, cudaStream_t stream);
 
 cudaError_t fuseopt_decode_embedding(DecodeEmbedding embedding, cudaStream_t stream);
+
+cudaError_t fuseopt_short_attention(ShortAttention attention, cudaStream_t stream);
 
 cudaError_t fuseopt_edit_logits(EditLogits edit, cudaStream_t stream);
 

@@ -39,6 +39,13 @@ __device__ inline uint4 load_transposed(const void* line) {
   return tiles;
 }
 
+// Rows and columns of an 8x8 matrix of 16-bit elements change places; four lanes have a row.
+__device__ inline unsigned transposed(unsigned pair) {
+  unsigned result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
 // Two products of 16-bit values, each rounded.
 template <typename T>
 __device__ inline unsigned multiply_pair(unsigned a, unsigned b) {

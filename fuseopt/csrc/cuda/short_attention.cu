@@ -1,0 +1,416 @@
+// Attention over sequences of up to 32 tokens: a warp for 16 queries of a head. What is made for long sequences spends most
+// of a tile of 64 x 64 on nothing here.
+#include "dependent_launch.cuh"
+#include "math.cuh"
+#include "tensor_core.cuh"
+#include "vector.cuh"
+
+namespace fuseopt::short_attention {
+namespace {
+
+constexpr int kQueries = 16;        // a warp
+constexpr int kQueriesOfLane = 4;   // neighbours
+constexpr int kLanesOfQuery = 8;    // share the keys, and the columns of the result, of four queries
+constexpr int kColumns = 4;         // that a lane reads at once
+constexpr int kGroups = 2;          // of columns that a lane has results of at a time
+constexpr int kLoads = 6;           // of 16 bytes in flight a lane
+constexpr int kMaxWarps = 4;
+constexpr int kSharedBytes = 44 * 1024;
+
+template <typename T>
+using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <typename A>
+struct alignas(sizeof(A) * kColumns < kAccessBytes ? sizeof(A) * kColumns : kAccessBytes) Columns {
+  A values[kColumns];
+};
+
+__device__ inline float exponential(float x) { return expf(x); }
+__device__ inline double exponential(double x) { return exp(x); }
+__device__ inline float as_acc(float x) { return x; }
+__device__ inline float as_acc(__half x) { return to_float(x); }
+__device__ inline float as_acc(__nv_bfloat16 x) { return to_float(x); }
+__device__ inline double as_acc(double x) { return x; }
+
+// Rows of shared memory, `pitch` apart, which is 4 numbers more than a multiple of 8: eight rows begin in different banks.
+inline int pitch_of(int64_t head_dim) { return static_cast<int>(ceil_div(head_dim, 8) * 8 + kColumns); }
+
+inline int numbers_of_warp(int keys, int pitch) { return (kQueries + 2 * keys) * pitch + keys * kQueries; }
+
+// One head's rows of a tensor, from `first` on.
+template <typename T>
+struct Rows {
+  const T* data;
+  int64_t stride;
+  int first;
+};
+
+// What one warp does: `kQueries` queries of one head of one sequence.
+template <typename T>
+struct Task {
+  bool exists;
+  Rows<T> query, key, value;
+  T* output;  // of the sequence's first position, [head_dim]
+
+  __device__ explicit Task(const ShortAttention& attention) {
+    const int64_t parts = (attention.length + kQueries - 1) / kQueries;
+    const int64_t warp = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kWarpSize) + threadIdx.x / kWarpSize;
+    const int64_t head = warp / parts % attention.heads, item = warp / parts / attention.heads;
+    exists = item < attention.batch;
+    const auto rows_of = [&](const ShortAttention::Heads& heads, int64_t part) {
+      const T* const data = static_cast<const T*>(heads.data) + item * heads.batch_stride + head * heads.head_stride;
+      return Rows<T>{data, heads.row_stride, static_cast<int>(part) * kQueries};
+    };
+    query = rows_of(attention.query, warp % parts);
+    key = rows_of(attention.key, 0);
+    value = rows_of(attention.value, 0);
+    output = static_cast<T*>(attention.output) +
+             (item * attention.length * attention.heads + head) * attention.head_dim;
+  }
+};
+
+// 16 queries, all keys and all values into as many rows of shared memory; zeros behind the last row and the last column.
+// Several accesses of a lane are on their way at a time: what a warp waits for one after the other is its whole time.
+template <typename T, int kKeys>
+__device__ void load_rows(Acc<T>* shared, int pitch, const Rows<T>& query, const Rows<T>& key, const Rows<T>& value,
+                          int length, int head_dim, bool in_vectors) {
+  constexpr int kWidth = kVectorWidth<T>, kRows = kQueries + 2 * kKeys;
+  const int lane = threadIdx.x % kWarpSize;
+  const auto place_of = [&](int row, const T*& data) {
+    const bool is_query = row < kQueries, is_key = row < kQueries + kKeys;
+    const int at = is_query ? query.first + row : (row - kQueries) % kKeys;
+    const int64_t stride = is_query ? query.stride : is_key ? key.stride : value.stride;
+    data = (is_query ? query.data : is_key ? key.data : value.data) + at * stride;
+    return at < length;
+  };
+  if (in_vectors) {
+    const int vectors = head_dim / kWidth, rows_apart = kWarpSize / vectors, vectors_apart = kWarpSize % vectors;
+    int row = lane / vectors, vector = lane % vectors;
+    while (row < kRows) {
+      Vector<T, kWidth> loaded[kLoads];
+      Acc<T>* places[kLoads];
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) {
+        const T* data;
+        loaded[k] = {};
+        places[k] = row < kRows ? shared + row * pitch + vector * kWidth : nullptr;
+        if (row < kRows && place_of(row, data)) loaded[k] = load_vector<T, kWidth>(data, vector);
+        row += rows_apart, vector += vectors_apart;
+        if (vector >= vectors) row += 1, vector -= vectors;
+      }
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) {
+        Acc<T>* const place = places[k];
+        if (place == nullptr) break;
+        if constexpr (kWidth % kColumns == 0) {
+#pragma unroll
+          for (int j = 0; j < kWidth; j += kColumns) {
+            Columns<Acc<T>> part;
+#pragma unroll
+            for (int c = 0; c < kColumns; ++c) part.values[c] = loaded[k][j + c];
+            *reinterpret_cast<Columns<Acc<T>>*>(place + j) = part;
+          }
+        } else {
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) place[j] = as_acc(loaded[k].values[j]);
+        }
+      }
+    }
+  }
+  const int begin = in_vectors ? head_dim : 0, columns = pitch - begin;
+  for (int i = lane; i < kRows * columns; i += kWarpSize) {
+    const int row = i / columns, column = begin + i % columns;
+    const T* data;
+    const bool exists = place_of(row, data) && column < head_dim;
+    shared[row * pitch + column] = exists ? as_acc(data[column]) : Acc<T>(0);
+  }
+}
+
+template <typename T, int kKeys>
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize)
+    short_attention_kernel(const __grid_constant__ ShortAttention attention) {
+  using A = Acc<T>;
+  constexpr int kKeysOfLane = kKeys / kLanesOfQuery;
+  extern __shared__ double2 memory[];
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int length = static_cast<int>(attention.length), head_dim = static_cast<int>(attention.head_dim);
+  const int pitch = attention.pitch;
+  const Task<T> task(attention);
+  follow_predecessor();
+  if (!task.exists) return;
+  const int first = task.query.first;
+
+  A* const query = reinterpret_cast<A*>(memory) + warp * attention.warp_numbers;
+  A* const key = query + kQueries * pitch;
+  A* const value = key + kKeys * pitch;
+  A* const weight = value + kKeys * pitch;  // [kKeys, kQueries]
+  load_rows<T, kKeys>(query, pitch, task.query, task.key, task.value, length, head_dim, attention.in_vectors);
+  __syncwarp();
+
+  const int own_query = lane / kLanesOfQuery * kQueriesOfLane, own_key = lane % kLanesOfQuery;
+  A score[kQueriesOfLane][kKeysOfLane] = {};
+  for (int column = 0; column < pitch - kColumns; column += kColumns) {
+    Columns<A> q[kQueriesOfLane], k[kKeysOfLane];
+#pragma unroll
+    for (int i = 0; i < kQueriesOfLane; ++i) {
+      q[i] = *reinterpret_cast<const Columns<A>*>(query + (own_query + i) * pitch + column);
+    }
+#pragma unroll
+    for (int j = 0; j < kKeysOfLane; ++j) {
+      k[j] = *reinterpret_cast<const Columns<A>*>(key + (own_key + j * kLanesOfQuery) * pitch + column);
+    }
+#pragma unroll
+    for (int i = 0; i < kQueriesOfLane; ++i) {
+#pragma unroll
+      for (int j = 0; j < kKeysOfLane; ++j) {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) score[i][j] += q[i].values[c] * k[j].values[c];
+      }
+    }
+  }
+
+#pragma unroll
+  for (int i = 0; i < kQueriesOfLane; ++i) {
+    // The first key is seen by every query, so there is a largest score.
+    A largest = -INFINITY;
+#pragma unroll
+    for (int j = 0; j < kKeysOfLane; ++j) {
+      const int at = own_key + j * kLanesOfQuery;
+      const bool is_seen = at < length && (!attention.causal || at <= first + own_query + i);
+      score[i][j] = is_seen ? score[i][j] * static_cast<A>(attention.scale) : -INFINITY;
+      largest = score[i][j] > largest || isnan(score[i][j]) ? score[i][j] : largest;
+    }
+#pragma unroll
+    for (int apart = 1; apart < kLanesOfQuery; apart *= 2) {
+      const A other = __shfl_xor_sync(0xffffffff, largest, apart);
+      largest = other > largest || isnan(other) ? other : largest;
+    }
+    A sum = 0;
+#pragma unroll
+    for (int j = 0; j < kKeysOfLane; ++j) sum += score[i][j] = exponential(score[i][j] - largest);
+#pragma unroll
+    for (int apart = 1; apart < kLanesOfQuery; apart *= 2) sum += __shfl_xor_sync(0xffffffff, sum, apart);
+#pragma unroll
+    for (int j = 0; j < kKeysOfLane; ++j) score[i][j] /= sum;
+  }
+#pragma unroll
+  for (int j = 0; j < kKeysOfLane; ++j) {
+#pragma unroll
+    for (int i = 0; i < kQueriesOfLane; ++i) {
+      weight[(own_key + j * kLanesOfQuery) * kQueries + own_query + i] = score[i][j];
+    }
+  }
+  __syncwarp();
+
+  const int keys = attention.causal ? min(length, first + kQueries) : length;
+  for (int begin = 0; begin < head_dim; begin += kGroups * kLanesOfQuery * kColumns) {
+    A result[kQueriesOfLane][kGroups][kColumns] = {};
+    for (int at = 0; at < keys; ++at) {
+      const Columns<A> w = *reinterpret_cast<const Columns<A>*>(weight + at * kQueries + own_query);
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const int column = begin + (group * kLanesOfQuery + own_key) * kColumns;
+        if (column >= head_dim) continue;
+        const Columns<A> v = *reinterpret_cast<const Columns<A>*>(value + at * pitch + column);
+#pragma unroll
+        for (int i = 0; i < kQueriesOfLane; ++i) {
+#pragma unroll
+          for (int c = 0; c < kColumns; ++c) result[i][group][c] += w.values[i] * v.values[c];
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kQueriesOfLane; ++i) {
+      const int row = first + own_query + i;
+      if (row >= length) continue;
+      T* const out = task.output + row * attention.heads * head_dim;
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const int column = begin + (group * kLanesOfQuery + own_key) * kColumns;
+        Vector<T, kColumns> rounded;
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) rounded.values[c] = from_acc<T>(result[i][group][c]);
+        if (head_dim % kColumns == 0 && column < head_dim) {
+          *reinterpret_cast<Vector<T, kColumns>*>(out + column) = rounded;
+        } else {
+#pragma unroll
+          for (int c = 0; c < kColumns; ++c) {
+            if (column + c < head_dim) out[column + c] = rounded.values[c];
+          }
+        }
+      }
+    }
+  }
+}
+
+// The same for 16-bit numbers on the tensor cores, nothing in shared memory: 32 * kUnits columns a head. Lane 4 g + t has
+// columns 8 t and the seven after it, of every 32, of rows g and g + 8 of each tensor, in accesses of 16 bytes. Products
+// are taken over columns in the order that this makes for, the same for queries and keys.
+template <typename T, int kKeys, int kUnits>
+__global__ void __launch_bounds__(kMaxWarps* kWarpSize)
+    short_attention_mma_kernel(const __grid_constant__ ShortAttention attention) {
+  constexpr int kTiles = kKeys / 8, kWords = 4;
+  const int lane = threadIdx.x % kWarpSize, line = lane / 4, place = lane % 4;
+  const int length = static_cast<int>(attention.length);
+  const Task<T> task(attention);
+  follow_predecessor();
+  if (!task.exists) return;
+
+  const auto load = [&](const Rows<T>& rows, int row, int unit) {
+    if (row >= length) return uint4{};
+    return load_once<uint4>(rows.data + row * rows.stride + unit * 32 + place * 8);
+  };
+  uint4 query[2][kUnits], key[kTiles][kUnits], value[kTiles][kUnits];
+#pragma unroll
+  for (int unit = 0; unit < kUnits; ++unit) {
+    query[0][unit] = load(task.query, task.query.first + line, unit);
+    query[1][unit] = load(task.query, task.query.first + line + 8, unit);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) key[tile][unit] = load(task.key, tile * 8 + line, unit);
+  }
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) value[tile][unit] = load(task.value, tile * 8 + line, unit);
+  }
+
+  // Of queries `line` and `line` + 8 with keys 2 `place` and the next of each tile.
+  float score[kTiles][4] = {};
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const uint4 low = query[0][unit], high = query[1][unit], k = key[tile][unit];
+      multiply<T>(score[tile], {low.x, low.y}, {high.x, high.y}, k.x, k.y);
+      multiply<T>(score[tile], {low.z, low.w}, {high.z, high.w}, k.z, k.w);
+    }
+  }
+  const float scale = static_cast<float>(attention.scale) * kLog2E;
+  float reciprocal[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at = task.query.first + line + half * 8;
+    float largest = -INFINITY, sum = 0;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float& own = score[tile][half * 2 + j];
+        const int own_key = tile * 8 + place * 2 + j;
+        own = own_key < length && (!attention.causal || own_key <= at) ? own * scale : -INFINITY;
+        largest = own > largest || isnan(own) ? own : largest;
+      }
+    }
+#pragma unroll
+    for (int apart = 1; apart < 4; apart *= 2) {
+      const float other = __shfl_xor_sync(0xffffffff, largest, apart);
+      largest = other > largest || isnan(other) ? other : largest;
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float& own = score[tile][half * 2 + j];
+        sum += own = exp2_approx(own - largest);
+      }
+    }
+#pragma unroll
+    for (int apart = 1; apart < 4; apart *= 2) sum += __shfl_xor_sync(0xffffffff, sum, apart);
+    reciprocal[half] = 1 / sum;
+  }
+
+  float result[kUnits][kWords][4] = {};
+#pragma unroll
+  for (int pair = 0; pair < kTiles; pair += 2) {
+    const auto weights = [&](int tile, int half) {
+      const Vector<T, 2> rounded{
+          {from_acc<T>(score[tile][half * 2]), from_acc<T>(score[tile][half * 2 + 1])}};
+      return reinterpret_cast<const unsigned&>(rounded);
+    };
+    const uint2 low{weights(pair, 0), weights(pair + 1, 0)}, high{weights(pair, 1), weights(pair + 1, 1)};
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) {
+        const auto of_columns = [&](const uint4& rows) { return transposed(reinterpret_cast<const unsigned*>(&rows)[word]); };
+        multiply<T>(result[unit][word], low, high, of_columns(value[pair][unit]), of_columns(value[pair + 1][unit]));
+      }
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = task.query.first + line + half * 8;
+    if (row >= length) continue;
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      Vector<T, 8> rounded;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        rounded.values[j] = from_acc<T>(result[unit][j / 2][half * 2 + j % 2] * reciprocal[half]);
+      }
+      T* const out = task.output + row * attention.heads * attention.head_dim + unit * 32 + place * 8;
+      *reinterpret_cast<Vector<T, 8>*>(out) = rounded;
+    }
+  }
+}
+
+template <typename T, int kKeys>
+cudaError_t launch_mma(const ShortAttention& attention, cudaStream_t stream) {
+  const int64_t tasks = attention.batch * attention.heads * ceil_div(attention.length, kQueries);
+  launch_following(attention.head_dim == 64 ? short_attention_mma_kernel<T, kKeys, 2>
+                                            : short_attention_mma_kernel<T, kKeys, 4>,
+                   dim3(static_cast<unsigned>(ceil_div(tasks, kMaxWarps))), dim3(kMaxWarps * kWarpSize), 0, stream,
+                   attention);
+  return cudaGetLastError();
+}
+
+template <typename T, int kKeys>
+cudaError_t launch_as(ShortAttention& attention, cudaStream_t stream) {
+  attention.pitch = pitch_of(attention.head_dim);
+  attention.warp_numbers = numbers_of_warp(kKeys, attention.pitch);
+  const size_t bytes = attention.warp_numbers * sizeof(Acc<T>);
+  const int warps = static_cast<int>(std::clamp<size_t>(kSharedBytes / bytes, 1, kMaxWarps));
+  const size_t shared_bytes = warps * bytes;
+  const auto kernel = short_attention_kernel<T, kKeys>;
+  if (shared_bytes > kSharedBytes) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                   static_cast<int>(shared_bytes));
+    if (error != cudaSuccess) return error;
+  }
+  const int64_t tasks = attention.batch * attention.heads * ceil_div(attention.length, kQueries);
+  launch_following(kernel, dim3(static_cast<unsigned>(ceil_div(tasks, warps))), dim3(warps * kWarpSize), shared_bytes,
+                   stream, attention);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t launch(ShortAttention& attention, cudaStream_t stream) {
+  const auto is_even = [](const ShortAttention::Heads& heads) {
+    constexpr int kWidth = kVectorWidth<T>;
+    return is_aligned(heads.data) && heads.batch_stride % kWidth == 0 && heads.head_stride % kWidth == 0 &&
+           heads.row_stride % kWidth == 0;
+  };
+  attention.in_vectors = attention.head_dim % kVectorWidth<T> == 0 && is_even(attention.query) &&
+                         is_even(attention.key) && is_even(attention.value);
+  if constexpr (sizeof(T) == 2) {
+    const bool fits = attention.head_dim == 64 || attention.head_dim == 128;
+    if (fits && attention.in_vectors && compute_capability_major() >= 8) {
+      return attention.length <= kQueries ? launch_mma<T, 16>(attention, stream) : launch_mma<T, 32>(attention, stream);
+    }
+  }
+  return attention.length <= kQueries ? launch_as<T, 16>(attention, stream) : launch_as<T, 32>(attention, stream);
+}
+
+}  // namespace
+
+extern "C" cudaError_t fuseopt_short_attention(ShortAttention attention, cudaStream_t stream) {
+  if (attention.batch * attention.heads * attention.length * attention.head_dim == 0) return cudaSuccess;
+  switch (attention.dtype) {
+    case kFloat16: return launch<__half>(attention, stream);
+    case kBFloat16: return launch<__nv_bfloat16>(attention, stream);
+    case kFloat64: return launch<double>(attention, stream);
+    default: return launch<float>(attention, stream);
+  }
+}
+
+}  // namespace fuseopt::short_attention
