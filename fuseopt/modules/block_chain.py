@@ -251,8 +251,8 @@ class BlockChain:
             with torch.inference_mode(False), torch.no_grad():
                 self.note = self._captures.record(work, self._works.values(), "the blocks")
         if work.graph is None and hidden.is_cuda:
-            # Not tried again until as many calls have come as for one that is met for the first time.
-            del self._met[key]
+            # Not tried again for a while.
+            self._met[key] = -_CALLS_KEPT
             return None
         self._works[key] = work
         return work

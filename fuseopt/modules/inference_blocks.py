@@ -196,8 +196,8 @@ class GPT2InferenceForward(BlockForward):
 class GPT2StackForward:
     """The `forward` of a GPT2Model whose blocks are chained: the class's own, during which the chain may run them.
 
-    That is passed by for nothing but tokens of a size that has been captured: it finds out, waiting for the GPU,
-    whether the positions that it has just counted up start anew anywhere.
+    A call with nothing but tokens, of a size that has been captured, passes that forward by, which waits for the GPU to
+    learn whether positions that it has just counted up start anew anywhere.
 
     It belongs to one stack and is copied and pickled with it.
     """

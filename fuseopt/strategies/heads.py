@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -13,67 +14,49 @@ from fuseopt.plan import ModelIndex, Replacement, Skip
 from fuseopt.strategies.propose import Offer, replacement, skip
 
 _LINEAR = full_name(nn.Linear)
-# Builds the stand-in for a head, by the rule of its model.
-_Build = Callable[[Rule, nn.Module], FusedModule]
 
 
 def propose_loss(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) -> Iterator[Replacement | Skip]:
     """FusedLinearCrossEntropy: one replacement a model that the policy names."""
-
-    def build(rule: Rule, head: nn.Module) -> FusedModule:
-        options = {key: value for key, value in rule.options.items() if key != "head"}
-        return FusedLinearCrossEntropy.from_module(head, **options, backend=backend)
-
-    yield from _propose(index, policy, offer, FusedLinearCrossEntropy, "takes its logits straight to the loss", build)
+    reason = "takes its logits straight to the loss"
+    for model, rule in _models(index, policy):
+        options = {**{key: value for key, value in rule.options.items() if key != "head"}, "backend": backend}
+        yield _propose(index, model, rule, offer, FusedLinearCrossEntropy, options, reason)
 
 
 def propose_inference(index: ModelIndex, policy: ModelPolicy, offer: Offer) -> Iterator[Replacement | Skip]:
-    """FusedLMHead: one replacement a model that the policy names."""
-    reasons = []
-    if not any(device.type in ("cuda", "meta") for device in index.devices):
-        reasons.append("the model is on a CPU, whose products are as fast for any number of columns")
-    yield from _propose(
-        index,
-        policy,
-        offer,
-        FusedLMHead,
-        "has logits whose rows begin anywhere",
-        lambda rule, head: FusedLMHead.from_module(head),
-        reasons,
-    )
+    """FusedLMHead: one replacement a model that the policy names, where it is on a GPU."""
+    reason = "has logits whose rows begin anywhere"
+    for model, rule in _models(index, policy):
+        proposal = _propose(index, model, rule, offer, FusedLMHead, {}, reason)
+        if not any(device.type in ("cuda", "meta") for device in index.devices):
+            reason = "the model is on a CPU, whose products are as fast for any number of columns"
+            proposal = skip(proposal.sites, proposal.source, proposal.target, offer, reason)
+        yield proposal
 
 
-def _propose(
-    index: ModelIndex,
-    policy: ModelPolicy,
-    offer: Offer,
-    target: type[FusedModule],
-    reason: str,
-    build: _Build,
-    reasons: Sequence[str] = (),
-) -> Iterator[Replacement | Skip]:
-    """The model may be the root or, as in an adapter's, inside."""
+def _models(index: ModelIndex, policy: ModelPolicy) -> Iterator[tuple[nn.Module, Rule]]:
+    """The models with a head that the policy names: the root or, as in an adapter's, inside."""
     rules = {rule.source: rule for rule in policy.heads}
     for model in (index.model, *(candidate.module for candidate in index.candidates)):
         for cls in type(model).__mro__:
             rule = rules.get(full_name(cls))
             if rule is not None:
-                yield _propose_head(index, model, rule, offer, target, reason, build, reasons)
+                yield model, rule
                 break
 
 
-def _propose_head(
+def _propose(
     index: ModelIndex,
     model: nn.Module,
     rule: Rule,
     offer: Offer,
     target: type[FusedModule],
+    options: Mapping[str, Any],
     reason: str,
-    build: _Build,
-    reasons: Sequence[str],
 ) -> Replacement | Skip:
     candidate = index.candidate(getattr(model, rule.options["head"]))
-    head, reasons = candidate.module, [*reasons, *candidate.blocked_reasons()]
+    head, reasons = candidate.module, candidate.blocked_reasons()
     if not rule.names(type(model)):
         reasons.append(f"its model is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ")
     if not candidate.is_exactly(_LINEAR):
@@ -82,5 +65,5 @@ def _propose_head(
     if reasons:
         return skip(candidate.sites, candidate.class_name, target.__name__, offer, "; ".join(reasons))
     reason = f"{type(model).__name__} {reason}"
-    build_head = functools.partial(build, rule, head)
-    return replacement(candidate.sites, candidate.class_name, target.__name__, offer, reason, build_head)
+    build = functools.partial(target.from_module, head, **options)
+    return replacement(candidate.sites, candidate.class_name, target.__name__, offer, reason, build)

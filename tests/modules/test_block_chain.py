@@ -381,7 +381,8 @@ def test_many_tokens_are_left_to_the_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("each_device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
-def test_what_cannot_be_captured_runs_block_by_block():
+def test_what_cannot_be_captured_runs_block_by_block(monkeypatch):
+    monkeypatch.setattr(block_chain, "_CALLS_KEPT", 0)
     stock, fused = stock_and_fused()
     meet(fused)
     with mock.patch.object(ChainWork, "capture", side_effect=torch.OutOfMemoryError("no memory")):
