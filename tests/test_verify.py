@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,9 +13,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 import fuseopt
 from fuseopt import modules
 from fuseopt.errors import ConfigError, NotAModelError
+from fuseopt.modules import block_chain
 from fuseopt.verify import _run_in_float64
 
 GELU = {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "backend": "reference", "jit": False}}
+# The package has a function of that name.
+verify_module = sys.modules["fuseopt.verify"]
 NORM = {"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNorm"], "backend": "reference", "jit": False}}
 
 
@@ -146,3 +151,19 @@ def test_bad_arguments(gpt2, inputs):
 class _Counts(nn.Module):
     def forward(self, input):
         return input.numel()
+
+
+def test_what_is_captured_is_judged_too(gpt2, inputs, monkeypatch):
+    """As on a GPU, where a size is captured when it has come a few times."""
+    monkeypatch.setattr(block_chain, "DEVICE_TYPES", ("cpu",))
+    monkeypatch.setattr(verify_module, "_CALLS", {"cpu": 4})
+    blocks = {"kernel_fusion": {"custom_cuda_kernels": ["FusedBlock"], "backend": "reference", "jit": False}}
+    assert fuseopt.verify(gpt2, blocks, inputs).ok
+    run = block_chain.ChainWork.run
+
+    def wrong(work):
+        run(work)
+        work.state.output = 1.01 * work.state.output
+
+    monkeypatch.setattr(block_chain.ChainWork, "run", wrong)
+    assert not fuseopt.verify(gpt2, blocks, inputs).ok
