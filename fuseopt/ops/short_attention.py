@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuseopt.ops import registry
-from fuseopt.ops.library import check_shape, compute_dtype, define
+from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
 
 MAX_LENGTH = 32
 MAX_HEAD_DIM = 128
@@ -23,11 +23,12 @@ RAW = define("short_attention(Tensor query, Tensor key, Tensor value, bool causa
 
 def _reference(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
     dtype, length = compute_dtype(query), query.shape[2]
-    scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * scale
-    if causal:
-        behind = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-        scores = scores.masked_fill(behind, -torch.inf)
-    attended = scores.softmax(-1) @ value.to(dtype)
+    with without_autocast(query):
+        scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * scale
+        if causal:
+            behind = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+            scores = scores.masked_fill(behind, -torch.inf)
+        attended = scores.softmax(-1) @ value.to(dtype)
     return attended.transpose(1, 2).contiguous().to(query.dtype)
 
 

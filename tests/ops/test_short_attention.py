@@ -25,11 +25,14 @@ def attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: fl
 
 
 def assert_no_worse_than_torch(tensors: list[Tensor], causal: bool, scale: float | None = None) -> None:
-    expected = attention(*(tensor.double() for tensor in tensors), causal, scale)
+    # Kernels of torch 2.11's attention take it for granted that tensors begin at multiples of 16 bytes
+    # (https://github.com/pytorch/pytorch/issues/183484).
+    aligned = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    expected = attention(*(tensor.double() for tensor in aligned), causal, scale)
     with poisoned_allocations():
         output = short_attention(*tensors, causal=causal, scale=scale)
     assert output.is_contiguous() and output.dtype is tensors[0].dtype and output.shape == expected.shape
-    allowed = FACTOR * error([attention(*tensors, causal, scale)], [expected])
+    allowed = FACTOR * error([attention(*aligned, causal, scale)], [expected])
     assert error([output], [expected]) <= allowed + STEPS.get(output.dtype, 4) * torch.finfo(output.dtype).eps
 
 
