@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, fx
 from torch._inductor import inductor_prims
 
+from fuseopt.ops.tuned_matmul import RAW as TUNED_MATMUL
+
 aten = torch.ops.aten
-MATMULS = (aten.mm.default, aten.mm.dtype, aten.addmm.default, aten.bmm.default)
+MATMULS = (aten.mm.default, aten.mm.dtype, aten.addmm.default, aten.bmm.default, TUNED_MATMUL["cuda"])
 # They cost nothing inside another kernel.
 _CONSTANTS = (aten.full.default, torch.ops.prims.iota.default)
 # Inductor returns its input, though its schema does not say so.

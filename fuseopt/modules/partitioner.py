@@ -37,6 +37,7 @@ from fuseopt.modules import (
     repeated_parts,
     residual_stream,
     tanh_gelu,
+    tuned_products,
 )
 
 # The plain min-cut also keeps pointwise results that are used far apart; without these bans it recomputes them. The ban
@@ -65,7 +66,16 @@ _CODE_OPTIONS = {
 }
 # At 0 the partitioner keeps the inputs alone, whatever is marked.
 _SMALLEST_BUDGET = 1e-6
-_PASSES = (dropout_masks, float_gradients, graph_nodes, part_cuts, repeated_parts, residual_stream, tanh_gelu)
+_PASSES = (
+    dropout_masks,
+    float_gradients,
+    graph_nodes,
+    part_cuts,
+    repeated_parts,
+    residual_stream,
+    tanh_gelu,
+    tuned_products,
+)
 # What their fakes return is compiled into the code that calls them.
 _OPS = sorted(Path(ops.__file__).parent.glob("*.py"))
 
@@ -134,6 +144,9 @@ class Partitioner(CustomPartitionerFn):
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         repeated_parts.spread_seeds(gm.graph)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if tuned_products.is_available():
+            tuned_products.exchange(forward.graph)
+            tuned_products.exchange(backward.graph)
         return repeated_parts.outline(forward), repeated_parts.outline(backward)
 
     def uuid(self) -> bytes:
@@ -143,7 +156,8 @@ class Partitioner(CustomPartitionerFn):
         autocast = {
             device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
         }
-        return get_hash_for_files(files, extra=str(autocast))
+        # Code that was kept may call ops of the native library.
+        return get_hash_for_files(files, extra=f"{autocast}{tuned_products.is_available()}")
 
 
 def _draws(node: fx.Node) -> bool:

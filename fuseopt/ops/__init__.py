@@ -22,6 +22,7 @@ from fuseopt.ops.rms_norm import rms_norm
 from fuseopt.ops.rotary_embedding import rotary_embedding
 from fuseopt.ops.short_attention import short_attention
 from fuseopt.ops.softmax import softmax
+from fuseopt.ops.tuned_matmul import tuned_matmul
 
 __all__ = [
     "LogitsEdits",
@@ -49,4 +50,5 @@ __all__ = [
     "rotary_embedding",
     "short_attention",
     "softmax",
+    "tuned_matmul",
 ]

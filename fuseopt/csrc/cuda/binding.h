@@ -28,16 +28,17 @@ using torch::stable::Tensor;
 class Launch {
  public:
   Launch(const char* op, const Tensor& tensor) : op_(op) {
-    const int32_t device = tensor.get_device_index();
+    device_ = tensor.get_device_index();
     int current = 0;
     check(cudaGetDevice(&current));
-    if (current != device) guard_.emplace(device);
+    if (current != device_) guard_.emplace(device_);
     void* stream = nullptr;
-    FUSEOPT_CHECK(aoti_torch_get_current_cuda_stream(device, &stream) == TORCH_SUCCESS, "fuseopt::", op,
+    FUSEOPT_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream) == TORCH_SUCCESS, "fuseopt::", op,
                   ": no current CUDA stream");
     stream_ = static_cast<cudaStream_t>(stream);
   }
 
+  int32_t device() const { return device_; }
   cudaStream_t stream() const { return stream_; }
 
   void check(cudaError_t error) const {
@@ -48,6 +49,7 @@ class Launch {
 
  private:
   const char* op_;
+  int32_t device_;
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // costs more than a look at the current device
   cudaStream_t stream_ = nullptr;
 };

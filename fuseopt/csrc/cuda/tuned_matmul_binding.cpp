@@ -1,0 +1,300 @@
+#include <array>
+#include <map>
+#include <mutex>
+
+#include "binding.h"
+#include "cublas_lt.h"
+
+namespace fuseopt::tuned_matmul_binding {
+namespace {
+
+constexpr const char* kOp = "tuned_matmul";
+constexpr int kCandidates = 8, kRounds = 3, kMostRuns = 20;
+constexpr size_t kMostWorkspace = 32 << 20;
+constexpr float kMillisecondsARound = 0.3f;
+// Of the time of the library's own choice; by less, times of the same algorithm differ.
+constexpr float kWorthIt = 0.98f;
+
+using cublas_lt::Candidate;
+using cublas_lt::Handle;
+using cublas_lt::Library;
+
+void succeed(int status, const char* what) {
+  FUSEOPT_CHECK(status == 0, "fuseopt::", kOp, ": cuBLASLt failed at ", what, " with status ", status);
+}
+
+// Something of the library's, destroyed with this.
+class Object {
+ public:
+  explicit Object(int (*destroy)(Handle)) : destroy_(destroy) {}
+  Object(const Object&) = delete;
+  ~Object() { destroy_(handle_); }
+
+  Handle* address() { return &handle_; }
+  Handle handle() const { return handle_; }
+
+ private:
+  int (*destroy_)(Handle);
+  Handle handle_ = nullptr;
+};
+
+// A matrix whose rows, or columns if transposed, are contiguous and `stride` elements apart.
+struct Operand {
+  Tensor tensor;
+  bool transposed;
+  int64_t stride;
+};
+
+Operand operand_of(const Tensor& matrix) {
+  const int64_t rows = matrix.size(0), columns = matrix.size(1), down = matrix.stride(0), across = matrix.stride(1);
+  if ((columns == 1 || across == 1) && (rows == 1 || down >= columns)) {
+    return {matrix, false, rows == 1 ? columns : down};
+  }
+  if ((rows == 1 || down == 1) && (columns == 1 || across >= rows)) {
+    return {matrix, true, columns == 1 ? rows : across};
+  }
+  return {torch::stable::contiguous(matrix), false, columns};
+}
+
+cublas_lt::DataType data_type(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return cublas_lt::kR32F;
+    case ScalarType::Half: return cublas_lt::kR16F;
+    case ScalarType::BFloat16: return cublas_lt::kR16BF;
+    default: FUSEOPT_CHECK(false, "fuseopt::", kOp, ": dtype ", type, " is not supported");
+  }
+}
+
+// Milliseconds between two points of a stream.
+class Stopwatch {
+ public:
+  explicit Stopwatch(const Launch& launch) : launch_(launch) {
+    launch_.check(cudaEventCreate(&begin_));
+    launch_.check(cudaEventCreate(&end_));
+  }
+  Stopwatch(const Stopwatch&) = delete;
+  ~Stopwatch() {
+    cudaEventDestroy(begin_);
+    cudaEventDestroy(end_);
+  }
+
+  void start() const { launch_.check(cudaEventRecord(begin_, launch_.stream())); }
+
+  float stop() const {
+    float milliseconds = 0;
+    launch_.check(cudaEventRecord(end_, launch_.stream()));
+    launch_.check(cudaEventSynchronize(end_));
+    launch_.check(cudaEventElapsedTime(&milliseconds, begin_, end_));
+    return milliseconds;
+  }
+
+ private:
+  const Launch& launch_;
+  cudaEvent_t begin_ = nullptr;
+  cudaEvent_t end_ = nullptr;
+};
+
+uint32_t alignment_of(const void* data) {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  uint32_t bytes = 256;
+  while (address % bytes != 0) bytes /= 2;
+  return bytes;
+}
+
+// left [rows, inner] x right [inner, columns], and what is done to the result. The library counts in columns, so for it
+// this is right^T x left^T, [columns, rows].
+class Product {
+ public:
+  Product(const Launch& launch, const Tensor& left, const Tensor& right, const std::optional<Tensor>& bias,
+          uint32_t epilogue, bool float_result)
+      : launch_(launch),
+        library_(Library::get(kOp)),
+        left_(operand_of(left)),
+        right_(operand_of(right)),
+        rows_(left.size(0)),
+        columns_(right.size(1)),
+        inner_(left.size(1)),
+        description_(library_.destroy_description),
+        a_(library_.destroy_layout),
+        b_(library_.destroy_layout),
+        d_(library_.destroy_layout) {
+    output_ = allocate(left, {rows_, columns_}, float_result ? ScalarType::Float : left.scalar_type());
+    const auto type = data_type(left.scalar_type()), output_type = data_type(output_.scalar_type());
+    succeed(library_.create_description(description_.address(), cublas_lt::kCompute32F, cublas_lt::kR32F),
+            "a description");
+    describe(cublas_lt::kTransposeA, int32_t{right_.transposed});
+    describe(cublas_lt::kTransposeB, int32_t{left_.transposed});
+    describe(cublas_lt::kEpilogue, epilogue);
+    if (bias.has_value()) {
+      bias_ = bias->data_ptr();
+      describe(cublas_lt::kBiasPointer, bias_);
+    }
+    lay_out(a_, type, right_, columns_, inner_);
+    lay_out(b_, type, left_, inner_, rows_);
+    succeed(library_.create_layout(d_.address(), output_type, columns_, rows_, columns_), "a layout");
+    key_ = {launch.device(),  type,          output_type,         epilogue,
+            rows_,            columns_,      inner_,              left_.stride,
+            right_.stride,    left_.transposed, right_.transposed, alignment_of(left_.tensor.data_ptr()),
+            alignment_of(right_.tensor.data_ptr()), alignment_of(bias_)};
+  }
+
+  // The result, by what has been measured to be fastest, or by what the library proposes.
+  Tensor by_best(bool measure) {
+    // Locked while it is measured: the device is not to run two of them at once.
+    std::unique_lock<std::mutex> lock(mutex_);
+    Handle& handle = handles_[launch_.device()];
+    if (handle == nullptr) succeed(library_.create(&handle), "its creation");
+    handle_ = handle;
+    auto known = choices_.find(key_);
+    const bool can_measure = measure && !is_capturing();
+    if (known == choices_.end() || (can_measure && !known->second.measured)) {
+      known = choices_.insert_or_assign(key_, choose(can_measure)).first;
+    }
+    const Choice choice = known->second;
+    lock.unlock();
+    succeed(run(choice.candidate, workspace(choice.candidate)), "a product");
+    return output_;
+  }
+
+ private:
+  using Key = std::array<int64_t, 14>;
+  struct Choice {
+    Candidate candidate;
+    bool measured;
+  };
+
+  template <typename T>
+  void describe(cublas_lt::Description attribute, T value) {
+    succeed(library_.set_description(description_.handle(), attribute, &value, sizeof value), "an attribute");
+  }
+
+  void lay_out(Object& layout, int type, const Operand& operand, int64_t rows, int64_t columns) {
+    if (operand.transposed) std::swap(rows, columns);
+    succeed(library_.create_layout(layout.address(), type, rows, columns, operand.stride), "a layout");
+  }
+
+  bool is_capturing() const {
+    cudaStreamCaptureStatus status;
+    launch_.check(cudaStreamIsCapturing(launch_.stream(), &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
+
+  std::vector<Candidate> candidates() const {
+    Object preference(library_.destroy_preference);
+    succeed(library_.create_preference(preference.address()), "a preference");
+    const auto prefer = [&](cublas_lt::Preference attribute, auto value) {
+      succeed(library_.set_preference(preference.handle(), attribute, &value, sizeof value), "a preference");
+    };
+    prefer(cublas_lt::kMaxWorkspace, uint64_t{kMostWorkspace});
+    prefer(cublas_lt::kReductionSchemes, cublas_lt::kFloat32Reductions);
+    prefer(cublas_lt::kAlignmentA, alignment_of(right_.tensor.data_ptr()));
+    prefer(cublas_lt::kAlignmentB, alignment_of(left_.tensor.data_ptr()));
+    prefer(cublas_lt::kAlignmentC, alignment_of(output_.data_ptr()));
+    prefer(cublas_lt::kAlignmentD, alignment_of(output_.data_ptr()));
+    std::vector<Candidate> found(kCandidates);
+    int count = 0;
+    succeed(library_.candidates(handle_, description_.handle(), a_.handle(), b_.handle(), d_.handle(), d_.handle(),
+                                preference.handle(), kCandidates, found.data(), &count),
+            "the choice of an algorithm");
+    FUSEOPT_CHECK(count > 0, "fuseopt::", kOp, ": cuBLASLt has no algorithm for this product");
+    found.resize(count);
+    return found;
+  }
+
+  Tensor workspace(const Candidate& candidate) const {
+    return allocate(output_, {static_cast<int64_t>(candidate.workspace)}, ScalarType::Byte);
+  }
+
+  int run(const Candidate& candidate, const Tensor& workspace) const {
+    const float one = 1, zero = 0;
+    return library_.matmul(handle_, description_.handle(), &one, right_.tensor.data_ptr(),
+                           a_.handle(), left_.tensor.data_ptr(), b_.handle(), &zero, output_.data_ptr(), d_.handle(),
+                           output_.data_ptr(), d_.handle(), &candidate.algorithm, workspace.data_ptr(),
+                           candidate.workspace, launch_.stream());
+  }
+
+  Choice choose(bool measure) const {
+    const std::vector<Candidate> found = candidates();
+    if (!measure) return {found[0], false};
+    const Stopwatch watch(launch_);
+    const Tensor room = allocate(output_, {static_cast<int64_t>(kMostWorkspace)}, ScalarType::Byte);
+    constexpr float kFails = -1;
+    std::vector<float> times(found.size(), 0);
+    // The first round loads the kernels, the second says how many runs the others take.
+    for (int round = 0; round < 2 + kRounds; ++round) {
+      for (size_t index = 0; index < found.size(); ++index) {
+        float& time = times[index];
+        if (time == kFails) continue;
+        const int runs = round < 2 ? 1 : std::clamp(static_cast<int>(kMillisecondsARound / time), 1, kMostRuns);
+        int status = 0;
+        watch.start();
+        for (int i = 0; i < runs && status == 0; ++i) status = run(found[index], room);
+        const float now = std::max(watch.stop() / runs, 1e-6f);
+        time = status != 0 ? kFails : round < 2 ? now : std::min(time, now);
+      }
+    }
+    size_t fastest = 0;
+    for (size_t index = 1; index < found.size(); ++index) {
+      const float least = fastest == 0 ? times[0] * kWorthIt : times[fastest];
+      if (times[index] != kFails && (times[fastest] == kFails || times[index] < least)) fastest = index;
+    }
+    return {found[fastest], true};
+  }
+
+  static inline std::mutex mutex_;
+  static inline std::map<Key, Choice> choices_;
+  static inline std::map<int32_t, Handle> handles_;
+
+  const Launch& launch_;
+  const Library& library_;
+  Handle handle_ = nullptr;
+  Operand left_;
+  Operand right_;
+  int64_t rows_;
+  int64_t columns_;
+  int64_t inner_;
+  const void* bias_ = nullptr;
+  Tensor output_;
+  Object description_;
+  Object a_;
+  Object b_;
+  Object d_;
+  Key key_;
+};
+
+uint32_t epilogue_of(const std::string& activation, bool has_bias) {
+  const uint32_t bias = has_bias ? cublas_lt::kBias : 0;
+  if (activation == "gelu_tanh") return cublas_lt::kGelu | bias;
+  if (activation == "relu") return cublas_lt::kRelu | bias;
+  FUSEOPT_CHECK(activation.empty(), "fuseopt::", kOp, ": unknown activation '", activation, "'");
+  return has_bias ? bias : uint32_t{cublas_lt::kPlain};
+}
+
+Tensor tuned_matmul(Tensor left, Tensor right, std::optional<Tensor> bias, std::string activation,
+                    bool float_result, bool measure) {
+  FUSEOPT_CHECK(left.dim() == 2 && right.dim() == 2 && left.size(1) == right.size(0), "fuseopt::", kOp,
+                ": left must be [rows, inner], right [inner, columns]");
+  FUSEOPT_CHECK(left.scalar_type() == right.scalar_type() && right.is_cuda() &&
+                    left.get_device_index() == right.get_device_index(),
+                "fuseopt::", kOp, ": left and right must have one dtype, on one device");
+  if (bias.has_value()) {
+    FUSEOPT_CHECK(bias->dim() == 1 && bias->size(0) == right.size(1) && bias->scalar_type() == left.scalar_type() &&
+                      bias->is_cuda() && bias->get_device_index() == left.get_device_index() && !float_result,
+                  "fuseopt::", kOp, ": bias must be [columns], in the dtype and on the device of left, as the result");
+    bias = as_contiguous(*bias);
+  }
+  const Launch launch(kOp, left);
+  FUSEOPT_CHECK(left.size(1) > 0, "fuseopt::", kOp, ": there is nothing to sum up");
+  if (left.size(0) == 0 || right.size(1) == 0) {
+    return allocate(left, {left.size(0), right.size(1)}, float_result ? ScalarType::Float : left.scalar_type());
+  }
+  return Product(launch, left, right, bias, epilogue_of(activation, bias.has_value()), float_result).by_best(measure);
+}
+
+}  // namespace
+}  // namespace fuseopt::tuned_matmul_binding
+
+STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
+  using namespace fuseopt::tuned_matmul_binding;
+  library.impl("tuned_matmul", TORCH_BOX(&tuned_matmul));
+}

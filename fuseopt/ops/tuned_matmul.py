@@ -1,0 +1,176 @@
+"""A matrix product by the fastest of cuBLASLt's algorithms, as measured: its own choice goes by rules."""
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fuseopt.ops import registry
+from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+def _fake(
+    left: Tensor, right: Tensor, bias: Tensor | None, activation: str, float_result: bool, measure: bool
+) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=torch.float32 if float_result else left.dtype)
+
+
+RAW = define(
+    "tuned_matmul(Tensor left, Tensor right, Tensor? bias, str activation, bool float_result, bool measure) -> Tensor",
+    _fake,
+)
+
+
+@dataclass(frozen=True)
+class _CublasLt(registry.NativeBackend):
+    """Kernels of the library that torch has loaded, called from the native library."""
+
+    def not_supported_reasons(
+        self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
+    ) -> list[str]:
+        reasons = super().not_supported_reasons(device, dtypes, may_build=may_build)
+        return reasons or ([] if _is_loaded() else ["torch has not loaded cuBLASLt as a library of its own"])
+
+
+@functools.cache
+def _is_loaded() -> bool:
+    try:
+        ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).split('.')[0]}", mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return True
+
+
+def _check(left: Tensor, right: Tensor, bias: Tensor | None, activation: str | None, float_result: bool) -> None:
+    if left.dim() != 2 or right.dim() != 2 or left.shape[1] != right.shape[0]:
+        raise ValueError(
+            f"left must be [rows, inner] and right [inner, columns], not {tuple(left.shape)} and {tuple(right.shape)}"
+        )
+    if bias is not None:
+        check_shape("bias", bias, right.shape[1:])
+    if any(tensor is not None and tensor.dtype != left.dtype for tensor in (right, bias)):
+        raise ValueError("left, right and bias must have one dtype")
+    if float_result and bias is not None:
+        raise ValueError("a float32 result has no bias")
+    if activation not in (None, *ACTIVATIONS):
+        raise ValueError(f"activation must be None, {', '.join(map(repr, ACTIVATIONS))}, not {activation!r}")
+
+
+def _reference(left: Tensor, right: Tensor, bias: Tensor | None, activation: str, float_result: bool) -> Tensor:
+    dtype = compute_dtype(left)
+    with without_autocast(left):
+        product = left.to(dtype) @ right.to(dtype)
+    product = product if bias is None else product + bias.to(dtype)
+    product = ACTIVATIONS[activation](product) if activation else product
+    return product if float_result else product.to(left.dtype)
+
+
+def tuned_matmul_reference(
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    float_result: bool = False,
+    measure: bool = True,
+) -> Tensor:
+    """`tuned_matmul` in plain PyTorch, with sums and what follows in float32 or float64."""
+    _check(left, right, bias, activation, float_result)
+    return _reference(left, right, bias, activation or "", float_result)
+
+
+def tuned_matmul(
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    float_result: bool = False,
+    measure: bool = True,
+    backend: str = "auto",
+) -> Tensor:
+    """`activation(left @ right + bias)`, with sums in float32.
+
+    cuBLASLt (https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api) proposes up to eight algorithms for shapes,
+    layouts and dtypes. The first call that may measures them, and keeps the fastest until the process ends, unless it
+    gains less than a fiftieth. Which one that is may differ from process to process, and with it the order of the sums.
+
+    Args:
+        left: [rows, inner]; float32, float16 or bfloat16, which the reference takes in float64 too. Rows or columns
+            that are contiguous are read where they are.
+        right: [inner, columns], likewise, in the dtype of `left`.
+        bias: [columns], in the dtype of `left`.
+        activation: None, or "relu" or "gelu_tanh" (its tanh approximation), taken of the sum in float32.
+        float_result: return what was summed up, and do not round it; takes no bias.
+        measure: whether the call may measure, for which it waits for the device; not while a CUDA graph is captured.
+            Without it, and where nothing has been measured, the library's first proposal runs.
+        backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
+            transforms, need the reference, which "auto" then takes.
+
+    Returns:
+        [rows, columns], contiguous, in the dtype of `left` or float32.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together.
+        BackendError: the backend named cannot run here; the message says why.
+    """
+    _check(left, right, bias, activation, float_result)
+    chosen = registry.pick_without_gradient("tuned_matmul", backend, (left.dtype,), left, right, bias)
+    if chosen == "reference" or not left.shape[1]:
+        return _reference(left, right, bias, activation or "", float_result)
+    return RAW[chosen](left, right, bias, activation or "", float_result, measure)
+
+
+def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    def make(rows: int, inner: int, columns: int, *, bias: bool = False) -> tuple[Tensor, ...]:
+        shapes = ((rows, inner), (inner, columns), *(((columns,),) if bias else ()))
+        return tuple(torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+
+    yield registry.SampleInput(make(8, 16, 24))
+    yield registry.SampleInput(make(5, 7, 3, bias=True))
+    yield registry.SampleInput(make(16, 8, 40, bias=True), {"activation": "gelu_tanh"})
+    left, right = make(24, 16, 8)
+    yield registry.SampleInput((left.t().contiguous().t(), right.t().contiguous().t()), {"measure": False})
+    yield registry.SampleInput(make(9, 24, 16), {"activation": "relu", "float_result": True})
+    yield registry.SampleInput(make(1, 9, 1))
+    yield registry.SampleInput(make(0, 4, 8, bias=True))
+    yield registry.SampleInput(make(3, 0, 8))
+
+
+def _bench_input(device: torch.device, dtype: torch.dtype, rows: int, inner: int, columns: int) -> registry.SampleInput:
+    shapes = (rows, inner), (inner, columns), (columns,)
+    return registry.SampleInput(tuple(torch.randn(shape, device=device, dtype=dtype) for shape in shapes))
+
+
+def _torch_matmul(left: Tensor, right: Tensor, bias: Tensor) -> Tensor:
+    return torch.addmm(bias, left, right)
+
+
+registry.register(
+    registry.Op(
+        name="tuned_matmul",
+        function=tuned_matmul,
+        reference=tuned_matmul_reference,
+        sample_inputs=sample_inputs,
+        backends=(_CublasLt("cuda", DTYPES), registry.REFERENCE),
+        benchmarks=(
+            registry.Benchmark(
+                _bench_input,
+                shapes=("65536x768x3072", "65536x3072x768", "4096x768x2304", "4096x768x3072"),
+                torch=_torch_matmul,
+            ),
+        ),
+    )
+)

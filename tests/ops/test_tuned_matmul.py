@@ -1,0 +1,144 @@
+"""tuned_matmul: torch's own product is what it computes, whichever of the library's algorithms runs."""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fuseopt.errors import BackendError
+from fuseopt.ops import tuned_matmul
+from fuseopt.ops.tuned_matmul import ACTIVATIONS
+from tests.ops.cases import RawCalls, error, examples
+from tests.ops.variations import LAYOUTS, poisoned_allocations
+
+HALVES = (torch.bfloat16, torch.float16)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def expected(left: Tensor, right: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    product = left.double() @ right.double()
+    product = product if bias is None else product + bias.double()
+    return ACTIVATIONS[activation](product) if activation else product
+
+
+def assert_right(left: Tensor, right: Tensor, bias: Tensor | None = None, **kwargs) -> Tensor:
+    judge = expected(left, right, bias, kwargs.get("activation"))
+    with poisoned_allocations():
+        output = tuned_matmul(left, right, bias, **kwargs)
+    dtype = torch.float32 if kwargs.get("float_result") else left.dtype
+    assert output.dtype is dtype and output.shape == judge.shape and output.is_contiguous()
+    # A product of 16-bit numbers is exact in float32, and so is what TF32 or less would have lost.
+    steps = torch.finfo(dtype).eps + torch.finfo(torch.float32).eps * left.shape[1] ** 0.5
+    assert error([output], [judge], least=float(left.double().norm() * right.double().norm()) / 100) <= 4 * steps
+    return output
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    sizes=st.tuples(*3 * [st.one_of(st.sampled_from([8, 64, 256]), st.integers(1, 100))]),
+    dtype=st.sampled_from([*HALVES, torch.float32]),
+    has_bias=st.booleans(),
+    activation=st.sampled_from([None, *ACTIVATIONS]),
+    float_result=st.booleans(),
+    layouts=st.lists(st.sampled_from(LAYOUTS), min_size=3, max_size=3),
+    seed=st.integers(0, 2**31),
+)
+def test_any_size_and_layout(device, sizes, dtype, has_bias, activation, float_result, layouts, seed) -> None:
+    generator = torch.Generator(device).manual_seed(seed)
+    rows, inner, columns = sizes
+    left, right, bias = (
+        layout(torch.randn(shape, device=device, dtype=dtype, generator=generator))
+        for layout, shape in zip(layouts, ((rows, inner), (inner, columns), (columns,)), strict=True)
+    )
+    has_bias = has_bias and not float_result
+    assert_right(left, right, bias if has_bias else None, activation=activation, float_result=float_result)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("sizes", [(4096, 768, 2304), (2048, 3072, 768)])
+def test_layers_of_models_forward_and_backward(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows, inner, columns = sizes
+    input, weight, grad = (
+        torch.randn(shape, device="cuda", dtype=dtype) for shape in ((rows, inner), (inner, columns), (rows, columns))
+    )
+    assert_right(input, weight, torch.randn(columns, device="cuda", dtype=dtype))
+    assert_right(grad, weight.t())
+    output = assert_right(input.t(), grad, float_result=True)
+    # Not rounded on the way, neither the result nor parts of the sum.
+    assert error([output], [expected(input.t(), grad)]) < torch.finfo(dtype).eps / 100
+
+
+@pytest.mark.gpu
+def test_the_algorithm_stays_once_it_is_measured() -> None:
+    left, right = (torch.randn(1536, 1536, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    with RawCalls() as raw:
+        first = tuned_matmul(left, right)
+    assert raw.names() == ["tuned_matmul.default"]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = tuned_matmul(left, right)
+    graph.replay()
+    for other in (captured, tuned_matmul(left, right, measure=False), tuned_matmul(left, right)):
+        assert torch.equal(other, first)
+
+
+@pytest.mark.gpu
+def test_nothing_is_measured_during_a_capture_nor_unasked() -> None:
+    left, right = (torch.randn(1528, 1528, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def launches(measure: bool) -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            tuned_matmul(left, right, measure=measure)
+            torch.cuda.synchronize()
+        return sum(event.count for event in profile.key_averages() if event.device_type.name == "CUDA")
+
+    judge = tuned_matmul(left, right, measure=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = tuned_matmul(left, right)
+    graph.replay()
+    assert torch.equal(captured, judge)
+    unasked, asked, again = launches(False), launches(True), launches(True)
+    assert unasked <= 3 and asked > 10 and again <= 3
+
+
+@pytest.mark.gpu
+def test_threads_measure_one_after_the_other() -> None:
+    left, right = (torch.randn(1520, 1520, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    outputs: list[Tensor] = []
+
+    def run() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            outputs.append(tuned_matmul(left, right))
+            torch.cuda.current_stream().synchronize()
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outputs) == 4 and all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_what_is_refused() -> None:
+    left, right, bias = torch.randn(3, 4), torch.randn(4, 5), torch.randn(5)
+    for wrong, kwargs, message in (
+        ((left[0], right), {}, "must be \\[rows, inner\\]"),
+        ((left, right.t()), {}, "must be \\[rows, inner\\]"),
+        ((left, right, bias[:4]), {}, "bias must have shape"),
+        ((left, right.double()), {}, "one dtype"),
+        ((left, right, bias), {"float_result": True}, "has no bias"),
+        ((left, right), {"activation": "silu"}, "activation must be None, 'relu', 'gelu_tanh'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tuned_matmul(*wrong, **kwargs)
+    with pytest.raises(BackendError, match="takes no part in autograd"):
+        tuned_matmul(left.requires_grad_(), right, backend="cuda")
+    assert tuned_matmul(left, right).requires_grad
