@@ -1,14 +1,17 @@
 """A matrix product by the fastest of cuBLASLt's algorithms, as measured: its own choice goes by rules."""
 
+import contextlib
 import ctypes
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from fuseopt.ops import registry
@@ -31,6 +34,7 @@ RAW = define(
     "tuned_matmul(Tensor left, Tensor right, Tensor? bias, str activation, bool float_result, bool measure) -> Tensor",
     _fake,
 )
+_MEASURES: ContextVar[bool] = ContextVar("measures", default=False)
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def tuned_matmul_reference(
     *,
     activation: str | None = None,
     float_result: bool = False,
-    measure: bool = True,
+    measure: bool | None = None,
 ) -> Tensor:
     """`tuned_matmul` in plain PyTorch, with sums and what follows in float32 or float64."""
     _check(left, right, bias, activation, float_result)
@@ -98,7 +102,7 @@ def tuned_matmul(
     *,
     activation: str | None = None,
     float_result: bool = False,
-    measure: bool = True,
+    measure: bool | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """`activation(left @ right + bias)`, with sums in float32.
@@ -114,8 +118,9 @@ def tuned_matmul(
         bias: [columns], in the dtype of `left`.
         activation: None, or "relu" or "gelu_tanh" (its tanh approximation), taken of the sum in float32.
         float_result: return what was summed up, and do not round it; takes no bias.
-        measure: whether the call may measure, for which it waits for the device; not while a CUDA graph is captured.
-            Without it, and where nothing has been measured, the library's first proposal runs.
+        measure: whether the call may measure, for which it waits for the device; by default in `measuring()`. Not while
+            a CUDA graph is captured, nor where torch is to be deterministic. Where nothing has been measured, the
+            library's first proposal runs.
         backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
 
@@ -130,7 +135,23 @@ def tuned_matmul(
     chosen = registry.pick_without_gradient("tuned_matmul", backend, (left.dtype,), left, right, bias)
     if chosen == "reference" or not left.shape[1]:
         return _reference(left, right, bias, activation or "", float_result)
-    return RAW[chosen](left, right, bias, activation or "", float_result, measure)
+    # The library's float32 GELU goes by an approximate tanh.
+    is_coarse = activation == "gelu_tanh" and (float_result or left.dtype is torch.float32)
+    if measure is None:
+        measure = not is_dynamo_compiling() and _MEASURES.get()
+    measure = measure and not torch.are_deterministic_algorithms_enabled()
+    output = RAW[chosen](left, right, bias, "" if is_coarse else activation or "", float_result, measure)
+    return ACTIVATIONS[activation](output) if is_coarse and activation else output
+
+
+@contextlib.contextmanager
+def measuring() -> Iterator[None]:
+    """Lets the calls inside measure, but for those that say otherwise."""
+    token = _MEASURES.set(True)
+    try:
+        yield
+    finally:
+        _MEASURES.reset(token)
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
@@ -151,10 +172,11 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
 
 def _bench_input(device: torch.device, dtype: torch.dtype, rows: int, inner: int, columns: int) -> registry.SampleInput:
     shapes = (rows, inner), (inner, columns), (columns,)
-    return registry.SampleInput(tuple(torch.randn(shape, device=device, dtype=dtype) for shape in shapes))
+    tensors = tuple(torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+    return registry.SampleInput(tensors, {"measure": True})
 
 
-def _torch_matmul(left: Tensor, right: Tensor, bias: Tensor) -> Tensor:
+def _torch_matmul(left: Tensor, right: Tensor, bias: Tensor, measure: bool) -> Tensor:
     return torch.addmm(bias, left, right)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import tuned_matmul
-from fuseopt.ops.tuned_matmul import ACTIVATIONS
+from fuseopt.ops.tuned_matmul import ACTIVATIONS, measuring
 from tests.ops.cases import RawCalls, error, examples
 from tests.ops.variations import LAYOUTS, poisoned_allocations
 
@@ -78,7 +78,7 @@ def test_layers_of_models_forward_and_backward(sizes: tuple[int, int, int], dtyp
 def test_the_algorithm_stays_once_it_is_measured() -> None:
     left, right = (torch.randn(1536, 1536, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     with RawCalls() as raw:
-        first = tuned_matmul(left, right)
+        first = tuned_matmul(left, right, measure=True)
     assert raw.names() == ["tuned_matmul.default"]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -101,7 +101,7 @@ def test_nothing_is_measured_during_a_capture_nor_unasked() -> None:
     judge = tuned_matmul(left, right, measure=False)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = tuned_matmul(left, right)
+        captured = tuned_matmul(left, right, measure=True)
     graph.replay()
     assert torch.equal(captured, judge)
     unasked, asked, again = launches(False), launches(True), launches(True)
@@ -115,7 +115,7 @@ def test_threads_measure_one_after_the_other() -> None:
 
     def run() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
-            outputs.append(tuned_matmul(left, right))
+            outputs.append(tuned_matmul(left, right, measure=True))
             torch.cuda.current_stream().synchronize()
 
     torch.cuda.synchronize()
@@ -125,6 +125,26 @@ def test_threads_measure_one_after_the_other() -> None:
     for thread in threads:
         thread.join()
     assert len(outputs) == 4 and all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+@pytest.mark.gpu
+def test_measures_where_that_is_said_and_torch_need_not_be_deterministic() -> None:
+    def first_call(size: int) -> int:
+        left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            tuned_matmul(left, right)
+            torch.cuda.synchronize()
+        return sum(event.count for event in profile.key_averages() if event.device_type.name == "CUDA")
+
+    assert first_call(1512) <= 3
+    with measuring():
+        assert first_call(1504) > 10
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert first_call(1496) <= 3
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert first_call(1488) <= 3
 
 
 def test_what_is_refused() -> None:
