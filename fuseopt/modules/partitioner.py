@@ -32,6 +32,7 @@ from fuseopt.modules import (
     dropout_masks,
     early_kernels,
     float_gradients,
+    gelu_epilogues,
     graph_nodes,
     part_cuts,
     repeated_parts,
@@ -69,6 +70,7 @@ _SMALLEST_BUDGET = 1e-6
 _PASSES = (
     dropout_masks,
     float_gradients,
+    gelu_epilogues,
     graph_nodes,
     part_cuts,
     repeated_parts,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fuseopt.modules import gelu_epilogues
 from fuseopt.modules.graph_nodes import MATMULS
 from fuseopt.ops import registry
 from fuseopt.ops.tuned_matmul import RAW as TUNED_MATMUL
@@ -23,9 +24,12 @@ _LEAST_WORK = 2**32
 
 def exchange(graph: fx.Graph) -> None:
     """Has products of 16-bit matrices call `ops.tuned_matmul`; those with a scale, or sizes that change, stay."""
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         arguments = _arguments(node) if node.target in MATMULS and not node.kwargs else None
-        if arguments is not None:
+        if arguments is None:
+            continue
+        left, right, bias, *_ = arguments
+        if bias is None or not gelu_epilogues.fuse(node, left, right, bias):
             node.target, node.args = TUNED_MATMUL["cuda"], arguments
 
 

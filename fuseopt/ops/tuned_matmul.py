@@ -34,6 +34,16 @@ RAW = define(
     "tuned_matmul(Tensor left, Tensor right, Tensor? bias, str activation, bool float_result, bool measure) -> Tensor",
     _fake,
 )
+WITH_GELU = define(
+    "tuned_matmul_gelu(Tensor left, Tensor right, Tensor bias, bool measure) -> (Tensor, Tensor)",
+    lambda left, right, bias, measure: tuple(left.new_empty((left.shape[0], right.shape[1])) for _ in range(2)),
+)
+"""`left @ right + bias`, and GELU's tanh approximation of the sum before it was rounded; both in 16 bits."""
+
+_INTO = define(
+    "tuned_matmul_(Tensor(a!) output, Tensor left, Tensor right, bool accumulate, bool measure) -> ()",
+    lambda output, left, right, accumulate, measure: None,
+)
 _MEASURES: ContextVar[bool] = ContextVar("measures", default=False)
 
 
@@ -142,6 +152,35 @@ def tuned_matmul(
     measure = measure and not torch.are_deterministic_algorithms_enabled()
     output = RAW[chosen](left, right, bias, "" if is_coarse else activation or "", float_result, measure)
     return ACTIVATIONS[activation](output) if is_coarse and activation else output
+
+
+def is_fast(left: Tensor) -> bool:
+    """Whether the kernels take no more time than PyTorch's products: not where those may use TF32."""
+    if left.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return False
+    return registry.pick("tuned_matmul", "auto", left.device, (left.dtype,)) == "cuda"
+
+
+def multiply_into(
+    output: Tensor, left: Tensor, right: Tensor, *, accumulate: bool = False, measure: bool = False
+) -> None:
+    """`output = left @ right`, or added to what is there: on a GPU as `tuned_matmul`, else by torch.
+
+    Args:
+        output: [rows, columns], contiguous, in the dtype of the factors or a wider one.
+        measure: as for `tuned_matmul`.
+    """
+    if is_fast(left):
+        measure = measure and not torch.are_deterministic_algorithms_enabled()
+        _INTO["cuda"](output, left, right, accumulate, measure)
+    elif not accumulate:
+        torch.mm(left, right, out=output)
+    elif output.dtype == left.dtype:
+        output.addmm_(left, right)
+    elif output.is_cuda:
+        torch.addmm(output, left, right, out_dtype=output.dtype, out=output)
+    else:
+        output.addmm_(left.to(output.dtype), right.to(output.dtype))
 
 
 @contextlib.contextmanager

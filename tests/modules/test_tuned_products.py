@@ -19,10 +19,12 @@ def graph_of(op, *shapes, device="cuda", dtype=torch.bfloat16, more=(), **kwargs
     """Of one call of `op` on tensors without data."""
     graph = fx.Graph()
     nodes = [graph.placeholder(f"input_{number}") for number in range(len(shapes))]
+    call = graph.call_function(op, (*nodes, *more), kwargs)
     with FakeTensorMode():
         for node, shape in zip(nodes, shapes, strict=True):
             node.meta["val"] = torch.empty(shape, dtype=dtype, device=device)
-    graph.output((graph.call_function(op, (*nodes, *more), kwargs),))
+        call.meta["val"] = op(*(node.meta["val"] for node in nodes), *more, **kwargs)
+    graph.output((call,))
     return graph
 
 
@@ -51,7 +53,7 @@ OTHERS = {
     "small": graph_of(aten.mm.default, (64, 64), (64, 64)),
     "on a CPU": graph_of(aten.mm.default, SQUARE, SQUARE, device="cpu"),
     "in float32": graph_of(aten.mm.default, SQUARE, SQUARE, dtype=torch.float32),
-    "to float64": graph_of(aten.mm.dtype, SQUARE, SQUARE, more=(torch.float64,)),
+    "to the dtype that it has": graph_of(aten.mm.dtype, SQUARE, SQUARE, more=(torch.bfloat16,)),
     "with a matrix added": graph_of(aten.addmm.default, SQUARE, SQUARE, SQUARE),
     "with a scale": graph_of(aten.addmm.default, (LARGE,), SQUARE, SQUARE, alpha=2),
     "a batch": graph_of(aten.bmm.default, (2, *SQUARE), (2, *SQUARE)),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import tuned_matmul
-from fuseopt.ops.tuned_matmul import ACTIVATIONS, measuring
+from fuseopt.ops.tuned_matmul import ACTIVATIONS, WITH_GELU, measuring, multiply_into
 from tests.ops.cases import RawCalls, error, examples
 from tests.ops.variations import LAYOUTS, poisoned_allocations
 
@@ -72,6 +72,43 @@ def test_layers_of_models_forward_and_backward(sizes: tuple[int, int, int], dtyp
     output = assert_right(input.t(), grad, float_result=True)
     # Not rounded on the way, neither the result nor parts of the sum.
     assert error([output], [expected(input.t(), grad)]) < torch.finfo(dtype).eps / 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("sizes", [(2048, 768, 3072), (40, 24, 72)])
+def test_with_gelu_the_sum_is_kept_beside_it(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows, inner, columns = sizes
+    left, right, bias = (
+        torch.randn(shape, device="cuda", dtype=dtype) / inner**0.25
+        for shape in ((rows, inner), (inner, columns), (columns,))
+    )
+    with poisoned_allocations():
+        kept, activated = WITH_GELU["cuda"](left, right, bias, True)
+    for output, activation in ((kept, None), (activated, "gelu_tanh")):
+        judge = expected(left, right, bias, activation)
+        assert output.dtype is dtype and output.is_contiguous()
+        assert error([output], [judge]) <= 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float32,) * 2])
+@pytest.mark.parametrize("measure", [False, True])
+def test_into_a_tensor_and_onto_it(device: str, dtypes: tuple[torch.dtype, torch.dtype], measure: bool) -> None:
+    torch.manual_seed(0)
+    dtype, result = dtypes
+    # So large that there is something to choose from.
+    left, right = (torch.randn(192, 192, device=device, dtype=dtype) for _ in range(2))
+    before = torch.randn(192, 192, device=device, dtype=result)
+    judge, allowed = expected(left.t(), right), 2 * torch.finfo(result).eps + 16 * torch.finfo(torch.float32).eps
+    if result is dtype:
+        output = torch.full_like(before, torch.nan)
+        multiply_into(output, left.t(), right, measure=measure)
+        assert error([output], [judge]) <= allowed
+    output = before.clone()
+    multiply_into(output, left.t(), right, accumulate=True, measure=measure)
+    assert error([output], [before.double() + judge]) <= allowed
 
 
 @pytest.mark.gpu

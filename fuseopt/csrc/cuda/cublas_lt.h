@@ -18,10 +18,11 @@ enum DataType : int { kR32F = 0, kR16F = 2, kR16BF = 14 };
 constexpr int kCompute32F = 68;
 
 // cublasLtMatmulDescAttributes_t
-enum Description : int { kTransposeA = 3, kTransposeB = 4, kEpilogue = 7, kBiasPointer = 8 };
+enum Description : int { kTransposeA = 3, kTransposeB = 4, kEpilogue = 7, kBiasPointer = 8, kAuxPointer = 11, kAuxStride = 12 };
 
-// cublasLtEpilogue_t: one of the first three, combined with a bias; the GELU is the tanh approximation.
-enum Epilogue : uint32_t { kPlain = 1, kRelu = 2, kGelu = 32, kBias = 4 };
+// cublasLtEpilogue_t: one of the first three, combined with a bias, and with keeping what the activation is taken of; the
+// GELU is the tanh approximation.
+enum Epilogue : uint32_t { kPlain = 1, kRelu = 2, kGelu = 32, kBias = 4, kAux = 128 };
 
 // cublasLtMatmulPreferenceAttributes_t, and of cublasLtReductionScheme_t those whose sums stay in float32.
 enum Preference : int { kMaxWorkspace = 1, kReductionSchemes = 3, kAlignmentA = 5, kAlignmentB = 6, kAlignmentC = 7, kAlignmentD = 8 };

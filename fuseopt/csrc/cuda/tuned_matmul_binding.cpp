@@ -101,45 +101,65 @@ uint32_t alignment_of(const void* data) {
   return bytes;
 }
 
-// left [rows, inner] x right [inner, columns], and what is done to the result. The library counts in columns, so for it
-// this is right^T x left^T, [columns, rows].
+// What becomes of a product on its way into memory.
+struct Behind {
+  uint32_t epilogue = cublas_lt::kPlain;
+  std::optional<Tensor> bias;
+  std::optional<Tensor> kept;  // what the activation is taken of
+  bool accumulate = false;
+};
+
+// output [rows, columns] = left [rows, inner] x right [inner, columns]. The library counts in columns, so for it this is
+// right^T x left^T, [columns, rows].
 class Product {
  public:
-  Product(const Launch& launch, const Tensor& left, const Tensor& right, const std::optional<Tensor>& bias,
-          uint32_t epilogue, bool float_result)
+  Product(const Launch& launch, const Tensor& left, const Tensor& right, const Tensor& output, const Behind& behind)
       : launch_(launch),
         library_(Library::get(kOp)),
         left_(operand_of(left)),
         right_(operand_of(right)),
-        rows_(left.size(0)),
-        columns_(right.size(1)),
-        inner_(left.size(1)),
+        output_(output),
+        beta_(behind.accumulate ? 1 : 0),
         description_(library_.destroy_description),
         a_(library_.destroy_layout),
         b_(library_.destroy_layout),
         d_(library_.destroy_layout) {
-    output_ = allocate(left, {rows_, columns_}, float_result ? ScalarType::Float : left.scalar_type());
-    const auto type = data_type(left.scalar_type()), output_type = data_type(output_.scalar_type());
+    const int64_t rows = left.size(0), inner = left.size(1), columns = right.size(1);
+    const auto type = data_type(left.scalar_type()), output_type = data_type(output.scalar_type());
     succeed(library_.create_description(description_.address(), cublas_lt::kCompute32F, cublas_lt::kR32F),
             "a description");
     describe(cublas_lt::kTransposeA, int32_t{right_.transposed});
     describe(cublas_lt::kTransposeB, int32_t{left_.transposed});
-    describe(cublas_lt::kEpilogue, epilogue);
-    if (bias.has_value()) {
-      bias_ = bias->data_ptr();
-      describe(cublas_lt::kBiasPointer, bias_);
+    describe(cublas_lt::kEpilogue, behind.epilogue);
+    const void* bias = data_of(behind.bias);
+    if (bias != nullptr) describe(cublas_lt::kBiasPointer, bias);
+    if (behind.kept.has_value()) {
+      describe(cublas_lt::kAuxPointer, behind.kept->data_ptr());
+      describe(cublas_lt::kAuxStride, columns);
     }
-    lay_out(a_, type, right_, columns_, inner_);
-    lay_out(b_, type, left_, inner_, rows_);
-    succeed(library_.create_layout(d_.address(), output_type, columns_, rows_, columns_), "a layout");
-    key_ = {launch.device(),  type,          output_type,         epilogue,
-            rows_,            columns_,      inner_,              left_.stride,
-            right_.stride,    left_.transposed, right_.transposed, alignment_of(left_.tensor.data_ptr()),
-            alignment_of(right_.tensor.data_ptr()), alignment_of(bias_)};
+    lay_out(a_, type, right_, columns, inner);
+    lay_out(b_, type, left_, inner, rows);
+    succeed(library_.create_layout(d_.address(), output_type, columns, rows, columns), "a layout");
+    key_ = {launch.device(),
+            type,
+            output_type,
+            behind.epilogue,
+            behind.accumulate,
+            rows,
+            columns,
+            inner,
+            left_.stride,
+            right_.stride,
+            left_.transposed,
+            right_.transposed,
+            alignment_of(left_.tensor.data_ptr()),
+            alignment_of(right_.tensor.data_ptr()),
+            alignment_of(output.data_ptr()),
+            alignment_of(bias)};
   }
 
-  // The result, by what has been measured to be fastest, or by what the library proposes.
-  Tensor by_best(bool measure) {
+  // By what has been measured to be fastest, or by what the library proposes.
+  void run(bool measure) {
     // Locked while it is measured: the device is not to run two of them at once.
     std::unique_lock<std::mutex> lock(mutex_);
     Handle& handle = handles_[launch_.device()];
@@ -152,12 +172,12 @@ class Product {
     }
     const Choice choice = known->second;
     lock.unlock();
-    succeed(run(choice.candidate, workspace(choice.candidate)), "a product");
-    return output_;
+    const Tensor workspace = room_for(choice.candidate.workspace);
+    succeed(run(choice.candidate, workspace, output_), "a product");
   }
 
  private:
-  using Key = std::array<int64_t, 14>;
+  using Key = std::array<int64_t, 16>;
   struct Choice {
     Candidate candidate;
     bool measured;
@@ -201,15 +221,13 @@ class Product {
     return found;
   }
 
-  Tensor workspace(const Candidate& candidate) const {
-    return allocate(output_, {static_cast<int64_t>(candidate.workspace)}, ScalarType::Byte);
-  }
+  Tensor room_for(size_t bytes) const { return allocate(output_, {static_cast<int64_t>(bytes)}, ScalarType::Byte); }
 
-  int run(const Candidate& candidate, const Tensor& workspace) const {
-    const float one = 1, zero = 0;
-    return library_.matmul(handle_, description_.handle(), &one, right_.tensor.data_ptr(),
-                           a_.handle(), left_.tensor.data_ptr(), b_.handle(), &zero, output_.data_ptr(), d_.handle(),
-                           output_.data_ptr(), d_.handle(), &candidate.algorithm, workspace.data_ptr(),
+  int run(const Candidate& candidate, const Tensor& workspace, const Tensor& output) const {
+    const float one = 1;
+    return library_.matmul(handle_, description_.handle(), &one, right_.tensor.data_ptr(), a_.handle(),
+                           left_.tensor.data_ptr(), b_.handle(), &beta_, output.data_ptr(), d_.handle(),
+                           output.data_ptr(), d_.handle(), &candidate.algorithm, workspace.data_ptr(),
                            candidate.workspace, launch_.stream());
   }
 
@@ -217,7 +235,8 @@ class Product {
     const std::vector<Candidate> found = candidates();
     if (!measure) return {found[0], false};
     const Stopwatch watch(launch_);
-    const Tensor room = allocate(output_, {static_cast<int64_t>(kMostWorkspace)}, ScalarType::Byte);
+    const Tensor workspace = room_for(kMostWorkspace);
+    const Tensor output = beta_ == 0 ? output_ : allocate_like(output_, output_.scalar_type());
     constexpr float kFails = -1;
     std::vector<float> times(found.size(), 0);
     // The first round loads the kernels, the second says how many runs the others take.
@@ -228,7 +247,7 @@ class Product {
         const int runs = round < 2 ? 1 : std::clamp(static_cast<int>(kMillisecondsARound / time), 1, kMostRuns);
         int status = 0;
         watch.start();
-        for (int i = 0; i < runs && status == 0; ++i) status = run(found[index], room);
+        for (int i = 0; i < runs && status == 0; ++i) status = run(found[index], workspace, output);
         const float now = std::max(watch.stop() / runs, 1e-6f);
         time = status != 0 ? kFails : round < 2 ? now : std::min(time, now);
       }
@@ -250,11 +269,8 @@ class Product {
   Handle handle_ = nullptr;
   Operand left_;
   Operand right_;
-  int64_t rows_;
-  int64_t columns_;
-  int64_t inner_;
-  const void* bias_ = nullptr;
   Tensor output_;
+  float beta_;
   Object description_;
   Object a_;
   Object b_;
@@ -270,25 +286,62 @@ uint32_t epilogue_of(const std::string& activation, bool has_bias) {
   return has_bias ? bias : uint32_t{cublas_lt::kPlain};
 }
 
-Tensor tuned_matmul(Tensor left, Tensor right, std::optional<Tensor> bias, std::string activation,
-                    bool float_result, bool measure) {
-  FUSEOPT_CHECK(left.dim() == 2 && right.dim() == 2 && left.size(1) == right.size(0), "fuseopt::", kOp,
-                ": left must be [rows, inner], right [inner, columns]");
+void check_factors(const Tensor& left, const Tensor& right) {
+  FUSEOPT_CHECK(left.dim() == 2 && right.dim() == 2 && left.size(1) == right.size(0) && left.size(1) > 0, "fuseopt::",
+                kOp, ": left must be [rows, inner], right [inner, columns], with something to sum up");
   FUSEOPT_CHECK(left.scalar_type() == right.scalar_type() && right.is_cuda() &&
                     left.get_device_index() == right.get_device_index(),
                 "fuseopt::", kOp, ": left and right must have one dtype, on one device");
-  if (bias.has_value()) {
-    FUSEOPT_CHECK(bias->dim() == 1 && bias->size(0) == right.size(1) && bias->scalar_type() == left.scalar_type() &&
-                      bias->is_cuda() && bias->get_device_index() == left.get_device_index() && !float_result,
-                  "fuseopt::", kOp, ": bias must be [columns], in the dtype and on the device of left, as the result");
-    bias = as_contiguous(*bias);
-  }
+}
+
+Tensor checked_bias(const Tensor& bias, const Tensor& left, const Tensor& right) {
+  FUSEOPT_CHECK(bias.dim() == 1 && bias.size(0) == right.size(1) && bias.scalar_type() == left.scalar_type() &&
+                    bias.is_cuda() && bias.get_device_index() == left.get_device_index(),
+                "fuseopt::", kOp, ": bias must be [columns], in the dtype and on the device of left");
+  return as_contiguous(bias);
+}
+
+void multiply(const Launch& launch, const Tensor& left, const Tensor& right, const Tensor& output,
+              const Behind& behind, bool measure) {
+  if (output.numel() > 0) Product(launch, left, right, output, behind).run(measure);
+}
+
+Tensor tuned_matmul(Tensor left, Tensor right, std::optional<Tensor> bias, std::string activation, bool float_result,
+                    bool measure) {
+  check_factors(left, right);
+  FUSEOPT_CHECK(!(bias.has_value() && float_result), "fuseopt::", kOp, ": a float32 result has no bias");
   const Launch launch(kOp, left);
-  FUSEOPT_CHECK(left.size(1) > 0, "fuseopt::", kOp, ": there is nothing to sum up");
-  if (left.size(0) == 0 || right.size(1) == 0) {
-    return allocate(left, {left.size(0), right.size(1)}, float_result ? ScalarType::Float : left.scalar_type());
-  }
-  return Product(launch, left, right, bias, epilogue_of(activation, bias.has_value()), float_result).by_best(measure);
+  Behind behind;
+  behind.epilogue = epilogue_of(activation, bias.has_value());
+  if (bias.has_value()) behind.bias = checked_bias(*bias, left, right);
+  Tensor output =
+      allocate(left, {left.size(0), right.size(1)}, float_result ? ScalarType::Float : left.scalar_type());
+  multiply(launch, left, right, output, behind, measure);
+  return output;
+}
+
+std::tuple<Tensor, Tensor> tuned_matmul_gelu(Tensor left, Tensor right, Tensor bias, bool measure) {
+  check_factors(left, right);
+  const Launch launch(kOp, left);
+  Behind behind;
+  behind.epilogue = cublas_lt::kGelu | cublas_lt::kAux | cublas_lt::kBias;
+  behind.bias = checked_bias(bias, left, right);
+  behind.kept = allocate(left, {left.size(0), right.size(1)}, left.scalar_type());
+  Tensor activated = allocate_like(*behind.kept, left.scalar_type());
+  multiply(launch, left, right, activated, behind, measure);
+  return {*behind.kept, activated};
+}
+
+void tuned_matmul_(Tensor output, Tensor left, Tensor right, bool accumulate, bool measure) {
+  check_factors(left, right);
+  FUSEOPT_CHECK(output.dim() == 2 && output.size(0) == left.size(0) && output.size(1) == right.size(1) &&
+                    output.is_contiguous() && output.is_cuda() &&
+                    output.get_device_index() == left.get_device_index(),
+                "fuseopt::", kOp, ": output must be [rows, columns], contiguous and on the device of left");
+  const Launch launch(kOp, left);
+  Behind behind;
+  behind.accumulate = accumulate;
+  multiply(launch, left, right, output, behind, measure);
 }
 
 }  // namespace
@@ -297,4 +350,6 @@ Tensor tuned_matmul(Tensor left, Tensor right, std::optional<Tensor> bias, std::
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::tuned_matmul_binding;
   library.impl("tuned_matmul", TORCH_BOX(&tuned_matmul));
+  library.impl("tuned_matmul_gelu", TORCH_BOX(&tuned_matmul_gelu));
+  library.impl("tuned_matmul_", TORCH_BOX(&tuned_matmul_));
 }

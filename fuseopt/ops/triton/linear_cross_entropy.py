@@ -6,12 +6,14 @@ weights of zero to a multiple of 64: products over an odd number of columns take
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from fuseopt.ops.triton.cross_entropy import check_targets, cross_entropy_fwd_bwd_kernel, row_blocks
 from fuseopt.ops.triton.rows import TL_DTYPES, compute_dtype
+from fuseopt.ops.tuned_matmul import multiply_into
 
 # Bytes of the buffer. Few chunks: each adds to the whole gradient of the weight, and wants enough rows to fill a GPU.
 # Of GPT-2's vocabulary in half precision it holds 5632 rows, whose gradient is 132 tiles of 128 x 256: one for each
@@ -44,16 +46,6 @@ def padded(tensor: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor
     result[: tensor.shape[0]] = tensor
     result[tensor.shape[0] :] = 0
     return result
-
-
-def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """`total += left @ right`, where `total` may be of a wider dtype than the factors."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 def run(
@@ -93,8 +85,10 @@ def run(
         if buffer is None:
             buffer = torch.empty(len(x), width, dtype=product_dtype, **like)
         logits = buffer[: len(x)]
+        # Chunks are of one size but for the last, which may be another in every call.
+        multiply = partial(multiply_into, measure=rows > len(x) == len(buffer))
         if bias is None:
-            torch.mm(x, weight.t(), out=logits)
+            multiply(logits, x, weight.t())
         else:
             torch.addmm(bias, x, weight.t(), out=logits)
         with torch.cuda.device_of(input):
@@ -104,9 +98,9 @@ def run(
                 any(wanted), TL_DTYPES[compute], steps, lanes, num_warps=num_warps, enable_fp_fusion=True,
             )  # fmt: skip
         if gradients.input is not None:
-            torch.mm(logits, weight, out=gradients.input[chunk])
+            multiply(gradients.input[chunk], logits, weight)
         if gradients.weight is not None:
-            add_product(gradients.weight, logits.t(), x)
+            multiply(gradients.weight, logits.t(), x, accumulate=True)
         if gradients.bias is not None:
             gradients.bias.add_(logits.sum(0, dtype=compute))
     check_targets(in_range)
