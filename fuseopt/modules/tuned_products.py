@@ -37,7 +37,7 @@ def is_available() -> bool:
     """Whether code that calls the op can run here; the native library is loaded if that takes no building."""
     if torch.are_deterministic_algorithms_enabled():
         return False
-    return registry.pick("tuned_matmul", "auto", torch.device("cuda"), (torch.bfloat16,)) == "cuda"
+    return registry.pick("tuned_matmul", "auto", torch.device("cuda"), _HALVES) == "cuda"
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...] | None:

@@ -7,12 +7,15 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
+from fuseopt import native
 from fuseopt.config import Config, MemoryEfficientOptions
 from fuseopt.models import ModelPolicy
 from fuseopt.modules import regions
 from fuseopt.modules.training_forward import TrainingForward, not_captured_reason, not_supported_reasons
+from fuseopt.ops import registry
 from fuseopt.plan import ModelIndex, Replacement, Site, Skip
 from fuseopt.strategies.propose import Offer, replacement, skip
 
@@ -37,7 +40,7 @@ class MemoryEfficientStrategy:
         model = index.model
         source = f"{type(model).__name__}.forward"
         sites = (Site(model, "forward", "forward"),)
-        offer = Offer(_REQUEST, self.name, options.backend)
+        offer = _offer(self.name, options.backend, index)
         reasons = not_supported_reasons(model) + regions.not_supported_reasons(options.backend)
         if reasons:
             yield skip(sites, source, _TARGET, offer, "; ".join(reasons))
@@ -60,6 +63,17 @@ class MemoryEfficientStrategy:
         if losses:
             offer = Offer(_REQUEST, self.name)
             yield replacement(losses, "None", _LOSS, offer, _LOSS_REASON, _causal_lm_loss)
+
+
+def _offer(strategy: str, backend: str, index: ModelIndex) -> Offer:
+    """With the native library that large products run by on a GPU, or why they do not."""
+    op = registry.get("tuned_matmul")
+    devices = [device for device in index.devices if device.type == "cuda" and backend == "inductor"]
+    choices = [op.choose("auto", device, [torch.bfloat16], may_build=True) for device in devices]
+    libraries = tuple(kind for kind in native.KINDS if any(kind == choice.backend for choice in choices))
+    reasons = dict.fromkeys(reason for choice in choices for found in choice.refused.values() for reason in found)
+    refused = f"products as cuBLAS chooses: {'; '.join(reasons)}" if reasons else None
+    return Offer(_REQUEST, strategy, backend, libraries, refused)
 
 
 def _reason(options: MemoryEfficientOptions, uncaptured: str | None) -> str:

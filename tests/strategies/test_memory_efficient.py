@@ -10,6 +10,7 @@ import inspect
 import io
 import pickle
 import sys
+import types
 import weakref
 
 import pytest
@@ -34,6 +35,7 @@ from fuseopt import modules
 from fuseopt.errors import CompileError, PlanError
 from fuseopt.modules import partitioner, training_forward
 from fuseopt.modules.training_forward import TrainingForward
+from fuseopt.strategies import memory_efficient
 from tests import tiny
 from tests.training import assert_slope, saved_bytes
 
@@ -510,6 +512,20 @@ def test_wrong_input_raises_what_the_class_own_forward_raises(graphs):
         with pytest.raises(ValueError) as raised:
             fused(**arguments)
         assert str(raised.value) == str(expected.value)
+
+
+def test_the_plan_says_by_what_large_products_run_on_a_gpu():
+    def offer(backend: str, *devices: str):
+        index = types.SimpleNamespace(devices=tuple(map(torch.device, devices)))
+        return memory_efficient._offer("memory_efficient", backend, index)
+
+    assert offer("inductor", "cpu").libraries == () == offer("aot_eager", "cuda").libraries
+    assert offer("inductor", "cpu").refused is None is offer("aot_eager", "cuda").refused
+    on_gpu = offer("inductor", "cpu", "cuda")
+    if torch.cuda.is_available():
+        assert on_gpu.libraries == ("cuda",) and on_gpu.refused is None
+    else:
+        assert on_gpu.libraries == () and on_gpu.refused.startswith("products as cuBLAS chooses: its native library is")
 
 
 @with_inductor
