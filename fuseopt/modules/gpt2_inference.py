@@ -165,44 +165,12 @@ class GPT2InferenceForward(InferenceForward):
 
 
 class GPT2StackForward(StackForward):
-    """Of a GPT2Model.
-
-    A call with nothing but tokens, of a size that has been captured, passes the class's forward by, which waits for the
-    GPU to learn whether positions that it has just counted up start anew anywhere.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and self._are_captured_tokens(*args, **kwargs):
-            outputs = self._of_tokens(*args, **kwargs)
-            if outputs is not None:
-                return outputs
-        return super().__call__(*args, **kwargs)
-
-    def _are_captured_tokens(
-        self,
-        input_ids: Any = None,
-        *args: Any,
-        use_cache: bool | None = None,
-        return_dict: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        **kwargs: Any,
-    ) -> bool:
-        """Whether a call has no other arguments than tokens of a size that has been captured."""
-        if type(input_ids) is not Tensor or input_ids.dim() != 2 or not self.chain.has_captured(*input_ids.shape):
-            return False
-        if args or output_attentions or output_hidden_states or any(value is not None for value in kwargs.values()):
-            return False
-        config: Any = self.stack.config
-        return (
-            (config.return_dict if return_dict is None else return_dict)
-            and getattr(config, "is_causal", None) is None
-            and not (config.output_attentions or config.output_hidden_states or config.add_cross_attention)
-        )
+    """Of a GPT2Model, whose own forward waits to learn whether positions start anew that it has just counted up."""
 
     def _of_tokens(self, input_ids: Tensor, *, use_cache: bool | None = None, **kwargs: Any) -> Any:
-        """What the class's forward returns, or None where that has to run."""
         stack: Any = self.stack
+        if stack.config.add_cross_attention:
+            return None
         modeling: Any = sys.modules[type(stack).__module__]
         stack.warn_if_padding_and_no_attention_mask(input_ids, None)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)

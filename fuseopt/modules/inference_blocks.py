@@ -103,8 +103,14 @@ class InferenceForward(BlockForward):
 class StackForward:
     """The `forward` of a stack whose blocks are chained: the class's own, during which the chain may run them.
 
+    A call with tokens and little else, of a size that has been captured, passes that forward by, which waits for the
+    GPU to learn what is in the masks.
+
     It belongs to one stack and is copied and pickled with it.
     """
+
+    tensors: frozenset[str] = frozenset()
+    """Names of arguments beside tokens that `_of_tokens` takes."""
 
     def __init__(self, stack: nn.Module, chain: BlockChain) -> None:
         self.stack, self.chain = stack, chain
@@ -112,6 +118,10 @@ class StackForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._class_forward(*args, **kwargs)
+        if self._are_captured_tokens(*args, **kwargs):
+            outputs = self._of_tokens(*args, **kwargs)
+            if outputs is not None:
+                return outputs
         with self.chain.in_stack():
             return self._class_forward(*args, **kwargs)
 
@@ -121,6 +131,33 @@ class StackForward:
 
     def _class_forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.stack).forward(self.stack, *args, **kwargs)
+
+    def _are_captured_tokens(
+        self,
+        input_ids: Any = None,
+        *args: Any,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> bool:
+        """Whether a call has no other arguments than `tensors` and tokens of a size that has been captured."""
+        if type(input_ids) is not Tensor or input_ids.dim() != 2 or not self.chain.has_captured(*input_ids.shape):
+            return False
+        given = {name for name, value in kwargs.items() if value is not None}
+        if args or output_attentions or output_hidden_states or not given <= self.tensors:
+            return False
+        config: Any = self.stack.config
+        return (
+            (config.return_dict if return_dict is None else return_dict)
+            and getattr(config, "is_causal", None) is None
+            and not (config.output_attentions or config.output_hidden_states)
+        )
+
+    def _of_tokens(self, input_ids: Tensor, *, use_cache: bool | None = None, **kwargs: Any) -> Any:
+        """What the class's forward returns, or None where that has to run."""
+        raise NotImplementedError
 
 
 def unknown_modules(block: nn.Module, classes: Collection[str]) -> list[str]:

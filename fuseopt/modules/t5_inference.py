@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ from fuseopt.modules.inference_blocks import (
 from fuseopt.modules.relative_attention import RelativeStackForward, distance_bias, distance_buckets
 from fuseopt.ops import registry
 from fuseopt.ops.relative_attention import has_kernel
+
+# Arguments of a block that make no difference, but for the hooks that transformers puts on its modules beforehand.
+_NOT_READ = frozenset(("seen_keys", "output_attentions", "output_hidden_states"))
 
 
 class Constants(NamedTuple):
@@ -77,10 +81,10 @@ class T5InferenceForward(InferenceForward):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if not torch.compiler.is_compiling() and self.chain is not None and kwargs.keys() == {"seen_keys"}:
-            inputs = self._inputs(encoder_hidden_states, *kwargs["seen_keys"])
-            # Cross-attention fills a cache of its own.
-            if inputs.encoded is None or past_key_values is None or hasattr(past_key_values, "cross_attention_cache"):
+        masks = kwargs.get("seen_keys")
+        if not torch.compiler.is_compiling() and masks is not None and _NOT_READ.issuperset(kwargs):
+            inputs = _inputs(self.block, encoder_hidden_states, *masks)
+            if self.chain is not None and _fills(past_key_values, inputs):
                 output = self.chain(self, hidden_states, past_key_values, inputs)
                 if output is not None:
                     return output, None, None
@@ -112,10 +116,8 @@ class T5InferenceForward(InferenceForward):
             return False
         block: Any = self.block
         attention = block.layer[0].SelfAttention
-        config = attention.config
         return (
-            attention_function(self.block, config) is sdpa_attention_function()
-            and getattr(config, "is_causal", None) is not False
+            attention_function(block, attention.config) is sdpa_attention_function()
             and _has_kernel(self.backend, hidden_states, attention.key_value_proj_dim)
             and _fit(hidden_states, inputs)
         )
@@ -160,10 +162,6 @@ class T5InferenceForward(InferenceForward):
 
     def total(self, hidden_states: Tensor, added: Tensor) -> Tensor:
         return clamped(hidden_states + added)
-
-    def _inputs(self, encoded: Tensor | None, mask: Tensor | None, encoded_mask: Tensor | None) -> Inputs:
-        crosses = self.block.is_decoder and encoded is not None
-        return Inputs(mask, encoded, encoded_mask) if crosses else Inputs(mask)
 
     def _normed(self, added: Tensor | None, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
         """The norm of a sum, and the sum."""
@@ -212,11 +210,42 @@ class T5InferenceForward(InferenceForward):
 class T5StackForward(StackForward):
     """Of a T5 stack: also hands its blocks the masks that it was given, as `RelativeStackForward` does."""
 
+    tensors = frozenset(("attention_mask", "encoder_hidden_states", "encoder_attention_mask"))
+
     def report_lines(self) -> tuple[str, ...]:
         return self.chain.report_lines("decoder blocks" if self.stack.is_decoder else "encoder blocks")
 
     def _class_forward(self, *args: Any, **kwargs: Any) -> Any:
         return RelativeStackForward(self.stack)(*args, **kwargs)
+
+    def _of_tokens(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        stack: Any = self.stack
+        modeling: Any = sys.modules[type(stack).__module__]
+        cache = None
+        if stack.config.use_cache if use_cache is None else use_cache:
+            if not stack.is_decoder:
+                return None  # an error, which the class's forward words
+            cache = modeling.DynamicCache(config=stack.config)
+            if stack.config.is_encoder_decoder:
+                cache = modeling.EncoderDecoderCache(cache, modeling.DynamicCache(config=stack.config))
+        inputs = _inputs(stack, encoder_hidden_states, attention_mask, encoder_attention_mask)
+        if not _fills(cache, inputs):
+            return None
+        output = self.chain.at_once(stack.dropout(stack.embed_tokens(input_ids)), cache, inputs)
+        if output is None:
+            return None
+        return modeling.BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=stack.dropout(stack.final_layer_norm(output)), past_key_values=cache
+        )
 
 
 def clamped(hidden: Tensor) -> Tensor:
@@ -239,6 +268,16 @@ def _fed_forward(dense: Any, normed: Tensor, no_bias: Tensor) -> Tensor:
     else:
         inner = _product(normed, layer).relu_()
     return _product(inner, dense.wo)
+
+
+def _inputs(module: Any, encoded: Tensor | None, mask: Tensor | None, encoded_mask: Tensor | None) -> Inputs:
+    """Of a stack or a block, of which only a decoder's reads what was encoded."""
+    return Inputs(mask) if encoded is None or not module.is_decoder else Inputs(mask, encoded, encoded_mask)
+
+
+def _fills(cache: Any, inputs: Inputs) -> bool:
+    """Whether there is no cache, or one with a part for each kind of attention."""
+    return cache is None or inputs.encoded is None or hasattr(cache, "cross_attention_cache")
 
 
 def _product(input: Tensor, layer: nn.Linear) -> Tensor:
