@@ -381,7 +381,7 @@ def test_many_tokens_are_left_to_the_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("each_device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
-def test_what_cannot_be_captured_runs_block_by_block(monkeypatch):
+def test_what_cannot_be_captured_runs_as_it_is(monkeypatch):
     monkeypatch.setattr(block_chain, "_CALLS_KEPT", 0)
     stock, fused = stock_and_fused()
     meet(fused)

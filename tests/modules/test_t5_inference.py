@@ -197,20 +197,31 @@ def test_captured_sizes_pass_by_the_stacks_own_forwards():
     torch.testing.assert_close(outputs[0], expected[0], rtol=1e-5, atol=5e-5)
 
 
-def test_stacks_by_themselves_and_other_heads():
-    config = tiny.t5().config
-    ids = torch.arange(3, 10)[None].repeat(2, 1)
+def test_stacks_by_themselves():
+    config, ids = tiny.t5().config, torch.arange(3, 10)[None].repeat(2, 1)
     torch.manual_seed(0)
-    encoder = T5EncoderModel(copy.deepcopy(config)).eval()
-    decoder = tiny.t5().decoder
-    for stock, stacks in ((encoder, 1), (decoder, 1)):
+    for stock in (T5EncoderModel(copy.deepcopy(config)).eval(), tiny.t5().encoder, tiny.t5().decoder):
         fused = fuseopt.initialize(copy.deepcopy(stock), CONFIG, strict=True)
         for call in range(4):
             found, outputs = counted(forward_of_ids, fused, ids)
-            assert found == ((stacks, 0) if call < 2 else (0, stacks))
+            assert found == ((1, 0) if call < 2 else (0, 1))
             expected = forward_of_ids(stock, ids)
             assert list(outputs) == list(expected)
             torch.testing.assert_close(outputs.last_hidden_state, expected.last_hidden_state, rtol=1e-5, atol=5e-5)
+        found, outputs = counted(lambda fused=fused: forward_of_ids(fused, ids, return_dict=False))
+        assert found == (0, 1) and type(outputs) is tuple
+        torch.testing.assert_close(outputs[0], expected.last_hidden_state, rtol=1e-5, atol=5e-5)
+    # An encoder has no use for what another one has made.
+    states = torch.randn(2, 7, 24)
+    stock = tiny.t5().encoder
+    fused = fuseopt.initialize(copy.deepcopy(stock), CONFIG, strict=True)
+    found, outputs = counted(lambda: forward_of_ids(fused, ids, encoder_hidden_states=states))
+    assert found == (1, 0)
+    torch.testing.assert_close(outputs[0], forward_of_ids(stock, ids)[0], rtol=1e-5, atol=5e-5)
+
+
+def test_other_heads():
+    config, ids = tiny.t5().config, torch.arange(3, 10)[None].repeat(2, 1)
     ids[:, -1] = config.eos_token_id
     stock = T5ForSequenceClassification(copy.deepcopy(config)).eval()
     fused = fuseopt.initialize(copy.deepcopy(stock), CONFIG, strict=True)
@@ -218,9 +229,9 @@ def test_stacks_by_themselves_and_other_heads():
         assert_runs((2, 0) if call < 2 else (0, 2), stock, fused, functools.partial(forward_of_ids, ids=ids))
 
 
-def forward_of_ids(model, ids):
+def forward_of_ids(model, ids, **options):
     with torch.no_grad():
-        return model(ids)
+        return model(ids, **options)
 
 
 def test_a_decoder_with_a_cache_for_one_kind_of_attention_is_left_to_the_class():
@@ -355,7 +366,7 @@ def attend_eagerly(model):
 
 
 def exchange_blocks(model):
-    other = tiny.t5(seed=5)
+    other = fuseopt.initialize(tiny.t5(seed=5), CONFIG)
     model.encoder.block[1], model.decoder.block[1] = other.encoder.block[1], other.decoder.block[1]
 
 
@@ -423,11 +434,21 @@ def test_masks_of_more_dimensions_are_left_to_the_class():
     distance = torch.arange(6) - torch.arange(6)[:, None]
     mask = ((distance <= 0) & (distance > -4)).expand(3, 1, 6, 6)
     assert_runs((1, 0), stock, fused, functools.partial(forward, decoder_attention_mask=mask))
+    # So are those of more keys than there are, which it refuses.
+    mask = torch.ones(3, 9, dtype=torch.int64)
+    mask[1, 4:] = 0
+    errors = []
+    for model in (stock, fused):
+        with pytest.raises(RuntimeError) as error:
+            forward(model, attention_mask=mask)
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
 
 
 def test_hidden_states_and_attentions_that_are_asked_for():
     stock, fused = stock_and_fused()
     meet(stock, fused)
+    assert_runs((0, 2), stock, fused)
     outputs = assert_runs((0, 0), stock, fused, functools.partial(forward, output_hidden_states=True))
     expected = forward(stock, output_hidden_states=True)
     for name in ("encoder_hidden_states", "decoder_hidden_states"):
