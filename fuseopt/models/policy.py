@@ -54,8 +54,8 @@ class ModelPolicy:
             `fuseopt.modules.residual` class that does it, exactly.
         inference_blocks: blocks that run without gradients past the forwards of the modules inside; `Rule.target` is
             the `fuseopt.modules` class that does it, `Rule.options` its own.
-        stacks: classes whose forward calls such blocks one after the other, all arguments but the first being the same;
-            "blocks" of `Rule.options` names the ModuleList that they are in.
+        stacks: classes whose forward calls such blocks one after the other, with the same arguments but for what each
+            hands on; "blocks" of `Rule.options` names the ModuleList that they are in.
         heads: model classes whose logits go straight into a cross-entropy; `Rule.options` are those of the module that
             stands in for their head, and "head" names it.
         relative_attention: stacks of layers whose self-attentions share one bias of the distance; "attention" of

@@ -148,7 +148,8 @@ class BlockChain:
             return None
         work = self._captured(key, hidden, inputs, past_key_values is not None)
         if work is None:
-            return passed(self._forwards, hidden, past_key_values, inputs, self._constants)
+            with self._captures.in_stream_order(hidden.device):
+                return passed(self._forwards, hidden, past_key_values, inputs, self._constants)
         return self._replayed(work, hidden, past_key_values, inputs)
 
     def _replayed(
@@ -168,9 +169,8 @@ class BlockChain:
 
     def _captured(self, key: Hashable, hidden: Tensor, inputs: Inputs, caches: bool) -> ChainWork | None:
         """The work of a size that has come often enough, unless it cannot be captured."""
-        work = self._works.get(key)
-        if work is not None or not self.captures or _tokens(hidden) > _MOST_TOKENS:
-            return work
+        if not self.captures or _tokens(hidden) > _MOST_TOKENS:
+            return None
         if len(self._met) >= _SIZES_MET:
             self._met.clear()
         self._met[key] += 1
@@ -216,7 +216,7 @@ class BlockChain:
         if not watch.is_unchanged():
             return None
         self._forwards = forwards
-        with torch.inference_mode(False), torch.no_grad():
+        with self._captures.in_stream_order(hidden.device), torch.inference_mode(False), torch.no_grad():
             self._constants = forwards[0].constants(hidden)
         return watch
 

@@ -64,6 +64,7 @@ class T5InferenceForward(InferenceForward):
 
     needs_chain = True
     read: tuple[str, ...] = (
+        "has_relative_attention_bias",
         "is_decoder",
         "key_value_proj_dim",
         "relative_attention_num_buckets",
@@ -187,9 +188,8 @@ class T5InferenceForward(InferenceForward):
         """[rows, hidden], of the rows of `input` to those of `states`."""
 
         def heads(rows: Tensor, layer: nn.Linear) -> Tensor:
-            return (
-                _product(rows, layer).view(batch, len(rows) // batch, -1, attention.key_value_proj_dim).transpose(1, 2)
-            )
+            shape = (batch, len(rows) // batch, -1, attention.key_value_proj_dim)
+            return _product(rows, layer).view(shape).transpose(1, 2)
 
         query, key, value = heads(input, attention.q), heads(states, attention.k), heads(states, attention.v)
         if cache is not None:
