@@ -48,19 +48,19 @@ class BlockChain:
     Args:
         stack: a module that calls the blocks in its forward.
         blocks: the name of its ModuleList that they are in.
-        captures: whether anything is captured.
+        cuda_graphs: whether anything is captured.
     """
 
-    def __init__(self, stack: nn.Module, blocks: str, captures: bool = True) -> None:
-        self.__setstate__({"stack": stack, "blocks": blocks, "captures": captures})
+    def __init__(self, stack: nn.Module, blocks: str, cuda_graphs: bool = True) -> None:
+        self.__setstate__({"stack": stack, "blocks": blocks, "cuda_graphs": cuda_graphs})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"stack": self.stack, "blocks": self.blocks, "captures": self.captures}
+        return {"stack": self.stack, "blocks": self.blocks, "cuda_graphs": self.cuda_graphs}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.stack: nn.Module = state["stack"]
         self.blocks: str = state["blocks"]
-        self.captures: bool = state["captures"]
+        self.cuda_graphs: bool = state["cuda_graphs"]
         self.note = ""
         self._call = _Call()
         self._lock = threading.Lock()
@@ -169,7 +169,7 @@ class BlockChain:
 
     def _captured(self, key: Hashable, hidden: Tensor, inputs: Inputs, caches: bool) -> ChainWork | None:
         """The work of a size that has come often enough, unless it cannot be captured."""
-        if not self.captures or _tokens(hidden) > _MOST_TOKENS:
+        if not self.cuda_graphs or _tokens(hidden) > _MOST_TOKENS:
             return None
         if len(self._met) >= _SIZES_MET:
             self._met.clear()

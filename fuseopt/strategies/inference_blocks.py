@@ -39,6 +39,8 @@ def propose(
         left = [path for path, block in container.named_children() if reasons.get(id(block), ["it is another block"])]
         if left:
             unchained[id(container)] = f"block {left[0]} of its stack stays as it is, and all run at once or none"
+            reason = f"its block {left[0]} stays as it is, and all run at once or none"
+            yield skip(sites, name, rule.target, offer, reason)
         elif "forward" in stack.module.__dict__:
             unchained[id(container)] = "the forward of its stack has been replaced on the instance"
             yield skip(sites, name, rule.target, offer, "its forward has been replaced on the instance")

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import fuseopt
-from fuseopt.modules import T5InferenceForward, block_chain, t5_inference
+from fuseopt.modules import block_chain, t5_inference
 from fuseopt.modules.block_chain import BlockChain
 from tests import tiny
 
@@ -567,12 +567,12 @@ def test_beside_relative_attention_of_its_own():
     assert shapes == [(3, 1, 1, 9)] * 2 + [(3, 1, 1, 8), (3, 1, 1, 9)] * 2
 
 
-def reasons(model, config=CONFIG):
+def reasons(model, config=CONFIG, target="T5InferenceForward"):
     return {
         path: row.reason
         for row in fuseopt.plan(model, config).rows
         for path in row.paths
-        if row.target == T5InferenceForward.__name__ and not row.replaced
+        if row.target == target and not row.replaced
     }
 
 
@@ -587,6 +587,9 @@ def test_blocks_that_cannot_run_at_once_say_why(monkeypatch):
     assert "SelfAttention.o (Bilinear)" in found["encoder.block.1.forward"]
     assert "block 1 of its stack stays as it is" in found["encoder.block.0.forward"]
     assert "its stack has been replaced" in found["decoder.block.0.forward"]
+    stacks = reasons(model, target="T5StackForward")
+    assert "its block 1 stays as it is" in stacks["encoder.forward"]
+    assert "replaced on the instance" in stacks["decoder.forward"]
     monkeypatch.undo()
     if model.device.type == "cpu":
         assert all("on a GPU" in reason for reason in reasons(tiny.t5()).values()) and len(reasons(tiny.t5())) == 4
