@@ -56,6 +56,8 @@ GPU_ROWS = (
     Row("gpt2", 256, 16, torch.bfloat16),
     Row("gpt2", 8, 1024, torch.bfloat16),
     Row("gpt2", 1, 128, torch.bfloat16),
+    Row("t5-base", 32, 512, torch.bfloat16),
+    Row("t5-base", 1, 128, torch.bfloat16),
 )
 CPU_ROWS = (Row("gpt2-tiny", 16, 16, torch.float32),)
 

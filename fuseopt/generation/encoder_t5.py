@@ -9,8 +9,9 @@ from transformers.models.t5 import modeling_t5
 
 from fuseopt.generation.graphs import Prompt, StepGraphs
 from fuseopt.generation.layers import embedded, linear, normalised
-from fuseopt.generation.layers_t5 import clamped, fed_forward, feed_forward_of, norm_of, self_attention_of
+from fuseopt.generation.layers_t5 import fed_forward, feed_forward_of, norm_of, self_attention_of
 from fuseopt.generation.state import prompt_length_for
+from fuseopt.modules.t5_inference import clamped
 
 
 class EncoderState:

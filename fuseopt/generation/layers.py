@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers.activations import NewGELUActivation
 
 from fuseopt import ops
-from fuseopt.modules.base import FusedModule
+from fuseopt.modules.base import source_class
 from fuseopt.ops import registry
 from fuseopt.ops.decode_linear import ACTIVATIONS, is_fast
 
@@ -70,8 +70,7 @@ def linear_of(*modules: nn.Linear) -> Linear:
 
 def activation_of(module: nn.Module) -> Activation:
     """The name of what `module`, or what it stands in for, computes; or `module` itself."""
-    source = module._source_class if isinstance(module, FusedModule) else type(module)
-    return {NewGELUActivation: "gelu_tanh", nn.ReLU: "relu"}.get(source, module)
+    return {NewGELUActivation: "gelu_tanh", nn.ReLU: "relu"}.get(source_class(module), module)
 
 
 def embedded(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fuseopt.generation.layers import Activation, Linear, Norm, activation_of, linear, linear_of
+from fuseopt.modules.t5_inference import clamped
 
 
 class SelfAttention(NamedTuple):
@@ -54,12 +54,3 @@ def fed_forward(hidden: Tensor, layer: FeedForward) -> Tensor:
     gated = len(layer.up.weights) > 1
     inner = linear(hidden, layer.up, norm=layer.norm, activation=layer.activation, gated=gated)
     return clamped(linear(inner, layer.down, residual=hidden))
-
-
-def clamped(hidden: Tensor) -> Tensor:
-    """T5Block's clamp of float16 infinities."""
-    if hidden.dtype != torch.float16:
-        return hidden
-    largest = torch.finfo(torch.float16).max
-    limit = torch.where(torch.isinf(hidden).any(), largest - 1000, largest)
-    return torch.clamp(hidden, min=-limit, max=limit)

@@ -16,7 +16,6 @@ from fuseopt.generation.layers import Linear, Norm, embedded, linear, linear_of,
 from fuseopt.generation.layers_t5 import (
     FeedForward,
     SelfAttention,
-    clamped,
     fed_forward,
     feed_forward_of,
     norm_of,
@@ -24,6 +23,7 @@ from fuseopt.generation.layers_t5 import (
 )
 from fuseopt.generation.prompts import store
 from fuseopt.generation.state import CacheShape, DecodeState
+from fuseopt.modules.t5_inference import clamped
 
 
 class _CrossAttention(NamedTuple):

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fuseopt.modules.base import FusedModule, has_hooks
-from fuseopt.modules.inference_blocks import GPT2InferenceForward, GPT2StackForward
+from fuseopt.modules.base import has_hooks, source_class
+from fuseopt.modules.gpt2_inference import GPT2InferenceForward, GPT2StackForward
 from fuseopt.modules.relative_attention import RelativeStackForward
 from fuseopt.modules.residual import GPT2BlockForward, T5BlockForward
 from fuseopt.modules.structure import CONSTANTS, Watch, is_special, modules_below, only_captures_outputs
+from fuseopt.modules.t5_inference import T5InferenceForward, T5StackForward
 from fuseopt.modules.training_forward import TrainingForward
 
 # fuseopt's own, which compute what the class's forward does.
@@ -22,6 +23,8 @@ _FORWARDS = (
     GPT2StackForward,
     RelativeStackForward,
     T5BlockForward,
+    T5InferenceForward,
+    T5StackForward,
     TrainingForward,
 )
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
@@ -97,7 +100,7 @@ def _module_reason(module: nn.Module, classes: frozenset[type[nn.Module]]) -> st
         return "is dispatched or offloaded by accelerate"
     if "forward" in module.__dict__ and type(module.__dict__["forward"]) not in _FORWARDS:
         return "has had its forward replaced"
-    stands_for = module._source_class if isinstance(module, FusedModule) else type(module)
+    stands_for = source_class(module)
     if stands_for in classes or stands_for.__module__ in _ACTIVATIONS:
         return None
     return f"is a {type(module).__name__}, which the decode step does not know"

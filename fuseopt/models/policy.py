@@ -53,9 +53,9 @@ class ModelPolicy:
         residual_blocks: blocks whose inner residual adds can be fused with the norm after them; `Rule.target` is the
             `fuseopt.modules.residual` class that does it, exactly.
         inference_blocks: blocks that run without gradients past the forwards of the modules inside; `Rule.target` is
-            the `fuseopt.modules.inference_blocks` class that does it, `Rule.options` its own.
-        stacks: classes whose forward calls such blocks one after the other, all arguments but the first being the same;
-            "blocks" of `Rule.options` names the ModuleList that they are in.
+            the `fuseopt.modules` class that does it, `Rule.options` its own.
+        stacks: classes whose forward calls such blocks one after the other, with the same arguments but for what each
+            hands on; "blocks" of `Rule.options` names the ModuleList that they are in.
         heads: model classes whose logits go straight into a cross-entropy; `Rule.options` are those of the module that
             stands in for their head, and "head" names it.
         relative_attention: stacks of layers whose self-attentions share one bias of the distance; "attention" of

@@ -1,16 +1,29 @@
 """T5 v1.0 and v1.1, every head, and the families that share its classes: mT5, UMT5, LongT5."""
 
+from collections.abc import Iterable
+
 from fuseopt.models.common import ACTIVATION_REGIONS, GELU_KERNELS, SOFTMAX, rms_norm
 from fuseopt.models.gated_mlps import T5_MLPS
 from fuseopt.models.policy import ModelPolicy, Rule, modeling_name
 
 # model_type -> the prefix of its classes
 _FAMILIES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", "longt5": "LongT5"}
+# Those whose blocks, stacks and heads are the same but for their names.
+_ALIKE = ("t5", "mt5")
 
 
-def _full_names(suffix: str) -> tuple[str, ...]:
-    return tuple(modeling_name(f"{model}.{prefix}{suffix}") for model, prefix in _FAMILIES.items())
+def _full_names(suffix: str, models: Iterable[str] = _FAMILIES) -> tuple[str, ...]:
+    return tuple(modeling_name(f"{model}.{_FAMILIES[model]}{suffix}") for model in models)
 
+
+_INSIDE = ("LayerSelfAttention", "LayerCrossAttention", "LayerFF", "Attention", "LayerNorm")
+_IN_BLOCKS = (
+    *(name for suffix in (*_INSIDE, "DenseActDense", "DenseGatedActDense") for name in _full_names(suffix, _ALIKE)),
+    "torch.nn.modules.linear.Linear",
+    "torch.nn.modules.sparse.Embedding",
+    "torch.nn.modules.dropout.Dropout",
+    "torch.nn.modules.container.ModuleList",
+)
 
 T5 = ModelPolicy(
     name="t5",
@@ -20,18 +33,20 @@ T5 = ModelPolicy(
     # LongT5's local and transient-global attention have a softmax of their own; its full attention is the class named.
     eager_attention=_full_names("Attention"),
     # UMT5's and LongT5's blocks call their layers otherwise.
-    residual_blocks=tuple(
-        Rule(source, "T5BlockForward") for source in map(modeling_name, ("t5.T5Block", "mt5.MT5Block"))
+    residual_blocks=tuple(Rule(source, "T5BlockForward") for source in _full_names("Block", _ALIKE)),
+    inference_blocks=tuple(
+        Rule(source, "T5InferenceForward", {"classes": _IN_BLOCKS}) for source in _full_names("Block", _ALIKE)
     ),
+    stacks=tuple(Rule(source, "T5StackForward", {"blocks": "block"}) for source in _full_names("Stack", _ALIKE)),
     # These call a torch.nn.CrossEntropyLoss.
     heads=tuple(
         Rule(source, "FusedLinearCrossEntropy", {"head": "lm_head", "traces": False})
-        for source in map(modeling_name, ("t5.T5ForConditionalGeneration", "mt5.MT5ForConditionalGeneration"))
+        for source in _full_names("ForConditionalGeneration", _ALIKE)
     ),
     # UMT5's layers each have a bias of their own.
     relative_attention=tuple(
-        Rule(modeling_name(stack), "FusedRelativeAttention", {"attention": modeling_name(attention)})
-        for stack, attention in (("t5.T5Stack", "t5.T5Attention"), ("mt5.MT5Stack", "mt5.MT5Attention"))
+        Rule(stack, "FusedRelativeAttention", {"attention": attention})
+        for stack, attention in zip(_full_names("Stack", _ALIKE), _full_names("Attention", _ALIKE), strict=True)
     ),
     decode_steps={modeling_name("t5.T5ForConditionalGeneration"): "T5Step"},
 )

@@ -2,7 +2,7 @@
 
 from fuseopt.modules.activations import FusedActivation, FusedGELU, FusedSoftmax
 from fuseopt.modules.base import FusedModule
-from fuseopt.modules.inference_blocks import GPT2InferenceForward, GPT2StackForward
+from fuseopt.modules.gpt2_inference import GPT2InferenceForward, GPT2StackForward
 from fuseopt.modules.linear_cross_entropy import FusedLinearCrossEntropy
 from fuseopt.modules.lm_head import FusedLMHead
 from fuseopt.modules.mlp import FusedGatedMLP, FusedMLP
@@ -10,6 +10,7 @@ from fuseopt.modules.norms import FusedLayerNorm, FusedRMSNorm
 from fuseopt.modules.relative_attention import FusedRelativeAttention, RelativeStackForward
 from fuseopt.modules.residual import GPT2BlockForward, T5BlockForward
 from fuseopt.modules.rotary_embedding import RotaryAttentionForward
+from fuseopt.modules.t5_inference import T5InferenceForward, T5StackForward
 
 __all__ = [
     "FusedActivation",
@@ -29,4 +30,6 @@ __all__ = [
     "RelativeStackForward",
     "RotaryAttentionForward",
     "T5BlockForward",
+    "T5InferenceForward",
+    "T5StackForward",
 ]

@@ -83,6 +83,11 @@ class BlockForward:
         raise NotImplementedError
 
 
+def source_class(module: nn.Module) -> type[nn.Module]:
+    """The class of `module`, or of what it stands in for."""
+    return module._source_class if isinstance(module, FusedModule) else type(module)
+
+
 def runs_untouched(module: nn.Module, expected: type[nn.Module]) -> bool:
     """Whether calling `module` means no more than `expected.forward` on its parameters.
 

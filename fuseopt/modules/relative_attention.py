@@ -84,7 +84,7 @@ class FusedRelativeAttention(FusedModule):
             if crosses:
                 past_key_values.is_updated[self.layer_idx] = True
         if position_bias is None and not crosses:
-            position_bias = self._distance_bias(hidden_states.device)
+            position_bias = distance_bias(self, distance_buckets(self, hidden_states.device))
         p = self.dropout if self.training else 0.0
         mask, causal = self._told(mask, crosses, seen_keys, key)
         output = ops.relative_attention(
@@ -141,18 +141,23 @@ class FusedRelativeAttention(FusedModule):
         """[batch, length, heads * size] -> [batch, heads, length, size], a view."""
         return projected.view(*projected.shape[:-1], -1, self.key_value_proj_dim).transpose(1, 2)
 
-    def _distance_bias(self, device: torch.device) -> Tensor:
-        """[heads, 2 * max_distance + 1], from the key farthest behind its query to the one farthest ahead."""
-        reach = self.relative_attention_max_distance
-        bucket = self._relative_position_bucket(
-            torch.arange(-reach, reach + 1, device=device),
-            bidirectional=not self.is_decoder,
-            num_buckets=self.relative_attention_num_buckets,
-            max_distance=self.relative_attention_max_distance,
-        )
-        bias = self.relative_attention_bias(bucket).t()
-        # Gradients of half precision are added up in float32.
-        return bias.to(torch.promote_types(bias.dtype, torch.float32))
+
+def distance_buckets(attention: Any, device: torch.device) -> Tensor:
+    """[2 * max_distance + 1] int64, from the key farthest behind its query to the one farthest ahead."""
+    reach = attention.relative_attention_max_distance
+    return attention._relative_position_bucket(
+        torch.arange(-reach, reach + 1, device=device),
+        bidirectional=not attention.is_decoder,
+        num_buckets=attention.relative_attention_num_buckets,
+        max_distance=reach,
+    )
+
+
+def distance_bias(attention: Any, buckets: Tensor) -> Tensor:
+    """[heads, 2 * max_distance + 1]: the bias of a T5Attention that has one, for its `distance_buckets`."""
+    bias = attention.relative_attention_bias(buckets).t()
+    # Gradients of half precision are added up in float32.
+    return bias.to(torch.promote_types(bias.dtype, torch.float32))
 
 
 def _matrix(bias: Tensor, length: int) -> Tensor:

@@ -53,13 +53,16 @@ class Watch:
     Args:
         modules: all of a tree, and those that its roots are children of.
         parameters: theirs, without None.
+        constants: names of plain attributes that are to stay.
     """
 
-    def __init__(self, modules: list[nn.Module], parameters: list[nn.Parameter]) -> None:
+    def __init__(
+        self, modules: list[nn.Module], parameters: list[nn.Parameter], constants: Sequence[str] = CONSTANTS
+    ) -> None:
         self.structure, states = Structure(modules), [module.__dict__ for module in modules]
         # What has none makes no use of one that is added.
         self.parameters_of = [state["_parameters"] for state in states if state["_parameters"]]
-        self.constants_of = [(state, name) for state in states for name in CONSTANTS if name in state]
+        self.constants_of = [(state, name) for state in states for name in constants if name in state]
         self.parameters, self.device_type = parameters, parameters[0].device.type
         self.seen, self.places = self._look(), self._places()
 

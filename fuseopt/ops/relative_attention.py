@@ -201,6 +201,12 @@ def relative_attention(
     return FWD[chosen](*arguments)[0].transpose(1, 2)
 
 
+def has_kernel(backend: str, device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Whether queries like that, with a bias, run on a kernel, so that no scores are kept."""
+    dtypes = (dtype, torch.promote_types(dtype, torch.float32))
+    return dim <= _MOST_DIM and registry.pick("relative_attention", backend, device, dtypes) != "reference"
+
+
 def _check(
     query: Tensor,
     key: Tensor,

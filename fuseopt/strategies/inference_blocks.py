@@ -1,4 +1,4 @@
-"""FusedBlock: the forward of a block without gradients, past those of the modules inside; on a GPU all in one graph."""
+"""FusedBlock: the forward of a block without gradients, past those of the modules inside; on a GPU all at once."""
 
 from __future__ import annotations
 
@@ -9,54 +9,72 @@ from fuseopt import modules
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.modules import block_chain
 from fuseopt.modules.block_chain import BlockChain
-from fuseopt.modules.inference_blocks import unknown_modules
+from fuseopt.modules.inference_blocks import InferenceForward, unknown_modules
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
 from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip
 
 _REASON = "exactly the class that the policy names, with nothing but known classes inside"
 _CHAINED = "its blocks are launched as one CUDA graph, for each size that comes often"
+_AT_ONCE = "its blocks run at once, past their own forwards"
+_NOT_ON_GPU = "it runs with all blocks of its stack at once, which is done on a GPU"
+_NOT_NAMED = "it runs with all blocks of its stack at once, and the policy names no such stack around it"
 
 
 def propose(
     index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str, cuda_graphs: bool
 ) -> Iterator[Replacement | Skip]:
     """One site a block, its `forward`; and that of a stack of nothing but such blocks, where the model is on a GPU."""
-    chains: dict[int, BlockChain] = {}
     blocks = [(rule, candidate) for rule in policy.inference_blocks for candidate in index.of_class(rule.source)]
-    reasons = {id(candidate.module): _not_supported_reasons(candidate, rule) for rule, candidate in blocks}
-    if cuda_graphs and any(device.type in block_chain.DEVICE_TYPES for device in index.devices):
-        stacks = {rule.source: rule for rule in policy.stacks}
-        for stack in (Candidate(index.model, ()), *index.candidates):
-            rule = stacks.get(stack.lineage[0])
-            if rule is None:
-                continue
-            container = getattr(stack.module, rule.options["blocks"])
-            if any(reasons.get(id(block), ["it is another block"]) for block in container.children()):
-                continue
-            sites, name = forward_sites(stack), forward_name(stack)
-            if "forward" in stack.module.__dict__:
-                yield skip(sites, name, rule.target, offer, "its forward has been replaced on the instance")
-                continue
-            chains[id(container)] = BlockChain(stack.module, rule.options["blocks"])
+    on_gpu = any(device.type in block_chain.DEVICE_TYPES for device in index.devices)
+    reasons = {id(block.module): _not_supported_reasons(block, rule, backend, on_gpu) for rule, block in blocks}
+    chains: dict[int, BlockChain] = {}
+    unchained: dict[int, str] = {}
+    stacks = {rule.source: rule for rule in policy.stacks} if on_gpu else {}
+    for stack in (Candidate(index.model, ()), *index.candidates):
+        rule = stacks.get(stack.lineage[0])
+        if rule is None:
+            continue
+        container = getattr(stack.module, rule.options["blocks"])
+        sites, name = forward_sites(stack), forward_name(stack)
+        left = [path for path, block in container.named_children() if reasons.get(id(block), ["it is another block"])]
+        if left:
+            unchained[id(container)] = f"block {left[0]} of its stack stays as it is, and all run at once or none"
+            reason = f"its block {left[0]} stays as it is, and all run at once or none"
+            yield skip(sites, name, rule.target, offer, reason)
+        elif "forward" in stack.module.__dict__:
+            unchained[id(container)] = "the forward of its stack has been replaced on the instance"
+            yield skip(sites, name, rule.target, offer, "its forward has been replaced on the instance")
+        else:
+            chains[id(container)] = BlockChain(stack.module, rule.options["blocks"], cuda_graphs)
             build = functools.partial(getattr(modules, rule.target), stack.module, chains[id(container)])
-            yield replacement(sites, name, rule.target, offer, _CHAINED, build)
+            yield replacement(sites, name, rule.target, offer, _CHAINED if cuda_graphs else _AT_ONCE, build)
     for rule, candidate in blocks:
         sites, name = forward_sites(candidate), forward_name(candidate)
-        if reasons[id(candidate.module)]:
-            yield skip(sites, name, rule.target, offer, "; ".join(reasons[id(candidate.module)]))
+        target, container = _target(rule), candidate.sites[0].owner
+        chain, found = chains.get(id(container)), reasons[id(candidate.module)]
+        if target.needs_chain and chain is None and not found:
+            found = [unchained.get(id(container), _NOT_NAMED)]
+        if found:
+            yield skip(sites, name, rule.target, offer, "; ".join(found))
             continue
-        chain = chains.get(id(candidate.sites[0].owner))
-        target = getattr(modules, rule.target)
         build = functools.partial(target, candidate.module, backend, **rule.options, chain=chain)
         yield replacement(sites, name, rule.target, offer, _REASON, build)
 
 
-def _not_supported_reasons(candidate: Candidate, rule: Rule) -> list[str]:
+def _target(rule: Rule) -> type[InferenceForward]:
+    target: type[InferenceForward] = getattr(modules, rule.target)
+    return target
+
+
+def _not_supported_reasons(candidate: Candidate, rule: Rule, backend: str, on_gpu: bool) -> list[str]:
     if not candidate.is_exactly(rule.source):
         return [f"it is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ"]
+    target = _target(rule)
+    if target.needs_chain and not on_gpu:
+        return [_NOT_ON_GPU]
     # Hooks on the block run around its forward, whichever that is.
     reasons = ["its forward has been replaced on the instance"] if "forward" in candidate.module.__dict__ else []
     unknown = unknown_modules(candidate.module, rule.options["classes"])
     if unknown:
         reasons.append(f"the policy does not name the classes of {', '.join(unknown)}")
-    return reasons
+    return reasons or target.backend_reasons(candidate.module, backend)

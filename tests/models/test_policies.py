@@ -19,6 +19,7 @@ from fuseopt.models import COMMON, ModelPolicy, Rule, policy_for, register_polic
 from fuseopt.models.gpt2 import GPT2
 from fuseopt.models.t5 import T5
 from fuseopt.modules import FusedGatedMLP, FusedRMSNorm, RotaryAttentionForward
+from fuseopt.modules.inference_blocks import InferenceForward, StackForward
 from fuseopt.modules.residual import ResidualForward
 from tests import tiny
 
@@ -38,10 +39,26 @@ def named(source: str) -> type:
 
 RESIDUAL = {rule.source: rule for policy in (GPT2, T5) for rule in policy.residual_blocks}
 ROTARY = {rule.source: rule for rule in COMMON.rotary_attentions}
+BLOCKS = {rule.source: rule for policy in (GPT2, T5) for rule in policy.inference_blocks}
+STACKS = {rule.source: rule for policy in (GPT2, T5) for rule in policy.stacks}
+IN_BLOCKS = dict.fromkeys(name for rule in BLOCKS.values() for name in rule.options["classes"])
 HEADS = {rule.source: rule for policy in (GPT2, T5) for rule in policy.heads}
 
 
-@pytest.mark.parametrize("source", [*RULES, *RESIDUAL, *HEADS, *ROTARY, *GPT2.eager_attention, *T5.eager_attention])
+@pytest.mark.parametrize(
+    "source",
+    [
+        *RULES,
+        *RESIDUAL,
+        *BLOCKS,
+        *STACKS,
+        *IN_BLOCKS,
+        *HEADS,
+        *ROTARY,
+        *GPT2.eager_attention,
+        *T5.eager_attention,
+    ],
+)
 def test_the_class_exists_under_that_very_name(source):
     cls = named(source)
     assert f"{cls.__module__}.{cls.__qualname__}" == source
@@ -49,6 +66,10 @@ def test_the_class_exists_under_that_very_name(source):
         assert issubclass(getattr(modules, RULES[source].target), modules.FusedModule)
     if source in RESIDUAL:
         assert issubclass(getattr(modules, RESIDUAL[source].target), ResidualForward)
+    if source in BLOCKS:
+        assert issubclass(getattr(modules, BLOCKS[source].target), InferenceForward)
+    if source in STACKS:
+        assert issubclass(getattr(modules, STACKS[source].target), StackForward)
     if source in HEADS:
         assert issubclass(getattr(modules, HEADS[source].target), modules.FusedModule)
 

@@ -16,6 +16,7 @@ from fuseopt import ops
 from fuseopt.errors import BackendError
 from fuseopt.modules import partitioner
 from fuseopt.ops.philox import keep_scores, philox2
+from fuseopt.ops.relative_attention import has_kernel
 from tests.ops.cases import Case, Graphs, RawCalls, cases, error
 
 every_case = pytest.mark.parametrize("case", cases("relative_attention"))
@@ -298,6 +299,11 @@ def test_large_heads_are_left_to_the_reference(case: Case) -> None:
     assert raw.calls == []
     with pytest.raises(ValueError, match="at most 128"):
         case(*tensors)
+    assert not has_kernel("reference", case.device, torch.float32, 8)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert has_kernel(case.backend, case.device, dtype, 128) and not has_kernel(
+            case.backend, case.device, dtype, 129
+        )
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:

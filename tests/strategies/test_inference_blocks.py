@@ -30,7 +30,7 @@ def stock_and_fused(config=CONFIG, **options):
 def blocks_run(model, run=tiny.logits):
     """How many blocks run past the forwards inside during `run(model)`, and what that returns."""
     with (
-        mock.patch.object(GPT2InferenceForward, "_forward", autospec=True, side_effect=_forward) as blocks,
+        mock.patch.object(GPT2InferenceForward, "run", autospec=True, side_effect=_run) as blocks,
         mock.patch.object(GPT2Attention, "forward", autospec=True, side_effect=_attention) as attentions,
     ):
         result = run(model)
@@ -38,7 +38,7 @@ def blocks_run(model, run=tiny.logits):
     return blocks.call_count, result
 
 
-_forward, _attention = GPT2InferenceForward._forward, GPT2Attention.forward
+_run, _attention = GPT2InferenceForward.run, GPT2Attention.forward
 
 
 def assert_runs(expected, stock, fused, run=tiny.logits):
@@ -134,7 +134,7 @@ def test_generate(options):
     stock, fused = stock_and_fused()
     ids = tiny.inputs(stock)["input_ids"]
     arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    with mock.patch.object(GPT2InferenceForward, "_forward", autospec=True, side_effect=_forward) as blocks:
+    with mock.patch.object(GPT2InferenceForward, "run", autospec=True, side_effect=_run) as blocks:
         tokens = fused.generate(ids, **arguments, **options)
     assert blocks.call_count >= 2 * LAYERS
     assert torch.equal(tokens, stock.generate(ids, **arguments, **options))
@@ -145,7 +145,7 @@ def test_captured_hidden_states_and_attentions_are_stock_s(implementation):
     stock, fused = stock_and_fused(attn_implementation=implementation)
     ask = no_grad(output_hidden_states=True, output_attentions=True)
     expected = ask(stock)
-    with mock.patch.object(GPT2InferenceForward, "_forward", autospec=True, side_effect=_forward) as blocks:
+    with mock.patch.object(GPT2InferenceForward, "run", autospec=True, side_effect=_run) as blocks:
         got = ask(fused)
     assert blocks.call_count == LAYERS and list(got) == list(expected)
     assert len(got.hidden_states) == LAYERS + 1 and len(got.attentions or ()) == len(expected.attentions or ())
