@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fuseopt.modules.cuda_graphs import Work
 from fuseopt.modules.kept_cache import KeptCache
+from fuseopt.ops.tuned_matmul import measuring
 
 if TYPE_CHECKING:
     from fuseopt.modules.block_chain import BlockChain
@@ -96,6 +97,12 @@ class ChainWork(Work[ChainState]):
     def __init__(self, key: Hashable, state: ChainState, forwards: Sequence[ChainedForward], constants: Any) -> None:
         super().__init__(key, state)
         self.forwards, self.constants, self.last_call = forwards, constants, 0
+
+    def capture(self, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
+        # Of products the fastest algorithms, for a size that comes often.
+        with measuring():
+            self.run()
+        super().capture(pool, stream)
 
     def run(self) -> None:
         state = self.state

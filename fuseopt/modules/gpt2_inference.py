@@ -131,7 +131,7 @@ class GPT2InferenceForward(InferenceForward):
             normed = block.ln_1(residual)
         else:
             normed, residual = self._added(added.view(residual.shape), residual, block.ln_1)
-        qkv = _product(normed, attention.c_attn)
+        qkv = self._layer(normed, attention.c_attn)
         qkv = qkv.view(*hidden_states.shape[:-1], 3, -1, attention.head_dim)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
         if past_key_values is not None:
@@ -140,23 +140,26 @@ class GPT2InferenceForward(InferenceForward):
         attended, weights = _attention_function(attention, query, key, attention_mask)(
             attention, query, key, value, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs
         )
-        added = _product(attended.reshape(residual.shape), attention.c_proj)
+        added = self._layer(attended.reshape(residual.shape), attention.c_proj)
         for capture in attention._forward_hooks.values():
             capture(attention, (), (added, weights))
         normed, residual = self._added(added, residual, block.ln_2)
-        added = _product(self._activated(normed), mlp.c_proj)
+        added = self._layer(self._activated(normed), mlp.c_proj)
         return residual.view(hidden_states.shape), added.view(hidden_states.shape)
 
     def _added(self, added: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
         """The norm of a sum, and the sum."""
         return ops.add_layer_norm(added, residual, norm.weight, norm.bias, norm.eps, backend=self.backend)
 
+    def _layer(self, input: Tensor, layer: Any) -> Tensor:
+        """A Conv1D's [rows, in] -> [rows, out]."""
+        return self._product(input, layer.weight, layer.bias)
+
     def _activated(self, normed: Tensor) -> Tensor:
         mlp: Any = self.block.mlp
         if normed.is_cuda and normed.dtype in HALVES and full_name(mlp.act) in self.tanh_gelus:
-            # The GELU is the tanh approximation on CUDA.
-            return torch._addmm_activation(mlp.c_fc.bias, normed, mlp.c_fc.weight, use_gelu=True)
-        return mlp.act(_product(normed, mlp.c_fc))
+            return self._product(normed, mlp.c_fc.weight, mlp.c_fc.bias, "gelu_tanh")
+        return mlp.act(self._layer(normed, mlp.c_fc))
 
     def _only_captures(self) -> bool:
         attention: Any = self.block.attn
@@ -202,8 +205,3 @@ def _short_attention(
     is_causal = kwargs.get("is_causal")
     causal = bool(attention.is_causal if is_causal is None else is_causal)
     return ops.short_attention(query, key, value, causal=causal, scale=scaling), None
-
-
-def _product(input: Tensor, layer: Any) -> Tensor:
-    """`layer(input)` of a Conv1D, for [rows, in] -> [rows, out]."""
-    return torch.addmm(layer.bias, input, layer.weight)

@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fuseopt import ops
 from fuseopt.modules.base import BlockForward, source_class
 from fuseopt.modules.block_chain import BlockChain
 from fuseopt.modules.structure import Structure, modules_below
+from fuseopt.ops.tuned_matmul import ACTIVATIONS, is_fast
 
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 
@@ -68,6 +70,22 @@ class InferenceForward(BlockForward):
 
     def total(self, hidden_states: Tensor, added: Tensor) -> Tensor:
         return hidden_states + added
+
+    def _product(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+    ) -> Tensor:
+        """`activation(input @ weight + bias)`, [rows, in] x [in, out].
+
+        Args:
+            activation: a name in `tuned_matmul.ACTIVATIONS`; in half precision on a GPU of a sum that was not rounded.
+        """
+        if self.backend != "reference" and is_fast(input):
+            return ops.tuned_matmul(input, weight, bias, activation=activation)
+        if activation == "gelu_tanh" and bias is not None and input.is_cuda and input.dtype in HALVES:
+            # The GELU is the tanh approximation on CUDA.
+            return torch._addmm_activation(bias, input, weight, use_gelu=True)
+        output = torch.mm(input, weight) if bias is None else torch.addmm(bias, input, weight)
+        return ACTIVATIONS[activation](output) if activation else output
 
     def _is_untouched(self) -> bool:
         """Whether calling the block means no more than the forwards of its class, and of known classes inside."""

@@ -7,13 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fuseopt import ops
 from fuseopt.modules.base import source_class
 from fuseopt.modules.block_chain import Inputs
 from fuseopt.modules.inference_blocks import (
-    HALVES,
     InferenceForward,
     StackForward,
     attention_function,
@@ -27,13 +25,6 @@ from fuseopt.ops.relative_attention import has_kernel
 _NOT_READ = frozenset(("seen_keys", "output_attentions", "output_hidden_states"))
 
 
-class Constants(NamedTuple):
-    """`buckets` of distances, [2 * max_distance + 1] int64, and zeros in the place of the bias of a product."""
-
-    buckets: Tensor
-    no_bias: Tensor
-
-
 class Shared(NamedTuple):
     """What the blocks of a stack share in a pass.
 
@@ -41,14 +32,12 @@ class Shared(NamedTuple):
         bias: [heads, 2 * max_distance + 1], that of self-attention by distance; None: all are 0.
         mask, encoded_mask: bool, broadcastable to [batch, heads, queries, keys], True for keys that are seen.
         encoded: [batch * keys, hidden], what cross-attention takes keys and values of, if there is any.
-        no_bias: zeros.
     """
 
     bias: Tensor | None
     mask: Tensor | None
     encoded: Tensor | None
     encoded_mask: Tensor | None
-    no_bias: Tensor
 
 
 class T5InferenceForward(InferenceForward):
@@ -123,21 +112,19 @@ class T5InferenceForward(InferenceForward):
             and _fit(hidden_states, inputs)
         )
 
-    def constants(self, hidden_states: Tensor) -> Constants:
-        attention, dense = self.block.layer[0].SelfAttention, self.block.layer[-1].DenseReluDense
-        width = len(dense.wi.weight) if hasattr(dense, "wi") else 0
-        return Constants(distance_buckets(attention, hidden_states.device), hidden_states.new_zeros(width))
+    def constants(self, hidden_states: Tensor) -> Tensor:
+        """The buckets of distances, [2 * max_distance + 1] int64."""
+        return distance_buckets(self.block.layer[0].SelfAttention, hidden_states.device)
 
-    def shared(self, hidden_states: Tensor, inputs: Inputs, constants: Constants) -> Shared:
+    def shared(self, hidden_states: Tensor, inputs: Inputs, buckets: Tensor) -> Shared:
         attention = self.block.layer[0].SelfAttention
-        bias = distance_bias(attention, constants.buckets) if attention.has_relative_attention_bias else None
+        bias = distance_bias(attention, buckets) if attention.has_relative_attention_bias else None
         encoded = inputs.encoded
         return Shared(
             bias,
             _seen(inputs.mask),
             None if encoded is None else encoded.reshape(-1, encoded.shape[-1]),
             _seen(inputs.encoded_mask),
-            constants.no_bias,
         )
 
     def run(
@@ -158,7 +145,7 @@ class T5InferenceForward(InferenceForward):
             if cache is not None:
                 past_key_values.is_updated[attention.layer_idx] = True
         normed, residual = self._normed(added, residual, layer.layer_norm)
-        added = _fed_forward(layer.DenseReluDense, normed, shared.no_bias)
+        added = self._fed_forward(layer.DenseReluDense, normed)
         return residual.view(hidden_states.shape), added.view(hidden_states.shape)
 
     def total(self, hidden_states: Tensor, added: Tensor) -> Tensor:
@@ -189,7 +176,7 @@ class T5InferenceForward(InferenceForward):
 
         def heads(rows: Tensor, layer: nn.Linear) -> Tensor:
             shape = (batch, len(rows) // batch, -1, attention.key_value_proj_dim)
-            return _product(rows, layer).view(shape).transpose(1, 2)
+            return self._linear(rows, layer).view(shape).transpose(1, 2)
 
         query, key, value = heads(input, attention.q), heads(states, attention.k), heads(states, attention.v)
         if cache is not None:
@@ -204,7 +191,17 @@ class T5InferenceForward(InferenceForward):
             causal=attention.is_causal,
             backend=_of_attention(self.backend),
         )
-        return _product(attended.transpose(1, 2).flatten(2).flatten(0, 1), attention.o)
+        return self._linear(attended.transpose(1, 2).flatten(2).flatten(0, 1), attention.o)
+
+    def _fed_forward(self, dense: Any, normed: Tensor) -> Tensor:
+        """What a T5DenseActDense or T5DenseGatedActDense gives."""
+        if not hasattr(dense, "wi") or source_class(dense.act) is not nn.ReLU:
+            return dense(normed)
+        return self._linear(self._linear(normed, dense.wi, "relu"), dense.wo)
+
+    def _linear(self, input: Tensor, layer: nn.Linear, activation: str | None = None) -> Tensor:
+        """Of [rows, in] -> [rows, out], before the activation."""
+        return self._product(input, layer.weight.t(), layer.bias, activation)
 
 
 class T5StackForward(StackForward):
@@ -257,19 +254,6 @@ def clamped(hidden: Tensor) -> Tensor:
     return torch.clamp(hidden, min=-limit, max=limit)
 
 
-def _fed_forward(dense: Any, normed: Tensor, no_bias: Tensor) -> Tensor:
-    """What a T5DenseActDense or T5DenseGatedActDense gives."""
-    if not hasattr(dense, "wi") or source_class(dense.act) is not nn.ReLU:
-        return dense(normed)
-    layer = dense.wi
-    bias = no_bias if layer.bias is None else layer.bias
-    if normed.is_cuda and normed.dtype in HALVES and len(bias) == len(layer.weight):
-        inner = torch._addmm_activation(bias, normed, layer.weight.t(), use_gelu=False)
-    else:
-        inner = _product(normed, layer).relu_()
-    return _product(inner, dense.wo)
-
-
 def _inputs(module: Any, encoded: Tensor | None, mask: Tensor | None, encoded_mask: Tensor | None) -> Inputs:
     """Of a stack or a block, of which only a decoder's reads what was encoded."""
     return Inputs(mask) if encoded is None or not module.is_decoder else Inputs(mask, encoded, encoded_mask)
@@ -278,11 +262,6 @@ def _inputs(module: Any, encoded: Tensor | None, mask: Tensor | None, encoded_ma
 def _fills(cache: Any, inputs: Inputs) -> bool:
     """Whether there is no cache, or one with a part for each kind of attention."""
     return cache is None or inputs.encoded is None or hasattr(cache, "cross_attention_cache")
-
-
-def _product(input: Tensor, layer: nn.Linear) -> Tensor:
-    """`layer(input)`, for [rows, in] -> [rows, out]."""
-    return F.linear(input, layer.weight, layer.bias)
 
 
 def _seen(mask: Tensor | None) -> Tensor | None:
