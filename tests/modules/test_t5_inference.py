@@ -133,9 +133,14 @@ def test_masks(sides, decoder_sides, cache):
         found, outputs = counted(lambda batch=batch: forward(fused, **batch, use_cache=cache))
         assert found == ((2, 0) if call < 2 else (0, 2))
         seen = batch.get("decoder_attention_mask", torch.ones_like(batch["decoder_input_ids"])).bool()
+        kept = torch.ones(len(seen), dtype=torch.bool, device=seen.device)
+        if stock.device.type == "cuda" and sides == (0, 9):
+            # Of a row without a key, transformers' lowest number overflows in PyTorch's kernels for a GPU.
+            kept[1] = False
         expected = forward(stock, **batch, use_cache=cache)
+        seen = seen & kept[:, None]
         torch.testing.assert_close(outputs.logits[seen], expected.logits[seen], rtol=1e-5, atol=5e-5)
-        encoded, wanted = outputs.encoder_last_hidden_state, expected.encoder_last_hidden_state
+        encoded, wanted = outputs.encoder_last_hidden_state[kept], expected.encoder_last_hidden_state[kept]
         torch.testing.assert_close(encoded, wanted, rtol=1e-5, atol=5e-5)
 
 
