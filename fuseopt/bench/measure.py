@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -13,6 +13,7 @@ from tqdm import tqdm
 from fuseopt.bench.records import STOCK, Record
 from fuseopt.bench.timer import Call, time_in_turns, work_seconds
 from fuseopt.bench.workloads import Case, difference
+from fuseopt.errors import CompileError
 
 # No case is timed for longer, once each of its calls has been timed three times.
 SECONDS_PER_CASE = 12.0
@@ -32,6 +33,7 @@ def measure(cases: Sequence[_Work], records_of: Callable[[_Work], Iterable[Recor
     with tqdm(cases, unit="case", dynamic_ncols=True) as progress:
         for case in progress:
             progress.set_postfix_str(case.name)
+            _forget_sizes()
             try:
                 records += records_of(case)
             except KeyboardInterrupt:
@@ -42,16 +44,37 @@ def measure(cases: Sequence[_Work], records_of: Callable[[_Work], Iterable[Recor
     return records
 
 
+def _forget_sizes() -> None:
+    """Lets the next case be compiled for its own sizes, not for sizes that change, as they do from case to case."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
 def against_stock(case: Case, device: torch.device) -> list[Record]:
-    """Runs every call of a case once for its result and once for its memory, then times them in turns."""
-    offered = case.calls()
-    calls: dict[str, Call] = {name: call for name, call in offered.items() if not isinstance(call, str)}
-    for call in calls.values():
-        for _ in range(case.warm_up):
-            call()
-    stock = calls[STOCK]()
-    differences = {name: difference(call(), stock) for name, call in calls.items() if name != STOCK}
-    del stock
+    """Runs every call of a case once for its result and once for its memory, then times them in turns.
+
+    A training step that cannot be compiled is a row that says why.
+    """
+    offered = dict(case.calls())
+    calls: dict[str, Call] = {}
+    differences: dict[str, str] = {}
+    stock: Any = None
+    for name, call in offered.items():
+        if isinstance(call, str):
+            continue
+        try:
+            for _ in range(case.warm_up):
+                call()
+            result = call()
+        except CompileError as error:
+            offered[name] = f"{error}: {error.__cause__}"
+            continue
+        calls[name] = call
+        if name == STOCK:
+            stock = result
+        else:
+            differences[name] = difference(result, stock)
+    del stock, result
     peaks = {name: peak_mib(call, device) for name, call in calls.items()}
     timings = time_in_turns(
         calls,

@@ -143,8 +143,6 @@ def contenders(case: OpCase, device: torch.device, compile: bool) -> dict[str, C
         found["torch"] = Contender(case.benchmark.torch, own=False)
     to_compile = eager or case.benchmark.torch
     if compile and case.benchmark.compiles and to_compile is not None:
-        # Else a function that was compiled for many shapes is compiled no more, and runs eagerly.
-        torch._dynamo.reset()
         found["torch.compile"] = Contender(torch.compile(to_compile, dynamic=False), own=False)
     return found
 

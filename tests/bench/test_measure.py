@@ -13,6 +13,7 @@ from fuseopt.bench.architectures import random_model
 from fuseopt.bench.measure import against_stock, measure
 from fuseopt.bench.records import STOCK, Record
 from fuseopt.bench.workloads import ModelCase, difference, forward, parameter_sharing_copy
+from fuseopt.errors import CompileError
 
 CPU = torch.device("cpu")
 REFERENCE_GELU = {
@@ -33,6 +34,37 @@ def test_a_case_becomes_a_row_a_variant():
     assert 0 < low <= median <= high
     assert (nowhere.variant, nowhere.milliseconds) == ("FusedRMSNorm", None)
     assert "lands nowhere" in nowhere.note
+
+
+def test_a_step_that_cannot_be_compiled_is_a_row_that_says_why():
+    def refused(model):
+        raise CompileError("no graph") from RuntimeError("no code today")
+
+    model = random_model("gpt2-tiny", CPU, torch.float32)
+    work = forward(input_ids=torch.arange(8)[None])
+    others = {"refused": refused, "another": work}
+    case = ModelCase("tiny", lambda: model, work, {}, rounds=2, others=others, warm_up=1)
+    stock, refused_row, another = measure([case], functools.partial(against_stock, device=CPU))
+    assert (refused_row.variant, refused_row.milliseconds) == ("refused", None)
+    assert refused_row.note == "no graph: no code today"
+    assert stock.milliseconds is not None is not another.milliseconds and another.difference == "0.0e+00"
+
+
+def test_sizes_of_earlier_cases_are_forgotten():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(any(not isinstance(size, int) for size in inputs[-1].shape))
+        return graph
+
+    step = torch.compile(lambda x: x.sin(), backend=backend)
+
+    def records(case):
+        step(torch.ones(case.size))
+        return []
+
+    measure([SimpleNamespace(name="size", size=size) for size in (3, 4, 5)], records)
+    assert compiled == [False] * 3
 
 
 def test_a_copy_shares_parameters_and_nothing_else():
