@@ -5,13 +5,14 @@ Both are kept, the sum for the backward pass. A kernel of its own would read tha
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fuseopt.ops.tuned_matmul import WITH_GELU
 
@@ -19,15 +20,15 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 # Looked at one by one, and not rounded.
 _SAME_NUMBERS = (*_VIEWS, prims.convert_element_type.default, aten._to_copy.default)
-_POINTWISE: dict[Any, Callable[..., float]] = {
-    aten.add.Tensor: operator.add,
-    aten.div.Tensor: operator.truediv,
-    aten.mul.Tensor: operator.mul,
-    aten.pow.Tensor_Scalar: operator.pow,
-    aten.sigmoid.default: lambda x: 1 / (1 + math.exp(-x)),
-    aten.sub.Tensor: operator.sub,
-    aten.tanh.default: math.tanh,
-}
+_POINTWISE = (
+    aten.add.Tensor,
+    aten.div.Tensor,
+    aten.mul.Tensor,
+    aten.pow.Tensor_Scalar,
+    aten.sigmoid.default,
+    aten.sub.Tensor,
+    aten.tanh.default,
+)
 # Operations that a GELU is at most.
 _MOST = 24
 
@@ -36,7 +37,7 @@ def fuse(product: fx.Node, left: fx.Node, right: fx.Node, bias: fx.Node) -> bool
     """Exchanges `product`, and what is its GELU, for `tuned_matmul_gelu`; whether there is one."""
     graph, value = product.graph, product.meta["val"]
     made = _made_of(product)
-    activated = next((node for node in made if _is_gelu(node, product)), None)
+    activated = _gelu_of(product, made)
     if activated is None:
         return False
     with graph.inserting_before(product):
@@ -64,24 +65,19 @@ def _made_of(product: fx.Node) -> list[fx.Node]:
     return list(found)[1:]
 
 
-def _is_gelu(node: fx.Node, product: fx.Node) -> bool:
-    if node.target in _VIEWS or node.meta["val"].dtype is not product.meta["val"].dtype:
-        return False
-    numbers = [step / 8 for step in range(-48, 49)]
-    return all(math.isclose(_made_of_number(x, node, product), _gelu(x), rel_tol=1e-9, abs_tol=1e-12) for x in numbers)
-
-
-def _gelu(x: float) -> float:
-    """Its tanh approximation (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
-    return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def _made_of_number(x: float, node: fx.Node, product: fx.Node) -> float:
-    """What `node` is where `product` is `x`."""
-    if node is product:
-        return x
-    given = fx.node.map_arg(node.args, lambda argument: _made_of_number(x, argument, product))
-    return given[0] if node.target in _SAME_NUMBERS else _POINTWISE[node.target](*given)
+def _gelu_of(product: fx.Node, made: Sequence[fx.Node]) -> fx.Node | None:
+    """The one of these nodes that is GELU's tanh form of the product, in its dtype."""
+    # Numbers are wanted, whichever mode the graph is traced in.
+    with _disable_current_modes():
+        values = {product: torch.linspace(-6, 6, 97, dtype=torch.float64)}
+        gelu = F.gelu(values[product], approximate="tanh")
+        for node in made:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = args[0] if node.target in _SAME_NUMBERS else node.target(*args, **kwargs)
+            is_of_its_kind = node.target not in _VIEWS and node.meta["val"].dtype is product.meta["val"].dtype
+            if is_of_its_kind and torch.allclose(values[node], gelu, rtol=1e-9, atol=1e-12):
+                return node
+    return None
 
 
 def _call(graph: fx.Graph, value: Any, target: Any, *args: Any) -> fx.Node:

@@ -4,24 +4,20 @@ import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.nn import functional as F
 
 from fuseopt.ops import registry
+from fuseopt.ops.decode_linear import ACTIVATIONS as ALL_ACTIVATIONS
 from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
+ACTIVATIONS = {name: ALL_ACTIVATIONS[name] for name in ("relu", "gelu_tanh")}
 
 
 def _fake(

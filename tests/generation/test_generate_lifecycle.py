@@ -17,6 +17,7 @@ from fuseopt.generation.graphs import Step, StepGraphs
 from fuseopt.generation.state import DecodeState
 from fuseopt.generation.tiers import Tier
 from tests import tiny
+from tests.changes import edit, replace
 
 GENERATION = {"generation": {"enable": True}}
 pytestmark = pytest.mark.usefixtures("each_device")
@@ -49,17 +50,6 @@ def _arguments(model, kwargs):
     torch.manual_seed(0)
     details = {"return_dict_in_generate": True, "output_logits": True}
     return {"inputs": inputs, "attention_mask": torch.ones_like(inputs), "max_new_tokens": 8, **details, **kwargs}
-
-
-def edit(model):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.3)
-
-
-def replace(model):
-    for parameter in model.parameters():
-        parameter.data = parameter.data * 1.3
 
 
 def load(model):

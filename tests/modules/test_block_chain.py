@@ -16,6 +16,7 @@ import fuseopt
 from fuseopt.modules import block_chain
 from fuseopt.modules.block_chain import BlockChain, ChainWork
 from tests import tiny
+from tests.changes import edit, replace
 
 CONFIG = {"kernel_fusion": {"custom_cuda_kernels": ["FusedBlock"], "jit": False}}
 LAYERS = 2
@@ -222,17 +223,6 @@ def test_inference_mode_and_no_grad_take_turns():
             count, outputs = chained(lambda: fused(ids))
         assert count == (call > 1)
         torch.testing.assert_close(outputs.logits, expected, rtol=1e-5, atol=1e-5)
-
-
-def edit(model):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.3)
-
-
-def replace(model):
-    for parameter in model.parameters():
-        parameter.data = parameter.data * 1.3
 
 
 def exchange_a_parameter(model):

@@ -4,36 +4,13 @@ import copy
 
 import pytest
 import torch
-from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 
 import fuseopt
 from fuseopt.modules import float_gradients
+from tests.modules.graphs import targets, traced
 
 aten, prims = torch.ops.aten, torch.ops.prims
-
-
-def traced(function, *inputs: torch.Tensor) -> fx.Graph:
-    """The graph of `function` of placeholders, its values on tensors without data."""
-    graph, mode = fx.Graph(), FakeTensorMode()
-
-    def call(op, *arguments):
-        node = graph.call_function(op, arguments)
-        node.meta["val"] = op(*fx.node.map_arg(arguments, lambda n: n.meta["val"]))
-        return node
-
-    with mode:
-        nodes = []
-        for number, shape in enumerate(inputs):
-            nodes.append(graph.placeholder(f"input_{number}"))
-            nodes[-1].meta["val"] = torch.empty(shape.shape, dtype=shape.dtype, device=shape.device)
-        graph.output(function(call, *nodes))
-    return graph
-
-
-def half(*shape, device="cuda", dtype=torch.bfloat16):
-    with FakeTensorMode():
-        return torch.empty(shape, dtype=dtype, device=device)
 
 
 def product(call, a, b):
@@ -44,15 +21,9 @@ def as_float(call, node):
     return call(prims.convert_element_type.default, node, torch.float32)
 
 
-def targets(graph: fx.Graph) -> list:
-    return [node.target for node in graph.nodes if node.op == "call_function"]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_returned_product_is_in_float32(dtype):
-    graph = traced(
-        lambda call, a, b: (as_float(call, product(call, a, b)),), half(3, 4, dtype=dtype), half(4, 5, dtype=dtype)
-    )
+    graph = traced(lambda call, a, b: (as_float(call, product(call, a, b)),), (3, 4), (4, 5), dtype=dtype)
     float_gradients.widen(graph)
     assert targets(graph) == [aten.mm.dtype]
     (matmul,) = graph.find_nodes(op="call_function", target=aten.mm.dtype)
@@ -64,7 +35,7 @@ def test_through_views_with_the_strides_that_they_had():
     def transposed(call, a, b):
         return (as_float(call, call(aten.permute.default, product(call, a, b), [1, 0])),)
 
-    graph = traced(transposed, half(3, 4), half(4, 5))
+    graph = traced(transposed, (3, 4), (4, 5))
     (old,) = graph.find_nodes(op="call_function", target=prims.convert_element_type.default)
     expected = old.meta["val"]
     float_gradients.widen(graph)
@@ -87,7 +58,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_stay(name):
-    graph = traced(OTHERS[name], half(4, 4), half(4, 4))
+    graph = traced(OTHERS[name], (4, 4), (4, 4))
     before = targets(graph)
     float_gradients.widen(graph)
     assert targets(graph) == before
@@ -95,9 +66,7 @@ def test_others_stay(name):
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"dtype": torch.float64}])
 def test_on_a_cpu_and_in_other_dtypes_all_stays(options):
-    graph = traced(
-        lambda call, a, b: (as_float(call, product(call, a, b)),), half(4, 4, **options), half(4, 4, **options)
-    )
+    graph = traced(lambda call, a, b: (as_float(call, product(call, a, b)),), (4, 4), (4, 4), **options)
     before = targets(graph)
     float_gradients.widen(graph)
     assert targets(graph) == before

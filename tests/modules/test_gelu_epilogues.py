@@ -5,41 +5,26 @@ import math
 
 import pytest
 import torch
-from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 from transformers.activations import NewGELUActivation
 
 import fuseopt
 from fuseopt.modules import tuned_products
 from fuseopt.ops.tuned_matmul import RAW, WITH_GELU
+from tests.modules.graphs import targets, traced
 
 aten, prims = torch.ops.aten, torch.ops.prims
 ROWS, INNER, COLUMNS = 2048, 1024, 4096
 
 
-def traced(function, dtype=torch.bfloat16) -> fx.Graph:
-    """The graph of `function(call, bias, left, right)`, its values on tensors without data."""
-    graph, mode = fx.Graph(), FakeTensorMode()
-
-    def call(op, *arguments):
-        node = graph.call_function(op, arguments)
-        node.meta["val"] = op(*fx.node.map_arg(arguments, lambda n: n.meta["val"]))
-        return node
-
-    with mode:
-        nodes = []
-        for shape in ((COLUMNS,), (ROWS, INNER), (INNER, COLUMNS)):
-            nodes.append(graph.placeholder(f"input_{len(nodes)}"))
-            nodes[-1].meta["val"] = torch.empty(shape, dtype=dtype, device="cuda")
-        graph.output(function(call, *nodes))
-    return graph
+SHAPES = (COLUMNS,), (ROWS, INNER), (INNER, COLUMNS)
 
 
-def gelu(call, x, *, cubic: float = 0.044715):
+def gelu(call, x, *, cubic: float = 0.044715, alpha: int = 1):
     """As NewGELUActivation under autocast, its tanh said as a sigmoid."""
     half = call(aten.mul.Tensor, x, 0.5)
     cube = call(aten.pow.Tensor_Scalar, call(prims.convert_element_type.default, x, torch.float32), 3.0)
-    inner = call(aten.add.Tensor, x, call(aten.mul.Tensor, cube, cubic))
+    inner = call(aten.add.Tensor, x, call(aten.mul.Tensor, cube, cubic), alpha=alpha)
     inner = call(aten.mul.Tensor, inner, math.sqrt(2 / math.pi))
     sigmoid = call(aten.sigmoid.default, call(aten.mul.Tensor, inner, 2.0))
     return call(aten.mul.Tensor, half, call(aten.mul.Tensor, sigmoid, 2.0))
@@ -53,13 +38,9 @@ def layer(call, bias, left, right, activation=gelu):
     return kept, call(aten.view.default, activated, [ROWS, COLUMNS])
 
 
-def targets(graph: fx.Graph) -> list:
-    return [node.target for node in graph.nodes if node.op == "call_function"]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sum_and_gelu_come_of_one_operation(dtype):
-    graph = traced(layer, dtype)
+    graph = traced(layer, *SHAPES, dtype=dtype)
     before = [node.meta["val"] for node in graph.output_node().args[0]]
     tuned_products.exchange(graph)
     graph.lint()
@@ -79,10 +60,25 @@ def of_two(call, bias, left, right):
     return kept, call(aten.mul.Tensor, kept, call(aten.mul.Tensor, kept, bias))
 
 
+def doubled(call, x, times: int = 20):
+    for _ in range(times):
+        x = call(aten.add.Tensor, x, x)
+    return x
+
+
 OTHERS = {
     "another constant": lambda call, *given: layer(call, *given, lambda call, x: gelu(call, x, cubic=0.0447)),
     "another function": lambda call, *given: layer(call, *given, lambda call, x: call(aten.tanh.default, x)),
     "more than the sum goes in": of_two,
+    "not a number everywhere": lambda call, *given: layer(
+        call, *given, lambda call, x: call(aten.tanh.default, call(aten.pow.Tensor_Scalar, x, 0.5))
+    ),
+    "infinite somewhere": lambda call, *given: layer(call, *given, lambda call, x: call(aten.div.Tensor, x, x)),
+    "a number too large": lambda call, *given: layer(
+        call, *given, lambda call, x: call(aten.sigmoid.default, call(aten.mul.Tensor, x, 1e4))
+    ),
+    "each twice what went before": lambda call, *given: layer(call, *given, doubled),
+    "more of the cube": lambda call, *given: layer(call, *given, lambda call, x: gelu(call, x, alpha=2)),
     "without a bias": lambda call, bias, left, right: (gelu(call, call(aten.mm.default, left, right)),),
     "not in the dtype of the sum": lambda call, *given: (gelu(call, call(aten.addmm.default, *given)),),
 }
@@ -90,7 +86,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_stay(name):
-    graph = traced(OTHERS[name])
+    graph = traced(OTHERS[name], *SHAPES)
     before = targets(graph)
     tuned_products.exchange(graph)
     graph.lint()
@@ -103,7 +99,7 @@ def test_what_else_the_sum_goes_to_still_gets_it():
         kept, activated = layer(call, *given)
         return kept, activated, call(aten.mul.Tensor, kept, 3.0)
 
-    graph = traced(forward)
+    graph = traced(forward, *SHAPES)
     tuned_products.exchange(graph)
     graph.lint()
     kept, _, tripled = graph.output_node().args[0]

@@ -21,6 +21,7 @@ import fuseopt
 from fuseopt.modules import block_chain, t5_inference
 from fuseopt.modules.block_chain import BlockChain
 from tests import tiny
+from tests.changes import edit, replace
 
 CONFIG = {"kernel_fusion": {"custom_cuda_kernels": ["FusedBlock"], "jit": False}}
 every_family = pytest.mark.parametrize("family", ["t5", "t5_gated", "mt5"])
@@ -265,17 +266,6 @@ def test_generate(options, generation):
         assert torch.equal(tokens, stock.generate(ids, **arguments))
     if generation:
         assert "T0" in str(fuseopt.report(fused))
-
-
-def edit(model):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.3)
-
-
-def replace(model):
-    for parameter in model.parameters():
-        parameter.data = parameter.data * 1.3
 
 
 def exchange_a_parameter(model):

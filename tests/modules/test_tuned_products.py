@@ -5,27 +5,19 @@ import copy
 import pytest
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fuseopt
 from fuseopt.modules import partitioner, tuned_products
 from fuseopt.ops.tuned_matmul import RAW
+from tests.modules.graphs import traced
 
 aten, TUNED = torch.ops.aten, RAW["cuda"]
 LARGE = 2048
 
 
 def graph_of(op, *shapes, device="cuda", dtype=torch.bfloat16, more=(), **kwargs) -> fx.Graph:
-    """Of one call of `op` on tensors without data."""
-    graph = fx.Graph()
-    nodes = [graph.placeholder(f"input_{number}") for number in range(len(shapes))]
-    call = graph.call_function(op, (*nodes, *more), kwargs)
-    with FakeTensorMode():
-        for node, shape in zip(nodes, shapes, strict=True):
-            node.meta["val"] = torch.empty(shape, dtype=dtype, device=device)
-        call.meta["val"] = op(*(node.meta["val"] for node in nodes), *more, **kwargs)
-    graph.output((call,))
-    return graph
+    """Of one call of `op`."""
+    return traced(lambda call, *given: (call(op, *given, *more, **kwargs),), *shapes, device=device, dtype=dtype)
 
 
 def exchanged(graph: fx.Graph) -> fx.Node:
