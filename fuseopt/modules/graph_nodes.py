@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 from torch._inductor import inductor_prims
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fuseopt.modules.changing_sizes import is_size
 from fuseopt.ops.tuned_matmul import RAW as TUNED_MATMUL
 
 aten = torch.ops.aten
@@ -23,11 +25,13 @@ _ALIGNMENT = 16
 
 def is_shared(node: fx.Node) -> bool:
     """Whether it stays outside of the parts, and is passed to them."""
-    return node.op == "placeholder" or node.target is inductor_prims.seeds
+    return node.op == "placeholder" or node.target is inductor_prims.seeds or is_size(node)
 
 
 def is_free(node: fx.Node) -> bool:
     """Whether it is a view, or a constant. A part must not return a view of what it is given or returns beside."""
+    if is_size(node):
+        return False
     if node.target is operator.getitem:
         return is_free(node.args[0])
     if node.op != "call_function" or node.target in (*_CONSTANTS, *_VIEWS):
@@ -41,7 +45,7 @@ def is_fused(node: fx.Node) -> bool:
 
 
 def is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta["val"], Tensor)
+    return isinstance(node.meta.get("val"), Tensor)
 
 
 def roots(nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -65,7 +69,7 @@ def layout(value: object) -> str:
     """Of a tensor, all that compiled code depends on; of several, that of each."""
     if not isinstance(value, Tensor):
         return str([layout(part) for part in value]) if isinstance(value, (tuple, list)) else str(value)
-    aligned = value.storage_offset() * value.element_size() % _ALIGNMENT == 0
+    aligned = statically_known_true(value.storage_offset() * value.element_size() % _ALIGNMENT == 0)
     return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}{aligned}"
 
 

@@ -8,9 +8,10 @@ import operator
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._inductor import inductor_prims
 
+from fuseopt.modules.changing_sizes import hint
 from fuseopt.modules.graph_nodes import MATMULS, is_fused, is_tensor, roots, sign
 
 # What a call weighs beside nodes to compile: the shorter the parts, the fewer kernels can be fused.
@@ -103,7 +104,11 @@ def _fused_uses(nodes: Sequence[fx.Node]) -> list[tuple[int, list[int]]]:
         if is_fused(node):
             for tensor in (node, *roots([node])):
                 uses[tensor].append(place)
-    return [(tensor.meta["val"].nbytes, at) for tensor, at in uses.items() if is_tensor(tensor) and len(at) > 1]
+    return [(_bytes(tensor.meta["val"]), at) for tensor, at in uses.items() if is_tensor(tensor) and len(at) > 1]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return hint(tensor.numel()) * tensor.element_size()
 
 
 def _severed(uses: Sequence[tuple[int, list[int]]], spans: Sequence[tuple[int, int]]) -> int:

@@ -29,6 +29,7 @@ from fuseopt import frames, ops
 from fuseopt.modules import (
     captured_steps,
     causal_masks,
+    changing_sizes,
     dropout_masks,
     early_kernels,
     float_gradients,
@@ -68,6 +69,7 @@ _CODE_OPTIONS = {
 # At 0 the partitioner keeps the inputs alone, whatever is marked.
 _SMALLEST_BUDGET = 1e-6
 _PASSES = (
+    changing_sizes,
     dropout_masks,
     float_gradients,
     gelu_epilogues,

@@ -10,17 +10,21 @@ fused kernel but one that would span layers.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._inductor import inductor_prims
 from torch._subclasses import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from fuseopt.modules.graph_nodes import Text, is_free, is_shared, layout, roots
+from fuseopt.modules import changing_sizes
+from fuseopt.modules.changing_sizes import is_size
+from fuseopt.modules.graph_nodes import Text, is_free, is_shared, is_tensor, layout, roots
 from fuseopt.modules.part_cuts import cut
 
 aten = torch.ops.aten
@@ -39,12 +43,13 @@ def spread_seeds(graph: fx.Graph) -> None:
 def outline(module: fx.GraphModule) -> fx.GraphModule:
     """The same graph, its repeated parts as calls of one graph each; `module` itself where that does not pay.
 
-    Left alone are graphs with sizes that change, with operations that write to what they are given, and with those of
-    higher order.
+    Left alone are graphs with operations that write to what they are given, with those of higher order, and with sizes
+    that come of the data.
     """
-    if not all(map(_is_understood, module.graph.nodes)):
+    if not (all(map(_is_understood, module.graph.nodes)) and changing_sizes.compute_first(module.graph)):
         return module
-    parts = [_Part(nodes) for nodes in cut(_divisible(module.graph))]
+    symbols = changing_sizes.symbols(module.graph)
+    parts = [_Part(nodes, symbols) for nodes in cut(_divisible(module.graph))]
     return _joined(module, parts) if parts else module
 
 
@@ -67,13 +72,16 @@ class _Part:
 
     Attributes:
         nodes: in their order, without those that `is_free`, which are copied to where they are needed.
-        inputs: the other nodes whose results they take, in the order of first use.
+        inputs: the other nodes whose results they take, in the order of first use, and behind them the graph's inputs
+            from which the sizes of all these follow.
         seeds: what of `inductor_prims.seeds` they look up: the first place and the one behind the last.
     """
 
-    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], symbols: Mapping[sympy.Symbol, fx.Node]) -> None:
         self.nodes, own = nodes, set(nodes)
-        self.inputs = [root for root in roots(nodes) if root not in own]
+        taken = [root for root in roots(nodes) if root not in own]
+        sizes = set().union(*(free_symbols(node.meta["val"]) for node in (*taken, *nodes)))
+        self.inputs = list(dict.fromkeys([*taken, *(node for size, node in symbols.items() if size in sizes)]))
         places = [node.args[1] for node in nodes if node.target is inductor_prims.lookup_seed]
         self.seeds = (min(places), max(places) + 1) if places else (0, 0)
 
@@ -168,17 +176,13 @@ def _divisible(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_understood(node: fx.Node) -> bool:
+    if node.op == "output" or is_size(node):
+        return True
     if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
         # Of an operation with several results, those that are used are looked at by themselves.
         several = isinstance(node.meta.get("val"), (tuple, list))
-        return not node.target._schema.is_mutable and (several or _has_constant_sizes(node))
-    given = node.op == "placeholder" or node.target is operator.getitem
-    return node.op == "output" or (given and _has_constant_sizes(node))
-
-
-def _has_constant_sizes(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and not value._has_symbolic_sizes_strides
+        return not node.target._schema.is_mutable and (several or is_tensor(node))
+    return is_tensor(node) and (node.op == "placeholder" or node.target is operator.getitem)
 
 
 def _key(graph: fx.Graph) -> str:

@@ -6,6 +6,7 @@ Dynamo traces the step whole; `fuseopt.modules.partitioner` decides what the bac
 from __future__ import annotations
 
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,6 +24,8 @@ from fuseopt.modules import captured_steps, whole_rows
 # which unfreezing a model layer by layer reaches. Under DistributedDataParallel it cuts the graph into one for each
 # bucket of gradients; what a cut crosses has to be kept, and a mask that crosses one is no longer known to be causal.
 _DYNAMO_OPTIONS = {"skip_nnmodule_hook_guards": False, "recompile_limit": 64, "optimize_ddp": False}
+
+_NUMBERS = itertools.count()
 
 # What a caller, or for the latter two the model's config, asks transformers to return beside loss and logits.
 _CACHES = ("use_cache", "past_key_values")
@@ -161,6 +164,8 @@ def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
     from torch._dynamo import exc
 
     signature = inspect.signature(forward)
+    # Dynamo remembers by the code's name which sizes change.
+    title = f"{forward.__qualname__}_{next(_NUMBERS)}"
     names = list(signature.parameters)[1:]
     # By which parameters take gradients: torch 2.11 does not guard on that, and an unfrozen one would get none.
     steps: dict[tuple[bool, ...], Callable[..., Any]] = {}
@@ -180,7 +185,7 @@ def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
         captured = options["cuda_graphs"] and not _is_sharded(model)
         step = steps.get(trained)
         if step is None:
-            step = steps[trained] = _compile(forward, {**options, "cuda_graphs": captured}, warm_up)
+            step = steps[trained] = _compile(forward, title, {**options, "cuda_graphs": captured}, warm_up)
         if captured:
             gradients.keep(parameters)
         try:
@@ -222,7 +227,7 @@ def _asks_for_more(model: nn.Module, given: Mapping[str, Any]) -> bool:
 
 
 def _compile(
-    forward: Callable[..., Any], options: Mapping[str, Any], warm_up: captured_steps.WarmUp
+    forward: Callable[..., Any], title: str, options: Mapping[str, Any], warm_up: captured_steps.WarmUp
 ) -> Callable[..., Any]:
     from torch._dynamo import config as dynamo_config
 
@@ -231,10 +236,8 @@ def _compile(
     def step(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(model, *args, **kwargs)
 
-    # Dynamo keeps what it compiles, and counts it, by code object, and remembers changing shapes by the code's name:
-    # models must share neither.
-    code = step.__code__.replace(co_name=forward.__qualname__)
-    step = types.FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
+    # Dynamo keeps what it compiles, and counts it, by code object, which models must not share.
+    step = types.FunctionType(step.__code__.replace(co_name=title), step.__globals__, title, None, step.__closure__)
 
     def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         warm_up.begin()

@@ -16,7 +16,8 @@ class Attention(nn.Module):
         self.make = make
 
     def forward(self, query, given):
-        return F.scaled_dot_product_attention(query, query, query, attn_mask=self.make(6, given), is_causal=False)
+        mask = self.make(query.shape[2], given)
+        return F.scaled_dot_product_attention(query, query, query, attn_mask=mask, is_causal=False)
 
 
 def triangle(length, given):
@@ -24,9 +25,21 @@ def triangle(length, given):
     return (places[None, :] <= places[:, None])[None, None].expand(2, 1, -1, -1)
 
 
+def window(size):
+    def make(length, given):
+        places = torch.arange(length)
+        return triangle(length, given) & (places[None, :] > places[:, None] - size)
+
+    return make
+
+
 MASKS = {
     "causal": triangle,
-    "window": lambda length, given: triangle(length, given) & (triangle(length, given).sum(-2, keepdim=True) > 1),
+    "window of 3": window(3),
+    "window of 200": window(200),
+    "window of 300": window(300),
+    "last": lambda length, given: triangle(length, given) & (triangle(length, given).sum(-2, keepdim=True) > 1),
+    "half": lambda length, given: triangle(length, given) & (torch.arange(length) >= length // 4),
     "all": lambda length, given: torch.ones(length, length, dtype=torch.bool),
     "added": lambda length, given: torch.zeros(length, length).masked_fill(~triangle(length, given), -torch.inf),
     "given": lambda length, given: triangle(length, given) & given,
@@ -35,8 +48,9 @@ MASKS = {
 }
 
 
+@pytest.mark.parametrize("changing", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-def test_only_a_causal_mask_known_in_advance_is_exchanged(name):
+def test_only_a_causal_mask_known_in_advance_is_exchanged(name, changing):
     query, given = torch.randn(2, 3, 6, 8), torch.ones(2, 1, 6, 6, dtype=torch.bool)
     calls = []
 
@@ -49,10 +63,11 @@ def test_only_a_causal_mask_known_in_advance_is_exchanged(name):
 
     torch._dynamo.reset()
     attention = Attention(MASKS[name])
-    output = torch.compile(attention, backend=backend, fullgraph=True)(query, given)
+    output = torch.compile(attention, backend=backend, fullgraph=True, dynamic=changing)(query, given)
     torch.testing.assert_close(output, attention(query, given))
     ((before, after),) = calls
-    if name in ("causal", "wide"):
+    # Six positions are inside of the windows.
+    if name in ("causal", "wide") or (name in ("window of 200", "window of 300") and not changing):
         assert before["attn_mask"] is not None
         assert after == before | {"attn_mask": None, "is_causal": True}
     else:

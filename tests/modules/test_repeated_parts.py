@@ -1,5 +1,7 @@
 """A graph cut into its repeated parts computes what it did, to the bit, and every kind of part is there once."""
 
+import copy
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -238,6 +240,7 @@ def test_what_is_not_understood_is_left_alone():
         x.mul_(2.0)
         return stack(layers)(x, *weights)
 
+    # Its sizes are those of tensors, none is given.
     changing = make_fx(stack(layers), tracing_mode="symbolic")(*inputs)
     unlike = traced(stack([gelu, relu_of_heads, spread]), *inputs[:4])
     for module in (traced(writes, *inputs), changing, unlike):
@@ -293,3 +296,17 @@ def test_inductor_compiles_parts_with_the_dropout_of_each(outlined):
     with inductor_config.patch(force_disable_caches=True):
         assert_slope(model, lambda: model(x).square().mean())
     assert len(outlined) == 2 and all(len(set(names)) < len(names) for names in outlined)
+
+
+def test_inductor_compiles_parts_for_sizes_that_change(outlined):
+    torch.manual_seed(0)
+    model = Net(8, 0.0).double()
+    stock = copy.deepcopy(model)
+    fuseopt.initialize(model.train(), {"kernel_fusion": {"memory_efficient_fusion": True}}, strict=True)
+    with inductor_config.patch(force_disable_caches=True):
+        for rows in (3, 4, 7, 64):
+            x = torch.randn(rows, 16, dtype=torch.float64)
+            results = [(net(x), *torch.autograd.grad(net(x).mean(), net.parameters())) for net in (model, stock)]
+            torch.testing.assert_close(*results)
+    # Compiled for 3 rows, and for any number of them.
+    assert len(outlined) == 4 and all(len(set(names)) < len(names) for names in outlined)

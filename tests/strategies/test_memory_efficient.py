@@ -204,6 +204,17 @@ def test_new_shapes_and_masks_never_reuse_a_wrong_graph(graphs):
     assert graphs.calls == 7
 
 
+def test_sizes_that_change_for_one_model_are_constant_for_the_next(graphs):
+    changing = []
+    for rows in ((2, 3), (5,)):
+        model = fuseopt.initialize(Net(dropout=0.0), CONFIG)
+        for number in rows:
+            model(torch.randn(number, 16))
+            given = graphs.last.graph.find_nodes(op="placeholder")
+            changing.append(any(isinstance(node.meta["example_value"], torch.SymInt) for node in given))
+    assert changing == [False, True, False]
+
+
 def test_autocast_and_accumulated_gradients(graphs):
     fused = model_of("gpt2")
     stock = copy.deepcopy(fused)
@@ -542,3 +553,25 @@ def test_inductor_recomputes_the_dropout_that_was_drawn(graphs):
 def test_inductor_gives_the_losses_and_gradients_of_stock(family, graphs):
     check_several_steps(family)
     assert graphs.compiled == 1
+
+
+@pytest.mark.gpu
+@with_inductor
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batches_of_any_size_on_a_gpu(dtype, padded, graphs):
+    stock = model_of("gpt2", n_layer=4, n_embd=128, n_head=2, n_positions=128).to("cuda", dtype)
+    fused = fuseopt.initialize(copy.deepcopy(stock), CONFIG, strict=True)
+    for rows, length in [(256, 16), (8, 128), (1, 128), (3, 77), (1, 9)]:
+        ids = tiny.inputs(stock, rows, length)["input_ids"].cuda()
+        batch = {"input_ids": ids, "labels": ids}
+        if padded:
+            batch["attention_mask"] = torch.ones_like(ids)
+            batch["attention_mask"][0, : length // 2] = 0
+        losses = [model(**batch).loss for model in (fused, stock)]
+        found, expected = (
+            torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(model.parameters()))]).float()
+            for loss, model in zip(losses, (fused, stock), strict=True)
+        )
+        torch.testing.assert_close(*losses, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=0)
+        assert (found - expected).norm() <= (1e-4 if dtype == torch.float32 else 5e-2) * expected.norm()

@@ -1,0 +1,57 @@
+"""Sizes that change from call to call, which a traced graph reads here and there from the tensors that it makes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+# The latter is torch 2.11's name for it.
+_HINT: Callable[..., int] = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.size_hint
+
+
+def is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def symbols(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
+    """The sizes that a graph is given, by the symbols in which all of its sizes are expressed."""
+    sizes = {_expression(node): node for node in graph.find_nodes(op="placeholder") if is_size(node)}
+    return {size: node for size, node in sizes.items() if isinstance(size, sympy.Symbol)}
+
+
+def hint(size: torch.SymInt | int) -> int:
+    """The size in the call that is traced; nothing is made to depend on it."""
+    return _HINT(size)
+
+
+def compute_first(graph: fx.Graph) -> bool:
+    """Has a graph compute its sizes in front, from those that it is given; False where these do not suffice."""
+    given = symbols(graph)
+    if any(free_symbols(node.meta.get("val")) - given.keys() for node in graph.nodes):
+        return False
+    sizes = {node: _expression(node) for node in graph.nodes if node.op == "call_function" and is_size(node)}
+    if not all(size.free_symbols for size in sizes.values()):
+        return False
+    proxies = {symbol: fx.Proxy(node) for symbol, node in given.items()}
+    begin = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(begin):
+        computed = {size: sympy_interp(PythonReferenceAnalysis, proxies, size).node for size in set(sizes.values())}
+    for node in itertools.takewhile(lambda node: node is not begin, graph.nodes):
+        if node.op == "call_function":
+            node.meta["val"] = node.target(*fx.node.map_arg(node.args, lambda argument: argument.meta["val"]))
+    for node, size in sizes.items():
+        node.replace_all_uses_with(computed[size])
+        graph.erase_node(node)
+    return True
+
+
+def _expression(node: fx.Node) -> sympy.Expr:
+    return node.meta["val"].node.expr
