@@ -33,6 +33,7 @@ CUSTOM_KERNELS: Mapping[str, tuple[str, ...]] = {
     "FusedNoRepeatNGram": (),
 }
 TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {
+    "FusedAttention": (),
     "FusedLinearCrossEntropy": (),
     "FusedRMSNorm": (),
     "FusedRelativeAttention": (),
@@ -43,7 +44,6 @@ TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {
 _PLANNED_KERNELS = (
     "FusedCrossEntropy",
     "FusedDropoutAdd",
-    "FusedAttention",
 )
 _NOT_BUILT = {
     "kernel_fusion.compile": "not built yet; use `jit: {'backend': 'inductor'}` for the elementwise regions, "

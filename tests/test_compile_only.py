@@ -90,17 +90,17 @@ CALLS = {
 }
 
 
-def attention(dtype, dim, mask=None):
-    """Of T5's views, with a bias of the distance and dropout."""
+def attention(dtype, dim, mask=None, biased=True):
+    """Of a projection's views, with a bias of the distance, as T5's, and dropout."""
     views = [empty(2, 512, 4, dim, dtype=dtype).transpose(1, 2)] * 3
-    return *views, empty(4, 257, dtype=torch.float32), mask, targets(1)
+    return *views, empty(4, 257, dtype=torch.float32) if biased else None, mask, targets(1)
 
 
-def backward_of(dtype, dim, *arguments):
+def backward_of(dtype, dim, mask, causal, biased=True):
     statistic = torch.promote_types(dtype, torch.float32)
     return relative_attention_bwd(
-        *[empty(2, 512, 4, dim, dtype=dtype), *attention(dtype, dim, *arguments[:1])],
-        *[empty(2, 512, 4, dim, dtype=dtype), empty(2, 4, 512, dtype=statistic), 1.0, 0.1, *arguments[1:], True],
+        *[empty(2, 512, 4, dim, dtype=dtype), *attention(dtype, dim, mask, biased)],
+        *[empty(2, 512, 4, dim, dtype=dtype), empty(2, 4, 512, dtype=statistic), 1.0, 0.1, causal, biased],
     )
 
 
@@ -110,8 +110,14 @@ ATTENTION_CALLS = {
     "relative_attention_fwd, masked": lambda d, n: relative_attention_fwd(
         *attention(d, n, empty(2, 1, 512, 512, dtype=torch.bool)), 1.0, 0.1, False
     ),
+    "relative_attention_fwd, padded": lambda d, n: relative_attention_fwd(
+        *attention(d, n, empty(2, 1, 1, 512, dtype=torch.float32), False), 1.0, 0.1, True
+    ),
     "relative_attention_bwd": lambda d, n: backward_of(d, n, None, True),
     "relative_attention_bwd, masked": lambda d, n: backward_of(d, n, empty(2, 1, 512, 512, dtype=torch.bool), False),
+    "relative_attention_bwd, padded": lambda d, n: backward_of(
+        d, n, empty(2, 1, 1, 512, dtype=torch.float32), True, biased=False
+    ),
 }
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fuseopt.modules.base import has_hooks, source_class
+from fuseopt.modules.causal_attention import CausalStackForward
 from fuseopt.modules.gpt2_inference import GPT2InferenceForward, GPT2StackForward
 from fuseopt.modules.relative_attention import RelativeStackForward
 from fuseopt.modules.residual import GPT2BlockForward, T5BlockForward
@@ -18,6 +19,7 @@ from fuseopt.modules.training_forward import TrainingForward
 
 # fuseopt's own, which compute what the class's forward does.
 _FORWARDS = (
+    CausalStackForward,
     GPT2BlockForward,
     GPT2InferenceForward,
     GPT2StackForward,

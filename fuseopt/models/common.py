@@ -69,6 +69,8 @@ _TORCH_RMS_NORM = Rule(
     "torch.nn.modules.normalization.RMSNorm", "FusedRMSNorm", {"cast_order": "input", "eps": "eps", "autocasts": True}
 )
 
+_CAUSAL = ("llama.Llama", "mistral.Mistral", "qwen2.Qwen2", "qwen3.Qwen3")
+
 COMMON = ModelPolicy(
     name="common",
     model_types=(),
@@ -83,5 +85,9 @@ COMMON = ModelPolicy(
         SOFTMAX,
     ),
     regions=(*GATED_MLPS, *ACTIVATION_REGIONS),
+    causal_attention=tuple(
+        Rule(modeling_name(f"{name}Model"), "CausalStackForward", {"attention": modeling_name(f"{name}Attention")})
+        for name in _CAUSAL
+    ),
     rotary_attentions=ROTARY_ATTENTIONS,
 )

@@ -19,6 +19,7 @@ GPT2 = ModelPolicy(
     kernels=(LAYER_NORM, *GELU_KERNELS, SOFTMAX),
     regions=(Rule(f"{_GPT2}.GPT2MLP", "FusedMLP", absorbs=("act",)), *ACTIVATION_REGIONS),
     eager_attention=(f"{_GPT2}.GPT2Attention",),
+    causal_attention=(Rule(f"{_GPT2}.GPT2Model", "CausalStackForward", {"attention": f"{_GPT2}.GPT2Attention"}),),
     residual_blocks=(Rule(f"{_GPT2}.GPT2Block", "GPT2BlockForward"),),
     inference_blocks=(
         Rule(f"{_GPT2}.GPT2Block", "GPT2InferenceForward", {"classes": _IN_BLOCKS, "tanh_gelus": TANH_GELUS}),

@@ -50,6 +50,8 @@ class ModelPolicy:
         kernels: rules behind the kernel names of a config (`Rule.target` is the kernel's name).
         regions: rules for the `jit` strategy; the feed-forward blocks among them serve kernels too.
         eager_attention: full names of the attention classes whose eager softmax can be fused.
+        causal_attention: stacks that make a mask of padding for causal attentions; "attention" of `Rule.options` is the
+            full name of these, `Rule.target` the `fuseopt.modules` class that tells them of padding.
         residual_blocks: blocks whose inner residual adds can be fused with the norm after them; `Rule.target` is the
             `fuseopt.modules.residual` class that does it, exactly.
         inference_blocks: blocks that run without gradients past the forwards of the modules inside; `Rule.target` is
@@ -70,6 +72,7 @@ class ModelPolicy:
     kernels: tuple[Rule, ...]
     regions: tuple[Rule, ...]
     eager_attention: tuple[str, ...] = ()
+    causal_attention: tuple[Rule, ...] = ()
     residual_blocks: tuple[Rule, ...] = ()
     inference_blocks: tuple[Rule, ...] = ()
     stacks: tuple[Rule, ...] = ()

@@ -2,6 +2,7 @@
 
 from fuseopt.modules.activations import FusedActivation, FusedGELU, FusedSoftmax
 from fuseopt.modules.base import FusedModule
+from fuseopt.modules.causal_attention import CausalStackForward
 from fuseopt.modules.gpt2_inference import GPT2InferenceForward, GPT2StackForward
 from fuseopt.modules.linear_cross_entropy import FusedLinearCrossEntropy
 from fuseopt.modules.lm_head import FusedLMHead
@@ -13,6 +14,7 @@ from fuseopt.modules.rotary_embedding import RotaryAttentionForward
 from fuseopt.modules.t5_inference import T5InferenceForward, T5StackForward
 
 __all__ = [
+    "CausalStackForward",
     "FusedActivation",
     "FusedGELU",
     "FusedGatedMLP",

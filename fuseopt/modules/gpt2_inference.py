@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fuseopt import ops
 from fuseopt.modules.block_chain import BlockChain, Inputs
+from fuseopt.modules.causal_attention import CausalStackForward
 from fuseopt.modules.inference_blocks import (
     HALVES,
     InferenceForward,
@@ -168,7 +169,13 @@ class GPT2InferenceForward(InferenceForward):
 
 
 class GPT2StackForward(StackForward):
-    """Of a GPT2Model, whose own forward waits to learn whether positions start anew that it has just counted up."""
+    """Of a GPT2Model, whose own forward waits to learn whether positions start anew that it has just counted up.
+
+    In training it hands attentions the padding that it is told of, as `CausalStackForward` does.
+    """
+
+    def _class_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return CausalStackForward(self.stack)(*args, **kwargs)
 
     def _of_tokens(self, input_ids: Tensor, *, use_cache: bool | None = None, **kwargs: Any) -> Any:
         stack: Any = self.stack

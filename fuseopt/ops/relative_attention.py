@@ -84,7 +84,7 @@ def relative_attention_reference(
         reach = bias.shape[1] // 2
         scores = scores + bias.to(compute)[:, distance.clamp(-reach, reach) + reach]
     if mask is not None:
-        masked = ~mask if mask.dtype == torch.bool else mask <= MASKED
+        masked = ~mask if mask.dtype == torch.bool else (mask <= MASKED) & (mask != float("-inf"))
         scores = scores if mask.dtype == torch.bool else scores + mask.to(compute)
         scores = torch.where(masked, _LOWEST, scores)
     if causal:
@@ -167,7 +167,8 @@ def relative_attention(
             score of query i and key j, and the first or last one beyond the reach. None adds nothing.
         mask: broadcastable to [batch, heads, queries, keys], and read so; bool, True for keys that are seen, or
             additive, where -65504 (the lowest finite float16) and less masks. A query whose keys are all masked takes
-            their mean, as transformers' attention does, and passes no gradient to scores.
+            their mean, as transformers' attention does, and passes no gradient to scores. -inf hides a key as if it
+            were not there: a query that sees none gives 0, as torch's attention does for a bool mask.
         seed: [1], int64, on the device of `query`, where `p` is not 0; draw one for each call.
         scale: of the products; T5's is 1.
         p: the probability that a weight is dropped, to a 2**16th, less than 1; 0 in eval mode.
@@ -262,6 +263,9 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
     yield make(1, 2, 20, 20, 16, reach=40, causal=True, scale=0.5)
     yield make(2, 1, 6, 19, 24, mask=torch.randn(2, 1, 6, 19, device=device), causal=True, p=0.1)
     yield make(1, 2, 33, 18, 16, reach=None)
+    left = torch.tensor([0, 4, 20], device=device)[:, None]
+    hidden = torch.zeros(3, 20, device=device).masked_fill(torch.arange(20, device=device) < left, float("-inf"))
+    yield make(3, 2, 20, 20, 16, reach=None, causal=True, p=0.1, mask=hidden[:, None, None, :])
     yield make(0, 2, 3, 4, 8)
 
 

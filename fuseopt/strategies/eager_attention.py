@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from fuseopt import ops
 from fuseopt.models import ModelPolicy
 from fuseopt.plan import ModelIndex, Replacement, Site, Skip
+from fuseopt.strategies.attention_config import AttentionConfig
 from fuseopt.strategies.propose import Offer, replacement, skip
 
-_ATTENTION_NAME = "fuseopt_softmax"
 _TARGET = "FusedSoftmax"
 
 
@@ -30,34 +30,6 @@ def propose(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) 
         site = Site(candidate.module, "config", f"{candidate.sites[0].path}.config")
         build = functools.partial(FusedSoftmaxConfig, candidate.module.config, backend)
         yield replacement((site,), candidate.class_name, _TARGET, offer, "attention is transformers' eager one", build)
-
-
-class FusedSoftmaxConfig:
-    """The config of one attention module, in which "eager" reads as fuseopt's attention function.
-
-    A live view: everything else, and any other attention implementation set later, is read from the model's own config,
-    which stays as it is. The function is made known to transformers under a name of its own, which no other model uses
-    (https://huggingface.co/docs/transformers/en/attention_interface).
-    """
-
-    def __init__(self, config: Any, backend: str) -> None:
-        self.__setstate__({"config": config, "backend": backend})
-
-    @property
-    def _attn_implementation(self) -> str:
-        implementation = self.config._attn_implementation
-        return _ATTENTION_NAME if implementation == "eager" else implementation
-
-    def __getattr__(self, name: str) -> Any:
-        if "config" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.config, name)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        self.__dict__.update(state)
-        ALL_ATTENTION_FUNCTIONS.register(_ATTENTION_NAME, fused_softmax_attention)
 
 
 def fused_softmax_attention(
@@ -93,6 +65,13 @@ def fused_softmax_attention(
         weights = weights.type(value.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+class FusedSoftmaxConfig(AttentionConfig):
+    """In which "eager" reads as `fused_softmax_attention`."""
+
+    stands_for, name = "eager", "fuseopt_softmax"
+    function = staticmethod(fused_softmax_attention)
 
 
 def _not_supported_reasons(attention: nn.Module) -> list[str]:

@@ -16,6 +16,7 @@ from fuseopt.models import ModelPolicy, Rule
 from fuseopt.ops import registry
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
 from fuseopt.strategies import (
+    causal_attention,
     eager_attention,
     heads,
     inference_blocks,
@@ -33,12 +34,22 @@ OP_NAMES = {
     "FusedGatedGELU": "gated_activation",
     "FusedSwiGLU": "gated_activation",
     "FusedGELU": "gelu",
+    "FusedAttention": "relative_attention",
     "FusedRelativeAttention": "relative_attention",
     "FusedRotaryEmbedding": "rotary_embedding",
     "FusedSoftmax": "softmax",
     "FusedBlock": "add_layer_norm",
     "FusedLinearCrossEntropy": "linear_cross_entropy",
     "FusedNoRepeatNGram": "no_repeat_ngram",
+}
+
+# Kernel name -> what proposes more than the policy's rules for kernels.
+_PROPOSERS = {
+    "FusedAttention": causal_attention.propose,
+    "FusedLinearCrossEntropy": heads.propose_loss,
+    "FusedRelativeAttention": relative_attention.propose,
+    "FusedRotaryEmbedding": rotary_embedding.propose,
+    "FusedSoftmax": eager_attention.propose,
 }
 
 # Kernel name -> the activations of the gated feed-forwards that it takes.
@@ -77,17 +88,11 @@ class KernelStrategy:
                 op = f"add_{OP_NAMES[request.name]}"
                 backend, offer = choose_backend(request.name, self.backend or fusion.backend, self.name, index, op)
                 yield from residual.propose(index, policy, offer, backend)
-            if request.name == "FusedLinearCrossEntropy":
-                yield from heads.propose_loss(index, policy, offer, backend)
             if request.name == "FusedBlock":
                 cuda_graphs = request.options.get("cuda_graphs", True)
                 yield from inference_blocks.propose(index, policy, offer, backend, cuda_graphs)
-            if request.name == "FusedRelativeAttention":
-                yield from relative_attention.propose(index, policy, offer, backend)
-            if request.name == "FusedRotaryEmbedding":
-                yield from rotary_embedding.propose(index, policy, offer, backend)
-            if request.name == "FusedSoftmax":
-                yield from eager_attention.propose(index, policy, offer, backend)
+            if request.name in _PROPOSERS:
+                yield from _PROPOSERS[request.name](index, policy, offer, backend)
 
     def _requests(self, fusion: KernelFusion) -> tuple[KernelRequest, ...]:
         """In the order of OP_NAMES, whatever the config's: blocks before the activations inside them."""

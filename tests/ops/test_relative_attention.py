@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention, eager_attention_forward
 
@@ -16,7 +17,7 @@ from fuseopt import ops
 from fuseopt.errors import BackendError
 from fuseopt.modules import partitioner
 from fuseopt.ops.philox import keep_scores, philox2
-from fuseopt.ops.relative_attention import has_kernel
+from fuseopt.ops.relative_attention import MASKED, has_kernel
 from tests.ops.cases import Case, Graphs, RawCalls, cases, error
 
 every_case = pytest.mark.parametrize("case", cases("relative_attention"))
@@ -71,7 +72,7 @@ def assert_gradients_are_exact(
     """
     *exact, scores = (tensor.detach().double() for tensor in (*tensors, torch.zeros_like(tensors[0] @ tensors[1].mT)))
     if mask is not None:
-        scores += mask if mask.is_floating_point() else torch.zeros_like(scores).masked_fill(~mask, -torch.inf)
+        scores += mask if mask.is_floating_point() else torch.zeros_like(scores).masked_fill(~mask, 2 * MASKED)
     leaves = [tensor.requires_grad_() for tensor in (*exact, scores)]
     expected = torch.autograd.grad(case.op.reference(*exact, mask=scores, **options), leaves, grad.double())
     assert error(gradients[:3], expected[:3]) <= 1e-5
@@ -89,7 +90,7 @@ def test_padding_gives_what_transformers_gives_also_where_all_is_padding(case: C
     mask = seen[:, None, None, :].expand(3, 1, 9, 9)
     additive = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
     expected = stock(*tensors, additive)
-    for given_mask in (mask, additive, additive.contiguous(), mask.contiguous(), additive.half()):
+    for given_mask in (mask, additive, additive.contiguous(), mask.contiguous(), additive.clamp(min=MASKED).half()):
         torch.testing.assert_close(case(*tensors, mask=given_mask), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(expected[2], tensors[2][2].mean(1, keepdim=True).expand(2, 9, 8))
 
@@ -103,6 +104,31 @@ def test_a_causal_mask_with_padding_on_the_left(case: Case) -> None:
     mask = (position <= position[:, None]) & (position >= torch.tensor([0, 5], device=case.device)[:, None, None])
     additive = torch.where(mask, 0.0, torch.finfo(torch.float32).min)[:, None]
     torch.testing.assert_close(case(*tensors, mask=mask[:, None]), stock(*tensors, additive), rtol=1e-5, atol=1e-5)
+
+
+@every_case
+@pytest.mark.parametrize("causal", [True, False])
+def test_hidden_keys_give_what_torch_s_attention_gives_for_a_bool_mask(case: Case, causal: bool) -> None:
+    """Padding on the left, on the right, in between, on both sides, everywhere and nowhere."""
+    torch.manual_seed(0)
+    query, key, value, _ = inputs(case, 6, 2, 20, 20, 8)
+    seen = torch.ones(6, 20, dtype=torch.bool, device=case.device)
+    seen[0, :5] = seen[1, 3:] = seen[2, 4:11] = seen[4] = False
+    seen[3, :7] = seen[3, 17:] = False
+    additive = torch.zeros(seen.shape, device=case.device).masked_fill(~seen, float("-inf"))[:, None, None, :]
+    position = torch.arange(20, device=case.device)
+    both = seen[:, None, None, :] & ((position <= position[:, None]) if causal else torch.tensor(True))
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=both, scale=0.3)
+    assert not expected[4].any() and expected[0, :, :5].any() != causal
+    for mask in (additive, additive.half(), additive.expand(6, 1, 20, 20).contiguous()):
+        output = case(query, key, value, None, mask=mask, scale=0.3, causal=causal)
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+        gradients = [
+            torch.autograd.grad(found.square().sum(), (query, key, value), retain_graph=True)
+            for found in (output, expected)
+        ]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 @every_case

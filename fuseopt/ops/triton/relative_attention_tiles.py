@@ -109,7 +109,7 @@ def score_tile(
     CAUSAL: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Scores in units of log2 e: LOWEST where the mask masks, -inf where there is no key."""
+    """Scores in units of log2 e: LOWEST where the mask masks, -inf where there is no key, or the mask hides it."""
     scores = products * scale
     if line_ptr is not None:
         ahead = tl.minimum(tl.maximum(first_key - first_query, -reach - MOST), reach + MOST)
@@ -127,7 +127,8 @@ def score_tile(
             scores = tl.where(mask, scores, LOWEST)
         else:
             added = mask.to(scores.dtype)
-            scores = tl.where(added > MASKS, scores + added * LOG2E, LOWEST)
+            masked = (added <= MASKS) & (added != float("-inf"))
+            scores = tl.where(masked, LOWEST, scores + added * LOG2E)
     if CAUSAL:
         scores = tl.where(key - query <= first_query - first_key + (keys - queries), scores, float("-inf"))
     if not EVEN:

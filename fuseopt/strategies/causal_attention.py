@@ -1,0 +1,82 @@
+"""FusedAttention: causal attention of padded batches in training, told which keys are padding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from fuseopt.models import ModelPolicy, Rule
+from fuseopt.modules import CausalStackForward
+from fuseopt.modules.causal_attention import fused_attention
+from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
+from fuseopt.strategies.attention_config import AttentionConfig
+from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip
+
+_TARGET = "FusedAttention"
+
+
+def propose(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) -> Iterator[Replacement | Skip]:
+    """One site an attention, the `config` that it reads its implementation from, and the `forward` of their stack."""
+    rules = {rule.source: rule for rule in policy.causal_attention}
+    for stack in (Candidate(index.model, ()), *index.candidates):
+        rule = next((rules[name] for name in stack.lineage if name in rules), None)
+        if rule is not None:
+            yield from _propose_stack(index, stack, rule, offer, backend)
+
+
+class FusedAttentionConfig(AttentionConfig):
+    """In which "sdpa" reads as `fused_attention` while the attention is in training mode."""
+
+    stands_for, name = "sdpa", "fuseopt_attention"
+    function = staticmethod(fused_attention)
+
+    def __init__(self, attention: nn.Module, config: Any, backend: str) -> None:
+        self.__setstate__({"attention": attention, "config": config, "backend": backend})
+
+    def _is_wanted(self) -> bool:
+        return bool(self.attention.training)
+
+
+def _propose_stack(
+    index: ModelIndex, stack: Candidate, rule: Rule, offer: Offer, backend: str
+) -> Iterator[Replacement | Skip]:
+    sites, name, told = forward_sites(stack), forward_name(stack), False
+    reason = None
+    if not stack.is_exactly(rule.source):
+        reason = f"it is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ"
+    elif "forward" in stack.module.__dict__:
+        reason = "its forward has been replaced on the instance"
+    within = {id(module) for module in stack.module.modules()}
+    for attention in index.of_class(rule.options["attention"]):
+        if id(attention.module) not in within:
+            continue
+        reasons = ["its stack cannot tell it of padding"] if reason else _not_supported_reasons(attention, rule)
+        if reasons:
+            yield skip(attention.sites, attention.class_name, _TARGET, offer, "; ".join(reasons))
+            continue
+        told = True
+        config = Site(attention.module, "config", f"{attention.sites[0].path}.config")
+        build = functools.partial(FusedAttentionConfig, attention.module, attention.module.config, backend)
+        why = "attention runs as SDPA, which padding costs its flash kernel"
+        yield replacement((config,), attention.class_name, _TARGET, offer, why, build)
+    if reason:
+        yield skip(sites, name, rule.target, offer, reason)
+    elif told:
+        tell = functools.partial(CausalStackForward, stack.module)
+        yield replacement(sites, name, rule.target, offer, "hands its attentions the padding that it is told of", tell)
+
+
+def _not_supported_reasons(attention: Candidate, rule: Rule) -> list[str]:
+    if not attention.is_exactly(rule.options["attention"]):
+        return [f"it is a subclass of {rule.options['attention'].rpartition('.')[2]}, so its forward may differ"]
+    if getattr(attention.module, "is_cross_attention", False):
+        return ["cross-attention is not causal"]
+    implementation = attention.module.config._attn_implementation
+    if implementation != "sdpa":
+        return [
+            f"attention runs as {implementation!r}; model.set_attn_implementation('sdpa') would let it be exchanged"
+        ]
+    return []
