@@ -70,6 +70,8 @@ _TORCH_RMS_NORM = Rule(
 )
 
 _CAUSAL = ("llama.Llama", "mistral.Mistral", "qwen2.Qwen2", "qwen3.Qwen3")
+# They hand logits to the loss as Llama does.
+_HEADS = (*_CAUSAL, "gemma.Gemma", "phi3.Phi3")
 
 COMMON = ModelPolicy(
     name="common",
@@ -88,6 +90,9 @@ COMMON = ModelPolicy(
     causal_attention=tuple(
         Rule(modeling_name(f"{name}Model"), "CausalStackForward", {"attention": modeling_name(f"{name}Attention")})
         for name in _CAUSAL
+    ),
+    heads=tuple(
+        Rule(modeling_name(f"{name}ForCausalLM"), "FusedLinearCrossEntropy", {"head": "lm_head"}) for name in _HEADS
     ),
     rotary_attentions=ROTARY_ATTENTIONS,
 )

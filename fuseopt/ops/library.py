@@ -174,6 +174,11 @@ def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager:
     return torch.autocast(device_type, enabled=False)
 
 
+def broadcasts(size: int, to: int) -> bool:
+    """Whether a dimension does; Dynamo takes `size in (1, to)` for false wherever one of the two changes."""
+    return bool(size == 1 or size == to)
+
+
 def check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
     """Raise ValueError unless `tensor` has `shape`: kernels read it without broadcasting."""
     if tensor.shape != shape:

@@ -15,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from fuseopt.ops import registry
 from fuseopt.ops.library import (
     apply,
+    broadcasts,
     check_shape,
     compute_dtype,
     define,
@@ -231,7 +232,7 @@ def _check(
     if mask is not None:
         full = (batch, heads, queries, keys)
         padded = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-        if mask.dim() > 4 or any(size not in (1, whole) for size, whole in zip(padded, full, strict=False)):
+        if mask.dim() > 4 or not all(map(broadcasts, padded, full)):
             raise ValueError(f"mask must be broadcastable to {full}, not of shape {tuple(mask.shape)}")
         if mask.requires_grad:
             raise ValueError("mask takes no gradient; detach it")

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from fuseopt.ops import registry
-from fuseopt.ops.library import apply, check_shape, define, is_differentiated_again, needs_autograd, reference_vjp
+from fuseopt.ops.library import (
+    apply,
+    broadcasts,
+    check_shape,
+    define,
+    is_differentiated_again,
+    needs_autograd,
+    reference_vjp,
+)
 
 
 def _fwd_fake(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
@@ -155,7 +163,7 @@ def _check(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
         )
     batch, _, length, dim = query.shape
     check_shape("key", key, torch.Size((batch, key.shape[1], length, dim)))
-    if cos.dim() != 3 or cos.shape[0] not in (1, batch) or cos.shape[1] != length:
+    if cos.dim() != 3 or not broadcasts(cos.shape[0], batch) or cos.shape[1] != length:
         raise ValueError(f"cos must have shape [{batch} or 1, {length}, rotary], not {tuple(cos.shape)}")
     if cos.shape[2] % 2 or not 0 < cos.shape[2] <= dim:
         raise ValueError(f"cos must have an even number of elements a token, at most {dim}, not {cos.shape[2]}")

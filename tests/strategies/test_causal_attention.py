@@ -20,13 +20,16 @@ OPTIONS = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "llama": {},
     "llama_gqa": {"num_key_value_heads": 1},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
 }
 every_family = pytest.mark.parametrize("family", OPTIONS)
 PADDING = {"left": (0, 4), "right": (6, 11), "in between": (3, 6), "all": (0, 11)}
 
 
 def stock_and_fused(family="gpt2", config=CONFIG, **options):
-    make = tiny.FAMILIES[family.removesuffix("_gqa")]
+    make = getattr(tiny, family.removesuffix("_gqa"))
     stock = make(**{**OPTIONS[family], "attn_implementation": "sdpa", **options}).train()
     return stock, fuseopt.initialize(copy.deepcopy(stock), config)
 

@@ -28,11 +28,12 @@ NO_DROPOUT = {
     "mt5": {"dropout_rate": 0.0},
 }
 every_family = pytest.mark.parametrize("family", NO_DROPOUT)
+decoders = pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3"])
 gpt2_and_t5 = pytest.mark.parametrize("family", ["gpt2", "t5"])
 
 
 def stock_and_fused(family, **options):
-    stock = tiny.FAMILIES[family](**NO_DROPOUT[family] | options).train()
+    stock = getattr(tiny, family)(**NO_DROPOUT.get(family, {}) | options).train()
     return stock, fuseopt.initialize(copy.deepcopy(stock), CONFIG)
 
 
@@ -71,6 +72,11 @@ def test_loss_gradients_and_logits_are_stock_s(family):
     assert torch.equal(output.logits.argmax(-1), expected.logits.argmax(-1))
     gradients = ({n: p.grad for n, p in model.named_parameters()} for model in (fused, stock))
     tiny.assert_same_gradients(*gradients)
+
+
+@decoders
+def test_decoders_whose_head_is_llama_s(family):
+    test_loss_gradients_and_logits_are_stock_s(family)
 
 
 @pytest.mark.gpu

@@ -206,3 +206,29 @@ def test_padded_and_packed_batches(graphs):
     gradients = ({name: p.grad for name, p in model.named_parameters()} for model in (fused, stock))
     tiny.assert_same_gradients(*gradients)
     assert graphs.calls == 2
+
+
+# T5 on machines with a GPU, which have the processors for it: it is traced for half a minute.
+@pytest.mark.parametrize("family", ["gpt2", "llama", pytest.param("t5", marks=pytest.mark.gpu)])
+def test_batches_of_any_size_with_every_kernel(family, graphs):
+    """Rows, lengths and padding change from step to step, as in fine-tuning."""
+    kernels = ["FusedAttention", "FusedLinearCrossEntropy", "FusedRelativeAttention", "FusedRotaryEmbedding"]
+    stock = tiny.FAMILIES[family](**{**SMALL.get(family, {}), "attn_implementation": "sdpa"}).train()
+    fusion = {"memory_efficient_fusion": True, "triton_kernels": kernels}
+    fused = fuseopt.initialize(copy.deepcopy(stock), {"kernel_fusion": fusion})
+    for rows, length, padding in [(2, 7, 0), (3, 9, 3), (5, 8, 4)]:
+        ids = tiny.inputs(stock, rows, length)["input_ids"]
+        mask = torch.ones_like(ids)
+        mask[0, length - padding :] = 0
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+        if stock.config.is_encoder_decoder:
+            batch |= {"labels": ids[:, 1:].contiguous(), "decoder_attention_mask": mask[:, 1:].flip(0)}
+        gradients = []
+        losses = [model(**batch).loss for model in (fused, stock)]
+        for model, loss in zip((fused, stock), losses, strict=True):
+            model.zero_grad()
+            loss.backward()
+            gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+        tiny.assert_same_gradients(*gradients)
+    assert graphs.calls == 3
