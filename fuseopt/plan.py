@@ -50,6 +50,7 @@ class Replacement:
         libraries: the native libraries it needs loaded.
         refused: why the backend that was asked for, or that fits the device best, will not run it.
         absorbs: inner sites whose work the target does itself.
+        needs: sites that the same request has to have been given, for the target to do anything.
     """
 
     sites: tuple[Site, ...]
@@ -63,6 +64,7 @@ class Replacement:
     libraries: tuple[native.Kind, ...] = ()
     refused: str | None = None
     absorbs: tuple[Site, ...] = ()
+    needs: tuple[Site, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,11 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
                 if winner.strategy == proposal.strategy:
                     covered.add((proposal.strategy, proposal.request))
                 continue
+            holders = ((site, claimed.get(site.key)) for site in proposal.needs)
+            missing = next((held for held in holders if held[1] is None or held[1].request != proposal.request), None)
+            if missing is not None:
+                skips.append(_without(*missing, proposal))
+                continue
             replacements.append(proposal)
             claimed.update(dict.fromkeys((site.key for site in sites), proposal))
     if config.preset is None:
@@ -279,6 +286,12 @@ def _lost_to(winner: Replacement, loser: Replacement) -> Skip:
         else f"{won.name} around it"
     )
     reason = f"{winner.target} by strategy {winner.strategy} has {what} already"
+    return Skip(loser.sites, loser.source, loser.target, loser.request, loser.strategy, reason)
+
+
+def _without(site: Site, holder: Replacement | None, loser: Replacement) -> Skip:
+    what = "stays as it is" if holder is None else f"{holder.target} by strategy {holder.strategy} has"
+    reason = f"it needs {site.path}, which {what}"
     return Skip(loser.sites, loser.source, loser.target, loser.request, loser.strategy, reason)
 
 

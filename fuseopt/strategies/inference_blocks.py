@@ -30,6 +30,7 @@ def propose(
     chains: dict[int, BlockChain] = {}
     unchained: dict[int, str] = {}
     stacks = {rule.source: rule for rule in policy.stacks} if on_gpu else {}
+    of_stacks: list[Replacement | Skip] = []
     for stack in (Candidate(index.model, ()), *index.candidates):
         rule = stacks.get(stack.lineage[0])
         if rule is None:
@@ -40,14 +41,17 @@ def propose(
         if left:
             unchained[id(container)] = f"block {left[0]} of its stack stays as it is, and all run at once or none"
             reason = f"its block {left[0]} stays as it is, and all run at once or none"
-            yield skip(sites, name, rule.target, offer, reason)
+            of_stacks.append(skip(sites, name, rule.target, offer, reason))
         elif "forward" in stack.module.__dict__:
             unchained[id(container)] = "the forward of its stack has been replaced on the instance"
-            yield skip(sites, name, rule.target, offer, "its forward has been replaced on the instance")
+            reason = "its forward has been replaced on the instance"
+            of_stacks.append(skip(sites, name, rule.target, offer, reason))
         else:
             chains[id(container)] = BlockChain(stack.module, rule.options["blocks"], cuda_graphs)
             build = functools.partial(getattr(modules, rule.target), stack.module, chains[id(container)])
-            yield replacement(sites, name, rule.target, offer, _CHAINED if cuda_graphs else _AT_ONCE, build)
+            needs = tuple(site for block in container for site in forward_sites(index.candidate(block)))
+            reason = _CHAINED if cuda_graphs else _AT_ONCE
+            of_stacks.append(replacement(sites, name, rule.target, offer, reason, build, needs=needs))
     for rule, candidate in blocks:
         sites, name = forward_sites(candidate), forward_name(candidate)
         target, container = _target(rule), candidate.sites[0].owner
@@ -59,6 +63,7 @@ def propose(
             continue
         build = functools.partial(target, candidate.module, backend, **rule.options, chain=chain)
         yield replacement(sites, name, rule.target, offer, _REASON, build)
+    yield from of_stacks
 
 
 def _target(rule: Rule) -> type[InferenceForward]:

@@ -74,6 +74,7 @@ def replacement(
     reason: str,
     build: Callable[[], Any],
     absorbs: tuple[Site, ...] = (),
+    needs: tuple[Site, ...] = (),
 ) -> Replacement:
     return Replacement(
         sites,
@@ -87,6 +88,7 @@ def replacement(
         libraries=offer.libraries,
         refused=offer.refused,
         absorbs=absorbs,
+        needs=needs,
     )
 
 

@@ -498,3 +498,15 @@ def test_training_steps_that_are_compiled_and_evaluations_in_between():
             optimizer.step()
             optimizer.zero_grad()
             model.eval()
+
+
+def test_a_stack_whose_blocks_have_other_forwards_stays_as_it_is():
+    norms = {"name": "FusedLayerNorm", "fuse_residual": True}
+    config = {"kernel_fusion": {"custom_cuda_kernels": [norms, "FusedBlock"], "jit": False}}
+    model = tiny.gpt2()
+    rows = {row.paths[0]: row for row in fuseopt.plan(model, config).rows if row.target.startswith("GPT2")}
+    reason = "it needs transformer.h.0.forward, which GPT2BlockForward by strategy kernels has"
+    assert not rows["transformer.forward"].replaced and rows["transformer.forward"].reason == reason
+    fused = fuseopt.initialize(copy.deepcopy(model), config)
+    assert "forward" not in fused.transformer.__dict__
+    torch.testing.assert_close(tiny.logits(fused), tiny.logits(model), rtol=1e-5, atol=1e-5)
