@@ -34,6 +34,7 @@ CUSTOM_KERNELS: Mapping[str, tuple[str, ...]] = {
 }
 TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {
     "FusedAttention": (),
+    "FusedCrossEntropy": (),
     "FusedLinearCrossEntropy": (),
     "FusedRMSNorm": (),
     "FusedRelativeAttention": (),
@@ -41,10 +42,7 @@ TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {
     "FusedSoftmax": (),
 }
 
-_PLANNED_KERNELS = (
-    "FusedCrossEntropy",
-    "FusedDropoutAdd",
-)
+_PLANNED_KERNELS = ("FusedDropoutAdd",)
 _NOT_BUILT = {
     "kernel_fusion.compile": "not built yet; use `jit: {'backend': 'inductor'}` for the elementwise regions, "
     "or call torch.compile(model) yourself after initialize",

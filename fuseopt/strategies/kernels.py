@@ -21,6 +21,7 @@ from fuseopt.strategies import (
     heads,
     inference_blocks,
     logits_processors,
+    losses,
     relative_attention,
     residual,
     rotary_embedding,
@@ -40,12 +41,14 @@ OP_NAMES = {
     "FusedSoftmax": "softmax",
     "FusedBlock": "add_layer_norm",
     "FusedLinearCrossEntropy": "linear_cross_entropy",
+    "FusedCrossEntropy": "cross_entropy",
     "FusedNoRepeatNGram": "no_repeat_ngram",
 }
 
 # Kernel name -> what proposes more than the policy's rules for kernels.
 _PROPOSERS = {
     "FusedAttention": causal_attention.propose,
+    "FusedCrossEntropy": losses.propose,
     "FusedLinearCrossEntropy": heads.propose_loss,
     "FusedRelativeAttention": relative_attention.propose,
     "FusedRotaryEmbedding": rotary_embedding.propose,

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from fuseopt import native
 from fuseopt.config import Config, MemoryEfficientOptions
@@ -17,6 +14,7 @@ from fuseopt.modules import regions
 from fuseopt.modules.training_forward import TrainingForward, not_captured_reason, not_supported_reasons
 from fuseopt.ops import registry
 from fuseopt.plan import ModelIndex, Replacement, Site, Skip
+from fuseopt.strategies import losses
 from fuseopt.strategies.propose import Offer, replacement, skip
 
 _REQUEST = "memory_efficient_fusion"
@@ -54,15 +52,11 @@ class MemoryEfficientStrategy:
             cuda_graphs=options.cuda_graphs and uncaptured is None,
         )
         yield replacement(sites, source, _TARGET, offer, _reason(options, uncaptured), build)
-        # The model may stand inside another, as peft's does.
-        losses = tuple(
-            Site(module, "_loss_function", f"{path}.loss_function".lstrip("."))
-            for path, module in model.named_modules()
-            if _guesses_its_loss(module)
-        )
-        if losses:
+        guessed = losses.loss_sites(model, losses.guesses_its_loss)
+        if guessed:
             offer = Offer(_REQUEST, self.name)
-            yield replacement(losses, "None", _LOSS, offer, _LOSS_REASON, _causal_lm_loss)
+            # Not by `loss_type`: Trainer looks at that to decide by what it divides the loss.
+            yield replacement(guessed, "None", _LOSS, offer, _LOSS_REASON, losses.causal_lm_loss)
 
 
 def _offer(strategy: str, backend: str, index: ModelIndex) -> Offer:
@@ -83,19 +77,3 @@ def _reason(options: MemoryEfficientOptions, uncaptured: str | None) -> str:
         captured = ", in CUDA graphs on a GPU" if uncaptured is None else f", without CUDA graphs ({uncaptured})"
     kept = f"cheap activations recomputed{budgeted}{captured}"
     return f"training steps as one graph, {kept}; eval and generate() stay as they are"
-
-
-def _guesses_its_loss(model: nn.Module) -> bool:
-    """Whether `model` takes labels and PreTrainedModel found no loss for its class name, as for GPT2LMHeadModel."""
-    return (
-        model.__dict__.get("loss_type", "") is None
-        and "_loss_function" not in model.__dict__
-        and "labels" in inspect.signature(model.forward).parameters
-    )
-
-
-def _causal_lm_loss() -> Callable[..., Any]:
-    # Not by `loss_type`: Trainer looks at that to decide by what it divides the loss.
-    from transformers.loss.loss_utils import LOSS_MAPPING
-
-    return LOSS_MAPPING["ForCausalLM"]

@@ -1,0 +1,69 @@
+"""transformers' loss of causal language models, without a float32 copy of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fuseopt import ops
+
+
+class FusedCausalLMLoss:
+    """Stands in for `transformers.loss.loss_utils.ForCausalLMLoss` as a model's `loss_function`.
+
+    Computes what that does, by `ops.cross_entropy`: logits are read in their own dtype, and their gradient is written
+    in it. What the op does not take is left to `source`: logits that are no plain tensor, as FusedLinearCrossEntropy's,
+    labels of another dtype or another number.
+
+    Args:
+        source: the function it stands in for.
+        backend: of `ops.cross_entropy`.
+    """
+
+    def __init__(self, source: Callable[..., Any], backend: str = "auto") -> None:
+        self.source, self.backend = source, backend
+
+    def __call__(
+        self,
+        logits: Any,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The mean over labels that are not `ignore_index`, or their sum over `num_items_in_batch`: [], float32.
+
+        Args:
+            logits: [batch, length, vocab_size], any floating dtype.
+            labels: [batch, length], int64; each stands for what comes after the token before it.
+            shift_labels: [batch, length], in the place of `labels`, where each stands for what comes next.
+        """
+        targets: Any = labels if shift_labels is None else shift_labels
+        if not _is_plain(logits, targets, vocab_size):
+            rest = (num_items_in_batch, ignore_index, shift_labels)
+            result: Tensor = self.source(logits, labels, vocab_size, *rest, **kwargs)
+            return result
+        if shift_labels is None:
+            targets = F.pad(targets, (0, 1), value=ignore_index)[..., 1:].contiguous()
+        loss = ops.cross_entropy(
+            logits.view(-1, vocab_size),
+            targets.view(-1).to(logits.device),
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+            backend=self.backend,
+        ).float()
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def _is_plain(logits: Any, targets: Any, vocab_size: int) -> bool:
+    if type(logits) is not Tensor or type(targets) is not Tensor or targets.dtype != torch.int64:
+        return False
+    return logits.shape == (*targets.shape, vocab_size)
