@@ -5,6 +5,7 @@ Dynamo traces the step whole; `fuseopt.modules.partitioner` decides what the bac
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import types
@@ -18,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 from fuseopt import garbage
 from fuseopt.errors import CompileError
-from fuseopt.modules import captured_steps, whole_rows
+from fuseopt.modules import bias_gradients, captured_steps, whole_rows
 
 # Dynamo by default does not notice a hook registered after compilation, and gives up at the 9th variant of a call,
 # which unfreezing a model layer by layer reaches. Under DistributedDataParallel it cuts the graph into one for each
@@ -170,6 +171,7 @@ def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
     # By which parameters take gradients: torch 2.11 does not guard on that, and an unfrozen one would get none.
     steps: dict[tuple[bool, ...], Callable[..., Any]] = {}
     gradients, warm_up = captured_steps.Gradients(), captured_steps.WarmUp()
+    attentions = functools.cache(bias_gradients.attentions)
 
     def training_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -190,7 +192,8 @@ def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
             gradients.keep(parameters)
         try:
             # Most of what compiling makes stays until it is done: seconds would go into looking for garbage there.
-            with garbage.not_collected(), warm_up.options() if captured and any(trained) else nullcontext():
+            warming_up = warm_up.options() if captured and any(trained) else nullcontext()
+            with garbage.not_collected(), bias_gradients.left_out(attentions(model)), warming_up:
                 outputs = whole_rows.without_cache(step(model, *args, **{**kwargs, **changed}))
             return captured_steps.copied(outputs, warm_up) if captured else outputs
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
