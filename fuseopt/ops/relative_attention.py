@@ -30,7 +30,7 @@ from fuseopt.ops.philox import keep_scores
 # An additive mask masks where it is no more than this, the lowest finite float16.
 MASKED = -65504.0
 # Of the last dimension: "auto" takes a longer one to the reference.
-_MOST_DIM = 128
+MOST_DIM = 128
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -189,13 +189,13 @@ def relative_attention(
     dtypes = (query.dtype, None if bias is None else bias.dtype)
     chosen = registry.pick("relative_attention", backend, query.device, dtypes)
     arguments = (query, key, value, bias, mask, seed, scale, p, causal)
-    if chosen == "reference" or (backend == "auto" and query.shape[3] > _MOST_DIM):
+    if chosen == "reference" or (backend == "auto" and query.shape[3] > MOST_DIM):
         output = relative_attention_reference(
             query, key, value, bias, mask=mask, seed=seed, scale=scale, p=p, causal=causal
         )
         return output.transpose(1, 2).contiguous().transpose(1, 2)
-    if query.shape[3] > _MOST_DIM:
-        raise ValueError(f"the kernel takes at most {_MOST_DIM} elements a head, not {query.shape[3]}")
+    if query.shape[3] > MOST_DIM:
+        raise ValueError(f"the kernel takes at most {MOST_DIM} elements a head, not {query.shape[3]}")
     if needs_autograd(query, key, value, bias):
         if is_dynamo_compiling():
             return NODE(chosen, *arguments)[0].transpose(1, 2)
@@ -206,7 +206,7 @@ def relative_attention(
 def has_kernel(backend: str, device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     """Whether queries like that, with a bias, run on a kernel, so that no scores are kept."""
     dtypes = (dtype, torch.promote_types(dtype, torch.float32))
-    return dim <= _MOST_DIM and registry.pick("relative_attention", backend, device, dtypes) != "reference"
+    return dim <= MOST_DIM and registry.pick("relative_attention", backend, device, dtypes) != "reference"
 
 
 def _check(

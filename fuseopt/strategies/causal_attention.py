@@ -11,20 +11,18 @@ from torch import nn
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.modules import CausalStackForward
 from fuseopt.modules.causal_attention import fused_attention
+from fuseopt.ops.relative_attention import MOST_DIM
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
 from fuseopt.strategies.attention_config import AttentionConfig
-from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip
+from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip, stacks_of
 
 _TARGET = "FusedAttention"
 
 
 def propose(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) -> Iterator[Replacement | Skip]:
     """One site an attention, the `config` that it reads its implementation from, and the `forward` of their stack."""
-    rules = {rule.source: rule for rule in policy.causal_attention}
-    for stack in (Candidate(index.model, ()), *index.candidates):
-        rule = next((rules[name] for name in stack.lineage if name in rules), None)
-        if rule is not None:
-            yield from _propose_stack(index, stack, rule, offer, backend)
+    for stack, rule in stacks_of(index, policy.causal_attention):
+        yield from _propose_stack(index, stack, rule, offer, backend)
 
 
 class FusedAttentionConfig(AttentionConfig):
@@ -74,6 +72,8 @@ def _not_supported_reasons(attention: Candidate, rule: Rule) -> list[str]:
         return [f"it is a subclass of {rule.options['attention'].rpartition('.')[2]}, so its forward may differ"]
     if getattr(attention.module, "is_cross_attention", False):
         return ["cross-attention is not causal"]
+    if attention.module.head_dim > MOST_DIM:
+        return [f"its heads have {attention.module.head_dim} elements, and the kernel takes at most {MOST_DIM}"]
     implementation = attention.module.config._attn_implementation
     if implementation != "sdpa":
         return [

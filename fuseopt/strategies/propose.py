@@ -46,6 +46,15 @@ def propose_rule(index: ModelIndex, rule: Rule, offer: Offer, options: Options) 
             yield skip(candidate.sites, candidate.class_name, rule.target, offer, reason)
 
 
+def stacks_of(index: ModelIndex, rules: Iterable[Rule]) -> Iterator[tuple[Candidate, Rule]]:
+    """The modules, the model itself among them, of whose class or of a base of it one of the rules is."""
+    by_source = {rule.source: rule for rule in rules}
+    for candidate in (Candidate(index.model, ()), *index.candidates):
+        rule = next((by_source[name] for name in candidate.lineage if name in by_source), None)
+        if rule is not None:
+            yield candidate, rule
+
+
 def child_rule(candidate: Candidate, child: str, rules: Iterable[Rule], target: str) -> Rule | None:
     """The rule with this target that names the exact class of a candidate's child."""
     module = getattr(candidate.module, child, None)

@@ -10,18 +10,15 @@ from torch import nn
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.modules import FusedRelativeAttention, RelativeStackForward
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
-from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip
+from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip, stacks_of
 
 _TARGET = FusedRelativeAttention.__name__
 
 
 def propose(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) -> Iterator[Replacement | Skip]:
     """The attentions of each stack that the policy names, and what hands them its masks, or why not."""
-    rules = {rule.source: rule for rule in policy.relative_attention}
-    for candidate in (Candidate(index.model, ()), *index.candidates):
-        rule = next((rules[name] for name in candidate.lineage if name in rules), None)
-        if rule is not None:
-            yield from _propose_stack(index, candidate, rule, offer, backend)
+    for stack, rule in stacks_of(index, policy.relative_attention):
+        yield from _propose_stack(index, stack, rule, offer, backend)
 
 
 def _propose_stack(

@@ -200,6 +200,8 @@ def test_the_plan_says_what_is_exchanged_and_why_not():
     ]
     eager = tiny.gpt2(attn_implementation="eager")
     assert all("attention runs as 'eager'" in reason for *_, reason in rows(eager))
+    wide = rows(tiny.llama(head_dim=136, attn_implementation="sdpa"))
+    assert {reason for *_, reason in wide} == {"its heads have 136 elements, and the kernel takes at most 128"}
     model.transformer.forward = model.transformer.forward
     assert {reason for *_, reason in rows(model)} == {
         "its stack cannot tell it of padding",
