@@ -65,6 +65,7 @@ def fused_attention(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    query, key, value = _cast(query, key, value)
     output = ops.relative_attention(
         query,
         key,
@@ -77,3 +78,12 @@ def fused_attention(
         backend=module.config.backend,
     )
     return output.transpose(1, 2), None
+
+
+def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As autocast has SDPA's arguments: norms and rotations of queries and keys leave them in float32."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)

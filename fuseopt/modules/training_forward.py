@@ -47,7 +47,8 @@ class TrainingForward:
     checkpointing stays in force inside the compiled graph.
 
     Every combination of arguments, dtypes, hooks and frozen parameters is compiled once, at its first call; a dimension
-    that changes is compiled once more, for all its later values. Copies and pickles hold no compiled code.
+    that changes is compiled once more, for all its later values but the first, which keeps its own code. Copies and
+    pickles hold no compiled code.
 
     Args:
         model: any module whose class has a forward that Dynamo traces without a graph break.
@@ -168,8 +169,11 @@ def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
     # Dynamo remembers by the code's name which sizes change.
     title = f"{forward.__qualname__}_{next(_NUMBERS)}"
     names = list(signature.parameters)[1:]
-    # By which parameters take gradients: torch 2.11 does not guard on that, and an unfrozen one would get none.
-    steps: dict[tuple[bool, ...], Callable[..., Any]] = {}
+    # By which parameters take gradients: torch 2.11 does not guard on that, and an unfrozen one would get none. And by
+    # whether sizes are the first that came: of what fits a call Dynamo takes what ran last, and after a batch of
+    # another size would go on by what was compiled for any.
+    steps: dict[tuple[tuple[bool, ...], bool], Callable[..., Any]] = {}
+    usual: list[torch.Size] = []
     gradients, warm_up = captured_steps.Gradients(), captured_steps.WarmUp()
     attentions = functools.cache(bias_gradients.attentions)
 
@@ -185,9 +189,11 @@ def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
         trained = tuple(parameter.requires_grad for parameter in parameters)
         # fully_shard may have come after `initialize`.
         captured = options["cuda_graphs"] and not _is_sharded(model)
-        step = steps.get(trained)
+        sizes = [value.shape for value in (*args, *{**kwargs, **changed}.values()) if isinstance(value, torch.Tensor)]
+        key = trained, sizes == (usual or sizes)
+        step = steps.get(key)
         if step is None:
-            step = steps[trained] = _compile(forward, title, {**options, "cuda_graphs": captured}, warm_up)
+            step = steps[key] = _compile(forward, title, {**options, "cuda_graphs": captured}, warm_up)
         if captured:
             gradients.keep(parameters)
         try:
@@ -195,6 +201,7 @@ def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
             warming_up = warm_up.options() if captured and any(trained) else nullcontext()
             with garbage.not_collected(), bias_gradients.left_out(attentions(model)), warming_up:
                 outputs = whole_rows.without_cache(step(model, *args, **{**kwargs, **changed}))
+            usual[:] = usual or sizes
             return captured_steps.copied(outputs, warm_up) if captured else outputs
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
             # Wrong arguments make the trace fail too: then the error to show is the one that `forward` has for them.

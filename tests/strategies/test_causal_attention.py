@@ -75,6 +75,24 @@ def test_padded_batches_give_the_loss_logits_and_gradients_of_stock(family, side
 
 
 @every_family
+def test_autocast_has_the_dtypes_of_sdpa(family):
+    """Queries and keys that were normed or rotated are in float32 before."""
+    stock, fused = stock_and_fused(family)
+    batch = batch_of(stock, PADDING["left"])
+    seen = []
+
+    def keep(*arguments, attend=ops.relative_attention, **options):
+        seen.append({tensor.dtype for tensor in arguments})
+        return attend(*arguments, **options)
+
+    device = batch["input_ids"].device.type
+    with mock.patch.object(ops, "relative_attention", keep), torch.autocast(device, torch.bfloat16):
+        losses = [model(**batch, use_cache=False).loss for model in (fused, stock)]
+    assert seen == [{torch.bfloat16}] * 2
+    torch.testing.assert_close(*losses, rtol=2e-2, atol=0)
+
+
+@every_family
 def test_whole_rows_and_other_calls_stay_on_sdpa(family):
     stock, fused = stock_and_fused(family)
     whole = batch_of(stock)

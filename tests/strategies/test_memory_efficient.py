@@ -215,6 +215,24 @@ def test_sizes_that_change_for_one_model_are_constant_for_the_next(graphs):
     assert changing == [False, True, False]
 
 
+def test_the_first_size_goes_on_by_its_own_graph(graphs, monkeypatch):
+    """As after the last batch of an epoch, which has fewer rows."""
+    ran = []
+
+    def compile_graph(graph, inputs, **options):
+        run, number = graphs(graph, inputs, **options), graphs.compiled
+        return lambda *arguments: ran.append(number) or run(*arguments)
+
+    monkeypatch.setattr(partitioner, "compile_graph", compile_graph)
+    model = Net(dropout=0.0)
+    stock = copy.deepcopy(model)
+    fuseopt.initialize(model, CONFIG)
+    for rows in (8, 8, 5, 8, 3, 4, 8):
+        x = torch.randn(rows, 16)
+        torch.testing.assert_close(model(x), stock(x))
+    assert ran == [1, 1, 2, 1, 2, 2, 1]
+
+
 def test_autocast_and_accumulated_gradients(graphs):
     fused = model_of("gpt2")
     stock = copy.deepcopy(fused)
