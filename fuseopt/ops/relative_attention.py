@@ -264,9 +264,9 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
     yield make(1, 2, 20, 20, 16, reach=40, causal=True, scale=0.5)
     yield make(2, 1, 6, 19, 24, mask=torch.randn(2, 1, 6, 19, device=device), causal=True, p=0.1)
     yield make(1, 2, 33, 18, 16, reach=None)
-    left = torch.tensor([0, 4, 20], device=device)[:, None]
-    hidden = torch.zeros(3, 20, device=device).masked_fill(torch.arange(20, device=device) < left, float("-inf"))
-    yield make(3, 2, 20, 20, 16, reach=None, causal=True, p=0.1, mask=hidden[:, None, None, :])
+    left = torch.tensor([2, 9], device=device)[:, None]
+    hidden = torch.zeros(2, 9, device=device).masked_fill(torch.arange(9, device=device) < left, float("-inf"))
+    yield make(2, 1, 9, 9, 8, reach=None, causal=True, p=0.1, mask=hidden[:, None, None, :])
     yield make(0, 2, 3, 4, 8)
 
 

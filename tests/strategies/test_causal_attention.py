@@ -168,7 +168,7 @@ def test_gradient_checkpointing(use_reentrant):
     assert_same_step(stock, fused, batch_of(stock, PADDING["right"]), calls=4)
 
 
-@every_family
+@pytest.mark.parametrize("family", ["gpt2", "llama_gqa"])
 def test_a_compiled_training_step_is_one_graph_without_sdpa(family):
     fusion = {"triton_kernels": ["FusedAttention"], "memory_efficient_fusion": {"backend": "aot_eager"}}
     stock, fused = stock_and_fused(family, {"kernel_fusion": fusion})
