@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import sympy
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._sympy.interp import sympy_interp
@@ -27,6 +27,13 @@ def symbols(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
     return {size: node for size, node in sizes.items() if isinstance(size, sympy.Symbol)}
 
 
+def symbols_of(nodes: Iterable[fx.Node]) -> set[sympy.Symbol]:
+    """Those in which the sizes of what the nodes return are expressed."""
+    values = (node.meta.get("val") for node in nodes)
+    changing = (value for value in values if not isinstance(value, Tensor) or value._has_symbolic_sizes_strides)
+    return set().union(*map(free_symbols, changing))
+
+
 def hint(size: torch.SymInt | int) -> int:
     """The size in the call that is traced; nothing is made to depend on it."""
     return _HINT(size)
@@ -35,7 +42,7 @@ def hint(size: torch.SymInt | int) -> int:
 def compute_first(graph: fx.Graph) -> bool:
     """Has a graph compute its sizes in front, from those that it is given; False where these do not suffice."""
     given = symbols(graph)
-    if any(free_symbols(node.meta.get("val")) - given.keys() for node in graph.nodes):
+    if not symbols_of(graph.nodes) <= given.keys():
         return False
     sizes = {node: _expression(node) for node in graph.nodes if node.op == "call_function" and is_size(node)}
     if not all(size.free_symbols for size in sizes.values()):

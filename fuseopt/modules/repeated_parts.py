@@ -20,7 +20,6 @@ from torch._inductor import inductor_prims
 from torch._subclasses import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from fuseopt.modules import changing_sizes
 from fuseopt.modules.changing_sizes import is_size
@@ -80,7 +79,7 @@ class _Part:
     def __init__(self, nodes: Sequence[fx.Node], symbols: Mapping[sympy.Symbol, fx.Node]) -> None:
         self.nodes, own = nodes, set(nodes)
         taken = [root for root in roots(nodes) if root not in own]
-        sizes = set().union(*(free_symbols(node.meta["val"]) for node in (*taken, *nodes)))
+        sizes = changing_sizes.symbols_of([*taken, *nodes])
         self.inputs = list(dict.fromkeys([*taken, *(node for size, node in symbols.items() if size in sizes)]))
         places = [node.args[1] for node in nodes if node.target is inductor_prims.lookup_seed]
         self.seeds = (min(places), max(places) + 1) if places else (0, 0)
