@@ -35,11 +35,14 @@ CUSTOM_KERNELS: Mapping[str, tuple[str, ...]] = {
 TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {
     "FusedAttention": (),
     "FusedCrossEntropy": (),
+    "FusedGELU": ("fold_bias",),
+    "FusedGatedGELU": (),
     "FusedLinearCrossEntropy": (),
     "FusedRMSNorm": (),
     "FusedRelativeAttention": (),
     "FusedRotaryEmbedding": (),
     "FusedSoftmax": (),
+    "FusedSwiGLU": (),
 }
 
 _PLANNED_KERNELS = ("FusedDropoutAdd",)

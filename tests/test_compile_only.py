@@ -20,6 +20,11 @@ from fuseopt.ops.triton import (
     cross_entropy_fwd,
     dropout_add_layer_norm_bwd,
     dropout_add_layer_norm_fwd,
+    gated_activation_bwd,
+    gated_activation_fwd,
+    gelu_bias_bwd,
+    gelu_bwd,
+    gelu_fwd,
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
     relative_attention_bwd,
@@ -86,6 +91,14 @@ CALLS = {
         *[empty(512, held(d, n), dtype=d)] * 3,
         *[empty(held(d, n), dtype=d), statistics(d), statistics(d), targets(1)],
         *[0.1, d, True, True],
+    ),
+    "gelu_fwd": lambda d, n: gelu_fwd(empty(512, n, dtype=d)),
+    "gelu_fwd, tanh, bias": lambda d, n: gelu_fwd(empty(512, n, dtype=d), True, empty(n, dtype=d)),
+    "gelu_bwd": lambda d, n: gelu_bwd(*[empty(512, n, dtype=d)] * 2),
+    "gelu_bias_bwd": lambda d, n: gelu_bias_bwd(*[empty(512, n, dtype=d)] * 2, True, empty(n, dtype=d)),
+    "gated_activation_fwd": lambda d, n: gated_activation_fwd(*[empty(512, n, dtype=d)] * 2, 2),
+    "gated_activation_bwd, halves": lambda d, n: gated_activation_bwd(
+        empty(512, n, dtype=d), *empty(512, 2 * n, dtype=d).chunk(2, -1), 1
     ),
 }
 

@@ -45,11 +45,13 @@ def _bwd_fake(
 FWD = define(
     "gated_activation_fwd(Tensor gate, Tensor up, int activation, ScalarType? activation_dtype=None) -> Tensor",
     _fwd_fake,
+    triton="fuseopt.ops.triton.gated_activation",
 )
 BWD = define(
     "gated_activation_bwd(Tensor grad_output, Tensor gate, Tensor up, int activation,"
     " ScalarType? activation_dtype=None) -> (Tensor, Tensor)",
     _bwd_fake,
+    triton="fuseopt.ops.triton.gated_activation",
 )
 
 
@@ -118,7 +120,7 @@ def gated_activation(
         up: `gate`'s shape; its dtype may differ.
         activation: "gelu" (erf), "gelu_tanh" (transformers' gelu_new and gelu_pytorch_tanh), "silu" or "relu".
         activation_dtype: dtype of `activation(gate)`; `gate`'s by default. float32 is what autocast makes of gelu_new.
-        backend: "auto", "cuda", "cpu" or "reference".
+        backend: "auto", "cuda", "triton", "cpu" or "reference".
 
     Returns:
         `gate`'s shape, contiguous, in the dtype that `activation_dtype` and `up`'s promote to.
@@ -178,7 +180,7 @@ registry.register(
         function=gated_activation,
         reference=gated_activation_reference,
         sample_inputs=sample_inputs,
-        backends=(registry.CUDA, registry.CPU, registry.REFERENCE),
+        backends=(registry.CUDA, registry.TRITON, registry.CPU, registry.REFERENCE),
         benchmarks=(
             registry.Benchmark(
                 partial(bench_input, activation="gelu_tanh"),

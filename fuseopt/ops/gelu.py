@@ -36,13 +36,21 @@ def _bias_bwd_fake(grad_output: Tensor, input: Tensor, tanh: bool, bias: Tensor)
 
 
 FWD = define(
-    "gelu_fwd(Tensor input, bool tanh=False, Tensor? bias=None, ScalarType? output_dtype=None) -> Tensor", _fwd_fake
+    "gelu_fwd(Tensor input, bool tanh=False, Tensor? bias=None, ScalarType? output_dtype=None) -> Tensor",
+    _fwd_fake,
+    triton="fuseopt.ops.triton.gelu",
 )
-BWD = define("gelu_bwd(Tensor grad_output, Tensor input, bool tanh=False, Tensor? bias=None) -> Tensor", _bwd_fake)
+BWD = define(
+    "gelu_bwd(Tensor grad_output, Tensor input, bool tanh=False, Tensor? bias=None) -> Tensor",
+    _bwd_fake,
+    triton="fuseopt.ops.triton.gelu",
+)
 
-# With the gradient of the bias; implemented on CUDA.
+# With the gradient of the bias; the CPU library has none.
 BIAS_BWD = define(
-    "gelu_bias_bwd(Tensor grad_output, Tensor input, bool tanh, Tensor bias) -> (Tensor, Tensor)", _bias_bwd_fake
+    "gelu_bias_bwd(Tensor grad_output, Tensor input, bool tanh, Tensor bias) -> (Tensor, Tensor)",
+    _bias_bwd_fake,
+    triton="fuseopt.ops.triton.gelu",
 )
 _DIRECT = registry.Direct("gelu", FWD)
 
@@ -95,8 +103,8 @@ class _GELU(torch.autograd.Function):
         if is_differentiated_again():
             reference = partial(_reference, tanh=ctx.tanh, output_dtype=ctx.output_dtype)
             grad_input, grad_bias = reference_vjp(reference, grad_output, (input, bias))
-        elif need_bias_grad and ctx.backend == "cuda":
-            grad_input, grad_bias = BIAS_BWD["cuda"](grad_output, input, ctx.tanh, bias)
+        elif need_bias_grad and ctx.backend != "cpu":
+            grad_input, grad_bias = BIAS_BWD[ctx.backend](grad_output, input, ctx.tanh, bias)
         elif need_bias_grad:
             # The rows are summed in the wider dtype, before the gradient is rounded to the input's.
             wide = torch.promote_types(input.dtype, bias.dtype)
@@ -124,7 +132,7 @@ def gelu(
         bias: [H] or None: of the layer before; its dtype may differ from `input`'s.
         approximate: "none" for the error function, "tanh" for the approximation (transformers' gelu_new).
         output_dtype: the result's dtype; `input`'s by default.
-        backend: "auto", "cuda", "cpu" or "reference".
+        backend: "auto", "cuda", "cpu", "reference" or "triton", which "auto" leaves: F.gelu is one kernel as well.
 
     Returns:
         `input`'s shape, contiguous.
@@ -210,7 +218,7 @@ registry.register(
         function=gelu,
         reference=gelu_reference,
         sample_inputs=sample_inputs,
-        backends=(registry.CUDA, registry.CPU, registry.REFERENCE),
+        backends=(registry.CUDA, registry.CPU, registry.REFERENCE, registry.TRITON),
         benchmarks=(
             _benchmark("tanh", "tanh", with_bias=False),
             _benchmark("tanh, bias", "tanh", with_bias=True),

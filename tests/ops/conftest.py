@@ -7,11 +7,11 @@ from tests.ops.cases import require_backend
 
 
 @pytest.fixture(scope="session", autouse=True)
-def faster_interpreter() -> Iterator[None]:
+def better_interpreter() -> Iterator[None]:
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from tests.ops.interpreter import faster
+        from tests.ops.interpreter import better
 
-        yield from faster()
+        yield from better()
     else:
         yield
 

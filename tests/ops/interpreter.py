@@ -1,4 +1,5 @@
-"""Triton's interpreter: whether it runs on this machine's NumPy, and faster; for a process with TRITON_INTERPRET=1."""
+"""Triton's interpreter: whether it runs on this machine's NumPy, rounding as GPUs do, and faster; for a process with
+TRITON_INTERPRET=1."""
 
 import dataclasses
 import functools
@@ -6,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import triton
@@ -34,13 +36,31 @@ def unfit_interpreter() -> str | None:
     return None
 
 
-def faster() -> Iterator[None]:
-    """Meanwhile kernels are interpreted without what Triton does more often than their results need."""
+def better() -> Iterator[None]:
+    """Meanwhile kernels are interpreted with a GPU's roundings, and without what Triton does more often than their
+    results need."""
     with pytest.MonkeyPatch.context() as patch:
+        round_bfloat16_to_nearest(patch)
         exchange_the_language_once(patch)
         check_no_overflow_for_nothing(patch)
         remember_types(patch)
         yield
+
+
+def round_bfloat16_to_nearest(patch: pytest.MonkeyPatch) -> None:
+    """Triton cuts off what does not fit into a bfloat16, in a loop over bits, and makes an integer of a float64."""
+    plain_cast = interpreter.InterpreterBuilder.cast_impl
+
+    def cast(self: interpreter.InterpreterBuilder, source: interpreter.TensorHandle, kind: tl.dtype) -> object:
+        if source.dtype.scalar == tl.bfloat16:
+            bits = source.data.astype(numpy.uint32) << numpy.uint32(16)
+            source = interpreter.TensorHandle(bits.view(numpy.float32), tl.float32)
+        if kind.scalar == tl.bfloat16:
+            rounded = torch.from_numpy(numpy.asarray(source.data, numpy.float32)).bfloat16()
+            return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
+        return plain_cast(self, source, kind)
+
+    patch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
 
 
 def exchange_the_language_once(patch: pytest.MonkeyPatch) -> None:

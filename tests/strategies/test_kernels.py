@@ -75,7 +75,16 @@ def test_every_call_goes_through_the_op(case, backend):
     torch.testing.assert_close(fused, stock, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", [("t5", "FusedRMSNorm"), ("gpt2", "FusedSoftmax")], ids="-".join)
+TRITON_CASES = [
+    ("t5", "FusedRMSNorm"),
+    ("gpt2", "FusedSoftmax"),
+    ("gpt2", "FusedGELU"),
+    ("gemma", "FusedGatedGELU"),
+    ("llama", "FusedSwiGLU"),
+]
+
+
+@pytest.mark.parametrize("case", TRITON_CASES, ids="-".join)
 def test_triton_kernels_run_on_a_gpu_and_fall_back_elsewhere(case):
     family, kernel = case
     op, calls = CASES[case]

@@ -2,6 +2,8 @@
 
 from fuseopt.ops.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fuseopt.ops.triton.dropout_add_layer_norm import dropout_add_layer_norm_bwd, dropout_add_layer_norm_fwd
+from fuseopt.ops.triton.gated_activation import gated_activation_bwd, gated_activation_fwd
+from fuseopt.ops.triton.gelu import gelu_bias_bwd, gelu_bwd, gelu_fwd
 from fuseopt.ops.triton.linear_cross_entropy import linear_cross_entropy_bwd, linear_cross_entropy_fwd
 from fuseopt.ops.triton.relative_attention import relative_attention_fwd
 from fuseopt.ops.triton.relative_attention_bwd import relative_attention_bwd
@@ -14,6 +16,11 @@ __all__ = [
     "cross_entropy_fwd",
     "dropout_add_layer_norm_bwd",
     "dropout_add_layer_norm_fwd",
+    "gated_activation_bwd",
+    "gated_activation_fwd",
+    "gelu_bias_bwd",
+    "gelu_bwd",
+    "gelu_fwd",
     "linear_cross_entropy_bwd",
     "linear_cross_entropy_fwd",
     "relative_attention_bwd",
