@@ -35,6 +35,7 @@ CUSTOM_KERNELS: Mapping[str, tuple[str, ...]] = {
 TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {
     "FusedAttention": (),
     "FusedCrossEntropy": (),
+    "FusedDropoutAdd": (),
     "FusedGELU": ("fold_bias",),
     "FusedGatedGELU": (),
     "FusedLinearCrossEntropy": (),
@@ -45,7 +46,6 @@ TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {
     "FusedSwiGLU": (),
 }
 
-_PLANNED_KERNELS = ("FusedDropoutAdd",)
 _NOT_BUILT = {
     "kernel_fusion.compile": "not built yet; use `jit: {'backend': 'inductor'}` for the elementwise regions, "
     "or call torch.compile(model) yourself after initialize",
@@ -320,7 +320,7 @@ def _kernel(where: str, entry: Any, known: Mapping[str, tuple[str, ...]]) -> Ker
     if not isinstance(name, str):
         raise ConfigError(f"{where}: expected the name of a kernel, got {type(name).__name__}")
     if name not in known:
-        if name in (*_PLANNED_KERNELS, *CUSTOM_KERNELS, *TRITON_KERNELS):
+        if name in (*CUSTOM_KERNELS, *TRITON_KERNELS):
             raise ConfigError(f"{where}: {name!r} is not built yet for this list; it takes {', '.join(known)}")
         raise ConfigError(f"{where}: unknown kernel {name!r}; {_nearest(name, known)}known: {', '.join(known)}")
     if options and not known[name]:

@@ -20,6 +20,8 @@ from fuseopt.ops.triton import (
     cross_entropy_fwd,
     dropout_add_layer_norm_bwd,
     dropout_add_layer_norm_fwd,
+    dropout_add_rms_norm_bwd,
+    dropout_add_rms_norm_fwd,
     gated_activation_bwd,
     gated_activation_fwd,
     gelu_bias_bwd,
@@ -91,6 +93,13 @@ CALLS = {
         *[empty(512, held(d, n), dtype=d)] * 3,
         *[empty(held(d, n), dtype=d), statistics(d), statistics(d), targets(1)],
         *[0.1, d, True, True],
+    ),
+    "dropout_add_rms_norm_fwd": lambda d, n: dropout_add_rms_norm_fwd(
+        *[empty(512, held(d, n), dtype=d)] * 2, empty(held(d, n), dtype=d), targets(1), 0.1, 1e-6, 1, 1.0
+    ),
+    "dropout_add_rms_norm_bwd": lambda d, n: dropout_add_rms_norm_bwd(
+        *[empty(512, held(d, n), dtype=d)] * 3,
+        *[empty(held(d, n), dtype=d), statistics(d), targets(1), 0.1, 1.0, d, True],
     ),
     "gelu_fwd": lambda d, n: gelu_fwd(empty(512, n, dtype=d)),
     "gelu_fwd, tanh, bias": lambda d, n: gelu_fwd(empty(512, n, dtype=d), True, empty(n, dtype=d)),

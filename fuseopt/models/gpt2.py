@@ -21,6 +21,7 @@ GPT2 = ModelPolicy(
     eager_attention=(f"{_GPT2}.GPT2Attention",),
     causal_attention=(Rule(f"{_GPT2}.GPT2Model", "CausalStackForward", {"attention": f"{_GPT2}.GPT2Attention"}),),
     residual_blocks=(Rule(f"{_GPT2}.GPT2Block", "GPT2BlockForward"),),
+    dropout_add_blocks=(Rule(f"{_GPT2}.GPT2Block", "GPT2DropoutAddForward"),),
     inference_blocks=(
         Rule(f"{_GPT2}.GPT2Block", "GPT2InferenceForward", {"classes": _IN_BLOCKS, "tanh_gelus": TANH_GELUS}),
     ),

@@ -54,6 +54,7 @@ class ModelPolicy:
             full name of these, `Rule.target` the `fuseopt.modules` class that tells them of padding.
         residual_blocks: blocks whose inner residual adds can be fused with the norm after them; `Rule.target` is the
             `fuseopt.modules.residual` class that does it, exactly.
+        dropout_add_blocks: likewise with the dropouts before the adds, by a class of `fuseopt.modules.dropout_add`.
         inference_blocks: blocks that run without gradients past the forwards of the modules inside; `Rule.target` is
             the `fuseopt.modules` class that does it, `Rule.options` its own.
         stacks: classes whose forward calls such blocks one after the other, with the same arguments but for what each
@@ -74,6 +75,7 @@ class ModelPolicy:
     eager_attention: tuple[str, ...] = ()
     causal_attention: tuple[Rule, ...] = ()
     residual_blocks: tuple[Rule, ...] = ()
+    dropout_add_blocks: tuple[Rule, ...] = ()
     inference_blocks: tuple[Rule, ...] = ()
     stacks: tuple[Rule, ...] = ()
     heads: tuple[Rule, ...] = ()

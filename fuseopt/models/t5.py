@@ -34,6 +34,7 @@ T5 = ModelPolicy(
     eager_attention=_full_names("Attention"),
     # UMT5's and LongT5's blocks call their layers otherwise.
     residual_blocks=tuple(Rule(source, "T5BlockForward") for source in _full_names("Block", _ALIKE)),
+    dropout_add_blocks=tuple(Rule(source, "T5DropoutAddForward") for source in _full_names("Block", _ALIKE)),
     inference_blocks=tuple(
         Rule(source, "T5InferenceForward", {"classes": _IN_BLOCKS}) for source in _full_names("Block", _ALIKE)
     ),

@@ -4,6 +4,7 @@ from fuseopt.modules.activations import FusedActivation, FusedGELU, FusedSoftmax
 from fuseopt.modules.base import FusedModule
 from fuseopt.modules.causal_attention import CausalStackForward
 from fuseopt.modules.causal_lm_loss import FusedCausalLMLoss
+from fuseopt.modules.dropout_add import DeferredDropout, GPT2DropoutAddForward, T5DropoutAddForward
 from fuseopt.modules.gpt2_inference import GPT2InferenceForward, GPT2StackForward
 from fuseopt.modules.linear_cross_entropy import FusedLinearCrossEntropy
 from fuseopt.modules.lm_head import FusedLMHead
@@ -16,6 +17,7 @@ from fuseopt.modules.t5_inference import T5InferenceForward, T5StackForward
 
 __all__ = [
     "CausalStackForward",
+    "DeferredDropout",
     "FusedActivation",
     "FusedCausalLMLoss",
     "FusedGELU",
@@ -29,11 +31,13 @@ __all__ = [
     "FusedRelativeAttention",
     "FusedSoftmax",
     "GPT2BlockForward",
+    "GPT2DropoutAddForward",
     "GPT2InferenceForward",
     "GPT2StackForward",
     "RelativeStackForward",
     "RotaryAttentionForward",
     "T5BlockForward",
+    "T5DropoutAddForward",
     "T5InferenceForward",
     "T5StackForward",
 ]

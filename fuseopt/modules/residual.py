@@ -28,7 +28,10 @@ class ResidualForward(BlockForward):
 
     def _is_plain(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> bool:
         checkpointed = getattr(self.block, "gradient_checkpointing", False) and self.block.training
-        return not checkpointed and all(runs_untouched(norm, self.norm) for norm in self.norms(self.block))
+        return not checkpointed and self._has_plain_norms()
+
+    def _has_plain_norms(self) -> bool:
+        return all(runs_untouched(norm, self.norm) for norm in self.norms(self.block))
 
 
 class GPT2BlockForward(ResidualForward):
@@ -68,17 +71,28 @@ class GPT2BlockForward(ResidualForward):
     ) -> Tensor:
         block = self.block
         shared = {"past_key_values": past_key_values, "attention_mask": attention_mask}
-        added, _ = block.attn(block.ln_1(hidden_states), use_cache=use_cache, **shared, **kwargs)
+        norm = block.ln_2 if encoder_hidden_states is None else block.ln_cross_attn
+        normed, hidden_states = self._attend(
+            block.attn, norm, hidden_states, block.ln_1(hidden_states), use_cache=use_cache, **shared, **kwargs
+        )
         if encoder_hidden_states is not None:
-            normed, hidden_states = block.ln_cross_attn.add(added, hidden_states, self.backend)
-            added, _ = block.crossattention(
+            normed, hidden_states = self._attend(
+                block.crossattention,
+                block.ln_2,
+                hidden_states,
                 normed,
                 encoder_hidden_states=encoder_hidden_states,
                 encoder_attention_mask=encoder_attention_mask,
                 **shared,
             )
-        normed, hidden_states = block.ln_2.add(added, hidden_states, self.backend)
         return hidden_states + block.mlp(normed)
+
+    def _attend(
+        self, attention: nn.Module, norm: nn.Module, residual: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`sum = attention(...) + residual`: (norm(sum), sum)."""
+        added, _ = attention(*args, **kwargs)
+        return norm.add(added, residual, self.backend)
 
 
 class T5BlockForward(ResidualForward):
@@ -135,10 +149,10 @@ class T5BlockForward(ResidualForward):
             past_key_values=past_key_values,
             **kwargs,
         )
-        added, cross_bias = layer.dropout(added), None
+        cross_bias = None
         if block.is_decoder and encoder_hidden_states is not None:
-            layer = block.layer[1]
-            normed, hidden_states = layer.layer_norm.add(added, hidden_states, self.backend)
+            dropout, layer = layer.dropout, block.layer[1]
+            normed, hidden_states = self._add(dropout, layer.layer_norm, added, hidden_states)
             added, cross_bias, _ = layer.EncDecAttention(
                 normed,
                 mask=encoder_attention_mask,
@@ -147,7 +161,10 @@ class T5BlockForward(ResidualForward):
                 past_key_values=past_key_values,
                 **kwargs,
             )
-            added = layer.dropout(added)
-        layer = block.layer[-1]
-        normed, hidden_states = layer.layer_norm.add(added, hidden_states, self.backend)
+        dropout, layer = layer.dropout, block.layer[-1]
+        normed, hidden_states = self._add(dropout, layer.layer_norm, added, hidden_states)
         return hidden_states + layer.dropout(layer.DenseReluDense(normed)), self_bias, cross_bias
+
+    def _add(self, dropout: nn.Module, norm: nn.Module, added: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """`sum = dropout(added) + residual`: (norm(sum), sum)."""
+        return norm.add(dropout(added), residual, self.backend)

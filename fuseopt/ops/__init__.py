@@ -10,6 +10,7 @@ from fuseopt.ops.decode_embedding import decode_embedding
 from fuseopt.ops.decode_linear import decode_linear
 from fuseopt.ops.decode_select import decode_select_
 from fuseopt.ops.dropout_add_layer_norm import dropout_add_layer_norm
+from fuseopt.ops.dropout_add_rms_norm import dropout_add_rms_norm
 from fuseopt.ops.edit_logits import LogitsEdits, edit_logits
 from fuseopt.ops.gated_activation import gated_activation
 from fuseopt.ops.gelu import gelu
@@ -37,6 +38,7 @@ __all__ = [
     "decode_linear",
     "decode_select_",
     "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
     "edit_logits",
     "encoder_no_repeat_ngram",
     "gated_activation",

@@ -57,19 +57,19 @@ FWD = define(
     "dropout_add_layer_norm_fwd(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, Tensor seed, float p,"
     " float eps, ScalarType output_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
     _fwd_fake,
-    triton="fuseopt.ops.triton.dropout_add_layer_norm",
+    triton="fuseopt.ops.triton.dropout_add_norm",
 )
 BWD = define(
     "dropout_add_layer_norm_bwd(Tensor grad_output, Tensor? grad_sum, Tensor sum, Tensor? weight, Tensor mean,"
     " Tensor rstd, Tensor seed, float p, ScalarType input_dtype, bool need_weight_grad, bool need_bias_grad)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _bwd_fake,
-    triton="fuseopt.ops.triton.dropout_add_layer_norm",
+    triton="fuseopt.ops.triton.dropout_add_norm",
 )
 
 
 # A kernel holds whole rows; "auto" takes longer ones to the reference.
-_MOST_ROW_BYTES = 32 * 1024
+MOST_ROW_BYTES = 32 * 1024
 
 
 def dropout(input: Tensor, seed: Tensor, p: float) -> Tensor:
@@ -78,6 +78,14 @@ def dropout(input: Tensor, seed: Tensor, p: float) -> Tensor:
     if p == 0.0:
         return input
     return (input * (1.0 / (1.0 - p))).masked_fill(~keep_mask(seed, input.shape, p), 0.0)
+
+
+def check_dropout_add(input: Tensor, residual: Tensor, seed: Tensor, p: float) -> None:
+    """Raises ValueError for arguments that do not belong together."""
+    check_shape("residual", residual, input.shape)
+    check_shape("seed", seed, torch.Size((1,)))
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"p must be at least 0 and less than 1, not {p}")
 
 
 def dropout_add_layer_norm_reference(
@@ -182,18 +190,15 @@ def dropout_add_layer_norm(
         ValueError: a residual, parameter or seed of another shape, `p` out of range, rows too long for the kernel.
         BackendError: the backend named cannot run here; the message says why.
     """
-    check_shape("residual", residual, input.shape)
-    check_shape("seed", seed, torch.Size((1,)))
+    check_dropout_add(input, residual, seed, p)
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
             check_shape(name, parameter, input.shape[-1:])
-    if not 0.0 <= p < 1.0:
-        raise ValueError(f"p must be at least 0 and less than 1, not {p}")
     parameters = (None if parameter is None else parameter.dtype for parameter in (weight, bias))
     dtypes = (input.dtype, residual.dtype, *parameters)
     chosen = registry.pick("dropout_add_layer_norm", backend, input.device, dtypes)
     row_bytes = input.shape[-1] * compute_dtype(input, residual, weight, bias).itemsize
-    if chosen == "reference" or (backend == "auto" and row_bytes > _MOST_ROW_BYTES):
+    if chosen == "reference" or (backend == "auto" and row_bytes > MOST_ROW_BYTES):
         return dropout_add_layer_norm_reference(input, residual, weight, bias, seed=seed, p=p, eps=eps)
     output_dtype = autocast_dtype(input) if residual.dtype is input.dtype else None
     output_dtype = output_dtype or torch.promote_types(input.dtype, residual.dtype)

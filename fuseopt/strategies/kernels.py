@@ -40,6 +40,7 @@ OP_NAMES = {
     "FusedRotaryEmbedding": "rotary_embedding",
     "FusedSoftmax": "softmax",
     "FusedBlock": "add_layer_norm",
+    "FusedDropoutAdd": "dropout_add_layer_norm",
     "FusedLinearCrossEntropy": "linear_cross_entropy",
     "FusedCrossEntropy": "cross_entropy",
     "FusedNoRepeatNGram": "no_repeat_ngram",
@@ -49,6 +50,7 @@ OP_NAMES = {
 _PROPOSERS = {
     "FusedAttention": causal_attention.propose,
     "FusedCrossEntropy": losses.propose,
+    "FusedDropoutAdd": residual.propose_dropout_add,
     "FusedLinearCrossEntropy": heads.propose_loss,
     "FusedRelativeAttention": relative_attention.propose,
     "FusedRotaryEmbedding": rotary_embedding.propose,

@@ -1,12 +1,13 @@
-"""`fuse_residual`: a block's residual adds inside the norms that follow them."""
+"""`fuse_residual` and `FusedDropoutAdd`: a block's residual adds, and dropouts before them, with the norms after."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fuseopt import modules
-from fuseopt.models import ModelPolicy
+from fuseopt.models import ModelPolicy, Rule
+from fuseopt.modules.dropout_add import DeferredDropout, DropoutAddForward
 from fuseopt.modules.residual import ResidualForward
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
 from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip
@@ -16,21 +17,46 @@ _REASON = "exactly the class that the policy names; its norms are fused"
 
 def propose(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) -> Iterator[Replacement | Skip]:
     """One site a block: its `forward`. The norms inside are proposed by their own rules, and used as they are."""
-    targets = {rule.source: getattr(modules, rule.target) for rule in policy.residual_blocks}
-    targets = {source: target for source, target in targets.items() if target.norm.__name__ == offer.request}
+    rules = [rule for rule in policy.residual_blocks if getattr(modules, rule.target).norm.__name__ == offer.request]
+    yield from _propose_blocks(index, policy, rules, offer, backend, _REASON)
+
+
+def propose_dropout_add(
+    index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str
+) -> Iterator[Replacement | Skip]:
+    """The `forward` of each block, and the dropouts inside that it defers; norms stay whatever they are."""
+    # "auto" leaves rows that are too long for the kernel to the reference.
+    rules = policy.dropout_add_blocks
+    for proposal in _propose_blocks(index, policy, rules, offer, "auto", f"{_REASON}; in training, with dropout"):
+        yield proposal
+        if isinstance(proposal, Replacement):
+            block = proposal.sites[0].owner
+            target: type[DropoutAddForward] = getattr(modules, proposal.target)
+            for dropout in target.dropouts(block) if target.dropout is DeferredDropout else ():
+                inner = index.candidate(dropout)
+                reason, build = f"{proposal.target} does it", functools.partial(DeferredDropout.from_module, dropout)
+                yield replacement(
+                    inner.sites, inner.class_name, "DeferredDropout", offer, reason, build, needs=proposal.sites
+                )
+
+
+def _propose_blocks(
+    index: ModelIndex, policy: ModelPolicy, rules: Sequence[Rule], offer: Offer, backend: str, reason: str
+) -> Iterator[Replacement | Skip]:
     found = False
-    for source, target in targets.items():
-        for candidate in index.of_class(source):
+    for rule in rules:
+        target: type[ResidualForward] = getattr(modules, rule.target)
+        for candidate in index.of_class(rule.source):
             found = True
-            if candidate.is_exactly(source):
-                yield _propose(index, policy, candidate, target, offer, backend)
+            if candidate.is_exactly(rule.source):
+                yield _propose(index, policy, candidate, target, offer, backend, reason)
             else:
-                reason = f"it is a subclass of {source.rpartition('.')[2]}, so its forward may differ"
-                yield skip(forward_sites(candidate), forward_name(candidate), target.__name__, offer, reason)
+                subclass = f"it is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ"
+                yield skip(forward_sites(candidate), forward_name(candidate), target.__name__, offer, subclass)
     if not found:
         site = Site(index.model, "forward", "forward")
-        reason = f"policy {policy.name!r} knows no block in it whose residual adds {offer.request} could take in"
-        yield skip((site,), type(index.model).__name__, "ResidualForward", offer, reason)
+        unknown = f"policy {policy.name!r} knows no block in it whose residual adds {offer.request} could take in"
+        yield skip((site,), type(index.model).__name__, "ResidualForward", offer, unknown)
 
 
 def _propose(
@@ -40,6 +66,7 @@ def _propose(
     target: type[ResidualForward],
     offer: Offer,
     backend: str,
+    reason: str,
 ) -> Replacement | Skip:
     block, sites = candidate.module, forward_sites(candidate)
     # Hooks on the block itself run around its forward, whichever that is.
@@ -47,11 +74,11 @@ def _propose(
     reasons += target.not_supported_reasons(block)
     for norm in target.norms(block):
         inner = index.candidate(norm)
-        if not any(rule.target == offer.request and rule.names(type(norm)) for rule in policy.kernels):
+        if not any(rule.target == target.norm.__name__ and rule.names(type(norm)) for rule in policy.kernels):
             reasons.append(f"its {inner.sites[0].name} is a {inner.class_name}, which the policy does not name")
         blocked = inner.blocked_reasons() + target.norm.not_supported_reasons(norm)
-        reasons += [f"its {inner.sites[0].name}: {reason}" for reason in blocked]
+        reasons += [f"its {inner.sites[0].name}: {of_norm}" for of_norm in blocked]
     if reasons:
         return skip(sites, forward_name(candidate), target.__name__, offer, "; ".join(reasons))
     build = functools.partial(target, block, backend)
-    return replacement(sites, forward_name(candidate), target.__name__, offer, _REASON, build)
+    return replacement(sites, forward_name(candidate), target.__name__, offer, reason, build)

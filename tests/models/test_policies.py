@@ -38,6 +38,7 @@ def named(source: str) -> type:
 
 
 RESIDUAL = {rule.source: rule for policy in (GPT2, T5) for rule in policy.residual_blocks}
+DROPOUT_ADD = [rule.source for policy in (GPT2, T5) for rule in policy.dropout_add_blocks]
 ROTARY = {rule.source: rule for rule in COMMON.rotary_attentions}
 BLOCKS = {rule.source: rule for policy in (GPT2, T5) for rule in policy.inference_blocks}
 STACKS = {rule.source: rule for policy in (GPT2, T5) for rule in policy.stacks}
@@ -50,6 +51,7 @@ HEADS = {rule.source: rule for policy in (GPT2, T5) for rule in policy.heads}
     [
         *RULES,
         *RESIDUAL,
+        *DROPOUT_ADD,
         *BLOCKS,
         *STACKS,
         *IN_BLOCKS,

@@ -1,7 +1,12 @@
 """Triton kernels, with the raw ops' own signatures. The only package of fuseopt that imports triton."""
 
 from fuseopt.ops.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
-from fuseopt.ops.triton.dropout_add_layer_norm import dropout_add_layer_norm_bwd, dropout_add_layer_norm_fwd
+from fuseopt.ops.triton.dropout_add_norm import (
+    dropout_add_layer_norm_bwd,
+    dropout_add_layer_norm_fwd,
+    dropout_add_rms_norm_bwd,
+    dropout_add_rms_norm_fwd,
+)
 from fuseopt.ops.triton.gated_activation import gated_activation_bwd, gated_activation_fwd
 from fuseopt.ops.triton.gelu import gelu_bias_bwd, gelu_bwd, gelu_fwd
 from fuseopt.ops.triton.linear_cross_entropy import linear_cross_entropy_bwd, linear_cross_entropy_fwd
@@ -16,6 +21,8 @@ __all__ = [
     "cross_entropy_fwd",
     "dropout_add_layer_norm_bwd",
     "dropout_add_layer_norm_fwd",
+    "dropout_add_rms_norm_bwd",
+    "dropout_add_rms_norm_fwd",
     "gated_activation_bwd",
     "gated_activation_fwd",
     "gelu_bias_bwd",

@@ -1,10 +1,11 @@
-"""Dropout, residual add and layer normalisation in one pass; forward and backward each draw the dropout mask."""
+"""Dropout, residual add and LayerNorm or RMSNorm in one pass; forward and backward each draw the dropout mask."""
 
 import torch
 import triton
 import triton.language as tl
 
 from fuseopt.ops.philox import COLUMNS, threshold
+from fuseopt.ops.rms_norm import cast_dtypes
 from fuseopt.ops.triton.rms_norm import bwd_programs, column_sum_kernel
 from fuseopt.ops.triton.rows import TL_DTYPES, RowTile, Tiling, as_rows, compute_dtype
 
@@ -29,7 +30,7 @@ def keep_tile(seed, row, THRESHOLD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOC
 
 
 @triton.jit
-def dropout_add_layer_norm_fwd_kernel(
+def dropout_add_norm_fwd_kernel(
     input_ptr,  # [rows, columns], adjacent columns
     residual_ptr,  # [rows, columns], adjacent columns
     weight_ptr,  # [columns] or None
@@ -37,7 +38,7 @@ def dropout_add_layer_norm_fwd_kernel(
     seed_ptr,  # [1], int64
     output_ptr,  # [rows, columns], contiguous
     sum_ptr,  # [rows, columns], contiguous
-    mean_ptr,  # [rows]
+    mean_ptr,  # [rows]; None for RMSNorm
     rstd_ptr,  # [rows]
     rows,
     columns,  # at most BLOCK_COLUMNS
@@ -46,7 +47,9 @@ def dropout_add_layer_norm_fwd_kernel(
     scale: tl.float64,  # of what is kept
     eps: tl.float64,
     THRESHOLD: tl.constexpr,  # of 2**16, what is dropped
+    OFFSET: tl.constexpr,  # added to the weight
     COMPUTE: tl.constexpr,  # dtype of the arithmetic
+    NORM: tl.constexpr,  # dtype that the normalised sum is rounded to before the weight
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -68,26 +71,33 @@ def dropout_add_layer_norm_fwd_kernel(
     tl.store(sum_ptr + offset, rounded, mask=mask)
 
     x = rounded.to(COMPUTE)
-    mean = tl.sum(x, axis=1) / columns
-    centred = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(centred * centred, axis=1) / columns + tl.full((), eps, COMPUTE))
-    y = centred * rstd[:, None]
+    if mean_ptr is not None:
+        mean = tl.sum(x, axis=1) / columns
+        x = tl.where(mask, x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / columns + tl.full((), eps, COMPUTE))
+    y = x * rstd[:, None]
+    if COMPUTE != NORM:
+        y = y.to(NORM).to(COMPUTE)
     if weight_ptr is not None:
-        y *= tl.load(weight_ptr + column, mask=column_mask, other=0.0).to(COMPUTE)[None, :]
+        weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0).to(COMPUTE)
+        if OFFSET != 0.0:
+            weight += OFFSET
+        y *= weight[None, :]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(COMPUTE)[None, :]
     tl.store(output_ptr + offset, y, mask=mask)
-    tl.store(mean_ptr + row, mean, mask=row_mask)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean, mask=row_mask)
     tl.store(rstd_ptr + row, rstd, mask=row_mask)
 
 
 @triton.jit
-def dropout_add_layer_norm_bwd_kernel(
+def dropout_add_norm_bwd_kernel(
     grad_output_ptr,  # [rows, columns], adjacent columns
     grad_sum_ptr,  # [rows, columns], adjacent columns; or None
     sum_ptr,  # [rows, columns], adjacent columns
     weight_ptr,  # [columns] or None
-    mean_ptr,  # [rows]
+    mean_ptr,  # [rows]; None for RMSNorm
     rstd_ptr,  # [rows]
     seed_ptr,  # [1], int64
     grad_input_ptr,  # [rows, columns], contiguous
@@ -101,6 +111,7 @@ def dropout_add_layer_norm_bwd_kernel(
     sum_row_stride,  # the same for sum
     scale: tl.float64,  # of what is kept
     THRESHOLD: tl.constexpr,  # of 2**16, what is dropped
+    OFFSET: tl.constexpr,  # added to the weight
     COMPUTE: tl.constexpr,  # dtype of the arithmetic
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -112,6 +123,8 @@ def dropout_add_layer_norm_bwd_kernel(
     column_mask = column < columns
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + column, mask=column_mask, other=0.0).to(COMPUTE)
+        if OFFSET != 0.0:
+            weight += OFFSET
     grad_weight = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=COMPUTE)
     grad_bias = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=COMPUTE)
 
@@ -124,10 +137,13 @@ def dropout_add_layer_norm_bwd_kernel(
         dy_offset = row[:, None] * grad_output_row_stride + column[None, :]
         dy = tl.load(grad_output_ptr + dy_offset, mask=mask, other=0.0).to(COMPUTE)
         x = tl.load(sum_ptr + row[:, None] * sum_row_stride + column[None, :], mask=mask, other=0.0).to(COMPUTE)
-        mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0).to(COMPUTE)[:, None]
+        if mean_ptr is not None:
+            mean = tl.load(mean_ptr + row, mask=row_mask, other=0.0).to(COMPUTE)[:, None]
         rstd = tl.load(rstd_ptr + row, mask=row_mask, other=0.0).to(COMPUTE)[:, None]
+        if mean_ptr is not None:
+            x -= mean
 
-        xhat = tl.where(mask, (x - mean) * rstd, 0.0)
+        xhat = tl.where(mask, x * rstd, 0.0)
         if grad_weight_ptr is not None:
             grad_weight += dy * xhat
         if grad_bias_ptr is not None:
@@ -135,8 +151,9 @@ def dropout_add_layer_norm_bwd_kernel(
         if weight_ptr is not None:
             dy *= weight[None, :]
         projection = tl.sum(dy * xhat, axis=1) / columns
-        mean_dy = tl.sum(dy, axis=1) / columns
-        dx = (dy - mean_dy[:, None] - xhat * projection[:, None]) * rstd
+        if mean_ptr is not None:
+            dy -= (tl.sum(dy, axis=1) / columns)[:, None]
+        dx = (dy - xhat * projection[:, None]) * rstd
         if grad_sum_ptr is not None:
             grad_sum_offset = row[:, None] * grad_sum_row_stride + column[None, :]
             dx += tl.load(grad_sum_ptr + grad_sum_offset, mask=mask, other=0.0).to(COMPUTE)
@@ -178,26 +195,87 @@ def dropout_add_layer_norm_fwd(
     Returns:
         The norm and the sum [*, H], contiguous; mean and rstd [*], float32, or float64 for a float64 sum.
     """
-    columns = input.shape[-1]
+    compute = compute_dtype(input, residual, weight, bias)
+    output, sum, rstd = empty_results(input, residual, output_dtype)
+    mean = torch.empty_like(rstd)
+    _forward(input, residual, weight, bias, seed, p, eps, 0.0, compute, output, sum, mean, rstd)
+    return output, sum, mean, rstd
+
+
+def dropout_add_rms_norm_fwd(
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    seed: torch.Tensor,
+    p: float,
+    eps: float,
+    cast_order: int,
+    offset: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`sum = dropout(input) + residual`, and its RMSNorm.
+
+    Args:
+        input, residual: [*, H], any strides; H at most 8192 (float64: 4096).
+        weight: [H]; None leaves out the offset, too.
+        seed: [1], int64, of the mask.
+        p: share of the elements of input that are dropped, less than 1.
+        eps: added to the mean of squares.
+        cast_order: of `ops.rms_norm.CAST_ORDERS`.
+        offset: added to the weight.
+
+    Returns:
+        The norm and the sum [*, H], contiguous; rstd [*], float32, or float64 for a float64 sum.
+    """
+    sum_dtype = torch.promote_types(input.dtype, residual.dtype)
+    norm_dtype, output_dtype = cast_dtypes(cast_order, sum_dtype, None if weight is None else weight.dtype)
+    output, sum, rstd = empty_results(input, residual, output_dtype)
+    _forward(input, residual, weight, None, seed, p, eps, offset, norm_dtype, output, sum, None, rstd)
+    return output, sum, rstd
+
+
+def empty_results(
+    input: torch.Tensor, residual: torch.Tensor, output_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The norm, the sum and rstd."""
     output = torch.empty(input.shape, dtype=output_dtype, device=input.device)
     sum_dtype = torch.promote_types(input.dtype, residual.dtype)
     sum = torch.empty(input.shape, dtype=sum_dtype, device=input.device)
-    mean, rstd = (torch.empty(input.shape[:-1], dtype=compute_dtype(sum), device=input.device) for _ in range(2))
-    rows = mean.numel()
+    return output, sum, torch.empty(input.shape[:-1], dtype=compute_dtype(sum), device=input.device)
+
+
+def _forward(
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    seed: torch.Tensor,
+    p: float,
+    eps: float,
+    offset: float,
+    norm_dtype: torch.dtype,
+    output: torch.Tensor,
+    sum: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+) -> None:
+    """Writes the last four."""
+    columns, rows = input.shape[-1], rstd.numel()
     if rows == 0 or columns == 0:
-        return output, sum, mean.fill_(float("nan")), rstd.fill_(float("nan"))
+        for statistic in (mean, rstd):
+            if statistic is not None:
+                statistic.fill_(float("nan"))
+        return
     matrix, row_stride = as_rows(input)
     residual_matrix, residual_row_stride = as_rows(residual)
     weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
     compute = compute_dtype(sum, weight, bias)
     tile = row_tile(FWD_TILING, columns, compute)
     with torch.cuda.device_of(input):
-        dropout_add_layer_norm_fwd_kernel[(-(-rows // tile.rows),)](
+        dropout_add_norm_fwd_kernel[(-(-rows // tile.rows),)](
             matrix, residual_matrix, weight, bias, seed, output, sum, mean, rstd, rows, columns, row_stride,
-            residual_row_stride, 1.0 / (1.0 - p), eps, threshold(p), TL_DTYPES[compute], tile.rows, tile.columns,
-            num_warps=tile.num_warps, enable_fp_fusion=True,
+            residual_row_stride, 1.0 / (1.0 - p), eps, threshold(p), offset, TL_DTYPES[compute], TL_DTYPES[norm_dtype],
+            tile.rows, tile.columns, num_warps=tile.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
-    return output, sum, mean, rstd
 
 
 def dropout_add_layer_norm_bwd(
@@ -226,14 +304,52 @@ def dropout_add_layer_norm_bwd(
         Gradients [*, H] of input, in `input_dtype`, and of residual, in the dtype of the sum; of weight and bias, [H]
         in the dtype of the arithmetic, or empty. All are contiguous. The same inputs give the same bits.
     """
-    columns, rows = sum.shape[-1], mean.numel()
+    needed = need_weight_grad, need_bias_grad
+    return _backward(grad_output, grad_sum, sum, weight, mean, rstd, seed, p, 0.0, input_dtype, needed)
+
+
+def dropout_add_rms_norm_bwd(
+    grad_output: torch.Tensor,
+    grad_sum: torch.Tensor | None,
+    sum: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    seed: torch.Tensor,
+    p: float,
+    offset: float,
+    input_dtype: torch.dtype,
+    need_weight_grad: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `dropout_add_rms_norm_fwd`, whose roundings count as the identity; otherwise as those of LayerNorm.
+
+    Returns:
+        Gradients of input, residual and weight.
+    """
+    needed = need_weight_grad, False
+    return _backward(grad_output, grad_sum, sum, weight, None, rstd, seed, p, offset, input_dtype, needed)[:3]
+
+
+def _backward(
+    grad_output: torch.Tensor,
+    grad_sum: torch.Tensor | None,
+    sum: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    seed: torch.Tensor,
+    p: float,
+    offset: float,
+    input_dtype: torch.dtype,
+    needed: tuple[bool, bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of input, residual, weight and bias; `needed`: of the last two."""
+    columns, rows = sum.shape[-1], rstd.numel()
     grad_input = torch.empty(sum.shape, dtype=input_dtype, device=sum.device)
     grad_residual = torch.empty(sum.shape, dtype=sum.dtype, device=sum.device)
     compute = compute_dtype(grad_output, sum, weight)
-    needed = need_weight_grad, need_bias_grad
-    sums = [torch.zeros(columns if need else 0, dtype=compute, device=sum.device) for need in needed]
+    grad_weight, grad_bias = (torch.zeros(columns * need, dtype=compute, device=sum.device) for need in needed)
     if rows == 0 or columns == 0:
-        return grad_input, grad_residual, *sums
+        return grad_input, grad_residual, grad_weight, grad_bias
     grad_matrix, grad_row_stride = as_rows(grad_output)
     grad_sum_matrix, grad_sum_row_stride = (None, 0) if grad_sum is None else as_rows(grad_sum)
     matrix, row_stride = as_rows(sum)
@@ -244,18 +360,18 @@ def dropout_add_layer_norm_bwd(
     programs = bwd_programs(-(-rows // tile.rows), tile.num_warps, sum.device, least=4)
     partials = [torch.empty(programs, columns, dtype=compute, device=sum.device) if need else None for need in needed]
     with torch.cuda.device_of(sum):
-        dropout_add_layer_norm_bwd_kernel[(programs,)](
-            grad_matrix, grad_sum_matrix, matrix, weight, mean.contiguous(), rstd.contiguous(), seed, grad_input,
-            grad_residual, *partials, rows, columns, grad_row_stride, grad_sum_row_stride, row_stride,
-            1.0 / (1.0 - p), threshold(p), TL_DTYPES[compute], tile.rows, tile.columns, tiles_ahead,
-            num_warps=tile.num_warps, enable_fp_fusion=True,
+        dropout_add_norm_bwd_kernel[(programs,)](
+            grad_matrix, grad_sum_matrix, matrix, weight, None if mean is None else mean.contiguous(),
+            rstd.contiguous(), seed, grad_input, grad_residual, *partials, rows, columns, grad_row_stride,
+            grad_sum_row_stride, row_stride, 1.0 / (1.0 - p), threshold(p), offset, TL_DTYPES[compute], tile.rows,
+            tile.columns, tiles_ahead, num_warps=tile.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
-        for partial, total in zip(partials, sums, strict=True):
+        for partial, total in zip(partials, (grad_weight, grad_bias), strict=True):
             if partial is not None:
                 column_sum_kernel[(-(-columns // 16),)](
                     partial, total, programs, columns, 256, 16, num_warps=8, enable_fp_fusion=True
                 )
-    return grad_input, grad_residual, *sums
+    return grad_input, grad_residual, grad_weight, grad_bias
 
 
 def row_tile(tiling: Tiling, columns: int, compute: torch.dtype) -> RowTile:

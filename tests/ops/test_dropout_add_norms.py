@@ -1,4 +1,4 @@
-"""dropout_add_layer_norm beyond the contract: which elements are dropped, and what is refused."""
+"""dropout_add_layer_norm and dropout_add_rms_norm beyond the contract: which elements are dropped, what is refused."""
 
 import pytest
 import torch
@@ -7,9 +7,11 @@ import torch.nn.functional as F
 from fuseopt import ops
 from fuseopt.errors import BackendError
 from fuseopt.ops.philox import keep_mask, philox
+from fuseopt.ops.rms_norm import rms_norm_reference
 from tests.ops.cases import Case, RawCalls, cases
 
-every_case = pytest.mark.parametrize("case", cases("dropout_add_layer_norm"))
+NAMES = ("dropout_add_layer_norm", "dropout_add_rms_norm")
+every_case = pytest.mark.parametrize("case", cases(*NAMES))
 
 
 def seed_of(value: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -70,9 +72,32 @@ def test_without_dropout_it_is_an_add_and_a_norm(case: Case) -> None:
     torch.manual_seed(0)
     input, residual = (torch.randn(5, 24, device=case.device) for _ in range(2))
     weight, bias = torch.randn(2, 24, device=case.device)
-    norm, sum = case(input, residual, weight, bias, seed=seed_of(0, case.device), p=0.0)
+    if case.op.name == "dropout_add_layer_norm":
+        parameters, expected = (weight, bias), F.layer_norm(input + residual, (24,), weight, bias)
+    else:
+        parameters, expected = (weight,), F.rms_norm(input + residual, (24,), weight, eps=1e-6)
+    norm, sum = case(input, residual, *parameters, seed=seed_of(0, case.device), p=0.0)
     torch.testing.assert_close(sum, input + residual)
-    torch.testing.assert_close(norm, F.layer_norm(input + residual, (24,), weight, bias))
+    torch.testing.assert_close(norm, expected)
+
+
+@pytest.mark.parametrize("case", cases("dropout_add_rms_norm"))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("cast_order", "offset"), [("input", 1.0), ("t5", 0.0), ("llama", 0.0), ("llama", 0.5)])
+def test_the_norm_is_that_of_the_sum_in_every_cast_order(
+    case: Case, dtype: torch.dtype, cast_order: str, offset: float
+) -> None:
+    torch.manual_seed(0)
+    for input_dtype, weight_dtype in ((dtype, dtype), (torch.float32, dtype), (dtype, torch.float32)):
+        input, residual = (torch.randn(6, 48, device=case.device).to(input_dtype) for _ in range(2))
+        weight = torch.randn(48, device=case.device).to(weight_dtype)
+        options = {"cast_order": cast_order, "offset": offset}
+        norm, sum = case(input, residual, weight, seed=seed_of(5, case.device), p=0.2, **options)
+        expected = rms_norm_reference(sum, weight, **options)
+        assert norm.dtype == expected.dtype
+        if norm.dtype == dtype:  # a sum of squares in another order may round a value in some hundreds the other way
+            assert (norm != expected).float().mean() < 0.03
+        torch.testing.assert_close(norm, expected, rtol=2 * torch.finfo(norm.dtype).eps, atol=1e-6)
 
 
 @every_case
@@ -87,30 +112,34 @@ def test_no_mask_is_saved_for_the_backward(case: Case) -> None:
     assert [tensor.data_ptr() for tensor in large] == [sum.data_ptr()]
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in cases("dropout_add_layer_norm") if case.values[0].backend == "triton"]
-)
+@pytest.mark.parametrize("case", [case for case in cases(*NAMES) if case.values[0].backend == "triton"])
 def test_rows_too_long_for_a_kernel_are_left_to_the_reference(case: Case) -> None:
     input = torch.randn(2, 8193, device=case.device)
     seed = seed_of(0, case.device)
     with RawCalls() as raw:
-        ops.dropout_add_layer_norm(input, input, seed=seed, p=0.1)
+        case.op.function(input, input, seed=seed, p=0.1)
     assert raw.calls == []
     with pytest.raises(ValueError, match="at most"):
         input = torch.randn(2, 20_000, device=case.device)
         case(input, input, seed=seed, p=0.1)
 
 
-def test_arguments_that_do_not_fit_are_refused() -> None:
-    input, seed = torch.zeros(3, 8), seed_of(0)
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_that_do_not_fit_are_refused(name: str) -> None:
+    function, input, seed = getattr(ops, name), torch.zeros(3, 8), seed_of(0)
     for p in (-0.1, 1.0):
         with pytest.raises(ValueError, match="p must be at least 0 and less than 1"):
-            ops.dropout_add_layer_norm(input, input, seed=seed, p=p)
+            function(input, input, seed=seed, p=p)
     with pytest.raises(ValueError, match="residual must have shape"):
-        ops.dropout_add_layer_norm(input, input[:2], seed=seed, p=0.1)
+        function(input, input[:2], seed=seed, p=0.1)
     with pytest.raises(ValueError, match="seed must have shape"):
-        ops.dropout_add_layer_norm(input, input, seed=seed[0], p=0.1)
+        function(input, input, seed=seed[0], p=0.1)
     with pytest.raises(ValueError, match="weight must have shape"):
-        ops.dropout_add_layer_norm(input, input, torch.ones(7), seed=seed, p=0.1)
+        function(input, input, torch.ones(7), seed=seed, p=0.1)
     with pytest.raises(BackendError, match="no backend 'cuda'"):
-        ops.dropout_add_layer_norm(input, input, seed=seed, p=0.1, backend="cuda")
+        function(input, input, seed=seed, p=0.1, backend="cuda")
+
+
+def test_an_unknown_cast_order_is_refused() -> None:
+    with pytest.raises(ValueError, match="cast_order must be"):
+        ops.dropout_add_rms_norm(torch.zeros(3, 8), torch.zeros(3, 8), seed=seed_of(0), p=0.1, cast_order="gpt2")
