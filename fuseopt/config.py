@@ -40,7 +40,7 @@ TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {
     "FusedGatedGELU": (),
     "FusedLinearCrossEntropy": (),
     "FusedRMSNorm": (),
-    "FusedRelativeAttention": (),
+    "FusedRelativeAttention": ("long_rows_only",),
     "FusedRotaryEmbedding": (),
     "FusedSoftmax": (),
     "FusedSwiGLU": (),
@@ -189,7 +189,15 @@ class Config:
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "inference": {"kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS), "jit": True}},
-    "training": {"kernel_fusion": {"memory_efficient_fusion": True, "triton_kernels": ["FusedLinearCrossEntropy"]}},
+    "training": {
+        "kernel_fusion": {
+            "memory_efficient_fusion": True,
+            "triton_kernels": [
+                "FusedLinearCrossEntropy",
+                {"name": "FusedRelativeAttention", "long_rows_only": True},
+            ],
+        }
+    },
     "reference": {
         "kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS), "jit": False, "backend": "reference"},
     },

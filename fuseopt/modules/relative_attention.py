@@ -11,6 +11,9 @@ from fuseopt import ops
 from fuseopt.modules.base import FusedModule
 
 _IMPLEMENTATIONS = ("eager", "sdpa")
+# Tokens of queries or keys with which a compiled step was measured to be no slower by the op; with 128 it took half as
+# much time again, the host's to launch it.
+LONG_ROW = 512
 
 
 class SeenKeys(NamedTuple):
@@ -51,13 +54,14 @@ class FusedRelativeAttention(FusedModule):
     that a matrix was given to falls back. Cross-attention has no bias, where the source makes a matrix of zeros.
 
     The source's own forward runs where attentions are asked for, with a static cache or one that holds tokens, with an
-    attention implementation other than "eager" and "sdpa", and for masks that are no tensors.
+    attention implementation other than "eager" and "sdpa", and for masks that are no tensors. With `long_rows_only` it
+    also runs in eval mode, and where neither queries nor keys are `LONG_ROW` tokens.
 
     forward: `hidden_states` [batch, length, hidden] -> (the same shape, position bias or None, None).
     """
 
-    def _configure(self, *, backend: str = "auto") -> None:  # type: ignore[override]
-        self.backend = backend
+    def _configure(self, *, backend: str = "auto", long_rows_only: bool = False) -> None:  # type: ignore[override]
+        self.backend, self.long_rows_only = backend, long_rows_only
 
     def forward(
         self,
@@ -73,11 +77,14 @@ class FusedRelativeAttention(FusedModule):
         cache = getattr(
             past_key_values, "cross_attention_cache" if crosses else "self_attention_cache", past_key_values
         )
-        if not self._is_plain(mask, crosses, position_bias, cache, kwargs):
+        states = hidden_states if key_value_states is None else key_value_states
+        is_short = max(hidden_states.shape[1], states.shape[1]) < LONG_ROW
+        if (self.long_rows_only and (is_short or not self.training)) or not self._is_plain(
+            mask, crosses, position_bias, cache, kwargs
+        ):
             if position_bias is not None and position_bias.dim() == 2:
                 position_bias = _matrix(position_bias, hidden_states.shape[1])
             return self._source_forward(hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)
-        states = hidden_states if key_value_states is None else key_value_states
         query, key, value = self._heads(self.q(hidden_states)), self._heads(self.k(states)), self._heads(self.v(states))
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)

@@ -52,7 +52,6 @@ _PROPOSERS = {
     "FusedCrossEntropy": losses.propose,
     "FusedDropoutAdd": residual.propose_dropout_add,
     "FusedLinearCrossEntropy": heads.propose_loss,
-    "FusedRelativeAttention": relative_attention.propose,
     "FusedRotaryEmbedding": rotary_embedding.propose,
     "FusedSoftmax": eager_attention.propose,
 }
@@ -96,6 +95,9 @@ class KernelStrategy:
             if request.name == "FusedBlock":
                 cuda_graphs = request.options.get("cuda_graphs", True)
                 yield from inference_blocks.propose(index, policy, offer, backend, cuda_graphs)
+            if request.name == "FusedRelativeAttention":
+                long_rows_only = request.options.get("long_rows_only", False)
+                yield from relative_attention.propose(index, policy, offer, backend, long_rows_only)
             if request.name in _PROPOSERS:
                 yield from _PROPOSERS[request.name](index, policy, offer, backend)
 

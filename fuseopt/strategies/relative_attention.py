@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.modules import FusedRelativeAttention, RelativeStackForward
+from fuseopt.modules.relative_attention import LONG_ROW
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
 from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip, stacks_of
 
 _TARGET = FusedRelativeAttention.__name__
 
 
-def propose(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) -> Iterator[Replacement | Skip]:
+def propose(
+    index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str, long_rows_only: bool
+) -> Iterator[Replacement | Skip]:
     """The attentions of each stack that the policy names, and what hands them its masks, or why not."""
+    pays = not long_rows_only or any(device.type in ("cuda", "meta") for device in index.devices)
+    options = {"backend": backend, "long_rows_only": long_rows_only}
     for stack, rule in stacks_of(index, policy.relative_attention):
-        yield from _propose_stack(index, stack, rule, offer, backend)
+        if pays:
+            yield from _propose_stack(index, stack, rule, offer, options)
+        else:
+            yield skip(forward_sites(stack), forward_name(stack), _TARGET, offer, "it pays on a GPU alone")
 
 
 def _propose_stack(
-    index: ModelIndex, stack: Candidate, rule: Rule, offer: Offer, backend: str
+    index: ModelIndex, stack: Candidate, rule: Rule, offer: Offer, options: Mapping[str, Any]
 ) -> Iterator[Replacement | Skip]:
     attentions = [index.candidate(block.layer[0].SelfAttention) for block in stack.module.block]
     reasons = [_not_supported_reasons(attention, rule) for attention in attentions]
@@ -34,7 +43,7 @@ def _propose_stack(
     blocked = next((a.sites[0].path for a, found in zip(attentions, reasons, strict=True) if found), None)
     for attention, found in zip(attentions, reasons, strict=True):
         if blocked is None:
-            yield _replace(attention, offer, backend, "as all self-attentions of its stack")
+            yield _replace(attention, offer, options, "as all self-attentions of its stack")
         else:
             reason = "; ".join(found) or f"{blocked} stays as it is, and hands a matrix on"
             yield skip(attention.sites, attention.class_name, _TARGET, offer, reason)
@@ -45,7 +54,7 @@ def _propose_stack(
         if found:
             yield skip(attention.sites, attention.class_name, _TARGET, offer, "; ".join(found))
         else:
-            yield _replace(attention, offer, backend, "cross-attention, which has no bias")
+            yield _replace(attention, offer, options, "cross-attention, which has no bias")
     if replaced:
         yield _tell(stack, offer)
 
@@ -64,9 +73,11 @@ def _not_supported_reasons(attention: Candidate, rule: Rule) -> list[str]:
     return attention.blocked_reasons() + FusedRelativeAttention.not_supported_reasons(attention.module)
 
 
-def _replace(attention: Candidate, offer: Offer, backend: str, reason: str) -> Replacement:
+def _replace(attention: Candidate, offer: Offer, options: Mapping[str, Any], reason: str) -> Replacement:
     module: nn.Module = attention.module
+    if options["long_rows_only"]:
+        reason += f"; in training, for {LONG_ROW} tokens and more"
     # Where a fused softmax inside eager attention would be put.
     config = Site(module, "config", f"{attention.sites[0].path}.config")
-    build = functools.partial(FusedRelativeAttention.from_module, module, backend=backend)
+    build = functools.partial(FusedRelativeAttention.from_module, module, **options)
     return replacement(attention.sites, attention.class_name, _TARGET, offer, reason, build, absorbs=(config,))
