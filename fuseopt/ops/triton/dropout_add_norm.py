@@ -195,10 +195,7 @@ def dropout_add_layer_norm_fwd(
     Returns:
         The norm and the sum [*, H], contiguous; mean and rstd [*], float32, or float64 for a float64 sum.
     """
-    compute = compute_dtype(input, residual, weight, bias)
-    output, sum, rstd = empty_results(input, residual, output_dtype)
-    mean = torch.empty_like(rstd)
-    _forward(input, residual, weight, bias, seed, p, eps, 0.0, compute, output, sum, mean, rstd)
+    output, sum, rstd, mean = _forward(input, residual, weight, bias, seed, p, eps, output_dtype, has_mean=True)
     return output, sum, mean, rstd
 
 
@@ -228,19 +225,10 @@ def dropout_add_rms_norm_fwd(
     """
     sum_dtype = torch.promote_types(input.dtype, residual.dtype)
     norm_dtype, output_dtype = cast_dtypes(cast_order, sum_dtype, None if weight is None else weight.dtype)
-    output, sum, rstd = empty_results(input, residual, output_dtype)
-    _forward(input, residual, weight, None, seed, p, eps, offset, norm_dtype, output, sum, None, rstd)
+    output, sum, rstd, _ = _forward(
+        input, residual, weight, None, seed, p, eps, output_dtype, has_mean=False, norm_dtype=norm_dtype, offset=offset
+    )
     return output, sum, rstd
-
-
-def empty_results(
-    input: torch.Tensor, residual: torch.Tensor, output_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The norm, the sum and rstd."""
-    output = torch.empty(input.shape, dtype=output_dtype, device=input.device)
-    sum_dtype = torch.promote_types(input.dtype, residual.dtype)
-    sum = torch.empty(input.shape, dtype=sum_dtype, device=input.device)
-    return output, sum, torch.empty(input.shape[:-1], dtype=compute_dtype(sum), device=input.device)
 
 
 def _forward(
@@ -251,20 +239,25 @@ def _forward(
     seed: torch.Tensor,
     p: float,
     eps: float,
-    offset: float,
-    norm_dtype: torch.dtype,
-    output: torch.Tensor,
-    sum: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-) -> None:
-    """Writes the last four."""
-    columns, rows = input.shape[-1], rstd.numel()
+    output_dtype: torch.dtype,
+    *,
+    has_mean: bool,
+    norm_dtype: torch.dtype | None = None,
+    offset: float = 0.0,
+) -> tuple[torch.Tensor, ...]:
+    """The norm, the sum, rstd, and the mean, which is empty unless the norm has one.
+
+    `norm_dtype`: what the normalised sum is rounded to before the weight; None: not at all.
+    """
+    columns = input.shape[-1]
+    output = torch.empty(input.shape, dtype=output_dtype, device=input.device)
+    sum_dtype = torch.promote_types(input.dtype, residual.dtype)
+    sum = torch.empty(input.shape, dtype=sum_dtype, device=input.device)
+    rstd = torch.empty(input.shape[:-1], dtype=compute_dtype(sum), device=input.device)
+    mean = torch.empty_like(rstd) if has_mean else rstd.new_empty(0)
+    rows = rstd.numel()
     if rows == 0 or columns == 0:
-        for statistic in (mean, rstd):
-            if statistic is not None:
-                statistic.fill_(float("nan"))
-        return
+        return output, sum, rstd.fill_(float("nan")), mean.fill_(float("nan"))
     matrix, row_stride = as_rows(input)
     residual_matrix, residual_row_stride = as_rows(residual)
     weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
@@ -272,10 +265,11 @@ def _forward(
     tile = row_tile(FWD_TILING, columns, compute)
     with torch.cuda.device_of(input):
         dropout_add_norm_fwd_kernel[(-(-rows // tile.rows),)](
-            matrix, residual_matrix, weight, bias, seed, output, sum, mean, rstd, rows, columns, row_stride,
-            residual_row_stride, 1.0 / (1.0 - p), eps, threshold(p), offset, TL_DTYPES[compute], TL_DTYPES[norm_dtype],
-            tile.rows, tile.columns, num_warps=tile.num_warps, enable_fp_fusion=True,
+            matrix, residual_matrix, weight, bias, seed, output, sum, mean if has_mean else None, rstd, rows, columns,
+            row_stride, residual_row_stride, 1.0 / (1.0 - p), eps, threshold(p), offset, TL_DTYPES[compute],
+            TL_DTYPES[norm_dtype or compute], tile.rows, tile.columns, num_warps=tile.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
+    return output, sum, rstd, mean
 
 
 def dropout_add_layer_norm_bwd(
