@@ -1,6 +1,8 @@
 """DDP and FSDP2 over two processes take the steps that one process takes over both halves of the batch."""
 
 import gc
+import multiprocessing
+from collections.abc import Callable
 from datetime import timedelta
 from unittest import mock
 
@@ -123,11 +125,21 @@ def _train_in_process(rank: int, folder: str, device: str) -> None:
     dist.destroy_process_group()
 
 
+def start_two(function: Callable[..., None], arguments: tuple[str, ...], device: str) -> None:
+    """`function(rank, *arguments)` in two new processes: without a GPU forks of one that has imported what both need.
+
+    A driver that had been initialised in it would be of no use to them.
+    """
+    multiprocessing.set_forkserver_preload([__name__])
+    method = "forkserver" if device == "cpu" else "spawn"
+    torch.multiprocessing.start_processes(function, arguments, nprocs=2, start_method=method)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
 def test_two_processes_have_the_losses_and_the_gradients_of_one(device, tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    torch.multiprocessing.spawn(_train_in_process, (str(tmp_path), device), nprocs=2)
+    start_two(_train_in_process, (str(tmp_path), device), device)
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     stock = stock_model(device)
     expected = train(stock, tiny.inputs(stock, batch=4)["input_ids"])
