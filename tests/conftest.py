@@ -13,6 +13,15 @@ hypothesis.settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     hypothesis.settings.load_profile("ci")
 
+# Inductor reads this once, when it is imported: by a folder's conftest, which for files that are named on the command
+# line is before pytest_configure.
+# For a CPU, it writes plain loops: what it emits for vectors takes twice as long to compile, and with an empty cache it
+# compiles a trial for each kind of them first. And it compiles in the process itself: the ones that it would start for
+# that import torch for longer than a CPU's few loops take. Triton's kernels, for a GPU, are worth them.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 NEED_TRITON = ["ops/triton/*", "ops/test_interpreter.py", "test_compile_only.py"]
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else NEED_TRITON
 
@@ -35,14 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     A worker beside others computes on one thread, and so do the processes it starts: on 16 cores, 8 workers with 16
     threads each mostly wait for one another.
-
-    For a CPU, Inductor writes plain loops: what it emits for vectors takes twice as long to compile, and with an empty
-    cache it compiles a trial for each kind of them first. And it compiles in the process itself: the ones that it would
-    start for that import torch for longer than a CPU's few loops take. Triton's kernels, for a GPU, are worth them.
     """
-    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if hasattr(config, "workerinput"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
