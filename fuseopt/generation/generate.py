@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from fuseopt.config import GenerationOptions
 from fuseopt.generation import tiers
@@ -120,8 +119,6 @@ class FusedGenerate:
             look,
         )
         bound.arguments["custom_generate"] = loop
-        if given.get("tokenizer") is not None and given.get("stop_strings") is not None:
-            _make_stop_criterion(bound.arguments, variadic)
         own_methods = RememberingModel.METHODS.isdisjoint(vars(self.model))
         self._remembering.full_mask = started.full_mask
         try:
@@ -154,12 +151,3 @@ class FusedGenerate:
         size = f"{graphs.bytes / 2**20:.1f} MiB of static tensors"
         kept = f"{graphs.steps} captured steps and {graphs.prompts} captured prompts, {size}"
         return (*(f"generate(): {call}" for call in self.calls), f"generate(): {kept}")
-
-
-def _make_stop_criterion(arguments: dict[str, Any], variadic: str) -> None:
-    """Makes the criterion of `stop_strings`, since transformers hands its tokenizer to none but its own methods."""
-    others = dict(arguments[variadic])
-    strings, tokenizer = others.pop("stop_strings"), others.pop("tokenizer")
-    criteria = arguments.get("stopping_criteria") or ()
-    criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
-    arguments.update({variadic: others, "stopping_criteria": StoppingCriteriaList([*criteria, criterion])})

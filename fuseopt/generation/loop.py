@@ -115,8 +115,10 @@ class DecodeLoop:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
+        tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
+        """`tokenizer` is for transformers' preparation alone."""
         call = _PreparedCall(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         with suppress(_Changed):
             return self._serve(call)

@@ -69,14 +69,19 @@ class RememberingModel:
         return self._forward
 
     def _extract_generation_mode_kwargs(self, custom_generate: Any, kwargs: dict[str, Any], *others: Any) -> Any:
-        """Arguments by the names of the decoding method's, for which transformers looks at two signatures."""
+        """Arguments by the names of the decoding method's, for which transformers looks at two signatures.
+
+        With the caller's tokenizer, which transformers keeps for its own decoding methods alone, so that it makes the
+        criterion of stop strings itself.
+        """
+        tokenizer = kwargs.get("tokenizer")
         names = (type(custom_generate), frozenset(kwargs), *(other is None for other in others))
         if names in self._nothing_extracted:
             return {}
         found = type(self.model)._extract_generation_mode_kwargs(self.model, custom_generate, kwargs, *others)
         if not found and kwargs.keys() == names[1]:
             self._nothing_extracted.add(names)
-        return found
+        return found if tokenizer is None else {**found, "tokenizer": tokenizer}
 
     def _prepare_generation_config(self, generation_config: Any = None, **kwargs: Any) -> Any:
         self._forget_other_config()

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from fuseopt.generation.remembering import RememberingModel
 from fuseopt.ops.library import Observer
 
 
@@ -111,10 +112,8 @@ def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator
         yield "beam search takes no streamer"
     if arguments.get("assistant_tokenizer") is not None or setting("token_healing"):
         yield "a tokenizer is needed for more than stop strings"
-    if setting("stop_strings") is not None and "stop_strings" not in arguments:
-        yield "stop_strings stand in a generation config, which is not the loop's to change"
-    if any(isinstance(criterion, StopStringCriteria) for criterion in arguments.get("stopping_criteria") or ()):
-        yield "a StopStringCriteria of the caller's would meet transformers' own"
+    if setting("stop_strings") is not None and not RememberingModel.METHODS.isdisjoint(vars(model)):
+        yield "methods of its own prepare the call, and may want the tokenizer of stop_strings"
     if arguments.get("synced_gpus"):
         yield "synced_gpus keeps several processes in step"
     if setting("cache_implementation") is not None:

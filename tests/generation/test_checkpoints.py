@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    GenerationConfig,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 import fuseopt
 
@@ -82,6 +89,48 @@ def test_stop_strings(checkpoint, mode):
         with pytest.raises(ValueError, match="tokenizer"):
             generate(model, tokenizer, prompts, stop_strings=["the"])
     assert torch.equal(fused.sequences, stock.sequences)
+
+
+def in_a_config(tokenizer):
+    config = GenerationConfig(stop_strings=["the", "and "])
+    return {"generation_config": config, "tokenizer": tokenizer}, "T1 fast forward"
+
+
+def in_a_criterion(tokenizer):
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, ["the", "and "])])
+    return {"stop_strings": ["of"], "tokenizer": tokenizer, "stopping_criteria": criteria}, "T1 fast forward"
+
+
+def for_nothing(tokenizer):
+    return {"tokenizer": tokenizer}, "T0 device loop"
+
+
+@pytest.mark.parametrize("case", [in_a_config, in_a_criterion, for_nothing], ids=lambda case: case.__name__)
+def test_a_tokenizer_goes_where_transformers_wants_it(checkpoint, case):
+    model, tokenizer = checkpoint
+    kwargs, tier = case(tokenizer)
+    stock, _ = generate(model, tokenizer, PROMPTS[:2], **kwargs)
+    with fuseopt.fused(model, CONFIGS["generation"]):
+        fused, _ = generate(model, tokenizer, PROMPTS[:2], **kwargs)
+        assert str(model.generate.calls[-1]).startswith(tier)
+    assert torch.equal(fused.sequences, stock.sequences)
+
+
+def test_stop_strings_of_a_model_with_methods_of_its_own(checkpoint):
+    model, tokenizer = checkpoint
+    model._validate_model_kwargs = model._validate_model_kwargs
+    kwargs = {"stop_strings": ["the", "and "], "tokenizer": tokenizer}
+    stock, _ = generate(model, tokenizer, PROMPTS[:2], **kwargs)
+    with fuseopt.fused(model, CONFIGS["generation"]):
+        fused, _ = generate(model, tokenizer, PROMPTS[:2], **kwargs)
+        assert "methods of its own" in model.generate.calls[-1].reason
+    assert torch.equal(fused.sequences, stock.sequences)
+
+
+def test_what_is_wrong_with_stop_strings_is_said_when_transformers_comes_to_it(checkpoint):
+    model, tokenizer = checkpoint
+    with fuseopt.fused(model, CONFIGS["generation"]), pytest.raises(ValueError, match="max_length"):
+        model.generate(**tokenizer(PROMPTS[0], return_tensors="pt"), max_length=1, stop_strings=[], tokenizer=tokenizer)
 
 
 def test_verify_agrees_on_real_text(checkpoint):
