@@ -86,7 +86,7 @@ class BeamState:
         sequences[:, length:].masked_fill_(is_behind, fill)
         # A token comes from the row that had the one before it as its input.
         beam_indices = self.ancestry[1, rows, filled - 1 : filled - 1 + longest].masked_fill_(is_behind, -1)
-        return BestBeams(sequences, self.scores[:, :count].flatten(), beam_indices)
+        return BestBeams(sequences, self.scores[:, :count].flatten().clone(), beam_indices)
 
 
 def along_ancestry(cache: Tensor, ancestry: Tensor) -> Tensor:

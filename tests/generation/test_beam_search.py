@@ -10,6 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 import fuseopt
 from fuseopt.generation.graphs import Step
+from fuseopt.generation.state import DecodeState
 from fuseopt.generation.stop_flags import StopFlags
 from fuseopt.generation.tiers import Tier
 from tests import tiny
@@ -189,6 +190,25 @@ def test_parts_that_were_not_asked_for(model, details):
     assert type(got) is type(wanted) and got.keys() == wanted.keys()
     assert torch.equal(got.sequences, wanted.sequences) and torch.equal(got.beam_indices, wanted.beam_indices)
     assert got.beam_indices.dtype == wanted.beam_indices.dtype
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 3}], ids=str)
+def test_what_is_returned_is_none_of_the_static_tensors(model, kwargs, monkeypatch):
+    """Which a later call writes to."""
+    states, make = [], DecodeState.__init__
+    monkeypatch.setattr(DecodeState, "__init__", lambda state, *args: states.append(state) or make(state, *args))
+    inputs = prompt(model, 1, 5, 0)
+    with fuseopt.fused(model, GENERATION), torch.inference_mode():
+        got, _ = generate(model, inputs, max_new_tokens=5, **kwargs)
+    kept = [vars(state) if state.beams is None else vars(state) | vars(state.beams) for state in states]
+    kept = {value.untyped_storage().data_ptr() for held in kept for value in held.values() if torch.is_tensor(value)}
+    cache = got.past_key_values
+    if model.config.is_encoder_decoder:
+        cache = cache.self_attention_cache
+    returned = [got.sequences, *got.scores, *got.logits, cache.layers[0].keys, cache.layers[1].values]
+    returned += [got[name] for name in ("sequences_scores", "beam_indices") if name in got]
+    assert kept and not kept & {value.untyped_storage().data_ptr() for value in returned}
+    assert all(value.is_inference() for value in returned)
 
 
 @pytest.mark.parametrize("pad", [0, 5, None])
