@@ -106,9 +106,9 @@ def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator
     for name, method in _OTHER_METHODS.items():
         if setting(name) is not None and setting(name) is not False:
             yield f"{name} asks for {method}"
-    if (setting("num_beam_groups") or 1) > 1:
+    if setting("num_beam_groups") not in (None, 1):
         yield "num_beam_groups asks for group beam search"
-    if arguments.get("streamer") is not None and (setting("num_beams") or 1) > 1:
+    if arguments.get("streamer") is not None and setting("num_beams") not in (None, 1):
         yield "beam search takes no streamer"
     if arguments.get("assistant_tokenizer") is not None or setting("token_healing"):
         yield "a tokenizer is needed for more than stop strings"

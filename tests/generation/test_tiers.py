@@ -1,5 +1,6 @@
 """Which calls go to transformers' own decoding method, and what the report says of it."""
 
+import copy
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -274,6 +275,26 @@ def test_bad_arguments_are_refused_in_transformers_own_words(kwargs):
             generate(model, **kwargs)
         messages.append(str(raised.value))
     assert messages[0] == messages[1]
+
+
+# What to call, and how it was served; None where transformers refuses it before it decodes.
+ODD_CALLS = {
+    "beam groups in words": (tiny.gpt2, {"num_beam_groups": "2"}, "num_beam_groups asks for group beam search"),
+    "a streamer and beams in words": (tiny.gpt2, {"num_beams": "2", "streamer": Streamer()}, None),
+}
+
+
+@pytest.mark.parametrize("case", ODD_CALLS)
+def test_odd_calls_come_to_what_they_do_in_transformers(case):
+    make, kwargs, reason = ODD_CALLS[case]
+    outcomes = []
+    for model in (make(), fuseopt.initialize(make(), GENERATION)):
+        try:
+            outcomes.append(generate(model, **copy.deepcopy(kwargs)).tolist())
+        except Exception as error:
+            outcomes.append((type(error), str(error)))
+    assert outcomes[1] == outcomes[0]
+    assert reason is None or reason in str(served(model)), served(model)
 
 
 def test_the_report_keeps_the_last_calls_only():
