@@ -191,6 +191,8 @@ def call_reasons(
         yield "output_hidden_states is asked for"
     if config.is_assistant:
         yield "the model assists another one"
+    if config.num_beams is not None and config.num_beams < 1:
+        yield f"num_beams is {config.num_beams}"
     if not config.use_cache:
         yield "use_cache is off"
     elif not _is_plain_cache(model_kwargs.get("past_key_values")):

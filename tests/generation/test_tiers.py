@@ -281,6 +281,8 @@ def test_bad_arguments_are_refused_in_transformers_own_words(kwargs):
 ODD_CALLS = {
     "beam groups in words": (tiny.gpt2, {"num_beam_groups": "2"}, "num_beam_groups asks for group beam search"),
     "a streamer and beams in words": (tiny.gpt2, {"num_beams": "2", "streamer": Streamer()}, None),
+    "no beams": (tiny.gpt2, {"num_beams": 0}, "num_beams is 0"),
+    "less than no beams": (tiny.t5, {"num_beams": -1}, "num_beams is -1"),
 }
 
 
