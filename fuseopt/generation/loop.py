@@ -199,6 +199,12 @@ class DecodeLoop:
         encoded = call.model_kwargs.get("encoder_outputs")
         if encoded is not None and encoded[0].shape[0] != sizes.rows:
             yield f"the encoder's output has {encoded[0].shape[0]} rows, the decoder {sizes.rows}"
+        mask = call.model_kwargs.get("attention_mask")
+        if encoded is not None and mask is not None and self.started.encoded is None:
+            if mask.shape != encoded[0].shape[:2]:
+                yield "the attention mask is not of the shape of the encoder's output"
+            elif not mask.any(dim=1).all():
+                yield "all of what the encoder says of a prompt is masked"
 
     def _decode(self, model: nn.Module, state: DecodeState, call: _PreparedCall) -> Any:
         config = call.config

@@ -334,6 +334,25 @@ def test_masks_of_another_length(model, length):
     compare(model, inputs, Tier.DEVICE_LOOP, max_new_tokens=8)
 
 
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
+def test_masks_that_leave_nothing_of_a_prompt_or_are_not_of_its_length(as_on_a_gpu, each_device, monkeypatch):
+    """transformers lets a decoder attend evenly to a prompt that is masked as a whole, and drops a mask of ones."""
+    if as_on_a_gpu:
+        for module in (attention, layers, prompts, ahead):
+            monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
+    inputs, stock, model = (
+        prompt(tiny.t5(), 2, 6, 0, padded=False),
+        tiny.t5(),
+        fuseopt.initialize(tiny.t5(), GENERATION),
+    )
+    for mask in ([[0] * 6, [1] * 6], [[1] * 4] * 2, [[1] * 9] * 2):
+        for kwargs in ({}, {"num_beams": 2}):
+            inputs["attention_mask"] = torch.tensor(mask)
+            wanted = generate(stock, inputs, max_new_tokens=4, **kwargs)
+            assert_same(generate(model, inputs, max_new_tokens=4, **kwargs), wanted)
+            assert "mask" in calls_of(model)[-1].reason
+
+
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")
 def test_embeddings_in_place_of_tokens(each_device):
     model = tiny.gpt2()
