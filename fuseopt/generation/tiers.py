@@ -225,8 +225,11 @@ def device_loop_reasons(
             yield f"{type(criterion).__name__} runs on the host"
     if len(stops) > 1:
         yield "there are several criteria beside the length"
-    if stops and config._pad_token_tensor is None and (config.num_beams or 1) == 1:
+    pad = config._pad_token_tensor
+    if stops and pad is None and (config.num_beams or 1) == 1:
         yield "there is no pad token"
+    if pad is not None and pad.dim():
+        yield "pad_token_id is not one number"
 
 
 def length_limit(criteria: Sequence[Any]) -> int | None:

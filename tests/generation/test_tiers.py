@@ -283,16 +283,23 @@ ODD_CALLS = {
     "a streamer and beams in words": (tiny.gpt2, {"num_beams": "2", "streamer": Streamer()}, None),
     "no beams": (tiny.gpt2, {"num_beams": 0}, "num_beams is 0"),
     "less than no beams": (tiny.t5, {"num_beams": -1}, "num_beams is -1"),
+    "a list of padding": (
+        tiny.gpt2,
+        {"num_beams": 2, "pad_token_id": torch.tensor([4], device="cpu")},
+        "pad_token_id is not one number",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", ODD_CALLS)
-def test_odd_calls_come_to_what_they_do_in_transformers(case):
+def test_odd_calls_come_to_what_they_do_in_transformers(case, each_device):
     make, kwargs, reason = ODD_CALLS[case]
     outcomes = []
     for model in (make(), fuseopt.initialize(make(), GENERATION)):
         try:
-            outcomes.append(generate(model, **copy.deepcopy(kwargs)).tolist())
+            own = copy.deepcopy(kwargs)
+            own = {name: value.to(each_device) if torch.is_tensor(value) else value for name, value in own.items()}
+            outcomes.append(generate(model, **own).tolist())
         except Exception as error:
             outcomes.append((type(error), str(error)))
     assert outcomes[1] == outcomes[0]
