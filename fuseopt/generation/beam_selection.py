@@ -147,6 +147,8 @@ def not_on_device(config: Any, vocab: int, named_vocab: int, length: int, limit:
         yield f"there are fewer than {candidates(config)} continuations of an item"
     if config.max_length <= length:
         yield f"max_length, {config.max_length}, is not beyond the prompt"
+    elif limit > config.max_length:
+        yield f"a criterion lets sequences get longer than max_length, {config.max_length}"
     elif not isinstance(penalty, int | float):
         yield f"length_penalty is a {type(penalty).__name__}"
     elif not abs(penalty) * (max(limit, config.max_length) - length).bit_length() < 62:

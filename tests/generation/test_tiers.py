@@ -288,6 +288,11 @@ ODD_CALLS = {
         {"num_beams": 2, "pad_token_id": torch.tensor([4], device="cpu")},
         "pad_token_id is not one number",
     ),
+    "a criterion beyond the length": (
+        tiny.gpt2,
+        {"num_beams": 2, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(20)])},
+        "longer than max_length, 13",
+    ),
 }
 
 
