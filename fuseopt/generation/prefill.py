@@ -107,7 +107,7 @@ def store_cache(state: DecodeState, past_key_values: Any, slots: int, cross_slot
 def is_plain(model: nn.Module, input_ids: Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> bool:
     """Whether there is nothing but a prompt of tokens, and attention is of the kind that the step's prefill has."""
     cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
-    masked = input_ids
+    masked, positions = input_ids, model_kwargs.get("position_ids")
     if model.config.is_encoder_decoder:
         masked = model_kwargs["encoder_outputs"][0][..., 0]
         masked_too = model_kwargs.get("decoder_attention_mask") is not None
@@ -118,10 +118,17 @@ def is_plain(model: nn.Module, input_ids: Tensor, config: Any, model_kwargs: Map
     return (
         input_ids.shape[1] > 0
         and (mask is None or mask.shape == masked.shape)
+        and (positions is None or _are_of(positions, input_ids))
         and model_kwargs.get("inputs_embeds") is None
         and cache.get_seq_length() == 0
         and config.prefill_chunk_size is None
     )
+
+
+def _are_of(positions: Tensor, input_ids: Tensor) -> bool:
+    """Whether there is a position for each token."""
+    rows, length = positions.shape
+    return rows in (1, input_ids.shape[0]) and length >= input_ids.shape[1] and not positions.is_floating_point()
 
 
 def _by_the_model(

@@ -293,6 +293,12 @@ ODD_CALLS = {
         {"num_beams": 2, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(20)])},
         "longer than max_length, 13",
     ),
+    "fewer positions than tokens": (tiny.gpt2, {"position_ids": torch.arange(6, device="cpu").repeat(2, 1)}, "raised"),
+    "positions between the numbers": (
+        tiny.gpt2,
+        {"position_ids": torch.arange(7, dtype=torch.float32, device="cpu").repeat(2, 1)},
+        "raised",
+    ),
 }
 
 
