@@ -199,7 +199,17 @@ class DecodeLoop:
         encoded = call.model_kwargs.get("encoder_outputs")
         if encoded is not None and encoded[0].shape[0] != sizes.rows:
             yield f"the encoder's output has {encoded[0].shape[0]} rows, the decoder {sizes.rows}"
-        mask = call.model_kwargs.get("attention_mask")
+        cache = _own_cache(call)
+        if 0 < len(cache.layers) < self.step.shape.layers:
+            yield f"the cache has {len(cache.layers)} layers, the decoder {self.step.shape.layers}"
+        yield from self._mask_reasons(call)
+
+    def _mask_reasons(self, call: _PreparedCall) -> Iterator[str]:
+        length, past = call.input_ids.shape[1], _own_cache(call).get_seq_length()
+        mask, encoded = call.model_kwargs.get("attention_mask"), call.model_kwargs.get("encoder_outputs")
+        own = mask if encoded is None else call.model_kwargs.get("decoder_attention_mask")
+        if own is not None and own.shape[1] != length and own.shape[1] < past + length:
+            yield f"a mask of {own.shape[1]} tokens is shorter than the prompt"
         if encoded is not None and mask is not None and self.started.encoded is None:
             if mask.shape != encoded[0].shape[:2]:
                 yield "the attention mask is not of the shape of the encoder's output"
@@ -316,6 +326,12 @@ DecodeLoop.__signature__ = inspect.Signature(list(inspect.signature(DecodeLoop._
 def _bounds(call: _PreparedCall) -> tuple[int, int]:
     """The length of the prompt, and the one at which all sequences end."""
     return call.input_ids.shape[1], tiers.length_limit(call.criteria) or 0
+
+
+def _own_cache(call: _PreparedCall) -> Any:
+    """Of the decoder's own keys and values."""
+    cache = call.model_kwargs["past_key_values"]
+    return getattr(cache, "self_attention_cache", cache)
 
 
 def _sizes(call: _PreparedCall) -> Sizes:

@@ -154,7 +154,8 @@ def _by_the_model(
 def _load(static: Tensor, cache: DynamicCache, rows_per_item: int = 1) -> int:
     """Copies keys and values into [layers, 2, items, heads, capacity, head_dim]; returns how many slots they fill."""
     slots = cache.get_seq_length()
-    for target, layer in zip(static, cache.layers, strict=True):
+    # transformers makes as many layers as the encoder has.
+    for target, layer in zip(static, cache.layers[: len(static)], strict=True):
         target[0, :, :, :slots] = layer.keys[::rows_per_item]
         target[1, :, :, :slots] = layer.values[::rows_per_item]
     return slots

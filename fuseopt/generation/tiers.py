@@ -195,7 +195,7 @@ def call_reasons(
         yield f"num_beams is {config.num_beams}"
     if not config.use_cache:
         yield "use_cache is off"
-    elif not _is_plain_cache(model_kwargs.get("past_key_values")):
+    elif not _is_plain_cache(model_kwargs.get("past_key_values"), model_kwargs.get("encoder_outputs") is not None):
         yield f"the cache is a {type(model_kwargs.get('past_key_values')).__name__} of its own kind"
     for name, value in model_kwargs.items():
         if name not in _MODEL_KWARGS and value is not None:
@@ -265,9 +265,11 @@ def _has_modes() -> bool:
     )
 
 
-def _is_plain_cache(cache: Any) -> bool:
-    if type(cache) is EncoderDecoderCache:
-        return _is_plain_cache(cache.self_attention_cache) and _is_plain_cache(cache.cross_attention_cache)
+def _is_plain_cache(cache: Any, encodes: bool = False) -> bool:
+    if encodes:
+        return type(cache) is EncoderDecoderCache and all(
+            map(_is_plain_cache, (cache.self_attention_cache, cache.cross_attention_cache))
+        )
     return (
         type(cache) is DynamicCache
         and not cache.offloading

@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     DynamicCache,
+    EncoderDecoderCache,
     GPT2DoubleHeadsModel,
     GPT2LMHeadModel,
     LogitsProcessor,
@@ -298,6 +299,26 @@ ODD_CALLS = {
         tiny.gpt2,
         {"position_ids": torch.arange(7, dtype=torch.float32, device="cpu").repeat(2, 1)},
         "raised",
+    ),
+    "a cache for an encoder that is not there": (
+        tiny.gpt2,
+        {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())},
+        "the cache is a EncoderDecoderCache of its own kind",
+    ),
+    "a cache of a decoder alone": (
+        tiny.t5,
+        {"past_key_values": DynamicCache()},
+        "the cache is a DynamicCache of its own kind",
+    ),
+    "more layers than the cache": (
+        lambda: tiny.t5(num_layers=1, num_decoder_layers=2),
+        {},
+        "the cache has 1 layers, the decoder 2",
+    ),
+    "fewer layers than the cache": (
+        lambda: tiny.t5(num_decoder_layers=1),
+        {"decoder_input_ids": torch.tensor([[0, 3], [0, 4]], device="cpu")},
+        "T0",
     ),
 }
 
