@@ -204,6 +204,8 @@ def call_reasons(
         value = model_kwargs.get(name)
         if value is not None and value.dim() != 2:
             yield f"{name} has {value.dim()} dimensions"
+        elif value is not None and name.endswith("mask") and value.shape[0] != input_ids.shape[0]:
+            yield f"{name} has {value.shape[0]} rows, the prompt {input_ids.shape[0]}"
     if length_limit(criteria) is None:
         yield "no maximal length bounds the cache"
     if input_ids.device.type == "meta":

@@ -320,6 +320,19 @@ ODD_CALLS = {
         {"decoder_input_ids": torch.tensor([[0, 3], [0, 4]], device="cpu")},
         "T0",
     ),
+    "a mask for all rows": (
+        tiny.t5,
+        {"num_beams": 2, "decoder_attention_mask": torch.tensor([[1]], device="cpu")},
+        "decoder_attention_mask has 2 rows, the prompt 4",
+    ),
+    "a mask shorter than the prompt": (
+        tiny.t5,
+        {
+            "decoder_input_ids": torch.tensor([[0, 4], [0, 5]], device="cpu"),
+            "decoder_attention_mask": torch.tensor([[0], [0]], device="cpu"),
+        },
+        "a mask of 1 tokens is shorter than the prompt",
+    ),
 }
 
 
