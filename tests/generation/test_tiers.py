@@ -67,7 +67,8 @@ class Streamer:
 def generate(model, **kwargs):
     inputs = tiny.inputs(model, batch=2)["input_ids"]
     torch.manual_seed(0)
-    return model.generate(inputs, **{"attention_mask": torch.ones_like(inputs), "max_new_tokens": 6, **kwargs})
+    given = {"inputs": inputs, "attention_mask": torch.ones_like(inputs), "max_new_tokens": 6, **kwargs}
+    return model.generate(**given)
 
 
 def served(model):
@@ -295,6 +296,11 @@ ODD_CALLS = {
         "longer than max_length, 13",
     ),
     "fewer positions than tokens": (tiny.gpt2, {"position_ids": torch.arange(6, device="cpu").repeat(2, 1)}, "raised"),
+    "tokens between the numbers": (
+        tiny.gpt2,
+        {"inputs": torch.full((2, 7), 3.5, device="cpu")},
+        "raised",
+    ),
     "positions between the numbers": (
         tiny.gpt2,
         {"position_ids": torch.arange(7, dtype=torch.float32, device="cpu").repeat(2, 1)},
