@@ -212,8 +212,8 @@ class HeadStart:
         with self.graphs.beside(input_ids.device):
             positions = None
             if keep is not None:
-                # As transformers numbers the tokens of rows with padding.
-                positions = (keep.long().cumsum(1) - 1).clamp_min_(0)
+                given = {"attention_mask": keep}
+                positions = type(self.model)._prepare_position_ids_for_generation(self.model, input_ids, given)
             state.load_prompt(input_ids, keep, positions)
             note = run_forward(step.prefill, self.graphs, state, rows, length, keep is not None)
         return Ahead(input_ids, mask, state, note)

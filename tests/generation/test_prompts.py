@@ -100,6 +100,19 @@ def test_a_mask_that_transformers_infers(ran, padded, each_device):
     assert ran == [(GPT2Step, 16, False), (GPT2Step, 16, True)][: 1 + padded]
 
 
+@pytest.mark.parametrize(
+    "mask", [[[1, 1, 1, 1, 0, 0], [1] * 6], [[1, 1, 0, 0, 1, 1], [1] * 6]], ids=["right", "middle"]
+)
+def test_padding_that_is_not_on_the_left(ran, mask, each_device):
+    """All that is masked has position 0."""
+    model = tiny.gpt2()
+    inputs = prompt(model, 2, 6, 0, padded=False) | {"attention_mask": torch.tensor(mask)}
+    wanted = generate(model, inputs, max_new_tokens=4)
+    fuseopt.initialize(model, GENERATION)
+    assert_same(generate(model, inputs, max_new_tokens=4), wanted)
+    assert ran == [(GPT2Step, 8, True)]
+
+
 @pytest.mark.parametrize("name", ["position_ids", "past_key_values", "inputs_embeds", "prefill_chunk_size"])
 def test_what_keeps_a_prompt_from_running_ahead(ran, name, each_device):
     model = tiny.gpt2()
