@@ -159,6 +159,8 @@ class HeadStart:
             limit = prompt + new
         if not all(isinstance(number, int) and number > 0 for number in (limit, beams, sequences)) or limit <= prompt:
             return None
+        if 1 < beams < sequences:
+            return None  # which transformers is going to refuse
         rows, capacity, longest = items * max(beams, sequences), limit - 1, step.max_length
         if rows > self.max_batch or max(capacity, length) > self.max_length:
             return None

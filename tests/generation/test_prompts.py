@@ -293,6 +293,12 @@ def test_what_a_decoder_begins_with(case, others, ran, each_device, monkeypatch)
         assert [kind for kind, *_ in ran if kind is T5Step] == [T5Step]
 
 
+def test_more_sequences_than_beams_are_refused_in_transformers_own_words(ran, each_device):
+    model = fuseopt.initialize(tiny.t5(), GENERATION)
+    with pytest.raises(ValueError, match=r"`num_return_sequences` .* `num_beams`"):
+        generate(model, prompt(model, 1, 3, 0), num_beams=2, num_return_sequences=3, max_new_tokens=2)
+
+
 def test_errors_are_transformers_own(ran, each_device):
     model = fuseopt.initialize(tiny.t5(), GENERATION)
     inputs = prompt(model, 2, 6, 0)
