@@ -145,7 +145,9 @@ def not_on_device(config: Any, vocab: int, named_vocab: int, length: int, limit:
         yield f"the logits are of {vocab} tokens, the model's config says {named_vocab}"
     if candidates(config) > config.num_beams * vocab:
         yield f"there are fewer than {candidates(config)} continuations of an item"
-    if config.max_length <= length:
+    if type(config.max_length) is not int:
+        yield f"max_length is a {type(config.max_length).__name__}"
+    elif config.max_length <= length:
         yield f"max_length, {config.max_length}, is not beyond the prompt"
     elif limit > config.max_length:
         yield f"a criterion lets sequences get longer than max_length, {config.max_length}"

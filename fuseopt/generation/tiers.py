@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -207,7 +208,7 @@ def call_reasons(
         elif value is not None and name.endswith("mask") and value.shape[0] != input_ids.shape[0]:
             yield f"{name} has {value.shape[0]} rows, the prompt {input_ids.shape[0]}"
     if length_limit(criteria) is None:
-        yield "no maximal length bounds the cache"
+        yield "no maximal length, in whole tokens, bounds the cache"
     if input_ids.device.type == "meta":
         yield "the inputs are on the meta device"
 
@@ -235,9 +236,12 @@ def device_loop_reasons(
 
 
 def length_limit(criteria: Sequence[Any]) -> int | None:
-    """The length at which the sequences end at the latest, or None when no criterion says."""
+    """The length at which the sequences end at the latest, or None when no criterion says in whole tokens."""
     limits = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
-    return min(limits, default=None)
+    try:
+        return min(map(operator.index, limits), default=None)
+    except TypeError:
+        return None
 
 
 def setting_of(model: nn.Module, arguments: Mapping[str, Any], name: str) -> Any:

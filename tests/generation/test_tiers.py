@@ -3,6 +3,7 @@
 import copy
 from contextlib import contextmanager, nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -296,6 +297,9 @@ ODD_CALLS = {
         "longer than max_length, 13",
     ),
     "fewer positions than tokens": (tiny.gpt2, {"position_ids": torch.arange(6, device="cpu").repeat(2, 1)}, "raised"),
+    "a length with a point": (tiny.gpt2, {"max_new_tokens": 2.0}, "no maximal length, in whole tokens"),
+    "a length of NumPy's": (tiny.t5, {"max_new_tokens": np.int64(2)}, "T0"),
+    "a length of NumPy's for beams": (tiny.t5, {"max_new_tokens": np.int64(2), "num_beams": 2}, "T1"),
     "tokens between the numbers": (
         tiny.gpt2,
         {"inputs": torch.full((2, 7), 3.5, device="cpu")},
