@@ -48,8 +48,11 @@ class Survey:
     watch: Watch | None = None
 
     def is_in_place(self) -> bool:
-        """Whether weights are still where they were: what reads them can run, though what comes of it may be void."""
-        return self.watch is not None and self.watch.is_in_place()
+        """Whether weights are where they were, and used as they are: what reads them can run, though what comes of it
+        may be void.
+        """
+        watch = self.watch
+        return watch is not None and not torch.is_autocast_enabled(watch.device_type) and watch.is_in_place()
 
 
 def survey(

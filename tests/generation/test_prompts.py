@@ -503,6 +503,18 @@ def test_store(data, each_device):
     assert set(copied) == {torch.complex128 if wide else dtype}
 
 
+def test_nothing_begins_under_autocast(ran, model):
+    """There PyTorch's products of many rows are in another dtype than the cache."""
+    inputs = prompt(model, 40, 5, 0)
+    fuseopt.initialize(model, GENERATION)
+    model.generate(**inputs, max_new_tokens=3)
+    ran.clear()
+    with torch.autocast(model.device.type, torch.bfloat16):
+        wanted = type(model).generate(model, **inputs, max_new_tokens=3)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=3), wanted)
+    assert not ran and model.generate.calls[-1].reason == "autocast is on"
+
+
 def nothing(module):
     pass
 
