@@ -201,6 +201,8 @@ def call_reasons(
     for name, value in model_kwargs.items():
         if name not in _MODEL_KWARGS and value is not None:
             yield f"{name} is passed to the model's forward"
+    if not isinstance(model_kwargs.get("logits_to_keep", 1), int):
+        yield "logits_to_keep is not one number"
     for name in ("attention_mask", "decoder_attention_mask", "position_ids"):
         value = model_kwargs.get(name)
         if value is not None and value.dim() != 2:
