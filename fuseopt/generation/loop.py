@@ -228,6 +228,8 @@ class DecodeLoop:
             reason = next(beam_selection.not_on_device(config, *vocabs, *_bounds(call)), None)
         tier = Tier.DEVICE_LOOP if reason is None else Tier.FAST_FORWARD
         self.served = Call(tier, reason or "", note="it raised")
+        cache = call.model_kwargs["past_key_values"]
+        is_the_callers = getattr(cache, "_is_user_defined", False)
         if reason is not None or not self._runs_unseen(state, call):
             self._confirm()
         if not has_kernel("decode_attention", state.cache):
@@ -239,11 +241,15 @@ class DecodeLoop:
         else:
             step = self.graphs.step(self.step, state, None)
             fast = FastModel(model, self.graphs, step, self.started.ahead)
-            output = self._by_transformers(fast, model, call)
+            try:
+                output = self._by_transformers(fast, model, call)
+            except BaseException:
+                if is_the_callers and fast.slots:
+                    store_cache(state, cache, fast.slots, fast.prefilled.cross_slots)
+                raise
             slots, cross_slots, note = fast.slots, fast.prefilled.cross_slots, fast.note
         self.served = Call(tier, reason or "", "eager" if step.graph is None else "graph", note)
-        cache = call.model_kwargs["past_key_values"]
-        if config.return_dict_in_generate or getattr(cache, "_is_user_defined", False):
+        if config.return_dict_in_generate or is_the_callers:
             store_cache(state, cache, slots, cross_slots)
         return output
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, StoppingCriteria
 
 import fuseopt
 from fuseopt import ops
@@ -302,6 +302,30 @@ def test_a_cache_of_the_caller_s_is_read_and_filled(model):
     fuseopt.initialize(model, GENERATION)
     assert_same(twice(), wanted)
     assert [call.tier for call in calls_of(model)] == [Tier.DEVICE_LOOP, Tier.DEVICE_LOOP]
+
+
+class Cancelled(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] >= 9:
+            raise KeyboardInterrupt
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"num_beams": 2}], ids=str)
+def test_a_cache_of_the_caller_s_after_a_call_that_was_cancelled(model, kwargs):
+    """It holds what has been decoded, to go on from."""
+    caches, inputs = [], prompt(model, 2, 6, 0, padded=False)
+    for _ in range(2):
+        caches.append(DynamicCache())
+        if model.config.is_encoder_decoder:
+            caches[-1] = EncoderDecoderCache(caches[-1], DynamicCache())
+        with pytest.raises(KeyboardInterrupt):
+            generate(
+                model, inputs, max_new_tokens=20, stopping_criteria=[Cancelled()], past_key_values=caches[-1], **kwargs
+            )
+        fuseopt.initialize(model, GENERATION)
+    assert_same_cache(caches[1], caches[0])
+    assert caches[0].get_seq_length() == 8 and calls_of(model)[-1].tier is Tier.FAST_FORWARD
 
 
 def test_decoder_prompts_and_masks(each_device):
