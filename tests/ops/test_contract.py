@@ -291,9 +291,9 @@ def test_vmap(case: Case) -> None:
             except BackendError:
                 assert not case.differentiable_samples(torch.float32)
             else:
-                # Of a batch a matrix product adds up in another order.
+                # Of a batch a matrix product adds up in another order, on some processors also in other pieces.
                 stacked = map(torch.stack, zip(*map(results, expected), strict=True))
-                assert error(results(output), list(stacked)) <= rounding(torch.float32)
+                assert error(results(output), list(stacked)) <= 8 * rounding(torch.float32)
 
 
 def test_functional_gradients(case: Case) -> None:
