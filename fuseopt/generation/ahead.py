@@ -105,7 +105,8 @@ class HeadStart:
             others: those of them that generate() passes on to whom they may concern.
             looks: at all that an encoder stands on, first.
         """
-        encodes, encoded = step.encoder_class is not None, others.get("encoder_outputs") is not None
+        # Some versions of transformers run no encoder where None is given.
+        encodes, encoded = step.encoder_class is not None, "encoder_outputs" in others
         captures = self.graphs.max_graphs and has_kernel("decode_attention", step.token_embedding)
         self._has_looked = True
         if encoded or not captures:

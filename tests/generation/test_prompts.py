@@ -503,6 +503,17 @@ def test_store(data, each_device):
     assert set(copied) == {torch.complex128 if wide else dtype}
 
 
+def test_an_encoder_s_output_of_none(ran, each_device):
+    """Which some versions of transformers refuse."""
+    inputs, outcomes = prompt(tiny.t5(), 2, 5, 0), []
+    for model in (tiny.t5(), fuseopt.initialize(tiny.t5(), GENERATION)):
+        try:
+            outcomes.append(model.generate(**inputs, encoder_outputs=None, max_new_tokens=3).tolist())
+        except ValueError as error:
+            outcomes.append(str(error))
+    assert outcomes[1] == outcomes[0] and T5Encoder not in [kind for kind, *_ in ran]
+
+
 def test_nothing_begins_under_autocast(ran, model):
     """There PyTorch's products of many rows are in another dtype than the cache."""
     inputs = prompt(model, 40, 5, 0)
