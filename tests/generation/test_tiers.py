@@ -297,6 +297,11 @@ ODD_CALLS = {
         "longer than max_length, 13",
     ),
     "fewer positions than tokens": (tiny.gpt2, {"position_ids": torch.arange(6, device="cpu").repeat(2, 1)}, "raised"),
+    "a mask of all that is there": (
+        tiny.gpt2,
+        {"attention_mask": torch.tensor([[0] * 12, [1] * 12], device="cpu")},
+        "a prompt is masked as a whole",
+    ),
     "logits of another shape": (tiny.gpt2, {"logits_to_keep": None}, "logits_to_keep is not one number"),
     "a length with a point": (tiny.gpt2, {"max_new_tokens": 2.0}, "no maximal length, in whole tokens"),
     "a length of NumPy's": (tiny.t5, {"max_new_tokens": np.int64(2)}, "T0"),
