@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fuseopt import ops
 from fuseopt.modules.inference_blocks import sdpa_attention_function
+from fuseopt.ops.philox import draw_seed
 
 
 class CausalStackForward:
@@ -71,7 +72,7 @@ def fused_attention(
         key,
         value,
         mask=key_mask,
-        seed=torch.randint(2**62, (1,), device=query.device) if dropout > 0.0 else None,
+        seed=draw_seed(query.device) if dropout > 0.0 else None,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         p=dropout,
         causal=True,

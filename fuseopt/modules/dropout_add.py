@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
 from fuseopt.modules.base import FusedModule, has_hooks, runs_untouched, source_class
 from fuseopt.modules.residual import GPT2BlockForward, ResidualForward, T5BlockForward
+from fuseopt.ops.philox import draw_seed
 
 
 class DeferredDropout(FusedModule):
@@ -91,7 +91,7 @@ class GPT2DropoutAddForward(DropoutAddForward, GPT2BlockForward):
             residual,
             norm.weight,
             norm.bias,
-            seed=drawn_seed(added),
+            seed=draw_seed(added.device),
             p=dropout.p,
             eps=norm.eps,
             backend=self.backend,
@@ -113,14 +113,9 @@ class T5DropoutAddForward(DropoutAddForward, T5BlockForward):
             added,
             residual,
             norm.weight,
-            seed=drawn_seed(added),
+            seed=draw_seed(added.device),
             p=dropout.p,
             eps=norm.variance_epsilon,
             cast_order="t5",
             backend=self.backend,
         )
-
-
-def drawn_seed(input: Tensor) -> Tensor:
-    """A seed [1] for one dropout of `input`, from torch's generator of its device."""
-    return torch.randint(2**62, (1,), device=input.device)

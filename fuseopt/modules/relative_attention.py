@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fuseopt import ops
 from fuseopt.modules.base import FusedModule
+from fuseopt.ops.philox import draw_seed
 
 _IMPLEMENTATIONS = ("eager", "sdpa")
 # Tokens of queries or keys with which a compiled step was measured to be no slower by the op; with 128 it took half as
@@ -100,7 +101,7 @@ class FusedRelativeAttention(FusedModule):
             value,
             position_bias,
             mask=mask,
-            seed=torch.randint(2**62, (1,), device=query.device) if p > 0.0 else None,
+            seed=draw_seed(query.device) if p > 0.0 else None,
             scale=self.scaling,
             p=p,
             causal=causal,

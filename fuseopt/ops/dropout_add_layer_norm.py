@@ -177,7 +177,7 @@ def dropout_add_layer_norm(
             to 4096 where a tensor is float64; longer rows are left to the reference.
         residual: the shape of `input`; may have another of these dtypes.
         weight, bias: [H] or None; their dtypes may differ from the sum's.
-        seed: [1], int64, on the device of `input`; draw one for each call: `torch.randint(2**62, (1,), device=...)`.
+        seed: [1], int64, on the device of `input`; draw one for each call: `philox.draw_seed`.
         p: the probability that an element of `input` is dropped, to a 2**16th, less than 1; 0 in eval mode.
         eps: added to the variance.
         backend: "auto", "triton" or "reference".

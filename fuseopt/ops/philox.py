@@ -21,6 +21,11 @@ PAIR_ROUNDS, PAIR_FACTOR, PAIR_KEY = 7, 0xD256D193, 0x9E3779B9
 COLUMNS = 8
 
 
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed [1], int64, for one call that drops, from torch's generator of the device."""
+    return torch.randint(2**62, (1,), device=device)
+
+
 def threshold(p: float) -> int:
     """An element is kept where its number, of 16 bits, is no less."""
     return round(p * 2**16)

@@ -12,13 +12,13 @@ from fuseopt.modules.residual import ResidualForward
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
 from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip
 
-_REASON = "exactly the class that the policy names; its norms are fused"
+_NAMED = "exactly the class that the policy names"
 
 
 def propose(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) -> Iterator[Replacement | Skip]:
     """One site a block: its `forward`. The norms inside are proposed by their own rules, and used as they are."""
     rules = [rule for rule in policy.residual_blocks if getattr(modules, rule.target).norm.__name__ == offer.request]
-    yield from _propose_blocks(index, policy, rules, offer, backend, _REASON)
+    yield from _propose_blocks(index, policy, rules, offer, backend, f"{_NAMED}; its norms are fused")
 
 
 def propose_dropout_add(
@@ -27,7 +27,7 @@ def propose_dropout_add(
     """The `forward` of each block, and the dropouts inside that it defers; norms stay whatever they are."""
     # "auto" leaves rows that are too long for the kernel to the reference.
     rules = policy.dropout_add_blocks
-    for proposal in _propose_blocks(index, policy, rules, offer, "auto", f"{_REASON}; in training, with dropout"):
+    for proposal in _propose_blocks(index, policy, rules, offer, "auto", f"{_NAMED}; in training, with dropout"):
         yield proposal
         if isinstance(proposal, Replacement):
             block = proposal.sites[0].owner
