@@ -1,3 +1,4 @@
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -50,6 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if config.pluginmanager.has_plugin("cacheprovider"):
         os.environ.setdefault("FUSEOPT_CACHE_DIR", str(config.cache.mkdir("native")))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector off what stays until the end: every module and test, which take it half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

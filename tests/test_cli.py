@@ -142,11 +142,3 @@ def test_env(capsys):
     assert code == 0
     for value in (torch.__version__, found["machine"]["cpu"], found["native code"]["cache"]):
         assert value in out
-
-
-def test_env_is_light():
-    code = (
-        "import sys; from fuseopt.cli import main; main(['env', '--json']); "
-        "assert not {'transformers', 'triton'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -63,7 +63,7 @@ def test_the_key_of_cached_code_has_what_autocast_casts_to():
 
 @each_device
 def test_inductor_makes_the_masks_again(device):
-    check_net(0.05, "inductor", device, layers=2)
+    check_net(0.05, "inductor", device, layers=1)
 
 
 @pytest.mark.gpu
@@ -147,7 +147,7 @@ import json, torch, fuseopt
 from torch._dynamo.utils import counters
 
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
 config = {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "memory_efficient_fusion": True}}
 fuseopt.initialize(model.train(), config, strict=True)
 model(torch.randn(4, 8)).square().mean().backward()

@@ -576,10 +576,11 @@ def test_inductor_recomputes_the_dropout_that_was_drawn(graphs):
     assert graphs.compiled == 1
 
 
-# All on machines with a GPU, which have the processors for it: each takes Inductor's compiler for a CPU twenty seconds.
+# All on machines with a GPU, which have the processors for it: Inductor's C++ for GPT-2, a file for each of 51 loops,
+# takes a CPU fifteen seconds, for T5 twice that.
 @with_inductor
 @pytest.mark.parametrize(
-    "family", [pytest.param("gpt2", marks=pytest.mark.gpu), pytest.param("t5", marks=pytest.mark.gpu), "t5_gated"]
+    "family", ["gpt2", pytest.param("t5", marks=pytest.mark.gpu), pytest.param("t5_gated", marks=pytest.mark.gpu)]
 )
 def test_inductor_gives_the_losses_and_gradients_of_stock(family, graphs):
     check_several_steps(family)

@@ -62,7 +62,6 @@ AVERAGED = [
     ("t5", "kernels-jit"),
     ("gpt2", "kernels-head"),
     ("t5", "kernels-head"),
-    ("gpt2", "kernels-memory"),
     ("gpt2", "kernels-head-memory"),
     ("t5", "budget"),
 ]
