@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 
-from fuseopt.models.common import ACTIVATION_REGIONS, GELU_KERNELS, SOFTMAX, rms_norm
+from fuseopt.models.common import ACTIVATION_REGIONS, GELU_KERNELS, SOFTMAX
 from fuseopt.models.gated_mlps import T5_MLPS
 from fuseopt.models.policy import ModelPolicy, Rule, modeling_name
+from fuseopt.models.rms_norms import T5_NORMS
 
 # model_type -> the prefix of its classes
 _FAMILIES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", "longt5": "LongT5"}
@@ -28,7 +29,7 @@ _IN_BLOCKS = (
 T5 = ModelPolicy(
     name="t5",
     model_types=tuple(_FAMILIES),
-    kernels=(*rms_norm("t5", "variance_epsilon", *_full_names("LayerNorm")), *GELU_KERNELS, SOFTMAX),
+    kernels=(*T5_NORMS, *GELU_KERNELS, SOFTMAX),
     regions=(*T5_MLPS, *ACTIVATION_REGIONS),
     # LongT5's local and transient-global attention have a softmax of their own; its full attention is the class named.
     eager_attention=_full_names("Attention"),

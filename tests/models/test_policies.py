@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import itertools
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,16 +11,18 @@ import torch
 import transformers
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fuseopt import modules, ops
 from fuseopt.models import COMMON, ModelPolicy, Rule, policy_for, register_policy
 from fuseopt.models.gpt2 import GPT2
 from fuseopt.models.t5 import T5
-from fuseopt.modules import FusedGatedMLP, FusedRMSNorm, RotaryAttentionForward
+from fuseopt.modules import FusedGatedMLP, FusedLinearCrossEntropy, FusedRMSNorm, RotaryAttentionForward
 from fuseopt.modules.inference_blocks import InferenceForward, StackForward
+from fuseopt.modules.lazy_logits import LazyLogits
 from fuseopt.modules.residual import ResidualForward
 from tests import tiny
 
@@ -43,7 +46,7 @@ ROTARY = {rule.source: rule for rule in COMMON.rotary_attentions}
 BLOCKS = {rule.source: rule for policy in (GPT2, T5) for rule in policy.inference_blocks}
 STACKS = {rule.source: rule for policy in (GPT2, T5) for rule in policy.stacks}
 IN_BLOCKS = dict.fromkeys(name for rule in BLOCKS.values() for name in rule.options["classes"])
-HEADS = {rule.source: rule for policy in (GPT2, T5) for rule in policy.heads}
+HEADS = {rule.source: rule for policy in (GPT2, T5, COMMON) for rule in policy.heads}
 
 
 @pytest.mark.parametrize(
@@ -78,20 +81,19 @@ def test_the_class_exists_under_that_very_name(source):
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch.nn.RMSNorm's own
 @pytest.mark.parametrize("rule", NORMS, ids=[rule.source.rpartition(".")[2] for rule in NORMS])
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16])
-def test_rms_norms_are_the_class_s_own_bit_for_bit(rule, weight_dtype, input_dtype):
+def test_rms_norms_are_the_class_s_own_bit_for_bit(rule):
     torch.manual_seed(0)
-    source = named(rule.source)(72, eps=1e-4).to(weight_dtype)
+    source = named(rule.source)(72, eps=1e-4)
     with torch.no_grad():
         source.weight.normal_()
-    hidden_states = 3 * torch.randn(5, 7, 72, dtype=input_dtype)
-    fused = FusedRMSNorm.from_module(source, backend="reference", **rule.options)
-    wanted, got = source(hidden_states), fused(hidden_states)
-    if rule.source.startswith("torch."):
-        torch.testing.assert_close(got, wanted)
-    else:
-        assert got.dtype == wanted.dtype and torch.equal(got, wanted)
+    hidden_states = 3 * torch.randn(5, 7, 72)
+    for weight_dtype, input_dtype in itertools.product((torch.float32, torch.bfloat16), repeat=2):
+        fused = FusedRMSNorm.from_module(source.to(weight_dtype), backend="reference", **rule.options)
+        wanted, got = (norm(hidden_states.to(input_dtype)) for norm in (source, fused))
+        if rule.source.startswith("torch."):
+            torch.testing.assert_close(got, wanted)
+        else:
+            assert got.dtype == wanted.dtype and torch.equal(got, wanted)
 
 
 def gated_mlp(rule, activation):
@@ -122,6 +124,35 @@ def test_gated_mlps_are_the_class_s_own_bit_for_bit(rule):
             wanted = source(hidden_states.to(dtype))
             torch.manual_seed(1)
             assert torch.equal(fused(hidden_states.to(dtype)), wanted)
+
+
+def decoder_of(source, vocabulary):
+    """The source class itself around a stand-in for its layers, which takes whatever the class hands them."""
+    model = nn.Module()
+    model.__class__ = named(source)
+    model.config = LlamaConfig(vocab_size=vocabulary, output_router_logits=False)
+    model.loss_type, model.vocab_size = "ForCausalLM", vocabulary
+    hidden_states = torch.randn(2, 5, 24, requires_grad=True)
+    outputs = BaseModelOutputWithPast(last_hidden_state=hidden_states)
+    outputs.router_logits = None
+    model.model = nn.Module()
+    model.model.forward = lambda **_: outputs
+    model.lm_head = nn.Linear(24, vocabulary, bias=False)
+    return model.train(), hidden_states
+
+
+@pytest.mark.parametrize("source", [rule.source for rule in COMMON.heads], ids=lambda name: name.rpartition(".")[2])
+def test_heads_hand_their_logits_to_the_loss_alone(source):
+    torch.manual_seed(0)
+    model, hidden_states = decoder_of(source, 40)
+    ids = torch.randint(40, (2, 5))
+    gradients = []
+    for head in (model.lm_head, FusedLinearCrossEntropy.from_module(model.lm_head, backend="reference")):
+        model.lm_head = head
+        output = model(input_ids=ids, labels=ids)
+        gradients.append(torch.autograd.grad(output.loss, [hidden_states, head.weight]))
+    assert isinstance(output.logits, LazyLogits) and output.logits.output.computed is None
+    torch.testing.assert_close(*gradients)
 
 
 def rotary_attention(rule, implementation):
