@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     LongT5Config,
     LongT5ForConditionalGeneration,
-    MistralConfig,
-    MistralForCausalLM,
     MT5Config,
     MT5ForConditionalGeneration,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     UMT5Config,
@@ -95,39 +85,20 @@ def longt5(seed: int = 0, **config) -> LongT5ForConditionalGeneration:
     return _random(LongT5ForConditionalGeneration(LongT5Config(**sizes | config)))
 
 
-def llama(seed: int = 0, **config) -> LlamaForCausalLM:
+def decoder(model_type: str, seed: int = 0, **config) -> nn.Module:
+    """Of a family whose config names sizes as Llama's does."""
     torch.manual_seed(seed)
-    return _random(LlamaForCausalLM(LlamaConfig(**_LLAMA_SIZES | config)))
+    sizes = AutoConfig.for_model(model_type, **_LLAMA_SIZES | config)
+    return _random(MODEL_FOR_CAUSAL_LM_MAPPING[type(sizes)](sizes))
 
 
-def gemma(seed: int = 0, **config) -> GemmaForCausalLM:
-    torch.manual_seed(seed)
-    return _random(GemmaForCausalLM(GemmaConfig(**_LLAMA_SIZES | config)))
-
-
-def phi3(seed: int = 0, **config) -> Phi3ForCausalLM:
-    torch.manual_seed(seed)
-    return _random(Phi3ForCausalLM(Phi3Config(**_LLAMA_SIZES | config)))
-
-
-def mistral(seed: int = 0, **config) -> MistralForCausalLM:
-    torch.manual_seed(seed)
-    return _random(MistralForCausalLM(MistralConfig(**_LLAMA_SIZES | config)))
-
-
-def qwen2(seed: int = 0, **config) -> Qwen2ForCausalLM:
-    torch.manual_seed(seed)
-    return _random(Qwen2ForCausalLM(Qwen2Config(**_LLAMA_SIZES | config)))
-
-
-def qwen3(seed: int = 0, **config) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    return _random(Qwen3ForCausalLM(Qwen3Config(**_LLAMA_SIZES | config)))
-
-
-def gemma3(seed: int = 0, **config) -> Gemma3ForCausalLM:
-    torch.manual_seed(seed)
-    return _random(Gemma3ForCausalLM(Gemma3TextConfig(**_LLAMA_SIZES | config)))
+llama = partial(decoder, "llama")
+gemma = partial(decoder, "gemma")
+gemma3 = partial(decoder, "gemma3_text")
+mistral = partial(decoder, "mistral")
+phi3 = partial(decoder, "phi3")
+qwen2 = partial(decoder, "qwen2")
+qwen3 = partial(decoder, "qwen3")
 
 
 FAMILIES = {

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 # Decoders that take `NoCache`, and to which an attention mask of ones says nothing.
-_FAMILIES = ("gpt2", "llama", "gemma", "phi3")
+# fmt: off
+_FAMILIES = (
+    "apertus", "arcee", "bitnet", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm",
+    "glm4", "gpt2", "gpt_neox", "granite", "helium", "hunyuan_v1_dense", "jais2", "llama", "ministral",
+    "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "persimmon", "phi", "phi3", "qwen2", "qwen3",
+    "seed_oss", "smollm3", "stablelm", "starcoder2",
+)
+# fmt: on
 
 
 class NoCache:

@@ -15,17 +15,16 @@ from tests.training import Graphs
 
 CONFIG = {"kernel_fusion": {"memory_efficient_fusion": True}}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attention_dropout": 0.0}
-families = pytest.mark.parametrize("family", whole_rows._FAMILIES)
+# GPT-2's forward, Llama's, one with a window and one with masks by the kind of layer; the others' are like these.
+KINDS = ("gpt2", "llama", "mistral", "qwen2")
 
 
 def model_of(family: str) -> nn.Module:
     layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
-    return tiny.FAMILIES[family](**NO_DROPOUT, **{layers: 1}).train()
+    return getattr(tiny, family)(**NO_DROPOUT, **{layers: 1}).train()
 
 
-@pytest.mark.parametrize(
-    ("family", "takes_no_cache"), [("gpt2", False), *((family, True) for family in whole_rows._FAMILIES)]
-)
+@pytest.mark.parametrize(("family", "takes_no_cache"), [("gpt2", False), *((family, True) for family in KINDS)])
 def test_whole_rows_have_no_mask_and_others_have_theirs(family, takes_no_cache, monkeypatch):
     if takes_no_cache and not whole_rows.takes_no_cache():
         pytest.skip("transformers makes a mask in every trace")
@@ -55,7 +54,22 @@ needed = pytest.mark.skipif(not whole_rows.takes_no_cache(), reason="transformer
 
 
 @needed
-@families
+@pytest.mark.parametrize("family", whole_rows._FAMILIES)
+def test_a_mask_of_ones_and_a_cache_say_nothing_to_these(family):
+    model = tiny.decoder(family)
+    windowed = [tiny.decoder(family, sliding_window=3)] if hasattr(model.config, "sliding_window") else []
+    ids = tiny.inputs(model)["input_ids"]
+    given = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    for decoder in (model, *windowed):
+        changed = whole_rows.arguments(decoder, given)
+        assert isinstance(changed["past_key_values"], NoCache) and changed["attention_mask"] is None
+        outputs, expected = whole_rows.without_cache(decoder(**given | changed)), decoder(**given, use_cache=False)
+        assert list(outputs) == list(expected)
+        assert torch.equal(outputs.loss, expected.loss) and torch.equal(outputs.logits, expected.logits)
+
+
+@needed
+@pytest.mark.parametrize("family", KINDS)
 def test_checkpointed_layers_are_given_no_cache(family):
     model = model_of(family)
     ids = tiny.inputs(model)["input_ids"]
