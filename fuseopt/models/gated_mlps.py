@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 
-from fuseopt.models.policy import Rule, modeling_name
+from fuseopt.models.policy import Rule, rules
 
 
 def gated_mlps(sources: str, **options: str | bool) -> tuple[Rule, ...]:
     """Rules for classes, as "llama.LlamaMLP mistral.MistralMLP", with the options of `modules.FusedGatedMLP`."""
-    absorbs = (str(options["act"]),)
-    return tuple(Rule(modeling_name(source), "FusedGatedMLP", options, absorbs) for source in sources.split())
+    return rules(sources, "FusedGatedMLP", options, (str(options["act"]),))
 
 
 _T5: Mapping[str, str] = {"act": "act", "gate": "wi_0", "up": "wi_1", "down": "wo", "dropout": "dropout"}

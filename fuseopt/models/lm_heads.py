@@ -1,13 +1,11 @@
 """Rules for decoders whose `lm_head` makes logits that go nowhere but into the loss and the output."""
 
-from fuseopt.models.policy import Rule, modeling_name
+from fuseopt.models.policy import Rule, rules
 
 
 def lm_heads(sources: str) -> tuple[Rule, ...]:
     """Rules for classes, as "llama.LlamaForCausalLM"."""
-    return tuple(
-        Rule(modeling_name(source), "FusedLinearCrossEntropy", {"head": "lm_head"}) for source in sources.split()
-    )
+    return rules(sources, "FusedLinearCrossEntropy", {"head": "lm_head"})
 
 
 _PLAIN_LM_HEADS = lm_heads(

@@ -40,6 +40,11 @@ class Rule:
         return full_name(cls) == self.source
 
 
+def rules(sources: str, target: str, options: Mapping[str, Any], absorbs: tuple[str, ...] = ()) -> tuple[Rule, ...]:
+    """One rule for each class of transformers in `sources`, as "llama.LlamaMLP mistral.MistralMLP"."""
+    return tuple(Rule(modeling_name(source), target, options, absorbs) for source in sources.split())
+
+
 @dataclass(frozen=True)
 class ModelPolicy:
     """What is known about a model family.

@@ -4,13 +4,12 @@ Left out: classes that some version from 5.17 on has under the same name with an
 and those that also gate, group, or have no weight in some layers.
 """
 
-from fuseopt.models.policy import Rule, modeling_name
+from fuseopt.models.policy import Rule, rules
 
 
 def rms_norms(sources: str, *, cast_order: str, eps: str, offset: float = 0.0) -> tuple[Rule, ...]:
     """Rules for classes, as "llama.LlamaRMSNorm", with the options of `modules.FusedRMSNorm`; see `ops.rms_norm`."""
-    options = {"cast_order": cast_order, "eps": eps, "offset": offset}
-    return tuple(Rule(modeling_name(source), "FusedRMSNorm", options) for source in sources.split())
+    return rules(sources, "FusedRMSNorm", {"cast_order": cast_order, "eps": eps, "offset": offset})
 
 
 T5_NORMS = rms_norms(

@@ -5,12 +5,12 @@ projection (StarCoder2, Seed-OSS), gate their output (Qwen3-Next), or pass posit
 rotation: of neighbours (GPT-J, Cohere, GLM, Ernie 4.5), or with a result that is rounded elsewhere (OLMo 2).
 """
 
-from fuseopt.models.policy import Rule, modeling_name
+from fuseopt.models.policy import Rule, rules
 
 
 def rotary_attentions(sources: str, **options: object) -> tuple[Rule, ...]:
     """Rules for classes, as "llama.LlamaAttention", with the options of `modules.RotaryAttentionForward`."""
-    return tuple(Rule(modeling_name(source), "RotaryAttentionForward", options) for source in sources.split())
+    return rules(sources, "RotaryAttentionForward", options)
 
 
 _OWN_WINDOW = {"sliding_window": "sliding_window"}
