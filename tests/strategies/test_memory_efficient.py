@@ -570,12 +570,6 @@ def test_the_plan_says_by_what_large_products_run_on_a_gpu():
         assert on_gpu.libraries == () and on_gpu.refused.startswith("products as cuBLAS chooses: its native library is")
 
 
-@with_inductor
-def test_inductor_recomputes_the_dropout_that_was_drawn(graphs):
-    check_dropout_gradients(Net)
-    assert graphs.compiled == 1
-
-
 # All on machines with a GPU, which have the processors for it: Inductor's C++ for GPT-2, a file for each of 51 loops,
 # takes a CPU fifteen seconds, for T5 twice that.
 @with_inductor
