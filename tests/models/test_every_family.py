@@ -14,11 +14,11 @@ from fuseopt.config import CUSTOM_KERNELS, TRITON_KERNELS
 from tests import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-CONFIGS = {
-    "inference": "inference",
-    "triton": {"kernel_fusion": {"triton_kernels": list(TRITON_KERNELS)}},
-    "generation": {"generation": {"enable": True}, "kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS)}},
-}
+CONFIGS = (
+    "inference",
+    {"kernel_fusion": {"triton_kernels": list(TRITON_KERNELS)}},
+    {"generation": {"enable": True}, "kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS)}},
+)
 LARGEST = 3_000_000  # parameters
 # What configs and models raise at sizes that do not go together.
 UNFIT = (
@@ -96,7 +96,7 @@ def test_logits_gradients_and_tokens_are_stock_s_and_restore_is_exact(model_type
     logits, gradients = tiny.logits(stock), step(copy.deepcopy(stock))
     arguments = {"max_new_tokens": 6, "do_sample": False}
     tokens = stock.generate(tiny.inputs(stock)["input_ids"], **arguments) if stock.can_generate() else None
-    for config in CONFIGS.values():
+    for config in CONFIGS:
         model = copy.deepcopy(stock)
         before = tiny.snapshot(model)
         fuseopt.initialize(model, config)
