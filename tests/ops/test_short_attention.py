@@ -32,8 +32,12 @@ def assert_no_worse_than_torch(tensors: list[Tensor], causal: bool, scale: float
     with poisoned_allocations():
         output = short_attention(*tensors, causal=causal, scale=scale)
     assert output.is_contiguous() and output.dtype is tensors[0].dtype and output.shape == expected.shape
+    query, key, _ = aligned
+    # What rounding takes off a score is a share of its weight; far apart, none but the largest counts.
+    scores = query.double() @ key.double().mT * (scale or query.shape[-1] ** -0.5)
+    steps = STEPS.get(output.dtype, 4) + (scores.abs().amax().clamp(max=100).item() / 4 if scores.numel() else 0)
     allowed = FACTOR * error([attention(*aligned, causal, scale)], [expected])
-    assert error([output], [expected]) <= allowed + STEPS.get(output.dtype, 4) * torch.finfo(output.dtype).eps
+    assert error([output], [expected]) <= allowed + steps * torch.finfo(output.dtype).eps
 
 
 @pytest.mark.parametrize("device", DEVICES)

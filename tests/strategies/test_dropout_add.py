@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import statistics
 from unittest import mock
 
 import pytest
@@ -107,9 +108,10 @@ def test_cross_attention_of_gpt2() -> None:
     assert_as_stock_with(seeds, stock, loss, gradients, encoder_hidden_states=states)
 
 
-@every_family
-def test_gradients_under_autocast_are_no_further_from_float64_than_stock_s(family: str) -> None:
+def error_under_autocast_over_stock_s(family: str, seed: int) -> float:
+    """Of the gradients of a step, against float64's, with the dropout that the step drew."""
     stock, fused = stock_and_fused(family)
+    torch.manual_seed(seed)
     with torch.autocast(stock.device.type, torch.float16):
         seeds, loss, gradients = drawn(family, fused)
     exact = copy.deepcopy(stock).double()
@@ -119,11 +121,17 @@ def test_gradients_under_autocast_are_no_further_from_float64_than_stock_s(famil
             setattr(owner, name, Replayed(seed, getattr(owner, name).p))
         with torch.autocast(stock.device.type, torch.float16, enabled=mode):
             losses.append(run(model))
+    assert loss.dtype == losses[1][0].dtype
     for found in (gradients, losses[1][1]):
         pairs = [(g.double(), w) for g, w in zip(found, losses[0][1], strict=True) if w is not None]
         errors.append(sum((g - w).norm() ** 2 for g, w in pairs) ** 0.5)
-    assert errors[0] <= 1.15 * errors[1] + 1e-6
-    assert loss.dtype == losses[1][0].dtype
+    return (errors[0] / errors[1]).item()
+
+
+@every_family
+def test_gradients_under_autocast_are_no_further_from_float64_than_stock_s(family: str) -> None:
+    # On a GPU one rounding can turn a ReLU over, and with it one draw's error into any multiple of the other's.
+    assert statistics.median(error_under_autocast_over_stock_s(family, seed) for seed in range(5)) <= 1.15
 
 
 @every_family
@@ -257,6 +265,7 @@ def test_what_stays_and_why() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("each_device", ["cuda"], indirect=True)
 @every_family
 def test_the_kernel_runs_on_a_gpu(family: str) -> None:
     _, fused = stock_and_fused(family)

@@ -124,13 +124,13 @@ def _train_in_process(rank: int, folder: str, device: str) -> None:
     dist.destroy_process_group()
 
 
-def start_two(function: Callable[..., None], arguments: tuple[str, ...], device: str) -> None:
+def start_two(function: Callable[..., None], arguments: tuple[str, ...]) -> None:
     """`function(rank, *arguments)` in two new processes: without a GPU forks of one that has imported what both need.
 
-    A driver that had been initialised in it would be of no use to them.
+    Where there is one, imports ask the driver for it, and a fork of a process that has asked cannot use the driver.
     """
     multiprocessing.set_forkserver_preload([__name__])
-    method = "forkserver" if device == "cpu" else "spawn"
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
     torch.multiprocessing.start_processes(function, arguments, nprocs=2, start_method=method)
 
 
@@ -138,7 +138,7 @@ def start_two(function: Callable[..., None], arguments: tuple[str, ...], device:
 def test_two_processes_have_the_losses_and_the_gradients_of_one(device, tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    start_two(_train_in_process, (str(tmp_path), device), device)
+    start_two(_train_in_process, (str(tmp_path), device))
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     stock = stock_model(device)
     expected = train(stock, tiny.inputs(stock, batch=4)["input_ids"])
