@@ -1,11 +1,15 @@
 """Attention with a bias of the distance, a tile at a time: no score is kept (FlashAttention-2, arXiv 2307.08691)."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
+from fuseopt.ops.triton.launch import Launch
 from fuseopt.ops.triton.philox import drop_scores
 from fuseopt.ops.triton.relative_attention_tiles import (
+    KINDS,
     LOG2E,
     LOWEST,
     MASK_BLOCK,
@@ -159,11 +163,14 @@ def relative_attention_fwd(
     lse = torch.empty((batch, heads, queries), dtype=compute_dtype(query), device=query.device)
     if output.numel() == 0 or key.shape[2] == 0:
         return output.zero_(), lse.fill_(float("inf"))
-    call = Call.of(query, key, value, bias, mask, seed, scale, p, causal)
-    tile = call.tile(FWD_TILES)
-    programs = batch * heads * triton.cdiv(queries, tile.queries)
     with torch.cuda.device_of(query):
-        relative_attention_fwd_kernel[(programs,)](
-            *call.tensors, output, lse, *call.sizes, *call.strides, *call.scales, **call.tiled(tile)
-        )
+        call, tensors = Call.of(query, key, value, bias, mask, seed, scale, p, causal)
+        _launch(call)(*tensors, output, lse)
     return output, lse
+
+
+@functools.lru_cache(maxsize=KINDS)
+def _launch(call: Call) -> Launch:
+    heads, queries, _, _ = call.sizes
+    tile = call.tile(FWD_TILES)
+    return call.launch(relative_attention_fwd_kernel, tile, call.batch * heads * triton.cdiv(queries, tile.queries))

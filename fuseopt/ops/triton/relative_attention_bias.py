@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fuseopt.ops.triton.launch import Launch
 from fuseopt.ops.triton.philox import drop_scores
 from fuseopt.ops.triton.relative_attention_tiles import (
     LOG2E,
@@ -24,7 +25,7 @@ from fuseopt.ops.triton.relative_attention_tiles import (
     product,
     score_tile,
 )
-from fuseopt.ops.triton.rows import multiprocessor_count
+from fuseopt.ops.triton.rows import TL_DTYPES, multiprocessor_count
 
 # Programs for each multiprocessor, as far as there are items in the batch: diagonals differ in length.
 PROGRAMS = 8
@@ -260,32 +261,56 @@ def diagonal_sum_kernel(
         tl.store(grad_bias_ptr + index, sums, mask=index < 2 * reach)
 
 
-def grad_of_bias(
-    call: Call, band: Band, grad_output: torch.Tensor, shift: torch.Tensor, delta: torch.Tensor, beyond: torch.Tensor
-) -> torch.Tensor:
-    """[heads, 2 * reach + 1], in the dtype of the arithmetic.
+class GradOfBias:
+    """The gradient of the bias in calls of one kind.
+
+    Call: the kernels' tensors, `shift` and `delta` [batch, heads, queries], and `beyond` [2, batch, heads, tiles], sums
+    of the gradients of scores behind and ahead of the band, which is empty where the band is all there is -> [heads,
+    2 * reach + 1], in the dtype of the arithmetic.
 
     Args:
-        grad_output: [batch, queries, heads, dim], adjacent in the last dimension.
-        shift, delta: [batch, heads, queries].
-        beyond: [2, batch, heads, tiles]: sums of the gradients of scores behind and ahead of the band; empty where the
-            band is all there is.
+        tiles: of a head's queries, as the kernel for the queries takes them.
     """
-    heads, _, _, reach = call.sizes
-    batch = shift.shape[0]
-    diagonals = band.highest - band.lowest + 1
-    wanted = PROGRAMS * multiprocessor_count(shift.device)
-    splits = min(batch, triton.cdiv(wanted, diagonals * heads))
-    like = {"dtype": shift.dtype, "device": shift.device}
-    partial = torch.empty(splits, heads, diagonals, band.tile.queries, band.tile.keys, **like)
-    grad_bias = torch.empty(heads, 2 * reach + 1, **like)
-    relative_attention_bwd_bias_kernel[(splits * heads * diagonals,)](
-        *call.tensors, grad_output, shift, delta, partial, batch, splits, band.lowest, band.highest, *call.sizes,
-        *call.strides, *grad_output.stride()[:3], *call.scales, **call.tiled(band.tile),
-    )  # fmt: skip
-    diagonal_sum_kernel[(2 + triton.cdiv(2 * reach - 1, _DISTANCES), heads)](
-        partial, beyond, grad_bias, splits, band.lowest, band.highest, batch, beyond.numel() // (2 * batch * heads),
-        reach, band.ends, band.tile.queries, _DISTANCES, _BEYOND, call.constants["COMPUTE"],
-        num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
-    return grad_bias
+
+    def __init__(self, call: Call, tiles: int) -> None:
+        heads, _, _, reach = call.sizes
+        self.band = Band.of(call)
+        tile, lowest, highest, ends = self.band
+        diagonals = highest - lowest + 1
+        wanted = PROGRAMS * multiprocessor_count(call.device)
+        splits = min(call.batch, triton.cdiv(wanted, diagonals * heads))
+        self._partial_shape = splits, heads, diagonals, tile.queries, tile.keys
+        self._shape = heads, 2 * reach + 1
+        self._of_band = call.launch(
+            relative_attention_bwd_bias_kernel,
+            tile,
+            splits * heads * diagonals,
+            before=(call.batch, splits, lowest, highest),
+        )
+        self._of_distances = Launch(
+            diagonal_sum_kernel,
+            (2 + triton.cdiv(2 * reach - 1, _DISTANCES), heads),
+            (splits, lowest, highest, call.batch, tiles if ends else 0, reach),
+            {
+                "ENDS": ends,
+                "BLOCK": tile.queries,
+                "DISTANCES": _DISTANCES,
+                "BEYOND": _BEYOND,
+                "COMPUTE": TL_DTYPES[call.compute],
+                "num_warps": 4,
+                "enable_fp_fusion": True,
+            },
+        )
+
+    def __call__(
+        self,
+        tensors: tuple[torch.Tensor | None, ...],
+        shift: torch.Tensor,
+        delta: torch.Tensor,
+        beyond: torch.Tensor,
+    ) -> torch.Tensor:
+        partial = shift.new_empty(self._partial_shape)
+        grad_bias = shift.new_empty(self._shape)
+        self._of_band(*tensors, shift, delta, partial)
+        self._of_distances(partial, beyond, grad_bias)
+        return grad_bias

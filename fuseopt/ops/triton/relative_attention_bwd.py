@@ -1,19 +1,23 @@
 """The backward of `relative_attention`: scores are computed again, and no sum depends on the order of programs."""
 
+import functools
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from fuseopt.ops.triton.launch import Launch
 from fuseopt.ops.triton.philox import drop_scores
-from fuseopt.ops.triton.relative_attention_bias import Band, grad_of_bias
+from fuseopt.ops.triton.relative_attention_bias import GradOfBias
 from fuseopt.ops.triton.relative_attention_tiles import (
+    KINDS,
     LOG2E,
     LOWEST,
     MASK_BLOCK,
     Call,
     Tile,
     Tiles,
-    adjacent,
     grad_scale,
     load_tile,
     middle_of,
@@ -310,32 +314,40 @@ def relative_attention_bwd(
     if lse.numel() == 0 or keys == 0 or dim == 0:
         bias_shape = bias.shape if need_bias_grad and bias is not None else (0,)
         return *(grad.zero_() for grad in grads), lse.new_zeros(bias_shape)
-    call = Call.of(query, key, value, bias, mask, seed, scale, p, causal)
-    grad_output = adjacent(grad_output)
-    strides = *call.strides, *grad_output.stride()[:3]
-    output, lse, shift, delta = output.contiguous(), lse.contiguous(), torch.empty_like(lse), torch.empty_like(lse)
-    band = Band.of(call) if need_bias_grad else None
-    diagonals = (band.lowest, band.highest, band.tile.keys) if band is not None and band.ends else (0, 0, 0)
+    output, lse = output.contiguous(), lse.contiguous()
+    shift, delta = torch.empty_like(lse), torch.empty_like(lse)
     with torch.cuda.device_of(query):
-        tile = call.tile(QUERY_TILES)
-        programs = batch * heads * triton.cdiv(queries, tile.queries)
-        beyond = lse.new_empty(2 * programs if any(diagonals) else 0)
-        relative_attention_bwd_query_kernel[(programs,)](
-            *call.tensors, grad_output, output, lse, shift, delta, grads[0], beyond, *call.sizes, *strides,
-            *call.scales, *diagonals, **call.tiled(tile),
-        )  # fmt: skip
-        tile = call.tile(KEY_TILES if mask is None else MASKED_KEY_TILES)
-        relative_attention_bwd_key_kernel[(batch * heads * triton.cdiv(keys, tile.keys),)](
-            *call.tensors,
-            grad_output,
-            shift,
-            delta,
-            *grads[1:],
-            *call.sizes,
-            *strides,
-            *call.scales,
-            **call.tiled(tile),
-        )
-        if band is None:
+        call, tensors = Call.of(query, key, value, bias, mask, seed, scale, p, causal, grad_output)
+        launches = _launches(call, need_bias_grad)
+        beyond = lse.new_empty(launches.beyond)
+        launches.of_query(*tensors, output, lse, shift, delta, grads[0], beyond)
+        launches.of_key(*tensors, shift, delta, *grads[1:])
+        if launches.of_bias is None:
             return *grads, lse.new_empty(0)
-        return *grads, grad_of_bias(call, band, grad_output, shift, delta, beyond)
+        return *grads, launches.of_bias(tensors, shift, delta, beyond)
+
+
+class _Launches(NamedTuple):
+    of_query: Launch
+    of_key: Launch
+    of_bias: GradOfBias | None
+    beyond: int  # sums of the gradients of scores behind and ahead of the band
+
+
+@functools.lru_cache(maxsize=KINDS)
+def _launches(call: Call, need_bias_grad: bool) -> _Launches:
+    heads, queries, keys, _ = call.sizes
+    rows = call.batch * heads
+    tile, key_tile = call.tile(QUERY_TILES), call.tile(KEY_TILES if call.dtypes[2] is None else MASKED_KEY_TILES)
+    tiles = triton.cdiv(queries, tile.queries)
+    of_bias = GradOfBias(call, tiles) if need_bias_grad else None
+    band = of_bias.band if of_bias is not None and of_bias.band.ends else None
+    of_query = call.launch(
+        relative_attention_bwd_query_kernel,
+        tile,
+        rows * tiles,
+        after=(0, 0) if band is None else (band.lowest, band.highest),
+        BAND_BLOCK=0 if band is None else band.tile.keys,
+    )
+    of_key = call.launch(relative_attention_bwd_key_kernel, key_tile, rows * triton.cdiv(keys, key_tile.keys))
+    return _Launches(of_query, of_key, of_bias, 0 if band is None else 2 * rows * tiles)

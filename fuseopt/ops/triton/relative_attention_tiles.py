@@ -1,5 +1,7 @@
 """What the kernels of `relative_attention` share: a tile of scores, its bias and weights, and how a call is told."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +11,7 @@ import triton.language as tl
 from fuseopt.ops.library import TRITON_INTERPRETED
 from fuseopt.ops.philox import threshold
 from fuseopt.ops.relative_attention import MASKED
+from fuseopt.ops.triton.launch import Launch
 from fuseopt.ops.triton.philox import INTERPRETED
 from fuseopt.ops.triton.rows import TL_DTYPES, compute_dtype
 
@@ -20,6 +23,8 @@ MASKS = tl.constexpr(MASKED)
 MOST = tl.constexpr(128)
 MASK_BLOCK = tl.constexpr(1024)
 _LINE_BLOCK = 256
+# Of how many kinds of calls launches are kept.
+KINDS = 256
 
 
 class Tile(NamedTuple):
@@ -198,6 +203,14 @@ def middle_of(line_ptr, head, reach):
     return line_ptr + head * (2 * margin + 1) + margin
 
 
+@functools.lru_cache(maxsize=KINDS)
+def _line_launch(heads: int, reach: int, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device) -> Launch:
+    margin = reach + 2 * MOST.value
+    grid = triton.cdiv(2 * margin + 1, _LINE_BLOCK), heads
+    constants = {"COMPUTE": TL_DTYPES[dtypes[1]], "BLOCK": _LINE_BLOCK, "num_warps": 4, "enable_fp_fusion": True}
+    return Launch(bias_line_kernel, grid, (reach, margin), constants)
+
+
 def bias_line(bias: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
     """`bias` [heads, 2 * reach + 1] in units of log2 e, drawn out at both ends: no tile of scores reaches beyond.
 
@@ -205,23 +218,23 @@ def bias_line(bias: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
         [heads, 2 * margin + 1] in `compute`, contiguous; the element of distance 0 is in the middle.
     """
     heads, reach = bias.shape[0], bias.shape[1] // 2
-    margin = reach + 2 * MOST.value
-    line = torch.empty((heads, 2 * margin + 1), dtype=compute, device=bias.device)
-    grid = triton.cdiv(2 * margin + 1, _LINE_BLOCK), heads
-    bias_line_kernel[grid](
-        bias.contiguous(), line, reach, margin, TL_DTYPES[compute], _LINE_BLOCK, num_warps=4, enable_fp_fusion=True
-    )
+    line = torch.empty((heads, 2 * (reach + 2 * MOST.value) + 1), dtype=compute, device=bias.device)
+    _line_launch(heads, reach, (bias.dtype, compute), bias.device)(bias.contiguous(), line)
     return line
 
 
 class Call(NamedTuple):
-    """What the kernels of one call share: arguments by position up to the mask's strides, and constants by name."""
+    """Calls of one kind: all that the kernels take besides tensors, and what the tensors' own kind goes by."""
 
-    tensors: tuple[Any, ...]  # query, key, value, line, mask, seed; the last three may be None
+    device: torch.device
+    dtypes: tuple[torch.dtype | None, ...]  # of query, line, mask, seed and grad_output, None for those not there
+    batch: int
     sizes: tuple[int, ...]  # heads, queries, keys, reach
-    strides: tuple[int, ...]  # of query, key, value and mask
-    scales: tuple[float, float]  # of the products, and of what dropout keeps
-    constants: dict[str, Any]
+    dim: int
+    strides: tuple[int, ...]  # of query, key, value, mask, and in a backward grad_output
+    scale: float  # of the products
+    p: float
+    causal: bool
 
     @classmethod
     def of(
@@ -235,48 +248,79 @@ class Call(NamedTuple):
         scale: float,
         p: float,
         causal: bool,
-    ) -> "Call":
+        grad_output: torch.Tensor | None = None,
+    ) -> tuple["Call", tuple[torch.Tensor | None, ...]]:
+        """The call, and the first of its kernels' tensors: query, key, value, line, mask, seed and grad_output.
+
+        The line, mask and seed may be None; without a `grad_output` none is among them.
+        """
         batch, heads, queries, dim = query.shape
         keys = key.shape[2]
-        query, key, value = map(adjacent, (query, key, value))
+        query, key, value = adjacent(query), adjacent(key), adjacent(value)
         full = None if mask is None else mask.expand(batch, heads, queries, keys)
-        compute = compute_dtype(query)
-        line = None if bias is None else bias_line(bias, compute)
+        line = None if bias is None else bias_line(bias, compute_dtype(query))
         reach = 0 if bias is None else bias.shape[1] // 2
-        factor = torch.float32 if TRITON_INTERPRETED and query.dtype == torch.bfloat16 else query.dtype
-        constants = {
-            "THRESHOLD": threshold(p),
-            "KEY_MASK": full is not None and full.stride(2) == 0,
-            "CAUSAL": causal,
-            "DIM": dim,
-            "COMPUTE": TL_DTYPES[compute],
-            "FACTOR": TL_DTYPES[factor],
-            "BLOCK_DIM": max(16, triton.next_power_of_2(dim)),
-        }
         strides = (
             *query.stride()[:3],
             *key.stride()[:3],
             *value.stride()[:3],
             *(full.stride() if full is not None else (0,) * 4),
         )
-        scales = scale, 1.0 / (1.0 - p)
-        return cls((query, key, value, line, full, seed), (heads, queries, keys, reach), strides, scales, constants)
+        tensors = query, key, value, line, full, seed
+        if grad_output is not None:
+            grad_output = adjacent(grad_output)
+            strides += grad_output.stride()[:3]
+            tensors += (grad_output,)
+        dtypes = query.dtype, *(None if tensor is None else tensor.dtype for tensor in tensors[3:])
+        sizes = heads, queries, keys, reach
+        return cls(query.device, dtypes, batch, sizes, dim, strides, scale, p, causal), tensors
+
+    @property
+    def compute(self) -> torch.dtype:
+        """Of sums and scores."""
+        return torch.promote_types(self.dtypes[0], torch.float32)
+
+    @property
+    def block_dim(self) -> int:
+        return max(16, triton.next_power_of_2(self.dim))
 
     def tile(self, tiles: Tiles) -> Tile:
-        return tiles.of(self.tensors[0].dtype, self.constants["BLOCK_DIM"])
+        return tiles.of(self.dtypes[0], self.block_dim)
 
-    def tiled(self, tile: Tile) -> dict[str, Any]:
-        """The constants of a kernel that takes `tile` at a time."""
+    def launch(
+        self,
+        kernel: Any,
+        tile: Tile,
+        programs: int,
+        *,
+        before: Sequence[int] = (),
+        after: Sequence[int] = (),
+        **constants: Any,
+    ) -> Launch:
+        """Of a kernel that takes `tile` at a time.
+
+        Args:
+            before, after: its numbers ahead of and behind those that all kernels take.
+        """
         _, queries, keys, _ = self.sizes
-        return {
-            **self.constants,
+        factor = torch.float32 if TRITON_INTERPRETED and self.dtypes[0] == torch.bfloat16 else self.dtypes[0]
+        constants |= {
+            "THRESHOLD": threshold(self.p),
+            "KEY_MASK": self.dtypes[2] is not None and self.strides[11] == 0,
+            "CAUSAL": self.causal,
             "EVEN": queries % tile.queries == 0 and keys % tile.keys == 0,
+            "DIM": self.dim,
+            "COMPUTE": TL_DTYPES[self.compute],
+            "FACTOR": TL_DTYPES[factor],
             "BLOCK_QUERIES": tile.queries,
             "BLOCK_KEYS": tile.keys,
+            "BLOCK_DIM": self.block_dim,
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
             "enable_fp_fusion": True,
         }
+        numbers = *before, *self.sizes, *self.strides, self.scale, 1.0 / (1.0 - self.p), *after
+        return Launch(kernel, (programs,), numbers, constants)
 
 
 def adjacent(tensor: torch.Tensor) -> torch.Tensor:
