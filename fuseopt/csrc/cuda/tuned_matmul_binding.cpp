@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kOp = "tuned_matmul";
 constexpr int kCandidates = 8, kRounds = 3, kMostRuns = 20;
-constexpr size_t kMostWorkspace = 32 << 20;
+constexpr size_t kMostWorkspace = 32 << 20, kMostPlans = 4096;
 constexpr float kMillisecondsARound = 0.3f;
 // Of the time of the library's own choice; by less, times of the same algorithm differ.
 constexpr float kWorthIt = 0.98f;
@@ -109,6 +109,22 @@ struct Behind {
   bool accumulate = false;
 };
 
+// How the library computes products of one kind, wherever their matrices are.
+struct Plan {
+  explicit Plan(const Library& library)
+      : description(library.destroy_description),
+        a(library.destroy_layout),
+        b(library.destroy_layout),
+        d(library.destroy_layout) {}
+
+  Object description;
+  Object a;
+  Object b;
+  Object d;
+  std::optional<Candidate> candidate;
+  bool is_measured = false;
+};
+
 // output [rows, columns] = left [rows, inner] x right [inner, columns]. The library counts in columns, so for it this is
 // right^T x left^T, [columns, rows].
 class Product {
@@ -119,76 +135,87 @@ class Product {
         left_(operand_of(left)),
         right_(operand_of(right)),
         output_(output),
-        beta_(behind.accumulate ? 1 : 0),
-        description_(library_.destroy_description),
-        a_(library_.destroy_layout),
-        b_(library_.destroy_layout),
-        d_(library_.destroy_layout) {
-    const int64_t rows = left.size(0), inner = left.size(1), columns = right.size(1);
-    const auto type = data_type(left.scalar_type()), output_type = data_type(output.scalar_type());
-    succeed(library_.create_description(description_.address(), cublas_lt::kCompute32F, cublas_lt::kR32F),
-            "a description");
-    describe(cublas_lt::kTransposeA, int32_t{right_.transposed});
-    describe(cublas_lt::kTransposeB, int32_t{left_.transposed});
-    describe(cublas_lt::kEpilogue, behind.epilogue);
-    const void* bias = data_of(behind.bias);
-    if (bias != nullptr) describe(cublas_lt::kBiasPointer, bias);
-    if (behind.kept.has_value()) {
-      describe(cublas_lt::kAuxPointer, behind.kept->data_ptr());
-      describe(cublas_lt::kAuxStride, columns);
-    }
-    lay_out(a_, type, right_, columns, inner);
-    lay_out(b_, type, left_, inner, rows);
-    succeed(library_.create_layout(d_.address(), output_type, columns, rows, columns), "a layout");
-    key_ = {launch.device(),
-            type,
-            output_type,
-            behind.epilogue,
-            behind.accumulate,
-            rows,
-            columns,
-            inner,
-            left_.stride,
-            right_.stride,
-            left_.transposed,
-            right_.transposed,
-            alignment_of(left_.tensor.data_ptr()),
-            alignment_of(right_.tensor.data_ptr()),
-            alignment_of(output.data_ptr()),
-            alignment_of(bias)};
-  }
+        behind_(behind),
+        key_{launch.device(),
+             data_type(left.scalar_type()),
+             data_type(output.scalar_type()),
+             behind.epilogue,
+             behind.accumulate,
+             left.size(0),
+             right.size(1),
+             left.size(1),
+             left_.stride,
+             right_.stride,
+             left_.transposed,
+             right_.transposed,
+             alignment_of(left_.tensor.data_ptr()),
+             alignment_of(right_.tensor.data_ptr()),
+             alignment_of(output.data_ptr()),
+             alignment_of(data_of(behind.bias))} {}
 
   // By what has been measured to be fastest, or by what the library proposes.
   void run(bool measure) {
-    // Locked while it is measured: the device is not to run two of them at once.
-    std::unique_lock<std::mutex> lock(mutex_);
+    // Locked while it is measured, as the device is not to run two of them at once, and while a plan has the addresses
+    // of this product.
+    const std::lock_guard<std::mutex> lock(mutex_);
     Handle& handle = handles_[launch_.device()];
     if (handle == nullptr) succeed(library_.create(&handle), "its creation");
     handle_ = handle;
-    auto known = choices_.find(key_);
-    const bool can_measure = measure && !is_capturing();
-    if (known == choices_.end() || (can_measure && !known->second.measured)) {
-      known = choices_.insert_or_assign(key_, choose(can_measure)).first;
-    }
-    const Choice choice = known->second;
-    lock.unlock();
-    const Tensor workspace = room_for(choice.candidate.workspace);
-    succeed(run(choice.candidate, workspace, output_), "a product");
+    Plan& plan = found_plan();
+    if (behind_.bias.has_value()) describe(plan, cublas_lt::kBiasPointer, data_of(behind_.bias));
+    if (behind_.kept.has_value()) describe(plan, cublas_lt::kAuxPointer, behind_.kept->data_ptr());
+    const bool can_measure = measure && !plan.is_measured && !is_capturing();
+    if (can_measure || !plan.candidate.has_value()) choose(plan, can_measure);
+    const std::optional<Tensor> workspace = room_for(plan.candidate->workspace);
+    succeed(run(plan, *plan.candidate, workspace, output_), "a product");
   }
 
  private:
   using Key = std::array<int64_t, 16>;
-  struct Choice {
-    Candidate candidate;
-    bool measured;
-  };
+  using Plans = std::map<Key, Plan>;
 
-  template <typename T>
-  void describe(cublas_lt::Description attribute, T value) {
-    succeed(library_.set_description(description_.handle(), attribute, &value, sizeof value), "an attribute");
+  // Never destroyed: at the end of the process the library may be gone before.
+  static Plans& plans() {
+    static Plans* const all = new Plans;
+    return *all;
   }
 
-  void lay_out(Object& layout, int type, const Operand& operand, int64_t rows, int64_t columns) {
+  Plan& found_plan() const {
+    const auto known = plans().find(key_);
+    if (known != plans().end()) return known->second;
+    if (plans().size() >= kMostPlans) plans().clear();
+    Plan& plan = plans().try_emplace(key_, library_).first->second;
+    try {
+      describe(plan);
+    } catch (...) {
+      plans().erase(key_);
+      throw;
+    }
+    return plan;
+  }
+
+  void describe(Plan& plan) const {
+    const int64_t rows = output_.size(0), columns = output_.size(1);
+    const int64_t inner = left_.tensor.size(1);
+    const auto type = data_type(left_.tensor.scalar_type());
+    succeed(library_.create_description(plan.description.address(), cublas_lt::kCompute32F, cublas_lt::kR32F),
+            "a description");
+    describe(plan, cublas_lt::kTransposeA, int32_t{right_.transposed});
+    describe(plan, cublas_lt::kTransposeB, int32_t{left_.transposed});
+    describe(plan, cublas_lt::kEpilogue, behind_.epilogue);
+    if (behind_.kept.has_value()) describe(plan, cublas_lt::kAuxStride, columns);
+    lay_out(plan.a, type, right_, columns, inner);
+    lay_out(plan.b, type, left_, inner, rows);
+    succeed(library_.create_layout(plan.d.address(), data_type(output_.scalar_type()), columns, rows, columns),
+            "a layout");
+  }
+
+  template <typename T>
+  void describe(Plan& plan, cublas_lt::Description attribute, T value) const {
+    succeed(library_.set_description(plan.description.handle(), attribute, &value, sizeof value), "an attribute");
+  }
+
+  void lay_out(Object& layout, int type, const Operand& operand, int64_t rows, int64_t columns) const {
     if (operand.transposed) std::swap(rows, columns);
     succeed(library_.create_layout(layout.address(), type, rows, columns, operand.stride), "a layout");
   }
@@ -199,7 +226,7 @@ class Product {
     return status != cudaStreamCaptureStatusNone;
   }
 
-  std::vector<Candidate> candidates() const {
+  std::vector<Candidate> candidates(const Plan& plan) const {
     Object preference(library_.destroy_preference);
     succeed(library_.create_preference(preference.address()), "a preference");
     const auto prefer = [&](cublas_lt::Preference attribute, auto value) {
@@ -213,30 +240,37 @@ class Product {
     prefer(cublas_lt::kAlignmentD, alignment_of(output_.data_ptr()));
     std::vector<Candidate> found(kCandidates);
     int count = 0;
-    succeed(library_.candidates(handle_, description_.handle(), a_.handle(), b_.handle(), d_.handle(), d_.handle(),
-                                preference.handle(), kCandidates, found.data(), &count),
+    succeed(library_.candidates(handle_, plan.description.handle(), plan.a.handle(), plan.b.handle(), plan.d.handle(),
+                                plan.d.handle(), preference.handle(), kCandidates, found.data(), &count),
             "the choice of an algorithm");
     FUSEOPT_CHECK(count > 0, "fuseopt::", kOp, ": cuBLASLt has no algorithm for this product");
     found.resize(count);
     return found;
   }
 
-  Tensor room_for(size_t bytes) const { return allocate(output_, {static_cast<int64_t>(bytes)}, ScalarType::Byte); }
+  std::optional<Tensor> room_for(size_t bytes) const {
+    if (bytes == 0) return std::nullopt;
+    return allocate(output_, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
+  }
 
-  int run(const Candidate& candidate, const Tensor& workspace, const Tensor& output) const {
-    const float one = 1;
-    return library_.matmul(handle_, description_.handle(), &one, right_.tensor.data_ptr(), a_.handle(),
-                           left_.tensor.data_ptr(), b_.handle(), &beta_, output.data_ptr(), d_.handle(),
-                           output.data_ptr(), d_.handle(), &candidate.algorithm, workspace.data_ptr(),
+  int run(const Plan& plan, const Candidate& candidate, const std::optional<Tensor>& workspace,
+          const Tensor& output) const {
+    const float one = 1, beta = behind_.accumulate ? 1 : 0;
+    return library_.matmul(handle_, plan.description.handle(), &one, right_.tensor.data_ptr(), plan.a.handle(),
+                           left_.tensor.data_ptr(), plan.b.handle(), &beta, output.data_ptr(), plan.d.handle(),
+                           output.data_ptr(), plan.d.handle(), &candidate.algorithm, data_of(workspace),
                            candidate.workspace, launch_.stream());
   }
 
-  Choice choose(bool measure) const {
-    const std::vector<Candidate> found = candidates();
-    if (!measure) return {found[0], false};
+  void choose(Plan& plan, bool measure) const {
+    const std::vector<Candidate> found = candidates(plan);
+    if (!measure) {
+      plan.candidate = found[0];
+      return;
+    }
     const Stopwatch watch(launch_);
-    const Tensor workspace = room_for(kMostWorkspace);
-    const Tensor output = beta_ == 0 ? output_ : allocate_like(output_, output_.scalar_type());
+    const std::optional<Tensor> workspace = room_for(kMostWorkspace);
+    const Tensor output = behind_.accumulate ? allocate_like(output_, output_.scalar_type()) : output_;
     constexpr float kFails = -1;
     std::vector<float> times(found.size(), 0);
     // The first round loads the kernels, the second says how many runs the others take.
@@ -247,7 +281,7 @@ class Product {
         const int runs = round < 2 ? 1 : std::clamp(static_cast<int>(kMillisecondsARound / time), 1, kMostRuns);
         int status = 0;
         watch.start();
-        for (int i = 0; i < runs && status == 0; ++i) status = run(found[index], workspace, output);
+        for (int i = 0; i < runs && status == 0; ++i) status = run(plan, found[index], workspace, output);
         const float now = std::max(watch.stop() / runs, 1e-6f);
         time = status != 0 ? kFails : round < 2 ? now : std::min(time, now);
       }
@@ -257,11 +291,11 @@ class Product {
       const float least = fastest == 0 ? times[0] * kWorthIt : times[fastest];
       if (times[index] != kFails && (times[fastest] == kFails || times[index] < least)) fastest = index;
     }
-    return {found[fastest], true};
+    plan.candidate = found[fastest];
+    plan.is_measured = true;
   }
 
   static inline std::mutex mutex_;
-  static inline std::map<Key, Choice> choices_;
   static inline std::map<int32_t, Handle> handles_;
 
   const Launch& launch_;
@@ -270,11 +304,7 @@ class Product {
   Operand left_;
   Operand right_;
   Tensor output_;
-  float beta_;
-  Object description_;
-  Object a_;
-  Object b_;
-  Object d_;
+  const Behind& behind_;
   Key key_;
 };
 
