@@ -134,8 +134,7 @@ class Partitioner(CustomPartitionerFn):
         dropout_masks.shorten(gm.graph)
         tanh_gelu.shorten(gm.graph)
         float_gradients.widen(gm.graph)
-        if functorch_config.activation_memory_budget == 1:
-            residual_stream.keep(gm.graph)
+        residual_stream.keep(gm.graph, under_budget=functorch_config.activation_memory_budget < 1)
         for node in gm.graph.nodes:
             # Nodes of gradient checkpointing are marked already, and recomputed from the generator's state.
             if node.meta.get("recompute") is not None:

@@ -1,7 +1,9 @@
 """Where a step keeps the residual stream: in the same place of every layer, so that equal layers stay equal.
 
 The partitioner keeps it wherever a chain of 100 operations ends, as every fourth addition. In layers with three, as
-those of T5's decoder, that is another place in each of four layers, and nothing repeats but all four.
+those of T5's decoder, that is another place in each of four layers, and nothing repeats but all four. Below a budget
+of 1 it keeps none of it: the backward's first layer then has to have the stream computed again from its start, and all
+layers' parts of it stay until they are needed, more than the budget spares.
 """
 
 from __future__ import annotations
@@ -13,17 +15,24 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-# Layers of fewer nodes are left to the partitioner, which keeps the stream less often than once a layer.
+# At a budget of 1 layers of fewer nodes are left to the partitioner, which keeps less than once a layer. Below it the
+# stream of layers of few operations would be a good part of all that is kept.
 _LONG = 100
+_LONG_UNDER_BUDGET = 30
 # The first of them may have more nodes than the others.
 _FEWEST_LAYERS = 3
 
 
-def keep(graph: fx.Graph) -> None:
-    """Marks the last addition of every long layer of a joint graph as what is kept for the backward."""
+def keep(graph: fx.Graph, *, under_budget: bool = False) -> None:
+    """Marks the last addition of every long layer of a joint graph as what is kept for the backward.
+
+    Args:
+        under_budget: less is kept than by a budget of 1, and layers are long from fewer nodes on.
+    """
+    shortest = _LONG_UNDER_BUDGET if under_budget else _LONG
     places = {node: place for place, node in enumerate(graph.nodes)}
     for chain in _chains(_forward(graph)):
-        additions = _layer([places[node] for node in chain])
+        additions = _layer([places[node] for node in chain], shortest)
         for node in chain[additions - 1 :: additions] if additions else ():
             node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
@@ -60,11 +69,14 @@ def _is_addition(node: fx.Node) -> bool:
     return isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape == right.shape
 
 
-def _layer(places: Sequence[int]) -> int:
-    """After how many additions at these places the nodes between them repeat, in long layers; 0 where they do not."""
+def _layer(places: Sequence[int], shortest: int) -> int:
+    """After how many additions at these places the nodes between them repeat.
+
+    0 where they do not, or do so in layers of fewer than `shortest` nodes.
+    """
     lengths = [end - start for start, end in itertools.pairwise(places)]
     for additions in range(1, len(places) // _FEWEST_LAYERS + 1):
         repeated = lengths[additions:]
         if repeated[additions:] == repeated[:-additions]:
-            return additions if sum(repeated[:additions]) >= _LONG else 0
+            return additions if sum(repeated[:additions]) >= shortest else 0
     return 0

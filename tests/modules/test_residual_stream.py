@@ -1,6 +1,7 @@
-"""The residual stream is kept once in each long layer, always in the same place; shorter layers are left alone."""
+"""The residual stream is kept once in each long layer, or under a budget in any, always in the same place."""
 
 import itertools
+import operator
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fuseopt.modules import partitioner, residual_stream
@@ -44,8 +46,8 @@ def kept(monkeypatch):
     """Of each joint graph the places of what is marked, and the parts that forward and backward are calls of."""
     marks, parts = [], []
 
-    def keep(graph, plain=residual_stream.keep):
-        plain(graph)
+    def keep(graph, plain=residual_stream.keep, **options):
+        plain(graph, **options)
         nodes = list(graph.nodes)
         marks.append([n for n, node in enumerate(nodes) if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE])
 
@@ -109,14 +111,58 @@ def test_others_are_left_alone(kept, sublayers, length, layers):
     ],
 )
 def test_layers_repeat(places, additions):
-    assert residual_stream._layer(places) == additions
+    assert residual_stream._layer(places, 100) == additions
 
 
-def test_below_a_budget_of_1_the_solver_chooses(kept):
-    model, x = step(2, 2, 2)
+def peak_bytes(graph: fx.Graph) -> int:
+    """Of what is there at once while `graph` runs one operation after the other, its inputs included."""
+    owners: dict[fx.Node, fx.Node] = {}
+    last_uses: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        is_view = node.target is operator.getitem or getattr(node.target, "is_view", False)
+        owners[node] = owners[node.all_input_nodes[0]] if is_view else node
+        for source in node.all_input_nodes:
+            last_uses[owners[source]] = node
+    sizes = {
+        node: sum(value.nbytes for value in pytree.tree_leaves(node.meta["val"]) if value is not None)
+        for node in set(owners.values())
+        if node.op != "output"
+    }
+    there = sum(sizes[node] for node in graph.find_nodes(op="placeholder"))
+    peak = there
+    for node in graph.nodes:
+        there += sizes[node] if node.op == "call_function" and owners[node] is node else 0
+        peak = max(peak, there)
+        there -= sum(sizes[owner] for owner, last in last_uses.items() if last is node and node.op != "output")
+    return peak
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_lower_budget_lowers_the_peak_of_the_backward(keeps, monkeypatch):
+    backwards = []
+
+    def cut(*args, plain=partitioner.min_cut_rematerialization_partition, **kwargs):
+        forward, backward = plain(*args, **kwargs)
+        backwards.append(backward.graph)
+        return forward, backward
+
+    monkeypatch.setattr(partitioner, "min_cut_rematerialization_partition", cut)
+    if not keeps:
+        monkeypatch.setattr(residual_stream, "keep", lambda graph, **_: None)
+    for budget in (1, 0.3):
+        model, x = step(2, 2, 12)
+        with partitioner.functorch_config.patch(activation_memory_budget=budget):
+            compiled(model)(x).sum().backward()
+    high, low = map(peak_bytes, backwards)
+    assert (low < high) is keeps
+
+
+def test_below_a_budget_of_1_short_layers_keep_it_too(kept):
+    model, x = step(2, 2, 7)
     with partitioner.functorch_config.patch(activation_memory_budget=0.5):
         compiled(model)(x).sum().backward()
-    assert kept[0] == []
+    (marks,) = kept[0]
+    assert len(marks) == 7
 
 
 def test_values_that_nobody_knows_are_no_stream():
