@@ -266,7 +266,7 @@ class Call(NamedTuple):
             *value.stride()[:3],
             *(full.stride() if full is not None else (0,) * 4),
         )
-        tensors = query, key, value, line, full, seed
+        tensors: tuple[torch.Tensor | None, ...] = (query, key, value, line, full, seed)
         if grad_output is not None:
             grad_output = adjacent(grad_output)
             strides += grad_output.stride()[:3]
