@@ -33,14 +33,14 @@ CUSTOM_KERNELS: Mapping[str, tuple[str, ...]] = {
     "FusedNoRepeatNGram": (),
 }
 TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {
-    "FusedAttention": (),
+    "FusedAttention": ("where_it_pays",),
     "FusedCrossEntropy": (),
     "FusedDropoutAdd": (),
     "FusedGELU": ("fold_bias",),
     "FusedGatedGELU": (),
     "FusedLinearCrossEntropy": (),
     "FusedRMSNorm": (),
-    "FusedRelativeAttention": ("long_rows_only",),
+    "FusedRelativeAttention": ("where_it_pays",),
     "FusedRotaryEmbedding": (),
     "FusedSoftmax": (),
     "FusedSwiGLU": (),
@@ -194,7 +194,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "memory_efficient_fusion": True,
             "triton_kernels": [
                 "FusedLinearCrossEntropy",
-                {"name": "FusedRelativeAttention", "long_rows_only": True},
+                {"name": "FusedAttention", "where_it_pays": True},
+                {"name": "FusedRelativeAttention", "where_it_pays": True},
             ],
         }
     },

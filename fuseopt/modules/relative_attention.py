@@ -12,9 +12,6 @@ from fuseopt.modules.base import FusedModule
 from fuseopt.ops.philox import draw_seed
 
 _IMPLEMENTATIONS = ("eager", "sdpa")
-# Tokens of queries or keys with which a compiled step was measured to be no slower by the op; with 128 it took half as
-# much time again, the host's to launch it.
-LONG_ROW = 512
 
 
 class SeenKeys(NamedTuple):
@@ -55,14 +52,14 @@ class FusedRelativeAttention(FusedModule):
     that a matrix was given to falls back. Cross-attention has no bias, where the source makes a matrix of zeros.
 
     The source's own forward runs where attentions are asked for, with a static cache or one that holds tokens, with an
-    attention implementation other than "eager" and "sdpa", and for masks that are no tensors. With `long_rows_only` it
-    also runs in eval mode, and where neither queries nor keys are `LONG_ROW` tokens.
+    attention implementation other than "eager" and "sdpa", and for masks that are no tensors; with `training_only` in
+    eval mode too.
 
     forward: `hidden_states` [batch, length, hidden] -> (the same shape, position bias or None, None).
     """
 
-    def _configure(self, *, backend: str = "auto", long_rows_only: bool = False) -> None:  # type: ignore[override]
-        self.backend, self.long_rows_only = backend, long_rows_only
+    def _configure(self, *, backend: str = "auto", training_only: bool = False) -> None:  # type: ignore[override]
+        self.backend, self.training_only = backend, training_only
 
     def forward(
         self,
@@ -79,10 +76,8 @@ class FusedRelativeAttention(FusedModule):
             past_key_values, "cross_attention_cache" if crosses else "self_attention_cache", past_key_values
         )
         states = hidden_states if key_value_states is None else key_value_states
-        is_short = max(hidden_states.shape[1], states.shape[1]) < LONG_ROW
-        if (self.long_rows_only and (is_short or not self.training)) or not self._is_plain(
-            mask, crosses, position_bias, cache, kwargs
-        ):
+        is_left = self.training_only and not self.training
+        if is_left or not self._is_plain(mask, crosses, position_bias, cache, kwargs):
             if position_bias is not None and position_bias.dim() == 2:
                 position_bias = _matrix(position_bias, hidden_states.shape[1])
             return self._source_forward(hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)

@@ -14,15 +14,36 @@ from fuseopt.modules.causal_attention import fused_attention
 from fuseopt.ops.relative_attention import MOST_DIM
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
 from fuseopt.strategies.attention_config import AttentionConfig
-from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip, stacks_of
+from fuseopt.strategies.propose import (
+    PAYS_ON_GPU,
+    Offer,
+    forward_name,
+    forward_sites,
+    replacement,
+    runs_on_gpu,
+    skip,
+    stacks_of,
+)
 
 _TARGET = "FusedAttention"
+# Elements of a head up to which it has been measured to take less time than SDPA does with a mask.
+_PAYING_DIM = 64
 
 
-def propose(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) -> Iterator[Replacement | Skip]:
-    """One site an attention, the `config` that it reads its implementation from, and the `forward` of their stack."""
+def propose(
+    index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str, where_it_pays: bool
+) -> Iterator[Replacement | Skip]:
+    """One site an attention, the `config` that it reads its implementation from, and the `forward` of their stack.
+
+    Args:
+        where_it_pays: on a GPU alone, and for heads of at most 64 elements.
+    """
+    most_dim = _PAYING_DIM if where_it_pays else MOST_DIM
     for stack, rule in stacks_of(index, policy.causal_attention):
-        yield from _propose_stack(index, stack, rule, offer, backend)
+        if where_it_pays and not runs_on_gpu(index):
+            yield skip(forward_sites(stack), forward_name(stack), _TARGET, offer, PAYS_ON_GPU)
+        else:
+            yield from _propose_stack(index, stack, rule, offer, backend, most_dim)
 
 
 class FusedAttentionConfig(AttentionConfig):
@@ -39,7 +60,7 @@ class FusedAttentionConfig(AttentionConfig):
 
 
 def _propose_stack(
-    index: ModelIndex, stack: Candidate, rule: Rule, offer: Offer, backend: str
+    index: ModelIndex, stack: Candidate, rule: Rule, offer: Offer, backend: str, most_dim: int
 ) -> Iterator[Replacement | Skip]:
     sites, name, told = forward_sites(stack), forward_name(stack), False
     reason = None
@@ -51,7 +72,10 @@ def _propose_stack(
     for attention in index.of_class(rule.options["attention"]):
         if id(attention.module) not in within:
             continue
-        reasons = ["its stack cannot tell it of padding"] if reason else _not_supported_reasons(attention, rule)
+        if reason:
+            reasons = ["its stack cannot tell it of padding"]
+        else:
+            reasons = _not_supported_reasons(attention, rule, most_dim)
         if reasons:
             yield skip(attention.sites, attention.class_name, _TARGET, offer, "; ".join(reasons))
             continue
@@ -67,13 +91,14 @@ def _propose_stack(
         yield replacement(sites, name, rule.target, offer, "hands its attentions the padding that it is told of", tell)
 
 
-def _not_supported_reasons(attention: Candidate, rule: Rule) -> list[str]:
+def _not_supported_reasons(attention: Candidate, rule: Rule, most_dim: int) -> list[str]:
     if not attention.is_exactly(rule.options["attention"]):
         return [f"it is a subclass of {rule.options['attention'].rpartition('.')[2]}, so its forward may differ"]
     if getattr(attention.module, "is_cross_attention", False):
         return ["cross-attention is not causal"]
-    if attention.module.head_dim > MOST_DIM:
-        return [f"its heads have {attention.module.head_dim} elements, and the kernel takes at most {MOST_DIM}"]
+    if attention.module.head_dim > most_dim:
+        does = "takes" if most_dim == MOST_DIM else "pays for"
+        return [f"its heads have {attention.module.head_dim} elements, and the kernel {does} at most {most_dim}"]
     implementation = attention.module.config._attn_implementation
     if implementation != "sdpa":
         return [

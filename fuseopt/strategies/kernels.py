@@ -48,12 +48,17 @@ OP_NAMES = {
 
 # Kernel name -> what proposes more than the policy's rules for kernels.
 _PROPOSERS = {
-    "FusedAttention": causal_attention.propose,
     "FusedCrossEntropy": losses.propose,
     "FusedDropoutAdd": residual.propose_dropout_add,
     "FusedLinearCrossEntropy": heads.propose_loss,
     "FusedRotaryEmbedding": rotary_embedding.propose,
     "FusedSoftmax": eager_attention.propose,
+}
+
+# Likewise, of those that may be asked for where they pay.
+_ATTENTIONS = {
+    "FusedAttention": causal_attention.propose,
+    "FusedRelativeAttention": relative_attention.propose,
 }
 
 # Kernel name -> the activations of the gated feed-forwards that it takes.
@@ -95,9 +100,9 @@ class KernelStrategy:
             if request.name == "FusedBlock":
                 cuda_graphs = request.options.get("cuda_graphs", True)
                 yield from inference_blocks.propose(index, policy, offer, backend, cuda_graphs)
-            if request.name == "FusedRelativeAttention":
-                long_rows_only = request.options.get("long_rows_only", False)
-                yield from relative_attention.propose(index, policy, offer, backend, long_rows_only)
+            if request.name in _ATTENTIONS:
+                where_it_pays = request.options.get("where_it_pays", False)
+                yield from _ATTENTIONS[request.name](index, policy, offer, backend, where_it_pays)
             if request.name in _PROPOSERS:
                 yield from _PROPOSERS[request.name](index, policy, offer, backend)
 

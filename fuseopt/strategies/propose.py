@@ -32,6 +32,7 @@ class Offer:
     refused: str | None = None
 
 
+PAYS_ON_GPU = "it pays on a GPU alone"
 # What `from_module` of a rule's target is given for one candidate, or why there is nothing to give.
 Options = Callable[[Candidate], "Mapping[str, Any] | str"]
 
@@ -44,6 +45,11 @@ def propose_rule(index: ModelIndex, rule: Rule, offer: Offer, options: Options) 
         else:
             reason = f"it is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ"
             yield skip(candidate.sites, candidate.class_name, rule.target, offer, reason)
+
+
+def runs_on_gpu(index: ModelIndex) -> bool:
+    """Whether the model is on a GPU, or on no device yet."""
+    return any(device.type in ("cuda", "meta") for device in index.devices)
 
 
 def stacks_of(index: ModelIndex, rules: Iterable[Rule]) -> Iterator[tuple[Candidate, Rule]]:

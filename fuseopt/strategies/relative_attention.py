@@ -10,24 +10,35 @@ from torch import nn
 
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.modules import FusedRelativeAttention, RelativeStackForward
-from fuseopt.modules.relative_attention import LONG_ROW
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
-from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip, stacks_of
+from fuseopt.strategies.propose import (
+    PAYS_ON_GPU,
+    Offer,
+    forward_name,
+    forward_sites,
+    replacement,
+    runs_on_gpu,
+    skip,
+    stacks_of,
+)
 
 _TARGET = FusedRelativeAttention.__name__
 
 
 def propose(
-    index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str, long_rows_only: bool
+    index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str, where_it_pays: bool
 ) -> Iterator[Replacement | Skip]:
-    """The attentions of each stack that the policy names, and what hands them its masks, or why not."""
-    pays = not long_rows_only or any(device.type in ("cuda", "meta") for device in index.devices)
-    options = {"backend": backend, "long_rows_only": long_rows_only}
+    """The attentions of each stack that the policy names, and what hands them its masks, or why not.
+
+    Args:
+        where_it_pays: in training on a GPU alone.
+    """
+    options = {"backend": backend, "training_only": where_it_pays}
     for stack, rule in stacks_of(index, policy.relative_attention):
-        if pays:
-            yield from _propose_stack(index, stack, rule, offer, options)
+        if where_it_pays and not runs_on_gpu(index):
+            yield skip(forward_sites(stack), forward_name(stack), _TARGET, offer, PAYS_ON_GPU)
         else:
-            yield skip(forward_sites(stack), forward_name(stack), _TARGET, offer, "it pays on a GPU alone")
+            yield from _propose_stack(index, stack, rule, offer, options)
 
 
 def _propose_stack(
@@ -75,8 +86,8 @@ def _not_supported_reasons(attention: Candidate, rule: Rule) -> list[str]:
 
 def _replace(attention: Candidate, offer: Offer, options: Mapping[str, Any], reason: str) -> Replacement:
     module: nn.Module = attention.module
-    if options["long_rows_only"]:
-        reason += f"; in training, for {LONG_ROW} tokens and more"
+    if options["training_only"]:
+        reason += ", in training"
     # Where a fused softmax inside eager attention would be put.
     config = Site(module, "config", f"{attention.sites[0].path}.config")
     build = functools.partial(FusedRelativeAttention.from_module, module, **options)

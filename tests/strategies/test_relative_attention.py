@@ -10,7 +10,7 @@ from transformers import StaticCache
 
 import fuseopt
 from fuseopt import ops
-from fuseopt.modules import FusedRelativeAttention, relative_attention
+from fuseopt.modules import FusedRelativeAttention
 from tests import tiny
 from tests.training import assert_slope, norms_in_float64
 
@@ -84,27 +84,24 @@ def test_lengths_beyond_the_last_bucket(implementation):
     assert_same_step(stock, fused, batch_of(stock, length=40))
 
 
-def test_long_rows_only(monkeypatch):
+def test_training_only():
     stock, fused = stock_and_fused()
     for module in fused.modules():
         if isinstance(module, FusedRelativeAttention):
-            module.long_rows_only = True
+            module.training_only = True
     for padding, decoder_padding in (((), ()), ((6, 11), ()), ((0, 3), (7, 10))):
         batch = batch_of(stock, padding=padding, decoder_padding=decoder_padding)
-        # The encoder has 11 tokens, and the decoder, whose queries attend to them, 10.
-        for long_row, calls in ((12, 0), (11, 2 + 2), (10, LAYERS)):
-            monkeypatch.setattr(relative_attention, "LONG_ROW", long_row)
+        for training, calls in ((True, LAYERS), (False, 0)):
+            stock.train(training), fused.train(training)
             assert_same_step(stock, fused, batch, calls=calls)
-    stock.eval(), fused.eval()
-    assert_same_step(stock, fused, batch, calls=0)
 
 
-def test_the_preset_takes_it_for_long_rows_on_a_gpu(each_device):
+def test_the_preset_takes_it_in_training_on_a_gpu(each_device):
     device = each_device.type
     rows = [row for row in fuseopt.plan(tiny.t5(), "training").rows if row.strategy == "triton"]
     reasons = {row.reason for row in rows if row.target in ("FusedRelativeAttention", "RelativeStackForward")}
     if device == "cuda":
-        assert "as all self-attentions of its stack; in training, for 512 tokens and more" in reasons
+        assert "as all self-attentions of its stack, in training" in reasons
     else:
         assert reasons == {"it pays on a GPU alone"}
 
