@@ -41,6 +41,8 @@ from fuseopt.modules import (
     tanh_gelu,
     tuned_products,
 )
+from fuseopt.ops.linear_cross_entropy import FWD as LINEAR_CROSS_ENTROPY
+from fuseopt.ops.relative_attention import FWD as RELATIVE_ATTENTION
 
 # The plain min-cut also keeps pointwise results that are used far apart; without these bans it recomputes them. The ban
 # on long chains stays: a transformer's residual stream is one, and recomputed from its start it is there of all layers
@@ -80,6 +82,8 @@ _PASSES = (
     tanh_gelu,
     tuned_products,
 )
+# Of a budget's solver any op that it does not know costs nothing, and is recomputed first.
+_PRODUCTS = frozenset((*LINEAR_CROSS_ENTROPY.values(), *RELATIVE_ATTENTION.values()))
 # What their fakes return is compiled into the code that calls them.
 _OPS = sorted(Path(ops.__file__).parent.glob("*.py"))
 
@@ -134,12 +138,13 @@ class Partitioner(CustomPartitionerFn):
         dropout_masks.shorten(gm.graph)
         tanh_gelu.shorten(gm.graph)
         float_gradients.widen(gm.graph)
-        residual_stream.keep(gm.graph, under_budget=functorch_config.activation_memory_budget < 1)
+        under_budget = functorch_config.activation_memory_budget < 1
+        residual_stream.keep(gm.graph, under_budget=under_budget)
         for node in gm.graph.nodes:
             # Nodes of gradient checkpointing are marked already, and recomputed from the generator's state.
             if node.meta.get("recompute") is not None:
                 continue
-            if _draws(node):
+            if _draws(node) or (under_budget and node.target in _PRODUCTS):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             elif _looks_up(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

@@ -116,6 +116,52 @@ def test_the_lower_the_budget_the_less_is_kept():
     assert kept == sorted(set(kept), reverse=True)
 
 
+LIBRARY = torch.library.Library("fuseopt_test", "DEF")
+LIBRARY.define("product(Tensor input) -> (Tensor, Tensor)")
+PRODUCT = torch.ops.fuseopt_test.product.default
+products = []
+
+
+def product(input):
+    products.append(input)
+    return input.sin(), input.cos()
+
+
+LIBRARY.impl("product", product, "CompositeExplicitAutograd")
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input):
+        output, slope = PRODUCT(input)
+        ctx.save_for_backward(slope)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output * ctx.saved_tensors[0]
+
+
+class Products(Net):
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(Product.apply(layer(x)).tanh())
+        return x
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_under_a_budget_ops_that_multiply_matrices_are_not_computed_again(known, monkeypatch):
+    if known:
+        monkeypatch.setattr(partitioner, "_PRODUCTS", partitioner._PRODUCTS | {PRODUCT})
+    model, x = fused(Products(3), 0.3), torch.randn(64, 16, dtype=torch.float64)
+    model(x).sum().backward()
+    products.clear()
+    loss = model(x).sum()
+    assert len(products) == 3
+    loss.backward()
+    assert (len(products) == 3) is known
+
+
 def test_rows_of_a_parameter_are_looked_up_again():
     model = nn.Sequential(nn.Embedding(50, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU())
     kept = saved_tensors(fused(model, 1.0), torch.arange(30).view(5, 6))
