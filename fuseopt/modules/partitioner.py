@@ -138,13 +138,12 @@ class Partitioner(CustomPartitionerFn):
         dropout_masks.shorten(gm.graph)
         tanh_gelu.shorten(gm.graph)
         float_gradients.widen(gm.graph)
-        under_budget = functorch_config.activation_memory_budget < 1
-        residual_stream.keep(gm.graph, under_budget=under_budget)
+        residual_stream.keep(gm.graph, under_budget=functorch_config.activation_memory_budget < 1)
         for node in gm.graph.nodes:
             # Nodes of gradient checkpointing are marked already, and recomputed from the generator's state.
             if node.meta.get("recompute") is not None:
                 continue
-            if _draws(node) or (under_budget and node.target in _PRODUCTS):
+            if _draws(node) or node.target in _PRODUCTS:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             elif _looks_up(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

@@ -111,6 +111,13 @@ def test_into_a_tensor_and_onto_it(device: str, dtypes: tuple[torch.dtype, torch
     assert error([output], [before.double() + judge]) <= allowed
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_of_one_kind_each_have_their_own_bias(device: str) -> None:
+    torch.manual_seed(0)
+    for _ in range(4):
+        assert_right(*(torch.randn(shape, device=device) for shape in ((24, 16), (16, 40), (40,))), activation="relu")
+
+
 @pytest.mark.gpu
 def test_the_algorithm_stays_once_it_is_measured() -> None:
     left, right = (torch.randn(1536, 1536, device="cuda", dtype=torch.bfloat16) for _ in range(2))
