@@ -35,6 +35,7 @@ from fuseopt.modules import (
     float_gradients,
     gelu_epilogues,
     graph_nodes,
+    joined_products,
     part_cuts,
     repeated_parts,
     residual_stream,
@@ -76,6 +77,7 @@ _PASSES = (
     float_gradients,
     gelu_epilogues,
     graph_nodes,
+    joined_products,
     part_cuts,
     repeated_parts,
     residual_stream,
@@ -134,10 +136,11 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        early_kernels.begin(gm.graph)
         dropout_masks.shorten(gm.graph)
         tanh_gelu.shorten(gm.graph)
         float_gradients.widen(gm.graph)
+        joined_products.join(gm.graph)
+        early_kernels.begin(gm.graph)
         residual_stream.keep(gm.graph, under_budget=functorch_config.activation_memory_budget < 1)
         for node in gm.graph.nodes:
             # Nodes of gradient checkpointing are marked already, and recomputed from the generator's state.

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 # At a budget of 1 layers of fewer nodes are left to the partitioner, which keeps less than once a layer. Below it the
 # stream of layers of few operations would be a good part of all that is kept.
-_LONG = 100
+_LONG = 90
 _LONG_UNDER_BUDGET = 30
 # The first of them may have more nodes than the others.
 _FEWEST_LAYERS = 3

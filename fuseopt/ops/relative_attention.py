@@ -50,16 +50,32 @@ def _bwd_fake(
     return *grads, query.new_empty(shape, dtype=compute_dtype(query))
 
 
+def _bwd_joined_fake(
+    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
+    *others, with_query = arguments
+    grad_query, grad_key, _, grad_bias = _bwd_fake(grad_output, query, key, value, bias, *others)
+    batch, keys, *rest = grad_key.shape
+    joined = query.new_empty((batch, keys, 3 if with_query else 2, *rest))
+    return query.new_empty(0) if with_query else grad_query, joined, grad_bias
+
+
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, Tensor? seed"
+_BWD_INPUTS = f"Tensor grad_output, {_INPUTS}, Tensor output, Tensor lse, float scale, float p, bool causal"
 FWD = define(
     f"relative_attention_fwd({_INPUTS}, float scale, float p, bool causal) -> (Tensor, Tensor)",
     _fwd_fake,
     triton="fuseopt.ops.triton.relative_attention",
 )
 BWD = define(
-    f"relative_attention_bwd(Tensor grad_output, {_INPUTS}, Tensor output, Tensor lse, float scale, float p,"
-    " bool causal, bool need_bias_grad) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"relative_attention_bwd({_BWD_INPUTS}, bool need_bias_grad) -> (Tensor, Tensor, Tensor, Tensor)",
     _bwd_fake,
+    triton="fuseopt.ops.triton.relative_attention_bwd",
+)
+# For compiled steps, whose products take the gradients side by side.
+BWD_JOINED = define(
+    f"relative_attention_bwd_joined({_BWD_INPUTS}, bool need_bias_grad, bool with_query) -> (Tensor, Tensor, Tensor)",
+    _bwd_joined_fake,
     triton="fuseopt.ops.triton.relative_attention_bwd",
 )
 

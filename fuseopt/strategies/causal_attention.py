@@ -26,8 +26,6 @@ from fuseopt.strategies.propose import (
 )
 
 _TARGET = "FusedAttention"
-# Elements of a head up to which it has been measured to take less time than SDPA does with a mask.
-_PAYING_DIM = 64
 
 
 def propose(
@@ -36,14 +34,13 @@ def propose(
     """One site an attention, the `config` that it reads its implementation from, and the `forward` of their stack.
 
     Args:
-        where_it_pays: on a GPU alone, and for heads of at most 64 elements.
+        where_it_pays: on a GPU alone.
     """
-    most_dim = _PAYING_DIM if where_it_pays else MOST_DIM
     for stack, rule in stacks_of(index, policy.causal_attention):
         if where_it_pays and not runs_on_gpu(index):
             yield skip(forward_sites(stack), forward_name(stack), _TARGET, offer, PAYS_ON_GPU)
         else:
-            yield from _propose_stack(index, stack, rule, offer, backend, most_dim)
+            yield from _propose_stack(index, stack, rule, offer, backend)
 
 
 class FusedAttentionConfig(AttentionConfig):
@@ -60,7 +57,7 @@ class FusedAttentionConfig(AttentionConfig):
 
 
 def _propose_stack(
-    index: ModelIndex, stack: Candidate, rule: Rule, offer: Offer, backend: str, most_dim: int
+    index: ModelIndex, stack: Candidate, rule: Rule, offer: Offer, backend: str
 ) -> Iterator[Replacement | Skip]:
     sites, name, told = forward_sites(stack), forward_name(stack), False
     reason = None
@@ -75,7 +72,7 @@ def _propose_stack(
         if reason:
             reasons = ["its stack cannot tell it of padding"]
         else:
-            reasons = _not_supported_reasons(attention, rule, most_dim)
+            reasons = _not_supported_reasons(attention, rule)
         if reasons:
             yield skip(attention.sites, attention.class_name, _TARGET, offer, "; ".join(reasons))
             continue
@@ -91,14 +88,13 @@ def _propose_stack(
         yield replacement(sites, name, rule.target, offer, "hands its attentions the padding that it is told of", tell)
 
 
-def _not_supported_reasons(attention: Candidate, rule: Rule, most_dim: int) -> list[str]:
+def _not_supported_reasons(attention: Candidate, rule: Rule) -> list[str]:
     if not attention.is_exactly(rule.options["attention"]):
         return [f"it is a subclass of {rule.options['attention'].rpartition('.')[2]}, so its forward may differ"]
     if getattr(attention.module, "is_cross_attention", False):
         return ["cross-attention is not causal"]
-    if attention.module.head_dim > most_dim:
-        does = "takes" if most_dim == MOST_DIM else "pays for"
-        return [f"its heads have {attention.module.head_dim} elements, and the kernel {does} at most {most_dim}"]
+    if attention.module.head_dim > MOST_DIM:
+        return [f"its heads have {attention.module.head_dim} elements, and the kernel takes at most {MOST_DIM}"]
     implementation = attention.module.config._attn_implementation
     if implementation != "sdpa":
         return [

@@ -15,9 +15,10 @@ from transformers.models.t5.modeling_t5 import T5Attention, eager_attention_forw
 
 from fuseopt import ops
 from fuseopt.errors import BackendError
-from fuseopt.modules import partitioner
+from fuseopt.modules import joined_products, partitioner
+from fuseopt.modules.graph_nodes import MATMULS
 from fuseopt.ops.philox import keep_scores, philox2
-from fuseopt.ops.relative_attention import MASKED, has_kernel
+from fuseopt.ops.relative_attention import BWD, BWD_JOINED, FWD, MASKED, has_kernel
 from tests.ops.cases import Case, Graphs, RawCalls, cases, error
 
 every_case = pytest.mark.parametrize("case", cases("relative_attention"))
@@ -351,3 +352,78 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     refused(ValueError, "needs a seed", query, query, query, p=0.1)
     refused(ValueError, "seed must have shape", query, query, query, p=0.1, seed=torch.zeros(2, dtype=torch.int64))
     refused(BackendError, "no backend 'cuda'", query, query, query, backend="cuda")
+
+
+@triton_cases
+@pytest.mark.parametrize(("queries", "with_query"), [(7, True), (7, False), (4, False)])
+def test_gradients_side_by_side_are_the_same(case: Case, queries: int, with_query: bool) -> None:
+    torch.manual_seed(0)
+    for batch, keys, dim, causal in ((2, 7, 8, False), (1, 7, 24, True), (0, 7, 8, False), (2, 0, 8, False)):
+        length = min(queries, keys) if with_query else queries
+        *tensors, bias = (tensor.detach() for tensor in inputs(case, batch, 3, length, keys, dim, reach=3))
+        mask = (torch.rand(batch, 1, 1, keys, device=case.device) < 0.7).expand(-1, -1, length, -1)
+        seed = torch.tensor([5], device=case.device)
+        given = (*tensors, bias, mask, seed)
+        scalars = 0.5, 0.25, causal
+        output, lse = FWD["triton"](*given, *scalars)
+        grad = torch.randn_like(output)
+        *expected, expected_bias = BWD["triton"](grad, *given, output, lse, *scalars, True)
+        query, joined, bias_grad = BWD_JOINED["triton"](grad, *given, output, lse, *scalars, True, with_query)
+        assert joined.is_contiguous() and joined.shape == (batch, keys, 3 if with_query else 2, 3, dim)
+        found = [*([] if with_query else [query]), *joined.unbind(2)]
+        assert query.numel() == 0 or not with_query
+        assert all(map(torch.equal, found, expected)) and torch.equal(bias_grad, expected_bias)
+
+
+class Projected(torch.nn.Module):
+    """Attention of T5: projections [batch, length, 32] around the op, with dropout, and a norm ahead of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(32, 32, bias=False, device=device) for _ in range(4))
+        self.bias = torch.nn.Parameter(torch.randn(2, 9, device=device))
+
+    def forward(self, x: torch.Tensor, states: torch.Tensor | None = None) -> torch.Tensor:
+        x = x * x.square().mean(-1, keepdim=True).rsqrt()
+        states = x if states is None else states
+        heads = [y.view(*y.shape[:2], 2, 16).transpose(1, 2) for y in (self.q(x), self.k(states), self.v(states))]
+        seed = torch.ones(1, dtype=torch.int64, device=x.device)
+        output = ops.relative_attention(*heads, self.bias, seed=seed, p=0.2, backend="triton")
+        return self.o(output.transpose(1, 2).flatten(2))
+
+
+@triton_cases
+@pytest.mark.parametrize(("crosses", "products", "with_query"), [(False, 6, True), (True, 9, False)])
+def test_a_compiled_step_has_its_gradients_side_by_side(
+    case: Case, crosses: bool, products: int, with_query: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its projections as one product each way, or two where keys and values come from elsewhere."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(joined_products, "_is_half", lambda value: value.dtype == torch.bfloat16)
+    nodes: list[torch.fx.Node] = []
+
+    def join(graph: torch.fx.Graph, plain: Any = joined_products.join) -> None:
+        plain(graph)
+        graph.lint()
+        nodes.extend(graph.nodes)
+
+    model = Projected(case.device)
+    given = [draw(case, 3, length, 32) for length in ((7, 5) if crosses else (7,))]
+
+    def step() -> tuple[torch.Tensor, ...]:
+        torch._dynamo.reset()
+        compiled = partial(partitioner.compile_graph, backend="aot_eager", budget=1.0)
+        with torch.autocast(case.device.type, torch.bfloat16):
+            output = torch.compile(model, backend=compiled, fullgraph=True)(*given)
+        grad = torch.ones_like(output)
+        return output, *torch.autograd.grad(output, [*given, *model.parameters()], grad)
+
+    monkeypatch.setattr(joined_products, "join", lambda graph: None)
+    expected = step()
+    monkeypatch.setattr(joined_products, "join", join)
+    found = step()
+    assert sum(node.target in MATMULS for node in nodes) == products
+    assert [node.args[-1] for node in nodes if node.target is BWD_JOINED["triton"]] == [with_query]
+    for one, other in zip(found, expected, strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        assert (one - other).norm() <= 0.02 * other.norm()

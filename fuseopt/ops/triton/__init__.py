@@ -11,7 +11,7 @@ from fuseopt.ops.triton.gated_activation import gated_activation_bwd, gated_acti
 from fuseopt.ops.triton.gelu import gelu_bias_bwd, gelu_bwd, gelu_fwd
 from fuseopt.ops.triton.linear_cross_entropy import linear_cross_entropy_bwd, linear_cross_entropy_fwd
 from fuseopt.ops.triton.relative_attention import relative_attention_fwd
-from fuseopt.ops.triton.relative_attention_bwd import relative_attention_bwd
+from fuseopt.ops.triton.relative_attention_bwd import relative_attention_bwd, relative_attention_bwd_joined
 from fuseopt.ops.triton.rms_norm import rms_norm, rms_norm_bwd, rms_norm_fwd
 from fuseopt.ops.triton.rotary_embedding import rotary_embedding_bwd, rotary_embedding_fwd
 from fuseopt.ops.triton.softmax import softmax_bwd, softmax_fwd
@@ -31,6 +31,7 @@ __all__ = [
     "linear_cross_entropy_bwd",
     "linear_cross_entropy_fwd",
     "relative_attention_bwd",
+    "relative_attention_bwd_joined",
     "relative_attention_fwd",
     "rms_norm",
     "rms_norm_bwd",

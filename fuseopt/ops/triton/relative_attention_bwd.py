@@ -1,6 +1,7 @@
 """The backward of `relative_attention`: scores are computed again, and no sum depends on the order of programs."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ def relative_attention_bwd_query_kernel(
     lse_ptr,
     shift_ptr,  # [batch, heads, queries], in COMPUTE: `shift_of` lse, for the other kernels
     delta_ptr,  # likewise: grad_output * output summed, 0 if all keys are masked
-    grad_query_ptr,  # [batch, queries, heads, DIM], contiguous
+    grad_query_ptr,  # [batch, queries, heads, DIM], queries `grad_query_stride` apart, the rest contiguous
     beyond_ptr,  # [2, batch, heads, tiles], in COMPUTE: gradients of scores, summed, behind and ahead of the band
     heads,
     queries,
@@ -81,6 +82,7 @@ def relative_attention_bwd_query_kernel(
     grad_head_stride,
     scale: tl.float64,
     keep_scale: tl.float64,
+    grad_query_stride,
     lowest,  # of the band's diagonals
     highest,
     BAND_BLOCK: tl.constexpr,  # the side of its tiles, a multiple of BLOCK_KEYS; 0 if there is nothing beyond it
@@ -158,7 +160,8 @@ def relative_attention_bwd_query_kernel(
             behind += tl.where(diagonal < lowest, row_sum, 0.0)
             ahead += tl.where(diagonal > highest, row_sum, 0.0)
         grad_query += product(grad_scores.to(FACTOR), k, COMPUTE)
-    store_tile(grad_query_ptr + output_offset, heads * DIM, left, grad_query * scale, DIM, BLOCK_QUERIES, BLOCK_DIM)
+    grad_query_ptr += (batch * queries + first) * grad_query_stride + head * DIM
+    store_tile(grad_query_ptr, grad_query_stride, left, grad_query * scale, DIM, BLOCK_QUERIES, BLOCK_DIM)
     if BAND_BLOCK > 0:
         tl.store(beyond_ptr + tl.program_id(0), tl.sum(behind, axis=0))
         tl.store(beyond_ptr + tl.num_programs(0) + tl.program_id(0), tl.sum(ahead, axis=0))
@@ -175,7 +178,7 @@ def relative_attention_bwd_key_kernel(
     grad_output_ptr,  # [batch, queries, heads, DIM], adjacent in the last dimension
     shift_ptr,
     delta_ptr,
-    grad_key_ptr,  # [batch, keys, heads, DIM], contiguous
+    grad_key_ptr,  # [batch, keys, heads, DIM], keys `grad_key_stride` apart, the rest contiguous
     grad_value_ptr,  # likewise
     heads,
     queries,
@@ -199,6 +202,7 @@ def relative_attention_bwd_key_kernel(
     grad_head_stride,
     scale: tl.float64,
     keep_scale: tl.float64,
+    grad_key_stride,
     THRESHOLD: tl.constexpr,
     KEY_MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -273,9 +277,9 @@ def relative_attention_bwd_key_kernel(
         factor = grad_scale(shift, keep_scale, mask_ptr is not None)
         grad_scores = weights * (grad_weights * factor[None, :] - delta[None, :])
         grad_key += product(grad_scores.to(FACTOR), q, COMPUTE)
-    offset = ((batch * keys + first) * heads + head) * DIM
-    store_tile(grad_key_ptr + offset, heads * DIM, left, grad_key * scale, DIM, BLOCK_KEYS, BLOCK_DIM)
-    store_tile(grad_value_ptr + offset, heads * DIM, left, grad_value * keep_scale, DIM, BLOCK_KEYS, BLOCK_DIM)
+    offset = (batch * keys + first) * grad_key_stride + head * DIM
+    store_tile(grad_key_ptr + offset, grad_key_stride, left, grad_key * scale, DIM, BLOCK_KEYS, BLOCK_DIM)
+    store_tile(grad_value_ptr + offset, grad_key_stride, left, grad_value * keep_scale, DIM, BLOCK_KEYS, BLOCK_DIM)
 
 
 def relative_attention_bwd(
@@ -305,26 +309,86 @@ def relative_attention_bwd(
         of bias [heads, 2 * reach + 1] in the dtype of lse, or empty. All are contiguous. The same inputs give the
         same bits.
     """
-    batch, heads, queries, dim = query.shape
-    keys = key.shape[2]
+    batch, heads, _, dim = query.shape
     grads = [
-        torch.empty((batch, length, heads, dim), dtype=query.dtype, device=query.device)
-        for length in (queries, keys, keys)
+        torch.empty((batch, tensor.shape[2], heads, dim), dtype=query.dtype, device=query.device)
+        for tensor in (query, key, value)
     ]
-    if lse.numel() == 0 or keys == 0 or dim == 0:
-        bias_shape = bias.shape if need_bias_grad and bias is not None else (0,)
-        return *(grad.zero_() for grad in grads), lse.new_zeros(bias_shape)
+    arguments = (query, key, value, bias, mask, seed, output, lse, scale, p, causal, need_bias_grad)
+    return *grads, _into(grads, grad_output, *arguments)
+
+
+def relative_attention_bwd_joined(
+    grad_output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    p: float,
+    causal: bool,
+    need_bias_grad: bool,
+    with_query: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`relative_attention_bwd`, whose gradients of key and value stand side by side, as their projection takes them.
+
+    Args:
+        with_query: whether that of query, which has as many rows as key, stands ahead of them.
+
+    Returns:
+        The gradient of query [batch, queries, heads, dim], or empty; the others [batch, keys, 2, heads, dim], or all
+        [batch, keys, 3, heads, dim]; that of bias. All are contiguous.
+    """
+    batch, heads, queries, dim = query.shape
+    like = {"dtype": query.dtype, "device": query.device}
+    joined = torch.empty((batch, key.shape[2], 3 if with_query else 2, heads, dim), **like)
+    grad_query = torch.empty((0,) if with_query else (batch, queries, heads, dim), **like)
+    grads = [*([] if with_query else [grad_query]), *joined.unbind(2)]
+    arguments = (query, key, value, bias, mask, seed, output, lse, scale, p, causal, need_bias_grad)
+    return grad_query, joined, _into(grads, grad_output, *arguments)
+
+
+def _into(
+    grads: Sequence[torch.Tensor],
+    grad_output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    p: float,
+    causal: bool,
+    need_bias_grad: bool,
+) -> torch.Tensor:
+    """Writes the gradients of query, key and value, and returns that of bias.
+
+    Args:
+        grads: [batch, length, heads, dim] each; rows may be apart, in those of key and value as far.
+    """
+    if lse.numel() == 0 or key.shape[2] == 0 or query.shape[3] == 0:
+        for grad in grads:
+            grad.zero_()
+        return lse.new_zeros(bias.shape if need_bias_grad and bias is not None else (0,))
+    grad_query, grad_key, grad_value = grads
     output, lse = output.contiguous(), lse.contiguous()
     shift, delta = torch.empty_like(lse), torch.empty_like(lse)
     with torch.cuda.device_of(query):
         call, tensors = Call.of(query, key, value, bias, mask, seed, scale, p, causal, grad_output)
-        launches = _launches(call, need_bias_grad)
+        launches = _launches(call, grad_query.stride(1), grad_key.stride(1), need_bias_grad)
         beyond = lse.new_empty(launches.beyond)
-        launches.of_query(*tensors, output, lse, shift, delta, grads[0], beyond)
-        launches.of_key(*tensors, shift, delta, *grads[1:])
+        launches.of_query(*tensors, output, lse, shift, delta, grad_query, beyond)
+        launches.of_key(*tensors, shift, delta, grad_key, grad_value)
         if launches.of_bias is None:
-            return *grads, lse.new_empty(0)
-        return *grads, launches.of_bias(tensors, shift, delta, beyond)
+            return lse.new_empty(0)
+        return launches.of_bias(tensors, shift, delta, beyond)
 
 
 class _Launches(NamedTuple):
@@ -335,7 +399,7 @@ class _Launches(NamedTuple):
 
 
 @functools.lru_cache(maxsize=KINDS)
-def _launches(call: Call, need_bias_grad: bool) -> _Launches:
+def _launches(call: Call, grad_query_stride: int, grad_key_stride: int, need_bias_grad: bool) -> _Launches:
     heads, queries, keys, _ = call.sizes
     rows = call.batch * heads
     tile, key_tile = call.tile(QUERY_TILES), call.tile(KEY_TILES if call.dtypes[2] is None else MASKED_KEY_TILES)
@@ -346,8 +410,9 @@ def _launches(call: Call, need_bias_grad: bool) -> _Launches:
         relative_attention_bwd_query_kernel,
         tile,
         rows * tiles,
-        after=(0, 0) if band is None else (band.lowest, band.highest),
+        after=(grad_query_stride, *((0, 0) if band is None else (band.lowest, band.highest))),
         BAND_BLOCK=0 if band is None else band.tile.keys,
     )
-    of_key = call.launch(relative_attention_bwd_key_kernel, key_tile, rows * triton.cdiv(keys, key_tile.keys))
+    programs = rows * triton.cdiv(keys, key_tile.keys)
+    of_key = call.launch(relative_attention_bwd_key_kernel, key_tile, programs, after=(grad_key_stride,))
     return _Launches(of_query, of_key, of_bias, 0 if band is None else 2 * rows * tiles)
