@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         benchmark.add_argument(
             "--padded", action="store_true", help="rows of different lengths, under an attention mask"
         )
-    train.add_argument("--budget", nargs="+", type=float, default=[], help="of memory_efficient_fusion, 0 to 1")
+    train.add_argument("--budget", nargs="+", type=float, default=[], help="the preset training at each, 0 to 1")
     for configured in (generate, kernels, train, curves, capacity):
         configured.add_argument(
             "--config", action="append", default=[], metavar="FILE_OR_PRESET", help="again for more; default: a few"

@@ -159,18 +159,15 @@ def run(
 
 def default_configs(device: torch.device) -> dict[str, FusionConfig]:
     """The preset "training", and on a GPU the same with half its activations."""
-    found: dict[str, FusionConfig] = {"preset training": "training"}
-    if device.type == "cuda":
-        half = {**PRESETS["training"]["kernel_fusion"], "memory_efficient_fusion": {"budget": 0.5}}
-        found["preset training, budget 0.5"] = {"kernel_fusion": half}
-    return found
+    return {"preset training": "training", **(budget_configs([0.5]) if device.type == "cuda" else {})}
 
 
 def budget_configs(budgets: Sequence[float]) -> dict[str, FusionConfig]:
-    """memory_efficient_fusion at each of these budgets."""
+    """The preset "training" at each of these budgets."""
+    fusion = PRESETS["training"]["kernel_fusion"]
     return {
-        f"memory_efficient_fusion, budget {budget:g}": {
-            "kernel_fusion": {"memory_efficient_fusion": {"budget": budget}}
+        f"preset training, budget {budget:g}": {
+            "kernel_fusion": {**fusion, "memory_efficient_fusion": {"budget": budget}}
         }
         for budget in budgets
     }

@@ -1,11 +1,14 @@
 """bench train: every system trains a model of its own, its losses are compared, and only what is right is timed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fuseopt.bench import train
 from fuseopt.bench.train import Row
 from fuseopt.cli import main
+from fuseopt.config import Config
 
 CPU = torch.device("cpu")
 ROW = Row("gpt2-tiny", 2, 8, dropout=0.0, precision="float32")
@@ -113,8 +116,10 @@ def test_the_command_line_makes_rows_and_configs(monkeypatch, capsys):
     more = ["--padded", "--budget", "1", "0.5", "--config", "training", "--no-compile", "--device", "cpu"]
     assert main(["bench", "train", *row, *more]) == 0
     assert seen["rows"] == [Row("gpt2-tiny", batch, 8, 0.2, "bfloat16", True) for batch in (2, 4)]
-    names = ["memory_efficient_fusion, budget 1", "memory_efficient_fusion, budget 0.5", "training"]
+    names = ["preset training, budget 1", "preset training, budget 0.5", "training"]
     assert list(seen["configs"]) == names and seen["compile"] is False
+    preset, half = (Config.load(seen["configs"][name]).active_fusion for name in (names[2], names[1]))
+    assert half == replace(preset, memory_efficient_fusion=replace(preset.memory_efficient_fusion, budget=0.5))
     assert main(["bench", "train", "--device", "cpu"]) == 0
     assert (seen["rows"], seen["configs"], seen["compile"]) == ([], None, None)
     assert main(["bench", "train", "--device", "cpu", "--config", "trainign"]) == 2
