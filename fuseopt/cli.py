@@ -152,6 +152,12 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_bench_train)
     capacity.set_defaults(run=_bench_capacity)
     forward.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
+    forward.add_argument(
+        "--training",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="time training mode too, for which a T5 compiles for minutes",
+    )
     forward.set_defaults(run=_bench_forward)
     for benchmark in (ops, tutorial, generate, kernels, train, forward, scaling, curves, capacity):
         benchmark.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
@@ -290,7 +296,9 @@ def _bench_forward(arguments: argparse.Namespace) -> int:
 
     dtype = getattr(torch, arguments.dtype)
     rows = [
-        forward.Row(model, batch, arguments.length, dtype) for model in arguments.model for batch in arguments.batch
+        forward.Row(model, batch, arguments.length, dtype, arguments.training)
+        for model in arguments.model
+        for batch in arguments.batch
     ]
     return _bench(arguments, functools.partial(forward.run, rows=rows, compile=arguments.compile))
 

@@ -49,3 +49,5 @@ def test_the_command_line_makes_the_rows(monkeypatch):
     assert main(["bench", "forward", "--device", "cpu", *sizes, "--compile"]) == 0
     assert seen["rows"] == [Row("gpt2-tiny", batch, 16, torch.float32) for batch in (1, 8)]
     assert seen["compile"] is True and seen["device"] == CPU
+    assert main(["bench", "forward", "--device", "cpu", *sizes, "--no-training"]) == 0
+    assert [row.trains for row in seen["rows"]] == [False, False]
