@@ -27,6 +27,8 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 _CAST = prims.convert_element_type.default
 # With a multiple of that each part begins at an address from which 16 bytes are read at a time.
 _COLUMNS = 8
+# Of ops that take any strides; nobody knows of others.
+_NAMESPACES = ("aten", "prims", "fuseopt")
 # The share of the gradients that may have to be copied to stand side by side.
 _COPIED = 1 / 3
 _OF_RESULT = ("val", "tensor_meta", "eager_input_vals")
@@ -90,10 +92,11 @@ def _projection(product: fx.Node) -> _Projection | None:
 
 
 def _can_be_a_part(product: fx.Node) -> bool:
-    """Whether its rows may be apart: no view goes across them, and what a caller is given is laid out as before."""
+    """Whether its rows may be apart: no view goes across them, and callers and their ops are given it as before."""
     rows = len(product.meta["val"])
     for user in (user for node in _views_of(product) for user in node.users):
-        if user.op == "output" or user.target is aten.as_strided.default:
+        is_known = getattr(user.target, "namespace", None) in _NAMESPACES or user.target is operator.getitem
+        if not is_known or user.target is aten.as_strided.default:
             return False
         if user.target in _VIEWS and rows not in itertools.accumulate(user.meta["val"].shape, operator.mul):
             return False

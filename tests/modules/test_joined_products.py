@@ -199,6 +199,21 @@ def not_contiguous(q, k, v):
     return q + k.transpose(1, 2).reshape(-1).cumsum(0).view(k.transpose(1, 2).shape).transpose(1, 2) + v
 
 
+@torch.library.custom_op("test_joined_products::contiguous_only", mutates_args=())
+def contiguous_only(x: torch.Tensor) -> torch.Tensor:
+    assert x.is_contiguous()
+    return x * 2
+
+
+contiguous_only.register_fake(torch.empty_like)
+contiguous_only.register_autograd(lambda ctx, grad: grad * 2)
+
+
+class ByAnotherOp(Attention):
+    def forward(self, x):
+        return x + self.o(sum(contiguous_only(projection(x)) for projection in (self.q, self.k, self.v)))
+
+
 class InHalf(Attention):
     """Whose weights no step casts."""
 
@@ -225,6 +240,7 @@ SEPARATE = {
     "of widths that no address is aligned for": lambda: Gated(20),
     "of weights that are not cast": lambda: InHalf(by_sums),
     "of which values alone are kept": lambda: Attention(by_turning),
+    "taken by an op of somebody else": lambda: ByAnotherOp(by_sums),
     "checkpointed": lambda: Checkpointed(by_sums),
 }
 
