@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         "--training",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="time training mode too, for which a T5 compiles for minutes",
+        help="time --model in training mode too, for which a T5 compiles for minutes",
     )
     forward.set_defaults(run=_bench_forward)
     for benchmark in (ops, tutorial, generate, kernels, train, forward, scaling, curves, capacity):

@@ -48,6 +48,14 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
 
+def is_addition(node: fx.Node) -> bool:
+    """Whether it adds up two tensors of one shape."""
+    if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2:
+        return False
+    left, right = (source.meta.get("val") for source in node.all_input_nodes)
+    return isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape == right.shape
+
+
 def roots(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """What is not free of the inputs of these nodes, and of the free ones among them, in the order of first use."""
     found: dict[fx.Node, None] = {}

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fuseopt.modules.graph_nodes import MATMULS, is_free, is_fused, roots
+from fuseopt.modules.graph_nodes import MATMULS, is_addition, is_free, is_fused, roots
 from fuseopt.ops.relative_attention import BWD as ATTENTION_BWD
 from fuseopt.ops.relative_attention import BWD_JOINED as ATTENTION_BWD_JOINED
 
@@ -240,7 +240,7 @@ class _Addend(NamedTuple):
                 break
             steps.append((user.target, *user.args[1:]))
             node = user
-        return cls(tuple(steps), node) if len(node.users) == 1 and _is_addition(*node.users) else None
+        return cls(tuple(steps), node) if len(node.users) == 1 and _is_plain_addition(*node.users) else None
 
     @property
     def addition(self) -> fx.Node:
@@ -248,12 +248,11 @@ class _Addend(NamedTuple):
         return addition
 
 
-def _is_addition(node: fx.Node) -> bool:
+def _is_plain_addition(node: fx.Node) -> bool:
     """Whether it adds up two tensors like the one that it returns."""
-    if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
+    if not is_addition(node) or node.kwargs:
         return False
-    left, right, value = (given.meta["val"] for given in (*node.all_input_nodes, node))
-    return (left.shape, left.dtype) == (right.shape, right.dtype) == (value.shape, value.dtype)
+    return len({given.meta["val"].dtype for given in (*node.all_input_nodes, node)}) == 1
 
 
 def _in_order(addends: Sequence[_Addend | None]) -> list[_Addend]:
@@ -270,7 +269,7 @@ def _in_order(addends: Sequence[_Addend | None]) -> list[_Addend]:
 
 def _chain(addition: fx.Node) -> Iterator[fx.Node]:
     yield addition
-    while len(addition.users) == 1 and _is_addition(*addition.users):
+    while len(addition.users) == 1 and _is_plain_addition(*addition.users):
         (addition,) = addition.users
         yield addition
 

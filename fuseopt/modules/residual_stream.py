@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
+
+from fuseopt.modules.graph_nodes import is_addition
 
 # At a budget of 1 layers of fewer nodes are left to the partitioner, which keeps less than once a layer. Below it the
 # stream of layers of few operations would be a good part of all that is kept.
@@ -50,8 +51,8 @@ def _forward(graph: fx.Graph) -> list[fx.Node]:
 def _chains(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
     """Additions to what another one returned, one after the other."""
     follows: dict[fx.Node, fx.Node] = {}
-    for node in filter(_is_addition, nodes):
-        sources = [source for source in node.all_input_nodes if _is_addition(source) and source not in follows]
+    for node in filter(is_addition, nodes):
+        sources = [source for source in node.all_input_nodes if is_addition(source) and source not in follows]
         if len(sources) == 1:
             follows[sources[0]] = node
     for first in follows.keys() - follows.values():
@@ -59,14 +60,6 @@ def _chains(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
         while chain[-1] in follows:
             chain.append(follows[chain[-1]])
         yield chain
-
-
-def _is_addition(node: fx.Node) -> bool:
-    """Whether it adds up two tensors of one shape."""
-    if node.target is not torch.ops.aten.add.Tensor or len(node.all_input_nodes) != 2:
-        return False
-    left, right = (source.meta.get("val") for source in node.all_input_nodes)
-    return isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape == right.shape
 
 
 def _layer(places: Sequence[int], shortest: int) -> int:

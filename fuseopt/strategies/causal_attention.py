@@ -69,10 +69,7 @@ def _propose_stack(
     for attention in index.of_class(rule.options["attention"]):
         if id(attention.module) not in within:
             continue
-        if reason:
-            reasons = ["its stack cannot tell it of padding"]
-        else:
-            reasons = _not_supported_reasons(attention, rule)
+        reasons = ["its stack cannot tell it of padding"] if reason else _not_supported_reasons(attention, rule)
         if reasons:
             yield skip(attention.sites, attention.class_name, _TARGET, offer, "; ".join(reasons))
             continue
