@@ -20,6 +20,7 @@ from torch.torch_version import TorchVersion
 from fuseopt import garbage
 from fuseopt.errors import CompileError
 from fuseopt.modules import bias_gradients, captured_steps, whole_rows
+from fuseopt.modules.structure import parameters_below
 
 # Dynamo by default does not notice a hook registered after compilation, and gives up at the 9th variant of a call,
 # which unfreezing a model layer by layer reaches. Under DistributedDataParallel it cuts the graph into one for each
@@ -185,7 +186,7 @@ def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
         changed = {"use_cache": False} if "use_cache" in open_names or _hands_on_use_cache(model) else {}
         rows = whole_rows.arguments(model, given)
         changed |= rows if open_names.issuperset(rows) else {}
-        parameters = list(model.parameters())
+        parameters = parameters_below(model)
         trained = tuple(parameter.requires_grad for parameter in parameters)
         # fully_shard may have come after `initialize`.
         captured = options["cuda_graphs"] and not _is_sharded(model)
