@@ -31,6 +31,7 @@ from fuseopt.ops.triton import (
     linear_cross_entropy_fwd,
     relative_attention_bwd,
     relative_attention_fwd,
+    relative_attention_line,
     rms_norm,
     rms_norm_bwd,
     rms_norm_fwd,
@@ -120,7 +121,12 @@ ELEMENTWISE_CALLS = {
 def attention(dtype, dim, mask=None, biased=True):
     """Of a projection's views, with a bias of the distance, as T5's, and dropout."""
     views = [empty(2, 512, 4, dim, dtype=dtype).transpose(1, 2)] * 3
-    return *views, empty(4, 257, dtype=torch.float32) if biased else None, mask, targets(1)
+    line = (
+        relative_attention_line(empty(4, 257, dtype=torch.float32), torch.promote_types(dtype, torch.float32))
+        if biased
+        else None
+    )
+    return *views, line, mask, targets(1)
 
 
 def backward_of(dtype, dim, mask, causal, biased=True):

@@ -32,6 +32,18 @@ MASKED = -65504.0
 # Of the last dimension: "auto" takes a longer one to the reference.
 MOST_DIM = 128
 _LOWEST = torch.finfo(torch.float32).min
+# A tile of scores has at most so many queries and keys.
+MOST_OF_TILE = 128
+
+
+def reach_of(line: Tensor | None) -> int:
+    """That of the bias which LINE made `line` of; 0 without one."""
+    return 0 if line is None else line.shape[1] // 2 - 2 * MOST_OF_TILE
+
+
+def _line_fake(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    heads, length = bias.shape
+    return bias.new_empty((heads, length + 4 * MOST_OF_TILE), dtype=dtype)
 
 
 def _fwd_fake(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -41,26 +53,32 @@ def _fwd_fake(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _bwd_fake(
-    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *arguments: Any
+    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, line: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, ...]:
     (batch, heads, queries, dim), keys = query.shape, key.shape[2]
     grads = (query.new_empty((batch, length, heads, dim)) for length in (queries, keys, keys))
     need_bias_grad = arguments[-1]
-    shape = bias.shape if need_bias_grad and bias is not None else (0,)
+    shape = (heads, 2 * reach_of(line) + 1) if need_bias_grad and line is not None else (0,)
     return *grads, query.new_empty(shape, dtype=compute_dtype(query))
 
 
 def _bwd_joined_fake(
-    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *arguments: Any
+    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, line: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, ...]:
     *others, with_query = arguments
-    grad_query, grad_key, _, grad_bias = _bwd_fake(grad_output, query, key, value, bias, *others)
+    grad_query, grad_key, _, grad_bias = _bwd_fake(grad_output, query, key, value, line, *others)
     batch, keys, *rest = grad_key.shape
     joined = query.new_empty((batch, keys, 3 if with_query else 2, *rest))
     return query.new_empty(0) if with_query else grad_query, joined, grad_bias
 
 
-_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? mask, Tensor? seed"
+# In a compiled step it is there once for all layers that share the bias, forward and backward.
+LINE = define(
+    "relative_attention_line(Tensor bias, ScalarType dtype) -> Tensor",
+    _line_fake,
+    triton="fuseopt.ops.triton.relative_attention_tiles",
+)
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? line, Tensor? mask, Tensor? seed"
 _BWD_INPUTS = f"Tensor grad_output, {_INPUTS}, Tensor output, Tensor lse, float scale, float p, bool causal"
 FWD = define(
     f"relative_attention_fwd({_INPUTS}, float scale, float p, bool causal) -> (Tensor, Tensor)",
@@ -120,13 +138,16 @@ class _RelativeAttention(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(backend: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-        return FWD[backend](*arguments)
+    def forward(
+        backend: str, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        line = _line(backend, query, bias)
+        return *FWD[backend](query, key, value, line, *rest), line
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor | None]) -> None:
         ctx.backend, *tensors, ctx.scale, ctx.p, ctx.causal = inputs
-        ctx.mark_non_differentiable(output[1])
+        ctx.mark_non_differentiable(*(tensor for tensor in output[1:] if tensor is not None))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output)
 
@@ -134,7 +155,7 @@ class _RelativeAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad_output is None:
             return (None,) * 10
-        *tensors, output, lse = ctx.saved_tensors
+        *tensors, output, lse, line = ctx.saved_tensors
         scalars = ctx.scale, ctx.p, ctx.causal
         mask, seed = tensors[4:]
         if is_differentiated_again():
@@ -143,7 +164,7 @@ class _RelativeAttention(torch.autograd.Function):
             gradients = reference_vjp(reference, grad_output.transpose(1, 2), tensors[:4])
         else:
             *gradients, grad_bias = BWD[ctx.backend](
-                grad_output, *tensors, output, lse, *scalars, ctx.needs_input_grad[4]
+                grad_output, *tensors[:3], line, mask, seed, output, lse, *scalars, ctx.needs_input_grad[4]
             )
             gradients = (*(gradient.transpose(1, 2) for gradient in gradients), grad_bias)
         needed = zip(ctx.needs_input_grad[1:5], gradients, tensors, strict=False)
@@ -152,7 +173,8 @@ class _RelativeAttention(torch.autograd.Function):
 
 
 NODE = define_node(
-    f"relative_attention(str backend, {_INPUTS}, float scale, float p, bool causal) -> (Tensor, Tensor)",
+    f"relative_attention(str backend, {_INPUTS.replace('line', 'bias')}, float scale, float p, bool causal) "
+    "-> (Tensor, Tensor, Tensor?)",
     _RelativeAttention,
 )
 
@@ -216,7 +238,12 @@ def relative_attention(
         if is_dynamo_compiling():
             return NODE(chosen, *arguments)[0].transpose(1, 2)
         return apply(_RelativeAttention, chosen, *arguments)[0].transpose(1, 2)
-    return FWD[chosen](*arguments)[0].transpose(1, 2)
+    line = _line(chosen, query, bias)
+    return FWD[chosen](query, key, value, line, *arguments[4:])[0].transpose(1, 2)
+
+
+def _line(backend: str, query: Tensor, bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else LINE[backend](bias, compute_dtype(query))
 
 
 def has_kernel(backend: str, device: torch.device, dtype: torch.dtype, dim: int) -> bool:

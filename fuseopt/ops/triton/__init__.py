@@ -12,6 +12,7 @@ from fuseopt.ops.triton.gelu import gelu_bias_bwd, gelu_bwd, gelu_fwd
 from fuseopt.ops.triton.linear_cross_entropy import linear_cross_entropy_bwd, linear_cross_entropy_fwd
 from fuseopt.ops.triton.relative_attention import relative_attention_fwd
 from fuseopt.ops.triton.relative_attention_bwd import relative_attention_bwd, relative_attention_bwd_joined
+from fuseopt.ops.triton.relative_attention_tiles import relative_attention_line
 from fuseopt.ops.triton.rms_norm import rms_norm, rms_norm_bwd, rms_norm_fwd
 from fuseopt.ops.triton.rotary_embedding import rotary_embedding_bwd, rotary_embedding_fwd
 from fuseopt.ops.triton.softmax import softmax_bwd, softmax_fwd
@@ -33,6 +34,7 @@ __all__ = [
     "relative_attention_bwd",
     "relative_attention_bwd_joined",
     "relative_attention_fwd",
+    "relative_attention_line",
     "rms_norm",
     "rms_norm_bwd",
     "rms_norm_fwd",

@@ -35,7 +35,7 @@ def relative_attention_fwd_kernel(
     query_ptr,  # [batch, heads, queries, DIM], adjacent in the last dimension
     key_ptr,  # [batch, heads, keys, DIM], likewise
     value_ptr,  # likewise
-    line_ptr,  # [heads, 2 * margin + 1], contiguous, as `bias_line` leaves it; or None
+    line_ptr,  # [heads, 2 * margin + 1], contiguous, as `relative_attention_line` makes it; or None
     mask_ptr,  # [batch, heads, queries, keys], any strides; or None
     seed_ptr,  # [1], int64; or None
     output_ptr,  # [batch, queries, heads, DIM], contiguous
@@ -134,7 +134,7 @@ def relative_attention_fwd(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bias: torch.Tensor | None,
+    line: torch.Tensor | None,
     mask: torch.Tensor | None,
     seed: torch.Tensor | None,
     scale: float,
@@ -146,7 +146,7 @@ def relative_attention_fwd(
     Args:
         query: [batch, heads, queries, dim], any strides; dim at most 128.
         key, value: [batch, heads, keys, dim], likewise.
-        bias: [heads, 2 * reach + 1], of the distance, or None.
+        line: of the bias, as `relative_attention_line` makes it, or None.
         mask: broadcastable to [batch, heads, queries, keys], bool or additive, or None.
         seed: [1], int64, of the weights that are dropped; may be None where p is 0.
         scale: of the products of queries and keys.
@@ -164,7 +164,7 @@ def relative_attention_fwd(
     if output.numel() == 0 or key.shape[2] == 0:
         return output.zero_(), lse.fill_(float("inf"))
     with torch.cuda.device_of(query):
-        call, tensors = Call.of(query, key, value, bias, mask, seed, scale, p, causal)
+        call, tensors = Call.of(query, key, value, line, mask, seed, scale, p, causal)
         _launch(call)(*tensors, output, lse)
     return output, lse
 

@@ -264,9 +264,9 @@ def diagonal_sum_kernel(
 class GradOfBias:
     """The gradient of the bias in calls of one kind.
 
-    Call: the kernels' tensors, `shift` and `delta` [batch, heads, queries], and `beyond` [2, batch, heads, tiles], sums
-    of the gradients of scores behind and ahead of the band, which is empty where the band is all there is -> [heads,
-    2 * reach + 1], in the dtype of the arithmetic.
+    Call: the kernels' tensors, `shift` and `delta` [batch, heads, queries], `beyond` [2, batch, heads, tiles], sums of
+    the gradients of scores behind and ahead of the band, which is empty where the band is all there is, and `partials`
+    numbers to be written to -> [heads, 2 * reach + 1], in the dtype of the arithmetic.
 
     Args:
         tiles: of a head's queries, as the kernel for the queries takes them.
@@ -279,7 +279,7 @@ class GradOfBias:
         diagonals = highest - lowest + 1
         wanted = PROGRAMS * multiprocessor_count(call.device)
         splits = min(call.batch, triton.cdiv(wanted, diagonals * heads))
-        self._partial_shape = splits, heads, diagonals, tile.queries, tile.keys
+        self.partials = splits * heads * diagonals * tile.queries * tile.keys
         self._shape = heads, 2 * reach + 1
         self._of_band = call.launch(
             relative_attention_bwd_bias_kernel,
@@ -308,8 +308,8 @@ class GradOfBias:
         shift: torch.Tensor,
         delta: torch.Tensor,
         beyond: torch.Tensor,
+        partial: torch.Tensor,
     ) -> torch.Tensor:
-        partial = shift.new_empty(self._partial_shape)
         grad_bias = shift.new_empty(self._shape)
         self._of_band(*tensors, shift, delta, partial)
         self._of_distances(partial, beyond, grad_bias)

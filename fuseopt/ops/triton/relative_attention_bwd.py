@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fuseopt.ops.relative_attention import reach_of
 from fuseopt.ops.triton.launch import Launch
 from fuseopt.ops.triton.philox import drop_scores
 from fuseopt.ops.triton.relative_attention_bias import GradOfBias
@@ -287,7 +288,7 @@ def relative_attention_bwd(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bias: torch.Tensor | None,
+    line: torch.Tensor | None,
     mask: torch.Tensor | None,
     seed: torch.Tensor | None,
     output: torch.Tensor,
@@ -302,7 +303,7 @@ def relative_attention_bwd(
     Args:
         grad_output: [batch, queries, heads, dim], any strides.
         output, lse: as the forward returned them; the rest as given to it.
-        need_bias_grad: whether to compute that of bias, which is there.
+        need_bias_grad: whether to compute that of bias, for which there is a line.
 
     Returns:
         Gradients of query [batch, queries, heads, dim], key and value [batch, keys, heads, dim], in the dtype of query;
@@ -314,7 +315,7 @@ def relative_attention_bwd(
         torch.empty((batch, tensor.shape[2], heads, dim), dtype=query.dtype, device=query.device)
         for tensor in (query, key, value)
     ]
-    arguments = (query, key, value, bias, mask, seed, output, lse, scale, p, causal, need_bias_grad)
+    arguments = (query, key, value, line, mask, seed, output, lse, scale, p, causal, need_bias_grad)
     return *grads, _into(grads, grad_output, *arguments)
 
 
@@ -323,7 +324,7 @@ def relative_attention_bwd_joined(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bias: torch.Tensor | None,
+    line: torch.Tensor | None,
     mask: torch.Tensor | None,
     seed: torch.Tensor | None,
     output: torch.Tensor,
@@ -348,7 +349,7 @@ def relative_attention_bwd_joined(
     joined = torch.empty((batch, key.shape[2], 3 if with_query else 2, heads, dim), **like)
     grad_query = torch.empty((0,) if with_query else (batch, queries, heads, dim), **like)
     grads = [*([] if with_query else [grad_query]), *joined.unbind(2)]
-    arguments = (query, key, value, bias, mask, seed, output, lse, scale, p, causal, need_bias_grad)
+    arguments = (query, key, value, line, mask, seed, output, lse, scale, p, causal, need_bias_grad)
     return grad_query, joined, _into(grads, grad_output, *arguments)
 
 
@@ -358,7 +359,7 @@ def _into(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bias: torch.Tensor | None,
+    line: torch.Tensor | None,
     mask: torch.Tensor | None,
     seed: torch.Tensor | None,
     output: torch.Tensor,
@@ -376,26 +377,25 @@ def _into(
     if lse.numel() == 0 or key.shape[2] == 0 or query.shape[3] == 0:
         for grad in grads:
             grad.zero_()
-        return lse.new_zeros(bias.shape if need_bias_grad and bias is not None else (0,))
+        return lse.new_zeros((query.shape[1], 2 * reach_of(line) + 1) if need_bias_grad else (0,))
     grad_query, grad_key, grad_value = grads
     output, lse = output.contiguous(), lse.contiguous()
-    shift, delta = torch.empty_like(lse), torch.empty_like(lse)
     with torch.cuda.device_of(query):
-        call, tensors = Call.of(query, key, value, bias, mask, seed, scale, p, causal, grad_output)
+        call, tensors = Call.of(query, key, value, line, mask, seed, scale, p, causal, grad_output)
         launches = _launches(call, grad_query.stride(1), grad_key.stride(1), need_bias_grad)
-        beyond = lse.new_empty(launches.beyond)
+        shift, delta, beyond, partial = lse.new_empty(sum(launches.scratch)).split(launches.scratch)
         launches.of_query(*tensors, output, lse, shift, delta, grad_query, beyond)
         launches.of_key(*tensors, shift, delta, grad_key, grad_value)
         if launches.of_bias is None:
             return lse.new_empty(0)
-        return launches.of_bias(tensors, shift, delta, beyond)
+        return launches.of_bias(tensors, shift, delta, beyond, partial)
 
 
 class _Launches(NamedTuple):
     of_query: Launch
     of_key: Launch
     of_bias: GradOfBias | None
-    beyond: int  # sums of the gradients of scores behind and ahead of the band
+    scratch: tuple[int, ...]  # numbers: a shift and a delta a query, and what `of_bias` takes beside
 
 
 @functools.lru_cache(maxsize=KINDS)
@@ -415,4 +415,11 @@ def _launches(call: Call, grad_query_stride: int, grad_key_stride: int, need_bia
     )
     programs = rows * triton.cdiv(keys, key_tile.keys)
     of_key = call.launch(relative_attention_bwd_key_kernel, key_tile, programs, after=(grad_key_stride,))
-    return _Launches(of_query, of_key, of_bias, 0 if band is None else 2 * rows * tiles)
+    scratch = (
+        rows * queries,
+        rows * queries,
+        0 if band is None else 2 * rows * tiles,
+        of_bias.partials if of_bias else 0,
+    )
+    # Each begins where kernels can read several numbers at once.
+    return _Launches(of_query, of_key, of_bias, tuple(triton.cdiv(numbers, 4) * 4 for numbers in scratch))

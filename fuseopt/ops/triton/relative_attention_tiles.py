@@ -10,17 +10,16 @@ import triton.language as tl
 
 from fuseopt.ops.library import TRITON_INTERPRETED
 from fuseopt.ops.philox import threshold
-from fuseopt.ops.relative_attention import MASKED
+from fuseopt.ops.relative_attention import MASKED, MOST_OF_TILE, reach_of
 from fuseopt.ops.triton.launch import Launch
 from fuseopt.ops.triton.philox import INTERPRETED
-from fuseopt.ops.triton.rows import TL_DTYPES, compute_dtype
+from fuseopt.ops.triton.rows import TL_DTYPES
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # The score of a masked key, in units of log2 e: the lowest there is, above the -inf of a key that is not there.
 LOWEST = tl.constexpr(-3.0e38)
 MASKS = tl.constexpr(MASKED)
-# A tile has at most so many queries and keys.
-MOST = tl.constexpr(128)
+MOST = tl.constexpr(MOST_OF_TILE)
 MASK_BLOCK = tl.constexpr(1024)
 _LINE_BLOCK = 256
 # Of how many kinds of calls launches are kept.
@@ -105,7 +104,7 @@ def score_tile(
     key,  # likewise
     queries,
     keys,
-    line_ptr,  # the bias of this head at distance 0, as `bias_line` leaves it; or None
+    line_ptr,  # the bias of this head at distance 0, as `relative_attention_line` makes it; or None
     reach,
     mask_ptr,  # of this item and head; or None
     mask_query_stride,
@@ -198,28 +197,30 @@ def bias_line_kernel(
 
 @triton.jit
 def middle_of(line_ptr, head, reach):
-    """Where the bias of a head at distance 0 is."""
+    """Where the bias of a head at distance 0 is, in a line as `relative_attention_line` makes it."""
     margin = reach + 2 * MOST
     return line_ptr + head * (2 * margin + 1) + margin
 
 
 @functools.lru_cache(maxsize=KINDS)
 def _line_launch(heads: int, reach: int, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device) -> Launch:
-    margin = reach + 2 * MOST.value
+    margin = reach + 2 * MOST_OF_TILE
     grid = triton.cdiv(2 * margin + 1, _LINE_BLOCK), heads
     constants = {"COMPUTE": TL_DTYPES[dtypes[1]], "BLOCK": _LINE_BLOCK, "num_warps": 4, "enable_fp_fusion": True}
     return Launch(bias_line_kernel, grid, (reach, margin), constants)
 
 
-def bias_line(bias: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+def relative_attention_line(bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`bias` [heads, 2 * reach + 1] in units of log2 e, drawn out at both ends: no tile of scores reaches beyond.
 
     Returns:
-        [heads, 2 * margin + 1] in `compute`, contiguous; the element of distance 0 is in the middle.
+        [heads, 2 * margin + 1] in `dtype`, contiguous; the element of distance 0 is in the middle.
     """
     heads, reach = bias.shape[0], bias.shape[1] // 2
-    line = torch.empty((heads, 2 * (reach + 2 * MOST.value) + 1), dtype=compute, device=bias.device)
-    _line_launch(heads, reach, (bias.dtype, compute), bias.device)(bias.contiguous(), line)
+    line = torch.empty((heads, 2 * (reach + 2 * MOST_OF_TILE) + 1), dtype=dtype, device=bias.device)
+    if heads:
+        with torch.cuda.device_of(bias):
+            _line_launch(heads, reach, (bias.dtype, dtype), bias.device)(bias.contiguous(), line)
     return line
 
 
@@ -242,7 +243,7 @@ class Call(NamedTuple):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        bias: torch.Tensor | None,
+        line: torch.Tensor | None,
         mask: torch.Tensor | None,
         seed: torch.Tensor | None,
         scale: float,
@@ -258,8 +259,6 @@ class Call(NamedTuple):
         keys = key.shape[2]
         query, key, value = adjacent(query), adjacent(key), adjacent(value)
         full = None if mask is None else mask.expand(batch, heads, queries, keys)
-        line = None if bias is None else bias_line(bias, compute_dtype(query))
-        reach = 0 if bias is None else bias.shape[1] // 2
         strides = (
             *query.stride()[:3],
             *key.stride()[:3],
@@ -272,7 +271,7 @@ class Call(NamedTuple):
             strides += grad_output.stride()[:3]
             tensors += (grad_output,)
         dtypes = query.dtype, *(None if tensor is None else tensor.dtype for tensor in tensors[3:])
-        sizes = heads, queries, keys, reach
+        sizes = heads, queries, keys, reach_of(line)
         return cls(query.device, dtypes, batch, sizes, dim, strides, scale, p, causal), tensors
 
     @property
