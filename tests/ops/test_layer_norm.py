@@ -41,6 +41,25 @@ def test_a_large_mean_cancels(case: Case, offset: float) -> None:
 
 
 @every_case
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("columns", [1600, 1603, 4096, 16_384])
+def test_rows_with_elements_that_stand_out(case: Case, columns: int, dtype: torch.dtype) -> None:
+    """Distances from one of those cancel, and what is left of them is to be exact all the same."""
+    torch.manual_seed(0)
+    rows = torch.randn(24, columns, device=case.device)
+    rows[0] = rows[1] = rows[2] = 7.0
+    rows[0, 0] = rows[1, :8] = rows[2, -1] = 1000.0
+    rows[4:8, 0] *= 1000.0
+    rows[8:12, :8] = 300.0
+    rows[12:16] += 100.0
+    input = rows.to(dtype)
+    exact = F.layer_norm(input.double(), (columns,))
+    output = case(input, (columns,)).double()
+    rounding = torch.finfo(dtype).eps / 2
+    assert ((output - exact).abs() <= (rounding + 2e-4) * exact.abs() + 2e-4).all()
+
+
+@every_case
 @pytest.mark.parametrize("input_dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_float32_parameters(case: Case, input_dtype: torch.dtype) -> None:
     input = torch.randn(4, 33, device=case.device, dtype=input_dtype)

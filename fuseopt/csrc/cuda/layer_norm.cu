@@ -5,7 +5,7 @@
 namespace fuseopt::layer_norm {
 namespace {
 
-// Of a row in a thread, where a block has the row: with more threads its two barriers cost more.
+// Of a row in a thread, where a block has the row: with more threads its barriers cost more.
 constexpr int kBlockElements = kMostElements;
 
 template <typename T, typename R, typename W, typename Shape, int kWidth>
@@ -14,8 +14,12 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
                           float* __restrict__ mean, float* __restrict__ rstd, int64_t rows, int columns,
                           float inverse_columns, float eps) {
   constexpr int kVectors = Shape::kElements / kWidth;
-  // Before the reductions that they wait for; but not where that takes registers from more rows in flight.
-  constexpr bool kEarly = kWidth > 1 && (Shape::kWithinWarp || sizeof(T) == 4 || kVectors == 1);
+  // For one barrier less, and since a bfloat16 takes an instruction to be read; a half takes part of one.
+  constexpr bool kOnePass = std::is_same_v<T, __nv_bfloat16> && !Shape::kWithinWarp;
+  // Parameters are loaded ahead of the reductions, where that takes no registers from more rows in flight.
+  constexpr bool kEarlyShift = kWidth > 1 && (Shape::kWithinWarp || sizeof(T) == 4 || kVectors == 1);
+  constexpr bool kEarlyScale =
+      kEarlyShift || (kWidth > 1 && kOnePass && std::is_void_v<R> && std::is_same_v<W, T>);
   RowTeam<Shape::kTeam> team;
   const int vectors_in_row = columns / kWidth;
   const int64_t row = team.index;
@@ -25,39 +29,53 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   RowPart<T, kVectors, kWidth> x;
   stream.load(x, row * columns, team, vectors_in_row);
   Columns<W, kWidth> scale[kVectors], shift[kVectors];
-  const auto load_parameters = [&](int k) {
-    const int v = team.lane + k * team.size;
-    if (v >= vectors_in_row) return;
-    scale[k].load_or(weight, v * kWidth, 1.0f);
-    shift[k].load_or(bias, v * kWidth, 0.0f);
-  };
-  if constexpr (kEarly) {
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) load_parameters(k);
-  }
-
-  // The mean as a distance from one element, so that a constant row comes out exact; then the variance in a second pass
-  // over the registers, since E[x^2] - E[x]^2 would cancel for rows far from zero.
-  const float origin = stream[row * columns];
-  float distance = 0;
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    if (team.lane + k * team.size >= vectors_in_row) continue;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) distance += x.vectors[k][j] - origin;
+    const int v = team.lane + k * team.size;
+    if (v >= vectors_in_row) continue;
+    if constexpr (kEarlyScale) scale[k].load_or(weight, v * kWidth, 1.0f);
+    if constexpr (kEarlyShift) shift[k].load_or(bias, v * kWidth, 0.0f);
   }
-  const float row_mean = origin + team.template reduce<Sum>(distance) * inverse_columns;
-  float sum_of_squares = 0;
+
+  // The mean as a distance from an element, so that a constant row comes out exact. The variance in a second pass over
+  // the registers, since E[x^2] - E[x]^2 would cancel for rows far from zero; or of the distances, in the first pass.
+  // These are from the mean of the row's first vector then, which is at most sqrt(columns / kWidth) deviations from the
+  // row's: so what cancels is less than the rounding of the result.
+  const float origin = stream.template mean<kOnePass ? kWidth : 1>(row * columns);
+  float sums[1 + kOnePass] = {};
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     if (team.lane + k * team.size >= vectors_in_row) continue;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      const float centred = x.vectors[k][j] - row_mean;
-      sum_of_squares += centred * centred;
+      const float distance = x.vectors[k][j] - origin;
+      sums[0] += distance;
+      if constexpr (kOnePass) sums[1] += distance * distance;
     }
   }
-  const float row_rstd = rsqrtf(team.template reduce<Sum>(sum_of_squares) * inverse_columns + eps);
+  team.template reduce<Sum>(sums);
+  const float shift_of_mean = sums[0] * inverse_columns;
+  const float row_mean = origin + shift_of_mean;
+  float variance;
+  if constexpr (kOnePass) {
+    const float square = sums[1] * inverse_columns;
+    // Beyond float's range there is nothing to subtract from.
+    variance = isinf(square) ? square : square - shift_of_mean * shift_of_mean;
+    if (variance < 0) variance = 0;
+  } else {
+    float sum_of_squares = 0;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      if (team.lane + k * team.size >= vectors_in_row) continue;
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const float centred = x.vectors[k][j] - row_mean;
+        sum_of_squares += centred * centred;
+      }
+    }
+    variance = team.template reduce<Sum>(sum_of_squares) * inverse_columns;
+  }
+  const float row_rstd = rsqrtf(variance + eps);
   if (team.lane == 0 && mean != nullptr) {
     mean[row] = row_mean;
     rstd[row] = row_rstd;
@@ -67,7 +85,8 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   for (int k = 0; k < kVectors; ++k) {
     const int v = team.lane + k * team.size;
     if (v >= vectors_in_row) continue;
-    if constexpr (!kEarly) load_parameters(k);
+    if constexpr (!kEarlyScale) scale[k].load_or(weight, v * kWidth, 1.0f);
+    if constexpr (!kEarlyShift) shift[k].load_or(bias, v * kWidth, 0.0f);
     float result[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {

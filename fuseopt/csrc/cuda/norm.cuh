@@ -336,9 +336,19 @@ struct Stream {
     if constexpr (!std::is_void_v<R>) x.template add<R>(residual, begin, sum, team, vectors_in_row);
   }
 
-  __device__ float operator[](int64_t i) const {
-    if constexpr (std::is_void_v<R>) return to_float(input[i]);
-    else return to_float(from_acc<T>(to_float(input[i]) + load_as<float>(residual, i)));
+  // The mean of the kWidth elements from `begin` on; of equal ones of 16 bits it is exact.
+  template <int kWidth>
+  __device__ float mean(int64_t begin) const {
+    const auto head = *reinterpret_cast<const Vector<T, kWidth>*>(input + begin);
+    Columns<std::conditional_t<std::is_void_v<R>, T, R>, kWidth> addend;
+    if constexpr (!std::is_void_v<R>) addend.load(residual, begin);
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      if constexpr (std::is_void_v<R>) sum += head[j];
+      else sum += to_float(from_acc<T>(head[j] + addend[j]));
+    }
+    return sum / kWidth;
   }
 };
 
