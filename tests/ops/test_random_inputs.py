@@ -120,7 +120,7 @@ def test_long_rows(case: Case, columns: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("case", native_cases("cuda"))
 @pytest.mark.parametrize("rows", [8, 1024])
-@pytest.mark.parametrize("columns", [128, 768, 4096, 8200])
+@pytest.mark.parametrize("columns", [128, 768, 4096, 8200, 20_001, 50_257])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_few_rows_and_many(case: Case, rows: int, columns: int, dtype: torch.dtype) -> None:
     """A kernel may take the few another way than the many."""

@@ -35,6 +35,33 @@ def test_a_row_of_minus_infinity_is_nan_and_alone(case: Case, dtype: torch.dtype
 
 @every_case
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [16_389, 50_257, 130_003])
+@pytest.mark.parametrize("masked", [False, True])
+def test_wide_rows_of_which_little_is_seen(case: Case, columns: int, dtype: torch.dtype, masked: bool) -> None:
+    """Most threads see nothing finite, and what the others see has no exponential but from its own maximum."""
+    torch.manual_seed(0)
+    rows = 300 if case.device.type == "cuda" else 2
+    input = (torch.randn(rows, columns, device=case.device) - 200).to(dtype)
+    hidden = torch.ones_like(input, dtype=torch.bool).scatter_(
+        1, torch.randint(columns, (rows, 3), device=case.device), False
+    )
+    exact = torch.softmax(input.double().masked_fill(hidden, -math.inf), -1)
+    mask = torch.zeros(rows, columns, device=case.device, dtype=dtype).masked_fill(hidden, -math.inf)
+    arguments = (input, mask) if masked else (input + mask,)
+    arguments[0].requires_grad_()
+    output = case(*arguments)
+    assert (output[hidden] == 0).all()
+    torch.testing.assert_close(output, exact.to(dtype))
+    grad = torch.randn_like(output)
+    expected = exact * (grad.double() - (grad.double() * exact).sum(-1, keepdim=True))
+    (found,) = torch.autograd.grad(output, arguments[:1], grad)
+    torch.testing.assert_close(
+        found, expected.to(dtype), atol=4 * torch.finfo(dtype).eps, rtol=4 * torch.finfo(dtype).eps
+    )
+
+
+@every_case
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_lowest_number_as_mask(case: Case, dtype: torch.dtype) -> None:
     """transformers masks with finfo.min: a row masked throughout is then spread evenly, not NaN."""
     input = torch.randn(2, 8, device=case.device, dtype=dtype)

@@ -1,9 +1,9 @@
 // Softmax of scale * input + mask over the last dimension, and its gradient.
 //
-// Rows that fit stay in the registers of half a warp, a warp or a block. Wider rows are read once into the shared memory
-// of a block, the maximum and the sum being kept up as they pass (online softmax: Milakov and Gimelshein, 2018); rows too
-// wide for that as well are read twice, by a cluster of blocks. Rows of odd length still move in 16-byte vectors, those
-// of the whole matrix: see RowSpan.
+// Rows that fit stay in the registers of half a warp, a warp or a block. Wider rows are read once into registers and
+// shared memory of a block, the maximum and the sum being kept up as they pass (online softmax: Milakov and Gimelshein,
+// 2018); of rows too wide for that as well a cluster of blocks reads most twice. Rows of odd length still move in 16-byte
+// vectors, those of the whole matrix: see RowSpan.
 #include "softmax.cuh"
 
 namespace fuseopt::softmax {
@@ -12,48 +12,6 @@ namespace {
 constexpr int kBlockElements = 32;  // of a row in the registers of a thread, where a block has the row
 constexpr int kFewRowsThreads = 256;  // a row at most, where there are few
 constexpr int kAnyThreads = 256;
-
-// The logits of a thread's part of a row. In 16 bits and without a mask they are made anew from the input every time:
-// half the registers, so that more rows are on their way, for a multiplication each.
-template <typename T, typename M, int kVectors>
-struct RowLogits {
-  static constexpr int kWidth = kVectorWidth<T>;
-  static constexpr bool kRemade = sizeof(T) == 2 && std::is_void_v<M>;
-  Vector<T> x[kVectors];
-  Vector<std::conditional_t<std::is_void_v<M>, float, M>, kWidth> added[kVectors];
-  float values[kRemade ? 1 : kVectors][kWidth];
-  float scale;
-
-  template <typename RowTeam>
-  __device__ RowLogits(const T* input, const RowSpan<kWidth>& span, const RowTeam& team, float scale) : scale(scale) {
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int v = team.lane + k * team.size;
-      if (v < span.vectors) x[k] = load_vector(input, span.first + v);
-    }
-  }
-
-  template <typename RowTeam>
-  __device__ void load(const RowMask<M>& mask, const RowSpan<kWidth>& span, const RowTeam& team) {
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int v = team.lane + k * team.size;
-      if (v < span.vectors) mask.load(added[k], span.column(v));
-    }
-  }
-
-  // To be called once before `at`, and late: it waits for input and mask.
-  __device__ void make(int k) {
-    if constexpr (kRemade) return;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[k][j] = x[k][j] * scale + (std::is_void_v<M> ? 0.0f : added[k][j]);
-  }
-
-  __device__ float at(int k, int j) const {
-    if constexpr (kRemade) return x[k][j] * scale;
-    else return values[k][j];
-  }
-};
 
 template <typename T, typename M, typename Shape>
 __global__ void __launch_bounds__(Shape::kMaxThreads)

@@ -33,6 +33,7 @@ struct RowSpan {
     if (edge >= end) edge = kNone;
   }
 
+  __device__ bool has(int v) const { return v < vectors; }
   __device__ int64_t column(int v) const { return (first + v) * kWidth - begin; }
 };
 
@@ -124,6 +125,49 @@ __device__ float edge_logit(const T* input, const RowSpan<kWidth>& span, float s
   mask.add_to(logit, span.edge - span.begin);
   return logit[0];
 }
+
+// The logits of a thread's first kVectors vectors of a row. In 16 bits and without a mask they are made anew from the
+// input every time: half the registers, so that more rows are on their way, for a multiplication each.
+template <typename T, typename M, int kVectors>
+struct RowLogits {
+  static constexpr int kWidth = kVectorWidth<T>;
+  static constexpr bool kRemade = sizeof(T) == 2 && std::is_void_v<M>;
+  Vector<T> x[kVectors];
+  Vector<std::conditional_t<std::is_void_v<M>, float, M>, kWidth> added[kVectors];
+  float values[kRemade ? 1 : kVectors][kWidth];
+  float scale;
+
+  template <typename Span, typename RowTeam>
+  __device__ RowLogits(const T* input, const Span& span, const RowTeam& team, float scale) : scale(scale) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (span.has(v)) x[k] = load_vector(input, span.first + v);
+    }
+  }
+
+  template <typename Span, typename RowTeam>
+  __device__ void load(const RowMask<M>& mask, const Span& span, const RowTeam& team) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (span.has(v)) mask.load(added[k], span.column(v));
+    }
+  }
+
+  // To be called once before `at`, and late: it waits for input and mask.
+  __device__ void make(int k) {
+    if constexpr (!kRemade) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[k][j] = x[k][j] * scale + (std::is_void_v<M> ? 0.0f : added[k][j]);
+    }
+  }
+
+  __device__ float at(int k, int j) const {
+    if constexpr (kRemade) return x[k][j] * scale;
+    else return values[k][j];
+  }
+};
 
 inline unsigned block_per_row(int64_t rows) { return static_cast<unsigned>(std::min<int64_t>(rows, INT32_MAX)); }
 

@@ -10,18 +10,44 @@ constexpr int kMaxWideThreads = 1024;
 constexpr int kClusterBlocks = 8;
 constexpr int kWideStaticShared = 2048;  // at least what the kernels for wide rows declare
 
-// 16-byte loads in flight a thread: from shared memory, where a block has a row; from global memory as many more as
-// there are registers for.
-template <Team kTeam, typename M = void>
-constexpr int kWideLoads = kTeam == Team::kCluster && std::is_void_v<M> ? 6 : 4;
+// 16-byte vectors of each tensor that a thread of a team has in registers; it finds the others in shared memory, where a
+// block has a row, or reads them again.
+template <typename T, typename M, Team kTeam>
+constexpr int kFwdHeld = !std::is_void_v<M> ? 1 : sizeof(T) == 4 && kTeam == Team::kBlock ? 8 : 2;
+template <Team kTeam>
+constexpr int kBwdHeld = kTeam == Team::kBlock ? 2 : 1;
+
+// And of the others, how many are on their way to it at a time: from shared memory few have to be.
+template <typename T, Team kTeam, typename M = void>
+constexpr int kWideLoads = kTeam == Team::kBlock ? (kFwdHeld<T, M, kTeam> > 2 ? 1 : 2) : std::is_void_v<M> ? 6 : 4;
+
+// A RowSpan whose vectors are counted from the beginning of a line of the caches, so that a warp's accesses lie in whole
+// lines: else each touches one more, and shares what memory moves at once with the next warp's.
+template <int kWidth>
+struct LineSpan : RowSpan<kWidth> {
+  static constexpr int kLineVectors = 128 / kAccessBytes;
+  int whole;    // the row's vectors
+  int skipped;  // of the first line, what is another row's
+
+  __device__ LineSpan(int64_t row, int columns, int lane) : RowSpan<kWidth>(row, columns, lane) {
+    whole = this->vectors;
+    skipped = static_cast<int>(this->first % kLineVectors);
+    this->first -= skipped;
+    this->vectors += skipped;
+  }
+
+  __device__ bool has(int v) const { return static_cast<unsigned>(v - skipped) < static_cast<unsigned>(whole); }
+};
 
 // A thread's maximum of the logits it has seen, and their sum of exp(logit - origin): the origin is that maximum, or
 // zero before any finite logit.
 template <bool kPrecise>
 struct OnlineSum {
-  float max = -INFINITY;
-  float origin = 0;
+  float max;
+  float origin;
   float sum = 0;
+
+  __device__ explicit OnlineSum(float max) : max(max), origin(max == -INFINITY ? 0.0f : max) {}
 
   template <int kWidth>
   __device__ void add(const float (&logits)[kWidth]) {
@@ -37,10 +63,11 @@ struct OnlineSum {
   }
 };
 
-// Calls `visit(v, loaded)` for this thread's vectors v of a row, where `load(v)` loads, kLoads of them ahead.
+// Calls `visit(v, loaded)` for this thread's vectors v of a row from the `begin`th on, at least the second, where
+// `load(v)` loads, kLoads of them ahead.
 template <int kLoads, int kWidth, typename RowTeam, typename Load, typename Visit>
-__device__ void visit_row(const RowSpan<kWidth>& span, const RowTeam& team, Load load, Visit visit) {
-  for (int first = team.lane; first < span.vectors; first += kLoads * team.size) {
+__device__ void visit_row(const LineSpan<kWidth>& span, const RowTeam& team, int begin, Load load, Visit visit) {
+  for (int first = begin * team.size + team.lane; first < span.vectors; first += kLoads * team.size) {
     decltype(load(0)) loaded[kLoads];
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
@@ -53,157 +80,216 @@ __device__ void visit_row(const RowSpan<kWidth>& span, const RowTeam& team, Load
   }
 }
 
-// A block's vectors of a row on their way from `data` to its shared memory: all of them at once and past the registers,
-// from sm_80. A thread reads back only what it has sent for itself, so that waiting for its own copies is enough.
+// A block's vectors of a row, from the `first`th on, on their way from `data` to its shared memory: all of them at once
+// and past the registers, from sm_80. A thread reads back only what it has sent for itself, so that waiting for its own
+// copies is enough.
 template <typename T, int kWidth>
-__device__ void fetch_row(Vector<T>* slots, const T* data, const RowSpan<kWidth>& span) {
-  for (int v = threadIdx.x; v < span.vectors; v += blockDim.x) {
-    const auto source = reinterpret_cast<const Vector<T>*>(data) + span.first + v;
+__device__ void fetch_row(Vector<T>* slots, const T* data, const LineSpan<kWidth>& span, int first) {
+  for (int v = threadIdx.x; first + v < span.vectors; v += blockDim.x) {
+    const auto source = reinterpret_cast<const Vector<T>*>(data) + span.first + first + v;
     __pipeline_memcpy_async(slots + v, source, sizeof(Vector<T>));
   }
   __pipeline_commit();
 }
 
-// A team a row. A block holds it in shared memory, `slots` vectors of it; where that is none, and in a cluster, the row
-// is read twice.
-template <typename T, typename M, Team kTeam>
+// A team a row. A block holds it in registers and shared memory, `slots` vectors of it there; where that is none, and in
+// a cluster, the row is read twice. `kThreads`: of a block, or 0 where that is known only at run time.
+template <typename T, typename M, Team kTeam, int kThreads = 0>
 __global__ void __launch_bounds__(kMaxWideThreads)
-    softmax_fwd_wide_kernel(const T* __restrict__ input, IndexedMask mask, TypedPointer output, int64_t rows,
-                            int columns, float scale, int slots) {
+    softmax_fwd_wide_kernel(const T* __restrict__ input, IndexedMask mask, TypedPointer output, int columns,
+                            float scale, int slots) {
   constexpr int kWidth = kVectorWidth<T>;
   constexpr bool kPrecise = sizeof(T) == 4;
+  constexpr int kHeld = kFwdHeld<T, M, kTeam>;
+  using Logits = RowLogits<T, M, kHeld>;
   extern __shared__ __align__(kAccessBytes) char shared[];
-  Vector<T>* const held = reinterpret_cast<Vector<T>*>(shared);
-  const bool holds = kTeam == Team::kBlock && slots > 0;
+  Vector<T>* const staged = reinterpret_cast<Vector<T>*>(shared);
+  const bool stages = kTeam == Team::kBlock && slots > 0;
+  if constexpr (kThreads > 0) __builtin_assume(blockDim.x == kThreads);
   RowTeam<kTeam> team;
+  const int64_t row = team.index;
+  const int first_staged = kHeld * team.size;
 
-  for (int64_t row = team.index; row < rows; row += team.count) {
-    const RowSpan<kWidth> span(row, columns, team.lane);
-    const RowMask<M> row_mask(mask, row);
-    if (holds) fetch_row(held, input, span);
-
-    OnlineSum<kPrecise> online;
-    const float edge = edge_logit(input, span, scale, row_mask);
-    online.add({edge});
-    if (holds) __pipeline_wait_prior(0);
-    const auto load = [&](int v) { return holds ? held[v] : load_vector(input, span.first + v); };
-    visit_row<kWideLoads<kTeam, M>>(span, team, load, [&](int v, const Vector<T>& x) {
-      float logits[kWidth];
-      logits_of(logits, x, scale, row_mask, span.column(v));
-      online.add(logits);
-    });
-    const float row_max = team.template reduce<Max>(online.max);
-    const float row_origin = row_max == -INFINITY ? 0.0f : row_max;
-    const float row_sum = team.template reduce<Sum>(online.sum * exp_as<kPrecise>(online.origin - row_origin));
-    const float inverse_sum = 1.0f / row_sum;
-
-    if (span.edge != span.kNone) {
-      store_as(output, span.edge, divide<kPrecise>(exp_as<kPrecise>(edge - row_origin), row_sum, inverse_sum));
-    }
-    visit_row<kWideLoads<kTeam, M>>(span, team, load, [&](int v, const Vector<T>& x) {
-      float values[kWidth];
-      logits_of(values, x, scale, row_mask, span.column(v));
+  const LineSpan<kWidth> span(row, columns, team.lane);
+  Logits held(input, span, team, scale);
+  if (stages) fetch_row(staged, input, span, first_staged);
+  const RowMask<M> row_mask(mask, row);
+  held.load(row_mask, span, team);
+  const auto visit_held = [&](auto visit) {
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        values[j] = divide<kPrecise>(exp_as<kPrecise>(values[j] - row_origin), row_sum, inverse_sum);
-      }
-      store_floats(output, span.first + v, values);
-    });
-  }
+    for (int k = 0; k < kHeld; ++k) {
+      if (span.has(team.lane + k * team.size)) visit(k);
+    }
+  };
+
+  const float edge = edge_logit(input, span, scale, row_mask);
+  float held_max = edge;
+  visit_held([&](int k) {
+    held.make(k);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) held_max = fmaxf(held_max, held.at(k, j));
+  });
+  OnlineSum<kPrecise> online(held_max);
+  const auto exponential = [&](float logit, float origin) { return exp_as<kPrecise>(logit - origin); };
+  online.sum = exponential(edge, online.origin);
+  visit_held([&](int k) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      const float value = exponential(held.at(k, j), online.origin);
+      if constexpr (!Logits::kRemade) held.values[k][j] = value;
+      online.sum += value;
+    }
+  });
+  if (stages) __pipeline_wait_prior(0);
+  const auto load = [&](int v) {
+    return stages ? staged[v - first_staged] : load_vector(input, span.first + v);
+  };
+  visit_row<kWideLoads<T, kTeam, M>>(span, team, kHeld, load, [&](int v, const Vector<T>& x) {
+    float logits[kWidth];
+    logits_of(logits, x, scale, row_mask, span.column(v));
+    online.add(logits);
+  });
+  const float row_max = team.template reduce<Max>(online.max);
+  const float row_origin = row_max == -INFINITY ? 0.0f : row_max;
+  // From the maximum, not the origin, which is far above the row's where a thread has seen no finite logit.
+  const float row_sum = team.template reduce<Sum>(online.sum * exponential(online.max, row_origin));
+  const float inverse_sum = 1.0f / row_sum;
+  const auto share = [&](float value) { return divide<kPrecise>(value, row_sum, inverse_sum); };
+
+  if (span.edge != span.kNone) store_as(output, span.edge, share(exponential(edge, row_origin)));
+  visit_row<kWideLoads<T, kTeam, M>>(span, team, kHeld, load, [&](int v, const Vector<T>& x) {
+    float values[kWidth];
+    logits_of(values, x, scale, row_mask, span.column(v));
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] = share(exponential(values[j], row_origin));
+    store_floats(output, span.first + v, values);
+  });
+  const float shrink = exponential(held_max, row_origin);
+  visit_held([&](int k) {
+    float values[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      values[j] = share(Logits::kRemade ? exponential(held.at(k, j), row_origin) : held.at(k, j) * shrink);
+    }
+    store_floats(output, span.first + team.lane + k * team.size, values);
+  });
 }
 
 template <typename T, Team kTeam>
 __global__ void __launch_bounds__(kMaxWideThreads)
     softmax_bwd_wide_kernel(const T* __restrict__ grad_output, const T* __restrict__ output, TypedPointer grad_input,
-                            int64_t rows, int columns, float scale, int slots) {
+                            int columns, float scale, int slots) {
   constexpr int kWidth = kVectorWidth<T>;
+  constexpr int kHeld = kBwdHeld<kTeam>, kLoads = kTeam == Team::kBlock ? 2 : 3;
   struct Pair {
     Vector<T> y, g;
   };
   extern __shared__ __align__(kAccessBytes) char shared[];
-  Vector<T>* const held_y = reinterpret_cast<Vector<T>*>(shared);
-  Vector<T>* const held_g = held_y + slots;
-  const bool holds = kTeam == Team::kBlock && slots > 0;
+  Vector<T>* const staged_y = reinterpret_cast<Vector<T>*>(shared);
+  Vector<T>* const staged_g = staged_y + slots;
+  const bool stages = kTeam == Team::kBlock && slots > 0;
   RowTeam<kTeam> team;
+  const int first_staged = kHeld * team.size;
 
-  for (int64_t row = team.index; row < rows; row += team.count) {
-    const RowSpan<kWidth> span(row, columns, team.lane);
-    if (holds) {
-      fetch_row(held_y, output, span);
-      fetch_row(held_g, grad_output, span);
+  const LineSpan<kWidth> span(team.index, columns, team.lane);
+  const auto load_global = [&](int v) {
+    return Pair{load_vector(output, span.first + v), load_vector(grad_output, span.first + v)};
+  };
+  Pair held[kHeld];
+  const auto visit_held = [&](auto visit) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int v = team.lane + k * team.size;
+      if (span.has(v)) visit(v, held[k]);
     }
-    const bool has_edge = span.edge != span.kNone;
-    const float edge_y = has_edge ? to_float(output[span.edge]) : 0.0f;
-    const float edge_g = has_edge ? to_float(grad_output[span.edge]) : 0.0f;
-    if (holds) __pipeline_wait_prior(0);
-    const auto load = [&](int v) {
-      if (holds) return Pair{held_y[v], held_g[v]};
-      return Pair{load_vector(output, span.first + v), load_vector(grad_output, span.first + v)};
-    };
-
-    float dot = edge_g * edge_y;
-    visit_row<kWideLoads<kTeam> / 2>(span, team, load, [&](int, const Pair& pair) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) dot += pair.g[j] * pair.y[j];
-    });
-    dot = team.template reduce<Sum>(dot);
-
-    if (has_edge) store_as(grad_input, span.edge, scale * edge_y * (edge_g - dot));
-    visit_row<kWideLoads<kTeam> / 2>(span, team, load, [&](int v, const Pair& pair) {
-      float values[kWidth];
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[j] = scale * pair.y[j] * (pair.g[j] - dot);
-      store_floats(grad_input, span.first + v, values);
-    });
+  };
+  visit_held([&](int v, Pair& pair) { pair = load_global(v); });
+  if (stages) {
+    fetch_row(staged_y, output, span, first_staged);
+    fetch_row(staged_g, grad_output, span, first_staged);
   }
+  const bool has_edge = span.edge != span.kNone;
+  const float edge_y = has_edge ? to_float(output[span.edge]) : 0.0f;
+  const float edge_g = has_edge ? to_float(grad_output[span.edge]) : 0.0f;
+
+  float dot = edge_g * edge_y;
+  const auto add = [&](int, const Pair& pair) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) dot += pair.g[j] * pair.y[j];
+  };
+  visit_held(add);
+  if (stages) __pipeline_wait_prior(0);
+  const auto load = [&](int v) {
+    return stages ? Pair{staged_y[v - first_staged], staged_g[v - first_staged]} : load_global(v);
+  };
+  visit_row<kLoads>(span, team, kHeld, load, add);
+  dot = team.template reduce<Sum>(dot);
+
+  if (has_edge) store_as(grad_input, span.edge, scale * edge_y * (edge_g - dot));
+  const auto store = [&](int v, const Pair& pair) {
+    float values[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] = scale * pair.y[j] * (pair.g[j] - dot);
+    store_floats(grad_input, span.first + v, values);
+  };
+  visit_row<kLoads>(span, team, kHeld, load, store);
+  visit_held(store);
 }
 
 // How a kernel for wide rows is launched.
 struct WideShape {
-  int blocks;     // a row
-  int threads;    // a block
-  int slots;      // vectors of a row that a block holds in shared memory, of each tensor; 0: none are
-  int64_t teams;  // that walk the rows
+  int blocks;   // a row
+  int threads;  // a block
+  int slots;    // vectors of a row that a block has in shared memory, of each tensor; 0: none are
 };
 
-// A block a row that it can hold in shared memory, and a cluster for wider ones, and where there are too few rows to
-// keep the device busy: its second read comes from the L2 cache. Blocks of a cluster that hold their parts take longer:
-// what they tell one another has to wait behind what they have stored.
-// Where a block has a multiprocessor to itself and float32 arithmetic to do, blocks walk the rows: launching one takes
-// long with so much memory. In 16 bits that costs more than it saves.
-WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors) {
+// A block a row that it can hold, and a cluster for wider ones, and where there are too few rows to keep the device busy:
+// its second read comes from the L2 cache. Blocks of a cluster that hold their parts take longer: what they tell one
+// another has to wait behind what they have stored.
+WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors, int held) {
   const int device = current_device();
   int most_shared = 0, has_clusters = 0;
   cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   cudaDeviceGetAttribute(&has_clusters, cudaDevAttrClusterLaunch, device);
-  const int64_t vectors = columns / vector_width, bytes = vectors * tensors * kAccessBytes;
-  const bool are_few = has_clusters && 2 * rows <= multiprocessor_count();
-  if (bytes <= most_shared - kWideStaticShared && !are_few) {
+  const int64_t vectors = columns / vector_width;
+  if (!has_clusters || 2 * rows > multiprocessor_count()) {
     // Two smaller blocks to a multiprocessor, where that has the memory for two: one loads while the other stores.
-    const bool fits_two = bytes <= most_shared / 2 - kWideStaticShared;
-    const bool walks = vector_width == kVectorWidth<float> && !fits_two;
-    return {1, fits_two ? kMaxWideThreads / 2 : kMaxWideThreads, static_cast<int>(vectors),
-            walks ? std::min<int64_t>(rows, multiprocessor_count()) : rows};
+    for (const int blocks : {2, 1}) {
+      const int threads = kMaxWideThreads / blocks;
+      const int64_t slots = std::max<int64_t>(vectors + LineSpan<1>::kLineVectors - held * threads, 1);
+      const int64_t bytes = slots * tensors * kAccessBytes;
+      if (bytes <= most_shared / blocks - kWideStaticShared) return {1, threads, static_cast<int>(slots)};
+    }
   }
-  if (!has_clusters) return {1, kMaxWideThreads / 2, 0, rows};
+  if (!has_clusters) return {1, kMaxWideThreads / 2, 0};
   constexpr int kMostOfThread = 16;
   int threads = kMaxWideThreads / 4;
   while (threads < kMaxWideThreads && vectors * tensors > kClusterBlocks * threads * kMostOfThread) threads *= 2;
-  return {kClusterBlocks, threads, 0, rows};
+  return {kClusterBlocks, threads, 0};
 }
 
-// Launches the block or the cluster form of a kernel for wide rows, whose last argument is the number of slots.
+// The forms of a kernel for wide rows, whose last argument is the number of slots: a cluster a row, a block of all threads
+// that one may have, and a block of half as many.
 template <typename... Arguments>
-void launch_wide(void (*block_kernel)(Arguments..., int), void (*cluster_kernel)(Arguments..., int),
-                 const WideShape& shape, int tensors, cudaStream_t stream, Arguments... arguments) {
-  const auto kernel = shape.blocks > 1 ? cluster_kernel : block_kernel;
+struct WideKernels {
+  void (*cluster)(Arguments..., int);
+  void (*block)(Arguments..., int);
+  void (*half_block)(Arguments..., int);
+};
+
+template <typename... Arguments>
+void launch_wide(const WideKernels<Arguments...>& kernels, const WideShape& shape, int64_t rows, int tensors,
+                 cudaStream_t stream, Arguments... arguments) {
+  const auto kernel = shape.blocks > 1                     ? kernels.cluster
+                      : shape.threads == kMaxWideThreads ? kernels.block
+                                                         : kernels.half_block;
   const int shared_bytes = shape.slots * tensors * kAccessBytes;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(shape.blocks), 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = block_per_row(std::min<int64_t>(shape.teams, INT32_MAX / shape.blocks) * shape.blocks);
+  config.gridDim = static_cast<unsigned>(rows * shape.blocks);
   config.blockDim = shape.threads;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
@@ -220,10 +306,13 @@ void launch_softmax_fwd_wide(TypedPointer input, const SoftmaxMask& mask, TypedP
     using T = typename decltype(input_tag)::type;
     dispatch_mask<T>(mask, [&](auto mask_tag) {
       using M = typename decltype(mask_tag)::type;
-      launch_wide<const T*, IndexedMask, TypedPointer, int64_t, int, float>(
-          softmax_fwd_wide_kernel<T, M, Team::kBlock>, softmax_fwd_wide_kernel<T, M, Team::kCluster>,
-          wide_shape(rows, columns, kVectorWidth<T>, 1), 1, stream, static_cast<const T*>(input.data),
-          IndexedMask(mask), output, rows, columns, scale);
+      // Known threads gain a hundredth; with a mask that is not worth the compiler's time.
+      constexpr int kThreads = std::is_void_v<M> ? kMaxWideThreads : 0;
+      const WideKernels<const T*, IndexedMask, TypedPointer, int, float> kernels{
+          softmax_fwd_wide_kernel<T, M, Team::kCluster>, softmax_fwd_wide_kernel<T, M, Team::kBlock, kThreads>,
+          softmax_fwd_wide_kernel<T, M, Team::kBlock, kThreads / 2>};
+      launch_wide(kernels, wide_shape(rows, columns, kVectorWidth<T>, 1, kFwdHeld<T, M, Team::kBlock>), rows, 1, stream,
+                  static_cast<const T*>(input.data), IndexedMask(mask), output, columns, scale);
     });
   });
 }
@@ -232,10 +321,12 @@ void launch_softmax_bwd_wide(TypedPointer grad_output, TypedPointer output, Type
                              int columns, float scale, cudaStream_t stream) {
   dispatch_fast_dtype(output.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch_wide<const T*, const T*, TypedPointer, int64_t, int, float>(
-        softmax_bwd_wide_kernel<T, Team::kBlock>, softmax_bwd_wide_kernel<T, Team::kCluster>,
-        wide_shape(rows, columns, kVectorWidth<T>, 2), 2, stream, static_cast<const T*>(grad_output.data),
-        static_cast<const T*>(output.data), grad_input, rows, columns, scale);
+    const auto block = softmax_bwd_wide_kernel<T, Team::kBlock>;
+    launch_wide(WideKernels<const T*, const T*, TypedPointer, int, float>{
+                    softmax_bwd_wide_kernel<T, Team::kCluster>, block, block},
+                wide_shape(rows, columns, kVectorWidth<T>, 2, kBwdHeld<Team::kBlock>), rows, 2, stream,
+                static_cast<const T*>(grad_output.data), static_cast<const T*>(output.data), grad_input, columns,
+                scale);
   });
 }
 
