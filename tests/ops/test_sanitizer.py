@@ -30,6 +30,7 @@ OWN_TESTS = {
     },
     "decode_linear of a vocabulary": ("test_decode_linear.py", "test_a_vocabulary and bfloat16"),
     "decode_select_": ("test_decode_select.py", "cuda-cuda and (test_is_what or test_draws_what)"),
+    "softmax of a vocabulary": ("test_softmax.py", "test_wide_rows and 50257 and float32 and cuda-cuda"),
 }
 
 
