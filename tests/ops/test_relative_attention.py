@@ -1,5 +1,6 @@
 """relative_attention beyond the contract: T5's own attention, masks, dropout, odd sizes, what is kept and refused."""
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fuseopt.errors import BackendError
 from fuseopt.modules import joined_products, partitioner
 from fuseopt.modules.graph_nodes import MATMULS
 from fuseopt.ops.philox import keep_scores, philox2
-from fuseopt.ops.relative_attention import BWD, BWD_JOINED, FWD, LINE, MASKED, has_kernel
+from fuseopt.ops.relative_attention import BWD, BWD_JOINED, FWD, LINE, MASKED, MOST_OF_TILE, has_kernel, reach_of
 from tests.ops.cases import Case, Graphs, RawCalls, cases, error
 
 every_case = pytest.mark.parametrize("case", cases("relative_attention"))
@@ -354,6 +355,19 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     refused(ValueError, "needs a seed", query, query, query, p=0.1)
     refused(ValueError, "seed must have shape", query, query, query, p=0.1, seed=torch.zeros(2, dtype=torch.int64))
     refused(BackendError, "no backend 'cuda'", query, query, query, backend="cuda")
+
+
+@triton_cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_bias_is_drawn_out_at_both_ends(case: Case, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for bias in (draw(case, 3, 9), draw(case, 11, 2).t(), draw(case, 2, 5).half(), draw(case, 0, 7)):
+        line, reach = LINE["triton"](bias.detach(), dtype), bias.shape[1] // 2
+        most = reach + 2 * MOST_OF_TILE
+        distance = torch.arange(-most, most + 1, device=case.device).clamp(-reach, reach)
+        expected = bias.detach().to(dtype)[:, distance + reach] * math.log2(math.e)
+        assert line.is_contiguous() and reach_of(line) == reach
+        torch.testing.assert_close(line, expected, rtol=2 * torch.finfo(dtype).eps, atol=0.0)
 
 
 @triton_cases
