@@ -158,7 +158,7 @@ def distance_buckets(attention: Any, device: torch.device) -> Tensor:
 
 def distance_bias(attention: Any, buckets: Tensor) -> Tensor:
     """[heads, 2 * max_distance + 1]: the bias of a T5Attention that has one, for its `distance_buckets`."""
-    # Contiguous as the kernels take it: in a compiled step it is written so, and copied by no layer.
+    # Contiguous as the kernel that draws it out takes it: a compiled step writes it so, and else no layer copies it.
     bias = attention.relative_attention_bias(buckets).t().contiguous()
     # Gradients of half precision are added up in float32.
     return bias.to(torch.promote_types(bias.dtype, torch.float32))

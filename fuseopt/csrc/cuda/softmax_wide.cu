@@ -18,7 +18,7 @@ template <Team kTeam>
 constexpr int kBwdHeld = kTeam == Team::kBlock ? 2 : 1;
 
 // And of the others, how many are on their way to it at a time: from shared memory few have to be.
-template <typename T, Team kTeam, typename M = void>
+template <typename T, typename M, Team kTeam>
 constexpr int kWideLoads = kTeam == Team::kBlock ? (kFwdHeld<T, M, kTeam> > 2 ? 1 : 2) : std::is_void_v<M> ? 6 : 4;
 
 // A RowSpan whose vectors are counted from the beginning of a line of the caches, so that a warp's accesses lie in whole
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kMaxWideThreads)
   const auto load = [&](int v) {
     return stages ? staged[v - first_staged] : load_vector(input, span.first + v);
   };
-  visit_row<kWideLoads<T, kTeam, M>>(span, team, kHeld, load, [&](int v, const Vector<T>& x) {
+  visit_row<kWideLoads<T, M, kTeam>>(span, team, kHeld, load, [&](int v, const Vector<T>& x) {
     float logits[kWidth];
     logits_of(logits, x, scale, row_mask, span.column(v));
     online.add(logits);
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kMaxWideThreads)
   const auto share = [&](float value) { return divide<kPrecise>(value, row_sum, inverse_sum); };
 
   if (span.edge != span.kNone) store_as(output, span.edge, share(exponential(edge, row_origin)));
-  visit_row<kWideLoads<T, kTeam, M>>(span, team, kHeld, load, [&](int v, const Vector<T>& x) {
+  visit_row<kWideLoads<T, M, kTeam>>(span, team, kHeld, load, [&](int v, const Vector<T>& x) {
     float values[kWidth];
     logits_of(values, x, scale, row_mask, span.column(v));
 #pragma unroll
@@ -244,8 +244,8 @@ struct WideShape {
 };
 
 // A block a row that it can hold, and a cluster for wider ones, and where there are too few rows to keep the device busy:
-// its second read comes from the L2 cache. Blocks of a cluster that hold their parts take longer: what they tell one
-// another has to wait behind what they have stored.
+// its second read comes from the L2 cache. Blocks of a cluster that hold their parts in shared memory take longer: what
+// they tell one another has to wait behind what they have stored.
 WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors, int held) {
   const int device = current_device();
   int most_shared = 0, has_clusters = 0;
