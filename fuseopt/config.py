@@ -18,7 +18,8 @@ from fuseopt.errors import ConfigError
 
 JIT_BACKENDS = ("torchscript", "inductor")
 MEMORY_BACKENDS = ("inductor", "aot_eager")
-KERNEL_BACKENDS = ("auto", "cuda", "triton", "cpu", "reference")
+AUTO = "auto"
+KERNEL_BACKENDS = (AUTO, "cuda", "triton", "cpu", "reference")
 
 # Kernel name -> the options its entry may carry beside "name".
 CUSTOM_KERNELS: Mapping[str, tuple[str, ...]] = {
@@ -79,12 +80,12 @@ class MemoryEfficientOptions:
         budget: of the activations, in bytes, that are kept when only what is cheap is recomputed: the part that may be
             kept, 0 to 1. Below 1 matmuls are recomputed too.
         backend: "inductor", or "aot_eager", which keeps as little without generating code.
-        cuda_graphs: whether steps are launched as CUDA graphs, for which the backend has to be "inductor".
+        cuda_graphs: whether steps on a GPU are launched as CUDA graphs, or "auto" where it would wait for the host.
     """
 
     budget: float = 1.0
     backend: str = "inductor"
-    cuda_graphs: bool = False
+    cuda_graphs: bool | str = AUTO
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class KernelFusion:
     memory_efficient_fusion: MemoryEfficientOptions | None = None
     custom_cuda_kernels: tuple[KernelRequest, ...] = ()
     triton_kernels: tuple[KernelRequest, ...] = ()
-    backend: str = "auto"
+    backend: str = AUTO
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,7 @@ def _kernel_fusion(block: Mapping[str, Any]) -> KernelFusion:
         memory_efficient_fusion=memory_efficient,
         custom_cuda_kernels=custom,
         triton_kernels=triton,
-        backend=_choice("kernel_fusion.backend", block.get("backend", "auto"), KERNEL_BACKENDS),
+        backend=_choice("kernel_fusion.backend", block.get("backend", AUTO), KERNEL_BACKENDS),
     )
 
 
@@ -295,16 +296,12 @@ def _memory_efficient(value: Any) -> MemoryEfficientOptions | None:
             f"{where}: expected true, false or a dict such as {{'budget': 0.5}}, got {type(value).__name__}"
         )
     _check_keys(where, value, tuple(MemoryEfficientOptions.__dataclass_fields__))
-    options = MemoryEfficientOptions(
+    captured = value.get("cuda_graphs", default.cuda_graphs)
+    return MemoryEfficientOptions(
         budget=_part(f"{where}.budget", value.get("budget", default.budget)),
         backend=_choice(f"{where}.backend", value.get("backend", default.backend), MEMORY_BACKENDS),
-        cuda_graphs=_boolean(f"{where}.cuda_graphs", value.get("cuda_graphs", default.cuda_graphs)),
+        cuda_graphs=captured if captured == AUTO else _boolean(f"{where}.cuda_graphs", captured, f", or {AUTO!r}"),
     )
-    if options.cuda_graphs and options.backend != "inductor":
-        raise ConfigError(
-            f"{where}.cuda_graphs: only 'inductor' can be captured; leave out one of it and backend {options.backend!r}"
-        )
-    return options
 
 
 def _kernels(key: str, value: Any, known: Mapping[str, tuple[str, ...]]) -> tuple[KernelRequest, ...]:
@@ -353,9 +350,9 @@ def _check_keys(where: str, block: Mapping[Any, Any], known: Iterable[str]) -> N
             )
 
 
-def _boolean(where: str, value: Any) -> bool:
+def _boolean(where: str, value: Any, others: str = "") -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(f"{where}: expected true or false, got {value!r} ({type(value).__name__})")
+        raise ConfigError(f"{where}: expected true or false{others}, got {value!r} ({type(value).__name__})")
     return value
 
 

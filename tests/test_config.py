@@ -169,11 +169,7 @@ WRONG = {
     ),
     "cuda_graphs": (
         {"kernel_fusion": {"memory_efficient_fusion": {"cuda_graphs": 1}}},
-        "kernel_fusion.memory_efficient_fusion.cuda_graphs: expected true or false, got 1 (int)",
-    ),
-    "cuda_graphs without inductor": (
-        {"kernel_fusion": {"memory_efficient_fusion": {"cuda_graphs": True, "backend": "aot_eager"}}},
-        "kernel_fusion.memory_efficient_fusion.cuda_graphs: only 'inductor' can be captured; leave out one",
+        "kernel_fusion.memory_efficient_fusion.cuda_graphs: expected true or false, or 'auto', got 1 (int)",
     ),
     "memory key": ({"kernel_fusion": {"memory_efficient_fusion": {"buget": 0.5}}}, "did you mean 'budget'"),
     "memory of another type": (

@@ -25,12 +25,10 @@ class Graphs:
         self.compiled = self.calls = 0
         self.last: Any = None
 
-    def __call__(
-        self, graph: Any, inputs: Any, *, backend: str, budget: float, cuda_graphs: bool
-    ) -> Callable[..., Any]:
+    def __call__(self, graph: Any, inputs: Any, *, backend: str, budget: float, captured: Any) -> Callable[..., Any]:
         self.compiled += 1
         self.last = graph
-        run = self.compile_graph(graph, inputs, budget=budget, cuda_graphs=cuda_graphs)
+        run = self.compile_graph(graph, inputs, budget=budget, captured=captured)
 
         def counted(*arguments: Any) -> Any:
             self.calls += 1

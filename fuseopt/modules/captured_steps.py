@@ -1,124 +1,434 @@
-"""Training steps in CUDA graphs (torch's cudagraph trees): a step's kernels are launched at once, not one by one.
+"""Training steps in CUDA graphs: their kernels are launched at once, not one by one.
 
-All that a captured step hands out lies in memory of its graph, which the next step writes to. So what the caller may
-keep is taken out of it: outputs as they are returned, and gradients that are still there when the next step begins.
+A step runs as it was compiled until it is worth capturing. From then on its forward and its backward are replayed, on
+tensors at addresses that stay. What a caller may keep stays as it is: outputs are copies, and gradients are looked for
+before the next forward writes to their memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import itertools
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_map
 
-from fuseopt.modules.lazy_logits import LazyLogits
+from fuseopt.errors import CompileError
+from fuseopt.modules.cuda_graphs import Captures, Work
 
-OPTIONS: Mapping[str, Any] = {
-    "triton.cudagraphs": True,
-    # What cannot be captured raises, where torch would warn and launch kernels one by one.
-    "triton.cudagraph_or_error": True,
-    # One graph forward and one backward.
-    "graph_partition": False,
-}
-"""Of Inductor's config, while a step is compiled."""
+When = bool | str
+"""Whether steps are captured: True, False, or "auto", where the GPU waits for the host."""
 
-NOT_CAPTURED: Mapping[str, Any] = {"triton.force_cudagraphs_warmup": True}
-"""Of Inductor's config, while a step runs that is to launch its kernels one by one."""
+_PRIVATE = (
+    (torch._C, "_storage_Use_Count"),
+    (torch._C._autograd, "_get_current_graph_task_keep_graph"),
+    (torch._C._autograd, "_top_saved_tensors_default_hooks"),
+)
+
+# The first step compiles and loads; of so many behind it the GPU must have waited for the host in each.
+_STEPS_TIMED = 2
+# Of the host's time for a step, that the GPU took at most where it was the host that it waited for.
+_GPU_OVER_HOST = 1.15
+# Each time a weight has moved; one that is moved all the time is not worth it.
+_MOST_CAPTURES = 4
+_WHAT = "a training step"
+
+
+def missing_from_torch() -> list[str]:
+    """The names of private functions that this version of torch does not have."""
+    return [name for module, name in _PRIVATE if not hasattr(module, name)]
 
 
 def can_capture(inputs: Iterable[object]) -> bool:
-    """Whether a step with these inputs is captured: on a GPU, all of one size. Each size would be a graph in memory."""
+    """Whether a step with these inputs can be captured: on one GPU, and all of one size."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
-    return all(tensor.is_cuda and not tensor._has_symbolic_sizes_strides for tensor in tensors) and not any(
-        isinstance(value, torch.SymInt) for value in inputs
-    )
+    fixed = all(tensor.is_cuda and not tensor._has_symbolic_sizes_strides for tensor in tensors)
+    symbols = any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in inputs)
+    # What is expanded would be written to at one place many times.
+    expanded = any(0 in tensor.stride() and tensor.numel() > 1 for tensor in tensors)
+    return fixed and not symbols and not expanded and len({tensor.device for tensor in tensors}) == 1
 
 
-class WarmUp:
-    """Whether a step that was compiled has yet to run backward; until then its forward is not captured either.
+class CapturedSteps:
+    """The steps of one model that are captured, each by itself, of which no two are ever between forward and backward.
 
-    torch captures each of the two at its second run. Where a forward was left without a backward, the next one would be
-    captured and its backward not; and attention has the seeds of its dropout on the GPU when it is captured, and else
-    reads them on the host.
+    Args:
+        model: whose parameters and buffers stay where they are.
+        when: "auto" captures a step where the GPU waited for the host, and as much memory stays free as it will take.
+
+    Attributes:
+        note: what is to be said of them.
+    """
+
+    def __init__(self, model: nn.Module, when: When) -> None:
+        self.when, self.note = when, ""
+        self._model = weakref.ref(model)
+        self._captures = Captures()
+        self._graphs: weakref.WeakSet[StepGraphs] = weakref.WeakSet()
+        self._pass: Callable[[], Pass | None] = lambda: None
+
+    def is_busy(self) -> bool:
+        """Whether what the last replayed forward has left for its backward is still waiting for it."""
+        last = self._pass()
+        return last is not None and not last.is_over
+
+    def begin_pass(self) -> Pass:
+        begun = Pass()
+        self._pass = weakref.ref(begun)
+        return begun
+
+    def capture(self, run: Callable[..., Any], inputs: Sequence[Any]) -> StepGraphs | None:
+        """The graphs of a step that has run before, or None where it cannot be captured.
+
+        Raises:
+            CompileError: it cannot, and was asked to be whatever it takes.
+        """
+        model = self._model()
+        own = () if model is None else map(id, itertools.chain(model.parameters(), model.buffers()))
+        graphs = StepGraphs(run, StepTensors(inputs, frozenset(own)), self._captures)
+        reason = graphs.record(self._graphs)
+        if not reason:
+            self._graphs.add(graphs)
+            self.note = "in CUDA graphs"
+            return graphs
+        self.note = reason
+        if self.when is True:
+            raise CompileError(f"{reason}; ask for memory_efficient_fusion with 'cuda_graphs': False")
+        return None
+
+    def say(self, note: str) -> None:
+        """Takes note of why a step goes on without graphs, and warns where they had been asked for."""
+        self.note = note
+        if self.when is True:
+            warnings.warn(f"fuseopt: training steps are no longer captured: {note}", stacklevel=2)
+
+    def report_lines(self) -> tuple[str, ...]:
+        if not self.note:
+            return ()
+        size = sum(graphs.tensors.bytes for graphs in self._graphs) / 2**20
+        return (f"training steps: {self.note}" + (f"; {size:.1f} MiB of static tensors" if size else ""),)
+
+
+class Step:
+    """A compiled step. Call: what it takes -> what it returns, launched as two CUDA graphs once that is worth it.
+
+    Calls under hooks for saved tensors go to the compiled step itself, and calls while another forward waits for its
+    backward. So does all that comes after somebody was found to keep gradients that the parameters no longer have.
+
+    Args:
+        run: the compiled step.
+    """
+
+    def __init__(self, run: Callable[..., Any], steps: CapturedSteps) -> None:
+        self._run, self._steps = run, steps
+        self._pace: Pace | None = Pace()
+        self._graphs: StepGraphs | None = None
+        self._captures_left = _MOST_CAPTURES
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self._pace is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return self._run(*inputs)
+        if self._graphs is not None and not self._graphs.reads(inputs):
+            self._graphs, self._pace = None, Pace()
+            if not self._captures_left:
+                self._give_up("parameters move time and again")
+        if self._graphs is not None and self._graphs.are_kept(inputs):
+            self._give_up("gradients of an earlier step are kept")
+        if self._graphs is None and self._is_due(inputs):
+            self._captures_left -= 1
+            self._graphs = self._steps.capture(self._run, inputs)
+            if self._graphs is None:
+                self._pace = None
+        if self._graphs is None:
+            return self._run(*inputs) if self._pace is None else self._pace.run(self._run, inputs)
+        if self._steps.is_busy():
+            return self._run(*inputs)
+        return _Replay.apply(self._graphs, self._steps.begin_pass(), *inputs)
+
+    def _give_up(self, note: str) -> None:
+        self._graphs = self._pace = None
+        self._steps.say(note)
+
+    def _is_due(self, inputs: Sequence[Any]) -> bool:
+        """Whether it is to be captured now; gives that up where it never will be."""
+        if self._pace is None:
+            return False
+        if self._steps.when is True:
+            return self._pace.steps > 0
+        if self._pace.steps <= _STEPS_TIMED:
+            return False
+        if not self._pace.waits_for_host:
+            self._give_up("not captured, as the GPU takes longer than the host")
+        elif not _has_room(_device_of(inputs)):
+            self._give_up("not captured, as too little memory would stay free")
+        return self._pace is not None
+
+
+class Pass:
+    """A replayed forward, over as soon as its backward has begun or nobody has its outputs any more."""
+
+    is_over = False
+
+
+class Pace:
+    """How the steps went that were launched kernel by kernel.
+
+    Attributes:
+        steps: that had their backward pass.
     """
 
     def __init__(self) -> None:
-        self.awaits_backward = False
+        self.steps = 0
+        self._spans: list[tuple[_Span, _Span]] = []
 
-    def begin(self) -> None:
-        """To be called when a step is compiled."""
-        self.awaits_backward = True
-
-    def end_with(self, output: Tensor) -> None:
-        """Ends with the backward pass that begins at `output` of the step."""
-        if self.awaits_backward:
-            output.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(self._end))
-
-    def _end(self) -> None:
-        self.awaits_backward = False
-
-    def options(self) -> AbstractContextManager[None]:
-        """For a forward to run under."""
-        if not self.awaits_backward:
-            return nullcontext()
-        from torch._inductor import config as inductor_config
-
-        return inductor_config.patch(NOT_CAPTURED)
-
-
-def copied(outputs: Any, warm_up: WarmUp) -> Any:
-    """`outputs` with copies of all their tensors, which pass gradients on; from a GPU, once, and then end `warm_up`."""
-
-    def copy_tensor(tensor: Tensor) -> Tensor:
-        copy = tensor.clone()
-        if copy.requires_grad:
-            if copy.is_cuda:
-                copy.register_hook(refuse_kept_graph)
-            warm_up.end_with(copy)
-        return copy
-
-    def copy(value: Any) -> Any:
-        if isinstance(value, LazyLogits):
-            return value.copied(copy_tensor)
-        return copy_tensor(value) if isinstance(value, Tensor) else value
-
-    return tree_map(copy, outputs)
-
-
-def refuse_kept_graph(gradient: Tensor) -> None:
-    """A hook for what begins a backward pass, which in a CUDA graph overwrites what a second one would need.
-
-    Raises:
-        RuntimeError: the pass runs with `retain_graph=True` or `create_graph=True`.
-    """
-    if torch._C._autograd._get_current_graph_task_keep_graph():
-        raise RuntimeError(
-            "a training step in CUDA graphs has one backward pass, and this one was to keep its graph for another; add "
-            "the losses up and call backward() once, or leave cuda_graphs out of memory_efficient_fusion"
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the GPU waited for the host in each of the last steps."""
+        return all(
+            sum(span.device_seconds() for span in spans) < _GPU_OVER_HOST * sum(span.host_seconds for span in spans)
+            for spans in self._spans
         )
 
+    def run(self, run: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        """What `run` returns, observed until the end of its backward pass."""
+        device = _device_of(inputs)
+        forward = _Span(device)
+        outputs = run(*inputs)
+        forward.end()
+        backward: _Span | None = None
 
-class Gradients:
-    """Gradients that are added to from step to step, in memory of their own."""
+        def begin(gradient: Tensor) -> None:
+            nonlocal backward
+            if backward is None:
+                backward = _Span(device)
+                torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def __init__(self) -> None:
-        self._own: set[StorageWeakRef] = set()
+        def end() -> None:
+            assert backward is not None
+            backward.end()
+            self.steps += 1
+            self._spans = [*self._spans[1 - _STEPS_TIMED :], (forward, backward)]
 
-    def keep(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copies those that the last step left in its graph's memory. After `zero_grad()` there are none."""
-        kept = set()
-        for parameter in parameters:
-            gradient = parameter.grad
-            # A view is a part of a bucket of DistributedDataParallel's.
-            if gradient is None or gradient._is_view():
-                continue
-            storage = StorageWeakRef(gradient.untyped_storage())
-            if storage not in self._own:
-                parameter.grad = gradient.clone()
-                storage = StorageWeakRef(parameter.grad.untyped_storage())
-            kept.add(storage)
-        self._own = kept
+        for output in outputs:
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(begin)
+        return outputs
+
+
+class _Span:
+    """A time during which the host launches kernels, and the one that the device has them for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host_begin = time.perf_counter()
+        self._begin = self._event()
+
+    def end(self) -> None:
+        self._end = self._event()
+        self.host_seconds = time.perf_counter() - self._host_begin
+
+    def device_seconds(self) -> float:
+        """Infinity where it is not over yet."""
+        if self._begin is None or self._end is None:
+            return self.host_seconds
+        return self._begin.elapsed_time(self._end) / 1000 if self._end.query() else float("inf")
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def _device_of(inputs: Iterable[Any]) -> torch.device:
+    return next(value.device for value in inputs if isinstance(value, Tensor))
+
+
+def _has_room(device: torch.device) -> bool:
+    """Whether beside the graphs of a step there would be room for one more such step."""
+    if device.type != "cuda":
+        return True
+    # The peak may be that of something else, and then more than a step's.
+    step = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached > 2 * step
+
+
+class StepTensors:
+    """What the graphs of a step read and write.
+
+    Args:
+        inputs: of a call.
+        own: the `id` of each parameter and buffer of the model, which are read where they are.
+
+    Attributes:
+        moving: which inputs are copied for every call.
+        staying: which are read where they are.
+        trained: which take gradients.
+        inputs: what is read; a parameter under another name, so that what hangs on its own is left alone.
+        outputs: what the last forward returned.
+        differentiable: which of these take gradients.
+        slopes: those gradients.
+        gradients: of the inputs that take one, or None for one that has no part in the outputs.
+    """
+
+    def __init__(self, inputs: Sequence[Any], own: frozenset[int]) -> None:
+        tensors = {i: value for i, value in enumerate(inputs) if isinstance(value, Tensor)}
+        self.device = _device_of(inputs)
+        self.sizes = tuple(tensor.shape for tensor in tensors.values())
+        self.moving = [i for i, tensor in tensors.items() if id(tensor) not in own]
+        self.staying = [i for i, tensor in tensors.items() if id(tensor) in own]
+        self.trained = [i for i, tensor in tensors.items() if tensor.requires_grad]
+        self.inputs = list(inputs)
+        for i, tensor in tensors.items():
+            self.inputs[i] = tensor.detach() if id(tensor) in own else tensor.detach().clone()
+            self.inputs[i].requires_grad_(tensor.requires_grad)
+        self.outputs: list[Any] = []
+        self.differentiable: list[int] = []
+        self.slopes: list[Tensor] = []
+        self.gradients: list[Tensor | None] = []
+
+    @property
+    def bytes(self) -> int:
+        tensors = [*(self.inputs[i] for i in self.moving), *self.slopes, *self.gradients, *self.outputs]
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
+
+class _Forward(Work[StepTensors]):
+    def __init__(self, compiled: Callable[..., Any], tensors: StepTensors) -> None:
+        super().__init__("forward", tensors)
+        self.compiled = compiled
+
+    def run(self) -> None:
+        with torch.enable_grad():
+            self.state.outputs = list(self.compiled(*self.state.inputs))
+
+
+class _Backward(Work[StepTensors]):
+    def __init__(self, tensors: StepTensors) -> None:
+        super().__init__("backward", tensors)
+
+    def run(self) -> None:
+        tensors = self.state
+        outputs = [tensors.outputs[i] for i in tensors.differentiable]
+        inputs = [tensors.inputs[i] for i in tensors.trained]
+        tensors.gradients = list(torch.autograd.grad(outputs, inputs, tensors.slopes, allow_unused=True))
+
+
+class StepGraphs:
+    """A step's forward and backward.
+
+    Args:
+        compiled: the step.
+        tensors: that it is to read.
+        captures: of the model.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], tensors: StepTensors, captures: Captures) -> None:
+        self.tensors, self.captures = tensors, captures
+        self._forward, self._backward = _Forward(compiled, tensors), _Backward(tensors)
+        self._places = [tensors.inputs[i].data_ptr() for i in tensors.staying]
+        self._sloped: list[bool] = []
+        self._storages: list[torch.UntypedStorage] = []
+        self._holders: list[int] = []
+
+    def record(self, others: Iterable[StepGraphs]) -> str:
+        """Captures both; returns why that could not be done, or nothing."""
+        tensors, works = self.tensors, [other._forward for other in others]
+        versions = [tensors.inputs[i]._version for i in tensors.moving]
+        reason = self.captures.record(self._forward, works, _WHAT)
+        if not reason and [tensors.inputs[i]._version for i in tensors.moving] != versions:
+            reason = "a training step that writes to its inputs is not captured"
+        if reason:
+            return reason
+        outputs = enumerate(tensors.outputs)
+        tensors.differentiable = [i for i, out in outputs if isinstance(out, Tensor) and out.requires_grad]
+        tensors.slopes = [torch.zeros_like(tensors.outputs[i]) for i in tensors.differentiable]
+        self._sloped = [False] * len(tensors.slopes)
+        reason = self.captures.record(self._backward, [*works, self._forward], _WHAT)
+        if not reason:
+            # With the autograd graph goes what it has kept.
+            tensors.outputs = [out.detach() if isinstance(out, Tensor) else out for out in tensors.outputs]
+            self._storages = [gradient.untyped_storage() for gradient in tensors.gradients if gradient is not None]
+            self._holders = self._count_holders()
+        return reason
+
+    def reads(self, inputs: Sequence[Any]) -> bool:
+        """Whether parameters and buffers are where they were."""
+        return [inputs[i].data_ptr() for i in self.tensors.staying] == self._places
+
+    def are_kept(self, inputs: Sequence[Any]) -> bool:
+        """Whether gradients of the last step are kept; those that parameters have are exchanged for copies."""
+        if self._count_holders() == self._holders:
+            return False
+        own = {storage._cdata for storage in self._storages}
+        for value in (inputs[i] for i in self.tensors.trained):
+            if value.is_leaf and value.grad is not None and value.grad.untyped_storage()._cdata in own:
+                value.grad = value.grad.clone()
+        return self._count_holders() != self._holders
+
+    def _count_holders(self) -> list[int]:
+        return [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
+
+    def forward(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Copies of the outputs."""
+        tensors = self.tensors
+        for i in tensors.moving:
+            tensors.inputs[i].detach().copy_(inputs[i])
+        self._forward()
+        return tuple(out.detach().clone() if isinstance(out, Tensor) else out for out in tensors.outputs)
+
+    def backward(self, slopes: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of `trained`, in the graph's memory where a parameter takes them."""
+        tensors = self.tensors
+        for at, own in enumerate(tensors.slopes):
+            slope = slopes[tensors.differentiable[at]]
+            if slope is not None:
+                own.copy_(slope)
+            elif self._sloped[at]:
+                own.zero_()
+            self._sloped[at] = slope is not None
+        self._backward()
+        moving, results = set(tensors.moving), []
+        for i, gradient in zip(tensors.trained, tensors.gradients, strict=True):
+            # A parameter takes what it is given, not a copy, where nobody else has that tensor.
+            share = Tensor.clone if i in moving else Tensor.detach
+            results.append(None if gradient is None else share(gradient))
+        return results
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graphs: StepGraphs, begun: Pass, *inputs: Any) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        tensors = graphs.tensors
+        # Unpacked in the backward pass for PyTorch's errors: one was written to, or the pass is the second.
+        ctx.save_for_backward(*(inputs[i] for i in tensors.trained))
+        ctx.graphs, ctx.begun, ctx.taken = graphs, begun, len(inputs)
+        with graphs.captures.in_stream_order(tensors.device):
+            outputs = graphs.forward(inputs)
+        fixed = [out for i, out in enumerate(outputs) if i not in tensors.differentiable]
+        ctx.mark_non_differentiable(*(out for out in fixed if isinstance(out, Tensor)))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            raise RuntimeError(
+                "a compiled training step has one backward pass, and this one was to keep what it reads for another "
+                "(retain_graph or create_graph); add the losses up and call backward() once"
+            )
+        ctx.begun.is_over = True
+        tensors = ctx.graphs.tensors
+        with ctx.graphs.captures.in_stream_order(tensors.device):
+            found = ctx.graphs.backward(slopes)
+        gradients: list[Tensor | None] = [None] * ctx.taken
+        for i, gradient in zip(tensors.trained, found, strict=True):
+            gradients[i] = gradient
+        return None, None, *gradients

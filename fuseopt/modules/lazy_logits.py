@@ -52,12 +52,6 @@ class LinearOutput:
                 self.computed.register_hook(hook)
         return self.computed
 
-    def copied(self, copy: Callable[[Tensor], Tensor]) -> LinearOutput:
-        """The same of a copy of the input, and of what has been computed."""
-        copied = LinearOutput(copy(self.input), self.weight, self.bias, self.backend)
-        copied.computed, copied.hooks = None if self.computed is None else copy(self.computed), self.hooks
-        return copied
-
     def cross_entropy(self, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str) -> Tensor:
         """Of the rows [*, classes] against `target` [*] flattened, in float32; float64 for float64 input."""
         return ops.linear_cross_entropy(
@@ -98,10 +92,6 @@ class LazyLogits:
             RuntimeError: input or weight have been written to since, as an optimizer's step does.
         """
         return self.output.tensor().to(self.dtype).view(self.shape)
-
-    def copied(self, copy: Callable[[Tensor], Tensor]) -> LazyLogits:
-        """The same logits, of a copy of the hidden states."""
-        return LazyLogits(self.output.copied(copy), self.dtype, self.shape)
 
     @property
     def device(self) -> torch.device:

@@ -98,14 +98,19 @@ def missing_options() -> list[str]:
 
 @frames.with_room
 def compile_graph(
-    graph: fx.GraphModule, inputs: Sequence[Tensor], *, backend: str, budget: float, cuda_graphs: bool = False
+    graph: fx.GraphModule,
+    inputs: Sequence[Tensor],
+    *,
+    backend: str,
+    budget: float,
+    captured: captured_steps.CapturedSteps | None = None,
 ) -> Callable[..., Any]:
     """A Dynamo backend: compiles `graph` and its backward, whose split obeys `budget`.
 
     Args:
         backend: "inductor", or "aot_eager" for the same split run by torch's own kernels.
         budget: part of the bytes kept at 1, where no matmul is recomputed, that may be kept; 0 to 1.
-        cuda_graphs: whether Inductor's code is launched as CUDA graphs, where `captured_steps.can_capture`.
+        captured: what is to launch it as CUDA graphs, where `captured_steps.can_capture`.
     """
     causal_masks.drop(graph)
     partitioner = Partitioner(in_parts=backend == "inductor" and not inductor_config.cpp_wrapper)
@@ -114,13 +119,16 @@ def compile_graph(
         functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}),
     ):
         if backend == "inductor":
-            captured = captured_steps.OPTIONS if cuda_graphs and captured_steps.can_capture(inputs) else {}
-            with inductor_config.patch({**_CODE_OPTIONS, _PARTITIONER: partitioner, **captured}):
-                return lookup_backend(backend)(graph, inputs)
-        compile_split = aot_autograd(
-            fw_compiler=_run_as_it_is, partition_fn=partitioner, decompositions=select_decomp_table
-        )
-        return compile_split(graph, inputs)
+            with inductor_config.patch({**_CODE_OPTIONS, _PARTITIONER: partitioner}):
+                compiled = lookup_backend(backend)(graph, inputs)
+        else:
+            compile_split = aot_autograd(
+                fw_compiler=_run_as_it_is, partition_fn=partitioner, decompositions=select_decomp_table
+            )
+            compiled = compile_split(graph, inputs)
+    if captured is not None and captured_steps.can_capture(inputs):
+        return captured_steps.Step(compiled, captured)
+    return compiled
 
 
 class Partitioner(CustomPartitionerFn):

@@ -10,7 +10,6 @@ import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -56,9 +55,9 @@ class TrainingForward:
         backend: "inductor", or "aot_eager" for the same graph on torch's own kernels.
         budget: of the activations, in bytes, that are kept when only what is cheap is recomputed: the part that may be
             kept, 0 to 1.
-        cuda_graphs: whether steps on a GPU are launched as CUDA graphs, one forward and one backward; those of a
-            size that changes are not. Outputs are copies then, and gradients that the next step finds are copied before
-            it: theirs is memory of the graphs.
+        cuda_graphs: whether steps on a GPU, of the first size that comes, are launched as two CUDA graphs, one forward
+            and one backward; "auto" for steps in which the GPU waited for the host. Gradients that the next step finds
+            are copied before it: theirs is memory of the graphs.
 
     Raises:
         CompileError: by a call that cannot be compiled, with parameters and gradients as they were. Where the class's
@@ -68,10 +67,15 @@ class TrainingForward:
     model: nn.Module
     backend: str
     budget: float
-    cuda_graphs: bool
+    cuda_graphs: captured_steps.When
 
     def __init__(
-        self, model: nn.Module, *, backend: str = "inductor", budget: float = 1.0, cuda_graphs: bool = False
+        self,
+        model: nn.Module,
+        *,
+        backend: str = "inductor",
+        budget: float = 1.0,
+        cuda_graphs: captured_steps.When = False,
     ) -> None:
         self.__setstate__({"model": model, "backend": backend, "budget": budget, "cuda_graphs": cuda_graphs})
 
@@ -90,9 +94,13 @@ class TrainingForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         # accelerate wraps the function of a bound method and binds the result again, so there has to be one.
-        options = {"backend": self.backend, "budget": self.budget, "cuda_graphs": self.cuda_graphs}
-        self.__func__ = _unbound(type(self.model).forward, options)
+        self._captured = captured_steps.CapturedSteps(self.model, self.cuda_graphs)
+        options = {"backend": self.backend, "budget": self.budget}
+        self.__func__ = _unbound(type(self.model).forward, options, self._captured)
         self.__signature__ = inspect.signature(types.MethodType(self.__func__, self.model))
+
+    def report_lines(self) -> tuple[str, ...]:
+        return self._captured.report_lines()
 
 
 def not_supported_reasons(model: nn.Module) -> list[str]:
@@ -130,9 +138,7 @@ def not_captured_reason(model: nn.Module) -> str | None:
 
     None where they can be captured, as soon as the model is on a GPU.
     """
-    from torch._inductor import config as inductor_config
-
-    missing = _missing((*captured_steps.OPTIONS, *captured_steps.NOT_CAPTURED), inductor_config)
+    missing = captured_steps.missing_from_torch()
     if missing:
         return _gone(missing)
     return "fully_shard puts the weights elsewhere in every step" if _is_sharded(model) else None
@@ -158,11 +164,14 @@ def _is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+def _unbound(
+    forward: Callable[..., Any], options: Mapping[str, Any], captured: captured_steps.CapturedSteps
+) -> Callable[..., Any]:
     """The function of (model, *args, **kwargs) that compiles training steps and leaves the rest to `forward`.
 
     Args:
         options: of `partitioner.compile_graph`.
+        captured: what steps on a GPU are handed to.
     """
     from torch._dynamo import exc
 
@@ -175,7 +184,6 @@ def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
     # another size would go on by what was compiled for any.
     steps: dict[tuple[tuple[bool, ...], bool], Callable[..., Any]] = {}
     usual: list[torch.Size] = []
-    gradients, warm_up = captured_steps.Gradients(), captured_steps.WarmUp()
     attentions = functools.cache(bias_gradients.attentions)
 
     def training_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -188,22 +196,19 @@ def _unbound(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callabl
         changed |= rows if open_names.issuperset(rows) else {}
         parameters = parameters_below(model)
         trained = tuple(parameter.requires_grad for parameter in parameters)
-        # fully_shard may have come after `initialize`.
-        captured = options["cuda_graphs"] and not _is_sharded(model)
         sizes = [value.shape for value in (*args, *{**kwargs, **changed}.values()) if isinstance(value, torch.Tensor)]
         key = trained, sizes == (usual or sizes)
         step = steps.get(key)
         if step is None:
-            step = steps[key] = _compile(forward, title, {**options, "cuda_graphs": captured}, warm_up)
-        if captured:
-            gradients.keep(parameters)
+            # fully_shard may have come after `initialize`.
+            may_capture = captured.when and key[1] and not _is_sharded(model)
+            step = steps[key] = _compile(forward, title, {**options, "captured": captured if may_capture else None})
         try:
             # Most of what compiling makes stays until it is done: seconds would go into looking for garbage there.
-            warming_up = warm_up.options() if captured and any(trained) else nullcontext()
-            with garbage.not_collected(), bias_gradients.left_out(attentions(model)), warming_up:
+            with garbage.not_collected(), bias_gradients.left_out(attentions(model)):
                 outputs = whole_rows.without_cache(step(model, *args, **{**kwargs, **changed}))
             usual[:] = usual or sizes
-            return captured_steps.copied(outputs, warm_up) if captured else outputs
+            return outputs
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
             # Wrong arguments make the trace fail too: then the error to show is the one that `forward` has for them.
             forward(model, *args, **kwargs)
@@ -237,9 +242,7 @@ def _asks_for_more(model: nn.Module, given: Mapping[str, Any]) -> bool:
     return any(value is not None and value is not False for value in asked)
 
 
-def _compile(
-    forward: Callable[..., Any], title: str, options: Mapping[str, Any], warm_up: captured_steps.WarmUp
-) -> Callable[..., Any]:
+def _compile(forward: Callable[..., Any], title: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     from torch._dynamo import config as dynamo_config
 
     from fuseopt.modules import partitioner
@@ -251,7 +254,6 @@ def _compile(
     step = types.FunctionType(step.__code__.replace(co_name=title), step.__globals__, title, None, step.__closure__)
 
     def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        warm_up.begin()
         return partitioner.compile_graph(graph, inputs, **options)
 
     return dynamo_config.patch(_DYNAMO_OPTIONS)(torch.compile(step, backend=compile_graph, fullgraph=True))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from fuseopt import native
-from fuseopt.config import Config, MemoryEfficientOptions
+from fuseopt.config import AUTO, Config, MemoryEfficientOptions
 from fuseopt.models import ModelPolicy
 from fuseopt.modules import regions
 from fuseopt.modules.training_forward import TrainingForward, not_captured_reason, not_supported_reasons
@@ -49,7 +49,7 @@ class MemoryEfficientStrategy:
             model,
             backend=options.backend,
             budget=options.budget,
-            cuda_graphs=options.cuda_graphs and uncaptured is None,
+            cuda_graphs=options.cuda_graphs if uncaptured is None else False,
         )
         yield replacement(sites, source, _TARGET, offer, _reason(options, uncaptured), build)
         guessed = losses.loss_sites(model, losses.guesses_its_loss)
@@ -73,7 +73,9 @@ def _offer(strategy: str, backend: str, index: ModelIndex) -> Offer:
 def _reason(options: MemoryEfficientOptions, uncaptured: str | None) -> str:
     budgeted = f", at most {options.budget:.0%} of the others kept" if options.budget < 1 else ""
     captured = ""
-    if options.cuda_graphs:
-        captured = ", in CUDA graphs on a GPU" if uncaptured is None else f", without CUDA graphs ({uncaptured})"
+    if uncaptured is not None:
+        captured = f", without CUDA graphs ({uncaptured})"
+    elif options.cuda_graphs:
+        captured = f", in CUDA graphs {'where a GPU waits for the host' if options.cuda_graphs == AUTO else 'on a GPU'}"
     kept = f"cheap activations recomputed{budgeted}{captured}"
     return f"training steps as one graph, {kept}; eval and generate() stay as they are"
