@@ -11,6 +11,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from fuseopt.ops import rms_norm
 from fuseopt.ops.rms_norm import rms_norm_reference
 from tests.ops.cases import DTYPES, Case, cases, error
+from tests.ops.variations import poisoned_allocations
 
 UPSTREAM = {
     "t5": (T5LayerNorm, {"cast_order": "t5"}),
@@ -117,6 +118,29 @@ def test_many_columns_and_a_large_mean(case: Case) -> None:
     weight = torch.randn(20011, device=case.device)
     exact = rms_norm_reference(input.double(), weight.double())
     assert error([case(input, weight)], [exact]) <= 1e-6
+
+
+@pytest.mark.parametrize("case", [case for case in cases("rms_norm") if case.id.endswith("cuda-cuda")])
+@pytest.mark.parametrize("rows", [8, 1000])
+@pytest.mark.parametrize("columns", [764, 767, 768, 1000, 1536, 3072, 4096, 4100, 6000, 8192, 12_288])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_every_shape_of_kernel_against_float64(case: Case, dtype: torch.dtype, columns: int, rows: int) -> None:
+    """A warp or a block has a row, with few elements a thread or many: by width, dtype and the number of rows."""
+    torch.manual_seed(0)
+    input = torch.randn(rows, columns, device=case.device).to(dtype).requires_grad_()
+    weight = torch.randn(columns, device=case.device).to(dtype)
+    exact_input = input.detach().double().requires_grad_()
+    with poisoned_allocations():
+        output = case(input, weight)
+        alone = case(input.detach(), weight)
+    exact, plain = rms_norm_reference(exact_input, weight.double()), rms_norm_reference(input, weight)
+    eps = torch.finfo(dtype).eps
+    assert error([output], [exact]) <= 1.5 * error([plain], [exact]) + eps
+    assert torch.equal(output, alone)
+    grad = torch.randn_like(output)
+    (got,), (plainly,) = (torch.autograd.grad(result, input, grad) for result in (output, plain))
+    expected = torch.autograd.grad(exact, exact_input, grad.double())
+    assert error([got], expected) <= 1.5 * error([plainly], expected) + 4 * eps
 
 
 @every_case

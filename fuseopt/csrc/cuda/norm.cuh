@@ -21,12 +21,16 @@
 namespace fuseopt {
 
 // Elements of a row in a thread.
-constexpr int kWarpElements = 24;      // where a warp has the row
-constexpr int kMostElements = 32;      // where a block has it, at most
-constexpr int kBwdBlockElements = 16;  // fewer, since it holds two rows and their columns' sums
-constexpr int kElementwise = 8;        // where they are read one by one
-constexpr int kElementwiseWarp = 32;   // and a warp has the row
+constexpr int kWarpElements = 24;       // where a warp has the row
+constexpr int kMostElements = 32;       // where a block has it, at most
+constexpr int kLightBlockElements = 8;  // where a block has a row that a warp could have
+constexpr int kBwdBlockElements = 16;   // fewer, since it holds two rows and their columns' sums
+constexpr int kElementwise = 8;         // where they are read one by one
+constexpr int kElementwiseWarp = 32;    // and a warp has the row
 constexpr int kAnyThreads = 256;
+
+constexpr int kLightBlockRow = 768;       // columns from which on a block has such a row
+constexpr int kLightBlockMostRow = 1536;  // and up to which it has few elements a thread
 
 // Backward, a block leaves one row of partial sums, however many warps it has. Hence larger blocks than forward, and no
 // more of them to a multiprocessor than its memory bandwidth needs.
@@ -57,8 +61,9 @@ inline bool are_vectors(int dtype, int64_t columns, std::initializer_list<TypedP
 
 // Calls `launch(RowShape, IntTag<kWidth>, threads)` for a forward over rows of `columns` elements of T in vectors. Where
 // all tensors have one dtype every shape is compiled that pays, else one for narrow rows and one for wide ones. False when
-// no shape holds them.
-template <typename T, int kBlockElements, bool kOneDType, typename Launch>
+// no shape holds them. `kLightBlocks`: from kLightBlockRow to kLightBlockMostRow columns a block with few elements a
+// thread then beats a warp, or a smaller block, with many.
+template <typename T, int kBlockElements, bool kOneDType, bool kLightBlocks, typename Launch>
 bool dispatch_fwd_row(int64_t rows, int64_t columns, Launch launch) {
   constexpr int kWidth = kVectorWidth<T>;
   const auto launch_shape = [&](auto shape, int threads) { launch(shape, IntTag<kWidth>{}, threads); };
@@ -66,6 +71,11 @@ bool dispatch_fwd_row(int64_t rows, int64_t columns, Launch launch) {
   using Widest = RowShape<kMostElements, Team::kBlock>;
   if constexpr (kOneDType) {
     if (are_few_rows(rows) && dispatch_shape<RowShape<kWidth, Team::kBlock>>(columns, launch_shape)) return true;
+    if constexpr (kLightBlocks) {
+      using Light = RowShape<kLightBlockElements, Team::kBlock>;
+      const bool is_between = columns >= kLightBlockRow && columns <= kLightBlockMostRow;
+      if (is_between && dispatch_shape<Light>(columns, launch_shape)) return true;
+    }
     return dispatch_shape<RowShape<8, Team::kHalfWarp>, RowShape<8, Team::kWarp>, Narrow,
                           RowShape<kBlockElements, Team::kBlock>, Widest>(columns, launch_shape);
   } else {
@@ -130,7 +140,8 @@ bool dispatch_parameter_dtype(TypedPointer parameter, Launch launch) {
 // Calls `launch(FwdTypes, RowShape, IntTag<kWidth>, threads, wide, narrow)`, the last two as above; false when there is
 // no kernel for these dtypes or so wide a row. `parameter` is one of those present, which share a dtype. `vectors`: all
 // tensors are aligned for them; where they are not, all have to share one dtype. `kRmsNorm`: a warp may then have a row
-// of 16-bit elements, and parameters may be narrower than the sum, as a T5's in float16 are; no LayerNorm's are.
+// of 16-bit elements, a light block has one of float32 unless there is a residual, and parameters may be narrower than
+// the sum, as a T5's in float16 are; no LayerNorm's are.
 template <int kBlockElements, bool kRmsNorm, typename Launch>
 bool dispatch_fwd(TypedPointer input, TypedPointer residual, TypedPointer parameter, int64_t rows, int64_t columns,
                   bool vectors, Launch launch) {
@@ -144,10 +155,11 @@ bool dispatch_fwd(TypedPointer input, TypedPointer residual, TypedPointer parame
       };
     };
     constexpr bool kOneSum = std::is_void_v<R> || std::is_same_v<R, T>;
+    constexpr bool kLightBlocks = kRmsNorm && std::is_same_v<T, float> && std::is_void_v<R>;
     if (vectors) {
       launched = dispatch_parameter_dtype<T, R, kRmsNorm>(parameter, [&](auto parameter_tag) {
         using W = typename decltype(parameter_tag)::type;
-        return dispatch_fwd_row<T, kBlockElements, kOneSum && std::is_same_v<W, T>>(
+        return dispatch_fwd_row<T, kBlockElements, kOneSum && std::is_same_v<W, T>, kLightBlocks>(
             rows, columns, launch_with(FwdTypes<T, R, W>{}));
       });
     } else if constexpr (kOneSum) {
