@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fuseopt.ops.softmax import softmax_reference
 from tests.ops.cases import DTYPES, Case, cases, error
+from tests.ops.variations import poisoned_allocations
 
 every_case = pytest.mark.parametrize("case", cases("softmax"))
 
@@ -58,6 +59,33 @@ def test_wide_rows_of_which_little_is_seen(case: Case, columns: int, dtype: torc
     torch.testing.assert_close(
         found, expected.to(dtype), atol=4 * torch.finfo(dtype).eps, rtol=4 * torch.finfo(dtype).eps
     )
+
+
+@pytest.mark.parametrize("case", [case for case in cases("softmax") if case.id.endswith("cuda-cuda")])
+@pytest.mark.parametrize("rows", [8, 120])
+@pytest.mark.parametrize("columns", [*range(65_543, 262_144, 30_011), 131_075, 131_076, 262_144, 262_151, 262_152])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_that_a_cluster_shares(case: Case, dtype: torch.dtype, columns: int, rows: int, masked: bool) -> None:
+    """Without a mask threads hold rows of some sizes whole, at most 131075 columns of float32 or 262151 of 16 bits."""
+    torch.manual_seed(0)
+    input = torch.randn(rows, columns, device=case.device)
+    input[:, [0, -1]] += 20
+    input[1] = -math.inf
+    input[2, columns // 3] = math.nan
+    input[3, columns // 2 :] = -math.inf
+    input = input.to(dtype)
+    mask = torch.randn(rows, columns, device=case.device).to(dtype) if masked else None
+    exact = torch.softmax(input.double() * 0.5 + (0.0 if mask is None else mask.double()), -1)
+    with poisoned_allocations():
+        output = case(input, mask, scale=0.5)
+    assert output[1:3].isnan().all()
+    assert (output[3, columns // 2 :] == 0).all()
+    # Relative: an element is a millionth, and float16 has a few digits of that.
+    least = torch.finfo(dtype).smallest_normal
+    tolerance = 64 * torch.finfo(dtype).eps if dtype == torch.float32 else torch.finfo(dtype).eps
+    rest = [0, *range(3, rows)]
+    assert ((output[rest] - exact[rest]).abs() <= tolerance * exact[rest].clamp(min=least)).all()
 
 
 @every_case

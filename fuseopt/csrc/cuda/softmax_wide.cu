@@ -12,14 +12,17 @@ constexpr int kWideStaticShared = 2048;  // at least what the kernels for wide r
 
 // 16-byte vectors of each tensor that a thread of a team has in registers; it finds the others in shared memory, where a
 // block has a row, or reads them again.
+constexpr int kFewHeld = 2;
+constexpr int kMostHeld = 8;
 template <typename T, typename M, Team kTeam>
-constexpr int kFwdHeld = !std::is_void_v<M> ? 1 : sizeof(T) == 4 && kTeam == Team::kBlock ? 8 : 2;
+constexpr int kFwdHeld = !std::is_void_v<M> ? 1 : sizeof(T) == 4 && kTeam == Team::kBlock ? kMostHeld : kFewHeld;
 template <Team kTeam>
 constexpr int kBwdHeld = kTeam == Team::kBlock ? 2 : 1;
 
-// And of the others, how many are on their way to it at a time: from shared memory few have to be.
-template <typename T, typename M, Team kTeam>
-constexpr int kWideLoads = kTeam == Team::kBlock ? (kFwdHeld<T, M, kTeam> > 2 ? 1 : 2) : std::is_void_v<M> ? 6 : 4;
+// And of the others, how many are on their way to it at a time: from shared memory few have to be, and the most held
+// leave registers for one.
+template <typename M, Team kTeam, int kHeld>
+constexpr int kWideLoads = kHeld == kMostHeld ? 1 : kTeam == Team::kBlock ? 2 : std::is_void_v<M> ? 6 : 4;
 
 // A RowSpan whose vectors are counted from the beginning of a line of the caches, so that a warp's accesses lie in whole
 // lines: else each touches one more, and shares what memory moves at once with the next warp's.
@@ -93,14 +96,14 @@ __device__ void fetch_row(Vector<T>* slots, const T* data, const LineSpan<kWidth
 }
 
 // A team a row. A block holds it in registers and shared memory, `slots` vectors of it there; where that is none, and in
-// a cluster, the row is read twice. `kThreads`: of a block, or 0 where that is known only at run time.
-template <typename T, typename M, Team kTeam, int kThreads = 0>
+// a cluster, what the registers do not hold is read twice. `kThreads`: of a block, or 0 where that is known only at run
+// time.
+template <typename T, typename M, Team kTeam, int kThreads = 0, int kHeld = kFwdHeld<T, M, kTeam>>
 __global__ void __launch_bounds__(kMaxWideThreads)
     softmax_fwd_wide_kernel(const T* __restrict__ input, IndexedMask mask, TypedPointer output, int columns,
                             float scale, int slots) {
   constexpr int kWidth = kVectorWidth<T>;
   constexpr bool kPrecise = sizeof(T) == 4;
-  constexpr int kHeld = kFwdHeld<T, M, kTeam>;
   using Logits = RowLogits<T, M, kHeld>;
   extern __shared__ __align__(kAccessBytes) char shared[];
   Vector<T>* const staged = reinterpret_cast<Vector<T>*>(shared);
@@ -144,7 +147,7 @@ __global__ void __launch_bounds__(kMaxWideThreads)
   const auto load = [&](int v) {
     return stages ? staged[v - first_staged] : load_vector(input, span.first + v);
   };
-  visit_row<kWideLoads<T, M, kTeam>>(span, team, kHeld, load, [&](int v, const Vector<T>& x) {
+  visit_row<kWideLoads<M, kTeam, kHeld>>(span, team, kHeld, load, [&](int v, const Vector<T>& x) {
     float logits[kWidth];
     logits_of(logits, x, scale, row_mask, span.column(v));
     online.add(logits);
@@ -157,7 +160,7 @@ __global__ void __launch_bounds__(kMaxWideThreads)
   const auto share = [&](float value) { return divide<kPrecise>(value, row_sum, inverse_sum); };
 
   if (span.edge != span.kNone) store_as(output, span.edge, share(exponential(edge, row_origin)));
-  visit_row<kWideLoads<T, M, kTeam>>(span, team, kHeld, load, [&](int v, const Vector<T>& x) {
+  visit_row<kWideLoads<M, kTeam, kHeld>>(span, team, kHeld, load, [&](int v, const Vector<T>& x) {
     float values[kWidth];
     logits_of(values, x, scale, row_mask, span.column(v));
 #pragma unroll
@@ -241,12 +244,14 @@ struct WideShape {
   int blocks;   // a row
   int threads;  // a block
   int slots;    // vectors of a row that a block has in shared memory, of each tensor; 0: none are
+  bool held_in_cluster = false;  // in registers, up to kMostHeld vectors in each thread
 };
 
-// A block a row that it can hold, and a cluster for wider ones, and where there are too few rows to keep the device busy:
-// its second read comes from the L2 cache. Blocks of a cluster that hold their parts in shared memory take longer: what
-// they tell one another has to wait behind what they have stored.
-WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors, int held) {
+// A block a row that it can hold, and a cluster for wider ones, and where there are too few rows to keep the device busy.
+// The cluster holds the row in registers if it may and two blocks of it fit a multiprocessor, its threads near full where
+// blocks are large; else its second read comes from the L2 cache. Blocks of a cluster that hold their parts in shared
+// memory take longer: what they tell one another has to wait behind what they have stored.
+WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors, int held, bool may_hold_in_cluster) {
   const int device = current_device();
   int most_shared = 0, has_clusters = 0;
   cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -262,10 +267,17 @@ WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensor
     }
   }
   if (!has_clusters) return {1, kMaxWideThreads / 2, 0};
+  const auto held_by = [](int threads, int of_thread) { return int64_t{kClusterBlocks} * threads * of_thread; };
+  // What a thread could hold and has not costs about as much as what it has, and few small blocks the least.
+  constexpr int kHeldFrom[][2] = {{kMaxWideThreads / 4, kFewHeld}, {kMaxWideThreads / 2, kMostHeld - 1}};
+  for (const auto [threads, exceeded] : kHeldFrom) {
+    const bool is_full = vectors > held_by(threads, exceeded) && vectors <= held_by(threads, kMostHeld);
+    if (may_hold_in_cluster && is_full) return {kClusterBlocks, threads, 0, true};
+  }
   constexpr int kMostOfThread = 16;
   int threads = kMaxWideThreads / 4;
-  while (threads < kMaxWideThreads && vectors * tensors > kClusterBlocks * threads * kMostOfThread) threads *= 2;
-  return {kClusterBlocks, threads, 0};
+  while (threads < kMaxWideThreads && vectors * tensors > held_by(threads, kMostOfThread)) threads *= 2;
+  return {kClusterBlocks, threads, 0, false};
 }
 
 // The forms of a kernel for wide rows, whose last argument is the number of slots: a cluster a row, a block of all threads
@@ -308,11 +320,16 @@ void launch_softmax_fwd_wide(TypedPointer input, const SoftmaxMask& mask, TypedP
       using M = typename decltype(mask_tag)::type;
       // Known threads gain a hundredth; with a mask that is not worth the compiler's time.
       constexpr int kThreads = std::is_void_v<M> ? kMaxWideThreads : 0;
-      const WideKernels<const T*, IndexedMask, TypedPointer, int, float> kernels{
+      WideKernels<const T*, IndexedMask, TypedPointer, int, float> kernels{
           softmax_fwd_wide_kernel<T, M, Team::kCluster>, softmax_fwd_wide_kernel<T, M, Team::kBlock, kThreads>,
           softmax_fwd_wide_kernel<T, M, Team::kBlock, kThreads / 2>};
-      launch_wide(kernels, wide_shape(rows, columns, kVectorWidth<T>, 1, kFwdHeld<T, M, Team::kBlock>), rows, 1, stream,
-                  static_cast<const T*>(input.data), IndexedMask(mask), output, columns, scale);
+      const WideShape shape =
+          wide_shape(rows, columns, kVectorWidth<T>, 1, kFwdHeld<T, M, Team::kBlock>, std::is_void_v<M>);
+      if constexpr (std::is_void_v<M>) {  // beside a mask's vectors there are no registers for so many
+        if (shape.held_in_cluster) kernels.cluster = softmax_fwd_wide_kernel<T, M, Team::kCluster, 0, kMostHeld>;
+      }
+      launch_wide(kernels, shape, rows, 1, stream, static_cast<const T*>(input.data), IndexedMask(mask), output,
+                  columns, scale);
     });
   });
 }
@@ -324,7 +341,7 @@ void launch_softmax_bwd_wide(TypedPointer grad_output, TypedPointer output, Type
     const auto block = softmax_bwd_wide_kernel<T, Team::kBlock>;
     launch_wide(WideKernels<const T*, const T*, TypedPointer, int, float>{
                     softmax_bwd_wide_kernel<T, Team::kCluster>, block, block},
-                wide_shape(rows, columns, kVectorWidth<T>, 2, kBwdHeld<Team::kBlock>), rows, 2, stream,
+                wide_shape(rows, columns, kVectorWidth<T>, 2, kBwdHeld<Team::kBlock>, false), rows, 2, stream,
                 static_cast<const T*>(grad_output.data), static_cast<const T*>(output.data), grad_input, columns,
                 scale);
   });
