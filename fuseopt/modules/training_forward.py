@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -125,11 +126,13 @@ def _missing_from_torch() -> list[str]:
     """What compiling stands on is private to torch and may be gone from a later version."""
     try:
         from torch._dynamo import config as dynamo_config
+        from torch._dynamo import eval_frame
 
         from fuseopt.modules import partitioner
     except (ImportError, AttributeError, TypeError) as error:
         return [f"torch {torch.__version__} has changed what it stands on: {error}"]
-    missing = _missing(_DYNAMO_OPTIONS, dynamo_config) + partitioner.missing_options()
+    missing = _missing(_DYNAMO_OPTIONS, dynamo_config) + _missing(["remove_from_cache"], eval_frame)
+    missing += partitioner.missing_options()
     return [_gone(missing)] if missing else []
 
 
@@ -244,6 +247,7 @@ def _asks_for_more(model: nn.Module, given: Mapping[str, Any]) -> bool:
 
 def _compile(forward: Callable[..., Any], title: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     from torch._dynamo import config as dynamo_config
+    from torch._dynamo.eval_frame import remove_from_cache
 
     from fuseopt.modules import partitioner
 
@@ -256,4 +260,7 @@ def _compile(forward: Callable[..., Any], title: str, options: Mapping[str, Any]
     def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return partitioner.compile_graph(graph, inputs, **options)
 
-    return dynamo_config.patch(_DYNAMO_OPTIONS)(torch.compile(step, backend=compile_graph, fullgraph=True))
+    compiled = dynamo_config.patch(_DYNAMO_OPTIONS)(torch.compile(step, backend=compile_graph, fullgraph=True))
+    # What Dynamo keeps by this code object refers to it, and would outlive it with all that was compiled.
+    weakref.finalize(compiled, remove_from_cache, step.__code__).atexit = False
+    return compiled

@@ -316,6 +316,29 @@ def replayed(monkeypatch):
     return entries
 
 
+def test_compiled_steps_go_with_restore(monkeypatch):
+    """Dynamo would keep them, and with them the memory of graphs, for as long as the process runs."""
+    compiled = []
+
+    class Kept:
+        def __init__(self, graph: torch.fx.GraphModule) -> None:
+            self.graph = graph
+            compiled.append(weakref.ref(self))
+
+        def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self.graph(*inputs)
+
+    monkeypatch.setattr(partitioner, "compile_graph", lambda graph, inputs, **options: Kept(graph))
+    model = fuseopt.initialize(tiny.FAMILIES["gpt2"](n_layer=1).train(), CAPTURED)
+    ids = tiny.inputs(model)["input_ids"]
+    model(input_ids=ids, labels=ids).loss.backward()
+    gc.collect()
+    assert [reference() is not None for reference in compiled] == [True]
+    fuseopt.restore(model)
+    gc.collect()
+    assert [reference() for reference in compiled] == [None]
+
+
 def trained(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor], list]:
     """Losses, logits and weights of steps of two batches each, of which every third is evaluated in between."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
