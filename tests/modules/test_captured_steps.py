@@ -434,6 +434,31 @@ def test_steps_in_graphs_draw_what_others_draw(family, replayed):
 
 
 @pytest.mark.gpu
+def test_steps_with_gradient_checkpointing_train_whether_captured_or_not():
+    """What a block draws is drawn again in its backward pass, by generators that a graph may not know."""
+    results = []
+    for cuda_graphs in (False, "auto"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = tiny.FAMILIES["gpt2"](n_layer=2, resid_pdrop=0.3).train().cuda()
+        model.gradient_checkpointing_enable()
+        config = {"kernel_fusion": {"memory_efficient_fusion": {"cuda_graphs": cuda_graphs}}}
+        fuseopt.initialize(model, config, strict=True)
+        ids = tiny.inputs(model, batch=4)["input_ids"]
+        found = []
+        for seed in range(7):
+            torch.manual_seed(seed)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            found += [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+            model.zero_grad()
+        results.append(found)
+    assert fuseopt.report(model).since
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
 def test_gradients_kept_on_a_gpu(replayed):
     torch._dynamo.reset()
     model = tiny.FAMILIES["gpt2"](**NO_DROPOUT["gpt2"]).train().cuda()
