@@ -11,7 +11,51 @@ import torch
 from torch import Tensor, nn
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from fuseopt.modules import partitioner
+from fuseopt.modules import captured_steps, partitioner
+from fuseopt.modules.captured_steps import StepGraphs
+from fuseopt.modules.cuda_graphs import Captures
+
+
+def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has steps captured on a CPU. Work runs there as it is, but gradients have one memory as those of a CUDA graph do.
+
+    Returns:
+        What has happened: "captured" and "replayed", once a step.
+    """
+    events: list[str] = []
+    record, forward, backward = StepGraphs.record, StepGraphs.forward, captured_steps._Backward.run
+
+    def counted_record(graphs: StepGraphs, others: Any) -> str:
+        events.append("captured")
+        return record(graphs, others)
+
+    def counted_forward(graphs: StepGraphs, inputs: Any) -> tuple[Any, ...]:
+        events.append("replayed")
+        return forward(graphs, inputs)
+
+    def run_backward(work: Any) -> None:
+        static = work.state.gradients
+        backward(work)
+        if static:
+            for own, gradient in zip(static, work.state.gradients, strict=True):
+                if own is not None:
+                    own.copy_(gradient)
+            work.state.gradients = static
+
+    def run_once(captures: Captures, work: Any, others: Any, what: str) -> str:
+        with torch.random.fork_rng([]):
+            work.run()
+        return ""
+
+    def has_one_size(inputs: Any) -> bool:
+        return all(isinstance(value, Tensor) and not value._has_symbolic_sizes_strides for value in inputs)
+
+    monkeypatch.setattr(StepGraphs, "record", counted_record)
+    monkeypatch.setattr(StepGraphs, "forward", counted_forward)
+    monkeypatch.setattr(captured_steps._Backward, "run", run_backward)
+    monkeypatch.setattr(captured_steps, "can_capture", has_one_size)
+    monkeypatch.setattr(Captures, "record", run_once)
+    return events
 
 
 class Graphs:

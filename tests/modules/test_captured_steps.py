@@ -12,8 +12,8 @@ from torch import nn
 import fuseopt
 from fuseopt.errors import CompileError
 from fuseopt.modules import captured_steps, partitioner, training_forward
-from fuseopt.modules.cuda_graphs import Captures
 from tests import tiny
+from tests.training import capture_on_cpu
 
 CAPTURED = {"kernel_fusion": {"memory_efficient_fusion": {"cuda_graphs": True}}}
 NO_DROPOUT = {
@@ -50,39 +50,7 @@ def train(step: captured_steps.Step, model: Scaled, x: torch.Tensor, **kwargs: b
 
 @pytest.fixture
 def captured(monkeypatch):
-    """What was captured and replayed, on a CPU: work runs as it is there, but gradients have one memory as well."""
-    events: list[str] = []
-    record, forward, backward = (
-        captured_steps.StepGraphs.record,
-        captured_steps.StepGraphs.forward,
-        captured_steps._Backward.run,
-    )
-
-    def counted_record(graphs, others):
-        events.append("captured")
-        return record(graphs, others)
-
-    def counted_forward(graphs, inputs):
-        events.append("replayed")
-        return forward(graphs, inputs)
-
-    def run_backward(work):
-        static = work.state.gradients
-        backward(work)
-        if static:
-            torch._foreach_copy_(static, work.state.gradients)
-            work.state.gradients = static
-
-    def run_once(captures, work, others, what):
-        with torch.random.fork_rng([]):
-            work.run()
-        return ""
-
-    monkeypatch.setattr(captured_steps.StepGraphs, "record", counted_record)
-    monkeypatch.setattr(captured_steps.StepGraphs, "forward", counted_forward)
-    monkeypatch.setattr(captured_steps._Backward, "run", run_backward)
-    monkeypatch.setattr(Captures, "record", run_once)
-    return events
+    return capture_on_cpu(monkeypatch)
 
 
 def test_replayed_steps_give_what_the_compiled_step_gives(captured):

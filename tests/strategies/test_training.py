@@ -12,14 +12,20 @@ from transformers import Trainer, TrainingArguments
 
 import fuseopt
 from tests import tiny
-from tests.training import assert_slope
+from tests.training import assert_slope, capture_on_cpu
 
-CONFIG = {"kernel_fusion": {"memory_efficient_fusion": {"budget": 0.5}}}
+CONFIG = {"kernel_fusion": {"memory_efficient_fusion": {"budget": 0.5, "cuda_graphs": True}}}
 SMALL = {
     "gpt2": {"n_layer": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "t5": {"num_layers": 1, "dropout_rate": 0.0},
 }
 families = pytest.mark.parametrize("family", SMALL)
+
+
+@pytest.fixture(autouse=True, params=["launched one by one", "captured"])
+def replayed(request, monkeypatch):
+    """What was captured and replayed, if anything is to be: as on a GPU, from the second step on."""
+    return capture_on_cpu(monkeypatch) if request.param == "captured" else None
 
 
 def stock_and_fused(family: str = "gpt2") -> tuple[nn.Module, nn.Module]:
@@ -51,12 +57,13 @@ def assert_same_weights(fused: nn.Module, stock: nn.Module) -> None:
 
 
 @families
-def test_fifty_steps_have_the_losses_of_stock(family, graphs):
+def test_fifty_steps_have_the_losses_of_stock(family, graphs, replayed):
     stock, fused = stock_and_fused(family)
     expected = train(stock, 50)
     torch.testing.assert_close(train(fused, 50), expected, rtol=1e-5, atol=0)
     assert expected[-3:].mean() < 0.95 * expected[:3].mean()
     assert (graphs.compiled, graphs.calls) == (1, 50)
+    assert replayed is None or replayed == ["captured", *["replayed"] * 49]
 
 
 def run_trainer(model: nn.Module, folder: str, resume: str | None = None) -> list[float]:
