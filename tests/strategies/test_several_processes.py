@@ -19,6 +19,7 @@ from fuseopt.modules.training_forward import not_supported_reasons
 from tests import tiny
 from tests.ops.cases import Graphs
 from tests.strategies import test_combinations as combinations
+from tests.training import capture_on_cpu
 
 KERNELS = {
     "custom_cuda_kernels": ["FusedLayerNorm", "FusedGELU"],
@@ -29,8 +30,12 @@ WITHOUT_DROPOUT = {"n_layer": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pd
 STEPS = 3
 
 
-def memory(device: str) -> dict[str, object]:
+def memory(device: str) -> dict[str, dict[str, object]]:
     return {"memory_efficient_fusion": {"backend": "inductor" if device == "cuda" else "aot_eager"}}
+
+
+def captured(device: str) -> dict[str, object]:
+    return {"memory_efficient_fusion": {**memory(device)["memory_efficient_fusion"], "cuda_graphs": True}}
 
 
 def replicated(model: nn.Module) -> nn.Module:
@@ -51,6 +56,7 @@ def sharded_by_block(model: nn.Module) -> nn.Module:
 # How the model is spread, what is fused, and how many graphs a process compiles.
 CASES = {
     "ddp": (replicated, memory, 1),
+    "ddp, captured": (replicated, captured, 1),
     "fsdp": (sharded, memory, 1),
     "fsdp, kernels": (sharded_by_block, lambda device: KERNELS, 0),
 }
@@ -115,7 +121,11 @@ def _train_in_process(rank: int, folder: str, device: str) -> None:
         compiled.clear()
         model = fuseopt.initialize(stock_model(device), {"kernel_fusion": fusion(device)})
         ids = tiny.inputs(model, batch=4)["input_ids"][2 * rank : 2 * rank + 2]
-        losses = train(spread(model), ids)
+        with pytest.MonkeyPatch.context() as patch:
+            events = capture_on_cpu(patch) if fusion is captured and device == "cpu" else []
+            losses = train(spread(model), ids)
+            assert events.count("replayed") == (STEPS - 1 if events else 0)
+            assert ("in CUDA graphs" in str(fuseopt.report(model).since)) == (fusion is captured)
         found[name] = losses, len(compiled), not_supported_reasons(model)
         # Whatever holds on to the group has to be gone by now: freed later it may wait for the other process forever.
         del model
@@ -164,3 +174,20 @@ def assert_averaged(*of_ranks: list[tuple[dict[str, torch.Tensor], int]]) -> Non
         for gradients, compiled in steps:
             tiny.assert_same_gradients(gradients, average)
             assert compiled == (block in ("kernels-memory", "kernels-head-memory", "budget"))
+
+
+@pytest.mark.gpu
+def test_steps_are_captured_beside_nccl(tmp_path):
+    losses = {}
+    dist.init_process_group("nccl", f"file://{tmp_path}/rendezvous", timedelta(minutes=3), rank=0, world_size=1)
+    try:
+        for fusion in (memory, captured):
+            torch._dynamo.reset()
+            model = fuseopt.initialize(stock_model("cuda"), {"kernel_fusion": fusion("cuda")}, strict=True)
+            losses[fusion] = train(replicated(model), tiny.inputs(model, batch=4)["input_ids"])
+            assert ("in CUDA graphs" in str(fuseopt.report(model).since)) == (fusion is captured)
+            del model
+            gc.collect()
+    finally:
+        dist.destroy_process_group()
+    assert losses[captured] == pytest.approx(losses[memory], rel=1e-5)
