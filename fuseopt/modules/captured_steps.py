@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fuseopt.errors import CompileError
 from fuseopt.modules.cuda_graphs import Captures, Work
@@ -51,6 +51,13 @@ def can_capture(inputs: Iterable[object]) -> bool:
     # What is expanded would be written to at one place many times.
     expanded = any(0 in tensor.stride() and tensor.numel() > 1 for tensor in tensors)
     return fixed and not symbols and not expanded and len({tensor.device for tensor in tensors}) == 1
+
+
+def draws_again(graph: fx.GraphModule) -> bool:
+    """Whether a backward pass of this graph may draw what its forward drew: by generators that no CUDA graph knows."""
+    graphs = (module.graph for module in graph.modules() if isinstance(module, fx.GraphModule))
+    checkpoint = torch.ops.higher_order.tag_activation_checkpoint
+    return any(nodes.find_nodes(op="call_function", target=checkpoint) for nodes in graphs)
 
 
 class CapturedSteps:
@@ -101,10 +108,10 @@ class CapturedSteps:
         return None
 
     def say(self, note: str) -> None:
-        """Takes note of why a step goes on without graphs, and warns where they had been asked for."""
-        self.note = note
+        """Takes note of why a step goes without graphs, and warns where they had been asked for."""
+        self.note = f"not captured, as {note}"
         if self.when is True:
-            warnings.warn(f"fuseopt: training steps are no longer captured: {note}", stacklevel=2)
+            warnings.warn(f"fuseopt: training steps are {self.note}", stacklevel=2)
 
     def report_lines(self) -> tuple[str, ...]:
         if not self.note:
@@ -162,9 +169,9 @@ class Step:
         if self._pace.steps <= _STEPS_TIMED:
             return False
         if not self._pace.waits_for_host:
-            self._give_up("not captured, as the GPU takes longer than the host")
+            self._give_up("the GPU takes longer than the host")
         elif not _has_room(_device_of(inputs)):
-            self._give_up("not captured, as too little memory would stay free")
+            self._give_up("too little memory would stay free")
         return self._pace is not None
 
 

@@ -126,9 +126,12 @@ def compile_graph(
                 fw_compiler=_run_as_it_is, partition_fn=partitioner, decompositions=select_decomp_table
             )
             compiled = compile_split(graph, inputs)
-    if captured is not None and captured_steps.can_capture(inputs):
-        return captured_steps.Step(compiled, captured)
-    return compiled
+    if captured is None or not captured_steps.can_capture(inputs):
+        return compiled
+    if captured_steps.draws_again(graph):
+        captured.say("gradient checkpointing draws by generators of its own")
+        return compiled
+    return captured_steps.Step(compiled, captured)
 
 
 class Partitioner(CustomPartitionerFn):
