@@ -4,9 +4,13 @@ import copy
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import fuseopt
@@ -226,6 +230,77 @@ def test_auto_captures_where_the_gpu_waits_and_there_is_room(gpu_over_host, has_
     else:
         assert not captured
         assert ("too little memory" if gpu_over_host == 1 else "the GPU takes longer") in line
+
+
+class Loop:
+    """Somebody's training loop around `run`, which may be a captured step of the model: what it did and what it has."""
+
+    def __init__(self, model: Scaled, run: Callable[..., Any]) -> None:
+        self.model, self.run = model, run
+        self.forwards: list[tuple[torch.Tensor | None, ...]] = []
+        self.kept: list[torch.Tensor] = []
+
+    def act(self, name: str, number: int) -> bool:
+        """Whether PyTorch refused it."""
+        weight, place = self.model.weight, number % max(len(self.forwards), 1)
+        chosen = self.forwards[place : place + 1]
+        try:
+            if name == "forward":
+                torch.manual_seed(number)
+                self.forwards.append(self.run(weight, torch.randn(3)))
+            elif name == "forget" and chosen:
+                del self.forwards[place]
+            elif name == "backward" and chosen:
+                chosen[0][0].backward()
+            elif name == "backward of hidden states" and chosen:
+                chosen[0][1].square().sum().backward()
+            elif name == "gradient" and chosen:
+                self.kept += torch.autograd.grad(chosen[0][0], weight)
+            elif name == "no gradient":
+                weight.grad = None
+            elif name == "move":
+                weight.data = weight.data.clone()
+            elif weight.grad is not None:
+                if name == "keep":
+                    self.kept.append(weight.grad)
+                elif name == "zero":
+                    weight.grad.zero_()
+                elif name == "step":
+                    with torch.no_grad():
+                        weight -= 0.01 * weight.grad
+        except RuntimeError as error:
+            assert any(known in str(error) for known in ("second time", "inplace operation")), error
+            return True
+        return False
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        return [
+            self.model.weight,
+            self.model.weight.grad,
+            *self.kept,
+            *(value for out in self.forwards for value in out),
+        ]
+
+
+ACTS = (
+    *("forward", "backward", "forward", "backward", "no gradient", "step", "zero", "keep"),
+    *("gradient", "backward of hidden states", "forget", "move"),
+)
+
+
+@given(acts=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 5)), max_size=40))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_loop_goes_as_it_would(acts, captured):
+    models = Scaled(), Scaled()
+    loops = Loop(models[0], step_of(models[0])), Loop(models[1], models[1].compiled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # One step, from which on the others are captured.
+        for act in (("forward", 0), ("backward", 0), ("forget", 0), *acts):
+            found, expected = (loop.act(*act) for loop in loops)
+            assert found == expected, act
+            for one, other in zip(*(loop.tensors() for loop in loops), strict=True):
+                assert (one is None and other is None) or torch.equal(one, other), act
 
 
 def test_a_step_that_goes_takes_its_graphs_with_it(captured):
