@@ -123,8 +123,9 @@ class CapturedSteps:
 class Step:
     """A compiled step. Call: what it takes -> what it returns, launched as two CUDA graphs once that is worth it.
 
-    Calls under hooks for saved tensors go to the compiled step itself, and calls while another forward waits for its
-    backward. So does all that comes after somebody was found to keep gradients that the parameters no longer have.
+    To the compiled step itself go calls under hooks for saved tensors, those in somebody's own CUDA graph, and those
+    while another forward waits for its backward; and all that come after somebody was found to keep gradients that the
+    parameters no longer have.
 
     Args:
         run: the compiled step.
@@ -137,7 +138,8 @@ class Step:
         self._captures_left = _MOST_CAPTURES
 
     def __call__(self, *inputs: Any) -> Any:
-        if self._pace is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if self._pace is None or hooks is not None or _is_captured(_device_of(inputs)):
             return self._run(*inputs)
         if self._graphs is not None and not self._graphs.reads(inputs):
             self._graphs, self._pace = None, Pace()
@@ -254,6 +256,11 @@ class _Span:
 
 def _device_of(inputs: Iterable[Any]) -> torch.device:
     return next(value.device for value in inputs if isinstance(value, Tensor))
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether what is launched now becomes part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _has_room(device: torch.device) -> bool:

@@ -215,6 +215,20 @@ def test_under_hooks_for_saved_tensors_nothing_is_replayed(captured):
     assert kept and captured == ["captured", "replayed"]
 
 
+def test_in_somebodys_own_graph_nothing_is_replayed(captured, monkeypatch):
+    model = Scaled()
+    step = step_of(model)
+    train(step, model, torch.ones(3))
+    train(step, model, torch.ones(3))
+    calls = model.calls
+    with monkeypatch.context() as patch:
+        patch.setattr(captured_steps, "_is_captured", lambda device: True)
+        train(step, model, torch.ones(3))
+    assert captured == ["captured", "replayed"] and model.calls == calls + 1
+    train(step, model, torch.ones(3))
+    assert captured == ["captured", "replayed", "replayed"]
+
+
 @pytest.mark.parametrize("gpu_over_host, has_room", [(1.0, True), (2.0, True), (1.0, False)])
 def test_auto_captures_where_the_gpu_waits_and_there_is_room(gpu_over_host, has_room, captured, monkeypatch):
     spans = captured_steps._Span
@@ -545,6 +559,35 @@ def test_small_steps_are_captured_unasked_and_give_their_memory_back(replayed, m
     torch.cuda.empty_cache()
     # The BLAS library keeps the workspace of the stream that was captured.
     assert pooled_bytes() - before < held - 2**26
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_step_in_somebodys_own_graph(steps):
+    """The whole step, which may have been captured before."""
+    torch._dynamo.reset()
+    model = tiny.FAMILIES["gpt2"](**NO_DROPOUT["gpt2"]).train().cuda()
+    stock = copy.deepcopy(model)
+    fuseopt.initialize(model, CAPTURED, strict=True)
+    ids = tiny.inputs(model)["input_ids"]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(steps):
+            model(input_ids=ids, labels=ids).loss.backward()
+            model.zero_grad()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    ids.copy_(ids.flip(0))
+    graph.replay()
+    expected = stock(input_ids=ids, labels=ids).loss
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, parameter in stock.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.gpu
