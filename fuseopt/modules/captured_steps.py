@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fuseopt.errors import CompileError
 from fuseopt.modules.cuda_graphs import Captures, Work
@@ -44,13 +45,19 @@ def missing_from_torch() -> list[str]:
 
 
 def can_capture(inputs: Iterable[object]) -> bool:
-    """Whether a step with these inputs can be captured: on one GPU, and all of one size."""
-    tensors = [value for value in inputs if isinstance(value, Tensor)]
-    fixed = all(tensor.is_cuda and not tensor._has_symbolic_sizes_strides for tensor in tensors)
-    symbols = any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in inputs)
-    # What is expanded would be written to at one place many times.
-    expanded = any(0 in tensor.stride() and tensor.numel() > 1 for tensor in tensors)
-    return fixed and not symbols and not expanded and len({tensor.device for tensor in tensors}) == 1
+    """Whether a step with these inputs can be captured: on one GPU, all of one size and in memory of their own."""
+    values = list(inputs)
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in values):
+        return False
+    return len({tensor.device for tensor in tensors}) == 1 and all(map(_stays, tensors))
+
+
+def _stays(tensor: Tensor) -> bool:
+    """Whether a copy on a GPU at an address that stays can stand in for it; what is expanded cannot be written to."""
+    fixed = tensor.is_cuda and not tensor._has_symbolic_sizes_strides
+    plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return fixed and plain and (0 not in tensor.stride() or tensor.numel() <= 1)
 
 
 def draws_again(graph: fx.GraphModule) -> bool:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fuseopt
 from fuseopt.errors import CompileError
@@ -338,7 +339,9 @@ def test_only_steps_of_one_size_on_a_gpu_are_captured():
     fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         assert captured_steps.can_capture([torch.empty(2, device="cuda"), None])
+        assert captured_steps.can_capture([torch.empty_strided((2,), (3,), device="cuda")])
         assert not captured_steps.can_capture([torch.empty(1, device="cuda").expand(2)])
+        assert not captured_steps.can_capture([TwoTensor(torch.empty(2, device="cuda"), torch.empty(2, device="cuda"))])
         assert not captured_steps.can_capture([torch.empty(2, device="cuda"), torch.empty(2)])
 
 
