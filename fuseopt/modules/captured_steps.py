@@ -103,8 +103,11 @@ class CapturedSteps:
         """
         model = self._model()
         own = () if model is None else map(id, itertools.chain(model.parameters(), model.buffers()))
-        graphs = StepGraphs(run, StepTensors(inputs, frozenset(own)), self._captures)
-        reason = graphs.record(self._graphs)
+        try:
+            graphs = StepGraphs(run, StepTensors(inputs, frozenset(own)), self._captures)
+            reason = graphs.record(self._graphs)
+        except torch.OutOfMemoryError as error:
+            reason = f"too little memory for what {_WHAT} reads and writes: {str(error).splitlines()[0]}"
         if not reason:
             self._graphs.add(graphs)
             self.note = "in CUDA graphs"
@@ -355,8 +358,7 @@ class StepGraphs:
         self._forward, self._backward = _Forward(compiled, tensors), _Backward(tensors)
         self._places = [tensors.inputs[i].data_ptr() for i in tensors.staying]
         self._sloped: list[bool] = []
-        self._storages: list[torch.UntypedStorage] = []
-        self._holders: list[int] = []
+        self._lent: list[tuple[list[int], torch.UntypedStorage, int]] = []
 
     def record(self, others: Iterable[StepGraphs]) -> str:
         """Captures both; returns why that could not be done, or nothing."""
@@ -375,8 +377,7 @@ class StepGraphs:
         if not reason:
             # With the autograd graph goes what it has kept.
             tensors.outputs = [out.detach() if isinstance(out, Tensor) else out for out in tensors.outputs]
-            self._storages = [gradient.untyped_storage() for gradient in tensors.gradients if gradient is not None]
-            self._holders = self._count_holders()
+            self._lent = _lent(tensors)
         return reason
 
     def reads(self, inputs: Sequence[Any]) -> bool:
@@ -384,17 +385,21 @@ class StepGraphs:
         return [inputs[i].data_ptr() for i in self.tensors.staying] == self._places
 
     def are_kept(self, inputs: Sequence[Any]) -> bool:
-        """Whether gradients of the last step are kept; those that parameters have are exchanged for copies."""
-        if self._count_holders() == self._holders:
-            return False
-        own = {storage._cdata for storage in self._storages}
-        for value in (inputs[i] for i in self.tensors.trained):
-            if value.is_leaf and value.grad is not None and value.grad.untyped_storage()._cdata in own:
-                value.grad = value.grad.clone()
-        return self._count_holders() != self._holders
-
-    def _count_holders(self) -> list[int]:
-        return [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
+        """Whether anybody but parameters has gradients of the last step; if not, theirs get memory of their own."""
+        moved = []
+        for takers, storage, holders in self._lent:
+            others = torch._C._storage_Use_Count(storage._cdata) - holders
+            if not others:
+                continue
+            given = (inputs[i].grad for i in takers)
+            own = [grad for grad in given if grad is not None and grad.untyped_storage()._cdata == storage._cdata]
+            if len(own) != others:
+                return True
+            moved += own
+        for gradient in moved:
+            # The tensor stays the one that somebody else may have as well.
+            gradient.data = gradient.clone()
+        return False
 
     def forward(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Copies of the outputs."""
@@ -421,6 +426,19 @@ class StepGraphs:
             share = Tensor.clone if i in moving else Tensor.detach
             results.append(None if gradient is None else share(gradient))
         return results
+
+
+def _lent(tensors: StepTensors) -> list[tuple[list[int], torch.UntypedStorage, int]]:
+    """Memory of gradients: which inputs' they are, and how many have it while nobody has been given any."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    takers: dict[int, list[int]] = {}
+    for i, gradient in zip(tensors.trained, tensors.gradients, strict=True):
+        if gradient is not None and i in tensors.staying:
+            storage = gradient.untyped_storage()
+            storages.setdefault(storage._cdata, storage)
+            takers.setdefault(storage._cdata, []).append(i)
+            del storage
+    return [(takers[at], storage, torch._C._storage_Use_Count(at)) for at, storage in storages.items()]
 
 
 class _Replay(torch.autograd.Function):

@@ -113,6 +113,39 @@ def test_gradients_that_somebody_keeps_end_the_graphs_and_stay_as_they_were(by_g
     assert captured == ["captured", "replayed"]
 
 
+class OneBuffer(torch.autograd.Function):
+    """The sum of the products of two weights with `x`, whose gradients lie in one buffer."""
+
+    @staticmethod
+    def forward(ctx, first, second, x):
+        ctx.save_for_backward(x)
+        return ((first + second) * x).sum()
+
+    @staticmethod
+    def backward(ctx, slope):
+        (x,) = ctx.saved_tensors
+        buffer = torch.cat([x, x]) * slope
+        return buffer[:3], buffer[3:], None
+
+
+def test_gradients_in_one_buffer_are_accumulated(captured):
+    model = nn.ParameterList([torch.ones(3), torch.ones(3)])
+    steps = captured_steps.CapturedSteps(model, True)
+    step = captured_steps.Step(lambda *inputs: (OneBuffer.apply(*inputs),), steps)
+    for count in range(1, 5):
+        step(*model, torch.ones(3))[0].backward()
+        assert all(weight.grad.tolist() == [count] * 3 for weight in model)
+    kept = model[1].grad[:2]
+    model.zero_grad()
+    step(*model, torch.ones(3))[0].backward()
+    assert captured == ["captured", *["replayed"] * 4] and kept.tolist() == [4, 4]
+    kept = model[0].grad[:2]
+    model[0].grad = None
+    with pytest.warns(UserWarning, match="gradients of an earlier step are kept"):
+        step(*model, torch.ones(3))[0].backward()
+    assert kept.tolist() == [1, 1] and model[1].grad.tolist() == [2, 2, 2]
+
+
 @pytest.mark.parametrize("kept", ["retain_graph", "create_graph"])
 def test_a_second_backward_pass_is_refused(kept, captured):
     model = Scaled()
@@ -203,6 +236,25 @@ def test_a_step_that_writes_to_what_it_is_given_is_not_captured(captured):
             train(step, model, x)
         assert x.tolist() == [6, 6, 6] and captured == ["captured"]
         assert steps.report_lines() == ("training steps: a training step that writes to its inputs is not captured",)
+
+
+@pytest.mark.parametrize("when", [True, "auto"])
+def test_without_the_memory_for_it_a_step_is_not_captured(when, captured, monkeypatch):
+    def no_memory(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore of it")
+
+    monkeypatch.setattr(torch, "zeros_like", no_memory)
+    model = Scaled()
+    step = step_of(model, when)
+    train(step, model, torch.ones(3))
+    if when is True:
+        with pytest.raises(CompileError, match="too little memory for what a training step reads and writes: CUDA out"):
+            train(step, model, torch.ones(3))
+        return
+    for _ in range(4):
+        train(step, model, torch.ones(3))
+    assert captured == ["captured"] and "too little memory" in step._steps.report_lines()[0]
+    assert model.calls == 6  # one of them while it was tried
 
 
 def test_under_hooks_for_saved_tensors_nothing_is_replayed(captured):
