@@ -16,8 +16,24 @@ from fuseopt.modules.captured_steps import StepGraphs
 from fuseopt.modules.cuda_graphs import Captures
 
 
+class HostSpan:
+    """A time in which a device was as busy as `device_over_host` says."""
+
+    device_over_host = 1.0
+    host_seconds = 0.5
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def end(self) -> None: ...
+
+    def device_seconds(self) -> float:
+        return self.host_seconds * self.device_over_host
+
+
 def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Has steps captured on a CPU. Work runs there as it is, but gradients have one memory as those of a CUDA graph do.
+
+    The host is what such a CPU waits for, and it has room.
 
     Returns:
         What has happened: "captured" and "replayed", once a step.
@@ -25,9 +41,9 @@ def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     events: list[str] = []
     record, forward, backward = StepGraphs.record, StepGraphs.forward, captured_steps._Backward.run
 
-    def counted_record(graphs: StepGraphs, others: Any) -> str:
+    def counted_record(graphs: StepGraphs) -> str:
         events.append("captured")
-        return record(graphs, others)
+        return record(graphs)
 
     def counted_forward(graphs: StepGraphs, inputs: Any) -> tuple[Any, ...]:
         events.append("replayed")
@@ -43,6 +59,8 @@ def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             work.state.gradients = static
 
     def run_once(captures: Captures, work: Any, others: Any, what: str) -> str:
+        # Of memory that is shared only its own forward may be written to.
+        assert all(other.state is work.state for other in others)
         with torch.random.fork_rng([]):
             work.run()
         return ""
@@ -54,6 +72,9 @@ def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(StepGraphs, "forward", counted_forward)
     monkeypatch.setattr(captured_steps._Backward, "run", run_backward)
     monkeypatch.setattr(captured_steps, "can_capture", has_one_size)
+    monkeypatch.setattr(captured_steps, "_Span", HostSpan)
+    monkeypatch.setattr(captured_steps, "_has_room", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Captures, "record", run_once)
     return events
 

@@ -68,7 +68,7 @@ def draws_again(graph: fx.GraphModule) -> bool:
 
 
 class CapturedSteps:
-    """The steps of one model that are captured, each by itself, of which no two are ever between forward and backward.
+    """The steps of one model that are captured, each by itself.
 
     Args:
         model: whose parameters and buffers stay where they are.
@@ -83,17 +83,6 @@ class CapturedSteps:
         self._model = weakref.ref(model)
         self._captures = Captures()
         self._graphs: weakref.WeakSet[StepGraphs] = weakref.WeakSet()
-        self._pass: Callable[[], Pass | None] = lambda: None
-
-    def is_busy(self) -> bool:
-        """Whether what the last replayed forward has left for its backward is still waiting for it."""
-        last = self._pass()
-        return last is not None and not last.is_over
-
-    def begin_pass(self) -> Pass:
-        begun = Pass()
-        self._pass = weakref.ref(begun)
-        return begun
 
     def capture(self, run: Callable[..., Any], inputs: Sequence[Any]) -> StepGraphs | None:
         """The graphs of a step that has run before, or None where it cannot be captured.
@@ -105,7 +94,7 @@ class CapturedSteps:
         own = () if model is None else map(id, itertools.chain(model.parameters(), model.buffers()))
         try:
             graphs = StepGraphs(run, StepTensors(inputs, frozenset(own)), self._captures)
-            reason = graphs.record(self._graphs)
+            reason = graphs.record()
         except torch.OutOfMemoryError as error:
             reason = f"too little memory for what {_WHAT} reads and writes: {str(error).splitlines()[0]}"
         if not reason:
@@ -149,7 +138,7 @@ class Step:
 
     def __call__(self, *inputs: Any) -> Any:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if self._pace is None or hooks is not None or _is_captured(_device_of(inputs)):
+        if self._pace is None or hooks is not None or torch.cuda.is_current_stream_capturing():
             return self._run(*inputs)
         if self._graphs is not None and not self._graphs.reads(inputs):
             self._graphs, self._pace = None, Pace()
@@ -164,9 +153,9 @@ class Step:
                 self._pace = None
         if self._graphs is None:
             return self._run(*inputs) if self._pace is None else self._pace.run(self._run, inputs)
-        if self._steps.is_busy():
+        if self._graphs.are_busy():
             return self._run(*inputs)
-        return _Replay.apply(self._graphs, self._steps.begin_pass(), *inputs)
+        return _Replay.apply(self._graphs, self._graphs.begin_pass(), *inputs)
 
     def _give_up(self, note: str) -> None:
         self._graphs = self._pace = None
@@ -252,13 +241,9 @@ class _Span:
 
     def device_seconds(self) -> float:
         """Infinity where it is not over yet."""
-        if self._begin is None or self._end is None:
-            return self.host_seconds
         return self._begin.elapsed_time(self._end) / 1000 if self._end.query() else float("inf")
 
-    def _event(self) -> torch.cuda.Event | None:
-        if self._device.type != "cuda":
-            return None
+    def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -268,15 +253,8 @@ def _device_of(inputs: Iterable[Any]) -> torch.device:
     return next(value.device for value in inputs if isinstance(value, Tensor))
 
 
-def _is_captured(device: torch.device) -> bool:
-    """Whether what is launched now becomes part of a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def _has_room(device: torch.device) -> bool:
     """Whether beside the graphs of a step there would be room for one more such step."""
-    if device.type != "cuda":
-        return True
     # The peak may be that of something else, and then more than a step's.
     step = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -345,7 +323,7 @@ class _Backward(Work[StepTensors]):
 
 
 class StepGraphs:
-    """A step's forward and backward.
+    """A step's forward and backward, in memory that other graphs never write to: gradients in it may be a parameter's.
 
     Args:
         compiled: the step.
@@ -359,12 +337,13 @@ class StepGraphs:
         self._places = [tensors.inputs[i].data_ptr() for i in tensors.staying]
         self._sloped: list[bool] = []
         self._lent: list[tuple[list[int], torch.UntypedStorage, int]] = []
+        self._pass: Callable[[], Pass | None] = lambda: None
 
-    def record(self, others: Iterable[StepGraphs]) -> str:
+    def record(self) -> str:
         """Captures both; returns why that could not be done, or nothing."""
-        tensors, works = self.tensors, [other._forward for other in others]
+        tensors = self.tensors
         versions = [tensors.inputs[i]._version for i in tensors.moving]
-        reason = self.captures.record(self._forward, works, _WHAT)
+        reason = self.captures.record(self._forward, (), _WHAT)
         if not reason and [tensors.inputs[i]._version for i in tensors.moving] != versions:
             reason = "a training step that writes to its inputs is not captured"
         if reason:
@@ -373,12 +352,22 @@ class StepGraphs:
         tensors.differentiable = [i for i, out in outputs if isinstance(out, Tensor) and out.requires_grad]
         tensors.slopes = [torch.zeros_like(tensors.outputs[i]) for i in tensors.differentiable]
         self._sloped = [False] * len(tensors.slopes)
-        reason = self.captures.record(self._backward, [*works, self._forward], _WHAT)
+        reason = self.captures.record(self._backward, (self._forward,), _WHAT)
         if not reason:
             # With the autograd graph goes what it has kept.
             tensors.outputs = [out.detach() if isinstance(out, Tensor) else out for out in tensors.outputs]
             self._lent = _lent(tensors)
         return reason
+
+    def are_busy(self) -> bool:
+        """Whether what the last forward has left for its backward is still waiting for it."""
+        last = self._pass()
+        return last is not None and not last.is_over
+
+    def begin_pass(self) -> Pass:
+        begun = Pass()
+        self._pass = weakref.ref(begun)
+        return begun
 
     def reads(self, inputs: Sequence[Any]) -> bool:
         """Whether parameters and buffers are where they were."""
@@ -420,10 +409,10 @@ class StepGraphs:
                 own.zero_()
             self._sloped[at] = slope is not None
         self._backward()
-        moving, results = set(tensors.moving), []
+        results = []
         for i, gradient in zip(tensors.trained, tensors.gradients, strict=True):
             # A parameter takes what it is given, not a copy, where nobody else has that tensor.
-            share = Tensor.clone if i in moving else Tensor.detach
+            share = Tensor.clone if i in tensors.moving else Tensor.detach
             results.append(None if gradient is None else share(gradient))
         return results
 
@@ -433,7 +422,7 @@ def _lent(tensors: StepTensors) -> list[tuple[list[int], torch.UntypedStorage, i
     storages: dict[int, torch.UntypedStorage] = {}
     takers: dict[int, list[int]] = {}
     for i, gradient in zip(tensors.trained, tensors.gradients, strict=True):
-        if gradient is not None and i in tensors.staying:
+        if gradient is not None and i not in tensors.moving:
             storage = gradient.untyped_storage()
             storages.setdefault(storage._cdata, storage)
             takers.setdefault(storage._cdata, []).append(i)

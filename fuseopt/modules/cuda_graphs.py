@@ -99,7 +99,7 @@ class Captures:
         except RuntimeError as error:
             # The end of a capture that something has spoiled raises, too.
             cause = error.__context__ or error
-            return f"{what} could not be captured, so it ran eagerly: {str(cause).splitlines()[0]}"
+            return f"{what} could not be captured: {str(cause).splitlines()[0]}"
         return ""
 
     def join(self, device: torch.device) -> None:

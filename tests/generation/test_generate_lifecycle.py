@@ -285,7 +285,7 @@ def test_no_memory_for_a_graph(model):
     with mock.patch.object(Step, "capture", side_effect=torch.OutOfMemoryError("no memory")):
         assert_as_stock(model)
     call = model.generate.calls[-1]
-    assert call.steps == "eager" and call.note.endswith("so it ran eagerly: no memory")
+    assert call.steps == "eager" and call.note.endswith("could not be captured: no memory")
     assert_as_stock(model)
     assert model.generate.calls[-1].steps == "graph"
 

@@ -18,7 +18,7 @@ import fuseopt
 from fuseopt.errors import CompileError
 from fuseopt.modules import captured_steps, partitioner, training_forward
 from tests import tiny
-from tests.training import capture_on_cpu
+from tests.training import HostSpan, capture_on_cpu
 
 CAPTURED = {"kernel_fusion": {"memory_efficient_fusion": {"cuda_graphs": True}}}
 NO_DROPOUT = {
@@ -275,7 +275,7 @@ def test_in_somebodys_own_graph_nothing_is_replayed(captured, monkeypatch):
     train(step, model, torch.ones(3))
     calls = model.calls
     with monkeypatch.context() as patch:
-        patch.setattr(captured_steps, "_is_captured", lambda device: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         train(step, model, torch.ones(3))
     assert captured == ["captured", "replayed"] and model.calls == calls + 1
     train(step, model, torch.ones(3))
@@ -284,8 +284,7 @@ def test_in_somebodys_own_graph_nothing_is_replayed(captured, monkeypatch):
 
 @pytest.mark.parametrize("gpu_over_host, has_room", [(1.0, True), (2.0, True), (1.0, False)])
 def test_auto_captures_where_the_gpu_waits_and_there_is_room(gpu_over_host, has_room, captured, monkeypatch):
-    spans = captured_steps._Span
-    monkeypatch.setattr(spans, "device_seconds", lambda span: span.host_seconds * gpu_over_host)
+    monkeypatch.setattr(HostSpan, "device_over_host", gpu_over_host)
     monkeypatch.setattr(captured_steps, "_has_room", lambda device: has_room)
     model = Scaled()
     step = step_of(model, "auto")
@@ -504,6 +503,29 @@ def test_accumulated_gradients_and_kept_outputs_are_those_without_graphs(family,
     for got, expected in zip(found, trained(stock), strict=True):
         for one, other in zip(got, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_steps_of_two_kinds_add_up(device, monkeypatch, replayed):
+    """Gradients in the memory of one kind's graphs stay as they are while the other kind's run."""
+    torch._dynamo.reset()
+    events = capture_on_cpu(monkeypatch) if device == "cpu" else []
+    model = tiny.FAMILIES["gpt2"](**NO_DROPOUT["gpt2"]).train().to(device)
+    stock = copy.deepcopy(model)
+    options = {"backend": "aot_eager" if device == "cpu" else "inductor", "cuda_graphs": True}
+    fuseopt.initialize(model, {"kernel_fusion": {"memory_efficient_fusion": options}}, strict=True)
+    ids = tiny.inputs(model, batch=4)["input_ids"]
+    for step in range(12):
+        for each in (model, stock):
+            each.transformer.wpe.weight.requires_grad_(step % 2 == 0)
+            each(input_ids=ids, labels=ids).loss.backward()
+        if step % 4 == 3:
+            for name, parameter in stock.named_parameters():
+                torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-3, atol=1e-4)
+            model.zero_grad(), stock.zero_grad()
+    assert events.count("captured") == (2 if device == "cpu" else 0)
+    assert events.count("replayed") == (10 if device == "cpu" else 0)
+    assert len(replayed) == (0 if device == "cpu" else 20)
 
 
 @pytest.mark.gpu
