@@ -169,14 +169,14 @@ def fill_of(config: Any) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _penalties(penalty: float, longest: int | None, count: int) -> Tensor:
-    """[2, count] float32: what scores are divided by after so many tokens, and what the best still to come may be.
+    """[2, count] float64: what scores are divided by after so many tokens, and what the best still to come may be.
 
     Args:
         longest: of which length that is taken to be, or None for the present one.
     """
     own = [float(max(1, generated) ** penalty) for generated in range(count)]
     best = own if longest is None or penalty <= 0.0 else [float(longest**penalty)] * count
-    return torch.tensor([own, best], dtype=torch.float64, device="cpu").float()
+    return torch.tensor([own, best], dtype=torch.float64, device="cpu")
 
 
 def _beams_of(state: DecodeState) -> BeamState:

@@ -70,7 +70,7 @@ def _reference(
 
     # Candidates behind the first `count` are there to run on only.
     finish = torch.cat((ends[:, :count], torch.zeros_like(ends[:, count:])), dim=1)
-    values = values / penalty
+    values = _divide(values, penalty)
     if stops_when_full:
         values = values + is_finished.all(1, keepdim=True).float() * _OUT
     values = values + (~improvable[:, None]).float() * _OUT + (~finish).float() * _OUT
@@ -94,12 +94,17 @@ def _reference(
     tokens.copy_(next_tokens[: items * count])
 
     worst = torch.where(is_finished, new_scores.amin(1, keepdim=True), _OUT)
-    improvable &= (new_running_scores[:, :1] / best_penalty > worst).any(1)
+    improvable &= (_divide(new_running_scores[:, :1], best_penalty) > worst).any(1)
     goes_on = improvable.any() & ~ends.all()
     if stops_when_full:
         goes_on &= ~is_finished.all()
     going &= goes_on
     length += 1
+
+
+def _divide(values: Tensor, penalty: Tensor) -> Tensor:
+    """As PyTorch divides by a number: on a GPU it multiplies with the reciprocal, which may round the other way."""
+    return values * penalty.reciprocal().float() if values.is_cuda else values / penalty.float()
 
 
 def follow(ancestry: Tensor, sources: Tensor, slot: Tensor) -> None:
@@ -158,7 +163,7 @@ def _check(
         ("ancestry", ancestry, torch.int32),
         ("tokens", tokens, torch.int64),
         ("counters", counters, torch.int64),
-        ("penalties", penalties, torch.float32),
+        ("penalties", penalties, torch.float64),
     ):
         if tensor.dtype != dtype:
             raise TypeError(f"{name} must be {dtype}, not {tensor.dtype}")
@@ -211,7 +216,7 @@ def decode_beams_(
             inherit the slots before the next one, after `advance`. Written to.
         arrived: [2] int32, zeros, and left so: where the kernel's blocks meet.
         limit: one element, int64: the length of `ids` at which all candidates end.
-        penalties: [2, steps + 1] float32, by tokens generated: what scores of finished beams are divided by, and what
+        penalties: [2, steps + 1] float64, by tokens generated: what scores of finished beams are divided by, and what
             those of running beams are for an estimate of the best that they may come to.
         eos: [any number] int64: tokens that end a candidate, or None.
         vocabulary: by which `places` divide into beams and tokens.
@@ -269,7 +274,7 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
                 integers(5, *range(rows)),
                 torch.zeros(2, dtype=torch.int32, device=device),
                 integers(8),
-                torch.arange(1.0, 19.0, device=device).view(2, 9),
+                torch.arange(1.0, 19.0, dtype=torch.float64, device=device).view(2, 9),
                 eos,
             ),
             {"vocabulary": vocabulary, "stops_when_full": eos is not None},

@@ -618,7 +618,7 @@ def pooled_bytes() -> int:
 def test_small_steps_are_captured_unasked_and_give_their_memory_back(replayed, monkeypatch):
     torch._dynamo.reset()
     # Whoever shares the GPU takes time on it.
-    monkeypatch.setattr(captured_steps, "_GPU_OVER_HOST", float("inf"))
+    monkeypatch.setattr(captured_steps, "_Span", HostSpan)
     model = tiny.FAMILIES["t5"](d_model=512, d_kv=64).train().cuda()
     ids = tiny.inputs(model, batch=64)["input_ids"].repeat(1, 16)
     gc.collect()

@@ -40,7 +40,9 @@ __device__ int choose(const DecodeBeams& of, int64_t item, int64_t length, int64
   // All that is read, before any of it is waited for.
   const float value = is_candidate ? of.values[item * candidates + lane] : 0.0f;
   const int64_t place = is_candidate ? of.places[item * candidates + lane] : 0, limit = *of.limit;
-  const float penalty = of.penalties[generated], best_penalty = of.best_penalties[generated];
+  // PyTorch has a GPU divide by a number by multiplying with the reciprocal, which is rounded once.
+  const float inverse_penalty = static_cast<float>(__drcp_rn(of.penalties[generated]));
+  const float inverse_best_penalty = static_cast<float>(__drcp_rn(of.best_penalties[generated]));
   const bool was_improvable = of.improvable[item], was_finished = !is_beam || of.is_finished[own + lane];
   const float old_score = is_beam ? of.scores[own + lane] : 0.0f;
   const int64_t old_length = is_beam ? of.lengths[own + lane] : 0;
@@ -62,7 +64,7 @@ __device__ int choose(const DecodeBeams& of, int64_t item, int64_t length, int64
   const bool was_full = __all_sync(kFullWarp, was_finished);
   if (is_beam) keys[lane] = key_of(old_score);
   if (is_candidate) {
-    float score = __fdiv_rn(value, penalty);
+    float score = __fmul_rn(value, inverse_penalty);
     if (of.stops_when_full) score += was_full ? kOut : -0.0f;
     score += was_improvable ? -0.0f : kOut;
     score += finishes[lane] ? -0.0f : kOut;
@@ -94,7 +96,7 @@ __device__ int choose(const DecodeBeams& of, int64_t item, int64_t length, int64
     const float other = __shfl_xor_sync(kFullWarp, worst, distance);
     worst = isnan(other) || other < worst ? other : worst;
   }
-  const float best = __fdiv_rn(__shfl_sync(kFullWarp, running_score, 0), best_penalty);
+  const float best = __fmul_rn(__shfl_sync(kFullWarp, running_score, 0), inverse_best_penalty);
   const bool can_improve = __any_sync(kFullWarp, is_beam && best > (is_finished ? worst : kOut));
   const bool is_full = __all_sync(kFullWarp, is_finished);
   if (is_beam) {

@@ -58,7 +58,7 @@ void decode_beams(Tensor values, Tensor places, Tensor running_scores, Tensor sc
   beams.counters = integers("counters", counters);
   beams.arrived = counts("arrived", arrived);
   beams.limit = integers("limit", limit);
-  beams.penalties = floats("penalties", penalties);
+  beams.penalties = data_as<double>("penalties", penalties, ScalarType::Double);
   beams.best_penalties = beams.penalties + penalties.size(1);
   const auto ends = eos.has_value() ? std::optional(as_contiguous(*eos)) : std::nullopt;
   beams.eos = ends.has_value() ? integers("eos", *ends) : nullptr;

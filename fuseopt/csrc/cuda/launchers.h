@@ -264,8 +264,8 @@ struct DecodeBeams {
   int64_t* counters;  // [1 + rows]
   int* arrived;       // [2], zeros when it starts and when it ends
   const int64_t* limit;
-  const float* penalties;
-  const float* best_penalties;
+  const double* penalties;
+  const double* best_penalties;
   const int64_t* eos;
   int64_t eos_count;
   bool stops_when_full;
