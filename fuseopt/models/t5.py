@@ -9,7 +9,7 @@ from fuseopt.models.rms_norms import T5_NORMS
 
 # model_type -> the prefix of its classes
 _FAMILIES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", "longt5": "LongT5"}
-# Those whose blocks, stacks and heads are the same but for their names.
+# Those whose blocks and stacks are the same but for their names.
 _ALIKE = ("t5", "mt5")
 
 
@@ -43,7 +43,7 @@ T5 = ModelPolicy(
     # These call a torch.nn.CrossEntropyLoss.
     heads=tuple(
         Rule(source, "FusedLinearCrossEntropy", {"head": "lm_head", "traces": False})
-        for source in _full_names("ForConditionalGeneration", _ALIKE)
+        for source in _full_names("ForConditionalGeneration")
     ),
     # UMT5's layers each have a bias of their own.
     relative_attention=tuple(

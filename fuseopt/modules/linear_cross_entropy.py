@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from fuseopt.modules.base import FusedModule, has_hooks
 from fuseopt.modules.lazy_logits import LazyLogits, LinearOutput
 from fuseopt.modules.lm_head import linear
+from fuseopt.modules.unseen_logits import LOGITS
 from fuseopt.ops.linear_cross_entropy import linear_dtype
 
 
@@ -20,7 +21,8 @@ class FusedLinearCrossEntropy(FusedModule, nn.Linear):
     torch.func's transforms; in torch.export.
 
     `traces` says whether Dynamo can follow the lazy logits to the loss. It takes a torch.nn.CrossEntropyLoss, unlike
-    F.cross_entropy, for a call on tensors; a model that calls one has the logits computed inside torch.compile.
+    F.cross_entropy, for a call on tensors; a model that calls one has the logits computed inside torch.compile, but for
+    that of memory_efficient_fusion, where `fuseopt.modules.unseen_logits` takes them out of the graph.
 
     forward: `input` [..., in_features] -> [..., out_features], in the dtype of F.linear.
     """
@@ -37,6 +39,8 @@ class FusedLinearCrossEntropy(FusedModule, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not self._is_training_step():
             return linear(input, self.weight, self.bias)
+        if torch.compiler.is_compiling() and not self.traces:
+            return LOGITS(input, self.weight, self.bias, self.backend)
         # As F.linear does under autocast. What comes back for logits that nobody looks at takes as many bytes.
         input = input.to(linear_dtype(input, self.weight))
         output = LinearOutput(input, self.weight, self.bias, self.backend)
@@ -47,6 +51,6 @@ class FusedLinearCrossEntropy(FusedModule, nn.Linear):
         if not self.training or not torch.is_grad_enabled() or has_hooks(self):
             return False
         # torch.export traces without Dynamo. In older ones is_exporting() is true under torch.compile, too.
-        if torch.compiler.is_compiling() and not (self.traces and torch.compiler.is_dynamo_compiling()):
+        if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
             return False
         return not getattr(self, "_is_replica", False) and not torch._C._are_functorch_transforms_active()

@@ -41,6 +41,7 @@ from fuseopt.modules import (
     residual_stream,
     tanh_gelu,
     tuned_products,
+    unseen_logits,
 )
 from fuseopt.ops.linear_cross_entropy import FWD as LINEAR_CROSS_ENTROPY
 from fuseopt.ops.relative_attention import FWD as RELATIVE_ATTENTION
@@ -83,6 +84,7 @@ _PASSES = (
     residual_stream,
     tanh_gelu,
     tuned_products,
+    unseen_logits,
 )
 # Of a budget's solver any op that it does not know costs nothing, and is recomputed first.
 _PRODUCTS = frozenset((*LINEAR_CROSS_ENTROPY.values(), *RELATIVE_ATTENTION.values()))
@@ -113,6 +115,7 @@ def compile_graph(
         captured: what is to launch it as CUDA graphs, where `captured_steps.can_capture`.
     """
     causal_masks.drop(graph)
+    with_lazy_logits = unseen_logits.drop(graph)
     partitioner = Partitioner(in_parts=backend == "inductor" and not inductor_config.cpp_wrapper)
     with (
         early_kernels.pool(),
@@ -126,6 +129,16 @@ def compile_graph(
                 fw_compiler=_run_as_it_is, partition_fn=partitioner, decompositions=select_decomp_table
             )
             compiled = compile_split(graph, inputs)
+    return with_lazy_logits(_captured(compiled, graph, inputs, captured))
+
+
+def _captured(
+    compiled: Callable[..., Any],
+    graph: fx.GraphModule,
+    inputs: Sequence[Tensor],
+    captured: captured_steps.CapturedSteps | None,
+) -> Callable[..., Any]:
+    """The compiled graph, or the step that launches it as CUDA graphs."""
     if captured is None or not captured_steps.can_capture(inputs):
         return compiled
     if captured_steps.draws_again(graph):

@@ -61,19 +61,24 @@ def _imported_on_first_call(module: str, name: str) -> Callable:
     return lambda *args, **kwargs: kernel()(*args, **kwargs)
 
 
-def define_node(schema: str, function: type[torch.autograd.Function]) -> Callable:
-    """Define an op that is `function.apply`, and return it: what to call while Dynamo traces.
+def define_node(schema: str, function: Callable) -> functools.partial[Any]:
+    """Define an op that is `function`, and return it: what to call while Dynamo traces.
 
-    It is one node of Dynamo's graph, and AOT Autograd traces what it does. Of `function` itself Dynamo traces forward
-    and backward too, anew for every call.
+    It is one node of Dynamo's graph, and AOT Autograd traces what it does. Of an `autograd.Function` itself Dynamo
+    traces forward and backward too, anew for every call.
 
     Args:
-        schema: `name(arguments) -> results` of `function.apply`, without defaults. A hash of the file that `function`
-            is in goes ahead of the arguments: caches of compiled graphs know of a node no more than its arguments.
+        schema: `name(arguments) -> results` of `function`, without defaults. A hash of the file that `function` is in
+            goes ahead of the arguments: caches of compiled graphs know of a node no more than its arguments.
+        function: of tensors and scalars; of an `autograd.Function`, its `apply`.
+
+    Returns:
+        A `functools.partial` of the op's overload, by which a node is known.
     """
     name, signature = schema.split("(", 1)
+    run = functools.partial(apply, function) if isinstance(function, type) else function
     LIBRARY.define(f"{name}(str source, {signature}")
-    LIBRARY.impl(name, lambda source, *args: apply(function, *args), "CompositeImplicitAutograd")
+    LIBRARY.impl(name, lambda source, *args: run(*args), "CompositeImplicitAutograd")
     source = hashlib.sha256(Path(inspect.getfile(function)).read_bytes()).hexdigest()
     return functools.partial(getattr(torch.ops.fuseopt, name).default, source)
 
