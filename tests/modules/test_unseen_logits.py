@@ -127,7 +127,7 @@ READ = {
         logits,
     ),
     "weights": lambda logits, target: (
-        nn.CrossEntropyLoss(torch.arange(1.0, CLASSES + 1))(logits.view(-1, CLASSES), target.view(-1)),
+        F.cross_entropy(logits.view(-1, CLASSES), target.view(-1), torch.arange(1.0, CLASSES + 1)),
         logits,
     ),
     "nothing": lambda logits, target: (logits.square().mean(), logits),

@@ -327,15 +327,18 @@ def test_memory_efficient_fusion_traces_through_it(family):
     fuseopt.restore(fused)
     both = {"kernel_fusion": {**CONFIG["kernel_fusion"], "memory_efficient_fusion": {"backend": "aot_eager"}}}
     fuseopt.initialize(fused, both)
-    # Without a mask no compiler takes LongT5.
-    batch = batch_of(fused) | {"attention_mask": torch.ones_like(batch_of(fused)["input_ids"])}
+    # Without a mask LongT5 cannot be traced.
+    batch = batch_of(fused)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     output = fused(**batch)
+    # In transformers 5.17 UMT5 computes something else where it is not traced.
+    expected = torch.compile(stock, backend="eager")(**batch, use_cache=False)
     assert isinstance(output.logits, LazyLogits) and output.logits.output.computed is None
-    expected, _ = step(stock)
     assert type(output) is type(expected)
     torch.testing.assert_close(output.loss, expected.loss)
     torch.testing.assert_close(output.logits.tensor(), expected.logits)
     output.loss.backward()
+    expected.loss.backward()
     gradients = ({n: p.grad for n, p in model.named_parameters()} for model in (fused, stock))
     tiny.assert_same_gradients(*gradients)
 
