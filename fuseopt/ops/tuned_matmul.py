@@ -169,14 +169,14 @@ def multiply_into(
     if is_fast(left):
         measure = measure and not torch.are_deterministic_algorithms_enabled()
         _INTO["cuda"](output, left, right, accumulate, measure)
-    elif not accumulate:
-        torch.mm(left, right, out=output)
-    elif output.dtype == left.dtype:
-        output.addmm_(left, right)
-    elif output.is_cuda:
-        torch.addmm(output, left, right, out_dtype=output.dtype, out=output)
+        return
+    wider = {"out_dtype": output.dtype} if output.dtype != left.dtype else {}
+    if wider and not output.is_cuda:
+        left, right, wider = left.to(output.dtype), right.to(output.dtype), {}
+    if accumulate:
+        torch.addmm(output, left, right, **wider, out=output)
     else:
-        output.addmm_(left.to(output.dtype), right.to(output.dtype))
+        torch.mm(left, right, **wider, out=output)
 
 
 @contextlib.contextmanager

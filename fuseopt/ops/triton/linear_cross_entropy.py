@@ -68,11 +68,11 @@ def run(
     losses = torch.empty(rows, dtype=compute, **like)
     gradients = Gradients(
         torch.empty(rows, features, dtype=product_dtype, **like) if wanted[0] else None,
-        torch.zeros(width, features, dtype=compute, **like) if wanted[1] else None,
+        torch.empty(width, features, dtype=compute, **like) if wanted[1] else None,
         torch.zeros(width, dtype=compute, **like) if wanted[2] else None,
     )
     if rows == 0:
-        return losses, gradients
+        return losses, Gradients(*(None if gradient is None else gradient.zero_() for gradient in gradients))
     weight = padded(weight, product_dtype, width)
     bias = None if bias is None else padded(bias, product_dtype, width)
     target = target.contiguous()
@@ -100,7 +100,7 @@ def run(
         if gradients.input is not None:
             multiply(gradients.input[chunk], logits, weight)
         if gradients.weight is not None:
-            multiply(gradients.weight, logits.t(), x, accumulate=True)
+            multiply(gradients.weight, logits.t(), x, accumulate=chunk.start > 0)
         if gradients.bias is not None:
             gradients.bias.add_(logits.sum(0, dtype=compute))
     check_targets(in_range)
