@@ -53,6 +53,24 @@ _LLAMA_SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# By the names that sizes have in the configs of transformers.
+_SIZES = _LLAMA_SIZES | {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "dim", "embedding_size"), 32),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "n_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "attention_heads", "mamba_n_heads"), 4),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
+    **dict.fromkeys(("n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "hidden_dim", "dim_ff"), 40),
+    **dict.fromkeys(("n_layer", "encoder_layers", "decoder_layers", "num_layers", "n_layers"), 2),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("d_kv", "dim_head", "state_size", "q_lora_rank", "kv_lora_rank", "v_head_dim"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
+    "n_positions": 64,
+    "max_source_positions": 30,
+    "rotary_dim": 4,
+    "moe_intermediate_size": 16,
+    "attention_types": [[["global", "local"], 1]],
+}
 
 
 def gpt2(seed: int = 0, **config) -> GPT2LMHeadModel:
@@ -90,6 +108,30 @@ def decoder(model_type: str, seed: int = 0, **config) -> nn.Module:
     torch.manual_seed(seed)
     sizes = AutoConfig.for_model(model_type, **_LLAMA_SIZES | config)
     return _random(MODEL_FOR_CAUSAL_LM_MAPPING[type(sizes)](sizes))
+
+
+def of_class(cls: type, seed: int = 0) -> nn.Module:
+    """Of any class of transformers, if its config names sizes as others do; without dropout, caches off."""
+    known = cls.config_class().to_dict()
+    sizes = {name: size for name, size in _SIZES.items() if name in known}
+    dropouts = {name: 0.0 for name, value in known.items() if "drop" in name and isinstance(value, float)}
+    config = cls.config_class(**sizes, **dropouts, decoder_start_token_id=0, use_cache=False)
+    torch.manual_seed(seed)
+    return cls(config).float()
+
+
+def labelled(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Arguments of a training step of such a model, some labels ignored."""
+    batch = inputs(model)
+    labels = batch["input_ids"].clone()
+    labels[0, :2] = -100
+    if model.main_input_name != "input_features":
+        return {"input_ids": batch["input_ids"], "labels": labels}
+    if model.config.model_type == "whisper":
+        shape = 2, model.config.num_mel_bins, 2 * model.config.max_source_positions
+    else:
+        shape = 2, 40, model.config.input_feat_per_channel
+    return {"input_features": torch.randn(shape), "labels": labels}
 
 
 llama = partial(decoder, "llama")

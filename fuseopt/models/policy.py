@@ -65,7 +65,7 @@ class ModelPolicy:
         stacks: classes whose forward calls such blocks one after the other, with the same arguments but for what each
             hands on; "blocks" of `Rule.options` names the ModuleList that they are in.
         heads: model classes whose logits go straight into a cross-entropy; `Rule.options` are those of the module that
-            stands in for their head, and "head" names it.
+            stands in for their head, and "head" is the path to it.
         relative_attention: stacks of layers whose self-attentions share one bias of the distance; "attention" of
             `Rule.options` is their full name.
         rotary_attentions: attentions whose queries and keys can be rotated by one op; `Rule.options` say what their

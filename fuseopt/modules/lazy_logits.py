@@ -70,11 +70,11 @@ class LinearOutput:
 class LazyLogits:
     """Stands in for the logits [..., classes] of a training step.
 
-    Its shape, dtype and device are there. `float()` and a view of all rows, [rows, classes], are as lazy as itself, and
-    `F.cross_entropy` of these against class indices is `ops.linear_cross_entropy`. Whatever else is asked of it (an
-    operator, a method, a function of torch) is asked of the tensor, which is computed for that, once; from then on
-    cross-entropy is torch's own, too. It is no `torch.Tensor` to `isinstance`; `tensor()` is one. A copy or a pickle is
-    that tensor.
+    Its shape, dtype and device are there. `float()`, `contiguous()` and a view of all rows, [rows, classes], are as
+    lazy as itself, and `F.cross_entropy` of these against class indices is `ops.linear_cross_entropy`. Whatever else
+    is asked of it (an operator, a method, a function of torch) is asked of the tensor, which is computed for that,
+    once; from then on cross-entropy is torch's own, too. It is no `torch.Tensor` to `isinstance`; `tensor()` is one. A
+    copy or a pickle is that tensor.
 
     Args:
         output: what is looked at.
@@ -130,6 +130,11 @@ class LazyLogits:
         return self.tensor().view(*shape)
 
     reshape = view
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> LazyLogits | Tensor:
+        if memory_format in (torch.contiguous_format, torch.preserve_format):
+            return self
+        return self.tensor().contiguous(memory_format=memory_format)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("output", "dtype", "shape"):

@@ -90,6 +90,7 @@ def drop(module: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[...,
         hidden = _cast(input, logits)
         for loss, given in losses.items():
             _exchange(loss, (hidden, weight, bias, backend), given)
+        _erase_readers(logits)
         for place, returned in enumerate(graph.output_node().args[0]):
             if returned is logits:
                 unseen.append(_Unseen(place, inputs[weight], None if bias is None else inputs[bias], backend))
@@ -111,23 +112,41 @@ def drop(module: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[...,
 
 def _losses(logits: fx.Node) -> dict[fx.Node, dict[str, Any]] | None:
     """Calls of cross-entropy on all rows of the logits, and their arguments; None where something else reads them."""
+    rows = _rows(logits)
+    if rows is None:
+        return None
     losses = {}
-    for rows in logits.users:
-        if rows.op == "output":
-            continue
-        if rows.op != "call_method" or rows.target not in ("view", "reshape") or _value(rows).dim() != 2:
-            return None
-        if _value(rows).shape[1] != _value(logits).shape[-1]:
-            return None
-        for loss in rows.users:
+    for of_rows in rows:
+        for loss in of_rows.users:
             if loss.target is not F.cross_entropy:
                 return None
             given = _CROSS_ENTROPY.bind(*loss.args, **loss.kwargs)
             given.apply_defaults()
             losses[loss] = given.arguments
-            if not _is_plain(rows, **given.arguments):
+            if not _is_plain(of_rows, **given.arguments):
                 return None
     return losses
+
+
+def _rows(logits: fx.Node) -> list[fx.Node] | None:
+    """The logits as [rows, classes], in their own dtype or float32; None where something else reads them."""
+    found: list[fx.Node] = []
+    for user in logits.users:
+        if user.op == "output":
+            continue
+        if user.op != "call_method" or user.target not in ("float", "view", "reshape"):
+            return None
+        value = _value(user)
+        if user.target == "float":
+            upcast = _rows(user)
+            if upcast is None or any(reader.op == "output" for reader in user.users):
+                return None
+            found += upcast
+        elif value.dim() == 2 and value.shape[1] == _value(logits).shape[-1]:
+            found.append(user)
+        else:
+            return None
+    return found
 
 
 def _is_plain(
@@ -156,8 +175,13 @@ def _exchange(loss: fx.Node, head: tuple[Any, ...], given: dict[str, Any]) -> No
     fused.meta = loss.meta
     loss.replace_all_uses_with(fused)
     loss.graph.erase_node(loss)
-    if not given["input"].users:
-        loss.graph.erase_node(given["input"])
+
+
+def _erase_readers(logits: fx.Node) -> None:
+    """Views and casts, whose losses are gone."""
+    for reader in [user for user in logits.users if user.op == "call_method"]:
+        _erase_readers(reader)
+        logits.graph.erase_node(reader)
 
 
 def _value(node: fx.Node) -> Tensor:

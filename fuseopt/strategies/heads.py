@@ -21,6 +21,9 @@ def propose_loss(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: 
     reason = "takes its logits straight to the loss"
     for model, rule in _models(index, policy):
         options = {**{key: value for key, value in rule.options.items() if key != "head"}, "backend": backend}
+        if model is not index.model:
+            # What is around it may have a loss of its own.
+            options["traces"] = False
         yield _propose(index, model, rule, offer, FusedLinearCrossEntropy, options, reason)
 
 
@@ -42,8 +45,18 @@ def _models(index: ModelIndex, policy: ModelPolicy) -> Iterator[tuple[nn.Module,
         for cls in type(model).__mro__:
             rule = rules.get(full_name(cls))
             if rule is not None:
-                yield model, rule
+                if _has_head(model, rule):
+                    yield model, rule
                 break
+
+
+def _has_head(model: nn.Module, rule: Rule) -> bool:
+    """Whether it is where the class puts it, and nobody has taken it away."""
+    try:
+        model.get_submodule(rule.options["head"])
+    except AttributeError:
+        return False
+    return True
 
 
 def _propose(
@@ -55,7 +68,7 @@ def _propose(
     options: Mapping[str, Any],
     reason: str,
 ) -> Replacement | Skip:
-    candidate = index.candidate(getattr(model, rule.options["head"]))
+    candidate = index.candidate(model.get_submodule(rule.options["head"]))
     head, reasons = candidate.module, candidate.blocked_reasons()
     if not rule.names(type(model)):
         reasons.append(f"its model is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ")

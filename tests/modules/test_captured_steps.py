@@ -17,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import fuseopt
 from fuseopt.errors import CompileError
 from fuseopt.modules import captured_steps, partitioner, training_forward
+from fuseopt.modules.lazy_logits import LazyLogits
 from tests import tiny
 from tests.training import HostSpan, capture_on_cpu
 
@@ -489,6 +490,35 @@ def trained(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor], l
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
     return losses, logits, list(model.parameters())
+
+
+@pytest.mark.parametrize("family", NO_DROPOUT)
+def test_logits_are_lazy_as_without_graphs(family, captured):
+    torch._dynamo.reset()
+    stock = tiny.FAMILIES[family](**NO_DROPOUT[family]).train()
+    model = copy.deepcopy(stock)
+    fusion = {"backend": "aot_eager", "cuda_graphs": True}
+    kernels = {"triton_kernels": ["FusedLinearCrossEntropy"], "memory_efficient_fusion": fusion}
+    fuseopt.initialize(model, {"kernel_fusion": kernels})
+    kept = []
+    for seed in range(5):
+        outputs = []
+        for each in (model, stock):
+            ids = tiny.inputs(each, seed=seed)["input_ids"]
+            outputs.append(each(input_ids=ids, labels=ids))
+            loss = outputs[-1].loss
+            if seed % 2:
+                loss = loss + outputs[-1].logits.float().square().mean()
+            each.zero_grad()
+            loss.backward()
+        assert isinstance(outputs[0].logits, LazyLogits)
+        kept.append([output.logits for output in outputs])
+        gradients = ([parameter.grad for parameter in each.parameters()] for each in (model, stock))
+        for found, expected in zip(*gradients, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert captured.count("replayed") == 4
+    for found, expected in kept:
+        torch.testing.assert_close(found.tensor(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

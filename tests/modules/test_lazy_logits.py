@@ -34,12 +34,13 @@ def inputs(dtype=torch.float32):
     [
         lambda logits, target: F.cross_entropy(logits.view(-1, 31), target.view(-1)),
         lambda logits, target: F.cross_entropy(logits.float().view(-1, 31), target.view(-1), reduction="sum"),
+        lambda logits, target: F.cross_entropy(logits.contiguous().view(-1, 31), target.view(-1)),
         lambda logits, target: nn.CrossEntropyLoss(ignore_index=3)(logits.reshape((10, 31)), target.flatten()),
         lambda logits, target: F.cross_entropy(
             logits.view(-1, logits.size(-1)), target.view(-1), label_smoothing=0.1, reduction="none"
         ).sum(),
     ],
-    ids=["functional", "float", "module", "smoothed"],
+    ids=["functional", "float", "contiguous", "module", "smoothed"],
 )
 def test_cross_entropy_runs_the_op_and_never_looks(bias, loss):
     source, fused = heads(bias)

@@ -58,7 +58,16 @@ def two_losses(logits, target):
     return nn.CrossEntropyLoss()(rows, target.view(-1)) + doubled(rows, target.view(-1)).square().mean(), logits
 
 
-TAKEN = {"loss and logits": loss_and_logits, "loss alone": loss_alone, "two losses": two_losses}
+def upcast(logits, target):
+    return F.cross_entropy(logits.float().view(-1, CLASSES), F.pad(target, (0, 1))[..., 1:].reshape(-1)), logits
+
+
+TAKEN = {
+    "loss and logits": loss_and_logits,
+    "loss alone": loss_alone,
+    "two losses": two_losses,
+    "upcast": upcast,
+}
 
 
 def assert_same_step(stock, fused, outputs, expected):
@@ -130,6 +139,7 @@ READ = {
         F.cross_entropy(logits.view(-1, CLASSES), target.view(-1), torch.arange(1.0, CLASSES + 1)),
         logits,
     ),
+    "an upcast that is returned": lambda logits, target: (loss_alone(logits.float(), target)[0], logits.float()),
     "nothing": lambda logits, target: (logits.square().mean(), logits),
 }
 

@@ -7,7 +7,15 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    AlbertForMaskedLM,
+    BertForMaskedLM,
+    DistilBertForMaskedLM,
+    RobertaForCausalLM,
+    RobertaForMaskedLM,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.modeling_outputs import ModelOutput
 
 import fuseopt
@@ -343,6 +351,29 @@ def test_memory_efficient_fusion_traces_through_it(family):
     tiny.assert_same_gradients(*gradients)
 
 
+@pytest.mark.parametrize(
+    "cls", [AlbertForMaskedLM, BertForMaskedLM, DistilBertForMaskedLM, RobertaForCausalLM, RobertaForMaskedLM]
+)
+def test_heads_of_other_families_in_a_compiled_step(cls):
+    torch._dynamo.reset()
+    stock = tiny.of_class(cls).train()
+    fused = copy.deepcopy(stock)
+    both = {"kernel_fusion": {**CONFIG["kernel_fusion"], "memory_efficient_fusion": {"backend": "aot_eager"}}}
+    fuseopt.initialize(fused, both)
+    batch = tiny.labelled(fused)
+    output, expected = fused(**batch), stock(**batch)
+    assert isinstance(output.logits, LazyLogits) and output.logits.output.computed is None
+    torch.testing.assert_close(output.loss, expected.loss)
+    torch.testing.assert_close(output.logits.tensor(), expected.logits, rtol=1e-4, atol=1e-5)
+    for each in (output, expected):
+        each.loss.backward()
+    gradients = ({n: p.grad for n, p in model.named_parameters()} for model in (fused, stock))
+    tiny.assert_same_gradients(*gradients)
+    fuseopt.restore(fused)
+    assert type(fused.get_output_embeddings()) is nn.Linear
+    assert fused.get_output_embeddings().weight is fused.get_input_embeddings().weight
+
+
 @gpt2_and_t5
 def test_a_compiled_step_returns_hidden_states_in_the_dtype_of_the_product(family, monkeypatch):
     """For what nobody looks at, autograd makes zeros of that size for the backward."""
@@ -388,7 +419,8 @@ def test_what_stays_and_why():
     model = tiny.gpt2()
     model.__class__ = type("MyGPT2", (type(model),), {})
     assert "subclass of GPT2LMHeadModel" in rows(model)[0].reason
-    headless = tiny.t5().encoder
+    headless = tiny.of_class(RobertaForMaskedLM)
+    headless.lm_head = nn.Identity()
     assert not any(row.replaced for row in rows(headless))
     with pytest.warns(UserWarning, match="FusedLinearCrossEntropy"):
         fuseopt.initialize(headless, CONFIG)
@@ -400,3 +432,31 @@ def test_a_model_inside_an_adapter_s_is_found():
     fuseopt.initialize(model.train(), CONFIG)
     _, count = step(model.base_model.model)
     assert count == 1
+
+
+class Outer(nn.Module):
+    """Around a model whose own loss it does not use."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids):
+        logits = self.model(input_ids, use_cache=False).logits
+        return nn.CrossEntropyLoss()(logits.view(-1, logits.shape[-1]), input_ids.view(-1)), logits
+
+
+def test_a_compiled_step_with_a_loss_around_the_model():
+    torch._dynamo.reset()
+    stock = Outer(tiny.llama()).train()
+    fused = copy.deepcopy(stock)
+    fusion = {**CONFIG["kernel_fusion"], "memory_efficient_fusion": {"backend": "aot_eager"}}
+    fuseopt.initialize(fused, {"kernel_fusion": fusion})
+    ids = tiny.inputs(stock.model)["input_ids"]
+    (loss, logits), expected = fused(ids), stock(ids)
+    assert isinstance(logits, LazyLogits) and logits.output.computed is None
+    torch.testing.assert_close(loss, expected[0])
+    for each in (loss, expected[0]):
+        each.backward()
+    gradients = ({n: p.grad for n, p in model.named_parameters()} for model in (fused, stock))
+    tiny.assert_same_gradients(*gradients)
