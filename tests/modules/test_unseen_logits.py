@@ -136,7 +136,9 @@ READ = {
         logits,
     ),
     "weights": lambda logits, target: (
-        F.cross_entropy(logits.view(-1, CLASSES), target.view(-1), torch.arange(1.0, CLASSES + 1)),
+        F.cross_entropy(
+            logits.view(-1, CLASSES), target.view(-1), torch.arange(1.0, CLASSES + 1, device=logits.device)
+        ),
         logits,
     ),
     "an upcast that is returned": lambda logits, target: (loss_alone(logits.float(), target)[0], logits.float()),
