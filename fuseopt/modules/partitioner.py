@@ -36,6 +36,7 @@ from fuseopt.modules import (
     gelu_epilogues,
     graph_nodes,
     joined_products,
+    lazy_logits,
     part_cuts,
     repeated_parts,
     residual_stream,
@@ -72,13 +73,15 @@ _CODE_OPTIONS = {
 }
 # At 0 the partitioner keeps the inputs alone, whatever is marked.
 _SMALLEST_BUDGET = 1e-6
-_PASSES = (
+# What they do is in the code that is compiled.
+_TRACED = (
     changing_sizes,
     dropout_masks,
     float_gradients,
     gelu_epilogues,
     graph_nodes,
     joined_products,
+    lazy_logits,
     part_cuts,
     repeated_parts,
     residual_stream,
@@ -185,7 +188,7 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> bytes:
         """Part of the key under which Inductor caches on disk what it compiles."""
-        files = tuple(map(str, (__file__, *(module.__file__ for module in _PASSES), *_OPS)))
+        files = tuple(map(str, (__file__, *(module.__file__ for module in _TRACED), *_OPS)))
         # Of autocast the key in torch 2.11 has only whether it is on.
         autocast = {
             device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
