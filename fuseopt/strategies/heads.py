@@ -21,8 +21,8 @@ def propose_loss(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: 
     reason = "takes its logits straight to the loss"
     for model, rule in _models(index, policy):
         options = {**{key: value for key, value in rule.options.items() if key != "head"}, "backend": backend}
-        if model is not index.model:
-            # What is around it may have a loss of its own.
+        if model is not index.model and not hasattr(index.model, "get_base_model"):
+            # What is around it, unless it is one of peft's, may have a loss of its own.
             options["traces"] = False
         yield _propose(index, model, rule, offer, FusedLinearCrossEntropy, options, reason)
 

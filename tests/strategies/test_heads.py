@@ -432,6 +432,10 @@ def test_a_model_inside_an_adapter_s_is_found():
     fuseopt.initialize(model.train(), CONFIG)
     _, count = step(model.base_model.model)
     assert count == 1
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model.base_model.model.loss_type = "ForCausalLM"
+    assert isinstance(compiled(**batch_of(model), use_cache=False).logits, LazyLogits)
 
 
 class Outer(nn.Module):
