@@ -9,7 +9,7 @@ def _heads(path: str, sources: str, *, traces: bool = True) -> tuple[Rule, ...]:
     Args:
         traces: whether the loss is F.cross_entropy's; else the forward makes a torch.nn.CrossEntropyLoss.
     """
-    return rules(sources, "FusedLinearCrossEntropy", {"head": path} if traces else {"head": path, "traces": False})
+    return rules(sources, "FusedLinearCrossEntropy", {"head": path, "traces": traces})
 
 
 # Some, as Mixtral's, add a loss of their router's to that of the logits.

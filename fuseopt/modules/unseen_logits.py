@@ -93,7 +93,7 @@ def drop(module: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[...,
         _erase_readers(logits)
         for place, returned in enumerate(graph.output_node().args[0]):
             if returned is logits:
-                unseen.append(_Unseen(place, inputs[weight], None if bias is None else inputs[bias], backend))
+                unseen.append(_Unseen(place, inputs[weight], inputs.get(bias), backend))
         logits.replace_all_uses_with(hidden)
         graph.erase_node(logits)
     module.recompile()

@@ -15,6 +15,7 @@ from fuseopt.modules.lazy_logits import LazyLogits
 
 pytestmark = pytest.mark.usefixtures("each_device")
 CLASSES = 31
+COMPILE = functools.partial(partitioner.compile_graph, backend="aot_eager", budget=1.0)
 
 
 class Model(nn.Module):
@@ -28,14 +29,13 @@ class Model(nn.Module):
         return self.take(self.head(self.body(input).tanh()), target)
 
 
-def stock_and_compiled(take, bias=False, backend="aot_eager"):
+def stock_and_compiled(take, bias=False):
     torch._dynamo.reset()
     torch.manual_seed(0)
     stock = Model(take, bias)
     fused = copy.deepcopy(stock)
     fused.head = FusedLinearCrossEntropy.from_module(fused.head, traces=False)
-    compile_graph = functools.partial(partitioner.compile_graph, backend=backend, budget=1.0)
-    return stock, fused, torch.compile(fused, backend=compile_graph, fullgraph=True)
+    return stock, fused, torch.compile(fused, backend=COMPILE, fullgraph=True)
 
 
 def batch(rows=2):
@@ -54,8 +54,9 @@ def loss_alone(logits, target):
 
 
 def two_losses(logits, target):
-    rows, doubled = logits.view(-1, CLASSES), nn.CrossEntropyLoss(reduction="none")
-    return nn.CrossEntropyLoss()(rows, target.view(-1)) + doubled(rows, target.view(-1)).square().mean(), logits
+    rows, labels = logits.view(-1, CLASSES), target.view(-1)
+    of_each = nn.CrossEntropyLoss(reduction="none")(rows, labels)
+    return nn.CrossEntropyLoss()(rows, labels) + of_each.square().mean(), logits
 
 
 def upcast(logits, target):
@@ -161,8 +162,7 @@ def test_a_weight_that_the_step_makes_itself_stays_in_it():
         return loss_and_logits(torch.func.functional_call(model.head, {"weight": 2 * model.head.weight}, input), target)
 
     stock, fused, _ = stock_and_compiled(loss_and_logits)
-    compile_graph = functools.partial(partitioner.compile_graph, backend="aot_eager", budget=1.0)
-    compiled = torch.compile(functools.partial(forward, fused), backend=compile_graph, fullgraph=True)
+    compiled = torch.compile(functools.partial(forward, fused), backend=COMPILE, fullgraph=True)
     outputs, expected = compiled(*batch()), forward(stock, *batch())
     assert isinstance(outputs[1], torch.Tensor)
     torch.testing.assert_close(outputs, expected)
