@@ -4,6 +4,7 @@ from fuseopt.ops.add_layer_norm import add_layer_norm
 from fuseopt.ops.add_rms_norm import add_rms_norm
 from fuseopt.ops.beam_candidates import beam_candidates
 from fuseopt.ops.cross_entropy import cross_entropy
+from fuseopt.ops.cross_entropy_grad import cross_entropy_grad_
 from fuseopt.ops.decode_attention import decode_attention, decode_attention_
 from fuseopt.ops.decode_beams import decode_beams_
 from fuseopt.ops.decode_embedding import decode_embedding
@@ -31,6 +32,7 @@ __all__ = [
     "add_rms_norm",
     "beam_candidates",
     "cross_entropy",
+    "cross_entropy_grad_",
     "decode_attention",
     "decode_attention_",
     "decode_beams_",

@@ -111,9 +111,9 @@ def test_the_graph_of_a_step_is_looked_at(monkeypatch):
 def test_the_first_step_compiles_no_kernel_of_its_own(monkeypatch):
     from triton import knobs
 
-    from fuseopt.ops.triton.cross_entropy import cross_entropy_fwd_bwd_kernel
+    from fuseopt.ops.triton.cross_entropy import cross_entropy_grad_kernel
 
-    cross_entropy_fwd_bwd_kernel.device_caches.clear()
+    cross_entropy_grad_kernel.device_caches.clear()
     compiled = []
 
     def listen(*, src, **_):
@@ -126,5 +126,5 @@ def test_the_first_step_compiles_no_kernel_of_its_own(monkeypatch):
     ids = torch.randint(0, model.config.vocab_size, (3, 16), device="cuda")
     with torch.autocast("cuda", torch.bfloat16), partitioner.inductor_config.patch(force_disable_caches=True):
         model(input_ids=ids, labels=ids).loss.backward()
-    threads = {thread for name, thread in compiled if name == "cross_entropy_fwd_bwd_kernel"}
+    threads = {thread for name, thread in compiled if name == "cross_entropy_grad_kernel"}
     assert threads and all(thread.startswith("fuseopt-kernels") for thread in threads)

@@ -191,6 +191,22 @@ struct EditLogits {
   float* output;  // [rows, vocabulary]
 };
 
+// Logits against class indices: the loss of each row, and its gradient written over the logits.
+struct CrossEntropyGrad {
+  TypedPointer logits;  // [rows, width]; zeros past the classes on return
+  int64_t rows;
+  int64_t width;    // whole vectors of 16 bytes
+  int64_t classes;  // at most `width`
+  const float* grad_output;  // [rows] that gradients are multiplied by; null: ones
+  const int64_t* target;     // [rows]
+  float* losses;             // [rows]
+  bool* in_range;            // [rows]: whether the target is a class or ignored
+  int64_t ignore_index;
+  float label_smoothing;
+  float z_loss;
+  bool writes_gradient;  // else the logits stay
+};
+
 // The end of a decoding step: argmax of each row of `scores`, `pad` in finished rows, end of sequence, one more everywhere.
 struct DecodeSelect {
   static constexpr int kMaxCounters = 4;
@@ -351,6 +367,8 @@ cudaError_t fuseopt_softmax_fwd(TypedPointer input, SoftmaxMask mask, TypedPoint
 // `grad_output` and `output` share one dtype.
 cudaError_t fuseopt_softmax_bwd(TypedPointer grad_output, TypedPointer output, TypedPointer grad_input, int64_t rows,
                                 int64_t columns, double scale, cudaStream_t stream);
+
+cudaError_t fuseopt_cross_entropy_grad(CrossEntropyGrad loss, cudaStream_t stream);
 
 // Writes the edited scores to `output`, which is `scores` to edit in place.
 cudaError_t fuseopt_process_logits(const LogitsEdits* edits, ScoreMatrix scores, ScoreMatrix output, int64_t rows,

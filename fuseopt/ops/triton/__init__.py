@@ -1,6 +1,6 @@
 """Triton kernels, with the raw ops' own signatures. The only package of fuseopt that imports triton."""
 
-from fuseopt.ops.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
+from fuseopt.ops.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_grad_
 from fuseopt.ops.triton.dropout_add_norm import (
     dropout_add_layer_norm_bwd,
     dropout_add_layer_norm_fwd,
@@ -20,6 +20,7 @@ from fuseopt.ops.triton.softmax import softmax_bwd, softmax_fwd
 __all__ = [
     "cross_entropy_bwd",
     "cross_entropy_fwd",
+    "cross_entropy_grad_",
     "dropout_add_layer_norm_bwd",
     "dropout_add_layer_norm_fwd",
     "dropout_add_rms_norm_bwd",

@@ -226,7 +226,7 @@ def cross_entropy_bwd_kernel(
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
-def cross_entropy_fwd_bwd_kernel(
+def cross_entropy_grad_kernel(
     logits_ptr,  # [rows, width], contiguous; on return the gradient, zeros past the classes
     grad_output_ptr,  # [rows], or None for ones
     target_ptr,  # [rows], int64
@@ -372,3 +372,42 @@ def cross_entropy_bwd(
             num_warps=num_warps, enable_fp_fusion=True,
         )  # fmt: skip
     return grad_input
+
+
+def cross_entropy_grad_(
+    logits: torch.Tensor,
+    grad_output: torch.Tensor | None,
+    target: torch.Tensor,
+    losses: torch.Tensor,
+    in_range: torch.Tensor,
+    classes: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    writes_gradient: bool,
+) -> None:
+    """The loss of each row, and its gradient over the logits.
+
+    Args:
+        logits: [rows, width], contiguous rows of whole 16 bytes; float32, float16, bfloat16 or float64. Read, and
+            written to if `writes_gradient`: zeros past the classes.
+        grad_output: [rows], contiguous, in the dtype of `losses`, or None for ones.
+        target: class indices, [rows], int64, contiguous.
+        losses: [rows], in the dtype of the arithmetic: float32 or float64. Written to.
+        in_range: [rows], bool. Written to: whether the target is a class or ignored.
+        classes: the first columns; what is past them counts for nothing.
+        ignore_index: target of rows whose loss and gradient are 0.
+        label_smoothing: share of the target that is spread over all classes.
+        z_loss: factor of the squared logsumexp.
+    """
+    rows, width = logits.shape
+    if rows == 0:
+        return
+    compute = losses.dtype
+    steps, lanes, num_warps = row_blocks(width, logits.itemsize, compute)
+    with torch.cuda.device_of(logits):
+        cross_entropy_grad_kernel[(rows,)](
+            logits, grad_output, target, losses, in_range, classes, width, ignore_index, label_smoothing, z_loss,
+            label_smoothing != 0.0, writes_gradient, TL_DTYPES[compute], steps, lanes, num_warps=num_warps,
+            enable_fp_fusion=True,
+        )  # fmt: skip

@@ -1,8 +1,9 @@
 """A linear layer and the cross-entropy of its output, which exists for a few thousand rows at a time.
 
-A chunk of logits is a matrix product into a buffer that every chunk uses; a kernel writes the gradient over it; two
-products take that to the gradients of input and weight. The matrices stay with cuBLAS. The classes are padded with
-weights of zero to a multiple of 64: products over an odd number of columns take several times as long.
+A chunk of logits is a matrix product into a buffer that every chunk uses; a kernel, CUDA's for wide rows, writes the
+gradient over it; two products take that to the gradients of input and weight. The matrices stay with cuBLAS. The
+classes are padded with weights of zero to a multiple of 64: products over an odd number of columns take several times
+as long.
 """
 
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from fuseopt.ops.triton.cross_entropy import check_targets, cross_entropy_fwd_bwd_kernel, row_blocks
-from fuseopt.ops.triton.rows import TL_DTYPES, compute_dtype
+from fuseopt.ops import registry
+from fuseopt.ops.cross_entropy_grad import RAW as CROSS_ENTROPY_GRAD
+from fuseopt.ops.triton.cross_entropy import check_targets, cross_entropy_grad_
+from fuseopt.ops.triton.rows import compute_dtype
 from fuseopt.ops.tuned_matmul import multiply_into
 
 # Bytes of the buffer. Few chunks: each adds to the whole gradient of the weight, and wants enough rows to fill a GPU.
@@ -21,6 +24,8 @@ from fuseopt.ops.tuned_matmul import multiply_into
 CHUNK_BYTES = 544 * 2**20
 # A chunk has a multiple of so many rows where it can.
 CHUNK_ROWS = 128
+# The CUDA kernel has a block for a row; over narrower ones Triton's, of a warp or two, is faster.
+CUDA_ROW_BYTES = 8192
 
 
 class Gradients(NamedTuple):
@@ -78,7 +83,9 @@ def run(
     target = target.contiguous()
     grad_output = None if grad_output is None else grad_output.contiguous()
     in_range = torch.empty(rows, dtype=torch.bool, **like)
-    steps, lanes, num_warps = row_blocks(width, product_dtype.itemsize, compute)
+    chosen = registry.pick("cross_entropy_grad_", "auto", input.device, (product_dtype, compute))
+    in_cuda = chosen == "cuda" and width * product_dtype.itemsize >= CUDA_ROW_BYTES
+    write_gradient = CROSS_ENTROPY_GRAD["cuda"] if in_cuda else cross_entropy_grad_
     buffer: torch.Tensor | None = None
     for chunk in chunks(rows, width, product_dtype.itemsize):
         x = input[chunk].to(product_dtype)
@@ -91,12 +98,10 @@ def run(
             multiply(logits, x, weight.t())
         else:
             torch.addmm(bias, x, weight.t(), out=logits)
-        with torch.cuda.device_of(input):
-            cross_entropy_fwd_bwd_kernel[(len(x),)](
-                logits, None if grad_output is None else grad_output[chunk], target[chunk], losses[chunk],
-                in_range[chunk], classes, width, ignore_index, label_smoothing, z_loss, label_smoothing != 0.0,
-                any(wanted), TL_DTYPES[compute], steps, lanes, num_warps=num_warps, enable_fp_fusion=True,
-            )  # fmt: skip
+        write_gradient(
+            logits, None if grad_output is None else grad_output[chunk], target[chunk], losses[chunk], in_range[chunk],
+            classes, ignore_index, label_smoothing, z_loss, any(wanted),
+        )  # fmt: skip
         if gradients.input is not None:
             multiply(gradients.input[chunk], logits, weight)
         if gradients.weight is not None:
