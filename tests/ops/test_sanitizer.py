@@ -19,7 +19,10 @@ TOOLS = ("memcheck", "racecheck")
 
 # What samples of an op do not reach: writing into arguments, and the kernels for the sizes of models.
 OWN_TESTS = {
-    "cross_entropy_grad_": ("test_cross_entropy_grad.py", "cuda-cuda and not float64 and (test_losses or -50304- or -262144-)"),
+    "cross_entropy_grad_": (
+        "test_cross_entropy_grad.py",
+        "cuda-cuda and not float64 and (test_losses or -50304- or -262144-)",
+    ),
     "decode_attention_": ("test_decode_attention.py", "test_kernel_against or test_kernel_for_many_rows"),
     "decode_beams_": ("test_decode_beams.py", "test_is_what_beam_search_does and cuda-cuda"),
     **{
