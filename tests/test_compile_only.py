@@ -18,7 +18,6 @@ import fuseopt.ops.triton
 from fuseopt.ops.triton import (
     cross_entropy_bwd,
     cross_entropy_fwd,
-    cross_entropy_grad_,
     dropout_add_layer_norm_bwd,
     dropout_add_layer_norm_fwd,
     dropout_add_rms_norm_bwd,
@@ -77,10 +76,6 @@ CALLS = {
     "cross_entropy_fwd": lambda d, n: cross_entropy_fwd(empty(512, n, dtype=d), targets(512), -100, 0.1, 1e-4),
     "cross_entropy_bwd": lambda d, n: cross_entropy_bwd(
         statistics(d), empty(512, n, dtype=d), targets(512), statistics(d), statistics(d), -100, 0.1, 1e-4
-    ),
-    "cross_entropy_grad_": lambda d, n: cross_entropy_grad_(
-        *[empty(512, n, dtype=d), statistics(d), targets(512), statistics(d), empty(512, dtype=torch.bool)],
-        *[n, -100, 0.1, 1e-4, True],
     ),
     "linear_cross_entropy_fwd": lambda d, n: linear_cross_entropy_fwd(
         empty(512, 64, dtype=d), empty(n, 64, dtype=d), None, targets(512), -100, 0.0, 0.0, d, True, True, False
