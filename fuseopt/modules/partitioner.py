@@ -36,8 +36,10 @@ from fuseopt.modules import (
     gelu_epilogues,
     graph_nodes,
     joined_products,
+    late_gradients,
     lazy_logits,
     part_cuts,
+    recomputed_norms,
     repeated_parts,
     residual_stream,
     tanh_gelu,
@@ -81,8 +83,10 @@ _TRACED = (
     gelu_epilogues,
     graph_nodes,
     joined_products,
+    late_gradients,
     lazy_logits,
     part_cuts,
+    recomputed_norms,
     repeated_parts,
     residual_stream,
     tanh_gelu,
@@ -184,6 +188,9 @@ class Partitioner(CustomPartitionerFn):
         if tuned_products.is_available():
             tuned_products.exchange(forward.graph)
             tuned_products.exchange(backward.graph)
+        if recomputed_norms.is_available():
+            recomputed_norms.exchange(backward.graph)
+        late_gradients.defer(backward.graph)
         return repeated_parts.outline(forward), repeated_parts.outline(backward)
 
     def uuid(self) -> bytes:
@@ -194,7 +201,8 @@ class Partitioner(CustomPartitionerFn):
             device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
         }
         # Code that was kept may call ops of the native library.
-        return get_hash_for_files(files, extra=f"{autocast}{tuned_products.is_available()}")
+        called = tuned_products.is_available(), recomputed_norms.is_available()
+        return get_hash_for_files(files, extra=f"{autocast}{called}")
 
 
 def _draws(node: fx.Node) -> bool:

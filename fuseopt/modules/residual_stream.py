@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fuseopt.modules import recomputed_norms
 from fuseopt.modules.graph_nodes import is_addition
 
 # At a budget of 1 layers of fewer nodes are left to the partitioner, which keeps less than once a layer. Below it the
@@ -22,10 +23,14 @@ _LONG = 90
 _LONG_UNDER_BUDGET = 30
 # The first of them may have more nodes than the others.
 _FEWEST_LAYERS = 3
+# Between two that are kept the backward writes out one more.
+_RARELY = 2 * recomputed_norms.MOST_ADDENDS
 
 
 def keep(graph: fx.Graph, *, under_budget: bool = False) -> None:
     """Marks the last addition of every long layer of a joint graph as what is kept for the backward.
+
+    Where `recomputed_norms` read what a stream is added up from, one addition in `_RARELY` is, and none of the others.
 
     Args:
         under_budget: less is kept than by a budget of 1, and layers are long from fewer nodes on.
@@ -33,6 +38,13 @@ def keep(graph: fx.Graph, *, under_budget: bool = False) -> None:
     shortest = _LONG_UNDER_BUDGET if under_budget else _LONG
     places = {node: place for place, node in enumerate(graph.nodes)}
     for chain in _chains(_forward(graph)):
+        sums = [] if under_budget else recomputed_norms.normalised_sums(chain[-1])
+        if len(sums) > _RARELY:
+            for place, node in enumerate(sums, 1):
+                is_kept = place % _RARELY == 0 and place < len(sums)
+                policy = CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.MUST_RECOMPUTE
+                node.meta.setdefault("recompute", policy)
+            continue
         additions = _layer([places[node] for node in chain], shortest)
         for node in chain[additions - 1 :: additions] if additions else ():
             node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)

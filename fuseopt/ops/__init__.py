@@ -16,6 +16,7 @@ from fuseopt.ops.edit_logits import LogitsEdits, edit_logits
 from fuseopt.ops.gated_activation import gated_activation
 from fuseopt.ops.gelu import gelu
 from fuseopt.ops.layer_norm import layer_norm
+from fuseopt.ops.layer_norm_of_sum_bwd import layer_norm_of_sum_bwd
 from fuseopt.ops.linear_cross_entropy import linear_cross_entropy
 from fuseopt.ops.no_repeat_ngram import encoder_no_repeat_ngram, no_repeat_ngram
 from fuseopt.ops.process_logits import process_logits
@@ -46,6 +47,7 @@ __all__ = [
     "gated_activation",
     "gelu",
     "layer_norm",
+    "layer_norm_of_sum_bwd",
     "linear_cross_entropy",
     "no_repeat_ngram",
     "process_logits",

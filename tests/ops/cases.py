@@ -55,6 +55,7 @@ OF_THEIR_OWN_SIZES = (
     "decode_embedding",
     "decode_linear",
     "edit_logits",
+    "layer_norm_of_sum_bwd",
     "relative_attention",
     "rotary_embedding",
     "short_attention",

@@ -5,8 +5,10 @@
 
 namespace fuseopt {
 
-// Where the first stage of a backward leaves its column sums: for each of up to two tensors `count` rows of partial
-// sums.
+constexpr int kMostSummed = 3;
+
+// Where the first stage of a backward leaves its column sums: for each of up to kMostSummed tensors `count` rows of
+// partial sums.
 template <typename Acc>
 struct Partials {
   Acc* data;
@@ -19,10 +21,13 @@ struct Partials {
 int64_t max_partials(int64_t rows);
 int64_t any_partials(int64_t rows, int64_t columns);  // rows of partial sums in the "any" path: at most max_partials
 
-// The second stage: sums the partials of each column into grad_weight and, where it is wanted, grad_bias (absent: data
-// == nullptr).
+// A gradient for each of the tensors, absent (data == nullptr) where it is not wanted.
+struct ColumnSums {
+  TypedPointer of[kMostSummed];
+};
+
+// The second stage: adds up the partials of each column.
 template <typename Acc>
-cudaError_t reduce_partials(Partials<Acc> partials, TypedPointer grad_weight, TypedPointer grad_bias,
-                            cudaStream_t stream);
+cudaError_t reduce_partials(Partials<Acc> partials, ColumnSums sums, cudaStream_t stream);
 
 }  // namespace fuseopt

@@ -287,7 +287,7 @@ cudaError_t launch_bias_bwd(TypedPointer grad_output, TypedPointer input, TypedP
     }
   });
   if (partials.data == nullptr) return cudaGetLastError();
-  return reduce_partials(partials, grad_bias, TypedPointer{}, stream);
+  return reduce_partials(partials, {grad_bias}, stream);
 }
 
 }  // namespace

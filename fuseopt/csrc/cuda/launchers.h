@@ -72,6 +72,31 @@ struct LogitsEdits {
   double temperature;          // 1: none
 };
 
+// The backward of a layer_norm over `base` and `addends`, added up one after the other in float32; see
+// layer_norm_of_sum_bwd.cu. Matrices are [rows, columns], of T (grad_output's dtype) where no type is given.
+struct LayerNormOfSumBwd {
+  static constexpr int kMostAddends = 6;
+  TypedPointer grad_output;
+  const float* grad_sum;
+  const float* base;
+  const void* addends[kMostAddends];
+  int addend_count;
+  const float* weight;  // [columns], as `bias`
+  const float* bias;
+  const float* mean;  // [rows], as `rstd`
+  const float* rstd;
+  void* output;
+  float* grad;
+  void* rounded;
+  float* grad_weight;  // [columns], as the next two
+  float* grad_bias;
+  float* grad_columns;
+  void* workspace;  // fuseopt_norm_bwd_workspace_bytes, of three tensors
+  int64_t rows;
+  int64_t columns;  // whole 16 bytes of T, kMostColumns at most
+  static constexpr int kMostColumns = 2048;
+};
+
 enum GeluApproximation : int { kErf = 0, kTanh = 1 };
 
 enum Activation : int { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3, kIdentity = 4 };
@@ -335,8 +360,9 @@ cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPointer grad_s
                                    TypedPointer grad_weight, TypedPointer grad_bias, void* workspace, int64_t rows,
                                    int64_t columns, cudaStream_t stream);
 
-// Room for the first stage of the column sums (weight gradients) on the current device. `tensors` is 1 for RMSNorm, 2
-// for LayerNorm.
+cudaError_t fuseopt_layer_norm_of_sum_bwd(const LayerNormOfSumBwd& call, cudaStream_t stream);
+
+// Room for the first stage of the column sums of so many tensors on the current device.
 size_t fuseopt_norm_bwd_workspace_bytes(int64_t rows, int64_t columns, int tensors, bool float64);
 
 cudaError_t fuseopt_gelu_fwd(TypedPointer input, TypedPointer bias, TypedPointer output, int64_t elements,

@@ -125,7 +125,7 @@ cudaError_t layer_norm_bwd_any(TypedPointer grad_output, TypedPointer grad_sum, 
   if (workspace == nullptr || columns == 0) return cudaGetLastError();
   const Partials<Acc> partials{static_cast<Acc*>(workspace), any_partials(rows, columns), columns};
   column_partials_any(grad_output, input, mean, rstd, partials, rows, stream);
-  return reduce_partials(partials, grad_weight, grad_bias, stream);
+  return reduce_partials(partials, {grad_weight, grad_bias}, stream);
 }
 
 extern "C" cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input,
@@ -169,7 +169,7 @@ extern "C" cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPoi
     });
   }
   if (launched)
-    return workspace == nullptr ? cudaGetLastError() : reduce_partials(partials, grad_weight, grad_bias, stream);
+    return workspace == nullptr ? cudaGetLastError() : reduce_partials(partials, {grad_weight, grad_bias}, stream);
   const auto any = any_has(kFloat64, {input, weight}) ? layer_norm_bwd_any<double> : layer_norm_bwd_any<float>;
   return any(grad_output, grad_sum, input, weight, mean, rstd, grad_input, grad_weight, grad_bias, workspace, rows,
              columns, stream);

@@ -25,10 +25,10 @@ __device__ Acc sum_row_groups(Acc value) {
 
 template <typename Acc>
 __global__ void __launch_bounds__(kSummedColumns* kSummedGroups)
-    reduce_partials_kernel(Partials<Acc> partials, TypedPointer grad_weight, TypedPointer grad_bias) {
+    reduce_partials_kernel(Partials<Acc> partials, ColumnSums sums) {
   follow_predecessor();
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kSummedColumns + threadIdx.x;
-  const TypedPointer output = blockIdx.y == 0 ? grad_weight : grad_bias;
+  const TypedPointer output = sums.of[blockIdx.y];
   if (output.data == nullptr) return;
   const Acc* const values = partials.of(blockIdx.y);
   Acc sum = 0;
@@ -90,12 +90,12 @@ int64_t max_partials(int64_t rows) {
 }
 
 template <typename Acc>
-cudaError_t reduce_partials(Partials<Acc> partials, TypedPointer grad_weight, TypedPointer grad_bias,
-                            cudaStream_t stream) {
+cudaError_t reduce_partials(Partials<Acc> partials, ColumnSums sums, cudaStream_t stream) {
+  unsigned tensors = kMostSummed;
+  while (tensors > 1 && sums.of[tensors - 1].data == nullptr) --tensors;
   const dim3 threads(kSummedColumns, kSummedGroups);
-  const dim3 blocks(static_cast<unsigned>(ceil_div(partials.columns, kSummedColumns)),
-                    grad_bias.data != nullptr ? 2 : 1);
-  launch_following(reduce_partials_kernel<Acc>, blocks, threads, 0, stream, partials, grad_weight, grad_bias);
+  const dim3 blocks(static_cast<unsigned>(ceil_div(partials.columns, kSummedColumns)), tensors);
+  launch_following(reduce_partials_kernel<Acc>, blocks, threads, 0, stream, partials, sums);
   return cudaGetLastError();
 }
 
@@ -110,8 +110,8 @@ cudaError_t column_partials_any(TypedPointer grad_output, TypedPointer input, Ty
   return cudaGetLastError();
 }
 
-template cudaError_t reduce_partials(Partials<float>, TypedPointer, TypedPointer, cudaStream_t);
-template cudaError_t reduce_partials(Partials<double>, TypedPointer, TypedPointer, cudaStream_t);
+template cudaError_t reduce_partials(Partials<float>, ColumnSums, cudaStream_t);
+template cudaError_t reduce_partials(Partials<double>, ColumnSums, cudaStream_t);
 template cudaError_t column_partials_any(TypedPointer, TypedPointer, TypedPointer, TypedPointer, Partials<float>,
                                          int64_t, cudaStream_t);
 template cudaError_t column_partials_any(TypedPointer, TypedPointer, TypedPointer, TypedPointer, Partials<double>,

@@ -109,7 +109,7 @@ cudaError_t rms_norm_bwd_any(TypedPointer grad_output, TypedPointer grad_sum, Ty
   if (grad_weight.data == nullptr || columns == 0) return cudaGetLastError();
   const Partials<Acc> partials{static_cast<Acc*>(workspace), any_partials(rows, columns), columns};
   column_partials_any(grad_output, input, TypedPointer{}, rstd, partials, rows, stream);
-  return reduce_partials(partials, grad_weight, TypedPointer{}, stream);
+  return reduce_partials(partials, {grad_weight}, stream);
 }
 
 extern "C" cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input,
@@ -154,7 +154,7 @@ extern "C" cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPoint
   }
   if (launched)
     return grad_weight.data == nullptr ? cudaGetLastError()
-                                       : reduce_partials(partials, grad_weight, TypedPointer{}, stream);
+                                       : reduce_partials(partials, {grad_weight}, stream);
   const auto any = any_has(kFloat64, {input, weight}) ? rms_norm_bwd_any<double> : rms_norm_bwd_any<float>;
   return any(grad_output, grad_sum, input, weight, rstd, grad_input, grad_weight, workspace, rows, columns, offset,
              stream);
