@@ -11,6 +11,8 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
+# Shapes of what is one number.
+_NUMBERS = ((), (1,))
 
 
 def defer(graph: fx.Graph) -> None:
@@ -23,4 +25,4 @@ def defer(graph: fx.Graph) -> None:
 
 def _is_scaled_input(node: fx.Node) -> bool:
     inputs = sorted(node.all_input_nodes, key=lambda given: given.meta["val"].dim())
-    return len(inputs) == 2 and inputs[0].meta["val"].dim() == 0 and inputs[1].op == "placeholder"
+    return len(inputs) == 2 and tuple(inputs[0].meta["val"].shape) in _NUMBERS and inputs[1].op == "placeholder"

@@ -19,8 +19,9 @@ def order(function, *shapes) -> list[object]:
     return targets(graph)
 
 
+@pytest.mark.parametrize("number", [NUMBER, (1,)])
 @pytest.mark.parametrize("turned", [False, True])
-def test_is_made_where_it_is_read(turned):
+def test_is_made_where_it_is_read(turned, number):
     def backward(call, weight_grad, scale, x):
         factors = (scale, weight_grad) if turned else (weight_grad, scale)
         scaled = call(aten.mul.Tensor, *factors)
@@ -28,7 +29,7 @@ def test_is_made_where_it_is_read(turned):
         return call(aten.add.Tensor, call(aten.cos.default, others), scaled), others
 
     moved = [aten.exp.default, aten.cos.default, aten.mul.Tensor, aten.add.Tensor]
-    assert order(backward, MATRIX, NUMBER, MATRIX) == moved
+    assert order(backward, MATRIX, number, MATRIX) == moved
 
 
 def test_what_is_only_returned_is_made_last():
