@@ -173,8 +173,8 @@ def test_steps_of_gpt2_call_the_kernel():
         pytest.skip("no GPU")
     assert recomputed_norms.is_available()
     torch.manual_seed(0)
-    sizes = {"n_embd": 128, "n_head": 4, "n_layer": 8, "n_positions": 128, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    model = tiny.gpt2(**sizes).cuda().train()
+    sizes = {"n_embd": 128, "n_head": 4, "n_layer": 8, "n_positions": 128}
+    model = tiny.gpt2(**sizes, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0).cuda().train()
     tokens = torch.randint(model.config.vocab_size, (80, 128), device="cuda")
 
     def step():
