@@ -99,8 +99,7 @@ def assert_same_gradients(model: nn.Module, **options) -> None:
         assert (actual - stock).norm() <= 0.01 * stock.norm()
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 4, 7, 8, 15])
+@pytest.mark.parametrize(("count", "bias"), [(1, True), (2, False), (4, True), (8, False), (15, True)])
 def test_gradients_and_what_is_read(calls, count, bias):
     """One call a norm but the last, whose gradient is no product's; each reads three addends at most."""
     assert_same_gradients(Stack(blocks(count, bias=bias)))
@@ -113,13 +112,8 @@ def test_gradients_and_what_is_read(calls, count, bias):
     if count > 2 * most:
         assert read == [0 if place in kept else (place - 1) % most + 1 for place in range(count)]
     assert max(read, default=0) <= most
-
-
-def test_streams_are_kept_rarely(calls):
-    """Of 15 sums the 6th and the 12th, and beside them what was added."""
-    assert_same_gradients(Stack(blocks(15)))
-    bases = {base.data_ptr() for _, _, base, *_ in calls}
-    assert len(calls) == 15 and len(bases) <= 5
+    # Every sixth sum is kept, and one in between is written out.
+    assert len({base.data_ptr() for _, _, base, *_ in calls}) <= count // most + 1
 
 
 @pytest.mark.parametrize("budget", [0.5, 0.0])
