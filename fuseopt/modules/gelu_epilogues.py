@@ -14,12 +14,12 @@ from torch import fx
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fuseopt.modules.graph_nodes import RESHAPES
 from fuseopt.ops.tuned_matmul import WITH_GELU
 
 aten, prims = torch.ops.aten, torch.ops.prims
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 # Looked at one by one, and not rounded.
-_SAME_NUMBERS = (*_VIEWS, prims.convert_element_type.default, aten._to_copy.default)
+_SAME_NUMBERS = (*RESHAPES, prims.convert_element_type.default, aten._to_copy.default)
 _POINTWISE = (
     aten.add.Tensor,
     aten.div.Tensor,
@@ -74,7 +74,7 @@ def _gelu_of(product: fx.Node, made: Sequence[fx.Node]) -> fx.Node | None:
         for node in made:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = args[0] if node.target in _SAME_NUMBERS else node.target(*args, **kwargs)
-            is_of_its_kind = node.target not in _VIEWS and node.meta["val"].dtype is product.meta["val"].dtype
+            is_of_its_kind = node.target not in RESHAPES and node.meta["val"].dtype is product.meta["val"].dtype
             if is_of_its_kind and torch.allclose(values[node], gelu, rtol=1e-9, atol=1e-12):
                 return node
     return None

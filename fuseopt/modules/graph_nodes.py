@@ -15,6 +15,8 @@ from fuseopt.ops.tuned_matmul import RAW as TUNED_MATMUL
 
 aten = torch.ops.aten
 MATMULS = (aten.mm.default, aten.mm.dtype, aten.addmm.default, aten.bmm.default, TUNED_MATMUL["cuda"])
+# Views that make another shape of the same numbers in their order.
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 # They cost nothing inside another kernel.
 _CONSTANTS = (aten.full.default, torch.ops.prims.iota.default)
 # Inductor returns its input, though its schema does not say so.

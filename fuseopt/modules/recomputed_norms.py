@@ -14,17 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fuseopt.modules.graph_nodes import MATMULS, is_addition, is_free, roots
+from fuseopt.modules.graph_nodes import MATMULS, RESHAPES, is_addition, is_free, roots
 from fuseopt.ops import registry
-from fuseopt.ops.layer_norm_of_sum_bwd import RAW, fits
+from fuseopt.ops.layer_norm_of_sum_bwd import ALIGNMENT, RAW, fits
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _HALVES = (torch.float16, torch.bfloat16)
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _CASTS = (prims.convert_element_type.default,)
 # What a norm reads of the stream beside where it begins: to write it out at every third addition costs less than to add
 # up more.
-MOST_ADDENDS = 3
+ADDENDS_A_CALL = 3
 # Over smaller matrices it is launches that count, and those are as many.
 _LEAST_ELEMENTS = 2**20
 
@@ -77,7 +76,7 @@ def is_available() -> bool:
     return registry.pick("layer_norm_of_sum_bwd", "auto", torch.device("cuda"), _HALVES) == "cuda"
 
 
-def added_up(x: fx.Node) -> tuple[fx.Node, list[fx.Node], list[fx.Node]]:
+def _added_up(x: fx.Node) -> tuple[fx.Node, list[fx.Node], list[fx.Node]]:
     """What the float32 sum `x` begins with, the 16-bit tensors added to it one by one, and what each sum is."""
     addends: list[fx.Node] = []
     sums: list[fx.Node] = []
@@ -96,7 +95,7 @@ def normalised_sums(x: fx.Node) -> list[fx.Node]:
 
     None unless the backward of the norm over each will be a call of the op.
     """
-    *_, sums = added_up(x)
+    *_, sums = _added_up(x)
     is_normalised = all(any(user.target is aten.var_mean.correction for user in sum.users) for sum in sums)
     return sums if is_normalised and _is_taken(x.meta["val"]) and is_available() else []
 
@@ -138,36 +137,39 @@ def _sums_rows_of(node: Any, summand: fx.Node) -> bool:
 
 def _call(norm: _Norm) -> _Call | None:
     """The op's call for the norm, or None where it has none."""
-    x, weight, grad = norm.x.meta["val"], norm.weight.meta["val"], _uncast(norm.grad)
+    x, grad = norm.x.meta["val"], _uncast(norm.grad)
     dtype = grad.meta["val"].dtype
-    base, addends, sums = added_up(norm.x)
-    kept = max(len(addends) - 1, 0) // MOST_ADDENDS * MOST_ADDENDS
+    base, addends, sums = _added_up(norm.x)
+    kept = max(len(addends) - 1, 0) // ADDENDS_A_CALL * ADDENDS_A_CALL
     base, addends = sums[kept - 1] if kept else base, addends[kept:]
     is_taken = (
         _is_taken(x)
-        and weight.dtype == torch.float32
-        and weight.shape == x.shape[-1:]
         and dtype in _HALVES
         and {addend.meta["val"].dtype for addend in addends} <= {dtype}
         and _is_there(grad)
+        and norm.mean.meta["val"].shape == norm.rstd.meta["val"].shape == (*x.shape[:-1], 1)
     )
     totals = [user for user in norm.grad_input.users if is_addition(user) and user.meta["val"].dtype == torch.float32]
     shifted = [
         (node, bias)
         for scaled in _calls(norm.xhat, norm.weight, aten.mul.Tensor)
         for node in scaled.users
-        if (bias := _arguments(node, aten.add.Tensor)[1]) is not None
+        for other, bias in [_arguments(node, aten.add.Tensor)]
+        if other is scaled and _is_parameter(bias, x)
     ]
-    if not is_taken or len(norm.grad_input.users) != 1 or len(totals) != 1 or len(shifted) != 1:
+    if not is_taken or not _is_parameter(norm.weight, x):
+        return None
+    if len(norm.grad_input.users) != 1 or len(totals) != 1 or len(shifted) != 1:
         return None
     ((total,), ((output, bias),)) = totals, shifted
     (grad_sum,) = (node for node in total.args if node is not norm.grad_input)
     outputs, rounded = list(_casts(output, dtype)), list(_casts(total, dtype))
-    if not outputs:
+    given = (grad, grad_sum, base, addends, norm.weight, bias, norm.mean, norm.rstd)
+    if not outputs or not all(map(_is_readable, (*given[:3], *addends, *given[4:]))):
         return None
     products = _calls(norm.grad, norm.xhat, aten.mul.Tensor)
     return _Call(
-        (grad, grad_sum, base, addends, norm.weight, bias, norm.mean, norm.rstd),
+        given,
         tuple(x.shape),
         (
             outputs,
@@ -185,6 +187,17 @@ def _is_taken(x: Tensor) -> bool:
     return is_fixed and _is_on_gpu(x) and x.numel() >= _LEAST_ELEMENTS and fits(x.shape[-1], torch.bfloat16)
 
 
+def _is_parameter(node: Any, x: Tensor) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, Tensor) and value.dtype == torch.float32 and value.shape == x.shape[-1:]
+
+
+def _is_readable(node: fx.Node) -> bool:
+    """Whether the kernel takes a tensor that lies like this."""
+    value = node.meta["val"]
+    return value.is_contiguous() and value.storage_offset() * value.itemsize % ALIGNMENT == 0
+
+
 def _is_on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
@@ -196,7 +209,7 @@ def _calls(left: fx.Node, right: fx.Node, op: Any) -> list[fx.Node]:
 def _uncast(node: fx.Node) -> fx.Node:
     """The 16-bit tensor, whatever its shape, of which this is a view or a cast; else the node itself."""
     source = node
-    while source.target in (*_VIEWS, *_CASTS):
+    while source.target in (*RESHAPES, *_CASTS):
         is_half = source.meta["val"].dtype in _HALVES
         if is_half and source.args[0].meta["val"].dtype not in _HALVES:
             break
@@ -211,12 +224,16 @@ def _is_there(node: fx.Node) -> bool:
 
 
 def _casts(node: fx.Node, dtype: torch.dtype) -> Iterator[fx.Node]:
-    """What views and casts make of the node in that dtype."""
+    """What views and casts make of the node in that dtype, of as many columns."""
     for user in node.users:
         if user.target in _CASTS and user.args[1] == dtype:
             yield user
-        elif user.target in _VIEWS:
+        elif _keeps_columns(user):
             yield from _casts(user, dtype)
+
+
+def _keeps_columns(node: fx.Node) -> bool:
+    return node.target in RESHAPES and node.meta["val"].shape[-1:] == node.args[0].meta["val"].shape[-1:]
 
 
 def _column_sums(node: fx.Node) -> Iterator[fx.Node]:
@@ -226,7 +243,7 @@ def _column_sums(node: fx.Node) -> Iterator[fx.Node]:
         if user.target is aten.sum.dim_IntList and user.kwargs.keys() <= {"dtype"}:
             if user.args[1] == list(range(value.dim() - 1)):
                 yield user
-        elif user.target in _VIEWS and user.meta["val"].shape[-1:] == value.shape[-1:]:
+        elif _keeps_columns(user):
             yield from _column_sums(user)
 
 

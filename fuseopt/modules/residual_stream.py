@@ -24,7 +24,7 @@ _LONG_UNDER_BUDGET = 30
 # The first of them may have more nodes than the others.
 _FEWEST_LAYERS = 3
 # Between two that are kept the backward writes out one more.
-_RARELY = 2 * recomputed_norms.MOST_ADDENDS
+_RARELY = 2 * recomputed_norms.ADDENDS_A_CALL
 
 
 def keep(graph: fx.Graph, *, under_budget: bool = False) -> None:

@@ -36,20 +36,10 @@ class LayerNormOfSumGrads(NamedTuple):
 
 
 def _fake(
-    grad_output: Tensor,
-    grad_sum: Tensor,
-    base: Tensor,
-    addends: Sequence[Tensor],
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-) -> tuple[Tensor, ...]:
-    matrices = (grad_output, grad_sum, grad_output)
-    return (
-        *(torch.empty_like(matrix, memory_format=torch.contiguous_format) for matrix in matrices),
-        *(torch.empty_like(weight, memory_format=torch.contiguous_format) for _ in range(3)),
-    )
+    grad_output: Tensor, grad_sum: Tensor, base: Tensor, addends: Sequence[Tensor], *others: Tensor
+) -> list[Tensor]:
+    like = (grad_output, grad_sum, grad_output, *3 * others[:1])
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in like]
 
 
 RAW = define(
@@ -59,7 +49,7 @@ RAW = define(
 )
 
 
-def layer_norm_of_sum_bwd_reference(
+def _reference(
     grad_output: Tensor,
     grad_sum: Tensor,
     base: Tensor,
@@ -69,8 +59,6 @@ def layer_norm_of_sum_bwd_reference(
     mean: Tensor,
     rstd: Tensor,
 ) -> LayerNormOfSumGrads:
-    """`layer_norm_of_sum_bwd` in plain PyTorch."""
-    _check(grad_output, grad_sum, base, addends, weight, bias, mean, rstd)
     rows = tuple(range(grad_output.dim() - 1))
     x = base
     for addend in addends:
@@ -89,6 +77,11 @@ def layer_norm_of_sum_bwd_reference(
         grad.sum(rows),
         rounded.to(base.dtype).sum(rows),
     )
+
+
+def layer_norm_of_sum_bwd_reference(*arguments: Tensor | Sequence[Tensor]) -> LayerNormOfSumGrads:
+    """`layer_norm_of_sum_bwd` in plain PyTorch."""
+    return layer_norm_of_sum_bwd(*arguments, backend="reference")  # type: ignore[arg-type]
 
 
 def layer_norm_of_sum_bwd(
@@ -131,7 +124,7 @@ def layer_norm_of_sum_bwd(
         backend = "reference"
     chosen = registry.pick_without_gradient("layer_norm_of_sum_bwd", backend, (grad_output.dtype,), *given)
     if chosen == "reference":
-        return layer_norm_of_sum_bwd_reference(grad_output, grad_sum, base, addends, weight, bias, mean, rstd)
+        return _reference(grad_output, grad_sum, base, addends, weight, bias, mean, rstd)
     grad_output, grad_sum, base, *others = map(_aligned, given)
     addends, (weight, bias, mean, rstd) = others[: len(addends)], others[len(addends) :]
     return LayerNormOfSumGrads(*RAW[chosen](grad_output, grad_sum, base, addends, weight, bias, mean, rstd))

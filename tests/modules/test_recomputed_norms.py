@@ -106,7 +106,7 @@ def test_gradients_and_what_is_read(calls, count, bias):
     # What only one norm begins with is not written out for it: the embeddings of a single block.
     assert len(calls) == (count if count > 1 else 0)
     read = [len(addends) for _, _, _, addends, *_ in reversed(calls)]
-    most = recomputed_norms.MOST_ADDENDS
+    most = recomputed_norms.ADDENDS_A_CALL
     # A sum that is kept is read as it is; those in between begin at each third one.
     kept = [place for place in range(count) if place % (2 * most) == 0]
     if count > 2 * most:
@@ -159,6 +159,32 @@ def test_small_ones_stay(calls, monkeypatch):
     monkeypatch.setattr(recomputed_norms, "_LEAST_ELEMENTS", 6 * SIZE + 1)
     assert_same_gradients(Stack(blocks(8)))
     assert calls == []
+
+
+class Shifted(nn.Module):
+    """A norm without a bias, and a matrix added in its place, on either side."""
+
+    def __init__(self, size: int, first: bool) -> None:
+        super().__init__()
+        self.norm, self.first = nn.LayerNorm(size, bias=False), first
+        self.matrix = nn.Parameter(torch.zeros(2, 3, size))
+
+    def forward(self, x):
+        return self.matrix + self.norm(x) if self.first else self.norm(x) + self.matrix
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_matrix_is_no_bias(calls, first):
+    assert_same_gradients(Stack(blocks(3, norm=lambda size: Shifted(size, first))))
+    assert calls == []
+
+
+def test_parameters_that_are_not_aligned_stay(calls):
+    """As those in one buffer of an optimizer, one behind the other."""
+    model = Stack(blocks(3))
+    model.blocks[0].norm.weight = nn.Parameter(torch.ones(SIZE + 1)[1:])
+    assert_same_gradients(model)
+    assert len(calls) == 2
 
 
 @pytest.mark.gpu
