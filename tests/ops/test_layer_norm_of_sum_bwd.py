@@ -66,7 +66,7 @@ def test_against_float64(case: Case, dtype, addends, shape):
     check(case, random_arguments(case.device, dtype, addends, *shape))
 
 
-@every_case
+@on_a_gpu
 @settings(max_examples=examples(30), deadline=None)
 @given(
     rows=st.integers(0, 3000),
