@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -40,6 +39,7 @@ from fuseopt.ops.triton import (
     softmax_bwd,
     softmax_fwd,
 )
+from fuseopt.ops.triton.compile_only import compile_only
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -188,22 +188,6 @@ STACK = 0 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8) else 24
 EVERY_GPU = [80, 90]
 
 
-class CompileOnlyDriver:
-    """What Triton asks of a driver in order to compile for a GPU of `capability`: 90 for 9.0."""
-
-    def __init__(self, capability: int):
-        self.capability = capability
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self):
-        return self.capability  # kernels are cached by device
-
-    def get_current_stream(self, device):
-        return 0
-
-
 def is_wide(name):
     """Whether there is another kernel for rows too wide to be held."""
     return not name.startswith("dropout_add")
@@ -212,16 +196,15 @@ def is_wide(name):
 @pytest.fixture(params=EVERY_GPU[-1:], ids="sm_{}".format)
 def compiled(request, monkeypatch):
     """The kernels compiled since, in place of launching them."""
-    kernels = []
     run = JITFunction.run
 
-    def compile_only(self, *args, grid, warmup, **kwargs):
+    def run_as_told(self, *args, **kwargs):
         assert "enable_fp_fusion" in kwargs, f"{self.__name__}: what Triton does by default is about to change"
-        kernels.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        return run(self, *args, **kwargs)
 
-    monkeypatch.setattr(driver, "_active", CompileOnlyDriver(request.param))
-    monkeypatch.setattr(JITFunction, "run", compile_only)
-    return kernels
+    monkeypatch.setattr(JITFunction, "run", run_as_told)
+    with compile_only(request.param) as kernels:
+        yield kernels
 
 
 def resource_usage(kernel, folder) -> dict[str, int]:

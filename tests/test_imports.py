@@ -105,3 +105,26 @@ def test_importing_fuseopt_and_its_ops_and_describing_the_machine_is_light():
         if found["seconds"] < 0.3:
             break
     assert found["seconds"] < 0.3
+
+
+# What two threads call first, without the calls: a step's kernels are compiled in threads.
+TOGETHER = """
+import threading, fuseopt.ops
+from fuseopt.ops.library import _imported_on_first_call, triton_function
+import torch
+failed = []
+def call(op):
+    try:
+        _imported_on_first_call(*triton_function(op))()
+    except Exception as error:
+        failed.append(error)
+ops = torch.ops.fuseopt.relative_attention_line.triton, torch.ops.fuseopt.relative_attention_fwd.triton
+threads = [threading.Thread(target=call, args=(op,)) for op in ops]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert [type(error) for error in failed] == [TypeError] * 2, failed
+"""
+
+
+def test_threads_that_first_call_kernels_at_the_same_time_find_them():
+    subprocess.run([sys.executable, "-c", TOGETHER], check=True)

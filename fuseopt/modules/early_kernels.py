@@ -1,34 +1,38 @@
 """Triton kernels of a step compiled while Inductor works, not one after the other when the step first runs.
 
-Triton compiles a kernel for the strides and constants that it is launched with, so each op is run on zeros laid out as
-its inputs will be. More than half of the time goes to passes and ptxas, which leave Python's lock to Inductor.
+Triton compiles a kernel for the strides and constants that it is launched with, so each op is called on tensors laid
+out as its inputs will be. Half of that is Python, which would hold up Inductor in this process: the processes do it
+that Inductor has for its own kernels, without data or a GPU, and leave it in Triton's cache. Where they are not there
+yet, threads do it here, in which passes and ptxas at least go on beside Inductor.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
 from torch._ops import OpOverload
 
+from fuseopt.ops.layout import Layout
+from fuseopt.ops.library import triton_function
+
+_ELSEWHERE = "fuseopt.ops.triton.compile_only"
 # More of them would take the lock from Inductor more often than they gain.
 _THREADS = 2
 _POOL: ContextVar[Executor] = ContextVar("early_kernels")
 
 
-class _Layout(NamedTuple):
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def zeros(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).zero_()
+def start_processes() -> None:
+    """Has Inductor's processes begin to start, as it would itself when it is called, seconds before it needs them."""
+    maybe_warm_pool()
 
 
 @contextlib.contextmanager
@@ -43,17 +47,19 @@ def pool() -> Iterator[None]:
 
 
 def begin(graph: fx.Graph) -> None:
-    """Runs the Triton ops of a graph on a GPU in other threads, once for each layout of their inputs.
+    """Compiles the Triton ops of a graph on a GPU beside this thread, and runs each once a layout of its inputs.
 
     What fails there is for the step to say, which calls the same ops.
     """
-    calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+    calls: dict[str, tuple[OpOverload, tuple[Any, ...]]] = {}
     for node in graph.nodes:
         if _is_triton(node) and all(_is_on_gpu(given.meta.get("val")) for given in node.all_input_nodes):
-            arguments = fx.node.map_arg(node.args, lambda given: _layout(given.meta["val"]))
+            arguments = fx.node.map_arg(node.args, lambda given: Layout.of(given.meta["val"]))
             calls.setdefault(f"{node.target}{arguments}", (node.target, arguments))
-    for op, arguments in calls.values():
-        _POOL.get().submit(_run, op, arguments)
+    # All processes have something to do before a thread here waits for one.
+    begun = [(_compiled_elsewhere(*call), *call) for call in calls.values()]
+    for compiled, op, arguments in begun:
+        _POOL.get().submit(_run_when, compiled, op, arguments)
 
 
 def _is_triton(node: fx.Node) -> bool:
@@ -65,10 +71,23 @@ def _is_on_gpu(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_cuda and not value._has_symbolic_sizes_strides
 
 
-def _layout(value: Tensor) -> _Layout:
-    return _Layout(tuple(value.shape), value.stride(), value.dtype, value.device)
+def _compiled_elsewhere(op: OpOverload, arguments: tuple[Any, ...]) -> Future[Any] | None:
+    """Done when Inductor's processes have left the kernels of a call in Triton's cache; None where there are none."""
+    if torch.version.cuda is None or not AsyncCompile.use_process_pool():
+        return None
+    device = next(argument.device for argument in arguments if isinstance(argument, Layout))
+    major, minor = torch.cuda.get_device_capability(device)
+    work = importlib.import_module(_ELSEWHERE)
+    call = *triton_function(op), arguments, 10 * major + minor, work.settings()
+    job: Future[Any] = AsyncCompile.process_pool().submit(work.compile_call, *call)
+    return job
+
+
+def _run_when(compiled: Future[Any] | None, op: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    if compiled is not None:
+        concurrent.futures.wait([compiled])
+    _run(op, arguments)
 
 
 def _run(op: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    given = [argument.zeros() if isinstance(argument, _Layout) else argument for argument in arguments]
-    op(*given)
+    op(*(argument.empty().zero_() if isinstance(argument, Layout) else argument for argument in arguments))

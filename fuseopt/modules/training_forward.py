@@ -249,7 +249,10 @@ def _compile(forward: Callable[..., Any], title: str, options: Mapping[str, Any]
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.eval_frame import remove_from_cache
 
-    from fuseopt.modules import partitioner
+    from fuseopt.modules import early_kernels, partitioner
+
+    if options["backend"] == "inductor":
+        early_kernels.start_processes()
 
     def step(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(model, *args, **kwargs)

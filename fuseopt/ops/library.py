@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 LIBRARY = torch.library.Library("fuseopt", "DEF")
 
+# Of what implements an op's overload `.triton`: its name is the op's.
+_TRITON_MODULES: dict[str, str] = {}
+
 TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton kernels run on CPU tensors in this process, through Triton's interpreter."""
 
@@ -50,12 +53,23 @@ def define(schema: str, fake: Callable, *, triton: str | None = None) -> dict[st
         for key in ("CUDA", "CPU") if TRITON_INTERPRETED else ("CUDA",):
             LIBRARY.impl(f"{name}.triton", _imported_on_first_call(triton, name), key)
         overloads["triton"] = packet.triton
+        _TRITON_MODULES[name] = triton
     return overloads
+
+
+def triton_function(op: OpOverload) -> tuple[str, str]:
+    """The module and the name of the function behind an op's overload `.triton`."""
+    name = op._opname
+    return _TRITON_MODULES[name], name
 
 
 def _imported_on_first_call(module: str, name: str) -> Callable:
     @functools.cache
     def kernel() -> Callable:
+        package, *_ = module.rpartition(".")
+        if package:
+            # First: a thread in it would wait for a module that another one holds, which waits for the package.
+            importlib.import_module(package)
         return getattr(importlib.import_module(module), name)
 
     return lambda *args, **kwargs: kernel()(*args, **kwargs)

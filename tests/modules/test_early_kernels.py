@@ -1,17 +1,25 @@
-"""Triton ops of a step are run beforehand, in threads, once for each layout; everything else is not."""
+"""Triton ops of a step are compiled beforehand, in processes or threads, once a layout; everything else is not."""
 
+import contextlib
+import os
+import pickle
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import fx
+from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fuseopt
 from fuseopt.modules import early_kernels, partitioner
+from fuseopt.ops.layout import Layout
 from tests import tiny
 
 TRITON = torch.ops.fuseopt.rms_norm_fwd.triton
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def graph_of(*calls) -> fx.Graph:
@@ -31,10 +39,39 @@ def fake(*shape, device="cuda", dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device=device)
 
 
+class Processes:
+    """Inductor's, which do a job when it is asked of them, as they do: pickled."""
+
+    def __init__(self, is_ready=True):
+        self.is_ready, self.returned = is_ready, []
+
+    def use_process_pool(self):
+        return self.is_ready
+
+    def process_pool(self):
+        return self
+
+    def submit(self, function, *arguments):
+        function, arguments = pickle.loads(pickle.dumps((function, arguments)))
+        # In a thread, which the modes of this one do not reach.
+        with ThreadPoolExecutor() as other:
+            self.returned.append(other.submit(function, *arguments))
+        return self.returned[-1]
+
+
 @pytest.fixture
-def begun(monkeypatch):
+def processes(monkeypatch):
+    found = Processes()
+    monkeypatch.setattr(early_kernels, "AsyncCompile", found)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return found
+
+
+@pytest.fixture
+def begun(monkeypatch, processes):
     """What has been run, by the name of the thread."""
-    seen = []
+    processes.is_ready, seen = False, []
 
     def run(op, arguments):
         seen.append((threading.current_thread().name.rsplit("_", 1)[0], op, arguments))
@@ -75,13 +112,68 @@ def test_other_ops_and_devices_are_not(begun):
 
 def test_an_op_is_given_zeros_of_its_layouts():
     given = []
-    layout = early_kernels._layout(torch.empty(3, 4, dtype=torch.float16).t())
+    layout = Layout.of(torch.empty(3, 4, dtype=torch.float16).t())
     early_kernels._run(lambda *arguments: given.extend(arguments), (layout, None, 0.5))
     zeros, *others = given
     assert zeros.stride() == (1, 4) and zeros.dtype is torch.float16 and not zeros.any() and others == [None, 0.5]
 
 
-def test_what_fails_is_left_to_the_step_and_waited_for(monkeypatch):
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_processes_leave_in_the_cache_what_a_call_launches(begun, processes, monkeypatch, tmp_path):
+    from triton import knobs
+
+    from fuseopt.ops.triton.compile_only import compile_only
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    seen = []
+    monkeypatch.setattr(
+        knobs.compilation, "listener", lambda *, src, cache_hit, **_: seen.append((src.name, cache_hit))
+    )
+    processes.is_ready = True
+    graph = graph_of((TRITON, [fake(8, 64), fake(64)], (1e-6, 1, 1.0)))
+    # As in a trace, where new tensors have no data either.
+    with early_kernels.pool(), FakeTensorMode():
+        early_kernels.begin(graph)
+    assert [job.result() for job in processes.returned] == [["rms_norm_fwd_kernel"]]
+    assert [op for _, op, _ in begun] == [TRITON]
+
+    # Another one would look there too; in this process, on other addresses and a size for which the same is compiled.
+    rows = torch.empty(24, 64, dtype=torch.bfloat16, device="meta")
+    module = sys.modules["fuseopt.ops.triton.rms_norm"]
+    with compile_only(90) as kernels:
+        module.rms_norm_fwd_kernel.device_caches.clear()
+        module.rms_norm_fwd(rows, rows[0], 1e-6, 1, 1.0)
+    assert len(kernels) == 1 and seen == [("rms_norm_fwd_kernel", False), ("rms_norm_fwd_kernel", True)]
+
+
+def test_what_processes_cannot_compile_is_run_all_the_same(begun, processes):
+    processes.is_ready = True
+    with early_kernels.pool():
+        early_kernels.begin(graph_of((TRITON, [fake(8, 64), fake(64)], ())))
+    assert [type(job.exception()) for job in processes.returned] == [TypeError] and len(begun) == 1
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_a_process_keeps_its_own_settings(monkeypatch, tmp_path):
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from fuseopt.ops.triton import compile_only
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", "its own")
+    before = compile_only.settings(), driver._active, JITFunction.run
+    rows = torch.empty(24, 64, dtype=torch.bfloat16)
+    rows, weight = Layout.of(rows), Layout.of(rows[0])
+    job = "fuseopt.ops.triton.rms_norm", "rms_norm_fwd"
+    given = {"TRITON_CACHE_DIR": str(tmp_path)}
+    assert compile_only.compile_call(*job, (rows, weight, 1e-6, 1, 1.0), 80, given) == ["rms_norm_fwd_kernel"]
+    assert list(tmp_path.iterdir()) and not os.path.exists("its own")
+    with pytest.raises(TypeError):
+        compile_only.compile_call(*job, (), 80, given)
+    assert (compile_only.settings(), driver._active, JITFunction.run) == before
+
+
+def test_what_fails_is_left_to_the_step_and_waited_for(begun, monkeypatch):
     started, failed = threading.Event(), []
 
     def run(op, arguments):
@@ -107,17 +199,33 @@ def test_the_graph_of_a_step_is_looked_at(monkeypatch):
     assert len(seen) == 1 and seen[0].find_nodes(op="call_function", target=torch.ops.aten.mm.default)
 
 
+def test_processes_start_before_the_trace(monkeypatch):
+    seen = []
+    monkeypatch.setattr(early_kernels, "start_processes", lambda: seen.append("processes"))
+    monkeypatch.setattr(early_kernels, "pool", lambda: seen.append("compiled") or contextlib.nullcontext())
+    for backend, expected in (("inductor", ["processes", "compiled"]), ("aot_eager", ["compiled"])):
+        torch._dynamo.reset()
+        seen.clear()
+        model = torch.nn.Linear(4, 4)
+        fuseopt.initialize(model, {"kernel_fusion": {"memory_efficient_fusion": {"backend": backend}}}, strict=True)
+        for _ in range(2):
+            model(torch.randn(2, 4)).sum().backward()
+        assert seen == expected
+
+
 @pytest.mark.gpu
-def test_the_first_step_compiles_no_kernel_of_its_own(monkeypatch):
+def test_the_first_step_compiles_no_kernel_of_its_own(monkeypatch, tmp_path):
     from triton import knobs
 
     from fuseopt.ops.triton.cross_entropy import cross_entropy_grad_kernel
 
     cross_entropy_grad_kernel.device_caches.clear()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    AsyncCompile.wait_pool_ready()
     compiled = []
 
-    def listen(*, src, **_):
-        compiled.append((src.name, threading.current_thread().name))
+    def listen(*, src, cache_hit, **_):
+        compiled.append((src.name, threading.current_thread().name, cache_hit))
 
     monkeypatch.setattr(knobs.compilation, "listener", listen)
     torch._dynamo.reset()
@@ -126,5 +234,5 @@ def test_the_first_step_compiles_no_kernel_of_its_own(monkeypatch):
     ids = torch.randint(0, model.config.vocab_size, (3, 16), device="cuda")
     with torch.autocast("cuda", torch.bfloat16), partitioner.inductor_config.patch(force_disable_caches=True):
         model(input_ids=ids, labels=ids).loss.backward()
-    threads = {thread for name, thread in compiled if name == "cross_entropy_grad_kernel"}
-    assert threads and all(thread.startswith("fuseopt-kernels") for thread in threads)
+    found = [(thread, hit) for name, thread, hit in compiled if name == "cross_entropy_grad_kernel"]
+    assert found and all(thread.startswith("fuseopt-kernels") and hit for thread, hit in found)

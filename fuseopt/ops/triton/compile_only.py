@@ -1,0 +1,86 @@
+"""Kernels compiled and not launched, for a GPU that need not be there: what another process can do for one that has it.
+
+What is compiled stays in Triton's cache on disk, where a process that launches the same finds it.
+"""
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from fuseopt.ops.layout import Layout
+
+
+class CompileOnlyDriver:
+    """What Triton asks of a driver in order to compile for a GPU of `capability`: 90 for 9.0."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # kernels are cached by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def compile_only(capability: int) -> Iterator[list[Any]]:
+    """Where launches in this process, in any thread, do no more than compile; gives the kernels, as they come."""
+    kernels: list[Any] = []
+    active, run = driver._active, JITFunction.run
+
+    def compile_it(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        kernels.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+
+    driver._active, JITFunction.run = CompileOnlyDriver(capability), compile_it
+    try:
+        yield kernels
+    finally:
+        driver._active, JITFunction.run = active, run
+
+
+def settings() -> dict[str, str]:
+    """The environment variables that Triton reads: where its cache is, and what compiled code depends on."""
+    return {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+
+
+def compile_call(
+    module: str, name: str, arguments: Sequence[Any], capability: int, given: Mapping[str, str]
+) -> list[str]:
+    """The names of the kernels that a call launches, once they are compiled.
+
+    Args:
+        module, name: of the function.
+        arguments: its own, with a `Layout` for each tensor, whose address is taken to be aligned.
+        capability: of the GPU, 90 for 9.0.
+        given: the `settings` of the process that will launch them.
+    """
+    tensors = [argument.empty("meta") if isinstance(argument, Layout) else argument for argument in arguments]
+    with _settings(given), compile_only(capability) as kernels:
+        getattr(importlib.import_module(module), name)(*tensors)
+    return [kernel.metadata.name for kernel in kernels]
+
+
+@contextlib.contextmanager
+def _settings(given: Mapping[str, str]) -> Iterator[None]:
+    own = settings()
+    _set(given)
+    try:
+        yield
+    finally:
+        _set(own)
+
+
+def _set(given: Mapping[str, str]) -> None:
+    for name in settings():
+        del os.environ[name]
+    os.environ.update(given)
