@@ -76,9 +76,8 @@ def _compiled_elsewhere(op: OpOverload, arguments: tuple[Any, ...]) -> Future[An
     if torch.version.cuda is None or not AsyncCompile.use_process_pool():
         return None
     device = next(argument.device for argument in arguments if isinstance(argument, Layout))
-    major, minor = torch.cuda.get_device_capability(device)
     work = importlib.import_module(_ELSEWHERE)
-    call = *triton_function(op), arguments, 10 * major + minor, work.settings()
+    call = *triton_function(op), arguments, work.Target.of(device)
     job: Future[Any] = AsyncCompile.process_pool().submit(work.compile_call, *call)
     return job
 

@@ -1,5 +1,9 @@
 """Triton kernels, with the raw ops' own signatures. The only package of fuseopt that imports triton."""
 
+import sys
+
+from triton.runtime.jit import JITFunction
+
 from fuseopt.ops.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_grad_
 from fuseopt.ops.triton.dropout_add_norm import (
     dropout_add_layer_norm_bwd,
@@ -44,3 +48,18 @@ __all__ = [
     "softmax_bwd",
     "softmax_fwd",
 ]
+
+
+def _name_kernels() -> None:
+    """Has every process find what another one has compiled: Triton's names for it are of the order of first uses.
+
+    A function's name has the constants in it that it uses, and of those that functions use which it calls the ones that
+    Triton has seen by then.
+    """
+    for name in sorted(module for module in sys.modules if module.startswith(f"{__name__}.")):
+        for member in vars(sys.modules[name]).values():
+            if isinstance(member, JITFunction):
+                member.cache_key  # noqa: B018
+
+
+_name_kernels()

@@ -3,17 +3,21 @@
 What is compiled stays in Triton's cache on disk, where a process that launches the same finds it.
 """
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from fuseopt.ops.layout import Layout
+from fuseopt.ops.triton.rows import MULTIPROCESSORS, multiprocessor_count
 
 
 class CompileOnlyDriver:
@@ -53,20 +57,35 @@ def settings() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
 
 
-def compile_call(
-    module: str, name: str, arguments: Sequence[Any], capability: int, given: Mapping[str, str]
-) -> list[str]:
-    """The names of the kernels that a call launches, once they are compiled.
+class Target(NamedTuple):
+    """A GPU, and a process on it."""
+
+    capability: int  # 90 for 9.0
+    multiprocessors: int
+    settings: dict[str, str]  # `settings()` there
+
+    @classmethod
+    def of(cls, device: torch.device) -> Target:
+        """That device in this process."""
+        major, minor = torch.cuda.get_device_capability(device)
+        return cls(10 * major + minor, multiprocessor_count(device), settings())
+
+
+def compile_call(module: str, name: str, arguments: Sequence[Any], target: Target) -> list[str]:
+    """The names of the kernels that a call launches on `target`, once they are compiled.
 
     Args:
         module, name: of the function.
         arguments: its own, with a `Layout` for each tensor, whose address is taken to be aligned.
-        capability: of the GPU, 90 for 9.0.
-        given: the `settings` of the process that will launch them.
     """
     tensors = [argument.empty("meta") if isinstance(argument, Layout) else argument for argument in arguments]
-    with _settings(given), compile_only(capability) as kernels:
-        getattr(importlib.import_module(module), name)(*tensors)
+    function = getattr(importlib.import_module(module), name)
+    token = MULTIPROCESSORS.set(target.multiprocessors)
+    try:
+        with _settings(target.settings), compile_only(target.capability) as kernels:
+            function(*tensors)
+    finally:
+        MULTIPROCESSORS.reset(token)
     return [kernel.metadata.name for kernel in kernels]
 
 

@@ -1,5 +1,6 @@
 """What a row-wise Triton kernel needs on the host: a matrix view of its input, and how much of it a program takes."""
 
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,6 +13,9 @@ TL_DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float64: tl.float64,
 }
+
+MULTIPROCESSORS: ContextVar[int] = ContextVar("multiprocessors", default=4)
+"""Of other devices than CUDA: few, so that persistent programs loop in the interpreter too."""
 
 
 class RowTile(NamedTuple):
@@ -74,5 +78,5 @@ def _multiprocessors(device_index: int) -> int:
 
 
 def multiprocessor_count(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; elsewhere 4, so that persistent programs loop in the interpreter, too."""
-    return _multiprocessors(device.index) if device.type == "cuda" else 4
+    """Multiprocessors of a CUDA device; elsewhere `MULTIPROCESSORS`."""
+    return _multiprocessors(device.index) if device.type == "cuda" else MULTIPROCESSORS.get()

@@ -1,0 +1,71 @@
+"""What one process compiles for a GPU that it does not have, another one finds in Triton's cache."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fuseopt.ops.layout import Layout
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+BFLOAT16 = torch.bfloat16
+
+
+def layout(*shape, dtype=BFLOAT16):
+    return Layout.of(torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def test_a_process_keeps_its_own_settings(monkeypatch, tmp_path):
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from fuseopt.ops.triton import compile_only
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", "its own")
+    before = compile_only.settings(), driver._active, JITFunction.run
+    rows, weight = layout(24, 64), layout(64)
+    job = "fuseopt.ops.triton.rms_norm", "rms_norm_fwd"
+    target = compile_only.Target(80, 108, {"TRITON_CACHE_DIR": str(tmp_path)})
+    assert compile_only.compile_call(*job, (rows, weight, 1e-6, 1, 1.0), target) == ["rms_norm_fwd_kernel"]
+    assert list(tmp_path.iterdir()) and not os.path.exists("its own")
+    with pytest.raises(TypeError):
+        compile_only.compile_call(*job, (), target)
+    assert (compile_only.settings(), driver._active, JITFunction.run) == before
+
+
+# After a call of the forward here, before any there: what a name in the cache is made of must not depend on it.
+ELSEWHERE = """
+import json, pickle, sys
+import triton
+from fuseopt.ops.triton.compile_only import compile_call
+seen = []
+triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: seen.append((src.name, cache_hit))
+compile_call(*pickle.load(sys.stdin.buffer))
+print(json.dumps(seen))
+"""
+
+
+def test_another_process_finds_what_this_one_has_compiled(tmp_path):
+
+    from fuseopt.ops.triton.compile_only import Target, compile_call
+
+    target = Target(90, 132, {"TRITON_CACHE_DIR": str(tmp_path)})
+    tensor = Layout.of(torch.empty(2, 128, 3, 4, 64, dtype=BFLOAT16, device="meta").select(2, 0).transpose(1, 2))
+    line, seed = layout(4, 768, dtype=torch.float32), layout(1, dtype=torch.int64)
+    output, lse = layout(2, 128, 4, 64), layout(2, 4, 128, dtype=torch.float32)
+    inputs, scalars = (tensor, tensor, tensor, line, None, seed), (1.0, 0.1, True)
+    package = "fuseopt.ops.triton"
+    compile_call(f"{package}.relative_attention", "relative_attention_fwd", (*inputs, *scalars), target)
+    grad = Layout.of(torch.empty(2, 128, 4, 64, dtype=BFLOAT16, device="meta").transpose(1, 2))
+    arguments = grad, *inputs, output, lse, *scalars, True, True
+    job = f"{package}.relative_attention_bwd", "relative_attention_bwd_joined", arguments, target
+    names = compile_call(*job)
+    assert len(names) == 4
+
+    command = [sys.executable, "-c", ELSEWHERE]
+    done = subprocess.run(command, input=pickle.dumps(job), capture_output=True, check=True)
+    assert json.loads(done.stdout) == [[name, True] for name in names]
