@@ -125,19 +125,12 @@ def layer_norm_of_sum_bwd(
     chosen = registry.pick_without_gradient("layer_norm_of_sum_bwd", backend, (grad_output.dtype,), *given)
     if chosen == "reference":
         return _reference(grad_output, grad_sum, base, addends, weight, bias, mean, rstd)
-    grad_output, grad_sum, base, *others = map(_aligned, given)
-    addends, (weight, bias, mean, rstd) = others[: len(addends)], others[len(addends) :]
     return LayerNormOfSumGrads(*RAW[chosen](grad_output, grad_sum, base, addends, weight, bias, mean, rstd))
 
 
 def fits(columns: int, dtype: torch.dtype) -> bool:
     """Whether the CUDA kernel takes rows of so many columns, `grad_output` having that dtype."""
     return columns <= MOST_COLUMNS and columns * dtype.itemsize % ALIGNMENT == 0
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 def _check(

@@ -242,7 +242,7 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
             "no_repeat_ngram_size": 2,
             "encoder_input_ids": integers(vocab_size, 1, 20),
             "encoder_no_repeat_ngram_size": 3,
-            "suppress_tokens": torch.tensor([1, 0, vocab_size], device=device),
+            "suppress_tokens": torch.tensor([1, 0, vocab_size] * 2, device=device),  # not as many as rows
             "temperature": 0.7,
         }
         yield registry.SampleInput(args, every_option)

@@ -324,7 +324,8 @@ def test_a_replay_waits_for_what_torch_does_ahead_of_a_capture(model, monkeypatc
     begin, capture, waits = torch.cuda.CUDAGraph.capture_begin, Step.capture, []
 
     def late(graph, *args, **kwargs):
-        torch.cuda._sleep(10**8)
+        # Longer than the capture takes, beside other tests too.
+        torch.cuda._sleep(3 * 10**9)
         begin(graph, *args, **kwargs)
 
     def captured(step, *args):

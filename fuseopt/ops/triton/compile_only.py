@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -103,3 +104,7 @@ def _set(given: Mapping[str, str]) -> None:
     for name in settings():
         del os.environ[name]
     os.environ.update(given)
+    # Part of the name of what is compiled: Triton asks once in a process, and Inductor's have another ptxas.
+    clear = getattr(getattr(nvidia, "get_ptxas_version", None), "cache_clear", None)
+    if clear is not None:
+        clear()

@@ -49,9 +49,18 @@ print(json.dumps(seen))
 """
 
 
-def test_another_process_finds_what_this_one_has_compiled(tmp_path):
+def test_another_process_finds_what_this_one_has_compiled(tmp_path, monkeypatch):
+    from triton.backends.nvidia.compiler import get_ptxas_version
 
     from fuseopt.ops.triton.compile_only import Target, compile_call
+
+    # As in Inductor's processes, which have asked the ptxas of torch for its version.
+    ptxas = tmp_path / "ptxas"
+    ptxas.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V0.0.0'\n")
+    ptxas.chmod(0o755)
+    get_ptxas_version.cache_clear()
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(ptxas))
+    assert "V0.0.0" in get_ptxas_version(90)
 
     target = Target(90, 132, {"TRITON_CACHE_DIR": str(tmp_path)})
     tensor = Layout.of(torch.empty(2, 128, 3, 4, 64, dtype=BFLOAT16, device="meta").select(2, 0).transpose(1, 2))
@@ -65,6 +74,10 @@ def test_another_process_finds_what_this_one_has_compiled(tmp_path):
     job = f"{package}.relative_attention_bwd", "relative_attention_bwd_joined", arguments, target
     names = compile_call(*job)
     assert len(names) == 4
+
+    assert "V0.0.0" in get_ptxas_version(90)
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    get_ptxas_version.cache_clear()
 
     command = [sys.executable, "-c", ELSEWHERE]
     done = subprocess.run(command, input=pickle.dumps(job), capture_output=True, check=True)
