@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
+from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 from torch._ops import OpOverload
 
 from fuseopt.ops.layout import Layout
@@ -30,9 +32,13 @@ _THREADS = 2
 _POOL: ContextVar[Executor] = ContextVar("early_kernels")
 
 
-def start_processes() -> None:
-    """Has Inductor's processes begin to start, as it would itself when it is called, seconds before it needs them."""
+def start() -> None:
+    """Has begin beside the trace what Inductor would else begin when it is called: its processes, which take seconds to
+    be there, and a hash of Triton's files, which takes most of one.
+    """
     maybe_warm_pool()
+    if HAS_TRITON:
+        threading.Thread(target=triton_key, name="fuseopt-triton-key", daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -252,7 +252,7 @@ def _compile(forward: Callable[..., Any], title: str, options: Mapping[str, Any]
     from fuseopt.modules import early_kernels, partitioner
 
     if options["backend"] == "inductor":
-        early_kernels.start_processes()
+        early_kernels.start()
 
     def step(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(model, *args, **kwargs)

@@ -180,11 +180,11 @@ def test_the_graph_of_a_step_is_looked_at(monkeypatch):
     assert len(seen) == 1 and seen[0].find_nodes(op="call_function", target=torch.ops.aten.mm.default)
 
 
-def test_processes_start_before_the_trace(monkeypatch):
+def test_what_takes_time_to_start_does_before_the_trace(monkeypatch):
     seen = []
-    monkeypatch.setattr(early_kernels, "start_processes", lambda: seen.append("processes"))
+    monkeypatch.setattr(early_kernels, "start", lambda: seen.append("started"))
     monkeypatch.setattr(early_kernels, "pool", lambda: seen.append("compiled") or contextlib.nullcontext())
-    for backend, expected in (("inductor", ["processes", "compiled"]), ("aot_eager", ["compiled"])):
+    for backend, expected in (("inductor", ["started", "compiled"]), ("aot_eager", ["compiled"])):
         torch._dynamo.reset()
         seen.clear()
         model = torch.nn.Linear(4, 4)
