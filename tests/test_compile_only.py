@@ -203,7 +203,7 @@ def compiled(request, monkeypatch):
         return run(self, *args, **kwargs)
 
     monkeypatch.setattr(JITFunction, "run", run_as_told)
-    with compile_only(request.param) as kernels:
+    with compile_only(request.param, multiprocessors=132) as kernels:
         yield kernels
 
 

@@ -83,7 +83,7 @@ def _compiled_elsewhere(op: OpOverload, arguments: tuple[Any, ...]) -> Future[An
         return None
     device = next(argument.device for argument in arguments if isinstance(argument, Layout))
     work = importlib.import_module(_ELSEWHERE)
-    call = *triton_function(op), arguments, work.Target.of(device)
+    call = triton_function(op), arguments, work.Target.of(device)
     job: Future[Any] = AsyncCompile.process_pool().submit(work.compile_call, *call)
     return job
 

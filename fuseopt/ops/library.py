@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 LIBRARY = torch.library.Library("fuseopt", "DEF")
 
-# Of what implements an op's overload `.triton`: its name is the op's.
-_TRITON_MODULES: dict[str, str] = {}
+# What implements an op's overload `.triton`, once it is imported, by the op's name.
+_TRITON_FUNCTIONS: dict[str, Callable[[], Callable]] = {}
 
 TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton kernels run on CPU tensors in this process, through Triton's interpreter."""
@@ -50,29 +50,28 @@ def define(schema: str, fake: Callable, *, triton: str | None = None) -> dict[st
     if triton is not None:
         LIBRARY.define(f"{name}.triton({signature}")
         torch.library.register_fake(f"fuseopt::{name}.triton", fake, lib=LIBRARY)
+        function = _TRITON_FUNCTIONS[name] = _imported_on_first_call(triton, name)
         for key in ("CUDA", "CPU") if TRITON_INTERPRETED else ("CUDA",):
-            LIBRARY.impl(f"{name}.triton", _imported_on_first_call(triton, name), key)
+            LIBRARY.impl(f"{name}.triton", lambda *args, **kwargs: function()(*args, **kwargs), key)
         overloads["triton"] = packet.triton
-        _TRITON_MODULES[name] = triton
     return overloads
 
 
-def triton_function(op: OpOverload) -> tuple[str, str]:
-    """The module and the name of the function behind an op's overload `.triton`."""
-    name = op._opname
-    return _TRITON_MODULES[name], name
+def triton_function(op: OpOverload) -> Callable:
+    """The function behind an op's overload `.triton`, which imports triton."""
+    return _TRITON_FUNCTIONS[op._opname]()
 
 
-def _imported_on_first_call(module: str, name: str) -> Callable:
+def _imported_on_first_call(module: str, name: str) -> Callable[[], Callable]:
     @functools.cache
-    def kernel() -> Callable:
+    def function() -> Callable:
         package, *_ = module.rpartition(".")
         if package:
             # First: a thread in it would wait for a module that another one holds, which waits for the package.
             importlib.import_module(package)
         return getattr(importlib.import_module(module), name)
 
-    return lambda *args, **kwargs: kernel()(*args, **kwargs)
+    return function
 
 
 def define_node(schema: str, function: Callable) -> functools.partial[Any]:

@@ -42,11 +42,11 @@ def fake(*shape, device="cuda", dtype=torch.bfloat16):
 class Processes:
     """Inductor's, which do a job when it is asked of them, as they do: pickled."""
 
-    def __init__(self, is_ready=True):
-        self.is_ready, self.returned = is_ready, []
+    def __init__(self, are_ready=True):
+        self.are_ready, self.returned = are_ready, []
 
     def use_process_pool(self):
-        return self.is_ready
+        return self.are_ready
 
     def process_pool(self):
         return self
@@ -60,25 +60,27 @@ class Processes:
 
 
 @pytest.fixture
-def processes(monkeypatch):
-    found = Processes()
-    monkeypatch.setattr(early_kernels, "AsyncCompile", found)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("fuseopt.ops.triton.rows._multiprocessors", lambda index: 132)
-    return found
-
-
-@pytest.fixture
-def begun(monkeypatch, processes):
-    """What has been run, by the name of the thread."""
-    processes.is_ready, seen = False, []
+def begun(monkeypatch):
+    """What has been run, by the name of the thread; in this process, unless there are `processes`."""
+    monkeypatch.setattr(early_kernels, "AsyncCompile", Processes(are_ready=False))
+    seen = []
 
     def run(op, arguments):
         seen.append((threading.current_thread().name.rsplit("_", 1)[0], op, arguments))
 
     monkeypatch.setattr(early_kernels, "_run", run)
     return seen
+
+
+@pytest.fixture
+def processes(monkeypatch, begun):
+    pytest.importorskip("triton")
+    found = Processes()
+    monkeypatch.setattr(early_kernels, "AsyncCompile", found)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("fuseopt.ops.triton.rows._multiprocessors", lambda index: 132)
+    return found
 
 
 def test_each_layout_is_run_once(begun):
@@ -130,7 +132,6 @@ def test_processes_leave_in_the_cache_what_a_call_launches(begun, processes, mon
     monkeypatch.setattr(
         knobs.compilation, "listener", lambda *, src, cache_hit, **_: seen.append((src.name, cache_hit))
     )
-    processes.is_ready = True
     graph = graph_of((TRITON, [fake(8, 64), fake(64)], (1e-6, 1, 1.0)))
     # As in a trace, where new tensors have no data either.
     with early_kernels.pool(), FakeTensorMode():
@@ -141,14 +142,13 @@ def test_processes_leave_in_the_cache_what_a_call_launches(begun, processes, mon
     # Another one would look there too; in this process, on other addresses and a size for which the same is compiled.
     rows = torch.empty(24, 64, dtype=torch.bfloat16, device="meta")
     module = sys.modules["fuseopt.ops.triton.rms_norm"]
-    with compile_only(90) as kernels:
+    with compile_only(90, multiprocessors=132) as kernels:
         module.rms_norm_fwd_kernel.device_caches.clear()
         module.rms_norm_fwd(rows, rows[0], 1e-6, 1, 1.0)
     assert len(kernels) == 1 and seen == [("rms_norm_fwd_kernel", False), ("rms_norm_fwd_kernel", True)]
 
 
 def test_what_processes_cannot_compile_is_run_all_the_same(begun, processes):
-    processes.is_ready = True
     with early_kernels.pool():
         early_kernels.begin(graph_of((TRITON, [fake(8, 64), fake(64)], ())))
     assert [type(job.exception()) for job in processes.returned] == [TypeError] and len(begun) == 1
@@ -178,6 +178,17 @@ def test_the_graph_of_a_step_is_looked_at(monkeypatch):
     fuseopt.initialize(model, {"kernel_fusion": {"memory_efficient_fusion": {"backend": "aot_eager"}}}, strict=True)
     model(torch.randn(2, 4)).sum().backward()
     assert len(seen) == 1 and seen[0].find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+
+
+def test_processes_and_a_hash_in_a_thread_are_started(monkeypatch):
+    seen, hashed = [], threading.Event()
+    monkeypatch.setattr(early_kernels, "HAS_TRITON", True)
+    monkeypatch.setattr(early_kernels, "maybe_warm_pool", lambda: seen.append("processes"))
+    monkeypatch.setattr(
+        early_kernels, "triton_key", lambda: (seen.append(threading.current_thread().name), hashed.set())
+    )
+    early_kernels.start()
+    assert hashed.wait(10) and seen == ["processes", "fuseopt-triton-key"]
 
 
 def test_what_takes_time_to_start_does_before_the_trace(monkeypatch):

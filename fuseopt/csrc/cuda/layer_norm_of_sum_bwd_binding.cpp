@@ -34,33 +34,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_norm_of_sum_bwd
   const Matrix shape = fuseopt::matrix_of(kOp, grad_output);
   const ScalarType narrow = grad_output.scalar_type(), wide = ScalarType::Float;
   const Launch launch(kOp, grad_output);
-  const Tensor given = matrix_of("grad_output", grad_output, grad_output, narrow);
-  const Tensor to_sum = matrix_of("grad_sum", grad_sum, grad_output, wide);
-  const Tensor first = matrix_of("base", base, grad_output, wide);
-  const Tensor scale = vector_of("weight", weight, shape.columns, grad_output);
-  const Tensor shift = vector_of("bias", bias, shape.columns, grad_output);
-  const Tensor means = vector_of("mean", mean, shape.rows, grad_output);
-  const Tensor rstds = vector_of("rstd", rstd, shape.rows, grad_output);
-  for (Tensor& addend : addends) addend = matrix_of("an addend", addend, grad_output, narrow);
   LayerNormOfSumBwd call = {};
   call.rows = shape.rows;
   call.columns = shape.columns;
-  call.grad_output = {given.data_ptr(), dtype_code(kOp, narrow)};
+  call.grad_output.dtype = dtype_code(kOp, narrow);
   FUSEOPT_CHECK(call.grad_output.dtype != kFloat64, "fuseopt::", kOp, ": float64 is not supported");
   FUSEOPT_CHECK(shape.columns * (call.grad_output.dtype == kFloat32 ? 4 : 2) % kAlignment == 0 &&
                     shape.columns <= call.kMostColumns,
                 "fuseopt::", kOp, ": rows must be whole 16 bytes and ", call.kMostColumns, " columns at most, not ",
                 shape.columns);
   FUSEOPT_CHECK(addends.size() <= call.kMostAddends, "fuseopt::", kOp, ": ", addends.size(), " addends are too many");
-  call.grad_sum = floats_of(to_sum);
-  call.base = floats_of(first);
+  // From here on in the layout that the kernel reads; what was copied for it stays until the launch.
+  grad_output = matrix_of("grad_output", grad_output, grad_output, narrow);
+  grad_sum = matrix_of("grad_sum", grad_sum, grad_output, wide);
+  base = matrix_of("base", base, grad_output, wide);
+  for (Tensor& addend : addends) addend = matrix_of("an addend", addend, grad_output, narrow);
+  weight = vector_of("weight", weight, shape.columns, grad_output);
+  bias = vector_of("bias", bias, shape.columns, grad_output);
+  mean = vector_of("mean", mean, shape.rows, grad_output);
+  rstd = vector_of("rstd", rstd, shape.rows, grad_output);
+  call.grad_output.data = grad_output.data_ptr();
+  call.grad_sum = floats_of(grad_sum);
+  call.base = floats_of(base);
   for (const Tensor& addend : addends) call.addends[call.addend_count++] = addend.data_ptr();
-  call.weight = floats_of(scale);
-  call.bias = floats_of(shift);
-  call.mean = floats_of(means);
-  call.rstd = floats_of(rstds);
-  Tensor output = allocate_like(given, narrow), grad = allocate_like(given, wide),
-         rounded = allocate_like(given, narrow);
+  call.weight = floats_of(weight);
+  call.bias = floats_of(bias);
+  call.mean = floats_of(mean);
+  call.rstd = floats_of(rstd);
+  Tensor output = allocate_like(grad_output, narrow), grad = allocate_like(grad_output, wide),
+         rounded = allocate_like(grad_output, narrow);
   Tensor grad_weight = allocate(grad_output, {shape.columns}, wide),
          grad_bias = allocate(grad_output, {shape.columns}, wide),
          grad_columns = allocate(grad_output, {shape.columns}, wide);

@@ -6,9 +6,8 @@ What is compiled stays in Triton's cache on disk, where a process that launches 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,16 +29,22 @@ class CompileOnlyDriver:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)
 
-    def get_current_device(self) -> int:
-        return self.capability  # kernels are cached by device
+    def get_current_device(self) -> CompileOnlyDriver:
+        # Kernels are kept by device: those of another time may have gone to another cache on disk.
+        return self
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, device: CompileOnlyDriver) -> int:
         return 0
 
 
 @contextlib.contextmanager
-def compile_only(capability: int) -> Iterator[list[Any]]:
-    """Where launches in this process, in any thread, do no more than compile; gives the kernels, as they come."""
+def compile_only(capability: int, multiprocessors: int) -> Iterator[list[Any]]:
+    """Where launches in this process, in any thread, do no more than compile; gives the kernels, as they come.
+
+    Args:
+        capability: of the GPU, 90 for 9.0.
+        multiprocessors: that it has, as this thread takes tensors on "meta" to be on it.
+    """
     kernels: list[Any] = []
     active, run = driver._active, JITFunction.run
 
@@ -47,9 +52,11 @@ def compile_only(capability: int) -> Iterator[list[Any]]:
         kernels.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
     driver._active, JITFunction.run = CompileOnlyDriver(capability), compile_it
+    token = MULTIPROCESSORS.set(multiprocessors)
     try:
         yield kernels
     finally:
+        MULTIPROCESSORS.reset(token)
         driver._active, JITFunction.run = active, run
 
 
@@ -72,21 +79,19 @@ class Target(NamedTuple):
         return cls(10 * major + minor, multiprocessor_count(device), settings())
 
 
-def compile_call(module: str, name: str, arguments: Sequence[Any], target: Target) -> list[str]:
+def compile_call(function: Callable[..., Any], arguments: Sequence[Any], target: Target) -> list[str]:
     """The names of the kernels that a call launches on `target`, once they are compiled.
 
     Args:
-        module, name: of the function.
+        function: of a module, as those behind the ops' overloads `.triton`.
         arguments: its own, with a `Layout` for each tensor, whose address is taken to be aligned.
+
+    Raises:
+        What the function or Triton raises, with nothing left changed in this process.
     """
     tensors = [argument.empty("meta") if isinstance(argument, Layout) else argument for argument in arguments]
-    function = getattr(importlib.import_module(module), name)
-    token = MULTIPROCESSORS.set(target.multiprocessors)
-    try:
-        with _settings(target.settings), compile_only(target.capability) as kernels:
-            function(*tensors)
-    finally:
-        MULTIPROCESSORS.reset(token)
+    with _settings(target.settings), compile_only(target.capability, target.multiprocessors) as kernels:
+        function(*tensors)
     return [kernel.metadata.name for kernel in kernels]
 
 

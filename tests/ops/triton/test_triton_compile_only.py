@@ -23,18 +23,21 @@ def test_a_process_keeps_its_own_settings(monkeypatch, tmp_path):
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from fuseopt.ops.triton import compile_only
+    from fuseopt.ops.triton import compile_only, rms_norm_fwd
+    from fuseopt.ops.triton.rows import MULTIPROCESSORS
 
     monkeypatch.setenv("TRITON_CACHE_DIR", "its own")
-    before = compile_only.settings(), driver._active, JITFunction.run
+    before = compile_only.settings(), driver._active, JITFunction.run, MULTIPROCESSORS.get()
     rows, weight = layout(24, 64), layout(64)
-    job = "fuseopt.ops.triton.rms_norm", "rms_norm_fwd"
     target = compile_only.Target(80, 108, {"TRITON_CACHE_DIR": str(tmp_path)})
-    assert compile_only.compile_call(*job, (rows, weight, 1e-6, 1, 1.0), target) == ["rms_norm_fwd_kernel"]
+    assert compile_only.compile_call(rms_norm_fwd, (rows, weight, 1e-6, 1, 1.0), target) == ["rms_norm_fwd_kernel"]
     assert list(tmp_path.iterdir()) and not os.path.exists("its own")
+    other = target._replace(settings={"TRITON_CACHE_DIR": str(tmp_path / "other")})
+    assert compile_only.compile_call(rms_norm_fwd, (rows, weight, 1e-6, 1, 1.0), other) == ["rms_norm_fwd_kernel"]
+    assert list((tmp_path / "other").iterdir())
     with pytest.raises(TypeError):
-        compile_only.compile_call(*job, (), target)
-    assert (compile_only.settings(), driver._active, JITFunction.run) == before
+        compile_only.compile_call(rms_norm_fwd, (), target)
+    assert (compile_only.settings(), driver._active, JITFunction.run, MULTIPROCESSORS.get()) == before
 
 
 # After a call of the forward here, before any there: what a name in the cache is made of must not depend on it.
@@ -52,6 +55,7 @@ print(json.dumps(seen))
 def test_another_process_finds_what_this_one_has_compiled(tmp_path, monkeypatch):
     from triton.backends.nvidia.compiler import get_ptxas_version
 
+    from fuseopt.ops.triton import relative_attention_bwd_joined, relative_attention_fwd
     from fuseopt.ops.triton.compile_only import Target, compile_call
 
     # As in Inductor's processes, which have asked the ptxas of torch for its version.
@@ -67,11 +71,10 @@ def test_another_process_finds_what_this_one_has_compiled(tmp_path, monkeypatch)
     line, seed = layout(4, 768, dtype=torch.float32), layout(1, dtype=torch.int64)
     output, lse = layout(2, 128, 4, 64), layout(2, 4, 128, dtype=torch.float32)
     inputs, scalars = (tensor, tensor, tensor, line, None, seed), (1.0, 0.1, True)
-    package = "fuseopt.ops.triton"
-    compile_call(f"{package}.relative_attention", "relative_attention_fwd", (*inputs, *scalars), target)
+    compile_call(relative_attention_fwd, (*inputs, *scalars), target)
     grad = Layout.of(torch.empty(2, 128, 4, 64, dtype=BFLOAT16, device="meta").transpose(1, 2))
     arguments = grad, *inputs, output, lse, *scalars, True, True
-    job = f"{package}.relative_attention_bwd", "relative_attention_bwd_joined", arguments, target
+    job = relative_attention_bwd_joined, arguments, target
     names = compile_call(*job)
     assert len(names) == 4
 
