@@ -1,10 +1,12 @@
 """`python -m fuseopt.make_prebuilt`: builds the native libraries that a wheel ships into `fuseopt/_lib`.
 
-The CPU library for any x86-64-v3 processor; and where there is an nvcc, the CUDA library for those compute capabilities
-of SHIPPED_ARCHITECTURES that it knows, with PTX of the last for newer devices.
+The CPU library for any x86-64-v3 processor; the library for Python, for the torch and the Python at hand; and where
+there is an nvcc, the CUDA library for those compute capabilities of SHIPPED_ARCHITECTURES that it knows, with PTX of
+the last for newer devices.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import platform
@@ -12,13 +14,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fuseopt import prebuilt, toolchain
+from fuseopt import native, prebuilt, toolchain
 
 SHIPPED_ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
 
 
 def build(folder: Path, architectures: Sequence[str] = SHIPPED_ARCHITECTURES) -> str | None:
-    """Build both libraries and their descriptions into `folder`, in place of what it holds of them.
+    """Build the libraries and their descriptions into `folder`, in place of what it holds of them.
 
     Returns:
         why there is no CUDA library; None when there is one.
@@ -28,12 +30,15 @@ def build(folder: Path, architectures: Sequence[str] = SHIPPED_ARCHITECTURES) ->
         NativeBuildError: a compiler failed.
     """
     folder.mkdir(exist_ok=True)
-    for name in ("cpu", "cuda"):
+    for name in native.LIBRARIES:
         for suffix in (".so", ".json"):
             (folder / name).with_suffix(suffix).unlink(missing_ok=True)
     machine = platform.machine()
     made = prebuilt.Contents(toolchain.sources_digest("cpu"), machine)
     _build(toolchain.cpu_recipe(portable=True), folder / "cpu.so", made)
+    with contextlib.suppress(toolchain.ToolchainError):  # without headers of Python: calls take a little longer
+        made = prebuilt.Contents(toolchain.sources_digest("python"), machine, interpreter=toolchain.interpreter())
+        _build(toolchain.python_recipe(), folder / "python.so", made)
     try:
         nvcc = toolchain.find_nvcc()
         known = toolchain.known_architectures(nvcc)

@@ -1,4 +1,5 @@
-"""Finds, builds and loads the native libraries that implement `torch.ops.fuseopt`: one for the CPU, one for CUDA.
+"""Finds, builds and loads the native libraries: two that implement `torch.ops.fuseopt`, for the CPU and for CUDA, and
+one that calls these ops from Python.
 
 Looked for in this order: a prebuilt library in the package (`fuseopt/_lib`, from a wheel), one built earlier in the
 user's cache folder, else it is compiled into the cache. Nothing is compiled at import or unasked, or written into the
@@ -10,29 +11,40 @@ Environment: `FUSEOPT_CACHE_DIR` names the cache folder (default `$XDG_CACHE_HOM
 
 import contextlib
 import functools
+import importlib.util
 import os
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 import torch
+from torch._ops import OpOverload
 
 from fuseopt import prebuilt, toolchain
 from fuseopt.errors import NativeBuildError
 
 Kind = Literal["cpu", "cuda"]
 KINDS: tuple[Kind, ...] = ("cpu", "cuda")
+"""The libraries of kernels, by the type of device that they are for."""
+
+Library = Literal["cpu", "cuda", "python"]
+LIBRARIES: tuple[Library, ...] = (*KINDS, "python")
+"""All native libraries. The last makes calls shorter, comes along with any other, and is not missed without."""
 
 _LOCK_TIMEOUT_SECONDS = 900
+_PYTHON_MODULE = "fuseopt_python"  # what csrc/python calls itself
 
 _process_lock = threading.Lock()
 _settled: dict[str, "LibraryState"] = {}
 _broken_prebuilt: dict[str, str] = {}
+_python_library: ModuleType | None = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,7 @@ class LibraryState:
     """Where one native library stands.
 
     Attributes:
-        kind: "cpu" or "cuda".
+        kind: "cpu", "cuda" or "python".
         status: "loaded"; "available": a file is there, not loaded yet; "buildable": sources and compilers are there;
             "absent": `reason` says why.
         origin: "prebuilt", "cache" or "built" (by this process); None where there is no file.
@@ -50,7 +62,7 @@ class LibraryState:
         seconds: what building and loading took.
     """
 
-    kind: Kind
+    kind: Library
     status: Literal["loaded", "available", "buildable", "absent"]
     origin: Literal["prebuilt", "cache", "built"] | None = None
     path: Path | None = None
@@ -59,7 +71,7 @@ class LibraryState:
     seconds: float = 0.0
 
 
-def state(kind: Kind) -> LibraryState:
+def state(kind: Library) -> LibraryState:
     """Where the library stands, from a look at the disk; nothing is loaded or compiled."""
     return _settled.get(kind) or _find(kind)
 
@@ -78,8 +90,11 @@ def load_all(kinds: Sequence[Kind], *, build: bool = True) -> list[LibraryState]
     with _process_lock:
         start = time.perf_counter()
         # In one order in every process, for the sake of the locks on files.
-        found = {kind: _find_working(kind) for kind in KINDS if kind in kinds and kind not in _settled}
+        wanted = [kind for kind in LIBRARIES if kind in kinds or (kind == "python" and kinds)]
+        found = {kind: _find_working(kind) for kind in wanted if kind not in _settled}
         if build:
+            if "python" in found and not any(_is_of_this_machine(found.get(kind) or _settled[kind]) for kind in kinds):
+                found["python"] = _without_compiling(found["python"])
             found |= _build([state for state in found.values() if state.status == "buildable"])
         for kind, state in found.items():
             loaded = _load_file(state) if state.status == "available" else state
@@ -87,6 +102,24 @@ def load_all(kinds: Sequence[Kind], *, build: bool = True) -> list[LibraryState]
             if loaded.status == "loaded" or (loaded.status == "absent" and build):
                 _settled[kind] = loaded
         return [_settled.get(kind) or found[kind] for kind in kinds]
+
+
+def python_library() -> ModuleType | None:
+    """The module that `direct_call` calls, once it is loaded."""
+    return _python_library
+
+
+def direct_call(op: OpOverload, device_type: str) -> Callable | None:
+    """A raw op as a function of positional arguments, for tensors on that type of device; None without the library.
+
+    Versions of tensors that it writes to are counted up. It returns NotImplemented, and has done nothing, where a call
+    is not plain: a tensor of a subclass or on another device, a gradient or a torch.func transform asked for, a
+    `TorchFunctionMode`, another type of argument, or one that the op refuses.
+    """
+    if _python_library is None:
+        return None
+    schema = op._schema
+    return _python_library.direct_call(schema.name, schema.overload_name, device_type)
 
 
 def cache_dir() -> Path:
@@ -97,7 +130,18 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "fuseopt"
 
 
-def _find(kind: Kind) -> LibraryState:
+def _is_of_this_machine(state: LibraryState) -> bool:
+    return state.status == "buildable" or state.origin in ("cache", "built")
+
+
+def _without_compiling(found: LibraryState) -> LibraryState:
+    if found.status != "buildable":
+        return found
+    reason = "the libraries of kernels are prebuilt, and to call them sooner is not worth a compilation"
+    return replace(found, status="absent", path=None, reason=reason)
+
+
+def _find(kind: Library) -> LibraryState:
     obstacle = _obstacle(kind)
     if obstacle is not None:
         return LibraryState(kind, "absent", reason=obstacle)
@@ -109,7 +153,7 @@ def _find(kind: Kind) -> LibraryState:
     return replace(_find_built(kind), passed_over=passed_over)
 
 
-def _find_working(kind: Kind) -> LibraryState:
+def _find_working(kind: Library) -> LibraryState:
     """`_find`, with a prebuilt library loaded already: whether it can be is known only then."""
     found = _find(kind)
     if found.origin == "prebuilt":
@@ -121,7 +165,7 @@ def _find_working(kind: Kind) -> LibraryState:
     return found
 
 
-def _find_built(kind: Kind) -> LibraryState:
+def _find_built(kind: Library) -> LibraryState:
     recipe = _recipe(kind)
     if isinstance(recipe, str):
         return LibraryState(kind, "absent", reason=recipe)
@@ -133,7 +177,7 @@ def _find_built(kind: Kind) -> LibraryState:
     return LibraryState(kind, "buildable", path=path)
 
 
-def _obstacle(kind: Kind) -> str | None:
+def _obstacle(kind: Library) -> str | None:
     """Why no library of this kind can run in this process, prebuilt or not."""
     if kind == "cuda":
         if torch.version.cuda is None:
@@ -144,18 +188,20 @@ def _obstacle(kind: Kind) -> str | None:
 
 
 @functools.cache
-def _recipe(kind: Kind) -> toolchain.Recipe | str:
+def _recipe(kind: Library) -> toolchain.Recipe | str:
     """How to build the library on this machine, or why that cannot be done."""
     try:
         if kind == "cpu":
             return toolchain.cpu_recipe()
+        if kind == "python":
+            return toolchain.python_recipe()
         capabilities = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
         return toolchain.cuda_recipe([f"{major}{minor}" for major, minor in sorted(capabilities)])
     except toolchain.ToolchainError as error:
         return str(error)
 
 
-def _build(wanted: Sequence[LibraryState]) -> dict[Kind, LibraryState]:
+def _build(wanted: Sequence[LibraryState]) -> dict[Library, LibraryState]:
     """What becomes of libraries to build: each is compiled, unless another process has done it meanwhile."""
     with contextlib.ExitStack() as locks:
         states = {state.kind: _lock(state, locks) for state in wanted}
@@ -184,7 +230,7 @@ def _lock(wanted: LibraryState, locks: contextlib.ExitStack) -> LibraryState:
     return wanted
 
 
-def _compile(missing: Sequence[LibraryState]) -> dict[Kind, LibraryState]:
+def _compile(missing: Sequence[LibraryState]) -> dict[Library, LibraryState]:
     """What becomes of libraries that this process alone builds, at the same time and with one line of progress."""
     what = f"compiling {' and '.join(f'the {state.kind} library' for state in missing)}, once"
     for state in missing:
@@ -222,9 +268,22 @@ def _after_build(wanted: LibraryState, error: BaseException | None) -> LibrarySt
 
 
 def _load_file(found: LibraryState) -> LibraryState:
+    assert found.path is not None
     try:
-        torch.ops.load_library(found.path)
-    except OSError as error:
+        if found.kind == "python":
+            _import_python_library(found.path)
+        else:
+            torch.ops.load_library(found.path)
+    except (OSError, ImportError) as error:
         reason = f"{found.path} cannot be loaded ({error}); once it is deleted, it can be built again"
         return replace(found, status="absent", origin=None, path=None, reason=reason)
     return replace(found, status="loaded")
+
+
+def _import_python_library(path: Path) -> None:
+    global _python_library
+    spec = importlib.util.spec_from_loader(_PYTHON_MODULE, ExtensionFileLoader(_PYTHON_MODULE, str(path)))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    _python_library = module

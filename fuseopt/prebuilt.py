@@ -27,14 +27,18 @@ class Contents:
         machine: processor architecture, as "x86_64".
         cuda: release of nvcc, None for the CPU library.
         architectures: compute capabilities with machine code; PTX of the last is there too.
+        interpreter: `toolchain.interpreter` of the library for Python, None for those that any torch and Python take.
     """
 
     sources: str
     machine: str
     cuda: str | None = None
     architectures: tuple[str, ...] = ()
+    interpreter: str | None = None
 
     def __str__(self) -> str:
+        if self.interpreter is not None:
+            return self.interpreter
         if self.cuda is None:
             return f"{self.machine}-v3" if self.machine == "x86_64" else self.machine
         return f"CUDA {self.cuda}, sm_{', sm_'.join(self.architectures)}, PTX of the last"
@@ -67,6 +71,9 @@ def not_usable_reason(kind: str) -> str | None:
         return "it is stale: the sources have changed since it was made"
     if found.machine != platform.machine():
         return f"it is for {found.machine}, this machine is {platform.machine()}"
+    if found.interpreter is not None:
+        here = toolchain.interpreter()
+        return None if found.interpreter == here else f"it is for {found.interpreter}, this is {here}"
     if found.cuda is None:
         return "this processor lacks AVX2, which it is compiled for" if _is_below_x86_64_v3() else None
     if torch.version.cuda is not None and found.cuda.split(".")[0] != torch.version.cuda.split(".")[0]:

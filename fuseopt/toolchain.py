@@ -1,7 +1,8 @@
 """Compilers, flags and commands: how a folder of `csrc` becomes one shared library.
 
 CPU code is C++ against the LibTorch stable ABI. CUDA code is torch-free `.cu` compiled by nvcc, and a thin binding on
-the stable ABI compiled by the C++ compiler. No header outside the stable ABI is compiled, and no library needs Python.
+the stable ABI compiled by the C++ compiler. Neither needs Python or a header outside the stable ABI. The one file that
+calls them from Python needs both, and is a library of its own, for one release of torch and of Python.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -131,6 +133,31 @@ def cuda_recipe(architectures: Sequence[str], *, ptx: bool = False) -> Recipe:
         # A CPU build of torch has no such library to link with; a wheel can be made with it all the same.
         stub=None if torch_cuda else "libtorch_cuda.so",
     )
+
+
+def python_recipe() -> Recipe:
+    """The library that calls raw ops from Python, for this torch and this Python.
+
+    Raises:
+        ToolchainError: no C++ compiler, or no headers of Python.
+    """
+    cxx = _cxx_compiler()
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").exists():
+        raise ToolchainError(f"there is no Python.h in {headers}: the headers of this Python are not installed")
+    flags = (*_CXX_FLAGS, "-O2")
+    return Recipe(
+        sources=_sources("python"),
+        compile_commands={".cpp": (*cxx, *flags, "-isystem", str(_TORCH / "include"), "-isystem", str(headers))},
+        link_command=(*cxx, "-shared"),
+        link_libraries=_torch_libraries("torch_python", "torch_cpu", "c10"),
+        key=_key("python", *flags, interpreter(), _cxx_fingerprint(cxx, flags)),
+    )
+
+
+def interpreter() -> str:
+    """The torch and the Python of this process, as a library that needs both must have been compiled for."""
+    return f"torch {torch.__version__}, {sysconfig.get_config_var('SOABI')}"
 
 
 # -O1 is for the host's code, which only launches; the device's is optimised in full whatever it says. As C++17 the

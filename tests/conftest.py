@@ -40,6 +40,24 @@ def native_libraries() -> None:
     native.load_all(native.KINDS)
 
 
+@pytest.fixture(autouse=True)
+def memory_for_other_workers() -> Iterator[None]:
+    """Leaves other workers on the same GPU what a test has done with."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def most_of_a_gpu(pytestconfig: pytest.Config) -> Iterator[None]:
+    """For tests of tens of gigabytes: one at a time, whatever other workers run beside it."""
+    import filelock
+
+    with filelock.FileLock(pytestconfig.cache.mkdir("gpu") / "most.lock"):
+        yield
+        torch.cuda.empty_cache()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Keep compiled libraries with pytest's own cache: built once, whatever tests, workers and later runs need them.
 

@@ -137,7 +137,7 @@ def test_env(capsys):
     assert code == 0
     assert found["versions"]["torch"] == torch.__version__
     assert found["machine"]["cores"].isdigit()
-    assert set(found["native code"]) == {"cpu", "cuda", "cache", "prebuilt"}
+    assert set(found["native code"]) == {"cpu", "cuda", "python", "cache", "prebuilt"}
     code, out, _ = run(capsys, "env")
     assert code == 0
     for value in (torch.__version__, found["machine"]["cpu"], found["native code"]["cache"]):

@@ -367,6 +367,63 @@ def test_a_prebuilt_library_comes_first(shipped, monkeypatch):
     assert (loaded.status, loaded.origin, loaded.path) == ("loaded", "prebuilt", shipped)
 
 
+PYTHON_SOURCE = """
+#include <Python.h>
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "fuseopt_python"};
+PyMODINIT_FUNC PyInit_fuseopt_python() { return PyModule_Create(&module); }
+"""
+
+
+@pytest.fixture
+def with_python(csrc, monkeypatch) -> Path:
+    """`csrc` with a library for Python, which no test has loaded yet."""
+    (csrc / "python").mkdir()
+    (csrc / "python" / "module.cpp").write_text(PYTHON_SOURCE)
+    monkeypatch.setattr(native, "_python_library", None)
+    return csrc
+
+
+def test_the_library_for_python_comes_along_with_any_other(with_python, capfd):
+    assert native.load("cpu", build=False).status == "buildable"
+    assert native.state("python").status == "buildable" and native.python_library() is None
+    assert native.load_all([]) == [] and native.state("python").status == "buildable"
+    assert native.load("cpu").origin == "built"
+    python = native.state("python")
+    assert (python.status, python.origin) == ("loaded", "built")
+    assert native.python_library().__name__ == "fuseopt_python"
+    assert "compiling the cpu library and the python library, once: 1/3" in capfd.readouterr().err
+
+
+def test_without_headers_of_python_its_library_alone_is_absent(with_python, monkeypatch, tmp_path):
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert native.load("cpu").status == "loaded"
+    assert f"there is no Python.h in {tmp_path}" in native.state("python").reason
+    assert native.python_library() is None
+
+
+def test_a_library_for_python_that_cannot_be_imported_leaves_the_others(with_python):
+    (with_python / "python" / "module.cpp").write_text("int nothing;\n")
+    assert native.load("cpu").status == "loaded"
+    python = native.state("python")
+    assert python.status == "absent" and "cannot be loaded" in python.reason and native.python_library() is None
+
+
+@pytest.mark.parametrize("is_for_this_python", [True, False])
+def test_beside_prebuilt_kernels_none_is_compiled_for_python(
+    with_python, shipped, logging_compiler, is_for_this_python
+):
+    if not is_for_this_python:
+        change_contents(interpreter="torch 1.0, cpython-27")(prebuilt.path_of("python"))
+    assert native.load("cpu").origin == "prebuilt"
+    python = native.state("python")
+    if is_for_this_python:
+        assert (python.status, python.origin) == ("loaded", "prebuilt")
+    else:
+        assert python.status == "absent" and "the libraries of kernels are prebuilt" in python.reason
+        assert "it is for torch 1.0, cpython-27, this is torch 2." in python.passed_over
+    assert compilations(logging_compiler) == 0
+
+
 def change_a_source(shipped: Path) -> None:
     (toolchain.CSRC / "dtypes.h").write_text("constexpr int kAnswer = 43;\n")
 
@@ -562,5 +619,7 @@ def test_initialize_builds_and_says_so_and_nothing_else_does(tmp_path):
     assert result.returncode == 0, result.stderr
     before, progress, after = result.stderr.splitlines()
     assert (before, after) == ("buildable", "loaded")
-    assert re.match(r"fuseopt: compiling the cpu library, once: 1/\d+ \S+\.cpp ", progress), progress
+    assert re.match(r"fuseopt: compiling the cpu library and the python library, once: 1/\d+ \S+\.cpp ", progress), (
+        progress
+    )
     assert "n-gram size must not be negative, got -3" in result.stdout

@@ -65,7 +65,7 @@ def test_an_installed_wheel_uses_its_libraries_and_compiles_nothing(checkout, tm
     wheel = wheel_of(checkout)
     assert "-py3-none-linux_" in wheel.name
     libraries = {Path(name).stem for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
-    assert libraries == ({"cpu", "cuda"} if has_nvcc() else {"cpu"})
+    assert libraries == {"cpu", "python"} | ({"cuda"} if has_nvcc() else set())
 
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
@@ -77,10 +77,12 @@ def test_an_installed_wheel_uses_its_libraries_and_compiles_nothing(checkout, tm
     code = (
         "import torch, fuseopt, fuseopt.ops as ops; from fuseopt import native; print(fuseopt.__file__)\n"
         "state = native.load('cpu'); print(state.status, state.origin, state.passed_over)\n"
+        "print(native.state('python').origin, native.python_library() is not None)\n"
         "x = torch.randn(3, 8); print((ops.gelu(x, backend='cpu') - torch.nn.functional.gelu(x)).abs().max() < 1e-6)"
     )
     said = run(python, "-I", "-c", code, **environment).splitlines()
-    assert said[0].startswith(str(site)) and said[1:] == ["loaded prebuilt None", "tensor(True)"]
+    assert said[0].startswith(str(site))
+    assert said[1:] == ["loaded prebuilt None", "prebuilt True", "tensor(True)"]
     assert not (tmp_path / "cache").exists()
     found = json.loads(run(python, "-I", "-m", "fuseopt", "env", "--json", **environment))["native code"]
     assert "available (prebuilt)" in found["cpu"]

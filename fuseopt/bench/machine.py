@@ -58,8 +58,8 @@ def commit() -> str | None:
 
 def environment() -> dict[str, dict[str, str]]:
     """`versions`, `machine`, the state of each native library, where it is built, and what the package ships."""
-    native_code: dict[str, str] = {kind: _describe(native.state(kind)) for kind in native.KINDS}
-    shipped = [f"{kind}: {held}" for kind in native.KINDS if (held := prebuilt.contents(kind)) is not None]
+    native_code: dict[str, str] = {kind: _describe(native.state(kind)) for kind in native.LIBRARIES}
+    shipped = [f"{kind}: {held}" for kind in native.LIBRARIES if (held := prebuilt.contents(kind)) is not None]
     return {
         "versions": versions(),
         "machine": machine(),

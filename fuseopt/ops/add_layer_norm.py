@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_autocast_enabled
+from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
 from fuseopt.ops.layer_norm import layer_norm_reference, normalise
@@ -18,7 +19,6 @@ from fuseopt.ops.library import (
     is_differentiated_again,
     needs_autograd,
     reference_vjp,
-    runs_at_once,
 )
 
 
@@ -155,23 +155,17 @@ def add_layer_norm(
         ValueError: a residual or parameter of another shape.
         BackendError: the backend named cannot run here; the message says why.
     """
-    weight_dtype = None if weight is None else weight.dtype
-    bias_dtype = None if bias is None else bias.dtype
-    if runs_at_once(input, residual, weight, bias) and not is_autocast_enabled():
-        run = _DIRECT.cuda if backend == "auto" and input.is_cuda else None
-        if run is None:
-            run = _DIRECT[backend, input.device, input.dtype, residual.dtype, weight_dtype, bias_dtype]
-        if run is not None:
-            try:
-                return run(input, residual, weight, bias, eps)
-            except RuntimeError:
-                pass  # what is wrong is said below, in the words of this function
+    if not (is_dynamo_compiling() or is_autocast_enabled()):
+        outputs = _DIRECT[backend, input.is_cuda](input, residual, weight, bias, eps)
+        if outputs is not NotImplemented:
+            return outputs
     check_shape("residual", residual, input.shape)
     if weight is not None:
         check_shape("weight", weight, input.shape[-1:])
     if bias is not None:
         check_shape("bias", bias, input.shape[-1:])
-    dtypes = (input.dtype, residual.dtype, weight_dtype, bias_dtype)
+    parameters = (None if parameter is None else parameter.dtype for parameter in (weight, bias))
+    dtypes = (input.dtype, residual.dtype, *parameters)
     chosen = registry.pick("add_layer_norm", backend, input.device, dtypes)
     if chosen == "reference":
         return add_layer_norm_reference(input, residual, weight, bias, eps)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
 from fuseopt.ops.library import (
@@ -16,9 +17,8 @@ from fuseopt.ops.library import (
     is_differentiated_again,
     needs_autograd,
     reference_vjp,
-    runs_at_once,
 )
-from fuseopt.ops.rms_norm import CAST_ORDERS, cast_dtypes, cast_order_code, normalise, rms_norm_reference
+from fuseopt.ops.rms_norm import cast_dtypes, cast_order_code, normalise, rms_norm_reference
 
 
 def _fake(
@@ -138,21 +138,16 @@ def add_rms_norm(
         ValueError: an unknown `cast_order`, or a residual or weight of another shape.
         BackendError: the backend named cannot run here; the message says why.
     """
-    weight_dtype = None if weight is None else weight.dtype
-    if runs_at_once(input, residual, weight) and cast_order in CAST_ORDERS:
-        run = _DIRECT.cuda if backend == "auto" and input.is_cuda else None
-        if run is None:
-            run = _DIRECT[backend, input.device, input.dtype, residual.dtype, weight_dtype]
-        if run is not None:
-            try:
-                return run(input, residual, weight, eps, CAST_ORDERS[cast_order], offset)
-            except RuntimeError:
-                pass  # what is wrong is said below, in the words of this function
     code = cast_order_code(cast_order)
+    if not is_dynamo_compiling():
+        outputs = _DIRECT[backend, input.is_cuda](input, residual, weight, eps, code, offset)
+        if outputs is not NotImplemented:
+            return outputs
     check_shape("residual", residual, input.shape)
     if weight is not None:
         check_shape("weight", weight, input.shape[-1:])
-    chosen = registry.pick("add_rms_norm", backend, input.device, (input.dtype, residual.dtype, weight_dtype))
+    dtypes = (input.dtype, residual.dtype, None if weight is None else weight.dtype)
+    chosen = registry.pick("add_rms_norm", backend, input.device, dtypes)
     if chosen == "reference":
         return add_rms_norm_reference(input, residual, weight, eps, offset=offset, cast_order=cast_order)
     if needs_autograd(input, residual, weight):

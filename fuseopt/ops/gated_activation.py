@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
 from fuseopt.ops.library import (
@@ -16,7 +17,6 @@ from fuseopt.ops.library import (
     is_differentiated_again,
     needs_autograd,
     reference_vjp,
-    runs_at_once,
 )
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -132,15 +132,10 @@ def gated_activation(
     code = _code(activation)
     if activation_dtype is gate.dtype:
         activation_dtype = None
-    if runs_at_once(gate, up):
-        run = _DIRECT.cuda if backend == "auto" and gate.is_cuda else None
-        if run is None:
-            run = _DIRECT[backend, gate.device, gate.dtype, up.dtype]
-        if run is not None:
-            try:
-                return run(gate, up, code, activation_dtype)
-            except RuntimeError:
-                pass  # what is wrong is said below, in the words of this function
+    if not is_dynamo_compiling():
+        output = _DIRECT[backend, gate.is_cuda](gate, up, code, activation_dtype)
+        if output is not NotImplemented:
+            return output
     check_shape("up", up, gate.shape)
     chosen = registry.pick("gated_activation", backend, gate.device, (gate.dtype, up.dtype))
     if chosen == "reference":

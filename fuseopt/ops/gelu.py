@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
 from fuseopt.ops.library import (
@@ -17,7 +18,6 @@ from fuseopt.ops.library import (
     is_differentiated_again,
     needs_autograd,
     reference_vjp,
-    runs_at_once,
 )
 
 
@@ -141,19 +141,12 @@ def gelu(
         ValueError: an unknown `approximate`, or a bias of another shape.
         BackendError: the backend named cannot run here; the message says why.
     """
-    tanh = approximate == "tanh" or _is_tanh(approximate)
+    tanh = approximate == "tanh" or (approximate != "none" and _is_tanh(approximate))
+    if not is_dynamo_compiling():
+        output = _DIRECT[backend, input.is_cuda](input, tanh, bias, output_dtype)
+        if output is not NotImplemented:
+            return output
     bias_dtype = None if bias is None else bias.dtype
-    if runs_at_once(input, bias):
-        run = _DIRECT.cuda if backend == "auto" and input.is_cuda else None
-        if run is None:
-            run = _DIRECT[backend, input.device, input.dtype, bias_dtype]
-        if run is not None:
-            try:
-                if bias is None and output_dtype is None:
-                    return run(input, True) if tanh else run(input)
-                return run(input, tanh, bias, output_dtype)
-            except RuntimeError:
-                pass  # what is wrong is said below, in the words of this function
     if bias is not None:
         check_shape("bias", bias, input.shape[-1:])
     chosen = registry.pick("gelu", backend, input.device, (input.dtype, bias_dtype))

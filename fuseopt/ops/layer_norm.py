@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_autocast_enabled
+from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
 from fuseopt.ops.library import (
@@ -19,7 +20,6 @@ from fuseopt.ops.library import (
     is_differentiated_again,
     needs_autograd,
     reference_vjp,
-    runs_at_once,
 )
 
 
@@ -180,25 +180,18 @@ def layer_norm(
         ValueError: `input` does not end in `normalized_shape`, or a parameter has another shape.
         BackendError: the backend named cannot run here; the message says why.
     """
-    weight_dtype = None if weight is None else weight.dtype
-    bias_dtype = None if bias is None else bias.dtype
     if (
-        runs_at_once(input, weight, bias)
-        and not is_autocast_enabled()
+        not (is_dynamo_compiling() or is_autocast_enabled())
         and len(normalized_shape) == 1
         and normalized_shape[0] == input.size(-1)
     ):
-        run = _DIRECT.cuda if backend == "auto" and input.is_cuda else None
-        if run is None:
-            run = _DIRECT[backend, input.device, input.dtype, weight_dtype, bias_dtype]
-        if run is not None:
-            try:
-                return run(input, weight, bias, eps)
-            except RuntimeError:
-                pass  # what is wrong is said below, in the words of this function
+        output = _DIRECT[backend, input.is_cuda](input, weight, bias, eps)
+        if output is not NotImplemented:
+            return output
     rows, weight, bias = _checked(input, normalized_shape, weight, bias)
     output_dtype = autocast_dtype(input)
-    chosen = registry.pick("layer_norm", backend, input.device, (input.dtype, weight_dtype, bias_dtype))
+    dtypes = (input.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
+    chosen = registry.pick("layer_norm", backend, input.device, dtypes)
     if chosen == "reference":
         output = normalise(rows, weight, bias, eps, output_dtype)
     elif needs_autograd(input, weight, bias):

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 LIBRARY = torch.library.Library("fuseopt", "DEF")
@@ -112,11 +112,14 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def runs_at_once(*tensors: Tensor | None) -> bool:
-    """Whether a call may go to its raw op by `registry.Direct`: in eager mode, and without `needs_autograd`."""
-    if is_grad_enabled() and needs_autograd(*tensors):
-        return False
-    return forward_ad._current_level < 0 and not is_dynamo_compiling()
+def count_versions_up(op: OpOverload, arguments: Sequence[Any]) -> None:
+    """Count up the versions of tensors that `op` has written to: autograd must see that what it saved has changed.
+
+    A raw op itself does not.
+    """
+    for parameter, argument in zip(op._schema.arguments, arguments, strict=False):
+        if parameter.is_write and not argument.is_inference():
+            increment_version(argument)
 
 
 def is_unobserved() -> bool:

@@ -42,7 +42,7 @@ def no_repeat_ngram(
     """
     if ngram_size <= 0:
         raise ValueError(_NOT_POSITIVE.format(ngram_size))
-    if input_ids.shape[-1] < ngram_size:
+    if input_ids.size(-1) < ngram_size:
         check_rows(input_ids, scores, None, inplace)
         return scores
     return run("no_repeat_ngram", backend, inplace, input_ids, scores, ngram_size)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
-from fuseopt.ops.library import define, runs_at_once
+from fuseopt.ops.library import count_versions_up, define
 
 # The likeliest first: a call leaves out what it does not ask for, and pays for what it gives.
 _ARGUMENTS = (
@@ -61,17 +61,10 @@ def run(name: str, backend: str, inplace: bool, input_ids: Tensor, scores: Tenso
     Raises:
         ValueError: rows do not fit each other, or `scores` cannot be written to.
     """
-    if runs_at_once(scores) and not (inplace and 0 in scores.stride()):
-        direct = _DIRECT[name, inplace]
-        raw = direct.cuda if backend == "auto" and scores.is_cuda else None
-        if raw is None:
-            raw = direct[backend, scores.device, scores.dtype]
-        if raw is not None:
-            try:
-                output = raw(input_ids, scores, *edits)
-                return _written_to(scores) if inplace else output
-            except RuntimeError:
-                pass  # what is wrong is said below, in the words of this function
+    if not is_dynamo_compiling():
+        output = _DIRECT[name, inplace][backend, scores.is_cuda](input_ids, scores, *edits)
+        if output is not NotImplemented:
+            return scores if inplace else output
     check_rows(input_ids, scores, edits[4] if len(edits) > 4 else None, inplace)
     chosen = registry.pick_without_gradient(name, backend, (scores.dtype,), scores)
     if chosen == "reference":
@@ -80,13 +73,8 @@ def run(name: str, backend: str, inplace: bool, input_ids: Tensor, scores: Tenso
     if not inplace:
         return RAW[chosen](input_ids, scores, *edits)
     RAW_IN_PLACE[chosen](input_ids, scores, *edits)
-    return scores if torch.compiler.is_compiling() else _written_to(scores)
-
-
-def _written_to(scores: Tensor) -> Tensor:
-    """`scores`, its version counted up: a raw op does not, and autograd must see that what it saved has changed."""
-    if not scores.is_inference():
-        increment_version(scores)
+    if not torch.compiler.is_compiling():
+        count_versions_up(RAW_IN_PLACE[chosen], (input_ids, scores))
     return scores
 
 

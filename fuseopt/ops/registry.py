@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from fuseopt import native
 from fuseopt.errors import BackendError
 from fuseopt.ops.backends import (
     CPU,
@@ -19,7 +21,7 @@ from fuseopt.ops.backends import (
     NativeBackend,
     TritonBackend,
 )
-from fuseopt.ops.library import needs_autograd
+from fuseopt.ops.library import count_versions_up, needs_autograd
 
 __all__ = [
     "CPU",
@@ -170,16 +172,16 @@ def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtyp
     return picked
 
 
-class Direct(dict[tuple[Any, ...], Callable | None]):
-    """What runs a call of one op that `library.runs_at_once`, by `[backend, device, dtypes...]`.
+class Direct(dict[tuple[str, bool], Callable]):
+    """Calls of one op that need no more than its raw op: `[backend, is_cuda](*arguments)`, eager and outside autocast.
 
-    The value is the raw op of the backend that `pick` gives, without the Python around an `OpOverload`; None where it
-    gives the reference. All that such a call spends on its choice is one look-up, as soon as the choice is settled. It
-    is not while a better backend of that device cannot run: a native library may be loaded yet.
+    Such a call costs a look-up and the raw op, by the shortest way there is to it. The callable returns NotImplemented,
+    and has done nothing, where the public function has to see to the call itself: the choice falls on the reference,
+    a gradient or a transform is asked for, a tensor is on another device or not a plain one, or the kernel refuses
+    what it is given, which the function can say in its own words.
 
-    Attributes:
-        cuda: what "auto" gives for CUDA tensors, once that is settled to be the CUDA kernel: most calls there are,
-            which are spared the look-up. It refuses dtypes that it does not take.
+    What stands for a key is settled once the backend chosen cannot change any more: not while a better one for that
+    device cannot run, since a native library may be loaded yet. A kernel refuses dtypes that it does not take.
 
     Args:
         overloads: the raw op of each backend.
@@ -187,18 +189,38 @@ class Direct(dict[tuple[Any, ...], Callable | None]):
 
     def __init__(self, name: str, overloads: Mapping[str, OpOverload]) -> None:
         self._name, self._overloads = name, overloads
-        self.cuda: Callable | None = None
 
-    def __missing__(self, key: tuple[Any, ...]) -> Callable | None:
-        backend, device, *dtypes = key
-        chosen = pick(self._name, backend, device, tuple(dtypes))
-        run = self._overloads[chosen]._op if chosen in self._overloads else None
+    def __missing__(self, key: tuple[str, bool]) -> Callable:
+        return partial(self._choose_and_call, key)
+
+    def _choose_and_call(self, key: tuple[str, bool], *arguments: Any) -> Any:
+        backend, _ = key
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        device, dtypes = tensors[0].device, tuple(tensor.dtype for tensor in tensors if tensor.is_floating_point())
+        chosen = pick(self._name, backend, device, dtypes)
+        if chosen not in self._overloads:
+            return NotImplemented
+        op = self._overloads[chosen]
+        call = native.direct_call(op, device.type) or partial(self._call_overload, key, op, device.type)
         candidates = get(self._name).candidates(backend)
         if chosen == next(candidate.name for candidate in candidates if candidate.runs_on(device)):
-            self[key] = run
-            if backend == "auto" and chosen == "cuda":
-                self.cuda = run
-        return run
+            self[key] = call
+        return call(*arguments)
+
+    def _call_overload(self, key: tuple[str, bool], op: OpOverload, device_type: str, *arguments: Any) -> Any:
+        """What `native.direct_call` would do, until there is one."""
+        if native.python_library() is not None:
+            self.pop(key, None)
+            return self._choose_and_call(key, *arguments)
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        if needs_autograd(*tensors) or tensors[0].device.type != device_type:
+            return NotImplemented
+        try:
+            result = op._op(*arguments)
+        except RuntimeError:
+            return NotImplemented
+        count_versions_up(op, arguments)
+        return result
 
 
 def pick_without_gradient(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
 from fuseopt.ops.library import (
@@ -21,7 +22,6 @@ from fuseopt.ops.library import (
     is_differentiated_again,
     needs_autograd,
     reference_vjp,
-    runs_at_once,
 )
 
 CAST_ORDERS = {"input": 0, "t5": 1, "llama": 2}
@@ -163,23 +163,15 @@ def rms_norm(
         ValueError: an unknown `cast_order`, or a weight of another shape.
         BackendError: the backend named cannot run here; the message says why.
     """
-    weight_dtype = None if weight is None else weight.dtype
-    code = CAST_ORDERS.get(cast_order)
-    if code is not None and runs_at_once(input, weight):
-        run = _DIRECT.cuda if backend == "auto" and input.is_cuda else None
-        if run is None:
-            run = _DIRECT[backend, input.device, input.dtype, weight_dtype]
-        if run is not None:
-            try:
-                if offset == 0.0:
-                    return run(input, weight, eps, code) if code else run(input, weight, eps)
-                return run(input, weight, eps, code, offset)
-            except RuntimeError:
-                pass  # what is wrong is said below, in the words of this function
     code = cast_order_code(cast_order)
+    if not is_dynamo_compiling():
+        output = _DIRECT[backend, input.is_cuda](input, weight, eps, code, offset)
+        if output is not NotImplemented:
+            return output
     if weight is not None:
         check_shape("weight", weight, input.shape[-1:])
-    chosen = registry.pick("rms_norm", backend, input.device, (input.dtype, weight_dtype))
+    dtypes = (input.dtype, None if weight is None else weight.dtype)
+    chosen = registry.pick("rms_norm", backend, input.device, dtypes)
     if chosen == "reference":
         return normalise(input, weight, eps, code, offset)
     if needs_autograd(input, weight):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_autocast_enabled
+from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
 from fuseopt.ops.library import (
@@ -14,7 +15,6 @@ from fuseopt.ops.library import (
     define,
     is_differentiated_again,
     needs_autograd,
-    runs_at_once,
 )
 
 
@@ -122,16 +122,11 @@ def softmax(
         return softmax(input.transpose(dim, -1), mask, scale=scale, backend=backend).transpose(dim, -1)
     if mask is not None and not mask.dtype.is_floating_point:
         raise TypeError(f"mask is added to the scores and must be floating point, not {mask.dtype}")
+    if not (is_dynamo_compiling() or is_autocast_enabled()):
+        output = _DIRECT[backend, input.is_cuda](input, mask, scale)
+        if output is not NotImplemented:
+            return output
     mask_dtype = None if mask is None else mask.dtype
-    if runs_at_once(input, mask) and not is_autocast_enabled():
-        run = _DIRECT.cuda if backend == "auto" and input.is_cuda else None
-        if run is None:
-            run = _DIRECT[backend, input.device, input.dtype, mask_dtype]
-        if run is not None:
-            try:
-                return run(input) if mask is None and scale == 1.0 else run(input, mask, scale)
-            except RuntimeError:
-                pass  # what is wrong is said below, in the words of this function
     output_dtype = autocast_dtype(input)
     chosen = registry.pick("softmax", backend, input.device, (input.dtype, mask_dtype))
     if chosen == "reference":

@@ -107,6 +107,7 @@ def test_inputs_on_a_device_that_is_not_current(case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("most_of_a_gpu")
 @on_row_kernels
 @pytest.mark.parametrize("columns", [2049, 4096, 50_257])
 def test_more_than_2_to_the_31_elements(case: Case, columns: int) -> None:

@@ -169,6 +169,7 @@ def test_both_are_rotated_by_one_op_which_keeps_neither(case: Case) -> None:
 
 @triton_cases
 @pytest.mark.slow
+@pytest.mark.usefixtures("most_of_a_gpu")
 def test_more_than_2_to_the_31_elements(case: Case) -> None:
     if interpreted(case):
         pytest.skip("takes minutes to interpret")

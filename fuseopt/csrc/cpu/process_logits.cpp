@@ -239,6 +239,9 @@ void process_logits_(const Tensor& input_ids, Tensor scores, int64_t no_repeat_n
   const Options options =
       check(input_ids, scores, no_repeat_ngram_size, repetition_penalty, temperature, suppress_tokens,
             encoder_input_ids, encoder_no_repeat_ngram_size, prompt_ignore_length);
+  for (int64_t dim = 0; dim < 2; ++dim) {
+    FUSEOPT_CHECK(scores.stride(dim) != 0 || scores.size(dim) <= 1, "fuseopt::process_logits_: scores are expanded");
+  }
   if (scores.stride(1) == 1) return edit(input_ids, scores, options, scores);
   Tensor output = empty_like(scores, scores.scalar_type());
   edit(input_ids, scores, options, output);

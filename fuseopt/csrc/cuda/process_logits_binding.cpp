@@ -70,6 +70,10 @@ Tensor process_logits(Tensor input_ids, Tensor scores, int64_t no_repeat_ngram_s
 void process_logits_(Tensor input_ids, Tensor scores, int64_t no_repeat_ngram_size, double repetition_penalty,
                      double temperature, std::optional<Tensor> suppress_tokens, std::optional<Tensor> encoder_input_ids,
                      int64_t encoder_no_repeat_ngram_size, std::optional<Tensor> prompt_ignore_length) {
+  FUSEOPT_CHECK(scores.dim() == 2, "fuseopt::process_logits_: scores must be [rows, vocabulary]");
+  for (int64_t dim = 0; dim < 2; ++dim) {
+    FUSEOPT_CHECK(scores.stride(dim) != 0 || scores.size(dim) <= 1, "fuseopt::process_logits_: scores are expanded");
+  }
   edit("process_logits_", input_ids, scores, scores, no_repeat_ngram_size, repetition_penalty, temperature,
        suppress_tokens, encoder_input_ids, encoder_no_repeat_ngram_size, prompt_ignore_length);
 }
