@@ -113,14 +113,16 @@ inline void check_same(const char* op, const char* name, const Tensor& tensor, c
 // An uninitialised contiguous tensor on the device of `like`. Straight from the C interface: torch::stable::new_empty
 // goes through the dispatcher, at several times the cost.
 inline Tensor allocate(const Tensor& like, IntHeaderOnlyArrayRef sizes, ScalarType type) {
-  std::vector<int64_t> strides(sizes.size());
+  constexpr size_t kMaxDims = 64;  // as of most of torch's own kernels
+  FUSEOPT_CHECK(sizes.size() <= kMaxDims, "fuseopt: a tensor of ", sizes.size(), " dimensions; at most ", kMaxDims);
+  int64_t strides[kMaxDims];
   int64_t stride = 1;
   for (size_t dim = sizes.size(); dim-- > 0;) {
     strides[dim] = stride;
     stride *= std::max<int64_t>(sizes[dim], 1);
   }
   AtenTensorHandle handle = nullptr;
-  const auto status = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+  const auto status = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides,
                                                torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
                                                aoti_torch_device_type_cuda(), like.get_device_index(), &handle);
   // torch's own words, which callers that retry with a smaller batch look for.
