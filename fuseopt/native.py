@@ -16,7 +16,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from importlib.machinery import ExtensionFileLoader
@@ -25,7 +25,6 @@ from types import ModuleType
 from typing import Literal
 
 import torch
-from torch._ops import OpOverload
 
 from fuseopt import prebuilt, toolchain
 from fuseopt.errors import NativeBuildError
@@ -105,21 +104,8 @@ def load_all(kinds: Sequence[Kind], *, build: bool = True) -> list[LibraryState]
 
 
 def python_library() -> ModuleType | None:
-    """The module that `direct_call` calls, once it is loaded."""
+    """The module of `csrc/python`, once it is loaded."""
     return _python_library
-
-
-def direct_call(op: OpOverload, device_type: str) -> Callable | None:
-    """A raw op as a function of positional arguments, for tensors on that type of device; None without the library.
-
-    Versions of tensors that it writes to are counted up. It returns NotImplemented, and has done nothing, where a call
-    is not plain: a tensor of a subclass or on another device, a gradient or a torch.func transform asked for, a
-    `TorchFunctionMode`, another type of argument, or one that the op refuses.
-    """
-    if _python_library is None:
-        return None
-    schema = op._schema
-    return _python_library.direct_call(schema.name, schema.overload_name, device_type)
 
 
 def cache_dir() -> Path:

@@ -156,7 +156,7 @@ def add_layer_norm(
         BackendError: the backend named cannot run here; the message says why.
     """
     if not (is_dynamo_compiling() or is_autocast_enabled()):
-        outputs = _DIRECT[backend, input.is_cuda](input, residual, weight, bias, eps)
+        outputs = _DIRECT.run(backend, input, residual, weight, bias, eps)
         if outputs is not NotImplemented:
             return outputs
     check_shape("residual", residual, input.shape)

@@ -140,7 +140,7 @@ def add_rms_norm(
     """
     code = cast_order_code(cast_order)
     if not is_dynamo_compiling():
-        outputs = _DIRECT[backend, input.is_cuda](input, residual, weight, eps, code, offset)
+        outputs = _DIRECT.run(backend, input, residual, weight, eps, code, offset)
         if outputs is not NotImplemented:
             return outputs
     check_shape("residual", residual, input.shape)

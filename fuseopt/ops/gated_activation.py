@@ -133,7 +133,7 @@ def gated_activation(
     if activation_dtype is gate.dtype:
         activation_dtype = None
     if not is_dynamo_compiling():
-        output = _DIRECT[backend, gate.is_cuda](gate, up, code, activation_dtype)
+        output = _DIRECT.run(backend, gate, up, code, activation_dtype)
         if output is not NotImplemented:
             return output
     check_shape("up", up, gate.shape)

@@ -143,7 +143,7 @@ def gelu(
     """
     tanh = approximate == "tanh" or (approximate != "none" and _is_tanh(approximate))
     if not is_dynamo_compiling():
-        output = _DIRECT[backend, input.is_cuda](input, tanh, bias, output_dtype)
+        output = _DIRECT.run(backend, input, tanh, bias, output_dtype)
         if output is not NotImplemented:
             return output
     bias_dtype = None if bias is None else bias.dtype

@@ -185,7 +185,7 @@ def layer_norm(
         and len(normalized_shape) == 1
         and normalized_shape[0] == input.size(-1)
     ):
-        output = _DIRECT[backend, input.is_cuda](input, weight, bias, eps)
+        output = _DIRECT.run(backend, input, weight, bias, eps)
         if output is not NotImplemented:
             return output
     rows, weight, bias = _checked(input, normalized_shape, weight, bias)

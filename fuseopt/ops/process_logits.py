@@ -62,7 +62,7 @@ def run(name: str, backend: str, inplace: bool, input_ids: Tensor, scores: Tenso
         ValueError: rows do not fit each other, or `scores` cannot be written to.
     """
     if not is_dynamo_compiling():
-        output = _DIRECT[name, inplace][backend, scores.is_cuda](input_ids, scores, *edits)
+        output = _DIRECT[name, inplace].run(backend, input_ids, scores, *edits)
         if output is not NotImplemented:
             return scores if inplace else output
     check_rows(input_ids, scores, edits[4] if len(edits) > 4 else None, inplace)

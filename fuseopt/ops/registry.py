@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -172,16 +171,18 @@ def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtyp
     return picked
 
 
-class Direct(dict[tuple[str, bool], Callable]):
-    """Calls of one op that need no more than its raw op: `[backend, is_cuda](*arguments)`, eager and outside autocast.
+class Direct:
+    """Calls of one op that need no more than a raw op: eager, outside autocast, without gradient.
 
-    Such a call costs a look-up and the raw op, by the shortest way there is to it. The callable returns NotImplemented,
-    and has done nothing, where the public function has to see to the call itself: the choice falls on the reference,
-    a gradient or a transform is asked for, a tensor is on another device or not a plain one, or the kernel refuses
-    what it is given, which the function can say in its own words.
+    Attributes:
+        run: `run(backend, *arguments)`, those of the raw op, a tensor first. Gives NotImplemented, and has done
+            nothing, where the public function has to see to the call itself: the choice falls on the reference, a
+            gradient or a transform is asked for, a tensor is of a subclass or on another device, or the kernel refuses
+            what it is given, which the function can say in its own words.
 
-    What stands for a key is settled once the backend chosen cannot change any more: not while a better one for that
-    device cannot run, since a native library may be loaded yet. A kernel refuses dtypes that it does not take.
+    Once a choice is settled, `run` is the shortest way to the raw op. It is not settled while a better backend of the
+    device cannot run: a native library may be loaded yet. Dtypes have no part in it: a kernel refuses those that it
+    does not take.
 
     Args:
         overloads: the raw op of each backend.
@@ -189,38 +190,36 @@ class Direct(dict[tuple[str, bool], Callable]):
 
     def __init__(self, name: str, overloads: Mapping[str, OpOverload]) -> None:
         self._name, self._overloads = name, overloads
+        self._calls: Any = None
+        self.run: Callable = self._choose_and_call
 
-    def __missing__(self, key: tuple[str, bool]) -> Callable:
-        return partial(self._choose_and_call, key)
-
-    def _choose_and_call(self, key: tuple[str, bool], *arguments: Any) -> Any:
-        backend, _ = key
+    def _choose_and_call(self, backend: str, *arguments: Any) -> Any:
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         device, dtypes = tensors[0].device, tuple(tensor.dtype for tensor in tensors if tensor.is_floating_point())
         chosen = pick(self._name, backend, device, dtypes)
         if chosen not in self._overloads:
             return NotImplemented
         op = self._overloads[chosen]
-        call = native.direct_call(op, device.type) or partial(self._call_overload, key, op, device.type)
+        library = native.python_library()
         candidates = get(self._name).candidates(backend)
-        if chosen == next(candidate.name for candidate in candidates if candidate.runs_on(device)):
-            self[key] = call
-        return call(*arguments)
+        if library is None or chosen != next(candidate.name for candidate in candidates if candidate.runs_on(device)):
+            return _call_overload(op, tensors, arguments)
+        if self._calls is None:
+            self.run = self._calls = library.DirectCalls(self._choose_and_call)
+        self._calls.settle(backend, device.type, op._schema.name, op._schema.overload_name)
+        return self._calls(backend, *arguments)
 
-    def _call_overload(self, key: tuple[str, bool], op: OpOverload, device_type: str, *arguments: Any) -> Any:
-        """What `native.direct_call` would do, until there is one."""
-        if native.python_library() is not None:
-            self.pop(key, None)
-            return self._choose_and_call(key, *arguments)
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        if needs_autograd(*tensors) or tensors[0].device.type != device_type:
-            return NotImplemented
-        try:
-            result = op._op(*arguments)
-        except RuntimeError:
-            return NotImplemented
-        count_versions_up(op, arguments)
-        return result
+
+def _call_overload(op: OpOverload, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> Any:
+    """What `DirectCalls` of the library for Python does, the long way."""
+    if needs_autograd(*tensors):
+        return NotImplemented
+    try:
+        result = op._op(*arguments)
+    except RuntimeError:
+        return NotImplemented
+    count_versions_up(op, arguments)
+    return result
 
 
 def pick_without_gradient(

@@ -165,7 +165,7 @@ def rms_norm(
     """
     code = cast_order_code(cast_order)
     if not is_dynamo_compiling():
-        output = _DIRECT[backend, input.is_cuda](input, weight, eps, code, offset)
+        output = _DIRECT.run(backend, input, weight, eps, code, offset)
         if output is not NotImplemented:
             return output
     if weight is not None:

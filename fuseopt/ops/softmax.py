@@ -123,7 +123,7 @@ def softmax(
     if mask is not None and not mask.dtype.is_floating_point:
         raise TypeError(f"mask is added to the scores and must be floating point, not {mask.dtype}")
     if not (is_dynamo_compiling() or is_autocast_enabled()):
-        output = _DIRECT[backend, input.is_cuda](input, mask, scale)
+        output = _DIRECT.run(backend, input, mask, scale)
         if output is not NotImplemented:
             return output
     mask_dtype = None if mask is None else mask.dtype

@@ -86,12 +86,12 @@ def test_a_settled_choice_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> 
     overloads = {"kernel": torch.ops.aten.neg.default}
     settled, still_open = (registry.Direct(name, overloads) for name in ("settled", "open"))
     for direct in (settled, still_open):
-        assert direct["auto", False](torch.ones(2)).tolist() == [-1, -1]
+        assert direct.run("auto", torch.ones(2)).tolist() == [-1, -1]
     monkeypatch.setattr(registry, "pick", lambda *_: pytest.fail("asked again"))
-    assert settled["auto", False](torch.ones(2)).tolist() == [-1, -1]
+    assert settled.run("auto", torch.ones(2)).tolist() == [-1, -1]
     # A better backend is missing, and may come yet.
     with pytest.raises(pytest.fail.Exception, match="asked again"):
-        still_open["auto", False](torch.ones(2))
+        still_open.run("auto", torch.ones(2))
 
 
 @pytest.mark.parametrize("op", [registry.get(name) for name in registry.names()], ids=lambda op: op.name)

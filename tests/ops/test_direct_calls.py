@@ -1,4 +1,4 @@
-"""`native.direct_call`: the same results as the overload gives, for plain calls; NotImplemented for all others."""
+"""`DirectCalls` of csrc/python: what the overload gives, for plain calls; NotImplemented for all others."""
 
 import functools
 import sys
@@ -30,10 +30,16 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def direct(name: str, device: str, overload: str = "default") -> Callable:
-    call = native.direct_call(getattr(getattr(torch.ops.fuseopt, name), overload), device)
-    assert call is not None
-    return call
+def direct_calls(choose: Callable) -> Any:
+    library = native.python_library()
+    assert library is not None
+    return library.DirectCalls(choose)
+
+
+def direct(name: str, device: str) -> Callable:
+    calls = direct_calls(lambda *_: pytest.fail("it is settled"))
+    calls.settle("auto", device, f"fuseopt::{name}", "")
+    return functools.partial(calls, "auto")
 
 
 def test_what_an_overload_gives(device: str) -> None:
@@ -81,20 +87,18 @@ def test_calls_that_are_not_plain_are_left_alone(device: str) -> None:
     input = torch.randn(3, 8, device=device)
     with RawCalls() as raw:
         for arguments in (
-            (),
             (None,),
             (1,),
             (input.tolist(),),
             (input.as_subclass(Subclass),),
             (input.clone().requires_grad_(),),
             (input, False, torch.ones(8, device=device, requires_grad=True)),
-            (input.to("meta"),),
             (input, 1),
+            (input, False, torch.ones(8, device="meta")),
             (input, True, None, 5),
             (input, True, None, None, None),
         ):
             assert gelu(*arguments) is NotImplemented, arguments
-        assert gelu(input, tanh=True) is NotImplemented
         assert norm(input, None, 1) is NotImplemented  # an int where a float belongs
         assert edit(torch.ones(3, 2, dtype=torch.int64, device=device), input, True) is NotImplemented
         assert edit(torch.ones(3, 2, dtype=torch.int64, device=device), input, 2**64) is NotImplemented
@@ -143,12 +147,46 @@ def test_the_profiler_sees_the_op(device: str) -> None:
 
 def test_types_that_raw_ops_do_not_have_are_refused() -> None:
     native.load("cpu")
-    library = native.python_library()
-    assert library is not None
+    calls = direct_calls(print)
     with pytest.raises(RuntimeError, match=r"no arguments of type int\[\], as dim"):
-        library.direct_call("aten::sum", "dim_IntList", "cpu")
+        calls.settle("auto", "cpu", "aten::sum", "dim_IntList")
+    with pytest.raises(RuntimeError, match="no results but tensors"):
+        calls.settle("auto", "cpu", "aten::item", "")
     with pytest.raises(RuntimeError, match="nonsense"):
-        library.direct_call("fuseopt::nonsense", "", "cpu")
+        calls.settle("auto", "cpu", "fuseopt::nonsense", "")
+    with pytest.raises(RuntimeError, match="nonsense"):
+        calls.settle("auto", "nonsense", "fuseopt::gelu_fwd", "")
+
+
+def test_what_is_not_settled_is_chosen(device: str) -> None:
+    chosen: list[Any] = []
+
+    def choose(*arguments: Any) -> str:
+        chosen.append(arguments)
+        return "chosen"
+
+    calls = direct_calls(choose)
+    calls.settle("auto", device, "fuseopt::gelu_fwd", "")
+    calls.settle("auto", device, "fuseopt::softmax_fwd", "")  # as by another thread: the first stays
+    input = torch.randn(3, 8, device=device)
+    expected = torch.ops.fuseopt.gelu_fwd(input)
+    assert torch.equal(calls("auto", input), expected)
+    assert torch.equal(calls("".join(["au", "to"]), input), expected)
+    assert chosen == []
+    assert calls("cpu", input, 1) == "chosen" == calls("auto", input.to("meta"))
+    assert [arguments[0] for arguments in chosen] == ["cpu", "auto"]
+    assert chosen[0][1] is input and chosen[0][2] == 1
+    calls.settle("cpu", device, "fuseopt::gelu_fwd", "")
+    assert torch.equal(calls("cpu", input), expected)
+
+    def fails(*arguments: Any) -> None:
+        raise LookupError("no choice")
+
+    with pytest.raises(LookupError, match="no choice"):
+        direct_calls(fails)("auto", input)
+    for arguments, keywords in (((), {}), (("auto",), {}), ((None, input), {}), (("auto", input), {"tanh": True})):
+        with pytest.raises(TypeError, match="expected a backend, a tensor and the other arguments"):
+            calls(*arguments, **keywords)
 
 
 def test_threads_run_at_the_same_time(device: str) -> None:
@@ -171,38 +209,41 @@ def test_threads_run_at_the_same_time(device: str) -> None:
 
 
 @pytest.fixture
-def fresh_direct_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], registry.Direct]:
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], registry.Direct]:
     """`_DIRECT` of an op's module, as if the op had not been called yet."""
 
-    def fresh(name: str) -> registry.Direct:
+    def make(name: str) -> registry.Direct:
         module = sys.modules[f"fuseopt.ops.{name}"]
         monkeypatch.setattr(module, "_DIRECT", registry.Direct(name, module._DIRECT._overloads))
         return module._DIRECT
 
-    return fresh
+    return make
 
 
+@pytest.mark.parametrize("backend", ["auto", "native"])
 @pytest.mark.parametrize("name", OF_DIRECT_CALLS)
-def test_ops_take_the_direct_call_for_all_their_samples(
-    device: str, name: str, fresh_direct_calls: Callable[[str], registry.Direct]
+def test_ops_call_directly_for_all_their_samples(
+    device: str, backend: str, name: str, fresh: Callable[[str], registry.Direct], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = ("auto", device == "cuda")
-    direct_calls = fresh_direct_calls(name)
+    calls = fresh(name)
     op = registry.get(name)
+    function = functools.partial(op.function, backend=device if backend == "native" else "auto")
     samples = list(op.sample_inputs(torch.device(device), torch.float32, False))
-    op.function(*samples[0].args, **samples[0].kwargs)
-    call, results = direct_calls[key], []
-    assert type(call).__name__ == "DirectCall"
+    function(*samples[0].args, **samples[0].kwargs)
+    direct = calls.run
+    assert type(direct).__name__ == "DirectCalls"
+    monkeypatch.setattr(registry, "pick", lambda *_: pytest.fail("chosen again"))
+    results = []
 
     def remembering(*arguments: Any) -> Any:
-        results.append(call(*arguments))
+        results.append(direct(*arguments))
         return results[-1]
 
-    direct_calls[key] = remembering
+    calls.run = remembering
     for sample in samples:
         if name == "layer_norm" and len(sample.args[1]) > 1:
             continue  # several normalised dimensions are made one, on the road for all
-        output = op.function(*sample.args, **sample.kwargs)
+        output = function(*sample.args, **sample.kwargs)
         (result,) = results
         results.clear()
         # A softmax over another dimension than the last transposes what the call gives.
@@ -210,23 +251,30 @@ def test_ops_take_the_direct_call_for_all_their_samples(
 
 
 def test_without_the_library_the_overload_is_called_until_it_comes(
-    device: str, monkeypatch: pytest.MonkeyPatch, fresh_direct_calls: Callable[[str], registry.Direct]
+    device: str, monkeypatch: pytest.MonkeyPatch, fresh: Callable[[str], registry.Direct]
 ) -> None:
-    key = ("auto", device == "cuda")
-    direct_calls = fresh_direct_calls("gelu")
+    calls = fresh("gelu")
     input = torch.randn(3, 8, device=device)
-    expected = ops.gelu(input)
-    direct_calls.clear()
+    expected = torch.ops.fuseopt.gelu_fwd(input)
     with monkeypatch.context() as patch:
         patch.setattr(native, "_python_library", None)
-        assert torch.equal(ops.gelu(input), expected)
-        assert isinstance(direct_calls[key], functools.partial)
-        call = direct_calls[key]
-        assert call(input.clone().requires_grad_(), False, None, None) is NotImplemented
-        assert call(input.to("meta"), False, None, None) is NotImplemented
-        assert call(input.int(), False, None, None) is NotImplemented
+        with RawCalls() as raw:
+            assert torch.equal(ops.gelu(input), expected)
+        assert raw.names() == ["gelu_fwd.default"] and calls.run == calls._choose_and_call
+        assert calls.run("auto", input.clone().requires_grad_()) is NotImplemented
+        assert calls.run("auto", input, False, torch.ones(7, device=device)) is NotImplemented
+        assert calls.run("auto", input.to("meta")) is NotImplemented
         edited = torch.zeros(1, 4, device=device)
+        process_logits = fresh_process_logits(monkeypatch)
         ops.no_repeat_ngram(torch.tensor([[1, 2, 1]], device=device), edited, 2, inplace=True)
         assert edited._version == 1 and edited[0, 2] == float("-inf")
+        assert all(type(each.run).__name__ == "method" for each in process_logits.values())
     assert torch.equal(ops.gelu(input), expected)
-    assert type(direct_calls[key]).__name__ == "DirectCall"
+    assert type(calls.run).__name__ == "DirectCalls"
+
+
+def fresh_process_logits(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, bool], registry.Direct]:
+    module = sys.modules["fuseopt.ops.process_logits"]
+    made = {key: registry.Direct(key[0], direct._overloads) for key, direct in module._DIRECT.items()}
+    monkeypatch.setattr(module, "_DIRECT", made)
+    return made

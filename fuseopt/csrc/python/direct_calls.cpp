@@ -1,12 +1,14 @@
-// `direct_call(name, overload, device)`: a raw op as a Python callable that spends a third of what an OpOverload spends
-// on a call. An OpOverload asks of each argument what it could stand for, in every overload; this takes the few types
-// that the schemas of fuseopt/ops have, reads them in place and hands them to PyTorch's dispatcher, which does with them
-// what it does for an OpOverload: dispatch modes, tracing, profiling and other devices' keys all apply.
+// `DirectCalls(choose)(backend, *arguments)`: an op's calls, each of which goes straight to the raw op that `settle` named
+// for its backend and device, and to `choose(backend, *arguments)` where none is settled.
 //
-// It takes a call only where nothing but the op itself is asked for, and returns NotImplemented for any other, which
-// whoever calls passes on to the road for all: tensors of subclasses or of another device, gradients, transforms of
-// torch.func, __torch_function__ modes, arguments of other types, and whatever the op refuses. The versions of tensors
-// that the op writes to are counted up.
+// An OpOverload asks of each argument what it could stand for, in every overload; this takes the few types that the
+// schemas of fuseopt/ops have, reads them in place and hands them to PyTorch's dispatcher, which does with them what it
+// does for an OpOverload: dispatch modes, tracing, profiling and other devices' keys all apply.
+//
+// A call goes there only where nothing but the raw op is asked for. Any other gives NotImplemented, which whoever calls
+// takes for the road that all can take: tensors of subclasses, gradients, transforms of torch.func, __torch_function__
+// modes, arguments of other types, and whatever the op refuses. The versions of tensors that the op writes to are counted
+// up.
 //
 // The stable ABI has no access to Python's tensors: this library is compiled for one release of torch and of Python.
 #include <torch/csrc/autograd/python_variable.h>
@@ -19,7 +21,9 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <deque>
 #include <exception>
+#include <memory>
 #include <new>
 #include <optional>
 #include <string>
@@ -38,12 +42,18 @@ struct Parameter {
   std::optional<IValue> default_value;
 };
 
-struct DirectCall {
+struct RawOp {
+  PyObject* backend;  // for which it is settled, an interned string
+  c10::DeviceType device;
+  c10::OperatorHandle handle;
+  std::vector<Parameter> parameters;
+};
+
+struct DirectCalls {
   PyObject_HEAD
   vectorcallfunc call;
-  c10::OperatorHandle op;
-  c10::DeviceType device;
-  std::vector<Parameter> parameters;
+  PyObject* choose;
+  std::deque<RawOp> settled;  // which stay where they are: a call may run while another is settled
 };
 
 // The stack of the thread's last call, whose memory the next one takes over.
@@ -135,10 +145,16 @@ PyObject* results_of(torch::jit::Stack& stack) {
   return results;
 }
 
-PyObject* call(PyObject* self, PyObject* const* arguments, size_t flagged_count, PyObject* keywords) {
-  const auto& direct = *reinterpret_cast<DirectCall*>(self);
-  const size_t count = static_cast<size_t>(PyVectorcall_NARGS(flagged_count));
-  if (keywords != nullptr || count > direct.parameters.size() || at::impl::torch_function_mode_enabled() ||
+const RawOp* find(const DirectCalls& calls, PyObject* backend, c10::DeviceType device) {
+  for (const RawOp& op : calls.settled) {
+    if (op.device == device && (op.backend == backend || PyUnicode_Compare(op.backend, backend) == 0)) return &op;
+  }
+  return nullptr;
+}
+
+// NotImplemented where the raw op alone does not answer for the call.
+PyObject* call_raw(const RawOp& op, PyObject* const* arguments, size_t count) {
+  if (count > op.parameters.size() || at::impl::torch_function_mode_enabled() ||
       c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
     Py_RETURN_NOTIMPLEMENTED;
   }
@@ -146,10 +162,10 @@ PyObject* call(PyObject* self, PyObject* const* arguments, size_t flagged_count,
     const bool with_gradients = at::GradMode::is_enabled();
     Stack own;
     torch::jit::Stack& stack = *own;
-    for (size_t i = 0; i < direct.parameters.size(); ++i) {
-      const Parameter& parameter = direct.parameters[i];
+    for (size_t i = 0; i < op.parameters.size(); ++i) {
+      const Parameter& parameter = op.parameters[i];
       if (i < count) {
-        if (!push(stack, parameter, arguments[i], direct.device, with_gradients)) Py_RETURN_NOTIMPLEMENTED;
+        if (!push(stack, parameter, arguments[i], op.device, with_gradients)) Py_RETURN_NOTIMPLEMENTED;
       } else if (parameter.default_value.has_value()) {
         stack.push_back(*parameter.default_value);
       } else {
@@ -159,10 +175,10 @@ PyObject* call(PyObject* self, PyObject* const* arguments, size_t flagged_count,
     {
       WithoutGil released;
       at::AutoDispatchBelowADInplaceOrView nothing_for_autograd;
-      direct.op.callBoxed(stack);
+      op.handle.callBoxed(stack);
     }
     for (size_t i = 0; i < count; ++i) {
-      if (direct.parameters[i].is_written_to) count_version_up(THPVariable_Unpack(arguments[i]));
+      if (op.parameters[i].is_written_to) count_version_up(THPVariable_Unpack(arguments[i]));
     }
     return results_of(stack);
   } catch (python_error& error) {
@@ -173,26 +189,17 @@ PyObject* call(PyObject* self, PyObject* const* arguments, size_t flagged_count,
   }
 }
 
-void deallocate(PyObject* self) {
-  auto* direct = reinterpret_cast<DirectCall*>(self);
-  std::destroy_at(&direct->parameters);
-  std::destroy_at(&direct->op);
-  Py_TYPE(self)->tp_free(self);
-}
-
-PyTypeObject* direct_call_type() {
-  static PyTypeObject type = [] {
-    PyTypeObject created{};
-    created.ob_base = {PyObject_HEAD_INIT(nullptr) 0};
-    created.tp_name = "fuseopt.DirectCall";
-    created.tp_basicsize = sizeof(DirectCall);
-    created.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
-    created.tp_vectorcall_offset = offsetof(DirectCall, call);
-    created.tp_call = PyVectorcall_Call;
-    created.tp_dealloc = deallocate;
-    return created;
-  }();
-  return &type;
+PyObject* call(PyObject* self, PyObject* const* arguments, size_t flagged_count, PyObject* keywords) {
+  const auto& calls = *reinterpret_cast<DirectCalls*>(self);
+  const size_t count = static_cast<size_t>(PyVectorcall_NARGS(flagged_count));
+  if (keywords != nullptr || count < 2 || !PyUnicode_Check(arguments[0])) {
+    PyErr_SetString(PyExc_TypeError, "expected a backend, a tensor and the other arguments of the raw op, none by name");
+    return nullptr;
+  }
+  if (!THPVariable_CheckExact(arguments[1])) Py_RETURN_NOTIMPLEMENTED;
+  const RawOp* op = find(calls, arguments[0], THPVariable_Unpack(arguments[1]).device().type());
+  if (op == nullptr) return PyObject_Vectorcall(calls.choose, arguments, count, nullptr);
+  return call_raw(*op, arguments + 1, count - 1);
 }
 
 // Throws where a schema has a type that `push` does not know.
@@ -210,45 +217,84 @@ std::vector<Parameter> parameters_of(const c10::FunctionSchema& schema) {
         case c10::TypeKind::IntType: return Type::kInt;
         case c10::TypeKind::FloatType: return Type::kFloat;
         case c10::TypeKind::BoolType: return Type::kBool;
-        default: TORCH_CHECK(false, "direct_call: no arguments of type ", type->str(), ", as ", argument.name());
+        default: TORCH_CHECK(false, "settle: no arguments of type ", type->str(), ", as ", argument.name());
       }
     }();
     const bool is_written_to = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-    TORCH_CHECK(!is_written_to || (known == Type::kTensor && !optional), "direct_call: only tensors are written to");
+    TORCH_CHECK(!is_written_to || (known == Type::kTensor && !optional), "settle: only tensors are written to");
     parameters.push_back({known, optional != nullptr, is_written_to, argument.default_value()});
   }
   for (const c10::Argument& result : schema.returns()) {
-    TORCH_CHECK(result.type()->kind() == c10::TypeKind::TensorType, "direct_call: no results but tensors");
+    TORCH_CHECK(result.type()->kind() == c10::TypeKind::TensorType, "settle: no results but tensors");
   }
   return parameters;
 }
 
-PyObject* direct_call(PyObject*, PyObject* arguments) {
+PyObject* settle(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
-  const char *name = nullptr, *overload = nullptr, *device = nullptr;
-  if (!PyArg_ParseTuple(arguments, "sss", &name, &overload, &device)) return nullptr;
-  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
-  auto parameters = parameters_of(op.schema());
+  PyObject* backend = nullptr;
+  const char *device = nullptr, *name = nullptr, *overload = nullptr;
+  if (!PyArg_ParseTuple(arguments, "Usss", &backend, &device, &name, &overload)) return nullptr;
+  auto& calls = *reinterpret_cast<DirectCalls*>(self);
   const c10::DeviceType device_type = c10::Device(device).type();
-  auto* direct = reinterpret_cast<DirectCall*>(direct_call_type()->tp_alloc(direct_call_type(), 0));
-  if (direct == nullptr) return nullptr;
-  direct->call = call;
-  direct->device = device_type;
-  new (&direct->op) c10::OperatorHandle(std::move(op));
-  new (&direct->parameters) std::vector<Parameter>(std::move(parameters));
-  return reinterpret_cast<PyObject*>(direct);
+  if (find(calls, backend, device_type) != nullptr) Py_RETURN_NONE;  // by another thread
+  auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+  auto parameters = parameters_of(handle.schema());
+  Py_INCREF(backend);
+  PyUnicode_InternInPlace(&backend);
+  calls.settled.push_back({backend, device_type, std::move(handle), std::move(parameters)});
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef methods[] = {{"direct_call", direct_call, METH_VARARGS,
-                          "direct_call(name, overload, device): the raw op as a callable for tensors of that device"},
-                         {nullptr, nullptr, 0, nullptr}};
+PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  PyObject* choose = nullptr;
+  if (!PyArg_ParseTuple(arguments, "O", &choose)) return nullptr;
+  auto* calls = reinterpret_cast<DirectCalls*>(type->tp_alloc(type, 0));
+  if (calls == nullptr) return nullptr;
+  calls->call = call;
+  calls->choose = Py_NewRef(choose);
+  new (&calls->settled) std::deque<RawOp>();
+  return reinterpret_cast<PyObject*>(calls);
+}
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "fuseopt_python", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+void deallocate(PyObject* self) {
+  auto* calls = reinterpret_cast<DirectCalls*>(self);
+  for (const RawOp& op : calls->settled) Py_DECREF(op.backend);
+  std::destroy_at(&calls->settled);
+  Py_DECREF(calls->choose);
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyMethodDef methods[] = {
+    {"settle", settle, METH_VARARGS, "settle(backend, device, name, overload): calls of that backend go to the raw op"},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyTypeObject* direct_calls_type() {
+  static PyTypeObject type = [] {
+    PyTypeObject created{};
+    created.ob_base = {PyObject_HEAD_INIT(nullptr) 0};
+    created.tp_name = "fuseopt_python.DirectCalls";
+    created.tp_basicsize = sizeof(DirectCalls);
+    created.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
+    created.tp_vectorcall_offset = offsetof(DirectCalls, call);
+    created.tp_call = PyVectorcall_Call;
+    created.tp_new = create;
+    created.tp_dealloc = deallocate;
+    created.tp_methods = methods;
+    return created;
+  }();
+  return &type;
+}
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "fuseopt_python", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 
 PyMODINIT_FUNC PyInit_fuseopt_python() {
-  if (PyType_Ready(direct_call_type()) < 0) return nullptr;
-  return PyModule_Create(&module);
+  if (PyType_Ready(direct_calls_type()) < 0) return nullptr;
+  PyObject* created = PyModule_Create(&module);
+  PyObject* type = reinterpret_cast<PyObject*>(direct_calls_type());
+  if (created != nullptr && PyModule_AddObjectRef(created, "DirectCalls", type) < 0) Py_CLEAR(created);
+  return created;
 }
