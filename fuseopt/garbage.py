@@ -14,7 +14,11 @@ _was_enabled = False
 
 @contextlib.contextmanager
 def not_collected() -> Iterator[None]:
-    """Garbage waits until the last thread has left: a search goes over all objects, and frees some of any thread's."""
+    """Garbage waits until the last thread has left: a search goes over all objects, and frees some of any thread's.
+
+    What is there then counts as old: the next search of all generations goes over it, none of the young one, which
+    would come at once. Where the process keeps objects frozen, that is left alone, and the search comes.
+    """
     global _inside, _was_enabled
     with _lock:
         if not _inside:
@@ -27,4 +31,7 @@ def not_collected() -> Iterator[None]:
         with _lock:
             _inside -= 1
             if not _inside and _was_enabled:
+                if gc.get_freeze_count() == 0:
+                    gc.freeze()
+                    gc.unfreeze()
                 gc.enable()

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ from fuseopt.modules.training_forward import TrainingForward
 
 @pytest.fixture(autouse=True)
 def as_before():
+    frozen = gc.get_freeze_count()
     yield
     gc.enable()
+    if frozen and not gc.get_freeze_count():
+        gc.freeze()
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -42,6 +46,46 @@ def test_the_last_to_leave_lets_it_go_on(enabled):
     leave.set()
     thread.join()
     assert seen == [False] and gc.isenabled() == enabled
+
+
+class Node:
+    def __init__(self):
+        self.itself = self
+
+
+@pytest.mark.parametrize("are_others_frozen", [False, True])
+def test_what_was_made_meanwhile_is_searched_with_the_oldest(are_others_frozen):
+    gc.unfreeze()
+    gc.collect()
+    gc.enable()
+    kept = [Node()]
+    if are_others_frozen:
+        gc.freeze()
+    frozen = gc.get_freeze_count()
+    with garbage.not_collected():
+        node = Node()
+        found, made = weakref.ref(node), [Node() for _ in range(5000)]
+        del node
+        gc.collect(1)
+        assert found() is None
+        node = Node()
+        found = weakref.ref(node)
+        del node
+    assert gc.get_freeze_count() == frozen and (frozen > 0) == are_others_frozen
+    gc.collect(1)
+    assert (found() is None) == are_others_frozen
+    gc.collect()
+    assert found() is None and kept and made
+
+
+def test_no_search_behind_a_compilation(monkeypatch):
+    searched = []
+    monkeypatch.setattr(gc, "callbacks", [lambda phase, info: searched.append(info["generation"])])
+    gc.unfreeze()
+    model = TrainingForward(nn.Linear(4, 4), backend="aot_eager")
+    with garbage.not_collected():
+        model(torch.ones(2, 4)).sum().backward()
+    assert searched == []
 
 
 @pytest.mark.parametrize("fails", [True, False])
