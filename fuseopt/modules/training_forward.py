@@ -25,7 +25,7 @@ from fuseopt.modules.structure import parameters_below
 # Dynamo by default does not notice a hook registered after compilation, and gives up at the 9th variant of a call,
 # which unfreezing a model layer by layer reaches. Under DistributedDataParallel it cuts the graph into one for each
 # bucket of gradients; what a cut crosses has to be kept, and a mask that crosses one is no longer known to be causal.
-# Behind a compilation it would search all that came of it for garbage, a tenth of the time that compiling takes.
+# Behind a compilation it would search all that came of it for garbage, for seconds.
 _DYNAMO_OPTIONS = {
     "skip_nnmodule_hook_guards": False,
     "recompile_limit": 64,
