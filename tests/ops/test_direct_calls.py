@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -136,6 +137,25 @@ def test_dispatch_modes_see_the_op_and_their_errors_come_through(device: str) ->
     assert raw.names() == ["gelu_fwd.default"]
     with Refuses(), pytest.raises(LookupError, match=r"refused fuseopt\.gelu_fwd\.default"):
         gelu(input)
+
+
+def test_traces_hold_the_op(device: str) -> None:
+    gelu = direct("gelu_fwd", device)
+    input, other = torch.randn(3, 8, device=device), torch.randn(3, 8, device=device)
+    with torch.no_grad():
+        traced = torch.jit.trace(lambda x: gelu(x), input)
+        graph = make_fx(lambda x: ops.gelu(x))(input)  # traces under a __torch_function__ mode
+    assert "fuseopt::gelu_fwd" in str(traced.graph)
+    assert torch.ops.fuseopt.gelu_fwd.default in {node.target for node in graph.graph.nodes}
+    for trace in (traced, graph):
+        assert torch.equal(trace(other), gelu(other))
+
+
+def test_tensors_that_stand_for_other_numbers_than_they_hold(device: str) -> None:
+    gelu = direct("gelu_fwd", device)
+    input = torch.randn(3, 8, device=device)
+    assert torch.equal(gelu(torch._neg_view(input)), gelu(-input))
+    assert torch.equal(gelu(torch._efficientzerotensor((3, 8), device=device)), torch.zeros_like(input))
 
 
 def test_the_profiler_sees_the_op(device: str) -> None:
