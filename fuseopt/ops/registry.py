@@ -190,8 +190,7 @@ class Direct:
 
     def __init__(self, name: str, overloads: Mapping[str, OpOverload]) -> None:
         self._name, self._overloads = name, overloads
-        self._calls: Any = None
-        self.run: Callable = self._choose_and_call
+        self.run: Any = self._choose_and_call
 
     def _choose_and_call(self, backend: str, *arguments: Any) -> Any:
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
@@ -204,10 +203,10 @@ class Direct:
         candidates = get(self._name).candidates(backend)
         if library is None or chosen != next(candidate.name for candidate in candidates if candidate.runs_on(device)):
             return _call_overload(op, tensors, arguments)
-        if self._calls is None:
-            self.run = self._calls = library.DirectCalls(self._choose_and_call)
-        self._calls.settle(backend, device.type, op._schema.name, op._schema.overload_name)
-        return self._calls(backend, *arguments)
+        if not isinstance(self.run, library.DirectCalls):
+            self.run = library.DirectCalls(self._choose_and_call)
+        self.run.settle(backend, device.type, op._schema.name, op._schema.overload_name)
+        return self.run(backend, *arguments)
 
 
 def _call_overload(op: OpOverload, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> Any:

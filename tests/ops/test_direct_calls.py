@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseopt import native, ops
+from fuseopt.errors import BackendError
 from fuseopt.ops import registry
 from tests.ops.cases import RawCalls
 
@@ -268,6 +269,18 @@ def test_ops_call_directly_for_all_their_samples(
         results.clear()
         # A softmax over another dimension than the last transposes what the call gives.
         assert result is output or (sample.kwargs.get("dim", -1) != -1 and torch.equal(result.mT, output))
+
+
+def test_what_a_kernel_refuses_is_said_by_the_op(device: str, fresh: Callable[[str], registry.Direct]) -> None:
+    calls = fresh("softmax")
+    input = torch.arange(6, device=device).view(2, 3)
+    ops.softmax(input.float())
+    assert type(calls.run).__name__ == "DirectCalls"
+    with pytest.raises(BackendError, match=r"does not take torch\.int64"):
+        ops.softmax(input)
+    with RawCalls() as raw:
+        torch.testing.assert_close(ops.softmax(input.float(), backend="reference"), input.float().softmax(-1))
+    assert raw.names() == []
 
 
 def test_without_the_library_the_overload_is_called_until_it_comes(
