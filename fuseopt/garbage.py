@@ -7,6 +7,10 @@ import gc
 import threading
 from collections.abc import Iterator
 
+# Python 3.12 puts its immortal objects among the frozen ones, some hundreds. Whoever freezes a process that has imported
+# torch has many times as many.
+_MOST_IMMORTAL = 10_000
+
 _lock = threading.Lock()
 _inside = 0
 _was_enabled = False
@@ -31,7 +35,7 @@ def not_collected() -> Iterator[None]:
         with _lock:
             _inside -= 1
             if not _inside and _was_enabled:
-                if gc.get_freeze_count() == 0:
+                if gc.get_freeze_count() < _MOST_IMMORTAL:
                     gc.freeze()
                     gc.unfreeze()
                 gc.enable()
