@@ -7,8 +7,8 @@ import gc
 import threading
 from collections.abc import Iterator
 
-# Python 3.12 puts its immortal objects among the frozen ones, some hundreds. Whoever freezes a process that has imported
-# torch has many times as many.
+# Python 3.12 puts its immortal objects among the frozen ones, some hundreds. A process that has imported torch, and
+# froze what it has, keeps many times as many.
 _MOST_IMMORTAL = 10_000
 
 _lock = threading.Lock()
