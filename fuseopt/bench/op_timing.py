@@ -26,7 +26,7 @@ NOTEWORTHY = 1.01
 PAGE = 4096
 # Plain calls in a row of which one sample of `wall_us` and `host_us` is the mean. The first after others' calls finds
 # nothing in the processor's caches, which no caller in a loop meets with. Of slow ones there are fewer, down to one.
-PLAIN_CALLS = 20
+PLAIN_CALLS = 200
 SECONDS_OF_PLAIN_CALLS = 10e-3
 # Others than fuseopt round more often than fuseopt's reference does.
 LENIENCE = 8
