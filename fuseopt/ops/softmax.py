@@ -181,6 +181,7 @@ registry.register(
             registry.Benchmark(
                 bench_input,
                 shapes=("8192x4096", "4096x50257", "64x262144"),
+                more_shapes=("8x768",),
                 torch=_torch_softmax,
             ),
             registry.Benchmark(
