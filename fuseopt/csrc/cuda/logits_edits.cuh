@@ -63,8 +63,9 @@ struct RulesInForce {
   }
 };
 
-// Calls ban(token) for the last id of every window of `window_row` that begins as row `row` of `prefixes` ends.
-template <typename Id, typename Ban>
+// Calls ban(token) for the last id of every window of `window_row` that begins as row `row` of `prefixes` ends. A thread
+// has the first ids of kWindows windows on their way at a time; hardly a window is looked at any further.
+template <typename Id, int kWindows, typename Ban>
 __device__ void for_each_continuation(const TokenIds& windows, int64_t window_row, const TokenIds& prefixes,
                                       int64_t row, int64_t n, int64_t first, int64_t step, Ban ban) {
   const int64_t count = windows.length - n + 1;
@@ -72,19 +73,33 @@ __device__ void for_each_continuation(const TokenIds& windows, int64_t window_ro
   const Id* const ids = static_cast<const Id*>(windows.data) + window_row * windows.row_stride;
   const Id* const suffix = static_cast<const Id*>(prefixes.data) + row * prefixes.row_stride +
                            (prefixes.length - (n - 1)) * prefixes.column_stride;
-  for (int64_t w = first; w < count; w += step) {
-    int64_t i = 0;
-    while (i < n - 1 && ids[(w + i) * windows.column_stride] == suffix[i * prefixes.column_stride]) ++i;
-    if (i == n - 1) ban(ids[(w + n - 1) * windows.column_stride]);
+  // `alike`: how many of the first ids are known to be.
+  const auto look_at = [&](int64_t window, int64_t alike) {
+    int64_t i = alike;
+    while (i < n - 1 && ids[(window + i) * windows.column_stride] == suffix[i * prefixes.column_stride]) ++i;
+    if (i == n - 1) ban(ids[(window + n - 1) * windows.column_stride]);
+  };
+  if constexpr (kWindows > 1) {
+    for (; n > 1 && first < count; first += kWindows * step) {
+      const Id wanted = suffix[0];
+      Id heads[kWindows];
+#pragma unroll
+      for (int k = 0; k < kWindows; ++k) heads[k] = ids[min(first + k * step, count - 1) * windows.column_stride];
+#pragma unroll
+      for (int k = 0; k < kWindows; ++k) {
+        if (first + k * step < count && heads[k] == wanted) look_at(first + k * step, 1);
+      }
+    }
   }
+  for (; first < count; first += step) look_at(first, 0);
 }
 
-template <typename Id, typename Ban>
+template <typename Id, int kWindows = 1, typename Ban>
 __device__ void for_each_banned(const LogitsEdits& edits, const TokenIds& ids, int64_t row, int64_t first, int64_t step,
                                 Ban ban) {
-  for_each_continuation<Id>(ids, row, ids, row, edits.ngram_size, first, step, ban);
-  for_each_continuation<Id>(edits.encoder_input_ids, row / edits.rows_per_encoder_row, ids, row,
-                            edits.encoder_ngram_size, first, step, ban);
+  for_each_continuation<Id, kWindows>(ids, row, ids, row, edits.ngram_size, first, step, ban);
+  for_each_continuation<Id, kWindows>(edits.encoder_input_ids, row / edits.rows_per_encoder_row, ids, row,
+                                      edits.encoder_ngram_size, first, step, ban);
   for (int64_t i = first; i < edits.suppressed_count; i += step) ban(edits.suppressed[i]);
 }
 

@@ -9,6 +9,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kPenaltyThreads = 512;
 constexpr int kLoads = 4;  // 16-byte loads in flight a thread
+constexpr int kWindows = 4;  // of n ids, where a kernel does nothing but look for those that ban
 constexpr int kBlocksPerProcessor = 3;
 constexpr int64_t kMinChunkBytes = kThreads * kAccessBytes;
 constexpr int64_t kMaxChunkBytes = 64 * 1024;
@@ -38,7 +39,8 @@ __global__ void __launch_bounds__(kPenaltyThreads)
     __syncthreads();  // bans come after penalties, and the bits are used again
   }
   const int64_t first = static_cast<int64_t>(blockIdx.x % blocks_per_row) * blockDim.x + threadIdx.x;
-  for_each_banned<Id>(edits, ids, row, first, static_cast<int64_t>(blocks_per_row) * blockDim.x, [&](int64_t token) {
+  const int64_t step = static_cast<int64_t>(blocks_per_row) * blockDim.x;
+  for_each_banned<Id, kWindows>(edits, ids, row, first, step, [&](int64_t token) {
     if (token >= 0 && token < columns) row_scores[token * scores.column_stride] = ScoreArithmetic<Score>::banned();
   });
 }
@@ -134,7 +136,7 @@ void launch(const LogitsEdits& edits, ScoreMatrix scores, ScoreMatrix output, in
     const int64_t bans = std::max({windows(edits.input_ids, edits.ngram_size), edits.suppressed_count,
                                    windows(edits.encoder_input_ids, edits.encoder_ngram_size)});
     if (bans <= 0 && !has_penalty) return;
-    const int64_t blocks_per_row = has_penalty ? 1 : ceil_div(bans, threads);
+    const int64_t blocks_per_row = has_penalty ? 1 : ceil_div(bans, threads * kWindows);
     launch_following(edit_in_place_kernel<Id, Score>, static_cast<unsigned>(rows * blocks_per_row), threads,
                      ceil_div(token_bits, kWordBits) * 4, stream, edits, arithmetic, scores, columns, token_bits,
                      static_cast<unsigned>(blocks_per_row));
