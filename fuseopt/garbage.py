@@ -39,3 +39,13 @@ def not_collected() -> Iterator[None]:
                     gc.freeze()
                     gc.unfreeze()
                 gc.enable()
+
+
+def drop_tracebacks(kind: type[BaseException]) -> None:
+    """Of young exceptions of this kind, which are garbage or soon will be and which nobody is going to show.
+
+    A traceback has frames, these their callers', and each frame what its variables hold.
+    """
+    for found in gc.get_objects(generation=0):
+        if issubclass(type(found), kind):
+            found.__traceback__ = None

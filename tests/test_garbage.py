@@ -90,6 +90,32 @@ def test_no_search_behind_a_compilation(monkeypatch):
     assert searched == []
 
 
+def test_what_a_first_step_returned_goes_without_a_search():
+    """Dynamo's exceptions, as of an attribute that is not there, have the frames of the step in their tracebacks."""
+
+    class Config:
+        def __getattribute__(self, name):
+            return super().__getattribute__(name)
+
+    class Model(nn.Linear):
+        config = Config()
+
+        def forward(self, x):
+            return super().forward(x) * getattr(self.config, "scale", 2)
+
+    model = TrainingForward(Model(4, 4), backend="aot_eager")
+    returned = []
+
+    def first_step():
+        output = model(torch.ones(2, 4))
+        output.sum().backward()
+        returned.append(weakref.ref(output))
+
+    with garbage.not_collected():
+        first_step()
+        assert returned[0]() is None
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_not_while_a_step_compiles(monkeypatch, fails):
     seen = []

@@ -253,6 +253,7 @@ def _asks_for_more(model: nn.Module, given: Mapping[str, Any]) -> bool:
 
 def _compile(forward: Callable[..., Any], title: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     from torch._dynamo import config as dynamo_config
+    from torch._dynamo import exc
     from torch._dynamo.eval_frame import remove_from_cache
 
     from fuseopt.modules import early_kernels, partitioner
@@ -267,6 +268,9 @@ def _compile(forward: Callable[..., Any], title: str, options: Mapping[str, Any]
     step = types.FunctionType(step.__code__.replace(co_name=title), step.__globals__, title, None, step.__closure__)
 
     def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        # Those that Dynamo met with while it traced: by way of frames they would keep what the caller's hold, the first
+        # step's outputs too, until Python searches everything.
+        garbage.drop_tracebacks(exc.ObservedException)
         return partitioner.compile_graph(graph, inputs, **options)
 
     compiled = dynamo_config.patch(_DYNAMO_OPTIONS)(torch.compile(step, backend=compile_graph, fullgraph=True))
