@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from fuseopt.modules.graph_nodes import is_tensor
 
 aten = torch.ops.aten
 
+# Of Inductor's options: passes over a joint graph ahead of the patterns, and behind them.
+PLACES = ("joint_custom_pre_pass", "joint_custom_post_pass")
 # Of attention, softmax, a loss's gradient, and rows taken in random order.
 _WRITTEN_OUT = (
     aten.bmm.default,
@@ -33,25 +36,31 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default)
 _ALIGNMENT = 8
 
 
-class JointPatterns(CustomGraphPass):
-    """Inductor's pass ahead of the patterns. As a context it ends with them as they were when it began."""
+@contextlib.contextmanager
+def where_they_pay() -> Iterator[None]:
+    """Has graphs without work for them pass by the patterns; none where a pass of the caller's has one of `PLACES`."""
+    if any(getattr(inductor_config, place) for place in PLACES):
+        yield
+        return
+    with contextlib.ExitStack() as left_out:
 
-    def __init__(self) -> None:
-        self._left_out = contextlib.ExitStack()
+        def look(graph: fx.Graph) -> None:
+            if not _has_work(graph):
+                left_out.enter_context(inductor_config.patch(pattern_matcher=False))
 
-    def __enter__(self) -> JointPatterns:
-        return self
+        def go_on(graph: fx.Graph) -> None:
+            left_out.close()
 
-    def __exit__(self, *_: object) -> None:
-        self.go_on()
+        with inductor_config.patch(dict(zip(PLACES, (_Pass(look), _Pass(go_on)), strict=True))):
+            yield
+
+
+class _Pass(CustomGraphPass):
+    def __init__(self, run: Callable[[fx.Graph], None]) -> None:
+        self._run = run
 
     def __call__(self, graph: fx.Graph) -> None:
-        if not _has_work(graph):
-            self._left_out.enter_context(inductor_config.patch(pattern_matcher=False))
-
-    def go_on(self) -> None:
-        """For what comes after the joint graph."""
-        self._left_out.close()
+        self._run(graph)
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))

@@ -63,7 +63,7 @@ _OPTIONS = {
     # Also steps with autograd functions, as those of `fuseopt.ops`, are found in the cache of an earlier process.
     "autograd_cache_allow_custom_autograd_functions": True,
 }
-_BUDGET, _PARTITIONER, _FIRST_PASS = "activation_memory_budget", "custom_partitioner_fn", "joint_custom_pre_pass"
+_BUDGET, _PARTITIONER = "activation_memory_budget", "custom_partitioner_fn"
 _CODE_OPTIONS = {
     # Casts of a layer's weights and the like, which need nothing of one another, are one launch.
     "combo_kernels": True,
@@ -103,7 +103,10 @@ _OPS = sorted(Path(ops.__file__).parent.glob("*.py"))
 
 def missing_options() -> list[str]:
     """The names of torch's options that `compile_graph` sets and this version of torch does not have."""
-    patched = {functorch_config: (*_OPTIONS, _BUDGET), inductor_config: (_PARTITIONER, _FIRST_PASS, *_CODE_OPTIONS)}
+    patched = {
+        functorch_config: (*_OPTIONS, _BUDGET),
+        inductor_config: (_PARTITIONER, *joint_patterns.PLACES, *_CODE_OPTIONS),
+    }
     return [name for config, names in patched.items() for name in names if not hasattr(config, name)]
 
 
@@ -125,18 +128,13 @@ def compile_graph(
     """
     causal_masks.drop(graph)
     with_lazy_logits = unseen_logits.drop(graph)
-    patterns = joint_patterns.JointPatterns()
-    in_parts = backend == "inductor" and not inductor_config.cpp_wrapper
-    partitioner = Partitioner(in_parts, ahead=patterns.go_on)
+    partitioner = Partitioner(in_parts=backend == "inductor" and not inductor_config.cpp_wrapper)
     with (
         early_kernels.pool(),
         functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}),
     ):
         if backend == "inductor":
-            # A pass of the user's keeps its place.
-            first = inductor_config.joint_custom_pre_pass or patterns
-            options = {**_CODE_OPTIONS, _PARTITIONER: partitioner, _FIRST_PASS: first}
-            with inductor_config.patch(options), patterns:
+            with joint_patterns.where_they_pay(), inductor_config.patch({**_CODE_OPTIONS, _PARTITIONER: partitioner}):
                 compiled = lookup_backend(backend)(graph, inputs)
         else:
             compile_split = aot_autograd(
@@ -166,17 +164,14 @@ class Partitioner(CustomPartitionerFn):
 
     Args:
         in_parts: whether graphs are left as calls of their `repeated_parts`, for Inductor to compile once each.
-        ahead: called when the joint graph comes.
     """
 
-    def __init__(self, in_parts: bool, ahead: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, in_parts: bool) -> None:
         self.in_parts = in_parts
-        self.ahead = ahead
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        self.ahead()
         dropout_masks.shorten(gm.graph)
         tanh_gelu.shorten(gm.graph)
         float_gradients.widen(gm.graph)

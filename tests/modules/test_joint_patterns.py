@@ -9,7 +9,7 @@ from torch._inductor.fx_passes import joint_graph
 
 import fuseopt
 from fuseopt.errors import CompileError
-from fuseopt.modules.joint_patterns import JointPatterns
+from fuseopt.modules import joint_patterns
 from tests.modules.graphs import traced
 
 aten = torch.ops.aten
@@ -29,12 +29,13 @@ def on_two_devices():
 
 
 def looks(graph):
-    with JointPatterns() as patterns:
-        patterns(graph)
+    with joint_patterns.where_they_pay():
+        first, last = (getattr(inductor_config, place) for place in joint_patterns.PLACES)
+        first(graph)
         during = inductor_config.pattern_matcher
-        patterns.go_on()
+        last(graph)
         assert inductor_config.pattern_matcher
-        patterns(graph)
+        first(graph)
     assert inductor_config.pattern_matcher
     return during
 
@@ -97,7 +98,8 @@ def train(model):
     output.sum().backward()
     with torch.no_grad():
         torch.testing.assert_close(output, fuseopt.restore(model)(x))
-    assert inductor_config.pattern_matcher and inductor_config.joint_custom_pre_pass is None
+    assert inductor_config.pattern_matcher
+    assert not any(getattr(inductor_config, place) for place in joint_patterns.PLACES)
 
 
 @pytest.mark.parametrize("kind", [Block, Attending])
@@ -106,7 +108,8 @@ def test_a_step_is_searched_where_it_pays(searched, kind):
     assert bool(searched) == (kind is Attending)
 
 
-def test_a_pass_of_the_users_stays(searched):
+@pytest.mark.parametrize("place", joint_patterns.PLACES)
+def test_a_pass_of_the_users_stays(searched, place):
     class Pass(CustomGraphPass):
         called = 0
 
@@ -117,7 +120,7 @@ def test_a_pass_of_the_users_stays(searched):
             return None
 
     own = Pass()
-    with inductor_config.patch(joint_custom_pre_pass=own):
+    with inductor_config.patch({place: own}):
         model = fuseopt.initialize(Block().train(), {"kernel_fusion": {"memory_efficient_fusion": True}}, strict=True)
         model(torch.randn(2, 8, 16)).sum().backward()
     assert own.called == 1 and searched
