@@ -136,8 +136,9 @@ void launch(const LogitsEdits& edits, ScoreMatrix scores, ScoreMatrix output, in
     const int64_t bans = std::max({windows(edits.input_ids, edits.ngram_size), edits.suppressed_count,
                                    windows(edits.encoder_input_ids, edits.encoder_ngram_size)});
     if (bans <= 0 && !has_penalty) return;
-    const bool has_few_blocks = are_few_rows(rows * ceil_div(bans, threads));
-    const int64_t blocks_per_row = has_penalty ? 1 : ceil_div(bans, threads * (has_few_blocks ? 1 : kWindows));
+    // A window a thread where all such blocks run at once.
+    const int windows_of_thread = are_few_rows(rows * ceil_div(bans, threads)) ? 1 : kWindows;
+    const int64_t blocks_per_row = has_penalty ? 1 : ceil_div(bans, threads * windows_of_thread);
     launch_following(edit_in_place_kernel<Id, Score>, static_cast<unsigned>(rows * blocks_per_row), threads,
                      ceil_div(token_bits, kWordBits) * 4, stream, edits, arithmetic, scores, columns, token_bits,
                      static_cast<unsigned>(blocks_per_row));
