@@ -91,21 +91,19 @@ def searched(monkeypatch):
         yield found
 
 
-def train(model):
-    model = fuseopt.initialize(model.train(), {"kernel_fusion": {"memory_efficient_fusion": True}}, strict=True)
-    x = torch.randn(2, 8, 16)
-    output = model(x)
-    output.sum().backward()
-    with torch.no_grad():
-        torch.testing.assert_close(output, fuseopt.restore(model)(x))
-    assert inductor_config.pattern_matcher
-    assert not any(getattr(inductor_config, place) for place in joint_patterns.PLACES)
+def fused(model):
+    return fuseopt.initialize(model.train(), {"kernel_fusion": {"memory_efficient_fusion": True}}, strict=True)
 
 
 @pytest.mark.parametrize("kind", [Block, Attending])
 def test_a_step_is_searched_where_it_pays(searched, kind):
-    train(kind())
-    assert bool(searched) == (kind is Attending)
+    model, x = fused(kind()), torch.randn(2, 8, 16)
+    output = model(x)
+    output.sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(output, fuseopt.restore(model)(x))
+    assert bool(searched) == (kind is Attending) and inductor_config.pattern_matcher
+    assert not any(getattr(inductor_config, place) for place in joint_patterns.PLACES)
 
 
 @pytest.mark.parametrize("place", joint_patterns.PLACES)
@@ -115,15 +113,16 @@ def test_a_pass_of_the_users_stays(searched, place):
 
         def __call__(self, graph):
             self.called += 1
+            assert inductor_config.pattern_matcher
+            raise RuntimeError("seen enough")
 
         def uuid(self):
             return None
 
     own = Pass()
-    with inductor_config.patch({place: own}):
-        model = fuseopt.initialize(Block().train(), {"kernel_fusion": {"memory_efficient_fusion": True}}, strict=True)
-        model(torch.randn(2, 8, 16)).sum().backward()
-    assert own.called == 1 and searched
+    with inductor_config.patch({place: own}), pytest.raises(CompileError):
+        fused(Block())(torch.randn(2, 8, 16))
+    assert own.called == 1 and bool(searched) == (place == joint_patterns.PLACES[1])
 
 
 def test_a_failure_leaves_the_patterns_as_they_were(searched, monkeypatch):
@@ -132,7 +131,6 @@ def test_a_failure_leaves_the_patterns_as_they_were(searched, monkeypatch):
         raise RuntimeError("not today")
 
     monkeypatch.setattr(joint_graph, "replace_random_passes", fail)
-    model = fuseopt.initialize(Block().train(), {"kernel_fusion": {"memory_efficient_fusion": True}}, strict=True)
     with pytest.raises(CompileError):
-        model(torch.randn(2, 8, 16))
+        fused(Block())(torch.randn(2, 8, 16))
     assert inductor_config.pattern_matcher and not searched
