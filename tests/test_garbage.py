@@ -63,7 +63,7 @@ def test_what_was_made_meanwhile_is_searched_with_the_oldest(monkeypatch, frozen
         gc.freeze()
     if frozen == "a few by Python":
         monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)
-    are_others_frozen, before = frozen == "all", gc.get_freeze_count()
+    are_others_frozen = frozen == "all"
     with garbage.not_collected():
         node = Node()
         found, made = weakref.ref(node), [Node() for _ in range(5000)]
@@ -73,7 +73,8 @@ def test_what_was_made_meanwhile_is_searched_with_the_oldest(monkeypatch, frozen
         node = Node()
         found = weakref.ref(node)
         del node
-    assert gc.get_freeze_count() == before
+    # Of those some may have been freed meanwhile.
+    assert (gc.get_freeze_count() > 10_000) == are_others_frozen
     gc.collect(1)
     assert (found() is None) == are_others_frozen
     gc.collect()
