@@ -67,6 +67,7 @@ class _Pass(CustomGraphPass):
 
 
 def _has_work(graph: fx.Graph) -> bool:
+    # Numbers that index another device's tensor are made there.
     devices = {node.meta["val"].device for node in graph.nodes if is_tensor(node)}
     return len(devices) > 1 or any(
         node.target in _WRITTEN_OUT or (node.target in _PRODUCTS and not _is_aligned(node)) for node in graph.nodes

@@ -84,7 +84,6 @@ _TRACED = (
     gelu_epilogues,
     graph_nodes,
     joined_products,
-    joint_patterns,
     late_gradients,
     lazy_logits,
     part_cuts,

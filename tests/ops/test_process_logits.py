@@ -225,6 +225,19 @@ def test_ngram_bans_in_place(case: Case, call: Any) -> None:
         assert_same_bits(edited, expected)
 
 
+@ngram_case
+@pytest.mark.parametrize("ngram_size", [1, 2, 3])
+@pytest.mark.parametrize("length", [1023, 1027, 4099])
+def test_ngram_bans_in_place_of_more_rows_than_a_gpu_has_blocks_for(case: Case, length: int, ngram_size: int) -> None:
+    torch.manual_seed(0)
+    input_ids = torch.randint(500 if ngram_size == 1 else 60, (150, length), device=case.device)
+    scores = torch.randn(150, 1000, device=case.device)
+    args = (input_ids,) if case.op.name.startswith("encoder") else ()
+    expected = case(*args, input_ids, scores, ngram_size)
+    assert expected.isneginf().any()
+    assert_same_bits(case(*args, input_ids, scores, ngram_size, inplace=True), expected)
+
+
 @fused_case
 def test_in_place_is_seen_by_autograd_and_passes_opcheck(case: Case) -> None:
     for sample in case.samples(torch.float32):
