@@ -71,12 +71,16 @@ class Target(NamedTuple):
     capability: int  # 90 for 9.0
     multiprocessors: int
     settings: dict[str, str]  # `settings()` there
+    assembler: str  # ptxas' version, as the process knows it: part of the name of what is compiled
 
     @classmethod
     def of(cls, device: torch.device) -> Target:
         """That device in this process."""
         major, minor = torch.cuda.get_device_capability(device)
-        return cls(10 * major + minor, multiprocessor_count(device), settings())
+        capability = 10 * major + minor
+        # Triton asks ptxas once in a process: Inductor may have set another one since.
+        assembler = nvidia.CUDABackend(CompileOnlyDriver(capability).get_current_target()).hash()
+        return cls(capability, multiprocessor_count(device), settings(), assembler)
 
 
 def compile_call(function: Callable[..., Any], arguments: Sequence[Any], target: Target) -> list[str]:
@@ -90,18 +94,21 @@ def compile_call(function: Callable[..., Any], arguments: Sequence[Any], target:
         What the function or Triton raises, with nothing left changed in this process.
     """
     tensors = [argument.empty("meta") if isinstance(argument, Layout) else argument for argument in arguments]
-    with _settings(target.settings), compile_only(target.capability, target.multiprocessors) as kernels:
+    with _names_as_at(target), compile_only(target.capability, target.multiprocessors) as kernels:
         function(*tensors)
     return [kernel.metadata.name for kernel in kernels]
 
 
 @contextlib.contextmanager
-def _settings(given: Mapping[str, str]) -> Iterator[None]:
-    own = settings()
-    _set(given)
+def _names_as_at(target: Target) -> Iterator[None]:
+    """Where Triton's cache is `target`'s, and what is compiled gets the name that it would have there."""
+    own, assembler = settings(), nvidia.CUDABackend.hash
+    _set(target.settings)
+    nvidia.CUDABackend.hash = lambda _: target.assembler
     try:
         yield
     finally:
+        nvidia.CUDABackend.hash = assembler
         _set(own)
 
 
@@ -109,7 +116,3 @@ def _set(given: Mapping[str, str]) -> None:
     for name in settings():
         del os.environ[name]
     os.environ.update(given)
-    # Part of the name of what is compiled: Triton asks once in a process, and Inductor's have another ptxas.
-    clear = getattr(getattr(nvidia, "get_ptxas_version", None), "cache_clear", None)
-    if clear is not None:
-        clear()
