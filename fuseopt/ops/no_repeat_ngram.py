@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
-from fuseopt.ops.process_logits import BACKENDS, check_rows, run
+from fuseopt.ops.process_logits import BACKENDS, DIRECT, check_rows, run
 
 _NOT_POSITIVE = "ngram_size must be a positive integer, not {}"
 
@@ -42,6 +43,10 @@ def no_repeat_ngram(
     """
     if ngram_size <= 0:
         raise ValueError(_NOT_POSITIVE.format(ngram_size))
+    if inplace and not is_dynamo_compiling():
+        # Whatever comes ahead of the launch is waited for; and a kernel leaves alone what is too short.
+        if DIRECT["no_repeat_ngram", True].run(backend, input_ids, scores, ngram_size) is not NotImplemented:
+            return scores
     if input_ids.size(-1) < ngram_size:
         check_rows(input_ids, scores, None, inplace)
         return scores

@@ -307,7 +307,7 @@ def test_without_the_library_the_overload_is_called_until_it_comes(
 
 
 def fresh_process_logits(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, bool], registry.Direct]:
-    module = sys.modules["fuseopt.ops.process_logits"]
-    made = {key: registry.Direct(key[0], direct._overloads) for key, direct in module._DIRECT.items()}
-    monkeypatch.setattr(module, "_DIRECT", made)
-    return made
+    direct = sys.modules["fuseopt.ops.process_logits"].DIRECT
+    for key, calls in direct.items():
+        monkeypatch.setitem(direct, key, registry.Direct(key[0], calls._overloads))
+    return direct

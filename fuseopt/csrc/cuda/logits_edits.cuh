@@ -64,7 +64,7 @@ struct RulesInForce {
 };
 
 // Calls ban(token) for the last id of every window of `window_row` that begins as row `row` of `prefixes` ends. A thread
-// has the first ids of kWindows windows on their way at a time; hardly a window is looked at any further.
+// has the first two ids of kWindows windows on their way at a time; hardly a window is looked at any further.
 template <typename Id, int kWindows, typename Ban>
 __device__ void for_each_continuation(const TokenIds& windows, int64_t window_row, const TokenIds& prefixes,
                                       int64_t row, int64_t n, int64_t first, int64_t step, Ban ban) {
@@ -81,13 +81,18 @@ __device__ void for_each_continuation(const TokenIds& windows, int64_t window_ro
   };
   if constexpr (kWindows > 1) {
     for (; n > 1 && first < count; first += kWindows * step) {
-      const Id wanted = suffix[0];
-      Id heads[kWindows];
-#pragma unroll
-      for (int k = 0; k < kWindows; ++k) heads[k] = ids[min(first + k * step, count - 1) * windows.column_stride];
+      const Id head = suffix[0], next = suffix[n > 2 ? prefixes.column_stride : 0];
+      Id heads[kWindows], nexts[kWindows];
 #pragma unroll
       for (int k = 0; k < kWindows; ++k) {
-        if (first + k * step < count && heads[k] == wanted) look_at(first + k * step, 1);
+        const Id* const window = ids + min(first + k * step, count - 1) * windows.column_stride;
+        heads[k] = window[0];
+        nexts[k] = window[windows.column_stride];
+      }
+#pragma unroll
+      for (int k = 0; k < kWindows; ++k) {
+        const bool is_alike = first + k * step < count && heads[k] == head && (n == 2 || nexts[k] == next);
+        if (is_alike) look_at(first + k * step, min(n - 1, int64_t{2}));
       }
     }
   }

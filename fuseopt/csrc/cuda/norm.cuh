@@ -61,9 +61,9 @@ inline bool are_vectors(int dtype, int64_t columns, std::initializer_list<TypedP
 
 // Calls `launch(RowShape, IntTag<kWidth>, threads)` for a forward over rows of `columns` elements of T in vectors. Where
 // all tensors have one dtype every shape is compiled that pays, else one for narrow rows and one for wide ones. False when
-// no shape holds them. `kLightBlocks`: from kLightBlockRow to kLightBlockMostRow columns a block with few elements a
-// thread then beats a warp, or a smaller block, with many.
-template <typename T, int kBlockElements, bool kOneDType, bool kLightBlocks, typename Launch>
+// no shape holds them. Of float32, from kLightBlockRow to kLightBlockMostRow columns, a block with few elements a thread
+// beats a warp, or a smaller block, with many.
+template <typename T, int kBlockElements, bool kOneDType, typename Launch>
 bool dispatch_fwd_row(int64_t rows, int64_t columns, Launch launch) {
   constexpr int kWidth = kVectorWidth<T>;
   const auto launch_shape = [&](auto shape, int threads) { launch(shape, IntTag<kWidth>{}, threads); };
@@ -71,7 +71,7 @@ bool dispatch_fwd_row(int64_t rows, int64_t columns, Launch launch) {
   using Widest = RowShape<kMostElements, Team::kBlock>;
   if constexpr (kOneDType) {
     if (are_few_rows(rows) && dispatch_shape<RowShape<kWidth, Team::kBlock>>(columns, launch_shape)) return true;
-    if constexpr (kLightBlocks) {
+    if constexpr (std::is_same_v<T, float>) {
       using Light = RowShape<kLightBlockElements, Team::kBlock>;
       const bool is_between = columns >= kLightBlockRow && columns <= kLightBlockMostRow;
       if (is_between && dispatch_shape<Light>(columns, launch_shape)) return true;
@@ -140,8 +140,7 @@ bool dispatch_parameter_dtype(TypedPointer parameter, Launch launch) {
 // Calls `launch(FwdTypes, RowShape, IntTag<kWidth>, threads, wide, narrow)`, the last two as above; false when there is
 // no kernel for these dtypes or so wide a row. `parameter` is one of those present, which share a dtype. `vectors`: all
 // tensors are aligned for them; where they are not, all have to share one dtype. `kRmsNorm`: a warp may then have a row
-// of 16-bit elements, a light block has one of float32 unless there is a residual, and parameters may be narrower than
-// the sum, as a T5's in float16 are; no LayerNorm's are.
+// of 16-bit elements, and parameters may be narrower than the sum, as a T5's in float16 are; no LayerNorm's are.
 template <int kBlockElements, bool kRmsNorm, typename Launch>
 bool dispatch_fwd(TypedPointer input, TypedPointer residual, TypedPointer parameter, int64_t rows, int64_t columns,
                   bool vectors, Launch launch) {
@@ -155,11 +154,10 @@ bool dispatch_fwd(TypedPointer input, TypedPointer residual, TypedPointer parame
       };
     };
     constexpr bool kOneSum = std::is_void_v<R> || std::is_same_v<R, T>;
-    constexpr bool kLightBlocks = kRmsNorm && std::is_same_v<T, float> && std::is_void_v<R>;
     if (vectors) {
       launched = dispatch_parameter_dtype<T, R, kRmsNorm>(parameter, [&](auto parameter_tag) {
         using W = typename decltype(parameter_tag)::type;
-        return dispatch_fwd_row<T, kBlockElements, kOneSum && std::is_same_v<W, T>, kLightBlocks>(
+        return dispatch_fwd_row<T, kBlockElements, kOneSum && std::is_same_v<W, T>>(
             rows, columns, launch_with(FwdTypes<T, R, W>{}));
       });
     } else if constexpr (kOneSum) {
@@ -172,15 +170,16 @@ bool dispatch_fwd(TypedPointer input, TypedPointer residual, TypedPointer parame
 }
 
 // Calls `launch(RowShape, IntTag<kWidth>, threads)` for a backward; false when no shape holds the rows.
-template <typename T, typename Launch>
-bool dispatch_bwd_row(int64_t columns, bool vectors, Launch launch) {
-  if (!vectors) return dispatch_elementwise_row<false>(columns, launch);
+// `kElementwiseWarps`: as of dispatch_elementwise_row.
+template <typename T, bool kElementwiseWarps, typename Launch>
+bool dispatch_bwd_row(int64_t columns, bool vectors, Launch launch_shape) {
+  const auto launch = [&](auto shape, auto width, int threads) {
+    launch_shape(shape, width, decltype(shape)::kWithinWarp ? kBwdWarpTeamBlock : threads);
+  };
+  if (!vectors) return dispatch_elementwise_row<kElementwiseWarps>(columns, launch);
   return dispatch_shape<RowShape<8, Team::kWarp>, RowShape<16, Team::kWarp>, RowShape<kWarpElements, Team::kWarp>,
                         RowShape<kBwdBlockElements, Team::kBlock>>(
-      columns, [&](auto shape, int threads) {
-        using Shape = decltype(shape);
-        launch(shape, IntTag<kVectorWidth<T>>{}, Shape::kWithinWarp ? kBwdWarpTeamBlock : threads);
-      });
+      columns, [&](auto shape, int threads) { launch(shape, IntTag<kVectorWidth<T>>{}, threads); });
 }
 
 // How a backward's blocks are launched that walk the rows. The weight is in shared memory, and the stages of a RowRing.
