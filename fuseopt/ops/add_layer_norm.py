@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, is_autocast_enabled
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
@@ -75,7 +75,7 @@ BWD = define(
 )
 
 
-_DIRECT = registry.Direct("add_layer_norm", INFERENCE)
+_DIRECT = registry.Direct("add_layer_norm", INFERENCE, autocasts=True)
 
 
 def add_layer_norm_reference(
@@ -155,7 +155,7 @@ def add_layer_norm(
         ValueError: a residual or parameter of another shape.
         BackendError: the backend named cannot run here; the message says why.
     """
-    if not (is_dynamo_compiling() or is_autocast_enabled()):
+    if not is_dynamo_compiling():
         outputs = _DIRECT.run(backend, input, residual, weight, bias, eps)
         if outputs is not NotImplemented:
             return outputs

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, is_autocast_enabled
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
@@ -63,7 +63,7 @@ BWD = define(
 )
 
 
-_DIRECT = registry.Direct("layer_norm", INFERENCE)
+_DIRECT = registry.Direct("layer_norm", INFERENCE, autocasts=True)
 
 
 def normalise(
@@ -180,11 +180,7 @@ def layer_norm(
         ValueError: `input` does not end in `normalized_shape`, or a parameter has another shape.
         BackendError: the backend named cannot run here; the message says why.
     """
-    if (
-        not (is_dynamo_compiling() or is_autocast_enabled())
-        and len(normalized_shape) == 1
-        and normalized_shape[0] == input.size(-1)
-    ):
+    if not is_dynamo_compiling() and len(normalized_shape) == 1 and normalized_shape[0] == input.size(-1):
         output = _DIRECT.run(backend, input, weight, bias, eps)
         if output is not NotImplemented:
             return output

@@ -43,10 +43,10 @@ def no_repeat_ngram(
     """
     if ngram_size <= 0:
         raise ValueError(_NOT_POSITIVE.format(ngram_size))
-    if inplace and not is_dynamo_compiling():
-        # Whatever comes ahead of the launch is waited for; and a kernel leaves alone what is too short.
-        if DIRECT["no_repeat_ngram", True].run(backend, input_ids, scores, ngram_size) is not NotImplemented:
-            return scores
+    # Whatever comes ahead of the launch is waited for; and a kernel leaves alone what is too short.
+    is_direct = inplace and not is_dynamo_compiling()
+    if is_direct and DIRECT["no_repeat_ngram", True].run(backend, input_ids, scores, ngram_size) is not NotImplemented:
+        return scores
     if input_ids.size(-1) < ngram_size:
         check_rows(input_ids, scores, None, inplace)
         return scores

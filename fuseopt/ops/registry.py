@@ -172,7 +172,7 @@ def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtyp
 
 
 class Direct:
-    """Calls of one op that need no more than a raw op: eager, outside autocast, without gradient.
+    """Calls of one op that need no more than a raw op: eager, without gradient, outside an autocast that concerns it.
 
     Attributes:
         run: `run(backend, *arguments)`, those of the raw op, a tensor first. Gives NotImplemented, and has done
@@ -186,13 +186,16 @@ class Direct:
 
     Args:
         overloads: the raw op of each backend.
+        autocasts: whether CUDA's autocast has a say in the op.
     """
 
-    def __init__(self, name: str, overloads: Mapping[str, OpOverload]) -> None:
-        self._name, self._overloads = name, overloads
+    def __init__(self, name: str, overloads: Mapping[str, OpOverload], autocasts: bool = False) -> None:
+        self._name, self._overloads, self._autocasts = name, overloads, autocasts
         self.run: Any = self._choose_and_call
 
     def _choose_and_call(self, backend: str, *arguments: Any) -> Any:
+        if self._autocasts and torch.is_autocast_enabled("cuda"):
+            return NotImplemented
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         device, dtypes = tensors[0].device, tuple(tensor.dtype for tensor in tensors if tensor.is_floating_point())
         chosen = pick(self._name, backend, device, dtypes)
@@ -204,7 +207,7 @@ class Direct:
         if library is None or chosen != next(candidate.name for candidate in candidates if candidate.runs_on(device)):
             return _call_overload(op, tensors, arguments)
         if not isinstance(self.run, library.DirectCalls):
-            self.run = library.DirectCalls(self._choose_and_call)
+            self.run = library.DirectCalls(self._choose_and_call, self._autocasts)
         self.run.settle(backend, device.type, op._schema.name, op._schema.overload_name)
         return self.run(backend, *arguments)
 

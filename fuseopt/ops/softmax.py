@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, is_autocast_enabled
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
@@ -40,7 +40,7 @@ BWD = define(
 )
 
 
-_DIRECT = registry.Direct("softmax", FWD)
+_DIRECT = registry.Direct("softmax", FWD, autocasts=True)
 
 
 def _reference(
@@ -122,7 +122,7 @@ def softmax(
         return softmax(input.transpose(dim, -1), mask, scale=scale, backend=backend).transpose(dim, -1)
     if mask is not None and not mask.dtype.is_floating_point:
         raise TypeError(f"mask is added to the scores and must be floating point, not {mask.dtype}")
-    if not (is_dynamo_compiling() or is_autocast_enabled()):
+    if not is_dynamo_compiling():
         output = _DIRECT.run(backend, input, mask, scale)
         if output is not NotImplemented:
             return output

@@ -235,7 +235,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], registry.Direct]:
 
     def make(name: str) -> registry.Direct:
         module = sys.modules[f"fuseopt.ops.{name}"]
-        monkeypatch.setattr(module, "_DIRECT", registry.Direct(name, module._DIRECT._overloads))
+        calls = module._DIRECT
+        monkeypatch.setattr(module, "_DIRECT", registry.Direct(name, calls._overloads, calls._autocasts))
         return module._DIRECT
 
     return make
@@ -304,6 +305,34 @@ def test_without_the_library_the_overload_is_called_until_it_comes(
         assert all(type(each.run).__name__ == "method" for each in process_logits.values())
     assert torch.equal(ops.gelu(input), expected)
     assert type(calls.run).__name__ == "DirectCalls"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "is_concerned"),
+    [("gelu", (), False), ("softmax", (None, 1.0), True), ("layer_norm", (None, None, 1e-5), True)],
+)
+@pytest.mark.parametrize("has_library", [True, False])
+def test_autocast_refuses_calls_of_ops_that_it_concerns(
+    device: str,
+    name: str,
+    arguments: tuple[Any, ...],
+    is_concerned: bool,
+    has_library: bool,
+    fresh: Callable[[str], registry.Direct],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not has_library:
+        monkeypatch.setattr(native, "_python_library", None)
+    calls, input = fresh(name), torch.randn(3, 5, device=device, dtype=torch.bfloat16)
+    # The first call settles the choice.
+    for _ in range(2):
+        assert calls.run("auto", input, *arguments) is not NotImplemented
+        # Not by torch.autocast, which switches itself off where there is no GPU.
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            assert (calls.run("auto", input, *arguments) is NotImplemented) == is_concerned
+        finally:
+            torch.set_autocast_enabled("cuda", False)
 
 
 def fresh_process_logits(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, bool], registry.Direct]:

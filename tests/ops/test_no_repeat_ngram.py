@@ -52,7 +52,9 @@ def test_equals_transformers(
     torch.manual_seed(seed)
     input_ids = torch.randint(vocab_size, (rows, length), device=case.device, dtype=id_dtype)
     scores = torch.randn(rows, vocab_size).to(case.device, dtype)
-    assert torch.equal(case(input_ids, scores, ngram_size), upstream(input_ids, scores, ngram_size))
+    expected = upstream(input_ids, scores, ngram_size)
+    assert torch.equal(case(input_ids, scores, ngram_size), expected)
+    assert case(input_ids, scores, ngram_size, inplace=True) is scores and torch.equal(scores, expected)
 
 
 @encoder_case
@@ -95,9 +97,13 @@ def test_long_sequences(case: Case, length: int) -> None:
 
 
 @own_case
-def test_fewer_tokens_than_n_returns_the_scores_themselves(case: Case) -> None:
+@pytest.mark.parametrize("inplace", [False, True])
+def test_fewer_tokens_than_n_returns_the_scores_themselves(case: Case, inplace: bool) -> None:
     scores = torch.randn(2, 5, device=case.device)
-    assert case(torch.ones(2, 2, dtype=torch.int64, device=case.device), scores, 3) is scores
+    expected, input_ids = scores.clone(), torch.ones(2, 2, dtype=torch.int64, device=case.device)
+    assert case(input_ids, scores, 3, inplace=inplace) is scores and torch.equal(scores, expected)
+    with pytest.raises(ValueError, match="rows"):
+        case(input_ids[:1], scores, 3, inplace=inplace)
 
 
 @encoder_case

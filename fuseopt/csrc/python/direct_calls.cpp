@@ -1,5 +1,5 @@
-// `DirectCalls(choose)(backend, *arguments)`: an op's calls, each of which goes straight to the raw op that `settle` named
-// for its backend and device, and to `choose(backend, *arguments)` where none is settled.
+// `DirectCalls(choose, autocasts=False)(backend, *arguments)`: an op's calls, each of which goes straight to the raw op
+// that `settle` named for its backend and device, and to `choose(backend, *arguments)` where none is settled.
 //
 // An OpOverload asks of each argument what it could stand for, in every overload; this takes the few types that the
 // schemas of fuseopt/ops have, reads them in place and hands them to PyTorch's dispatcher, which does with them what it
@@ -7,13 +7,14 @@
 //
 // A call goes there only where nothing but the raw op is asked for. Any other gives NotImplemented, which whoever calls
 // takes for the road that all can take: tensors of subclasses, gradients, transforms of torch.func, __torch_function__
-// modes, arguments of other types, and whatever the op refuses. The versions of tensors that the op writes to are counted
-// up.
+// modes, CUDA's autocast where it has a say in the op (`autocasts`), arguments of other types, and whatever the op
+// refuses. The versions of tensors that the op writes to are counted up.
 //
 // The stable ABI has no access to Python's tensors: this library is compiled for one release of torch and of Python.
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
@@ -53,6 +54,7 @@ struct DirectCalls {
   PyObject_HEAD
   vectorcallfunc call;
   PyObject* choose;
+  bool autocasts;
   std::deque<RawOp> settled;  // which stay where they are: a call may run while another is settled
 };
 
@@ -196,7 +198,9 @@ PyObject* call(PyObject* self, PyObject* const* arguments, size_t flagged_count,
     PyErr_SetString(PyExc_TypeError, "expected a backend, a tensor and the other arguments of the raw op, none by name");
     return nullptr;
   }
-  if (!THPVariable_CheckExact(arguments[1])) Py_RETURN_NOTIMPLEMENTED;
+  if (!THPVariable_CheckExact(arguments[1]) || (calls.autocasts && at::autocast::is_autocast_enabled(at::kCUDA))) {
+    Py_RETURN_NOTIMPLEMENTED;
+  }
   const RawOp* op = find(calls, arguments[0], THPVariable_Unpack(arguments[1]).device().type());
   if (op == nullptr) return PyObject_Vectorcall(calls.choose, arguments, count, nullptr);
   return call_raw(*op, arguments + 1, count - 1);
@@ -249,11 +253,13 @@ PyObject* settle(PyObject* self, PyObject* arguments) {
 
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   PyObject* choose = nullptr;
-  if (!PyArg_ParseTuple(arguments, "O", &choose)) return nullptr;
+  int autocasts = 0;
+  if (!PyArg_ParseTuple(arguments, "O|p", &choose, &autocasts)) return nullptr;
   auto* calls = reinterpret_cast<DirectCalls*>(type->tp_alloc(type, 0));
   if (calls == nullptr) return nullptr;
   calls->call = call;
   calls->choose = Py_NewRef(choose);
+  calls->autocasts = autocasts != 0;
   new (&calls->settled) std::deque<RawOp>();
   return reinterpret_cast<PyObject*>(calls);
 }
