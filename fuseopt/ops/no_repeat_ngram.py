@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
-from fuseopt.ops.process_logits import BACKENDS, DIRECT, check_rows, run
+from fuseopt.ops.process_logits import BACKENDS, DIRECT, check_rows, run, run_checked
 
 _NOT_POSITIVE = "ngram_size must be a positive integer, not {}"
 
@@ -43,14 +43,15 @@ def no_repeat_ngram(
     """
     if ngram_size <= 0:
         raise ValueError(_NOT_POSITIVE.format(ngram_size))
-    # Whatever comes ahead of the launch is waited for; and a kernel leaves alone what is too short.
-    is_direct = inplace and not is_dynamo_compiling()
-    if is_direct and DIRECT["no_repeat_ngram", True].run(backend, input_ids, scores, ngram_size) is not NotImplemented:
-        return scores
+    # In place a kernel leaves alone what is too short; whatever is asked ahead of the launch is waited for.
+    if not is_dynamo_compiling() and (inplace or input_ids.size(-1) >= ngram_size):
+        output = DIRECT["no_repeat_ngram", inplace].run(backend, input_ids, scores, ngram_size)
+        if output is not NotImplemented:
+            return scores if inplace else output
     if input_ids.size(-1) < ngram_size:
         check_rows(input_ids, scores, None, inplace)
         return scores
-    return run("no_repeat_ngram", backend, inplace, input_ids, scores, ngram_size)
+    return run_checked("no_repeat_ngram", backend, inplace, input_ids, scores, ngram_size)
 
 
 def encoder_no_repeat_ngram(

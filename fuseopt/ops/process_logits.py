@@ -65,6 +65,11 @@ def run(name: str, backend: str, inplace: bool, input_ids: Tensor, scores: Tenso
         output = DIRECT[name, inplace].run(backend, input_ids, scores, *edits)
         if output is not NotImplemented:
             return scores if inplace else output
+    return run_checked(name, backend, inplace, input_ids, scores, *edits)
+
+
+def run_checked(name: str, backend: str, inplace: bool, input_ids: Tensor, scores: Tensor, *edits: Any) -> Tensor:
+    """`run` for what no direct call takes."""
     check_rows(input_ids, scores, edits[4] if len(edits) > 4 else None, inplace)
     chosen = registry.pick_without_gradient(name, backend, (scores.dtype,), scores)
     if chosen == "reference":

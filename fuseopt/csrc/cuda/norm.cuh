@@ -172,14 +172,14 @@ bool dispatch_fwd(TypedPointer input, TypedPointer residual, TypedPointer parame
 // Calls `launch(RowShape, IntTag<kWidth>, threads)` for a backward; false when no shape holds the rows.
 // `kElementwiseWarps`: as of dispatch_elementwise_row.
 template <typename T, bool kElementwiseWarps, typename Launch>
-bool dispatch_bwd_row(int64_t columns, bool vectors, Launch launch_shape) {
-  const auto launch = [&](auto shape, auto width, int threads) {
-    launch_shape(shape, width, decltype(shape)::kWithinWarp ? kBwdWarpTeamBlock : threads);
+bool dispatch_bwd_row(int64_t columns, bool vectors, Launch launch) {
+  const auto launch_shape = [&](auto shape, auto width, int threads) {
+    launch(shape, width, decltype(shape)::kWithinWarp ? kBwdWarpTeamBlock : threads);
   };
-  if (!vectors) return dispatch_elementwise_row<kElementwiseWarps>(columns, launch);
+  if (!vectors) return dispatch_elementwise_row<kElementwiseWarps>(columns, launch_shape);
   return dispatch_shape<RowShape<8, Team::kWarp>, RowShape<16, Team::kWarp>, RowShape<kWarpElements, Team::kWarp>,
                         RowShape<kBwdBlockElements, Team::kBlock>>(
-      columns, [&](auto shape, int threads) { launch(shape, IntTag<kVectorWidth<T>>{}, threads); });
+      columns, [&](auto shape, int threads) { launch_shape(shape, IntTag<kVectorWidth<T>>{}, threads); });
 }
 
 // How a backward's blocks are launched that walk the rows. The weight is in shared memory, and the stages of a RowRing.
