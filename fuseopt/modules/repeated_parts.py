@@ -20,6 +20,7 @@ from torch._inductor import inductor_prims
 from torch._subclasses import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
 
 from fuseopt.modules import changing_sizes
 from fuseopt.modules.changing_sizes import is_size
@@ -50,6 +51,27 @@ def outline(module: fx.GraphModule) -> fx.GraphModule:
     symbols = changing_sizes.symbols(module.graph)
     parts = [_Part(nodes, symbols) for nodes in cut(_divisible(module.graph))]
     return _joined(module, parts) if parts else module
+
+
+class _PartTracer(fx.Tracer):
+    """By which a part that was kept on disk becomes a graph again: `fx.Tracer` would call each operation that is given
+    no tensor, zeros for a gradient say, and keep what it returns as long as the graph is there.
+    """
+
+    def trace(self, *arguments: Any, **options: Any) -> fx.Graph:
+        with _Recorded(self):
+            return super().trace(*arguments, **options)
+
+
+class _Recorded(TorchFunctionMode):
+    def __init__(self, tracer: fx.Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(function, torch._ops.OpOverload):
+            return self.tracer.create_proxy("call_function", function, args, kwargs or {})
+        return function(*args, **(kwargs or {}))
 
 
 class _PartModule(_LazyGraphModule):
@@ -86,7 +108,7 @@ class _Part:
 
     def graph(self, outputs: Sequence[fx.Node]) -> fx.Graph:
         """The part by itself; it returns what `outputs`, of its nodes, do."""
-        graph = fx.Graph()
+        graph = fx.Graph(tracer_cls=_PartTracer)
         copies: dict[fx.Node, fx.Node] = {}
         for number, node in enumerate(self.inputs):
             copies[node] = graph.placeholder(f"input_{number}")

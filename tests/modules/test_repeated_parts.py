@@ -1,6 +1,7 @@
 """A graph cut into its repeated parts computes what it did, to the bit, and every kind of part is there once."""
 
 import copy
+import pickle
 
 import hypothesis.strategies as st
 import pytest
@@ -165,6 +166,18 @@ def test_without_data_no_operation_of_a_part_is_run():
                 found = part(*given)
         assert operations.seen == {aten.empty_strided.default}
         assert [(value.shape, value.stride()) for value in found] == [(one.shape, one.stride()) for one in expected]
+
+
+def test_a_part_read_from_disk_keeps_no_tensor():
+    layers = [spread] * 3
+    outlined = repeated_parts.outline(traced(stack(layers), *inputs_of(layers)))
+    part = outlined.get_submodule(calls(outlined)[0])
+    read = pickle.loads(pickle.dumps(part))
+    assert read.graph.find_nodes(op="call_function", target=aten.full.default)
+    assert not read.graph.find_nodes(op="get_attr")
+    assert not [name for name, value in vars(read).items() if isinstance(value, torch.Tensor)]
+    inputs = [torch.randn(node.meta["val"].shape) for node in part.graph.find_nodes(op="placeholder")]
+    assert_same(part, read, inputs)
 
 
 def test_a_trace_of_the_parts_has_their_operations():
