@@ -12,6 +12,8 @@ import torch
 
 Call = Callable[[], Any]
 
+SETTLING_SECONDS = 1.5
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -84,6 +86,18 @@ def time_in_turns(
 def work_seconds(call: Call, device: torch.device, repetitions: int = 1) -> float:
     """Seconds per call: of the device on CUDA, unless the host is slower; on the clock elsewhere."""
     return device_seconds(call, repetitions) if device.type == "cuda" else host_seconds(call, repetitions)
+
+
+def sustained_seconds(call: Call, device: torch.device, repetitions: int = 1) -> float:
+    """`work_seconds`, on CUDA once the call alone has kept the device busy for `SETTLING_SECONDS`.
+
+    A GPU at its power limit keeps to it over about a second, so what ran before it decides the clock until then.
+    """
+    start = time.perf_counter()
+    while device.type == "cuda" and time.perf_counter() - start < SETTLING_SECONDS:
+        call()
+        torch.cuda.synchronize()
+    return work_seconds(call, device, repetitions)
 
 
 def device_seconds(call: Call, repetitions: int = 1, *, ahead: int = 0) -> float:

@@ -15,7 +15,7 @@ from fuseopt.bench.architectures import dropout_rates, load_config, random_model
 from fuseopt.bench.flops import forward_flops, matmul_timing
 from fuseopt.bench.measure import SECONDS_PER_CASE, measure, peak_mib, taken_bytes
 from fuseopt.bench.records import STOCK, Record, Results
-from fuseopt.bench.timer import time_in_turns, work_seconds
+from fuseopt.bench.timer import sustained_seconds, time_in_turns
 from fuseopt.bench.workloads import FusionConfig, dtype_name, fuse, random_tokens
 from fuseopt.config import PRESETS
 from fuseopt.errors import CompileError
@@ -203,7 +203,7 @@ def _records(
     timings = time_in_turns(
         {name: trial.step for name, trial in running.items() if refused[name] is None},
         # A loop does not wait for the GPU after every step.
-        functools.partial(work_seconds, device=device, repetitions=3),
+        functools.partial(sustained_seconds, device=device, repetitions=3),
         rounds=5,
         warm_up=1,
         seconds=SECONDS_PER_CASE,
