@@ -93,13 +93,19 @@ def short_attention(
 
 
 def is_fast(query: Tensor) -> bool:
-    """Whether the CUDA kernel takes less time than PyTorch's attention for queries like these."""
-    _, _, length, head_dim = query.shape
+    """Whether the CUDA kernel takes less time than PyTorch's attention for queries like these.
+
+    Without tensor cores a warp works on its 16 queries for longer than PyTorch's block does. That shows where all heads
+    are under way at once, and with more than 16 positions everywhere.
+    """
+    batch, heads, length, head_dim = query.shape
     if length > MAX_LENGTH or head_dim > MAX_HEAD_DIM or not query.is_cuda:
         return False
     on_tensor_cores = query.dtype in (torch.float16, torch.bfloat16) and head_dim in (64, 128)
-    if length > MAX_LENGTH // 2 and not on_tensor_cores:
-        return False
+    if not on_tensor_cores:
+        multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
+        if length > MAX_LENGTH // 2 or batch * heads <= multiprocessors:
+            return False
     return registry.pick("short_attention", "auto", query.device, (query.dtype,)) == "cuda"
 
 

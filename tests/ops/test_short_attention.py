@@ -1,6 +1,7 @@
 """short_attention: torch's own attention is what it computes, and its error in float64's eyes the measure."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fuseopt.errors import BackendError
-from fuseopt.ops import short_attention
-from fuseopt.ops.short_attention import MAX_HEAD_DIM, MAX_LENGTH
+from fuseopt.ops import registry, short_attention
+from fuseopt.ops.short_attention import MAX_HEAD_DIM, MAX_LENGTH, is_fast
 from tests.ops.cases import DTYPES, RawCalls, error, examples
 from tests.ops.variations import LAYOUTS, poisoned_allocations
 
@@ -90,6 +91,21 @@ def test_the_kernel_runs_and_repeats_to_the_bit() -> None:
         first = short_attention(*tensors, causal=True)
     assert raw.names() == ["short_attention.default"]
     assert all(torch.equal(short_attention(*tensors, causal=True), first) for _ in range(20))
+
+
+def test_without_tensor_cores_it_is_fast_for_many_short_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "pick", lambda *_: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+
+    def is_fast_for(batch: int, length: int, head_dim: int, dtype: torch.dtype) -> bool:
+        shape = (batch, 12, length, head_dim)
+        return is_fast(SimpleNamespace(shape=shape, dtype=dtype, is_cuda=True, device="cuda"))  # type: ignore[arg-type]
+
+    for head_dim, dtype in ((64, torch.float32), (80, torch.bfloat16)):
+        assert [is_fast_for(batch, 16, head_dim, dtype) for batch in (8, 11, 12, 256)] == [False, False, True, True]
+        assert not is_fast_for(256, 17, head_dim, dtype)
+    assert all(is_fast_for(batch, length, 64, torch.bfloat16) for batch in (1, 256) for length in (16, 32))
+    assert not is_fast_for(256, 33, 64, torch.bfloat16)
 
 
 def test_what_is_refused() -> None:
