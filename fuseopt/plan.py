@@ -49,6 +49,7 @@ class Replacement:
         backend: what will run it, where there is a choice.
         libraries: the native libraries it needs loaded.
         refused: why the backend that was asked for, or that fits the device best, will not run it.
+        by_size: what takes over from `backend` at some sizes.
         absorbs: inner sites whose work the target does itself.
         needs: sites that the same request has to have been given, for the target to do anything.
     """
@@ -63,6 +64,7 @@ class Replacement:
     backend: str | None = None
     libraries: tuple[native.Kind, ...] = ()
     refused: str | None = None
+    by_size: str | None = None
     absorbs: tuple[Site, ...] = ()
     needs: tuple[Site, ...] = ()
 
@@ -296,7 +298,7 @@ def _without(site: Site, holder: Replacement | None, loser: Replacement) -> Skip
 
 
 def _replacement_row(r: Replacement) -> Row:
-    reason = f"{r.reason}; {r.refused}" if r.refused else r.reason
+    reason = "; ".join(filter(None, (r.reason, r.refused, r.by_size)))
     return Row(tuple(site.path for site in r.sites), r.source, r.target, r.backend, r.strategy, reason, replaced=True)
 
 

@@ -21,6 +21,7 @@ from fuseopt.ops.backends import (
     TritonBackend,
 )
 from fuseopt.ops.library import count_versions_up, needs_autograd
+from fuseopt.ops.preferences import Limits, Preference, by_size
 
 __all__ = [
     "CPU",
@@ -34,12 +35,14 @@ __all__ = [
     "Direct",
     "NativeBackend",
     "Op",
+    "Preference",
     "SampleInput",
     "TritonBackend",
     "Upstream",
     "get",
     "names",
     "pick",
+    "pick_by_size",
     "pick_without_gradient",
     "register",
 ]
@@ -110,6 +113,7 @@ class Op:
             odd and empty shapes included. An op without gradients ignores `requires_grad`.
         backends: in the order in which "auto" tries them.
         benchmarks: what `fuseopt bench ops` times.
+        preferences: calls for which "auto" takes another backend; `function` asks `pick_by_size`.
         in_place: it writes into its arguments, so what holds for functions of tensors does not hold for it.
     """
 
@@ -119,6 +123,7 @@ class Op:
     sample_inputs: Callable[[torch.device, torch.dtype, bool], Iterator[SampleInput]]
     backends: tuple[Backend, ...]
     benchmarks: tuple[Benchmark, ...] = ()
+    preferences: tuple[Preference, ...] = ()
     in_place: bool = False
 
     def candidates(self, backend: str) -> list[Backend]:
@@ -148,9 +153,22 @@ class Op:
             f"{self.name} cannot run on {device} with {', '.join(map(str, dtypes))}; backends tried:{listed}"
         )
 
+    def preferred(self, backend: str, device: torch.device, dtypes: Sequence[torch.dtype]) -> list[Preference]:
+        """Those of `preferences` that hold for some size of a call like this; none where a backend is named."""
+        if backend != "auto":
+            return []
+        return [
+            preference
+            for preference in self.preferences
+            if set(dtypes) == {preference.dtype}
+            and preference.holds_on(device)
+            and not any(b.not_supported_reasons(device, dtypes) for b in self.candidates(preference.backend))
+        ]
+
 
 _OPS: dict[str, Op] = {}
 _PICKED: dict[tuple[Any, ...], str] = {}
+_PREFERRED: dict[tuple[Any, ...], tuple[Limits, ...]] = {}
 
 
 def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...]) -> str:
@@ -171,6 +189,34 @@ def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtyp
     return picked
 
 
+def pick_by_size(
+    name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...], shape: torch.Size
+) -> tuple[str, str]:
+    """The backends of an op's forward and of its backward: what it prefers for that size, else what `pick` gives.
+
+    torch.compile has a guard for each comparison of a size that changes.
+
+    Args:
+        shape: of the op's first tensor.
+    """
+    return by_size(pick(name, backend, device, dtypes), _preferred(name, backend, device, dtypes), shape)
+
+
+def _preferred(
+    name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...]
+) -> tuple[Limits, ...]:
+    """Of `get(name).preferred(...)`, remembered. A constant of a graph, as what `pick` gives."""
+    key = (name, backend, device, dtypes)
+    preferred = _PREFERRED.get(key)
+    if preferred is None:
+        found = get(name).preferred(backend, device, [dtype for dtype in dtypes if dtype is not None])
+        preferred = _PREFERRED[key] = tuple(preference.limits for preference in found)
+    return preferred
+
+
+_ANY = 2**63 - 1  # more elements than a tensor has
+
+
 class Direct:
     """Calls of one op that need no more than a raw op: eager, without gradient, outside an autocast that concerns it.
 
@@ -182,7 +228,8 @@ class Direct:
 
     Once a choice is settled, `run` is the shortest way to the raw op. It is not settled while a better backend of the
     device cannot run: a native library may be loaded yet. Dtypes have no part in it: a kernel refuses those that it
-    does not take.
+    does not take. Nor is it for as many elements as the least of the op's preferences asks for: such a call is chosen
+    for each time, and is one of the backend that it names then.
 
     Args:
         overloads: the raw op of each backend.
@@ -197,10 +244,14 @@ class Direct:
         if self._autocasts and torch.is_autocast_enabled("cuda"):
             return NotImplemented
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        device, dtypes = tensors[0].device, tuple(tensor.dtype for tensor in tensors if tensor.is_floating_point())
-        chosen = pick(self._name, backend, device, dtypes)
+        input, dtypes = tensors[0], tuple(tensor.dtype for tensor in tensors if tensor.is_floating_point())
+        device = input.device
+        chosen, _ = pick_by_size(self._name, backend, device, dtypes, input.shape)
         if chosen not in self._overloads:
             return NotImplemented
+        settled_elements = min((p.elements for p in get(self._name).preferences if not p.backward), default=_ANY)
+        if backend == "auto" and input.numel() >= settled_elements:
+            return self.run(chosen, *arguments)
         op = self._overloads[chosen]
         library = native.python_library()
         candidates = get(self._name).candidates(backend)
@@ -208,7 +259,8 @@ class Direct:
             return _call_overload(op, tensors, arguments)
         if not isinstance(self.run, library.DirectCalls):
             self.run = library.DirectCalls(self._choose_and_call, self._autocasts)
-        self.run.settle(backend, device.type, op._schema.name, op._schema.overload_name)
+        elements = settled_elements if backend == "auto" else _ANY
+        self.run.settle(backend, device.type, op._schema.name, op._schema.overload_name, elements)
         return self.run(backend, *arguments)
 
 
@@ -244,6 +296,7 @@ def pick_without_gradient(
 
 # What torch.compiler.assume_constant_result sets; calling that would import torch._dynamo, and triton with it.
 pick._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_preferred._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def register(op: Op) -> Op:

@@ -106,12 +106,12 @@ class _RMSNorm(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(backend: str, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(backend: str, bwd_backend: str, *arguments: Any) -> tuple[Tensor, Tensor]:
         return FWD[backend](*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.backend, input, weight, *ctx.scalars = inputs
+        _, ctx.backend, input, weight, *ctx.scalars = inputs
         _, rstd = output
         ctx.mark_non_differentiable(rstd)
         ctx.set_materialize_grads(False)
@@ -120,16 +120,16 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if grad_output is None:
-            return (None,) * 6
+            return (None,) * 7
         input, weight, rstd = ctx.saved_tensors
         eps, cast_order, offset = ctx.scalars
-        need_weight_grad = ctx.needs_input_grad[2]
+        need_weight_grad = ctx.needs_input_grad[3]
         if is_differentiated_again():
             reference = partial(normalise, eps=eps, cast_order=cast_order, offset=offset)
             grad_input, grad_weight = reference_vjp(reference, grad_output, (input, weight))
         else:
             grad_input, grad_weight = BWD[ctx.backend](grad_output, input, weight, rstd, offset, need_weight_grad)
-        return None, grad_input, grad_weight if need_weight_grad else None, None, None, None
+        return None, None, grad_input, grad_weight if need_weight_grad else None, None, None, None
 
 
 def rms_norm(
@@ -171,11 +171,11 @@ def rms_norm(
     if weight is not None:
         check_shape("weight", weight, input.shape[-1:])
     dtypes = (input.dtype, None if weight is None else weight.dtype)
-    chosen = registry.pick("rms_norm", backend, input.device, dtypes)
+    chosen, chosen_bwd = registry.pick_by_size("rms_norm", backend, input.device, dtypes, input.shape)
     if chosen == "reference":
         return normalise(input, weight, eps, code, offset)
     if needs_autograd(input, weight):
-        return apply(_RMSNorm, chosen, input, weight, eps, code, offset)[0]
+        return apply(_RMSNorm, chosen, chosen_bwd, input, weight, eps, code, offset)[0]
     return INFERENCE[chosen](input, weight, eps, code, offset)
 
 
@@ -212,6 +212,8 @@ def _torch_rms_norm(input: Tensor, weight: Tensor, eps: float, cast_order: str) 
     return F.rms_norm(input, weight.shape, weight, eps)
 
 
+_MANY = 2**24  # elements that take a GPU longer than a launch from Python takes the host
+
 registry.register(
     registry.Op(
         name="rms_norm",
@@ -227,6 +229,15 @@ registry.register(
                 eager=registry.Upstream("transformers.models.t5.modeling_t5.T5LayerNorm", _t5_layer_norm),
                 torch=_torch_rms_norm,
             ),
+        ),
+        # Where `fuseopt bench ops` found the CUDA kernels slower by a hundredth or more, on an H200.
+        preferences=(
+            registry.Preference("triton", False, torch.bfloat16, (1600, 1600), _MANY),
+            registry.Preference("triton", True, torch.bfloat16, (768, 768), _MANY),
+            registry.Preference("triton", True, torch.bfloat16, (1600, 1600), _MANY),
+            registry.Preference("triton", True, torch.bfloat16, (4096, 4096), _MANY),
+            registry.Preference("triton", True, torch.float32, (1600, 1600), _MANY),
+            registry.Preference("triton", True, torch.float32, (4096, 4096), _MANY),
         ),
     )
 )

@@ -143,7 +143,8 @@ def choose_backend(
     libraries = tuple(kind for kind in native.KINDS if kind in backends)
     # Where the device of the input decides between several, the plan can name none of them.
     backend = backends.pop() if len(backends) == 1 else wanted
-    return wanted, Offer(kernel, strategy, backend, libraries, "; ".join(refused) or None)
+    by_size = _by_size(op, wanted, index)
+    return wanted, Offer(kernel, strategy, backend, libraries, "; ".join(refused) or None, by_size)
 
 
 def _choices(op: registry.Op, wanted: str, index: ModelIndex) -> dict[str, registry.Choice]:
@@ -157,6 +158,12 @@ def _choices(op: registry.Op, wanted: str, index: ModelIndex) -> dict[str, regis
     if not choices:
         raise BackendError("\n".join(dict.fromkeys(refusals)))
     return choices
+
+
+def _by_size(op: registry.Op, wanted: str, index: ModelIndex) -> str | None:
+    """What `wanted` takes at some sizes in the place of the op's first backend."""
+    preferred = [str(p) for device in index.devices for p in op.preferred(wanted, device, [index.dtype])]
+    return f"by size {', '.join(dict.fromkeys(preferred))}" if preferred else None
 
 
 def _options(rule: Rule, backend: str) -> Options:

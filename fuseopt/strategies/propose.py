@@ -23,6 +23,7 @@ class Offer:
         backend: what will run the replacement on this model.
         libraries: the native libraries that needs.
         refused: why something better will not.
+        by_size: what takes over from `backend` at some sizes.
     """
 
     request: str
@@ -30,6 +31,7 @@ class Offer:
     backend: str | None = None
     libraries: tuple[native.Kind, ...] = ()
     refused: str | None = None
+    by_size: str | None = None
 
 
 PAYS_ON_GPU = "it pays on a GPU alone"
@@ -102,6 +104,7 @@ def replacement(
         backend=offer.backend,
         libraries=offer.libraries,
         refused=offer.refused,
+        by_size=offer.by_size,
         absorbs=absorbs,
         needs=needs,
     )

@@ -1,5 +1,6 @@
 // `DirectCalls(choose, autocasts=False)(backend, *arguments)`: an op's calls, each of which goes straight to the raw op
-// that `settle` named for its backend and device, and to `choose(backend, *arguments)` where none is settled.
+// that `settle` named for its backend and device, and to `choose(backend, *arguments)` where none is settled, or not for
+// so many elements as the first tensor has.
 //
 // An OpOverload asks of each argument what it could stand for, in every overload; this takes the few types that the
 // schemas of fuseopt/ops have, reads them in place and hands them to PyTorch's dispatcher, which does with them what it
@@ -24,6 +25,7 @@
 
 #include <deque>
 #include <exception>
+#include <limits>
 #include <memory>
 #include <new>
 #include <optional>
@@ -33,6 +35,8 @@
 namespace {
 
 using c10::IValue;
+
+constexpr int64_t kAnyElements = std::numeric_limits<int64_t>::max();
 
 enum class Type { kTensor, kDtype, kInt, kFloat, kBool };
 
@@ -46,6 +50,7 @@ struct Parameter {
 struct RawOp {
   PyObject* backend;  // for which it is settled, an interned string
   c10::DeviceType device;
+  int64_t elements;  // for fewer than so many
   c10::OperatorHandle handle;
   std::vector<Parameter> parameters;
 };
@@ -147,6 +152,11 @@ PyObject* results_of(torch::jit::Stack& stack) {
   return results;
 }
 
+// Whether it is settled for a call with this first tensor. Sizes that are no numbers are left to the raw op.
+bool is_settled_for(const RawOp& op, const at::Tensor& input) {
+  return op.elements == kAnyElements || input.sym_numel().maybe_as_int().value_or(0) < op.elements;
+}
+
 const RawOp* find(const DirectCalls& calls, PyObject* backend, c10::DeviceType device) {
   for (const RawOp& op : calls.settled) {
     if (op.device == device && (op.backend == backend || PyUnicode_Compare(op.backend, backend) == 0)) return &op;
@@ -201,8 +211,9 @@ PyObject* call(PyObject* self, PyObject* const* arguments, size_t flagged_count,
   if (!THPVariable_CheckExact(arguments[1]) || (calls.autocasts && at::autocast::is_autocast_enabled(at::kCUDA))) {
     Py_RETURN_NOTIMPLEMENTED;
   }
-  const RawOp* op = find(calls, arguments[0], THPVariable_Unpack(arguments[1]).device().type());
-  if (op == nullptr) return PyObject_Vectorcall(calls.choose, arguments, count, nullptr);
+  const at::Tensor& input = THPVariable_Unpack(arguments[1]);
+  const RawOp* op = find(calls, arguments[0], input.device().type());
+  if (op == nullptr || !is_settled_for(*op, input)) return PyObject_Vectorcall(calls.choose, arguments, count, nullptr);
   return call_raw(*op, arguments + 1, count - 1);
 }
 
@@ -238,7 +249,8 @@ PyObject* settle(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject* backend = nullptr;
   const char *device = nullptr, *name = nullptr, *overload = nullptr;
-  if (!PyArg_ParseTuple(arguments, "Usss", &backend, &device, &name, &overload)) return nullptr;
+  long long elements = kAnyElements;
+  if (!PyArg_ParseTuple(arguments, "Usss|L", &backend, &device, &name, &overload, &elements)) return nullptr;
   auto& calls = *reinterpret_cast<DirectCalls*>(self);
   const c10::DeviceType device_type = c10::Device(device).type();
   if (find(calls, backend, device_type) != nullptr) Py_RETURN_NONE;  // by another thread
@@ -246,7 +258,7 @@ PyObject* settle(PyObject* self, PyObject* arguments) {
   auto parameters = parameters_of(handle.schema());
   Py_INCREF(backend);
   PyUnicode_InternInPlace(&backend);
-  calls.settled.push_back({backend, device_type, std::move(handle), std::move(parameters)});
+  calls.settled.push_back({backend, device_type, elements, std::move(handle), std::move(parameters)});
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -273,7 +285,9 @@ void deallocate(PyObject* self) {
 }
 
 PyMethodDef methods[] = {
-    {"settle", settle, METH_VARARGS, "settle(backend, device, name, overload): calls of that backend go to the raw op"},
+    {"settle", settle, METH_VARARGS,
+     "settle(backend, device, name, overload, elements=any): calls of that backend whose first tensor has fewer elements "
+     "go to the raw op"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyTypeObject* direct_calls_type() {
