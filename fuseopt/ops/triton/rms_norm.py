@@ -19,6 +19,10 @@ BWD_STAGES_BYTES = 96 * 1024
 # Piece of a row, and warps, of the kernels that walk along a wider row.
 WIDE_BLOCK_BYTES = 32 * 1024
 WIDE_WARPS = 16
+# A forward in float32 walks along rows of more bytes, by smaller pieces: what holds no row has room for all threads of a
+# multiprocessor.
+WALKED_ROW_BYTES = 6 * 1024
+WALKED_BLOCK_BYTES = 8 * 1024
 
 
 @triton.jit
@@ -70,7 +74,7 @@ def rms_norm_fwd_wide_kernel(
     NORM_DTYPE: tl.constexpr,  # dtype that the normalised input is rounded to before the weight
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Each program walks twice along one row too wide for registers; the second read comes from the L2 cache."""
+    """Each program walks twice along one row that it does not hold; the second read comes from a cache."""
     row = tl.program_id(0).to(tl.int64)
     input_ptr += row * input_row_stride
     output_ptr += row * columns
@@ -78,13 +82,13 @@ def rms_norm_fwd_wide_kernel(
     square_sum = tl.zeros((BLOCK_COLUMNS,), dtype=COMPUTE)
     for start in range(0, columns, BLOCK_COLUMNS):
         column = start + tl.arange(0, BLOCK_COLUMNS)
-        x = tl.load(input_ptr + column, mask=column < columns, other=0.0).to(COMPUTE)
+        x = tl.load(input_ptr + column, mask=column < columns, other=0.0, eviction_policy="evict_last").to(COMPUTE)
         square_sum += x * x
     rstd = tl.rsqrt(tl.sum(square_sum, axis=0) / columns + tl.full((), eps, COMPUTE))
 
     for start in range(0, columns, BLOCK_COLUMNS):
         column = start + tl.arange(0, BLOCK_COLUMNS)
-        x = tl.load(input_ptr + column, mask=column < columns, other=0.0).to(COMPUTE)
+        x = tl.load(input_ptr + column, mask=column < columns, other=0.0, eviction_policy="evict_first").to(COMPUTE)
         y = (x * rstd).to(NORM_DTYPE).to(COMPUTE)
         if weight_ptr is not None:
             weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(COMPUTE)
@@ -271,7 +275,11 @@ def _forward(
     matrix, row_stride = as_rows(input)
     weight = None if weight is None else weight.contiguous()
     compute = compute_dtype(input, weight)
-    tile = FWD_TILING.row_tile(columns, compute)
+    tile, block_bytes, num_warps = FWD_TILING.row_tile(columns, compute), WIDE_BLOCK_BYTES, WIDE_WARPS
+    row_bytes = columns * input.itemsize
+    if input.dtype == torch.float32 and tile is not None and row_bytes > WALKED_ROW_BYTES:
+        tile, block_bytes = None, WALKED_BLOCK_BYTES
+        num_warps = WIDE_WARPS if row_bytes > block_bytes else WIDE_WARPS // 2
     with torch.cuda.device_of(input):
         if tile is not None:
             rms_norm_fwd_kernel[(-(-rows // tile.rows),)](
@@ -282,8 +290,8 @@ def _forward(
         else:
             rms_norm_fwd_wide_kernel[(rows,)](
                 matrix, weight, output, rstd, columns, row_stride, eps, offset,
-                TL_DTYPES[compute], TL_DTYPES[norm_dtype], WIDE_BLOCK_BYTES // compute.itemsize,
-                num_warps=WIDE_WARPS, enable_fp_fusion=True,
+                TL_DTYPES[compute], TL_DTYPES[norm_dtype], block_bytes // compute.itemsize,
+                num_warps=num_warps, enable_fp_fusion=True,
             )  # fmt: skip
     return output
 

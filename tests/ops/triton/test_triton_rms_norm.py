@@ -10,7 +10,12 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 # One column; narrow rows, several to a program; odd widths; more tiles than programs; one dimension.
 SHAPES = [(7, 1), (300, 3), (2, 3, 129), (70, 768), (9,)]
 # Wider than the registers of the backward, with several rows to a program; and than the registers of the forward.
-WIDE_CASES = [(torch.bfloat16, (6, 8200)), (torch.float64, (6, 4099)), (torch.float64, (2, 8195))]
+WIDE_CASES = [
+    *((torch.float32, (5, columns)) for columns in (1537, 1600, 4096, 4099)),
+    (torch.bfloat16, (6, 8200)),
+    (torch.float64, (6, 4099)),
+    (torch.float64, (2, 8195)),
+]
 
 
 def reference(input, weight, eps, offset):
