@@ -19,8 +19,8 @@ BWD_STAGES_BYTES = 96 * 1024
 # Piece of a row, and warps, of the kernels that walk along a wider row.
 WIDE_BLOCK_BYTES = 32 * 1024
 WIDE_WARPS = 16
-# A forward in float32 walks along rows of more bytes, by smaller pieces: what holds no row has room for all threads of
-# a multiprocessor.
+# A forward in float32 walks along rows of more bytes, by smaller pieces: what holds no row leaves room for all threads
+# of a multiprocessor.
 WALKED_ROW_BYTES = 6 * 1024
 WALKED_BLOCK_BYTES = 8 * 1024
 
