@@ -233,11 +233,9 @@ registry.register(
         # Where `fuseopt bench ops` found the CUDA kernels slower by a hundredth or more, on an H200.
         preferences=(
             registry.Preference("triton", False, torch.bfloat16, (1600, 1600), _MANY),
-            registry.Preference("triton", False, torch.float32, (1600, 1600), _MANY),
             registry.Preference("triton", False, torch.float32, (4096, 4096), _MANY),
             registry.Preference("triton", True, torch.bfloat16, (768, 768), _MANY),
             registry.Preference("triton", True, torch.bfloat16, (1600, 1600), _MANY),
-            registry.Preference("triton", True, torch.bfloat16, (4096, 4096), _MANY),
             registry.Preference("triton", True, torch.float32, (1600, 1600), _MANY),
             registry.Preference("triton", True, torch.float32, (4096, 4096), _MANY),
         ),
