@@ -163,7 +163,8 @@ def test_gradients_are_stock_s(case):
     stock = gradients()
     fuseopt.initialize(model, config(kernel))
     for name, gradient in gradients().items():
-        torch.testing.assert_close(gradient, stock[name], rtol=1e-4, atol=1e-6, msg=name)
+        least = 1e-5 * stock[name].abs().max().item()
+        torch.testing.assert_close(gradient, stock[name], rtol=1e-4, atol=least, msg=name)
 
 
 def test_fold_bias_adds_it_inside_the_op_and_only_in_float32():
