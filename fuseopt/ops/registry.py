@@ -167,26 +167,18 @@ class Op:
 
 
 _OPS: dict[str, Op] = {}
-_PICKED: dict[tuple[Any, ...], str] = {}
-_PREFERRED: dict[tuple[Any, ...], tuple[Limits, ...]] = {}
+_CHOSEN: dict[tuple[Any, ...], tuple[str, tuple[Limits, ...]]] = {}
 
 
 def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...]) -> str:
     """`get(name).choose(backend, device, dtypes).backend`, remembered until another native library is loaded.
 
-    Every call of an op comes through here, or through `Direct`. torch.compile takes the answer as a constant of the
-    graph.
+    Every call of an op comes through here, through `pick_by_size` or `Direct`.
 
     Args:
         dtypes: of the op's floating point arguments; None for one that is absent.
     """
-    key = (len(torch.ops.loaded_libraries), name, backend, device, dtypes)
-    picked = _PICKED.get(key)
-    if picked is None:
-        present = [dtype for dtype in dtypes if dtype is not None]
-        picked = get(name).choose(backend, device, present).backend
-        _PICKED[(len(torch.ops.loaded_libraries), *key[1:])] = picked  # choosing may have loaded a library
-    return picked
+    return _chosen(name, backend, device, dtypes)[0]
 
 
 def pick_by_size(
@@ -199,19 +191,22 @@ def pick_by_size(
     Args:
         shape: of the op's first tensor.
     """
-    return by_size(pick(name, backend, device, dtypes), _preferred(name, backend, device, dtypes), shape)
+    picked, preferred = _chosen(name, backend, device, dtypes)
+    return by_size(picked, preferred, shape)
 
 
-def _preferred(
+def _chosen(
     name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...]
-) -> tuple[Limits, ...]:
-    """Of `get(name).preferred(...)`, remembered. A constant of a graph, as what `pick` gives."""
-    key = (name, backend, device, dtypes)
-    preferred = _PREFERRED.get(key)
-    if preferred is None:
-        found = get(name).preferred(backend, device, [dtype for dtype in dtypes if dtype is not None])
-        preferred = _PREFERRED[key] = tuple(preference.limits for preference in found)
-    return preferred
+) -> tuple[str, tuple[Limits, ...]]:
+    """What `pick` gives, and when another backend is preferred to it. torch.compile takes both for constants."""
+    key = (len(torch.ops.loaded_libraries), name, backend, device, dtypes)
+    chosen = _CHOSEN.get(key)
+    if chosen is None:
+        op, present = get(name), [dtype for dtype in dtypes if dtype is not None]
+        picked = op.choose(backend, device, present).backend
+        chosen = picked, tuple(preference.limits for preference in op.preferred(backend, device, present))
+        _CHOSEN[(len(torch.ops.loaded_libraries), *key[1:])] = chosen  # choosing may have loaded a library
+    return chosen
 
 
 _ANY = 2**63 - 1  # more elements than a tensor has
@@ -249,7 +244,8 @@ class Direct:
         chosen, _ = pick_by_size(self._name, backend, device, dtypes, input.shape)
         if chosen not in self._overloads:
             return NotImplemented
-        settled_elements = min((p.elements for p in get(self._name).preferences if not p.backward), default=_ANY)
+        preferences = [p for p in get(self._name).preferences if not p.backward and p.holds_on(device)]
+        settled_elements = min((preference.elements for preference in preferences), default=_ANY)
         if backend == "auto" and input.numel() >= settled_elements:
             return self.run(chosen, *arguments)
         op = self._overloads[chosen]
@@ -295,8 +291,7 @@ def pick_without_gradient(
 
 
 # What torch.compiler.assume_constant_result sets; calling that would import torch._dynamo, and triton with it.
-pick._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_preferred._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def register(op: Op) -> Op:

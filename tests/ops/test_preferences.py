@@ -28,7 +28,7 @@ of_every_preference = pytest.mark.parametrize(
 def prefer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., registry.Op]:
     """`prefer(*preferences)`: those of `rms_norm`, for one test, on any device."""
     monkeypatch.setattr(registry, "_OPS", dict(registry._OPS))
-    monkeypatch.setattr(registry, "_PREFERRED", {})
+    monkeypatch.setattr(registry, "_CHOSEN", {})
     monkeypatch.setattr(Preference, "holds_on", lambda self, device: True)
     module = sys.modules["fuseopt.ops.rms_norm"]
     monkeypatch.setattr(module, "_DIRECT", registry.Direct("rms_norm", module.INFERENCE))
@@ -73,6 +73,20 @@ def test_other_dtypes_and_backends_that_cannot_run_are_not_preferred(prefer: Cal
     assert op.preferred("auto", CPU, [torch.bfloat16] * 2) == [half]  # "cuda" runs on no CPU
     assert op.preferred("auto", CPU, [torch.bfloat16, torch.float32]) == []
     assert op.preferred("reference", CPU, [torch.bfloat16]) == []
+
+
+def test_a_preferred_library_may_be_loaded_later(
+    prefer: Callable[..., registry.Op], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert native.load("cpu").status == "loaded"
+    prefer(Preference("cpu", True, torch.float32, (8, 8), 1))
+    absent = native.LibraryState("cpu", "absent", None, None, "hidden by this test", 0.0)
+    asked = ("rms_norm", "auto", CPU, (torch.float32,), torch.Size((4, 8)))
+    with monkeypatch.context() as hidden:
+        hidden.setattr(native, "load", lambda kind, *, build=True: absent)
+        assert registry.pick_by_size(*asked)[1] != "cpu"
+    monkeypatch.setattr(torch.ops, "loaded_libraries", torch.ops.loaded_libraries | {"another"})
+    assert registry.pick_by_size(*asked)[1] == "cpu"
 
 
 def test_a_forward_by_size(prefer: Callable[..., registry.Op], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def square_samples(device: torch.device, dtype: torch.dtype, requires_grad: bool
 def toy(monkeypatch: pytest.MonkeyPatch) -> registry.Op:
     """An op registered from outside the package, for one test."""
     monkeypatch.setattr(registry, "_OPS", dict(registry._OPS))
-    monkeypatch.setattr(registry, "_PICKED", {})
+    monkeypatch.setattr(registry, "_CHOSEN", {})
     backends = (Buildable("buildable", (torch.float32,)), registry.REFERENCE)
     return registry.register(registry.Op("square", square, torch.square, square_samples, backends))
 
@@ -79,7 +79,7 @@ class Absent(registry.Backend):
 def test_a_settled_choice_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     native.load("cpu")
     monkeypatch.setattr(registry, "_OPS", dict(registry._OPS))
-    monkeypatch.setattr(registry, "_PICKED", {})
+    monkeypatch.setattr(registry, "_CHOSEN", {})
     kernel, absent = registry.Backend("kernel"), Absent("absent")
     for name, backends in (("settled", (kernel, absent)), ("open", (absent, kernel))):
         registry.register(registry.Op(name, torch.square, torch.square, square_samples, backends))
@@ -87,7 +87,7 @@ def test_a_settled_choice_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> 
     settled, still_open = (registry.Direct(name, overloads) for name in ("settled", "open"))
     for direct in (settled, still_open):
         assert direct.run("auto", torch.ones(2)).tolist() == [-1, -1]
-    monkeypatch.setattr(registry, "pick", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr(registry, "pick_by_size", lambda *_: pytest.fail("asked again"))
     assert settled.run("auto", torch.ones(2)).tolist() == [-1, -1]
     # A better backend is missing, and may come yet.
     with pytest.raises(pytest.fail.Exception, match="asked again"):
@@ -113,7 +113,7 @@ def test_names_are_taken_once(toy: registry.Op) -> None:
 def test_auto_takes_up_a_native_library_loaded_later(monkeypatch: pytest.MonkeyPatch) -> None:
     if native.load("cpu").status != "loaded":
         pytest.skip(f"no native library: {native.load('cpu').reason}")
-    monkeypatch.setattr(registry, "_PICKED", {})
+    monkeypatch.setattr(registry, "_CHOSEN", {})
     gelu = sys.modules["fuseopt.ops.gelu"]
     monkeypatch.setattr(gelu, "_DIRECT", registry.Direct("gelu", gelu.FWD))
     absent = native.LibraryState("cpu", "absent", None, None, "hidden by this test", 0.0)
@@ -132,7 +132,7 @@ def test_auto_takes_up_a_native_library_loaded_later(monkeypatch: pytest.MonkeyP
 
 
 def test_auto_never_builds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_PICKED", {})
+    monkeypatch.setattr(registry, "_CHOSEN", {})
     gelu = sys.modules["fuseopt.ops.gelu"]
     monkeypatch.setattr(gelu, "_DIRECT", registry.Direct("gelu", gelu.FWD))
     asked = []
