@@ -75,9 +75,11 @@ def test_other_dtypes_and_backends_that_cannot_run_are_not_preferred(prefer: Cal
     assert op.preferred("reference", CPU, [torch.bfloat16]) == []
 
 
+@pytest.mark.interpreter
 def test_a_preferred_library_may_be_loaded_later(
     prefer: Callable[..., registry.Op], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In this process Triton's interpreter comes first on a CPU."""
     assert native.load("cpu").status == "loaded"
     prefer(Preference("cpu", True, torch.float32, (8, 8), 1))
     absent = native.LibraryState("cpu", "absent", None, None, "hidden by this test", 0.0)
