@@ -484,29 +484,55 @@ def test_what_is_read_ahead_changes_nothing() -> None:
         decode_linear(x, weight, ahead=[later] * 4)
 
 
+def large_lines(columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A weight [K, N] that is read by lines, and with one row has the norm folded in."""
+    return (torch.randn(columns, 5128, device="cuda") / columns**0.5).to(dtype).T
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1600), (8, 1600), (16, 1600), (40, 768), (33, 1536)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "is_large"),
+    [
+        (1, 1600, False),
+        (1, 1600, True),
+        (8, 1600, False),
+        (8, 1600, True),
+        (16, 1600, False),
+        (40, 768, False),
+        (33, 1536, False),
+    ],
+)
 @pytest.mark.parametrize("mean", [1000, 5])
 @torch.no_grad()
-def test_a_norm_of_rows_far_from_zero(rows: int, columns: int, mean: int) -> None:
+def test_a_norm_of_rows_far_from_zero(rows: int, columns: int, is_large: bool, mean: int) -> None:
     """The variance of a row is not lost in its mean."""
     torch.manual_seed(0)
     x = (torch.randn(rows, columns, device="cuda") + mean).bfloat16()
     weight = torch.randn(64, columns, device="cuda", dtype=torch.bfloat16) / columns**0.5
-    assert_kernel_is_accurate(x, [weight], norm="layer_norm")
+    assert_kernel_is_accurate(x, [large_lines(columns) if is_large else weight], norm="layer_norm")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", ["layer_norm", "t5_rms_norm"])
-@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize(("rows", "is_large"), [(1, False), (1, True), (8, False), (16, False)])
 @torch.no_grad()
-def test_a_norm_of_rows_that_start_with_an_outlier(rows: int, norm: str) -> None:
+def test_a_norm_of_rows_that_start_with_an_outlier(rows: int, is_large: bool, norm: str) -> None:
     """Sums are taken over what values are above the first of their row."""
     torch.manual_seed(0)
     x = torch.randn(rows, 1536, device="cuda", dtype=torch.bfloat16)
     x[:, 0] = 1000
     weight = torch.randn(2304, 1536, device="cuda", dtype=torch.bfloat16) / 40
-    assert_kernel_is_accurate(x, [weight], norm=norm)
+    assert_kernel_is_accurate(x, [large_lines(1536) if is_large else weight], norm=norm)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_norm_whose_weight_takes_rows_out_of_range() -> None:
+    """A row of float16, times the norm's weight, may be more than float16 can hold; normalised it is not."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 1600, device="cuda", dtype=torch.float16) * 10000
+    scale = torch.full((1600,), 8.0, device="cuda", dtype=torch.float16)
+    assert_kernel_is_accurate(x, [large_lines(1600, torch.float16)], norm="layer_norm", norm_weight=scale)
 
 
 @pytest.mark.gpu

@@ -1,10 +1,13 @@
 // decode_linear for 16-bit weights [K, N] too large to wait in registers for the kernel ahead. A block has one strip of
-// output columns; its warps, and where strips are few the blocks of a cluster, share out K. A ring has room for all
-// that its warp reads, or as much of it as fits: what is there when the kernel ahead ends is what memory has done
-// meanwhile. Only queries, keys and values of one row leave room for attention's block, the next one, beside theirs.
+// output columns; its warps, and where strips are few the blocks of a cluster, share out K. What is there when the kernel
+// ahead ends is what memory has done meanwhile, so a ring has room for all that its warp reads, or as much of it as fits.
+// With one row the first stages move on to registers, which leaves their places to later ones: there is then less to fetch
+// from shared memory after the wait as well. Only queries, keys and values of one row leave room for attention's block, the
+// next one, beside theirs.
 #pragma once
 
 #include "cluster.cuh"
+#include "folded_norm.cuh"
 #include "line_stream.cuh"
 
 namespace fuseopt {
@@ -13,9 +16,14 @@ constexpr int kMaxLineCluster = 8;
 constexpr int kLineSumsStride = kLineColumns + 4;  // 4: rows of sums start in different banks
 constexpr int kLineRowGap = kLaneValues;           // so do rows of the input
 
-template <typename T, bool kNorm, int kHalves, int kStages>
-__global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
+// What happens to rows on their way into the products: nothing, they are normalised, or their norm is folded in.
+enum class LineNorm { kNone, kRows, kFolded };
+
+// kHeld: stages in registers, of one row.
+template <typename T, LineNorm kNorm, int kHalves, int kStages, int kHeld>
+__global__ void __launch_bounds__(kLineThreads, kHalves == 1 && kHeld == 0 ? 3 : kHeld <= 4 ? 2 : 1)
     decode_linear_lines_kernel(const __grid_constant__ LineLayer<T> layer) {
+  static_assert(kNorm != LineNorm::kFolded || kHeld > 0, "both are for one row");
   using Piece = Vector<T, kLaneValues>;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int rows = layer.rows, columns = layer.columns, slots = 1 << layer.slot_bits;
@@ -27,14 +35,15 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
   const int part = rank * kLineWarps + warp, first_k = first_k_of(part);
   const int stages = (first_k_of(part + 1) - first_k) / kLineK;
   // A norm takes the rows as a whole.
-  const int held_k = kNorm ? 0 : first_k_of(rank * kLineWarps), held = layer.held_columns;
+  const int held_k = kNorm != LineNorm::kNone ? 0 : first_k_of(rank * kLineWarps), held = layer.held_columns;
   const int row_stride = held + kLineRowGap;
 
   // A ring [kStages] for each warp, in the end its sums [rows][kLineSumsStride]; rows [kHalves][slots][row_stride];
   // sums of the cluster's other blocks [blocks - 1][rows][kLineSumsStride].
   extern __shared__ __align__(kRingAlignment) char rings[];
   struct Part {
-    float sum, squares, pivot;
+    Deviations deviations;
+    float pivot;
   };
   __shared__ Part parts[kHalves][kLineWarps];  // of a norm's rows
   __shared__ Mailbox mailbox;
@@ -56,11 +65,13 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
   // Of the norm, for the lane's first values of the warp's part of K.
   uint4 scale = {}, shift = {};
   const int end_k = min(first_k + stages * kLineK, columns);
+  const FoldedNorm<T> folded(layer, held_rows, row_stride, first_k, first_k + stages * kLineK);
   const auto load_norm = [&](int k) {
     if (k < end_k && layer.norm_weight != nullptr) scale = load_once<uint4>(layer.norm_weight + k);
     if (k < end_k && layer.norm_bias != nullptr) shift = load_once<uint4>(layer.norm_bias + k);
   };
-  if constexpr (kNorm) load_norm(first_k + lane * kLaneValues);
+  if constexpr (kNorm == LineNorm::kRows) load_norm(first_k + lane * kLaneValues);
+  if constexpr (kNorm == LineNorm::kFolded) folded.load_parameters();
 
   // What the thread finishes first.
   const auto column_of = [&](int i) { return strip * kLineColumns + i % kLineColumns; };
@@ -76,46 +87,60 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
   const int team = kLineThreads >> layer.slot_bits, step = team * kLaneValues;
   const int slot = (threadIdx.x << layer.slot_bits) / kLineThreads, member_k = (threadIdx.x & team - 1) * kLaneValues;
   const T* const inputs = settled(static_cast<const T*>(layer.input) + static_cast<int64_t>(slot) * columns + held_k);
+
+  uint4 held_words[std::max(kHeld, 1)][kLineTiles / 2];
+#pragma unroll
+  for (int s = 0; s < kHeld; ++s) {
+    char* const place = ring + s % kStages * kLineBytes;
+    await_copy_groups<kStages - 1>();
+    __syncwarp();
+    weight.load(place, held_words[s]);
+    __syncwarp();
+    weight.fetch(place);
+  }
   wait_for_predecessor();
 
   unsigned residual = 0;
   if (is_output(threadIdx.x)) residual = layer.load_residual_bits(output_index(threadIdx.x));
+  if constexpr (kNorm == LineNorm::kFolded) {
+    const float pivot = load_fresh(static_cast<const T*>(layer.input))[0];
+    const Deviations deviations = folded.load_input(pivot);
+    if (lane == 0) parts[0][warp] = {deviations, pivot};
+    __syncwarp();
+  } else {
 #pragma unroll
-  for (int h = 0; h < kHalves; ++h) {
-    constexpr int kLoads = 4;  // on the way at a time
-    const T* const from = inputs + static_cast<int64_t>(h) * kHalfRows * columns;
-    T* const to = held_rows + (h * slots + slot) * row_stride;
-    const int there = slot + h * kHalfRows < rows ? min(held, columns - held_k) : 0;
-    // Deviations from any value of the row are small enough for a sum of squares.
-    const float pivot = kNorm && there > 0 ? load_fresh(from)[0] : 0.f;
-    Deviations deviations;
+    for (int h = 0; h < kHalves; ++h) {
+      constexpr int kLoads = 4;  // on the way at a time
+      const T* const from = inputs + static_cast<int64_t>(h) * kHalfRows * columns;
+      T* const to = held_rows + (h * slots + slot) * row_stride;
+      const int there = slot + h * kHalfRows < rows ? min(held, columns - held_k) : 0;
+      // Deviations from any value of the row are small enough for a sum of squares.
+      const float pivot = kNorm == LineNorm::kRows && there > 0 ? load_fresh(from)[0] : 0.f;
+      Deviations deviations;
 #pragma unroll 1
-    for (int first = member_k; first < held; first += kLoads * step) {
-      Piece pieces[kLoads];
+      for (int first = member_k; first < held; first += kLoads * step) {
+        Piece pieces[kLoads];
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        pieces[i] = {};
-        if (first + i * step < there) pieces[i] = load_fresh(from + first + i * step);
+        for (int i = 0; i < kLoads; ++i) {
+          pieces[i] = {};
+          if (first + i * step < there) pieces[i] = load_fresh(from + first + i * step);
+        }
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+          const int k = first + i * step;
+          if (kNorm == LineNorm::kRows && k < there) deviations.add(pieces[i], pivot);
+          if (k < held) *reinterpret_cast<Piece*>(to + k) = pieces[i];
+        }
       }
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int k = first + i * step;
-        if (kNorm && k < there) deviations.add(pieces[i], pivot);
-        if (k < held) *reinterpret_cast<Piece*>(to + k) = pieces[i];
+      if constexpr (kNorm == LineNorm::kRows) {
+        deviations.add_lanes<kWarpSize>();
+        if (lane == 0) parts[h][warp] = {deviations, pivot};
       }
     }
-    if constexpr (kNorm) {
-#pragma unroll
-      for (int distance = 1; distance < kWarpSize; distance *= 2) {
-        deviations.sum += __shfl_xor_sync(kFullWarp, deviations.sum, distance);
-        deviations.squares += __shfl_xor_sync(kFullWarp, deviations.squares, distance);
-      }
-      if (lane == 0) parts[h][warp] = {deviations.sum, deviations.squares, pivot};
-    }
+    __syncthreads();
   }
-  __syncthreads();
 
-  if constexpr (kNorm) {
+  if constexpr (kNorm == LineNorm::kRows) {
     const int parts_of_row = kLineWarps >> layer.slot_bits;
     float2 norms[kHalves];  // of the row in slot `lane`
 #pragma unroll
@@ -126,13 +151,10 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
       for (int p = 0; p < kLineWarps; ++p) {
         if (p >= parts_of_row) continue;
         const Part& of_part = parts[h][(lane & slots - 1) * parts_of_row + p];
-        of_row.sum += of_part.sum, of_row.squares += of_part.squares;
+        of_row.add(of_part.deviations);
         pivot = of_part.pivot;
       }
-      const float reciprocal = __fdividef(1.f, columns);
-      const Moments moments = of_row.moments(pivot, reciprocal);
-      const float square = layer.is_layer_norm ? 0.f : moments.mean * moments.mean;
-      norms[h] = {layer.is_layer_norm ? moments.mean : 0.f, rsqrtf(moments.squares * reciprocal + square + layer.eps)};
+      norms[h] = of_row.normalisation(pivot, __fdividef(1.f, columns), layer.is_layer_norm, layer.eps);
     }
 #pragma unroll 1
     for (int warp_k = first_k; warp_k < end_k; warp_k += kWarpSize * kLaneValues) {
@@ -167,10 +189,22 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
 
   float sums[kHalves][kLineTiles / 2][4] = {};
   const T* const factors = held_rows + (lane / 4 & slots - 1) * row_stride + first_k - held_k + lane % 4 * 2;
-  int stage = 0;
+  const auto multiply_stage = [&](int h, int s, const uint4 (&words)[kLineTiles / 2]) {
+    const T* const x = factors + h * slots * row_stride + s * kLineK;
+    const unsigned low = *reinterpret_cast<const unsigned*>(x), high = *reinterpret_cast<const unsigned*>(x + 8);
+#pragma unroll
+    for (int j = 0; j < kLineTiles / 2; ++j) {
+      multiply<T>(sums[h][j], {words[j].x, words[j].z}, {words[j].y, words[j].w}, low, high);
+    }
+  };
+#pragma unroll
+  for (int s = 0; s < kHeld; ++s) {
+    if (s < stages) multiply_stage(0, s, held_words[s]);
+  }
+  int stage = kHeld % kStages * kLineBytes;
   const auto next = [](int stage) { return stage == (kStages - 1) * kLineBytes ? 0 : stage + kLineBytes; };
 #pragma unroll 1
-  for (int s = 0; s < stages; s += 2) {
+  for (int s = kHeld; s < stages; s += 2) {
     const int second = next(stage);
     const bool has_second = s + 1 < stages;
     await_copy_groups<kStages - 2>();
@@ -182,14 +216,7 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
     for (int h = 0; h < kHalves; ++h) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (i == 1 && !has_second) continue;
-        const T* const x = factors + h * slots * row_stride + (s + i) * kLineK;
-        const unsigned low = *reinterpret_cast<const unsigned*>(x), high = *reinterpret_cast<const unsigned*>(x + 8);
-#pragma unroll
-        for (int j = 0; j < kLineTiles / 2; ++j) {
-          const uint4& word = words[i][j];
-          multiply<T>(sums[h][j], {word.x, word.z}, {word.y, word.w}, low, high);
-        }
+        if (i == 0 || has_second) multiply_stage(h, s + i, words[i]);
       }
     }
     __syncwarp();
@@ -203,6 +230,10 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
   for (int h = 0; h < kHalves; ++h) {
 #pragma unroll
     for (int j = 0; j < kLineTiles / 2; ++j) {
+      if constexpr (kNorm == LineNorm::kFolded) {
+        folded.store_sums(sums[h][j], sums_of(warp), kLineSumsStride, 2 * j * kTileColumns);
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = lane % 4 * 2 + i % 2 + h * kHalfRows, place = (2 * j + i / 2) * kTileColumns + lane / 4;
@@ -237,10 +268,22 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
     if (i >= kLineThreads) residual = layer.load_residual_bits(output_index(i));
     const int at = i / kLineColumns * kLineSumsStride + i % kLineColumns;
     float sum = to_float(bias);
+    if constexpr (kNorm == LineNorm::kFolded) {
+      float folded_sums[FoldedNorm<T>::kSums] = {};
+      Deviations deviations;
 #pragma unroll
-    for (int w = 0; w < kLineWarps; ++w) sum += sums_of(w)[at];
+      for (int w = 0; w < kLineWarps; ++w) {
+#pragma unroll
+        for (int n = 0; n < FoldedNorm<T>::kSums; ++n) folded_sums[n] += sums_of(w)[n * kLineSumsStride + at];
+        deviations.add(parts[0][w].deviations);
+      }
+      sum += folded.output(folded_sums, deviations, parts[0][0].pivot);
+    } else {
+#pragma unroll
+      for (int w = 0; w < kLineWarps; ++w) sum += sums_of(w)[at];
 #pragma unroll 1
-    for (int b = 0; b < blocks - 1; ++b) sum += inbox[b * rows * kLineSumsStride + at];
+      for (int b = 0; b < blocks - 1; ++b) sum += inbox[b * rows * kLineSumsStride + at];
+    }
     layer.store(output_index(i), activate_quickly(layer.activation, sum) + layer.residual_from(residual));
   }
 }
@@ -250,7 +293,8 @@ struct LinePlan {
   int strips;      // of each weight
   int rows, slot_bits = 0, halves;
   int blocks = 1;  // that share out K
-  int stages = 12;
+  int stages = 12, held = 0;
+  bool folds = false;  // a norm
   int held_columns;
 
   explicit LinePlan(const DecodeLinear& layer)
@@ -265,11 +309,20 @@ struct LinePlan {
     }
     held_columns = static_cast<int>(has_norm ? all_stages : ceil_div(all_stages, blocks)) * kLineK;
     const int64_t of_warp = ceil_div(all_stages, blocks * kLineWarps);
-    const bool leaves_room = has_norm && rows == 1 && layer.activation == kIdentity;
-    for (const int fewer : {8, 6, 4}) {
-      if (of_warp <= fewer || (leaves_room && stages > 6) || per_multiprocessor() < 1) stages = fewer;
+    if (rows == 1 && (!has_norm || blocks == 1)) {
+      folds = has_norm;
+      if (folds) slot_bits = FoldedNorm<uint16_t>::kRowBits;
+      stages = 8, held = 5;
+      const bool leaves_room = has_norm && layer.activation == kIdentity;
+      for (const int fewer : {6, 4}) {
+        if (of_warp <= fewer + 4 || (leaves_room && stages > 6) || per_multiprocessor() < 1) stages = fewer, held = 4;
+      }
+    } else {
+      for (const int fewer : {8, 6, 4}) {
+        if (of_warp <= fewer || per_multiprocessor() < 1) stages = fewer;
+      }
+      if (halves == 2) stages = 3;
     }
-    if (halves == 2) stages = 3;
   }
 
   size_t shared_bytes() const {
@@ -291,7 +344,7 @@ inline bool streams_lines(const DecodeLinear& layer) {
          2 * plan.blocks * plan.strips * layer.weight_count >= multiprocessor_count();
 }
 
-template <typename T, bool kNorm, int kHalves, int kStages>
+template <typename T, LineNorm kNorm, int kHalves, int kStages, int kHeld = 0>
 cudaError_t launch_lines_as(const DecodeLinear& layer, const LinePlan& plan, cudaStream_t stream) {
   LineLayer<T> of{mma_layer<T>(layer)};
   of.slot_bits = plan.slot_bits;
@@ -299,12 +352,22 @@ cudaError_t launch_lines_as(const DecodeLinear& layer, const LinePlan& plan, cud
   const LaunchShape shape{static_cast<unsigned>(plan.strips * plan.blocks), kLineThreads, plan.shared_bytes(),
                           static_cast<unsigned>(plan.blocks), static_cast<unsigned>(layer.weight_count)};
   of.share_ahead(shape);
-  return launch_dependent(decode_linear_lines_kernel<T, kNorm, kHalves, kStages>, of, shape, layer.overlap, stream);
+  return launch_dependent(decode_linear_lines_kernel<T, kNorm, kHalves, kStages, kHeld>, of, shape, layer.overlap,
+                          stream);
 }
 
-template <typename T, bool kNorm>
-cudaError_t launch_lines(const DecodeLinear& layer, cudaStream_t stream) {
-  const LinePlan plan(layer);
+// Of one row.
+template <typename T, LineNorm kNorm>
+cudaError_t launch_held_lines(const DecodeLinear& layer, const LinePlan& plan, cudaStream_t stream) {
+  switch (plan.stages) {
+    case 4: return launch_lines_as<T, kNorm, 1, 4, 4>(layer, plan, stream);
+    case 6: return launch_lines_as<T, kNorm, 1, 6, 4>(layer, plan, stream);
+    default: return launch_lines_as<T, kNorm, 1, 8, 5>(layer, plan, stream);
+  }
+}
+
+template <typename T, LineNorm kNorm>
+cudaError_t launch_lines(const DecodeLinear& layer, const LinePlan& plan, cudaStream_t stream) {
   switch (plan.stages) {
     case 3: return launch_lines_as<T, kNorm, 2, 3>(layer, plan, stream);
     case 4: return launch_lines_as<T, kNorm, 1, 4>(layer, plan, stream);
@@ -316,7 +379,11 @@ cudaError_t launch_lines(const DecodeLinear& layer, cudaStream_t stream) {
 
 template <typename T>
 cudaError_t launch_lines(const DecodeLinear& layer, cudaStream_t stream) {
-  return layer.norm == kNoNorm ? launch_lines<T, false>(layer, stream) : launch_lines<T, true>(layer, stream);
+  const LinePlan plan(layer);
+  if (plan.folds) return launch_held_lines<T, LineNorm::kFolded>(layer, plan, stream);
+  if (plan.held > 0) return launch_held_lines<T, LineNorm::kNone>(layer, plan, stream);
+  return layer.norm == kNoNorm ? launch_lines<T, LineNorm::kNone>(layer, plan, stream)
+                               : launch_lines<T, LineNorm::kRows>(layer, plan, stream);
 }
 
 extern template cudaError_t launch_lines<__half>(const DecodeLinear&, cudaStream_t);

@@ -148,10 +148,11 @@ struct Deviations {
     }
   }
 
-  // Of the 4 lanes that share a row.
+  // Of the lanes that share a row.
+  template <int kLanes>
   __device__ void add_lanes() {
 #pragma unroll
-    for (int distance = 1; distance < 4; distance *= 2) {
+    for (int distance = 1; distance < kLanes; distance *= 2) {
       sum += __shfl_xor_sync(kFullWarp, sum, distance);
       squares += __shfl_xor_sync(kFullWarp, squares, distance);
     }
@@ -160,6 +161,13 @@ struct Deviations {
   __device__ Moments moments(float pivot, float reciprocal_of_count) const {
     const float above = sum * reciprocal_of_count;
     return {pivot + above, squares - sum * above};
+  }
+
+  // Mean and 1 / deviation of a whole row; an RMSNorm has no mean.
+  __device__ float2 normalisation(float pivot, float reciprocal_of_count, bool is_layer_norm, float eps) const {
+    const Moments of_row = moments(pivot, reciprocal_of_count);
+    const float square = is_layer_norm ? 0.f : of_row.mean * of_row.mean;
+    return {is_layer_norm ? of_row.mean : 0.f, rsqrtf(of_row.squares * reciprocal_of_count + square + eps)};
   }
 };
 

@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       const int r = lane / 4 + h * kHalfRows;
-      deviations[h].add_lanes();
+      deviations[h].template add_lanes<4>();
       if (lane % 4 == 0 && r < rows) deviations_of[r * warps + warp] = deviations[h];
     }
     __syncthreads();
@@ -209,8 +209,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
       Deviations all;
 #pragma unroll 4
       for (int w = 0; w < warps; ++w) all.add(deviations_of[r * warps + w]);
-      const Moments moments = all.moments(pivots[h], reciprocal);
-      wide_norm[h] = {layer.is_layer_norm ? moments.mean : 0.f, rstd_of(moments)};
+      wide_norm[h] = all.normalisation(pivots[h], reciprocal, layer.is_layer_norm, layer.eps);
     }
   }
 
