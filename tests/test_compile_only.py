@@ -26,6 +26,9 @@ from fuseopt.ops.triton import (
     gelu_bias_bwd,
     gelu_bwd,
     gelu_fwd,
+    layer_norm,
+    layer_norm_bwd,
+    layer_norm_fwd,
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
     relative_attention_bwd,
@@ -67,6 +70,11 @@ CALLS = {
     "rms_norm": lambda d, n: rms_norm(empty(512, n, dtype=d), empty(n, dtype=d), 1e-6, 1, 1.0),
     "rms_norm_bwd": lambda d, n: rms_norm_bwd(
         empty(512, n, dtype=d), empty(512, n, dtype=d), empty(n, dtype=d), empty(512, dtype=torch.float32), 1.0, True
+    ),
+    "layer_norm_fwd": lambda d, n: layer_norm_fwd(empty(512, n, dtype=d), *[empty(n, dtype=d)] * 2, 1e-6),
+    "layer_norm": lambda d, n: layer_norm(empty(512, n, dtype=d), *[empty(n, dtype=d)] * 2, 1e-6),
+    "layer_norm_bwd": lambda d, n: layer_norm_bwd(
+        *[empty(512, n, dtype=d)] * 2, empty(n, dtype=d), *[empty(512, dtype=torch.float32)] * 2, True, True
     ),
     "softmax_fwd": lambda d, n: softmax_fwd(empty(512, n, dtype=d), None, 0.125, d),
     "softmax_fwd, masked": lambda d, n: softmax_fwd(

@@ -21,6 +21,7 @@ from fuseopt.ops.library import (
     needs_autograd,
     reference_vjp,
 )
+from fuseopt.ops.preferences import MANY_ELEMENTS
 
 
 def _fake(
@@ -54,12 +55,14 @@ def _bwd_fake(
 _ARGUMENTS = "Tensor input, Tensor? weight, Tensor? bias, float eps, ScalarType? output_dtype=None"
 
 # Where nothing will be differentiated: without mean and rstd, whose allocation costs a call more than all arguments.
-INFERENCE = define(f"layer_norm({_ARGUMENTS}) -> Tensor", _fake)
-FWD = define(f"layer_norm_fwd({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _fwd_fake)
+_TRITON = "fuseopt.ops.triton.layer_norm"
+INFERENCE = define(f"layer_norm({_ARGUMENTS}) -> Tensor", _fake, triton=_TRITON)
+FWD = define(f"layer_norm_fwd({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _fwd_fake, triton=_TRITON)
 BWD = define(
     "layer_norm_bwd(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor rstd,"
     " bool need_weight_grad, bool need_bias_grad) -> (Tensor, Tensor, Tensor)",
     _bwd_fake,
+    triton=_TRITON,
 )
 
 
@@ -120,12 +123,12 @@ class _LayerNorm(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(backend: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(backend: str, bwd_backend: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         return FWD[backend](*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        ctx.backend, input, weight, bias, *ctx.scalars = inputs
+        _, ctx.backend, input, weight, bias, *ctx.scalars = inputs
         _, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
@@ -134,10 +137,10 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad_output is None:
-            return (None,) * 6
+            return (None,) * 7
         input, weight, bias, mean, rstd = ctx.saved_tensors
         eps, output_dtype = ctx.scalars
-        _, _, need_weight_grad, need_bias_grad, *_ = ctx.needs_input_grad
+        _, _, _, need_weight_grad, need_bias_grad, *_ = ctx.needs_input_grad
         if is_differentiated_again():
             reference = partial(normalise, eps=eps, output_dtype=output_dtype)
             grad_input, grad_weight, grad_bias = reference_vjp(reference, grad_output, (input, weight, bias))
@@ -149,7 +152,7 @@ class _LayerNorm(torch.autograd.Function):
                 grad_bias = grad_bias.to(bias.dtype)
         grad_weight = grad_weight if need_weight_grad else None
         grad_bias = grad_bias if need_bias_grad else None
-        return None, grad_input, grad_weight, grad_bias, None, None
+        return None, None, grad_input, grad_weight, grad_bias, None, None
 
 
 def layer_norm(
@@ -170,7 +173,7 @@ def layer_norm(
         normalized_shape: sizes of the last dimensions.
         weight, bias: of shape `normalized_shape`, or None; their dtypes may differ from `input`'s.
         eps: added to the variance.
-        backend: "auto", "cuda", "cpu" or "reference".
+        backend: "auto", "cuda", "triton", "cpu" or "reference".
 
     Returns:
         `input`'s shape, contiguous; `input`'s dtype, or float32 under CUDA's autocast, as F.layer_norm.
@@ -187,11 +190,11 @@ def layer_norm(
     rows, weight, bias = _checked(input, normalized_shape, weight, bias)
     output_dtype = autocast_dtype(input)
     dtypes = (input.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
-    chosen = registry.pick("layer_norm", backend, input.device, dtypes)
+    chosen, chosen_bwd = registry.pick_by_size("layer_norm", backend, input.device, dtypes, rows.shape)
     if chosen == "reference":
         output = normalise(rows, weight, bias, eps, output_dtype)
     elif needs_autograd(input, weight, bias):
-        output = apply(_LayerNorm, chosen, rows, weight, bias, eps, output_dtype)[0]
+        output = apply(_LayerNorm, chosen, chosen_bwd, rows, weight, bias, eps, output_dtype)[0]
     else:
         output = INFERENCE[chosen](rows, weight, bias, eps, output_dtype)
     return output if rows is input else output.view(input.shape)
@@ -227,7 +230,7 @@ registry.register(
         function=layer_norm,
         reference=layer_norm_reference,
         sample_inputs=sample_inputs,
-        backends=(registry.CUDA, registry.CPU, registry.REFERENCE),
+        backends=(registry.CUDA, registry.TRITON, registry.CPU, registry.REFERENCE),
         benchmarks=(
             registry.Benchmark(
                 bench_input,
@@ -235,6 +238,11 @@ registry.register(
                 more_shapes=("16384x1600", "8192x1001"),
                 torch=F.layer_norm,
             ),
+        ),
+        # Where `fuseopt bench ops` found the CUDA kernels slower by a hundredth or more, on an H200 or an H100.
+        preferences=(
+            registry.Preference("triton", False, torch.float32, (4096, 4096), MANY_ELEMENTS),
+            registry.Preference("triton", True, torch.float32, (4096, 4096), MANY_ELEMENTS),
         ),
     )
 )

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+MANY_ELEMENTS = 2**24
+"""They take a GPU longer than a launch from Python takes the host."""
+
 Limits = tuple[str, bool, int, int, int]
 """Of a Preference: backend, backward, least and most columns, elements. torch.compile takes them for constants."""
 

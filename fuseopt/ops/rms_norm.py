@@ -23,6 +23,7 @@ from fuseopt.ops.library import (
     needs_autograd,
     reference_vjp,
 )
+from fuseopt.ops.preferences import MANY_ELEMENTS
 
 CAST_ORDERS = {"input": 0, "t5": 1, "llama": 2}
 """The codes by which raw ops know them: a dtype costs a call several times what an integer does."""
@@ -212,8 +213,6 @@ def _torch_rms_norm(input: Tensor, weight: Tensor, eps: float, cast_order: str) 
     return F.rms_norm(input, weight.shape, weight, eps)
 
 
-_MANY = 2**24  # elements that take a GPU longer than a launch from Python takes the host
-
 registry.register(
     registry.Op(
         name="rms_norm",
@@ -232,12 +231,12 @@ registry.register(
         ),
         # Where `fuseopt bench ops` found the CUDA kernels slower by a hundredth or more, on an H200.
         preferences=(
-            registry.Preference("triton", False, torch.bfloat16, (1600, 1600), _MANY),
-            registry.Preference("triton", False, torch.float32, (4096, 4096), _MANY),
-            registry.Preference("triton", True, torch.bfloat16, (768, 768), _MANY),
-            registry.Preference("triton", True, torch.bfloat16, (1600, 1600), _MANY),
-            registry.Preference("triton", True, torch.float32, (1600, 1600), _MANY),
-            registry.Preference("triton", True, torch.float32, (4096, 4096), _MANY),
+            registry.Preference("triton", False, torch.bfloat16, (1600, 1600), MANY_ELEMENTS),
+            registry.Preference("triton", False, torch.float32, (4096, 4096), MANY_ELEMENTS),
+            registry.Preference("triton", True, torch.bfloat16, (768, 768), MANY_ELEMENTS),
+            registry.Preference("triton", True, torch.bfloat16, (1600, 1600), MANY_ELEMENTS),
+            registry.Preference("triton", True, torch.float32, (1600, 1600), MANY_ELEMENTS),
+            registry.Preference("triton", True, torch.float32, (4096, 4096), MANY_ELEMENTS),
         ),
     )
 )

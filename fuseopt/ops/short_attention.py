@@ -1,4 +1,4 @@
-"""Attention over sequences so short that one warp has all scores of 16 queries: `F.scaled_dot_product_attention`'s."""
+"""Attention over sequences so short that a warp has all scores of its queries: `F.scaled_dot_product_attention`'s."""
 
 from collections.abc import Iterator
 
@@ -93,19 +93,10 @@ def short_attention(
 
 
 def is_fast(query: Tensor) -> bool:
-    """Whether the CUDA kernel takes less time than PyTorch's attention for queries like these.
-
-    Without tensor cores a warp works on its 16 queries for longer than PyTorch's block does. That shows where all heads
-    are under way at once, and with more than 16 positions everywhere.
-    """
-    batch, heads, length, head_dim = query.shape
+    """Whether the CUDA kernel runs for queries like these; it takes less time than PyTorch's attention."""
+    _, _, length, head_dim = query.shape
     if length > MAX_LENGTH or head_dim > MAX_HEAD_DIM or not query.is_cuda:
         return False
-    on_tensor_cores = query.dtype in (torch.float16, torch.bfloat16) and head_dim in (64, 128)
-    if not on_tensor_cores:
-        multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
-        if length > MAX_LENGTH // 2 or batch * heads <= multiprocessors:
-            return False
     return registry.pick("short_attention", "auto", query.device, (query.dtype,)) == "cuda"
 
 

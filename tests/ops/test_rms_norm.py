@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -141,6 +143,37 @@ def test_every_shape_of_kernel_against_float64(case: Case, dtype: torch.dtype, c
     (got,), (plainly,) = (torch.autograd.grad(result, input, grad) for result in (output, plain))
     expected = torch.autograd.grad(exact, exact_input, grad.double())
     assert error([got], expected) <= 1.5 * error([plainly], expected) + 4 * eps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 9, 1000, 9001])
+@pytest.mark.parametrize("columns", [257, 766, 1001, 1025, 1031])
+@pytest.mark.parametrize("options", [{"cast_order": "t5"}, {"cast_order": "llama"}, {"offset": 1.0}, None], ids=str)
+def test_rows_that_begin_anywhere(dtype: torch.dtype, rows: int, columns: int, options: dict | None) -> None:
+    """Accesses of 16 bytes to rows whose length is no multiple of them; without a weight, and in rows' own kernel."""
+    torch.manual_seed(0)
+    input = torch.randn(rows, columns, device="cuda").to(dtype).requires_grad_()
+    weight = None if options is None else torch.randn(columns, device="cuda").to(dtype).requires_grad_()
+    arguments = tuple(tensor for tensor in (input, weight) if tensor is not None)
+    exact_arguments = tuple(tensor.detach().double().requires_grad_() for tensor in arguments)
+    grad = torch.randn_like(input)
+
+    def outputs(function: Callable[..., Tensor], *tensors: Tensor, **others: str) -> list[Tensor]:
+        output = function(*tensors, **(options or {}), **others)
+        return [output.detach(), *torch.autograd.grad(output, tensors, grad.to(output.dtype))]
+
+    with poisoned_allocations(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        found = outputs(rms_norm, *arguments, backend="cuda")
+        torch.cuda.synchronize()
+    ran = " ".join(event.name for event in profile.events())
+    assert "rms_norm_odd_rows_fwd_kernel" in ran and "rms_norm_odd_rows_bwd_kernel" in ran
+    assert all(map(torch.equal, found, outputs(rms_norm, *arguments, backend="cuda")))
+    assert torch.equal(found[0], rms_norm(*(t.detach() for t in arguments), **(options or {}), backend="cuda"))
+    plain, exact = outputs(rms_norm_reference, *arguments), outputs(rms_norm_reference, *exact_arguments)
+    eps = torch.finfo(dtype).eps
+    for actual, plainly, expected in zip(found, plain, exact, strict=True):
+        assert error([actual], [expected]) <= 1.5 * error([plainly], [expected]) + 4 * eps
 
 
 @every_case

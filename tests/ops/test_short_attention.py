@@ -64,10 +64,12 @@ def test_any_size_and_layout(device, batch, heads, length, head_dim, dtype, caus
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_packed_projections_of_many_rows(dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize("batch", [1, 8, 300])
+def test_packed_projections(batch: int, dtype: torch.dtype, head_dim: int) -> None:
+    """Of few heads, which several warps share, and of many."""
     torch.manual_seed(0)
-    for length, causal in itertools.product((9, 16, 17, 32), (False, True)):
-        packed = torch.randn(300, length, 3, 12, head_dim, device="cuda", dtype=dtype)
+    for length, causal in itertools.product((1, 9, 16, 17, 32), (False, True)):
+        packed = torch.randn(batch, length, 3, 12, head_dim, device="cuda", dtype=dtype)
         assert_no_worse_than_torch(list(packed.permute(2, 0, 3, 1, 4).unbind()), causal)
 
 
@@ -93,19 +95,20 @@ def test_the_kernel_runs_and_repeats_to_the_bit() -> None:
     assert all(torch.equal(short_attention(*tensors, causal=True), first) for _ in range(20))
 
 
-def test_without_tensor_cores_it_is_fast_for_many_short_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "pick", lambda *_: "cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+def test_what_it_is_fast_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = "cuda"
+    monkeypatch.setattr(registry, "pick", lambda *_: chosen)
 
-    def is_fast_for(batch: int, length: int, head_dim: int, dtype: torch.dtype) -> bool:
-        shape = (batch, 12, length, head_dim)
-        return is_fast(SimpleNamespace(shape=shape, dtype=dtype, is_cuda=True, device="cuda"))  # type: ignore[arg-type]
+    def is_fast_for(length: int, head_dim: int, is_cuda: bool = True) -> bool:
+        query = SimpleNamespace(shape=(2, 12, length, head_dim), dtype=torch.float32, is_cuda=is_cuda, device="cuda")
+        return is_fast(query)  # type: ignore[arg-type]
 
-    for head_dim, dtype in ((64, torch.float32), (80, torch.bfloat16)):
-        assert [is_fast_for(batch, 16, head_dim, dtype) for batch in (8, 11, 12, 256)] == [False, False, True, True]
-        assert not is_fast_for(256, 17, head_dim, dtype)
-    assert all(is_fast_for(batch, length, 64, torch.bfloat16) for batch in (1, 256) for length in (16, 32))
-    assert not is_fast_for(256, 33, 64, torch.bfloat16)
+    assert is_fast_for(MAX_LENGTH, MAX_HEAD_DIM)
+    assert not is_fast_for(MAX_LENGTH + 1, 64)
+    assert not is_fast_for(16, MAX_HEAD_DIM + 1)
+    assert not is_fast_for(16, 64, is_cuda=False)
+    chosen = "reference"
+    assert not is_fast_for(16, 64)
 
 
 def test_what_is_refused() -> None:

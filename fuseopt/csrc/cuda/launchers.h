@@ -202,7 +202,6 @@ struct ShortAttention {
   void* output;  // [batch, length, heads, head_dim]
   // Set by the launcher.
   int pitch;
-  int warp_numbers;
   bool in_vectors;
 };
 

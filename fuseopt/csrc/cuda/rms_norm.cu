@@ -1,6 +1,7 @@
 // RMSNorm (Zhang and Sennrich, 2019): xhat = x * rstd, rstd = 1 / sqrt(mean(x^2) + eps), output = xhat * (weight +
 // offset).
 #include "norm.cuh"
+#include "rms_norm_odd_rows.cuh"
 
 namespace fuseopt::rms_norm {
 namespace {
@@ -88,6 +89,12 @@ extern "C" cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer res
   const bool float64 = any_has(kFloat64, {input, residual, weight});
   const bool vectors = are_vectors(residual.data != nullptr ? sum.dtype : input.dtype, columns,
                                    {input, residual, weight, output, sum});
+  if (!vectors && residual.data == nullptr &&
+      launch_odd_rows_fwd({input, weight, output, static_cast<float*>(rstd.data), rows, columns, static_cast<float>(eps),
+                           static_cast<float>(offset), norm_dtype},
+                          stream)) {
+    return cudaGetLastError();
+  }
   bool launched = false;
   if (!float64 && output.dtype != kFloat64 && fits_grid(rows)) {
     launched = dispatch_fwd<kBlockElements, true>(

@@ -1,5 +1,6 @@
 // The backward of RMSNorm, in a file of its own for the sake of build time.
 #include "norm.cuh"
+#include "rms_norm_odd_rows.cuh"
 
 namespace fuseopt::rms_norm_bwd {
 namespace {
@@ -127,7 +128,11 @@ extern "C" cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPoint
                             stream)) {
       return cudaGetLastError();
     }
-    dispatch_fast_dtype(input.dtype, [&](auto tag) {
+    launched = !vectors && launch_odd_rows_bwd({grad_output, grad_sum, input, weight, grad_input,
+                                                static_cast<const float*>(rstd.data), rows, columns,
+                                                static_cast<float>(offset)},
+                                               partials, stream);
+    if (!launched) dispatch_fast_dtype(input.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
       const auto launch = [&](auto shape, auto width, int threads, auto has_grad_sum) {
         using Shape = decltype(shape);

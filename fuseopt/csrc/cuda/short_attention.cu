@@ -1,5 +1,5 @@
-// Attention over sequences of up to 32 tokens: a warp for 16 queries of a head. What is made for long sequences spends most
-// of a tile of 64 x 64 on nothing here.
+// Attention over sequences of up to 32 tokens. What is made for long sequences spends most of a tile of 64 x 64 on nothing
+// here. On the tensor cores a warp has 16 queries of a head, else the warps of a block have a head, or each one of its own.
 #include "dependent_launch.cuh"
 #include "math.cuh"
 #include "tensor_core.cuh"
@@ -8,14 +8,15 @@
 namespace fuseopt::short_attention {
 namespace {
 
-constexpr int kQueries = 16;        // a warp
-constexpr int kQueriesOfLane = 4;   // neighbours
-constexpr int kLanesOfQuery = 8;    // share the keys, and the columns of the result, of four queries
+constexpr int kQueries = 16;        // a warp on the tensor cores
+constexpr int kLanesOfQuery = 8;    // share the keys, and the columns of the result, of a few neighbouring queries
+constexpr int kQueryLanes = kWarpSize / kLanesOfQuery;
 constexpr int kColumns = 4;         // that a lane reads at once
 constexpr int kGroups = 2;          // of columns that a lane has results of at a time
 constexpr int kLoads = 6;           // of 16 bytes in flight a lane
-constexpr int kMaxWarps = 4;
+constexpr int kMaxWarps = 4;        // of a block whose warps have nothing in common
 constexpr int kSharedBytes = 44 * 1024;
+constexpr int kFewHeads = 4;        // a multiprocessor, up to which several warps have a head
 
 template <typename T>
 using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -33,59 +34,56 @@ __device__ inline float as_acc(__nv_bfloat16 x) { return to_float(x); }
 __device__ inline double as_acc(double x) { return x; }
 
 // Rows of shared memory, `pitch` apart, which is 4 numbers more than a multiple of 8: eight rows begin in different banks.
-inline int pitch_of(int64_t head_dim) { return static_cast<int>(ceil_div(head_dim, 8) * 8 + kColumns); }
+// A query's has room for as many weights as there are keys.
+inline int pitch_of(int64_t head_dim, int keys) {
+  return std::max(static_cast<int>(ceil_div(head_dim, 8) * 8), keys) + kColumns;
+}
 
-inline int numbers_of_warp(int keys, int pitch) { return (kQueries + 2 * keys) * pitch + keys * kQueries; }
-
-// One head's rows of a tensor, from `first` on.
+// One head's rows of a tensor.
 template <typename T>
 struct Rows {
   const T* data;
   int64_t stride;
-  int first;
 };
 
-// What one warp does: `kQueries` queries of one head of one sequence.
+// One head of one sequence.
 template <typename T>
-struct Task {
+struct Head {
   bool exists;
   Rows<T> query, key, value;
   T* output;  // of the sequence's first position, [head_dim]
 
-  __device__ explicit Task(const ShortAttention& attention) {
-    const int64_t parts = (attention.length + kQueries - 1) / kQueries;
-    const int64_t warp = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kWarpSize) + threadIdx.x / kWarpSize;
-    const int64_t head = warp / parts % attention.heads, item = warp / parts / attention.heads;
+  __device__ Head(const ShortAttention& attention, int64_t index) {
+    const int64_t head = index % attention.heads, item = index / attention.heads;
     exists = item < attention.batch;
-    const auto rows_of = [&](const ShortAttention::Heads& heads, int64_t part) {
+    const auto rows_of = [&](const ShortAttention::Heads& heads) {
       const T* const data = static_cast<const T*>(heads.data) + item * heads.batch_stride + head * heads.head_stride;
-      return Rows<T>{data, heads.row_stride, static_cast<int>(part) * kQueries};
+      return Rows<T>{data, heads.row_stride};
     };
-    query = rows_of(attention.query, warp % parts);
-    key = rows_of(attention.key, 0);
-    value = rows_of(attention.value, 0);
+    query = rows_of(attention.query);
+    key = rows_of(attention.key);
+    value = rows_of(attention.value);
     output = static_cast<T*>(attention.output) +
              (item * attention.length * attention.heads + head) * attention.head_dim;
   }
 };
 
-// 16 queries, all keys and all values into as many rows of shared memory; zeros behind the last row and the last column.
-// Several accesses of a lane are on their way at a time: what a warp waits for one after the other is its whole time.
-template <typename T, int kKeys>
-__device__ void load_rows(Acc<T>* shared, int pitch, const Rows<T>& query, const Rows<T>& key, const Rows<T>& value,
-                          int length, int head_dim, bool in_vectors) {
-  constexpr int kWidth = kVectorWidth<T>, kRows = kQueries + 2 * kKeys;
-  const int lane = threadIdx.x % kWarpSize;
+// kKeys queries, keys and values into as many rows of shared memory, by kThreads threads; zeros behind the last row and the
+// last column. Several accesses of a thread are on their way at a time: what a warp waits for one after the other is its
+// whole time.
+template <typename T, int kKeys, int kThreads>
+__device__ void load_rows(Acc<T>* shared, int pitch, const Head<T>& head, int length, int head_dim, bool in_vectors) {
+  constexpr int kWidth = kVectorWidth<T>, kRows = 3 * kKeys;
+  const int thread = threadIdx.x % kThreads;
   const auto place_of = [&](int row, const T*& data) {
-    const bool is_query = row < kQueries, is_key = row < kQueries + kKeys;
-    const int at = is_query ? query.first + row : (row - kQueries) % kKeys;
-    const int64_t stride = is_query ? query.stride : is_key ? key.stride : value.stride;
-    data = (is_query ? query.data : is_key ? key.data : value.data) + at * stride;
+    const int at = row % kKeys;
+    const Rows<T>& rows = row < kKeys ? head.query : row < 2 * kKeys ? head.key : head.value;
+    data = rows.data + at * rows.stride;
     return at < length;
   };
   if (in_vectors) {
-    const int vectors = head_dim / kWidth, rows_apart = kWarpSize / vectors, vectors_apart = kWarpSize % vectors;
-    int row = lane / vectors, vector = lane % vectors;
+    const int vectors = head_dim / kWidth, rows_apart = kThreads / vectors, vectors_apart = kThreads % vectors;
+    int row = thread / vectors, vector = thread % vectors;
     while (row < kRows) {
       Vector<T, kWidth> loaded[kLoads];
       Acc<T>* places[kLoads];
@@ -118,7 +116,7 @@ __device__ void load_rows(Acc<T>* shared, int pitch, const Rows<T>& query, const
     }
   }
   const int begin = in_vectors ? head_dim : 0, columns = pitch - begin;
-  for (int i = lane; i < kRows * columns; i += kWarpSize) {
+  for (int i = thread; i < kRows * columns; i += kThreads) {
     const int row = i / columns, column = begin + i % columns;
     const T* data;
     const bool exists = place_of(row, data) && column < head_dim;
@@ -126,28 +124,32 @@ __device__ void load_rows(Acc<T>* shared, int pitch, const Rows<T>& query, const
   }
 }
 
-template <typename T, int kKeys>
-__global__ void __launch_bounds__(kMaxWarps* kWarpSize)
+// kHeadWarps: that share a head's queries. One of them alone waits for no other warp, and a block has several heads.
+template <typename T, int kKeys, int kHeadWarps>
+__global__ void __launch_bounds__((kHeadWarps == 1 ? kMaxWarps : kHeadWarps) * kWarpSize, 1)
     short_attention_kernel(const __grid_constant__ ShortAttention attention) {
   using A = Acc<T>;
+  constexpr int kThreads = kHeadWarps * kWarpSize, kQueriesOfLane = kKeys / (kHeadWarps * kQueryLanes);
   constexpr int kKeysOfLane = kKeys / kLanesOfQuery;
   extern __shared__ double2 memory[];
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize, part = threadIdx.x / kThreads;
   const int length = static_cast<int>(attention.length), head_dim = static_cast<int>(attention.head_dim);
   const int pitch = attention.pitch;
-  const Task<T> task(attention);
+  const Head<T> head(attention, static_cast<int64_t>(blockIdx.x) * (blockDim.x / kThreads) + part);
   follow_predecessor();
-  if (!task.exists) return;
-  const int first = task.query.first;
+  if (!head.exists) return;
+  const auto synchronise = [] {
+    if constexpr (kHeadWarps == 1) __syncwarp();
+    else __syncthreads();
+  };
 
-  A* const query = reinterpret_cast<A*>(memory) + warp * attention.warp_numbers;
-  A* const key = query + kQueries * pitch;
+  A* const query = reinterpret_cast<A*>(memory) + part * 3 * kKeys * pitch;  // and then its weights of the keys
+  A* const key = query + kKeys * pitch;
   A* const value = key + kKeys * pitch;
-  A* const weight = value + kKeys * pitch;  // [kKeys, kQueries]
-  load_rows<T, kKeys>(query, pitch, task.query, task.key, task.value, length, head_dim, attention.in_vectors);
-  __syncwarp();
+  load_rows<T, kKeys, kThreads>(query, pitch, head, length, head_dim, attention.in_vectors);
+  synchronise();
 
-  const int own_query = lane / kLanesOfQuery * kQueriesOfLane, own_key = lane % kLanesOfQuery;
+  const int own_query = threadIdx.x % kThreads / kLanesOfQuery * kQueriesOfLane, own_key = lane % kLanesOfQuery;
   A score[kQueriesOfLane][kKeysOfLane] = {};
   for (int column = 0; column < pitch - kColumns; column += kColumns) {
     Columns<A> q[kQueriesOfLane], k[kKeysOfLane];
@@ -176,7 +178,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
 #pragma unroll
     for (int j = 0; j < kKeysOfLane; ++j) {
       const int at = own_key + j * kLanesOfQuery;
-      const bool is_seen = at < length && (!attention.causal || at <= first + own_query + i);
+      const bool is_seen = at < length && (!attention.causal || at <= own_query + i);
       score[i][j] = is_seen ? score[i][j] * static_cast<A>(attention.scale) : -INFINITY;
       largest = score[i][j] > largest || isnan(score[i][j]) ? score[i][j] : largest;
     }
@@ -194,36 +196,41 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
     for (int j = 0; j < kKeysOfLane; ++j) score[i][j] /= sum;
   }
 #pragma unroll
-  for (int j = 0; j < kKeysOfLane; ++j) {
+  for (int i = 0; i < kQueriesOfLane; ++i) {
 #pragma unroll
-    for (int i = 0; i < kQueriesOfLane; ++i) {
-      weight[(own_key + j * kLanesOfQuery) * kQueries + own_query + i] = score[i][j];
-    }
+    for (int j = 0; j < kKeysOfLane; ++j) query[(own_query + i) * pitch + own_key + j * kLanesOfQuery] = score[i][j];
   }
   __syncwarp();
 
-  const int keys = attention.causal ? min(length, first + kQueries) : length;
+  const int keys = attention.causal ? min(length, own_query + kQueriesOfLane) : length;
   for (int begin = 0; begin < head_dim; begin += kGroups * kLanesOfQuery * kColumns) {
     A result[kQueriesOfLane][kGroups][kColumns] = {};
-    for (int at = 0; at < keys; ++at) {
-      const Columns<A> w = *reinterpret_cast<const Columns<A>*>(weight + at * kQueries + own_query);
+    for (int at = 0; at < keys; at += kColumns) {
+      Columns<A> w[kQueriesOfLane];
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        const int column = begin + (group * kLanesOfQuery + own_key) * kColumns;
-        if (column >= head_dim) continue;
-        const Columns<A> v = *reinterpret_cast<const Columns<A>*>(value + at * pitch + column);
+      for (int i = 0; i < kQueriesOfLane; ++i) {
+        w[i] = *reinterpret_cast<const Columns<A>*>(query + (own_query + i) * pitch + at);
+      }
 #pragma unroll
-        for (int i = 0; i < kQueriesOfLane; ++i) {
+      for (int k = 0; k < kColumns; ++k) {
 #pragma unroll
-          for (int c = 0; c < kColumns; ++c) result[i][group][c] += w.values[i] * v.values[c];
+        for (int group = 0; group < kGroups; ++group) {
+          const int column = begin + (group * kLanesOfQuery + own_key) * kColumns;
+          if (column >= head_dim) continue;
+          const Columns<A> v = *reinterpret_cast<const Columns<A>*>(value + (at + k) * pitch + column);
+#pragma unroll
+          for (int i = 0; i < kQueriesOfLane; ++i) {
+#pragma unroll
+            for (int c = 0; c < kColumns; ++c) result[i][group][c] += w[i].values[k] * v.values[c];
+          }
         }
       }
     }
 #pragma unroll
     for (int i = 0; i < kQueriesOfLane; ++i) {
-      const int row = first + own_query + i;
+      const int row = own_query + i;
       if (row >= length) continue;
-      T* const out = task.output + row * attention.heads * head_dim;
+      T* const out = head.output + row * attention.heads * head_dim;
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         const int column = begin + (group * kLanesOfQuery + own_key) * kColumns;
@@ -252,9 +259,12 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
   constexpr int kTiles = kKeys / 8, kWords = 4;
   const int lane = threadIdx.x % kWarpSize, line = lane / 4, place = lane % 4;
   const int length = static_cast<int>(attention.length);
-  const Task<T> task(attention);
+  const int64_t parts = (attention.length + kQueries - 1) / kQueries;
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kMaxWarps + threadIdx.x / kWarpSize;
+  const Head<T> head(attention, warp / parts);
+  const int first = static_cast<int>(warp % parts) * kQueries;
   follow_predecessor();
-  if (!task.exists) return;
+  if (!head.exists) return;
 
   const auto load = [&](const Rows<T>& rows, int row, int unit) {
     if (row >= length) return uint4{};
@@ -263,15 +273,15 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
   uint4 query[2][kUnits], key[kTiles][kUnits], value[kTiles][kUnits];
 #pragma unroll
   for (int unit = 0; unit < kUnits; ++unit) {
-    query[0][unit] = load(task.query, task.query.first + line, unit);
-    query[1][unit] = load(task.query, task.query.first + line + 8, unit);
+    query[0][unit] = load(head.query, first + line, unit);
+    query[1][unit] = load(head.query, first + line + 8, unit);
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) key[tile][unit] = load(task.key, tile * 8 + line, unit);
+    for (int tile = 0; tile < kTiles; ++tile) key[tile][unit] = load(head.key, tile * 8 + line, unit);
   }
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) value[tile][unit] = load(task.value, tile * 8 + line, unit);
+    for (int unit = 0; unit < kUnits; ++unit) value[tile][unit] = load(head.value, tile * 8 + line, unit);
   }
 
   // Of queries `line` and `line` + 8 with keys 2 `place` and the next of each tile.
@@ -289,7 +299,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
   float reciprocal[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int at = task.query.first + line + half * 8;
+    const int at = first + line + half * 8;
     float largest = -INFINITY, sum = 0;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -339,7 +349,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = task.query.first + line + half * 8;
+    const int row = first + line + half * 8;
     if (row >= length) continue;
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
@@ -348,7 +358,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
       for (int j = 0; j < 8; ++j) {
         rounded.values[j] = from_acc<T>(result[unit][j / 2][half * 2 + j % 2] * reciprocal[half]);
       }
-      T* const out = task.output + row * attention.heads * attention.head_dim + unit * 32 + place * 8;
+      T* const out = head.output + row * attention.heads * attention.head_dim + unit * 32 + place * 8;
       *reinterpret_cast<Vector<T, 8>*>(out) = rounded;
     }
   }
@@ -364,23 +374,30 @@ cudaError_t launch_mma(const ShortAttention& attention, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <typename T, int kKeys>
+template <typename T, int kKeys, int kHeadWarps>
 cudaError_t launch_as(ShortAttention& attention, cudaStream_t stream) {
-  attention.pitch = pitch_of(attention.head_dim);
-  attention.warp_numbers = numbers_of_warp(kKeys, attention.pitch);
-  const size_t bytes = attention.warp_numbers * sizeof(Acc<T>);
-  const int warps = static_cast<int>(std::clamp<size_t>(kSharedBytes / bytes, 1, kMaxWarps));
-  const size_t shared_bytes = warps * bytes;
-  const auto kernel = short_attention_kernel<T, kKeys>;
+  attention.pitch = pitch_of(attention.head_dim, kKeys);
+  const size_t bytes = 3 * kKeys * attention.pitch * sizeof(Acc<T>);
+  const int heads = kHeadWarps > 1 ? 1 : static_cast<int>(std::clamp<size_t>(kSharedBytes / bytes, 1, kMaxWarps));
+  const size_t shared_bytes = heads * bytes;
+  const auto kernel = short_attention_kernel<T, kKeys, kHeadWarps>;
   if (shared_bytes > kSharedBytes) {
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                    static_cast<int>(shared_bytes));
     if (error != cudaSuccess) return error;
   }
-  const int64_t tasks = attention.batch * attention.heads * ceil_div(attention.length, kQueries);
-  launch_following(kernel, dim3(static_cast<unsigned>(ceil_div(tasks, warps))), dim3(warps * kWarpSize), shared_bytes,
-                   stream, attention);
+  launch_following(kernel, dim3(static_cast<unsigned>(ceil_div(attention.batch * attention.heads, heads))),
+                   dim3(heads * kHeadWarps * kWarpSize), shared_bytes, stream, attention);
   return cudaGetLastError();
+}
+
+// Many heads keep a multiprocessor busy with few warps each, of which a lane has several queries for what it reads of keys
+// and values. Of few, what counts is how long one takes.
+template <typename T, int kKeys>
+cudaError_t launch_as(ShortAttention& attention, cudaStream_t stream) {
+  constexpr int kFewWarps = kKeys / kQueryLanes, kManyWarps = kFewWarps / 4;
+  const bool are_few = attention.batch * attention.heads <= kFewHeads * multiprocessor_count();
+  return are_few ? launch_as<T, kKeys, kFewWarps>(attention, stream) : launch_as<T, kKeys, kManyWarps>(attention, stream);
 }
 
 template <typename T>

@@ -10,6 +10,8 @@ namespace fuseopt::softmax {
 namespace {
 
 constexpr int kBlockElements = 32;  // of a row in the registers of a thread, where a block has the row
+constexpr int kLightElements = 8;   // in a backward of 16 bits over rows of more than kLightRow elements, while they suffice
+constexpr int kLightRow = 2048;
 constexpr int kFewRowsThreads = 256;  // a row at most, where there are few
 constexpr int kAnyThreads = 256;
 
@@ -215,12 +217,16 @@ extern "C" cudaError_t fuseopt_softmax_bwd(TypedPointer grad_output, TypedPointe
       const T* const y = static_cast<const T*>(output.data);
       const int row_columns = static_cast<int>(columns);
       const float factor = static_cast<float>(scale);
-      const bool narrow = dispatch_softmax_row<T>(rows, columns, [&](auto shape, int threads) {
+      const auto launch = [&](auto shape, int threads) {
         using Shape = decltype(shape);
         launch_following(softmax_bwd_kernel<T, Shape>, row_blocks<Shape>(rows, threads), threads, 0, stream, g, y,
                          grad_input, rows, row_columns, factor);
-      });
-      if (narrow) return;
+      };
+      if constexpr (sizeof(T) == 2) {
+        using Light = RowShape<kLightElements, Team::kBlock>;
+        if (columns > kLightRow && dispatch_shape<Light>(columns, launch)) return;
+      }
+      if (dispatch_softmax_row<T>(rows, columns, launch)) return;
       launch_softmax_bwd_wide(grad_output, output, grad_input, rows, row_columns, factor, stream);
     });
   }

@@ -13,6 +13,7 @@ from fuseopt.ops.triton.dropout_add_norm import (
 )
 from fuseopt.ops.triton.gated_activation import gated_activation_bwd, gated_activation_fwd
 from fuseopt.ops.triton.gelu import gelu_bias_bwd, gelu_bwd, gelu_fwd
+from fuseopt.ops.triton.layer_norm import layer_norm, layer_norm_bwd, layer_norm_fwd
 from fuseopt.ops.triton.linear_cross_entropy import linear_cross_entropy_bwd, linear_cross_entropy_fwd
 from fuseopt.ops.triton.relative_attention import relative_attention_fwd
 from fuseopt.ops.triton.relative_attention_bwd import relative_attention_bwd, relative_attention_bwd_joined
@@ -34,6 +35,9 @@ __all__ = [
     "gelu_bias_bwd",
     "gelu_bwd",
     "gelu_fwd",
+    "layer_norm",
+    "layer_norm_bwd",
+    "layer_norm_fwd",
     "linear_cross_entropy_bwd",
     "linear_cross_entropy_fwd",
     "relative_attention_bwd",

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from fuseopt.ops.rms_norm import cast_dtypes
-from fuseopt.ops.triton.rows import TL_DTYPES, Tiling, as_rows, compute_dtype, multiprocessor_count
+from fuseopt.ops.triton.rows import TL_DTYPES, RowTile, Tiling, as_rows, compute_dtype, multiprocessor_count
 
 FWD_TILING = Tiling(program_bytes=16 * 1024, thread_bytes=64, max_row_bytes=64 * 1024)
 # Four rows are held at once: both inputs, the weight and its gradient.
@@ -224,6 +224,16 @@ def bwd_programs(tiles: int, num_warps: int, device: torch.device, *, least: int
     return min(tiles, multiprocessor_count(device) * max(least, BWD_WARPS // num_warps))
 
 
+def fwd_form(columns: int, dtype: torch.dtype, compute: torch.dtype) -> tuple[RowTile | None, int, int]:
+    """How a norm's forward takes rows of `dtype`: the tile that a program holds, or None, and then the bytes of the
+    pieces by which it walks along a row, and its warps.
+    """
+    tile, row_bytes = FWD_TILING.row_tile(columns, compute), columns * dtype.itemsize
+    if dtype == torch.float32 and tile is not None and row_bytes > WALKED_ROW_BYTES:
+        return None, WALKED_BLOCK_BYTES, WIDE_WARPS if row_bytes > WALKED_BLOCK_BYTES else WIDE_WARPS // 2
+    return tile, WIDE_BLOCK_BYTES, WIDE_WARPS
+
+
 def rms_norm(
     input: torch.Tensor, weight: torch.Tensor | None, eps: float, cast_order: int = 0, offset: float = 0.0
 ) -> torch.Tensor:
@@ -275,11 +285,7 @@ def _forward(
     matrix, row_stride = as_rows(input)
     weight = None if weight is None else weight.contiguous()
     compute = compute_dtype(input, weight)
-    tile, block_bytes, num_warps = FWD_TILING.row_tile(columns, compute), WIDE_BLOCK_BYTES, WIDE_WARPS
-    row_bytes = columns * input.itemsize
-    if input.dtype == torch.float32 and tile is not None and row_bytes > WALKED_ROW_BYTES:
-        tile, block_bytes = None, WALKED_BLOCK_BYTES
-        num_warps = WIDE_WARPS if row_bytes > block_bytes else WIDE_WARPS // 2
+    tile, block_bytes, num_warps = fwd_form(columns, input.dtype, compute)
     with torch.cuda.device_of(input):
         if tile is not None:
             rms_norm_fwd_kernel[(-(-rows // tile.rows),)](

@@ -1,0 +1,269 @@
+// RMSNorm over rows of 16-bit elements that begin anywhere: 16-byte accesses all the same. A warp has a row, in whole
+// vectors of the matrix and a few elements before and after them. Warps walk the rows at a distance of a multiple of eight,
+// so that all of a warp's rows begin equally far from a vector, and it reads its part of the weight once.
+#include "rms_norm_odd_rows.cuh"
+
+#include <initializer_list>
+
+#include "dependent_launch.cuh"
+#include "row_span.cuh"
+#include "row_team.cuh"
+#include "vector.cuh"
+
+namespace fuseopt::rms_norm_odd_rows {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kVectors = 4;  // of a row in a lane
+constexpr int kWidth = 8;    // elements of a vector
+constexpr int kLeastColumns = 256, kMostColumns = kVectors * kWarpSize * kWidth + kWidth - 1;
+constexpr int kFwdBlocksPerProcessor = 6, kBwdBlocksPerProcessor = 3;
+
+// The part of each of a warp's rows that a lane has.
+template <typename T>
+class OddRows {
+ public:
+  // Elements, and the one outside whole vectors, or zero.
+  struct Part {
+    Vector<T> vectors[kVectors];
+    T edge;
+
+    // Has the compiler convert the elements again behind this, for want of registers for all of them as floats.
+    __device__ void stay_narrow() {
+#pragma unroll
+      for (Vector<T>& vector : vectors) {
+        auto& words = reinterpret_cast<uint4&>(vector);
+        asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+      }
+    }
+  };
+
+  __device__ OddRows(int columns)
+      : columns_(columns),
+        first_row_(static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize),
+        span_(first_row_, columns, lane()),
+        head_(static_cast<int>(span_.column(0))),
+        edge_(span_.edge == span_.kNone ? -1 : static_cast<int>(span_.edge - span_.begin)) {}
+
+  __device__ int64_t first_row() const { return first_row_; }
+  __device__ int64_t row_distance() const { return static_cast<int64_t>(gridDim.x) * kWarps; }
+
+  __device__ void load(Part& part, const T* matrix, int64_t row) const {
+    const T* const at = matrix + row * columns_;
+    for_vectors([&](int k, int column) { part.vectors[k] = *reinterpret_cast<const Vector<T>*>(at + column); },
+                [&](int k) { part.vectors[k] = {}; });
+    part.edge = has_edge() ? at[edge_] : from_acc<T>(0.f);
+  }
+
+  __device__ void store(const Part& part, T* matrix, int64_t row) const {
+    T* const at = matrix + row * columns_;
+    for_vectors([&](int k, int column) { *reinterpret_cast<Vector<T>*>(at + column) = part.vectors[k]; }, [](int) {});
+    if (has_edge()) at[edge_] = part.edge;
+  }
+
+  // Of a row of its own, aligned or not; ones where there is none.
+  __device__ void load_weight(Part& part, const T* weight) const {
+    const auto load = [&](int column) { return weight != nullptr ? weight[column] : from_acc<T>(1.f); };
+    for_vectors(
+        [&](int k, int column) {
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) part.vectors[k].values[j] = load(column + j);
+        },
+        [&](int k) { part.vectors[k] = {}; });
+    part.edge = has_edge() ? load(edge_) : from_acc<T>(0.f);
+  }
+
+  // Calls there(k, column) for each vector, at its first column, and absent(k) for those behind the row.
+  template <typename There, typename Absent>
+  __device__ void for_vectors(There there, Absent absent) const {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = lane() + k * kWarpSize;
+      if (v < span_.vectors) there(k, head_ + v * kWidth);
+      else absent(k);
+    }
+  }
+
+  __device__ bool has_edge() const { return edge_ >= 0; }
+  __device__ int edge() const { return edge_; }
+
+ private:
+  static __device__ int lane() { return threadIdx.x % kWarpSize; }
+
+  const int columns_;
+  const int64_t first_row_;
+  const RowSpan<kWidth> span_;
+  const int head_, edge_;
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, kFwdBlocksPerProcessor)
+    rms_norm_odd_rows_fwd_kernel(const T* __restrict__ input, const T* __restrict__ weight, T* __restrict__ output,
+                                 float* __restrict__ rstd, int64_t rows, int columns, float inverse_columns, float eps,
+                                 float offset, int norm_dtype) {
+  follow_predecessor();
+  const OddRows<T> walk(columns);
+  typename OddRows<T>::Part scale, x;
+  walk.load_weight(scale, weight);
+
+#pragma unroll 1
+  for (int64_t row = walk.first_row(); row < rows; row += walk.row_distance()) {
+    walk.load(x, input, row);
+    scale.stay_narrow();
+    const float edge = to_float(x.edge);
+    float sum_of_squares = edge * edge;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) sum_of_squares += x.vectors[k][j] * x.vectors[k][j];
+    }
+    const float row_rstd = rsqrtf(warp_reduce<Sum>(sum_of_squares) * inverse_columns + eps);
+    if (threadIdx.x % kWarpSize == 0 && rstd != nullptr) rstd[row] = row_rstd;
+
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      float result[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) result[j] = x.vectors[k][j] * row_rstd;
+      round_floats(norm_dtype, result);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        x.vectors[k].values[j] = from_acc<T>(result[j] * (scale.vectors[k][j] + offset));
+      }
+    }
+    x.edge = from_acc<T>(round_to(norm_dtype, edge * row_rstd) * (to_float(scale.edge) + offset));
+    walk.store(x, output, row);
+  }
+}
+
+// As rms_norm_bwd.cu's; one row of partial sums a block.
+template <typename T, bool kHasGradSum>
+__global__ void __launch_bounds__(kThreads, kBwdBlocksPerProcessor)
+    rms_norm_odd_rows_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ grad_sum,
+                                 const T* __restrict__ input, const T* __restrict__ weight,
+                                 const float* __restrict__ rstd, T* __restrict__ grad_input, Partials<float> partials,
+                                 int64_t rows, int columns, float inverse_columns, float offset) {
+  follow_predecessor();
+  const OddRows<T> walk(columns);
+  typename OddRows<T>::Part scale, x, grad, added;
+  walk.load_weight(scale, weight);
+  float weight_sums[kVectors][kWidth] = {}, edge_sum = 0;
+
+#pragma unroll 1
+  for (int64_t row = walk.first_row(); row < rows; row += walk.row_distance()) {
+    const float row_rstd = rstd[row];
+    walk.load(x, input, row);
+    walk.load(grad, grad_output, row);
+
+    const float edge_xhat = to_float(x.edge) * row_rstd, edge_product = to_float(grad.edge) * edge_xhat;
+    const float edge_scale = to_float(scale.edge) + offset;
+    edge_sum += edge_product;
+    float dot = edge_product * edge_scale;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const float grad_times_xhat = grad.vectors[k][j] * (x.vectors[k][j] * row_rstd);
+        weight_sums[k][j] += grad_times_xhat;
+        dot += grad_times_xhat * (scale.vectors[k][j] + offset);
+      }
+    }
+    const float mean_dot = warp_reduce<Sum>(dot) * inverse_columns;
+    x.stay_narrow();
+    grad.stay_narrow();
+    if constexpr (kHasGradSum) walk.load(added, grad_sum, row);
+
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const float xhat = x.vectors[k][j] * row_rstd;
+        float result = row_rstd * (grad.vectors[k][j] * (scale.vectors[k][j] + offset) - xhat * mean_dot);
+        if constexpr (kHasGradSum) result += added.vectors[k][j];
+        x.vectors[k].values[j] = from_acc<T>(result);
+      }
+    }
+    float result = row_rstd * (to_float(grad.edge) * edge_scale - edge_xhat * mean_dot);
+    if constexpr (kHasGradSum) result += to_float(added.edge);
+    x.edge = from_acc<T>(result);
+    walk.store(x, grad_input, row);
+  }
+  if (partials.data == nullptr) return;
+
+  // Each warp's sums at their columns, added up in the order of the warps.
+  extern __shared__ float warp_sums[];  // [kWarps][columns]
+  float* const own = warp_sums + threadIdx.x / kWarpSize * columns;
+  walk.for_vectors(
+      [&](int k, int column) {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) own[column + j] = weight_sums[k][j];
+      },
+      [](int) {});
+  if (walk.has_edge()) own[walk.edge()] = edge_sum;
+  __syncthreads();
+  float* const partial = partials.of(0) + static_cast<int64_t>(blockIdx.x) * columns;
+  for (int c = threadIdx.x; c < columns; c += kThreads) {
+    float sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) sum += warp_sums[warp * columns + c];
+    partial[c] = sum;
+  }
+}
+
+bool suits(int64_t rows, int64_t columns, int dtype, std::initializer_list<TypedPointer> matrices,
+           TypedPointer weight) {
+  if (dtype == kFloat32 || rows == 0 || columns < kLeastColumns || columns > kMostColumns) return false;
+  for (const TypedPointer& matrix : matrices) {
+    if (matrix.data != nullptr && (matrix.dtype != dtype || !is_aligned(matrix.data))) return false;
+  }
+  return weight.data == nullptr || weight.dtype == dtype;
+}
+
+// So many that the rows of a warp begin equally far from a vector, if it has several.
+int64_t blocks_for(int64_t rows, int blocks_per_processor) {
+  constexpr int64_t kStep = kWidth / kWarps;
+  const int64_t most = static_cast<int64_t>(blocks_per_processor) * multiprocessor_count() / kStep * kStep;
+  return std::min({ceil_div(rows, kWidth) * kStep, most, rows});
+}
+
+}  // namespace
+}  // namespace fuseopt::rms_norm_odd_rows
+
+namespace fuseopt {
+
+bool launch_odd_rows_fwd(const OddRowsFwd& call, cudaStream_t stream) {
+  using namespace rms_norm_odd_rows;
+  if (!suits(call.rows, call.columns, call.input.dtype, {call.input, call.output}, call.weight)) return false;
+  return dispatch_fast_dtype(call.input.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (sizeof(T) == 2) {
+      launch_following(rms_norm_odd_rows_fwd_kernel<T>,
+                       static_cast<unsigned>(blocks_for(call.rows, kFwdBlocksPerProcessor)), kThreads, 0, stream, static_cast<const T*>(call.input.data), static_cast<const T*>(call.weight.data),
+                       static_cast<T*>(call.output.data), call.rstd, call.rows, static_cast<int>(call.columns),
+                       1.0f / call.columns, call.eps, call.offset, call.norm_dtype);
+    }
+  });
+}
+
+bool launch_odd_rows_bwd(const OddRowsBwd& call, Partials<float>& partials, cudaStream_t stream) {
+  using namespace rms_norm_odd_rows;
+  const auto matrices = {call.grad_output, call.grad_sum, call.input, call.grad_input};
+  if (!suits(call.rows, call.columns, call.input.dtype, matrices, call.weight)) return false;
+  return dispatch_fast_dtype(call.input.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (sizeof(T) == 2) {
+      const auto kernel = call.grad_sum.data != nullptr ? rms_norm_odd_rows_bwd_kernel<T, true>
+                                                        : rms_norm_odd_rows_bwd_kernel<T, false>;
+      partials.count = blocks_for(call.rows, kBwdBlocksPerProcessor);
+      const size_t shared_bytes = partials.data != nullptr ? kWarps * call.columns * sizeof(float) : 0;
+      launch_following(kernel, static_cast<unsigned>(partials.count), kThreads, shared_bytes, stream,
+                       static_cast<const T*>(call.grad_output.data), static_cast<const T*>(call.grad_sum.data),
+                       static_cast<const T*>(call.input.data), static_cast<const T*>(call.weight.data), call.rstd,
+                       static_cast<T*>(call.grad_input.data), partials, call.rows, static_cast<int>(call.columns),
+                       1.0f / call.columns, call.offset);
+    }
+  });
+}
+
+}  // namespace fuseopt
