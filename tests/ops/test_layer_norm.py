@@ -4,8 +4,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fuseopt.ops import layer_norm
 from fuseopt.ops.layer_norm import layer_norm_reference
 from tests.ops.cases import DTYPES, Case, cases, error
+from tests.ops.variations import poisoned_allocations
 
 every_case = pytest.mark.parametrize("case", cases("layer_norm"))
 
@@ -57,6 +59,30 @@ def test_rows_with_elements_that_stand_out(case: Case, columns: int, dtype: torc
     output = case(input, (columns,)).double()
     rounding = torch.finfo(dtype).eps / 2
     assert ((output - exact).abs() <= (rounding + 2e-4) * exact.abs() + 2e-4).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 9, 1000, 9001])
+@pytest.mark.parametrize("columns", [257, 766, 1001, 1025, 1031])
+@pytest.mark.parametrize(("scaled", "shifted"), [(True, True), (True, False), (False, True), (False, False)])
+@torch.no_grad()
+def test_rows_that_begin_anywhere(dtype: torch.dtype, rows: int, columns: int, scaled: bool, shifted: bool) -> None:
+    """Accesses of 16 bytes to rows whose length is no multiple of them, in a kernel of their own."""
+    torch.manual_seed(0)
+    input = torch.randn(rows, columns, device="cuda").to(dtype)
+    input[-1] += 100  # a deviation is a few rounding steps of that
+    input[0] = 3
+    weight, bias = (torch.randn(columns, device="cuda").to(dtype) if there else None for there in (scaled, shifted))
+    with poisoned_allocations(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        output = layer_norm(input, (columns,), weight, bias, backend="cuda")
+        torch.cuda.synchronize()
+    assert any("norm_odd_rows_fwd_kernel" in event.name for event in profile.events())
+    arguments = [None if tensor is None else tensor.double() for tensor in (weight, bias)]
+    exact = layer_norm_reference(input.double(), (columns,), *arguments)
+    plain = F.layer_norm(input, (columns,), weight, bias)
+    assert error([output], [exact]) <= 1.5 * error([plain], [exact]) + 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(output[0], torch.zeros_like(output[0]) if bias is None else bias, rtol=0, atol=0)
 
 
 @every_case

@@ -1,6 +1,7 @@
 // LayerNorm (Ba, Kiros and Hinton, 2016): xhat = (x - mean) * rstd, rstd = 1 / sqrt(var + eps), output = xhat * weight
 // + bias.
 #include "norm.cuh"
+#include "norm_odd_rows.cuh"
 
 namespace fuseopt::layer_norm {
 namespace {
@@ -143,6 +144,12 @@ extern "C" cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer r
   const bool float64 = any_has(kFloat64, {input, residual, weight, bias});
   const bool vectors = are_vectors(residual.data != nullptr ? sum.dtype : input.dtype, columns,
                                    {input, residual, weight, bias, output, sum});
+  if (!vectors && residual.data == nullptr &&
+      launch_odd_rows_fwd({input, weight, output, static_cast<float*>(rstd.data), rows, columns, static_cast<float>(eps),
+                           0, kFloat32, true, bias, static_cast<float*>(mean.data)},
+                          stream)) {
+    return cudaGetLastError();
+  }
   const TypedPointer parameter = weight.data != nullptr ? weight : bias;
   bool launched = false;
   if (!float64 && output.dtype != kFloat64 && fits_grid(rows) && have_dtype(parameter.dtype, {bias})) {

@@ -1,7 +1,7 @@
 // RMSNorm (Zhang and Sennrich, 2019): xhat = x * rstd, rstd = 1 / sqrt(mean(x^2) + eps), output = xhat * (weight +
 // offset).
 #include "norm.cuh"
-#include "rms_norm_odd_rows.cuh"
+#include "norm_odd_rows.cuh"
 
 namespace fuseopt::rms_norm {
 namespace {

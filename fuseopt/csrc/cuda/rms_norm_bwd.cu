@@ -1,6 +1,6 @@
 // The backward of RMSNorm, in a file of its own for the sake of build time.
 #include "norm.cuh"
-#include "rms_norm_odd_rows.cuh"
+#include "norm_odd_rows.cuh"
 
 namespace fuseopt::rms_norm_bwd {
 namespace {

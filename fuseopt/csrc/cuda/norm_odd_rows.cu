@@ -1,7 +1,7 @@
-// RMSNorm over rows of 16-bit elements that begin anywhere: 16-byte accesses all the same. A warp has a row, in whole
-// vectors of the matrix and a few elements before and after them. Warps walk the rows at a distance of a multiple of eight,
-// so that all of a warp's rows begin equally far from a vector, and it reads its part of the weight once.
-#include "rms_norm_odd_rows.cuh"
+// Norms over rows of 16-bit elements that begin anywhere: 16-byte accesses all the same. A warp has a row, in whole vectors
+// of the matrix and a few elements before and after them. Warps walk the rows at a distance of a multiple of eight, so that
+// all of a warp's rows begin equally far from a vector, and it reads its part of the weight once.
+#include "norm_odd_rows.cuh"
 
 #include <initializer_list>
 
@@ -10,7 +10,7 @@
 #include "row_team.cuh"
 #include "vector.cuh"
 
-namespace fuseopt::rms_norm_odd_rows {
+namespace fuseopt::norm_odd_rows {
 namespace {
 
 constexpr int kThreads = 128;
@@ -18,7 +18,9 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kVectors = 4;  // of a row in a lane
 constexpr int kWidth = 8;    // elements of a vector
 constexpr int kLeastColumns = 256, kMostColumns = kVectors * kWarpSize * kWidth + kWidth - 1;
-constexpr int kFwdBlocksPerProcessor = 6, kBwdBlocksPerProcessor = 3;
+template <bool kLayerNorm>
+constexpr int kFwdBlocksPerProcessor = kLayerNorm ? 5 : 6;
+constexpr int kBwdBlocksPerProcessor = 3;
 
 // The part of each of a warp's rows that a lane has.
 template <typename T>
@@ -62,9 +64,9 @@ class OddRows {
     if (has_edge()) at[edge_] = part.edge;
   }
 
-  // Of a row of its own, aligned or not; ones where there is none.
-  __device__ void load_weight(Part& part, const T* weight) const {
-    const auto load = [&](int column) { return weight != nullptr ? weight[column] : from_acc<T>(1.f); };
+  // Of a row of its own, aligned or not; `absent` in each element where there is none.
+  __device__ void load_parameter(Part& part, const T* parameter, float absent) const {
+    const auto load = [&](int column) { return parameter != nullptr ? parameter[column] : from_acc<T>(absent); };
     for_vectors(
         [&](int k, int column) {
 #pragma unroll
@@ -98,42 +100,72 @@ class OddRows {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kFwdBlocksPerProcessor)
-    rms_norm_odd_rows_fwd_kernel(const T* __restrict__ input, const T* __restrict__ weight, T* __restrict__ output,
-                                 float* __restrict__ rstd, int64_t rows, int columns, float inverse_columns, float eps,
-                                 float offset, int norm_dtype) {
+struct FwdArguments {
+  const T *input, *weight, *bias;
+  T* output;
+  float *mean, *rstd;
+  int64_t rows;
+  int columns;
+  float inverse_columns, eps, offset;
+  int norm_dtype;
+};
+
+template <typename T, bool kLayerNorm>
+__global__ void __launch_bounds__(kThreads, kFwdBlocksPerProcessor<kLayerNorm>)
+    norm_odd_rows_fwd_kernel(const __grid_constant__ FwdArguments<T> call) {
   follow_predecessor();
-  const OddRows<T> walk(columns);
-  typename OddRows<T>::Part scale, x;
-  walk.load_weight(scale, weight);
+  const OddRows<T> walk(call.columns);
+  typename OddRows<T>::Part scale, shift, x;
+  walk.load_parameter(scale, call.weight, 1.f);
+  if constexpr (kLayerNorm) walk.load_parameter(shift, call.bias, 0.f);
 
 #pragma unroll 1
-  for (int64_t row = walk.first_row(); row < rows; row += walk.row_distance()) {
-    walk.load(x, input, row);
+  for (int64_t row = walk.first_row(); row < call.rows; row += walk.row_distance()) {
+    walk.load(x, call.input, row);
     scale.stay_narrow();
+    if constexpr (kLayerNorm) shift.stay_narrow();
     const float edge = to_float(x.edge);
-    float sum_of_squares = edge * edge;
+    // Of what is above `mean`, its sum and the sum of its squares.
+    const auto sum_over_row = [&](float mean, auto of) {
+      float sum = walk.has_edge() ? of(edge - mean) : 0.f;
+      walk.for_vectors(
+          [&](int k, int) {
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) sum_of_squares += x.vectors[k][j] * x.vectors[k][j];
+            for (int j = 0; j < kWidth; ++j) sum += of(x.vectors[k][j] - mean);
+          },
+          [](int) {});
+      return warp_reduce<Sum>(sum) * call.inverse_columns;
+    };
+    float mean = 0;
+    if constexpr (kLayerNorm) {
+      // As a distance from an element, so that a constant row comes out exact.
+      const float origin = to_float(call.input[row * call.columns]);
+      mean = origin + sum_over_row(origin, [](float x) { return x; });
     }
-    const float row_rstd = rsqrtf(warp_reduce<Sum>(sum_of_squares) * inverse_columns + eps);
-    if (threadIdx.x % kWarpSize == 0 && rstd != nullptr) rstd[row] = row_rstd;
+    const float row_rstd = rsqrtf(sum_over_row(mean, [](float x) { return x * x; }) + call.eps);
+    if (threadIdx.x % kWarpSize == 0 && call.rstd != nullptr) {
+      call.rstd[row] = row_rstd;
+      if constexpr (kLayerNorm) call.mean[row] = mean;
+    }
 
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       float result[kWidth];
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) result[j] = x.vectors[k][j] * row_rstd;
-      round_floats(norm_dtype, result);
+      for (int j = 0; j < kWidth; ++j) result[j] = (x.vectors[k][j] - mean) * row_rstd;
+      if constexpr (!kLayerNorm) round_floats(call.norm_dtype, result);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        x.vectors[k].values[j] = from_acc<T>(result[j] * (scale.vectors[k][j] + offset));
+        if constexpr (kLayerNorm) result[j] = result[j] * scale.vectors[k][j] + shift.vectors[k][j];
+        else result[j] *= scale.vectors[k][j] + call.offset;
+        x.vectors[k].values[j] = from_acc<T>(result[j]);
       }
     }
-    x.edge = from_acc<T>(round_to(norm_dtype, edge * row_rstd) * (to_float(scale.edge) + offset));
-    walk.store(x, output, row);
+    float result = (edge - mean) * row_rstd;
+    if constexpr (kLayerNorm) result = result * to_float(scale.edge) + to_float(shift.edge);
+    else result = round_to(call.norm_dtype, result) * (to_float(scale.edge) + call.offset);
+    x.edge = from_acc<T>(result);
+    walk.store(x, call.output, row);
   }
 }
 
@@ -147,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocksPerProcessor)
   follow_predecessor();
   const OddRows<T> walk(columns);
   typename OddRows<T>::Part scale, x, grad, added;
-  walk.load_weight(scale, weight);
+  walk.load_parameter(scale, weight, 1.f);
   float weight_sums[kVectors][kWidth] = {}, edge_sum = 0;
 
 #pragma unroll 1
@@ -212,12 +244,15 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocksPerProcessor)
 }
 
 bool suits(int64_t rows, int64_t columns, int dtype, std::initializer_list<TypedPointer> matrices,
-           TypedPointer weight) {
+           std::initializer_list<TypedPointer> parameters) {
   if (dtype == kFloat32 || rows == 0 || columns < kLeastColumns || columns > kMostColumns) return false;
   for (const TypedPointer& matrix : matrices) {
     if (matrix.data != nullptr && (matrix.dtype != dtype || !is_aligned(matrix.data))) return false;
   }
-  return weight.data == nullptr || weight.dtype == dtype;
+  for (const TypedPointer& parameter : parameters) {
+    if (parameter.data != nullptr && parameter.dtype != dtype) return false;
+  }
+  return true;
 }
 
 // So many that the rows of a warp begin equally far from a vector, if it has several.
@@ -228,28 +263,34 @@ int64_t blocks_for(int64_t rows, int blocks_per_processor) {
 }
 
 }  // namespace
-}  // namespace fuseopt::rms_norm_odd_rows
+}  // namespace fuseopt::norm_odd_rows
 
 namespace fuseopt {
 
 bool launch_odd_rows_fwd(const OddRowsFwd& call, cudaStream_t stream) {
-  using namespace rms_norm_odd_rows;
-  if (!suits(call.rows, call.columns, call.input.dtype, {call.input, call.output}, call.weight)) return false;
-  return dispatch_fast_dtype(call.input.dtype, [&](auto tag) {
+  using namespace norm_odd_rows;
+  const int dtype = call.input.dtype;
+  if (!suits(call.rows, call.columns, dtype, {call.input, call.output}, {call.weight, call.bias})) return false;
+  return dispatch_fast_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (sizeof(T) == 2) {
-      launch_following(rms_norm_odd_rows_fwd_kernel<T>,
-                       static_cast<unsigned>(blocks_for(call.rows, kFwdBlocksPerProcessor)), kThreads, 0, stream, static_cast<const T*>(call.input.data), static_cast<const T*>(call.weight.data),
-                       static_cast<T*>(call.output.data), call.rstd, call.rows, static_cast<int>(call.columns),
-                       1.0f / call.columns, call.eps, call.offset, call.norm_dtype);
+      const auto launch = [&](auto kernel, int blocks_per_processor) {
+        launch_following(kernel, static_cast<unsigned>(blocks_for(call.rows, blocks_per_processor)), kThreads, 0, stream,
+                         {static_cast<const T*>(call.input.data), static_cast<const T*>(call.weight.data),
+                          static_cast<const T*>(call.bias.data), static_cast<T*>(call.output.data), call.mean, call.rstd,
+                          call.rows, static_cast<int>(call.columns), 1.0f / call.columns, call.eps, call.offset,
+                          call.norm_dtype});
+      };
+      if (call.is_layer_norm) launch(norm_odd_rows_fwd_kernel<T, true>, kFwdBlocksPerProcessor<true>);
+      else launch(norm_odd_rows_fwd_kernel<T, false>, kFwdBlocksPerProcessor<false>);
     }
   });
 }
 
 bool launch_odd_rows_bwd(const OddRowsBwd& call, Partials<float>& partials, cudaStream_t stream) {
-  using namespace rms_norm_odd_rows;
+  using namespace norm_odd_rows;
   const auto matrices = {call.grad_output, call.grad_sum, call.input, call.grad_input};
-  if (!suits(call.rows, call.columns, call.input.dtype, matrices, call.weight)) return false;
+  if (!suits(call.rows, call.columns, call.input.dtype, matrices, {call.weight})) return false;
   return dispatch_fast_dtype(call.input.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (sizeof(T) == 2) {

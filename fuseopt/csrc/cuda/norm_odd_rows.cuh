@@ -1,4 +1,4 @@
-// RMSNorm over rows of 16-bit elements that begin anywhere.
+// RMSNorm, and the forward of LayerNorm, over rows of 16-bit elements that begin anywhere.
 #pragma once
 
 #include "column_sums.cuh"
@@ -6,13 +6,19 @@
 namespace fuseopt {
 
 // False where the arguments do not suit: T is the dtype of all tensors, none of them a sum with a residual, and
-// contiguous; rows have some hundreds of columns, up to as many as a warp holds. `weight` may be absent.
+// contiguous; rows have some hundreds of columns, up to as many as a warp holds. `weight` and `bias` may be absent.
 struct OddRowsFwd {
   TypedPointer input, weight, output;
   float* rstd;  // or null
   int64_t rows, columns;
-  float eps, offset;
-  int norm_dtype;
+  float eps;
+  // Of an RMSNorm.
+  float offset = 0;
+  int norm_dtype = kFloat32;
+  // Of a LayerNorm.
+  bool is_layer_norm = false;
+  TypedPointer bias = {};
+  float* mean = nullptr;
 };
 bool launch_odd_rows_fwd(const OddRowsFwd& call, cudaStream_t stream);
 
