@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import LogitsEdits, decode_select_
-from tests.ops.cases import DTYPES, Case, RawCalls, cases
+from tests.ops.cases import DTYPES, Case, RawCalls, cases, examples
 
 every_case = pytest.mark.parametrize("case", cases("decode_select_"))
 
@@ -31,7 +31,7 @@ def state_of(rows: int, length: int, finished: list[int], device: torch.device) 
 
 
 @every_case
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=st.one_of(st.integers(1, 9), st.sampled_from([40])),
     vocabulary=st.one_of(st.integers(1, 70), st.sampled_from([4096, 4097, 50257])),
@@ -111,7 +111,7 @@ def test_wrong_arguments(case: Case) -> None:
 
 
 @every_case
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=st.integers(1, 9),
     vocabulary=st.one_of(st.integers(1, 70), st.sampled_from([4096, 4097, 8191, 50257, 131_075])),
