@@ -23,6 +23,7 @@ class Preference:
         columns: least and most elements in the first argument's last dimension.
         elements: of the first argument, at least. Fewer take the device less time than the call takes the host.
         capability: major compute capability of the GPU that it was measured on.
+        gpu: part of that one's name, where another of the same capability was measured to differ.
     """
 
     backend: str
@@ -31,11 +32,13 @@ class Preference:
     columns: tuple[int, int]
     elements: int
     capability: int = 9
+    gpu: str = ""
 
     def holds_on(self, device: torch.device) -> bool:
         if device.type != "cuda" or not torch.cuda.is_available():
             return False
-        return torch.cuda.get_device_capability(device)[0] == self.capability
+        is_capable = torch.cuda.get_device_capability(device)[0] == self.capability
+        return is_capable and self.gpu in torch.cuda.get_device_name(device)
 
     @property
     def limits(self) -> Limits:

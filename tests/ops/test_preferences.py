@@ -62,7 +62,10 @@ def test_it_holds_on_the_gpus_that_it_was_measured_on(monkeypatch: pytest.Monkey
     preference = Preference("triton", True, torch.bfloat16, (768, 768), 2**24)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert preference.holds_on(torch.device("cuda:1")) and not preference.holds_on(CPU)
+    assert dataclasses.replace(preference, gpu="H100").holds_on(torch.device("cuda"))
+    assert not dataclasses.replace(preference, gpu="H200").holds_on(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert not preference.holds_on(torch.device("cuda"))
 
@@ -180,7 +183,7 @@ def test_forward_and_backward_by_different_backends(prefer: Callable[..., regist
 def test_preferences_are_honoured(op: registry.Op, preference: Preference) -> None:
     device = torch.device("cuda", 0)
     if not preference.holds_on(device):
-        pytest.skip(f"measured on GPUs of compute capability {preference.capability}")
+        pytest.skip(f"measured on GPUs of compute capability {preference.capability}, {preference.gpu or 'any'}")
 
     def last_ran(elements: int, backend: str) -> str:
         rows = -(-elements // preference.columns[0])
