@@ -311,7 +311,7 @@ struct LinePlan {
     const int64_t of_warp = ceil_div(all_stages, blocks * kLineWarps);
     if (rows == 1 && (!has_norm || blocks == 1)) {
       folds = has_norm;
-      if (folds) slot_bits = FoldedNorm<uint16_t>::kRowBits;
+      if (folds) slot_bits = kFoldedRowBits;
       stages = 8, held = 5;
       const bool leaves_room = has_norm && layer.activation == kIdentity;
       for (const int fewer : {6, 4}) {

@@ -8,11 +8,12 @@
 
 namespace fuseopt {
 
+constexpr int kFoldedRowBits = 2;  // 2 to the power of this: rows of factors
+
 template <typename T>
 class FoldedNorm {
  public:
-  static constexpr int kRowBits = 2;  // 2 to the power of this: rows of factors
-  static constexpr int kSums = 3;     // of each output column, over a warp's part of K
+  static constexpr int kSums = 3;  // of each output column, over a warp's part of K
 
   // `rows`: in shared memory, `stride` apart. The warp has K from `first_k` on, up to `end_k` with zeros from
   // `layer.columns` on.
