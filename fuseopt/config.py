@@ -39,6 +39,7 @@ TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {
     "FusedDropoutAdd": (),
     "FusedGELU": ("fold_bias",),
     "FusedGatedGELU": (),
+    "FusedLayerNorm": (),
     "FusedLinearCrossEntropy": (),
     "FusedRMSNorm": (),
     "FusedRelativeAttention": ("where_it_pays",),

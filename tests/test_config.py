@@ -137,7 +137,7 @@ WRONG = {
     ),
     "kernel not built yet": ({"kernel_fusion": {"custom_cuda_kernels": ["FusedAttention"]}}, "not built yet"),
     "triton kernel not built yet": (
-        {"kernel_fusion": {"triton_kernels": ["FusedLayerNorm"]}},
+        {"kernel_fusion": {"triton_kernels": ["FusedBlock"]}},
         "not built yet for this list",
     ),
     "compile not built yet": ({"kernel_fusion": {"compile": True}}, "kernel_fusion.compile: not built yet"),

@@ -154,7 +154,12 @@ def _modules(sizes: Sizes, device: torch.device) -> list[Case]:
             768,
             {"FusedRMSNorm": _kernel("FusedRMSNorm"), **_triton("FusedRMSNorm", device)},
         ),
-        case("LayerNorm alone", nn.LayerNorm(768), 768, {"FusedLayerNorm": _kernel("FusedLayerNorm")}),
+        case(
+            "LayerNorm alone",
+            nn.LayerNorm(768),
+            768,
+            {"FusedLayerNorm": _kernel("FusedLayerNorm"), **_triton("FusedLayerNorm", device)},
+        ),
     ]
 
 

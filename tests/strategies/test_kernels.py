@@ -78,6 +78,7 @@ def test_every_call_goes_through_the_op(case, backend):
 
 
 TRITON_CASES = [
+    ("gpt2", "FusedLayerNorm"),
     ("t5", "FusedRMSNorm"),
     ("gpt2", "FusedSoftmax"),
     ("gpt2", "FusedGELU"),
