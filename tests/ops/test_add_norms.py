@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuseopt import ops
+from fuseopt.ops import registry
 from tests.ops.cases import DTYPES, Case, RawCalls, cases, error
 
 every_case = pytest.mark.parametrize("case", cases("add_rms_norm", "add_layer_norm"))
@@ -76,6 +77,30 @@ def test_gradient_is_the_sum_of_both_outputs_gradients(case: Case, hidden: int, 
         assert error([grad], [expected]) <= 1.05 * error([stepwise], [expected]) + 1e-6
     again = torch.autograd.grad(case(*leaves), leaves, grads)
     assert all(map(torch.equal, again, fused))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [9, 9001])
+def test_gradient_over_rows_that_begin_anywhere(dtype: torch.dtype, rows: int) -> None:
+    """A warp walks along several of the many, and adds the other output's gradient to each."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(*shape, device="cuda").to(dtype) for shape in ((rows, 1001), (rows, 1001), (1001,))]
+    exact_leaves = [leaf.double().requires_grad_() for leaf in leaves]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    outputs = ops.add_rms_norm(*leaves, backend="cuda")
+    grads = [torch.randn_like(output) for output in outputs]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        got = torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+        torch.cuda.synchronize()
+    assert any("rms_norm_odd_rows_bwd_kernel" in event.name for event in profile.events())
+    assert all(map(torch.equal, got, torch.autograd.grad(outputs, leaves, grads)))
+    reference = registry.get("add_rms_norm").reference
+    plain = torch.autograd.grad(reference(*leaves), leaves, grads)
+    exact = torch.autograd.grad(reference(*exact_leaves), exact_leaves, [grad.double() for grad in grads])
+    for grad, plainly, expected in zip(got, plain, exact, strict=True):
+        assert error([grad], [expected]) <= 1.5 * error([plainly], [expected]) + 4 * torch.finfo(dtype).eps
 
 
 @every_case

@@ -13,7 +13,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from fuseopt.ops import rms_norm
 from fuseopt.ops.rms_norm import rms_norm_reference
 from tests.ops.cases import DTYPES, Case, cases, error
-from tests.ops.variations import poisoned_allocations
+from tests.ops.variations import poisoned_allocations, shifted
 
 UPSTREAM = {
     "t5": (T5LayerNorm, {"cast_order": "t5"}),
@@ -171,6 +171,37 @@ def test_rows_that_begin_anywhere(dtype: torch.dtype, rows: int, columns: int, o
     assert all(map(torch.equal, found, outputs(rms_norm, *arguments, backend="cuda")))
     assert torch.equal(found[0], rms_norm(*(t.detach() for t in arguments), **(options or {}), backend="cuda"))
     plain, exact = outputs(rms_norm_reference, *arguments), outputs(rms_norm_reference, *exact_arguments)
+    eps = torch.finfo(dtype).eps
+    for actual, plainly, expected in zip(found, plain, exact, strict=True):
+        assert error([actual], [expected]) <= 1.5 * error([plainly], [expected]) + 4 * eps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 9, 3001])
+@pytest.mark.parametrize("columns", [9, 17, 768, 1001, 1023, 1025])
+@pytest.mark.parametrize("off", ["input", "weight", "grad", "all"])
+def test_tensors_that_begin_anywhere(dtype: torch.dtype, rows: int, columns: int, off: str) -> None:
+    """One element past an aligned address, where a matrix has no vectors, but one with an aligned beginning has."""
+    torch.manual_seed(0)
+    values = {
+        "input": torch.randn(rows, columns, device="cuda").to(dtype),
+        "weight": torch.randn(columns, device="cuda").to(dtype),
+        "grad": torch.randn(rows, columns, device="cuda").to(dtype),
+    }
+    *leaves, grad = (shifted(value) if off in (name, "all") else value for name, value in values.items())
+    exact_leaves = [leaf.double().requires_grad_() for leaf in leaves]
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def outputs(function: Callable[..., Tensor], tensors: list[Tensor], **others: str) -> list[Tensor]:
+        output = function(*tensors, **others)
+        return [output.detach(), *torch.autograd.grad(output, tensors, grad.to(output.dtype))]
+
+    with poisoned_allocations():
+        found = outputs(rms_norm, leaves, backend="cuda")
+    assert all(map(torch.equal, found, outputs(rms_norm, leaves, backend="cuda")))
+    plain, exact = outputs(rms_norm_reference, leaves), outputs(rms_norm_reference, exact_leaves)
     eps = torch.finfo(dtype).eps
     for actual, plainly, expected in zip(found, plain, exact, strict=True):
         assert error([actual], [expected]) <= 1.5 * error([plainly], [expected]) + 4 * eps

@@ -1,12 +1,12 @@
 // What RMSNorm and LayerNorm share: how a row is laid over threads, and the column sums of their weight gradients.
 //
-// Fast path: a team of threads (half a warp or a warp for narrow rows, a block for wide ones, and for all where rows are
-// few) holds a row in registers, so that it is read once: in 16-byte vectors, or an element at a time where rows are
-// unaligned or of odd length. Forward, every row has a team of its own: measured faster than teams that walk the rows
-// with the next row's loads in flight. Backward, as many teams as the device holds walk the rows: a thread has the same
-// columns in every row, and sums their weight gradients in registers; few rows have a launch of their own, see
-// norm_bwd_few_rows.cu. Anything else (float64, rows wider than the registers, dtypes that differ without vectors) takes
-// the "any" kernels: a block a row, read once for each pass over it.
+// Fast path: a team of threads (half a warp or a warp for narrow rows, a block for wide ones, and for all where rows
+// are few) holds a row in registers, so that it is read once: in 16-byte vectors, or an element at a time where rows
+// are unaligned, or of odd length and not norm_odd_rows.cu's. Forward, every row has a team of its own: measured faster
+// than teams that walk the rows with the next row's loads in flight. Backward, as many teams as the device holds walk
+// the rows: a thread has the same columns in every row, and sums their weight gradients in registers; few rows have a
+// launch of their own, see norm_bwd_few_rows.cu. Anything else (float64, rows wider than the registers, dtypes that
+// differ without vectors) takes the "any" kernels: a block a row, read once for each pass over it.
 //
 // With a residual the row is the sum of two tensors, rounded to the sum's dtype T and stored on the way.
 #pragma once
