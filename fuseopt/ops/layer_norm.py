@@ -235,13 +235,16 @@ registry.register(
             registry.Benchmark(
                 bench_input,
                 shapes=("65536x768", "16384x4096", "4096x768", "8x768"),
-                more_shapes=("16384x1600", "8192x1001"),
+                more_shapes=("65536x128", "16384x1600", "8192x1001"),
                 torch=F.layer_norm,
             ),
         ),
         # Where `fuseopt bench ops` found the CUDA kernels slower by a hundredth or more, on an H200 or an H100.
         preferences=(
+            registry.Preference("triton", False, torch.bfloat16, (1600, 1600), MANY_ELEMENTS),
             registry.Preference("triton", False, torch.float32, (4096, 4096), MANY_ELEMENTS),
+            registry.Preference("triton", True, torch.float32, (768, 768), MANY_ELEMENTS, gpu="H200"),
+            registry.Preference("triton", True, torch.float32, (1600, 1600), MANY_ELEMENTS, gpu="H200"),
             registry.Preference("triton", True, torch.float32, (4096, 4096), MANY_ELEMENTS),
         ),
     )

@@ -224,7 +224,7 @@ registry.register(
             registry.Benchmark(
                 bench_input,
                 shapes=("65536x768", "16384x4096", "4096x768", "8x768"),
-                more_shapes=("16384x1600", "8192x1001"),
+                more_shapes=("65536x128", "16384x1600", "8192x1001"),
                 eager=registry.Upstream("transformers.models.t5.modeling_t5.T5LayerNorm", _t5_layer_norm),
                 torch=_torch_rms_norm,
             ),
@@ -235,6 +235,7 @@ registry.register(
             registry.Preference("triton", False, torch.float32, (4096, 4096), MANY_ELEMENTS),
             registry.Preference("triton", True, torch.bfloat16, (768, 768), MANY_ELEMENTS),
             registry.Preference("triton", True, torch.bfloat16, (1600, 1600), MANY_ELEMENTS),
+            registry.Preference("triton", True, torch.bfloat16, (4096, 4096), MANY_ELEMENTS, gpu="H200"),
             registry.Preference("triton", True, torch.float32, (1600, 1600), MANY_ELEMENTS),
             registry.Preference("triton", True, torch.float32, (4096, 4096), MANY_ELEMENTS),
         ),

@@ -161,7 +161,7 @@ def test_the_judge_tells_rounding_from_error():
 
 
 def test_infinities_have_to_be_where_they_belong():
-    case = op_case("no_repeat_ngram", "3x400x50")
+    case = op_case("no_repeat_ngram", "64x400x50")
     work = Work.of(case, CPU)
     judge = Judge(case, work)
     banned = judge.exact[0].isinf()

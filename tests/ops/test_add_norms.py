@@ -1,5 +1,7 @@
 """add_rms_norm and add_layer_norm beyond the contract: the sum is torch's own to the bit, the norm two steps' own."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -143,16 +145,24 @@ def test_wrong_shapes(case: Case) -> None:
     "case", [case for case in cases("add_rms_norm", "add_layer_norm") if case.id.endswith("cuda-cuda")]
 )
 @pytest.mark.parametrize("misaligned", [False, True])
-@pytest.mark.parametrize("columns", [7, 64, 768, 1001, 1600, 2048, 4096, 4099, 16384, 20000])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        *itertools.product([33], [7, 64, 768, 1001, 1600, 2048, 4096, 4099, 16384, 20000]),
+        *itertools.product([1000], [7, 48, 64, 128, 256, 512, 768, 1001, 1600]),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_every_shape_of_kernel_against_float64(case: Case, dtype: torch.dtype, columns: int, misaligned: bool) -> None:
+def test_every_shape_of_kernel_against_float64(
+    case: Case, dtype: torch.dtype, rows: int, columns: int, misaligned: bool
+) -> None:
     def make(*shape: int) -> torch.Tensor:
         values = torch.randn(*shape, device=case.device).to(dtype).flatten()
         if misaligned:
             values = torch.cat([values[:1], values])[1:]
         return values.view(shape).requires_grad_()
 
-    leaves = [make(33, columns), make(33, columns), *(make(columns) for _ in parameters_of(case, 1, dtype))]
+    leaves = [make(rows, columns), make(rows, columns), *(make(columns) for _ in parameters_of(case, 1, dtype))]
     exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
     outputs, exact = case(*leaves), case.op.reference(*exact_leaves)
     plain = case.op.reference(*leaves)

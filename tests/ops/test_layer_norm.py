@@ -61,6 +61,30 @@ def test_rows_with_elements_that_stand_out(case: Case, columns: int, dtype: torc
     assert ((output - exact).abs() <= (rounding + 2e-4) * exact.abs() + 2e-4).all()
 
 
+@pytest.mark.parametrize("case", [case for case in cases("layer_norm") if case.id.endswith("cuda-cuda")])
+@pytest.mark.parametrize("rows", [8, 1000])
+@pytest.mark.parametrize("columns", [8, 56, 64, 72, 128, 256, 764, 767, 768, 1000, 1536, 1600, 4096, 4100, 12_288])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_every_shape_of_kernel_against_float64(case: Case, dtype: torch.dtype, columns: int, rows: int) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, device=case.device).to(dtype) for shape in ((rows, columns), (columns,), (columns,))]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    with poisoned_allocations():
+        output = case(leaves[0], (columns,), *leaves[1:])
+        with torch.no_grad():
+            alone = case(leaves[0], (columns,), *leaves[1:])
+    exact, plain = (F.layer_norm(given[0], (columns,), *given[1:]) for given in (exact_leaves, leaves))
+    eps = torch.finfo(dtype).eps
+    assert error([output], [exact]) <= 1.5 * error([plain], [exact]) + eps
+    assert torch.equal(output, alone)
+    grad = torch.randn_like(output)
+    got, plainly = (torch.autograd.grad(result, leaves, grad) for result in (output, plain))
+    expected = torch.autograd.grad(exact, exact_leaves, grad.double())
+    for gradient, of_plain, right in zip(got, plainly, expected, strict=True):
+        assert error([gradient], [right]) <= 1.5 * error([of_plain], [right]) + 4 * eps
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 9, 1000, 9001])

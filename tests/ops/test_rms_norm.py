@@ -124,10 +124,12 @@ def test_many_columns_and_a_large_mean(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [case for case in cases("rms_norm") if case.id.endswith("cuda-cuda")])
 @pytest.mark.parametrize("rows", [8, 1000])
-@pytest.mark.parametrize("columns", [764, 767, 768, 1000, 1536, 3072, 4096, 4100, 6000, 8192, 12_288])
+@pytest.mark.parametrize(
+    "columns", [8, 56, 64, 72, 128, 256, 764, 767, 768, 1000, 1536, 3072, 4096, 4100, 6000, 8192, 12_288]
+)
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_every_shape_of_kernel_against_float64(case: Case, dtype: torch.dtype, columns: int, rows: int) -> None:
-    """A warp or a block has a row, with few elements a thread or many: by width, dtype and the number of rows."""
+    """A block, a warp or part of one has a row, with few elements a thread or many: by width, dtype and rows."""
     torch.manual_seed(0)
     input = torch.randn(rows, columns, device=case.device).to(dtype).requires_grad_()
     weight = torch.randn(columns, device=case.device).to(dtype)

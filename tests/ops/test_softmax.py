@@ -88,6 +88,25 @@ def test_rows_that_a_cluster_shares(case: Case, dtype: torch.dtype, columns: int
     assert ((output[rest] - exact[rest]).abs() <= tolerance * exact[rest].clamp(min=least)).all()
 
 
+@pytest.mark.parametrize("case", [case for case in cases("softmax") if case.id.endswith("cuda-cuda")])
+@pytest.mark.parametrize("rows", [3, 1000])
+@pytest.mark.parametrize("columns", [48, 768, 2048, 2052, 2056, 2057, 3000, 4095, 4096, 4100, 4104])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_gradient_over_rows_of_whole_vectors_and_others(
+    case: Case, dtype: torch.dtype, columns: int, rows: int
+) -> None:
+    torch.manual_seed(0)
+    input = (4 * torch.randn(rows, columns, device=case.device)).to(dtype).requires_grad_()
+    with poisoned_allocations():
+        output = case(input, scale=0.5)
+    exact_output = output.detach().double()
+    grad = torch.randn_like(output)
+    with poisoned_allocations():
+        (got,) = torch.autograd.grad(output, input, grad)
+    projected = grad.double() - (grad.double() * exact_output).sum(-1, keepdim=True)
+    assert error([got], [0.5 * exact_output * projected]) <= 4 * torch.finfo(dtype).eps
+
+
 @every_case
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_lowest_number_as_mask(case: Case, dtype: torch.dtype) -> None:

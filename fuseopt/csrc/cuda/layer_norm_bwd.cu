@@ -162,7 +162,7 @@ extern "C" cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPoi
                          static_cast<const float*>(rstd.data), static_cast<T*>(grad_input.data), partials, rows,
                          static_cast<int>(columns), form.stages);
       };
-      dispatch_bwd_row<T, false>(columns, vectors, [&](auto shape, auto width, int threads) {
+      dispatch_bwd_row<T, ElementwiseBlock>(columns, vectors, [&](auto shape, auto width, int threads) {
         if (grad_sum.data != nullptr) launch(shape, width, threads, std::true_type{});
         else launch(shape, width, threads, std::false_type{});
       });

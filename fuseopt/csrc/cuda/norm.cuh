@@ -1,6 +1,6 @@
 // What RMSNorm and LayerNorm share: how a row is laid over threads, and the column sums of their weight gradients.
 //
-// Fast path: a team of threads (half a warp or a warp for narrow rows, a block for wide ones, and for all where rows
+// Fast path: a team of threads (a warp or part of one for narrow rows, a block for wide ones, and for all where rows
 // are few) holds a row in registers, so that it is read once: in 16-byte vectors, or an element at a time where rows
 // are unaligned, or of odd length and not norm_odd_rows.cu's. Forward, every row has a team of its own: measured faster
 // than teams that walk the rows with the next row's loads in flight. Backward, as many teams as the device holds walk
@@ -21,13 +21,17 @@
 namespace fuseopt {
 
 // Elements of a row in a thread.
-constexpr int kWarpElements = 24;       // where a warp has the row
+constexpr int kShortElements = 8;       // where a warp or part of one has it
+constexpr int kWarpElements = 24;       // where a warp has it, at most
 constexpr int kMostElements = 32;       // where a block has it, at most
 constexpr int kLightBlockElements = 8;  // where a block has a row that a warp could have
 constexpr int kBwdBlockElements = 16;   // fewer, since it holds two rows and their columns' sums
-constexpr int kElementwise = 8;         // where they are read one by one
-constexpr int kElementwiseWarp = 32;    // and a warp has the row
 constexpr int kAnyThreads = 256;
+
+using Narrow = RowShape<kWarpElements, Team::kWarp>;
+using ElementwiseBlock = RowShape<8, Team::kBlock>;  // where elements are read one by one
+using ElementwiseSum = RowShape<4, Team::kBlock>;    // and two of float32 are added up
+using ElementwiseWarp = RowShape<32, Team::kWarp>;   // and a warp has the row
 
 constexpr int kLightBlockRow = 768;       // columns from which on a block has such a row
 constexpr int kLightBlockMostRow = 1536;  // and up to which it has few elements a thread
@@ -66,8 +70,12 @@ inline bool are_vectors(int dtype, int64_t columns, std::initializer_list<TypedP
 template <typename T, int kBlockElements, bool kOneDType, typename Launch>
 bool dispatch_fwd_row(int64_t rows, int64_t columns, Launch launch) {
   constexpr int kWidth = kVectorWidth<T>;
-  const auto launch_shape = [&](auto shape, int threads) { launch(shape, IntTag<kWidth>{}, threads); };
-  using Narrow = RowShape<kWarpElements, Team::kWarp>;
+  const auto launch_shape = [&](auto shape, int threads) {
+    using Shape = decltype(shape);
+    // Of such rows a smaller block is through as soon as it has started.
+    if (sizeof(T) == 2 && Shape::kWithinWarp && Shape::kElements == kShortElements) threads = kMaxWarpTeamBlock;
+    launch(shape, IntTag<kWidth>{}, threads);
+  };
   using Widest = RowShape<kMostElements, Team::kBlock>;
   if constexpr (kOneDType) {
     if (are_few_rows(rows) && dispatch_shape<RowShape<kWidth, Team::kBlock>>(columns, launch_shape)) return true;
@@ -76,20 +84,19 @@ bool dispatch_fwd_row(int64_t rows, int64_t columns, Launch launch) {
       const bool is_between = columns >= kLightBlockRow && columns <= kLightBlockMostRow;
       if (is_between && dispatch_shape<Light>(columns, launch_shape)) return true;
     }
-    return dispatch_shape<RowShape<8, Team::kHalfWarp>, RowShape<8, Team::kWarp>, Narrow,
-                          RowShape<kBlockElements, Team::kBlock>, Widest>(columns, launch_shape);
+    return dispatch_shape<RowShape<kShortElements, Team::kQuarterWarp>, RowShape<kShortElements, Team::kHalfWarp>,
+                          RowShape<kShortElements, Team::kWarp>, Narrow, RowShape<kBlockElements, Team::kBlock>, Widest>(
+        columns, launch_shape);
   } else {
     return dispatch_shape<Narrow, Widest>(columns, launch_shape);
   }
 }
 
-// The same for unaligned tensors and rows of odd length, element by element.
-template <bool kWarps, typename Launch>
+// The same for unaligned tensors and rows of odd length, element by element. `First` is the shape for narrow rows.
+template <typename First, typename Launch>
 bool dispatch_elementwise_row(int64_t columns, Launch launch) {
-  const auto launch_shape = [&](auto shape, int threads) { launch(shape, IntTag<1>{}, threads); };
-  using Block = RowShape<kElementwise, Team::kBlock>;
-  if constexpr (kWarps) return dispatch_shape<RowShape<kElementwiseWarp, Team::kWarp>, Block>(columns, launch_shape);
-  else return dispatch_shape<Block>(columns, launch_shape);
+  return dispatch_shape<First, ElementwiseBlock>(
+      columns, [&](auto shape, int threads) { launch(shape, IntTag<1>{}, threads); });
 }
 
 template <typename Shape>
@@ -162,7 +169,9 @@ bool dispatch_fwd(TypedPointer input, TypedPointer residual, TypedPointer parame
       });
     } else if constexpr (kOneSum) {
       if (parameter.data == nullptr || parameter.dtype == kDType<T>) {
-        launched = dispatch_elementwise_row<kRmsNorm && sizeof(T) == 2>(columns, launch_with(FwdTypes<T, R, T>{}));
+        using Block = std::conditional_t<std::is_same_v<R, float>, ElementwiseSum, ElementwiseBlock>;
+        using First = std::conditional_t<kRmsNorm && sizeof(T) == 2, ElementwiseWarp, Block>;
+        launched = dispatch_elementwise_row<First>(columns, launch_with(FwdTypes<T, R, T>{}));
       }
     }
   });
@@ -170,14 +179,14 @@ bool dispatch_fwd(TypedPointer input, TypedPointer residual, TypedPointer parame
 }
 
 // Calls `launch(RowShape, IntTag<kWidth>, threads)` for a backward; false when no shape holds the rows.
-// `kElementwiseWarps`: as of dispatch_elementwise_row.
-template <typename T, bool kElementwiseWarps, typename Launch>
+// `Elementwise`: the first shape of dispatch_elementwise_row.
+template <typename T, typename Elementwise, typename Launch>
 bool dispatch_bwd_row(int64_t columns, bool vectors, Launch launch) {
   const auto launch_shape = [&](auto shape, auto width, int threads) {
     launch(shape, width, decltype(shape)::kWithinWarp ? kBwdWarpTeamBlock : threads);
   };
-  if (!vectors) return dispatch_elementwise_row<kElementwiseWarps>(columns, launch_shape);
-  return dispatch_shape<RowShape<8, Team::kWarp>, RowShape<16, Team::kWarp>, RowShape<kWarpElements, Team::kWarp>,
+  if (!vectors) return dispatch_elementwise_row<Elementwise>(columns, launch_shape);
+  return dispatch_shape<RowShape<8, Team::kWarp>, RowShape<16, Team::kWarp>, Narrow,
                         RowShape<kBwdBlockElements, Team::kBlock>>(
       columns, [&](auto shape, int threads) { launch_shape(shape, IntTag<kVectorWidth<T>>{}, threads); });
 }

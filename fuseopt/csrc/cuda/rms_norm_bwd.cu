@@ -151,7 +151,7 @@ extern "C" cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPoint
                          static_cast<T*>(grad_input.data), partials, rows, static_cast<int>(columns),
                          static_cast<float>(offset), form.stages);
       };
-      dispatch_bwd_row<T, true>(columns, vectors, [&](auto shape, auto width, int threads) {
+      dispatch_bwd_row<T, ElementwiseWarp>(columns, vectors, [&](auto shape, auto width, int threads) {
         if (grad_sum.data != nullptr) launch(shape, width, threads, std::true_type{});
         else launch(shape, width, threads, std::false_type{});
       });

@@ -15,6 +15,10 @@ struct RowSpan {
   int64_t edge;   // this lane's element outside the whole vectors, or kNone
   static constexpr int64_t kNone = -1;
 
+  // Of rows that are whole vectors, in an aligned matrix.
+  __device__ RowSpan(int64_t row, int columns)
+      : begin(row * columns), first(begin / kWidth), vectors(columns / kWidth), edge(kNone) {}
+
   __device__ RowSpan(int64_t row, int columns, int lane) : begin(row * columns) {
     const int64_t end = begin + columns;
     first = (begin + kWidth - 1) / kWidth;

@@ -1,4 +1,4 @@
-// A row in the hands of a team of threads: half a warp or a warp for narrow rows, a block for wide ones, a cluster of
+// A row in the hands of a team of threads: a warp or part of one for narrow rows, a block for wide ones, a cluster of
 // blocks (sm_90 and later) for those that are too wide for one. Reductions over the team give every thread the result,
 // in a fixed order of operations, so results repeat to the bit.
 #pragma once
@@ -48,16 +48,19 @@ __device__ inline Acc warp_reduce(Acc value) {
   return value;
 }
 
-enum class Team { kHalfWarp, kWarp, kBlock, kCluster };
+enum class Team { kQuarterWarp, kHalfWarp, kWarp, kBlock, kCluster };
 
-constexpr bool is_within_warp(Team team) { return team == Team::kHalfWarp || team == Team::kWarp; }
+constexpr bool is_within_warp(Team team) { return team <= Team::kWarp; }
 
 // Of a warp, those that belong to one team.
 template <Team kTeam>
-constexpr int kTeamLanes = kTeam == Team::kHalfWarp ? kWarpSize / 2 : kWarpSize;
+constexpr int kTeamLanes = kTeam == Team::kQuarterWarp ? kWarpSize / 4
+                           : kTeam == Team::kHalfWarp  ? kWarpSize / 2
+                                                       : kWarpSize;
 
-constexpr int kWarpTeamBlock = 128;  // threads a block where it has a row for each warp or half
-constexpr int kMaxBlockTeam = 512;   // threads a row at most where a block has it: leaves 128 registers a thread
+constexpr int kWarpTeamBlock = 128;     // threads a block where it has a row for each warp or part of one
+constexpr int kMaxWarpTeamBlock = 256;  // and at most
+constexpr int kMaxBlockTeam = 512;      // threads a row at most where a block has it: leaves 128 registers a thread
 
 // How many elements of a row a thread of the team holds: compile-time, so that they stay in registers.
 template <int kElementsPerThread, Team kTeamKind>
@@ -65,7 +68,7 @@ struct RowShape {
   static constexpr int kElements = kElementsPerThread;
   static constexpr Team kTeam = kTeamKind;
   static constexpr bool kWithinWarp = is_within_warp(kTeam);
-  static constexpr int kMaxThreads = kWithinWarp ? kWarpTeamBlock : kMaxBlockTeam;
+  static constexpr int kMaxThreads = kWithinWarp ? kMaxWarpTeamBlock : kMaxBlockTeam;
   static constexpr int kMaxRow = kElements * (kWithinWarp ? kTeamLanes<kTeam> : kMaxBlockTeam);
 
   // Of a block.

@@ -10,8 +10,8 @@ namespace fuseopt::softmax {
 namespace {
 
 constexpr int kBlockElements = 32;  // of a row in the registers of a thread, where a block has the row
-constexpr int kLightElements = 8;   // in a backward of 16 bits over rows of more than kLightRow elements, while they suffice
-constexpr int kLightRow = 2048;
+constexpr int kLightElements = 8;   // in a backward over rows of whole vectors, while they suffice
+constexpr int kLightRow = 2048;     // and of more elements than these
 constexpr int kFewRowsThreads = 256;  // a row at most, where there are few
 constexpr int kAnyThreads = 256;
 
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   }
 }
 
-// grad_input = scale * y * (g - sum(g * y)).
-template <typename T, typename Shape>
+// grad_input = scale * y * (g - sum(g * y)). `kWhole`: rows are whole vectors.
+template <typename T, typename Shape, bool kWhole>
 __global__ void __launch_bounds__(Shape::kMaxThreads)
     softmax_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ output, TypedPointer grad_input,
                        int64_t rows, int columns, float scale) {
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   RowTeam<Shape::kTeam> team;
 
   for (int64_t row = team.index; row < rows; row += team.count) {
-    const RowSpan<kWidth> span(row, columns, team.lane);
+    const auto span = kWhole ? RowSpan<kWidth>(row, columns) : RowSpan<kWidth>(row, columns, team.lane);
     Vector<T> y[kVectors] = {}, g[kVectors] = {};
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
@@ -217,16 +217,17 @@ extern "C" cudaError_t fuseopt_softmax_bwd(TypedPointer grad_output, TypedPointe
       const T* const y = static_cast<const T*>(output.data);
       const int row_columns = static_cast<int>(columns);
       const float factor = static_cast<float>(scale);
-      const auto launch = [&](auto shape, int threads) {
-        using Shape = decltype(shape);
-        launch_following(softmax_bwd_kernel<T, Shape>, row_blocks<Shape>(rows, threads), threads, 0, stream, g, y,
-                         grad_input, rows, row_columns, factor);
+      const auto launch_shape = [&](auto whole) {
+        return [&](auto shape, int threads) {
+          using Shape = decltype(shape);
+          launch_following(softmax_bwd_kernel<T, Shape, decltype(whole)::value>, row_blocks<Shape>(rows, threads), threads,
+                           0, stream, g, y, grad_input, rows, row_columns, factor);
+        };
       };
-      if constexpr (sizeof(T) == 2) {
-        using Light = RowShape<kLightElements, Team::kBlock>;
-        if (columns > kLightRow && dispatch_shape<Light>(columns, launch)) return;
-      }
-      if (dispatch_softmax_row<T>(rows, columns, launch)) return;
+      using Light = RowShape<kLightElements, Team::kBlock>;
+      if (columns > kLightRow && columns % kVectorWidth<T> == 0 &&
+          dispatch_shape<Light>(columns, launch_shape(std::true_type{}))) return;
+      if (dispatch_softmax_row<T>(rows, columns, launch_shape(std::false_type{}))) return;
       launch_softmax_bwd_wide(grad_output, output, grad_input, rows, row_columns, factor, stream);
     });
   }

@@ -4,13 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from fuseopt.ops.triton.rms_norm import WIDE_WARPS, bwd_programs, column_sum_kernel, fwd_form
+from fuseopt.ops.triton.rms_norm import WIDE_WARPS, bwd_programs, column_sum_kernel, held_tile
 from fuseopt.ops.triton.rows import TL_DTYPES, Tiling, as_rows, compute_dtype
 
 # Five rows are held at once: both inputs, the weight, and the gradients of weight and bias.
 BWD_TILING = Tiling(program_bytes=4 * 1024, thread_bytes=64, max_row_bytes=32 * 1024)
-# Piece of a wider row that the backward takes at a time.
-BWD_BLOCK_BYTES = 16 * 1024
+# Piece of a wider row that is taken at a time, and in the forward how much of it by a warp.
+WALKED_BLOCK_BYTES = 16 * 1024
+WALKED_WARP_BYTES = 2 * 1024
 
 
 @triton.jit
@@ -68,26 +69,28 @@ def layer_norm_fwd_wide_kernel(
 ):
     """Each program walks twice along one row that it does not hold; the second read comes from a cache.
 
-    Of every BLOCK_COLUMNS-th element mean and squared deviations are kept up to date (Welford, 1962), and put together
-    in the end (Chan, Golub and LeVeque, 1979): a variance is not lost in its mean, wherever the row begins.
+    Sums are of distances from the mean of the first BLOCK_COLUMNS elements, which is at most the root of columns /
+    BLOCK_COLUMNS deviations from the row's: a variance is not lost in its mean, wherever the row begins.
     """
     row = tl.program_id(0).to(tl.int64)
     input_ptr += row * input_row_stride
     output_ptr += row * columns
 
     lane = tl.arange(0, BLOCK_COLUMNS)
-    means = tl.zeros((BLOCK_COLUMNS,), dtype=COMPUTE)
-    squares = tl.zeros((BLOCK_COLUMNS,), dtype=COMPUTE)
-    for start in range(0, columns, BLOCK_COLUMNS):
+    x = tl.load(input_ptr + lane, mask=lane < columns, other=0.0, eviction_policy="evict_last").to(COMPUTE)
+    pivot = tl.sum(x, axis=0) / tl.minimum(columns, BLOCK_COLUMNS)
+    distances = tl.where(lane < columns, x - pivot, 0.0)
+    squares = distances * distances
+    for start in range(BLOCK_COLUMNS, columns, BLOCK_COLUMNS):
         column = start + lane
         x = tl.load(input_ptr + column, mask=column < columns, other=0.0, eviction_policy="evict_last").to(COMPUTE)
-        deviation = tl.where(column < columns, x - means, 0.0)
-        means += deviation * (tl.full((), 1.0, COMPUTE) / tl.cast(start // BLOCK_COLUMNS + 1, COMPUTE))
-        squares += tl.where(column < columns, deviation * (x - means), 0.0)
-    counts = ((columns - lane + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS).to(COMPUTE)
-    mean = tl.sum(means * counts, axis=0) / columns
-    means -= mean
-    variance = tl.sum(squares + means * means * counts, axis=0) / columns
+        distance = tl.where(column < columns, x - pivot, 0.0)
+        distances += distance
+        squares += distance * distance
+    distance = tl.sum(distances, axis=0) / columns
+    mean = pivot + distance
+    square = tl.sum(squares, axis=0) / columns
+    variance = tl.where(square == float("inf"), square, tl.maximum(square - distance * distance, 0.0))
     rstd = tl.rsqrt(variance + tl.full((), eps, COMPUTE))
 
     for start in range(0, columns, BLOCK_COLUMNS):
@@ -95,9 +98,11 @@ def layer_norm_fwd_wide_kernel(
         x = tl.load(input_ptr + column, mask=column < columns, other=0.0, eviction_policy="evict_first").to(COMPUTE)
         y = (x - mean) * rstd
         if weight_ptr is not None:
-            y *= tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(COMPUTE)
+            weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0, eviction_policy="evict_last")
+            y *= weight.to(COMPUTE)
         if bias_ptr is not None:
-            y += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(COMPUTE)
+            bias = tl.load(bias_ptr + column, mask=column < columns, other=0.0, eviction_policy="evict_last")
+            y += bias.to(COMPUTE)
         tl.store(output_ptr + column, y, mask=column < columns)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean)
@@ -278,7 +283,7 @@ def _forward(
     matrix, row_stride = as_rows(input)
     weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
     compute = compute_dtype(input, weight, bias)
-    tile, block_bytes, num_warps = fwd_form(columns, input.dtype, compute)
+    tile = held_tile(columns, input.dtype, compute)
     with torch.cuda.device_of(input):
         if tile is not None:
             layer_norm_fwd_kernel[(-(-rows // tile.rows),)](
@@ -286,9 +291,11 @@ def _forward(
                 TL_DTYPES[compute], tile.rows, tile.columns, num_warps=tile.num_warps, enable_fp_fusion=True,
             )  # fmt: skip
         else:
+            block = min(triton.next_power_of_2(columns), WALKED_BLOCK_BYTES // compute.itemsize)
             layer_norm_fwd_wide_kernel[(rows,)](
                 matrix, weight, bias, output, mean, rstd, columns, row_stride, eps,
-                TL_DTYPES[compute], block_bytes // compute.itemsize, num_warps=num_warps, enable_fp_fusion=True,
+                TL_DTYPES[compute], block, num_warps=block * compute.itemsize // WALKED_WARP_BYTES,
+                enable_fp_fusion=True,
             )  # fmt: skip
     return output
 
@@ -357,7 +364,7 @@ def layer_norm_bwd(
             )
         else:
             layer_norm_bwd_wide_kernel[(programs,)](
-                *arguments, TL_DTYPES[compute], BWD_BLOCK_BYTES // compute.itemsize, num_warps=WIDE_WARPS,
+                *arguments, TL_DTYPES[compute], WALKED_BLOCK_BYTES // compute.itemsize, num_warps=WIDE_WARPS,
                 enable_fp_fusion=True,
             )  # fmt: skip
         for partial, total in zip(partials, (grad_weight, grad_bias), strict=True):

@@ -19,8 +19,8 @@ BWD_STAGES_BYTES = 96 * 1024
 # Piece of a row, and warps, of the kernels that walk along a wider row.
 WIDE_BLOCK_BYTES = 32 * 1024
 WIDE_WARPS = 16
-# A forward in float32 walks along rows of more bytes, by smaller pieces: what holds no row leaves room for all threads
-# of a multiprocessor.
+# A forward in float32 walks along rows of more bytes, by smaller pieces as long as they are not wider than those above:
+# what holds no row leaves room for all threads of a multiprocessor.
 WALKED_ROW_BYTES = 6 * 1024
 WALKED_BLOCK_BYTES = 8 * 1024
 
@@ -224,14 +224,17 @@ def bwd_programs(tiles: int, num_warps: int, device: torch.device, *, least: int
     return min(tiles, multiprocessor_count(device) * max(least, BWD_WARPS // num_warps))
 
 
-def fwd_form(columns: int, dtype: torch.dtype, compute: torch.dtype) -> tuple[RowTile | None, int, int]:
-    """How a norm's forward takes rows of `dtype`: the tile that a program holds, or None, and then the bytes of the
-    pieces by which it walks along a row, and its warps.
-    """
-    tile, row_bytes = FWD_TILING.row_tile(columns, compute), columns * dtype.itemsize
-    if dtype == torch.float32 and tile is not None and row_bytes > WALKED_ROW_BYTES:
-        return None, WALKED_BLOCK_BYTES, WIDE_WARPS if row_bytes > WALKED_BLOCK_BYTES else WIDE_WARPS // 2
-    return tile, WIDE_BLOCK_BYTES, WIDE_WARPS
+def held_tile(columns: int, dtype: torch.dtype, compute: torch.dtype) -> RowTile | None:
+    """The tile by which a norm's forward holds rows of `dtype`, or None where it walks along them."""
+    walks = dtype == torch.float32 and columns * dtype.itemsize > WALKED_ROW_BYTES
+    return None if walks else FWD_TILING.row_tile(columns, compute)
+
+
+def _walk(row_bytes: int) -> tuple[int, int]:
+    """The bytes of the pieces by which a forward walks along a row, and its warps."""
+    if row_bytes > WIDE_BLOCK_BYTES:
+        return WIDE_BLOCK_BYTES, WIDE_WARPS
+    return WALKED_BLOCK_BYTES, WIDE_WARPS if row_bytes > WALKED_BLOCK_BYTES else WIDE_WARPS // 2
 
 
 def rms_norm(
@@ -285,7 +288,7 @@ def _forward(
     matrix, row_stride = as_rows(input)
     weight = None if weight is None else weight.contiguous()
     compute = compute_dtype(input, weight)
-    tile, block_bytes, num_warps = fwd_form(columns, input.dtype, compute)
+    tile = held_tile(columns, input.dtype, compute)
     with torch.cuda.device_of(input):
         if tile is not None:
             rms_norm_fwd_kernel[(-(-rows // tile.rows),)](
@@ -294,6 +297,7 @@ def _forward(
                 num_warps=tile.num_warps, enable_fp_fusion=True,
             )  # fmt: skip
         else:
+            block_bytes, num_warps = _walk(columns * compute.itemsize)
             rms_norm_fwd_wide_kernel[(rows,)](
                 matrix, weight, output, rstd, columns, row_stride, eps, offset,
                 TL_DTYPES[compute], TL_DTYPES[norm_dtype], block_bytes // compute.itemsize,
