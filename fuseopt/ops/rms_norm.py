@@ -229,10 +229,11 @@ registry.register(
                 torch=_torch_rms_norm,
             ),
         ),
-        # Where `fuseopt bench ops` found the CUDA kernels slower by a hundredth or more, on an H200 and an H100.
+        # Where `fuseopt bench ops` found the CUDA kernels slower by a hundredth or more, on an H200 or an H100.
         preferences=(
             registry.Preference("triton", False, torch.bfloat16, (1600, 1600), MANY_ELEMENTS, gpu="H200"),
             registry.Preference("triton", False, torch.float32, (4096, 4096), MANY_ELEMENTS),
+            registry.Preference("triton", True, torch.bfloat16, (128, 128), MANY_ELEMENTS),
             registry.Preference("triton", True, torch.bfloat16, (768, 768), MANY_ELEMENTS),
             registry.Preference("triton", True, torch.bfloat16, (1600, 1600), MANY_ELEMENTS),
             registry.Preference("triton", True, torch.bfloat16, (4096, 4096), MANY_ELEMENTS, gpu="H200"),
