@@ -159,8 +159,8 @@ extern "C" cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer r
           using Types = decltype(types);
           using T = typename Types::T;
           using Shape = decltype(shape);
-          // Of a sum a multiprocessor has registers for fewer rows than 4096 give it: it gets the rest one by one.
-          if (std::is_same_v<Shape, Narrow> && residual.data != nullptr) threads = kWarpSize;
+          // A multiprocessor has registers for some 25 rows of such sums. Of a few more, single warps start as others end.
+          if (std::is_same_v<Shape, NarrowRow> && residual.data != nullptr) threads = kWarpSize;
           launch_following(layer_norm_fwd_kernel<T, typename Types::R, typename Types::W, Shape, width>,
                            row_blocks<Shape>(rows, threads), threads, 0, stream,
                            {static_cast<const T*>(wide.data), narrow, static_cast<T*>(sum.data)}, weight, bias, output,

@@ -28,7 +28,7 @@ constexpr int kLightBlockElements = 8;  // where a block has a row that a warp c
 constexpr int kBwdBlockElements = 16;   // fewer, since it holds two rows and their columns' sums
 constexpr int kAnyThreads = 256;
 
-using Narrow = RowShape<kWarpElements, Team::kWarp>;
+using NarrowRow = RowShape<kWarpElements, Team::kWarp>;
 using ElementwiseBlock = RowShape<8, Team::kBlock>;  // where elements are read one by one
 using ElementwiseSum = RowShape<4, Team::kBlock>;    // and two of float32 are added up
 using ElementwiseWarp = RowShape<32, Team::kWarp>;   // and a warp has the row
@@ -85,10 +85,10 @@ bool dispatch_fwd_row(int64_t rows, int64_t columns, Launch launch) {
       if (is_between && dispatch_shape<Light>(columns, launch_shape)) return true;
     }
     return dispatch_shape<RowShape<kShortElements, Team::kQuarterWarp>, RowShape<kShortElements, Team::kHalfWarp>,
-                          RowShape<kShortElements, Team::kWarp>, Narrow, RowShape<kBlockElements, Team::kBlock>, Widest>(
+                          RowShape<kShortElements, Team::kWarp>, NarrowRow, RowShape<kBlockElements, Team::kBlock>, Widest>(
         columns, launch_shape);
   } else {
-    return dispatch_shape<Narrow, Widest>(columns, launch_shape);
+    return dispatch_shape<NarrowRow, Widest>(columns, launch_shape);
   }
 }
 
@@ -186,7 +186,7 @@ bool dispatch_bwd_row(int64_t columns, bool vectors, Launch launch) {
     launch(shape, width, decltype(shape)::kWithinWarp ? kBwdWarpTeamBlock : threads);
   };
   if (!vectors) return dispatch_elementwise_row<Elementwise>(columns, launch_shape);
-  return dispatch_shape<RowShape<8, Team::kWarp>, RowShape<16, Team::kWarp>, Narrow,
+  return dispatch_shape<RowShape<8, Team::kWarp>, RowShape<16, Team::kWarp>, NarrowRow,
                         RowShape<kBwdBlockElements, Team::kBlock>>(
       columns, [&](auto shape, int threads) { launch_shape(shape, IntTag<kVectorWidth<T>>{}, threads); });
 }
