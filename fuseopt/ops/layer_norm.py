@@ -246,7 +246,6 @@ registry.register(
             registry.Preference("triton", True, torch.float32, (768, 768), MANY_ELEMENTS, gpu="H200"),
             registry.Preference("triton", True, torch.float32, (1600, 1600), MANY_ELEMENTS, gpu="H200"),
             registry.Preference("triton", True, torch.float32, (4096, 4096), MANY_ELEMENTS, gpu="H100"),
-            registry.Preference("triton", True, torch.bfloat16, (128, 128), MANY_ELEMENTS),
         ),
     )
 )

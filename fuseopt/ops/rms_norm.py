@@ -233,7 +233,6 @@ registry.register(
         preferences=(
             registry.Preference("triton", False, torch.bfloat16, (1600, 1600), MANY_ELEMENTS, gpu="H200"),
             registry.Preference("triton", False, torch.float32, (4096, 4096), MANY_ELEMENTS),
-            registry.Preference("triton", True, torch.bfloat16, (128, 128), MANY_ELEMENTS),
             registry.Preference("triton", True, torch.bfloat16, (768, 768), MANY_ELEMENTS),
             registry.Preference("triton", True, torch.bfloat16, (1600, 1600), MANY_ELEMENTS),
             registry.Preference("triton", True, torch.bfloat16, (4096, 4096), MANY_ELEMENTS, gpu="H200"),

@@ -21,6 +21,8 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   constexpr bool kEarlyShift = kWidth > 1 && (Shape::kWithinWarp || sizeof(T) == 4 || kVectors == 1);
   constexpr bool kEarlyScale =
       kEarlyShift || (kWidth > 1 && kOnePass && std::is_void_v<R> && std::is_same_v<W, T>);
+  // Of short rows what a value is from the mean stays in registers, and is not made again from 16 bits each time.
+  constexpr bool kHeld = kHasShortRows<Shape>;
   RowTeam<Shape::kTeam> team;
   const int vectors_in_row = columns / kWidth;
   const int64_t row = team.index;
@@ -42,7 +44,10 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   // the registers, since E[x^2] - E[x]^2 would cancel for rows far from zero; or of the distances, in the first pass.
   // These are from the mean of the row's first vector then, which is at most sqrt(columns / kWidth) deviations from the
   // row's: so what cancels is less than the rounding of the result.
-  const float origin = stream.template mean<kOnePass ? kWidth : 1>(row * columns);
+  float origin;
+  if constexpr (kHeld) origin = team.of_first_lane(x.vectors[0][0]);
+  else origin = stream.template mean<kOnePass ? kWidth : 1>(row * columns);
+  float held[kVectors][kWidth];
   float sums[1 + kOnePass] = {};
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
@@ -50,6 +55,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       const float distance = x.vectors[k][j] - origin;
+      if constexpr (kHeld) held[k][j] = distance;
       sums[0] += distance;
       if constexpr (kOnePass) sums[1] += distance * distance;
     }
@@ -57,6 +63,10 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   team.template reduce<Sum>(sums);
   const float shift_of_mean = sums[0] * inverse_columns;
   const float row_mean = origin + shift_of_mean;
+  const auto centred = [&](int k, int j) {
+    if constexpr (kHeld) return held[k][j] - shift_of_mean;
+    else return x.vectors[k][j] - row_mean;
+  };
   float variance;
   if constexpr (kOnePass) {
     const float square = sums[1] * inverse_columns;
@@ -69,10 +79,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
     for (int k = 0; k < kVectors; ++k) {
       if (team.lane + k * team.size >= vectors_in_row) continue;
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        const float centred = x.vectors[k][j] - row_mean;
-        sum_of_squares += centred * centred;
-      }
+      for (int j = 0; j < kWidth; ++j) sum_of_squares += centred(k, j) * centred(k, j);
     }
     variance = team.template reduce<Sum>(sum_of_squares) * inverse_columns;
   }
@@ -91,7 +98,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
     float result[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      result[j] = (x.vectors[k][j] - row_mean) * row_rstd * scale[k][j] + shift[k][j];
+      result[j] = centred(k, j) * row_rstd * scale[k][j] + shift[k][j];
     }
     store_floats(output, row * vectors_in_row + v, result);
   }

@@ -37,17 +37,19 @@ __global__ void __launch_bounds__(kBwdMaxThreads<Shape>, (kBwdMinBlocks<T, Shape
   walk.start(team);
   float weight_sums[kVectors][kWidth] = {}, bias_sums[kVectors][kWidth] = {};
 
-  for (int64_t row = team.index; row < rows; row += team.count) {
-    const float row_mean = mean[row], row_rstd = rstd[row];
+  for (int64_t row = team.index; team.walks(row, rows); row += team.count) {
+    const bool is_row = row < rows;
+    const int vectors = is_row ? vectors_in_row : 0;
+    const float row_mean = is_row ? mean[row] : 0.0f, row_rstd = is_row ? rstd[row] : 0.0f;
     RowPart<T, kVectors, kWidth> parts[kTensors];
-    walk.load(parts, row, team, vectors_in_row);
+    walk.load(parts, row, team, vectors);
     const auto &x = parts[0], &grad = parts[1];
 
     float sums[2] = {};  // of g and of g * xhat
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const int v = team.lane + k * team.size;
-      if (v >= vectors_in_row) continue;
+      if (v >= vectors) continue;
       float weights[kWidth];
       scale.load(v, weights);
 #pragma unroll
@@ -67,7 +69,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads<Shape>, (kBwdMinBlocks<T, Shape
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const int v = team.lane + k * team.size;
-      if (v >= vectors_in_row) continue;
+      if (v >= vectors) continue;
       float result[kWidth], weights[kWidth];
       scale.load(v, weights);
 #pragma unroll

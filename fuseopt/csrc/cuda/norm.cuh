@@ -28,6 +28,9 @@ constexpr int kLightBlockElements = 8;  // where a block has a row that a warp c
 constexpr int kBwdBlockElements = 16;   // fewer, since it holds two rows and their columns' sums
 constexpr int kAnyThreads = 256;
 
+template <typename Shape>
+constexpr bool kHasShortRows = Shape::kWithinWarp && Shape::kElements == kShortElements;
+
 using NarrowRow = RowShape<kWarpElements, Team::kWarp>;
 using ElementwiseBlock = RowShape<8, Team::kBlock>;  // where elements are read one by one
 using ElementwiseSum = RowShape<4, Team::kBlock>;    // and two of float32 are added up
@@ -40,6 +43,9 @@ constexpr int kLightBlockMostRow = 1536;  // and up to which it has few elements
 // more of them to a multiprocessor than its memory bandwidth needs.
 constexpr int kBwdWarpTeamBlock = 256;
 constexpr int kBwdWarpTeamBlocksPerProcessor = 2;
+// More, where a thread has little of a row on its way.
+template <typename T>
+constexpr int kBwdShortRowsBlocksPerProcessor = sizeof(T) == 2 ? 4 : 3;
 constexpr int kBwdThreadsPerProcessor = 1024;
 constexpr int kPartialsPerProcessor = 8;
 constexpr int kBwdStaticShared = 2048;  // at least what a block has beside the weight and the ring
@@ -73,7 +79,7 @@ bool dispatch_fwd_row(int64_t rows, int64_t columns, Launch launch) {
   const auto launch_shape = [&](auto shape, int threads) {
     using Shape = decltype(shape);
     // Of such rows a smaller block is through as soon as it has started.
-    if (sizeof(T) == 2 && Shape::kWithinWarp && Shape::kElements == kShortElements) threads = kMaxWarpTeamBlock;
+    if (sizeof(T) == 2 && kHasShortRows<Shape>) threads = kMaxWarpTeamBlock;
     launch(shape, IntTag<kWidth>{}, threads);
   };
   using Widest = RowShape<kMostElements, Team::kBlock>;
@@ -186,7 +192,8 @@ bool dispatch_bwd_row(int64_t columns, bool vectors, Launch launch) {
     launch(shape, width, decltype(shape)::kWithinWarp ? kBwdWarpTeamBlock : threads);
   };
   if (!vectors) return dispatch_elementwise_row<Elementwise>(columns, launch_shape);
-  return dispatch_shape<RowShape<8, Team::kWarp>, RowShape<16, Team::kWarp>, NarrowRow,
+  return dispatch_shape<RowShape<kShortElements, Team::kQuarterWarp>, RowShape<kShortElements, Team::kHalfWarp>,
+                        RowShape<kShortElements, Team::kWarp>, RowShape<16, Team::kWarp>, NarrowRow,
                         RowShape<kBwdBlockElements, Team::kBlock>>(
       columns, [&](auto shape, int threads) { launch_shape(shape, IntTag<kVectorWidth<T>>{}, threads); });
 }
@@ -207,6 +214,7 @@ struct BwdLaunch {
 template <typename T, typename Shape, int kWidth>
 BwdLaunch bwd_launch(int threads, int64_t columns, int tensors, int ring_threads) {
   const size_t weight_bytes = columns * sizeof(float), stage_bytes = columns * sizeof(T) * tensors;
+  if (kHasShortRows<Shape>) return {kBwdShortRowsBlocksPerProcessor<T>, 0, weight_bytes};
   if (Shape::kWithinWarp) return {kBwdWarpTeamBlocksPerProcessor, 0, weight_bytes};
   if (kWidth == 1 || sizeof(T) != 2 || !is_sm90_or_newer()) {
     return {std::min(kPartialsPerProcessor, kBwdThreadsPerProcessor / threads), 0, weight_bytes};
@@ -418,20 +426,28 @@ class SharedColumns {
   int vectors_;
 };
 
-// Adds up the column sums of a block's teams, in the order of the warps, and stores them as the block's row of
-// `partials`.
+// Adds up the column sums of a block's teams, first those of a warp, then in the order of the warps, and stores them as
+// the block's row of `partials`.
 template <int kVectors, int kWidth, Team kTeam>
 __device__ inline void store_block_partials(const float (&sums)[kVectors][kWidth], float* partials, int columns,
                                             const RowTeam<kTeam>& team) {
   float* const row = partials + static_cast<int64_t>(blockIdx.x) * columns;
-  if constexpr (kTeam == Team::kWarp) {
-    constexpr int kWarps = kBwdWarpTeamBlock / kWarpSize;
-    __shared__ Vector<float, kWidth> warp_sums[kWarps][kVectors * kWarpSize];
+  if constexpr (is_within_warp(kTeam)) {
+    constexpr int kWarps = kBwdWarpTeamBlock / kWarpSize, kLanes = kTeamLanes<kTeam>;
+    __shared__ Vector<float, kWidth> warp_sums[kWarps][kVectors * kLanes];
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j)
-        warp_sums[threadIdx.x / kWarpSize][team.lane + k * kWarpSize].values[j] = sums[k][j];
+      for (int j = 0; j < kWidth; ++j) {
+        float sum = sums[k][j];
+#pragma unroll
+        for (int distance = kLanes; distance < kWarpSize; distance *= 2) {
+          sum += __shfl_xor_sync(kFullWarp, sum, distance);
+        }
+        if (threadIdx.x % kWarpSize < kLanes) {
+          warp_sums[threadIdx.x / kWarpSize][team.lane + k * kLanes].values[j] = sum;
+        }
+      }
     }
     __syncthreads();
     for (int c = threadIdx.x; c < columns; c += blockDim.x) {

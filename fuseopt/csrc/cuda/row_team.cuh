@@ -37,13 +37,13 @@ struct Max {
   }
 };
 
-// Over every kLanes neighbouring lanes of a warp, a power of two of them.
+// Over every kLanes neighbouring lanes of a warp, a power of two of them. All of the warp must call that have not
+// exited: a mask of fewer lanes, known only at run time, costs more instructions than the exchange.
 template <typename Op, int kLanes = kWarpSize, typename Acc>
 __device__ inline Acc warp_reduce(Acc value) {
-  const unsigned lanes = kFullWarp >> (kWarpSize - kLanes) << (threadIdx.x % kWarpSize / kLanes * kLanes);
 #pragma unroll
   for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    value = Op::combine(value, __shfl_xor_sync(lanes, value, distance));
+    value = Op::combine(value, __shfl_xor_sync(kFullWarp, value, distance));
   }
   return value;
 }
@@ -81,7 +81,7 @@ struct RowShape {
   static int rows_per_block(int threads) { return kWithinWarp ? threads / kTeamLanes<kTeam> : 1; }
 };
 
-// A thread's view of its team. Teams walk the rows in a grid-stride loop.
+// A thread's view of its team. Teams walk the rows in a grid-stride loop, those of a warp together.
 template <Team kTeam, typename Acc = float>
 class RowTeam {
  public:
@@ -112,6 +112,17 @@ class RowTeam {
     }
   }
 
+  // Whether `row`, this team's next one, or that of another team of its warp is one of `rows`.
+  __device__ bool walks(int64_t row, int64_t rows) const {
+    return row - (is_within_warp(kTeam) ? threadIdx.x % kWarpSize / kTeamLanes<kTeam> : 0) < rows;
+  }
+
+  // Within a warp, `value` of the team's first thread.
+  __device__ Acc of_first_lane(Acc value) const {
+    static_assert(is_within_warp(kTeam));
+    return __shfl_sync(kFullWarp, value, 0, kTeamLanes<kTeam>);
+  }
+
   template <typename Op>
   __device__ Acc reduce(Acc value) {
     Acc values[1] = {value};
@@ -119,7 +130,7 @@ class RowTeam {
     return values[0];
   }
 
-  // Several reductions for the price of one barrier. All threads of the team must call.
+  // Several reductions for the price of one barrier. All threads of the team must call, and of its warp.
   template <typename Op, int kValues>
   __device__ void reduce(Acc (&values)[kValues]) {
     static_assert(kValues <= kMaxValues, "too many values");

@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   using Logits = RowLogits<T, M, kVectors>;
   RowTeam<Shape::kTeam> team;
 
-  for (int64_t row = team.index; row < rows; row += team.count) {
-    const RowSpan<kWidth> span(row, columns, team.lane);
+  for (int64_t row = team.index; team.walks(row, rows); row += team.count) {
+    const auto span = row < rows ? RowSpan<kWidth>(row, columns, team.lane) : RowSpan<kWidth>();
     Logits logits(input, span, team, scale);
     const RowMask<M> row_mask(mask, row);  // while the input is on its way
     logits.load(row_mask, span, team);
@@ -86,8 +86,10 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   constexpr int kVectors = Shape::kElements / kWidth;
   RowTeam<Shape::kTeam> team;
 
-  for (int64_t row = team.index; row < rows; row += team.count) {
-    const auto span = kWhole ? RowSpan<kWidth>(row, columns) : RowSpan<kWidth>(row, columns, team.lane);
+  for (int64_t row = team.index; team.walks(row, rows); row += team.count) {
+    const auto span = row >= rows ? RowSpan<kWidth>()
+                      : kWhole    ? RowSpan<kWidth>(row, columns)
+                                  : RowSpan<kWidth>(row, columns, team.lane);
     Vector<T> y[kVectors] = {}, g[kVectors] = {};
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {

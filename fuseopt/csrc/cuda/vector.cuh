@@ -17,11 +17,13 @@ struct alignas(sizeof(T) * kWidth < kAccessBytes ? sizeof(T) * kWidth : kAccessB
   T values[kWidth];
 
   __device__ float operator[](int i) const {
+    // Widened from the 32-bit word that holds a pair: one instruction, where taking the 16 bits out first makes it two.
     if constexpr (std::is_same_v<T, __nv_bfloat16> && kWidth % 2 == 0) {
-      // Widened from the 32-bit word that holds a pair: one instruction, where taking the 16 bits out first makes it
-      // two.
       const unsigned pair = reinterpret_cast<const unsigned*>(values)[i / 2];
       return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
+    } else if constexpr (std::is_same_v<T, __half> && kWidth % 2 == 0) {
+      const __half2 pair = reinterpret_cast<const __half2*>(values)[i / 2];
+      return i % 2 == 0 ? __low2float(pair) : __high2float(pair);
     } else {
       return to_float(values[i]);
     }
