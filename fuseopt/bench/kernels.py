@@ -31,6 +31,8 @@ _WARM_UP = 3
 # The ops whose arguments are read whole, or as far as a cache is filled; a step ends with one of `_LAST`.
 _READING = ("decode_linear", "decode_attention")
 _LAST = ("decode_select", "decode_beams")
+# An op of two, with the arguments that the first reads.
+_HEAD, _OF_HEAD = "decode_head_select", ("input", "weight", "norm_weight", "norm_bias")
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,13 @@ class Reads(Observer):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "fuseopt":
             names = (argument.name for argument in func._schema.arguments)
+            arguments = dict(zip(names, args, strict=False))
             op = func._schema.name.removeprefix("fuseopt::").rstrip("_")
-            self.calls.append(Read(op, self._bytes(op, dict(zip(names, args, strict=False)))))
+            if op == _HEAD:
+                head = {name: arguments[name] for name in _OF_HEAD}
+                self.calls += Read("decode_linear", self._bytes("decode_linear", head)), Read("decode_select", None)
+            else:
+                self.calls.append(Read(op, self._bytes(op, arguments)))
         return func(*args, **(kwargs or {}))
 
     def _bytes(self, op: str, arguments: dict[str, Any]) -> int | None:

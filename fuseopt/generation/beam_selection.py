@@ -48,6 +48,7 @@ class BeamSelection(Selection):
         keep_scores: bool = False,
     ) -> None:
         super().__init__(processors, bool(config.do_sample), eos, keep_logits=keep_logits, keep_scores=keep_scores)
+        self._takes_likeliest = False
         self.candidates = candidates(config)
         # Any other value, "never" included, makes itself felt in the penalties alone.
         self.stops_when_full = config.early_stopping is True

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
+from fuseopt.generation.layers import BeforeHead
 from fuseopt.generation.selection import Selection
 from fuseopt.generation.state import DecodeState
 from fuseopt.modules.cuda_graphs import Captures, State, Work, stream_on
 
-Forward = Callable[[DecodeState], Tensor]
+Forward = Callable[[DecodeState], BeforeHead]
 _PROMPTS_A_STEP = 2
 # Of how many steps and prompts it is known that they have run.
 _MET = 64
@@ -32,12 +32,12 @@ class Step(Work[DecodeState]):
         self.forward, self.selection = forward, selection
 
     def run(self) -> None:
-        logits = self.forward(self.state)
+        end = self.forward(self.state)
         if self.selection is None:
-            self.state.logits.copy_(logits)
+            self.state.logits.copy_(end.logits())
             self.state.counters += 1
         else:
-            self.selection(self.state, logits)
+            self.selection.end(self.state, end)
 
 
 class Prompt(Work[_S]):

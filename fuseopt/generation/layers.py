@@ -15,7 +15,7 @@ from transformers.activations import NewGELUActivation
 from fuseopt import ops
 from fuseopt.modules.base import source_class
 from fuseopt.ops import registry
-from fuseopt.ops.decode_linear import ACTIVATIONS, is_fast
+from fuseopt.ops.decode_linear import ACTIVATIONS, FEW_ROWS, is_fast
 
 # A name in `ACTIVATIONS`, or a module that is called.
 Activation = str | Callable[[Tensor], Tensor]
@@ -139,6 +139,28 @@ def linear(
 def takes_kernel(input: Tensor, layer: Linear, residual: Tensor | None = None, norm: str | None = None) -> bool:
     """Whether `linear` runs by `ops.decode_linear`, unless the activation is a module."""
     return has_kernel("decode_linear", layer.weights[0]) and is_fast(input, layer.weights, residual, norm)
+
+
+class BeforeHead(NamedTuple):
+    """What a step leaves to who needs its logits, or no more than the likeliest of them.
+
+    Attributes:
+        hidden: [rows, hidden], before the final norm.
+    """
+
+    hidden: Tensor
+    head: Linear
+    norm: Norm
+
+    def logits(self) -> Tensor:
+        """[rows, vocab] in the weight's dtype."""
+        return linear(self.hidden, self.head, norm=self.norm)
+
+    @property
+    def has_kernel_to_select(self) -> bool:
+        """Whether `ops.decode_head_select_` is faster than the logits and a look through them."""
+        few = len(self.hidden) <= FEW_ROWS and not self.head.biases
+        return few and has_kernel("decode_head_select_", self.head.weights[0])
 
 
 class ResidualStream:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fuseopt import ops
 from fuseopt.generation.device_processors import DeviceProcessor, Edits
 from fuseopt.generation.kept_tensors import Copied
+from fuseopt.generation.layers import BeforeHead
 from fuseopt.generation.state import DecodeState
 from fuseopt.ops import LogitsEdits
 
@@ -43,6 +44,7 @@ class Selection:
         last = processors[-1] if processors else None
         self._last_edits = last if isinstance(last, Edits) and not (do_sample or keep_scores) else None
         self._processors_before = processors if self._last_edits is None else processors[:-1]
+        self._takes_likeliest = not (processors or do_sample or keep_logits or keep_scores)
         self.key: Hashable = (
             do_sample,
             keep_logits,
@@ -96,6 +98,31 @@ class Selection:
         state.flags.fill_(True)
         if pad is not None:
             state.load_pad(pad)
+
+    def end(self, state: DecodeState, hidden: BeforeHead) -> None:
+        """The call for a step that ends so, and moves on to its next slot; without logits where nobody reads them."""
+        if not (self._takes_likeliest and hidden.has_kernel_to_select):
+            self(state, hidden.logits())
+            return
+        kind, weight, bias, eps = hidden.norm
+        ops.decode_head_select_(
+            hidden.hidden,
+            hidden.head.weights[0],
+            state.tokens,
+            state.ids,
+            state.length,
+            state.unfinished,
+            state.going,
+            state.pad,
+            self.eos,
+            norm=kind,
+            norm_weight=weight,
+            norm_bias=bias,
+            eps=eps,
+            counters=(state.counters,),
+            overlap=True,
+            ahead=hidden.head.ahead,
+        )
 
     def __call__(self, state: DecodeState, logits: Tensor, *, advance: bool = True) -> None:
         """With `advance`, the state moves on to its next slot."""

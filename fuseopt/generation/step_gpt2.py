@@ -14,13 +14,13 @@ from transformers.pytorch_utils import Conv1D
 from fuseopt.generation.attention import StepAttention
 from fuseopt.generation.layers import (
     Activation,
+    BeforeHead,
     Linear,
     Norm,
     ResidualStream,
     activation_of,
     causal_mask,
     embedded,
-    linear,
     linear_of,
     look_ahead,
 )
@@ -43,7 +43,7 @@ class _Layer(NamedTuple):
 
 
 class GPT2Step:
-    """Call: a DecodeState -> logits [rows, vocab] in the model's dtype, with the step's keys and values written.
+    """Call: a DecodeState -> what the head's logits are made of, with the step's keys and values written.
 
     Upstream: `GPT2LMHeadModel.forward` for one token a row. Weights are read where they are, so editing them in place
     shows.
@@ -101,10 +101,10 @@ class GPT2Step:
     def begin(self) -> None:
         """Works out, before the first step of a call, what is the same for all of them: nothing."""
 
-    def __call__(self, state: DecodeState) -> Tensor:
+    def __call__(self, state: DecodeState) -> BeforeHead:
         attention = StepAttention(state)
         hidden = self._hidden(state.tokens, state.positions, state, attention.to_slots)
-        return linear(hidden, self.head, norm=self.final_norm)
+        return BeforeHead(hidden, self.head, self.final_norm)
 
     def prefill(self, state: DecodeState, length: int, masked: bool) -> None:
         """The prompt in one go: fills the first slots of the cache, and the logits of the last tokens.
@@ -136,7 +136,7 @@ class GPT2Step:
 
         hidden = self._hidden(tokens.flatten(), positions.flatten(), state, attention)
         last = hidden.unflatten(0, (rows, length)).index_select(1, state.slot - 1)[:, 0]
-        state.logits.copy_(linear(last, self.head, norm=self.final_norm))
+        state.logits.copy_(BeforeHead(last, self.head, self.final_norm).logits())
 
     def _hidden(self, tokens: Tensor, positions: Tensor, state: DecodeState, attention: _AttentionFunction) -> Tensor:
         """[tokens] -> [tokens, hidden], before the final norm."""

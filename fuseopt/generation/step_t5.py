@@ -12,7 +12,7 @@ from transformers.models.t5 import modeling_t5
 
 from fuseopt.generation.attention import StepAttention
 from fuseopt.generation.encoder_t5 import T5Encoder
-from fuseopt.generation.layers import Linear, Norm, embedded, linear, linear_of, look_ahead
+from fuseopt.generation.layers import BeforeHead, Linear, Norm, embedded, linear, linear_of, look_ahead
 from fuseopt.generation.layers_t5 import (
     FeedForward,
     SelfAttention,
@@ -117,7 +117,7 @@ class T5Step:
         if self.head_scale is not None:
             self.final_norm.weight.copy_(self.decoder_norm.weight * self.head_scale)
 
-    def __call__(self, state: DecodeState) -> Tensor:
+    def __call__(self, state: DecodeState) -> BeforeHead:
         hidden = embedded(state.tokens, self.token_embedding)
         attention = StepAttention(state, self.bias)
         for layer, cache, cross_cache in zip(self.layers, state.cache, state.cross_cache, strict=True):
@@ -129,7 +129,7 @@ class T5Step:
             attended = attention.to_encoder(query, cross_cache, cross.scale)
             hidden = clamped(linear(attended, cross.out, residual=hidden))
             hidden = fed_forward(hidden, feed_forward)
-        return linear(hidden, self.head, norm=self.final_norm)
+        return BeforeHead(hidden, self.head, self.final_norm)
 
     def prefill(self, state: DecodeState, length: int, masked: bool) -> None:
         """Fills the first slots of the cross-attention cache from as many of `encoded`, and takes the first tokens.
@@ -141,7 +141,7 @@ class T5Step:
         for layer, cache in zip(self.layers, state.cross_cache, strict=True):
             projected = self._heads(linear(flat, layer.cross_attention.key_and_value), 2).unflatten(0, (items, length))
             store(cache[:, :, :, :length], projected.permute(2, 0, 3, 1, 4))
-        state.logits.copy_(self(state))
+        state.logits.copy_(self(state).logits())
         state.counters += 1
 
     def _heads(self, projected: Tensor, count: int) -> Tensor:

@@ -8,6 +8,7 @@ from fuseopt.ops.cross_entropy_grad import cross_entropy_grad_
 from fuseopt.ops.decode_attention import decode_attention, decode_attention_
 from fuseopt.ops.decode_beams import decode_beams_
 from fuseopt.ops.decode_embedding import decode_embedding
+from fuseopt.ops.decode_head_select import decode_head_select_
 from fuseopt.ops.decode_linear import decode_linear
 from fuseopt.ops.decode_select import decode_select_
 from fuseopt.ops.dropout_add_layer_norm import dropout_add_layer_norm
@@ -38,6 +39,7 @@ __all__ = [
     "decode_attention_",
     "decode_beams_",
     "decode_embedding",
+    "decode_head_select_",
     "decode_linear",
     "decode_select_",
     "dropout_add_layer_norm",

@@ -66,20 +66,10 @@ def _reference(
         counter += 1
 
 
-def _check(
-    scores: Tensor,
-    tokens: Tensor,
-    ids: Tensor,
-    length: Tensor,
-    unfinished: Tensor,
-    going: Tensor,
-    pad: Tensor,
-    divisors: Tensor | None,
-    edits: LogitsEdits | None,
+def check_state(
+    rows: int, tokens: Tensor, ids: Tensor, length: Tensor, unfinished: Tensor, going: Tensor, pad: Tensor
 ) -> None:
-    rows = scores.shape[0]
-    if scores.dim() != 2 or scores.shape[1] == 0:
-        raise ValueError(f"scores must be [rows, vocabulary], not {tuple(scores.shape)}")
+    """Raises where a step's state cannot be one of `rows` rows."""
     check_shape("tokens", tokens, torch.Size((rows,)))
     check_shape("unfinished", unfinished, torch.Size((rows,)))
     if ids.dim() != 2 or ids.shape[0] != rows:
@@ -93,6 +83,11 @@ def _check(
     for name, tensor in (("unfinished", unfinished), ("going", going)):
         if tensor.dtype != torch.bool:
             raise TypeError(f"{name} must be bool, not {tensor.dtype}")
+
+
+def _check_scores(scores: Tensor, divisors: Tensor | None, edits: LogitsEdits | None) -> None:
+    if scores.dim() != 2 or scores.shape[1] == 0:
+        raise ValueError(f"scores must be [rows, vocabulary], not {tuple(scores.shape)}")
     if edits is not None:
         check_edits(edits, *scores.shape)
     if divisors is not None:
@@ -154,7 +149,8 @@ def decode_select_(
         RuntimeError: with `divisors`, scores that are negative, infinite or NaN: on a GPU a failed assertion.
         BackendError: the backend named cannot run here, or scores that require a gradient under grad mode.
     """
-    _check(scores, tokens, ids, length, unfinished, going, pad, divisors, edits)
+    _check_scores(scores, divisors, edits)
+    check_state(len(scores), tokens, ids, length, unfinished, going, pad)
     chosen = registry.pick_without_gradient("decode_select_", backend, (scores.dtype,), scores)
     tensors = (scores, tokens, ids, length, unfinished, going, pad, eos)
     if chosen == "reference":

@@ -87,11 +87,16 @@ def test_bytes_are_of_all_arguments_but_as_far_as_a_cache_is_filled():
         raw.decode_linear(make(2, 8), weights, [], None, "", None, None, 1e-5, "", False, False, [make(99)])
         raw.decode_attention(query, cache, cache, lengths, None, None, None, 1.0, False)
         raw.decode_attention_(query, query, query, cache, cache, lengths[:1], None, None, None, None, 1.0, False)
+        ids = torch.empty(2, 5, dtype=torch.int64, device="meta")
+        end = (ids[:, 0], ids, ids[0, :1], ids[:, 0] > 0, ids[0, 0] > 0, ids[0, :1], None, [], True)
+        raw.decode_head_select_(make(2, 8), make(9, 8), "t5_rms_norm", make(8), None, 1e-5, [make(99)], *end)
         torch.zeros(3).sum()
     assert [(call.op, call.bytes) for call in reads.calls] == [
         ("decode_linear", 2 * (2 * 8 + 2 * 16 * 8)),
         ("decode_attention", row * (1 + 2 * 7) + 16),
         ("decode_attention", row * (3 + 2 * 11) + 8),
+        ("decode_linear", 2 * (2 * 8 + 9 * 8 + 8)),
+        ("decode_select", None),
     ]
 
 

@@ -32,6 +32,7 @@ OWN_TESTS = {
         )
         for rows in (1, 8, 64, 200)
     },
+    "decode_head_select_": ("test_decode_head_select.py", "test_vocabularies and t5_rms_norm and bfloat16 and 512-8-"),
     "decode_linear of a vocabulary": ("test_decode_linear.py", "test_a_vocabulary and bfloat16"),
     "decode_select_": ("test_decode_select.py", "cuda-cuda and (test_is_what or test_draws_what)"),
     "layer_norm_of_sum_bwd": ("test_layer_norm_of_sum_bwd.py", "cuda-cuda and (against_float64 or autograd)"),

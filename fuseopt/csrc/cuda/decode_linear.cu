@@ -217,6 +217,11 @@ bool launch_16_bit(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& 
 
 }  // namespace
 
+extern "C" int64_t fuseopt_decode_linear_parts(DecodeLinear layer) {
+  if (layer.weight_dtype == kFloat16) return decode_linear_parts<__half>(layer);
+  return layer.weight_dtype == kBFloat16 ? decode_linear_parts<__nv_bfloat16>(layer) : 0;
+}
+
 extern "C" cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream) {
   if (layer.rows == 0 || layer.outputs == 0) return cudaSuccess;
   cudaError_t error = cudaSuccess;

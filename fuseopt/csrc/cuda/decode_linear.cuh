@@ -12,12 +12,16 @@ constexpr int kTileColumns = 8;  // output columns of one tile: the width of a 1
 template <typename T>
 bool launch_decode_linear_mma(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
 template <typename T>
+int64_t decode_linear_parts(const DecodeLinear& layer);  // as fuseopt_decode_linear_parts
+template <typename T>
 bool launch_decode_linear_many_rows(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
 template <typename T>
 bool launch_decode_linear_tiles(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
 
 extern template bool launch_decode_linear_mma<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_mma<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+extern template int64_t decode_linear_parts<__half>(const DecodeLinear&);
+extern template int64_t decode_linear_parts<__nv_bfloat16>(const DecodeLinear&);
 extern template bool launch_decode_linear_many_rows<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_many_rows<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_tiles<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);

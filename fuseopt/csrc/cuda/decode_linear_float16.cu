@@ -4,5 +4,6 @@
 namespace fuseopt {
 
 template bool launch_decode_linear_mma<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+template int64_t decode_linear_parts<__half>(const DecodeLinear&);
 
 }  // namespace fuseopt

@@ -104,6 +104,19 @@ bool suits_many_rows(const DecodeLinear& layer) {
   return suits;
 }
 
+// Whether launch_decode_linear_mma takes the kernel that streams.
+template <typename T>
+bool takes_stream(const DecodeLinear& layer) {
+  return compute_capability_major() >= 8 && suits_mma<T>(layer) && !layer.weights_are_transposed && streams(layer);
+}
+
+template <typename T>
+int64_t decode_linear_parts(const DecodeLinear& layer) {
+  const bool has_best = layer.rows > 0 && layer.rows <= kHalfRows && layer.norm != kNoNorm && layer.weight_count == 1 &&
+                        !layer.gated && layer.output.dtype == kDType<T> && takes_stream<T>(layer);
+  return has_best ? StreamPlan(layer).clusters() : 0;
+}
+
 template <typename T>
 bool launch_decode_linear_mma(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
   if (compute_capability_major() < 8 || !suits_mma<T>(layer)) return false;
@@ -111,7 +124,7 @@ bool launch_decode_linear_mma(const DecodeLinear& layer, cudaStream_t stream, cu
   if (is_wide && layer.weights_are_transposed) return false;
   if (layer.weights_are_transposed && streams_lines(layer)) {
     error = launch_lines<T>(layer, stream);
-  } else if (!layer.weights_are_transposed && streams(layer)) {
+  } else if (takes_stream<T>(layer)) {
     error = launch_stream<T>(layer, stream);
   } else if (layer.weights_are_transposed) {
     error = has_norm ? launch_mma<T, T, Layout::kLines, true, false>(layer, stream)

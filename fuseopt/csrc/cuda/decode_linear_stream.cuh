@@ -13,6 +13,11 @@ namespace fuseopt {
 constexpr int kMaxStreamCluster = 8;
 constexpr int kSumsStride = kStreamColumns + 4;  // 4: rows of sums start in different banks
 
+// Of a head, behind a norm, with a warp for each row when outputs are stored.
+template <bool kNorm, int kHalves>
+constexpr bool kIsForHeads = kNorm && kHalves == 1;
+static_assert(kHalfRows <= kStreamWarps && kStreamColumns == kWarpSize);
+
 template <typename T, typename X, bool kNorm, int kHalves, int kStages>
 __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStages == 2 ? 3 : 2)
     decode_linear_stream_kernel(const __grid_constant__ StreamLayer<T> layer) {
@@ -117,6 +122,8 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   __syncwarp();
 
   int stage = 0;
+  constexpr bool kGivesBest = kIsForHeads<kNorm, kHalves>;
+  Candidate<float> best;
 #pragma unroll 1
   while (true) {
     float sums[kHalves][kStreamTiles / 2][4] = {};
@@ -191,7 +198,9 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
           for (int b = 0; b < blocks - 1; ++b) sum += inbox[b * rows * kSumsStride + at];
           value = place < width ? activate_quickly(layer.activation, sum) : value * sum;
         }
-        layer.store(output_index(i), value + (to_float(residual) + wide_residual));
+        value += to_float(residual) + wide_residual;
+        layer.store(output_index(i), value);
+        if (kGivesBest && layer.best != nullptr) best.consider(to_float(from_acc<T>(value)), column_of(i));
       }
       i += blockDim.x;
       is_done = i >= rows * width;
@@ -202,6 +211,9 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     if (strip >= layer.strips) break;
     __syncthreads();
   }
+  if (!kGivesBest || layer.best == nullptr) return;
+  best.reduce();
+  if (lane == 0 && warp < rows) layer.best[warp * layer.step + static_cast<int>(cluster_index())] = best;
 }
 
 // How a layer's work is shared out, if it is for these kernels.
@@ -276,6 +288,7 @@ cudaError_t launch_stream_as(const DecodeLinear& layer, const StreamPlan& plan, 
   of.ring_warps = plan.ring_warps;
   of.block_columns = plan.block_columns;
   of.slot_bits = plan.slot_bits;
+  of.best = static_cast<Candidate<float>*>(layer.best);
   const LaunchShape shape{static_cast<unsigned>(of.step * plan.blocks), kStreamWarps * kWarpSize, plan.shared_bytes,
                           static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.weights)};
   of.share_ahead(shape);

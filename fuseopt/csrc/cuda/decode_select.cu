@@ -1,21 +1,12 @@
-// The end of a decoding step in two launches: the best score of each chunk of a row, all over the device, then in one
-// block the best of each row and all that follows from it.
+// The end of a decoding step in two launches: the best score of each chunk of a row, all over the device, unless the
+// head has found it, then in one block the best of each row and all that follows from it.
 #include <cassert>
 
 #include "dependent_launch.cuh"
 #include "logits_chunk.cuh"
-#include "topk_order.cuh"
+#include "score_candidate.cuh"
 
 namespace fuseopt::decode_select {
-
-using fuseopt::key_of;  // for float, which the one for double would hide
-
-__device__ inline unsigned long long key_of(double score) {
-  if (isnan(score)) return ~0ull;
-  const auto bits = static_cast<unsigned long long>(__double_as_longlong(score));
-  return bits >> 63 != 0 ? ~bits : bits | 1ull << 63;
-}
-
 namespace {
 
 constexpr int kThreads = 256;
@@ -23,47 +14,11 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kPerThread = 16;
 constexpr int kChunk = kThreads * kPerThread;
 constexpr int kMaxFinishThreads = 1024;
+constexpr int kCandidatesAtOnce = 10;  // of a thread, on their way: as many as blocks of a head give the best of
 
 template <typename T>
 using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// The key of a score and where it stands; 0 is below all. NaN is above everything, and of equals, as 0 and -0 are, the
-// first wins, as in torch.argmax.
-template <typename Acc>
-struct Candidate {
-  using Key = decltype(key_of(Acc()));
-  static_assert(sizeof(Key) == sizeof(Acc));
-  Key key = 0;
-  int token = INT32_MAX;
-
-  // Of tokens that come in order.
-  __device__ void consider(Acc score, int its_token) {
-    const Key its_key = key_of(score + Acc(0));
-    if (its_key > key) key = its_key, token = its_token;
-  }
-
-  __device__ void consider(const Candidate& other) {
-    if (other.key > key || (other.key == key && other.token < token)) *this = other;
-  }
-
-  // Over every `lanes` neighbouring lanes of a warp, a power of two of them.
-  __device__ void reduce(int lanes) {
-    for (int distance = lanes / 2; distance > 0; distance /= 2) {
-      const Key other = __shfl_xor_sync(kFullWarp, key, distance);
-      consider({other, __shfl_xor_sync(kFullWarp, token, distance)});
-    }
-  }
-
-  __device__ void reduce() {
-    if constexpr (std::is_same_v<Acc, double>) {
-      reduce(kWarpSize);
-    } else {
-      const Key highest = max_of_warp(key);
-      token = min_of_warp(key == highest ? token : INT32_MAX);
-      key = highest;
-    }
-  }
-};
 static_assert(sizeof(Candidate<double>) <= DecodeSelect::kCandidateBytes);
 
 struct SelectChunks {
@@ -150,7 +105,15 @@ __global__ void __launch_bounds__(kMaxFinishThreads) finish_kernel(const __grid_
     bool unfinished = is_row && select.unfinished[row];
     const auto* const candidates = static_cast<const Candidate<Acc>*>(select.candidates) + row * chunks;
     Candidate<Acc> best;
-    for (int c = lane; is_row && c < chunks; c += lanes) best.consider(candidates[c]);
+    for (int c = lane; is_row && c < chunks; c += kCandidatesAtOnce * lanes) {
+      Candidate<Acc> loaded[kCandidatesAtOnce];
+#pragma unroll
+      for (int i = 0; i < kCandidatesAtOnce; ++i) {
+        if (c + i * lanes < chunks) loaded[i] = candidates[c + i * lanes];
+      }
+#pragma unroll
+      for (const auto& candidate : loaded) best.consider(candidate);
+    }
     best.reduce(lanes);
     if (lane > 0 || !is_row) continue;
     const int64_t token = unfinished ? best.token : pad;
@@ -172,6 +135,13 @@ __global__ void __launch_bounds__(kMaxFinishThreads) finish_kernel(const __grid_
   }
 }
 
+template <typename Acc>
+cudaError_t launch_finish(const DecodeSelect& select, bool overlap, cudaStream_t stream) {
+  const bool fits = select.rows * lanes_for(select.chunks) <= kThreads;
+  const LaunchShape shape{1, static_cast<unsigned>(fits ? kThreads : kMaxFinishThreads), 0, 1};
+  return launch_dependent(finish_kernel<Acc>, select, shape, overlap, stream);
+}
+
 template <typename T>
 cudaError_t launch_as(const DecodeSelect& select, cudaStream_t stream) {
   const LaunchShape shape{static_cast<unsigned>(select.rows), kThreads, 0, 1, static_cast<unsigned>(select.chunks)};
@@ -182,9 +152,7 @@ cudaError_t launch_as(const DecodeSelect& select, cudaStream_t stream) {
   }
   const cudaError_t error = launch_dependent(kernel, chunks, shape, select.overlap, stream);
   if (error != cudaSuccess) return error;
-  const bool fits = select.rows * lanes_for(select.chunks) <= kThreads;
-  const LaunchShape finish_shape{1, static_cast<unsigned>(fits ? kThreads : kMaxFinishThreads), 0, 1};
-  return launch_dependent(finish_kernel<AccOf<T>>, select, finish_shape, true, stream);
+  return launch_finish<AccOf<T>>(select, true, stream);
 }
 
 }  // namespace
@@ -193,6 +161,7 @@ extern "C" int64_t fuseopt_decode_select_chunks(int64_t vocabulary) { return chu
 
 extern "C" cudaError_t fuseopt_decode_select(DecodeSelect select, cudaStream_t stream) {
   if (select.rows == 0) return cudaSuccess;
+  if (select.has_candidates) return launch_finish<float>(select, select.overlap, stream);
   switch (select.scores.dtype) {
     case kFloat16: return launch_as<__half>(select, stream);
     case kBFloat16: return launch_as<__nv_bfloat16>(select, stream);

@@ -127,6 +127,7 @@ struct DecodeLinear {
   const void* ahead[kMaxWeights];  // what is to be brought into the L2 cache, or null
   int64_t ahead_bytes;             // of each
   TypedPointer output;  // [rows, outputs * weight_count], or [rows, outputs] if gated
+  void* best;           // [rows, fuseopt_decode_linear_parts] DecodeSelect's candidates: each part's highest; or null
 };
 
 // One query a row of [rows, heads, head_dim] over places [starts, lengths) of the caches, [rows / rows_per_item, heads,
@@ -252,8 +253,9 @@ struct DecodeSelect {
   int64_t* counters[kMaxCounters];
   int64_t counter_sizes[kMaxCounters];
   int counter_count;
-  void* candidates;  // [rows, chunks] of kCandidateBytes, written before they are read
-  int64_t chunks;    // fuseopt_decode_select_chunks(vocabulary)
+  void* candidates;     // [rows, chunks] of kCandidateBytes, written before they are read
+  int64_t chunks;       // fuseopt_decode_select_chunks(vocabulary), or as many as there are
+  bool has_candidates;  // they are those of a linear layer's `best`
   bool has_edits;
   LogitsEdits edits;      // of float32 scores, before all that
   const float* divisors;  // [rows, vocabulary] that probabilities are divided by, the scores being those; or null
@@ -332,6 +334,9 @@ cudaError_t fuseopt_edit_logits(EditLogits edit, cudaStream_t stream);
 int64_t fuseopt_decode_select_chunks(int64_t vocabulary);
 
 cudaError_t fuseopt_decode_select(DecodeSelect select, cudaStream_t stream);
+
+// In how many parts the layer's outputs are that each can give the highest of a row's; 0: they can not.
+int64_t fuseopt_decode_linear_parts(DecodeLinear layer);
 
 cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream);
 

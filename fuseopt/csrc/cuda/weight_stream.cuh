@@ -4,6 +4,7 @@
 
 #include "async_copy.cuh"
 #include "decode_linear_rows.cuh"
+#include "score_candidate.cuh"
 
 namespace fuseopt {
 
@@ -23,6 +24,7 @@ struct StreamLayer : MmaLayer<T> {
   int block_columns;  // of K, for each block
   int slot_bits;      // 2 to the power of this: rows, up to 8, with room in shared memory
   bool is_gated;
+  Candidate<float>* best;  // of each row, for each strip's block: its highest output, up to a row a warp; or null
 };
 
 // A warp's way through a weight: the stages of its part of K, of one strip after another. A stage lies in lines of k,

@@ -1,0 +1,150 @@
+// From tensors to a DecodeLinear, for the ops that have one.
+#pragma once
+
+#include "binding.h"
+
+namespace fuseopt {
+
+inline int norm_code(const char* op, const std::string& name) {
+  if (name == "") return kNoNorm;
+  FUSEOPT_CHECK(name == "layer_norm" || name == "t5_rms_norm", "fuseopt::", op, ": unknown norm '", name, "'");
+  return name == "layer_norm" ? kLayerNorm : kT5RmsNorm;
+}
+
+inline int activation_code(const char* op, const std::string& name) {
+  if (name == "") return kIdentity;
+  if (name == "relu") return kRelu;
+  FUSEOPT_CHECK(name == "gelu" || name == "gelu_tanh", "fuseopt::", op, ": unknown activation '", name, "'");
+  return name == "gelu" ? kGelu : kGeluTanh;
+}
+
+enum class Layout { kRows, kColumns, kNeither };
+
+// Which dimension of a weight [N, K] has unit stride: K, N, or neither, nor one of a single element.
+inline Layout layout_of(const Tensor& weight) {
+  if (weight.size(1) <= 1 || weight.stride(1) == 1) return Layout::kRows;
+  return weight.size(0) <= 1 || weight.stride(0) == 1 ? Layout::kColumns : Layout::kNeither;
+}
+
+inline int64_t stride_of(const Tensor& weight) { return weight.stride(layout_of(weight) == Layout::kRows ? 0 : 1); }
+
+constexpr int64_t kPrefetchBytes = 16;
+
+inline int64_t element_size(ScalarType type) {
+  if (type == ScalarType::Double) return 8;
+  return type == ScalarType::Float ? 4 : 2;
+}
+
+// Whether a matrix fills one aligned piece of memory.
+inline bool is_dense(const Tensor& matrix) {
+  const bool fills = matrix.is_contiguous() ||
+                     (matrix.dim() == 2 && matrix.stride(0) == 1 && matrix.stride(1) == matrix.size(0));
+  return fills && reinterpret_cast<uintptr_t>(matrix.data_ptr()) % kPrefetchBytes == 0;
+}
+
+// The weights as they are, where one layout and stride serves them all; else copies.
+inline std::vector<Tensor> readable(const char* op, const std::vector<Tensor>& weights) {
+  bool alike = layout_of(weights[0]) != Layout::kNeither;
+  for (const Tensor& weight : weights) {
+    FUSEOPT_CHECK(weight.dim() == 2 && weight.size(0) == weights[0].size(0) && weight.size(1) == weights[0].size(1) &&
+                      weight.scalar_type() == weights[0].scalar_type(),
+                  "fuseopt::", op, ": weights must share one shape [N, K] and one dtype");
+    alike = alike && layout_of(weight) == layout_of(weights[0]) && stride_of(weight) == stride_of(weights[0]);
+  }
+  if (alike) return weights;
+  std::vector<Tensor> copies;
+  for (const Tensor& weight : weights) copies.push_back(torch::stable::contiguous(weight));
+  return copies;
+}
+
+// What torch.promote_types gives for two floating point types.
+inline ScalarType promoted(ScalarType type, const std::optional<Tensor>& other) {
+  if (!other.has_value() || other->scalar_type() == type) return type;
+  const ScalarType second = other->scalar_type();
+  return type == ScalarType::Double || second == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+struct LinearCall {
+  DecodeLinear layer;
+  Tensor output;
+  std::vector<Tensor> kept;  // what the layer reads
+};
+
+inline LinearCall linear_call(const char* op, const Tensor& input, const std::vector<Tensor>& weights,
+                              const std::vector<Tensor>& biases, const std::optional<Tensor>& residual,
+                              const std::string& norm, const std::optional<Tensor>& norm_weight,
+                              const std::optional<Tensor>& norm_bias, double eps, const std::string& activation,
+                              bool gated, bool overlap, const std::vector<Tensor>& ahead) {
+  FUSEOPT_CHECK(!weights.empty() && weights.size() <= DecodeLinear::kMaxWeights, "fuseopt::", op,
+                ": one to three weights, not ", weights.size());
+  FUSEOPT_CHECK(biases.empty() || biases.size() == weights.size(), "fuseopt::", op, ": ", biases.size(),
+                " biases for ", weights.size(), " weights");
+  FUSEOPT_CHECK(!gated || weights.size() == 2, "fuseopt::", op, ": gated takes two weights");
+  const Matrix shape = matrix_of(op, input);
+  const std::vector<Tensor> read = readable(op, weights);
+  std::vector<Tensor> kept = read;
+  FUSEOPT_CHECK(read[0].size(1) == shape.columns, "fuseopt::", op, ": weight has ", read[0].size(1),
+                " columns, the input ", shape.columns);
+  const Tensor x = as_contiguous(input);
+  const auto norm_scale = parameter(op, "norm_weight", norm_weight, input);
+  const auto norm_shift = parameter(op, "norm_bias", norm_bias, input);
+  const ScalarType weight_type = read[0].scalar_type();
+  const auto added = residual.has_value() ? std::optional(as_contiguous(*residual)) : std::nullopt;
+  const auto check_device = [&](const char* name, const Tensor& tensor) {
+    FUSEOPT_CHECK(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index(), "fuseopt::", op, ": ", name,
+                  " is not on the input's device");
+  };
+  if (added.has_value()) check_device("residual", *added);
+  kept.push_back(x);
+  for (const auto& tensor : {norm_scale, norm_shift, added}) {
+    if (tensor.has_value()) kept.push_back(*tensor);
+  }
+
+  DecodeLinear layer = {};
+  layer.input = pointer(op, x);
+  layer.rows = shape.rows;
+  layer.columns = shape.columns;
+  layer.weight_count = static_cast<int>(read.size());
+  layer.weight_dtype = dtype_code(op, weight_type);
+  layer.weight_stride = stride_of(read[0]);
+  layer.weights_are_transposed = layout_of(read[0]) == Layout::kColumns;
+  layer.outputs = read[0].size(0);
+  for (size_t i = 0; i < read.size(); ++i) {
+    check_device("a weight", read[i]);
+    layer.weights[i] = read[i].data_ptr();
+    if (biases.empty()) continue;
+    check_device("a bias", biases[i]);
+    FUSEOPT_CHECK(biases[i].numel() == layer.outputs, "fuseopt::", op, ": bias has ", biases[i].numel(),
+                  " elements for ", layer.outputs, " outputs");
+    kept.push_back(as_contiguous(biases[i]));
+    layer.biases[i] = pointer(op, kept.back());
+  }
+  layer.residual = pointer(op, added);
+  layer.norm_weight = pointer(op, norm_scale);
+  layer.norm_bias = pointer(op, norm_shift);
+  layer.norm = norm_code(op, norm);
+  layer.eps = eps;
+  layer.activation = activation_code(op, activation);
+  layer.gated = gated;
+  layer.overlap = overlap;
+  FUSEOPT_CHECK(ahead.size() <= DecodeLinear::kMaxWeights, "fuseopt::", op, ": at most three tensors ahead, not ",
+                ahead.size());
+  for (size_t i = 0; i < ahead.size(); ++i) {
+    FUSEOPT_CHECK(ahead[i].is_cuda() && ahead[i].get_device_index() == x.get_device_index() &&
+                      ahead[i].numel() == ahead[0].numel() && ahead[i].scalar_type() == ahead[0].scalar_type(),
+                  "fuseopt::", op, ": tensors ahead must be on the input's device, of one size and dtype");
+    if (is_dense(ahead[i])) layer.ahead[i] = ahead[i].data_ptr();
+    layer.ahead_bytes = ahead[0].numel() * element_size(ahead[0].scalar_type()) / kPrefetchBytes * kPrefetchBytes;
+  }
+
+  const auto sizes = x.sizes();
+  std::vector<int64_t> output_sizes(sizes.begin(), sizes.end());
+  output_sizes.back() = layer.outputs * (gated ? 1 : layer.weight_count);
+  Tensor output = allocate(x, output_sizes, promoted(weight_type, added));
+  FUSEOPT_CHECK(!added.has_value() || added->numel() == output.numel(), "fuseopt::", op, ": residual has ",
+                added->numel(), " elements, the output ", output.numel());
+  layer.output = pointer(op, output);
+  return {layer, output, kept};
+}
+
+}  // namespace fuseopt

@@ -1,0 +1,65 @@
+// From tensors to a DecodeSelect, for the ops that end a decoding step.
+#pragma once
+
+#include "logits_edits_binding.h"
+
+namespace fuseopt {
+
+// All but what becomes of the scores before they are compared. What is returned beside it is to be kept.
+inline std::tuple<DecodeSelect, std::vector<Tensor>> decode_select_of(
+    const char* op, const Tensor& scores, const Tensor& tokens, const Tensor& ids, const Tensor& length,
+    const Tensor& unfinished, const Tensor& going, const Tensor& pad, const std::optional<Tensor>& eos,
+    const std::vector<Tensor>& counters, bool overlap) {
+  const auto integers = [op](const char* name, const Tensor& tensor) {
+    FUSEOPT_CHECK(tensor.is_cuda() && tensor.scalar_type() == ScalarType::Long, "fuseopt::", op, ": ", name,
+                  " must be int64 on the device of the scores");
+    return static_cast<int64_t*>(tensor.data_ptr());
+  };
+  const auto flags = [op](const char* name, const Tensor& tensor) {
+    FUSEOPT_CHECK(tensor.is_cuda() && tensor.scalar_type() == ScalarType::Bool && tensor.is_contiguous(), "fuseopt::",
+                  op, ": ", name, " must be bool, contiguous and on the device of the scores");
+    return static_cast<bool*>(tensor.data_ptr());
+  };
+  FUSEOPT_CHECK(scores.dim() == 2 && ids.dim() == 2 && ids.size(0) == scores.size(0), "fuseopt::", op,
+                ": scores must be [rows, vocabulary], ids [rows, length]");
+  FUSEOPT_CHECK(counters.size() <= DecodeSelect::kMaxCounters, "fuseopt::", op, ": at most ",
+                DecodeSelect::kMaxCounters, " counters, not ", counters.size());
+  FUSEOPT_CHECK(tokens.is_contiguous(), "fuseopt::", op, ": tokens must be contiguous");
+  std::vector<Tensor> kept = {scores.stride(1) == 1 ? scores : torch::stable::contiguous(scores)};
+  DecodeSelect select = {};
+  select.scores = score_matrix(op, kept[0]);
+  select.rows = scores.size(0);
+  select.vocabulary = scores.size(1);
+  select.tokens = integers("tokens", tokens);
+  select.ids = integers("ids", ids);
+  select.ids_columns = ids.size(1);
+  select.ids_row_stride = ids.stride(0);
+  select.ids_column_stride = ids.stride(1);
+  select.length = integers("length", length);
+  select.unfinished = flags("unfinished", unfinished);
+  select.going = flags("going", going);
+  select.pad = integers("pad", pad);
+  if (eos.has_value()) {
+    kept.push_back(as_contiguous(*eos));
+    select.eos = integers("eos", kept.back());
+    select.eos_count = eos->numel();
+  }
+  select.counter_count = static_cast<int>(counters.size());
+  for (size_t i = 0; i < counters.size(); ++i) {
+    FUSEOPT_CHECK(counters[i].is_contiguous(), "fuseopt::", op, ": counters must be contiguous");
+    select.counters[i] = integers("a counter", counters[i]);
+    select.counter_sizes[i] = counters[i].numel();
+  }
+  select.overlap = overlap;
+  return {select, kept};
+}
+
+// Where `chunks` of each row leave their best.
+inline Tensor candidates_for(DecodeSelect& select, const Tensor& scores, int64_t chunks) {
+  select.chunks = chunks;
+  Tensor candidates = allocate(scores, {select.rows * chunks * DecodeSelect::kCandidateBytes}, ScalarType::Byte);
+  select.candidates = candidates.data_ptr();
+  return candidates;
+}
+
+}  // namespace fuseopt

@@ -1,0 +1,131 @@
+"""The end of a greedy decoding step whose scores nobody else wants: the head, then the likeliest token of each row."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fuseopt.ops import registry
+from fuseopt.ops.decode_linear import FEW_ROWS, decode_linear_reference
+from fuseopt.ops.decode_select import check_state, decode_select_reference
+from fuseopt.ops.library import check_shape, define
+
+
+def _fake(
+    input: Tensor,
+    weight: Tensor,
+    norm: str,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    ahead: Sequence[Tensor],
+    tokens: Tensor,
+    ids: Tensor,
+    length: Tensor,
+    unfinished: Tensor,
+    going: Tensor,
+    pad: Tensor,
+    eos: Tensor | None,
+    counters: Sequence[Tensor],
+    overlap: bool,
+) -> None:
+    return None
+
+
+RAW = define(
+    "decode_head_select_(Tensor input, Tensor weight, str norm, Tensor? norm_weight, Tensor? norm_bias, float eps,"
+    " Tensor[] ahead, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length, Tensor(d!) unfinished, Tensor(e!) going,"
+    " Tensor pad, Tensor? eos, Tensor(f!)[] counters, bool overlap) -> ()",
+    _fake,
+)
+
+
+def decode_head_select_reference(*arguments: Tensor | None, **options: object) -> None:
+    """`decode_head_select_` in plain PyTorch."""
+    decode_head_select_(*arguments, **options, backend="reference")  # type: ignore[arg-type]
+
+
+def decode_head_select_(
+    input: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    ids: Tensor,
+    length: Tensor,
+    unfinished: Tensor,
+    going: Tensor,
+    pad: Tensor,
+    eos: Tensor | None = None,
+    *,
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    counters: Sequence[Tensor] = (),
+    overlap: bool = False,
+    ahead: Sequence[Tensor] = (),
+    backend: str = "auto",
+) -> None:
+    """`decode_select_(decode_linear(input, weight, norm=norm, ...), tokens, ids, ...)`, to the bit.
+
+    Where the linear layer's CUDA kernel streams a large weight of 16 bits, behind a norm and with at most 8 rows, its
+    blocks keep the highest of the scores that they make, and no launch looks for it.
+
+    Args:
+        input: [rows, K], at most `FEW_ROWS` rows for the CUDA kernels; as `decode_linear` takes it.
+        weight: [V, K], as `decode_linear` takes it.
+        tokens, ids, length, unfinished, going, pad, eos, counters: as `decode_select_` takes them.
+        norm, norm_weight, norm_bias, eps, ahead: as `decode_linear` takes them.
+        overlap: of both: the predecessor on the stream must write none of the parameters.
+        backend: "auto", "cuda" or "reference".
+
+    Raises:
+        ValueError: shapes that do not fit together.
+        TypeError: dtypes other than these.
+        BackendError: the backend named cannot run here, or tensors that require a gradient under grad mode.
+    """
+    if input.dim() != 2:
+        raise ValueError(f"input must be [rows, K], not {tuple(input.shape)}")
+    check_shape("weight", weight, torch.Size((weight.shape[0], input.shape[1])))
+    check_state(len(input), tokens, ids, length, unfinished, going, pad)
+    state = (tokens, ids, length, unfinished, going, pad, eos)
+    chosen = registry.pick_without_gradient(
+        "decode_head_select_", backend, (input.dtype, weight.dtype), input, weight, norm_weight, norm_bias
+    )
+    if chosen == "reference" or (backend == "auto" and len(input) > FEW_ROWS):
+        scores = decode_linear_reference(
+            input, weight, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, eps=eps
+        )
+        decode_select_reference(scores, *state, counters=counters)
+    else:
+        RAW[chosen](
+            input, weight, norm or "", norm_weight, norm_bias, eps, list(ahead), *state, list(counters), overlap
+        )
+
+
+def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    def integers(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    for rows, vocabulary, eos in ((1, 40, None), (3, 300, integers(2, 5))):
+        input = torch.randn(rows, 48, device=device, dtype=dtype)
+        weight = torch.randn(vocabulary, 48, device=device, dtype=dtype)
+        unfinished = torch.arange(rows, device=device) != 1
+        ids = torch.zeros(rows, 6, dtype=torch.int64, device=device)
+        going = torch.ones((), dtype=torch.bool, device=device)
+        norm = {"norm": "t5_rms_norm", "norm_weight": torch.randn(48, device=device, dtype=dtype)}
+        yield registry.SampleInput(
+            (input, weight, ids[:, 0].clone(), ids, integers(4), unfinished, going, integers(0), eos),
+            {**norm, "counters": (integers(4), integers(*range(rows)))},
+        )
+
+
+registry.register(
+    registry.Op(
+        name="decode_head_select_",
+        function=decode_head_select_,
+        reference=decode_head_select_reference,
+        sample_inputs=sample_inputs,
+        backends=(registry.CUDA, registry.REFERENCE),
+        in_place=True,
+    )
+)

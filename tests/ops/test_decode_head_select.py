@@ -1,0 +1,119 @@
+"""decode_head_select_ against the two ops that it stands for, on every backend."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from fuseopt.errors import BackendError
+from fuseopt.ops import decode_head_select_, decode_linear, decode_select_, registry
+from tests.ops.cases import DTYPES, Case, cases
+
+every_case = pytest.mark.parametrize("case", cases("decode_head_select_"))
+NORMS = ("layer_norm", "t5_rms_norm", None)
+
+
+def state_of(rows: int, device: torch.device) -> dict[str, Tensor]:
+    return {
+        "tokens": torch.full((rows,), -1, device=device),
+        "ids": torch.full((rows, 9), -1, device=device),
+        "length": torch.tensor([4], device=device),
+        "unfinished": torch.arange(rows, device=device) != 1,
+        "going": torch.ones((), dtype=torch.bool, device=device),
+        "pad": torch.tensor(3, device=device),
+    }
+
+
+def norm_of(kind: str | None, columns: int, like: Tensor) -> dict[str, object]:
+    if kind is None:
+        return {}
+    norm = {"norm": kind, "norm_weight": torch.randn(columns).to(like), "eps": 1e-6}
+    return norm | ({"norm_bias": torch.randn(columns).to(like)} if kind == "layer_norm" else {})
+
+
+def check(case: Case, input: Tensor, weight: Tensor, norm: dict[str, object]) -> None:
+    rows = len(input)
+    scores = decode_linear(input, weight, **norm, backend=case.backend)
+    ends = scores.argmax(-1)[:1].clone()
+    got, wanted = state_of(rows, case.device), state_of(rows, case.device)
+    got_counters, counters = ([torch.arange(rows, device=case.device)] for _ in range(2))
+    case(input, weight, *got.values(), ends, **norm, counters=got_counters)
+    decode_select_(scores, *wanted.values(), ends, counters=counters, backend=case.backend)
+    for name, value in wanted.items():
+        assert torch.equal(got[name], value), name
+    assert torch.equal(got_counters[0], counters[0])
+
+
+@every_case
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("rows", "vocabulary", "columns"), [(1, 7, 33), (3, 300, 48), (9, 1000, 64), (16, 40, 8)])
+def test_small_heads(
+    case: Case, dtype: torch.dtype, norm: str | None, rows: int, vocabulary: int, columns: int
+) -> None:
+    input = torch.randn(rows, columns).to(case.device, dtype)
+    weight = torch.randn(vocabulary, columns).to(case.device, dtype)
+    check(case, input, weight, norm_of(norm, columns, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16])
+@pytest.mark.parametrize(("vocabulary", "columns"), [(50257, 768), (32128, 512), (50001, 1600)])
+def test_vocabularies(dtype: torch.dtype, norm: str | None, rows: int, vocabulary: int, columns: int) -> None:
+    """Few values make many ties, of which the first wins, wherever blocks begin."""
+    case = Case(registry.get("decode_head_select_"), "cuda", torch.device("cuda"))
+    input = torch.randn(rows, columns).to(case.device, dtype)
+    weight = torch.randint(-1, 2, (vocabulary, columns)).to(case.device, dtype)
+    weight[vocabulary // 2 :] = weight[: vocabulary - vocabulary // 2].clone()
+    check(case, input, weight, norm_of(norm, columns, weight))
+
+
+@every_case
+def test_a_residual_stream_in_float32(case: Case) -> None:
+    input = torch.randn(2, 512).to(case.device)
+    weight = torch.randn(32128, 512).to(case.device, torch.float16)
+    check(case, input, weight, norm_of("t5_rms_norm", 512, weight))
+
+
+@every_case
+def test_nan_is_the_highest(case: Case) -> None:
+    input = torch.randn(3, 64).to(case.device, torch.bfloat16)
+    weight = torch.randn(40_000, 64).to(case.device, torch.bfloat16)
+    weight[[39_000, 31_111]] = torch.nan
+    state = state_of(3, case.device)
+    case(input, weight, *state.values(), norm="t5_rms_norm")
+    assert state["tokens"].tolist() == [31_111, 3, 31_111]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "kernels"), [(1, 2), (8, 2), (9, 3)])
+def test_no_launch_looks_for_what_blocks_have_found(rows: int, kernels: int) -> None:
+    input = torch.randn(rows, 768, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(50257, 768, device="cuda", dtype=torch.bfloat16)
+    state, norm = state_of(rows, input.device), norm_of("layer_norm", 768, weight)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        decode_head_select_(input, weight, *state.values(), **norm, backend="cuda")
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(names) == kernels and sum("chunk_kernel" in name for name in names) == kernels - 2
+
+
+@every_case
+def test_wrong_arguments_change_nothing(case: Case) -> None:
+    state = state_of(2, case.device)
+    before = copy.deepcopy(state)
+    input, weight = torch.zeros(2, 8, device=case.device), torch.zeros(5, 8, device=case.device)
+    for arguments, exception, message in (
+        ((input[0], weight, *state.values()), ValueError, "input must be"),
+        ((input, weight[:, :4], *state.values()), ValueError, "weight must have shape"),
+        ((input, weight, *(state | {"tokens": state["tokens"][:1]}).values()), ValueError, "tokens must have shape"),
+        ((input, weight, *(state | {"ids": state["ids"].int()}).values()), TypeError, "ids must be int64"),
+    ):
+        with pytest.raises(exception, match=message):
+            case(*arguments)
+    with pytest.raises(BackendError, match="autograd"):
+        decode_head_select_(input.requires_grad_(), weight, *state.values(), backend="cuda")
+    assert all(torch.equal(state[name], before[name]) for name in state)
