@@ -167,8 +167,9 @@ template <typename T, typename Launch>
 bool dispatch_softmax_row(int64_t rows, int64_t columns, Launch launch) {
   if (are_few_rows(rows) && columns <= kFewRowsThreads * kVectorWidth<T> &&
       dispatch_shape<RowShape<kVectorWidth<T>, Team::kBlock>>(columns, launch)) return true;
-  return dispatch_shape<RowShape<8, Team::kHalfWarp>, RowShape<8, Team::kWarp>, RowShape<16, Team::kWarp>,
-                        RowShape<24, Team::kWarp>, RowShape<kBlockElements, Team::kBlock>>(columns, launch);
+  return dispatch_shape<RowShape<8, Team::kQuarterWarp>, RowShape<8, Team::kHalfWarp>, RowShape<8, Team::kWarp>,
+                        RowShape<16, Team::kWarp>, RowShape<24, Team::kWarp>, RowShape<kBlockElements, Team::kBlock>>(
+      columns, launch);
 }
 
 }  // namespace
