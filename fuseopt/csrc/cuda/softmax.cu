@@ -15,7 +15,15 @@ constexpr int kLightRow = 2048;     // and of more elements than these
 constexpr int kFewRowsThreads = 256;  // a row at most, where there are few
 constexpr int kAnyThreads = 256;
 
-template <typename T, typename M, typename Shape>
+// The row that a team reads: none where only another team of its warp has one. `kWhole`: rows are whole vectors.
+template <bool kWhole, int kWidth>
+__device__ RowSpan<kWidth> span_of(int64_t row, int64_t rows, int columns, int lane) {
+  if (row >= rows) return {};
+  if constexpr (kWhole) return {row, columns};
+  else return {row, columns, lane};
+}
+
+template <typename T, typename M, typename Shape, bool kWhole>
 __global__ void __launch_bounds__(Shape::kMaxThreads)
     softmax_fwd_kernel(const T* __restrict__ input, IndexedMask mask, TypedPointer output, int64_t rows, int columns,
                        float scale) {
@@ -27,12 +35,13 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   RowTeam<Shape::kTeam> team;
 
   for (int64_t row = team.index; team.walks(row, rows); row += team.count) {
-    const auto span = row < rows ? RowSpan<kWidth>(row, columns, team.lane) : RowSpan<kWidth>();
+    const auto span = span_of<kWhole, kWidth>(row, rows, columns, team.lane);
     Logits logits(input, span, team, scale);
     const RowMask<M> row_mask(mask, row);  // while the input is on its way
     logits.load(row_mask, span, team);
 
-    float edge = edge_logit(input, span, scale, row_mask);
+    float edge = -INFINITY;
+    if constexpr (!kWhole) edge = edge_logit(input, span, scale, row_mask);
     float max = edge;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
@@ -45,7 +54,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
     max = team.template reduce<Max>(max);
 
     const auto exponential = [&](int k, int j) { return exp_as<kPrecise>(logits.at(k, j) - max); };
-    edge = exp_as<kPrecise>(edge - max);
+    edge = kWhole ? 0.0f : exp_as<kPrecise>(edge - max);
     float sum = edge;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
@@ -60,7 +69,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
     sum = team.template reduce<Sum>(sum);
     const float inverse_sum = 1.0f / sum;
 
-    if (span.edge != span.kNone) store_as(output, span.edge, divide<kPrecise>(edge, sum, inverse_sum));
+    if (!kWhole && span.edge != span.kNone) store_as(output, span.edge, divide<kPrecise>(edge, sum, inverse_sum));
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const int v = team.lane + k * team.size;
@@ -76,7 +85,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   }
 }
 
-// grad_input = scale * y * (g - sum(g * y)). `kWhole`: rows are whole vectors.
+// grad_input = scale * y * (g - sum(g * y)).
 template <typename T, typename Shape, bool kWhole>
 __global__ void __launch_bounds__(Shape::kMaxThreads)
     softmax_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ output, TypedPointer grad_input,
@@ -87,9 +96,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   RowTeam<Shape::kTeam> team;
 
   for (int64_t row = team.index; team.walks(row, rows); row += team.count) {
-    const auto span = row >= rows ? RowSpan<kWidth>()
-                      : kWhole    ? RowSpan<kWidth>(row, columns)
-                                  : RowSpan<kWidth>(row, columns, team.lane);
+    const auto span = span_of<kWhole, kWidth>(row, rows, columns, team.lane);
     Vector<T> y[kVectors] = {}, g[kVectors] = {};
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
@@ -99,7 +106,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
         g[k] = load_vector(grad_output, span.first + v);
       }
     }
-    const bool has_edge = span.edge != span.kNone;
+    const bool has_edge = !kWhole && span.edge != span.kNone;
     const float edge_y = has_edge ? to_float(output[span.edge]) : 0.0f;
     const float edge_g = has_edge ? to_float(grad_output[span.edge]) : 0.0f;
 
@@ -162,14 +169,22 @@ __global__ void __launch_bounds__(kAnyThreads)
   }
 }
 
-// Calls `launch(RowShape, threads)` for rows that a team holds in registers; false for wider ones.
+// Calls `launch(RowShape, threads, whole)` for rows that a team holds in registers; false for wider ones. `whole`: rows
+// are whole vectors, where that is compiled for. Else a lane takes at most one of the elements left over, for which a
+// quarter of a warp has too few lanes.
 template <typename T, typename Launch>
 bool dispatch_softmax_row(int64_t rows, int64_t columns, Launch launch) {
-  if (are_few_rows(rows) && columns <= kFewRowsThreads * kVectorWidth<T> &&
-      dispatch_shape<RowShape<kVectorWidth<T>, Team::kBlock>>(columns, launch)) return true;
-  return dispatch_shape<RowShape<8, Team::kQuarterWarp>, RowShape<8, Team::kHalfWarp>, RowShape<8, Team::kWarp>,
-                        RowShape<16, Team::kWarp>, RowShape<24, Team::kWarp>, RowShape<kBlockElements, Team::kBlock>>(
-      columns, launch);
+  const auto launch_whole = [&](auto shape, int threads) { launch(shape, threads, std::true_type{}); };
+  const auto launch_any = [&](auto shape, int threads) { launch(shape, threads, std::false_type{}); };
+  const bool is_whole = columns % kVectorWidth<T> == 0;
+  if (are_few_rows(rows) && columns <= kFewRowsThreads * kVectorWidth<T>) {
+    using Block = RowShape<kVectorWidth<T>, Team::kBlock>;
+    return is_whole ? dispatch_shape<Block>(columns, launch_whole) : dispatch_shape<Block>(columns, launch_any);
+  }
+  using Half = RowShape<8, Team::kHalfWarp>;
+  if (is_whole && dispatch_shape<RowShape<8, Team::kQuarterWarp>, Half>(columns, launch_whole)) return true;
+  return dispatch_shape<Half, RowShape<8, Team::kWarp>, RowShape<16, Team::kWarp>, RowShape<24, Team::kWarp>,
+                        RowShape<kBlockElements, Team::kBlock>>(columns, launch_any);
 }
 
 }  // namespace
@@ -187,9 +202,9 @@ extern "C" cudaError_t fuseopt_softmax_fwd(TypedPointer input, SoftmaxMask mask,
         const T* const x = static_cast<const T*>(input.data);
         const int row_columns = static_cast<int>(columns);
         const float factor = static_cast<float>(scale);
-        const bool narrow = dispatch_softmax_row<T>(rows, columns, [&](auto shape, int threads) {
+        const bool narrow = dispatch_softmax_row<T>(rows, columns, [&](auto shape, int threads, auto whole) {
           using Shape = decltype(shape);
-          launch_following(softmax_fwd_kernel<T, M, Shape>, row_blocks<Shape>(rows, threads), threads, 0, stream, x,
+          launch_following(softmax_fwd_kernel<T, M, Shape, whole>, row_blocks<Shape>(rows, threads), threads, 0, stream, x,
                            indexed, output, rows, row_columns, factor);
         });
         if (narrow) return;
@@ -220,17 +235,15 @@ extern "C" cudaError_t fuseopt_softmax_bwd(TypedPointer grad_output, TypedPointe
       const T* const y = static_cast<const T*>(output.data);
       const int row_columns = static_cast<int>(columns);
       const float factor = static_cast<float>(scale);
-      const auto launch_shape = [&](auto whole) {
-        return [&](auto shape, int threads) {
-          using Shape = decltype(shape);
-          launch_following(softmax_bwd_kernel<T, Shape, decltype(whole)::value>, row_blocks<Shape>(rows, threads), threads,
-                           0, stream, g, y, grad_input, rows, row_columns, factor);
-        };
+      const auto launch = [&](auto shape, int threads, auto whole) {
+        using Shape = decltype(shape);
+        launch_following(softmax_bwd_kernel<T, Shape, whole>, row_blocks<Shape>(rows, threads), threads, 0, stream, g, y,
+                         grad_input, rows, row_columns, factor);
       };
       using Light = RowShape<kLightElements, Team::kBlock>;
-      if (columns > kLightRow && columns % kVectorWidth<T> == 0 &&
-          dispatch_shape<Light>(columns, launch_shape(std::true_type{}))) return;
-      if (dispatch_softmax_row<T>(rows, columns, launch_shape(std::false_type{}))) return;
+      const auto launch_light = [&](auto shape, int threads) { launch(shape, threads, std::true_type{}); };
+      if (columns > kLightRow && columns % kVectorWidth<T> == 0 && dispatch_shape<Light>(columns, launch_light)) return;
+      if (dispatch_softmax_row<T>(rows, columns, launch)) return;
       launch_softmax_bwd_wide(grad_output, output, grad_input, rows, row_columns, factor, stream);
     });
   }
