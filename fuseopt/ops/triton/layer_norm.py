@@ -9,9 +9,9 @@ from fuseopt.ops.triton.rows import TL_DTYPES, Tiling, as_rows, compute_dtype
 
 # Five rows are held at once: both inputs, the weight, and the gradients of weight and bias.
 BWD_TILING = Tiling(program_bytes=4 * 1024, thread_bytes=64, max_row_bytes=32 * 1024)
-# Piece of a wider row that is taken at a time, and in the forward how much of it by a warp, at least.
+# Piece of a wider row that is taken at a time, and in the forward how much of it by a warp.
 WALKED_BLOCK_BYTES = 16 * 1024
-WALKED_WARP_BYTES = 1024
+WALKED_WARP_BYTES = 2 * 1024
 
 
 @triton.jit
@@ -87,9 +87,9 @@ def layer_norm_fwd_wide_kernel(
         distance = tl.where(column < columns, x - pivot, 0.0)
         distances += distance
         squares += distance * distance
-    distance = tl.sum(distances, axis=0) / columns
+    # In one reduction, which waits for all warps once.
+    distance, square = tl.split(tl.sum(tl.join(distances, squares), axis=0) / columns)
     mean = pivot + distance
-    square = tl.sum(squares, axis=0) / columns
     variance = tl.where(square == float("inf"), square, tl.maximum(square - distance * distance, 0.0))
     rstd = tl.rsqrt(variance + tl.full((), eps, COMPUTE))
 
@@ -292,10 +292,10 @@ def _forward(
             )  # fmt: skip
         else:
             block = min(triton.next_power_of_2(columns), WALKED_BLOCK_BYTES // compute.itemsize)
-            warps = min(columns, block) * compute.itemsize // WALKED_WARP_BYTES
             layer_norm_fwd_wide_kernel[(rows,)](
                 matrix, weight, bias, output, mean, rstd, columns, row_stride, eps,
-                TL_DTYPES[compute], block, num_warps=1 << warps.bit_length() - 1, enable_fp_fusion=True,
+                TL_DTYPES[compute], block, num_warps=block * compute.itemsize // WALKED_WARP_BYTES,
+                enable_fp_fusion=True,
             )  # fmt: skip
     return output
 

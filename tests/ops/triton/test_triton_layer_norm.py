@@ -68,7 +68,8 @@ def test_a_mean_far_from_zero(device, dtype, columns):
     _, mean, rstd = layer_norm_fwd(input, None, None, 1e-5)
     _, expected_mean, expected_rstd = reference(input, None, None, 1e-5)
     epsilon = torch.finfo(dtype).eps
-    assert ((mean - expected_mean) / expected_mean).abs().max() < 8 * epsilon
+    # The interpreter adds a row up one by one, behind its first, large element.
+    assert ((mean - expected_mean).abs() / input.abs().mean(1)).max() < 32 * epsilon
     # Each deviation has the rounding of a mean of some thousands; a difference of squares would have its square.
     assert (rstd / expected_rstd - 1).abs().max() < 4096 * epsilon
 
