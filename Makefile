@@ -6,9 +6,10 @@ STAMP := $(VENV)/.installed
 .PHONY: test demo lint wheel clean
 
 # One thread a worker: several that spin against each other on two cores take ten times as long. Bytecode is kept for the
-# many processes that tests start.
+# many processes that tests start. The worker that is done first takes over what the other has not begun.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 -m "not gpu and not multigpu and not slow"
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal \
+		-m "not gpu and not multigpu and not slow"
 
 demo: $(STAMP)
 	$(BIN)/python -m fuseopt demo

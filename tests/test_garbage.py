@@ -18,8 +18,10 @@ from fuseopt.modules.training_forward import TrainingForward
 
 @pytest.fixture(autouse=True)
 def as_before():
-    frozen = gc.get_freeze_count()
+    frozen, thresholds = gc.get_freeze_count(), gc.get_threshold()
+    gc.set_threshold(700)  # so that a search that is due comes at once
     yield
+    gc.set_threshold(*thresholds)
     gc.enable()
     if frozen and not gc.get_freeze_count():
         gc.freeze()

@@ -168,10 +168,10 @@ def test_gradient_checkpointing(use_reentrant):
     assert_same_step(stock, fused, batch_of(stock, PADDING["right"]), calls=4)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama_gqa"])
-def test_a_compiled_training_step_is_one_graph_without_sdpa(family):
+@pytest.mark.parametrize(("family", "layers"), [("gpt2", "n_layer"), ("llama_gqa", "num_hidden_layers")])
+def test_a_compiled_training_step_is_one_graph_without_sdpa(family, layers):
     fusion = {"triton_kernels": ["FusedAttention"], "memory_efficient_fusion": {"backend": "aot_eager"}}
-    stock, fused = stock_and_fused(family, {"kernel_fusion": fusion})
+    stock, fused = stock_and_fused(family, {"kernel_fusion": fusion}, **{layers: 1})
     torch._dynamo.reset()
     for side in ("left", "right"):
         batch = batch_of(stock, PADDING[side])

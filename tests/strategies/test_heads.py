@@ -37,13 +37,19 @@ NO_DROPOUT = {
     "umt5": {"dropout_rate": 0.0},
     "longt5": {"dropout_rate": 0.0},
 }
+# For steps that are compiled: a trace takes as long as there are layers, and the head is behind the last.
+ONE_LAYER = {family: {"n_layer" if family == "gpt2" else "num_layers": 1} for family in NO_DROPOUT}
 every_family = pytest.mark.parametrize("family", NO_DROPOUT)
 decoders = pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3"])
 gpt2_and_t5 = pytest.mark.parametrize("family", ["gpt2", "t5"])
 
 
+def model_of(family, **options):
+    return getattr(tiny, family)(**NO_DROPOUT.get(family, {}) | options).train()
+
+
 def stock_and_fused(family, **options):
-    stock = getattr(tiny, family)(**NO_DROPOUT.get(family, {}) | options).train()
+    stock = model_of(family, **options)
     return stock, fuseopt.initialize(copy.deepcopy(stock), CONFIG)
 
 
@@ -308,7 +314,7 @@ def test_adapters_put_on_the_head_later_add_to_logits():
 @gpt2_and_t5
 def test_a_compiled_training_step_is_one_graph_for_every_step(family):
     torch._dynamo.reset()
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(family, **ONE_LAYER[family])
     fused.loss_type = "ForCausalLM"
     compiled = torch.compile(lambda **batch: fused(**batch, use_cache=False), backend="aot_eager", fullgraph=True)
     for index in range(3):
@@ -331,7 +337,7 @@ def test_a_compiled_training_step_is_one_graph_for_every_step(family):
 @every_family
 def test_memory_efficient_fusion_traces_through_it(family):
     torch._dynamo.reset()
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(family, **ONE_LAYER[family])
     fuseopt.restore(fused)
     both = {"kernel_fusion": {**CONFIG["kernel_fusion"], "memory_efficient_fusion": {"backend": "aot_eager"}}}
     fuseopt.initialize(fused, both)
@@ -379,7 +385,7 @@ def test_heads_of_other_families_in_a_compiled_step(cls):
 def test_a_compiled_step_returns_hidden_states_in_the_dtype_of_the_product(family, monkeypatch):
     """For what nobody looks at, autograd makes zeros of that size for the backward."""
     torch._dynamo.reset()
-    model, plain, returned = getattr(tiny, family)(**NO_DROPOUT[family]).train(), partitioner.compile_graph, []
+    model, plain, returned = model_of(family, **ONE_LAYER[family]), partitioner.compile_graph, []
 
     def compile_graph(graph, inputs, **options):
         compiled = plain(graph, inputs, **options)
