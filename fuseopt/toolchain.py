@@ -42,6 +42,9 @@ _SIMD_FLAGS = ("-O3", "-fopenmp-simd", "-fno-trapping-math")
 _UNITS_A_PROCESSOR = 2
 _BINDING_SUFFIX = "_binding.cpp"
 
+MANY_KERNELS = ("rms_norm.cu", "softmax.cu")
+"""Sources that take longer to compile than their size tells, for the many dtypes and shapes of their kernels."""
+
 
 class ToolchainError(Exception):
     """No library of this kind can be compiled on this machine; the message says why."""
@@ -76,7 +79,8 @@ class Recipe:
         count = min(len(others), _UNITS_A_PROCESSOR * (os.cpu_count() or 1))
         # Dealt out, so that each has its share of the longest.
         units = [tuple(others[first::count]) for first in range(count)]
-        return (*units, bindings) if bindings else tuple(units)
+        # Together they take about as long as the longest of the others.
+        return (bindings, *units) if bindings else tuple(units)
 
 
 def cpu_recipe(*, portable: bool = False) -> Recipe:
@@ -300,8 +304,12 @@ def _sources(kind: str) -> tuple[Path, ...]:
     sources = [path for path in (CSRC / kind).glob("*") if path.suffix in (".cpp", ".cu")]
     if not sources:
         raise ToolchainError(f"there are no sources in {CSRC / kind}")
+
     # The longest first: begun last, it would be compiled alone at the end.
-    return tuple(sorted(sources, key=lambda path: (-_size_with_headers(path), path.name)))
+    def order(path: Path) -> tuple[bool, int, str]:
+        return path.name not in MANY_KERNELS, -_size_with_headers(path), path.name
+
+    return tuple(sorted(sources, key=order))
 
 
 def _size_with_headers(source: Path) -> int:

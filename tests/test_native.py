@@ -244,7 +244,14 @@ def test_what_takes_longest_is_compiled_first(csrc, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     recipe = toolchain.cpu_recipe()
     assert [source.stem for source in recipe.sources] == ["a_binding", "short", "long", "answer", "other"]
-    assert [unit[0].stem for unit in recipe.units] == ["short", "long", "answer", "other", "a_binding"]
+    assert [unit[0].stem for unit in recipe.units] == ["a_binding", "short", "long", "answer", "other"]
+
+    monkeypatch.setattr(toolchain, "MANY_KERNELS", ("answer.cpp",))
+    assert [source.stem for source in toolchain.cpu_recipe().sources][:2] == ["answer", "a_binding"]
+
+
+def test_sources_that_are_known_to_take_long_are_there():
+    assert {path.name for path in (toolchain.CSRC / "cuda").glob("*.cu")} > set(toolchain.MANY_KERNELS)
 
 
 @pytest.mark.parametrize("processors", [1, None])

@@ -1,9 +1,9 @@
 // Softmax of scale * input + mask over the last dimension, and its gradient.
 //
-// Rows that fit stay in the registers of half a warp, a warp or a block. Wider rows are read once into registers and
-// shared memory of a block, the maximum and the sum being kept up as they pass (online softmax: Milakov and Gimelshein,
-// 2018). Those too wide for that as well stay in the registers of a cluster of blocks, which reads most of a row twice
-// that is wider still. Rows of odd length still move in 16-byte vectors, those of the whole matrix: see RowSpan.
+// Rows that fit stay in the registers of a warp or part of one, or of a block. Wider rows are read once into registers
+// and shared memory of a block, the maximum and the sum being kept up as they pass (online softmax: Milakov and
+// Gimelshein, 2018). Those too wide for that as well stay in the registers of a cluster of blocks, which reads most of a
+// row twice that is wider still. Rows of odd length still move in 16-byte vectors, those of the whole matrix: see RowSpan.
 #include "softmax.cuh"
 
 namespace fuseopt::softmax {
