@@ -108,13 +108,7 @@ class Selection:
         ops.decode_head_select_(
             hidden.hidden,
             hidden.head.weights[0],
-            state.tokens,
-            state.ids,
-            state.length,
-            state.unfinished,
-            state.going,
-            state.pad,
-            self.eos,
+            *self._written(state),
             norm=kind,
             norm_weight=weight,
             norm_bias=bias,
@@ -136,18 +130,16 @@ class Selection:
             divisors = torch.empty_like(scores).exponential_()
         ops.decode_select_(
             scores,
-            state.tokens,
-            state.ids,
-            state.length,
-            state.unfinished,
-            state.going,
-            state.pad,
-            self.eos,
+            *self._written(state),
             counters=counters,
             divisors=divisors,
             edits=self._edits_left(state),
             overlap=True,
         )
+
+    def _written(self, state: DecodeState) -> tuple[Tensor | None, ...]:
+        """What the ops that end a step take of its state, in their order, and the ids that end a row."""
+        return state.tokens, state.ids, state.length, state.unfinished, state.going, state.pad, self.eos
 
     def _processed(self, state: DecodeState, scores: Tensor) -> Tensor:
         """After all processors but the edits that are left to the op that selects."""

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fuseopt.ops import registry
-from fuseopt.ops.decode_linear import FEW_ROWS, decode_linear_reference
-from fuseopt.ops.decode_select import check_state, decode_select_reference
-from fuseopt.ops.library import check_shape, define
+from fuseopt.ops.decode_linear import FEW_ROWS, check_layer, decode_linear
+from fuseopt.ops.decode_select import check_state, decode_select_
+from fuseopt.ops.library import define
 
 
 def _fake(
@@ -70,32 +70,45 @@ def decode_head_select_(
     Where the linear layer's CUDA kernel streams a large weight of 16 bits, behind a norm and with at most 8 rows, its
     blocks keep the highest of the scores that they make, and no launch looks for it.
 
+    More than `FEW_ROWS` rows are left to those two.
+
     Args:
-        input: [rows, K], at most `FEW_ROWS` rows for the CUDA kernels; as `decode_linear` takes it.
-        weight: [V, K], as `decode_linear` takes it.
+        input: [rows, K], as `decode_linear` takes it.
+        weight: [V, K], V > 0, as `decode_linear` takes it.
         tokens, ids, length, unfinished, going, pad, eos, counters: as `decode_select_` takes them.
         norm, norm_weight, norm_bias, eps, ahead: as `decode_linear` takes them.
         overlap: of both: the predecessor on the stream must write none of the parameters.
         backend: "auto", "cuda" or "reference".
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes or options that do not fit together.
         TypeError: dtypes other than these.
         BackendError: the backend named cannot run here, or tensors that require a gradient under grad mode.
     """
-    if input.dim() != 2:
-        raise ValueError(f"input must be [rows, K], not {tuple(input.shape)}")
-    check_shape("weight", weight, torch.Size((weight.shape[0], input.shape[1])))
+    if input.dim() != 2 or len(weight) == 0:
+        raise ValueError(
+            f"input must be [rows, K] and weight [V, K] with V > 0, not {tuple(input.shape)} and {tuple(weight.shape)}"
+        )
+    check_layer(input, [weight], [], None, norm, norm_weight, norm_bias, None, False)
     check_state(len(input), tokens, ids, length, unfinished, going, pad)
     state = (tokens, ids, length, unfinished, going, pad, eos)
     chosen = registry.pick_without_gradient(
         "decode_head_select_", backend, (input.dtype, weight.dtype), input, weight, norm_weight, norm_bias
     )
-    if chosen == "reference" or (backend == "auto" and len(input) > FEW_ROWS):
-        scores = decode_linear_reference(
-            input, weight, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, eps=eps
+    if chosen == "reference" or len(input) > FEW_ROWS:
+        each = "reference" if chosen == "reference" else backend
+        scores = decode_linear(
+            input,
+            weight,
+            norm=norm,
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
+            eps=eps,
+            overlap=overlap,
+            ahead=ahead,
+            backend=each,
         )
-        decode_select_reference(scores, *state, counters=counters)
+        decode_select_(scores, *state, counters=counters, overlap=overlap, backend=each)
     else:
         RAW[chosen](
             input, weight, norm or "", norm_weight, norm_bias, eps, list(ahead), *state, list(counters), overlap

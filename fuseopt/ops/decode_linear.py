@@ -116,7 +116,7 @@ def _as_list(tensors: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def _check(
+def check_layer(
     input: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
@@ -127,6 +127,7 @@ def _check(
     activation: str | None,
     gated: bool,
 ) -> None:
+    """Raises a ValueError where these cannot be a layer."""
     if norm not in (None, *NORMS):
         raise ValueError(f"norm must be None, {' or '.join(map(repr, NORMS))}, not {norm!r}")
     if norm is None and (norm_weight is not None or norm_bias is not None):
@@ -200,7 +201,7 @@ def decode_linear_reference(
 ) -> Tensor:
     """`decode_linear` in plain PyTorch, for any number of rows."""
     weights, biases = _as_list(weight), _as_list(bias)
-    _check(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
+    check_layer(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
     return _reference(
         input, weights, biases, residual, norm or "", norm_weight, norm_bias, eps, activation or "", gated
     )
@@ -260,7 +261,7 @@ def decode_linear(
         BackendError: the backend named cannot run here; the message says why.
     """
     weights, biases = _as_list(weight), _as_list(bias)
-    _check(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
+    check_layer(input, weights, biases, residual, norm, norm_weight, norm_bias, activation, gated)
     rows = input.shape[:-1].numel()
     if rows > MAX_ROWS:
         if backend == "cuda":

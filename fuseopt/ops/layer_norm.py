@@ -242,7 +242,6 @@ registry.register(
         # Where `fuseopt bench ops` found the CUDA kernels slower by a hundredth or more, on an H200 or an H100.
         preferences=(
             registry.Preference("triton", False, torch.bfloat16, (1600, 1600), MANY_ELEMENTS),
-            registry.Preference("triton", False, torch.float32, (1600, 1600), MANY_ELEMENTS, gpu="H200"),
             registry.Preference("triton", False, torch.float32, (4096, 4096), MANY_ELEMENTS),
             registry.Preference("triton", True, torch.float32, (768, 768), MANY_ELEMENTS, gpu="H200"),
             registry.Preference("triton", True, torch.float32, (1600, 1600), MANY_ELEMENTS, gpu="H200"),

@@ -9,20 +9,14 @@ from torch import Tensor
 from fuseopt.errors import BackendError
 from fuseopt.ops import decode_head_select_, decode_linear, decode_select_, registry
 from tests.ops.cases import DTYPES, Case, cases
+from tests.ops.test_decode_select import state_of as decode_state_of
 
 every_case = pytest.mark.parametrize("case", cases("decode_head_select_"))
 NORMS = ("layer_norm", "t5_rms_norm", None)
 
 
 def state_of(rows: int, device: torch.device) -> dict[str, Tensor]:
-    return {
-        "tokens": torch.full((rows,), -1, device=device),
-        "ids": torch.full((rows, 9), -1, device=device),
-        "length": torch.tensor([4], device=device),
-        "unfinished": torch.arange(rows, device=device) != 1,
-        "going": torch.ones((), dtype=torch.bool, device=device),
-        "pad": torch.tensor(3, device=device),
-    }
+    return decode_state_of(rows, 4, [1] if rows > 1 else [], device)
 
 
 def norm_of(kind: str | None, columns: int, like: Tensor) -> dict[str, object]:
@@ -48,7 +42,9 @@ def check(case: Case, input: Tensor, weight: Tensor, norm: dict[str, object]) ->
 @every_case
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize(("rows", "vocabulary", "columns"), [(1, 7, 33), (3, 300, 48), (9, 1000, 64), (16, 40, 8)])
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "columns"), [(1, 7, 33), (3, 300, 48), (9, 1000, 64), (16, 40, 8), (17, 40, 8)]
+)
 def test_small_heads(
     case: Case, dtype: torch.dtype, norm: str | None, rows: int, vocabulary: int, columns: int
 ) -> None:
@@ -108,12 +104,20 @@ def test_wrong_arguments_change_nothing(case: Case) -> None:
     input, weight = torch.zeros(2, 8, device=case.device), torch.zeros(5, 8, device=case.device)
     for arguments, exception, message in (
         ((input[0], weight, *state.values()), ValueError, "input must be"),
+        ((input, weight[:0], *state.values()), ValueError, "V > 0"),
         ((input, weight[:, :4], *state.values()), ValueError, "weight must have shape"),
         ((input, weight, *(state | {"tokens": state["tokens"][:1]}).values()), ValueError, "tokens must have shape"),
         ((input, weight, *(state | {"ids": state["ids"].int()}).values()), TypeError, "ids must be int64"),
     ):
         with pytest.raises(exception, match=message):
             case(*arguments)
+    for options, message in (
+        ({"norm": "batch_norm"}, "norm must be"),
+        ({"norm_weight": weight[0]}, "need a norm"),
+        ({"norm": "layer_norm", "norm_weight": weight[:, 0]}, "norm_weight must have shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            case(input, weight, *state.values(), **options)
     with pytest.raises(BackendError, match="autograd"):
         decode_head_select_(input.requires_grad_(), weight, *state.values(), backend="cuda")
     assert all(torch.equal(state[name], before[name]) for name in state)

@@ -104,27 +104,29 @@ bool suits_many_rows(const DecodeLinear& layer) {
   return suits;
 }
 
-// Whether launch_decode_linear_mma takes the kernel that streams.
 template <typename T>
-bool takes_stream(const DecodeLinear& layer) {
-  return compute_capability_major() >= 8 && suits_mma<T>(layer) && !layer.weights_are_transposed && streams(layer);
+bool takes_mma(const DecodeLinear& layer) {
+  return compute_capability_major() >= 8 && suits_mma<T>(layer);
 }
+
+// Of those, the layers for the kernel that streams.
+inline bool takes_stream(const DecodeLinear& layer) { return !layer.weights_are_transposed && streams(layer); }
 
 template <typename T>
 int64_t decode_linear_parts(const DecodeLinear& layer) {
   const bool has_best = layer.rows > 0 && layer.rows <= kHalfRows && layer.norm != kNoNorm && layer.weight_count == 1 &&
-                        !layer.gated && layer.output.dtype == kDType<T> && takes_stream<T>(layer);
+                        !layer.gated && layer.output.dtype == kDType<T> && takes_mma<T>(layer) && takes_stream(layer);
   return has_best ? StreamPlan(layer).clusters() : 0;
 }
 
 template <typename T>
 bool launch_decode_linear_mma(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
-  if (compute_capability_major() < 8 || !suits_mma<T>(layer)) return false;
+  if (!takes_mma<T>(layer)) return false;
   const bool is_wide = layer.input.dtype != kDType<T>, has_norm = layer.norm != kNoNorm;
   if (is_wide && layer.weights_are_transposed) return false;
   if (layer.weights_are_transposed && streams_lines(layer)) {
     error = launch_lines<T>(layer, stream);
-  } else if (takes_stream<T>(layer)) {
+  } else if (takes_stream(layer)) {
     error = launch_stream<T>(layer, stream);
   } else if (layer.weights_are_transposed) {
     error = has_norm ? launch_mma<T, T, Layout::kLines, true, false>(layer, stream)

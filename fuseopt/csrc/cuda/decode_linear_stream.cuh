@@ -13,11 +13,6 @@ namespace fuseopt {
 constexpr int kMaxStreamCluster = 8;
 constexpr int kSumsStride = kStreamColumns + 4;  // 4: rows of sums start in different banks
 
-// Of a head, behind a norm, with a warp for each row when outputs are stored.
-template <bool kNorm, int kHalves>
-constexpr bool kIsForHeads = kNorm && kHalves == 1;
-static_assert(kHalfRows <= kStreamWarps && kStreamColumns == kWarpSize);
-
 template <typename T, typename X, bool kNorm, int kHalves, int kStages>
 __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStages == 2 ? 3 : 2)
     decode_linear_stream_kernel(const __grid_constant__ StreamLayer<T> layer) {
@@ -122,7 +117,9 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   __syncwarp();
 
   int stage = 0;
-  constexpr bool kGivesBest = kIsForHeads<kNorm, kHalves>;
+  // Of a head, behind a norm: when outputs are stored, a warp has a row of them.
+  constexpr bool kGivesBest = kNorm && kHalves == 1;
+  static_assert(kHalfRows <= kStreamWarps && kStreamColumns == kWarpSize);
   Candidate<float> best;
 #pragma unroll 1
   while (true) {
