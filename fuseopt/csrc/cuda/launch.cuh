@@ -16,7 +16,10 @@ using IntTag = std::integral_constant<int, kValue>;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Blocks for a grid-stride loop over rows.
+// Whether a grid has a block for every row. Beyond that the "any" kernels walk the rows.
+inline bool fits_grid(int64_t rows) { return rows <= INT32_MAX; }
+
+// Blocks that have a team for every row, or for a grid-stride loop over the rows.
 template <typename Shape>
 unsigned row_blocks(int64_t rows, int threads, int64_t most_blocks = INT32_MAX) {
   return static_cast<unsigned>(std::min(ceil_div(rows, Shape::rows_per_block(threads)), most_blocks));

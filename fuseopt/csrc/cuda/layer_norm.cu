@@ -160,20 +160,21 @@ extern "C" cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer r
   const TypedPointer parameter = weight.data != nullptr ? weight : bias;
   bool launched = false;
   if (!float64 && output.dtype != kFloat64 && fits_grid(rows) && have_dtype(parameter.dtype, {bias})) {
-    launched = dispatch_fwd<kBlockElements, false>(
-        input, residual, parameter, rows, columns, vectors,
-        [&](auto types, auto shape, auto width, int threads, TypedPointer wide, TypedPointer narrow) {
-          using Types = decltype(types);
-          using T = typename Types::T;
-          using Shape = decltype(shape);
-          // A multiprocessor has registers for some 25 rows of such sums. Of a few more, single warps start as others end.
-          if (std::is_same_v<Shape, NarrowRow> && residual.data != nullptr) threads = kWarpSize;
-          launch_following(layer_norm_fwd_kernel<T, typename Types::R, typename Types::W, Shape, width>,
-                           row_blocks<Shape>(rows, threads), threads, 0, stream,
-                           {static_cast<const T*>(wide.data), narrow, static_cast<T*>(sum.data)}, weight, bias, output,
-                           static_cast<float*>(mean.data), static_cast<float*>(rstd.data), rows,
-                           static_cast<int>(columns), 1.0f / columns, static_cast<float>(eps));
-        });
+    const auto launch = [&](auto types, auto shape, auto width, int threads, TypedPointer wide, TypedPointer narrow) {
+      using Types = decltype(types);
+      using T = typename Types::T;
+      using Shape = decltype(shape);
+      // A multiprocessor has registers for some 25 rows of such sums. Of a few more, single warps start as others end.
+      if (std::is_same_v<Shape, NarrowRow> && residual.data != nullptr) threads = kWarpSize;
+      launch_following(layer_norm_fwd_kernel<T, typename Types::R, typename Types::W, Shape, width>,
+                       row_blocks<Shape>(rows, threads), threads, 0, stream,
+                       {static_cast<const T*>(wide.data), narrow, static_cast<T*>(sum.data)}, weight, bias, output,
+                       static_cast<float*>(mean.data), static_cast<float*>(rstd.data), rows,
+                       static_cast<int>(columns), 1.0f / columns, static_cast<float>(eps));
+    };
+    launched = residual.data != nullptr
+                   ? dispatch_fwd<kBlockElements, false, true>(input, residual, parameter, rows, columns, vectors, launch)
+                   : dispatch_fwd<kBlockElements, false, false>(input, residual, parameter, rows, columns, vectors, launch);
   }
   if (!launched) {
     const auto launch_any = [&](auto kernel, auto precise_eps) {

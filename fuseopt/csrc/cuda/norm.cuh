@@ -117,10 +117,11 @@ struct FwdTypes {
 };
 
 // Calls `launch(TypeTag<T>, TypeTag<R>, wide, narrow)` for a sum of type T of `wide`, of type T, and `narrow`, of type R:
-// `input` and `residual` in either order. R is void without a residual. Does nothing for other dtypes than the fast ones.
-template <typename Launch>
+// `input` and `residual` in either order. Unless `kOfSum` there is no residual, and R is void. Does nothing for other
+// dtypes than the fast ones.
+template <bool kOfSum, typename Launch>
 void dispatch_stream_dtypes(TypedPointer input, TypedPointer residual, Launch launch) {
-  if (residual.data == nullptr) {
+  if constexpr (!kOfSum) {
     dispatch_fast_dtype(input.dtype, [&](auto tag) { launch(tag, TypeTag<void>{}, input, residual); });
   } else if (input.dtype == residual.dtype) {
     dispatch_fast_dtype(input.dtype, [&](auto tag) { launch(tag, tag, input, residual); });
@@ -153,12 +154,13 @@ bool dispatch_parameter_dtype(TypedPointer parameter, Launch launch) {
 // Calls `launch(FwdTypes, RowShape, IntTag<kWidth>, threads, wide, narrow)`, the last two as above; false when there is
 // no kernel for these dtypes or so wide a row. `parameter` is one of those present, which share a dtype. `vectors`: all
 // tensors are aligned for them; where they are not, all have to share one dtype. `kRmsNorm`: a warp may then have a row
-// of 16-bit elements, and parameters may be narrower than the sum, as a T5's in float16 are; no LayerNorm's are.
-template <int kBlockElements, bool kRmsNorm, typename Launch>
+// of 16-bit elements, and parameters may be narrower than the sum, as a T5's in float16 are; no LayerNorm's are. `kOfSum`:
+// there is a residual.
+template <int kBlockElements, bool kRmsNorm, bool kOfSum, typename Launch>
 bool dispatch_fwd(TypedPointer input, TypedPointer residual, TypedPointer parameter, int64_t rows, int64_t columns,
                   bool vectors, Launch launch) {
   bool launched = false;
-  dispatch_stream_dtypes(input, residual, [&](auto tag, auto residual_tag, TypedPointer wide, TypedPointer narrow) {
+  dispatch_stream_dtypes<kOfSum>(input, residual, [&](auto tag, auto residual_tag, TypedPointer wide, TypedPointer narrow) {
     using T = typename decltype(tag)::type;
     using R = typename decltype(residual_tag)::type;
     const auto launch_with = [&](auto types) {
@@ -228,9 +230,6 @@ BwdLaunch bwd_launch(int threads, int64_t columns, int tensors, int ring_threads
   while (blocks > 1 && stages_of(blocks) < kEnoughRingStages) --blocks;
   return {blocks, stages_of(blocks), weight_bytes + stages_of(blocks) * stage_bytes};
 }
-
-// Whether there is a forward block for every row. Beyond that the "any" path walks the rows.
-inline bool fits_grid(int64_t rows) { return rows <= INT32_MAX; }
 
 inline unsigned any_grid(int64_t rows) {
   return static_cast<unsigned>(std::min<int64_t>(rows, 8 * multiprocessor_count()));

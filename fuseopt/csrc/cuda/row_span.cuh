@@ -15,9 +15,6 @@ struct RowSpan {
   int64_t edge;   // this lane's element outside the whole vectors, or kNone
   static constexpr int64_t kNone = -1;
 
-  // Of no row.
-  __device__ RowSpan() : begin(0), first(0), vectors(0), edge(kNone) {}
-
   // Of rows that are whole vectors, in an aligned matrix.
   __device__ RowSpan(int64_t row, int columns)
       : begin(row * columns), first(begin / kWidth), vectors(columns / kWidth), edge(kNone) {}

@@ -81,7 +81,7 @@ struct RowShape {
   static int rows_per_block(int threads) { return kWithinWarp ? threads / kTeamLanes<kTeam> : 1; }
 };
 
-// A thread's view of its team. Teams walk the rows in a grid-stride loop, those of a warp together.
+// A thread's view of its team. Where teams walk the rows in a grid-stride loop, those of a warp walk together.
 template <Team kTeam, typename Acc = float>
 class RowTeam {
  public:

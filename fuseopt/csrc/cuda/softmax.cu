@@ -15,10 +15,9 @@ constexpr int kLightRow = 2048;     // and of more elements than these
 constexpr int kFewRowsThreads = 256;  // a row at most, where there are few
 constexpr int kAnyThreads = 256;
 
-// The row that a team reads: none where only another team of its warp has one. `kWhole`: rows are whole vectors.
+// `kWhole`: rows are whole vectors.
 template <bool kWhole, int kWidth>
-__device__ RowSpan<kWidth> span_of(int64_t row, int64_t rows, int columns, int lane) {
-  if (row >= rows) return {};
+__device__ RowSpan<kWidth> span_of(int64_t row, int columns, int lane) {
   if constexpr (kWhole) return {row, columns};
   else return {row, columns, lane};
 }
@@ -33,55 +32,54 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   constexpr bool kPrecise = sizeof(T) == 4;
   using Logits = RowLogits<T, M, kVectors>;
   RowTeam<Shape::kTeam> team;
+  const int64_t row = team.index;
+  if (row >= rows) return;
+  const auto span = span_of<kWhole, kWidth>(row, columns, team.lane);
+  Logits logits(input, span, team, scale);
+  const RowMask<M> row_mask(mask, row);  // while the input is on its way
+  logits.load(row_mask, span, team);
 
-  for (int64_t row = team.index; team.walks(row, rows); row += team.count) {
-    const auto span = span_of<kWhole, kWidth>(row, rows, columns, team.lane);
-    Logits logits(input, span, team, scale);
-    const RowMask<M> row_mask(mask, row);  // while the input is on its way
-    logits.load(row_mask, span, team);
+  float edge = -INFINITY;
+  if constexpr (!kWhole) edge = edge_logit(input, span, scale, row_mask);
+  float max = edge;
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const int v = team.lane + k * team.size;
+    if (v >= span.vectors) continue;
+    logits.make(k);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) max = fmaxf(max, logits.at(k, j));
+  }
+  max = team.template reduce<Max>(max);
 
-    float edge = -INFINITY;
-    if constexpr (!kWhole) edge = edge_logit(input, span, scale, row_mask);
-    float max = edge;
+  const auto exponential = [&](int k, int j) { return exp_as<kPrecise>(logits.at(k, j) - max); };
+  edge = kWhole ? 0.0f : exp_as<kPrecise>(edge - max);
+  float sum = edge;
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int v = team.lane + k * team.size;
-      if (v >= span.vectors) continue;
-      logits.make(k);
+  for (int k = 0; k < kVectors; ++k) {
+    if (team.lane + k * team.size >= span.vectors) continue;
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) max = fmaxf(max, logits.at(k, j));
+    for (int j = 0; j < kWidth; ++j) {
+      const float value = exponential(k, j);
+      if constexpr (!Logits::kRemade) logits.values[k][j] = value;
+      sum += value;
     }
-    max = team.template reduce<Max>(max);
+  }
+  sum = team.template reduce<Sum>(sum);
+  const float inverse_sum = 1.0f / sum;
 
-    const auto exponential = [&](int k, int j) { return exp_as<kPrecise>(logits.at(k, j) - max); };
-    edge = kWhole ? 0.0f : exp_as<kPrecise>(edge - max);
-    float sum = edge;
+  if (!kWhole && span.edge != span.kNone) store_as(output, span.edge, divide<kPrecise>(edge, sum, inverse_sum));
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      if (team.lane + k * team.size >= span.vectors) continue;
+  for (int k = 0; k < kVectors; ++k) {
+    const int v = team.lane + k * team.size;
+    if (v >= span.vectors) continue;
+    float result[kWidth];
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        const float value = exponential(k, j);
-        if constexpr (!Logits::kRemade) logits.values[k][j] = value;
-        sum += value;
-      }
+    for (int j = 0; j < kWidth; ++j) {
+      const float value = Logits::kRemade ? exponential(k, j) : logits.at(k, j);
+      result[j] = divide<kPrecise>(value, sum, inverse_sum);
     }
-    sum = team.template reduce<Sum>(sum);
-    const float inverse_sum = 1.0f / sum;
-
-    if (!kWhole && span.edge != span.kNone) store_as(output, span.edge, divide<kPrecise>(edge, sum, inverse_sum));
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int v = team.lane + k * team.size;
-      if (v >= span.vectors) continue;
-      float result[kWidth];
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        const float value = Logits::kRemade ? exponential(k, j) : logits.at(k, j);
-        result[j] = divide<kPrecise>(value, sum, inverse_sum);
-      }
-      store_floats(output, span.first + v, result);
-    }
+    store_floats(output, span.first + v, result);
   }
 }
 
@@ -94,43 +92,42 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   constexpr int kWidth = kVectorWidth<T>;
   constexpr int kVectors = Shape::kElements / kWidth;
   RowTeam<Shape::kTeam> team;
-
-  for (int64_t row = team.index; team.walks(row, rows); row += team.count) {
-    const auto span = span_of<kWhole, kWidth>(row, rows, columns, team.lane);
-    Vector<T> y[kVectors] = {}, g[kVectors] = {};
+  const int64_t row = team.index;
+  if (row >= rows) return;
+  const auto span = span_of<kWhole, kWidth>(row, columns, team.lane);
+  Vector<T> y[kVectors] = {}, g[kVectors] = {};
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int v = team.lane + k * team.size;
-      if (v < span.vectors) {
-        y[k] = load_vector(output, span.first + v);
-        g[k] = load_vector(grad_output, span.first + v);
-      }
+  for (int k = 0; k < kVectors; ++k) {
+    const int v = team.lane + k * team.size;
+    if (v < span.vectors) {
+      y[k] = load_vector(output, span.first + v);
+      g[k] = load_vector(grad_output, span.first + v);
     }
-    const bool has_edge = !kWhole && span.edge != span.kNone;
-    const float edge_y = has_edge ? to_float(output[span.edge]) : 0.0f;
-    const float edge_g = has_edge ? to_float(grad_output[span.edge]) : 0.0f;
+  }
+  const bool has_edge = !kWhole && span.edge != span.kNone;
+  const float edge_y = has_edge ? to_float(output[span.edge]) : 0.0f;
+  const float edge_g = has_edge ? to_float(grad_output[span.edge]) : 0.0f;
 
-    float dot = edge_g * edge_y;
+  float dot = edge_g * edge_y;
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
+  for (int k = 0; k < kVectors; ++k) {
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) dot += g[k][j] * y[k][j];
-    }
-    dot = team.template reduce<Sum>(dot);
+    for (int j = 0; j < kWidth; ++j) dot += g[k][j] * y[k][j];
+  }
+  dot = team.template reduce<Sum>(dot);
 
-    if (has_edge) store_as(grad_input, span.edge, scale * edge_y * (edge_g - dot));
+  if (has_edge) store_as(grad_input, span.edge, scale * edge_y * (edge_g - dot));
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      float values[kWidth];
+  for (int k = 0; k < kVectors; ++k) {
+    float values[kWidth];
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[j] = scale * y[k][j] * (g[k][j] - dot);
-      const int v = team.lane + k * team.size;
-      if (v < span.vectors) store_floats(grad_input, span.first + v, values);
-    }
+    for (int j = 0; j < kWidth; ++j) values[j] = scale * y[k][j] * (g[k][j] - dot);
+    const int v = team.lane + k * team.size;
+    if (v < span.vectors) store_floats(grad_input, span.first + v, values);
   }
 }
 
-// An element at a time, a block a row: float64 and unaligned tensors.
+// An element at a time, a block a row: float64, unaligned tensors, and more rows than a grid has blocks.
 template <typename Acc>
 __global__ void __launch_bounds__(kAnyThreads)
     softmax_fwd_any_kernel(TypedPointer input, IndexedMask mask, TypedPointer output, int64_t rows, int64_t columns,
@@ -194,7 +191,8 @@ extern "C" cudaError_t fuseopt_softmax_fwd(TypedPointer input, SoftmaxMask mask,
   if (rows == 0 || columns == 0) return cudaSuccess;
   const IndexedMask indexed(mask);
   bool launched = false;
-  if (output.dtype != kFloat64 && is_aligned(input.data) && is_aligned(output.data) && columns <= INT32_MAX) {
+  if (output.dtype != kFloat64 && is_aligned(input.data) && is_aligned(output.data) && columns <= INT32_MAX &&
+      fits_grid(rows)) {
     dispatch_fast_dtype(input.dtype, [&](auto input_tag) {
       using T = typename decltype(input_tag)::type;
       launched = dispatch_mask<T>(mask, [&](auto mask_tag) {
@@ -228,7 +226,7 @@ extern "C" cudaError_t fuseopt_softmax_bwd(TypedPointer grad_output, TypedPointe
   if (rows == 0 || columns == 0) return cudaSuccess;
   bool launched = false;
   if (grad_input.dtype != kFloat64 && is_aligned(grad_output.data) && is_aligned(output.data) &&
-      is_aligned(grad_input.data) && columns <= INT32_MAX) {
+      is_aligned(grad_input.data) && columns <= INT32_MAX && fits_grid(rows)) {
     launched = dispatch_fast_dtype(output.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
       const T* const g = static_cast<const T*>(grad_output.data);

@@ -15,7 +15,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
@@ -90,6 +89,9 @@ class WithoutGil {
  private:
   PyThreadState* state_;
 };
+
+// As at::autocast::is_autocast_enabled finds out, whose header costs its compiler seconds.
+bool is_cuda_autocast_enabled() { return !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCUDA); }
 
 // Whether the op alone answers for this tensor.
 bool is_plain(const at::Tensor& tensor, c10::DeviceType device, bool with_gradients) {
@@ -208,7 +210,7 @@ PyObject* call(PyObject* self, PyObject* const* arguments, size_t flagged_count,
     PyErr_SetString(PyExc_TypeError, "expected a backend, a tensor and the other arguments of the raw op, none by name");
     return nullptr;
   }
-  if (!THPVariable_CheckExact(arguments[1]) || (calls.autocasts && at::autocast::is_autocast_enabled(at::kCUDA))) {
+  if (!THPVariable_CheckExact(arguments[1]) || (calls.autocasts && is_cuda_autocast_enabled())) {
     Py_RETURN_NOTIMPLEMENTED;
   }
   const at::Tensor& input = THPVariable_Unpack(arguments[1]);
