@@ -60,6 +60,28 @@ inline size_t shared_bytes_per_multiprocessor() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
 }
 
+// Shared memory that nobody uses, for the blocks of a grid that the device holds at once: so much that a multiprocessor
+// has room for no more of them than its share. They start where those of the kernel ahead have ended, and would else crowd
+// where these end first. Declare one (static) beside each kernel's launch.
+class EvenShare {
+ public:
+  // Bytes a block.
+  template <typename Kernel>
+  size_t operator()(Kernel kernel, unsigned blocks, int threads) {
+    constexpr int kLeast = 5;             // smaller shares would take more than a block may have unasked
+    constexpr int kMost = 31;             // of the blocks that a multiprocessor can have
+    constexpr int64_t kOthers = 2 * 1024;  // of a block, by the system and what the kernel declares
+    const int processors = multiprocessor_count();
+    const int64_t share = ceil_div(blocks, processors);
+    if (share < kLeast || share > kMost || !is_sm90_or_newer()) return 0;
+    if (resident_(kernel, threads, 0) <= share * processors) return 0;
+    return cached_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>() / share - kOthers;
+  }
+
+ private:
+  ResidentBlocks resident_;
+};
+
 struct LaunchShape {
   unsigned blocks;
   unsigned threads;

@@ -202,8 +202,11 @@ extern "C" cudaError_t fuseopt_softmax_fwd(TypedPointer input, SoftmaxMask mask,
         const float factor = static_cast<float>(scale);
         const bool narrow = dispatch_softmax_row<T>(rows, columns, [&](auto shape, int threads, auto whole) {
           using Shape = decltype(shape);
-          launch_following(softmax_fwd_kernel<T, M, Shape, whole>, row_blocks<Shape>(rows, threads), threads, 0, stream, x,
-                           indexed, output, rows, row_columns, factor);
+          static EvenShare even_share;
+          const auto kernel = softmax_fwd_kernel<T, M, Shape, whole>;
+          const unsigned blocks = row_blocks<Shape>(rows, threads);
+          launch_following(kernel, blocks, threads, even_share(kernel, blocks, threads), stream, x, indexed, output, rows,
+                           row_columns, factor);
         });
         if (narrow) return;
         launch_softmax_fwd_wide(input, mask, output, rows, row_columns, factor, stream);
@@ -235,8 +238,11 @@ extern "C" cudaError_t fuseopt_softmax_bwd(TypedPointer grad_output, TypedPointe
       const float factor = static_cast<float>(scale);
       const auto launch = [&](auto shape, int threads, auto whole) {
         using Shape = decltype(shape);
-        launch_following(softmax_bwd_kernel<T, Shape, whole>, row_blocks<Shape>(rows, threads), threads, 0, stream, g, y,
-                         grad_input, rows, row_columns, factor);
+        static EvenShare even_share;
+        const auto kernel = softmax_bwd_kernel<T, Shape, whole>;
+        const unsigned blocks = row_blocks<Shape>(rows, threads);
+        launch_following(kernel, blocks, threads, even_share(kernel, blocks, threads), stream, g, y, grad_input, rows,
+                         row_columns, factor);
       };
       using Light = RowShape<kLightElements, Team::kBlock>;
       const auto launch_light = [&](auto shape, int threads) { launch(shape, threads, std::true_type{}); };
