@@ -26,6 +26,7 @@ class Prefilled:
         cross_slots: likewise of the cross-attention cache.
         pending: the first logits are not there: the state is ready for a step that takes the only token of the prompt.
         has_ids: the state has the prompt's tokens.
+        had_run: all of this was so before the call was prepared.
         note: why something could not be captured.
     """
 
@@ -33,6 +34,7 @@ class Prefilled:
     cross_slots: int = 0
     pending: bool = False
     has_ids: bool = False
+    had_run: bool = False
     note: str = ""
 
 
@@ -62,22 +64,24 @@ def prefill(
         keep = None
     if not is_plain(model, input_ids, config, model_kwargs) or (keep is not None and length == 1):
         step.begin()
-        return _by_the_model(model, state, input_ids, config, model_kwargs)
+        prefilled = _by_the_model(model, state, input_ids, config, model_kwargs)
+        if encodes:
+            step.fold(state)
+        return prefilled
     if encodes:
         encoded, mask = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
         has_run = ahead is not None and ahead.state is state and ahead.inputs is encoded
         if ahead is not None and has_run and ahead.stands_for(mask, config.decoder_start_token_id):
-            note = ahead.note
-        else:
-            per_item = slice(None, None, state.sizes.rows_per_item)
-            mask = None if mask is None else mask[per_item]
-            note = run_encoded(step, graphs, state, encoded[0][per_item], mask, input_ids[:, 0])
+            return Prefilled(1, encoded[0].shape[1], had_run=True, note=ahead.note)
+        per_item = slice(None, None, state.sizes.rows_per_item)
+        mask = None if mask is None else mask[per_item]
+        note = run_encoded(step, graphs, state, encoded[0][per_item], mask, input_ids[:, 0])
         return Prefilled(1, encoded[0].shape[1], note=note)
     model.warn_if_padding_and_no_attention_mask(input_ids, model_kwargs.get("attention_mask"))
     step.begin()
     has_run = ahead is not None and ahead.inputs is input_ids and (keep is None or took_mask)
     if ahead is not None and has_run and state is ahead.state:
-        return Prefilled(length, has_ids=True, note=ahead.note)
+        return Prefilled(length, has_ids=True, had_run=True, note=ahead.note)
     positions = model_kwargs.get("position_ids")
     positions = None if positions is None else positions[:, -length:]
     if length == 1:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fuseopt.generation.beam_state import BeamState
 from fuseopt.generation.kept_tensors import Copied
+from fuseopt.ops.decode_linear import FEW_ROWS
 
 # Cache capacities are powers of two up to this one, then multiples of it: few classes, and little waste in long ones.
 _LARGEST_POWER = 1024
@@ -52,7 +53,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a model's key-value cache looks like, but for rows and slots; and how wide its encoder's output is."""
+    """What a model's key-value cache looks like, but for rows and slots; and how wide its encoder's output is.
+
+    Attributes:
+        folded_slots: of how many slots a cross-attention cache may at most be, to be kept folded as well.
+    """
 
     layers: int
     heads: int
@@ -60,11 +65,31 @@ class CacheShape:
     dtype: torch.dtype
     device: torch.device
     encoder_width: int = 0
+    folded_slots: int = 0
 
     @property
     def bytes_per_slot(self) -> int:
         """Of keys and values of one row."""
         return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+
+
+class FoldedCross:
+    """Cross-attention to the few slots of one item: what each layer's projections and its keys and values come to.
+
+    With x what a layer's norm gives, the scores of a head are x times (keys times query weight), and the output is
+    their softmax times (values times output weight), summed over heads. `keys` and `values` [layers, heads * slots,
+    width] are these products; `mask` [rows, heads * slots] float32 is added to the scores: 0, or the lowest number for
+    what is masked, whose keys and values are zeros here.
+    """
+
+    def __init__(self, rows: int, slots: int, shape: CacheShape) -> None:
+        size, on = (shape.layers, shape.heads * slots, shape.encoder_width), {"device": shape.device}
+        self.keys, self.values = (torch.zeros(size, dtype=shape.dtype, **on) for _ in range(2))
+        self.mask = torch.zeros(rows, size[1], dtype=torch.float32, **on)
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in vars(self).values())
 
 
 class DecodeState:
@@ -78,7 +103,8 @@ class DecodeState:
     []. Integers are int64, the rest of these is bool; `logits` and `scores` are [rows, vocab] float32. A prompt is read
     from `ids`, with `prompt_positions` [rows, capacity], as far as `slot` says; an encoder's output from `encoded`
     [items, cross_capacity, encoder_width].
-    `beams` has what beam search needs beside, or is None; then `ids` are those of its running beams.
+    `beams` has what beam search needs beside, or is None; then `ids` are those of its running beams. `folded` is the
+    cross-attention of a single item as two linear layers, or None.
     """
 
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:
@@ -100,6 +126,9 @@ class DecodeState:
             self.keep = zeros(rows, capacity, dtype=torch.bool)
             self.cross_keep = zeros(sizes.items, cross_capacity, dtype=torch.bool)
             self.encoded = zeros(sizes.items, cross_capacity, shape.encoder_width, dtype=shape.dtype)
+            self.folded: FoldedCross | None = None
+            if sizes.items == 1 and rows <= FEW_ROWS and 0 < cross_capacity <= shape.folded_slots:
+                self.folded = FoldedCross(rows, cross_capacity, shape)
             self.slots = torch.arange(capacity, device=shape.device)
             self.tokens, self.pad, self.cross_length = zeros(rows), zeros(1), zeros(1)
             # What every forward adds one to, at one stroke.
@@ -120,7 +149,7 @@ class DecodeState:
     @property
     def bytes(self) -> int:
         own = sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor) and value._base is None)
-        return own + (0 if self.beams is None else self.beams.bytes)
+        return own + sum(part.bytes for part in (self.beams, self.folded) if part is not None)
 
     @property
     def device(self) -> torch.device:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.t5 import modeling_t5
 
+from fuseopt import ops
 from fuseopt.generation.attention import StepAttention
 from fuseopt.generation.encoder_t5 import T5Encoder
-from fuseopt.generation.layers import BeforeHead, Linear, Norm, embedded, linear, linear_of, look_ahead
+from fuseopt.generation.layers import BeforeHead, Linear, Norm, embedded, has_kernel, linear, linear_of, look_ahead
 from fuseopt.generation.layers_t5 import (
     FeedForward,
     SelfAttention,
@@ -22,11 +25,14 @@ from fuseopt.generation.layers_t5 import (
     self_attention_of,
 )
 from fuseopt.generation.prompts import store
-from fuseopt.generation.state import CacheShape, DecodeState
+from fuseopt.generation.state import CacheShape, DecodeState, FoldedCross
 from fuseopt.modules.t5_inference import clamped
+from fuseopt.ops.decode_softmax_linear import GROUP, MOST_GROUPS
 
 
 class _CrossAttention(NamedTuple):
+    """Folded, `query` gives scores, and `out` takes their softmax."""
+
     norm: Norm
     query: Linear
     key_and_value: Linear
@@ -43,6 +49,15 @@ class _Layer(NamedTuple):
         """In the order in which a step runs them."""
         own, cross, feed_forward = self
         return own.qkv, own.out, cross.query, cross.out, feed_forward.up, feed_forward.down
+
+    def folded(self, keys: Tensor, values: Tensor) -> _Layer:
+        """With its share of a FoldedCross, and copies of the linear layers that look ahead at that."""
+        own, cross, feed_forward = self
+        return _Layer(
+            own._replace(qkv=replace(own.qkv), out=replace(own.out)),
+            cross._replace(query=Linear((keys,)), out=Linear((values.T,))),
+            feed_forward,
+        )
 
 
 class T5Step:
@@ -68,7 +83,7 @@ class T5Step:
         self.layers = [_layer(block) for block in decoder.block]
         self.decoder_norm = norm_of(decoder.final_layer_norm)
         self.head = linear_of(model.lm_head)
-        look_ahead([part for layer in self.layers for part in layer.linears()], self.head)
+        self._look_ahead(self.layers)
         *self.buckets, width = self.constants(model)
         self.head_scale = None if width is None else width**-0.5
         self.vocab = model.lm_head.weight.shape[0]
@@ -84,6 +99,7 @@ class T5Step:
             dtype,
             self.token_embedding.device,
             encoder_width=model.model_dim,
+            folded_slots=self._folded_slots(attention.n_heads),
         )
         # What `begin` fills: the relative bias by distance, and the last norm with what is multiplied behind it.
         # A tensor made in inference mode could not be written to outside it later.
@@ -120,16 +136,37 @@ class T5Step:
     def __call__(self, state: DecodeState) -> BeforeHead:
         hidden = embedded(state.tokens, self.token_embedding)
         attention = StepAttention(state, self.bias)
-        for layer, cache, cross_cache in zip(self.layers, state.cache, state.cross_cache, strict=True):
+        layers = self.layers if state.folded is None else self._folded(state.folded)
+        for layer, cache, cross_cache in zip(layers, state.cache, state.cross_cache, strict=True):
             own, cross, feed_forward = layer
             qkv = self._heads(linear(hidden, own.qkv, norm=own.norm), 3)
             attended = attention.to_slots(qkv, cache, own.scale)
             hidden = clamped(linear(attended, own.out, residual=hidden))
-            query = self._heads(linear(hidden, cross.query, norm=cross.norm), 1)[:, 0]
-            attended = attention.to_encoder(query, cross_cache, cross.scale)
-            hidden = clamped(linear(attended, cross.out, residual=hidden))
+            if state.folded is None:
+                query = self._heads(linear(hidden, cross.query, norm=cross.norm), 1)[:, 0]
+                attended = attention.to_encoder(query, cross_cache, cross.scale)
+                hidden = clamped(linear(attended, cross.out, residual=hidden))
+            else:
+                hidden = clamped(self._attended_folded(hidden, cross, state.folded.mask))
             hidden = fed_forward(hidden, feed_forward)
         return BeforeHead(hidden, self.head, self.final_norm)
+
+    def fold(self, state: DecodeState) -> None:
+        """Brings `state.folded`, if there is one, up to what the cross-attention cache holds of its item."""
+        if state.folded is None:
+            return
+        keep, heads = state.cross_keep[0], self.shape.heads
+        kept = torch.where(keep[:, None], state.cross_cache[:, :, 0], 0)
+        for layer, (keys, values), *folded in zip(
+            self.layers, kept, state.folded.keys, state.folded.values, strict=True
+        ):
+            (query,), (out,) = layer.cross_attention.query.weights, layer.cross_attention.out.weights
+            to_scores, to_output = (tensor.unflatten(0, (heads, -1)) for tensor in folded)
+            torch.bmm(keys, query.unflatten(0, (heads, -1)), out=to_scores)
+            torch.bmm(values, out.T.unflatten(0, (heads, -1)), out=to_output)
+        mask = torch.zeros_like(state.folded.mask[0, : len(keep)])
+        mask = mask.masked_fill_(~keep, torch.finfo(mask.dtype).min)
+        state.folded.mask.copy_(mask.repeat(heads))
 
     def prefill(self, state: DecodeState, length: int, masked: bool) -> None:
         """Fills the first slots of the cross-attention cache from as many of `encoded`, and takes the first tokens.
@@ -141,11 +178,49 @@ class T5Step:
         for layer, cache in zip(self.layers, state.cross_cache, strict=True):
             projected = self._heads(linear(flat, layer.cross_attention.key_and_value), 2).unflatten(0, (items, length))
             store(cache[:, :, :, :length], projected.permute(2, 0, 3, 1, 4))
+        self.fold(state)
         state.logits.copy_(self(state).logits())
         state.counters += 1
 
     def _heads(self, projected: Tensor, count: int) -> Tensor:
         return projected.unflatten(1, (count, self.shape.heads, self.shape.head_dim))
+
+    def _folded_slots(self, heads: int) -> int:
+        """Folded, cross-attention is two launches, not three; more slots would take longer to read than that spares.
+
+        In bfloat16 alone, which has room for whatever the products come to, and unscaled, as T5's attention is.
+        """
+        (weight, *others) = (weight for layer in self.layers for weight in layer.cross_attention.query.weights)
+        unscaled = all(layer.cross_attention.scale == 1 for layer in self.layers)
+        alike = all(other.dtype is weight.dtype is torch.bfloat16 for other in others)
+        has_kernels = has_kernel("decode_softmax_linear", weight) and has_kernel("decode_linear", weight)
+        return GROUP if unscaled and alike and has_kernels and heads <= MOST_GROUPS else 0
+
+    def _folded(self, folded: FoldedCross) -> list[_Layer]:
+        shares = zip(self.layers, folded.keys, folded.values, strict=True)
+        layers = [layer.folded(*share) for layer, *share in shares]
+        self._look_ahead(layers)
+        return layers
+
+    def _look_ahead(self, layers: Sequence[_Layer]) -> None:
+        look_ahead([part for layer in layers for part in layer.linears()], self.head)
+
+    def _attended_folded(self, hidden: Tensor, cross: _CrossAttention, mask: Tensor) -> Tensor:
+        """`hidden` with the attention to a folded item added. `linear` might write over the mask."""
+        kind, weight, _, eps = cross.norm
+        scores = ops.decode_linear(
+            hidden,
+            cross.query.weights,
+            residual=mask,
+            norm=kind,
+            norm_weight=weight,
+            eps=eps,
+            overlap=True,
+            ahead=cross.query.ahead,
+        )
+        return ops.decode_softmax_linear(
+            scores, cross.out.weights[0], self.shape.heads, residual=hidden, overlap=True, ahead=cross.out.ahead
+        )
 
     @functools.cached_property
     def _buckets_by_distance(self) -> Tensor:

@@ -11,6 +11,7 @@ from fuseopt.ops.decode_embedding import decode_embedding
 from fuseopt.ops.decode_head_select import decode_head_select_
 from fuseopt.ops.decode_linear import decode_linear
 from fuseopt.ops.decode_select import decode_select_
+from fuseopt.ops.decode_softmax_linear import decode_softmax_linear
 from fuseopt.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from fuseopt.ops.dropout_add_rms_norm import dropout_add_rms_norm
 from fuseopt.ops.edit_logits import LogitsEdits, edit_logits
@@ -42,6 +43,7 @@ __all__ = [
     "decode_head_select_",
     "decode_linear",
     "decode_select_",
+    "decode_softmax_linear",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
     "edit_logits",

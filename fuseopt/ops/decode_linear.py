@@ -36,7 +36,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _output_dtype(weight: Tensor, residual: Tensor | None) -> torch.dtype:
+def output_dtype(weight: Tensor, residual: Tensor | None) -> torch.dtype:
     return weight.dtype if residual is None else torch.promote_types(weight.dtype, residual.dtype)
 
 
@@ -55,7 +55,7 @@ def _fake(
     ahead: Sequence[Tensor],
 ) -> Tensor:
     columns = weights[0].shape[0] * (1 if gated else len(weights))
-    return input.new_empty((*input.shape[:-1], columns), dtype=_output_dtype(weights[0], residual))
+    return input.new_empty((*input.shape[:-1], columns), dtype=output_dtype(weights[0], residual))
 
 
 RAW = define(
@@ -107,7 +107,7 @@ def _reference(
         output = products[0] * products[1] if gated else torch.cat(products, -1)
         if residual is not None:
             output = output + residual.to(torch.promote_types(dtype, residual.dtype))
-        return output.to(_output_dtype(weights[0], residual))
+        return output.to(output_dtype(weights[0], residual))
 
 
 def _as_list(tensors: Tensor | Sequence[Tensor] | None) -> list[Tensor]:

@@ -54,6 +54,7 @@ OF_THEIR_OWN_SIZES = (
     "decode_attention",
     "decode_embedding",
     "decode_linear",
+    "decode_softmax_linear",
     "edit_logits",
     "layer_norm_of_sum_bwd",
     "relative_attention",

@@ -44,6 +44,7 @@ OWN_TESTS = {
     "decode_head_select_": ("test_decode_head_select.py", "test_vocabularies and t5_rms_norm and bfloat16 and 512-8-"),
     "decode_linear of a vocabulary": ("test_decode_linear.py", "test_a_vocabulary and bfloat16"),
     "decode_select_": ("test_decode_select.py", "cuda-cuda and (test_is_what or test_draws_what)"),
+    "decode_softmax_linear": ("test_decode_softmax_linear.py", "test_kernel_against and bfloat16 and same and 12-768"),
     "layer_norm_of_sum_bwd": ("test_layer_norm_of_sum_bwd.py", "cuda-cuda and (against_float64 or autograd)"),
     "rms_norm, light blocks": ("test_rms_norm.py", "test_every_shape_of_kernel and float32-1000-8-"),
     "softmax of a vocabulary": ("test_softmax.py", "test_wide_rows and 50257 and float32 and cuda-cuda"),

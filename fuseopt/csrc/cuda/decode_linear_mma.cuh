@@ -35,11 +35,13 @@ cudaError_t launch_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
 }
 
 // Wide strips read a weight [K, N] in longer pieces, and few blocks leave multiprocessors to the kernels that wait
-// behind; narrow strips share out more work. Where K is too long for wide strips, the blocks of a cluster share it out,
-// unless narrow ones do as well: those of a weight [N, K], with one row or two.
+// behind, as a block of many warps leaves no room beside it; narrow strips share out more work. Where K is too long for
+// wide strips, the blocks of a cluster share it out, unless narrow ones do as well: those of a weight [N, K], with one row
+// or two.
 template <typename T, Layout kLayout, bool kNorm, bool kGated, int kHalves>
 cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
-  const int64_t tiles = ceil_div(layer.outputs, kTileColumns) * layer.weight_count, few_blocks = multiprocessor_count() / 4;
+  const int64_t tiles = ceil_div(layer.outputs, kTileColumns) * layer.weight_count;
+  const int64_t few_blocks = multiprocessor_count() / 4, fewest_blocks = multiprocessor_count() / 6;
   const auto launch = [&]<int kTiles, int kChunks>(bool is_enough, cudaError_t& error) {
     if (!is_enough || layer.columns > kMostColumns<T, T, kTiles, kChunks, kHalves>) return false;
     error = launch_mma_as<T, T, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, Along::kAtOnce>(layer, stream);
@@ -47,7 +49,7 @@ cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
   };
   cudaError_t error = cudaSuccess;
   if constexpr (kNorm && !kGated) {
-    if (launch.template operator()<8, 2>(tiles >= 8 * few_blocks, error)) return error;
+    if (launch.template operator()<8, 2>(tiles >= 8 * fewest_blocks, error)) return error;
   }
   if (launch.template operator()<4, 4>(kGated || tiles >= (kNorm ? 4 : 2) * few_blocks, error)) return error;
   if constexpr (!kGated) {

@@ -110,8 +110,12 @@ struct Pair {
   static constexpr int kNext = kLayout == Layout::kLines ? kTiles : 1;
   int place, column;
 
-  __device__ explicit Pair(int index) : place(2 * index), column(2 * index) {
-    if constexpr (kLayout == Layout::kLines) column = place % kTileColumns * kTiles + place / kTileColumns;
+  // Of the strip, or of a gated one's first half.
+  static __device__ int column_of(int place) {
+    return kLayout == Layout::kLines ? place % kTileColumns * kTiles + place / kTileColumns : place;
+  }
+
+  __device__ explicit Pair(int index) : place(2 * index), column(column_of(2 * index)) {
     if constexpr (kGated) place += column / kTileColumns * kTileColumns;
   }
 };

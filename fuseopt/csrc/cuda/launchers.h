@@ -340,6 +340,12 @@ int64_t fuseopt_decode_linear_parts(DecodeLinear layer);
 
 cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream);
 
+// A DecodeLinear whose input are scores: the softmax of each of `groups` neighbouring parts of a row is what is multiplied.
+// Without norm, bias, activation and gate, and only where the first of these says so.
+bool fuseopt_takes_decode_softmax_linear(DecodeLinear layer, int64_t groups);
+
+cudaError_t fuseopt_decode_softmax_linear(DecodeLinear layer, int64_t groups, cudaStream_t stream);
+
 cudaError_t fuseopt_decode_attention(DecodeAttention attention, cudaStream_t stream);
 
 // Normalises `input`, or where there is a `residual` `input + residual`, of the dtype of `sum`, which is written too.
