@@ -1,8 +1,9 @@
-"""HeadStart: a GPU works on the prompt while the host is in transformers' preparation of the call."""
+"""HeadStart: a GPU works on the prompt, and on first tokens, while the host is in transformers' preparation."""
 
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from fuseopt.generation import tiers
-from fuseopt.generation.graphs import StepGraphs
+from fuseopt.generation.decode_run import DecodeRun
+from fuseopt.generation.graphs import Step, StepGraphs
 from fuseopt.generation.layers import has_kernel
 from fuseopt.generation.prompts import run_encoded, run_forward
 from fuseopt.generation.state import DecodeState, Sizes, prompt_length_for
@@ -20,6 +22,36 @@ from fuseopt.generation.survey import Survey, survey
 
 # Of keys and values of a prompt that may have to be kept twice: what a few of this size take is not missed elsewhere.
 _MOST_BYTES = 64 * 2**20
+# For as long as transformers prepares a call on a slow host.
+_STEPS = 12
+_PLANS_KEPT = 16
+_PLAIN = (type(None), bool, int, float, str)
+
+
+class Plan(NamedTuple):
+    """What a call came to that the device loop served; one that looks the same is expected to come to it again.
+
+    Attributes:
+        step: of its tokens.
+        pad: the id that finished rows were given, [] int64, or None.
+        tokens: how many a row came to. Steps behind the end would be in vain.
+    """
+
+    step: Step
+    pad: Tensor | None
+    tokens: int
+
+
+class _Expected(NamedTuple):
+    """Of a call, as far as its arguments tell.
+
+    Attributes:
+        sizes: of the state that it is going to decode in.
+        steps: that it takes at most.
+    """
+
+    sizes: Sizes
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -33,6 +65,7 @@ class Ahead:
         state: as a prefill leaves it; with room for the prompt alone if it is not the one that the call decodes in.
         note: why it could not be captured, or nothing.
         first: what the decoder behind an encoder has been given to begin with, in all rows.
+        run: the call's steps, of which the first are queued behind the prompt, or None.
     """
 
     inputs: Any
@@ -40,6 +73,7 @@ class Ahead:
     state: DecodeState
     note: str
     first: int | None = None
+    run: DecodeRun | None = None
 
     def stands_for(self, mask: Tensor | None, first: Any) -> bool:
         """Whether an encoder's output went on to what a call turns out to begin with."""
@@ -62,6 +96,7 @@ class Started(NamedTuple):
         held: what the device may still use until it has been waited for.
         full_mask: the caller's attention mask, if it is all ones.
         encoded: the prompts [items, length] that an encoder has been given, and their mask of this shape, or None.
+        likeness: what the call looks like, for `HeadStart.remember`; None where it can have no plan.
     """
 
     others: Mapping[str, Any]
@@ -70,6 +105,7 @@ class Started(NamedTuple):
     held: Any = None
     full_mask: Tensor | None = None
     encoded: tuple[Tensor, Tensor | None] | None = None
+    likeness: Hashable = None
 
 
 class HeadStart:
@@ -77,7 +113,8 @@ class HeadStart:
 
     What runs does so beside the current stream, where transformers' preparation waits for the device every so often.
     An encoder's output goes to transformers as one of the arguments. What has become of a prompt goes to the decode
-    loop, which takes it if it finds the call prepared as expected.
+    loop, which takes it if it finds the call prepared as expected. So do the first steps behind a prompt, which are
+    queued where a call with the same arguments has been served before.
 
     Args:
         model: as a step's.
@@ -91,6 +128,7 @@ class HeadStart:
         self._key: tuple[Hashable, ...] = ()
         self._survey: Survey | None = None
         self._has_looked = True
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
 
     def __call__(
         self, step: Any, arguments: Mapping[str, Any], others: Mapping[str, Any], *, looks: bool = False
@@ -118,7 +156,8 @@ class HeadStart:
         if reason is not None:
             return Started(others, note=f"transformers ran the encoder: {reason}" if encodes else "")
         ids = next(arguments[name] for name in ("inputs", "input_ids") if arguments.get(name) is not None)
-        mask, sizes = arguments.get("attention_mask"), self._sizes_to_come(step, arguments, ids)
+        mask, expected = arguments.get("attention_mask"), self._expected(step, arguments, ids)
+        likeness = None if expected is None else (expected.sizes, *map(_likeness, sorted(arguments.items())))
         try:
             with torch.no_grad():
                 # Worth a wait: without a mask, attention is faster, and there is one kind of prompts to capture.
@@ -127,11 +166,20 @@ class HeadStart:
                 if encodes and fewest == 0:
                     return Started(others)  # to a call that the loop may not serve
                 if encodes:
-                    return self._encode(step, ids, mask, keep, sizes, _first_token(self.model, arguments), others)
-                ahead = self._prefill(step, ids, mask, keep, sizes)
-                return Started(others, ahead, full_mask=mask if keep is None else None)
+                    first = _first_token(self.model, arguments)
+                    return self._encode(step, ids, mask, keep, expected, first, others, likeness)
+                ahead = self._prefill(step, ids, mask, keep, expected, likeness)
+                return Started(others, ahead, full_mask=mask if keep is None else None, likeness=likeness)
         except torch.OutOfMemoryError:
             return Started(others, note="there was no memory to run the prompt ahead")
+
+    def remember(self, likeness: Hashable, plan: Plan | None) -> None:
+        """Expects calls that look like this to come to this plan, or to none."""
+        self._plans.pop(likeness, None)
+        if likeness is not None and plan is not None:
+            self._plans[likeness] = plan
+            if len(self._plans) > _PLANS_KEPT:
+                self._plans.popitem(last=False)
 
     def is_confirmed(self, step: Any) -> bool:
         """Whether a look at all that the encoder stands on finds it as it was when a call began."""
@@ -149,8 +197,7 @@ class HeadStart:
             self._encoder, self._key = step.encoder_class(self.model), key
         return None
 
-    def _sizes_to_come(self, step: Any, arguments: Mapping[str, Any], ids: Tensor) -> Sizes | None:
-        """Of the state that the call is going to decode in, as far as its arguments tell."""
+    def _expected(self, step: Any, arguments: Mapping[str, Any], ids: Tensor) -> _Expected | None:
         encodes, (items, length) = step.encoder_class is not None, ids.shape
         setting = functools.partial(tiers.setting_of, self.model, arguments)
         new, limit = setting("max_new_tokens"), setting("max_length")
@@ -167,7 +214,8 @@ class HeadStart:
             return None
         if longest is not None and capacity > longest:
             return None
-        return Sizes(rows, capacity, length if encodes else 0, rows // items, beams).of_class()
+        sizes = Sizes(rows, capacity, length if encodes else 0, rows // items, beams).of_class()
+        return _Expected(sizes, limit - prompt)
 
     def _state(self, step: Any, sizes: Sizes) -> DecodeState:
         return self.graphs.state(sizes, lambda: DecodeState(sizes, step.shape, step.vocab))
@@ -178,39 +226,50 @@ class HeadStart:
         ids: Tensor,
         mask: Tensor | None,
         keep: Tensor | None,
-        sizes: Sizes | None,
+        expected: _Expected | None,
         first: int | None,
         others: Mapping[str, Any],
+        likeness: Hashable,
     ) -> Started:
         own = self._encoder.state_for(self.graphs, *ids.shape)
         if own is None:
             return Started(others)
-        state = None if sizes is None or first is None else self._state(step, sizes)
+        state = None if expected is None or first is None else self._state(step, expected.sizes)
         ahead = None
         with self.graphs.beside(ids.device):
             encoded, note = self._encoder(self.graphs, own, ids, keep)
             output = BaseModelOutput(encoded)
-            if state is not None and first is not None:
+            if state is not None and first is not None and expected is not None:
                 ran = run_encoded(step, self.graphs, state, encoded, keep, first)
-                ahead = Ahead(output, mask, state, ran, first)
+                run = self._queued(likeness, state, state.tokens.unsqueeze(1), expected.steps)
+                ahead = Ahead(output, mask, state, ran, first, run)
         if state is None or state.sizes.rows_per_item > 1:
             # transformers goes on to copy it.
             self.graphs.join(ids.device)
-        return Started({**others, "encoder_outputs": output}, ahead, note, own, encoded=(ids, mask))
+        others = {**others, "encoder_outputs": output}
+        return Started(others, ahead, note, own, encoded=(ids, mask), likeness=likeness)
 
     def _prefill(
-        self, step: Any, input_ids: Tensor, mask: Tensor | None, keep: Tensor | None, sizes: Sizes | None
+        self,
+        step: Any,
+        input_ids: Tensor,
+        mask: Tensor | None,
+        keep: Tensor | None,
+        expected: _Expected | None,
+        likeness: Hashable,
     ) -> Ahead | None:
         rows, length = input_ids.shape
         padded, longest = prompt_length_for(rows, length), step.max_length
         if length == 1:
             return None
-        if sizes is None:
-            if padded is None or padded > self.max_length or (longest is not None and length > longest):
-                return None
+        if expected is not None:
+            sizes = expected.sizes
+        elif padded is None or padded > self.max_length or (longest is not None and length > longest):
+            return None
+        else:
+            sizes = Sizes(rows, padded)
             if rows * padded * step.shape.bytes_per_slot > _MOST_BYTES:
                 return None
-            sizes = Sizes(rows, padded)
         state = self._state(step, sizes)
         with self.graphs.beside(input_ids.device):
             positions = None
@@ -219,7 +278,30 @@ class HeadStart:
                 positions = type(self.model)._prepare_position_ids_for_generation(self.model, input_ids, given)
             state.load_prompt(input_ids, keep, positions)
             note = run_forward(step.prefill, self.graphs, state, rows, length, keep is not None)
-        return Ahead(input_ids, mask, state, note)
+            run = None if expected is None else self._queued(likeness, state, input_ids, expected.steps, has_ids=True)
+        return Ahead(input_ids, mask, state, note, run=run)
+
+    def _queued(
+        self, likeness: Hashable, state: DecodeState, input_ids: Tensor, steps: int, *, has_ids: bool = False
+    ) -> DecodeRun | None:
+        """The first steps of a call that looks like one with a plan."""
+        plan = self._plans.get(likeness)
+        if plan is None or plan.step.state is not state or not self.graphs.keeps(plan.step):
+            return None
+        run = DecodeRun(plan.step, input_ids, plan.pad, steps, has_ids=has_ids)
+        for _ in range(min(_STEPS, steps, plan.tokens)):
+            run.take()
+        return run
+
+
+def _likeness(argument: tuple[Hashable, Any]) -> Hashable:
+    """A name with its value where that is plain, or which object that is; of tensors and dicts only the kind."""
+    name, value = argument
+    if isinstance(value, (list, tuple)):
+        return name, type(value), *map(_likeness, enumerate(value))
+    if isinstance(value, (Tensor, dict)):
+        return name, type(value)
+    return name, type(value), value if type(value) in _PLAIN else id(value)
 
 
 def _first_token(model: nn.Module, arguments: Mapping[str, Any]) -> int | None:

@@ -74,8 +74,8 @@ class BeamSelection(Selection):
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors, self.limit, self.penalties)
 
-    def own_tensors(self) -> None:
-        super().own_tensors()
+    def _clone_tensors(self) -> None:
+        super()._clone_tensors()
         self.limit, self.penalties = self.limit.clone(), self.penalties.clone()
 
     def begin(self, state: DecodeState, input_ids: Tensor, pad: Tensor | None, has_ids: bool = False) -> None:

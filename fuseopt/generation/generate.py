@@ -124,6 +124,7 @@ class FusedGenerate:
         try:
             return stock(self._remembering if own_methods else self.model, *bound.args, **bound.kwargs)
         finally:
+            self._head_start.remember(started.likeness, loop.plan)
             self._remembering.full_mask = None
             self.calls.append(replace(loop.served, note=loop.served.note or loop.started.note))
 

@@ -87,11 +87,19 @@ class Copied:
         self._source: Tensor | None = None
         self._versions: tuple[int | None, ...] = (None, None)
 
+    def holds(self, source: Tensor) -> bool:
+        """Whether the target is known to hold what `source` does."""
+        return source is self.target or (source is self._source and self._versions == self._versions_with(source))
+
     def __call__(self, source: Tensor) -> None:
-        if source is self.target or (source is self._source and self._versions == self._versions_with(source)):
+        if self.holds(source):
             return
         self._source = None
         self.target.copy_(source)
+        self.trust(source)
+
+    def trust(self, source: Tensor) -> None:
+        """Takes it that the target holds what `source` does."""
         self._versions = self._versions_with(source)
         self._source = None if None in self._versions else source
 

@@ -19,8 +19,9 @@ from transformers.generation.utils import (
 )
 
 from fuseopt.generation import beam_selection, device_loop, tiers
-from fuseopt.generation.ahead import Started
+from fuseopt.generation.ahead import Plan, Started
 from fuseopt.generation.beam_selection import BeamSelection
+from fuseopt.generation.decode_run import DecodeRun
 from fuseopt.generation.device_processors import DeviceProcessor, chained, device_processor
 from fuseopt.generation.fast_model import FastModel
 from fuseopt.generation.graphs import Step, StepGraphs
@@ -71,7 +72,8 @@ class _Changed(Exception):
 class DecodeLoop:
     """Call: what `GenerationMixin.generate` hands to a `custom_generate` -> what generate() returns.
 
-    `served` says afterwards which tier it was. Upstream: `GenerationMixin._sample`.
+    `served` says afterwards which tier it was, and `plan` what to expect of calls that look the same. Upstream:
+    `GenerationMixin._sample`.
 
     The model is looked at before anything runs that can be seen from outside: code of the caller's or of transformers,
     random numbers, a capture. Where there is nothing of that kind steps are queued first, and the host looks while the
@@ -107,6 +109,7 @@ class DecodeLoop:
         self.kept, self.max_batch, self.max_length = kept, max_batch, max_length
         self._look, self._reason = look, ""
         self.served = Call(Tier.STOCK, "it raised before decoding began")
+        self.plan: Plan | None = None
 
     def __call__(
         self,
@@ -176,6 +179,11 @@ class DecodeLoop:
         if not self._reason:
             self.started = self.started._replace(note="transformers ran the encoder: the model was not as before")
 
+    def _take_back_steps(self) -> None:
+        """Lets a prompt count for nothing behind which steps are queued that this call does not take."""
+        if self.started.ahead is not None and self.started.ahead.run is not None:
+            self.started = self.started._replace(ahead=None)
+
     def _state(self, sizes: Sizes) -> DecodeState:
         ahead = self.started.ahead
         if ahead is not None and ahead.state.sizes == sizes:
@@ -230,6 +238,8 @@ class DecodeLoop:
         if reason is None and state.beams is not None:
             vocabs = self.step.vocab, model.config.vocab_size
             reason = next(beam_selection.not_on_device(config, *vocabs, *_bounds(call)), None)
+        if reason is not None:
+            self._take_back_steps()
         tier = Tier.DEVICE_LOOP if reason is None else Tier.FAST_FORWARD
         self.served = Call(tier, reason or "", note="it raised")
         cache = call.model_kwargs["past_key_values"]
@@ -279,20 +289,20 @@ class DecodeLoop:
             selection = Selection(processors, bool(config.do_sample), eos, **keep)
         else:
             selection = BeamSelection(processors, config, eos, length, limit, state, self.kept, **keep)
-        step = self.graphs.step(self.step, state, selection)
-        ahead = self.started.ahead
+        pad, most, ahead = config._pad_token_tensor, max(1, limit - length), self.started.ahead
+        begins_here = ahead is not None and ahead.state is state
+        if ahead is not None and ahead.run is not None and not ahead.run.serves(state, selection, pad, most):
+            self._take_back_steps()
+            self._confirm()
+        step, ahead = self.graphs.step(self.step, state, selection), self.started.ahead
         prefilled = prefill(self.step, model, self.graphs, state, call.input_ids, config, call.model_kwargs, ahead)
-        steps, note = device_loop.run(
-            self.graphs,
-            step,
-            call.input_ids,
-            config._pad_token_tensor,
-            max(1, limit - length),
-            prefilled,
-            scores,
-            logits,
-            self._confirm,
-        )
+        run = ahead.run if ahead is not None and prefilled.had_run else None
+        if run is None:
+            ready = {"pending": prefilled.pending, "has_ids": prefilled.has_ids}
+            run = DecodeRun(step, call.input_ids, pad, most, **ready)
+        steps, note = device_loop.finish(self.graphs, run, scores, logits, self._confirm)
+        if begins_here and not (config.do_sample or detailed or step.graph is None) and state.beams is None:
+            self.plan = Plan(step, pad, steps)
         of_beams: dict[str, Any] = {}
         if state.beams is None:
             sequences = state.ids[:, : length + steps].clone()

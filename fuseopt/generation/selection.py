@@ -70,9 +70,19 @@ class Selection:
 
     def own_tensors(self) -> None:
         """Lets `tensors` be nobody else's, since those of later calls will be written over them."""
+        sources = self.tensors
+        self._clone_tensors()
+        for copy, source in zip(self._copies, sources, strict=True):
+            copy.trust(source)
+
+    def _clone_tensors(self) -> None:
         self.eos = None if self.eos is None else self.eos.clone()
         for processor in self.processors:
             processor.own_tensors()
+
+    def holds(self, other: Selection) -> bool:
+        """Whether `load` would change nothing, for another Selection with an equal `key`."""
+        return all(copy.holds(value) for copy, value in zip(self._copies, other.tensors, strict=True))
 
     def load(self, other: Selection) -> None:
         """Takes over the values of another Selection with an equal `key`."""

@@ -1,6 +1,5 @@
 """DecodeLoop looks at the model while the device works, if nobody can tell; what had begun on another model is void."""
 
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -9,7 +8,6 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fuseopt
-from fuseopt.generation import ahead, attention, layers, loop, prompts
 from fuseopt.generation.generate import FusedGenerate
 from fuseopt.generation.graphs import Step, StepGraphs
 from fuseopt.generation.selection import Selection
@@ -19,21 +17,6 @@ from tests.generation.test_generate import GENERATION, assert_same, generate, pr
 
 pytestmark = pytest.mark.usefixtures("each_device", "starts_ahead")
 FAMILIES = {"gpt2": tiny.gpt2, "t5": tiny.t5}
-
-
-@pytest.fixture
-def starts_ahead(monkeypatch):
-    """Lets a CPU take the paths of a GPU, with the ops' references, and a step that runs for a captured one."""
-    for module in (attention, layers, prompts, ahead, loop):
-        monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
-    capture = StepGraphs.capture
-
-    def captured(graphs, step):
-        if step.state.device.type == "cpu" and step.graph is None:
-            step.graph, graphs._steps[step.key] = SimpleNamespace(replay=step.run), step
-        return capture(graphs, step)
-
-    monkeypatch.setattr(StepGraphs, "capture", captured)
 
 
 @pytest.fixture(params=FAMILIES)

@@ -136,7 +136,7 @@ def test_a_large_prompt_is_not_kept_twice(ran, room, monkeypatch, each_device):
     inputs = prompt(model, 2, 9, 0)
     wanted = generate(model, inputs, max_new_tokens=5)
     fuseopt.initialize(model, GENERATION)
-    monkeypatch.setattr(HeadStart, "_sizes_to_come", lambda *args: None)
+    monkeypatch.setattr(HeadStart, "_expected", lambda *args: None)
     shape, started = GPT2Step(model).shape, []
     assert shape.bytes_per_slot == DecodeState(Sizes(1, 128), shape, 1).cache.nbytes / 128
     monkeypatch.setattr(ahead, "_MOST_BYTES", room * shape.bytes_per_slot)

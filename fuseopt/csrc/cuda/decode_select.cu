@@ -97,7 +97,13 @@ __global__ void __launch_bounds__(kMaxFinishThreads) finish_kernel(const __grid_
   const int lane = threadIdx.x % lanes, rows_at_once = blockDim.x / lanes;
   let_successor_start();
   wait_for_predecessor();
-  const int64_t column = *select.length, pad = *select.pad;
+  // All that is read is on its way before anything is waited for.
+  const int64_t column = *select.length, pad = *select.pad, first_eos = select.eos_count > 0 ? select.eos[0] : -1;
+  int64_t counts[DecodeSelect::kMaxCounters];
+#pragma unroll
+  for (int c = 0; c < DecodeSelect::kMaxCounters; ++c) {
+    if (c < select.counter_count && threadIdx.x < select.counter_sizes[c]) counts[c] = select.counters[c][threadIdx.x];
+  }
   bool going = false;
   for (int64_t first = 0; first < select.rows; first += rows_at_once) {
     const int64_t row = first + threadIdx.x / lanes;
@@ -114,10 +120,12 @@ __global__ void __launch_bounds__(kMaxFinishThreads) finish_kernel(const __grid_
 #pragma unroll
       for (const auto& candidate : loaded) best.consider(candidate);
     }
-    best.reduce(lanes);
+    if (lanes == kWarpSize) best.reduce();
+    else best.reduce(lanes);
     if (lane > 0 || !is_row) continue;
     const int64_t token = unfinished ? best.token : pad;
-    for (int64_t i = 0; i < select.eos_count; ++i) unfinished = unfinished && token != select.eos[i];
+    unfinished = unfinished && (select.eos_count == 0 || token != first_eos);
+    for (int64_t i = 1; i < select.eos_count; ++i) unfinished = unfinished && token != select.eos[i];
     select.tokens[row] = token;
     select.unfinished[row] = unfinished;
     if (column >= 0 && column < select.ids_columns) {
@@ -130,8 +138,11 @@ __global__ void __launch_bounds__(kMaxFinishThreads) finish_kernel(const __grid_
     *select.going = going;
     *select.length = column + 1;
   }
-  for (int c = 0; c < select.counter_count; ++c) {
-    for (int64_t i = threadIdx.x; i < select.counter_sizes[c]; i += blockDim.x) ++select.counters[c][i];
+#pragma unroll
+  for (int c = 0; c < DecodeSelect::kMaxCounters; ++c) {
+    if (c >= select.counter_count) continue;
+    if (threadIdx.x < select.counter_sizes[c]) select.counters[c][threadIdx.x] = counts[c] + 1;
+    for (int64_t i = threadIdx.x + blockDim.x; i < select.counter_sizes[c]; i += blockDim.x) ++select.counters[c][i];
   }
 }
 
