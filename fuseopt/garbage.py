@@ -35,7 +35,8 @@ def not_collected() -> Iterator[None]:
         with _lock:
             _inside -= 1
             if not _inside and _was_enabled:
-                if gc.get_freeze_count() < _MOST_IMMORTAL:
+                # Asked only where a search is due, not behind every step: Python counts what is frozen one by one.
+                if gc.get_count()[0] > gc.get_threshold()[0] and gc.get_freeze_count() < _MOST_IMMORTAL:
                     gc.freeze()
                     gc.unfreeze()
                 gc.enable()

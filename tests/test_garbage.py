@@ -68,12 +68,12 @@ def test_what_was_made_meanwhile_is_searched_with_the_oldest(monkeypatch, frozen
     are_others_frozen = frozen == "all"
     with garbage.not_collected():
         node = Node()
-        found, made = weakref.ref(node), [Node() for _ in range(5000)]
+        found = weakref.ref(node)
         del node
         gc.collect(1)
         assert found() is None
         node = Node()
-        found = weakref.ref(node)
+        found, made = weakref.ref(node), [Node() for _ in range(5000)]
         del node
     # Of those some may have been freed meanwhile.
     assert (gc.get_freeze_count() > 10_000) == are_others_frozen
@@ -81,6 +81,18 @@ def test_what_was_made_meanwhile_is_searched_with_the_oldest(monkeypatch, frozen
     assert (found() is None) == are_others_frozen
     gc.collect()
     assert found() is None and kept and made
+
+
+def test_where_no_search_is_due_what_is_frozen_is_not_counted(monkeypatch):
+    """Which takes as long as there is much of it: tens of milliseconds a step."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("counted"))
+    gc.collect()
+    gc.enable()
+    kept = Node()
+    with garbage.not_collected():
+        found = weakref.ref(Node())
+    gc.collect(0)
+    assert found() is None and kept
 
 
 def test_no_search_behind_a_compilation(monkeypatch):
