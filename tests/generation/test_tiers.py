@@ -206,6 +206,7 @@ def global_hook():
         (LooksOn, ""),
         (lambda: torch.autocast("cpu", torch.bfloat16), "autocast is on"),
         (global_hook, "hooks are registered on every module"),
+        (torch.get_default_device, ""),
         (nullcontext, ""),
     ],
 )

@@ -435,6 +435,17 @@ def test_other_transforms_take_the_class_own_forward(graphs):
     assert graphs.compiled == 0
 
 
+def test_somebodys_own_default_device_is_traced_through(graphs):
+    """It is a mode, whose function Dynamo traces at every operation."""
+    model = fuseopt.initialize(Net(dropout=0.0), CONFIG)
+    x = torch.randn(4, 16)
+    expected = model.eval()(x)
+    with torch.device("cpu"):
+        torch.testing.assert_close(model.train()(x), expected)
+    torch.testing.assert_close(model(x), expected)
+    assert graphs.calls == 2
+
+
 def test_accelerate_wraps_and_unwraps_it(graphs):
     model = fuseopt.initialize(Net(dropout=0.0), CONFIG)
     x = torch.randn(4, 16)
