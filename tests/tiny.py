@@ -110,12 +110,16 @@ def decoder(model_type: str, seed: int = 0, **config) -> nn.Module:
     return _random(MODEL_FOR_CAUSAL_LM_MAPPING[type(sizes)](sizes))
 
 
-def of_class(cls: type, seed: int = 0) -> nn.Module:
-    """Of any class of transformers, if its config names sizes as others do; without dropout, caches off."""
+def of_class(cls: type, seed: int = 0, **given: int) -> nn.Module:
+    """Of any class of transformers, if its config names sizes as others do; without dropout, caches off.
+
+    Args:
+        given: sizes that are to be others, by their names in the config.
+    """
     known = cls.config_class().to_dict()
     sizes = {name: size for name, size in _SIZES.items() if name in known}
     dropouts = {name: 0.0 for name, value in known.items() if "drop" in name and isinstance(value, float)}
-    config = cls.config_class(**sizes, **dropouts, decoder_start_token_id=0, use_cache=False)
+    config = cls.config_class(**sizes | given, **dropouts, decoder_start_token_id=0, use_cache=False)
     torch.manual_seed(seed)
     return cls(config).float()
 

@@ -541,7 +541,7 @@ def test_steps_of_two_kinds_add_up(device, monkeypatch, replayed):
     """Gradients in the memory of one kind's graphs stay as they are while the other kind's run."""
     torch._dynamo.reset()
     events = capture_on_cpu(monkeypatch) if device == "cpu" else []
-    model = tiny.FAMILIES["gpt2"](**NO_DROPOUT["gpt2"]).train().to(device)
+    model = tiny.FAMILIES["gpt2"](**NO_DROPOUT["gpt2"] | {"n_layer": 1}).train().to(device)
     stock = copy.deepcopy(model)
     options = {"backend": "aot_eager" if device == "cpu" else "inductor", "cuda_graphs": True}
     fuseopt.initialize(model, {"kernel_fusion": {"memory_efficient_fusion": options}}, strict=True)

@@ -131,7 +131,7 @@ def test_every_mechanism_at_once(family, monkeypatch):
     torch._dynamo.reset()
     graphs = Graphs()
     monkeypatch.setattr(partitioner, "compile_graph", lambda graph, inputs, **_: graphs.compiled(graph, inputs))
-    stock = stock_model(family)
+    stock = stock_model(family, **ONE_LAYER[family])
     expected = training_step(stock)
     model = fused_copy(stock, "kernels-jit-head-memory")
     tiny.assert_same_gradients(training_step(model), expected)
