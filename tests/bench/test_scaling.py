@@ -7,6 +7,7 @@ from fuseopt.bench import scaling
 from fuseopt.bench.train import Row
 from fuseopt.cli import main
 from fuseopt.errors import ConfigError
+from tests.strategies.test_several_processes import start_two
 
 ROW = Row("gpt2-tiny", 2, 8, dropout=0.0, precision="float32")
 KERNELS = {"kernel_fusion": {"custom_cuda_kernels": ["FusedLayerNorm"], "jit": False}}
@@ -15,6 +16,10 @@ KERNELS = {"kernel_fusion": {"custom_cuda_kernels": ["FusedLayerNorm"], "jit": F
 def test_two_processes_are_timed_beside_one(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # Each of those that are spawned imports torch for itself.
+    monkeypatch.setattr(
+        torch.multiprocessing, "spawn", lambda function, arguments, nprocs: start_two(function, arguments)
+    )
     results = scaling.run(device=torch.device("cpu"), row=ROW, processes=2, name="kernels", config=KERNELS)
     alone, together = results.rows
     assert [alone.variant, together.variant] == ["kernels, one process", "kernels, 2 processes"]
