@@ -144,7 +144,8 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_stay(calls, name):
     of_blocks, options = OTHERS[name]
-    model, tokens = Stack(blocks(8, **of_blocks)), torch.tensor([[1, 5, 2], [0, 5, 6]])
+    # With dropout, enough for norms of what is kept.
+    model, tokens = Stack(blocks(8 if "dropout" in of_blocks else 4, **of_blocks)), torch.tensor([[1, 5, 2], [0, 5, 6]])
     if "dropout" in of_blocks:
         torch.manual_seed(1)
         assert all(grad.isfinite().all() for grad in gradients(model, tokens, compiled=True))
@@ -157,7 +158,7 @@ def test_others_stay(calls, name):
 
 def test_small_ones_stay(calls, monkeypatch):
     monkeypatch.setattr(recomputed_norms, "_LEAST_ELEMENTS", 6 * SIZE + 1)
-    assert_same_gradients(Stack(blocks(8)))
+    assert_same_gradients(Stack(blocks(4)))
     assert calls == []
 
 
