@@ -14,6 +14,7 @@ _MOST_IMMORTAL = 10_000
 _lock = threading.Lock()
 _inside = 0
 _was_enabled = False
+_keeps_frozen = False
 
 
 @contextlib.contextmanager
@@ -23,7 +24,7 @@ def not_collected() -> Iterator[None]:
     What is there then counts as old: the next search of all generations goes over it, none of the young one, which
     would come at once. Where the process keeps objects frozen, that is left alone, and the search comes.
     """
-    global _inside, _was_enabled
+    global _inside, _was_enabled, _keeps_frozen
     with _lock:
         if not _inside:
             _was_enabled = gc.isenabled()
@@ -35,10 +36,13 @@ def not_collected() -> Iterator[None]:
         with _lock:
             _inside -= 1
             if not _inside and _was_enabled:
-                # Asked only where a search is due, not behind every step: Python counts what is frozen one by one.
-                if gc.get_count()[0] > gc.get_threshold()[0] and gc.get_freeze_count() < _MOST_IMMORTAL:
-                    gc.freeze()
-                    gc.unfreeze()
+                # Asked only where a search is due, not behind every step, and until the answer is yes: Python counts
+                # what is frozen one by one.
+                if gc.get_count()[0] > gc.get_threshold()[0] and not _keeps_frozen:
+                    _keeps_frozen = gc.get_freeze_count() >= _MOST_IMMORTAL
+                    if not _keeps_frozen:
+                        gc.freeze()
+                        gc.unfreeze()
                 gc.enable()
 
 

@@ -19,6 +19,7 @@ from fuseopt.modules.training_forward import TrainingForward
 @pytest.fixture(autouse=True)
 def as_before():
     frozen, thresholds = gc.get_freeze_count(), gc.get_threshold()
+    garbage._keeps_frozen = False
     gc.set_threshold(700)  # so that a search that is due comes at once
     yield
     gc.set_threshold(*thresholds)
@@ -93,6 +94,18 @@ def test_where_no_search_is_due_what_is_frozen_is_not_counted(monkeypatch):
         found = weakref.ref(Node())
     gc.collect(0)
     assert found() is None and kept
+
+
+def test_what_is_frozen_is_counted_until_it_is_much(monkeypatch):
+    gc.unfreeze()
+    gc.enable()
+    counts = [375, 10_000]
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.pop(0))
+    kept = []
+    for _ in range(4):
+        with garbage.not_collected():
+            kept += [Node() for _ in range(5000)]
+    assert counts == []
 
 
 def test_no_search_behind_a_compilation(monkeypatch):
