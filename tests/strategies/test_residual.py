@@ -327,7 +327,7 @@ def test_a_subclass_of_the_block_stays():
 @every_family
 def test_compiles_into_one_graph(family):
     torch._dynamo.reset()
-    _, fused = stock_and_fused(family)
+    _, fused = stock_and_fused(family, **{"n_layer" if family == "gpt2" else "num_layers": 1})
     batch = tiny.inputs(fused)
     forward = fused.transformer if family == "gpt2" else fused.encoder
     batch = {"input_ids": batch["input_ids"]}
