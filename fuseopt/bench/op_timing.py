@@ -15,7 +15,7 @@ from torch._dynamo.exc import TorchDynamoException
 from fuseopt.bench.cuda_graph import calls_per_graph, graph_of, set_count, stay_in_cache
 from fuseopt.bench.op_cases import Contender, Judge, OpCase, Work, auto_choice, contenders
 from fuseopt.bench.records import COPY, Record
-from fuseopt.bench.timer import Call, Timing, device_seconds, host_seconds, time_in_turns, wall_seconds
+from fuseopt.bench.timer import Call, Spread, Timing, device_seconds, host_seconds, time_in_turns, wall_seconds
 
 ROUNDS = 11
 SECONDS_PER_SAMPLE = {"cuda": 0.5e-3, "cpu": 4e-3}
@@ -61,14 +61,18 @@ def _time_op(case: OpCase, device: torch.device, compile: bool) -> list[Record]:
     del work
     plain_calls = {name: run.calls[0] for name, run in runs.items()}
     timings, wall, host = _on_cuda(runs, plain_calls) if device.type == "cuda" else _on_cpu(runs)
+    over_torch = {} if case.backward or "torch" not in host else _host_speed_ups(host)
 
     others = [name for name, c in offered.items() if isinstance(c, Contender) and not c.own and name in timings]
     baseline = timings[_fastest(others, timings)] if others else None
     if auto in timings:
         fastest = _fastest([name for name in timings if name != COPY], timings)
         gain = timings[fastest].speed_up_over(timings[auto])
-        if gain.low > NOTEWORTHY:
-            notes[auto] = f"{fastest} is {gain.median:.2f}x as fast"
+        behind = [f"{fastest} is {gain.median:.2f}x as fast"] if gain.low > NOTEWORTHY else []
+        if auto in over_torch and over_torch[auto].high < 1 / NOTEWORTHY:
+            behind.append(f"torch keeps the host for {over_torch[auto].median:.2f} of the time")
+        if behind:
+            notes[auto] = "; ".join(behind)
     if device.type == "cuda" and stay_in_cache(moved, device):
         notes[COPY] = "all in the L2 cache"
     return [
@@ -79,8 +83,9 @@ def _time_op(case: OpCase, device: torch.device, compile: bool) -> list[Record]:
             None if name == COPY or name in others else baseline,
             difference=f"{errors[name]:.1e}" if name in errors else None,
             note=notes.get(name),
-            wall_us=wall.get(name),
-            host_us=host.get(name),
+            wall_us=_microseconds(wall.get(name)),
+            host_us=_microseconds(host.get(name)),
+            host_speed_up=over_torch[name].scaled(1) if name in over_torch else None,
             bytes=moved,
             of_copy=timings[name].speed_up_over(timings[COPY]).median,
             auto=name == auto,
@@ -169,8 +174,8 @@ def _recorded(calls: Sequence[Call], count: int) -> _Run:
 
 def _on_cuda(
     runs: Mapping[str, _Run], plain_calls: Mapping[str, Call]
-) -> tuple[dict[str, Timing], dict[str, float], dict[str, float]]:
-    """Times on the device, then the medians of wall and host time in us."""
+) -> tuple[dict[str, Timing], dict[str, Timing], dict[str, Timing]]:
+    """Times on the device, on the wall and of the host."""
     for run in runs.values():
         run()
         run.lengthen(SECONDS_PER_SAMPLE["cuda"], device_seconds(run))
@@ -182,10 +187,10 @@ def _on_cuda(
     wall = time_in_turns(plain_calls, until_done, rounds=ROUNDS, seconds=SECONDS_PER_CASE / 4)
     enqueue = functools.partial(host_seconds, repetitions=count)
     host = time_in_turns(plain_calls, enqueue, rounds=ROUNDS, seconds=SECONDS_PER_CASE / 4)
-    return timings, _microseconds(wall), _microseconds(host)
+    return timings, wall, host
 
 
-def _on_cpu(runs: Mapping[str, _Run]) -> tuple[dict[str, Timing], dict[str, float], dict[str, float]]:
+def _on_cpu(runs: Mapping[str, _Run]) -> tuple[dict[str, Timing], dict[str, Timing], dict[str, Timing]]:
     for run in runs.values():
         run()
         run.lengthen(SECONDS_PER_SAMPLE["cpu"], host_seconds(run))
@@ -197,8 +202,13 @@ def _timed(runs: Mapping[str, _Run], sample: Callable[[Call], float]) -> dict[st
     return {name: timing.per(runs[name].count) for name, timing in timings.items()}
 
 
-def _microseconds(timings: Mapping[str, Timing]) -> dict[str, float]:
-    return {name: timing.seconds.median * 1e6 for name, timing in timings.items()}
+def _host_speed_ups(host: Mapping[str, Timing]) -> dict[str, Spread]:
+    """Over torch's own operation, of all but that and the copy."""
+    return {name: timing.speed_up_over(host["torch"]) for name, timing in host.items() if name not in ("torch", COPY)}
+
+
+def _microseconds(timing: Timing | None) -> float | None:
+    return None if timing is None else timing.seconds.median * 1e6
 
 
 def _fastest(names: Sequence[str], timings: Mapping[str, Timing]) -> str:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import time
 
 import pytest
 import torch
 
-from fuseopt.bench import ops
+from fuseopt.bench import op_timing, ops
+from fuseopt.bench.op_cases import OpCase
+from fuseopt.bench.op_timing import time_op
+from fuseopt.bench.timer import Timing
 from fuseopt.cli import main
 from fuseopt.errors import ConfigError
+from fuseopt.ops import registry
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -93,3 +99,58 @@ def test_on_a_gpu_every_contender_is_timed(name):
         assert row.wall_us > 0 and row.host_us > 0 and row.terabytes_per_second > 0
     (cuda, eager) = (next(row for row in results.rows if row.variant == name) for name in ("cuda", "eager"))
     assert cuda.milliseconds[1] < eager.milliseconds[1]
+
+
+@pytest.mark.parametrize(
+    ("own", "note"),
+    [
+        ([9.0, 9.5, 9.2, 9.4], None),
+        ([10.0, 11.0, 9.0, 10.0], None),
+        ([12.0, 13.0, 12.5, 12.0], "torch keeps the host for 0.82 of the time"),
+    ],
+)
+def test_what_the_host_s_time_comes_to(own, note, monkeypatch):
+    """It is behind where most rounds say so."""
+    host = {"cpu": own, "reference": own, "torch": [10.0, 10.5, 10.2, 10.1]}
+    timed = op_timing._on_cpu
+
+    def with_host(runs):
+        timings, wall, _ = timed(runs)
+        # As fast as all others on the device.
+        alike = dict.fromkeys(timings, timings["cpu"])
+        return alike, wall, {name: Timing(tuple(samples)) for name, samples in host.items()}
+
+    monkeypatch.setattr(op_timing, "_on_cpu", with_host)
+    op = registry.get("softmax")
+    for backward in (False, True):
+        case = OpCase(op, op.benchmarks[0], "8x768", torch.float32, backward)
+        rows = {row.variant: row for row in time_op(case, CPU, compile=False)}
+        assert rows["cpu"].auto and rows["cpu"].note == (None if backward else note)
+        assert rows["torch"].host_speed_up is None and rows["copy"].host_speed_up is None
+        assert (rows["cpu"].host_speed_up is None) == backward
+        assert rows["torch"].host_us == pytest.approx(10.15e6)
+
+
+@pytest.mark.gpu
+def test_the_host_s_time_is_held_against_torch_s():
+    slow = registry.get("softmax").function
+
+    def slower(*args, **kwargs):
+        if kwargs.get("backend") == "cuda":
+            time.sleep(1e-3)
+        return slow(*args, **kwargs)
+
+    for function, is_behind in ((slow, False), (slower, True)):
+        op = dataclasses.replace(registry.get("softmax"), function=function)
+        case = OpCase(op, op.benchmarks[0], "8x768", torch.bfloat16, False)
+        rows = time_op(case, CUDA, compile=False)
+        (auto,) = (row for row in rows if row.auto)
+        low, median, high = auto.host_speed_up
+        assert low <= median <= high
+        if is_behind:
+            assert high < 0.5 and "torch keeps the host for 0.0" in auto.note
+        else:
+            assert median > 0.5
+        assert next(row for row in rows if row.variant == "torch").host_speed_up is None
+        backward = time_op(dataclasses.replace(case, backward=True), CUDA, compile=False)
+        assert all(row.host_speed_up is None for row in backward)
