@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from fuseopt.generation import tiers
 from fuseopt.generation.decode_run import DecodeRun
-from fuseopt.generation.graphs import Step, StepGraphs
+from fuseopt.generation.graphs import StepGraphs
 from fuseopt.generation.layers import has_kernel
 from fuseopt.generation.prompts import run_encoded, run_forward
 from fuseopt.generation.state import DecodeState, Sizes, prompt_length_for
@@ -32,12 +32,12 @@ class Plan(NamedTuple):
     """What a call came to that the device loop served; one that looks the same is expected to come to it again.
 
     Attributes:
-        step: of its tokens.
+        key: of the step of its tokens, which may go.
         pad: the id that finished rows were given, [] int64, or None.
         tokens: how many a row came to. Steps behind the end would be in vain.
     """
 
-    step: Step
+    key: Hashable
     pad: Tensor | None
     tokens: int
 
@@ -286,9 +286,10 @@ class HeadStart:
     ) -> DecodeRun | None:
         """The first steps of a call that looks like one with a plan."""
         plan = self._plans.get(likeness)
-        if plan is None or plan.step.state is not state or not self.graphs.keeps(plan.step):
+        step = None if plan is None else self.graphs.captured(plan.key)
+        if plan is None or step is None or step.state is not state:
             return None
-        run = DecodeRun(plan.step, input_ids, plan.pad, steps, has_ids=has_ids)
+        run = DecodeRun(step, input_ids, plan.pad, steps, has_ids=has_ids)
         for _ in range(min(_STEPS, steps, plan.tokens)):
             run.take()
         return run

@@ -100,9 +100,9 @@ class StepGraphs(Captures):
                 step.selection.load(selection)
         return step
 
-    def keeps(self, step: Step) -> bool:
-        """Whether it is captured, and has not gone since."""
-        return step.graph is not None and self._steps.get(step.key) is step
+    def captured(self, key: Hashable) -> Step | None:
+        """The step of this key, if it is captured and has not gone since."""
+        return self._steps.get(key)
 
     def capture(self, step: Step) -> str:
         """Captures a step on a GPU and keeps it; returns why it could not be done, or nothing."""

@@ -302,7 +302,7 @@ class DecodeLoop:
             run = DecodeRun(step, call.input_ids, pad, most, **ready)
         steps, note = device_loop.finish(self.graphs, run, scores, logits, self._confirm)
         if begins_here and not (config.do_sample or detailed or step.graph is None) and state.beams is None:
-            self.plan = Plan(step, pad, steps)
+            self.plan = Plan(step.key, pad, steps)
         of_beams: dict[str, Any] = {}
         if state.beams is None:
             sequences = state.ids[:, : length + steps].clone()

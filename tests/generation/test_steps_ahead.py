@@ -1,5 +1,8 @@
 """First steps are queued before transformers prepares a call that looks like an earlier one; and void if it is not."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -305,3 +308,19 @@ def test_a_step_that_has_gone_is_not_queued(model, queued):
     count = len(queued)
     check(model, 0, max_new_tokens=9)
     assert queued[count:] == [None]
+
+
+def test_what_was_captured_goes_all_the_same(model, queued):
+    """Plans hold on to none of it, nor to what the caller has given."""
+    fuseopt.initialize(model, GENERATION)
+    for seed in range(3):
+        check(model, seed, max_new_tokens=9)
+    generate = model.generate
+    (step,) = generate.graphs._steps.values()
+    gone = weakref.ref(step), weakref.ref(step.state)
+    del step
+    generate.graphs.clear()
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+    check(model, 0, max_new_tokens=9)
+    assert queued == [None, STEPS_AHEAD, STEPS_AHEAD, None]
