@@ -214,6 +214,29 @@ def test_what_no_argument_tells(change, model, queued):
     assert len(queued) < 7 or queued[6] == (STEPS_AHEAD if serves_again else None)
 
 
+def test_ids_that_no_argument_tells(model, queued):
+    """They end, fill or change rows within the steps that were queued for others."""
+    inputs, kwargs = prompt(model, 2, 6, 3), {"max_new_tokens": 8, "no_repeat_ngram_size": 1}
+    tokens = stock(model, inputs, eos_token_id=[], **kwargs)[0, -8:].tolist()
+    *_, other, unused = (token for token in range(VOCAB) if token not in tokens)
+    config = model.generation_config
+    fuseopt.initialize(model, GENERATION)
+    for ends, pad, suppressed in (
+        (unused, 0, other),
+        (unused, 0, tokens[1]),
+        (unused, 0, tokens[2]),
+        (tokens[1], 0, tokens[2]),
+        (tokens[1], 9, tokens[2]),
+        (tokens[2], 9, other),
+        (tokens[0], 8, other),
+    ):
+        config.eos_token_id, config.pad_token_id, config.suppress_tokens = ends, pad, [suppressed]
+        for _ in range(3):
+            wanted = type(model).generate(model, **inputs, **kwargs)
+            assert torch.equal(model.generate(**inputs, **kwargs), wanted)
+    assert sum(count is not None for count in queued) >= 15
+
+
 def test_other_arguments(model, queued):
     """Each kind of call in turns with a plain one, for which steps are queued all the same."""
     fuseopt.initialize(model, GENERATION)
