@@ -28,7 +28,7 @@ class Step(Work[DecodeState]):
     """
 
     def __init__(self, forward: Forward, state: DecodeState, selection: Selection | None) -> None:
-        super().__init__((state.sizes, None if selection is None else selection.key), state)
+        super().__init__(_key(state, selection), state)
         self.forward, self.selection = forward, selection
 
     def run(self) -> None:
@@ -38,6 +38,10 @@ class Step(Work[DecodeState]):
             self.state.counters += 1
         else:
             self.selection.end(self.state, end)
+
+
+def _key(state: DecodeState, selection: Selection | None) -> Hashable:
+    return state.sizes, None if selection is None else selection.key
 
 
 class Prompt(Work[_S]):
@@ -99,6 +103,11 @@ class StepGraphs(Captures):
             if selection is not None and step.selection is not None:
                 step.selection.load(selection)
         return step
+
+    def holds(self, state: DecodeState, selection: Selection) -> bool:
+        """Whether a step is captured that `step` would have nothing to load into."""
+        step = self._steps.get(_key(state, selection))
+        return step is not None and step.selection is not None and step.selection.holds(selection)
 
     def captured(self, key: Hashable) -> Step | None:
         """The step of this key, if it is captured and has not gone since."""

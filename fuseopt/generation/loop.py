@@ -290,7 +290,8 @@ class DecodeLoop:
         else:
             selection = BeamSelection(processors, config, eos, length, limit, state, self.kept, **keep)
         pad, most, ahead = config._pad_token_tensor, max(1, limit - length), self.started.ahead
-        begins_here = ahead is not None and ahead.state is state
+        # Where there was something to load, a call like this one would have something of its own as well.
+        is_like_others = ahead is not None and ahead.state is state and self.graphs.holds(state, selection)
         if ahead is not None and ahead.run is not None and not ahead.run.serves(state, selection, pad, most):
             self._take_back_steps()
             self._confirm()
@@ -301,7 +302,7 @@ class DecodeLoop:
             ready = {"pending": prefilled.pending, "has_ids": prefilled.has_ids}
             run = DecodeRun(step, call.input_ids, pad, most, **ready)
         steps, note = device_loop.finish(self.graphs, run, scores, logits, self._confirm)
-        if begins_here and not (config.do_sample or detailed or step.graph is None) and state.beams is None:
+        if is_like_others and not (config.do_sample or detailed) and state.beams is None:
             self.plan = Plan(step.key, pad, steps)
         of_beams: dict[str, Any] = {}
         if state.beams is None:

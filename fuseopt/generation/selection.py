@@ -71,7 +71,9 @@ class Selection:
     def own_tensors(self) -> None:
         """Lets `tensors` be nobody else's, since those of later calls will be written over them."""
         sources = self.tensors
-        self._clone_tensors()
+        # A tensor made in inference mode would not say whether it has been written to.
+        with torch.inference_mode(False), torch.no_grad():
+            self._clone_tensors()
         for copy, source in zip(self._copies, sources, strict=True):
             copy.trust(source)
 

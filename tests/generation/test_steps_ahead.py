@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 import fuseopt
 from fuseopt.generation import ahead
 from fuseopt.generation.ahead import _PLANS_KEPT, HeadStart
+from fuseopt.generation.decode_run import DecodeRun
 from fuseopt.generation.graphs import Step
 from fuseopt.generation.selection import Selection
 from fuseopt.generation.tiers import Tier
@@ -22,6 +23,7 @@ from tests.generation.test_generate import GENERATION, VOCAB, prompt, sweep
 pytestmark = pytest.mark.usefixtures("each_device", "starts_ahead")
 FAMILIES = {"gpt2": lambda: tiny.gpt2(n_positions=150), "t5": tiny.t5}
 STEPS_AHEAD = 4
+SETTLED = {"max_new_tokens": 9, "min_new_tokens": 4, "no_repeat_ngram_size": 3}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -64,10 +66,34 @@ def test_calls_that_look_alike(model, queued):
     fuseopt.initialize(model, GENERATION)
     for seed, length in enumerate((6, 6, 4, 9, 6, 6)):
         assert check(model, seed, length, max_new_tokens=9, eos_token_id=[]) is Tier.DEVICE_LOOP
-    assert queued == [None, *[STEPS_AHEAD] * 5]
+    assert queued == [None, None, *[STEPS_AHEAD] * 4]
     for seed in range(6):
         check(model, seed, max_new_tokens=9, eos_token_id=[5, 7, 40])
     assert all(queued[8:])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kwargs", [SETTLED, SETTLED | {"suppress_tokens": [3, 5], "forced_eos_token_id": 8}], ids=str)
+@pytest.mark.parametrize("with_config", [False, True])
+def test_they_are_not_in_vain(model, mode, with_config, kwargs, monkeypatch):
+    """Whatever a call brings along of its own."""
+    served = []
+    serves = DecodeRun.serves
+
+    def noting(*args):
+        served.append(serves(*args))
+        return served[-1]
+
+    monkeypatch.setattr(DecodeRun, "serves", noting)
+    fuseopt.initialize(model, GENERATION)
+    config = GenerationConfig(**kwargs, eos_token_id=[7, 9], pad_token_id=0, decoder_start_token_id=0)
+    given = {"generation_config": config} if with_config else kwargs
+    with mode():
+        for seed in range(5):
+            check(model, seed, **given)
+    assert all(served)
+    # What transformers makes tensors of in every call is known by the tensor alone, as are tensors of inference mode.
+    assert mode is torch.inference_mode or len(served) == (3 if kwargs is SETTLED else 0)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 5])
@@ -75,8 +101,8 @@ def test_no_more_steps_than_the_call_takes(model, queued, steps):
     fuseopt.initialize(model, GENERATION)
     for seed in range(4):
         check(model, seed, max_new_tokens=steps, eos_token_id=[])
-    # A step is captured at the third token or in the second call, if there is one at all.
-    without_plan = {1: 4, 2: 2}.get(steps, 1)
+    # A step is captured at the third token or in the second call, if there is one at all; the next call finds it so.
+    without_plan = {1: 4, 2: 3}.get(steps, 2)
     assert queued == [None] * without_plan + [min(steps, STEPS_AHEAD)] * (4 - without_plan)
 
 
@@ -88,7 +114,7 @@ def test_rows_that_end_within_them(model, queued):
     for _ in range(4):
         for seed in (3, 4):
             check(model, seed, rows=1, padded=False, eos_token_id=third, **kwargs)
-    assert all(queued[2:])
+    assert all(queued[3:])
 
 
 def test_as_many_as_the_call_before_came_to(model, queued):
@@ -123,11 +149,11 @@ def test_when_they_are_queued(model, monkeypatch):
     fuseopt.initialize(model, GENERATION)
     inputs = prompt(model, 2, 6, 0)
     calls = []
-    for _ in range(3):
+    for _ in range(4):
         seen.clear()
         model.generate(**inputs, max_new_tokens=8, eos_token_id=[], pad_token_id=0)
         calls.append("".join(seen))
-    assert calls == ["lptsssssss", "tssspl" + "ssss", "tssspl" + "ssss"]
+    assert calls == ["lptsssssss", "ptsslsssss", "tssspl" + "ssss", "tssspl" + "ssss"]
 
 
 class Negated(LogitsProcessor):
@@ -206,35 +232,38 @@ def test_what_no_argument_tells(change, model, queued):
     fuseopt.initialize(model, GENERATION)
     for seed in range(3):
         check(model, seed, max_new_tokens=9)
-    assert queued == [None, STEPS_AHEAD, STEPS_AHEAD]
+    assert queued == [None, None, STEPS_AHEAD]
     change(model)
     for seed in range(4):
         check(model, seed, max_new_tokens=9)
-    serves_again = change not in (sampling, a_hook, beams)
+    # A penalty for what follows a prompt comes with a tensor of each call's own.
+    is_settled = change is not a_penalty or model.config.is_encoder_decoder
+    serves_again = change not in (sampling, a_hook, beams) and is_settled
     assert len(queued) < 7 or queued[6] == (STEPS_AHEAD if serves_again else None)
 
 
 def test_ids_that_no_argument_tells(model, queued):
-    """They end, fill or change rows within the steps that were queued for others."""
+    """They end and fill rows, or may not yet, within the steps that were queued for others."""
     inputs, kwargs = prompt(model, 2, 6, 3), {"max_new_tokens": 8, "no_repeat_ngram_size": 1}
     tokens = stock(model, inputs, eos_token_id=[], **kwargs)[0, -8:].tolist()
-    *_, other, unused = (token for token in range(VOCAB) if token not in tokens)
+    unused = next(token for token in range(VOCAB) if token not in tokens)
     config = model.generation_config
     fuseopt.initialize(model, GENERATION)
-    for ends, pad, suppressed in (
-        (unused, 0, other),
-        (unused, 0, tokens[1]),
-        (unused, 0, tokens[2]),
-        (tokens[1], 0, tokens[2]),
-        (tokens[1], 9, tokens[2]),
-        (tokens[2], 9, other),
-        (tokens[0], 8, other),
+    for ends, pad, least in (
+        (unused, 0, 1),
+        (tokens[1], 0, 1),
+        (tokens[1], 0, 5),
+        (tokens[1], 0, 3),
+        (tokens[1], 9, 1),
+        (tokens[2], 9, 1),
+        (tokens[0], 8, 1),
     ):
-        config.eos_token_id, config.pad_token_id, config.suppress_tokens = ends, pad, [suppressed]
+        config.eos_token_id, config.pad_token_id, config.min_new_tokens = ends, pad, least
         for _ in range(3):
             wanted = type(model).generate(model, **inputs, **kwargs)
             assert torch.equal(model.generate(**inputs, **kwargs), wanted)
-    assert sum(count is not None for count in queued) >= 15
+    # One call of each kind finds steps queued for the kind before, and the last one its own.
+    assert [count is not None for count in queued] == [False, False, True] + [True, False, True] * 6
 
 
 def test_other_arguments(model, queued):
@@ -346,4 +375,4 @@ def test_what_was_captured_goes_all_the_same(model, queued):
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
     check(model, 0, max_new_tokens=9)
-    assert queued == [None, STEPS_AHEAD, STEPS_AHEAD, None]
+    assert queued == [None, None, STEPS_AHEAD, None]
