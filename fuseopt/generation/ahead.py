@@ -16,6 +16,7 @@ from fuseopt.generation import tiers
 from fuseopt.generation.decode_run import DecodeRun
 from fuseopt.generation.graphs import StepGraphs
 from fuseopt.generation.layers import has_kernel
+from fuseopt.generation.prepared_configs import PLAIN
 from fuseopt.generation.prompts import run_encoded, run_forward
 from fuseopt.generation.state import DecodeState, Sizes, prompt_length_for
 from fuseopt.generation.survey import Survey, survey
@@ -25,7 +26,6 @@ _MOST_BYTES = 64 * 2**20
 # For as long as transformers prepares a call on a slow host.
 _STEPS = 12
 _PLANS_KEPT = 16
-_PLAIN = (type(None), bool, int, float, str)
 
 
 class Plan(NamedTuple):
@@ -198,6 +198,7 @@ class HeadStart:
         return None
 
     def _expected(self, step: Any, arguments: Mapping[str, Any], ids: Tensor) -> _Expected | None:
+        """None where the arguments do not tell, or the loop is not going to serve the call."""
         encodes, (items, length) = step.encoder_class is not None, ids.shape
         setting = functools.partial(tiers.setting_of, self.model, arguments)
         new, limit = setting("max_new_tokens"), setting("max_length")
@@ -302,7 +303,7 @@ def _likeness(argument: tuple[Hashable, Any]) -> Hashable:
         return name, type(value), *map(_likeness, enumerate(value))
     if isinstance(value, (Tensor, dict)):
         return name, type(value)
-    return name, type(value), value if type(value) in _PLAIN else id(value)
+    return name, type(value), value if type(value) in PLAIN else id(value)
 
 
 def _first_token(model: nn.Module, arguments: Mapping[str, Any]) -> int | None:

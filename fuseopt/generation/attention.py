@@ -28,8 +28,8 @@ class StepAttention:
         if self.by_kernel:
             return
         dtype = state.cache.dtype
-        self.mask = _additive(state.keep & (state.slots <= state.slot), dtype)
-        self.cross_mask = _additive(state.cross_keep, dtype)
+        self.mask = additive(state.keep & (state.slots <= state.slot), dtype)
+        self.cross_mask = additive(state.cross_keep, dtype)
         if bias is not None:
             distances = (state.slot - state.slots).clamp(0, bias.shape[1] - 1)
             self.mask = self.mask + bias[:, distances][None, :, None, :]
@@ -89,7 +89,7 @@ def _attend(query: Tensor, cache: Tensor, mask: Tensor, scale: float) -> Tensor:
     return attended.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-def _additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
     """[rows, 1, 1, slots]: 0 where `keep` [rows, slots] is True, the lowest number elsewhere."""
     mask = torch.zeros(keep.shape, dtype=dtype, device=keep.device)
     return mask.masked_fill_(~keep, torch.finfo(dtype).min)[:, None, None, :]

@@ -47,7 +47,6 @@ class DecodeRun:
         return (
             self.state is state
             and self.steps == steps
-            and self.selection.key == selection.key
             and self.selection.holds(selection)
             and (pad is None or state.load_pad.holds(pad))
         )

@@ -33,11 +33,10 @@ def finish(
     # A step that an earlier call ran is captured at once: such calls may all be short.
     note, captured_at = "", run.begins if graphs.has_met(step) else 2
     confirmed_at = captured_at if step.graph is None else run.begins + _STEPS_BEFORE_CONFIRMING
-    is_confirmed = False
+    confirmed_at = max(confirmed_at, run.taken)
     while not run.is_over:
-        if run.taken >= confirmed_at and not is_confirmed:
+        if run.taken == confirmed_at:
             confirm()
-            is_confirmed = True
         if run.taken == captured_at:
             note = graphs.capture(step)
         run.take()

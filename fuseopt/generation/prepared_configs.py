@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 # Of which two that are the same object are the same, whatever happens in between.
-_PLAIN = frozenset((type(None), bool, int, float, str))
+PLAIN = frozenset((type(None), bool, int, float, str))
 _KEPT = 16
 
 Prepared = tuple[GenerationConfig, dict[str, Any]]
@@ -53,7 +53,7 @@ class PreparedConfigs:
         configs = (defaults,) if given is None else (defaults, given)
         if any(type(config) is not GenerationConfig for config in configs):
             return prepare(model, given, **arguments)
-        values = ((name, type(value), value if type(value) in _PLAIN else None) for name, value in arguments.items())
+        values = ((name, type(value), value if type(value) in PLAIN else None) for name, value in arguments.items())
         key = (prepare, logging.get_verbosity(), given is None, *values)
         known = self._remembered.get(key)
         if known is not None and all(map(_are_the_same, map(vars, configs), known.sources)):
@@ -77,4 +77,4 @@ def _are_the_same(values: Mapping[str, Any], seen: Mapping[str, Any]) -> bool:
 
 
 def _are_plain(values: Mapping[str, Any]) -> bool:
-    return _PLAIN.issuperset(map(type, values.values()))
+    return PLAIN.issuperset(map(type, values.values()))

@@ -83,8 +83,10 @@ class Selection:
             processor.own_tensors()
 
     def holds(self, other: Selection) -> bool:
-        """Whether `load` would change nothing, for another Selection with an equal `key`."""
-        return all(copy.holds(value) for copy, value in zip(self._copies, other.tensors, strict=True))
+        """Whether the other one has an equal `key`, and `load` would change nothing."""
+        return self.key == other.key and all(
+            copy.holds(value) for copy, value in zip(self._copies, other.tensors, strict=True)
+        )
 
     def load(self, other: Selection) -> None:
         """Takes over the values of another Selection with an equal `key`."""

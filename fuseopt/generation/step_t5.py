@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers.models.t5 import modeling_t5
 
 from fuseopt import ops
-from fuseopt.generation.attention import StepAttention
+from fuseopt.generation.attention import StepAttention, additive
 from fuseopt.generation.encoder_t5 import T5Encoder
 from fuseopt.generation.layers import BeforeHead, Linear, Norm, embedded, has_kernel, linear, linear_of, look_ahead
 from fuseopt.generation.layers_t5 import (
@@ -164,9 +164,7 @@ class T5Step:
             to_scores, to_output = (tensor.unflatten(0, (heads, -1)) for tensor in folded)
             torch.bmm(keys, query.unflatten(0, (heads, -1)), out=to_scores)
             torch.bmm(values, out.T.unflatten(0, (heads, -1)), out=to_output)
-        mask = torch.zeros_like(state.folded.mask[0, : len(keep)])
-        mask = mask.masked_fill_(~keep, torch.finfo(mask.dtype).min)
-        state.folded.mask.copy_(mask.repeat(heads))
+        state.folded.mask.copy_(additive(state.cross_keep, torch.float32).flatten().repeat(heads))
 
     def prefill(self, state: DecodeState, length: int, masked: bool) -> None:
         """Fills the first slots of the cross-attention cache from as many of `encoded`, and takes the first tokens.
@@ -190,9 +188,11 @@ class T5Step:
 
         In bfloat16 alone, which has room for whatever the products come to, and unscaled, as T5's attention is.
         """
-        (weight, *others) = (weight for layer in self.layers for weight in layer.cross_attention.query.weights)
-        unscaled = all(layer.cross_attention.scale == 1 for layer in self.layers)
-        alike = all(other.dtype is weight.dtype is torch.bfloat16 for other in others)
+        cross = [layer.cross_attention for layer in self.layers]
+        weight = cross[0].query.weights[0]
+        unscaled = all(attention.scale == 1 for attention in cross)
+        projections = (part.weights[0] for attention in cross for part in (attention.query, attention.out))
+        alike = all(projection.dtype is torch.bfloat16 for projection in projections)
         has_kernels = has_kernel("decode_softmax_linear", weight) and has_kernel("decode_linear", weight)
         return GROUP if unscaled and alike and has_kernels and heads <= MOST_GROUPS else 0
 

@@ -21,3 +21,20 @@ def starts_ahead(monkeypatch):
         return capture(graphs, step)
 
     monkeypatch.setattr(StepGraphs, "capture", captured)
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """A list, and `note(owner, name, letter, counts)`, by which calls of a function that count add a letter to it."""
+    seen = []
+
+    def note(owner, name, letter, counts=lambda *args, **kwargs: True):
+        run = getattr(owner, name)
+
+        def noting(*args, **kwargs):
+            seen.extend(letter if counts(*args, **kwargs) else "")
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    return seen, note

@@ -12,7 +12,16 @@ from fuseopt.generation.step_t5 import T5Step
 from fuseopt.generation.tiers import Tier
 from tests import tiny
 from tests.generation import test_generate
-from tests.generation.test_generate import GENERATION, ON_DEVICE, VOCAB, calls, compare, generate, prompt, sweep
+from tests.generation.test_generate import (
+    GENERATION,
+    ON_DEVICE,
+    calls,
+    compare,
+    generate,
+    prompt,
+    sweep,
+    teacher_forced_errors,
+)
 
 SLOTS = 128
 
@@ -155,18 +164,7 @@ def test_size_is_reported(folding):
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["t5", "t5_gated"])
 def test_bfloat16_is_as_close_to_float32_as_transformers(family):
-    """Teacher-forced, as in test_generate.py, but with single items."""
-    force = {"max_new_tokens": 2, "begin_suppress_tokens": [t for t in range(VOCAB) if t != 7], "eos_token_id": []}
-    errors = {"stock": 0.0, "folded": 0.0}
     with torch.device("cuda"):
-        for seed in range(24):
-            model = tiny.FAMILIES[family](seed)
-            inputs = prompt(model, 1, 6, seed)
-            exact, _ = generate(model, inputs, **force)
-            for name in errors:
-                if name == "folded":
-                    fuseopt.initialize(model, GENERATION)
-                output, _ = generate(model.to(torch.bfloat16), inputs, **force)
-                errors[name] += float((output.logits[1] - exact.logits[1]).abs().mean())
-            assert model.generate._step.shape.folded_slots == SLOTS
-    assert 0 < errors["folded"] <= 1.15 * errors["stock"]
+        errors, model = teacher_forced_errors(family, torch.bfloat16, 1, 24)
+    assert model.generate._step.shape.folded_slots == SLOTS
+    assert 0 < errors["fused"] <= 1.15 * errors["stock"]

@@ -386,15 +386,16 @@ def test_embeddings_in_place_of_tokens(each_device):
     compare(model, {"inputs_embeds": embeds}, Tier.DEVICE_LOOP, max_new_tokens=8, repetition_penalty=1.5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_half_precision_is_as_close_to_float32_as_transformers(family, dtype, each_device):
-    """Teacher-forced: the logits of the first step that the decode step computes, for the same tokens."""
+def teacher_forced_errors(family, dtype, rows, seeds):
+    """Mean errors against float32 of stock's and fused logits, of the first step that the decode step computes.
+
+    Of the same tokens, over models of as many seeds; the last one comes along.
+    """
     force = {"max_new_tokens": 2, "begin_suppress_tokens": [t for t in range(VOCAB) if t != 7], "eos_token_id": []}
     errors = {"stock": 0.0, "fused": 0.0}
-    for seed in range(8):
+    for seed in range(seeds):
         model = tiny.FAMILIES[family](seed)
-        inputs = prompt(model, 3, 6, seed)
+        inputs = prompt(model, rows, 6, seed)
         exact, _ = generate(model, inputs, **force)
         for name in errors:
             if name == "fused":
@@ -402,4 +403,11 @@ def test_half_precision_is_as_close_to_float32_as_transformers(family, dtype, ea
             output, _ = generate(model.to(dtype), inputs, **force)
             errors[name] += float((output.logits[1] - exact.logits[1]).abs().mean())
         assert calls_of(model)[-1].tier is Tier.DEVICE_LOOP
+    return errors, model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_is_as_close_to_float32_as_transformers(family, dtype, each_device):
+    errors, _ = teacher_forced_errors(family, dtype, 3, 8)
     assert 0 < errors["fused"] <= 1.15 * errors["stock"]

@@ -25,19 +25,9 @@ def model(request, each_device, starts_ahead):
 
 
 @pytest.fixture
-def events(monkeypatch, model):
+def events(noted, model):
     """What happens in a call, one letter each: look, prepare, token of the prompt, capture, step."""
-    seen = []
-
-    def note(owner, name, letter, counts=lambda *args, **kwargs: True):
-        run = getattr(owner, name)
-
-        def noting(*args, **kwargs):
-            seen.extend(letter if counts(*args, **kwargs) else "")
-            return run(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, noting)
-
+    seen, note = noted
     note(FusedGenerate, "_look", "l")
     note(type(model), "_prepare_generated_length", "p")
     note(Selection, "__call__", "t", lambda *args, advance=True: not advance)

@@ -128,19 +128,9 @@ def test_as_many_as_the_call_before_came_to(model, queued):
     assert queued[-1] == 3
 
 
-def test_when_they_are_queued(model, monkeypatch):
+def test_when_they_are_queued(model, noted, monkeypatch):
     """p: transformers prepares; t: the first token of a prompt; s: a step; l: a look at the model."""
-    seen = []
-
-    def note(owner, name, letter, counts=lambda *args, **kwargs: True):
-        run = getattr(owner, name)
-
-        def noting(*args, **kwargs):
-            seen.extend(letter if counts(*args, **kwargs) else "")
-            return run(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, noting)
-
+    seen, note = noted
     note(type(model), "_prepare_generated_length", "p")
     note(Selection, "__call__", "t", lambda *args, advance=True: not advance)
     note(Step, "__call__", "s")
