@@ -21,8 +21,6 @@ ROUNDS = 11
 SECONDS_PER_SAMPLE = {"cuda": 0.5e-3, "cpu": 4e-3}
 # No case is timed for longer, once each of its contenders has been timed three times.
 SECONDS_PER_CASE = 2.0
-# What is ahead by less may be behind in the next run.
-NOTEWORTHY = 1.01
 PAGE = 4096
 # Plain calls in a row of which one sample of `wall_us` and `host_us` is the mean. The first after others' calls finds
 # nothing in the processor's caches, which no caller in a loop meets with. Of slow ones there are fewer, down to one.
@@ -66,11 +64,12 @@ def _time_op(case: OpCase, device: torch.device, compile: bool) -> list[Record]:
     others = [name for name, c in offered.items() if isinstance(c, Contender) and not c.own and name in timings]
     baseline = timings[_fastest(others, timings)] if others else None
     if auto in timings:
-        fastest = _fastest([name for name in timings if name != COPY], timings)
+        # Whether the others are ahead stands in the speed-up.
+        fastest = _fastest([name for name in timings if name not in (*others, COPY)], timings)
         gain = timings[fastest].speed_up_over(timings[auto])
-        behind = [f"{fastest} is {gain.median:.2f}x as fast"] if gain.low > NOTEWORTHY else []
-        if auto in over_torch and over_torch[auto].high < 1 / NOTEWORTHY:
-            behind.append(f"torch keeps the host for {over_torch[auto].median:.2f} of the time")
+        behind = [f"{fastest} is {gain.median:.3f}x as fast"] if gain.low > 1 else []
+        if auto in over_torch and over_torch[auto].high < 1:
+            behind.append(f"torch keeps the host for {over_torch[auto].median:.3f} of the time")
         if behind:
             notes[auto] = "; ".join(behind)
     if device.type == "cuda" and stay_in_cache(moved, device):

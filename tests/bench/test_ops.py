@@ -106,7 +106,7 @@ def test_on_a_gpu_every_contender_is_timed(name):
     [
         ([9.0, 9.5, 9.2, 9.4], None),
         ([10.0, 11.0, 9.0, 10.0], None),
-        ([12.0, 13.0, 12.5, 12.0], "torch keeps the host for 0.82 of the time"),
+        ([12.0, 13.0, 12.5, 12.0], "torch keeps the host for 0.825 of the time"),
     ],
 )
 def test_what_the_host_s_time_comes_to(own, note, monkeypatch):

@@ -145,6 +145,28 @@ def test_where_auto_is_not_the_fastest_it_is_said_again_at_the_end(results):
     assert listed == "- gelu: cuda; torch is 1.20x as fast"
 
 
+@pytest.mark.parametrize(
+    ("speed_up", "note", "said"),
+    [
+        ((0.99, 0.992, 0.999), None, "torch.compile is 1.008x as fast"),
+        ((0.99, 0.992, 1.0), None, None),
+        ((1.1, 1.2, 1.3), "triton is 1.020x as fast", "triton is 1.020x as fast"),
+        ((0.98, 0.99, 0.99), "triton is 1.020x as fast", "torch.compile is 1.010x as fast; triton is 1.020x as fast"),
+        ((0.98, 0.99, 0.99), "torch.compile is 1.01x as fast", "torch.compile is 1.01x as fast"),
+    ],
+)
+def test_auto_is_behind_where_three_rounds_of_four_say_so(speed_up, note, said, results):
+    rows = (
+        Record("gelu", "cuda", (1.0, 1.0, 1.0), speed_up, auto=True, note=note),
+        Record("gelu", "torch", (1.4, 1.5, 1.6)),
+        Record("gelu", "torch.compile", (0.9, 0.99, 1.0)),
+        Record("gelu", "copy", (0.5, 0.5, 0.5)),
+        Record("softmax", "torch", (0.1, 0.1, 0.1)),
+    )
+    _, _, *listed = replace(results, rows=rows).to_markdown().split("\n\n")
+    assert listed[1:] == ([] if said is None else [f"- gelu: cuda; {said}"])
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"rows": [{"case": "x", "colour": 1}]}'])
 def test_what_is_no_result_file_is_refused(content, tmp_path):
     path = tmp_path / "other.json"
