@@ -14,7 +14,7 @@ std::tuple<Tensor, Tensor> beam_candidates(Tensor scores, Tensor running_scores,
                                            int64_t forcing_rules, double temperature) {
   FUSEOPT_CHECK(scores.dim() == 2 && running_scores.dim() == 2 && scores.size(0) == running_scores.numel(),
                 "fuseopt::", kOp, ": scores must be [items * beams, vocabulary], running_scores [items, beams]");
-  FUSEOPT_CHECK(scores.scalar_type() != ScalarType::Double && running_scores.scalar_type() == ScalarType::Float,
+  FUSEOPT_CHECK(dtype_of(scores) != ScalarType::Double && dtype_of(running_scores) == ScalarType::Float,
                 "fuseopt::", kOp, ": scores must be float32, float16 or bfloat16, running_scores float32");
   FUSEOPT_CHECK(count > 0 && count <= BeamCandidates::kMaxCount, "fuseopt::", kOp, ": count must be between 1 and ",
                 BeamCandidates::kMaxCount, ", not ", count);

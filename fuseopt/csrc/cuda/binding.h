@@ -13,6 +13,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "../check.h"
@@ -32,11 +33,16 @@ class Launch {
     int current = 0;
     check(cudaGetDevice(&current));
     if (current != device_) guard_.emplace(device_);
+    former_ = std::exchange(device_of_launch, device_);
     void* stream = nullptr;
     FUSEOPT_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream) == TORCH_SUCCESS, "fuseopt::", op,
                   ": no current CUDA stream");
     stream_ = static_cast<cudaStream_t>(stream);
   }
+
+  ~Launch() { device_of_launch = former_; }
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
 
   int32_t device() const { return device_; }
   cudaStream_t stream() const { return stream_; }
@@ -51,8 +57,36 @@ class Launch {
   const char* op_;
   int32_t device_;
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // costs more than a look at the current device
+  int former_ = kNoDevice;
   cudaStream_t stream_ = nullptr;
 };
+
+// The dtypes of these ops' tensors, by torch's numbers for them.
+inline const auto& numbered_dtypes() {
+  static const std::pair<int32_t, ScalarType> dtypes[] = {
+      {aoti_torch_dtype_bfloat16(), ScalarType::BFloat16}, {aoti_torch_dtype_float32(), ScalarType::Float},
+      {aoti_torch_dtype_float16(), ScalarType::Half},      {aoti_torch_dtype_int64(), ScalarType::Long},
+      {aoti_torch_dtype_int32(), ScalarType::Int},         {aoti_torch_dtype_uint8(), ScalarType::Byte},
+      {aoti_torch_dtype_bool(), ScalarType::Bool},         {aoti_torch_dtype_float64(), ScalarType::Double}};
+  return dtypes;
+}
+
+// As Tensor::scalar_type, which asks torch for the number of one dtype after the other at every call.
+inline ScalarType dtype_of(const Tensor& tensor) {
+  int32_t number = 0;
+  FUSEOPT_CHECK(aoti_torch_get_dtype(tensor.get(), &number) == TORCH_SUCCESS, "fuseopt: a tensor without a dtype");
+  for (const auto& [known, type] : numbered_dtypes()) {
+    if (known == number) return type;
+  }
+  return tensor.scalar_type();
+}
+
+inline int32_t number_of(ScalarType type) {
+  for (const auto& [number, known] : numbered_dtypes()) {
+    if (known == type) return number;
+  }
+  return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+}
 
 inline int dtype_code(const char* op, ScalarType type) {
   switch (type) {
@@ -67,7 +101,7 @@ inline int dtype_code(const char* op, ScalarType type) {
 }
 
 inline TypedPointer pointer(const char* op, const Tensor& tensor) {
-  return {tensor.data_ptr(), dtype_code(op, tensor.scalar_type())};
+  return {tensor.data_ptr(), dtype_code(op, dtype_of(tensor))};
 }
 
 inline TypedPointer pointer(const char* op, const std::optional<Tensor>& tensor) {
@@ -122,8 +156,7 @@ inline Tensor allocate(const Tensor& like, IntHeaderOnlyArrayRef sizes, ScalarTy
     stride *= std::max<int64_t>(sizes[dim], 1);
   }
   AtenTensorHandle handle = nullptr;
-  const auto status = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides,
-                                               torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+  const auto status = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, number_of(type),
                                                aoti_torch_device_type_cuda(), like.get_device_index(), &handle);
   // torch's own words, which callers that retry with a smaller batch look for.
   FUSEOPT_CHECK(status == TORCH_SUCCESS, "CUDA out of memory. fuseopt tried to allocate a tensor of ", stride,

@@ -120,11 +120,13 @@ void launch_as(const CrossEntropyGrad& loss, cudaStream_t stream) {
     threads = kMostThreads / blocks, slots = static_cast<int>(needed);
     break;
   }
-  const auto kernel = threads > kMostThreads / 2 ? cross_entropy_grad_kernel<T, kMostThreads>
-                                                 : cross_entropy_grad_kernel<T, kMostThreads / 2>;
   const int shared_bytes = slots * kAccessBytes;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  launch_following(kernel, block_per_row(loss.rows), threads, shared_bytes, stream, loss, slots);
+  const auto launch = [&](auto kernel) {
+    cudaFuncSetAttribute(kernel.kFunction, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    kernel.launch(block_per_row(loss.rows), threads, shared_bytes, stream, loss, slots);
+  };
+  if (threads > kMostThreads / 2) launch(FollowingKernel<cross_entropy_grad_kernel<T, kMostThreads>>{});
+  else launch(FollowingKernel<cross_entropy_grad_kernel<T, kMostThreads / 2>>{});
 }
 
 }  // namespace

@@ -7,7 +7,7 @@ constexpr const char* kOp = "cross_entropy_grad_";
 
 void* vector_of(const char* name, const Tensor& vector, ScalarType type, const Tensor& logits) {
   FUSEOPT_CHECK(vector.is_cuda() && vector.get_device_index() == logits.get_device_index() && vector.is_contiguous() &&
-                    vector.scalar_type() == type && vector.numel() == logits.size(0),
+                    dtype_of(vector) == type && vector.numel() == logits.size(0),
                 "fuseopt::", kOp, ": ", name, " must be contiguous ", toString(type), " with an element for each of ",
                 logits.size(0), " rows, on the device of the logits");
   return vector.data_ptr();

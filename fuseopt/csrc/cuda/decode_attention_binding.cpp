@@ -15,7 +15,7 @@ DecodeAttention::Heads heads_of(const Tensor& tensor) {
 DecodeAttention::Integers integers_of(const char* op, const char* name, const std::optional<Tensor>& tensor,
                                       const Tensor& query) {
   if (!tensor.has_value()) return {nullptr, 4, 0};
-  const ScalarType type = tensor->scalar_type();
+  const ScalarType type = dtype_of(*tensor);
   FUSEOPT_CHECK(type == ScalarType::Int || type == ScalarType::Long, "fuseopt::", op, ": ", name,
                 " must be int32 or int64");
   FUSEOPT_CHECK(tensor->is_cuda() && tensor->get_device_index() == query.get_device_index(), "fuseopt::", op, ": ",
@@ -44,7 +44,7 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
   const Tensor q = with_unit_stride(query);
 
   DecodeAttention attention = {};
-  attention.dtype = dtype_code(op, query.scalar_type());
+  attention.dtype = dtype_code(op, dtype_of(query));
   attention.query = heads_of(q);
   attention.rows = rows;
   attention.heads = query.size(1);
@@ -71,7 +71,7 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
   attention.bias_columns = distances.has_value() ? distances->size(1) : 0;
   const auto sources = ancestry.has_value() ? std::optional(as_contiguous(*ancestry)) : std::nullopt;
   if (sources.has_value()) {
-    FUSEOPT_CHECK(sources->scalar_type() == ScalarType::Int && sources->is_cuda() &&
+    FUSEOPT_CHECK(dtype_of(*sources) == ScalarType::Int && sources->is_cuda() &&
                       sources->get_device_index() == query.get_device_index() &&
                       sources->numel() == rows * attention.capacity,
                   "fuseopt::", op, ": ancestry must be [", rows, ", ", attention.capacity,
@@ -80,7 +80,7 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
   attention.ancestry = static_cast<const int*>(data_of(sources));
   attention.scale = scale;
   attention.overlap = overlap;
-  Tensor output = allocate(q, {rows, attention.heads * attention.head_dim}, query.scalar_type());
+  Tensor output = allocate(q, {rows, attention.heads * attention.head_dim}, dtype_of(query));
   attention.output = output.data_ptr();
   launch.check(fuseopt_decode_attention(attention, launch.stream()));
   return output;

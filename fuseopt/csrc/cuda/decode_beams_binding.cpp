@@ -7,7 +7,7 @@ constexpr const char* kOp = "decode_beams_";
 
 template <typename T>
 T* data_as(const char* name, const Tensor& tensor, ScalarType type) {
-  FUSEOPT_CHECK(tensor.is_cuda() && tensor.scalar_type() == type && tensor.is_contiguous(), "fuseopt::", kOp, ": ",
+  FUSEOPT_CHECK(tensor.is_cuda() && dtype_of(tensor) == type && tensor.is_contiguous(), "fuseopt::", kOp, ": ",
                 name, " must be ", toString(type), ", contiguous and on the device of the values");
   return static_cast<T*>(tensor.data_ptr());
 }

@@ -6,7 +6,7 @@ namespace {
 constexpr const char* kOp = "decode_embedding";
 
 EmbeddingTable table_of(const Tensor& weight, const Tensor& indices) {
-  const ScalarType type = indices.scalar_type();
+  const ScalarType type = dtype_of(indices);
   FUSEOPT_CHECK(type == ScalarType::Int || type == ScalarType::Long, "fuseopt::", kOp,
                 ": tokens and positions must be int32 or int64");
   FUSEOPT_CHECK(indices.is_cuda() && indices.get_device_index() == weight.get_device_index(), "fuseopt::", kOp,
@@ -27,19 +27,19 @@ Tensor decode_embedding(Tensor tokens, Tensor weight, std::optional<Tensor> posi
   if (positions.has_value()) {
     second_table = as_contiguous(*position_weight), second_indices = as_contiguous(*positions);
     FUSEOPT_CHECK(second_table->dim() == 2 && second_table->size(1) == table.size(1) &&
-                      second_table->scalar_type() == table.scalar_type() &&
+                      dtype_of(*second_table) == dtype_of(table) &&
                       second_indices->numel() == indices.numel(),
                   "fuseopt::", kOp, ": positions and position_weight must be like tokens and weight");
     embedding.positions = table_of(*second_table, *second_indices);
   }
-  embedding.dtype = dtype_code(kOp, table.scalar_type());
+  embedding.dtype = dtype_code(kOp, dtype_of(table));
   embedding.rows = indices.numel();
   embedding.columns = table.size(1);
   embedding.overlap = overlap;
   const auto sizes = indices.sizes();
   std::vector<int64_t> output_sizes(sizes.begin(), sizes.end());
   output_sizes.push_back(embedding.columns);
-  Tensor output = allocate(table, output_sizes, table.scalar_type());
+  Tensor output = allocate(table, output_sizes, dtype_of(table));
   embedding.output = output.data_ptr();
   launch.check(fuseopt_decode_embedding(embedding, launch.stream()));
   return output;

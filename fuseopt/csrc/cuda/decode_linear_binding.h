@@ -47,7 +47,7 @@ inline std::vector<Tensor> readable(const char* op, const std::vector<Tensor>& w
   bool alike = layout_of(weights[0]) != Layout::kNeither;
   for (const Tensor& weight : weights) {
     FUSEOPT_CHECK(weight.dim() == 2 && weight.size(0) == weights[0].size(0) && weight.size(1) == weights[0].size(1) &&
-                      weight.scalar_type() == weights[0].scalar_type(),
+                      dtype_of(weight) == dtype_of(weights[0]),
                   "fuseopt::", op, ": weights must share one shape [N, K] and one dtype");
     alike = alike && layout_of(weight) == layout_of(weights[0]) && stride_of(weight) == stride_of(weights[0]);
   }
@@ -59,8 +59,8 @@ inline std::vector<Tensor> readable(const char* op, const std::vector<Tensor>& w
 
 // What torch.promote_types gives for two floating point types.
 inline ScalarType promoted(ScalarType type, const std::optional<Tensor>& other) {
-  if (!other.has_value() || other->scalar_type() == type) return type;
-  const ScalarType second = other->scalar_type();
+  if (!other.has_value() || dtype_of(*other) == type) return type;
+  const ScalarType second = dtype_of(*other);
   return type == ScalarType::Double || second == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
@@ -88,7 +88,7 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
   const Tensor x = as_contiguous(input);
   const auto norm_scale = parameter(op, "norm_weight", norm_weight, input);
   const auto norm_shift = parameter(op, "norm_bias", norm_bias, input);
-  const ScalarType weight_type = read[0].scalar_type();
+  const ScalarType weight_type = dtype_of(read[0]);
   const auto added = residual.has_value() ? std::optional(as_contiguous(*residual)) : std::nullopt;
   const auto check_device = [&](const char* name, const Tensor& tensor) {
     FUSEOPT_CHECK(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index(), "fuseopt::", op, ": ", name,
@@ -131,10 +131,10 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
                 ahead.size());
   for (size_t i = 0; i < ahead.size(); ++i) {
     FUSEOPT_CHECK(ahead[i].is_cuda() && ahead[i].get_device_index() == x.get_device_index() &&
-                      ahead[i].numel() == ahead[0].numel() && ahead[i].scalar_type() == ahead[0].scalar_type(),
+                      ahead[i].numel() == ahead[0].numel() && dtype_of(ahead[i]) == dtype_of(ahead[0]),
                   "fuseopt::", op, ": tensors ahead must be on the input's device, of one size and dtype");
     if (is_dense(ahead[i])) layer.ahead[i] = ahead[i].data_ptr();
-    layer.ahead_bytes = ahead[0].numel() * element_size(ahead[0].scalar_type()) / kPrefetchBytes * kPrefetchBytes;
+    layer.ahead_bytes = ahead[0].numel() * element_size(dtype_of(ahead[0])) / kPrefetchBytes * kPrefetchBytes;
   }
 
   const auto sizes = x.sizes();

@@ -16,8 +16,8 @@ void decode_select(Tensor scores, Tensor tokens, Tensor ids, Tensor length, Tens
   auto [select, kept] = decode_select_of(kOp, scores, tokens, ids, length, unfinished, going, pad, eos, counters, overlap);
   const Tensor candidates = candidates_for(select, scores, fuseopt_decode_select_chunks(select.vocabulary));
   if (divisors.has_value()) {
-    FUSEOPT_CHECK(divisors->is_cuda() && divisors->scalar_type() == ScalarType::Float && divisors->is_contiguous() &&
-                      scores.scalar_type() == ScalarType::Float && divisors->numel() == scores.numel(),
+    FUSEOPT_CHECK(divisors->is_cuda() && dtype_of(*divisors) == ScalarType::Float && divisors->is_contiguous() &&
+                      dtype_of(scores) == ScalarType::Float && divisors->numel() == scores.numel(),
                   "fuseopt::", kOp, ": divisors must be float32 as the scores, contiguous, of their shape");
     select.divisors = static_cast<const float*>(divisors->data_ptr());
   }

@@ -11,12 +11,12 @@ inline std::tuple<DecodeSelect, std::vector<Tensor>> decode_select_of(
     const Tensor& unfinished, const Tensor& going, const Tensor& pad, const std::optional<Tensor>& eos,
     const std::vector<Tensor>& counters, bool overlap) {
   const auto integers = [op](const char* name, const Tensor& tensor) {
-    FUSEOPT_CHECK(tensor.is_cuda() && tensor.scalar_type() == ScalarType::Long, "fuseopt::", op, ": ", name,
+    FUSEOPT_CHECK(tensor.is_cuda() && dtype_of(tensor) == ScalarType::Long, "fuseopt::", op, ": ", name,
                   " must be int64 on the device of the scores");
     return static_cast<int64_t*>(tensor.data_ptr());
   };
   const auto flags = [op](const char* name, const Tensor& tensor) {
-    FUSEOPT_CHECK(tensor.is_cuda() && tensor.scalar_type() == ScalarType::Bool && tensor.is_contiguous(), "fuseopt::",
+    FUSEOPT_CHECK(tensor.is_cuda() && dtype_of(tensor) == ScalarType::Bool && tensor.is_contiguous(), "fuseopt::",
                   op, ": ", name, " must be bool, contiguous and on the device of the scores");
     return static_cast<bool*>(tensor.data_ptr());
   };

@@ -17,7 +17,7 @@ Tensor decode_softmax_linear(Tensor scores, Tensor weight, std::optional<Tensor>
     launch.check(fuseopt_decode_softmax_linear(layer, groups, launch.stream()));
     return call.output;
   }
-  const Tensor probabilities = allocate_like(scores, weight.scalar_type());
+  const Tensor probabilities = allocate_like(scores, dtype_of(weight));
   if (layer.columns > 0) {
     launch.check(fuseopt_softmax_fwd(layer.input, {}, pointer(kOp, probabilities), layer.rows * groups,
                                      layer.columns / groups, 1, launch.stream()));

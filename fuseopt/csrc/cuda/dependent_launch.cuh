@@ -5,6 +5,7 @@
 // before it have ended too.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include "launch.cuh"
@@ -62,19 +63,19 @@ inline size_t shared_bytes_per_multiprocessor() {
 
 // Shared memory that nobody uses, for the blocks of a grid that the device holds at once: so much that a multiprocessor
 // has room for no more of them than its share. They start where those of the kernel ahead have ended, and would else crowd
-// where these end first. Declare one (static) beside each kernel's launch.
+// where these end first.
 class EvenShare {
  public:
   // Bytes a block.
   template <typename Kernel>
-  size_t operator()(Kernel kernel, unsigned blocks, int threads) {
+  size_t operator()(Kernel kernel, unsigned blocks, unsigned threads) {
     constexpr int kLeast = 5;             // smaller shares would take more than a block may have unasked
     constexpr int kMost = 31;             // of the blocks that a multiprocessor can have
     constexpr int64_t kOthers = 2 * 1024;  // of a block, by the system and what the kernel declares
     const int processors = multiprocessor_count();
     const int64_t share = ceil_div(blocks, processors);
     if (share < kLeast || share > kMost || !is_sm90_or_newer()) return 0;
-    if (resident_(kernel, threads, 0) <= share * processors) return 0;
+    if (resident_(kernel, static_cast<int>(threads), 0) <= share * processors) return 0;
     return cached_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>() / share - kOthers;
   }
 
@@ -90,28 +91,73 @@ struct LaunchShape {
   unsigned blocks_y = 1, blocks_z = 1, threads_y = 1;
 };
 
-// A type that the argument for it does not decide.
-template <typename T>
-struct Exactly {
-  using type = T;
-};
+using DriverLaunch = CUresult (*)(const CUlaunchConfig*, CUfunction, void**, void**);
 
-// Launches a kernel that calls follow_predecessor. Errors are the runtime's last one, as after any launch.
-template <typename... Parameters>
-void launch_following(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes, cudaStream_t stream,
-                      typename Exactly<Parameters>::type... arguments) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = blocks;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = is_sm90_or_newer() ? 1 : 0;
-  cudaLaunchKernelEx(&config, kernel, arguments...);
+// cuLaunchKernelEx, which launches sooner than the runtime, as that looks up its kernel every time; null where the
+// driver has none.
+inline DriverLaunch driver_launch() {
+  static const DriverLaunch launch = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+    constexpr unsigned kVersion = 12000;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuLaunchKernelEx", &found, kVersion, cudaEnableDefault, &result);
+#else
+    const cudaError_t error = cudaGetDriverEntryPoint("cuLaunchKernelEx", &found, cudaEnableDefault, &result);
+#endif
+    if (error != cudaSuccess) cudaGetLastError();  // or it would pass for the launch's
+    return reinterpret_cast<DriverLaunch>(found);
+  }();
+  return launch;
 }
+
+// A kernel that calls follow_predecessor.
+template <auto kKernel, typename Function = std::decay_t<decltype(kKernel)>>
+class FollowingKernel;
+
+template <auto kKernel, typename... Parameters>
+class FollowingKernel<kKernel, void (*)(Parameters...)> {
+ public:
+  static constexpr auto kFunction = kKernel;
+
+  // Errors are the runtime's last one, as after any launch: what the driver refuses is left to the runtime.
+  static void launch(dim3 blocks, dim3 threads, size_t shared_bytes, cudaStream_t stream, Parameters... arguments) {
+    CUlaunchAttribute attribute;
+    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.programmaticStreamSerializationAllowed = 1;
+    CUlaunchConfig config = {};
+    config.gridDimX = blocks.x, config.gridDimY = blocks.y, config.gridDimZ = blocks.z;
+    config.blockDimX = threads.x, config.blockDimY = threads.y, config.blockDimZ = threads.z;
+    config.sharedMemBytes = static_cast<unsigned>(shared_bytes);
+    config.hStream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = is_sm90_or_newer() ? 1 : 0;
+    const CUfunction handle = driver_handle();
+    void* addresses[] = {&arguments...};
+    if (handle != nullptr && driver_launch()(&config, handle, addresses, nullptr) == CUDA_SUCCESS) return;
+    kKernel<<<blocks, threads, shared_bytes, stream>>>(arguments...);
+  }
+
+  // Without shared memory of its own, on EvenShare's.
+  static void launch_evenly(unsigned blocks, unsigned threads, cudaStream_t stream, Parameters... arguments) {
+    static EvenShare even_share;
+    launch(blocks, threads, even_share(kKernel, blocks, threads), stream, arguments...);
+  }
+
+ private:
+  // As the driver knows the kernel on the current device; null where it has no launch for it.
+  static CUfunction driver_handle() {
+    static Cached<CUfunction> handles[kMaxDevices];
+    Cached<CUfunction>& cached = handles[current_device() % kMaxDevices];
+    CUfunction handle = cached.get();
+    if (handle == nullptr && driver_launch() != nullptr) {
+      cudaGetFuncBySymbol(&handle, reinterpret_cast<const void*>(kKernel));
+      cached.set(handle);
+    }
+    return handle;
+  }
+};
 
 // Launches kernel(argument); `overlap`: before its predecessor on the stream has ended.
 template <typename Argument>

@@ -206,9 +206,9 @@ template <typename T, typename A, typename Activation>
 void launch_fwd_vectors(const Arguments& call, int64_t elements) {
   dispatch_vector_width<T, kFwdLoads>(elements, [&](auto width, auto vectors) {
     launch_rows(call, elements, width, vectors, [&](VectorGrid grid, RowStrides strides, dim3 blocks, int threads) {
-      launch_following(gated_activation_fwd_kernel<T, A, Activation, width, vectors>, blocks, threads, 0, call.stream,
-                       static_cast<const T*>(call.gate.values.data), static_cast<const T*>(call.up.values.data),
-                       static_cast<A*>(call.output.data), grid, strides);
+      using Kernel = FollowingKernel<gated_activation_fwd_kernel<T, A, Activation, width, vectors>>;
+      Kernel::launch(blocks, threads, 0, call.stream, static_cast<const T*>(call.gate.values.data),
+                     static_cast<const T*>(call.up.values.data), static_cast<A*>(call.output.data), grid, strides);
     });
   });
 }
@@ -232,10 +232,10 @@ template <typename T, typename A, typename Activation>
 void launch_bwd_vectors(const Arguments& call, int64_t elements) {
   dispatch_vector_width<T, kBwdLoads>(elements, [&](auto width, auto vectors) {
     launch_rows(call, elements, width, vectors, [&](VectorGrid grid, RowStrides strides, dim3 blocks, int threads) {
-      launch_following(gated_activation_bwd_kernel<T, A, Activation, width, vectors>, blocks, threads, 0, call.stream,
-                       static_cast<const A*>(call.grad_output.data), static_cast<const T*>(call.gate.values.data),
-                       static_cast<const T*>(call.up.values.data), static_cast<T*>(call.grads.gate.data),
-                       static_cast<T*>(call.grads.up.data), grid, strides);
+      using Kernel = FollowingKernel<gated_activation_bwd_kernel<T, A, Activation, width, vectors>>;
+      Kernel::launch(blocks, threads, 0, call.stream, static_cast<const A*>(call.grad_output.data),
+                     static_cast<const T*>(call.gate.values.data), static_cast<const T*>(call.up.values.data),
+                     static_cast<T*>(call.grads.gate.data), static_cast<T*>(call.grads.up.data), grid, strides);
     });
   });
 }

@@ -57,8 +57,8 @@ Tensor gated_activation_fwd(Tensor gate, Tensor up, int64_t activation, std::opt
   constexpr const char* kOp = "gated_activation_fwd";
   const Inputs in(kOp, gate, up);
   const Launch launch(kOp, in.gate);
-  const ScalarType activated = activation_dtype.value_or(gate.scalar_type());
-  Tensor output = allocate_like(in.gate, promote_types(activated, up.scalar_type()));
+  const ScalarType activated = activation_dtype.value_or(dtype_of(gate));
+  Tensor output = allocate_like(in.gate, promote_types(activated, dtype_of(up)));
   launch.check(fuseopt_gated_activation_fwd({pointer(kOp, in.gate), in.gate_stride}, {pointer(kOp, in.up), in.up_stride},
                                             pointer(kOp, output), in.rows, in.columns, activation_code(kOp, activation),
                                             dtype_code(kOp, activated), launch.stream()));
@@ -72,9 +72,9 @@ std::tuple<Tensor, Tensor> gated_activation_bwd(Tensor grad_output, Tensor gate,
   const Inputs in(kOp, gate, up);
   const Tensor grad = as_contiguous(grad_output);
   const Launch launch(kOp, in.gate);
-  const ScalarType activated = activation_dtype.value_or(gate.scalar_type());
-  Tensor grad_gate = allocate_like(gate, gate.scalar_type());
-  Tensor grad_up = allocate_like(up, up.scalar_type());
+  const ScalarType activated = activation_dtype.value_or(dtype_of(gate));
+  Tensor grad_gate = allocate_like(gate, dtype_of(gate));
+  Tensor grad_up = allocate_like(up, dtype_of(up));
   launch.check(fuseopt_gated_activation_bwd(pointer(kOp, grad), {pointer(kOp, in.gate), in.gate_stride},
                                             {pointer(kOp, in.up), in.up_stride}, pointer(kOp, grad_gate),
                                             pointer(kOp, grad_up), in.rows, in.columns,

@@ -209,9 +209,10 @@ cudaError_t launch_fwd(TypedPointer input, TypedPointer bias, TypedPointer outpu
         dispatch_vector_width<T, kFwdLoads>(done, [&](auto width, auto vectors) {
           launch_vectors(done / width, bias.data != nullptr ? columns / width : kThreads, vectors,
                          [&](VectorGrid grid, dim3 blocks, int threads) {
-                           launch_following(gelu_fwd_kernel<T, Output, Gelu<sizeof(Output) == 4>, width, vectors>,
-                                            blocks, threads, 0, stream, static_cast<const T*>(input.data), bias,
-                                            static_cast<Output*>(output.data), grid);
+                           using Rounded = Gelu<sizeof(Output) == 4>;
+                           using Kernel = FollowingKernel<gelu_fwd_kernel<T, Output, Rounded, width, vectors>>;
+                           Kernel::launch(blocks, threads, 0, stream, static_cast<const T*>(input.data), bias,
+                                          static_cast<Output*>(output.data), grid);
                          });
         });
       };
@@ -236,10 +237,10 @@ cudaError_t launch_bwd(TypedPointer grad_output, TypedPointer input, TypedPointe
       dispatch_vector_width<T, kBwdLoads>(done, [&](auto width, auto vectors) {
         launch_vectors(done / width, bias.data != nullptr ? columns / width : kThreads, vectors,
                        [&](VectorGrid grid, dim3 blocks, int threads) {
-                         launch_following(gelu_bwd_kernel<T, Gelu<sizeof(T) == 4>, width, vectors>, blocks, threads, 0,
-                                          stream, static_cast<const T*>(grad_output.data),
-                                          static_cast<const T*>(input.data), bias, static_cast<T*>(grad_input.data),
-                                          grid);
+                         using Kernel = FollowingKernel<gelu_bwd_kernel<T, Gelu<sizeof(T) == 4>, width, vectors>>;
+                         Kernel::launch(blocks, threads, 0, stream, static_cast<const T*>(grad_output.data),
+                                        static_cast<const T*>(input.data), bias, static_cast<T*>(grad_input.data),
+                                        grid);
                        });
       });
     });
@@ -273,17 +274,19 @@ cudaError_t launch_bias_bwd(TypedPointer grad_output, TypedPointer input, TypedP
         partials.count = std::min({ceil_div(rows, row_lanes), max_partials(rows),
                                    std::max<int64_t>(1, kBiasBlocksPerProcessor * multiprocessor_count() / strips)});
       }
-      launch_following(kernel, dim3(static_cast<unsigned>(strips), static_cast<unsigned>(partials.count)), kBiasThreads,
-                       0, stream, static_cast<const T*>(grad_output.data), static_cast<const T*>(input.data), bias,
-                       static_cast<T*>(grad_input.data), partials.data, grad_bias, rows, static_cast<int>(columns));
+      kernel.launch(dim3(static_cast<unsigned>(strips), static_cast<unsigned>(partials.count)), kBiasThreads, 0, stream,
+                    static_cast<const T*>(grad_output.data), static_cast<const T*>(input.data), bias,
+                    static_cast<T*>(grad_input.data), partials.data, grad_bias, rows, static_cast<int>(columns));
     };
     constexpr int kWidth = kVectorWidth<T>;
     constexpr int kFewLanes = kWarpSize, kLanes = kBiasThreads / 2;
     using Rounded = Gelu<sizeof(T) == 4>;
     if (partials.data == nullptr) {
-      launch(gelu_bias_bwd_kernel<T, Rounded, kFewWidth, kFewLanes>, kFewLanes * kFewWidth, kBiasThreads / kFewLanes);
+      launch(FollowingKernel<gelu_bias_bwd_kernel<T, Rounded, kFewWidth, kFewLanes>>{}, kFewLanes * kFewWidth,
+             kBiasThreads / kFewLanes);
     } else {
-      launch(gelu_bias_bwd_kernel<T, Rounded, kWidth, kLanes>, kLanes * kWidth, kBiasThreads / kLanes);
+      launch(FollowingKernel<gelu_bias_bwd_kernel<T, Rounded, kWidth, kLanes>>{}, kLanes * kWidth,
+             kBiasThreads / kLanes);
     }
   });
   if (partials.data == nullptr) return cudaGetLastError();

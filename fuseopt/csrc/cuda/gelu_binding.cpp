@@ -9,7 +9,7 @@ Tensor gelu_fwd(Tensor input, bool tanh, std::optional<Tensor> bias, std::option
   const auto shift = bias.has_value() ? parameter(kOp, "bias", bias, input) : std::nullopt;
   const int64_t columns = x.dim() > 0 ? x.size(x.dim() - 1) : 1;
   const Launch launch(kOp, x);
-  Tensor output = allocate_like(x, output_dtype.value_or(x.scalar_type()));
+  Tensor output = allocate_like(x, output_dtype.value_or(dtype_of(x)));
   launch.check(fuseopt_gelu_fwd(pointer(kOp, x), pointer(kOp, shift), pointer(kOp, output), x.numel(), columns,
                                 tanh ? kTanh : kErf, launch.stream()));
   return output;
@@ -22,7 +22,7 @@ Tensor gelu_bwd(Tensor grad_output, Tensor input, bool tanh, std::optional<Tenso
   const auto shift = bias.has_value() ? parameter(kOp, "bias", bias, input) : std::nullopt;
   const int64_t columns = x.dim() > 0 ? x.size(x.dim() - 1) : 1;
   const Launch launch(kOp, x);
-  Tensor grad_input = allocate_like(x, x.scalar_type());
+  Tensor grad_input = allocate_like(x, dtype_of(x));
   launch.check(fuseopt_gelu_bwd(pointer(kOp, grad), pointer(kOp, x), pointer(kOp, shift), pointer(kOp, grad_input),
                                 x.numel(), columns, tanh ? kTanh : kErf, launch.stream()));
   return grad_input;
@@ -35,7 +35,7 @@ std::tuple<Tensor, Tensor> gelu_bias_bwd(Tensor grad_output, Tensor input, bool 
   const auto shift = parameter(kOp, "bias", bias, input);
   const Matrix shape = matrix_of(kOp, x);
   const Launch launch(kOp, x);
-  Tensor grad_input = allocate_like(x, x.scalar_type()), grad_bias = allocate_like(*shift, shift->scalar_type());
+  Tensor grad_input = allocate_like(x, dtype_of(x)), grad_bias = allocate_like(*shift, dtype_of(*shift));
   const size_t bytes = fuseopt_gelu_bias_bwd_workspace_bytes(shape.rows, shape.columns);
   std::optional<Tensor> workspace;
   if (bytes > 0) workspace = allocate(x, {static_cast<int64_t>(bytes)}, ScalarType::Byte);

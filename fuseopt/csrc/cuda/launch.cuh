@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "launchers.h"
 #include "row_team.cuh"
 
 namespace fuseopt {
@@ -26,26 +27,28 @@ unsigned row_blocks(int64_t rows, int threads, int64_t most_blocks = INT32_MAX) 
 }
 
 inline int current_device() {
+  if (device_of_launch != kNoDevice) return device_of_launch;
   int device = 0;
   cudaGetDevice(&device);
   return device;
 }
 
-// A figure that may be written by several threads at once, each time the same; 0 until then. (<atomic> would take longer
-// to compile than many a kernel does.)
-class CachedCount {
+// What may be written by several threads at once, each time the same; zero until then. (<atomic> would take longer to
+// compile than many a kernel does.)
+template <typename Value>
+class Cached {
  public:
-  int get() const { return __atomic_load_n(&count_, __ATOMIC_RELAXED); }
-  void set(int count) { __atomic_store_n(&count_, count, __ATOMIC_RELAXED); }
+  Value get() const { return __atomic_load_n(&value_, __ATOMIC_RELAXED); }
+  void set(Value value) { __atomic_store_n(&value_, value, __ATOMIC_RELAXED); }
 
  private:
-  int count_ = 0;
+  Value value_ = {};
 };
 
 // An attribute of the current device, asked of the driver once.
 template <cudaDeviceAttr kAttribute>
 int cached_attribute() {
-  static CachedCount values[kMaxDevices];
+  static Cached<int> values[kMaxDevices];
   const int device = current_device();
   int value = values[device % kMaxDevices].get();
   if (value == 0) {
@@ -79,7 +82,7 @@ class ResidentBlocks {
  public:
   template <typename Kernel>
   int operator()(Kernel kernel, int threads, size_t shared_bytes) {
-    CachedCount& cached = blocks_[current_device() % kMaxDevices][threads / kWarpSize];
+    Cached<int>& cached = blocks_[current_device() % kMaxDevices][threads / kWarpSize];
     int blocks = cached.get();
     if (blocks == 0) {
       int per_multiprocessor = 0;
@@ -91,7 +94,7 @@ class ResidentBlocks {
   }
 
  private:
-  CachedCount blocks_[kMaxDevices][kMaxWarps + 1] = {};
+  Cached<int> blocks_[kMaxDevices][kMaxWarps + 1] = {};
 };
 
 }  // namespace fuseopt

@@ -12,6 +12,11 @@
 
 namespace fuseopt {
 
+constexpr int kNoDevice = -1;
+// The current device, where it is known: while a binding launches, which has asked the runtime for it. To ask again
+// takes longer than all else that a launcher looks up.
+inline thread_local int device_of_launch = kNoDevice;
+
 // A tensor whose element type is known only at run time. An absent optional tensor has `data == nullptr`.
 struct TypedPointer {
   void* data;

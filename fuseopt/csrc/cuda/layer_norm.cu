@@ -166,13 +166,11 @@ extern "C" cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer r
       using Shape = decltype(shape);
       // A multiprocessor has registers for some 25 rows of such sums. Of a few more, single warps start as others end.
       if (std::is_same_v<Shape, NarrowRow> && residual.data != nullptr) threads = kWarpSize;
-      static EvenShare even_share;
-      const auto kernel = layer_norm_fwd_kernel<T, typename Types::R, typename Types::W, Shape, width>;
-      const unsigned blocks = row_blocks<Shape>(rows, threads);
-      launch_following(kernel, blocks, threads, even_share(kernel, blocks, threads), stream,
-                       {static_cast<const T*>(wide.data), narrow, static_cast<T*>(sum.data)}, weight, bias, output,
-                       static_cast<float*>(mean.data), static_cast<float*>(rstd.data), rows,
-                       static_cast<int>(columns), 1.0f / columns, static_cast<float>(eps));
+      using Kernel = FollowingKernel<layer_norm_fwd_kernel<T, typename Types::R, typename Types::W, Shape, width>>;
+      Kernel::launch_evenly(row_blocks<Shape>(rows, threads), threads, stream,
+                            {static_cast<const T*>(wide.data), narrow, static_cast<T*>(sum.data)}, weight, bias, output,
+                            static_cast<float*>(mean.data), static_cast<float*>(rstd.data), rows,
+                            static_cast<int>(columns), 1.0f / columns, static_cast<float>(eps));
     };
     launched = residual.data != nullptr
                    ? dispatch_fwd<kBlockElements, false, true>(input, residual, parameter, rows, columns, vectors, launch)

@@ -20,7 +20,7 @@ Forward forward(const char* op, const Tensor& input, const std::optional<Tensor>
   const Launch launch(op, x);
   const auto sum = allocate_sum(x, addend);
   const Tensor& normalised = sum.has_value() ? *sum : x;
-  Tensor output = allocate_like(x, output_dtype.value_or(normalised.scalar_type()));
+  Tensor output = allocate_like(x, output_dtype.value_or(dtype_of(normalised)));
   const RowStatistics statistics(op, normalised, 2, keep_statistics);
   launch.check(fuseopt_layer_norm_fwd(pointer(op, x), pointer(op, addend), pointer(op, scale), pointer(op, shift),
                                       pointer(op, output), pointer(op, sum), statistics.pointer(0),
@@ -40,7 +40,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const char* op, const Tensor& grad_o
   const auto scale = parameter(op, "weight", weight, input);
   const bool weight_wanted = need_weight_grad && scale.has_value();
   const Launch launch(op, x);
-  Tensor grad_input = allocate_like(x, x.scalar_type());
+  Tensor grad_input = allocate_like(x, dtype_of(x));
   Tensor grad_weight = allocate_parameter_grad(x, scale, shape.columns, weight_wanted);
   Tensor grad_bias = allocate_parameter_grad(x, scale, shape.columns, need_bias_grad);
   const auto workspace = norm_bwd_workspace(x, scale, shape, weight_wanted || need_bias_grad ? 2 : 0);

@@ -151,18 +151,19 @@ extern "C" cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPoi
         using Shape = decltype(shape);
         const BwdLaunch form = bwd_launch<T, Shape, width>(threads, columns, has_grad_sum ? 3 : 2, kBwdRingThreads);
         static ResidentBlocks resident;
-        const auto kernel = layer_norm_bwd_kernel<T, Shape, width, has_grad_sum>;
+        using Kernel = FollowingKernel<layer_norm_bwd_kernel<T, Shape, width, has_grad_sum>>;
+        constexpr auto kernel = Kernel::kFunction;
         launched = form.fits();
         if (!launched) return;
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(form.shared_bytes));
         partials.count = row_blocks<Shape>(rows, threads,
                                            std::min<int64_t>(resident(kernel, threads, form.shared_bytes),
                                                              form.blocks_per_processor * multiprocessor_count()));
-        launch_following(kernel, static_cast<unsigned>(partials.count), threads, form.shared_bytes, stream,
-                         static_cast<const T*>(grad_output.data), static_cast<const T*>(grad_sum.data),
-                         static_cast<const T*>(input.data), weight, static_cast<const float*>(mean.data),
-                         static_cast<const float*>(rstd.data), static_cast<T*>(grad_input.data), partials, rows,
-                         static_cast<int>(columns), form.stages);
+        Kernel::launch(static_cast<unsigned>(partials.count), threads, form.shared_bytes, stream,
+                       static_cast<const T*>(grad_output.data), static_cast<const T*>(grad_sum.data),
+                       static_cast<const T*>(input.data), weight, static_cast<const float*>(mean.data),
+                       static_cast<const float*>(rstd.data), static_cast<T*>(grad_input.data), partials, rows,
+                       static_cast<int>(columns), form.stages);
       };
       dispatch_bwd_row<T, ElementwiseBlock>(columns, vectors, [&](auto shape, auto width, int threads) {
         if (grad_sum.data != nullptr) launch(shape, width, threads, std::true_type{});

@@ -137,7 +137,7 @@ extern "C" cudaError_t fuseopt_layer_norm_of_sum_bwd(const LayerNormOfSumBwd& ca
   if (call.rows > 0) {
     dispatch_fast_dtype(call.grad_output.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      const auto kernel = layer_norm_of_sum_bwd_kernel<T>;
+      using Kernel = FollowingKernel<layer_norm_of_sum_bwd_kernel<T>>;
       const int threads = static_cast<int>(ceil_div(call.columns, kWidth * kWarpSize)) * kWarpSize;
       int blocks = std::clamp(kRingThreads / threads, 1, kPartialsPerProcessor), stages = 0;
       size_t shared_bytes = 0;
@@ -150,11 +150,11 @@ extern "C" cudaError_t fuseopt_layer_norm_of_sum_bwd(const LayerNormOfSumBwd& ca
         while (blocks > 1 && stages_of(blocks) < kMaxRingStages) --blocks;
         stages = stages_of(blocks);
         shared_bytes = static_cast<size_t>(stages) * stage_bytes;
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+        cudaFuncSetAttribute(Kernel::kFunction, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(shared_bytes));
       }
       partials.count = std::min<int64_t>(call.rows, blocks * multiprocessor_count());
-      launch_following(kernel, static_cast<unsigned>(partials.count), threads, shared_bytes, stream, call, partials,
-                       stages);
+      Kernel::launch(static_cast<unsigned>(partials.count), threads, shared_bytes, stream, call, partials, stages);
     });
   }
   return reduce_partials(partials, sums, stream);

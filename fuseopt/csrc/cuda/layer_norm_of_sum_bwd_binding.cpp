@@ -15,13 +15,13 @@ Tensor laid_out(const Tensor& tensor) {
 // `tensor`, of the shape and on the device of `like` and of dtype `type`, laid out.
 Tensor matrix_of(const char* name, const Tensor& tensor, const Tensor& like, ScalarType type) {
   check_same(kOp, name, tensor, like);
-  FUSEOPT_CHECK(tensor.scalar_type() == type, "fuseopt::", kOp, ": ", name, " must be ", toString(type));
+  FUSEOPT_CHECK(dtype_of(tensor) == type, "fuseopt::", kOp, ": ", name, " must be ", toString(type));
   return laid_out(tensor);
 }
 
 Tensor vector_of(const char* name, const Tensor& vector, int64_t elements, const Tensor& like) {
   FUSEOPT_CHECK(vector.is_cuda() && vector.get_device_index() == like.get_device_index() &&
-                    vector.scalar_type() == ScalarType::Float && vector.numel() == elements,
+                    dtype_of(vector) == ScalarType::Float && vector.numel() == elements,
                 "fuseopt::", kOp, ": ", name, " must be ", elements, " floats on the device of grad_output");
   return laid_out(vector);
 }
@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_norm_of_sum_bwd
     Tensor grad_output, Tensor grad_sum, Tensor base, std::vector<Tensor> addends, Tensor weight, Tensor bias,
     Tensor mean, Tensor rstd) {
   const Matrix shape = fuseopt::matrix_of(kOp, grad_output);
-  const ScalarType narrow = grad_output.scalar_type(), wide = ScalarType::Float;
+  const ScalarType narrow = dtype_of(grad_output), wide = ScalarType::Float;
   const Launch launch(kOp, grad_output);
   LayerNormOfSumBwd call = {};
   call.rows = shape.rows;

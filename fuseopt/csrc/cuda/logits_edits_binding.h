@@ -6,7 +6,7 @@
 namespace fuseopt {
 
 inline bool is_integer(const Tensor& ids) {
-  return ids.scalar_type() == ScalarType::Int || ids.scalar_type() == ScalarType::Long;
+  return dtype_of(ids) == ScalarType::Int || dtype_of(ids) == ScalarType::Long;
 }
 
 inline void check_device(const char* op, const char* name, const Tensor& ids, const Tensor& scores) {
@@ -17,12 +17,12 @@ inline void check_device(const char* op, const char* name, const Tensor& ids, co
 inline TokenIds token_ids(const char* op, const char* name, const Tensor& ids) {
   FUSEOPT_CHECK(ids.dim() == 2, "fuseopt::", op, ": ", name, " must be [rows, length]");
   FUSEOPT_CHECK(is_integer(ids), "fuseopt::", op, ": ", name, " must be int32 or int64");
-  return {ids.data_ptr(), ids.scalar_type() == ScalarType::Int ? 4 : 8, ids.size(1), ids.stride(0), ids.stride(1)};
+  return {ids.data_ptr(), dtype_of(ids) == ScalarType::Int ? 4 : 8, ids.size(1), ids.stride(0), ids.stride(1)};
 }
 
 inline ScoreMatrix score_matrix(const char* op, const Tensor& scores) {
   FUSEOPT_CHECK(scores.dim() == 2, "fuseopt::", op, ": scores must be [rows, vocabulary]");
-  return {scores.data_ptr(), dtype_code(op, scores.scalar_type()), scores.stride(0), scores.stride(1)};
+  return {scores.data_ptr(), dtype_code(op, dtype_of(scores)), scores.stride(0), scores.stride(1)};
 }
 
 // The arguments that schemas have of fuseopt.ops.edit_logits.LogitsEdits, in its order.
@@ -44,7 +44,7 @@ struct EditArguments {
 inline LogitsEdits logits_edits(const char* op, const Tensor& scores, const EditArguments& arguments) {
   const auto vector = [&](const char* name, const Tensor& tensor, ScalarType type, int64_t elements) {
     check_device(op, name, tensor, scores);
-    FUSEOPT_CHECK(tensor.scalar_type() == type && tensor.is_contiguous() && tensor.numel() == elements, "fuseopt::", op,
+    FUSEOPT_CHECK(dtype_of(tensor) == type && tensor.is_contiguous() && tensor.numel() == elements, "fuseopt::", op,
                   ": ", name, " must be contiguous ", toString(type), " of ", elements, " elements");
     return tensor.data_ptr();
   };

@@ -11,7 +11,7 @@ inline std::optional<Tensor> norm_bwd_workspace(const Tensor& input, const std::
                                                 int tensors) {
   if (tensors == 0) return std::nullopt;
   const bool float64 =
-      input.scalar_type() == ScalarType::Double || (weight.has_value() && weight->scalar_type() == ScalarType::Double);
+      dtype_of(input) == ScalarType::Double || (weight.has_value() && dtype_of(*weight) == ScalarType::Double);
   const size_t bytes = fuseopt_norm_bwd_workspace_bytes(shape.rows, shape.columns, tensors, float64);
   return allocate(input, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
 }
@@ -22,7 +22,7 @@ class RowStatistics {
  public:
   RowStatistics(const char* op, const Tensor& input, int count, bool kept) : op_(op) {
     if (!kept) return;
-    const ScalarType type = input.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+    const ScalarType type = dtype_of(input) == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
     for (int i = 0; i < count; ++i) tensors_.push_back(allocate(input, input.sizes().slice(0, input.dim() - 1), type));
   }
 
@@ -47,14 +47,14 @@ inline std::optional<Tensor> like_input(const char* op, const char* name, const 
 // Room for input + residual, in the dtype that the two promote to; absent without a residual.
 inline std::optional<Tensor> allocate_sum(const Tensor& input, const std::optional<Tensor>& residual) {
   if (!residual.has_value()) return std::nullopt;
-  return allocate_like(input, promote_types(input.scalar_type(), residual->scalar_type()));
+  return allocate_like(input, promote_types(dtype_of(input), dtype_of(*residual)));
 }
 
 // [columns] for a wanted gradient of a parameter, else [0].
 inline Tensor allocate_parameter_grad(const Tensor& input, const std::optional<Tensor>& parameter, int64_t columns,
                                       bool wanted) {
   return allocate(input, {wanted ? columns : 0},
-                  parameter.has_value() ? parameter->scalar_type() : input.scalar_type());
+                  parameter.has_value() ? dtype_of(*parameter) : dtype_of(input));
 }
 
 inline TypedPointer wanted_pointer(const char* op, const Tensor& grad, bool wanted) {

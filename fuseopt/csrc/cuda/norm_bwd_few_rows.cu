@@ -106,8 +106,8 @@ bool launch_few_rows_bwd(const FewRowsBwd& call, cudaStream_t stream) {
     if (row_threads > kMaxThreads) return;
     const int64_t threads = std::max<int64_t>(row_threads, kWarpSize * std::min(call.rows, kEnoughWarps));
     const int64_t column_blocks = wants_sums ? ceil_div(call.columns, kColumnsPerBlock) : 0;
-    launch_following(norm_bwd_few_rows_kernel<T>, static_cast<unsigned>(call.rows + column_blocks),
-                     static_cast<unsigned>(threads), 0, stream, call);
+    FollowingKernel<norm_bwd_few_rows_kernel<T>>::launch(static_cast<unsigned>(call.rows + column_blocks),
+                                                         static_cast<unsigned>(threads), 0, stream, call);
     launched = true;
   });
   return launched;

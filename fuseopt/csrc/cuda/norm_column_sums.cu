@@ -95,7 +95,7 @@ cudaError_t reduce_partials(Partials<Acc> partials, ColumnSums sums, cudaStream_
   while (tensors > 1 && sums.of[tensors - 1].data == nullptr) --tensors;
   const dim3 threads(kSummedColumns, kSummedGroups);
   const dim3 blocks(static_cast<unsigned>(ceil_div(partials.columns, kSummedColumns)), tensors);
-  launch_following(reduce_partials_kernel<Acc>, blocks, threads, 0, stream, partials, sums);
+  FollowingKernel<reduce_partials_kernel<Acc>>::launch(blocks, threads, 0, stream, partials, sums);
   return cudaGetLastError();
 }
 

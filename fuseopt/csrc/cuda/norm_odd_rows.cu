@@ -275,14 +275,14 @@ bool launch_odd_rows_fwd(const OddRowsFwd& call, cudaStream_t stream) {
     using T = typename decltype(tag)::type;
     if constexpr (sizeof(T) == 2) {
       const auto launch = [&](auto kernel, int blocks_per_processor) {
-        launch_following(kernel, static_cast<unsigned>(blocks_for(call.rows, blocks_per_processor)), kThreads, 0, stream,
-                         {static_cast<const T*>(call.input.data), static_cast<const T*>(call.weight.data),
-                          static_cast<const T*>(call.bias.data), static_cast<T*>(call.output.data), call.mean, call.rstd,
-                          call.rows, static_cast<int>(call.columns), 1.0f / call.columns, call.eps, call.offset,
-                          call.norm_dtype});
+        kernel.launch(static_cast<unsigned>(blocks_for(call.rows, blocks_per_processor)), kThreads, 0, stream,
+                      {static_cast<const T*>(call.input.data), static_cast<const T*>(call.weight.data),
+                       static_cast<const T*>(call.bias.data), static_cast<T*>(call.output.data), call.mean, call.rstd,
+                       call.rows, static_cast<int>(call.columns), 1.0f / call.columns, call.eps, call.offset,
+                       call.norm_dtype});
       };
-      if (call.is_layer_norm) launch(norm_odd_rows_fwd_kernel<T, true>, kFwdBlocksPerProcessor<true>);
-      else launch(norm_odd_rows_fwd_kernel<T, false>, kFwdBlocksPerProcessor<false>);
+      if (call.is_layer_norm) launch(FollowingKernel<norm_odd_rows_fwd_kernel<T, true>>{}, kFwdBlocksPerProcessor<true>);
+      else launch(FollowingKernel<norm_odd_rows_fwd_kernel<T, false>>{}, kFwdBlocksPerProcessor<false>);
     }
   });
 }
@@ -294,15 +294,17 @@ bool launch_odd_rows_bwd(const OddRowsBwd& call, Partials<float>& partials, cuda
   return dispatch_fast_dtype(call.input.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (sizeof(T) == 2) {
-      const auto kernel = call.grad_sum.data != nullptr ? rms_norm_odd_rows_bwd_kernel<T, true>
-                                                        : rms_norm_odd_rows_bwd_kernel<T, false>;
       partials.count = blocks_for(call.rows, kBwdBlocksPerProcessor);
       const size_t shared_bytes = partials.data != nullptr ? kWarps * call.columns * sizeof(float) : 0;
-      launch_following(kernel, static_cast<unsigned>(partials.count), kThreads, shared_bytes, stream,
-                       static_cast<const T*>(call.grad_output.data), static_cast<const T*>(call.grad_sum.data),
-                       static_cast<const T*>(call.input.data), static_cast<const T*>(call.weight.data), call.rstd,
-                       static_cast<T*>(call.grad_input.data), partials, call.rows, static_cast<int>(call.columns),
-                       1.0f / call.columns, call.offset);
+      const auto launch = [&](auto kernel) {
+        kernel.launch(static_cast<unsigned>(partials.count), kThreads, shared_bytes, stream,
+                      static_cast<const T*>(call.grad_output.data), static_cast<const T*>(call.grad_sum.data),
+                      static_cast<const T*>(call.input.data), static_cast<const T*>(call.weight.data), call.rstd,
+                      static_cast<T*>(call.grad_input.data), partials, call.rows, static_cast<int>(call.columns),
+                      1.0f / call.columns, call.offset);
+      };
+      if (call.grad_sum.data != nullptr) launch(FollowingKernel<rms_norm_odd_rows_bwd_kernel<T, true>>{});
+      else launch(FollowingKernel<rms_norm_odd_rows_bwd_kernel<T, false>>{});
     }
   });
 }

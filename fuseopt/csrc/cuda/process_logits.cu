@@ -139,9 +139,9 @@ void launch(const LogitsEdits& edits, ScoreMatrix scores, ScoreMatrix output, in
     // A window a thread where all such blocks run at once.
     const int windows_of_thread = are_few_rows(rows * ceil_div(bans, threads)) ? 1 : kWindows;
     const int64_t blocks_per_row = has_penalty ? 1 : ceil_div(bans, threads * windows_of_thread);
-    launch_following(edit_in_place_kernel<Id, Score>, static_cast<unsigned>(rows * blocks_per_row), threads,
-                     ceil_div(token_bits, kWordBits) * 4, stream, edits, arithmetic, scores, columns, token_bits,
-                     static_cast<unsigned>(blocks_per_row));
+    FollowingKernel<edit_in_place_kernel<Id, Score>>::launch(
+        static_cast<unsigned>(rows * blocks_per_row), threads, ceil_div(token_bits, kWordBits) * 4, stream, edits,
+        arithmetic, scores, columns, token_bits, static_cast<unsigned>(blocks_per_row));
     return;
   }
   // Large chunks, since every chunk of a row looks through all the row's ids; smaller ones where rows are too few to
@@ -153,8 +153,9 @@ void launch(const LogitsEdits& edits, ScoreMatrix scores, ScoreMatrix output, in
   const int64_t chunks_per_row = ceil_div(row_bytes, chunk_bytes);
   constexpr int64_t kWidth = kVectorWidth<Score>;
   const int64_t chunk = ceil_div(ceil_div(columns, chunks_per_row), kWidth) * kWidth;
-  launch_following(rewrite_kernel<Id, Score>, static_cast<unsigned>(rows * chunks_per_row), kThreads, 0, stream, edits,
-                   arithmetic, scores, output, columns, chunk, static_cast<unsigned>(chunks_per_row));
+  FollowingKernel<rewrite_kernel<Id, Score>>::launch(static_cast<unsigned>(rows * chunks_per_row), kThreads, 0, stream,
+                                                     edits, arithmetic, scores, output, columns, chunk,
+                                                     static_cast<unsigned>(chunks_per_row));
 }
 
 template <typename Id>

@@ -10,7 +10,7 @@ std::optional<Tensor> as_int64(const char* op, const char* name, const std::opti
   FUSEOPT_CHECK(ids->dim() == 1 && is_integer(*ids) && ids->is_cuda() &&
                     ids->get_device_index() == scores.get_device_index(),
                 "fuseopt::", op, ": ", name, " must be int32 or int64 of one dimension on the device of the scores");
-  return as_contiguous(ids->scalar_type() == ScalarType::Long ? *ids : torch::stable::to(*ids, ScalarType::Long));
+  return as_contiguous(dtype_of(*ids) == ScalarType::Long ? *ids : torch::stable::to(*ids, ScalarType::Long));
 }
 
 void edit(const char* op, const Tensor& input_ids, const Tensor& scores, const Tensor& output, int64_t ngram_size,
@@ -32,9 +32,9 @@ void edit(const char* op, const Tensor& input_ids, const Tensor& scores, const T
   std::optional<Tensor> encoder_ids;
   if (encoder_input_ids.has_value() && encoder_ngram_size > 0) {
     check_device(op, "encoder_input_ids", *encoder_input_ids, scores);
-    encoder_ids = encoder_input_ids->scalar_type() == input_ids.scalar_type()
+    encoder_ids = dtype_of(*encoder_input_ids) == dtype_of(input_ids)
                       ? *encoder_input_ids
-                      : torch::stable::to(*encoder_input_ids, input_ids.scalar_type());
+                      : torch::stable::to(*encoder_input_ids, dtype_of(input_ids));
     edits.encoder_input_ids = token_ids(op, "encoder_input_ids", *encoder_ids);
     edits.encoder_ngram_size = encoder_ngram_size;
     const int64_t encoder_rows = encoder_ids->size(0);
@@ -61,7 +61,7 @@ void edit(const char* op, const Tensor& input_ids, const Tensor& scores, const T
 Tensor process_logits(Tensor input_ids, Tensor scores, int64_t no_repeat_ngram_size, double repetition_penalty,
                       double temperature, std::optional<Tensor> suppress_tokens, std::optional<Tensor> encoder_input_ids,
                       int64_t encoder_no_repeat_ngram_size, std::optional<Tensor> prompt_ignore_length) {
-  Tensor output = allocate_like(scores, scores.scalar_type());
+  Tensor output = allocate_like(scores, dtype_of(scores));
   edit("process_logits", input_ids, scores, output, no_repeat_ngram_size, repetition_penalty, temperature,
        suppress_tokens, encoder_input_ids, encoder_no_repeat_ngram_size, prompt_ignore_length);
   return output;

@@ -70,13 +70,12 @@ bool launch_fwd(const FwdArguments& of, bool vectors, cudaStream_t stream) {
         using Types = decltype(types);
         using T = typename Types::T;
         using Shape = decltype(shape);
-        static EvenShare even_share;
-        const auto kernel = rms_norm_fwd_kernel<T, typename Types::R, typename Types::W, Shape, width>;
-        const unsigned blocks = row_blocks<Shape>(of.rows, threads);
-        launch_following(kernel, blocks, threads, even_share(kernel, blocks, threads), stream,
-                         {static_cast<const T*>(wide.data), narrow, static_cast<T*>(of.sum.data)}, of.weight, of.output,
-                         static_cast<float*>(of.rstd.data), of.rows, static_cast<int>(of.columns), 1.0f / of.columns,
-                         static_cast<float>(of.eps), static_cast<float>(of.offset), of.norm_dtype);
+        using Kernel = FollowingKernel<rms_norm_fwd_kernel<T, typename Types::R, typename Types::W, Shape, width>>;
+        Kernel::launch_evenly(row_blocks<Shape>(of.rows, threads), threads, stream,
+                              {static_cast<const T*>(wide.data), narrow, static_cast<T*>(of.sum.data)}, of.weight,
+                              of.output, static_cast<float*>(of.rstd.data), of.rows, static_cast<int>(of.columns),
+                              1.0f / of.columns, static_cast<float>(of.eps), static_cast<float>(of.offset),
+                              of.norm_dtype);
       });
 }
 

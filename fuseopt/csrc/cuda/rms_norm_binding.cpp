@@ -22,8 +22,8 @@ Forward forward(const char* op, const Tensor& input, const std::optional<Tensor>
   const auto sum = allocate_sum(x, addend);
   const Tensor& normalised = sum.has_value() ? *sum : x;
   const NormDtypes dtypes =
-      norm_dtypes(op, cast_order, normalised.scalar_type(),
-                  scale.has_value() ? std::optional<ScalarType>(scale->scalar_type()) : std::nullopt);
+      norm_dtypes(op, cast_order, dtype_of(normalised),
+                  scale.has_value() ? std::optional<ScalarType>(dtype_of(*scale)) : std::nullopt);
   Tensor output = allocate_like(x, dtypes.output);
   const RowStatistics rstd(op, normalised, 1, keep_rstd);
   launch.check(fuseopt_rms_norm_fwd(pointer(op, x), pointer(op, addend), pointer(op, scale), pointer(op, output),
@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_output, c
   const auto scale = parameter(op, "weight", weight, input);
   const bool wanted = need_weight_grad && scale.has_value();
   const Launch launch(op, x);
-  Tensor grad_input = allocate_like(x, x.scalar_type());
+  Tensor grad_input = allocate_like(x, dtype_of(x));
   Tensor grad_weight = allocate_parameter_grad(x, scale, shape.columns, wanted);
   const auto workspace = norm_bwd_workspace(x, scale, shape, wanted ? 1 : 0);
   launch.check(fuseopt_rms_norm_bwd(pointer(op, grad), pointer(op, added), pointer(op, x), pointer(op, scale),

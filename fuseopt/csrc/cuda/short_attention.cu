@@ -367,10 +367,11 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
 template <typename T, int kKeys>
 cudaError_t launch_mma(const ShortAttention& attention, cudaStream_t stream) {
   const int64_t tasks = attention.batch * attention.heads * ceil_div(attention.length, kQueries);
-  launch_following(attention.head_dim == 64 ? short_attention_mma_kernel<T, kKeys, 2>
-                                            : short_attention_mma_kernel<T, kKeys, 4>,
-                   dim3(static_cast<unsigned>(ceil_div(tasks, kMaxWarps))), dim3(kMaxWarps * kWarpSize), 0, stream,
-                   attention);
+  const auto launch = [&](auto kernel) {
+    kernel.launch(static_cast<unsigned>(ceil_div(tasks, kMaxWarps)), kMaxWarps * kWarpSize, 0, stream, attention);
+  };
+  if (attention.head_dim == 64) launch(FollowingKernel<short_attention_mma_kernel<T, kKeys, 2>>{});
+  else launch(FollowingKernel<short_attention_mma_kernel<T, kKeys, 4>>{});
   return cudaGetLastError();
 }
 
@@ -380,14 +381,14 @@ cudaError_t launch_as(ShortAttention& attention, cudaStream_t stream) {
   const size_t bytes = 3 * kKeys * attention.pitch * sizeof(Acc<T>);
   const int heads = kHeadWarps > 1 ? 1 : static_cast<int>(std::clamp<size_t>(kSharedBytes / bytes, 1, kMaxWarps));
   const size_t shared_bytes = heads * bytes;
-  const auto kernel = short_attention_kernel<T, kKeys, kHeadWarps>;
+  using Kernel = FollowingKernel<short_attention_kernel<T, kKeys, kHeadWarps>>;
   if (shared_bytes > kSharedBytes) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                   static_cast<int>(shared_bytes));
+    const cudaError_t error = cudaFuncSetAttribute(
+        Kernel::kFunction, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
     if (error != cudaSuccess) return error;
   }
-  launch_following(kernel, dim3(static_cast<unsigned>(ceil_div(attention.batch * attention.heads, heads))),
-                   dim3(heads * kHeadWarps * kWarpSize), shared_bytes, stream, attention);
+  Kernel::launch(static_cast<unsigned>(ceil_div(attention.batch * attention.heads, heads)),
+                 heads * kHeadWarps * kWarpSize, shared_bytes, stream, attention);
   return cudaGetLastError();
 }
 

@@ -20,12 +20,12 @@ Tensor short_attention(Tensor query, Tensor key, Tensor value, bool causal, doub
                 " and a head_dim of ", kMaxHeadDim, " at most");
   check_same(kOp, "key", key, query);
   check_same(kOp, "value", value, query);
-  FUSEOPT_CHECK(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(), "fuseopt::",
+  FUSEOPT_CHECK(dtype_of(key) == dtype_of(query) && dtype_of(value) == dtype_of(query), "fuseopt::",
                 kOp, ": query, key and value must have one dtype");
   const Launch launch(kOp, query);
   const Tensor q = with_unit_stride(query), k = with_unit_stride(key), v = with_unit_stride(value);
   ShortAttention attention = {};
-  attention.dtype = dtype_code(kOp, query.scalar_type());
+  attention.dtype = dtype_code(kOp, dtype_of(query));
   attention.query = heads_of(q);
   attention.key = heads_of(k);
   attention.value = heads_of(v);
@@ -35,7 +35,7 @@ Tensor short_attention(Tensor query, Tensor key, Tensor value, bool causal, doub
   attention.head_dim = query.size(3);
   attention.causal = causal;
   attention.scale = scale;
-  Tensor output = allocate(q, {attention.batch, attention.length, attention.heads, attention.head_dim}, q.scalar_type());
+  Tensor output = allocate(q, {attention.batch, attention.length, attention.heads, attention.head_dim}, dtype_of(q));
   attention.output = output.data_ptr();
   launch.check(fuseopt_short_attention(attention, launch.stream()));
   return output;

@@ -24,8 +24,8 @@ __device__ RowSpan<kWidth> span_of(int64_t row, int columns, int lane) {
 
 template <typename T, typename M, typename Shape, bool kWhole>
 __global__ void __launch_bounds__(Shape::kMaxThreads)
-    softmax_fwd_kernel(const T* __restrict__ input, IndexedMask mask, TypedPointer output, int64_t rows, int columns,
-                       float scale) {
+    softmax_fwd_kernel(const T* __restrict__ input, typename RowMask<M>::Source mask, TypedPointer output, int64_t rows,
+                       int columns, float scale) {
   follow_predecessor();
   constexpr int kWidth = kVectorWidth<T>;
   constexpr int kVectors = Shape::kElements / kWidth;
@@ -189,7 +189,6 @@ bool dispatch_softmax_row(int64_t rows, int64_t columns, Launch launch) {
 extern "C" cudaError_t fuseopt_softmax_fwd(TypedPointer input, SoftmaxMask mask, TypedPointer output, int64_t rows,
                                            int64_t columns, double scale, cudaStream_t stream) {
   if (rows == 0 || columns == 0) return cudaSuccess;
-  const IndexedMask indexed(mask);
   bool launched = false;
   if (output.dtype != kFloat64 && is_aligned(input.data) && is_aligned(output.data) && columns <= INT32_MAX &&
       fits_grid(rows)) {
@@ -202,11 +201,9 @@ extern "C" cudaError_t fuseopt_softmax_fwd(TypedPointer input, SoftmaxMask mask,
         const float factor = static_cast<float>(scale);
         const bool narrow = dispatch_softmax_row<T>(rows, columns, [&](auto shape, int threads, auto whole) {
           using Shape = decltype(shape);
-          static EvenShare even_share;
-          const auto kernel = softmax_fwd_kernel<T, M, Shape, whole>;
-          const unsigned blocks = row_blocks<Shape>(rows, threads);
-          launch_following(kernel, blocks, threads, even_share(kernel, blocks, threads), stream, x, indexed, output, rows,
-                           row_columns, factor);
+          FollowingKernel<softmax_fwd_kernel<T, M, Shape, whole>>::launch_evenly(
+              row_blocks<Shape>(rows, threads), threads, stream, x, typename RowMask<M>::Source(mask), output, rows,
+              row_columns, factor);
         });
         if (narrow) return;
         launch_softmax_fwd_wide(input, mask, output, rows, row_columns, factor, stream);
@@ -215,7 +212,7 @@ extern "C" cudaError_t fuseopt_softmax_fwd(TypedPointer input, SoftmaxMask mask,
   }
   if (!launched) {
     const auto launch_any = [&](auto kernel, auto precise_scale) {
-      kernel<<<block_per_row(rows), kAnyThreads, 0, stream>>>(input, indexed, output, rows, columns, precise_scale);
+      kernel<<<block_per_row(rows), kAnyThreads, 0, stream>>>(input, IndexedMask(mask), output, rows, columns, precise_scale);
     };
     const bool float64 = input.dtype == kFloat64 || (mask.values.data != nullptr && mask.values.dtype == kFloat64);
     if (float64) launch_any(softmax_fwd_any_kernel<double>, scale);
@@ -238,11 +235,8 @@ extern "C" cudaError_t fuseopt_softmax_bwd(TypedPointer grad_output, TypedPointe
       const float factor = static_cast<float>(scale);
       const auto launch = [&](auto shape, int threads, auto whole) {
         using Shape = decltype(shape);
-        static EvenShare even_share;
-        const auto kernel = softmax_bwd_kernel<T, Shape, whole>;
-        const unsigned blocks = row_blocks<Shape>(rows, threads);
-        launch_following(kernel, blocks, threads, even_share(kernel, blocks, threads), stream, g, y, grad_input, rows,
-                         row_columns, factor);
+        FollowingKernel<softmax_bwd_kernel<T, Shape, whole>>::launch_evenly(
+            row_blocks<Shape>(rows, threads), threads, stream, g, y, grad_input, rows, row_columns, factor);
       };
       using Light = RowShape<kLightElements, Team::kBlock>;
       const auto launch_light = [&](auto shape, int threads) { launch(shape, threads, std::true_type{}); };

@@ -48,10 +48,12 @@ struct IndexedMask : SoftmaxMask {
 // The additive mask of one row, of elements M; void where there is none.
 template <typename M>
 struct RowMask {
+  using Source = IndexedMask;
+
   const M* row;
   int64_t column_stride;
 
-  __device__ RowMask(const IndexedMask& mask, int64_t row_index)
+  __device__ RowMask(const Source& mask, int64_t row_index)
       : row(static_cast<const M*>(mask.values.data) + mask.row_offset(row_index)),
         column_stride(mask.column_stride) {}
 
@@ -78,7 +80,11 @@ struct RowMask {
 
 template <>
 struct RowMask<void> {
-  __device__ RowMask(const IndexedMask&, int64_t) {}
+  struct Source {
+    explicit Source(const SoftmaxMask&) {}
+  };
+
+  __device__ RowMask(const Source&, int64_t) {}
   template <int kWidth>
   __device__ void load(Vector<float, kWidth>&, int64_t) const {}
   template <int kWidth>

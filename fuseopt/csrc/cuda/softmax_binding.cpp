@@ -43,7 +43,7 @@ Tensor softmax_fwd(Tensor input, std::optional<Tensor> mask, double scale,
   const Matrix shape = matrix_of(kOp, input);
   const Tensor x = as_contiguous(input);
   const Launch launch(kOp, x);
-  Tensor output = allocate_like(x, output_dtype.value_or(x.scalar_type()));
+  Tensor output = allocate_like(x, output_dtype.value_or(dtype_of(x)));
   const SoftmaxMask row_mask = mask.has_value() ? broadcast_mask(kOp, *mask, x) : SoftmaxMask{};
   launch.check(fuseopt_softmax_fwd(pointer(kOp, x), row_mask, pointer(kOp, output), shape.rows, shape.columns, scale,
                                    launch.stream()));
@@ -56,7 +56,7 @@ Tensor softmax_bwd(Tensor grad_output, Tensor output, double scale, ScalarType i
   check_same(kOp, "grad_output", grad_output, output);
   const Tensor y = as_contiguous(output);
   const Tensor grad = as_contiguous(
-      grad_output.scalar_type() == y.scalar_type() ? grad_output : torch::stable::to(grad_output, y.scalar_type()));
+      dtype_of(grad_output) == dtype_of(y) ? grad_output : torch::stable::to(grad_output, dtype_of(y)));
   const Launch launch(kOp, y);
   Tensor grad_input = allocate_like(y, input_dtype);
   launch.check(fuseopt_softmax_bwd(pointer(kOp, grad), pointer(kOp, y), pointer(kOp, grad_input), shape.rows,

@@ -26,8 +26,8 @@ constexpr int kWideLoads = kHeld == kMostHeld ? 1 : kTeam == Team::kBlock ? 2 : 
 // time.
 template <typename T, typename M, Team kTeam, int kThreads = 0, int kHeld = kFwdHeld<T, M, kTeam>>
 __global__ void __launch_bounds__(kMaxWideThreads)
-    softmax_fwd_wide_kernel(const T* __restrict__ input, IndexedMask mask, TypedPointer output, int columns,
-                            float scale, int slots) {
+    softmax_fwd_wide_kernel(const T* __restrict__ input, typename RowMask<M>::Source mask, TypedPointer output,
+                            int columns, float scale, int slots) {
   constexpr int kWidth = kVectorWidth<T>;
   constexpr bool kPrecise = sizeof(T) == 4;
   using Logits = RowLogits<T, M, kHeld>;
@@ -246,7 +246,7 @@ void launch_softmax_fwd_wide(TypedPointer input, const SoftmaxMask& mask, TypedP
       using M = typename decltype(mask_tag)::type;
       // Known threads gain a hundredth; with a mask that is not worth the compiler's time.
       constexpr int kThreads = std::is_void_v<M> ? kMaxWideThreads : 0;
-      WideKernels<const T*, IndexedMask, TypedPointer, int, float> kernels{
+      WideKernels<const T*, typename RowMask<M>::Source, TypedPointer, int, float> kernels{
           softmax_fwd_wide_kernel<T, M, Team::kCluster>, softmax_fwd_wide_kernel<T, M, Team::kBlock, kThreads>,
           softmax_fwd_wide_kernel<T, M, Team::kBlock, kThreads / 2>};
       const WideShape shape =
@@ -254,8 +254,8 @@ void launch_softmax_fwd_wide(TypedPointer input, const SoftmaxMask& mask, TypedP
       if constexpr (std::is_void_v<M>) {  // beside a mask's vectors there are no registers for so many
         if (shape.held_in_cluster) kernels.cluster = softmax_fwd_wide_kernel<T, M, Team::kCluster, 0, kMostHeld>;
       }
-      launch_wide(kernels, shape, rows, 1, stream, static_cast<const T*>(input.data), IndexedMask(mask), output,
-                  columns, scale);
+      launch_wide(kernels, shape, rows, 1, stream, static_cast<const T*>(input.data),
+                  typename RowMask<M>::Source(mask), output, columns, scale);
     });
   });
 }

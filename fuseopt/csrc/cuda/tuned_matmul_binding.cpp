@@ -137,8 +137,8 @@ class Product {
         output_(output),
         behind_(behind),
         key_{launch.device(),
-             data_type(left.scalar_type()),
-             data_type(output.scalar_type()),
+             data_type(dtype_of(left)),
+             data_type(dtype_of(output)),
              behind.epilogue,
              behind.accumulate,
              left.size(0),
@@ -197,7 +197,7 @@ class Product {
   void describe(Plan& plan) const {
     const int64_t rows = output_.size(0), columns = output_.size(1);
     const int64_t inner = left_.tensor.size(1);
-    const auto type = data_type(left_.tensor.scalar_type());
+    const auto type = data_type(dtype_of(left_.tensor));
     succeed(library_.create_description(plan.description.address(), cublas_lt::kCompute32F, cublas_lt::kR32F),
             "a description");
     describe(plan, cublas_lt::kTransposeA, int32_t{right_.transposed});
@@ -206,7 +206,7 @@ class Product {
     if (behind_.kept.has_value()) describe(plan, cublas_lt::kAuxStride, columns);
     lay_out(plan.a, type, right_, columns, inner);
     lay_out(plan.b, type, left_, inner, rows);
-    succeed(library_.create_layout(plan.d.address(), data_type(output_.scalar_type()), columns, rows, columns),
+    succeed(library_.create_layout(plan.d.address(), data_type(dtype_of(output_)), columns, rows, columns),
             "a layout");
   }
 
@@ -270,7 +270,7 @@ class Product {
     }
     const Stopwatch watch(launch_);
     const std::optional<Tensor> workspace = room_for(kMostWorkspace);
-    const Tensor output = behind_.accumulate ? allocate_like(output_, output_.scalar_type()) : output_;
+    const Tensor output = behind_.accumulate ? allocate_like(output_, dtype_of(output_)) : output_;
     constexpr float kFails = -1;
     std::vector<float> times(found.size(), 0);
     // The first round loads the kernels, the second says how many runs the others take.
@@ -319,13 +319,13 @@ uint32_t epilogue_of(const std::string& activation, bool has_bias) {
 void check_factors(const Tensor& left, const Tensor& right) {
   FUSEOPT_CHECK(left.dim() == 2 && right.dim() == 2 && left.size(1) == right.size(0) && left.size(1) > 0, "fuseopt::",
                 kOp, ": left must be [rows, inner], right [inner, columns], with something to sum up");
-  FUSEOPT_CHECK(left.scalar_type() == right.scalar_type() && right.is_cuda() &&
+  FUSEOPT_CHECK(dtype_of(left) == dtype_of(right) && right.is_cuda() &&
                     left.get_device_index() == right.get_device_index(),
                 "fuseopt::", kOp, ": left and right must have one dtype, on one device");
 }
 
 Tensor checked_bias(const Tensor& bias, const Tensor& left, const Tensor& right) {
-  FUSEOPT_CHECK(bias.dim() == 1 && bias.size(0) == right.size(1) && bias.scalar_type() == left.scalar_type() &&
+  FUSEOPT_CHECK(bias.dim() == 1 && bias.size(0) == right.size(1) && dtype_of(bias) == dtype_of(left) &&
                     bias.is_cuda() && bias.get_device_index() == left.get_device_index(),
                 "fuseopt::", kOp, ": bias must be [columns], in the dtype and on the device of left");
   return as_contiguous(bias);
@@ -345,7 +345,7 @@ Tensor tuned_matmul(Tensor left, Tensor right, std::optional<Tensor> bias, std::
   behind.epilogue = epilogue_of(activation, bias.has_value());
   if (bias.has_value()) behind.bias = checked_bias(*bias, left, right);
   Tensor output =
-      allocate(left, {left.size(0), right.size(1)}, float_result ? ScalarType::Float : left.scalar_type());
+      allocate(left, {left.size(0), right.size(1)}, float_result ? ScalarType::Float : dtype_of(left));
   multiply(launch, left, right, output, behind, measure);
   return output;
 }
@@ -356,8 +356,8 @@ std::tuple<Tensor, Tensor> tuned_matmul_gelu(Tensor left, Tensor right, Tensor b
   Behind behind;
   behind.epilogue = cublas_lt::kGelu | cublas_lt::kAux | cublas_lt::kBias;
   behind.bias = checked_bias(bias, left, right);
-  behind.kept = allocate(left, {left.size(0), right.size(1)}, left.scalar_type());
-  Tensor activated = allocate_like(*behind.kept, left.scalar_type());
+  behind.kept = allocate(left, {left.size(0), right.size(1)}, dtype_of(left));
+  Tensor activated = allocate_like(*behind.kept, dtype_of(left));
   multiply(launch, left, right, activated, behind, measure);
   return {*behind.kept, activated};
 }
