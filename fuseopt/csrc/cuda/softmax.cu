@@ -212,7 +212,8 @@ extern "C" cudaError_t fuseopt_softmax_fwd(TypedPointer input, SoftmaxMask mask,
   }
   if (!launched) {
     const auto launch_any = [&](auto kernel, auto precise_scale) {
-      kernel<<<block_per_row(rows), kAnyThreads, 0, stream>>>(input, IndexedMask(mask), output, rows, columns, precise_scale);
+      kernel<<<block_per_row(rows), kAnyThreads, 0, stream>>>(input, IndexedMask(mask), output, rows, columns,
+                                                              precise_scale);
     };
     const bool float64 = input.dtype == kFloat64 || (mask.values.data != nullptr && mask.values.dtype == kFloat64);
     if (float64) launch_any(softmax_fwd_any_kernel<double>, scale);
