@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
-from fuseopt.ops.process_logits import BACKENDS, DIRECT, check_rows, run, run_checked
+from fuseopt.ops.process_logits import BACKENDS, RAW, RAW_IN_PLACE, check_rows, run, run_checked
 
+_ANEW, _IN_PLACE = (registry.Direct("no_repeat_ngram", overloads) for overloads in (RAW, RAW_IN_PLACE))
 _NOT_POSITIVE = "ngram_size must be a positive integer, not {}"
 
 
@@ -45,7 +46,7 @@ def no_repeat_ngram(
         raise ValueError(_NOT_POSITIVE.format(ngram_size))
     # In place a kernel leaves alone what is too short; whatever is asked ahead of the launch is waited for.
     if not is_dynamo_compiling() and (inplace or input_ids.size(-1) >= ngram_size):
-        output = DIRECT["no_repeat_ngram", inplace].run(backend, input_ids, scores, ngram_size)
+        output = (_IN_PLACE if inplace else _ANEW).run(backend, input_ids, scores, ngram_size)
         if output is not NotImplemented:
             return scores if inplace else output
     if input_ids.size(-1) < ngram_size:

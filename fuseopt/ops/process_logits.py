@@ -45,9 +45,9 @@ def _fake_in_place(input_ids: Tensor, scores: Tensor, *arguments: object) -> Non
 
 RAW = define(f"process_logits({_ARGUMENTS.format(scores='Tensor scores')}) -> Tensor", _fake)
 RAW_IN_PLACE = define(f"process_logits_({_ARGUMENTS.format(scores='Tensor(a!) scores')}) -> ()", _fake_in_place)
-DIRECT = {
+_DIRECT = {
     (name, inplace): registry.Direct(name, RAW_IN_PLACE if inplace else RAW)
-    for name in ("process_logits", "no_repeat_ngram", "encoder_no_repeat_ngram")
+    for name in ("process_logits", "encoder_no_repeat_ngram")
     for inplace in (False, True)
 }
 
@@ -62,7 +62,7 @@ def run(name: str, backend: str, inplace: bool, input_ids: Tensor, scores: Tenso
         ValueError: rows do not fit each other, or `scores` cannot be written to.
     """
     if not is_dynamo_compiling():
-        output = DIRECT[name, inplace].run(backend, input_ids, scores, *edits)
+        output = _DIRECT[name, inplace].run(backend, input_ids, scores, *edits)
         if output is not NotImplemented:
             return scores if inplace else output
     return run_checked(name, backend, inplace, input_ids, scores, *edits)
