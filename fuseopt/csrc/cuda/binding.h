@@ -33,11 +33,11 @@ class Launch {
     int current = 0;
     check(cudaGetDevice(&current));
     if (current != device_) guard_.emplace(device_);
-    former_ = std::exchange(device_of_launch, device_);
     void* stream = nullptr;
     FUSEOPT_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream) == TORCH_SUCCESS, "fuseopt::", op,
                   ": no current CUDA stream");
     stream_ = static_cast<cudaStream_t>(stream);
+    former_ = std::exchange(device_of_launch, device_);  // behind all that may throw: nothing would put it back
   }
 
   ~Launch() { device_of_launch = former_; }

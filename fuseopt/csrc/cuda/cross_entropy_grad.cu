@@ -110,8 +110,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_grad_kernel(const __gr
 
 template <typename T>
 void launch_as(const CrossEntropyGrad& loss, cudaStream_t stream) {
-  int most_shared = 0;
-  cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, current_device());
+  const int most_shared = cached_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
   const int64_t vectors = loss.width / kVectorWidth<T> + LineSpan<1>::kLineVectors;
   int threads = kMostThreads / 2, slots = 0;
   for (const int blocks : {8, 4, 2, 1}) {

@@ -46,19 +46,13 @@ __device__ inline void prefetch_share(const void* data, const void* end, int sha
 #endif
 }
 
-inline int device_attribute(cudaDeviceAttr attribute) {
-  int value = 0;
-  cudaDeviceGetAttribute(&value, attribute, current_device());
-  return value;
-}
-
 inline int compute_capability_major() { return cached_attribute<cudaDevAttrComputeCapabilityMajor>(); }
 
 // Whether the current device has programmatic dependent launch and clusters of blocks.
 inline bool is_sm90_or_newer() { return compute_capability_major() >= 9; }
 
 inline size_t shared_bytes_per_multiprocessor() {
-  return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  return cached_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
 }
 
 // Shared memory that nobody uses, for the blocks of a grid that the device holds at once: so much that a multiprocessor

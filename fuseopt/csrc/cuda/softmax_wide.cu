@@ -178,10 +178,8 @@ struct WideShape {
 // blocks are large; else its second read comes from the L2 cache. Blocks of a cluster that hold their parts in shared
 // memory take longer: what they tell one another has to wait behind what they have stored.
 WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors, int held, bool may_hold_in_cluster) {
-  const int device = current_device();
-  int most_shared = 0, has_clusters = 0;
-  cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  cudaDeviceGetAttribute(&has_clusters, cudaDevAttrClusterLaunch, device);
+  const int most_shared = cached_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+  const bool has_clusters = cached_attribute<cudaDevAttrClusterLaunch>() != 0;
   const int64_t vectors = columns / vector_width;
   if (!has_clusters || 2 * rows > multiprocessor_count()) {
     // Two smaller blocks to a multiprocessor, where that has the memory for two: one loads while the other stores.
