@@ -227,9 +227,9 @@ def test_what_no_argument_tells(change, model, queued, monkeypatch):
     penalties = []
     make = RepetitionPenaltyLogitsProcessor.__init__
 
-    def noting(penalty, *args, **kwargs):
-        make(penalty, *args, **kwargs)
-        penalties.append(penalty)
+    def noting(processor, /, *args, **kwargs):
+        make(processor, *args, **kwargs)
+        penalties.append(processor)
 
     monkeypatch.setattr(RepetitionPenaltyLogitsProcessor, "__init__", noting)
     fuseopt.initialize(model, GENERATION)

@@ -285,6 +285,27 @@ def test_kernel_for_many_rows_against_float64(fill: int, heads: int, **case: Any
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("capacity", [40, 1031])  # places of one block, and of several
+@pytest.mark.parametrize("head_dim", [64, 128])
+@torch.no_grad()
+def test_a_new_key_that_is_masked_is_written_and_not_attended_to(capacity: int, head_dim: int) -> None:
+    torch.manual_seed(0)
+    make = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    query, key, value = make(2, 3, 3, head_dim).unbind(1)
+    caches = make(2, 2, 3, capacity, head_dim)
+    position, mask = 21, torch.ones(2, capacity, dtype=torch.bool, device="cuda")
+    mask[1, position] = False
+    key[1], value[1] = torch.nan, torch.nan
+    kept = caches.clone()
+    positions = torch.tensor([position], device="cuda")
+    output = decode_attention_(query, key, value, *caches, positions, mask=mask, scale=0.1, backend="cuda")
+    plain = decode_attention_(query, key, value, *kept, positions, mask=mask, scale=0.1, backend="reference")
+    torch.testing.assert_close(caches, kept, rtol=0, atol=0, equal_nan=True)
+    assert caches[:, 1, :, position].isnan().all() and output.isfinite().all()
+    assert error([output], [plain]) <= 4 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.gpu
 @torch.no_grad()
 def test_a_graph_serves_every_length() -> None:
     """Captured once; replayed while the position, which is on the device, grows past the end of the cache."""

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import decode_linear
-from fuseopt.ops.decode_linear import FEW_ROWS, MAX_ROWS, decode_linear_reference, is_fast
+from fuseopt.ops.decode_linear import ACTIVATIONS, FEW_ROWS, MAX_ROWS, decode_linear_reference, is_fast
 from tests.ops.cases import RawCalls, error, to_float64
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -469,6 +469,40 @@ def test_a_layer_too_large_for_registers(
     assert ("decode_linear_lines_kernel" if transposed else "decode_linear_stream_kernel") in kernels_of(
         lambda: decode_linear(x, weights, biases, **parameters, **options, backend="cuda")
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "columns", "outputs", "by_lines"),
+    [(1, 1600, 1600, True), (1, 1280, 1288, True), (1, 1664, 1000, True), (2, 1600, 1600, False), (1, 768, 768, False)],
+)
+@torch.no_grad()
+def test_a_layer_beside_large_ones(rows: int, columns: int, outputs: int, by_lines: bool, dtype: torch.dtype) -> None:
+    """Of one row it leaves multiprocessors to its neighbours."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, columns, device="cuda"), torch.randn(columns, outputs, device="cuda") / columns**0.5
+    residual, bias = torch.randn(rows, outputs, device="cuda"), torch.randn(outputs, device="cuda")
+    x, weight, residual, bias = (tensor.to(dtype) for tensor in (x, weight.T, residual, bias))
+    assert_kernel_is_accurate(x, [weight], [bias], residual=residual)
+    kernels = kernels_of(lambda: decode_linear(x, weight, bias, residual=residual, backend="cuda"))
+    assert ("decode_linear_lines_kernel" if by_lines else "decode_linear_mma_kernel") in kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("rows", [1, 20, 200])
+@torch.no_grad()
+def test_activations_far_out(rows: int, activation: str, dtype: torch.dtype) -> None:
+    """As upstream's, which make NaN of minus infinity, or keep it, as they do."""
+    edges = torch.tensor([0.0, -0.0, 1e-7, -3.0, 12.0, -12.0, 3e4, -3e4, torch.inf, -torch.inf, torch.nan, -1e-3])
+    bias = edges.repeat(64)[:768].to("cuda", dtype)
+    x, weight = torch.zeros(rows, 768, device="cuda", dtype=dtype), torch.ones(768, 768, device="cuda", dtype=dtype)
+    options = {"norm": "layer_norm", "activation": activation}
+    output = decode_linear(x, weight, bias, **options, backend="cuda")
+    expected = decode_linear_reference(x, weight, bias, **options)
+    torch.testing.assert_close(output, expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.gpu

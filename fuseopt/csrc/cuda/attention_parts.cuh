@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cluster.cuh"
+#include "dtype.cuh"
 #include "math.cuh"
 #include "row_team.cuh"
 
@@ -113,6 +114,68 @@ class Parts {
   const int blocks_, rank_, count_, own_, queries_, dims_;
   float* const values_;
   Stats* const stats_;
+};
+
+// The same for one query, whose keys one block shares out among up to 16 warps: the warp that merges has a part a lane.
+template <int kDims>
+class OwnParts {
+  static constexpr int kLaneDims = kDims / kWarpSize, kMostParts = 16;
+
+ public:
+  __device__ OwnParts(void* shared, int, int)
+      : own_(threadIdx.x / kWarpSize),
+        values_(static_cast<float*>(shared)),
+        stats_(reinterpret_cast<float2*>(values_ + count() * kDims)) {}
+
+  __device__ int count() const { return blockDim.x / kWarpSize; }
+  __device__ int own() const { return own_; }
+
+  // What the calling warp has found, as `Attended` has it.
+  template <typename Attended>
+  __device__ void leave(const Attended& attended) {
+    const int lane = threadIdx.x % kWarpSize;
+    if (lane % 4 != 0) return;
+    float4* const to = reinterpret_cast<float4*>(values_ + own_ * kDims + lane / 4 * 8);
+#pragma unroll
+    for (int i = 0; i < kDims / 16; ++i) {  // 2 dimensions each, 8 neighbouring ones in 4
+      reinterpret_cast<float2*>(to + i / 4 * 16)[i % 4] = {attended.weighted[i][0], attended.weighted[i][2]};
+    }
+    if (lane == 0) stats_[own_] = {attended.largest[0], attended.sum[0]};
+  }
+
+  // By one warp, when the first `filled` have left theirs; zeros where that is nothing.
+  template <typename T>
+  __device__ void store_merged(T* output, int filled) const {
+    const int lane = threadIdx.x % kWarpSize, part = lane % kMostParts;
+    const float2 own = part < filled ? stats_[part] : float2{-INFINITY, 0.f};
+    const float largest = warp_reduce<Max, kMostParts>(own.x);
+    const float factor = exp2_approx(own.x - (largest == -INFINITY ? 0.f : largest));
+    const float divisor = warp_reduce<Sum, kMostParts>(factor * own.y);
+    const float reciprocal = divisor == 0.f ? 0.f : __fdividef(1.f, divisor);
+    float totals[kLaneDims] = {};
+    const float* values = values_ + lane * kLaneDims;
+    constexpr int kAtATime = 4;
+#pragma unroll 1
+    for (int first = 0; first < filled; first += kAtATime, values += kAtATime * kDims) {
+#pragma unroll
+      for (int p = 0; p < kAtATime; ++p) {
+        const float of_part = __shfl_sync(kFullWarp, factor, first + p);
+        if (first + p >= filled) continue;
+#pragma unroll
+        for (int d = 0; d < kLaneDims; ++d) totals[d] = fmaf(of_part, values[p * kDims + d], totals[d]);
+      }
+    }
+    T rounded[kLaneDims];
+#pragma unroll
+    for (int d = 0; d < kLaneDims; ++d) rounded[d] = from_acc<T>(totals[d] * reciprocal);
+    using Access = std::conditional_t<kLaneDims == 2, unsigned, uint2>;
+    reinterpret_cast<Access*>(output)[lane] = reinterpret_cast<const Access&>(rounded);
+  }
+
+ private:
+  const int own_;
+  float* const values_;
+  float2* const stats_;
 };
 
 }  // namespace fuseopt

@@ -106,8 +106,9 @@ struct Tile {
   }
 
   // Puts a new key and value, which `new_key` + key_dim() and `new_value` + value_dim() point to, into the tile, and
-  // into the caches at `offset`.
-  __device__ void replace(int key, const T* new_key, const T* new_value, T* key_cache, T* value_cache, int offset) {
+  // into the caches at `offset`. The tile's value only where it `is_kept`.
+  __device__ void replace(int key, const T* new_key, const T* new_value, T* key_cache, T* value_cache, int offset,
+                          bool is_kept = true) {
     uint4 key_parts[kKeyParts], value_parts[kValueParts];
     load_parts(new_key, key_parts);
     load_parts(new_value, value_parts);
@@ -121,7 +122,7 @@ struct Tile {
     for (int i = 0; i < kValueParts; ++i) {
       if (value_of(0) == 0) store_part(value_cache + offset + value_dim(), i, value_parts);
 #pragma unroll
-      for (int h = 0; h < 4; ++h) values[h][i] = value_of(h) == key ? value_parts[i] : values[h][i];
+      for (int h = 0; h < 4; ++h) values[h][i] = value_of(h) == key && is_kept ? value_parts[i] : values[h][i];
     }
   }
 
@@ -182,8 +183,9 @@ struct Attended {
   float largest[2] = {-INFINITY, -INFINITY}, sum[4] = {}, weighted[kDims / 16][4] = {};
 
   // Adds the keys of tiles for the first `queries`. `addends` are those of the scores of keys lane / 4 (+ 8), or
-  // -INFINITY where a key is left out; `dropped` has a bit for each of these whose values may be no numbers.
-  template <typename Tile, typename Query, int kTiles>
+  // -INFINITY where a key is left out; `dropped` has a bit for each of these whose values may be no numbers. kFirst:
+  // nothing has been added before.
+  template <bool kFirst = false, typename Tile, typename Query, int kTiles>
   __device__ void add(Tile (&tiles)[kTiles], const Query& query, int queries, const float (&addends)[kTiles][2],
                       unsigned dropped, float scale) {
     float scores[kTiles][4] = {};
@@ -214,12 +216,14 @@ struct Attended {
       for (int distance = 4; distance < kWarpSize; distance *= 2) {
         raised = fmaxf(raised, __shfl_xor_sync(kFullWarp, raised, distance));
       }
-      const float origin = raised == -INFINITY ? 0.0f : raised, factor = exp2_approx(largest[q] - origin);
+      const float origin = raised == -INFINITY ? 0.0f : raised;
+      const float factor = kFirst ? 0.0f : exp2_approx(largest[q] - origin);
       largest[q] = raised;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) scores[t][h * 2 + q] = exp2_approx(scores[t][h * 2 + q] - origin);
+        if constexpr (kFirst) continue;
         sum[h * 2 + q] *= factor;
 #pragma unroll
         for (int i = 0; i < kDims / 16; ++i) weighted[i][h * 2 + q] *= factor;

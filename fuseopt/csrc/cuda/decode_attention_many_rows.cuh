@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
       }
       __syncwarp();
     }
-    const float scale = static_cast<float>(attention.scale) * kLog2E;
+    const float scale = attention.score_scale;
     attended.add(tiles, query, queries, addends, dropped, scale);
     __syncwarp();
     const unsigned ancestor = next_ancestor;

@@ -18,18 +18,19 @@ constexpr unsigned kMaxAttentionBlocks = 4;
 template <int kDims>
 constexpr int kMmaThreads = kDims == 64 ? 512 : 256;  // for 128 registers, or more
 
-template <typename T, int kDims, bool kAncestry>
+// kAlone: one query, in one block.
+template <typename T, int kDims, bool kAncestry, bool kAlone>
 __global__ void __launch_bounds__(kMmaThreads<kDims>)
     decode_attention_mma_kernel(const __grid_constant__ DecodeAttention attention) {
   using Tile = Tile<T, kDims>;
   let_successor_start();
   const unsigned item = cluster_index(), head = blockIdx.y, heads = gridDim.y;
-  const int beams = static_cast<int>(attention.rows_per_item), lane = threadIdx.x % kWarpSize;
-  const unsigned row = item * beams + blockIdx.z * kTileQueries;
-  const int queries = min(beams - static_cast<int>(blockIdx.z) * kTileQueries, kTileQueries);
+  const int beams = kAlone ? 1 : static_cast<int>(attention.rows_per_item), lane = threadIdx.x % kWarpSize;
+  const unsigned row = item * beams + (kAlone ? 0 : blockIdx.z * kTileQueries);
+  const int queries = kAlone ? 1 : min(beams - static_cast<int>(blockIdx.z) * kTileQueries, kTileQueries);
   const Lengths lengths(attention, item);
   extern __shared__ __align__(16) char shared[];
-  Parts parts(shared, queries, kDims);
+  std::conditional_t<kAlone, OwnParts<kDims>, Parts> parts(shared, queries, kDims);
 
   const int capacity = static_cast<int>(attention.capacity);
   const unsigned head_size = capacity * kDims;
@@ -42,7 +43,11 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
   const T* const query_at = worked_out(vector_of(attention.query, lane / 4, Tile::key_dim()));
   const T* const token_key = worked_out(vector_of(attention.key, 0, Tile::key_dim()));
   const T* const token_value = worked_out(vector_of(attention.value, 0, Tile::value_dim()));
+  T* const output = worked_out(static_cast<T*>(attention.output) + (uint64_t(row) * heads + head) * kDims);
+  const float scale = attention.score_scale;
   const FilledPlaces places(attention, lengths);
+  T* const key_to = worked_out(keys + places.token * kDims);
+  T* const value_to = worked_out(values + places.token * kDims);
   // Where a place lies, from `keys` and `values`.
   const auto offset_of = [&](int place) {
     place = min(place, capacity - 1);
@@ -55,58 +60,71 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
 
   Tile tiles[1];
   Tile& tile = tiles[0];
+  float addends[1][2];
+  bool token_is_kept = false;
+  // All of a tile but the new token, which the kernel ahead makes.
+  const auto load_tile = [&](int base) {
+    tile.load(keys, values, [&](int key) { return offset_of(base + key); });
+    const bool kept_by_lane = mask_of(attention, item, min(base + lane % kTileKeys, capacity - 1)) != 0;
+    float biases[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) biases[h] = bias_of<T>(attention, places, head, base + Tile::key_of(h));
+    const unsigned kept = __ballot_sync(kFullWarp, kept_by_lane && lane < kTileKeys && places.has(base + lane));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) addends[0][h] = kept >> Tile::key_of(h) & 1 ? biases[h] : -INFINITY;
+    const unsigned dropped = ~kept & kAllTileKeys;
+    if (dropped != 0) tile.drop_values(dropped);
+    token_is_kept = kept >> (places.token - base & kTileKeys - 1) & 1;
+  };
   uint4 query[Tile::kKeyParts] = {};
   Attended<T, kDims> attended;
-  int base = places.first + parts.own() * kTileKeys;
-  bool kept_by_lane = false;
-  float biases[2] = {};
-  for (bool is_first = true; is_first || base < places.end; base += parts.count() * kTileKeys, is_first = false) {
-    if (base < places.end) {
-      tile.load(keys, values, [&](int key) { return offset_of(base + key); });
-      kept_by_lane = mask_of(attention, item, min(base + lane % kTileKeys, capacity - 1)) != 0;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) biases[h] = bias_of<T>(attention, places, head, base + Tile::key_of(h));
-    }
-    if (is_first) {
-      wait_for_predecessor();
-      if (lane / 4 < queries) Tile::load_parts(query_at, query);
-      if (base >= places.end) break;
-    }
+  const auto attend = [&](int base, auto is_first) {
     const int token = places.token - base;
     if (token >= 0 && token < kTileKeys) {
-      tile.replace(token, token_key, token_value, keys, values, places.token * kDims);
+      tile.replace(token, token_key, token_value, key_to, value_to, 0, token_is_kept);
     }
+    attended.template add<decltype(is_first)::value>(tiles, query, kAlone ? 1 : kTileQueries, addends, 0u, scale);
+  };
 
-    const unsigned kept = __ballot_sync(kFullWarp, kept_by_lane && lane < kTileKeys && places.has(base + lane));
-    float addends[1][2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      addends[0][h] = kept >> Tile::key_of(h) & 1 ? biases[h] : -INFINITY;
+  const int first = places.first + parts.own() * kTileKeys, step = parts.count() * kTileKeys;
+  const bool has_keys = first < places.end, has_query = lane / 4 < queries;
+  if (has_keys) load_tile(first);
+  wait_for_predecessor_settled(capacity < 0);
+  if (has_query) Tile::load_parts(query_at, query);
+  if (has_keys) {
+    attend(first, std::true_type());
+#pragma unroll 1
+    for (int base = first + step; base < places.end; base += step) {
+      load_tile(base);
+      attend(base, std::false_type());
     }
-    const float scale = static_cast<float>(attention.scale) * kLog2E;
-    attended.add(tiles, query, kTileQueries, addends, ~kept & kAllTileKeys, scale);
   }
 
-  parts.await_first_block();
-#pragma unroll
-  for (int q = 0; q < 2; ++q) {
-    const int part_query = lane % 4 * 2 + q;
-    if (part_query >= queries) continue;
-#pragma unroll
-    for (int i = 0; i < Tile::kValueParts; ++i) {
-      float values[8];
-#pragma unroll
-      for (int d = 0; d < 8; ++d) values[d] = attended.weighted[i * 4 + d / 2][d % 2 * 2 + q];
-      parts.leave_values(part_query, Tile::value_dim() + i * 64, values);
-    }
-    if (lane / 4 == 0) parts.leave_stats(part_query, attended.largest[q], attended.sum[q]);
-  }
-  if (!parts.gather()) return;
   const int filled = min((places.end - places.first + kTileKeys - 1) / kTileKeys, parts.count());
-  for (unsigned index = threadIdx.x; index < queries * kDims; index += blockDim.x) {
-    const unsigned query = index / kDims, dim = index % kDims;
-    static_cast<T*>(attention.output)[(uint64_t(row + query) * heads + head) * kDims + dim] =
-        from_acc<T>(parts.merged(query, dim, filled));
+  if constexpr (kAlone) {
+    if (has_keys) parts.leave(attended);
+    __syncthreads();
+    if (threadIdx.x < kWarpSize) parts.store_merged(output, filled);
+  } else {
+    parts.await_first_block();
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      const int part_query = lane % 4 * 2 + q;
+      if (part_query >= queries) continue;
+#pragma unroll
+      for (int i = 0; i < Tile::kValueParts; ++i) {
+        float values[8];
+#pragma unroll
+        for (int d = 0; d < 8; ++d) values[d] = attended.weighted[i * 4 + d / 2][d % 2 * 2 + q];
+        parts.leave_values(part_query, Tile::value_dim() + i * 64, values);
+      }
+      if (lane / 4 == 0) parts.leave_stats(part_query, attended.largest[q], attended.sum[q]);
+    }
+    if (!parts.gather()) return;
+    for (unsigned index = threadIdx.x; index < queries * kDims; index += blockDim.x) {
+      const unsigned query = index / kDims, dim = index % kDims;
+      output[uint64_t(query) * heads * kDims + dim] = from_acc<T>(parts.merged(query, dim, filled));
+    }
   }
 }
 
@@ -145,8 +163,12 @@ cudaError_t launch_mma_kernel(const DecodeAttention& attention, cudaStream_t str
                           split.blocks,
                           static_cast<unsigned>(attention.heads),
                           groups};
-  const auto kernel = attention.ancestry != nullptr ? decode_attention_mma_kernel<T, kDims, true>
-                                                    : decode_attention_mma_kernel<T, kDims, false>;
+  const bool follows = attention.ancestry != nullptr;
+  const auto kernel = attention.rows_per_item == 1 && split.blocks == 1
+                          ? follows ? decode_attention_mma_kernel<T, kDims, true, true>
+                                    : decode_attention_mma_kernel<T, kDims, false, true>
+                      : follows ? decode_attention_mma_kernel<T, kDims, true, false>
+                                : decode_attention_mma_kernel<T, kDims, false, false>;
   return launch_dependent(kernel, attention, shape, attention.overlap, stream);
 }
 

@@ -14,7 +14,7 @@ template <typename T, typename X, int kTiles, int kChunks, int kHalves>
 constexpr int kMostColumns = kMaxLinearWarps<T, X, kTiles, kChunks, kHalves> * kChunks * kChunk;
 
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
-          Along kAlong>
+          Along kAlong, bool kActivates>
 cudaError_t launch_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
   constexpr int kColumns = kTiles * kTileColumns, kWidth = kGated ? kColumns / 2 : kColumns;
   const int64_t chunks = ceil_div(layer.columns, kChunk);
@@ -23,14 +23,15 @@ cudaError_t launch_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
   mma.passes = kAlong == Along::kInPasses ? static_cast<int>(parts) : 1;
   const int64_t warps = ceil_div(chunks, kChunks * parts), sum_rows = kNorm ? std::max(mma.rows, 2) : mma.rows;
   const int64_t blocks = kAlong == Along::kTogether ? parts : 1;  // of a cluster
-  size_t shared_bytes = sizeof(float) * sum_rows * (warps * kColumns + kRowGap);
+  size_t shared_bytes = sizeof(float) * sum_rows * (summed_warps(static_cast<int>(warps)) * kColumns + kRowGap);
   if (kNorm) shared_bytes += sizeof(Deviations) * warps * mma.rows + sizeof(float) * 2 * kColumns;
   shared_bytes += sizeof(float4) * (blocks - 1) * finished_pairs(mma.rows, kWidth);
   const LaunchShape shape{static_cast<unsigned>(ceil_div(layer.outputs, kWidth) * blocks),
                           static_cast<unsigned>(warps * kWarpSize), shared_bytes, static_cast<unsigned>(blocks),
                           kGated ? 1u : static_cast<unsigned>(layer.weight_count)};
   mma.share_ahead(shape);
-  const auto kernel = decode_linear_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kAlong>;
+  mma.finishing = static_cast<int>(ceil_div(finished_pairs(mma.rows, kWidth), kWarpSize) * kWarpSize);
+  const auto kernel = decode_linear_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kAlong, kActivates>;
   return launch_dependent(kernel, mma, shape, layer.overlap, stream);
 }
 
@@ -42,9 +43,19 @@ template <typename T, Layout kLayout, bool kNorm, bool kGated, int kHalves>
 cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
   const int64_t tiles = ceil_div(layer.outputs, kTileColumns) * layer.weight_count;
   const int64_t few_blocks = multiprocessor_count() / 4, fewest_blocks = multiprocessor_count() / 6;
+  const bool is_plain = layer.activation == kIdentity;
+  const auto launch_in_passes = [&] {
+    constexpr int kChunks = kNorm ? 4 : 8;
+    return launch_mma_as<T, T, kLayout, kNorm, kGated, 2, kChunks, kNorm ? 2 : kHalves, Along::kInPasses, true>(layer, stream);
+  };
+  if (!kNorm && !is_plain) return launch_in_passes();
   const auto launch = [&]<int kTiles, int kChunks>(bool is_enough, cudaError_t& error) {
     if (!is_enough || layer.columns > kMostColumns<T, T, kTiles, kChunks, kHalves>) return false;
-    error = launch_mma_as<T, T, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, Along::kAtOnce>(layer, stream);
+    constexpr bool kHasPlain = kNorm && !kGated && kHalves == 1 && kTiles >= 4;
+    error = kHasPlain && is_plain
+                ? launch_mma_as<T, T, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, Along::kAtOnce, kNorm && !kHasPlain>(
+                      layer, stream)
+                : launch_mma_as<T, T, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, Along::kAtOnce, kNorm>(layer, stream);
     return true;
   };
   cudaError_t error = cudaSuccess;
@@ -58,11 +69,11 @@ cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
   if constexpr (!kNorm && !kGated) {
     const bool gains = kLayout == Layout::kLines || layer.rows > 2;
     if (is_sm90_or_newer() && gains && layer.columns <= kMostTogether * kMostColumns<T, T, 4, 4, kHalves>) {
-      return launch_mma_as<T, T, kLayout, kNorm, kGated, 4, 4, kHalves, Along::kTogether>(layer, stream);
+      return launch_mma_as<T, T, kLayout, kNorm, kGated, 4, 4, kHalves, Along::kTogether, false>(layer,
+                                                                                                              stream);
     }
   }
-  constexpr int kChunks = kNorm ? 4 : 8;
-  return launch_mma_as<T, T, kLayout, kNorm, kGated, 2, kChunks, kNorm ? 2 : kHalves, Along::kInPasses>(layer, stream);
+  return launch_in_passes();
 }
 
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated>
@@ -71,7 +82,7 @@ cudaError_t launch_mma(const DecodeLinear& layer, cudaStream_t stream) {
     return layer.rows <= kHalfRows ? launch_mma_for<T, kLayout, kNorm, kGated, 1>(layer, stream)
                                    : launch_mma_for<T, kLayout, kNorm, kGated, 2>(layer, stream);
   } else {
-    return launch_mma_as<T, X, kLayout, kNorm, kGated, 2, 4, 2, Along::kInPasses>(layer, stream);
+    return launch_mma_as<T, X, kLayout, kNorm, kGated, 2, 4, 2, Along::kInPasses, true>(layer, stream);
   }
 }
 

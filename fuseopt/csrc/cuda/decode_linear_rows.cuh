@@ -2,6 +2,7 @@
 #pragma once
 
 #include "decode_linear.cuh"
+#include "math.cuh"
 #include "tensor_core.cuh"
 
 namespace fuseopt {
@@ -17,9 +18,11 @@ inline int64_t most_held_bytes() {
 }
 
 // Whether a layer has more bytes, or a longer K, than blocks, one a multiprocessor, hold in registers before they wait.
+inline int64_t weight_bytes(const DecodeLinear& layer) { return layer.outputs * layer.columns * layer.weight_count * 2; }
+
 inline bool is_large(const DecodeLinear& layer) {
   constexpr int64_t kLongK = 3072, kBytesOfLongK = 37 * 1024;  // the latter for each multiprocessor
-  const int64_t bytes = layer.outputs * layer.columns * layer.weight_count * 2;
+  const int64_t bytes = weight_bytes(layer);
   return bytes >= most_held_bytes() || (layer.columns > kLongK && bytes >= kBytesOfLongK * multiprocessor_count());
 }
 
@@ -40,7 +43,8 @@ struct MmaLayer {
   int output_stride;  // from row to row
   int passes;         // over K
   int activation;
-  float eps;
+  int finishing;     // threads of a block, whole warps, of kernels that ask
+  float eps, reciprocal;  // the latter of `columns`
   bool is_layer_norm, is_rms_norm, is_wide;  // if is_wide, residual and output are float
 
   void share_ahead(const LaunchShape& shape) {
@@ -92,6 +96,7 @@ MmaLayer<T> mma_layer(const DecodeLinear& layer) {
   mma.output_stride = mma.outputs * (layer.gated ? 1 : layer.weight_count);
   mma.activation = layer.activation;
   mma.eps = static_cast<float>(layer.eps);
+  mma.reciprocal = 1.f / static_cast<float>(layer.columns);
   mma.is_layer_norm = layer.norm == kLayerNorm;
   mma.is_rms_norm = layer.norm == kT5RmsNorm;
   mma.is_wide = layer.output.dtype == kFloat32;
@@ -108,13 +113,6 @@ __device__ inline void prefetch_ahead(const MmaLayer<T>& layer) {
 // Words of two ones.
 template <typename T>
 constexpr unsigned kOnes = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
-
-// Worked out here: the compiler would do so after the wait, where there is no time for it.
-template <typename T>
-__device__ inline T* settled(T* address) {
-  const auto bits = reinterpret_cast<unsigned long long>(address);
-  return reinterpret_cast<T*>(__shfl_sync(kFullWarp, bits, threadIdx.x % kWarpSize));
-}
 
 // What another multiprocessor has written a moment ago.
 template <typename X>
@@ -171,6 +169,19 @@ struct Deviations {
   }
 };
 
+// Of a row's deviations from `mean`, over every `step`-th piece of 8 values. Not inlined: it is hardly ever called.
+template <typename X>
+__device__ __noinline__ float sum_of_squares(const X* row, int columns, int piece, int step, float mean) {
+  float squares = 0.f;
+#pragma unroll 1
+  for (int k = piece * kLaneValues; k < columns; k += step * kLaneValues) {
+    Deviations deviations;
+    deviations.add(load_fresh(row + k), mean);
+    squares += deviations.squares;
+  }
+  return squares;
+}
+
 // Mean and 1 / deviation of a row from the moments of `parts` parts of `part_columns` values, the last one shorter;
 // an RMSNorm has no mean.
 __device__ inline float2 normalisation(const Moments* moments, int stride, int parts, int part_columns, int columns,
@@ -190,18 +201,22 @@ __device__ inline float2 normalisation(const Moments* moments, int stride, int p
   return {is_layer_norm ? mean : 0.f, rsqrtf(variance + eps)};
 }
 
+// Not inlined: it is long, and would stand between what is run.
+__device__ __noinline__ inline float activate_slowly(int activation, float x) { return activate(activation, x); }
+
 // For results of 16 bits: tanh by exp, whose error is that of float32.
 template <int kCount>
 __device__ inline void activate_quickly(int activation, float (&values)[kCount]) {
   if (activation == kGeluTanh) {
+    constexpr float kScale = -2.f * 0.79788456080286536f * kLog2E;  // x * sigmoid(2 * inner), by powers of two
 #pragma unroll
-    for (float& x : values) {
-      const float inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
-      x *= 0.5f * (2.f - __fdividef(2.f, 1.f + __expf(2.f * inner)));
-    }
+    for (float& x : values) x = __fdividef(x, 1.f + exp2_approx(x * fmaf(kScale * 0.044715f, x * x, kScale)));
+  } else if (activation == kRelu) {
+#pragma unroll
+    for (float& x : values) x = x < 0.f ? 0.f : x;
   } else if (activation != kIdentity) {
 #pragma unroll
-    for (float& x : values) x = activate(activation, x);
+    for (float& x : values) x = activate_slowly(activation, x);
   }
 }
 

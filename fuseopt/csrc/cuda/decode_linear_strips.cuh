@@ -1,8 +1,8 @@
 // decode_linear's kernel for 16-bit weights, on the tensor cores. A step of decoding has 1 to 16 rows, so a product is
 // all latency and reading: each block has its part of the weight in registers before it waits for the kernel ahead, and
 // what is left to do after the wait is short. Short in instructions too: a block runs each of them once, so fetching
-// them takes longer than running them, and whatever differs from launch to launch is a template argument rather than a
-// branch.
+// them takes longer than running them. So addresses and conditions are worked out ahead of the wait, whatever differs from
+// launch to launch is a template argument rather than a branch, and what is hardly ever run stands elsewhere.
 //
 // A block takes a strip of output columns; its warps share out K. Products are m16n8k16 with 16 output columns as M and
 // 8 rows of the input as N, so that nothing is padded. A lane loads 16 bytes of a weight [N, K], or kTiles neighbours in
@@ -18,6 +18,7 @@
 #pragma once
 
 #include "cluster.cuh"
+#include "decode_linear_places.cuh"
 #include "decode_linear_weight.cuh"
 
 namespace fuseopt {
@@ -28,7 +29,13 @@ constexpr int kMaxLinearWarps =
     kTiles == 8 || kChunks == 8 || (kHalves == 2 && (kTiles == 4 || !std::is_same_v<T, X>)) ? 12 : 16;
 
 constexpr int kRowGap = 4;  // floats in shared memory, for rows of sums to start in different banks
+constexpr int kMostWarps = 16;
 constexpr int kSummedWarps = 6;  // at a time
+
+// Warps that have a place for their sums in shared memory.
+__host__ __device__ inline int summed_warps(int warps) {
+  return (warps + kSummedWarps - 1) / kSummedWarps * kSummedWarps;
+}
 
 // A block's sums are finished in pairs of neighbouring columns, of one row or of the two that are 8 apart.
 __host__ __device__ inline int finished_pairs(int rows, int strip_width) {
@@ -38,9 +45,10 @@ __host__ __device__ inline int finished_pairs(int rows, int strip_width) {
 // How blocks get through K: in one go, in passes, or in one go together with the others of a cluster.
 enum class Along { kAtOnce, kInPasses, kTogether };
 
-// kTiles: of 8 columns, in a strip; kChunks: of K, for each warp in one pass; kHalves: of 16 rows.
+// kTiles: of 8 columns, in a strip; kChunks: of K, for each warp in one pass; kHalves: of 16 rows; kActivates: whether
+// there may be an activation.
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
-          Along kAlong>
+          Along kAlong, bool kActivates>
 __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves>* kWarpSize, 1)
     decode_linear_mma_kernel(const __grid_constant__ MmaLayer<T> layer) {
   constexpr bool kLoops = kAlong == Along::kInPasses, kShares = kAlong == Along::kTogether;
@@ -56,11 +64,12 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   const auto first_k = [&](int pass) { return ((pass + rank) * warps + warp) * kPart; };
   const int own = lane % 4 * kLaneValues;
 
-  // Sums of each warp [sum_rows][warps][kColumns]; of a norm, deviations [rows][warps] and sums that do not depend on the
-  // input [2][kColumns]; of a cluster, the other blocks' sums [blocks - 1][pairs].
+  // Sums of each warp [sum_rows][summed_warps][kColumns], zeros where there is no warp; of a norm, deviations
+  // [rows][warps] and sums that do not depend on the input [2][kColumns]; of a cluster, the other blocks' sums
+  // [blocks - 1][pairs].
   extern __shared__ __align__(16) char shared[];
   float* const sums_of = reinterpret_cast<float*>(shared);
-  const int row_stride = warps * kColumns + kRowGap;
+  const int all_summed = summed_warps(warps), row_stride = all_summed * kColumns + kRowGap;
   Deviations* const deviations_of = reinterpret_cast<Deviations*>(sums_of + sum_rows * row_stride);
   float* const constants = reinterpret_cast<float*>(deviations_of + rows * warps);
   float4* const inbox = reinterpret_cast<float4*>(sums_of + sum_rows * row_stride);
@@ -70,11 +79,11 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   // What the thread finishes first: of a row, and of the one 8 rows below, a pair of columns. An output is
   // rstd * (sum - mean * slope) + offset.
   const int pairs = finished_pairs(rows, kWidth);
-  const int finishing = (pairs + kWarpSize - 1) / kWarpSize * kWarpSize;  // threads
   using Pair = Pair<kLayout, kGated, kTiles>;
   int row = threadIdx.x / kPairs;
   const Pair pair(threadIdx.x % kPairs);
   const auto is_column = [&](int i) { return strip + pair.column + i * Pair::kNext < layer.outputs; };
+  const auto own_row = [&](int h) { return min(row + h * kHalfRows, rows - 1); };
   T biases[kProducts][2];
 #pragma unroll
   for (int p = 0; p < kProducts; ++p) {
@@ -141,23 +150,59 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
       }
     }
   };
+  if constexpr (!kLoops && kLayout == Layout::kLines) weight.pair_lines();
   if constexpr (kNorm && !kLoops) {
-    if constexpr (kLayout == Layout::kLines) weight.pair_lines();
     fold_norm(0);
     if (layer.is_layer_norm) share_constants();
   }
   if constexpr (!kNorm || !kLoops) load_constants();
+  for (int i = threadIdx.x; i < sum_rows * (all_summed - warps) * kColumns; i += blockDim.x) {
+    const int r = i / ((all_summed - warps) * kColumns);
+    sums_at(r, warps)[i - r * (all_summed - warps) * kColumns] = 0.f;
+  }
   __shared__ Mailbox mailbox;
   if constexpr (kShares) {
     if (rank == 0) mailbox.open((blocks - 1) * pairs * sizeof(float4));
     arrive_relaxed_at_cluster_barrier();
   }
+  // From here to the wait: where what follows it finds and puts things. Each instruction behind the wait counts.
   const X* inputs[kHalves];
+  int sums_to[kHalves][2];  // of two neighbouring rows, from sums_of on
+  bool takes[kHalves][kChunks], leaves[kHalves][2];
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
-    inputs[h] = settled(static_cast<const X*>(layer.input) + (lane / 4 + h * kHalfRows) * columns + first_k(0) + own);
+    inputs[h] = static_cast<const X*>(layer.input) + (lane / 4 + h * kHalfRows) * columns + first_k(0) + own;
+    settle(inputs[h]);
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) takes[h][c] = lane / 4 + h * kHalfRows < rows && first_k(0) + own + c * kChunk < columns;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int r = lane % 4 * 2 + h * kHalfRows + i;
+      sums_to[h][i] = r * row_stride + warp * kColumns + lane / 4;
+      leaves[h][i] = r < rows;
+      settle(sums_to[h][i]);
+    }
   }
-  wait_for_predecessor();
+  OutputPlaces<T, kHalves> places;
+  int summed_from[kHalves], deviations_from[kHalves];  // from sums_of and deviations_of on
+  constexpr int kLanes = kPairs < kMostWarps ? kPairs : kMostWarps;  // that share a row's deviations
+  const auto find_places = [&] {
+    places.find(layer, row, strip + pair.column, Pair::kNext);
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      summed_from[h] = own_row(h) * row_stride + pair.place;
+      deviations_from[h] = own_row(h) * warps + lane % kLanes;
+    }
+  };
+  if constexpr (kLoops) {
+    wait_for_predecessor();
+  } else {
+    find_places();
+    places.settle();
+    settle(summed_from);
+    if constexpr (kNorm && !kWide) settle(deviations_from);
+    wait_for_predecessor_settled(rows < 0);
+  }
 
   Vector<X, kLaneValues> x[kHalves][kChunks];
   const auto load_inputs = [&](int pass) {
@@ -166,13 +211,13 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
         x[h][c] = {};
-        if (lane / 4 + h * kHalfRows < rows && first_k(pass) + own + c * kChunk < columns) {
+        if (kLoops ? lane / 4 + h * kHalfRows < rows && first_k(pass) + own + c * kChunk < columns : takes[h][c]) {
           x[h][c] = load_fresh(inputs[h] + pass * warps * kPart + c * kChunk);
         }
       }
     }
   };
-  const float reciprocal = __fdividef(1.f, columns);
+  const float reciprocal = layer.reciprocal;
   const auto rstd_of = [&](const Moments& moments) {
     const float variance = moments.squares * reciprocal + (layer.is_layer_norm ? 0.f : moments.mean * moments.mean);
     return rsqrtf(variance + layer.eps);
@@ -213,31 +258,14 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     }
   }
 
-  unsigned residuals[kHalves][2] = {};
-  // Calls take(h, i, index) for each output of the thread.
-  const auto for_outputs = [&](auto take) {
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-      const int r = row + h * kHalfRows;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int column = strip + pair.column + i * Pair::kNext;
-        if (r < rows && column < layer.outputs) take(h, i, r * layer.output_stride + blockIdx.y * layer.outputs + column);
-      }
-    }
-  };
-  const auto load_residuals = [&] {
-    for_outputs([&](int h, int i, int index) { residuals[h][i] = layer.load_residual_bits(index); });
-  };
-
   // Of a norm, products of the rows with one another and with ones: of row lane / 4 the thread with its column has the
   // sum of squares and the sum.
   float sums[kHalves][kTiles / 2][4] = {}, powers[kHalves][4] = {};
   for (int pass = 0; pass < passes; ++pass) {
     if (kLoops && pass > 0) weight.load(layer, strip, first_k(pass) + own);
     load_inputs(pass);
-    if (pass == 0) load_residuals();
-    if constexpr (!kNorm || kLoops) {
+    if constexpr (!kLoops) places.load_residuals();
+    if constexpr (kLoops) {
       weight.not_before_here();
       if constexpr (kLayout == Layout::kLines) weight.pair_lines();
     }
@@ -264,16 +292,24 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
       }
     }
   }
-  if constexpr (kNorm && kLoops) {
-    if (layer.is_layer_norm) share_constants();
-    load_constants();
+  if constexpr (kLoops) {
+    if constexpr (kNorm) {
+      if (layer.is_layer_norm) share_constants();
+      load_constants();
+    }
+    find_places();
+    places.load_residuals();
   }
 
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
-    for_sums<kTiles>(sums[h], [&](int place, int r, float sum) {
-      if (r + h * kHalfRows < rows) sums_at(r + h * kHalfRows, warp)[place] = sum;
-    });
+#pragma unroll
+    for (int j = 0; j < kTiles / 2; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (leaves[h][i % 2]) sums_of[sums_to[h][i % 2] + (2 * j + i / 2) * kTileColumns] = sums[h][j][i];
+      }
+    }
     if constexpr (kNorm && !kWide) {
       const int r = lane / 4 + h * kHalfRows;
       const bool is_odd = lane / 4 % 2 == 1;
@@ -287,37 +323,43 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   // Sums of squares say little of the deviations of a row whose mean is many of them from zero: those are summed then by
   // the threads with that row.
   const auto squared_deviations = [&](int r, float mean) {
-    float squares = 0.f;
-    for (int k = threadIdx.x % kPairs * kLaneValues; k < columns; k += kPairs * kLaneValues) {
-      Deviations deviations;
-      deviations.add(load_fresh(static_cast<const X*>(layer.input) + r * columns + k), mean);
-      squares += deviations.squares;
-    }
+    const X* const input = static_cast<const X*>(layer.input) + r * columns;
+    float squares = sum_of_squares(input, columns, threadIdx.x % kPairs, kPairs, mean);
 #pragma unroll
     for (int distance = 1; distance < kPairs; distance *= 2) squares += __shfl_xor_sync(kFullWarp, squares, distance);
     return squares;
   };
 #pragma unroll 1
-  for (int first = threadIdx.x; first < finishing; first += blockDim.x) {
+  for (int first = threadIdx.x; first < layer.finishing; first += blockDim.x) {
     float products[kHalves][kProducts][2] = {};
     Deviations all[kHalves];
-    const auto own_row = [&](int h) { return min(row + h * kHalfRows, rows - 1); };
+    if constexpr (kNorm && !kWide) {
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+        for (int w = 0; w < kMostWarps; w += kLanes) {
+          if (lane % kLanes + w < warps) all[h].add(deviations_of[deviations_from[h] + w]);
+        }
+      }
+    }
 #pragma unroll 1
-    for (int first_warp = 0; first_warp < warps; first_warp += kSummedWarps) {
+    for (int first_warp = 0; first_warp < all_summed; first_warp += kSummedWarps) {
 #pragma unroll
       for (int w = 0; w < kSummedWarps; ++w) {
-        if (first_warp + w >= warps) continue;
 #pragma unroll
         for (int h = 0; h < kHalves; ++h) {
-          const float* const part = sums_at(own_row(h), first_warp) + pair.place;
+          const float* const part = sums_of + summed_from[h] + first_warp * kColumns;
 #pragma unroll
           for (int p = 0; p < kProducts; ++p) {
             const auto two = *reinterpret_cast<const float2*>(part + w * kColumns + p * kTileColumns);
             products[h][p][0] += two.x, products[h][p][1] += two.y;
           }
-          if constexpr (kNorm && !kWide) all[h].add(deviations_of[own_row(h) * warps + first_warp + w]);
         }
       }
+    }
+    if constexpr (kNorm && !kWide) {
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) all[h].template add_lanes<kLanes>();
     }
     if constexpr (kShares) {
       const auto& low = products[0][0];
@@ -352,17 +394,23 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& product = products[h][p][i];
-          product = fmaf(norm.y, fmaf(-norm.x, slopes[p][i], product), offsets[p][i]);
+          if constexpr (kNorm && !kWide) product = norm.y * fmaf(-norm.x, slopes[p][i], product);
+          product += offsets[p][i];
         }
       }
-      activate_quickly(layer.activation, products[h][0]);
+      if constexpr (kActivates) activate_quickly(layer.activation, products[h][0]);
     }
-    for_outputs([&](int h, int i, int index) {
-      const float product = kGated ? products[h][0][i] * products[h][kProducts - 1][i] : products[h][0][i];
-      layer.store(index, product + layer.residual_from(residuals[h][i]));
-    });
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        places.store(h, i, kGated ? products[h][0][i] * products[h][kProducts - 1][i] : products[h][0][i]);
+      }
+    }
+    if (first + blockDim.x >= layer.finishing) break;
     row += blockDim.x / kPairs;
-    if (first + blockDim.x < finishing) load_residuals();
+    find_places();
+    places.load_residuals();
   }
 }
 

@@ -53,9 +53,11 @@ __global__ void __launch_bounds__(kMostGroups* kWarpSize, 1)
   WeightPart<T, Layout::kLines, false, kTiles, kChunks> weight;
   weight.load(layer, strip, first_k + lane % 4 * kLaneValues);
   prefetch_ahead(layer);
-  const float* const scores = settled(static_cast<const float*>(layer.input) + first_k + lane * kOwnSlots);
+  weight.pair_lines();
+  const float* scores = static_cast<const float*>(layer.input) + first_k + lane * kOwnSlots;
+  settle(scores);
   const int column = strip + Pair<Layout::kLines, false, kTiles>::column_of(lane);  // that the thread finishes
-  wait_for_predecessor();
+  wait_for_predecessor_settled(rows < 0);
 
   unsigned residual = 0;
 #pragma unroll 1
@@ -68,8 +70,6 @@ __global__ void __launch_bounds__(kMostGroups* kWarpSize, 1)
     }
     if (first_row == 0) {
       if (warp < rows && column < layer.outputs) residual = layer.load_residual_bits(warp * layer.outputs + column);
-      weight.not_before_here();
-      weight.pair_lines();
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

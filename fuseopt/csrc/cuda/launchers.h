@@ -168,6 +168,7 @@ struct DecodeAttention {
   double scale;
   bool overlap;  // may start before the kernel ahead on the stream has ended
   void* output;  // [rows, heads, head_dim]
+  float score_scale;  // `scale` for scores in powers of two, which the launcher fills in
 };
 
 // Rows `indices` of `weight`, [rows, columns]; an absent table has `weight == nullptr`.

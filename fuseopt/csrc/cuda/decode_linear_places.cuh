@@ -1,0 +1,76 @@
+// Where a thread of decode_linear's tensor core kernel finds what is added to its outputs, and puts them: worked out ahead
+// of the wait, so that a load or a store behind it is one instruction.
+#pragma once
+
+#include "decode_linear_rows.cuh"
+
+namespace fuseopt {
+
+// Two columns of a row, and of the one 8 rows below.
+template <typename T, int kHalves>
+class OutputPlaces {
+ public:
+  // Of the columns `column` and, `next` columns further on, another one, from row `row` on.
+  __device__ void find(const MmaLayer<T>& layer, int row, int column, int next) {
+    const int shift = layer.is_wide ? 2 : 1;
+    next_ = next << shift;
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      const int r = row + h * kHalfRows;
+      const int64_t at = static_cast<int64_t>(r * layer.output_stride + blockIdx.y * layer.outputs + column) << shift;
+      residuals_[h] = static_cast<const char*>(layer.residual) + at;
+      outputs_[h] = static_cast<char*>(layer.output) + at;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool is_inside = r < layer.rows && column + i * next < layer.outputs;
+        const unsigned is_there = !is_inside ? 0 : layer.residual == nullptr ? 1 : 2;
+        wide_[h][i] = layer.is_wide ? is_there : 0u;
+        narrow_[h][i] = layer.is_wide ? 0u : is_there;
+        narrow_added_[h][i] = 0, wide_added_[h][i] = 0.f;
+      }
+    }
+  }
+
+  // To be called ahead of the wait.
+  __device__ void settle() {
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      fuseopt::settle(residuals_[h]), fuseopt::settle(outputs_[h]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) fuseopt::settle(wide_[h][i]), fuseopt::settle(narrow_[h][i]);
+    }
+  }
+
+  // As they lie in memory: what is converted where it is loaded is waited for there.
+  __device__ void load_residuals() {
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const char* const at = residuals_[h] + i * next_;
+        if (narrow_[h][i] > 1) narrow_added_[h][i] = __ldcg(reinterpret_cast<const unsigned short*>(at));
+        if (wide_[h][i] > 1) wide_added_[h][i] = __ldcg(reinterpret_cast<const float*>(at));
+      }
+    }
+  }
+
+  __device__ void store(int h, int i, float value) const {
+    char* const at = outputs_[h] + i * next_;
+    const T rounded = from_acc<T>(value + to_float(reinterpret_cast<const T&>(narrow_added_[h][i])));
+    if (narrow_[h][i] > 0) {
+      asm volatile("st.global.b16 [%0], %1;" ::"l"(at), "h"(reinterpret_cast<const unsigned short&>(rounded)) : "memory");
+    }
+    if (wide_[h][i] > 0) asm volatile("st.global.f32 [%0], %1;" ::"l"(at), "f"(value + wide_added_[h][i]) : "memory");
+  }
+
+ private:
+  const char* residuals_[kHalves];
+  char* outputs_[kHalves];
+  // Whether there is something to store, or (2) to add as well, of that width.
+  unsigned wide_[kHalves][2], narrow_[kHalves][2];
+  float wide_added_[kHalves][2];
+  unsigned short narrow_added_[kHalves][2];
+  int next_;
+};
+
+}  // namespace fuseopt
