@@ -473,24 +473,6 @@ def test_a_layer_too_large_for_registers(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize(
-    ("rows", "columns", "outputs", "by_lines"),
-    [(1, 1600, 1600, True), (1, 1280, 1288, True), (1, 1664, 1000, True), (2, 1600, 1600, False), (1, 768, 768, False)],
-)
-@torch.no_grad()
-def test_a_layer_beside_large_ones(rows: int, columns: int, outputs: int, by_lines: bool, dtype: torch.dtype) -> None:
-    """Of one row it leaves multiprocessors to its neighbours."""
-    torch.manual_seed(0)
-    x, weight = torch.randn(rows, columns, device="cuda"), torch.randn(columns, outputs, device="cuda") / columns**0.5
-    residual, bias = torch.randn(rows, outputs, device="cuda"), torch.randn(outputs, device="cuda")
-    x, weight, residual, bias = (tensor.to(dtype) for tensor in (x, weight.T, residual, bias))
-    assert_kernel_is_accurate(x, [weight], [bias], residual=residual)
-    kernels = kernels_of(lambda: decode_linear(x, weight, bias, residual=residual, backend="cuda"))
-    assert ("decode_linear_lines_kernel" if by_lines else "decode_linear_mma_kernel") in kernels
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rows", [1, 20, 200])
 @torch.no_grad()

@@ -294,7 +294,6 @@ struct LinePlan {
   int strips;      // of each weight
   int rows, slot_bits = 0, halves;
   int blocks = 1;  // that share out K
-  static constexpr int kMostHeld = 13;  // stages of a warp, of one row, in its ring and in registers
   int stages = 12, held = 0;
   bool folds = false;  // a norm
   int held_columns;
@@ -306,9 +305,7 @@ struct LinePlan {
     while (1 << slot_bits < std::min(rows, kHalfRows)) ++slot_bits;
     const bool has_norm = layer.norm != kNoNorm;
     const int64_t all_strips = strips * layer.weight_count, all_stages = ceil_div(layer.columns, kLineK);
-    const auto is_held = [&] { return rows == 1 && !has_norm && ceil_div(all_stages, blocks * kLineWarps) <= kMostHeld; };
-    while (is_sm90_or_newer() && blocks < kMaxLineCluster && 2 * blocks * all_strips <= multiprocessor_count() &&
-           !is_held()) {
+    while (is_sm90_or_newer() && blocks < kMaxLineCluster && 2 * blocks * all_strips <= multiprocessor_count()) {
       blocks *= 2;
     }
     held_columns = static_cast<int>(has_norm ? all_stages : ceil_div(all_stages, blocks)) * kLineK;
@@ -316,7 +313,7 @@ struct LinePlan {
     if (rows == 1 && (!has_norm || blocks == 1)) {
       folds = has_norm;
       if (folds) slot_bits = kFoldedRowBits;
-      stages = 8, held = kMostHeld - stages;
+      stages = 8, held = 5;
       const bool leaves_room = has_norm && layer.activation == kIdentity;
       for (const int fewer : {6, 4}) {
         if (of_warp <= fewer + 4 || (leaves_room && stages > 6) || per_multiprocessor() < 1) stages = fewer, held = 4;
@@ -341,14 +338,11 @@ struct LinePlan {
   }
 };
 
-// Whether a layer with such a weight is for this kernel: large, and with strips, shared out or not, for half a device; or
-// beside large ones, as an output projection, for then it leaves more multiprocessors to the next layer to be read ahead.
+// Whether a layer with such a weight is for this kernel: large, and with strips, shared out or not, for half a device.
 inline bool streams_lines(const DecodeLinear& layer) {
   const LinePlan plan(layer);
-  const bool is_beside_large = plan.held > 0 && !plan.folds && plan.blocks == 1 && 4 * weight_bytes(layer) >= most_held_bytes();
-  return plan.per_multiprocessor() > 0 &&
-         (is_beside_large ||
-          (is_large(layer) && 2 * plan.blocks * plan.strips * layer.weight_count >= multiprocessor_count()));
+  return is_large(layer) && plan.per_multiprocessor() > 0 &&
+         2 * plan.blocks * plan.strips * layer.weight_count >= multiprocessor_count();
 }
 
 template <typename T, LineNorm kNorm, int kHalves, int kStages, int kHeld = 0>

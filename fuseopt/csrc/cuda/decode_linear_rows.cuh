@@ -18,11 +18,9 @@ inline int64_t most_held_bytes() {
 }
 
 // Whether a layer has more bytes, or a longer K, than blocks, one a multiprocessor, hold in registers before they wait.
-inline int64_t weight_bytes(const DecodeLinear& layer) { return layer.outputs * layer.columns * layer.weight_count * 2; }
-
 inline bool is_large(const DecodeLinear& layer) {
   constexpr int64_t kLongK = 3072, kBytesOfLongK = 37 * 1024;  // the latter for each multiprocessor
-  const int64_t bytes = weight_bytes(layer);
+  const int64_t bytes = layer.outputs * layer.columns * layer.weight_count * 2;
   return bytes >= most_held_bytes() || (layer.columns > kLongK && bytes >= kBytesOfLongK * multiprocessor_count());
 }
 
