@@ -214,12 +214,16 @@ def records_of(
 
 
 def steady_steps(launches: Sequence[Launch]) -> range:
-    """Where steps begin in the middle half of a call: `step` apart, launches have the same names again; or nowhere."""
-    first, end = max(1, len(launches) // 4), 3 * len(launches) // 4
-    names = [launch.name for launch in launches[first:end]]
-    for period in range(1, len(names) // 2 + 1):
-        if names[period:] == names[:-period]:
-            return range(first, end - period + 1, period)
+    """Where steps begin in the middle half of a call: `step` apart, launches have the same names again; or nowhere.
+
+    Of a short call in its third quarter, if the steps that were queued ahead of it end within the second.
+    """
+    end = 3 * len(launches) // 4
+    for first in (max(1, len(launches) // 4), max(1, len(launches) // 2)):
+        names = [launch.name for launch in launches[first:end]]
+        for period in range(1, len(names) // 2 + 1):
+            if names[period:] == names[:-period]:
+                return range(first, end - period + 1, period)
     return range(0)
 
 

@@ -30,6 +30,11 @@ def test_every_step_of_the_middle_is_found_and_no_other():
     for start in starts:
         assert sorted(launch.name for launch in launches[start : start + len(STEP)]) == sorted(STEP)
     assert not steady_steps(trace(1, [str(i) for i in range(40)]))
+    # The call takes over from steps that were queued ahead of it.
+    launches = trace(40)
+    launches.insert(1 + 12 * len(STEP), Launch("copy", launches[12 * len(STEP)].end, launches[12 * len(STEP)].end))
+    starts = steady_steps(launches)
+    assert starts.step == len(STEP) and len(starts) == 10 and starts[0] > len(launches) // 2 - 1
     assert not steady_steps([])
 
 

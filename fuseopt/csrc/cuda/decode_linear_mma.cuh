@@ -38,24 +38,22 @@ cudaError_t launch_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
 // Wide strips read a weight [K, N] in longer pieces, and few blocks leave multiprocessors to the kernels that wait
 // behind, as a block of many warps leaves no room beside it; narrow strips share out more work. Where K is too long for
 // wide strips, the blocks of a cluster share it out, unless narrow ones do as well: those of a weight [N, K], with one row
-// or two.
+// or two. Activations without a norm have narrow strips.
 template <typename T, Layout kLayout, bool kNorm, bool kGated, int kHalves>
 cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
   const int64_t tiles = ceil_div(layer.outputs, kTileColumns) * layer.weight_count;
   const int64_t few_blocks = multiprocessor_count() / 4, fewest_blocks = multiprocessor_count() / 6;
   const bool is_plain = layer.activation == kIdentity;
-  const auto launch_in_passes = [&] {
-    constexpr int kChunks = kNorm ? 4 : 8;
-    return launch_mma_as<T, T, kLayout, kNorm, kGated, 2, kChunks, kNorm ? 2 : kHalves, Along::kInPasses, true>(layer, stream);
-  };
-  if (!kNorm && !is_plain) return launch_in_passes();
   const auto launch = [&]<int kTiles, int kChunks>(bool is_enough, cudaError_t& error) {
+    constexpr bool kHasPlain = !kGated && (!kNorm || (kHalves == 1 && kTiles >= 4)), kHasOthers = kNorm || kTiles == 2;
     if (!is_enough || layer.columns > kMostColumns<T, T, kTiles, kChunks, kHalves>) return false;
-    constexpr bool kHasPlain = kNorm && !kGated && kHalves == 1 && kTiles >= 4;
-    error = kHasPlain && is_plain
-                ? launch_mma_as<T, T, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, Along::kAtOnce, kNorm && !kHasPlain>(
-                      layer, stream)
-                : launch_mma_as<T, T, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, Along::kAtOnce, kNorm>(layer, stream);
+    if (!kHasOthers && !is_plain) return false;
+    const auto launch_as = [&]<bool kActivates>() {
+      return launch_mma_as<T, T, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, Along::kAtOnce, kActivates>(layer,
+                                                                                                               stream);
+    };
+    error = kHasPlain && is_plain ? launch_as.template operator()<!kHasPlain>()
+                                  : launch_as.template operator()<kHasOthers>();
     return true;
   };
   cudaError_t error = cudaSuccess;
@@ -68,12 +66,13 @@ cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
   }
   if constexpr (!kNorm && !kGated) {
     const bool gains = kLayout == Layout::kLines || layer.rows > 2;
-    if (is_sm90_or_newer() && gains && layer.columns <= kMostTogether * kMostColumns<T, T, 4, 4, kHalves>) {
-      return launch_mma_as<T, T, kLayout, kNorm, kGated, 4, 4, kHalves, Along::kTogether, false>(layer,
-                                                                                                              stream);
+    if (is_sm90_or_newer() && is_plain && gains && layer.columns <= kMostTogether * kMostColumns<T, T, 4, 4, kHalves>) {
+      return launch_mma_as<T, T, kLayout, kNorm, kGated, 4, 4, kHalves, Along::kTogether, false>(layer, stream);
     }
   }
-  return launch_in_passes();
+  constexpr int kChunks = kNorm ? 4 : 8;
+  return launch_mma_as<T, T, kLayout, kNorm, kGated, 2, kChunks, kNorm ? 2 : kHalves, Along::kInPasses, true>(layer,
+                                                                                                            stream);
 }
 
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated>

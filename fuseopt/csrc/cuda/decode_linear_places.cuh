@@ -1,5 +1,5 @@
-// Where a thread of decode_linear's tensor core kernel finds what is added to its outputs, and puts them: worked out ahead
-// of the wait, so that a load or a store behind it is one instruction.
+// Where a thread of decode_linear's tensor core kernel finds what is added to its outputs, and where it puts them: worked
+// out ahead of the wait, so that a load or a store behind it is one instruction.
 #pragma once
 
 #include "decode_linear_rows.cuh"
@@ -58,7 +58,8 @@ class OutputPlaces {
     char* const at = outputs_[h] + i * next_;
     const T rounded = from_acc<T>(value + to_float(reinterpret_cast<const T&>(narrow_added_[h][i])));
     if (narrow_[h][i] > 0) {
-      asm volatile("st.global.b16 [%0], %1;" ::"l"(at), "h"(reinterpret_cast<const unsigned short&>(rounded)) : "memory");
+      const auto bits = reinterpret_cast<const unsigned short&>(rounded);
+      asm volatile("st.global.b16 [%0], %1;" ::"l"(at), "h"(bits) : "memory");
     }
     if (wide_[h][i] > 0) asm volatile("st.global.f32 [%0], %1;" ::"l"(at), "f"(value + wide_added_[h][i]) : "memory");
   }

@@ -1,8 +1,8 @@
 // decode_linear's kernel for 16-bit weights, on the tensor cores. A step of decoding has 1 to 16 rows, so a product is
 // all latency and reading: each block has its part of the weight in registers before it waits for the kernel ahead, and
 // what is left to do after the wait is short. Short in instructions too: a block runs each of them once, so fetching
-// them takes longer than running them. So addresses and conditions are worked out ahead of the wait, whatever differs from
-// launch to launch is a template argument rather than a branch, and what is hardly ever run stands elsewhere.
+// them takes longer than running them. So addresses and conditions are worked out ahead of the wait, whatever differs
+// from launch to launch is a template argument rather than a branch, and what is hardly ever run stands elsewhere.
 //
 // A block takes a strip of output columns; its warps share out K. Products are m16n8k16 with 16 output columns as M and
 // 8 rows of the input as N, so that nothing is padded. A lane loads 16 bytes of a weight [N, K], or kTiles neighbours in
@@ -174,7 +174,9 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     inputs[h] = static_cast<const X*>(layer.input) + (lane / 4 + h * kHalfRows) * columns + first_k(0) + own;
     settle(inputs[h]);
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) takes[h][c] = lane / 4 + h * kHalfRows < rows && first_k(0) + own + c * kChunk < columns;
+    for (int c = 0; c < kChunks; ++c) {
+      takes[h][c] = lane / 4 + h * kHalfRows < rows && first_k(0) + own + c * kChunk < columns;
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int r = lane % 4 * 2 + h * kHalfRows + i;

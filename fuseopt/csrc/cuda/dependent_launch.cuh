@@ -20,8 +20,8 @@ __device__ inline void wait_for_predecessor() {
 #endif
 }
 
-// The same; what stands before it in the code is worked out before it. Of straight code the assembler would move behind the
-// wait what is used there. `never`: false, which the compiler must not know.
+// The same; what stands before it in the code is worked out before it, while the assembler would move it behind the wait
+// in straight code, to where it is used. `never`: false, which the compiler must not know.
 __device__ inline void wait_for_predecessor_settled(bool never) {
 #pragma unroll 1
   do {
@@ -32,7 +32,6 @@ __device__ inline void wait_for_predecessor_settled(bool never) {
 // Has the compiler work a value out here, and not where it is used.
 __device__ inline void settle(unsigned& value) { asm volatile("" : "+r"(value)); }
 __device__ inline void settle(int& value) { asm volatile("" : "+r"(value)); }
-__device__ inline void settle(float& value) { asm volatile("" : "+f"(value)); }
 template <typename T>
 __device__ inline void settle(T*& value) {
   asm volatile("" : "+l"(value));
@@ -42,6 +41,7 @@ __device__ inline void settle(V (&values)[kCount]) {
 #pragma unroll
   for (V& value : values) settle(value);
 }
+
 // Lets the successor start once every block of this kernel has said so.
 __device__ inline void let_successor_start() {
 #if __CUDA_ARCH__ >= 900
