@@ -290,9 +290,9 @@ def test_kernel_for_many_rows_against_float64(fill: int, heads: int, **case: Any
 @torch.no_grad()
 def test_a_new_key_that_is_masked_is_written_and_not_attended_to(capacity: int, head_dim: int) -> None:
     torch.manual_seed(0)
-    make = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
-    query, key, value = make(2, 3, 3, head_dim).unbind(1)
-    caches = make(2, 2, 3, capacity, head_dim)
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    query, key, value = torch.randn(2, 3, 3, head_dim, **options).unbind(1)
+    caches = torch.randn(2, 2, 3, capacity, head_dim, **options)
     position, mask = 21, torch.ones(2, capacity, dtype=torch.bool, device="cuda")
     mask[1, position] = False
     key[1], value[1] = torch.nan, torch.nan

@@ -477,7 +477,7 @@ def test_a_layer_too_large_for_registers(
 @pytest.mark.parametrize("rows", [1, 20, 200])
 @torch.no_grad()
 def test_activations_far_out(rows: int, activation: str, dtype: torch.dtype) -> None:
-    """As upstream's, which make NaN of minus infinity, or keep it, as they do."""
+    """Infinities, NaN and what exponentials cannot hold become what PyTorch's activations make of them."""
     edges = torch.tensor([0.0, -0.0, 1e-7, -3.0, 12.0, -12.0, 3e4, -3e4, torch.inf, -torch.inf, torch.nan, -1e-3])
     bias = edges.repeat(64)[:768].to("cuda", dtype)
     x, weight = torch.zeros(rows, 768, device="cuda", dtype=dtype), torch.ones(768, 768, device="cuda", dtype=dtype)

@@ -117,6 +117,7 @@ class Parts {
 };
 
 // The same for one query, whose keys one block shares out among up to 16 warps: the warp that merges has a part a lane.
+// It takes no more shared memory than Parts.
 template <int kDims>
 class OwnParts {
   static constexpr int kLaneDims = kDims / kWarpSize, kMostParts = 16;

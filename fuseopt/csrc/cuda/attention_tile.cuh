@@ -76,13 +76,6 @@ __device__ inline unsigned packed(float low, float high) {
   return reinterpret_cast<const unsigned&>(pair);
 }
 
-// Makes the compiler work out an address here, and not where it is used.
-template <typename T>
-__device__ inline T* worked_out(T* address) {
-  asm volatile("" : "+l"(address));
-  return address;
-}
-
 // A tile in registers; the order of dimensions within a product is such that a lane has 8 neighbouring ones. A lane's
 // part: of keys lane / 4 (+ 8) dimensions lane % 4 * 8 (+ 32 ...), of the values of keys lane % 4 * 2 (+ 1, 8, 9)
 // dimensions lane / 4 * 8 (+ 64).

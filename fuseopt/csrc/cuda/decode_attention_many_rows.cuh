@@ -136,8 +136,8 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
   const uint64_t policy = evict_first();
   const auto fetch = [&](Tiles& tiles, int base, unsigned ancestor) {
     const int place = base + Tile::own_key();
-    const T* const key_from = worked_out(keys + static_cast<int64_t>(place) * kDims);
-    const T* const value_from = worked_out(values + static_cast<int64_t>(place) * kDims);
+    const T* const key_from = settled(keys + static_cast<int64_t>(place) * kDims);
+    const T* const value_from = settled(values + static_cast<int64_t>(place) * kDims);
 #pragma unroll
     for (int copy = 0; copy < kTiles * Tile::kCopies; ++copy) {
       const int key = copy * Tile::kCopyKeys;
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
 
   unsigned query[Tile::kPieces] = {};
   if (lane / 4 < queries) {
-    const T* const vector = worked_out(vector_of(attention.query, lane / 4) + lane % 4 * 2);
+    const T* const vector = settled(vector_of(attention.query, lane / 4) + lane % 4 * 2);
 #pragma unroll
     for (int i = 0; i < Tile::kPieces; ++i) query[i] = __ldcg(reinterpret_cast<const unsigned*>(vector + i * 8));
   }

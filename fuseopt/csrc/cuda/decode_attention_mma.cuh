@@ -40,14 +40,14 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
   const auto vector_of = [&](const DecodeAttention::Heads& heads, int query, int dim) {
     return static_cast<const T*>(heads.data) + int64_t(row + query) * heads.row_stride + head * heads.head_stride + dim;
   };
-  const T* const query_at = worked_out(vector_of(attention.query, lane / 4, Tile::key_dim()));
-  const T* const token_key = worked_out(vector_of(attention.key, 0, Tile::key_dim()));
-  const T* const token_value = worked_out(vector_of(attention.value, 0, Tile::value_dim()));
-  T* const output = worked_out(static_cast<T*>(attention.output) + (uint64_t(row) * heads + head) * kDims);
+  const T* const query_at = settled(vector_of(attention.query, lane / 4, Tile::key_dim()));
+  const T* const token_key = settled(vector_of(attention.key, 0, Tile::key_dim()));
+  const T* const token_value = settled(vector_of(attention.value, 0, Tile::value_dim()));
+  T* const output = settled(static_cast<T*>(attention.output) + (uint64_t(row) * heads + head) * kDims);
   const float scale = attention.score_scale;
   const FilledPlaces places(attention, lengths);
-  T* const key_to = worked_out(keys + places.token * kDims);
-  T* const value_to = worked_out(values + places.token * kDims);
+  T* const key_to = settled(keys + places.token * kDims);
+  T* const value_to = settled(values + places.token * kDims);
   // Where a place lies, from `keys` and `values`.
   const auto offset_of = [&](int place) {
     place = min(place, capacity - 1);

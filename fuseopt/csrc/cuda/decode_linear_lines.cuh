@@ -19,6 +19,13 @@ constexpr int kLineRowGap = kLaneValues;           // so do rows of the input
 // What happens to rows on their way into the products: nothing, they are normalised, or their norm is folded in.
 enum class LineNorm { kNone, kRows, kFolded };
 
+// Worked out here, ahead of the wait: an exchange among lanes stays where branches follow it.
+template <typename T>
+__device__ inline T* exchanged(T* address) {
+  const auto bits = reinterpret_cast<unsigned long long>(address);
+  return reinterpret_cast<T*>(__shfl_sync(kFullWarp, bits, threadIdx.x % kWarpSize));
+}
+
 // kHeld: stages in registers, of one row.
 template <typename T, LineNorm kNorm, int kHalves, int kStages, int kHeld>
 __global__ void __launch_bounds__(kLineThreads, kHalves == 1 && kHeld == 0 ? 3 : kHeld <= 4 ? 2 : 1)
@@ -86,8 +93,7 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 && kHeld == 0 ? 3 :
   // Each slot's row has a team of threads.
   const int team = kLineThreads >> layer.slot_bits, step = team * kLaneValues;
   const int slot = (threadIdx.x << layer.slot_bits) / kLineThreads, member_k = (threadIdx.x & team - 1) * kLaneValues;
-  const T* inputs = static_cast<const T*>(layer.input) + static_cast<int64_t>(slot) * columns + held_k;
-  settle(inputs);
+  const T* const inputs = exchanged(static_cast<const T*>(layer.input) + static_cast<int64_t>(slot) * columns + held_k);
 
   uint4 held_words[std::max(kHeld, 1)][kLineTiles / 2];
 #pragma unroll

@@ -119,11 +119,11 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
     return total;
   };
 
-  if constexpr (kLayout == Layout::kLines) weight.pair_lines();
   if constexpr (kNorm) {
     // As in decode_linear_mma.cuh: sums of w * g and w * b as two rows of products, and w scaled by g.
     const unsigned ones = lane / 4 == 0 ? kOnes : 0u;
     float constant_sums[kTiles / 2][4] = {};
+    if constexpr (kLayout == Layout::kLines) weight.pair_lines();
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int k = first_k + c * kChunk;
@@ -169,7 +169,10 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   }
   if constexpr (kCopiesRows<kLayout>) end_copy_group();
   load_residual();
-  if constexpr (!kNorm && kLayout == Layout::kRows) weight.not_before_here();
+  if constexpr (!kNorm) {
+    weight.not_before_here();
+    if constexpr (kLayout == Layout::kLines) weight.pair_lines();
+  }
   if constexpr (kCopiesRows<kLayout>) await_copy_groups<0>();
 #pragma unroll
   for (int g = 0; g < kRowGroups; ++g) {

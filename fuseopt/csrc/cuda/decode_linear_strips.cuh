@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
 #pragma unroll
     for (int j = 0; j < kTiles / 2; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < 4; ++i) {  // as in for_sums
         if (leaves[h][i % 2]) sums_of[sums_to[h][i % 2] + (2 * j + i / 2) * kTileColumns] = sums[h][j][i];
       }
     }

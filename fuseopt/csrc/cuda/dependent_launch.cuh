@@ -29,7 +29,7 @@ __device__ inline void wait_for_predecessor_settled(bool never) {
   } while (never);
 }
 
-// Has the compiler work a value out here, and not where it is used.
+// Has the compiler work a value out here, and not where it is used; what the assembler makes of that is another matter.
 __device__ inline void settle(unsigned& value) { asm volatile("" : "+r"(value)); }
 __device__ inline void settle(int& value) { asm volatile("" : "+r"(value)); }
 template <typename T>
@@ -40,6 +40,12 @@ template <typename V, int kCount>
 __device__ inline void settle(V (&values)[kCount]) {
 #pragma unroll
   for (V& value : values) settle(value);
+}
+
+template <typename T>
+__device__ inline T* settled(T* address) {
+  settle(address);
+  return address;
 }
 
 // Lets the successor start once every block of this kernel has said so.
