@@ -1,8 +1,9 @@
-// Where a thread of decode_linear's tensor core kernel finds what is added to its outputs, and where it puts them: worked
+// Where a thread of decode_linear's tensor core kernels finds what is added to its outputs, and where it puts them: worked
 // out ahead of the wait, so that a load or a store behind it is one instruction.
 #pragma once
 
 #include "decode_linear_rows.cuh"
+#include "sum_quad.cuh"
 
 namespace fuseopt {
 
@@ -72,6 +73,41 @@ class OutputPlaces {
   float wide_added_[kHalves][2];
   unsigned short narrow_added_[kHalves][2];
   int next_;
+};
+
+// Four neighbouring columns of a row, residual and output in T.
+template <typename T>
+class QuadPlace {
+ public:
+  __device__ void find(const MmaLayer<T>& layer, int row, int column, bool is_inside) {
+    const int at = row * layer.output_stride + blockIdx.y * layer.outputs + column;
+    residual_ = static_cast<const T*>(layer.residual) + at;
+    output_ = static_cast<T*>(layer.output) + at;
+    is_there_ = !is_inside ? 0 : layer.residual == nullptr ? 1 : 2;
+    added_ = {};
+  }
+
+  // To be called ahead of the wait.
+  __device__ void settle() { fuseopt::settle(residual_), fuseopt::settle(output_), fuseopt::settle(is_there_); }
+
+  __device__ void load_residual() {
+    if (is_there_ > 1) added_ = __ldcg(reinterpret_cast<const uint2*>(residual_));
+  }
+
+  __device__ void store(float (&values)[kQuad]) const {
+    const auto& added = reinterpret_cast<const Vector<T, kQuad>&>(added_);
+#pragma unroll
+    for (int j = 0; j < kQuad; ++j) values[j] += added[j];
+    uint2 words;
+    store_floats_as<T>(&words, 0, values);
+    if (is_there_ > 0) asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(output_), "r"(words.x), "r"(words.y) : "memory");
+  }
+
+ private:
+  const T* residual_;
+  T* output_;
+  unsigned is_there_;  // 2: so is a residual
+  uint2 added_;        // as it lies in memory: what is converted where it is loaded is waited for there
 };
 
 }  // namespace fuseopt

@@ -180,6 +180,46 @@ __device__ __noinline__ float sum_of_squares(const X* row, int columns, int piec
   return squares;
 }
 
+// Sums of a part of 8 rows and of its squares, by products of the rows with one another, of which the diagonal counts, and
+// with ones. Lane / 4 is the row of what a lane adds.
+template <typename T>
+struct RowPowers {
+  // Of the squares of each value's first and third word, and in another half of the products of the second and fourth.
+  float low[4] = {}, high[4] = {}, sums[4] = {};
+
+  __device__ void add_squares(const uint4& x) {
+    multiply<T>(low, {x.x, x.z}, {x.y, x.w}, x.x, x.z);
+    multiply<T>(high, {x.x, x.z}, {x.y, x.w}, x.y, x.w);
+  }
+  __device__ void add(const uint4& x) { multiply<T>(sums, {x.x, x.z}, {x.y, x.w}, kOnes<T>, kOnes<T>); }
+
+  // Whether the lane has the sums of row lane / 4.
+  static __device__ bool has_row() { return threadIdx.x % kWarpSize / 8 == threadIdx.x % 4; }
+  __device__ Deviations of_row() const {
+    const bool is_odd = threadIdx.x / 4 % 2 == 1;
+    return {sums[0] + sums[2], (is_odd ? low[1] : low[0]) + (is_odd ? high[3] : high[2])};
+  }
+};
+
+// Mean and 1 / deviation of the row `input`, of which `all` has the sums above 0; an RMSNorm's mean is not asked for. By
+// all lanes of a warp, of which kLanes neighbours share a row.
+template <int kLanes, typename X>
+__device__ inline float2 normalisation_of(const Deviations& all, const X* input, int columns, float reciprocal,
+                                          bool is_layer_norm, float eps) {
+  // Sums of squares say little of the deviations of a row whose mean is many of them from zero: those are summed then.
+  constexpr float kSafe = 1 / 128.f;
+  Moments moments = all.moments(0.f, reciprocal);
+  const bool is_safe = moments.squares * reciprocal >= kSafe * moments.mean * moments.mean;
+  if (is_layer_norm && __any_sync(kFullWarp, !is_safe)) {
+    float squares = sum_of_squares(input, columns, threadIdx.x % kLanes, kLanes, moments.mean);
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) squares += __shfl_xor_sync(kFullWarp, squares, distance);
+    if (!is_safe) moments.squares = squares;
+  }
+  const float variance = moments.squares * reciprocal + (is_layer_norm ? 0.f : moments.mean * moments.mean);
+  return {moments.mean, rsqrtf(variance + eps)};
+}
+
 // Mean and 1 / deviation of a row from the moments of `parts` parts of `part_columns` values, the last one shorter;
 // an RMSNorm has no mean.
 __device__ inline float2 normalisation(const Moments* moments, int stride, int parts, int part_columns, int columns,

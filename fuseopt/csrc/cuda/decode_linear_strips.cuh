@@ -220,10 +220,6 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     }
   };
   const float reciprocal = layer.reciprocal;
-  const auto rstd_of = [&](const Moments& moments) {
-    const float variance = moments.squares * reciprocal + (layer.is_layer_norm ? 0.f : moments.mean * moments.mean);
-    return rsqrtf(variance + layer.eps);
-  };
   float2 wide_norm[kHalves];
   if constexpr (kWide) {
     float pivots[kHalves];
@@ -322,15 +318,6 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   }
   __syncthreads();
   if constexpr (kShares) wait_at_cluster_barrier();  // the first block has started
-  // Sums of squares say little of the deviations of a row whose mean is many of them from zero: those are summed then by
-  // the threads with that row.
-  const auto squared_deviations = [&](int r, float mean) {
-    const X* const input = static_cast<const X*>(layer.input) + r * columns;
-    float squares = sum_of_squares(input, columns, threadIdx.x % kPairs, kPairs, mean);
-#pragma unroll
-    for (int distance = 1; distance < kPairs; distance *= 2) squares += __shfl_xor_sync(kFullWarp, squares, distance);
-    return squares;
-  };
 #pragma unroll 1
   for (int first = threadIdx.x; first < layer.finishing; first += blockDim.x) {
     float products[kHalves][kProducts][2] = {};
@@ -382,14 +369,8 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     for (int h = 0; h < kHalves; ++h) {
       float2 norm = {0.f, 1.f};
       if constexpr (kNorm && !kWide) {
-        constexpr float kSafe = 1 / 128.f;
-        Moments moments = all[h].moments(0.f, reciprocal);
-        const bool is_safe = moments.squares * reciprocal >= kSafe * moments.mean * moments.mean;
-        if (layer.is_layer_norm && __any_sync(kFullWarp, !is_safe)) {
-          const float squares = squared_deviations(own_row(h), moments.mean);
-          if (!is_safe) moments.squares = squares;
-        }
-        norm = {moments.mean, rstd_of(moments)};
+        const X* const input = static_cast<const X*>(layer.input) + own_row(h) * columns;
+        norm = normalisation_of<kPairs>(all[h], input, columns, reciprocal, layer.is_layer_norm, layer.eps);
       }
 #pragma unroll
       for (int p = 0; p < kProducts; ++p) {

@@ -7,9 +7,9 @@ namespace fuseopt {
 
 enum class Layout { kRows, kLines };  // of a weight: [N, K], [K, N]
 
-// A lane's part of the weight: tiles of 8 columns, of which tile t has column `g` (lane / 4), or of a weight [K, N]
-// columns kTiles * g to kTiles * (g + 1). Words hold neighbouring k.
-template <typename T, Layout kLayout, bool kGated, int kTiles, int kChunks>
+// A lane's part of the weight: tiles of 8 columns, of which tile t has column `g` (lane / 4), or if they are woven columns
+// kTiles * g to kTiles * (g + 1), as those of a weight [K, N] are. Words hold neighbouring k. Two weights take turns.
+template <typename T, Layout kLayout, bool kGated, int kTiles, int kChunks, bool kWoven = kLayout == Layout::kLines>
 struct WeightPart {
   uint4 words[kChunks][kTiles];
 
@@ -20,7 +20,8 @@ struct WeightPart {
     if constexpr (kLayout == Layout::kRows) {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        const int n = column + (kGated ? t / 2 : t) * kTileColumns + g;
+        constexpr int kOfWeight = kGated ? kTiles / 2 : kTiles;
+        const int tile = kGated ? t / 2 : t, n = column + (kWoven ? g * kOfWeight + tile : tile * kTileColumns + g);
         const T* const weight = layer.weights[kGated ? t % 2 : blockIdx.y] + static_cast<int64_t>(n) * stride + k;
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
@@ -60,6 +61,16 @@ struct WeightPart {
         words[c][j + 1] = {__byte_perm(a.x, a.y, kHigh), __byte_perm(a.z, a.w, kHigh), __byte_perm(b.x, b.y, kHigh),
                            __byte_perm(b.z, b.w, kHigh)};
       }
+    }
+  }
+
+  // To be called ahead of the wait: has words of a weight [N, K] lie in the registers that products take them from, and
+  // not in those that they were loaded into. `never`: 0, which the assembler must not know.
+  __device__ void arrange(unsigned never) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (uint4& w : words[c]) w.x |= never, w.y |= never, w.z |= never, w.w |= never;
     }
   }
 
