@@ -466,9 +466,40 @@ def test_a_layer_too_large_for_registers(
     }
     biases = [make(outputs) for _ in weights]
     assert_kernel_is_accurate(x, weights, biases, **parameters, **options)
-    assert ("decode_linear_lines_kernel" if transposed else "decode_linear_stream_kernel") in kernels_of(
+    of_lines = "decode_linear_gemv_kernel" if rows == 1 else "decode_linear_lines_kernel"
+    assert (of_lines if transposed else "decode_linear_stream_kernel") in kernels_of(
         lambda: decode_linear(x, weights, biases, **parameters, **options, backend="cuda")
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("columns", [1288, 1600])
+@torch.no_grad()
+def test_an_output_projection_beside_large_layers(columns: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 1, columns, device="cuda", dtype=dtype)
+    weight = torch.randn(columns, columns, device="cuda", dtype=dtype).T / columns**0.5
+    bias = torch.randn(columns, device="cuda", dtype=dtype)
+    assert_kernel_is_accurate(x, weight, bias, residual=residual)
+    assert "decode_linear_gemv_kernel" in kernels_of(
+        lambda: decode_linear(x, weight, bias, residual=residual, backend="cuda")
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [5128, 6400])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@torch.no_grad()
+def test_what_is_not_finite_stays_with_its_weights(value: float, columns: int) -> None:
+    """Where warps have less of K than there is room for, what fills it up makes no NaN of an infinity."""
+    x = torch.zeros(1, columns, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(columns, 1608, device="cuda", dtype=torch.bfloat16).T
+    for k in (0, 207, columns // 2, columns - 1):
+        x[0, k] = value
+        output = decode_linear(x, weight, backend="cuda")
+        torch.testing.assert_close(output, torch.full_like(output, value), equal_nan=True)
+        x[0, k] = 0
 
 
 @pytest.mark.gpu

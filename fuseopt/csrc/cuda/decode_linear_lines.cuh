@@ -1,36 +1,20 @@
 // decode_linear for 16-bit weights [K, N] too large to wait in registers for the kernel ahead. A block has one strip of
 // output columns; its warps, and where strips are few the blocks of a cluster, share out K. What is there when the kernel
 // ahead ends is what memory has done meanwhile, so a ring has room for all that its warp reads, or as much of it as fits.
-// With one row the first stages move on to registers, which leaves their places to later ones: there is then less to fetch
-// from shared memory after the wait as well. Only queries, keys and values of one row leave room for attention's block, the
-// next one, beside theirs.
 #pragma once
 
 #include "cluster.cuh"
-#include "folded_norm.cuh"
 #include "line_stream.cuh"
 
 namespace fuseopt {
 
 constexpr int kMaxLineCluster = 8;
 constexpr int kLineSumsStride = kLineColumns + 4;  // 4: rows of sums start in different banks
-constexpr int kLineRowGap = kLaneValues;           // so do rows of the input
+constexpr int kLineRowGap = kLineK;                // so do rows of the input
 
-// What happens to rows on their way into the products: nothing, they are normalised, or their norm is folded in.
-enum class LineNorm { kNone, kRows, kFolded };
-
-// Worked out here, ahead of the wait: an exchange among lanes stays where branches follow it.
-template <typename T>
-__device__ inline T* exchanged(T* address) {
-  const auto bits = reinterpret_cast<unsigned long long>(address);
-  return reinterpret_cast<T*>(__shfl_sync(kFullWarp, bits, threadIdx.x % kWarpSize));
-}
-
-// kHeld: stages in registers, of one row.
-template <typename T, LineNorm kNorm, int kHalves, int kStages, int kHeld>
-__global__ void __launch_bounds__(kLineThreads, kHalves == 1 && kHeld == 0 ? 3 : kHeld <= 4 ? 2 : 1)
+template <typename T, bool kNorm, int kHalves, int kStages>
+__global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
     decode_linear_lines_kernel(const __grid_constant__ LineLayer<T> layer) {
-  static_assert(kNorm != LineNorm::kFolded || kHeld > 0, "both are for one row");
   using Piece = Vector<T, kLaneValues>;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int rows = layer.rows, columns = layer.columns, slots = 1 << layer.slot_bits;
@@ -42,7 +26,7 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 && kHeld == 0 ? 3 :
   const int part = rank * kLineWarps + warp, first_k = first_k_of(part);
   const int stages = (first_k_of(part + 1) - first_k) / kLineK;
   // A norm takes the rows as a whole.
-  const int held_k = kNorm != LineNorm::kNone ? 0 : first_k_of(rank * kLineWarps), held = layer.held_columns;
+  const int held_k = kNorm ? 0 : first_k_of(rank * kLineWarps), held = layer.held_columns;
   const int row_stride = held + kLineRowGap;
 
   // A ring [kStages] for each warp, in the end its sums [rows][kLineSumsStride]; rows [kHalves][slots][row_stride];
@@ -72,13 +56,11 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 && kHeld == 0 ? 3 :
   // Of the norm, for the lane's first values of the warp's part of K.
   uint4 scale = {}, shift = {};
   const int end_k = min(first_k + stages * kLineK, columns);
-  const FoldedNorm<T> folded(layer, held_rows, row_stride, first_k, first_k + stages * kLineK);
   const auto load_norm = [&](int k) {
     if (k < end_k && layer.norm_weight != nullptr) scale = load_once<uint4>(layer.norm_weight + k);
     if (k < end_k && layer.norm_bias != nullptr) shift = load_once<uint4>(layer.norm_bias + k);
   };
-  if constexpr (kNorm == LineNorm::kRows) load_norm(first_k + lane * kLaneValues);
-  if constexpr (kNorm == LineNorm::kFolded) folded.load_parameters();
+  if constexpr (kNorm) load_norm(first_k + lane * kLaneValues);
 
   // What the thread finishes first.
   const auto column_of = [&](int i) { return strip * kLineColumns + i % kLineColumns; };
@@ -93,61 +75,43 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 && kHeld == 0 ? 3 :
   // Each slot's row has a team of threads.
   const int team = kLineThreads >> layer.slot_bits, step = team * kLaneValues;
   const int slot = (threadIdx.x << layer.slot_bits) / kLineThreads, member_k = (threadIdx.x & team - 1) * kLaneValues;
-  const T* const inputs = exchanged(static_cast<const T*>(layer.input) + static_cast<int64_t>(slot) * columns + held_k);
-
-  uint4 held_words[std::max(kHeld, 1)][kLineTiles / 2];
-#pragma unroll
-  for (int s = 0; s < kHeld; ++s) {
-    char* const place = ring + s % kStages * kLineBytes;
-    await_copy_groups<kStages - 1>();
-    __syncwarp();
-    weight.load(place, held_words[s]);
-    __syncwarp();
-    weight.fetch(place);
-  }
-  wait_for_predecessor();
+  const T* const inputs = settled(static_cast<const T*>(layer.input) + static_cast<int64_t>(slot) * columns + held_k);
+  wait_for_predecessor_settled(rows < 0);
 
   unsigned residual = 0;
   if (is_output(threadIdx.x)) residual = layer.load_residual_bits(output_index(threadIdx.x));
-  if constexpr (kNorm == LineNorm::kFolded) {
-    const float pivot = load_fresh(static_cast<const T*>(layer.input))[0];
-    const Deviations deviations = folded.load_input(pivot);
-    if (lane == 0) parts[0][warp] = {deviations, pivot};
-    __syncwarp();
-  } else {
 #pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-      constexpr int kLoads = 4;  // on the way at a time
-      const T* const from = inputs + static_cast<int64_t>(h) * kHalfRows * columns;
-      T* const to = held_rows + (h * slots + slot) * row_stride;
-      const int there = slot + h * kHalfRows < rows ? min(held, columns - held_k) : 0;
-      // Deviations from any value of the row are small enough for a sum of squares.
-      const float pivot = kNorm == LineNorm::kRows && there > 0 ? load_fresh(from)[0] : 0.f;
-      Deviations deviations;
+  for (int h = 0; h < kHalves; ++h) {
+    constexpr int kLoads = 4;  // on the way at a time
+    const T* const from = inputs + static_cast<int64_t>(h) * kHalfRows * columns;
+    T* const to = held_rows + (h * slots + slot) * row_stride;
+    const int there = slot + h * kHalfRows < rows ? min(held, columns - held_k) : 0;
+    // Deviations from any value of the row are small enough for a sum of squares.
+    const float pivot = kNorm && there > 0 ? load_fresh(from)[0] : 0.f;
+    Deviations deviations;
 #pragma unroll 1
-      for (int first = member_k; first < held; first += kLoads * step) {
-        Piece pieces[kLoads];
+    for (int first = member_k; first < held; first += kLoads * step) {
+      Piece pieces[kLoads];
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-          pieces[i] = {};
-          if (first + i * step < there) pieces[i] = load_fresh(from + first + i * step);
-        }
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-          const int k = first + i * step;
-          if (kNorm == LineNorm::kRows && k < there) deviations.add(pieces[i], pivot);
-          if (k < held) *reinterpret_cast<Piece*>(to + k) = pieces[i];
-        }
+      for (int i = 0; i < kLoads; ++i) {
+        pieces[i] = {};
+        if (first + i * step < there) pieces[i] = load_fresh(from + first + i * step);
       }
-      if constexpr (kNorm == LineNorm::kRows) {
-        deviations.add_lanes<kWarpSize>();
-        if (lane == 0) parts[h][warp] = {deviations, pivot};
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int k = first + i * step;
+        if (kNorm && k < there) deviations.add(pieces[i], pivot);
+        if (k < held) *reinterpret_cast<Piece*>(to + k) = pieces[i];
       }
     }
-    __syncthreads();
+    if constexpr (kNorm) {
+      deviations.add_lanes<kWarpSize>();
+      if (lane == 0) parts[h][warp] = {deviations, pivot};
+    }
   }
+  __syncthreads();
 
-  if constexpr (kNorm == LineNorm::kRows) {
+  if constexpr (kNorm) {
     const int parts_of_row = kLineWarps >> layer.slot_bits;
     float2 norms[kHalves];  // of the row in slot `lane`
 #pragma unroll
@@ -195,23 +159,19 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 && kHeld == 0 ? 3 :
   }
 
   float sums[kHalves][kLineTiles / 2][4] = {};
-  const T* const factors = held_rows + (lane / 4 & slots - 1) * row_stride + first_k - held_k + lane % 4 * 2;
+  const T* const factors = held_rows + (lane / 4 & slots - 1) * row_stride + first_k - held_k + lane % 4 * 4;
   const auto multiply_stage = [&](int h, int s, const uint4 (&words)[kLineTiles / 2]) {
     const T* const x = factors + h * slots * row_stride + s * kLineK;
-    const unsigned low = *reinterpret_cast<const unsigned*>(x), high = *reinterpret_cast<const unsigned*>(x + 8);
+    const uint2 factor = *reinterpret_cast<const uint2*>(x);
 #pragma unroll
     for (int j = 0; j < kLineTiles / 2; ++j) {
-      multiply<T>(sums[h][j], {words[j].x, words[j].z}, {words[j].y, words[j].w}, low, high);
+      multiply<T>(sums[h][j], {words[j].x, words[j].z}, {words[j].y, words[j].w}, factor.x, factor.y);
     }
   };
-#pragma unroll
-  for (int s = 0; s < kHeld; ++s) {
-    if (s < stages) multiply_stage(0, s, held_words[s]);
-  }
-  int stage = kHeld % kStages * kLineBytes;
+  int stage = 0;
   const auto next = [](int stage) { return stage == (kStages - 1) * kLineBytes ? 0 : stage + kLineBytes; };
 #pragma unroll 1
-  for (int s = kHeld; s < stages; s += 2) {
+  for (int s = 0; s < stages; s += 2) {
     const int second = next(stage);
     const bool has_second = s + 1 < stages;
     await_copy_groups<kStages - 2>();
@@ -237,10 +197,6 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 && kHeld == 0 ? 3 :
   for (int h = 0; h < kHalves; ++h) {
 #pragma unroll
     for (int j = 0; j < kLineTiles / 2; ++j) {
-      if constexpr (kNorm == LineNorm::kFolded) {
-        folded.store_sums(sums[h][j], sums_of(warp), kLineSumsStride, 2 * j * kTileColumns);
-        continue;
-      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = lane % 4 * 2 + i % 2 + h * kHalfRows, place = (2 * j + i / 2) * kTileColumns + lane / 4;
@@ -275,22 +231,10 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 && kHeld == 0 ? 3 :
     if (i >= kLineThreads) residual = layer.load_residual_bits(output_index(i));
     const int at = i / kLineColumns * kLineSumsStride + i % kLineColumns;
     float sum = to_float(bias);
-    if constexpr (kNorm == LineNorm::kFolded) {
-      float folded_sums[FoldedNorm<T>::kSums] = {};
-      Deviations deviations;
 #pragma unroll
-      for (int w = 0; w < kLineWarps; ++w) {
-#pragma unroll
-        for (int n = 0; n < FoldedNorm<T>::kSums; ++n) folded_sums[n] += sums_of(w)[n * kLineSumsStride + at];
-        deviations.add(parts[0][w].deviations);
-      }
-      sum += folded.output(folded_sums, deviations, parts[0][0].pivot);
-    } else {
-#pragma unroll
-      for (int w = 0; w < kLineWarps; ++w) sum += sums_of(w)[at];
+    for (int w = 0; w < kLineWarps; ++w) sum += sums_of(w)[at];
 #pragma unroll 1
-      for (int b = 0; b < blocks - 1; ++b) sum += inbox[b * rows * kLineSumsStride + at];
-    }
+    for (int b = 0; b < blocks - 1; ++b) sum += inbox[b * rows * kLineSumsStride + at];
     layer.store(output_index(i), activate_quickly(layer.activation, sum) + layer.residual_from(residual));
   }
 }
@@ -300,8 +244,7 @@ struct LinePlan {
   int strips;      // of each weight
   int rows, slot_bits = 0, halves;
   int blocks = 1;  // that share out K
-  int stages = 12, held = 0;
-  bool folds = false;  // a norm
+  int stages = 12;
   int held_columns;
 
   explicit LinePlan(const DecodeLinear& layer)
@@ -309,27 +252,16 @@ struct LinePlan {
         rows(static_cast<int>(layer.rows)),
         halves(rows > kHalfRows ? 2 : 1) {
     while (1 << slot_bits < std::min(rows, kHalfRows)) ++slot_bits;
-    const bool has_norm = layer.norm != kNoNorm;
     const int64_t all_strips = strips * layer.weight_count, all_stages = ceil_div(layer.columns, kLineK);
     while (is_sm90_or_newer() && blocks < kMaxLineCluster && 2 * blocks * all_strips <= multiprocessor_count()) {
       blocks *= 2;
     }
-    held_columns = static_cast<int>(has_norm ? all_stages : ceil_div(all_stages, blocks)) * kLineK;
+    held_columns = static_cast<int>(layer.norm != kNoNorm ? all_stages : ceil_div(all_stages, blocks)) * kLineK;
     const int64_t of_warp = ceil_div(all_stages, blocks * kLineWarps);
-    if (rows == 1 && (!has_norm || blocks == 1)) {
-      folds = has_norm;
-      if (folds) slot_bits = kFoldedRowBits;
-      stages = 8, held = 5;
-      const bool leaves_room = has_norm && layer.activation == kIdentity;
-      for (const int fewer : {6, 4}) {
-        if (of_warp <= fewer + 4 || (leaves_room && stages > 6) || per_multiprocessor() < 1) stages = fewer, held = 4;
-      }
-    } else {
-      for (const int fewer : {8, 6, 4}) {
-        if (of_warp <= fewer || per_multiprocessor() < 1) stages = fewer;
-      }
-      if (halves == 2) stages = 3;
+    for (const int fewer : {8, 6, 4}) {
+      if (of_warp <= fewer || per_multiprocessor() < 1) stages = fewer;
     }
+    if (halves == 2) stages = 3;
   }
 
   size_t shared_bytes() const {
@@ -351,7 +283,7 @@ inline bool streams_lines(const DecodeLinear& layer) {
          2 * plan.blocks * plan.strips * layer.weight_count >= multiprocessor_count();
 }
 
-template <typename T, LineNorm kNorm, int kHalves, int kStages, int kHeld = 0>
+template <typename T, bool kNorm, int kHalves, int kStages>
 cudaError_t launch_lines_as(const DecodeLinear& layer, const LinePlan& plan, cudaStream_t stream) {
   LineLayer<T> of{mma_layer<T>(layer)};
   of.slot_bits = plan.slot_bits;
@@ -359,22 +291,12 @@ cudaError_t launch_lines_as(const DecodeLinear& layer, const LinePlan& plan, cud
   const LaunchShape shape{static_cast<unsigned>(plan.strips * plan.blocks), kLineThreads, plan.shared_bytes(),
                           static_cast<unsigned>(plan.blocks), static_cast<unsigned>(layer.weight_count)};
   of.share_ahead(shape);
-  return launch_dependent(decode_linear_lines_kernel<T, kNorm, kHalves, kStages, kHeld>, of, shape, layer.overlap,
-                          stream);
+  return launch_dependent(decode_linear_lines_kernel<T, kNorm, kHalves, kStages>, of, shape, layer.overlap, stream);
 }
 
-// Of one row.
-template <typename T, LineNorm kNorm>
-cudaError_t launch_held_lines(const DecodeLinear& layer, const LinePlan& plan, cudaStream_t stream) {
-  switch (plan.stages) {
-    case 4: return launch_lines_as<T, kNorm, 1, 4, 4>(layer, plan, stream);
-    case 6: return launch_lines_as<T, kNorm, 1, 6, 4>(layer, plan, stream);
-    default: return launch_lines_as<T, kNorm, 1, 8, 5>(layer, plan, stream);
-  }
-}
-
-template <typename T, LineNorm kNorm>
-cudaError_t launch_lines(const DecodeLinear& layer, const LinePlan& plan, cudaStream_t stream) {
+template <typename T, bool kNorm>
+cudaError_t launch_lines(const DecodeLinear& layer, cudaStream_t stream) {
+  const LinePlan plan(layer);
   switch (plan.stages) {
     case 3: return launch_lines_as<T, kNorm, 2, 3>(layer, plan, stream);
     case 4: return launch_lines_as<T, kNorm, 1, 4>(layer, plan, stream);
@@ -386,11 +308,7 @@ cudaError_t launch_lines(const DecodeLinear& layer, const LinePlan& plan, cudaSt
 
 template <typename T>
 cudaError_t launch_lines(const DecodeLinear& layer, cudaStream_t stream) {
-  const LinePlan plan(layer);
-  if (plan.folds) return launch_held_lines<T, LineNorm::kFolded>(layer, plan, stream);
-  if (plan.held > 0) return launch_held_lines<T, LineNorm::kNone>(layer, plan, stream);
-  return layer.norm == kNoNorm ? launch_lines<T, LineNorm::kNone>(layer, plan, stream)
-                               : launch_lines<T, LineNorm::kRows>(layer, plan, stream);
+  return layer.norm == kNoNorm ? launch_lines<T, false>(layer, stream) : launch_lines<T, true>(layer, stream);
 }
 
 extern template cudaError_t launch_lines<__half>(const DecodeLinear&, cudaStream_t);

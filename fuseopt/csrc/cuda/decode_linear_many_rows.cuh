@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   if constexpr (kNorm) settle(deviations_from);
   wait_for_predecessor_settled(never > 0);
 
-  uint4 loaded[kCopiesRows<kLayout> ? kTogether : kGroups][kChunks];
+  uint4 loaded[kCopiesRows<kLayout> ? 1 : kGroups][kChunks];
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
@@ -183,16 +183,11 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        if constexpr (kCopiesRows<kLayout>) loaded[i][c] = *copy_of(first + i, c);
-        const uint4& x = loaded[kCopiesRows<kLayout> ? i : first + i][c];
+        uint4 x;
+        if constexpr (kCopiesRows<kLayout>) x = *copy_of(first + i, c);
+        else x = loaded[first + i][c];
         weight.multiply_add(sums[i], c, x);
-        if constexpr (kNorm) powers[i].add_squares(x);
-      }
-    }
-    if (kNorm && layer.is_layer_norm) {
-#pragma unroll
-      for (int i = 0; i < kTogether * kChunks; ++i) {
-        powers[i % kTogether].add(loaded[i % kTogether + (kCopiesRows<kLayout> ? 0 : first)][i / kTogether]);
+        if constexpr (kNorm) powers[i].add(x);
       }
     }
     if constexpr (kCopiesRows<kLayout>) __syncwarp();  // all lanes have read the rows

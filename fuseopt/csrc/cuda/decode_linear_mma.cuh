@@ -1,6 +1,7 @@
 // decode_linear for 16-bit weights: which of the tensor core kernels takes a layer, and in which shape.
 #pragma once
 
+#include "decode_linear_gemv.cuh"
 #include "decode_linear_lines.cuh"
 #include "decode_linear_stream.cuh"
 #include "decode_linear_strips.cuh"
@@ -63,6 +64,9 @@ cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
   if (launch.template operator()<4, 4>(kGated || tiles >= (kNorm ? 4 : 2) * few_blocks, error)) return error;
   if constexpr (!kGated) {
     if (launch.template operator()<2, 4>(true, error)) return error;
+  }
+  if constexpr (!kNorm && !kGated && kLayout == Layout::kRows && kHalves == 1) {
+    if (launch.template operator()<2, 8>(layer.rows <= 2, error)) return error;
   }
   if constexpr (!kNorm && !kGated) {
     const bool gains = kLayout == Layout::kLines || layer.rows > 2;
@@ -136,7 +140,9 @@ bool launch_decode_linear_mma(const DecodeLinear& layer, cudaStream_t stream, cu
   if (!takes_mma<T>(layer)) return false;
   const bool is_wide = layer.input.dtype != kDType<T>, has_norm = layer.norm != kNoNorm;
   if (is_wide && layer.weights_are_transposed) return false;
-  if (layer.weights_are_transposed && streams_lines(layer)) {
+  if (layer.weights_are_transposed && takes_gemv(layer)) {
+    error = launch_gemv<T>(layer, stream);
+  } else if (layer.weights_are_transposed && streams_lines(layer)) {
     error = launch_lines<T>(layer, stream);
   } else if (takes_stream(layer)) {
     error = launch_stream<T>(layer, stream);

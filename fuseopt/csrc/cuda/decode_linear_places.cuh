@@ -75,6 +75,43 @@ class OutputPlaces {
   int next_;
 };
 
+// One column of the only row.
+template <typename T>
+class ColumnPlace {
+ public:
+  __device__ void find(const MmaLayer<T>& layer, int column, bool is_inside) {
+    const int64_t at = static_cast<int64_t>(blockIdx.y * layer.outputs + column) << (layer.is_wide ? 2 : 1);
+    residual_ = static_cast<const char*>(layer.residual) + at;
+    output_ = static_cast<char*>(layer.output) + at;
+    const unsigned is_there = !is_inside ? 0 : layer.residual == nullptr ? 1 : 2;
+    wide_ = layer.is_wide ? is_there : 0u;
+    narrow_ = layer.is_wide ? 0u : is_there;
+    narrow_added_ = 0, wide_added_ = 0.f;
+  }
+
+  // To be called ahead of the wait.
+  __device__ void settle() {
+    fuseopt::settle(residual_), fuseopt::settle(output_), fuseopt::settle(wide_), fuseopt::settle(narrow_);
+  }
+
+  __device__ void load_residual() {
+    if (narrow_ > 1) narrow_added_ = __ldcg(reinterpret_cast<const unsigned short*>(residual_));
+    if (wide_ > 1) wide_added_ = __ldcg(reinterpret_cast<const float*>(residual_));
+  }
+
+  __device__ void store(float value) const {
+    if (narrow_ > 0) *reinterpret_cast<T*>(output_) = from_acc<T>(value + to_float(reinterpret_cast<const T&>(narrow_added_)));
+    if (wide_ > 0) *reinterpret_cast<float*>(output_) = value + wide_added_;
+  }
+
+ private:
+  const char* residual_;
+  char* output_;
+  unsigned wide_, narrow_;  // whether there is something to store, or (2) to add as well, of that width
+  float wide_added_;
+  unsigned short narrow_added_;
+};
+
 // Four neighbouring columns of a row, residual and output in T.
 template <typename T>
 class QuadPlace {

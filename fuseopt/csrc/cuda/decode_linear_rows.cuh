@@ -144,14 +144,16 @@ struct Deviations {
     }
   }
 
+  __device__ void add_other_lane(int distance) {
+    sum += __shfl_xor_sync(kFullWarp, sum, distance);
+    squares += __shfl_xor_sync(kFullWarp, squares, distance);
+  }
+
   // Of the lanes that share a row.
   template <int kLanes>
   __device__ void add_lanes() {
 #pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-      sum += __shfl_xor_sync(kFullWarp, sum, distance);
-      squares += __shfl_xor_sync(kFullWarp, squares, distance);
-    }
+    for (int distance = 1; distance < kLanes; distance *= 2) add_other_lane(distance);
   }
 
   __device__ Moments moments(float pivot, float reciprocal_of_count) const {
@@ -184,20 +186,18 @@ __device__ __noinline__ float sum_of_squares(const X* row, int columns, int piec
 // with ones. Lane / 4 is the row of what a lane adds.
 template <typename T>
 struct RowPowers {
-  // Of the squares of each value's first and third word, and in another half of the products of the second and fourth.
-  float low[4] = {}, high[4] = {}, sums[4] = {};
+  float products[4] = {};
 
-  __device__ void add_squares(const uint4& x) {
-    multiply<T>(low, {x.x, x.z}, {x.y, x.w}, x.x, x.z);
-    multiply<T>(high, {x.x, x.z}, {x.y, x.w}, x.y, x.w);
+  __device__ void add(const uint4& x) {
+    multiply<T>(products, {x.x, x.y}, {kOnes<T>, kOnes<T>}, x.x, x.y);
+    multiply<T>(products, {x.z, x.w}, {kOnes<T>, kOnes<T>}, x.z, x.w);
   }
-  __device__ void add(const uint4& x) { multiply<T>(sums, {x.x, x.z}, {x.y, x.w}, kOnes<T>, kOnes<T>); }
 
   // Whether the lane has the sums of row lane / 4.
   static __device__ bool has_row() { return threadIdx.x % kWarpSize / 8 == threadIdx.x % 4; }
   __device__ Deviations of_row() const {
     const bool is_odd = threadIdx.x / 4 % 2 == 1;
-    return {sums[0] + sums[2], (is_odd ? low[1] : low[0]) + (is_odd ? high[3] : high[2])};
+    return is_odd ? Deviations{products[3], products[1]} : Deviations{products[2], products[0]};
   }
 };
 

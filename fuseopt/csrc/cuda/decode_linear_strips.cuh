@@ -155,6 +155,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     fold_norm(0);
     if (layer.is_layer_norm) share_constants();
   }
+  if constexpr (!kLoops && kLayout == Layout::kRows) weight.arrange(rows < 0 ? 1 : 0);
   if constexpr (!kNorm || !kLoops) load_constants();
   for (int i = threadIdx.x; i < sum_rows * (all_summed - warps) * kColumns; i += blockDim.x) {
     const int r = i / ((all_summed - warps) * kColumns);
@@ -256,9 +257,8 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     }
   }
 
-  // Of a norm, products of the rows with one another and with ones: of row lane / 4 the thread with its column has the
-  // sum of squares and the sum.
-  float sums[kHalves][kTiles / 2][4] = {}, powers[kHalves][4] = {};
+  float sums[kHalves][kTiles / 2][4] = {};
+  RowPowers<T> powers[kHalves];
   for (int pass = 0; pass < passes; ++pass) {
     if (kLoops && pass > 0) weight.load(layer, strip, first_k(pass) + own);
     load_inputs(pass);
@@ -282,10 +282,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
         } else {
           const auto& words = reinterpret_cast<const uint4&>(x[h][c]);
           weight.multiply_add(sums[h], c, words);
-          if constexpr (kNorm) {
-            multiply<T>(powers[h], {words.x, words.y}, {kOnes<T>, kOnes<T>}, words.x, words.y);
-            multiply<T>(powers[h], {words.z, words.w}, {kOnes<T>, kOnes<T>}, words.z, words.w);
-          }
+          if constexpr (kNorm) powers[h].add(words);
         }
       }
     }
@@ -310,10 +307,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     }
     if constexpr (kNorm && !kWide) {
       const int r = lane / 4 + h * kHalfRows;
-      const bool is_odd = lane / 4 % 2 == 1;
-      if (lane / 8 != lane % 4 || r >= rows) continue;
-      deviations_of[r * warps + warp] = is_odd ? Deviations{powers[h][3], powers[h][1]}
-                                               : Deviations{powers[h][2], powers[h][0]};
+      if (RowPowers<T>::has_row() && r < rows) deviations_of[r * warps + warp] = powers[h].of_row();
     }
   }
   __syncthreads();

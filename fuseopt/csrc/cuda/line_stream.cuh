@@ -21,7 +21,7 @@ struct LineLayer : MmaLayer<T> {
 };
 
 // A warp's way through its part of K, in one strip of columns. A stage is as in memory, but swizzled so that `load` has
-// no bank conflicts.
+// no bank conflicts. In a product lane % 4 has four neighbouring k, 4 (lane % 4) and the next.
 template <typename T>
 class LineStream {
   static constexpr int kCopies = kLineBytes / (kWarpSize * kAccessBytes);
@@ -37,17 +37,22 @@ class LineStream {
 
   // Starts the next stage's copies; a group of none at the end.
   __device__ void fetch(char* stage) {
-    if (left_ > 0) {
+    if (left_ > 0) fetch_or_clear(stage);
+    else end_copy_group();
+  }
+
+  // The same; zeros at the end.
+  __device__ void fetch_or_clear(char* stage) {
 #pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        const int further = i * kCopiedLines;
-        const T* const from = from_ + static_cast<int64_t>(further) * layer_.weight_stride;
-        copy_async(stage + place(further + line(), part()), from, is_column_ && k_ + further < layer_.columns);
-      }
-      --left_;
-      k_ += kLineK;
-      from_ += static_cast<int64_t>(kLineK) * layer_.weight_stride;
+    for (int i = 0; i < kCopies; ++i) {
+      const int further = i * kCopiedLines;
+      const T* const from = from_ + static_cast<int64_t>(further) * layer_.weight_stride;
+      const bool is_there = left_ > 0 && is_column_ && k_ + further < layer_.columns;
+      copy_async(stage + place(further + line(), part()), from, is_there);
     }
+    --left_;
+    k_ += kLineK;
+    from_ += static_cast<int64_t>(kLineK) * layer_.weight_stride;
     end_copy_group();
   }
 
@@ -56,14 +61,14 @@ class LineStream {
     const int lane = threadIdx.x % kWarpSize, tile = lane / 8;
 #pragma unroll
     for (int j = 0; j < kLineTiles / 2; ++j) {
-      words[j] = load_transposed(stage + place(tile / 2 * 8 + lane % 8, 2 * j + tile % 2));
+      words[j] = load_transposed(stage + place(lane % 8 / 2 * 4 + tile / 2 * 2 + lane % 2, 2 * j + tile % 2));
     }
   }
 
  private:
   static __device__ int line() { return threadIdx.x % kWarpSize / kLineTiles; }
   static __device__ int part() { return threadIdx.x % kLineTiles; }
-  static __device__ int place(int line, int part) { return (line * kLineTiles + (part ^ line % 8)) * kAccessBytes; }
+  static __device__ int place(int line, int part) { return (line * kLineTiles + (part ^ (line / 4 * 2 + line % 2))) * kAccessBytes; }
 
   const LineLayer<T>& layer_;
   int left_, k_;
