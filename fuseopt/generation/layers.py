@@ -56,11 +56,26 @@ class Linear:
 def look_ahead(layers: Sequence[Linear], head: Linear) -> None:
     """Lets each of a step's linear layers, in the order they run in, bring in the weights of the one after the next.
 
-    The head, which reads more than the cache holds, brings in those of the step's first.
+    Large layers do not, as memory has no rest before they are there themselves, but for a part of the one behind where
+    that is large and shares out a long K: the blocks of a cluster find room together, and so late. The head, which
+    reads more than the cache holds, brings in the weights of the step's first.
     """
-    for layer, later in zip(layers, layers[2:], strict=False):
+    for layer, following, later in zip(layers, [*layers[1:], head], [*layers[2:], head, head], strict=True):
         layer.ahead = later.weights
+        if _is_large(layer):
+            layer.ahead = _part_ahead(following.weights[0]) if _is_large(following) else ()
     head.ahead = layers[0].weights
+
+
+def _is_large(layer: Linear) -> bool:
+    """Whether it has more bytes than 132 multiprocessors, an H100's, hold: `is_large` of decode_linear_rows.cuh."""
+    return sum(weight.nbytes for weight in layer.weights) >= 92 * 1024 * 132
+
+
+def _part_ahead(weight: Tensor) -> tuple[Tensor, ...]:
+    """A quarter of the lines of a weight [N, K] that lies as [K, N], if K is longer."""
+    lines = weight.T
+    return (lines[: len(lines) // 4],) if lines.is_contiguous() and len(lines) > len(weight) else ()
 
 
 def linear_of(*modules: nn.Linear) -> Linear:

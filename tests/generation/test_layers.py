@@ -33,8 +33,19 @@ def test_a_layer_brings_in_the_one_after_the_next() -> None:
     body = [linear_of(nn.Linear(2, 3)) for _ in range(4)]
     head = linear_of(nn.Linear(2, 5))
     look_ahead(body, head)
-    assert [layer.ahead for layer in body] == [body[2].weights, body[3].weights, (), ()]
+    assert [layer.ahead for layer in body] == [body[2].weights, body[3].weights, head.weights, head.weights]
     assert head.ahead == body[0].weights
+
+
+def test_a_large_layer_brings_in_a_part_of_a_long_one_behind_it() -> None:
+    def layer(columns: int, outputs: int) -> Linear:  # of a Conv1D
+        return Linear((torch.empty(columns, outputs, dtype=torch.bfloat16, device="meta").T,))
+
+    qkv, out, up, down = layer(1600, 4800), layer(1600, 1600), layer(1600, 6400), layer(6400, 1600)
+    look_ahead([qkv, out, up, down], head := layer(1600, 50257))
+    assert (qkv.ahead, out.ahead, down.ahead, head.ahead) == ((), down.weights, (), qkv.weights)
+    (part,) = up.ahead
+    assert part.shape == (1600, 1600) and part.is_contiguous() and part._base is down.weights[0]._base
 
 
 @pytest.mark.parametrize(

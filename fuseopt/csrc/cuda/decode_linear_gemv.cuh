@@ -70,7 +70,6 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
     if (rank == 0) mailbox.open((blocks - 1) * (sizeof(Sum) * kLineColumns + (kNorm ? sizeof(float4) : 0)));
     arrive_relaxed_at_cluster_barrier();
   }
-  prefetch_ahead(layer);
 
   const int own_k = lane * kLaneValues, k = first_stage * kLineK + own_k;
   const bool has_factors = own_k < Stages::kOfK, has_values = own_k < stages * kLineK && k < columns;
@@ -135,6 +134,7 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
   }
   await_copy_groups<0>();
   __syncwarp();
+  prefetch_ahead(layer);  // by now all weights are there, and memory has rest
 
   float sums[2][kLineTiles / 2][4] = {};
 #pragma unroll
