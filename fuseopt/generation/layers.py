@@ -68,7 +68,7 @@ def look_ahead(layers: Sequence[Linear], head: Linear) -> None:
 
 
 def _is_large(layer: Linear) -> bool:
-    """Whether it has more bytes than 132 multiprocessors, an H100's, hold: `is_large` of decode_linear_rows.cuh."""
+    """Whether it has as many bytes as an H100's multiprocessors hold: `most_held_bytes` of decode_linear_rows.cuh."""
     return sum(weight.nbytes for weight in layer.weights) >= 92 * 1024 * 132
 
 

@@ -564,7 +564,7 @@ def test_a_norm_of_rows_far_from_zero(rows: int, columns: int, is_large: bool, m
 @pytest.mark.parametrize(("rows", "is_large"), [(1, False), (1, True), (8, False), (16, False)])
 @torch.no_grad()
 def test_a_norm_of_rows_that_start_with_an_outlier(rows: int, is_large: bool, norm: str) -> None:
-    """Sums are taken over what values are above the first of their row."""
+    """Wherever sums are taken from, be it the first value of a row: it may be far from all others."""
     torch.manual_seed(0)
     x = torch.randn(rows, 1536, device="cuda", dtype=torch.bfloat16)
     x[:, 0] = 1000

@@ -15,8 +15,6 @@
 
 namespace fuseopt {
 
-constexpr int kMaxGemvCluster = 8;
-
 // Stages in shared memory and in registers, which together are all of a warp's.
 template <int kRing, int kHeld>
 struct GemvStages {
@@ -225,7 +223,7 @@ struct GemvPlan {
   explicit GemvPlan(const DecodeLinear& layer) : strips(static_cast<int>(ceil_div(layer.outputs, kLineColumns))) {
     const auto share = [&] { stages = static_cast<int>(ceil_div(layer.columns, blocks * kLineWarps * kLineK)); };
     share();
-    while (is_sm90_or_newer() && blocks < kMaxGemvCluster && (is_large(layer) || stages > MostGemvStages::kAll) &&
+    while (is_sm90_or_newer() && blocks < kMaxLineCluster && (is_large(layer) || stages > MostGemvStages::kAll) &&
            2 * blocks * strips * layer.weight_count <= multiprocessor_count()) {
       blocks *= 2;
       share();
@@ -236,8 +234,8 @@ struct GemvPlan {
 // Whether a layer with such a weight is for this kernel: large, or the output projection beside such layers, whose lines
 // of half a strip would wait for what these read; and all of a strip has room.
 inline bool takes_gemv(const DecodeLinear& layer) {
-  const int64_t bytes = layer.outputs * layer.columns * layer.weight_count * 2;
-  const bool is_beside_large = layer.norm == kNoNorm && layer.columns <= layer.outputs && 4 * bytes >= most_held_bytes();
+  const bool is_beside_large =
+      layer.norm == kNoNorm && layer.columns <= layer.outputs && 4 * weight_bytes(layer) >= most_held_bytes();
   return layer.rows == 1 && (is_large(layer) || is_beside_large) && GemvPlan(layer).stages <= MostGemvStages::kAll;
 }
 

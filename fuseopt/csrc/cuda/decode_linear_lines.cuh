@@ -8,7 +8,6 @@
 
 namespace fuseopt {
 
-constexpr int kMaxLineCluster = 8;
 constexpr int kLineSumsStride = kLineColumns + 4;  // 4: rows of sums start in different banks
 constexpr int kLineRowGap = kLineK;                // so do rows of the input
 

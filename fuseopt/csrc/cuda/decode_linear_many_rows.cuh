@@ -23,11 +23,6 @@ constexpr int kGroupSize = kManyRowsChunks * kWarpSize * kAccessBytes / static_c
 static_assert(kHalfRows * kManyRowsStride <= kGroupSize);
 constexpr int kWarpsSummed = 4;  // at a time
 
-// Warps that have a place for their sums in shared memory.
-__host__ __device__ inline int warps_with_sums(int warps) {
-  return (warps + kWarpsSummed - 1) / kWarpsSummed * kWarpsSummed;
-}
-
 // Whether rows go to shared memory on their way. With a weight [N, K] the compiler would else ask for a few of them at
 // a time, for want of registers; with one [K, N] they are there sooner without.
 template <Layout kLayout>
@@ -59,7 +54,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   // [share][kColumns], and the mailbox that they come by.
   extern __shared__ __align__(16) char shared[];
   float* const sums_of = reinterpret_cast<float*>(shared);
-  const int summed = warps_with_sums(warps);
+  const int summed = summed_warps(warps, kWarpsSummed);
   // A product is rstd * (sum - mean * slope) + offset.
   float *const slopes = sums_of + summed * kGroups * kGroupSize, *const offsets = slopes + kColumns;
   float* const received = offsets + kColumns;
@@ -271,7 +266,7 @@ cudaError_t launch_many_rows_as(const DecodeLinear& layer, int64_t parts, cudaSt
   ManyRowsLayer<T> tiled{mma_layer<T>(layer), static_cast<int>(parts)};
   // No more than the tile takes: beside attention's blocks there is little left, and where it suffices a block starts
   // before these end.
-  size_t shared_bytes = sizeof(float) * warps_with_sums(static_cast<int>(warps)) * kGroups * kGroupSize;
+  size_t shared_bytes = sizeof(float) * summed_warps(static_cast<int>(warps), kWarpsSummed) * kGroups * kGroupSize;
   shared_bytes += sizeof(float) * 2 * kColumns;
   if (kNorm) shared_bytes += sizeof(Deviations) * warps * kTileRows;
   if (parts > 1) shared_bytes += sizeof(float) * (parts - 1) * kTileRows / parts * kColumns + sizeof(Mailbox);

@@ -24,7 +24,7 @@ cudaError_t launch_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
   mma.passes = kAlong == Along::kInPasses ? static_cast<int>(parts) : 1;
   const int64_t warps = ceil_div(chunks, kChunks * parts), sum_rows = kNorm ? std::max(mma.rows, 2) : mma.rows;
   const int64_t blocks = kAlong == Along::kTogether ? parts : 1;  // of a cluster
-  size_t shared_bytes = sizeof(float) * sum_rows * (summed_warps(static_cast<int>(warps)) * kColumns + kRowGap);
+  size_t shared_bytes = sizeof(float) * sum_rows * (summed_warps(static_cast<int>(warps), kSummedWarps) * kColumns + kRowGap);
   if (kNorm) shared_bytes += sizeof(Deviations) * warps * mma.rows + sizeof(float) * 2 * kColumns;
   shared_bytes += sizeof(float4) * (blocks - 1) * finished_pairs(mma.rows, kWidth);
   const LaunchShape shape{static_cast<unsigned>(ceil_div(layer.outputs, kWidth) * blocks),

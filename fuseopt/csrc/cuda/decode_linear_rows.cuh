@@ -17,10 +17,12 @@ inline int64_t most_held_bytes() {
   return kOfMultiprocessor * multiprocessor_count();
 }
 
+inline int64_t weight_bytes(const DecodeLinear& layer) { return layer.outputs * layer.columns * layer.weight_count * 2; }
+
 // Whether a layer has more bytes, or a longer K, than blocks, one a multiprocessor, hold in registers before they wait.
 inline bool is_large(const DecodeLinear& layer) {
   constexpr int64_t kLongK = 3072, kBytesOfLongK = 37 * 1024;  // the latter for each multiprocessor
-  const int64_t bytes = layer.outputs * layer.columns * layer.weight_count * 2;
+  const int64_t bytes = weight_bytes(layer);
   return bytes >= most_held_bytes() || (layer.columns > kLongK && bytes >= kBytesOfLongK * multiprocessor_count());
 }
 
@@ -106,6 +108,11 @@ __device__ inline void prefetch_ahead(const MmaLayer<T>& layer) {
   if (threadIdx.x >= MmaLayer<T>::kMaxWeights) return;
   const char* const ahead = layer.ahead[threadIdx.x];
   if (ahead != nullptr) prefetch_share(ahead, ahead + layer.ahead_bytes, layer.ahead_share);
+}
+
+// Warps that have a place for their sums in shared memory, as these are added up by `together` at a time.
+__host__ __device__ inline int summed_warps(int warps, int together) {
+  return (warps + together - 1) / together * together;
 }
 
 // Words of two ones.

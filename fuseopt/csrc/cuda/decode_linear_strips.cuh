@@ -32,11 +32,6 @@ constexpr int kRowGap = 4;  // floats in shared memory, for rows of sums to star
 constexpr int kMostWarps = 16;
 constexpr int kSummedWarps = 6;  // at a time
 
-// Warps that have a place for their sums in shared memory.
-__host__ __device__ inline int summed_warps(int warps) {
-  return (warps + kSummedWarps - 1) / kSummedWarps * kSummedWarps;
-}
-
 // A block's sums are finished in pairs of neighbouring columns, of one row or of the two that are 8 apart.
 __host__ __device__ inline int finished_pairs(int rows, int strip_width) {
   return (rows < kHalfRows ? rows : kHalfRows) * strip_width / 2;
@@ -69,7 +64,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   // [blocks - 1][pairs].
   extern __shared__ __align__(16) char shared[];
   float* const sums_of = reinterpret_cast<float*>(shared);
-  const int all_summed = summed_warps(warps), row_stride = all_summed * kColumns + kRowGap;
+  const int all_summed = summed_warps(warps, kSummedWarps), row_stride = all_summed * kColumns + kRowGap;
   Deviations* const deviations_of = reinterpret_cast<Deviations*>(sums_of + sum_rows * row_stride);
   float* const constants = reinterpret_cast<float*>(deviations_of + rows * warps);
   float4* const inbox = reinterpret_cast<float4*>(sums_of + sum_rows * row_stride);

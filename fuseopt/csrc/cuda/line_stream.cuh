@@ -7,6 +7,7 @@
 
 namespace fuseopt {
 
+constexpr int kMaxLineCluster = 8;  // blocks that share out K
 constexpr int kLineWarps = 8;
 constexpr int kLineThreads = kLineWarps * kWarpSize;
 constexpr int kLineTiles = 8;
