@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,11 +36,13 @@ class Plan(NamedTuple):
         key: of the step of its tokens, which may go.
         pad: the id that finished rows were given, [] int64, or None.
         tokens: how many a row came to. Steps behind the end would be in vain.
+        is_whole: its prompts had no token masked.
     """
 
     key: Hashable
     pad: Tensor | None
     tokens: int
+    is_whole: bool
 
 
 class _Expected(NamedTuple):
@@ -52,6 +55,26 @@ class _Expected(NamedTuple):
 
     sizes: Sizes
     steps: int
+
+
+class _Call(NamedTuple):
+    """What a call's arguments tell.
+
+    Attributes:
+        ids: the prompts [items, length] int64.
+        mask: of the same shape, or None.
+        others: the arguments that generate() passes on to whom they may concern.
+        expected: None where they do not tell.
+        first: what a decoder behind an encoder begins with, likewise.
+        likeness: None where it can have no plan.
+    """
+
+    ids: Tensor
+    mask: Tensor | None
+    others: Mapping[str, Any]
+    expected: _Expected | None
+    first: int | None
+    likeness: Hashable
 
 
 @dataclass(frozen=True)
@@ -94,7 +117,7 @@ class Started(NamedTuple):
         ahead: for the decode loop.
         note: for the report.
         held: what the device may still use until it has been waited for.
-        full_mask: the caller's attention mask, if it is all ones.
+        is_whole: no token of the prompts is masked.
         encoded: the prompts [items, length] that an encoder has been given, and their mask of this shape, or None.
         likeness: what the call looks like, for `HeadStart.remember`; None where it can have no plan.
     """
@@ -103,7 +126,7 @@ class Started(NamedTuple):
     ahead: Ahead | None = None
     note: str = ""
     held: Any = None
-    full_mask: Tensor | None = None
+    is_whole: bool = False
     encoded: tuple[Tensor, Tensor | None] | None = None
     likeness: Hashable = None
 
@@ -130,8 +153,37 @@ class HeadStart:
         self._has_looked = True
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
 
+    def guess(self, step: Any, arguments: Mapping[str, Any], others: Mapping[str, Any]) -> Started | None:
+        """What a call comes to that looks like one with a plan, if nothing speaks against it and no token is masked.
+
+        That is queued before any of it is asked, which takes the host longer than all this. Where it turns out
+        otherwise what is queued counts for nothing.
+
+        Args:
+            step: of `model`, whose weights are where they were.
+            arguments, others: as in a call.
+        """
+        ids = prompt_of(arguments)
+        if not self._plans or "encoder_outputs" in others or not tiers.is_token_ids(ids, step.shape.device):
+            return None
+        if step.encoder_class is not None and (self._survey is None or not self._survey.is_in_place()):
+            return None
+        call = self._call_of(step, arguments, others, ids)
+        plan = self._plans.get(call.likeness)
+        if plan is None or not plan.is_whole:
+            return None
+        with suppress(torch.OutOfMemoryError), torch.no_grad():
+            return self._start(step, call, None)
+        return None
+
     def __call__(
-        self, step: Any, arguments: Mapping[str, Any], others: Mapping[str, Any], *, looks: bool = False
+        self,
+        step: Any,
+        arguments: Mapping[str, Any],
+        others: Mapping[str, Any],
+        guess: Started | None = None,
+        *,
+        looks: bool = False,
     ) -> Started:
         """Queues what it can, for `graphs.join` to wait for.
 
@@ -141,6 +193,7 @@ class HeadStart:
             step: of `model`.
             arguments: all, by name.
             others: those of them that generate() passes on to whom they may concern.
+            guess: of this call.
             looks: at all that an encoder stands on, first.
         """
         # Some versions of transformers run no encoder where None is given.
@@ -155,9 +208,7 @@ class HeadStart:
             reason = self._prepare_encoder(step) if self._has_looked else None
         if reason is not None:
             return Started(others, note=f"transformers ran the encoder: {reason}" if encodes else "")
-        ids = next(arguments[name] for name in ("inputs", "input_ids") if arguments.get(name) is not None)
-        mask, expected = arguments.get("attention_mask"), self._expected(step, arguments, ids)
-        likeness = None if expected is None else (expected.sizes, *map(_likeness, sorted(arguments.items())))
+        ids, mask = prompt_of(arguments), arguments.get("attention_mask")
         try:
             with torch.no_grad():
                 # Worth a wait: without a mask, attention is faster, and there is one kind of prompts to capture.
@@ -165,13 +216,24 @@ class HeadStart:
                 keep = None if fewest in (None, ids.shape[1]) else mask
                 if encodes and fewest == 0:
                     return Started(others)  # to a call that the loop may not serve
-                if encodes:
-                    first = _first_token(self.model, arguments)
-                    return self._encode(step, ids, mask, keep, expected, first, others, likeness)
-                ahead = self._prefill(step, ids, mask, keep, expected, likeness)
-                return Started(others, ahead, full_mask=mask if keep is None else None, likeness=likeness)
+                if guess is not None and keep is None:
+                    return guess
+                return self._start(step, self._call_of(step, arguments, others, ids), keep)
         except torch.OutOfMemoryError:
             return Started(others, note="there was no memory to run the prompt ahead")
+
+    def _call_of(self, step: Any, arguments: Mapping[str, Any], others: Mapping[str, Any], ids: Tensor) -> _Call:
+        expected, first = self._expected(step, arguments, ids), None
+        if step.encoder_class is not None:
+            first = _first_token(self.model, arguments)
+        likeness = None if expected is None else (expected.sizes, *map(_likeness, sorted(arguments.items())))
+        return _Call(ids, arguments.get("attention_mask"), others, expected, first, likeness)
+
+    def _start(self, step: Any, call: _Call, keep: Tensor | None) -> Started:
+        if step.encoder_class is not None:
+            return self._encode(step, call, keep)
+        ahead = self._prefill(step, call, keep)
+        return Started(call.others, ahead, is_whole=keep is None, likeness=call.likeness)
 
     def remember(self, likeness: Hashable, plan: Plan | None) -> None:
         """Expects calls that look like this to come to this plan, or to none."""
@@ -221,20 +283,11 @@ class HeadStart:
     def _state(self, step: Any, sizes: Sizes) -> DecodeState:
         return self.graphs.state(sizes, lambda: DecodeState(sizes, step.shape, step.vocab))
 
-    def _encode(
-        self,
-        step: Any,
-        ids: Tensor,
-        mask: Tensor | None,
-        keep: Tensor | None,
-        expected: _Expected | None,
-        first: int | None,
-        others: Mapping[str, Any],
-        likeness: Hashable,
-    ) -> Started:
+    def _encode(self, step: Any, call: _Call, keep: Tensor | None) -> Started:
+        ids, expected, first = call.ids, call.expected, call.first
         own = self._encoder.state_for(self.graphs, *ids.shape)
         if own is None:
-            return Started(others)
+            return Started(call.others)
         state = None if expected is None or first is None else self._state(step, expected.sizes)
         ahead = None
         with self.graphs.beside(ids.device):
@@ -242,23 +295,16 @@ class HeadStart:
             output = BaseModelOutput(encoded)
             if state is not None and first is not None and expected is not None:
                 ran = run_encoded(step, self.graphs, state, encoded, keep, first)
-                run = self._queued(likeness, state, state.tokens.unsqueeze(1), expected.steps)
-                ahead = Ahead(output, mask, state, ran, first, run)
+                run = self._queued(call.likeness, state, state.tokens.unsqueeze(1), expected.steps)
+                ahead = Ahead(output, call.mask, state, ran, first, run)
         if state is None or state.sizes.rows_per_item > 1:
             # transformers goes on to copy it.
             self.graphs.join(ids.device)
-        others = {**others, "encoder_outputs": output}
-        return Started(others, ahead, note, own, encoded=(ids, mask), likeness=likeness)
+        others = {**call.others, "encoder_outputs": output}
+        return Started(others, ahead, note, own, keep is None, (ids, call.mask), call.likeness)
 
-    def _prefill(
-        self,
-        step: Any,
-        input_ids: Tensor,
-        mask: Tensor | None,
-        keep: Tensor | None,
-        expected: _Expected | None,
-        likeness: Hashable,
-    ) -> Ahead | None:
+    def _prefill(self, step: Any, call: _Call, keep: Tensor | None) -> Ahead | None:
+        input_ids, expected = call.ids, call.expected
         rows, length = input_ids.shape
         padded, longest = prompt_length_for(rows, length), step.max_length
         if length == 1:
@@ -279,8 +325,10 @@ class HeadStart:
                 positions = type(self.model)._prepare_position_ids_for_generation(self.model, input_ids, given)
             state.load_prompt(input_ids, keep, positions)
             note = run_forward(step.prefill, self.graphs, state, rows, length, keep is not None)
-            run = None if expected is None else self._queued(likeness, state, input_ids, expected.steps, has_ids=True)
-        return Ahead(input_ids, mask, state, note, run=run)
+            run = None
+            if expected is not None:
+                run = self._queued(call.likeness, state, input_ids, expected.steps, has_ids=True)
+        return Ahead(input_ids, call.mask, state, note, run=run)
 
     def _queued(
         self, likeness: Hashable, state: DecodeState, input_ids: Tensor, steps: int, *, has_ids: bool = False
@@ -294,6 +342,12 @@ class HeadStart:
         for _ in range(min(_STEPS, steps, plan.tokens)):
             run.take()
         return run
+
+
+def prompt_of(arguments: Mapping[str, Any]) -> Any:
+    """What generate() has been given as a prompt, by either name."""
+    inputs = arguments.get("inputs")
+    return arguments.get("input_ids") if inputs is None else inputs
 
 
 def _likeness(argument: tuple[Hashable, Any]) -> Hashable:

@@ -62,6 +62,9 @@ class FusedGenerate:
         self._lock = threading.Lock()
         functools.update_wrapper(self, type(self.model).generate, updated=())
         self.__signature__ = inspect.signature(type(self.model).generate.__get__(self.model))
+        parameters = self.__signature__.parameters.values()
+        # Of the rest generate() passes on to whom it may concern.
+        self._names = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
     @property
     def __self__(self) -> nn.Module:
@@ -69,44 +72,45 @@ class FusedGenerate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stock = type(self.model).generate
-        try:
-            bound = self.__signature__.bind(*args, **kwargs)
-        except TypeError:
+        given = dict(zip(self._names, args, strict=False))
+        if len(args) > len(self._names) or not given.keys().isdisjoint(kwargs):
             return stock(self.model, *args, **kwargs)  # which has its own words for it
-        variadic = next(p.name for p in self.__signature__.parameters.values() if p.kind is p.VAR_KEYWORD)
-        given = {**bound.arguments, **bound.arguments.get(variadic, {})}
-        reason = next(tiers.argument_reasons(self.model, given), None)
-        reason = reason or next(tiers.model_reasons(self.model, STEPS[self.step_name]), None)
+        given |= kwargs
         # Not waited for: what runs inside generate(), such as a criterion, may call it again.
-        if reason is None and not self._lock.acquire(blocking=False):
-            reason = "another call of generate() was running on this model"
-        if reason is not None:
-            self.calls.append(Call(Tier.STOCK, reason))
-            return stock(self.model, *args, **kwargs)
+        is_free = tiers.runs_unseen() and self._lock.acquire(blocking=False)
         try:
-            look = self._look if self._is_in_place() else None
-            reason = self._look().reason if look is None else ""
-            if not reason:
-                started = self._head_start(self._step, given, bound.arguments.get(variadic, {}), looks=look is None)
-                return self._decode(stock, bound, variadic, given, started, look)
+            reason, output = self._serve(stock, given, is_free)
         finally:
-            # Of the caller's tensors, nothing that is still to run may read any: they may be gone by then.
-            self.graphs.join(self.model.device)
-            self._lock.release()
+            if is_free:
+                # Of the caller's tensors, nothing that is still to run may read any: they may be gone by then.
+                self.graphs.join(self.model.device)
+                self._lock.release()
+        if not reason:
+            return output
         self.calls.append(Call(Tier.STOCK, reason))
         return stock(self.model, *args, **kwargs)
 
-    def _decode(
-        self,
-        stock: Any,
-        bound: inspect.BoundArguments,
-        variadic: str,
-        given: dict[str, Any],
-        started: Started,
-        look: Callable[[], Looked] | None,
-    ) -> Any:
-        options, bound.arguments[variadic] = self.options, started.others
-        streamer = given.get("streamer")
+    def _serve(self, stock: Any, given: dict[str, Any], is_free: bool) -> tuple[str, Any]:
+        """Why the call has to be transformers' own, or nothing, and else what it comes to."""
+        others = {name: value for name, value in given.items() if name not in self._names}
+        is_in_place = is_free and self._is_in_place()
+        guess = self._head_start.guess(self._step, given, others) if is_in_place else None
+        reason = next(tiers.argument_reasons(self.model, given), None)
+        reason = reason or next(tiers.model_reasons(self.model, STEPS[self.step_name]), None)
+        if reason is None and not is_free:
+            reason = "another call of generate() was running on this model"
+        if reason is not None:
+            return reason, None
+        look = self._look if is_in_place else None
+        if look is None:
+            reason = self._look().reason
+            if reason:
+                return reason, None
+        started = self._head_start(self._step, given, others, guess, looks=look is None)
+        return "", self._decode(stock, given, started, look)
+
+    def _decode(self, stock: Any, given: dict[str, Any], started: Started, look: Callable[[], Looked] | None) -> Any:
+        options = self.options
         loop = DecodeLoop(
             self.model,
             self._step,
@@ -114,15 +118,15 @@ class FusedGenerate:
             self._kept,
             options.max_batch,
             options.max_length,
-            streamer,
+            given.get("streamer"),
             started,
             look,
         )
-        bound.arguments["custom_generate"] = loop
         own_methods = RememberingModel.METHODS.isdisjoint(vars(self.model))
-        self._remembering.full_mask = started.full_mask
+        self._remembering.full_mask = given.get("attention_mask") if started.is_whole else None
+        model = self._remembering if own_methods else self.model
         try:
-            return stock(self._remembering if own_methods else self.model, *bound.args, **bound.kwargs)
+            return stock(model, **{**given, **started.others, "custom_generate": loop})
         finally:
             self._head_start.remember(started.likeness, loop.plan)
             self._remembering.full_mask = None

@@ -303,7 +303,7 @@ class DecodeLoop:
             run = DecodeRun(step, call.input_ids, pad, most, **ready)
         steps, note = device_loop.finish(self.graphs, run, scores, logits, self._confirm)
         if is_like_others and not (config.do_sample or detailed) and state.beams is None:
-            self.plan = Plan(step.key, pad, steps)
+            self.plan = Plan(step.key, pad, steps, self.started.is_whole)
         of_beams: dict[str, Any] = {}
         if state.beams is None:
             sequences = state.ids[:, : length + steps].clone()

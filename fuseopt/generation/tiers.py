@@ -160,7 +160,7 @@ def ahead_reasons(model: nn.Module, arguments: Mapping[str, Any], names: Iterabl
     inputs = [arguments[name] for name in ("inputs", "input_ids") if arguments.get(name) is not None]
     if model.config._attn_implementation != "sdpa":
         yield f"attention is set to {model.config._attn_implementation!r}"
-    if len(inputs) != 1 or not _is_token_ids(inputs[0], device):
+    if len(inputs) != 1 or not is_token_ids(inputs[0], device):
         yield "the prompt is not one tensor of token ids on the model's device"
         return
     mask = arguments.get("attention_mask")
@@ -254,7 +254,13 @@ def setting_of(model: nn.Module, arguments: Mapping[str, Any], name: str) -> Any
     return getattr(getattr(model, "generation_config", None), name, None) if value is None else value
 
 
-def _is_token_ids(value: Any, device: torch.device) -> bool:
+def runs_unseen() -> bool:
+    """Whether nothing looks on at what a call does before it is known who serves it."""
+    return not torch.compiler.is_compiling() and not _has_modes()
+
+
+def is_token_ids(value: Any, device: torch.device) -> bool:
+    """Whether `value` is a prompt [rows, length] that can run ahead on this device."""
     return (
         isinstance(value, Tensor)
         and value.dtype is torch.int64

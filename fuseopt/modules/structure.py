@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+
+from fuseopt import native
 
 CONSTANTS = ("eps", "variance_epsilon", "scaling", "is_causal")
 """Plain attributes of modules that what goes past their forwards reads."""
@@ -64,10 +66,12 @@ class Watch:
         self.parameters_of = [state["_parameters"] for state in states if state["_parameters"]]
         self.constants_of = [(state, name) for state in states for name in constants if name in state]
         self.parameters, self.device_type = parameters, parameters[0].device.type
-        self.seen, self.places = self._look(), self._places()
+        library = native.python_library()
+        self._places_of: Callable[[list[nn.Parameter]], Any] = _places if library is None else library.places
+        self.seen, self.places = self._look(), self._places_of(parameters)
 
     def is_in_place(self) -> bool:
-        return self._places() == self.places
+        return bool(self._places_of(self.parameters) == self.places)
 
     def is_unchanged(self) -> bool:
         return (
@@ -75,11 +79,6 @@ class Watch:
             and not torch.is_autocast_enabled(self.device_type)
             and self.structure.is_unchanged()
             and self._look() == self.seen
-        )
-
-    def _places(self) -> list[tuple[int, int]]:
-        return list(
-            zip(map(torch.Tensor.data_ptr, self.parameters), map(torch.Tensor.numel, self.parameters), strict=True)
         )
 
     def _look(self) -> tuple[list[Any], ...]:
@@ -91,6 +90,11 @@ class Watch:
             list(map(torch.Tensor.data_ptr, self.parameters)),
             [(parameter.dtype, parameter.shape, parameter.stride()) for parameter in self.parameters],
         )
+
+
+def _places(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:
+    """What the library for Python has a function of this name for."""
+    return list(zip(map(torch.Tensor.data_ptr, parameters), map(torch.Tensor.numel, parameters), strict=True))
 
 
 def modules_below(*roots: nn.Module) -> list[nn.Module]:

@@ -10,8 +10,8 @@
 // takes for the road that all can take: tensors of subclasses, gradients, transforms of torch.func, __torch_function__
 // modes, CUDA's autocast where it has a say in the op (`autocasts`), arguments of other types, and whatever the op
 // refuses. The versions of tensors that the op writes to are counted up.
-//
-// The stable ABI has no access to Python's tensors: this library is compiled for one release of torch and of Python.
+#pragma once
+
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -309,14 +309,4 @@ PyTypeObject* direct_calls_type() {
   return &type;
 }
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "fuseopt_python", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
-
 }  // namespace
-
-PyMODINIT_FUNC PyInit_fuseopt_python() {
-  if (PyType_Ready(direct_calls_type()) < 0) return nullptr;
-  PyObject* created = PyModule_Create(&module);
-  PyObject* type = reinterpret_cast<PyObject*>(direct_calls_type());
-  if (created != nullptr && PyModule_AddObjectRef(created, "DirectCalls", type) < 0) Py_CLEAR(created);
-  return created;
-}

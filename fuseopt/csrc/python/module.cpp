@@ -1,0 +1,22 @@
+// What fuseopt has of Python's tensors in C++. The stable ABI has no access to them: this library is compiled for one
+// release of torch and of Python. It is one file, as most of what compiling one takes is torch's headers.
+#include "direct_calls.h"
+#include "places.h"
+
+namespace {
+
+PyMethodDef functions[] = {
+    {"places", places, METH_O, "places(tensors): addresses and numbers of elements of a list of tensors, as bytes"},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "fuseopt_python", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_fuseopt_python() {
+  if (PyType_Ready(direct_calls_type()) < 0) return nullptr;
+  PyObject* created = PyModule_Create(&module);
+  PyObject* type = reinterpret_cast<PyObject*>(direct_calls_type());
+  if (created != nullptr && PyModule_AddObjectRef(created, "DirectCalls", type) < 0) Py_CLEAR(created);
+  return created;
+}
