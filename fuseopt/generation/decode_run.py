@@ -39,7 +39,9 @@ class DecodeRun:
         self.begins = 0 if pending else 1
         self.selection.begin(self.state, input_ids, pad, has_ids)
         # There is a first step in any case.
-        self.flags = StopFlags(self.state.going, steps) if self.selection.may_end_early and steps > 1 else None
+        self.flags = None
+        if self.selection.may_end_early and steps > 1:
+            self.flags = StopFlags(self.state.going, input_ids.shape[1], steps)
         self._random_state = _RandomState(self.state.ids.device) if self.selection.do_sample else None
 
     def serves(self, state: DecodeState, selection: Selection, pad: Tensor | None, steps: int) -> bool:

@@ -99,10 +99,10 @@ class DecodeState:
     rows. A step reads `tokens` and `positions` [rows], writes keys and values to `slot` [1], and lets each row attend
     to the slots up to it that `keep` [rows, capacity] allows, and to the first `cross_length` [1] of its item's that
     `cross_keep` [items, cross_capacity] allows. The device loop has the sequences in `ids` [rows, capacity + 1], of
-    which `length` [1] columns are filled, whether a row goes on in `unfinished` [rows], and whether any does in `going`
-    []. Integers are int64, the rest of these is bool; `logits` and `scores` are [rows, vocab] float32. A prompt is read
-    from `ids`, with `prompt_positions` [rows, capacity], as far as `slot` says; an encoder's output from `encoded`
-    [items, cross_capacity, encoder_width].
+    which `length` [1] columns are filled, whether a row goes on in `unfinished` [rows], and in `going` [capacity + 1]
+    whether any does behind each column. Integers are int64, the rest of these is bool; `logits` and `scores` are
+    [rows, vocab] float32. A prompt is read from `ids`, with `prompt_positions` [rows, capacity], as far as `slot` says;
+    an encoder's output from `encoded` [items, cross_capacity, encoder_width].
     `beams` has what beam search needs beside, or is None; then `ids` are those of its running beams. `folded` is the
     cross-attention of a single item as two linear layers, or None.
     """
@@ -135,8 +135,8 @@ class DecodeState:
             self.counters = zeros(rows + 1)
             self.slot, self.positions = self.counters.split((1, rows))
             self.length = zeros(1)
-            self.flags = zeros(rows + 1, dtype=torch.bool)
-            self.unfinished, self.going = self.flags[:rows], self.flags[rows]
+            self.flags = zeros(rows + capacity + 1, dtype=torch.bool)
+            self.unfinished, self.going = self.flags.split((rows, capacity + 1))
             self.beams: BeamState | None = None
             if sizes.beams > 1:
                 self.beams = BeamState(rows // sizes.beams, sizes.beams, capacity, shape.device)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fuseopt.ops import registry
+from fuseopt.ops.decode_select import write_flag
 from fuseopt.ops.library import check_shape, define
 
 # A warp sorts the candidates of an item.
@@ -58,6 +59,7 @@ def _reference(
     advance: bool,
 ) -> None:
     items, count = running_scores.shape
+    was_going = going.view(-1).index_select(0, (length.view(1) - 1).clamp(0, going.numel() - 1))
     if advance:
         counters += 1
     generated += 1
@@ -80,12 +82,12 @@ def _reference(
     own = torch.arange(2 * items * count, device=values.device).unflatten(0, (2, items, count))
     chosen = torch.cat((running + count, kept), dim=1)
     sources = torch.cat((own[1], own[0, :, :1] + parents), dim=1).gather(1, chosen)
-    sources = torch.where(going, sources.unflatten(1, (2, count)).transpose(0, 1), own).flatten()
+    sources = torch.where(was_going, sources.unflatten(1, (2, count)).transpose(0, 1), own).flatten()
     next_tokens = F.pad(next_tokens, (count, 0)).gather(1, chosen).unflatten(1, (2, count)).transpose(0, 1).flatten()
     new_lengths = torch.cat((lengths, generated.expand_as(places)), dim=1).gather(1, kept)
     is_finished.copy_(torch.cat((is_finished, finish), dim=1).gather(1, kept))
-    torch.where(going, new_scores, scores, out=scores)
-    torch.where(going, new_lengths, lengths, out=lengths)
+    torch.where(was_going, new_scores, scores, out=scores)
+    torch.where(was_going, new_lengths, lengths, out=lengths)
     running_scores.copy_(new_running_scores)
     flat_ids = ids.flatten(0, 1)
     flat_ids.copy_(flat_ids.index_select(0, sources))
@@ -98,7 +100,7 @@ def _reference(
     goes_on = improvable.any() & ~ends.all()
     if stops_when_full:
         goes_on &= ~is_finished.all()
-    going &= goes_on
+    write_flag(going, length, was_going & goes_on)
     length += 1
 
 
@@ -197,7 +199,8 @@ def decode_beams_(
 ) -> None:
     """One step of beam search. `ids` and `ancestry` are of the running beams, then of the best finished ones.
 
-    Once `going` is False the finished ones do not change any more, nor where beams come from.
+    `going` has for each `length`, or last, whether the search goes on then. Once it does not the finished ones do not
+    change any more, nor where beams come from.
 
     Args:
         values, places: [items, candidates] float32 and int64, as `beam_candidates` gives them.
@@ -209,7 +212,7 @@ def decode_beams_(
         ancestry: [2, items * beams, capacity] int32, contiguous: the rows that wrote the slots of the cache. Written
             to.
         tokens: [items * beams] int64: what the running beams go on with. Written to.
-        going: one element, bool: whether the search goes on. Read and written to.
+        going: [any number] bool, contiguous. Read at the length before, and written to.
         length: one element, int64: the column of `ids` that is filled. Written to.
         generated: one element, int64: steps up to now. Written to.
         counters: [1 + items * beams] int64: the next slot of the cache, and what `advance` adds one to beside. Beams

@@ -60,10 +60,15 @@ def _reference(
     torch.where(unfinished, torch.argmax(scores, -1), pad, out=tokens)
     if eos is not None:
         unfinished &= (tokens[:, None] != eos).all(1)
-    going.copy_(unfinished.any())
+    write_flag(going, length, unfinished.any())
     ids.index_copy_(1, length, tokens[:, None])
     for counter in (length, *counters):
         counter += 1
+
+
+def write_flag(flags: Tensor, length: Tensor, flag: Tensor) -> None:
+    """Puts a flag [] where `flags` have the one of a length [1], or last."""
+    flags.view(-1).index_copy_(0, length.view(1).clamp(max=flags.numel() - 1), flag.view(1))
 
 
 def check_state(
@@ -74,9 +79,11 @@ def check_state(
     check_shape("unfinished", unfinished, torch.Size((rows,)))
     if ids.dim() != 2 or ids.shape[0] != rows:
         raise ValueError(f"ids must be [{rows}, length], not {tuple(ids.shape)}")
-    for name, tensor in (("length", length), ("going", going), ("pad", pad)):
+    for name, tensor in (("length", length), ("pad", pad)):
         if tensor.numel() != 1:
             raise ValueError(f"{name} must have one element, not {tensor.numel()}")
+    if not going.numel():
+        raise ValueError("going must have an element at least")
     for name, tensor in (("tokens", tokens), ("ids", ids), ("length", length), ("pad", pad)):
         if tensor.dtype != torch.int64:
             raise TypeError(f"{name} must be int64, not {tensor.dtype}")
@@ -121,8 +128,8 @@ def decode_select_(
 ) -> None:
     """Puts `torch.argmax(scores, -1)` into `tokens` and column `length` of `ids`, or `pad` in rows that are finished.
 
-    Then rows whose token is one of `eos` are finished, `going` tells whether any is not, and `length` and the counters
-    are one higher. Of equal scores the first wins, and NaN counts as the highest.
+    Then rows whose token is one of `eos` are finished, element `length` of `going`, or the last, tells whether any is
+    not, and `length` and the counters are one higher. Of equal scores the first wins, and NaN counts as the highest.
 
     Args:
         scores: [rows, V], neighbouring columns; float32, float16, bfloat16 or float64.
@@ -130,7 +137,7 @@ def decode_select_(
         ids: [rows, C] int64, any strides. Written to.
         length: one element, int64, on the device. The CUDA kernel writes no id where it is not below C.
         unfinished: [rows] bool. Read and written to.
-        going: one element, bool. Written to.
+        going: [any number] bool, contiguous. Written to.
         pad: one element, int64.
         eos: [any number] int64, or None.
         counters: int64 tensors of any shape, contiguous. Read and written to.

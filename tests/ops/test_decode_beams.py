@@ -125,10 +125,20 @@ def candidates_of(running_scores: Tensor, count: int, levels: int, banned: float
     steps=st.integers(1, 12),
     levels=st.sampled_from([1, 3, 30, 10**6]),
     banned=st.sampled_from([0.0, 0.2, 0.97]),
+    flags=st.sampled_from([1, PROMPT + 3, CAPACITY + 1]),
     seed=st.integers(0, 2**31),
 )
 @example(
-    items=1, beams=8, eos=[2], early_stopping=True, penalty=2.0**-24, steps=3, levels=30, banned=0.0, seed=1387044
+    items=1,
+    beams=8,
+    eos=[2],
+    early_stopping=True,
+    penalty=2.0**-24,
+    steps=3,
+    levels=30,
+    banned=0.0,
+    flags=1,
+    seed=1387044,
 ).via("a tie or none, as a quotient is rounded")
 def test_is_what_beam_search_does(
     case: Case,
@@ -140,10 +150,12 @@ def test_is_what_beam_search_does(
     steps: int,
     levels: int,
     banned: float,
+    flags: int,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
     state = state_of(items, beams, steps, case.device)
+    state["going"] = torch.ones(flags, dtype=torch.bool, device=case.device)
     upstream = Upstream(state, steps, eos, early_stopping, penalty)
     best = [float(steps) if early_stopping == "never" and penalty > 0 else float(max(1, i)) for i in range(steps + 6)]
     own = [float(max(1, i)) for i in range(steps + 6)]
@@ -155,13 +167,15 @@ def test_is_what_beam_search_does(
     length = in_vain = 0
     for taken in range(steps + 3):
         values, places = candidates_of(state["running_scores"], count, levels, banned)
-        went_on, before = bool(state["going"]), {name: value.clone() for name, value in state.items()}
+        went_on = bool(state["going"][min(PROMPT + taken - 1, flags - 1)])
+        before = {name: value.clone() for name, value in state.items()}
         case(values, places, *state.values(), penalties, ends, advance=taken > 0, **options)
         assert state["length"].item() == PROMPT + taken + 1 and state["generated"].item() == taken + 1
         assert torch.equal(state["counters"], before["counters"] + (taken > 0))
         assert not state["arrived"].any()
+        goes_on = bool(state["going"][min(PROMPT + taken, flags - 1)])
         if not went_on:
-            assert not state["going"]
+            assert not goes_on
             for name in ("scores", "lengths"):
                 assert torch.equal(state[name], before[name])
             assert torch.equal(state["ids"][1, :, :length], before["ids"][1, :, :length])
@@ -169,7 +183,7 @@ def test_is_what_beam_search_does(
             assert torch.equal(state["ancestry"][:, :, :slots], before["ancestry"][:, :, :slots])
             in_vain += 1
             continue
-        assert upstream.step(values, places) == bool(state["going"])
+        assert upstream.step(values, places) == goes_on
         length = PROMPT + taken + 1
         assert torch.equal(state["running_scores"], upstream.running_scores)
         assert torch.equal(state["scores"], upstream.scores)

@@ -38,15 +38,24 @@ def state_of(rows: int, length: int, finished: list[int], device: torch.device) 
     dtype=st.sampled_from(DTYPES),
     levels=st.sampled_from([2, 1000]),
     eos=st.one_of(st.none(), st.lists(st.integers(0, 5), min_size=1, max_size=3)),
+    flags=st.sampled_from([1, 3, 5, 9]),
     seed=st.integers(0, 2**31),
 )
 def test_is_what_sample_does(
-    case: Case, rows: int, vocabulary: int, dtype: torch.dtype, levels: int, eos: list[int] | None, seed: int
+    case: Case,
+    rows: int,
+    vocabulary: int,
+    dtype: torch.dtype,
+    levels: int,
+    eos: list[int] | None,
+    flags: int,
+    seed: int,
 ) -> None:
     """Few levels make ties, of which the first wins."""
     torch.manual_seed(seed)
     scores = (torch.randint(levels, (rows, vocabulary)) / 8).to(case.device, dtype)
     state = state_of(rows, 4, torch.randint(rows, (rows // 2,)).tolist(), case.device)
+    state["going"] = torch.rand(flags, device=case.device) < 0.5
     before = copy.deepcopy(state)
     counters = [torch.tensor([7], device=case.device), torch.arange(rows, device=case.device)]
     ends = None if eos is None else torch.tensor(eos, device=case.device)
@@ -59,7 +68,9 @@ def test_is_what_sample_does(
         unfinished &= tokens != end
     assert torch.equal(state["tokens"], tokens)
     assert torch.equal(state["ids"][:, 4], tokens) and (state["ids"] == -1).sum() == 8 * rows
-    assert torch.equal(state["unfinished"], unfinished) and bool(state["going"]) == bool(unfinished.any())
+    assert torch.equal(state["unfinished"], unfinished)
+    before["going"][min(4, flags - 1)] = unfinished.any()
+    assert torch.equal(state["going"], before["going"])
     assert state["length"].item() == 5
     assert counters[0].item() == 8 and torch.equal(counters[1], torch.arange(rows, device=case.device) + 1)
 

@@ -129,18 +129,22 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
 }
 
 // How many warps share out the places of a block's queries, a power of two, and in how many blocks: enough warps to
-// have all places in registers at once, as far as the device has room for them.
+// have all places in registers at once, as far as the device has room for them. One row's many heads have a cluster of two
+// each, if only for its sake: blocks of a cluster start when the layer ahead ends, and else they and the layer behind them,
+// which starts with them, ask for memory while that one does.
 struct Split {
   unsigned parts, blocks;
 
   Split(const DecodeAttention& attention, int64_t units, size_t bytes_of_part, unsigned most_warps) {
     constexpr unsigned kWarpsPerMultiprocessor = 16;  // by their registers
     constexpr size_t kSharedBytes = 96 * 1024;        // which every device with clusters has
+    constexpr int64_t kManyHeads = 24;
     parts = is_sm90_or_newer() ? most_warps * kMaxAttentionBlocks : most_warps;
     while (parts > 4 && (parts / 2 * kTileKeys >= attention.capacity || parts * bytes_of_part > kSharedBytes ||
                          units * parts > kWarpsPerMultiprocessor * multiprocessor_count())) {
       parts /= 2;
     }
+    if (is_sm90_or_newer() && attention.rows == 1 && attention.heads >= kManyHeads && parts == most_warps) parts *= 2;
     blocks = (parts + most_warps - 1) / most_warps;
   }
 

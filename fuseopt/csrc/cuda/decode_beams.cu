@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(2 * kMoversOf<kMostBeams>)
   let_successor_start();
   wait_for_predecessor();
   const int64_t length = *of.length, generated = *of.generated + 1, slot = of.counters[0] + (of.advance ? 1 : 0);
-  const bool going = *of.going;
+  const bool going = of.going[std::clamp<int64_t>(length - 1, 0, of.going_count - 1)];
   int found = 0;
   if (threadIdx.x < kWarpSize) found = choose(of, item, length, generated, going, choice);
   __syncthreads();
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(2 * kMoversOf<kMostBeams>)
   __threadfence();
   found = atomicExch(of.arrived + 1, 0);
   *of.arrived = 0;
-  *of.going = going && (found & kImprovable) && (found & kGoesOn) && (!of.stops_when_full || (found & kIsNotFull));
+  of.going[std::clamp<int64_t>(length, 0, of.going_count - 1)] = going && (found & kImprovable) && (found & kGoesOn) && (!of.stops_when_full || (found & kIsNotFull));
   *of.length = length + 1;
   *of.generated = generated;
 }

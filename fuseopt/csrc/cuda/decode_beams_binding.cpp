@@ -52,7 +52,9 @@ void decode_beams(Tensor values, Tensor places, Tensor running_scores, Tensor sc
   beams.ancestry = counts("ancestry", ancestry);
   beams.capacity = ancestry.size(2);
   beams.tokens = integers("tokens", tokens);
+  FUSEOPT_CHECK(going.numel() > 0, "fuseopt::", kOp, ": going must have an element at least");
   beams.going = flags("going", going);
+  beams.going_count = going.numel();
   beams.length = integers("length", length);
   beams.generated = integers("generated", generated);
   beams.counters = integers("counters", counters);

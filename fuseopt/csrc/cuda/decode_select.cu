@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kMaxFinishThreads) finish_kernel(const __grid_
   }
   going = __syncthreads_or(going);
   if (threadIdx.x == 0) {
-    *select.going = going;
+    select.going[std::clamp<int64_t>(column, 0, select.going_count - 1)] = going;
     *select.length = column + 1;
   }
 #pragma unroll

@@ -37,7 +37,9 @@ inline std::tuple<DecodeSelect, std::vector<Tensor>> decode_select_of(
   select.ids_column_stride = ids.stride(1);
   select.length = integers("length", length);
   select.unfinished = flags("unfinished", unfinished);
+  FUSEOPT_CHECK(going.numel() > 0, "fuseopt::", op, ": going must have an element at least");
   select.going = flags("going", going);
+  select.going_count = going.numel();
   select.pad = integers("pad", pad);
   if (eos.has_value()) {
     kept.push_back(as_contiguous(*eos));

@@ -252,7 +252,8 @@ struct DecodeSelect {
   int64_t ids_column_stride;
   int64_t* length;  // the column of `ids` to write
   bool* unfinished;  // [rows]
-  bool* going;
+  bool* going;       // [going_count], by `length`; the last of them for all from there on
+  int64_t going_count;
   const int64_t* pad;
   const int64_t* eos;
   int64_t eos_count;
@@ -306,7 +307,8 @@ struct DecodeBeams {
   int32_t* ancestry;
   int64_t capacity;  // columns of `ancestry`
   int64_t* tokens;
-  bool* going;
+  bool* going;  // [going_count], by `length`; the last of them for all from there on
+  int64_t going_count;
   int64_t* length;
   int64_t* generated;
   int64_t* counters;  // [1 + rows]
