@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -103,6 +104,7 @@ def peak_mib(call: Call, device: torch.device, above: int | None = None) -> floa
     """Most memory allocated on the GPU during a call, over `above` bytes, by default what is there before it."""
     if device.type != "cuda":
         return None
+    gc.collect()  # what goes during the call would count as less than nothing
     before = taken_bytes(device) if above is None else above
     torch.cuda.reset_peak_memory_stats(device)
     call()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -16,7 +17,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import fuseopt
-from fuseopt.generation import ahead
+from fuseopt.generation import ahead, tiers
 from fuseopt.generation.ahead import _PLANS_KEPT, HeadStart
 from fuseopt.generation.decode_run import DecodeRun
 from fuseopt.generation.graphs import Step
@@ -149,6 +150,78 @@ def test_when_they_are_queued(model, noted, monkeypatch):
         model.generate(**inputs, max_new_tokens=8, eos_token_id=[], pad_token_id=0)
         calls.append("".join(seen))
     assert calls == ["lptsssssss", "ptsslsssss", "tssspl" + "ssss", "tssspl" + "ssss"]
+
+
+def test_they_come_before_anything_is_asked(model, noted, monkeypatch):
+    """r: reasons are asked for; t: the first token of a prompt; s: a step."""
+    seen, note = noted
+    note(tiers, "argument_reasons", "r")
+    note(Selection, "__call__", "t", lambda *args, advance=True: not advance)
+    note(Step, "__call__", "s")
+    monkeypatch.setattr(ahead, "_STEPS", STEPS_AHEAD)
+    fuseopt.initialize(model, GENERATION)
+    calls = []
+    for seed in range(4):
+        seen.clear()
+        check(model, seed, padded=False, max_new_tokens=6, eos_token_id=[])
+        calls.append("".join(seen))
+    assert calls == ["rtsssss", "rtsssss", "tsssrss", "tsssrss"]
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """The masks of prompts that were queued, or None, in the order of that."""
+    masks, start = [], HeadStart._start
+
+    def noting(head_start, step, call, keep):
+        masks.append(keep)
+        return start(head_start, step, call, keep)
+
+    monkeypatch.setattr(HeadStart, "_start", noting)
+    return masks
+
+
+def test_prompts_are_taken_to_be_masked_as_the_last_were(model, starts):
+    fuseopt.initialize(model, GENERATION)
+    counts = []
+    for seed, padded in enumerate([False] * 3 + [True] * 3 + [False] * 3):
+        inputs = prompt(model, 2, 6, seed, padded)
+        assert bool(inputs["attention_mask"].all()) != padded
+        starts.clear()
+        wanted = stock(model, inputs, max_new_tokens=6)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=6, pad_token_id=0), wanted)
+        assert (starts[-1] is not None) == padded
+        counts.append(len(starts))
+    assert counts == [1, 1, 1, 2, 1, 1, 1, 1, 1]
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_queued_where_somebody_looks_on(model, starts):
+    fuseopt.initialize(model, GENERATION)
+    for seed in range(3):
+        check(model, seed, max_new_tokens=6)
+    starts.clear()
+    with Watching():
+        assert check(model, 3, max_new_tokens=6) is Tier.STOCK
+    assert not starts and "mode" in model.generate.calls[-1].reason
+    assert check(model, 4, max_new_tokens=6) is Tier.DEVICE_LOOP
+
+
+def test_a_reason_that_no_argument_tells(model, starts):
+    """It is found when the prompt has been queued already, which counts for nothing then."""
+    fuseopt.initialize(model, GENERATION)
+    for seed in range(3):
+        check(model, seed, padded=False, max_new_tokens=6)
+    starts.clear()
+    model._update_model_kwargs_for_generation = model._update_model_kwargs_for_generation
+    assert check(model, 3, padded=False, max_new_tokens=6) is Tier.STOCK
+    assert starts == [None]
+    del model._update_model_kwargs_for_generation
+    assert check(model, 4, padded=False, max_new_tokens=6) is Tier.DEVICE_LOOP
 
 
 class Negated(LogitsProcessor):

@@ -285,6 +285,20 @@ def test_kernel_for_many_rows_against_float64(fill: int, heads: int, **case: Any
 
 
 @pytest.mark.gpu
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    heads=st.integers(24, 40),
+    head_dim=st.sampled_from([64, 128]),
+    capacity=st.integers(1, 300),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    **VARIED,
+)
+def test_kernel_for_many_heads_of_one_row(**case: Any) -> None:
+    """Each has two blocks, of which one may have nothing to do."""
+    assert_kernel_is_accurate(batch=1, beams=1, **case)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("capacity", [40, 1031])  # places of one block, and of several
 @pytest.mark.parametrize("head_dim", [64, 128])
 @torch.no_grad()

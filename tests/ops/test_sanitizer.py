@@ -23,7 +23,7 @@ OWN_TESTS = {
         "test_cross_entropy_grad.py",
         "cuda-cuda and not float64 and (test_losses or -50304- or -262144-)",
     ),
-    "decode_attention_": ("test_decode_attention.py", "test_kernel_against or test_kernel_for_many_rows"),
+    "decode_attention_": ("test_decode_attention.py", "test_kernel_against or test_kernel_for_many"),
     "decode_beams_": ("test_decode_beams.py", "test_is_what_beam_search_does and cuda-cuda"),
     **{
         f"decode_linear, {rows} rows": (
