@@ -95,6 +95,11 @@ def _parser() -> argparse.ArgumentParser:
         benchmark.add_argument(
             "--sample", action="store_true", help="draw tokens, from the same seed each time; default: the likeliest"
         )
+        benchmark.add_argument(
+            "--eos",
+            action="store_true",
+            help="with an EOS token, which random weights hardly ever choose; default: none",
+        )
         for option, kind in (("--temperature", float), ("--top-k", int), ("--top-p", float)):
             benchmark.add_argument(option, type=kind, metavar="X", help="of --sample; default: transformers'")
     generate.add_argument(
@@ -246,7 +251,7 @@ def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
     given = {
         name: value
-        for name in (*_SIZES, *_SAMPLING, "sample", "batch")
+        for name in (*_SIZES, *_SAMPLING, "sample", "eos", "batch")
         if (value := getattr(arguments, name)) is not None and value is not False
     }
     flags = {name: "--" + name.replace("_", "-") for name in given}
@@ -255,7 +260,7 @@ def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
     sampling = {name: given[name] for name in _SAMPLING if name in given}
     if sampling and not arguments.sample:
         raise ConfigError(f"{', '.join(flags[name] for name in sampling)}: nothing is drawn without --sample")
-    sizes: dict[str, Any] = {name: given[name] for name in _SIZES if name in given}
+    sizes: dict[str, Any] = {name: given[name] for name in (*_SIZES, "eos") if name in given}
     if arguments.sample:
         sizes["sampling"] = sampling
     return {

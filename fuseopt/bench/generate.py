@@ -38,6 +38,8 @@ class Row:
         beams: 1 for none.
         ngram: `no_repeat_ngram_size`; 0 for no ban.
         sampling: `temperature`, `top_k`, `top_p`, as generate() takes them; None for the likeliest tokens.
+        eos: whether there is an EOS token, as most models have one: the vocabulary's last, which random weights hardly
+            ever choose.
     """
 
     model: str
@@ -47,12 +49,13 @@ class Row:
     beams: int = 1
     ngram: int = 0
     sampling: Mapping[str, float] | None = field(default=None, hash=False)
+    eos: bool = False
 
     def name(self, dtype: torch.dtype) -> str:
         how = [beams_name(self.beams) if self.sampling is None or self.beams > 1 else ""]
         if self.sampling is not None:
             how.append(" ".join(["sampled", *(f"{name}={value:g}" for name, value in self.sampling.items())]))
-        how += [f"ngram {self.ngram}" if self.ngram else "", dtype_name(dtype)]
+        how += [f"ngram {self.ngram}" if self.ngram else "", "eos" if self.eos else "", dtype_name(dtype)]
         sizes = f"{self.batch} x ({self.prompt} + {self.new})"
         return f"a token of {self.model} generate, {sizes}, {', '.join(filter(None, how))}"
 
@@ -61,7 +64,10 @@ class Row:
         options: dict[str, Any] = {"num_beams": self.beams, "do_sample": self.sampling is not None}
         if self.ngram:
             options["no_repeat_ngram_size"] = self.ngram
-        prompts = random_tokens(device, load_config(self.model).vocab_size, self.batch, self.prompt)
+        vocabulary = load_config(self.model).vocab_size
+        if self.eos:
+            options["eos_token_id"] = vocabulary - 1
+        prompts = random_tokens(device, vocabulary, self.batch, self.prompt)
         return generate(prompts, max_new_tokens=new, **{**options, **(self.sampling or {}), **others})
 
 

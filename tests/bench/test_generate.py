@@ -43,6 +43,17 @@ def test_rows_are_timed_per_token_and_keep_their_tokens(monkeypatch):
     assert requests[0] == {**common, "config": None, "options": {}}
 
 
+def test_calls_may_have_an_eos_token(monkeypatch):
+    """The vocabulary's last, in calls of all systems."""
+    given = []
+    monkeypatch.setattr(generate, "generate", lambda prompts, **options: given.append(options))
+    device, sizes = torch.device("cpu"), {"prompt": 4, "new": 3}
+    Row("gpt2-tiny", 1, **sizes, eos=True).work(device, 3)
+    Row("gpt2-tiny", 1, **sizes).work(device, 3)
+    assert given[0] == {**given[1], "eos_token_id": generate.load_config("gpt2-tiny").vocab_size - 1}
+    assert Row("gpt2-tiny", 1, eos=True).name(torch.float32).endswith("greedy, eos, float32")
+
+
 def test_a_first_call_has_a_process_of_its_own(capsys):
     row = asdict(Row("gpt2-tiny", 1, prompt=4, new=2))
     request = {"row": row, "dtype": "float32", "device": "cpu", "options": {"use_cache": True}}
@@ -84,10 +95,10 @@ def test_the_command_line_makes_the_rows(monkeypatch, tmp_path):
     monkeypatch.setattr(plot, "save", lambda results, path: drawn.append(path))
     sizes = ["--model", "gpt2-tiny", "--model", "t5-tiny", "--batch", "1", "8", "--prompt", "6", "--beams", "2"]
     others = ["--sample", "--temperature", "0.7", "--first-call", "--plot", str(tmp_path / "a.svg")]
-    others += ["--config", "inference"]
+    others += ["--config", "inference", "--eos"]
     assert main(["bench", "generate", "--device", "cpu", "--dtype", "float16", *sizes, *others]) == 0
     expected = [
-        Row(model, batch, prompt=6, beams=2, sampling={"temperature": 0.7})
+        Row(model, batch, prompt=6, beams=2, sampling={"temperature": 0.7}, eos=True)
         for model in ("gpt2-tiny", "t5-tiny")
         for batch in (1, 8)
     ]
