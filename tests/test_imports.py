@@ -78,7 +78,8 @@ def test_these_layers_never_import_transformers(layer_name):
 
 # One process for all, since it imports torch for seconds. What a step has imported stands behind its name.
 LIGHT = """
-import json, sys, time, torch
+import gc, json, sys, time, torch
+gc.freeze()  # a search of all that torch has made may fall into what is timed, or not
 found = {}
 def note(step):
     names = ("transformers", "triton", "torch._dynamo", "torch._inductor")
