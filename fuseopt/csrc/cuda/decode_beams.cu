@@ -176,7 +176,8 @@ __global__ void __launch_bounds__(2 * kMoversOf<kMostBeams>)
   __threadfence();
   found = atomicExch(of.arrived + 1, 0);
   *of.arrived = 0;
-  of.going[std::clamp<int64_t>(length, 0, of.going_count - 1)] = going && (found & kImprovable) && (found & kGoesOn) && (!of.stops_when_full || (found & kIsNotFull));
+  of.going[std::clamp<int64_t>(length, 0, of.going_count - 1)] =
+      going && (found & kImprovable) && (found & kGoesOn) && (!of.stops_when_full || (found & kIsNotFull));
   *of.length = length + 1;
   *of.generated = generated;
 }
