@@ -29,7 +29,13 @@ ALL = "all of a step"
 IDLE = "no kernel runs"
 _WARM_UP = 3
 # The ops whose arguments are read whole, or as far as a cache is filled; a step ends with one of `_LAST`.
-_READING = ("decode_linear", "decode_softmax_linear", "decode_attention")
+_READING = (
+    "decode_linear",
+    "decode_linear_addends",
+    "decode_linear_of_sum",
+    "decode_softmax_linear",
+    "decode_attention",
+)
 _LAST = ("decode_select", "decode_beams")
 # An op of two, with the arguments that the first reads.
 _HEAD, _OF_HEAD = "decode_head_select", ("input", "weight", "norm_weight", "norm_bias")

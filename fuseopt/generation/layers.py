@@ -16,6 +16,7 @@ from fuseopt import ops
 from fuseopt.modules.base import source_class
 from fuseopt.ops import registry
 from fuseopt.ops.decode_linear import ACTIVATIONS, FEW_ROWS, is_fast
+from fuseopt.ops.decode_linear_addends import leaves_addends, takes_addends
 
 # A name in `ACTIVATIONS`, or a module that is called.
 Activation = str | Callable[[Tensor], Tensor]
@@ -190,6 +191,7 @@ class ResidualStream:
     def __init__(self, hidden: Tensor) -> None:
         self._sum = hidden
         self._added: Tensor | None = None
+        self._addends: Tensor | None = None
 
     def total(self) -> Tensor:
         if self._added is not None:
@@ -198,19 +200,46 @@ class ResidualStream:
 
     def linear(self, layer: Linear, norm: Norm, activation: Activation | None = None) -> Tensor:
         """`activation(layer(norm(total)))`, by a LayerNorm."""
+        if self._addends is not None:
+            output, self._sum = ops.decode_linear_of_sum(
+                self._sum,
+                self._addends,
+                layer.weights[0],
+                *layer.biases,
+                norm=norm.kind,
+                norm_weight=norm.weight,
+                norm_bias=norm.bias,
+                eps=norm.eps,
+                overlap=True,
+                ahead=layer.ahead,
+            )
+            self._addends = None
+            return output
         if self._added is None:
             return linear(self._sum, layer, norm=norm, activation=activation)
         normed, self._sum = ops.add_layer_norm(self._added, self._sum, norm.weight, norm.bias, norm.eps)
         self._added = None
         return linear(normed, layer, activation=activation)
 
-    def add(self, input: Tensor, layer: Linear) -> None:
-        """Adds `layer(input)`."""
-        if not layer.biases or takes_kernel(input, layer, self._sum):
+    def add(self, input: Tensor, layer: Linear, following: Linear | None = None) -> None:
+        """Adds `layer(input)`.
+
+        Args:
+            following: the layer that `linear` is called with next, if no `total` is asked for before.
+        """
+        if following is not None and self._hands_on_addends(input, layer, following):
+            weight = layer.weights[0]
+            self._addends = ops.decode_linear_addends(input, weight, *layer.biases, overlap=True, ahead=layer.ahead)
+        elif not layer.biases or takes_kernel(input, layer, self._sum):
             self._sum = linear(input, layer, residual=self.total())
         else:
             # A product with a bias takes nothing else along.
             self._sum, self._added = self.total(), linear(input, layer)
+
+    def _hands_on_addends(self, input: Tensor, layer: Linear, following: Linear) -> bool:
+        weight, next_weight = layer.weights[0], following.weights[0]
+        has_kernels = has_kernel("decode_linear_addends", weight) and has_kernel("decode_linear_of_sum", next_weight)
+        return has_kernels and leaves_addends(input, weight) and takes_addends(self._sum, next_weight)
 
 
 def _by_library(

@@ -10,6 +10,7 @@ from fuseopt.ops.decode_beams import decode_beams_
 from fuseopt.ops.decode_embedding import decode_embedding
 from fuseopt.ops.decode_head_select import decode_head_select_
 from fuseopt.ops.decode_linear import decode_linear
+from fuseopt.ops.decode_linear_addends import decode_linear_addends, decode_linear_of_sum
 from fuseopt.ops.decode_select import decode_select_
 from fuseopt.ops.decode_softmax_linear import decode_softmax_linear
 from fuseopt.ops.dropout_add_layer_norm import dropout_add_layer_norm
@@ -42,6 +43,8 @@ __all__ = [
     "decode_embedding",
     "decode_head_select_",
     "decode_linear",
+    "decode_linear_addends",
+    "decode_linear_of_sum",
     "decode_select_",
     "decode_softmax_linear",
     "dropout_add_layer_norm",

@@ -78,6 +78,35 @@ def test_steps_read_ahead_in_the_order_they_run_in(
     assert head.ahead is body[0].weights
 
 
+def test_layers_hand_on_addends_where_both_have_kernels_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the last of GPT-2's, behind which the head reads the sum."""
+    torch.manual_seed(0)
+    model = random_model("gpt2-tiny", torch.device("cpu"), torch.float32)
+    step = GPT2Step(model)
+    state = DecodeState(Sizes(2, 8), step.shape, step.vocab)
+
+    def logits() -> Tensor:
+        state.begin(0, None, None)
+        state.tokens.copy_(torch.tensor([3, 5]))
+        with torch.no_grad():
+            return step(state).logits()
+
+    expected = logits()
+    for name in ("has_kernel", "leaves_addends", "takes_addends"):
+        monkeypatch.setattr(layers, name, lambda *_: True)
+    handed_on = []
+    leave = ops.decode_linear_addends
+
+    def recorded(*arguments: Any, **options: Any) -> Tensor:
+        handed_on.append(arguments[1])
+        return leave(*arguments, **options)
+
+    monkeypatch.setattr(ops, "decode_linear_addends", recorded)
+    torch.testing.assert_close(logits(), expected)
+    assert len(step.layers) > 1
+    assert all(a is b for a, b in zip(handed_on, [layer.down.weights[0] for layer in step.layers[:-1]], strict=True))
+
+
 ROWS, WIDTH = MAX_ROWS + 3, 24
 
 

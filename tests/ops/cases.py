@@ -54,6 +54,8 @@ OF_THEIR_OWN_SIZES = (
     "decode_attention",
     "decode_embedding",
     "decode_linear",
+    "decode_linear_addends",
+    "decode_linear_of_sum",
     "decode_softmax_linear",
     "edit_logits",
     "layer_norm_of_sum_bwd",

@@ -222,6 +222,16 @@ extern "C" int64_t fuseopt_decode_linear_parts(DecodeLinear layer) {
   return layer.weight_dtype == kBFloat16 ? decode_linear_parts<__nv_bfloat16>(layer) : 0;
 }
 
+extern "C" bool fuseopt_leaves_addends(DecodeLinear layer) {
+  if (layer.weight_dtype == kFloat16) return leaves_addends<__half>(layer);
+  return layer.weight_dtype == kBFloat16 && leaves_addends<__nv_bfloat16>(layer);
+}
+
+extern "C" bool fuseopt_takes_addends(DecodeLinear layer) {
+  if (layer.weight_dtype == kFloat16) return takes_addends<__half>(layer);
+  return layer.weight_dtype == kBFloat16 && takes_addends<__nv_bfloat16>(layer);
+}
+
 extern "C" cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream) {
   if (layer.rows == 0 || layer.outputs == 0) return cudaSuccess;
   cudaError_t error = cudaSuccess;

@@ -14,6 +14,10 @@ bool launch_decode_linear_mma(const DecodeLinear& layer, cudaStream_t stream, cu
 template <typename T>
 int64_t decode_linear_parts(const DecodeLinear& layer);  // as fuseopt_decode_linear_parts
 template <typename T>
+bool leaves_addends(const DecodeLinear& layer);  // as fuseopt_leaves_addends
+template <typename T>
+bool takes_addends(const DecodeLinear& layer);  // as fuseopt_takes_addends
+template <typename T>
 bool launch_decode_linear_many_rows(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
 template <typename T>
 bool launch_decode_linear_tiles(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
@@ -22,6 +26,10 @@ extern template bool launch_decode_linear_mma<__half>(const DecodeLinear&, cudaS
 extern template bool launch_decode_linear_mma<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template int64_t decode_linear_parts<__half>(const DecodeLinear&);
 extern template int64_t decode_linear_parts<__nv_bfloat16>(const DecodeLinear&);
+extern template bool leaves_addends<__half>(const DecodeLinear&);
+extern template bool leaves_addends<__nv_bfloat16>(const DecodeLinear&);
+extern template bool takes_addends<__half>(const DecodeLinear&);
+extern template bool takes_addends<__nv_bfloat16>(const DecodeLinear&);
 extern template bool launch_decode_linear_many_rows<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_many_rows<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_tiles<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);

@@ -5,5 +5,7 @@ namespace fuseopt {
 
 template bool launch_decode_linear_mma<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 template int64_t decode_linear_parts<__nv_bfloat16>(const DecodeLinear&);
+template bool leaves_addends<__nv_bfloat16>(const DecodeLinear&);
+template bool takes_addends<__nv_bfloat16>(const DecodeLinear&);
 
 }  // namespace fuseopt

@@ -201,8 +201,9 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
   }
   float value;
   if constexpr (kNorm) {
-    const float2 norm = normalisation_of<kWarpSize>(all, static_cast<const T*>(layer.input), columns, layer.reciprocal,
-                                                    layer.is_layer_norm, layer.eps);
+    const StoredRow<T> row{static_cast<const T*>(layer.input)};
+    const float2 norm =
+        normalisation_of<kWarpSize>(all, row, columns, layer.reciprocal, layer.is_layer_norm, layer.eps);
     const float mean = layer.is_layer_norm ? norm.x : 0.f;
     value = norm.y * fmaf(-mean, total.x, (total.z + total.w) * (1 / kRoom)) + total.y + offset;
   } else {

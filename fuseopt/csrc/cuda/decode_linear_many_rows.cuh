@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
     float2 norm = {0.f, 1.f};
     if constexpr (kNorm) {
       all.template add_lanes<kQuads>();
-      const T* const own = static_cast<const T*>(layer.input) + (first_row + min(row, rows - 1)) * columns;
+      const StoredRow<T> own{static_cast<const T*>(layer.input) + (first_row + min(row, rows - 1)) * columns};
       norm = normalisation_of<kQuads>(all, own, columns, layer.reciprocal, layer.is_layer_norm, layer.eps);
     }
     const auto product = [&](int n) {

@@ -22,18 +22,32 @@ cudaError_t launch_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
   MmaLayer<T> mma = mma_layer<T>(layer);
   const int64_t parts = ceil_div(layer.columns, kMostColumns<T, X, kTiles, kChunks, kHalves>);
   mma.passes = kAlong == Along::kInPasses ? static_cast<int>(parts) : 1;
-  const int64_t warps = ceil_div(chunks, kChunks * parts), sum_rows = kNorm ? std::max(mma.rows, 2) : mma.rows;
+  constexpr bool kApart = kAlong == Along::kApart;
+  if constexpr (kApart) {
+    for (int a = 0; a < kAddends; ++a) mma.weights[a] = mma.weights[0];
+  }
+  const int64_t warps = ceil_div(chunks, kChunks * (kApart ? kAddends : parts));
+  const int64_t sum_rows = kNorm ? std::max(mma.rows, 2) : mma.rows;
   const int64_t blocks = kAlong == Along::kTogether ? parts : 1;  // of a cluster
   size_t shared_bytes = sizeof(float) * sum_rows * (summed_warps(static_cast<int>(warps), kSummedWarps) * kColumns + kRowGap);
   if (kNorm) shared_bytes += sizeof(Deviations) * warps * mma.rows + sizeof(float) * 2 * kColumns;
   shared_bytes += sizeof(float4) * (blocks - 1) * finished_pairs(mma.rows, kWidth);
   const LaunchShape shape{static_cast<unsigned>(ceil_div(layer.outputs, kWidth) * blocks),
                           static_cast<unsigned>(warps * kWarpSize), shared_bytes, static_cast<unsigned>(blocks),
-                          kGated ? 1u : static_cast<unsigned>(layer.weight_count)};
+                          kGated ? 1u : static_cast<unsigned>(kApart ? kAddends : layer.weight_count)};
   mma.share_ahead(shape);
   mma.finishing = static_cast<int>(ceil_div(finished_pairs(mma.rows, kWidth), kWarpSize) * kWarpSize);
   const auto kernel = decode_linear_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kAlong, kActivates>;
   return launch_dependent(kernel, mma, shape, layer.overlap, stream);
+}
+
+inline int64_t tiles_of(const DecodeLinear& layer) {
+  return ceil_div(layer.outputs, kTileColumns) * layer.weight_count;
+}
+
+// Whether a layer with a norm has enough strips of 64 columns.
+inline bool has_widest_strips(const DecodeLinear& layer) {
+  return tiles_of(layer) >= 8 * (multiprocessor_count() / 6);
 }
 
 // Wide strips read a weight [K, N] in longer pieces, and few blocks leave multiprocessors to the kernels that wait
@@ -42,8 +56,7 @@ cudaError_t launch_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
 // or two. Activations without a norm have narrow strips.
 template <typename T, Layout kLayout, bool kNorm, bool kGated, int kHalves>
 cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
-  const int64_t tiles = ceil_div(layer.outputs, kTileColumns) * layer.weight_count;
-  const int64_t few_blocks = multiprocessor_count() / 4, fewest_blocks = multiprocessor_count() / 6;
+  const int64_t tiles = tiles_of(layer), few_blocks = multiprocessor_count() / 4;
   const bool is_plain = layer.activation == kIdentity;
   const auto launch = [&]<int kTiles, int kChunks>(bool is_enough, cudaError_t& error) {
     constexpr bool kHasPlain = !kGated && (!kNorm || (kHalves == 1 && kTiles >= 4)), kHasOthers = kNorm || kTiles == 2;
@@ -58,8 +71,13 @@ cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
     return true;
   };
   cudaError_t error = cudaSuccess;
+  if constexpr (!kNorm && !kGated && kLayout == Layout::kLines) {
+    if (layer.is_apart) {
+      return launch_mma_as<T, T, kLayout, false, false, 4, 4, kHalves, Along::kApart, false>(layer, stream);
+    }
+  }
   if constexpr (kNorm && !kGated) {
-    if (launch.template operator()<8, 2>(tiles >= 8 * fewest_blocks, error)) return error;
+    if (launch.template operator()<8, 2>(has_widest_strips(layer), error)) return error;
   }
   if (launch.template operator()<4, 4>(kGated || tiles >= (kNorm ? 4 : 2) * few_blocks, error)) return error;
   if constexpr (!kGated) {
@@ -133,6 +151,27 @@ int64_t decode_linear_parts(const DecodeLinear& layer) {
   const bool has_best = layer.rows > 0 && layer.rows <= kHalfRows && layer.norm != kNoNorm && layer.weight_count == 1 &&
                         !layer.gated && layer.output.dtype == kDType<T> && takes_mma<T>(layer) && takes_stream(layer);
   return has_best ? StreamPlan(layer).clusters() : 0;
+}
+
+// Whether the kernel of strips takes a layer with a weight [K, N].
+template <typename T>
+bool takes_strips_of_lines(const DecodeLinear& layer) {
+  return takes_mma<T>(layer) && layer.weights_are_transposed && layer.input.dtype == kDType<T> && !takes_gemv(layer) &&
+         !streams_lines(layer) && layer.weight_count == 1 && layer.activation == kIdentity && !layer.gated;
+}
+
+template <typename T>
+bool leaves_addends(const DecodeLinear& layer) {
+  constexpr int64_t kMost = kMostColumns<T, T, 4, 4, 1>;
+  return is_sm90_or_newer() && takes_strips_of_lines<T>(layer) && layer.norm == kNoNorm &&
+         layer.residual.data == nullptr && layer.rows <= kHalfRows && layer.columns > kMost &&
+         layer.columns <= kAddends * kMost;
+}
+
+template <typename T>
+bool takes_addends(const DecodeLinear& layer) {
+  return takes_strips_of_lines<T>(layer) && layer.norm != kNoNorm && layer.rows <= kHalfRows &&
+         has_widest_strips(layer) && layer.columns <= kMostColumns<T, T, 8, 2, 1>;
 }
 
 template <typename T>

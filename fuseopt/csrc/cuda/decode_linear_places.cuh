@@ -11,14 +11,15 @@ namespace fuseopt {
 template <typename T, int kHalves>
 class OutputPlaces {
  public:
-  // Of the columns `column` and, `next` columns further on, another one, from row `row` on.
-  __device__ void find(const MmaLayer<T>& layer, int row, int column, int next) {
+  // Of the columns `column` and, `next` columns further on, another one, from row `row` on, all of them `further` on.
+  __device__ void find(const MmaLayer<T>& layer, int row, int column, int next, int further = 0) {
     const int shift = layer.is_wide ? 2 : 1;
     next_ = next << shift;
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       const int r = row + h * kHalfRows;
-      const int64_t at = static_cast<int64_t>(r * layer.output_stride + blockIdx.y * layer.outputs + column) << shift;
+      const int place = r * layer.output_stride + blockIdx.y * layer.outputs + column + further;
+      const int64_t at = static_cast<int64_t>(place) << shift;
       residuals_[h] = static_cast<const char*>(layer.residual) + at;
       outputs_[h] = static_cast<char*>(layer.output) + at;
 #pragma unroll

@@ -46,6 +46,8 @@ struct MmaLayer {
   int finishing;     // threads of a block, whole warps, of kernels that ask
   float eps, reciprocal;  // the latter of `columns`
   bool is_layer_norm, is_rms_norm, is_wide;  // if is_wide, residual and output are float
+  const float* addends;  // [kAddends, rows, columns], of kernels that ask
+  T* sum;
 
   void share_ahead(const LaunchShape& shape) {
     constexpr int64_t kLine = 128;
@@ -100,6 +102,8 @@ MmaLayer<T> mma_layer(const DecodeLinear& layer) {
   mma.is_layer_norm = layer.norm == kLayerNorm;
   mma.is_rms_norm = layer.norm == kT5RmsNorm;
   mma.is_wide = layer.output.dtype == kFloat32;
+  mma.addends = layer.addends;
+  mma.sum = static_cast<T*>(layer.sum);
   return mma;
 }
 
@@ -128,6 +132,23 @@ __device__ inline Vector<X, kLaneValues> load_fresh(const X* values) {
     reinterpret_cast<uint4*>(&vector)[i] = __ldcg(reinterpret_cast<const uint4*>(values) + i);
   }
   return vector;
+}
+
+// A row's values and two addends of each, rounded to the row's dtype.
+template <typename X, int kCount>
+__device__ inline Vector<X, kLaneValues> rounded_sum(const Vector<X, kLaneValues>& x,
+                                                     const Vector<float, kLaneValues> (&addends)[kCount]) {
+  float sums[kLaneValues];
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    sums[i] = addends[0][i];
+#pragma unroll
+    for (int a = 1; a < kCount; ++a) sums[i] += addends[a][i];
+    sums[i] += x[i];
+  }
+  Vector<X, kLaneValues> sum;
+  store_floats_as<X>(&sum, 0, sums);
+  return sum;
 }
 
 // Mean of a part of a row, and sum of its squared deviations.
@@ -176,14 +197,41 @@ struct Deviations {
   }
 };
 
-// Of a row's deviations from `mean`, over every `step`-th piece of 8 values. Not inlined: it is hardly ever called.
+constexpr int kAddends = DecodeLinear::kAddends;
+
+// A row as it lies in memory.
 template <typename X>
-__device__ __noinline__ float sum_of_squares(const X* row, int columns, int piece, int step, float mean) {
+struct StoredRow {
+  const X* values;
+
+  __device__ Vector<X, kLaneValues> operator()(int k) const { return load_fresh(values + k); }
+};
+
+// A row, and where the addends of its columns begin, so far apart; null: there are none.
+template <typename X>
+struct SummedRow {
+  const X* values;
+  const float* addends;
+  int apart;
+
+  __device__ Vector<X, kLaneValues> operator()(int k) const {
+    const Vector<X, kLaneValues> x = load_fresh(values + k);
+    if (addends == nullptr) return x;
+    Vector<float, kLaneValues> of[kAddends];
+#pragma unroll
+    for (int a = 0; a < kAddends; ++a) of[a] = load_fresh(addends + a * apart + k);
+    return rounded_sum(x, of);
+  }
+};
+
+// Of a row's deviations from `mean`, over every `step`-th piece of 8 values. Not inlined: it is hardly ever called.
+template <typename Row>
+__device__ __noinline__ float sum_of_squares(Row row, int columns, int piece, int step, float mean) {
   float squares = 0.f;
 #pragma unroll 1
   for (int k = piece * kLaneValues; k < columns; k += step * kLaneValues) {
     Deviations deviations;
-    deviations.add(load_fresh(row + k), mean);
+    deviations.add(row(k), mean);
     squares += deviations.squares;
   }
   return squares;
@@ -208,17 +256,17 @@ struct RowPowers {
   }
 };
 
-// Mean and 1 / deviation of the row `input`, of which `all` has the sums above 0; an RMSNorm's mean is not asked for. By
-// all lanes of a warp, of which kLanes neighbours share a row.
-template <int kLanes, typename X>
-__device__ inline float2 normalisation_of(const Deviations& all, const X* input, int columns, float reciprocal,
+// Mean and 1 / deviation of a row, of which `all` has the sums above 0; an RMSNorm's mean is not asked for. By all lanes
+// of a warp, of which kLanes neighbours share a row, of which `row(k)` gives 8 values.
+template <int kLanes, typename Row>
+__device__ inline float2 normalisation_of(const Deviations& all, Row row, int columns, float reciprocal,
                                           bool is_layer_norm, float eps) {
   // Sums of squares say little of the deviations of a row whose mean is many of them from zero: those are summed then.
   constexpr float kSafe = 1 / 128.f;
   Moments moments = all.moments(0.f, reciprocal);
   const bool is_safe = moments.squares * reciprocal >= kSafe * moments.mean * moments.mean;
   if (is_layer_norm && __any_sync(kFullWarp, !is_safe)) {
-    float squares = sum_of_squares(input, columns, threadIdx.x % kLanes, kLanes, moments.mean);
+    float squares = sum_of_squares(row, columns, threadIdx.x % kLanes, kLanes, moments.mean);
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) squares += __shfl_xor_sync(kFullWarp, squares, distance);
     if (!is_safe) moments.squares = squares;

@@ -9,7 +9,9 @@
 // each of 8 lines of a weight [K, N], and 8 neighbouring inputs: the order of k within a chunk is the same for both, so
 // it does not matter, and neither does the order of columns until the sums are written.
 //
-// Of a long K the blocks of a cluster have a part each, and send their sums to the first one.
+// Of a long K the blocks of a cluster have a part each, and send their sums to the first one. Or blocks leave the sums
+// of their part, for the layer behind them to add up as it reads its input: no cluster is needed then, whose blocks
+// would not start before the layer ahead has ended.
 //
 // A norm takes no step of its own. With xhat = (x - mean) * rstd and g, b the norm's weight and bias,
 //   sum_k w * (xhat * g + b) = rstd * (sum_k (w * g) * x - mean * sum_k w * g) + sum_k w * b,
@@ -37,8 +39,9 @@ __host__ __device__ inline int finished_pairs(int rows, int strip_width) {
   return (rows < kHalfRows ? rows : kHalfRows) * strip_width / 2;
 }
 
-// How blocks get through K: in one go, in passes, or in one go together with the others of a cluster.
-enum class Along { kAtOnce, kInPasses, kTogether };
+// How blocks get through K: in one go, in passes, or in one go together with the others of a cluster or apart from
+// them. Of those the y-th leaves what would be the outputs of weight y.
+enum class Along { kAtOnce, kInPasses, kTogether, kApart };
 
 // kTiles: of 8 columns, in a strip; kChunks: of K, for each warp in one pass; kHalves: of 16 rows; kActivates: whether
 // there may be an activation.
@@ -47,13 +50,17 @@ template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int k
 __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves>* kWarpSize, 1)
     decode_linear_mma_kernel(const __grid_constant__ MmaLayer<T> layer) {
   constexpr bool kLoops = kAlong == Along::kInPasses, kShares = kAlong == Along::kTogether;
-  static_assert(!kShares || (!kNorm && !kGated));
+  constexpr bool kApart = kAlong == Along::kApart;
+  static_assert(!(kShares || kApart) || (!kNorm && !kGated));
+  // Whether the input may be a sum. With more chunks its addends have no registers.
+  constexpr bool kSums = kNorm && !kGated && !kActivates && kTiles == 8 && kHalves == 1 && kAlong == Along::kAtOnce &&
+                         kLayout == Layout::kLines && std::is_same_v<T, X>;
   constexpr int kProducts = kGated ? 2 : 1;
   constexpr int kColumns = kTiles * kTileColumns, kWidth = kColumns / kProducts, kPairs = kWidth / 2;
   constexpr int kPart = kChunks * kChunk;
   constexpr bool kWide = !std::is_same_v<T, X>;  // has to be normalised before it can be multiplied
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
-  const int blocks = kShares ? cluster_size() : 1, rank = kShares ? cluster_rank() : 0;
+  const int blocks = kShares ? cluster_size() : 1, rank = kShares ? cluster_rank() : kApart ? blockIdx.y : 0;
   const int rows = layer.rows, columns = layer.columns, strip = blockIdx.x / blocks * kWidth;
   const int passes = kLoops ? layer.passes : 1, sum_rows = kNorm ? max(rows, 2) : rows;
   const auto first_k = [&](int pass) { return ((pass + rank) * warps + warp) * kPart; };
@@ -164,7 +171,9 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   // From here to the wait: where what follows it finds and puts things. Each instruction behind the wait counts.
   const X* inputs[kHalves];
   int sums_to[kHalves][2];  // of two neighbouring rows, from sums_of on
-  bool takes[kHalves][kChunks], leaves[kHalves][2];
+  bool takes[kHalves][kChunks], leaves[kHalves][2], leaves_sum = false;
+  const float* addends = nullptr;  // of the first chunk
+  T* sum_to = nullptr;
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
     inputs[h] = static_cast<const X*>(layer.input) + (lane / 4 + h * kHalfRows) * columns + first_k(0) + own;
@@ -181,11 +190,18 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
       settle(sums_to[h][i]);
     }
   }
+  if constexpr (kSums) {
+    const int r = min(lane / 4, rows - 1), k = first_k(0) + own;
+    if (layer.addends != nullptr) addends = layer.addends + r * columns + k;
+    sum_to = layer.sum + r * columns + k;
+    leaves_sum = blockIdx.x == 0 && blockIdx.y == 0;
+    settle(addends), settle(sum_to);
+  }
   OutputPlaces<T, kHalves> places;
   int summed_from[kHalves], deviations_from[kHalves];  // from sums_of and deviations_of on
   constexpr int kLanes = kPairs < kMostWarps ? kPairs : kMostWarps;  // that share a row's deviations
   const auto find_places = [&] {
-    places.find(layer, row, strip + pair.column, Pair::kNext);
+    places.find(layer, row, strip + pair.column, Pair::kNext, kApart ? rank * (rows - 1) * layer.outputs : 0);
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       summed_from[h] = own_row(h) * row_stride + pair.place;
@@ -212,6 +228,23 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
         if (kLoops ? lane / 4 + h * kHalfRows < rows && first_k(pass) + own + c * kChunk < columns : takes[h][c]) {
           x[h][c] = load_fresh(inputs[h] + pass * warps * kPart + c * kChunk);
         }
+      }
+    }
+    if constexpr (kSums) {
+      if (addends == nullptr) return;
+      Vector<float, kLaneValues> added[kChunks][kAddends];
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+        for (int a = 0; a < kAddends; ++a) {
+          added[c][a] = {};
+          if (takes[0][c]) added[c][a] = load_fresh(addends + a * rows * columns + c * kChunk);
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        x[0][c] = rounded_sum(x[0][c], added[c]);
+        if (leaves_sum && takes[0][c]) *reinterpret_cast<Vector<T, kLaneValues>*>(sum_to + c * kChunk) = x[0][c];
       }
     }
   };
@@ -359,7 +392,15 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
       float2 norm = {0.f, 1.f};
       if constexpr (kNorm && !kWide) {
         const X* const input = static_cast<const X*>(layer.input) + own_row(h) * columns;
-        norm = normalisation_of<kPairs>(all[h], input, columns, reciprocal, layer.is_layer_norm, layer.eps);
+        const auto normalisation = [&](auto of_row) {
+          return normalisation_of<kPairs>(all[h], of_row, columns, reciprocal, layer.is_layer_norm, layer.eps);
+        };
+        if constexpr (kSums) {
+          const float* const of_row = layer.addends == nullptr ? nullptr : layer.addends + own_row(h) * columns;
+          norm = normalisation(SummedRow<X>{input, of_row, rows * columns});
+        } else {
+          norm = normalisation(StoredRow<X>{input});
+        }
       }
 #pragma unroll
       for (int p = 0; p < kProducts; ++p) {

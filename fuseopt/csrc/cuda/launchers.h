@@ -111,6 +111,7 @@ enum Norm : int { kNoNorm = 0, kLayerNorm = 1, kT5RmsNorm = 2 };
 // residual + activation(norm(input) x weight + bias), for up to three weights side by side, or a gated pair of them.
 struct DecodeLinear {
   static constexpr int kMaxWeights = 3;
+  static constexpr int kAddends = 2;
   TypedPointer input;  // [rows, columns]
   int64_t rows;
   int64_t columns;
@@ -132,6 +133,9 @@ struct DecodeLinear {
   const void* ahead[kMaxWeights];  // what is to be brought into the L2 cache, or null
   int64_t ahead_bytes;             // of each
   TypedPointer output;  // [rows, outputs * weight_count], or [rows, outputs] if gated
+  const float* addends;  // [kAddends, rows, columns] to be added to `input`; or null. With it:
+  void* sum;             // that sum, [rows, columns] of the input's dtype
+  bool is_apart;         // `output` is [kAddends, rows, outputs] float32, yet to be added up
   void* best;           // [rows, fuseopt_decode_linear_parts] DecodeSelect's candidates: each part's highest; or null
 };
 
@@ -345,6 +349,11 @@ cudaError_t fuseopt_decode_select(DecodeSelect select, cudaStream_t stream);
 
 // In how many parts the layer's outputs are that each can give the highest of a row's; 0: they can not.
 int64_t fuseopt_decode_linear_parts(DecodeLinear layer);
+
+// Whether a layer, of one weight and with nothing around the product, can be left in two parts; and whether one takes
+// the sum of such parts and a row for its input.
+bool fuseopt_leaves_addends(DecodeLinear layer);
+bool fuseopt_takes_addends(DecodeLinear layer);
 
 cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream);
 

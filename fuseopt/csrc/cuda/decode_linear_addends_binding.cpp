@@ -1,0 +1,56 @@
+#include "decode_linear_binding.h"
+
+namespace fuseopt::decode_linear_addends_binding {
+namespace {
+
+constexpr const char* kLeaves = "decode_linear_addends";
+constexpr const char* kTakes = "decode_linear_of_sum";
+constexpr int64_t kAddends = DecodeLinear::kAddends;
+
+std::vector<Tensor> as_list(const std::optional<Tensor>& bias) {
+  return bias.has_value() ? std::vector<Tensor>{*bias} : std::vector<Tensor>{};
+}
+
+Tensor decode_linear_addends(Tensor input, Tensor weight, std::optional<Tensor> bias, bool overlap,
+                             std::vector<Tensor> ahead) {
+  LinearCall call = linear_call(kLeaves, input, {weight}, as_list(bias), std::nullopt, "", std::nullopt, std::nullopt,
+                                0, "", false, overlap, ahead);
+  FUSEOPT_CHECK(fuseopt_leaves_addends(call.layer), "fuseopt::", kLeaves, ": the kernel does not take such a layer");
+  const auto sizes = call.output.sizes();
+  std::vector<int64_t> addend_sizes(sizes.begin(), sizes.end());
+  addend_sizes.insert(addend_sizes.begin(), kAddends);
+  const Tensor addends = allocate(input, addend_sizes, ScalarType::Float);
+  const Launch launch(kLeaves, addends);
+  call.layer.output = pointer(kLeaves, addends);
+  call.layer.is_apart = true;
+  launch.check(fuseopt_decode_linear(call.layer, launch.stream()));
+  return addends;
+}
+
+std::tuple<Tensor, Tensor> decode_linear_of_sum(Tensor input, Tensor addends, Tensor weight,
+                                                std::optional<Tensor> bias, std::string norm,
+                                                std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias,
+                                                double eps, bool overlap, std::vector<Tensor> ahead) {
+  LinearCall call = linear_call(kTakes, input, {weight}, as_list(bias), std::nullopt, norm, norm_weight, norm_bias, eps,
+                                "", false, overlap, ahead);
+  FUSEOPT_CHECK(fuseopt_takes_addends(call.layer), "fuseopt::", kTakes, ": the kernel does not take such a layer");
+  FUSEOPT_CHECK(addends.is_cuda() && addends.get_device_index() == input.get_device_index() &&
+                    dtype_of(addends) == ScalarType::Float && addends.is_contiguous() &&
+                    addends.numel() == kAddends * input.numel(),
+                "fuseopt::", kTakes, ": addends must be float32, contiguous, on the input's device and two of its size");
+  const Tensor sum = allocate_like(input, dtype_of(input));
+  const Launch launch(kTakes, call.output);
+  call.layer.addends = static_cast<const float*>(addends.data_ptr());
+  call.layer.sum = sum.data_ptr();
+  launch.check(fuseopt_decode_linear(call.layer, launch.stream()));
+  return {call.output, sum};
+}
+
+}  // namespace
+}  // namespace fuseopt::decode_linear_addends_binding
+
+STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
+  using namespace fuseopt::decode_linear_addends_binding;
+  library.impl("decode_linear_addends", TORCH_BOX(&decode_linear_addends));
+  library.impl("decode_linear_of_sum", TORCH_BOX(&decode_linear_of_sum));
+}

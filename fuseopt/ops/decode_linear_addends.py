@@ -1,0 +1,270 @@
+"""Two linear layers of a decoding step that hand on a sum in parts.
+
+The blocks of the first share out a long K and leave what each has, and the second adds that up with the residual
+stream while it reads its input. Blocks that share out K and add up themselves have to meet, in a cluster, and such
+blocks do not start before the layer ahead has ended.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fuseopt.ops import registry
+from fuseopt.ops.decode_linear import check_layer, decode_linear
+from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
+
+ADDENDS = 2
+MOST_ROWS = 8
+"""Of as many rows the kernels leave addends, and take them."""
+
+_HALVES = (torch.float16, torch.bfloat16)
+# Of K: what a block has of a layer without a norm, and with one.
+_OF_BLOCK, _OF_BLOCK_NORMALISED = 2048, 768
+# Of one layer, on a multiprocessor; or of one with a longer K than this.
+_MOST_BYTES, _LONG, _MOST_BYTES_OF_LONG = 92 * 1024, 3072, 37 * 1024
+
+
+def _fake_addends(input: Tensor, weight: Tensor, bias: Tensor | None, overlap: bool, ahead: Sequence[Tensor]) -> Tensor:
+    return input.new_empty((ADDENDS, *input.shape[:-1], weight.shape[0]), dtype=torch.float32)
+
+
+RAW_ADDENDS = define(
+    "decode_linear_addends(Tensor input, Tensor weight, Tensor? bias, bool overlap, Tensor[] ahead) -> Tensor",
+    _fake_addends,
+)
+
+
+def _fake_of_sum(
+    input: Tensor,
+    addends: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: str,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    overlap: bool,
+    ahead: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    return input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=weight.dtype), torch.empty_like(input)
+
+
+RAW_OF_SUM = define(
+    "decode_linear_of_sum(Tensor input, Tensor addends, Tensor weight, Tensor? bias, str norm, Tensor? norm_weight,"
+    " Tensor? norm_bias, float eps, bool overlap, Tensor[] ahead) -> (Tensor, Tensor)",
+    _fake_of_sum,
+)
+
+
+def leaves_addends(input: Tensor, weight: Tensor) -> bool:
+    """Whether `decode_linear_addends` has a kernel for such a layer, [N, K] with unit stride in the first dimension."""
+    columns = weight.shape[1]
+    return _has_strips(input, weight) and _OF_BLOCK < columns <= ADDENDS * _OF_BLOCK
+
+
+def takes_addends(input: Tensor, weight: Tensor) -> bool:
+    """Whether `decode_linear_of_sum` has one, with a norm."""
+    outputs, columns = weight.shape
+    if not _has_strips(input, weight) or columns > _OF_BLOCK_NORMALISED:
+        return False
+    return -(-outputs // 8) >= 8 * (_multiprocessors(input) // 6)
+
+
+def _has_strips(input: Tensor, weight: Tensor) -> bool:
+    outputs, columns = weight.shape
+    if not (
+        input.is_cuda
+        and 0 < input.shape[:-1].numel() <= MOST_ROWS
+        and input.dtype is weight.dtype
+        and weight.dtype in _HALVES
+        and weight.stride(0) == 1 < outputs
+        and outputs % 8 == columns % 8 == weight.stride(1) % 8 == 0
+        and weight.data_ptr() % 16 == input.data_ptr() % 16 == 0
+        and torch.cuda.get_device_capability(input.device) >= (9, 0)
+    ):
+        return False
+    most = _MOST_BYTES_OF_LONG if columns > _LONG else _MOST_BYTES
+    return outputs * columns * weight.itemsize < most * _multiprocessors(input)
+
+
+def _multiprocessors(tensor: Tensor) -> int:
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+
+
+def decode_linear_addends_reference(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, overlap: bool = False, ahead: Sequence[Tensor] = ()
+) -> Tensor:
+    """`decode_linear_addends` in plain PyTorch, for any number of rows."""
+    check_layer(input, [weight], [] if bias is None else [bias], None, None, None, None, None, False)
+    with without_autocast(input):
+        dtype, half = compute_dtype(input, weight), weight.shape[1] // 2
+        x, w = input.to(weight.dtype).to(dtype), weight.to(dtype)
+        first = F.linear(x[..., :half], w[:, :half], None if bias is None else bias.to(dtype))
+        return torch.stack((first, F.linear(x[..., half:], w[:, half:])))
+
+
+def decode_linear_addends(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    overlap: bool = False,
+    ahead: Sequence[Tensor] = (),
+    backend: str = "auto",
+) -> Tensor:
+    """Two tensors whose sum is `F.linear(input, weight, bias)`, not rounded; what each has of it is up to the kernel.
+
+    Args:
+        input, weight, bias, overlap, ahead: as `decode_linear` takes them, one weight.
+        backend: "auto", "cuda" or "reference". Layers that the kernel does not take (`leaves_addends`) are left to
+            `decode_linear`, with zeros beside. Tensors that require a gradient under grad mode, and torch.func
+            transforms, need the reference, which "auto" then takes.
+
+    Returns:
+        [2, ..., N] float32, or float64 where a tensor is float64.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+        BackendError: the backend named cannot run here; the message says why.
+    """
+    check_layer(input, [weight], [] if bias is None else [bias], None, None, None, None, None, False)
+    dtypes = (input.dtype, weight.dtype)
+    chosen = registry.pick_without_gradient("decode_linear_addends", backend, dtypes, input, weight, bias)
+    if chosen == "reference":
+        return decode_linear_addends_reference(input, weight, bias)
+    if leaves_addends(input, weight) and (bias is None or bias.dtype is weight.dtype):
+        return RAW_ADDENDS[chosen](input, weight, bias, overlap, list(ahead))
+    dtype = compute_dtype(input, weight)
+    nothing = torch.zeros((*input.shape[:-1], weight.shape[0]), dtype=dtype, device=input.device)
+    product = decode_linear(input, weight, bias, residual=nothing, ahead=ahead, backend=backend)
+    return torch.stack((product, nothing))
+
+
+def decode_linear_of_sum_reference(
+    input: Tensor,
+    addends: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: str,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    overlap: bool = False,
+    ahead: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor]:
+    """`decode_linear_of_sum` in plain PyTorch, for any number of rows."""
+    _check_sum(input, addends)
+    sum = _summed(input, addends)
+    norms = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias, "eps": eps}
+    return decode_linear(sum, weight, bias, **norms, backend="reference"), sum  # type: ignore[arg-type]
+
+
+def _summed(input: Tensor, addends: Tensor) -> Tensor:
+    return (addends.sum(0) + input.to(compute_dtype(input))).to(input.dtype)
+
+
+def _check_sum(input: Tensor, addends: Tensor) -> None:
+    check_shape("addends", addends, torch.Size((ADDENDS, *input.shape)))
+    dtype = compute_dtype(input)
+    if addends.dtype != dtype:
+        raise TypeError(f"addends must be {dtype}, not {addends.dtype}")
+
+
+def decode_linear_of_sum(
+    input: Tensor,
+    addends: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: str,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    overlap: bool = False,
+    ahead: Sequence[Tensor] = (),
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`decode_linear(sum, weight, bias, norm=norm, ...)`, and `sum`, which is `input + addends[0] + addends[1]`.
+
+    Args:
+        input: [..., K], as `decode_linear` takes it.
+        addends: [2, ..., K] float32, of a float64 input float64. The sum is rounded to the input's dtype.
+        weight, bias, norm, norm_weight, norm_bias, eps, overlap, ahead: as `decode_linear` takes them, one weight.
+        backend: "auto", "cuda" or "reference". Layers that the kernel does not take (`takes_addends`) are left to
+            PyTorch's sum and `decode_linear`. Tensors that require a gradient under grad mode, and torch.func
+            transforms, need the reference, which "auto" then takes.
+
+    Returns:
+        [..., N] of the weight's dtype, and [..., K] of the input's.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+        TypeError: addends of another dtype.
+        BackendError: the backend named cannot run here; the message says why.
+    """
+    check_layer(input, [weight], [] if bias is None else [bias], None, norm, norm_weight, norm_bias, None, False)
+    _check_sum(input, addends)
+    parameters = (weight, bias, norm_weight, norm_bias)
+    dtypes = (input.dtype, weight.dtype)
+    chosen = registry.pick_without_gradient("decode_linear_of_sum", backend, dtypes, input, addends, *parameters)
+    is_one_dtype = all(parameter is None or parameter.dtype is weight.dtype for parameter in parameters)
+    if chosen != "reference" and is_one_dtype and takes_addends(input, weight):
+        return RAW_OF_SUM[chosen](
+            input, addends.contiguous(), weight, bias, norm, norm_weight, norm_bias, eps, overlap, list(ahead)
+        )
+    sum = _summed(input, addends)
+    output = decode_linear(
+        sum,
+        weight,
+        bias,
+        norm=norm,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        eps=eps,
+        backend="reference" if chosen == "reference" else backend,
+    )
+    return output, sum
+
+
+def _addends_samples(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    yield registry.SampleInput((make(1, 2112), make(2112, 48).T, make(48)))
+    yield registry.SampleInput((make(3, 48), make(24, 48)))
+    yield registry.SampleInput((make(2, 2, 33), make(33, 7).T, make(7)))
+    yield registry.SampleInput((make(0, 8), make(4, 8)))
+
+
+def _of_sum_samples(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    for rows, columns, outputs in ((1, 96, 1536), (3, 40, 24), (0, 8, 4)):
+        norm = {"norm": "layer_norm", "norm_weight": make(columns), "norm_bias": make(columns)}
+        addends = make(ADDENDS, rows, columns, dtype=torch.promote_types(dtype, torch.float32))
+        arguments = (make(rows, columns), addends, make(columns, outputs).T, make(outputs))
+        yield registry.SampleInput(arguments, norm)
+
+
+registry.register(
+    registry.Op(
+        name="decode_linear_addends",
+        function=decode_linear_addends,
+        reference=decode_linear_addends_reference,
+        sample_inputs=_addends_samples,
+        backends=(registry.CUDA, registry.REFERENCE),
+    )
+)
+registry.register(
+    registry.Op(
+        name="decode_linear_of_sum",
+        function=decode_linear_of_sum,
+        reference=decode_linear_of_sum_reference,
+        sample_inputs=_of_sum_samples,
+        backends=(registry.CUDA, registry.REFERENCE),
+    )
+)

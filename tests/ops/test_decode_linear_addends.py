@@ -1,0 +1,141 @@
+"""A linear layer that leaves a sum in parts, and one that takes it, against decode_linear and float64."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fuseopt.bench.kernels import launches_of
+from fuseopt.ops import decode_linear, decode_linear_addends, decode_linear_of_sum
+from fuseopt.ops.decode_linear_addends import MOST_ROWS, leaves_addends, takes_addends
+from tests.ops.cases import error, examples, to_float64
+from tests.ops.variations import poisoned_allocations
+
+HALVES = (torch.bfloat16, torch.float16)
+LAYER_NORM, RMS_NORM = "layer_norm", "t5_rms_norm"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", [LAYER_NORM, RMS_NORM])
+def test_both_are_a_layer_a_residual_and_the_next_layer(
+    each_device: torch.device, dtype: torch.dtype, norm: str
+) -> None:
+    torch.manual_seed(0)
+    inner, down, bias = (torch.randn(size).to(dtype) for size in ((3, 40), (24, 40), (24,)))
+    stream, weight, next_bias = (torch.randn(size).to(dtype) for size in ((3, 24), (16, 24), (16,)))
+    parameters = {"norm": norm, "norm_weight": torch.randn(24).to(dtype), "eps": 1e-5}
+    addends = decode_linear_addends(inner, down, bias)
+    assert addends.shape == (2, 3, 24) and addends.dtype == torch.float32
+    output, sum = decode_linear_of_sum(stream, addends, weight, next_bias, **parameters)
+    expected_sum = decode_linear(inner, down, bias, residual=stream)
+    torch.testing.assert_close(sum, expected_sum)
+    torch.testing.assert_close(output, decode_linear(sum, weight, next_bias, **parameters))
+
+
+def test_errors() -> None:
+    input, weight = torch.randn(2, 12), torch.randn(5, 12)
+    addends = torch.randn(2, 2, 12)
+    for arguments, exception, words in (
+        ((input, addends[:1], weight), ValueError, "addends"),
+        ((input, torch.randn(2, 12), weight), ValueError, "addends"),
+        ((input, addends.double(), weight), TypeError, "addends must be torch.float32, not torch.float64"),
+        ((input, addends, torch.randn(5, 13)), ValueError, "weight"),
+    ):
+        with pytest.raises(exception, match=re.escape(words)):
+            decode_linear_of_sum(*arguments, norm=LAYER_NORM)
+    with pytest.raises(ValueError, match="weight"):
+        decode_linear_addends(input, torch.randn(5, 13))
+
+
+def make(*size: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(size, device="cuda")).to(dtype)
+
+
+def check_addends(rows: int, outputs: int, columns: int, dtype: torch.dtype, has_bias: bool) -> None:
+    """Against float64, the error is that of float32 sums; and what was not written is nowhere."""
+    input, weight = make(rows, columns, dtype=dtype), make(columns, outputs, dtype=dtype).T
+    bias = make(outputs, dtype=dtype) if has_bias else None
+    assert leaves_addends(input, weight)
+    with poisoned_allocations():
+        addends = decode_linear_addends(input, weight, bias, backend="cuda")
+        overlapping = decode_linear_addends(input, weight, bias, overlap=True, backend="cuda")
+    assert torch.equal(addends, overlapping)
+    exact = F.linear(*map(to_float64, (input, weight)), None if bias is None else to_float64(bias))
+    plain = F.linear(input.float(), weight.float(), None if bias is None else bias.float())
+    assert error([addends.sum(0)], [exact]) <= 2 * error([plain], [exact]) + 16 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.gpu
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    rows=st.integers(1, MOST_ROWS),
+    outputs=st.integers(1, 120).map(lambda eighths: 8 * eighths),
+    columns=st.integers(257, 384).map(lambda eighths: 8 * eighths),
+    dtype=st.sampled_from(HALVES),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_addends_against_float64(rows: int, outputs: int, columns: int, seed: int, **case: Any) -> None:
+    torch.manual_seed(seed)
+    check_addends(rows, outputs, columns, **case)
+
+
+@pytest.mark.gpu
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    rows=st.integers(1, MOST_ROWS),
+    outputs=st.integers(180, 300).map(lambda eighths: 8 * eighths),
+    columns=st.integers(1, 96).map(lambda eighths: 8 * eighths),
+    dtype=st.sampled_from(HALVES),
+    norm=st.sampled_from([LAYER_NORM, RMS_NORM]),
+    shift=st.sampled_from([0.0, 0.0, 100.0]),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_of_sum_against_float64(
+    rows: int, outputs: int, columns: int, dtype: torch.dtype, norm: str, shift: float, has_bias: bool, seed: int
+) -> None:
+    """A row far from zero takes another way to its deviation."""
+    torch.manual_seed(seed)
+    input, addends = make(rows, columns, dtype=dtype), make(2, rows, columns, dtype=torch.float32)
+    addends[1] += shift
+    weight = make(columns, outputs, dtype=dtype, scale=columns**-0.5).T
+    bias, norm_weight, norm_bias = (make(size, dtype=dtype) for size in (outputs, columns, columns))
+    options: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "eps": 1e-5}
+    if norm == LAYER_NORM:
+        options["norm_bias"] = norm_bias
+    arguments = (weight, bias if has_bias else None)
+    assert takes_addends(input, weight)
+    with poisoned_allocations():
+        output, sum = decode_linear_of_sum(input, addends, *arguments, **options, backend="cuda")
+        overlapping = decode_linear_of_sum(input, addends, *arguments, **options, overlap=True, backend="cuda")
+    assert torch.equal(output, overlapping[0]) and torch.equal(sum, overlapping[1])
+    expected_sum = (addends[0] + addends[1] + input.float()).to(dtype)
+    assert torch.equal(sum, expected_sum)
+    assert torch.equal(output, decode_linear(expected_sum, *arguments, **options, backend="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_layers_of_gpt2_take_one_launch_each(rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    inner, down = make(rows, 3072, dtype=dtype), make(3072, 768, dtype=dtype, scale=0.02).T
+    stream, weight = make(rows, 768, dtype=dtype), make(768, 2304, dtype=dtype, scale=0.02).T
+    norm = {"norm": LAYER_NORM, "norm_weight": make(768, dtype=dtype), "norm_bias": make(768, dtype=dtype)}
+    bias, next_bias = make(768, dtype=dtype), make(2304, dtype=dtype)
+
+    def both() -> Tensor:
+        addends = decode_linear_addends(inner, down, bias, overlap=True)
+        return decode_linear_of_sum(stream, addends, weight, next_bias, **norm, overlap=True)[0]
+
+    output = both()
+    expected = decode_linear(decode_linear(inner, down, bias, residual=stream), weight, next_bias, **norm)
+    # A sum of two parts may round the other way, which a norm passes on.
+    torch.testing.assert_close(output, expected, rtol=0.05, atol=0.05)
+    assert [launch.name.count("decode_linear_mma_kernel") for launch in launches_of(both)] == [1, 1]
