@@ -20,6 +20,7 @@ MOST_ROWS = 8
 """Of as many rows the kernels leave addends, and take them."""
 
 _HALVES = (torch.float16, torch.bfloat16)
+_OF_WARP = 128  # of K, in a block that leaves addends
 # Of K: what a block has of a layer without a norm, and with one.
 _OF_BLOCK, _OF_BLOCK_NORMALISED = 2048, 768
 # Of one layer, on a multiprocessor; or of one with a longer K than this.
@@ -93,16 +94,25 @@ def _multiprocessors(tensor: Tensor) -> int:
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
+def first_share(columns: int) -> int:
+    """How many of `columns` the first addend is the sum over: whole chunks of all warps of a block."""
+    return -(-columns // (ADDENDS * _OF_WARP)) * _OF_WARP
+
+
+def _reference(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with without_autocast(input):
+        dtype, share = compute_dtype(input, weight), first_share(weight.shape[1])
+        x, w = input.to(weight.dtype).to(dtype), weight.to(dtype)
+        first = F.linear(x[..., :share], w[:, :share], None if bias is None else bias.to(dtype))
+        return torch.stack((first, F.linear(x[..., share:], w[:, share:])))
+
+
 def decode_linear_addends_reference(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, overlap: bool = False, ahead: Sequence[Tensor] = ()
 ) -> Tensor:
     """`decode_linear_addends` in plain PyTorch, for any number of rows."""
     check_layer(input, [weight], [] if bias is None else [bias], None, None, None, None, None, False)
-    with without_autocast(input):
-        dtype, half = compute_dtype(input, weight), weight.shape[1] // 2
-        x, w = input.to(weight.dtype).to(dtype), weight.to(dtype)
-        first = F.linear(x[..., :half], w[:, :half], None if bias is None else bias.to(dtype))
-        return torch.stack((first, F.linear(x[..., half:], w[:, half:])))
+    return _reference(input, weight, bias)
 
 
 def decode_linear_addends(
@@ -114,13 +124,15 @@ def decode_linear_addends(
     ahead: Sequence[Tensor] = (),
     backend: str = "auto",
 ) -> Tensor:
-    """Two tensors whose sum is `F.linear(input, weight, bias)`, not rounded; what each has of it is up to the kernel.
+    """Two tensors whose sum is `F.linear(input, weight, bias)`, not rounded.
+
+    The first is the sum over the first `first_share(K)` columns, and the bias; the second that over the others.
 
     Args:
         input, weight, bias, overlap, ahead: as `decode_linear` takes them, one weight.
         backend: "auto", "cuda" or "reference". Layers that the kernel does not take (`leaves_addends`) are left to
-            `decode_linear`, with zeros beside. Tensors that require a gradient under grad mode, and torch.func
-            transforms, need the reference, which "auto" then takes.
+            the reference. Tensors that require a gradient under grad mode, and torch.func transforms, need the
+            reference, which "auto" then takes.
 
     Returns:
         [2, ..., N] float32, or float64 where a tensor is float64.
@@ -132,14 +144,9 @@ def decode_linear_addends(
     check_layer(input, [weight], [] if bias is None else [bias], None, None, None, None, None, False)
     dtypes = (input.dtype, weight.dtype)
     chosen = registry.pick_without_gradient("decode_linear_addends", backend, dtypes, input, weight, bias)
-    if chosen == "reference":
-        return decode_linear_addends_reference(input, weight, bias)
-    if leaves_addends(input, weight) and (bias is None or bias.dtype is weight.dtype):
-        return RAW_ADDENDS[chosen](input, weight, bias, overlap, list(ahead))
-    dtype = compute_dtype(input, weight)
-    nothing = torch.zeros((*input.shape[:-1], weight.shape[0]), dtype=dtype, device=input.device)
-    product = decode_linear(input, weight, bias, residual=nothing, ahead=ahead, backend=backend)
-    return torch.stack((product, nothing))
+    if chosen == "reference" or not leaves_addends(input, weight) or (bias is not None and bias.dtype != weight.dtype):
+        return _reference(input, weight, bias)
+    return RAW_ADDENDS[chosen](input, weight, bias, overlap, list(ahead))
 
 
 def decode_linear_of_sum_reference(

@@ -5,14 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fuseopt.bench.kernels import launches_of
 from fuseopt.ops import decode_linear, decode_linear_addends, decode_linear_of_sum
-from fuseopt.ops.decode_linear_addends import MOST_ROWS, leaves_addends, takes_addends
+from fuseopt.ops.decode_linear_addends import (
+    MOST_ROWS,
+    decode_linear_addends_reference,
+    leaves_addends,
+    takes_addends,
+)
 from tests.ops.cases import error, examples, to_float64
 from tests.ops.variations import poisoned_allocations
 
@@ -57,7 +61,7 @@ def make(*size: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
 
 
 def check_addends(rows: int, outputs: int, columns: int, dtype: torch.dtype, has_bias: bool) -> None:
-    """Against float64, the error is that of float32 sums; and what was not written is nowhere."""
+    """Against float64, each addend's error is that of float32 sums; and what was not written is nowhere."""
     input, weight = make(rows, columns, dtype=dtype), make(columns, outputs, dtype=dtype).T
     bias = make(outputs, dtype=dtype) if has_bias else None
     assert leaves_addends(input, weight)
@@ -65,9 +69,12 @@ def check_addends(rows: int, outputs: int, columns: int, dtype: torch.dtype, has
         addends = decode_linear_addends(input, weight, bias, backend="cuda")
         overlapping = decode_linear_addends(input, weight, bias, overlap=True, backend="cuda")
     assert torch.equal(addends, overlapping)
-    exact = F.linear(*map(to_float64, (input, weight)), None if bias is None else to_float64(bias))
-    plain = F.linear(input.float(), weight.float(), None if bias is None else bias.float())
-    assert error([addends.sum(0)], [exact]) <= 2 * error([plain], [exact]) + 16 * torch.finfo(torch.float32).eps
+    parameters = (input, weight, bias)
+    exact = decode_linear_addends_reference(*(None if t is None else to_float64(t) for t in parameters))
+    plain = decode_linear_addends_reference(*parameters)
+    assert (
+        error(list(addends), list(exact)) <= 2 * error(list(plain), list(exact)) + 16 * torch.finfo(torch.float32).eps
+    )
 
 
 @pytest.mark.gpu
