@@ -104,7 +104,10 @@ def peak_mib(call: Call, device: torch.device, above: int | None = None) -> floa
     """Most memory allocated on the GPU during a call, over `above` bytes, by default what is there before it."""
     if device.type != "cuda":
         return None
-    gc.collect()  # what goes during the call would count as less than nothing
+    # What goes during the call would count as less than nothing, and the capture of a graph begins by letting go of
+    # what nobody has any more, and of the pools of graphs among it.
+    gc.collect()
+    torch.cuda.empty_cache()
     before = taken_bytes(device) if above is None else above
     torch.cuda.reset_peak_memory_stats(device)
     call()

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from fuseopt.bench.architectures import random_model
-from fuseopt.bench.measure import against_stock, measure
+from fuseopt.bench.measure import against_stock, measure, peak_mib
 from fuseopt.bench.records import STOCK, Record
 from fuseopt.bench.workloads import ModelCase, difference, forward, parameter_sharing_copy
 from fuseopt.errors import CompileError
 
 CPU = torch.device("cpu")
+MIB = 2**20
 REFERENCE_GELU = {
     "kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "backend": "reference", "jit": False},
 }
@@ -130,3 +131,41 @@ def test_what_was_measured_is_kept_when_the_rest_is_interrupted(capsys):
     assert "third and what comes after it is left out" in capsys.readouterr().err
     with pytest.raises(KeyboardInterrupt):
         measure(cases[2:], records_of)
+
+
+def test_memory_of_dead_graphs_is_not_what_a_call_frees(monkeypatch):
+    """On a device of which this says how much is taken: pools of graphs that are gone, until the cache is emptied."""
+    dead, taken, peak = [500 * MIB], [7 * MIB], [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", dead.clear)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: sum(taken))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: max(*peak, sum(taken)))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.clear())
+    segment = {"device": 0, "allocated_size": 0, "segment_pool_id": (0, 1)}
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{**segment, "total_size": size} for size in dead])
+
+    def call():
+        torch.cuda.empty_cache()  # as captures begin
+        taken.append(3 * MIB)
+        peak.append(sum(taken) + 2 * MIB)
+
+    assert peak_mib(call, torch.device("cuda")) == 5
+    assert peak_mib(call, torch.device("cuda"), above=0) == 7 + 3 + 3 + 2
+    assert peak_mib(call, CPU) is None
+
+
+@pytest.mark.gpu
+def test_a_call_that_captures_a_graph_while_another_is_dead():
+    device = torch.device("cuda", torch.cuda.current_device())
+    graphs = []
+
+    def capture(mib):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = torch.empty(mib * MIB, dtype=torch.uint8, device=device).zero_()
+        graphs.append((graph, result))
+
+    capture(256)
+    graphs.clear()
+    peak = peak_mib(lambda: capture(64), device)
+    assert peak is not None and 64 <= peak < 128
