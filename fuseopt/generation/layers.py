@@ -194,6 +194,7 @@ class ResidualStream:
         self._addends: Tensor | None = None
 
     def total(self) -> Tensor:
+        assert self._addends is None, "the layer that they were left for takes them first"
         if self._added is not None:
             self._sum, self._added = self._sum + self._added, None
         return self._sum
@@ -201,6 +202,7 @@ class ResidualStream:
     def linear(self, layer: Linear, norm: Norm, activation: Activation | None = None) -> Tensor:
         """`activation(layer(norm(total)))`, by a LayerNorm."""
         if self._addends is not None:
+            assert activation is None
             output, self._sum = ops.decode_linear_of_sum(
                 self._sum,
                 self._addends,
@@ -225,10 +227,10 @@ class ResidualStream:
         """Adds `layer(input)`.
 
         Args:
-            following: the layer that `linear` is called with next, if no `total` is asked for before.
+            following: the layer that `linear` is called with next, without an activation and before any `total`.
         """
         if following is not None and self._hands_on_addends(input, layer, following):
-            weight = layer.weights[0]
+            weight, self._sum = layer.weights[0], self.total()
             self._addends = ops.decode_linear_addends(input, weight, *layer.biases, overlap=True, ahead=layer.ahead)
         elif not layer.biases or takes_kernel(input, layer, self._sum):
             self._sum = linear(input, layer, residual=self.total())
