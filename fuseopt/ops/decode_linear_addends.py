@@ -6,10 +6,12 @@ blocks do not start before the layer ahead has ended.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
 from fuseopt.ops.decode_linear import check_layer, decode_linear
@@ -49,7 +51,8 @@ def _fake_of_sum(
     overlap: bool,
     ahead: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    return input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=weight.dtype), torch.empty_like(input)
+    output = input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=weight.dtype)
+    return output, input.new_empty(input.shape)
 
 
 RAW_OF_SUM = define(
@@ -61,14 +64,16 @@ RAW_OF_SUM = define(
 
 def leaves_addends(input: Tensor, weight: Tensor) -> bool:
     """Whether `decode_linear_addends` has a kernel for such a layer, [N, K] with unit stride in the first dimension."""
-    columns = weight.shape[1]
-    return _has_strips(input, weight) and _OF_BLOCK < columns <= ADDENDS * _OF_BLOCK
+    outputs, columns = weight.shape
+    return _has_strips(input, weight) and max(outputs, _OF_BLOCK) < columns <= ADDENDS * _OF_BLOCK
 
 
-def takes_addends(input: Tensor, weight: Tensor) -> bool:
-    """Whether `decode_linear_of_sum` has one, with a norm."""
+def takes_addends(input: Tensor, weight: Tensor, *norm: Tensor | None) -> bool:
+    """Whether `decode_linear_of_sum` has one, with a norm of these parameters."""
     outputs, columns = weight.shape
     if not _has_strips(input, weight) or columns > _OF_BLOCK_NORMALISED:
+        return False
+    if not all(parameter is None or _is_aligned(parameter) for parameter in norm):
         return False
     return -(-outputs // 8) >= 8 * (_multiprocessors(input) // 6)
 
@@ -76,18 +81,24 @@ def takes_addends(input: Tensor, weight: Tensor) -> bool:
 def _has_strips(input: Tensor, weight: Tensor) -> bool:
     outputs, columns = weight.shape
     if not (
-        input.is_cuda
+        not is_dynamo_compiling()  # addresses are not known then
+        and input.is_cuda
         and 0 < input.shape[:-1].numel() <= MOST_ROWS
         and input.dtype is weight.dtype
         and weight.dtype in _HALVES
         and weight.stride(0) == 1 < outputs
         and outputs % 8 == columns % 8 == weight.stride(1) % 8 == 0
-        and weight.data_ptr() % 16 == input.data_ptr() % 16 == 0
+        and _is_aligned(weight)
+        and _is_aligned(input)
         and torch.cuda.get_device_capability(input.device) >= (9, 0)
     ):
         return False
     most = _MOST_BYTES_OF_LONG if columns > _LONG else _MOST_BYTES
     return outputs * columns * weight.itemsize < most * _multiprocessors(input)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    return tensor.data_ptr() % 16 == 0
 
 
 def _multiprocessors(tensor: Tensor) -> int:
@@ -107,12 +118,9 @@ def _reference(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.stack((first, F.linear(x[..., share:], w[:, share:])))
 
 
-def decode_linear_addends_reference(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, overlap: bool = False, ahead: Sequence[Tensor] = ()
-) -> Tensor:
+def decode_linear_addends_reference(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`decode_linear_addends` in plain PyTorch, for any number of rows."""
-    check_layer(input, [weight], [] if bias is None else [bias], None, None, None, None, None, False)
-    return _reference(input, weight, bias)
+    return decode_linear_addends(input, weight, bias, backend="reference")
 
 
 def decode_linear_addends(
@@ -150,23 +158,10 @@ def decode_linear_addends(
 
 
 def decode_linear_of_sum_reference(
-    input: Tensor,
-    addends: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: str,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    eps: float = 1e-5,
-    overlap: bool = False,
-    ahead: Sequence[Tensor] = (),
+    input: Tensor, addends: Tensor, weight: Tensor, bias: Tensor | None = None, **norm: Any
 ) -> tuple[Tensor, Tensor]:
     """`decode_linear_of_sum` in plain PyTorch, for any number of rows."""
-    _check_sum(input, addends)
-    sum = _summed(input, addends)
-    norms = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias, "eps": eps}
-    return decode_linear(sum, weight, bias, **norms, backend="reference"), sum  # type: ignore[arg-type]
+    return decode_linear_of_sum(input, addends, weight, bias, **norm, backend="reference")
 
 
 def _summed(input: Tensor, addends: Tensor) -> Tensor:
@@ -218,7 +213,7 @@ def decode_linear_of_sum(
     dtypes = (input.dtype, weight.dtype)
     chosen = registry.pick_without_gradient("decode_linear_of_sum", backend, dtypes, input, addends, *parameters)
     is_one_dtype = all(parameter is None or parameter.dtype is weight.dtype for parameter in parameters)
-    if chosen != "reference" and is_one_dtype and takes_addends(input, weight):
+    if chosen != "reference" and is_one_dtype and takes_addends(input, weight, norm_weight, norm_bias):
         return RAW_OF_SUM[chosen](
             input, addends.contiguous(), weight, bias, norm, norm_weight, norm_bias, eps, overlap, list(ahead)
         )

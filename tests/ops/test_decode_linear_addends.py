@@ -1,6 +1,8 @@
 """A linear layer that leaves a sum in parts, and one that takes it, against decode_linear and float64."""
 
+import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +56,43 @@ def test_errors() -> None:
             decode_linear_of_sum(*arguments, norm=LAYER_NORM)
     with pytest.raises(ValueError, match="weight"):
         decode_linear_addends(input, torch.randn(5, 13))
+
+
+class OnGPU(Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("name", ["input", "weight", "norm_weight", "norm_bias"])
+def test_what_lies_askew_is_left_to_other_kernels(name: str, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As parameters may that are views of one flat tensor; on a device of this many multiprocessors."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    sizes = {"input": (1, 768), "weight": (768, 2304), "norm_weight": (768,), "norm_bias": (768,)}
+    tensors = {}
+    for key, size in sizes.items():
+        flat = OnGPU(torch.zeros(math.prod(size) + 8, dtype=torch.bfloat16))
+        begin = shift if key == name else 0
+        tensors[key] = flat[begin : begin + math.prod(size)].view(size)
+    tensors["weight"] = tensors["weight"].T
+    assert takes_addends(*tensors.values()) == (shift == 0)
+
+
+def test_only_what_narrows_leaves_addends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others with such a K have kernels of their own with one row, if they are large."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def leaves(columns: int, outputs: int) -> bool:
+        input, weight = (OnGPU(torch.empty(size, dtype=torch.bfloat16)) for size in ((1, columns), (columns, outputs)))
+        return leaves_addends(input, weight.T)
+
+    assert leaves(3072, 768) and leaves(2056, 2048)
+    assert not leaves(2304, 2304) and not leaves(2048, 768) and not leaves(4104, 768)
 
 
 def make(*size: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
