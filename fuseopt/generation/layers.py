@@ -223,13 +223,13 @@ class ResidualStream:
         self._added = None
         return linear(normed, layer, activation=activation)
 
-    def add(self, input: Tensor, layer: Linear, following: Linear | None = None) -> None:
+    def add(self, input: Tensor, layer: Linear, following: tuple[Linear, Norm] | None = None) -> None:
         """Adds `layer(input)`.
 
         Args:
-            following: the layer that `linear` is called with next, without an activation and before any `total`.
+            following: what `linear` is called with next, without an activation and before any `total`.
         """
-        if following is not None and self._hands_on_addends(input, layer, following):
+        if following is not None and self._hands_on_addends(input, layer, *following):
             weight, self._sum = layer.weights[0], self.total()
             self._addends = ops.decode_linear_addends(input, weight, *layer.biases, overlap=True, ahead=layer.ahead)
         elif not layer.biases or takes_kernel(input, layer, self._sum):
@@ -238,10 +238,14 @@ class ResidualStream:
             # A product with a bias takes nothing else along.
             self._sum, self._added = self.total(), linear(input, layer)
 
-    def _hands_on_addends(self, input: Tensor, layer: Linear, following: Linear) -> bool:
+    def _hands_on_addends(self, input: Tensor, layer: Linear, following: Linear, norm: Norm) -> bool:
         weight, next_weight = layer.weights[0], following.weights[0]
-        has_kernels = has_kernel("decode_linear_addends", weight) and has_kernel("decode_linear_of_sum", next_weight)
-        return has_kernels and leaves_addends(input, weight) and takes_addends(self._sum, next_weight)
+        if not (has_kernel("decode_linear_addends", weight) and has_kernel("decode_linear_of_sum", next_weight)):
+            return False
+        if not leaves_addends(input, weight, *layer.biases):
+            return False
+        of_norm = {"norm": norm.kind, "norm_weight": norm.weight, "norm_bias": norm.bias}
+        return takes_addends(self._sum, next_weight, *following.biases, **of_norm)
 
 
 def _by_library(

@@ -18,15 +18,7 @@ from fuseopt.ops.decode_linear import check_layer, decode_linear
 from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
 
 ADDENDS = 2
-MOST_ROWS = 8
-"""Of as many rows the kernels leave addends, and take them."""
-
-_HALVES = (torch.float16, torch.bfloat16)
 _OF_WARP = 128  # of K, in a block that leaves addends
-# Of K: what a block has of a layer without a norm, and with one.
-_OF_BLOCK, _OF_BLOCK_NORMALISED = 2048, 768
-# Of one layer, on a multiprocessor; or of one with a longer K than this.
-_MOST_BYTES, _LONG, _MOST_BYTES_OF_LONG = 92 * 1024, 3072, 37 * 1024
 
 
 def _fake_addends(input: Tensor, weight: Tensor, bias: Tensor | None, overlap: bool, ahead: Sequence[Tensor]) -> Tensor:
@@ -62,47 +54,32 @@ RAW_OF_SUM = define(
 )
 
 
-def leaves_addends(input: Tensor, weight: Tensor) -> bool:
-    """Whether `decode_linear_addends` has a kernel for such a layer, [N, K] with unit stride in the first dimension."""
-    outputs, columns = weight.shape
-    return _has_strips(input, weight) and max(outputs, _OF_BLOCK) < columns <= ADDENDS * _OF_BLOCK
+# Of tensors that have no address yet nobody knows.
+RAW_LEAVES = define("leaves_addends(Tensor input, Tensor weight, Tensor? bias) -> bool", lambda *arguments: False)
+RAW_TAKES = define(
+    "takes_addends(Tensor input, Tensor weight, Tensor? bias, str norm, Tensor? norm_weight, Tensor? norm_bias)"
+    " -> bool",
+    lambda *arguments: False,
+)
 
 
-def takes_addends(input: Tensor, weight: Tensor, *norm: Tensor | None) -> bool:
-    """Whether `decode_linear_of_sum` has one, with a norm of these parameters."""
-    outputs, columns = weight.shape
-    if not _has_strips(input, weight) or columns > _OF_BLOCK_NORMALISED:
-        return False
-    if not all(parameter is None or _is_aligned(parameter) for parameter in norm):
-        return False
-    return -(-outputs // 8) >= 8 * (_multiprocessors(input) // 6)
+def leaves_addends(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether the CUDA kernel of `decode_linear_addends`, which must be there, takes such a layer: one of few rows, and
+    too long a K for a block."""
+    return not is_dynamo_compiling() and RAW_LEAVES["cuda"](input, weight, bias)
 
 
-def _has_strips(input: Tensor, weight: Tensor) -> bool:
-    outputs, columns = weight.shape
-    if not (
-        not is_dynamo_compiling()  # addresses are not known then
-        and input.is_cuda
-        and 0 < input.shape[:-1].numel() <= MOST_ROWS
-        and input.dtype is weight.dtype
-        and weight.dtype in _HALVES
-        and weight.stride(0) == 1 < outputs
-        and outputs % 8 == columns % 8 == weight.stride(1) % 8 == 0
-        and _is_aligned(weight)
-        and _is_aligned(input)
-        and torch.cuda.get_device_capability(input.device) >= (9, 0)
-    ):
-        return False
-    most = _MOST_BYTES_OF_LONG if columns > _LONG else _MOST_BYTES
-    return outputs * columns * weight.itemsize < most * _multiprocessors(input)
-
-
-def _is_aligned(tensor: Tensor) -> bool:
-    return tensor.data_ptr() % 16 == 0
-
-
-def _multiprocessors(tensor: Tensor) -> int:
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+def takes_addends(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: str,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+) -> bool:
+    """Whether that of `decode_linear_of_sum` does: one of few rows, a short K, and many outputs."""
+    return not is_dynamo_compiling() and RAW_TAKES["cuda"](input, weight, bias, norm, norm_weight, norm_bias)
 
 
 def first_share(columns: int) -> int:
@@ -152,7 +129,7 @@ def decode_linear_addends(
     check_layer(input, [weight], [] if bias is None else [bias], None, None, None, None, None, False)
     dtypes = (input.dtype, weight.dtype)
     chosen = registry.pick_without_gradient("decode_linear_addends", backend, dtypes, input, weight, bias)
-    if chosen == "reference" or not leaves_addends(input, weight) or (bias is not None and bias.dtype != weight.dtype):
+    if chosen == "reference" or not leaves_addends(input, weight, bias):
         return _reference(input, weight, bias)
     return RAW_ADDENDS[chosen](input, weight, bias, overlap, list(ahead))
 
@@ -209,25 +186,25 @@ def decode_linear_of_sum(
     """
     check_layer(input, [weight], [] if bias is None else [bias], None, norm, norm_weight, norm_bias, None, False)
     _check_sum(input, addends)
-    parameters = (weight, bias, norm_weight, norm_bias)
-    dtypes = (input.dtype, weight.dtype)
-    chosen = registry.pick_without_gradient("decode_linear_of_sum", backend, dtypes, input, addends, *parameters)
-    is_one_dtype = all(parameter is None or parameter.dtype is weight.dtype for parameter in parameters)
-    if chosen != "reference" and is_one_dtype and takes_addends(input, weight, norm_weight, norm_bias):
+    chosen = registry.pick_without_gradient(
+        "decode_linear_of_sum",
+        backend,
+        (input.dtype, weight.dtype),
+        input,
+        addends,
+        weight,
+        bias,
+        norm_weight,
+        norm_bias,
+    )
+    of_norm: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
+    if chosen != "reference" and takes_addends(input, weight, bias, **of_norm):
         return RAW_OF_SUM[chosen](
             input, addends.contiguous(), weight, bias, norm, norm_weight, norm_bias, eps, overlap, list(ahead)
         )
     sum = _summed(input, addends)
-    output = decode_linear(
-        sum,
-        weight,
-        bias,
-        norm=norm,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        eps=eps,
-        backend="reference" if chosen == "reference" else backend,
-    )
+    each = "reference" if chosen == "reference" else backend
+    output = decode_linear(sum, weight, bias, **of_norm, eps=eps, backend=each)
     return output, sum
 
 

@@ -93,7 +93,7 @@ def test_layers_hand_on_addends_where_both_have_kernels_for_that(monkeypatch: py
 
     expected = logits()
     for name in ("has_kernel", "leaves_addends", "takes_addends"):
-        monkeypatch.setattr(layers, name, lambda *_: True)
+        monkeypatch.setattr(layers, name, lambda *_, **of_norm: True)
     handed_on = []
     leave = ops.decode_linear_addends
 

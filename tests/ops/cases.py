@@ -192,7 +192,9 @@ class RawCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def names(self) -> list[str]:
-        return [str(func).removeprefix("fuseopt.") for func, _ in self.calls]
+        """Of those that compute: whether a kernel takes a layer is not asked where a call is compiled."""
+        asks = {op for op, _ in self.calls if [str(result.type) for result in op._schema.returns] == ["bool"]}
+        return [str(op).removeprefix("fuseopt.") for op, _ in self.calls if op not in asks]
 
 
 class Graphs:

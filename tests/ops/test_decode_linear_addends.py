@@ -2,7 +2,6 @@
 
 import math
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fuseopt.bench.kernels import launches_of
 from fuseopt.ops import decode_linear, decode_linear_addends, decode_linear_of_sum
 from fuseopt.ops.decode_linear_addends import (
-    MOST_ROWS,
     decode_linear_addends_reference,
     leaves_addends,
     takes_addends,
@@ -22,6 +21,7 @@ from fuseopt.ops.decode_linear_addends import (
 from tests.ops.cases import error, examples, to_float64
 from tests.ops.variations import poisoned_allocations
 
+MOST_ROWS = 8
 HALVES = (torch.bfloat16, torch.float16)
 LAYER_NORM, RMS_NORM = "layer_norm", "t5_rms_norm"
 
@@ -58,45 +58,63 @@ def test_errors() -> None:
         decode_linear_addends(input, torch.randn(5, 13))
 
 
-class OnGPU(Tensor):
-    """Says that it is on a GPU."""
-
-    is_cuda = True
+def make(*size: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(size, device="cuda")).to(dtype)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("name", ["input", "weight", "norm_weight", "norm_bias"])
-def test_what_lies_askew_is_left_to_other_kernels(name: str, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As parameters may that are views of one flat tensor; on a device of this many multiprocessors."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+def test_what_lies_askew_is_left_to_other_kernels(name: str, shift: int) -> None:
+    """As parameters may that are views of one flat tensor."""
     sizes = {"input": (1, 768), "weight": (768, 2304), "norm_weight": (768,), "norm_bias": (768,)}
     tensors = {}
     for key, size in sizes.items():
-        flat = OnGPU(torch.zeros(math.prod(size) + 8, dtype=torch.bfloat16))
+        flat = make(math.prod(size) + 8, dtype=torch.bfloat16, scale=0.02)
         begin = shift if key == name else 0
         tensors[key] = flat[begin : begin + math.prod(size)].view(size)
-    tensors["weight"] = tensors["weight"].T
-    assert takes_addends(*tensors.values()) == (shift == 0)
+    input, weight = tensors.pop("input"), tensors.pop("weight").T
+    norm = {"norm": LAYER_NORM, **tensors}
+    assert takes_addends(input, weight, **norm) == (shift == 0)
+    addends = make(2, 1, 768, dtype=torch.float32)
+    output, sum = decode_linear_of_sum(input, addends, weight, **norm, backend="cuda")
+    assert torch.equal(output, decode_linear(sum, weight, **norm, backend="cuda"))
 
 
-def test_only_what_narrows_leaves_addends(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("other", [torch.float16, torch.float32])
+def test_parameters_of_another_dtype_are_left_to_other_kernels(other: torch.dtype) -> None:
+    input, weight = make(1, 3072, dtype=torch.bfloat16), make(3072, 768, dtype=torch.bfloat16).T
+    assert leaves_addends(input, weight, make(768, dtype=torch.bfloat16))
+    assert not leaves_addends(input, weight, make(768, dtype=other))
+    stream, next_weight = make(1, 768, dtype=torch.bfloat16), make(768, 2304, dtype=torch.bfloat16).T
+    assert not takes_addends(stream, next_weight, make(2304, dtype=other), norm=RMS_NORM)
+    assert not takes_addends(stream, next_weight, norm=RMS_NORM, norm_weight=make(768, dtype=other))
+    assert not takes_addends(stream.to(other), next_weight, norm=RMS_NORM)
+
+
+@pytest.mark.gpu
+def test_only_what_narrows_leaves_addends() -> None:
     """Others with such a K have kernels of their own with one row, if they are large."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
-    def leaves(columns: int, outputs: int) -> bool:
-        input, weight = (OnGPU(torch.empty(size, dtype=torch.bfloat16)) for size in ((1, columns), (columns, outputs)))
-        return leaves_addends(input, weight.T)
+    def leaves(columns: int, outputs: int, rows: int = 1) -> bool:
+        return leaves_addends(*(make(*size, dtype=torch.bfloat16).mT for size in ((columns, rows), (columns, outputs))))
 
-    assert leaves(3072, 768) and leaves(2056, 2048)
+    assert leaves(3072, 768) and leaves(2056, 2048) and leaves(3072, 768, MOST_ROWS)
     assert not leaves(2304, 2304) and not leaves(2048, 768) and not leaves(4104, 768)
+    assert not leaves(3072, 768, MOST_ROWS + 1)
 
 
-def make(*size: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    return (scale * torch.randn(size, device="cuda")).to(dtype)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_of_tensors_without_addresses_nothing_is_known(compiled: bool) -> None:
+    """They are traced to be left to PyTorch and `decode_linear`, whatever device they are said to be on."""
+    with FakeTensorMode():
+        input, weight = torch.empty(1, 3072, device="cuda"), torch.empty(768, 3072, device="cuda")
+
+        def asked() -> bool:
+            return leaves_addends(input, weight) or takes_addends(input, weight, norm=LAYER_NORM)
+
+        assert (torch.compile(asked, backend="eager") if compiled else asked)() is False
 
 
 def check_addends(rows: int, outputs: int, columns: int, dtype: torch.dtype, has_bias: bool) -> None:
@@ -152,11 +170,9 @@ def test_of_sum_against_float64(
     addends[1] += shift
     weight = make(columns, outputs, dtype=dtype, scale=columns**-0.5).T
     bias, norm_weight, norm_bias = (make(size, dtype=dtype) for size in (outputs, columns, columns))
-    options: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "eps": 1e-5}
-    if norm == LAYER_NORM:
-        options["norm_bias"] = norm_bias
-    arguments = (weight, bias if has_bias else None)
-    assert takes_addends(input, weight)
+    of_norm = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias if norm == LAYER_NORM else None}
+    arguments, options = (weight, bias if has_bias else None), {**of_norm, "eps": 1e-5}
+    assert takes_addends(input, *arguments, **of_norm)
     with poisoned_allocations():
         output, sum = decode_linear_of_sum(input, addends, *arguments, **options, backend="cuda")
         overlapping = decode_linear_of_sum(input, addends, *arguments, **options, overlap=True, backend="cuda")

@@ -11,10 +11,31 @@ std::vector<Tensor> as_list(const std::optional<Tensor>& bias) {
   return bias.has_value() ? std::vector<Tensor>{*bias} : std::vector<Tensor>{};
 }
 
+LinearCall leaving(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, bool overlap,
+                   const std::vector<Tensor>& ahead) {
+  return linear_call(kLeaves, input, {weight}, as_list(bias), std::nullopt, "", std::nullopt, std::nullopt, 0, "", false,
+                     overlap, ahead);
+}
+
+LinearCall taking(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const std::string& norm,
+                  const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double eps,
+                  bool overlap, const std::vector<Tensor>& ahead) {
+  return linear_call(kTakes, input, {weight}, as_list(bias), std::nullopt, norm, norm_weight, norm_bias, eps, "", false,
+                     overlap, ahead);
+}
+
+bool leaves_addends(Tensor input, Tensor weight, std::optional<Tensor> bias) {
+  return fuseopt_leaves_addends(leaving(input, weight, bias, false, {}).layer);
+}
+
+bool takes_addends(Tensor input, Tensor weight, std::optional<Tensor> bias, std::string norm,
+                   std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias) {
+  return fuseopt_takes_addends(taking(input, weight, bias, norm, norm_weight, norm_bias, 0, false, {}).layer);
+}
+
 Tensor decode_linear_addends(Tensor input, Tensor weight, std::optional<Tensor> bias, bool overlap,
                              std::vector<Tensor> ahead) {
-  LinearCall call = linear_call(kLeaves, input, {weight}, as_list(bias), std::nullopt, "", std::nullopt, std::nullopt,
-                                0, "", false, overlap, ahead);
+  LinearCall call = leaving(input, weight, bias, overlap, ahead);
   FUSEOPT_CHECK(fuseopt_leaves_addends(call.layer), "fuseopt::", kLeaves, ": the kernel does not take such a layer");
   const auto sizes = call.output.sizes();
   std::vector<int64_t> addend_sizes(sizes.begin(), sizes.end());
@@ -31,8 +52,7 @@ std::tuple<Tensor, Tensor> decode_linear_of_sum(Tensor input, Tensor addends, Te
                                                 std::optional<Tensor> bias, std::string norm,
                                                 std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias,
                                                 double eps, bool overlap, std::vector<Tensor> ahead) {
-  LinearCall call = linear_call(kTakes, input, {weight}, as_list(bias), std::nullopt, norm, norm_weight, norm_bias, eps,
-                                "", false, overlap, ahead);
+  LinearCall call = taking(input, weight, bias, norm, norm_weight, norm_bias, eps, overlap, ahead);
   FUSEOPT_CHECK(fuseopt_takes_addends(call.layer), "fuseopt::", kTakes, ": the kernel does not take such a layer");
   FUSEOPT_CHECK(addends.is_cuda() && addends.get_device_index() == input.get_device_index() &&
                     dtype_of(addends) == ScalarType::Float && addends.is_contiguous() &&
@@ -51,6 +71,8 @@ std::tuple<Tensor, Tensor> decode_linear_of_sum(Tensor input, Tensor addends, Te
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::decode_linear_addends_binding;
+  library.impl("leaves_addends", TORCH_BOX(&leaves_addends));
+  library.impl("takes_addends", TORCH_BOX(&takes_addends));
   library.impl("decode_linear_addends", TORCH_BOX(&decode_linear_addends));
   library.impl("decode_linear_of_sum", TORCH_BOX(&decode_linear_of_sum));
 }
