@@ -44,7 +44,7 @@ class Selection:
         last = processors[-1] if processors else None
         self._last_edits = last if isinstance(last, Edits) and not (do_sample or keep_scores) else None
         self._processors_before = processors if self._last_edits is None else processors[:-1]
-        self._takes_likeliest = not (processors or do_sample or keep_logits or keep_scores)
+        self._takes_likeliest = not (self._processors_before or do_sample or keep_logits or keep_scores)
         self.key: Hashable = (
             do_sample,
             keep_logits,
@@ -128,6 +128,7 @@ class Selection:
             norm_bias=bias,
             eps=eps,
             counters=(state.counters,),
+            edits=self._edits_left(state),
             overlap=True,
             ahead=hidden.head.ahead,
         )

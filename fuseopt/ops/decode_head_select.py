@@ -8,6 +8,7 @@ from torch import Tensor
 from fuseopt.ops import registry
 from fuseopt.ops.decode_linear import FEW_ROWS, check_layer, decode_linear
 from fuseopt.ops.decode_select import check_state, decode_select_
+from fuseopt.ops.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, for_kernel
 from fuseopt.ops.library import define
 
 
@@ -28,6 +29,7 @@ def _fake(
     eos: Tensor | None,
     counters: Sequence[Tensor],
     overlap: bool,
+    *edits: object,
 ) -> None:
     return None
 
@@ -35,7 +37,7 @@ def _fake(
 RAW = define(
     "decode_head_select_(Tensor input, Tensor weight, str norm, Tensor? norm_weight, Tensor? norm_bias, float eps,"
     " Tensor[] ahead, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length, Tensor(d!) unfinished, Tensor(e!) going,"
-    " Tensor pad, Tensor? eos, Tensor(f!)[] counters, bool overlap) -> ()",
+    f" Tensor pad, Tensor? eos, Tensor(f!)[] counters, bool overlap, {OPTIONAL_EDITS}) -> ()",
     _fake,
 )
 
@@ -61,23 +63,26 @@ def decode_head_select_(
     norm_bias: Tensor | None = None,
     eps: float = 1e-5,
     counters: Sequence[Tensor] = (),
+    edits: LogitsEdits | None = None,
     overlap: bool = False,
     ahead: Sequence[Tensor] = (),
     backend: str = "auto",
 ) -> None:
     """`decode_select_(decode_linear(input, weight, norm=norm, ...), tokens, ids, ...)`, to the bit.
 
-    Where the linear layer's CUDA kernel streams a large weight of 16 bits, behind a norm and with at most 8 rows, its
-    blocks keep the highest of the scores that they make, and no launch looks for it.
+    Where the linear layer's CUDA kernel streams a large weight of 16 bits, behind a norm and with at most 8 rows, and
+    edits are rules for tokens alone, its blocks keep the highest of the scores that they make, and no launch looks for
+    it.
 
     More than `FEW_ROWS` rows are left to those two.
 
     Args:
         input: [rows, K], as `decode_linear` takes it.
         weight: [V, K], V > 0, as `decode_linear` takes it.
-        tokens, ids, length, unfinished, going, pad, eos, counters: as `decode_select_` takes them.
+        tokens, ids, length, unfinished, going, pad, eos, counters, edits: as `decode_select_` takes them.
         norm, norm_weight, norm_bias, eps, ahead: as `decode_linear` takes them.
-        overlap: of both: the predecessor on the stream must write none of the parameters.
+        overlap: of both: the predecessor on the stream must write none of the parameters, nor of the edits' tensors
+            any but `length`.
         backend: "auto", "cuda" or "reference".
 
     Raises:
@@ -91,6 +96,8 @@ def decode_head_select_(
         )
     check_layer(input, [weight], [], None, norm, norm_weight, norm_bias, None, False)
     check_state(len(input), tokens, ids, length, unfinished, going, pad)
+    if edits is not None:
+        check_edits(edits, len(input), len(weight))
     state = (tokens, ids, length, unfinished, going, pad, eos)
     chosen = registry.pick_without_gradient(
         "decode_head_select_", backend, (input.dtype, weight.dtype), input, weight, norm_weight, norm_bias
@@ -108,11 +115,10 @@ def decode_head_select_(
             ahead=ahead,
             backend=each,
         )
-        decode_select_(scores, *state, counters=counters, overlap=overlap, backend=each)
+        decode_select_(scores, *state, counters=counters, edits=edits, overlap=overlap, backend=each)
     else:
-        RAW[chosen](
-            input, weight, norm or "", norm_weight, norm_bias, eps, list(ahead), *state, list(counters), overlap
-        )
+        head = (input, weight, norm or "", norm_weight, norm_bias, eps, list(ahead))
+        RAW[chosen](*head, *state, list(counters), overlap, *for_kernel(edits))
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

@@ -1,5 +1,7 @@
 """generate() of an initialised model against transformers' own: tokens, scores, caches, types, random state, tier."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -376,6 +378,34 @@ def test_masks_that_leave_nothing_of_a_prompt_or_are_not_of_its_length(as_on_a_g
             wanted = generate(stock, inputs, max_new_tokens=4, **kwargs)
             assert_same(generate(model, inputs, max_new_tokens=4, **kwargs), wanted)
             assert "mask" in calls_of(model)[-1].reason
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+@pytest.mark.parametrize(
+    ("by_the_head", "kwargs"),
+    [
+        (True, {}),
+        (True, {"min_new_tokens": 4}),
+        (True, {"min_length": 9, "suppress_tokens": [5, 7], "forced_eos_token_id": 8}),
+        (True, {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}),  # all that the op does
+        (False, {"renormalize_logits": True}),
+        (False, {"output_logits": True}),
+    ],
+)
+def test_greedy_steps_end_with_the_head(family, by_the_head, kwargs, each_device, monkeypatch):
+    for module in (attention, layers, prompts, ahead):
+        monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
+    inputs = prompt(tiny.FAMILIES[family](0), 2, 6, 0, padded=False)
+    plain = {"return_dict_in_generate": True, "output_scores": False, "output_logits": False}
+    asked = {**plain, "max_new_tokens": 8, "eos_token_id": [9, 11], **kwargs}
+    wanted = generate(tiny.FAMILIES[family](0), inputs, **asked)
+    head = mock.Mock(wraps=ops.decode_head_select_)
+    monkeypatch.setattr(ops, "decode_head_select_", head)
+    model = fuseopt.initialize(tiny.FAMILIES[family](0), GENERATION)
+    got = generate(model, inputs, **asked)
+    assert torch.equal(got[0].sequences, wanted[0].sequences) and torch.equal(got[1], wanted[1])
+    assert calls_of(model)[-1].tier is Tier.DEVICE_LOOP
+    assert bool(head.call_count) == by_the_head
 
 
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fuseopt.errors import BackendError
-from fuseopt.ops import decode_head_select_, decode_linear, decode_select_, registry
+from fuseopt.ops import LogitsEdits, decode_head_select_, decode_linear, decode_select_, registry
 from tests.ops.cases import DTYPES, Case, cases
 from tests.ops.test_decode_select import state_of as decode_state_of
 
@@ -26,14 +26,22 @@ def norm_of(kind: str | None, columns: int, like: Tensor) -> dict[str, object]:
     return norm | ({"norm_bias": torch.randn(columns).to(like)} if kind == "layer_norm" else {})
 
 
-def check(case: Case, input: Tensor, weight: Tensor, norm: dict[str, object]) -> None:
+def check(
+    case: Case, input: Tensor, weight: Tensor, norm: dict[str, object], edits: dict[str, object] | None = None
+) -> None:
     rows = len(input)
     scores = decode_linear(input, weight, **norm, backend=case.backend)
     ends = scores.argmax(-1)[:1].clone()
     got, wanted = state_of(rows, case.device), state_of(rows, case.device)
+    for state in (got, wanted):
+        state["ids"][:, :4] = scores.topk(4).indices
     got_counters, counters = ([torch.arange(rows, device=case.device)] for _ in range(2))
-    case(input, weight, *got.values(), ends, **norm, counters=got_counters)
-    decode_select_(scores, *wanted.values(), ends, counters=counters, backend=case.backend)
+
+    def edits_of(state: dict[str, Tensor]) -> dict[str, LogitsEdits]:
+        return {} if edits is None else {"edits": LogitsEdits(state["ids"], state["length"], **edits)}
+
+    case(input, weight, *got.values(), ends, **norm, counters=got_counters, **edits_of(got))
+    decode_select_(scores, *wanted.values(), ends, counters=counters, **edits_of(wanted), backend=case.backend)
     for name, value in wanted.items():
         assert torch.equal(got[name], value), name
     assert torch.equal(got_counters[0], counters[0])
@@ -65,6 +73,54 @@ def test_vocabularies(dtype: torch.dtype, norm: str | None, rows: int, vocabular
     weight = torch.randint(-1, 2, (vocabulary, columns)).to(case.device, dtype)
     weight[vocabulary // 2 :] = weight[: vocabulary - vocabulary // 2].clone()
     check(case, input, weight, norm_of(norm, columns, weight))
+
+
+def rules_for(scores: Tensor, bounds: list[list[int]], forcing: int) -> dict[str, object]:
+    """Rule 0 about a tenth of the tokens and the best of the first row, rule 1 about every third."""
+    vocabulary = scores.shape[1]
+    of_first = torch.rand(vocabulary, device=scores.device) < 0.1
+    of_first[scores[0].argmax()] = True
+    of_second = torch.arange(vocabulary, device=scores.device) % 3 == 1
+    table = of_first.to(torch.uint8) + 2 * of_second.to(torch.uint8)
+    return {
+        "token_rules": table,
+        "rule_bounds": torch.tensor(bounds, device=scores.device),
+        "forcing_rules": forcing,
+    }
+
+
+@every_case
+@pytest.mark.parametrize("rows", [1, 3, 8, 9])
+@pytest.mark.parametrize(
+    ("bounds", "forcing"),
+    [
+        ([[0, 9], [0, 9]], 0),
+        ([[0, 4], [4, 5]], 0),  # sequences have 4 ids
+        ([[0, 4], [5, 9]], 0),
+        ([[0, 9], [4, 5]], 2),
+        ([[4, 9], [0, 9]], 1),
+    ],
+)
+@pytest.mark.parametrize(("vocabulary", "columns"), [(300, 48), (32128, 512)])
+def test_rules_for_tokens(
+    case: Case, rows: int, bounds: list[list[int]], forcing: int, vocabulary: int, columns: int
+) -> None:
+    torch.manual_seed(0)
+    input = torch.randn(rows, columns).to(case.device, torch.bfloat16)
+    weight = torch.randn(vocabulary, columns).to(case.device, torch.bfloat16)
+    norm = norm_of("layer_norm", columns, weight)
+    scores = decode_linear(input, weight, **norm, backend=case.backend)
+    check(case, input, weight, norm, rules_for(scores, bounds, forcing))
+
+
+@every_case
+def test_other_edits(case: Case) -> None:
+    torch.manual_seed(0)
+    input, weight = (torch.randn(n, 512).to(case.device, torch.bfloat16) for n in (2, 32128))
+    norm = norm_of("layer_norm", 512, weight)
+    rules = rules_for(decode_linear(input, weight, **norm, backend=case.backend), [[0, 9], [0, 9]], 0)
+    for others in ({"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 1}, {"temperature": 0.5}):
+        check(case, input, weight, norm, rules | others)
 
 
 @every_case
@@ -118,6 +174,9 @@ def test_wrong_arguments_change_nothing(case: Case) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             case(input, weight, *state.values(), **options)
+    edits = LogitsEdits(state["ids"], state["length"], token_rules=torch.zeros(4, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"edits.token_rules must have shape"):
+        case(input, weight, *state.values(), edits=edits)
     with pytest.raises(BackendError, match="autograd"):
         decode_head_select_(input.requires_grad_(), weight, *state.values(), backend="cuda")
     assert all(torch.equal(state[name], before[name]) for name in state)

@@ -7,6 +7,7 @@
 
 #include "cluster.cuh"
 #include "stream_rows.cuh"
+#include "token_rules.cuh"
 
 namespace fuseopt {
 
@@ -56,6 +57,9 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   }
   prefetch_ahead(layer);
 
+  // Of a head, behind a norm: when outputs are stored, a warp has a row of them.
+  constexpr bool kGivesBest = kNorm && kHalves == 1;
+  static_assert(kHalfRows <= kStreamWarps && kStreamColumns == kWarpSize);
   // What the thread finishes first of a strip's outputs.
   const int width_bits = layer.is_gated ? 4 : 5, width = 1 << width_bits;
   static_assert(kStreamColumns == 32);
@@ -66,9 +70,13 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   // Converted where they are used: not waited for before.
   T bias, gate_bias, residual;
   float wide_residual;
+  unsigned rules_of_column = 0;
   const auto load_biases = [&](int i) {
     const int column = column_of(i);
     bias = gate_bias = from_acc<T>(0.f);
+    if (kGivesBest && layer.rules.of_tokens != nullptr && column < layer.outputs) {
+      rules_of_column = layer.rules.of_tokens[column];
+    }
     if (layer.biases[0] == nullptr || i >= rows * width || column >= layer.outputs) return;
     bias = layer.biases[layer.is_gated ? 0 : blockIdx.y][column];
     if (layer.is_gated) gate_bias = layer.biases[1][column];
@@ -82,6 +90,8 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   load_biases(threadIdx.x);
   wait_for_predecessor();
   load_residual(threadIdx.x);
+  RulesInForce rules;
+  if (kGivesBest && layer.rules.of_tokens != nullptr) rules = RulesInForce(layer.rules, *layer.sequence_length);
 
   const auto rows_of = [&](int half) {
     char* const at = rows_at + half * half_bytes + StreamRows<T, X>::bytes(layer.slot_bits, warp * part_columns);
@@ -117,9 +127,6 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   __syncwarp();
 
   int stage = 0;
-  // Of a head, behind a norm: when outputs are stored, a warp has a row of them.
-  constexpr bool kGivesBest = kNorm && kHalves == 1;
-  static_assert(kHalfRows <= kStreamWarps && kStreamColumns == kWarpSize);
   Candidate<float> best;
 #pragma unroll 1
   while (true) {
@@ -197,7 +204,9 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
         }
         value += to_float(residual) + wide_residual;
         layer.store(output_index(i), value);
-        if (kGivesBest && layer.best != nullptr) best.consider(to_float(from_acc<T>(value)), column_of(i));
+        if (kGivesBest && layer.best != nullptr) {
+          best.consider(rules.edited(to_float(from_acc<T>(value)), rules_of_column), column_of(i));
+        }
       }
       i += blockDim.x;
       is_done = i >= rows * width;
@@ -286,6 +295,8 @@ cudaError_t launch_stream_as(const DecodeLinear& layer, const StreamPlan& plan, 
   of.block_columns = plan.block_columns;
   of.slot_bits = plan.slot_bits;
   of.best = static_cast<Candidate<float>*>(layer.best);
+  of.rules = layer.rules;
+  of.sequence_length = layer.sequence_length;
   const LaunchShape shape{static_cast<unsigned>(of.step * plan.blocks), kStreamWarps * kWarpSize, plan.shared_bytes,
                           static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.weights)};
   of.share_ahead(shape);

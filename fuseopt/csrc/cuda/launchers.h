@@ -57,9 +57,17 @@ struct ScoreMatrix {
   int64_t column_stride;
 };
 
+// What holds for tokens as long as sequences have certain lengths.
+struct TokenRules {
+  static constexpr int kMost = 8;
+  const uint8_t* of_tokens;  // [vocabulary]: bit i of a token's: rule i is about it; null: there are none
+  const int64_t* bounds;     // [count, 2]: the first length of sequences at which a rule holds, and the end
+  int count;
+  unsigned forcing;          // bit i: rule i sets its tokens to 0 and bans all others; any other bans its tokens
+};
+
 // What is done to row r of the scores; see logits_edits.cuh.
 struct LogitsEdits {
-  static constexpr int kMaxRules = 8;
   TokenIds input_ids;          // [rows, length]
   const int64_t* length;       // how many of their columns count; null: all
   TokenIds encoder_input_ids;  // as wide an id as those of `input_ids`; row r belongs to r / rows_per_encoder_row
@@ -67,10 +75,7 @@ struct LogitsEdits {
   const int64_t* penalty_begin;  // [rows]: the first id that counts for the penalty; null: the first of the row
   const int64_t* suppressed;     // ids banned in every row
   int64_t suppressed_count;
-  const uint8_t* rules;        // [vocabulary]: bit i of a token's: rule i is about it; null: there are none
-  const int64_t* rule_bounds;  // [rule_count, 2]: the first length of sequences at which a rule holds, and the end
-  int rule_count;
-  unsigned forcing_rules;      // bit i: rule i sets its tokens to 0 and bans all others; any other bans its tokens
+  TokenRules rules;
   int64_t ngram_size;          // 0: no ban
   int64_t encoder_ngram_size;  // 0: no ban
   double repetition_penalty;   // 1: none
@@ -137,6 +142,8 @@ struct DecodeLinear {
   void* sum;             // that sum, [rows, columns] of the input's dtype
   bool is_apart;         // `output` is [kAddends, rows, outputs] float32, yet to be added up
   void* best;           // [rows, fuseopt_decode_linear_parts] DecodeSelect's candidates: each part's highest; or null
+  TokenRules rules;     // of what is compared for `best`
+  const int64_t* sequence_length;  // which says what rules hold
 };
 
 // One query a row of [rows, heads, head_dim] over places [starts, lengths) of the caches, [rows / rows_per_item, heads,

@@ -6,6 +6,7 @@
 // the vocabulary are never marked. A score that nothing applies to keeps its bits.
 #pragma once
 
+#include "token_rules.cuh"
 #include "vector.cuh"
 
 namespace fuseopt {
@@ -43,25 +44,6 @@ __device__ inline TokenIds sequences(const LogitsEdits& edits) {
   if (edits.length != nullptr) ids.length = max(int64_t{0}, min(ids.length, *edits.length));
   return ids;
 }
-
-// Of the rules for tokens those that hold at a sequence's length. A rule that forces makes those before it void.
-struct RulesInForce {
-  unsigned bans = 0;
-  unsigned forced = 0;  // the bit of the last rule that forces, or none
-
-  __device__ RulesInForce(const LogitsEdits& edits, int64_t length) {
-    for (int r = 0; r < edits.rule_count; ++r) {
-      if (length < edits.rule_bounds[2 * r] || length >= edits.rule_bounds[2 * r + 1]) continue;
-      const unsigned rule = 1u << r;
-      if (edits.forcing_rules & rule) forced = rule, bans = 0;
-      else bans |= rule;
-    }
-  }
-  __device__ bool any() const { return (bans | forced) != 0; }
-  __device__ bool ban(unsigned rules_of_token) const {
-    return (rules_of_token & bans) != 0 || (forced != 0 && (rules_of_token & forced) == 0);
-  }
-};
 
 // Calls ban(token) for the last id of every window of `window_row` that begins as row `row` of `prefixes` ends. A thread
 // has the first two ids of kWindows windows on their way at a time; hardly a window is looked at any further.
@@ -131,14 +113,14 @@ template <typename Id>
 __device__ bool mark_tokens(const LogitsEdits& edits, int64_t row, int64_t begin, int64_t end, int64_t origin,
                             unsigned* penalised, unsigned* banned) {
   const TokenIds ids = sequences(edits);
-  const RulesInForce rules(edits, ids.length);
+  const RulesInForce rules(edits.rules, ids.length);
   const int threads = blockDim.x, words = static_cast<int>((end - origin + kWordBits - 1) / kWordBits);
   for (int i = threadIdx.x; i < words; i += threads) penalised[i] = banned[i] = 0;
   __syncthreads();
   if (rules.any()) {
     for (int i = threadIdx.x; i < words * kWordBits; i += threads) {
       const int64_t token = origin + i;
-      const bool is_banned = token >= begin && token < end && rules.ban(edits.rules[token]);
+      const bool is_banned = token >= begin && token < end && rules.ban(edits.rules.of_tokens[token]);
       const unsigned word = __ballot_sync(kFullWarp, is_banned);
       if (i % kWordBits == 0 && word != 0) atomicOr(banned + i / kWordBits, word);
     }

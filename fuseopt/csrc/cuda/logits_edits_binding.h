@@ -74,15 +74,15 @@ inline LogitsEdits logits_edits(const char* op, const Tensor& scores, const Edit
     edits.rows_per_encoder_row = std::max<int64_t>(1, rows / encoder_rows);
   }
   if (arguments.token_rules.has_value()) {
-    edits.rules = static_cast<const uint8_t*>(
+    edits.rules.of_tokens = static_cast<const uint8_t*>(
         vector("edits.token_rules", *arguments.token_rules, ScalarType::Byte, scores.size(1)));
     const Tensor& bounds = arguments.rule_bounds.value();
-    FUSEOPT_CHECK(bounds.dim() == 2 && bounds.size(0) <= LogitsEdits::kMaxRules, "fuseopt::", op,
-                  ": edits.rule_bounds must be [rules, 2] of at most ", LogitsEdits::kMaxRules, " rules");
-    edits.rule_count = static_cast<int>(bounds.size(0));
-    edits.rule_bounds =
-        static_cast<const int64_t*>(vector("edits.rule_bounds", bounds, ScalarType::Long, 2 * edits.rule_count));
-    edits.forcing_rules = static_cast<unsigned>(arguments.forcing_rules);
+    FUSEOPT_CHECK(bounds.dim() == 2 && bounds.size(0) <= TokenRules::kMost, "fuseopt::", op,
+                  ": edits.rule_bounds must be [rules, 2] of at most ", TokenRules::kMost, " rules");
+    edits.rules.count = static_cast<int>(bounds.size(0));
+    edits.rules.bounds =
+        static_cast<const int64_t*>(vector("edits.rule_bounds", bounds, ScalarType::Long, 2 * edits.rules.count));
+    edits.rules.forcing = static_cast<unsigned>(arguments.forcing_rules);
   }
   return edits;
 }

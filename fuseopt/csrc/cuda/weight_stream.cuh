@@ -25,6 +25,8 @@ struct StreamLayer : MmaLayer<T> {
   int slot_bits;      // 2 to the power of this: rows, up to 8, with room in shared memory
   bool is_gated;
   Candidate<float>* best;  // of each row, for each strip's block: its highest output, up to a row a warp; or null
+  TokenRules rules;        // by which outputs are compared
+  const int64_t* sequence_length;
 };
 
 // A warp's way through a weight: the stages of its part of K, of one strip after another. A stage lies in lines of k,
