@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
 from fuseopt.ops.decode_linear import check_layer, decode_linear
-from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
+from fuseopt.ops.library import check_shape, compute_dtype, define
 
 ADDENDS = 2
 _OF_WARP = 128  # of K, in a block that leaves addends
@@ -87,14 +86,6 @@ def first_share(columns: int) -> int:
     return -(-columns // (ADDENDS * _OF_WARP)) * _OF_WARP
 
 
-def _reference(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    with without_autocast(input):
-        dtype, share = compute_dtype(input, weight), first_share(weight.shape[1])
-        x, w = input.to(weight.dtype).to(dtype), weight.to(dtype)
-        first = F.linear(x[..., :share], w[:, :share], None if bias is None else bias.to(dtype))
-        return torch.stack((first, F.linear(x[..., share:], w[:, share:])))
-
-
 def decode_linear_addends_reference(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`decode_linear_addends` in plain PyTorch, for any number of rows."""
     return decode_linear_addends(input, weight, bias, backend="reference")
@@ -116,7 +107,7 @@ def decode_linear_addends(
     Args:
         input, weight, bias, overlap, ahead: as `decode_linear` takes them, one weight.
         backend: "auto", "cuda" or "reference". Layers that the kernel does not take (`leaves_addends`) are left to
-            the reference. Tensors that require a gradient under grad mode, and torch.func transforms, need the
+            `decode_linear`, twice. Tensors that require a gradient under grad mode, and torch.func transforms, need the
             reference, which "auto" then takes.
 
     Returns:
@@ -129,9 +120,15 @@ def decode_linear_addends(
     check_layer(input, [weight], [] if bias is None else [bias], None, None, None, None, None, False)
     dtypes = (input.dtype, weight.dtype)
     chosen = registry.pick_without_gradient("decode_linear_addends", backend, dtypes, input, weight, bias)
-    if chosen == "reference" or not leaves_addends(input, weight, bias):
-        return _reference(input, weight, bias)
-    return RAW_ADDENDS[chosen](input, weight, bias, overlap, list(ahead))
+    if chosen != "reference" and leaves_addends(input, weight, bias):
+        return RAW_ADDENDS[chosen](input, weight, bias, overlap, list(ahead))
+    share, each = first_share(weight.shape[1]), "reference" if chosen == "reference" else backend
+    # With a residual in float32 sums are not rounded.
+    none = input.new_zeros((*input.shape[:-1], len(weight)), dtype=compute_dtype(input, weight))
+    addends = [decode_linear(input[..., :share], weight[:, :share], bias, residual=none, backend=each), none]
+    if weight.shape[1] > share:
+        addends[1] = decode_linear(input[..., share:], weight[:, share:], residual=none, backend=each)
+    return torch.stack(addends)
 
 
 def decode_linear_of_sum_reference(
