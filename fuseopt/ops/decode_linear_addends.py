@@ -53,7 +53,7 @@ RAW_OF_SUM = define(
 )
 
 
-# Of tensors that have no address yet nobody knows.
+# Of tensors without an address nobody knows.
 RAW_LEAVES = define("leaves_addends(Tensor input, Tensor weight, Tensor? bias) -> bool", lambda *arguments: False)
 RAW_TAKES = define(
     "takes_addends(Tensor input, Tensor weight, Tensor? bias, str norm, Tensor? norm_weight, Tensor? norm_bias)"
@@ -65,7 +65,7 @@ RAW_TAKES = define(
 def leaves_addends(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether the CUDA kernel of `decode_linear_addends`, which must be there, takes such a layer: one of few rows, and
     too long a K for a block."""
-    return not is_dynamo_compiling() and RAW_LEAVES["cuda"](input, weight, bias)
+    return _is_at_an_address(input) and RAW_LEAVES["cuda"](input, weight, bias)
 
 
 def takes_addends(
@@ -78,7 +78,12 @@ def takes_addends(
     norm_bias: Tensor | None = None,
 ) -> bool:
     """Whether that of `decode_linear_of_sum` does: one of few rows, a short K, and many outputs."""
-    return not is_dynamo_compiling() and RAW_TAKES["cuda"](input, weight, bias, norm, norm_weight, norm_bias)
+    return _is_at_an_address(input) and RAW_TAKES["cuda"](input, weight, bias, norm, norm_weight, norm_bias)
+
+
+def _is_at_an_address(input: Tensor) -> bool:
+    """Of a GPU's, as far as that is known."""
+    return input.is_cuda and not is_dynamo_compiling()
 
 
 def first_share(columns: int) -> int:
