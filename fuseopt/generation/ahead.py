@@ -30,19 +30,19 @@ _PLANS_KEPT = 16
 
 
 class Plan(NamedTuple):
-    """What a call came to that the device loop served; one that looks the same is expected to come to it again.
+    """What a call came to whose prompt ran ahead; one that looks the same is expected to come to it again.
 
     Attributes:
-        key: of the step of its tokens, which may go.
+        is_whole: its prompts had no token masked.
+        key: of the step of its tokens, which may go; None if only its prompt is to be expected again.
         pad: the id that finished rows were given, [] int64, or None.
         tokens: how many a row came to. Steps behind the end would be in vain.
-        is_whole: its prompts had no token masked.
     """
 
-    key: Hashable
-    pad: Tensor | None
-    tokens: int
     is_whole: bool
+    key: Hashable = None
+    pad: Tensor | None = None
+    tokens: int = 0
 
 
 class _Expected(NamedTuple):
@@ -351,11 +351,11 @@ def prompt_of(arguments: Mapping[str, Any]) -> Any:
 
 
 def _likeness(argument: tuple[Hashable, Any]) -> Hashable:
-    """A name with its value where that is plain, or which object that is; of tensors and dicts only the kind."""
+    """A name with its value where that is plain, or which object that is; of tensors, dicts and a streamer the kind."""
     name, value = argument
     if isinstance(value, (list, tuple)):
         return name, type(value), *map(_likeness, enumerate(value))
-    if isinstance(value, (Tensor, dict)):
+    if isinstance(value, (Tensor, dict)) or name == "streamer":
         return name, type(value)
     return name, type(value), value if type(value) in PLAIN else id(value)
 

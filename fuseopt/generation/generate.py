@@ -83,7 +83,8 @@ class FusedGenerate:
         finally:
             if is_free:
                 # Of the caller's tensors, nothing that is still to run may read any: they may be gone by then.
-                self.graphs.join(self.model.device)
+                if self._step is not None:
+                    self.graphs.join(self._step.shape.device)
                 self._lock.release()
         if not reason:
             return output

@@ -262,6 +262,8 @@ class DecodeLoop:
                     store_cache(state, cache, fast.slots, fast.prefilled.cross_slots)
                 raise
             slots, cross_slots, note = fast.slots, fast.prefilled.cross_slots, fast.note
+            if fast.prefilled.had_run:
+                self.plan = Plan(self.started.is_whole)
         self.served = Call(tier, reason or "", "eager" if step.graph is None else "graph", note)
         if config.return_dict_in_generate or is_the_callers:
             store_cache(state, cache, slots, cross_slots)
@@ -303,7 +305,9 @@ class DecodeLoop:
             run = DecodeRun(step, call.input_ids, pad, most, **ready)
         steps, note = device_loop.finish(self.graphs, run, scores, logits, self._confirm)
         if is_like_others and not (config.do_sample or detailed) and state.beams is None:
-            self.plan = Plan(step.key, pad, steps, self.started.is_whole)
+            self.plan = Plan(self.started.is_whole, step.key, pad, steps)
+        elif prefilled.had_run:
+            self.plan = Plan(self.started.is_whole)
         of_beams: dict[str, Any] = {}
         if state.beams is None:
             sequences = state.ids[:, : length + steps].clone()

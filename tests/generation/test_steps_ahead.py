@@ -32,6 +32,19 @@ STEPS_AHEAD = 4
 SETTLED = {"max_new_tokens": 9, "min_new_tokens": 4, "no_repeat_ngram_size": 3}
 
 
+class Negated(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return -scores
+
+
+class Listener(BaseStreamer):
+    def put(self, value):
+        pass
+
+    def end(self):
+        pass
+
+
 @pytest.fixture(params=FAMILIES)
 def model(request, each_device, starts_ahead):
     return FAMILIES[request.param]()
@@ -168,6 +181,40 @@ def test_they_come_before_anything_is_asked(model, noted, monkeypatch):
     assert calls == ["rtsssss", "rtsssss", "tsssrss", "tsssrss"]
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "tier"),
+    [
+        ({"max_new_tokens": 1}, Tier.DEVICE_LOOP),
+        ({"do_sample": True}, Tier.DEVICE_LOOP),
+        ({"suppress_tokens": [3, 5]}, Tier.DEVICE_LOOP),
+        ({"logits_processor": [Negated()]}, Tier.FAST_FORWARD),
+        ({"streamer": Listener}, Tier.FAST_FORWARD),
+    ],
+    ids=str,
+)
+def test_a_prompt_comes_before_anything_is_asked(kwargs, tier, model, noted, queued):
+    """Though no step can be queued behind it, nor would be the same for a call of its own making.
+
+    p: a prompt is queued; r: reasons are asked for.
+    """
+    seen, note = noted
+    note(HeadStart, "_start", "p")
+    note(tiers, "argument_reasons", "r")
+    fuseopt.initialize(model, GENERATION)
+    calls = []
+    for seed in range(4):
+        seen.clear()
+        made = {name: value() if isinstance(value, type) else value for name, value in kwargs.items()}
+        inputs = prompt(model, 1, 6, seed, padded=False)
+        wanted = stock(model, inputs, **{"max_new_tokens": 5, **made})
+        torch.manual_seed(11)
+        got = model.generate(**inputs, **{"pad_token_id": 0, "max_new_tokens": 5, **made})
+        assert torch.equal(got, wanted) and model.generate.calls[-1].tier is tier
+        calls.append("".join(seen))
+    assert calls == ["rp", "pr", "pr", "pr"]
+    assert queued == [None] * 4
+
+
 @pytest.fixture
 def starts(monkeypatch):
     """The masks of prompts that were queued, or None, in the order of that."""
@@ -224,22 +271,9 @@ def test_a_reason_that_no_argument_tells(model, starts):
     assert check(model, 4, padded=False, max_new_tokens=6) is Tier.DEVICE_LOOP
 
 
-class Negated(LogitsProcessor):
-    def __call__(self, input_ids, scores):
-        return -scores
-
-
 class AtOnce(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
         return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-class Listener(BaseStreamer):
-    def put(self, value):
-        pass
-
-    def end(self):
-        pass
 
 
 def other_eos(model):
