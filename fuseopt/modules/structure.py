@@ -15,9 +15,16 @@ from fuseopt import native
 CONSTANTS = ("eps", "variance_epsilon", "scaling", "is_causal")
 """Plain attributes of modules that what goes past their forwards reads."""
 
-_special = operator.itemgetter(
-    "training", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-)
+_SPECIAL = ("training", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+# What the library for Python has functions of these names for.
+def _has_true(states: Sequence[dict[str, Any]], names: tuple[str, ...]) -> bool:
+    return any(chain.from_iterable(map(operator.itemgetter(*names), states)))
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
 
 
 class Structure:
@@ -31,6 +38,7 @@ class Structure:
         self.modules, self.states = list(modules), [module.__dict__ for module in modules]
         # What has none makes no use of one that is added.
         self._children_of = [state["_modules"] for state in self.states if state["_modules"]]
+        self._has_true = getattr(native.python_library(), "has_true", _has_true)
         self._seen = self._look()
 
     def is_unchanged(self) -> bool:
@@ -39,7 +47,7 @@ class Structure:
 
     def is_special(self, start: int = 0) -> bool:
         """Whether any module, from that place on, is in training mode or carries hooks."""
-        return any(chain.from_iterable(map(_special, self.states[start:])))
+        return bool(self._has_true(self.states[start:], _SPECIAL))
 
     def _look(self) -> tuple[list[Any], ...]:
         return (
@@ -66,11 +74,11 @@ class Watch:
         self.parameters_of = [state["_parameters"] for state in states if state["_parameters"]]
         self.constants_of = [(state, name) for state in states for name in constants if name in state]
         self.parameters, self.device_type = parameters, parameters[0].device.type
-        library = native.python_library()
-        self._places_of: Callable[[list[nn.Parameter]], Any] = _places if library is None else library.places
+        self._places_of: Callable[[list[nn.Parameter]], Any] = getattr(native.python_library(), "places", _places)
         self.seen, self.places = self._look(), self._places_of(parameters)
 
     def is_in_place(self) -> bool:
+        """Whether parameters have the addresses, dtypes and layouts that they had."""
         return bool(self._places_of(self.parameters) == self.places)
 
     def is_unchanged(self) -> bool:
@@ -79,22 +87,13 @@ class Watch:
             and not torch.is_autocast_enabled(self.device_type)
             and self.structure.is_unchanged()
             and self._look() == self.seen
+            and self.is_in_place()
         )
 
     def _look(self) -> tuple[list[Any], ...]:
         # Parameters by identity, as tensors compare themselves element by element.
         held = chain.from_iterable(map(dict.values, self.parameters_of))
-        return (
-            [state.get(name) for state, name in self.constants_of],
-            list(map(id, held)),
-            list(map(torch.Tensor.data_ptr, self.parameters)),
-            [(parameter.dtype, parameter.shape, parameter.stride()) for parameter in self.parameters],
-        )
-
-
-def _places(parameters: list[nn.Parameter]) -> list[tuple[int, int]]:
-    """What the library for Python has a function of this name for."""
-    return list(zip(map(torch.Tensor.data_ptr, parameters), map(torch.Tensor.numel, parameters), strict=True))
+        return [state.get(name) for state, name in self.constants_of], list(map(id, held))
 
 
 def modules_below(*roots: nn.Module) -> list[nn.Module]:
@@ -116,7 +115,7 @@ def parameters_below(*roots: nn.Module) -> list[nn.Parameter]:
 
 def is_special(module: nn.Module) -> bool:
     """Whether `module` is in training mode or carries hooks."""
-    return any(_special(module.__dict__))
+    return _has_true([module.__dict__], _SPECIAL)
 
 
 def only_captures_outputs(module: nn.Module) -> bool:

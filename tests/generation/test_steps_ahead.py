@@ -190,7 +190,7 @@ def test_they_come_before_anything_is_asked(model, noted, monkeypatch):
         ({"logits_processor": [Negated()]}, Tier.FAST_FORWARD),
         ({"streamer": Listener}, Tier.FAST_FORWARD),
     ],
-    ids=str,
+    ids=["one token", "sampled", "ids to suppress", "a processor", "a streamer each"],
 )
 def test_a_prompt_comes_before_anything_is_asked(kwargs, tier, model, noted, queued):
     """Though no step can be queued behind it, nor would be the same for a call of its own making.

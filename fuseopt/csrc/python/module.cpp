@@ -1,12 +1,13 @@
 // What fuseopt has of Python's tensors in C++. The stable ABI has no access to them: this library is compiled for one
 // release of torch and of Python. It is one file, as most of what compiling one takes is torch's headers.
 #include "direct_calls.h"
-#include "places.h"
+#include "watch.h"
 
 namespace {
 
 PyMethodDef functions[] = {
-    {"places", places, METH_O, "places(tensors): addresses and numbers of elements of a list of tensors, as bytes"},
+    {"places", places, METH_O, "places(tensors): addresses, dtypes and layouts of a list of tensors, as bytes"},
+    {"has_true", has_true, METH_VARARGS, "has_true(dicts, names): whether one of the dicts has a true value by such a name"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "fuseopt_python", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
