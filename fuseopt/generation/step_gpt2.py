@@ -141,12 +141,12 @@ class GPT2Step:
     def _hidden(self, tokens: Tensor, positions: Tensor, state: DecodeState, attention: _AttentionFunction) -> Tensor:
         """[tokens] -> [tokens, hidden], before the final norm."""
         stream = ResidualStream(embedded(tokens, self.token_embedding, positions, self.position_embedding))
-        following = [*((layer.qkv, layer.norm_1) for layer in self.layers[1:]), None]
-        for layer, cache, next in zip(self.layers, state.cache, following, strict=True):
+        nexts = [*((layer.qkv, layer.norm_1) for layer in self.layers[1:]), None]
+        for layer, cache, following in zip(self.layers, state.cache, nexts, strict=True):
             qkv = stream.linear(layer.qkv, layer.norm_1).unflatten(1, (3, self.shape.heads, self.shape.head_dim))
             stream.add(attention(qkv, cache, layer.scale), layer.out)
             inner = stream.linear(layer.up, layer.norm_2, layer.activation)
-            stream.add(inner, layer.down, next)
+            stream.add(inner, layer.down, following)
         return stream.total()
 
 

@@ -188,17 +188,8 @@ def decode_linear_of_sum(
     """
     check_layer(input, [weight], [] if bias is None else [bias], None, norm, norm_weight, norm_bias, None, False)
     _check_sum(input, addends)
-    chosen = registry.pick_without_gradient(
-        "decode_linear_of_sum",
-        backend,
-        (input.dtype, weight.dtype),
-        input,
-        addends,
-        weight,
-        bias,
-        norm_weight,
-        norm_bias,
-    )
+    dtypes, parameters = (input.dtype, weight.dtype), (weight, bias, norm_weight, norm_bias)
+    chosen = registry.pick_without_gradient("decode_linear_of_sum", backend, dtypes, input, addends, *parameters)
     of_norm: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
     if chosen != "reference" and takes_addends(input, weight, bias, **of_norm):
         return RAW_OF_SUM[chosen](
