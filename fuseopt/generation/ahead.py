@@ -202,7 +202,7 @@ class HeadStart:
         self._has_looked = True
         if encoded or not captures:
             return Started(others)
-        reason = next(tiers.ahead_reasons(self.model, arguments, others), None)
+        reason = next(tiers.ahead_reasons(self.model, step.shape.device, arguments, others), None)
         if reason is None and encodes:
             self._has_looked = looks or self._survey is None or not self._survey.is_in_place()
             reason = self._prepare_encoder(step) if self._has_looked else None

@@ -125,6 +125,7 @@ class FusedGenerate:
         )
         own_methods = RememberingModel.METHODS.isdisjoint(vars(self.model))
         self._remembering.full_mask = given.get("attention_mask") if started.is_whole else None
+        self._remembering.device = self._step.shape.device
         model = self._remembering if own_methods else self.model
         try:
             return stock(model, **{**given, **started.others, "custom_generate": loop})

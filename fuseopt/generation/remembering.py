@@ -28,6 +28,7 @@ class RememberingModel:
 
     Attributes:
         full_mask: the caller's attention mask, if it is known to be all ones.
+        device: the model's, where it is known; by itself that looks for it through its modules.
     """
 
     # Which must be those of the model's class.
@@ -44,6 +45,8 @@ class RememberingModel:
             "_prepare_position_ids_for_generation",
         )
     )
+
+    device: torch.device
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -149,14 +149,17 @@ def model_reasons(model: nn.Module, step_class: Any) -> Iterator[str]:
         yield "hooks are registered on every module"
 
 
-def ahead_reasons(model: nn.Module, arguments: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
+def ahead_reasons(
+    model: nn.Module, device: torch.device, arguments: Mapping[str, Any], names: Iterable[str]
+) -> Iterator[str]:
     """Why the prompt, or the encoder of one that has it, cannot run before transformers has prepared the call.
 
     Args:
+        device: the model's, which by itself looks for that through its modules.
         arguments: of generate(), as given.
         names: those of them that it passes on to whom they may concern.
     """
-    encodes, device = model.config.is_encoder_decoder, model.device
+    encodes = model.config.is_encoder_decoder
     inputs = [arguments[name] for name in ("inputs", "input_ids") if arguments.get(name) is not None]
     if model.config._attn_implementation != "sdpa":
         yield f"attention is set to {model.config._attn_implementation!r}"
