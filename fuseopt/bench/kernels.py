@@ -29,16 +29,12 @@ ALL = "all of a step"
 IDLE = "no kernel runs"
 _WARM_UP = 3
 # The ops whose arguments are read whole, or as far as a cache is filled; a step ends with one of `_LAST`.
-_READING = (
-    "decode_linear",
-    "decode_linear_addends",
-    "decode_linear_of_sum",
-    "decode_softmax_linear",
-    "decode_attention",
-)
+_READING = ("decode_linear", "decode_softmax_linear", "decode_attention")
+# Ops by another one's kernels, for whose calls they are taken.
+_BY_KERNELS_OF = {"decode_linear_addends": "decode_linear", "decode_linear_of_sum": "decode_linear"}
 _LAST = ("decode_select", "decode_beams")
 # An op of two, with the arguments that the first reads.
-_HEAD, _OF_HEAD = "decode_head_select", ("input", "weight", "norm_weight", "norm_bias")
+_HEAD, _OF_HEAD = "decode_head_select", ("input", "addends", "weight", "norm_weight", "norm_bias")
 
 
 @dataclass(frozen=True)
@@ -131,6 +127,7 @@ class Reads(Observer):
             names = (argument.name for argument in func._schema.arguments)
             arguments = dict(zip(names, args, strict=False))
             op = func._schema.name.removeprefix("fuseopt::").rstrip("_")
+            op = _BY_KERNELS_OF.get(op, op)
             if op == _HEAD:
                 head = {name: arguments[name] for name in _OF_HEAD}
                 self.calls += Read("decode_linear", self._bytes("decode_linear", head)), Read("decode_select", None)

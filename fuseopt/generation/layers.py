@@ -59,7 +59,7 @@ def look_ahead(layers: Sequence[Linear], head: Linear) -> None:
 
     Large layers do not, as memory has no rest before they are there themselves, but for a part of the one behind where
     that is large and shares out a long K: the blocks of a cluster find room together, and so late. The head, which
-    reads more than the cache holds, brings in the weights of the step's first.
+    reads more than the cache holds, brings in the weights of the next step's first layer at its end.
     """
     for layer, following, later in zip(layers, [*layers[1:], head], [*layers[2:], head, head], strict=True):
         layer.ahead = later.weights
@@ -162,14 +162,18 @@ class BeforeHead(NamedTuple):
 
     Attributes:
         hidden: [rows, hidden], before the final norm.
+        addends: [2, rows, hidden] float32, which the kernel that reads `hidden` adds to it; or None.
     """
 
     hidden: Tensor
     head: Linear
     norm: Norm
+    addends: Tensor | None = None
 
     def logits(self) -> Tensor:
         """[rows, vocab] in the weight's dtype."""
+        if self.addends is not None:
+            return _linear_of_sum(self.hidden, self.addends, self.head, self.norm)[0]
         return linear(self.hidden, self.head, norm=self.norm)
 
     @property
@@ -203,18 +207,7 @@ class ResidualStream:
         """`activation(layer(norm(total)))`, by a LayerNorm."""
         if self._addends is not None:
             assert activation is None
-            output, self._sum = ops.decode_linear_of_sum(
-                self._sum,
-                self._addends,
-                layer.weights[0],
-                *layer.biases,
-                norm=norm.kind,
-                norm_weight=norm.weight,
-                norm_bias=norm.bias,
-                eps=norm.eps,
-                overlap=True,
-                ahead=layer.ahead,
-            )
+            output, self._sum = _linear_of_sum(self._sum, self._addends, layer, norm)
             self._addends = None
             return output
         if self._added is None:
@@ -223,11 +216,17 @@ class ResidualStream:
         self._added = None
         return linear(normed, layer, activation=activation)
 
+    def before(self, head: Linear, norm: Norm) -> BeforeHead:
+        """What `head(norm(total))` is made of."""
+        if self._addends is not None:
+            return BeforeHead(self._sum, head, norm, self._addends)
+        return BeforeHead(self.total(), head, norm)
+
     def add(self, input: Tensor, layer: Linear, following: tuple[Linear, Norm] | None = None) -> None:
         """Adds `layer(input)`.
 
         Args:
-            following: what `linear` is called with next, without an activation and before any `total`.
+            following: what `linear` or `before` is called with next, without an activation and before any `total`.
         """
         if following is not None and self._hands_on_addends(input, layer, *following):
             weight, self._sum = layer.weights[0], self.total()
@@ -246,6 +245,21 @@ class ResidualStream:
             return False
         of_norm = {"norm": norm.kind, "norm_weight": norm.weight, "norm_bias": norm.bias}
         return takes_addends(self._sum, next_weight, *following.biases, **of_norm)
+
+
+def _linear_of_sum(input: Tensor, addends: Tensor, layer: Linear, norm: Norm) -> tuple[Tensor, Tensor]:
+    return ops.decode_linear_of_sum(
+        input,
+        addends,
+        layer.weights[0],
+        *layer.biases,
+        norm=norm.kind,
+        norm_weight=norm.weight,
+        norm_bias=norm.bias,
+        eps=norm.eps,
+        overlap=True,
+        ahead=layer.ahead,
+    )
 
 
 def _by_library(

@@ -123,6 +123,7 @@ class Selection:
             hidden.hidden,
             hidden.head.weights[0],
             *self._written(state),
+            addends=hidden.addends,
             norm=kind,
             norm_weight=weight,
             norm_bias=bias,

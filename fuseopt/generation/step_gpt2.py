@@ -103,8 +103,8 @@ class GPT2Step:
 
     def __call__(self, state: DecodeState) -> BeforeHead:
         attention = StepAttention(state)
-        hidden = self._hidden(state.tokens, state.positions, state, attention.to_slots)
-        return BeforeHead(hidden, self.head, self.final_norm)
+        head = self.head, self.final_norm
+        return self._through(state.tokens, state.positions, state, attention.to_slots, head).before(*head)
 
     def prefill(self, state: DecodeState, length: int, masked: bool) -> None:
         """The prompt in one go: fills the first slots of the cache, and the logits of the last tokens.
@@ -134,20 +134,27 @@ class GPT2Step:
             )
             return attended.transpose(1, 2).reshape(rows * length, -1)
 
-        hidden = self._hidden(tokens.flatten(), positions.flatten(), state, attention)
+        hidden = self._through(tokens.flatten(), positions.flatten(), state, attention, None).total()
         last = hidden.unflatten(0, (rows, length)).index_select(1, state.slot - 1)[:, 0]
         state.logits.copy_(BeforeHead(last, self.head, self.final_norm).logits())
 
-    def _hidden(self, tokens: Tensor, positions: Tensor, state: DecodeState, attention: _AttentionFunction) -> Tensor:
-        """[tokens] -> [tokens, hidden], before the final norm."""
+    def _through(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        state: DecodeState,
+        attention: _AttentionFunction,
+        head: tuple[Linear, Norm] | None,
+    ) -> ResidualStream:
+        """[tokens] -> [tokens, hidden] behind all layers; `head`: whom it goes to as a whole."""
         stream = ResidualStream(embedded(tokens, self.token_embedding, positions, self.position_embedding))
-        nexts = [*((layer.qkv, layer.norm_1) for layer in self.layers[1:]), None]
+        nexts = [*((layer.qkv, layer.norm_1) for layer in self.layers[1:]), head]
         for layer, cache, following in zip(self.layers, state.cache, nexts, strict=True):
             qkv = stream.linear(layer.qkv, layer.norm_1).unflatten(1, (3, self.shape.heads, self.shape.head_dim))
             stream.add(attention(qkv, cache, layer.scale), layer.out)
             inner = stream.linear(layer.up, layer.norm_2, layer.activation)
             stream.add(inner, layer.down, following)
-        return stream.total()
+        return stream
 
 
 def _layer(block: nn.Module) -> _Layer:

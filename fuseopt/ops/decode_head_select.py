@@ -1,12 +1,14 @@
 """The end of a greedy decoding step whose scores nobody else wants: the head, then the likeliest token of each row."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fuseopt.ops import registry
 from fuseopt.ops.decode_linear import FEW_ROWS, check_layer, decode_linear
+from fuseopt.ops.decode_linear_addends import check_addends, summed, takes_addends
 from fuseopt.ops.decode_select import check_state, decode_select_
 from fuseopt.ops.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, for_kernel
 from fuseopt.ops.library import define
@@ -14,6 +16,7 @@ from fuseopt.ops.library import define
 
 def _fake(
     input: Tensor,
+    addends: Tensor | None,
     weight: Tensor,
     norm: str,
     norm_weight: Tensor | None,
@@ -35,9 +38,10 @@ def _fake(
 
 
 RAW = define(
-    "decode_head_select_(Tensor input, Tensor weight, str norm, Tensor? norm_weight, Tensor? norm_bias, float eps,"
-    " Tensor[] ahead, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length, Tensor(d!) unfinished, Tensor(e!) going,"
-    f" Tensor pad, Tensor? eos, Tensor(f!)[] counters, bool overlap, {OPTIONAL_EDITS}) -> ()",
+    "decode_head_select_(Tensor input, Tensor? addends, Tensor weight, str norm, Tensor? norm_weight,"
+    " Tensor? norm_bias, float eps, Tensor[] ahead, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length,"
+    " Tensor(d!) unfinished, Tensor(e!) going, Tensor pad, Tensor? eos, Tensor(f!)[] counters, bool overlap,"
+    f" {OPTIONAL_EDITS}) -> ()",
     _fake,
 )
 
@@ -58,6 +62,7 @@ def decode_head_select_(
     pad: Tensor,
     eos: Tensor | None = None,
     *,
+    addends: Tensor | None = None,
     norm: str | None = None,
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
@@ -78,6 +83,7 @@ def decode_head_select_(
 
     Args:
         input: [rows, K], as `decode_linear` takes it.
+        addends: [2, rows, K], to be added to `input` as `decode_linear_of_sum` does; that needs a norm.
         weight: [V, K], V > 0, as `decode_linear` takes it.
         tokens, ids, length, unfinished, going, pad, eos, counters, edits: as `decode_select_` takes them.
         norm, norm_weight, norm_bias, eps, ahead: as `decode_linear` takes them.
@@ -98,10 +104,18 @@ def decode_head_select_(
     check_state(len(input), tokens, ids, length, unfinished, going, pad)
     if edits is not None:
         check_edits(edits, len(input), len(weight))
+    if addends is not None:
+        check_addends(input, addends, norm)
     state = (tokens, ids, length, unfinished, going, pad, eos)
     chosen = registry.pick_without_gradient(
-        "decode_head_select_", backend, (input.dtype, weight.dtype), input, weight, norm_weight, norm_bias
+        "decode_head_select_", backend, (input.dtype, weight.dtype), input, addends, weight, norm_weight, norm_bias
     )
+    if addends is not None and norm is not None:
+        of_norm: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
+        if chosen == "reference" or len(input) > FEW_ROWS or not takes_addends(input, weight, **of_norm):
+            input, addends = summed(input, addends), None
+        else:
+            addends = addends.contiguous()
     if chosen == "reference" or len(input) > FEW_ROWS:
         each = "reference" if chosen == "reference" else backend
         scores = decode_linear(
@@ -117,7 +131,7 @@ def decode_head_select_(
         )
         decode_select_(scores, *state, counters=counters, edits=edits, overlap=overlap, backend=each)
     else:
-        head = (input, weight, norm or "", norm_weight, norm_bias, eps, list(ahead))
+        head = (input, addends, weight, norm or "", norm_weight, norm_bias, eps, list(ahead))
         RAW[chosen](*head, *state, list(counters), overlap, *for_kernel(edits))
 
 

@@ -77,7 +77,8 @@ def takes_addends(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
 ) -> bool:
-    """Whether that of `decode_linear_of_sum` does: one of few rows, a short K, and many outputs."""
+    """Whether those of `decode_linear_of_sum` and `decode_head_select_` do: one of few rows, and a short K with many
+    outputs, or a head."""
     return _is_at_an_address(input) and RAW_TAKES["cuda"](input, weight, bias, norm, norm_weight, norm_bias)
 
 
@@ -143,11 +144,15 @@ def decode_linear_of_sum_reference(
     return decode_linear_of_sum(input, addends, weight, bias, **norm, backend="reference")
 
 
-def _summed(input: Tensor, addends: Tensor) -> Tensor:
+def summed(input: Tensor, addends: Tensor) -> Tensor:
+    """`input + addends[0] + addends[1]`, rounded to `input`'s dtype."""
     return (addends.sum(0) + input.to(compute_dtype(input))).to(input.dtype)
 
 
-def _check_sum(input: Tensor, addends: Tensor) -> None:
+def check_addends(input: Tensor, addends: Tensor, norm: str | None) -> None:
+    """Raises what `decode_linear_of_sum` does."""
+    if norm is None:
+        raise ValueError("addends need a norm: 'layer_norm' or 't5_rms_norm'")
     check_shape("addends", addends, torch.Size((ADDENDS, *input.shape)))
     dtype = compute_dtype(input)
     if addends.dtype != dtype:
@@ -187,7 +192,7 @@ def decode_linear_of_sum(
         BackendError: the backend named cannot run here; the message says why.
     """
     check_layer(input, [weight], [] if bias is None else [bias], None, norm, norm_weight, norm_bias, None, False)
-    _check_sum(input, addends)
+    check_addends(input, addends, norm)
     dtypes, parameters = (input.dtype, weight.dtype), (weight, bias, norm_weight, norm_bias)
     chosen = registry.pick_without_gradient("decode_linear_of_sum", backend, dtypes, input, addends, *parameters)
     of_norm: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
@@ -195,7 +200,7 @@ def decode_linear_of_sum(
         return RAW_OF_SUM[chosen](
             input, addends.contiguous(), weight, bias, norm, norm_weight, norm_bias, eps, overlap, list(ahead)
         )
-    sum = _summed(input, addends)
+    sum = summed(input, addends)
     each = "reference" if chosen == "reference" else backend
     output = decode_linear(sum, weight, bias, **of_norm, eps=eps, backend=each)
     return output, sum

@@ -94,13 +94,21 @@ def test_bytes_are_of_all_arguments_but_as_far_as_a_cache_is_filled():
         raw.decode_attention_(query, query, query, cache, cache, lengths[:1], None, None, None, None, 1.0, False)
         ids = torch.empty(2, 5, dtype=torch.int64, device="meta")
         end = (ids[:, 0], ids, ids[0, :1], ids[:, 0] > 0, ids[0, 0] > 0, ids[0, :1], None, [], True)
-        raw.decode_head_select_(make(2, 8), make(9, 8), "t5_rms_norm", make(8), None, 1e-5, [make(99)], *end)
+        of_norm = ("t5_rms_norm", make(8), None, 1e-5)
+        raw.decode_head_select_(make(2, 8), None, make(9, 8), *of_norm, [make(99)], *end)
+        addends = raw.decode_linear_addends(make(2, 8), make(8, 8), None, False, [make(99)])
+        raw.decode_linear_of_sum(make(2, 8), addends, make(16, 8), make(16), *of_norm, False, [])
+        raw.decode_head_select_(make(2, 8), addends, make(9, 8), *of_norm, [], *end)
         torch.zeros(3).sum()
     assert [(call.op, call.bytes) for call in reads.calls] == [
         ("decode_linear", 2 * (2 * 8 + 2 * 16 * 8)),
         ("decode_attention", row * (1 + 2 * 7) + 16),
         ("decode_attention", row * (3 + 2 * 11) + 8),
         ("decode_linear", 2 * (2 * 8 + 9 * 8 + 8)),
+        ("decode_select", None),
+        ("decode_linear", 2 * (2 * 8 + 8 * 8)),
+        ("decode_linear", 2 * (2 * 8 + 16 * 8 + 16 + 8) + 4 * 2 * 2 * 8),
+        ("decode_linear", 2 * (2 * 8 + 9 * 8 + 8) + 4 * 2 * 2 * 8),
         ("decode_select", None),
     ]
 

@@ -79,7 +79,7 @@ def test_steps_read_ahead_in_the_order_they_run_in(
 
 
 def test_layers_hand_on_addends_where_both_have_kernels_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the last of GPT-2's, behind which the head reads the sum."""
+    """All of GPT-2's, to the head at last."""
     torch.manual_seed(0)
     model = random_model("gpt2-tiny", torch.device("cpu"), torch.float32)
     step = GPT2Step(model)
@@ -104,7 +104,7 @@ def test_layers_hand_on_addends_where_both_have_kernels_for_that(monkeypatch: py
     monkeypatch.setattr(ops, "decode_linear_addends", recorded)
     torch.testing.assert_close(logits(), expected)
     assert len(step.layers) > 1
-    assert all(a is b for a, b in zip(handed_on, [layer.down.weights[0] for layer in step.layers[:-1]], strict=True))
+    assert all(a is b for a, b in zip(handed_on, [layer.down.weights[0] for layer in step.layers], strict=True))
 
 
 ROWS, WIDTH = MAX_ROWS + 3, 24

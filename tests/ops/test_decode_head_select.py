@@ -27,10 +27,16 @@ def norm_of(kind: str | None, columns: int, like: Tensor) -> dict[str, object]:
 
 
 def check(
-    case: Case, input: Tensor, weight: Tensor, norm: dict[str, object], edits: dict[str, object] | None = None
+    case: Case,
+    input: Tensor,
+    weight: Tensor,
+    norm: dict[str, object],
+    edits: dict[str, object] | None = None,
+    addends: Tensor | None = None,
 ) -> None:
     rows = len(input)
-    scores = decode_linear(input, weight, **norm, backend=case.backend)
+    sum = input if addends is None else (addends[0] + addends[1] + input.float()).to(input.dtype)
+    scores = decode_linear(sum, weight, **norm, backend=case.backend)
     ends = scores.argmax(-1)[:1].clone()
     got, wanted = state_of(rows, case.device), state_of(rows, case.device)
     for state in (got, wanted):
@@ -40,7 +46,7 @@ def check(
     def edits_of(state: dict[str, Tensor]) -> dict[str, LogitsEdits]:
         return {} if edits is None else {"edits": LogitsEdits(state["ids"], state["length"], **edits)}
 
-    case(input, weight, *got.values(), ends, **norm, counters=got_counters, **edits_of(got))
+    case(input, weight, *got.values(), ends, addends=addends, **norm, counters=got_counters, **edits_of(got))
     decode_select_(scores, *wanted.values(), ends, counters=counters, **edits_of(wanted), backend=case.backend)
     for name, value in wanted.items():
         assert torch.equal(got[name], value), name
@@ -114,6 +120,37 @@ def test_rules_for_tokens(
 
 
 @every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", NORMS[:2])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 512), (3, 512), (8, 512), (9, 512), (17, 512), (1, 768), (8, 768)])
+def test_addends(case: Case, dtype: torch.dtype, norm: str, rows: int, columns: int) -> None:
+    torch.manual_seed(0)
+    input = torch.randn(rows, columns).to(case.device, dtype)
+    addends = torch.randn(2, rows, columns, device=case.device)
+    weight = torch.randint(-1, 2, (24_001, columns)).to(case.device, dtype)
+    check(case, input, weight, norm_of(norm, columns, weight), addends=addends)
+
+
+@every_case
+@pytest.mark.parametrize("rows", [1, 8])
+def test_addends_for_a_head_that_lies_in_lines(case: Case, rows: int) -> None:
+    torch.manual_seed(0)
+    input = torch.randn(rows, 768).to(case.device, torch.bfloat16)
+    addends = torch.randn(2, rows, 768, device=case.device).mT.contiguous().mT
+    weight = torch.randn(768, 2304).to(case.device, torch.bfloat16).T
+    check(case, input, weight, norm_of("layer_norm", 768, weight), addends=addends)
+
+
+@every_case
+def test_addends_and_rules(case: Case) -> None:
+    torch.manual_seed(0)
+    input, weight = (torch.randn(n, 512).to(case.device, torch.bfloat16) for n in (2, 32128))
+    addends, norm = torch.zeros(2, 2, 512, device=case.device), norm_of("layer_norm", 512, weight)
+    rules = rules_for(decode_linear(input, weight, **norm, backend=case.backend), [[0, 9], [4, 5]], 2)
+    check(case, input, weight, norm, rules, addends)
+
+
+@every_case
 def test_other_edits(case: Case) -> None:
     torch.manual_seed(0)
     input, weight = (torch.randn(n, 512).to(case.device, torch.bfloat16) for n in (2, 32128))
@@ -141,11 +178,14 @@ def test_nan_is_the_highest(case: Case) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("are_sums", [False, True])
 @pytest.mark.parametrize(("rows", "kernels"), [(1, 2), (8, 2), (9, 3)])
-def test_no_launch_looks_for_what_blocks_have_found(rows: int, kernels: int) -> None:
+def test_no_launch_looks_for_what_blocks_have_found(rows: int, kernels: int, are_sums: bool) -> None:
     input = torch.randn(rows, 768, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(50257, 768, device="cuda", dtype=torch.bfloat16)
     state, norm = state_of(rows, input.device), norm_of("layer_norm", 768, weight)
+    if are_sums and rows <= 8:
+        norm["addends"] = torch.randn(2, rows, 768, device="cuda")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         decode_head_select_(input, weight, *state.values(), **norm, backend="cuda")
         torch.cuda.synchronize()

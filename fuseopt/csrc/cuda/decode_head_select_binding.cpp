@@ -11,10 +11,10 @@ bool has_only_rules(const LogitsEdits& edits) {
          edits.suppressed_count == 0 && edits.temperature == 1;
 }
 
-void decode_head_select(Tensor input, Tensor weight, std::string norm, std::optional<Tensor> norm_weight,
-                        std::optional<Tensor> norm_bias, double eps, std::vector<Tensor> ahead, Tensor tokens,
-                        Tensor ids, Tensor length, Tensor unfinished, Tensor going, Tensor pad,
-                        std::optional<Tensor> eos, std::vector<Tensor> counters, bool overlap,
+void decode_head_select(Tensor input, std::optional<Tensor> addends, Tensor weight, std::string norm,
+                        std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias, double eps,
+                        std::vector<Tensor> ahead, Tensor tokens, Tensor ids, Tensor length, Tensor unfinished,
+                        Tensor going, Tensor pad, std::optional<Tensor> eos, std::vector<Tensor> counters, bool overlap,
                         std::optional<Tensor> edited_ids, std::optional<Tensor> edited_length,
                         double repetition_penalty, std::optional<Tensor> prompt_ignore_length, int64_t ngram_size,
                         std::optional<Tensor> encoder_ids, int64_t encoder_ngram_size,
@@ -22,6 +22,7 @@ void decode_head_select(Tensor input, Tensor weight, std::string norm, std::opti
                         double temperature) {
   LinearCall head = linear_call(kOp, input, {weight}, {}, std::nullopt, norm, norm_weight, norm_bias, eps, "", false,
                                 overlap, ahead);
+  if (addends.has_value()) add_to_input(kOp, head, input, *addends);
   const Launch launch(kOp, head.output);
   auto [select, kept] =
       decode_select_of(kOp, head.output, tokens, ids, length, unfinished, going, pad, eos, counters, true);

@@ -53,14 +53,9 @@ std::tuple<Tensor, Tensor> decode_linear_of_sum(Tensor input, Tensor addends, Te
                                                 std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias,
                                                 double eps, bool overlap, std::vector<Tensor> ahead) {
   LinearCall call = taking(input, weight, bias, norm, norm_weight, norm_bias, eps, overlap, ahead);
-  FUSEOPT_CHECK(fuseopt_takes_addends(call.layer), "fuseopt::", kTakes, ": the kernel does not take such a layer");
-  FUSEOPT_CHECK(addends.is_cuda() && addends.get_device_index() == input.get_device_index() &&
-                    dtype_of(addends) == ScalarType::Float && addends.is_contiguous() &&
-                    addends.numel() == kAddends * input.numel(),
-                "fuseopt::", kTakes, ": addends must be float32, contiguous, on the input's device and two of its size");
+  add_to_input(kTakes, call, input, addends);
   const Tensor sum = allocate_like(input, dtype_of(input));
   const Launch launch(kTakes, call.output);
-  call.layer.addends = static_cast<const float*>(addends.data_ptr());
   call.layer.sum = sum.data_ptr();
   launch.check(fuseopt_decode_linear(call.layer, launch.stream()));
   return {call.output, sum};

@@ -147,4 +147,14 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
   return {layer, output, kept};
 }
 
+// Lets the call's input be that and `addends`, which must stay there until the launch.
+inline void add_to_input(const char* op, LinearCall& call, const Tensor& input, const Tensor& addends) {
+  FUSEOPT_CHECK(fuseopt_takes_addends(call.layer), "fuseopt::", op, ": the kernel does not take addends of such a layer");
+  FUSEOPT_CHECK(addends.is_cuda() && addends.get_device_index() == input.get_device_index() &&
+                    dtype_of(addends) == ScalarType::Float && addends.is_contiguous() &&
+                    addends.numel() == DecodeLinear::kAddends * input.numel(),
+                "fuseopt::", op, ": addends must be float32, contiguous, on the input's device and two of its size");
+  call.layer.addends = static_cast<const float*>(addends.data_ptr());
+}
+
 }  // namespace fuseopt

@@ -15,7 +15,7 @@ template <typename T, typename X, int kTiles, int kChunks, int kHalves>
 constexpr int kMostColumns = kMaxLinearWarps<T, X, kTiles, kChunks, kHalves> * kChunks * kChunk;
 
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
-          Along kAlong, bool kActivates>
+          Along kAlong, bool kActivates, bool kSums = false>
 cudaError_t launch_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
   constexpr int kColumns = kTiles * kTileColumns, kWidth = kGated ? kColumns / 2 : kColumns;
   const int64_t chunks = ceil_div(layer.columns, kChunk);
@@ -37,7 +37,8 @@ cudaError_t launch_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
                           kGated ? 1u : static_cast<unsigned>(kApart ? kAddends : layer.weight_count)};
   mma.share_ahead(shape);
   mma.finishing = static_cast<int>(ceil_div(finished_pairs(mma.rows, kWidth), kWarpSize) * kWarpSize);
-  const auto kernel = decode_linear_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kAlong, kActivates>;
+  const auto kernel =
+      decode_linear_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kAlong, kActivates, kSums>;
   return launch_dependent(kernel, mma, shape, layer.overlap, stream);
 }
 
@@ -74,6 +75,11 @@ cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
   if constexpr (!kNorm && !kGated && kLayout == Layout::kLines) {
     if (layer.is_apart) {
       return launch_mma_as<T, T, kLayout, false, false, 4, 4, kHalves, Along::kApart, false>(layer, stream);
+    }
+  }
+  if constexpr (kNorm && kLayout == Layout::kLines && kHalves == 1) {
+    if (layer.addends != nullptr) {
+      return launch_mma_as<T, T, kLayout, true, false, 8, 2, 1, Along::kAtOnce, false, true>(layer, stream);
     }
   }
   if constexpr (kNorm && !kGated) {
@@ -170,8 +176,13 @@ bool leaves_addends(const DecodeLinear& layer) {
 
 template <typename T>
 bool takes_addends(const DecodeLinear& layer) {
-  return takes_strips_of_lines<T>(layer) && layer.norm != kNoNorm && layer.rows <= kHalfRows &&
-         has_widest_strips(layer) && layer.columns <= kMostColumns<T, T, 8, 2, 1>;
+  if (layer.norm == kNoNorm || layer.rows > kHalfRows || layer.input.dtype != kDType<T>) return false;
+  if (takes_mma<T>(layer) && takes_stream(layer)) {
+    const StreamPlan plan(layer);
+    return plan.blocks == 1 && plan.stages == 3;
+  }
+  return takes_strips_of_lines<T>(layer) && has_widest_strips(layer) &&
+         layer.columns <= kMostColumns<T, T, 8, 2, 1>;
 }
 
 template <typename T>

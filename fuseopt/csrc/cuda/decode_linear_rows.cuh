@@ -207,7 +207,7 @@ struct StoredRow {
   __device__ Vector<X, kLaneValues> operator()(int k) const { return load_fresh(values + k); }
 };
 
-// A row, and where the addends of its columns begin, so far apart; null: there are none.
+// A row, and where the addends of its columns begin, so far apart.
 template <typename X>
 struct SummedRow {
   const X* values;
@@ -216,12 +216,70 @@ struct SummedRow {
 
   __device__ Vector<X, kLaneValues> operator()(int k) const {
     const Vector<X, kLaneValues> x = load_fresh(values + k);
-    if (addends == nullptr) return x;
     Vector<float, kLaneValues> of[kAddends];
 #pragma unroll
     for (int a = 0; a < kAddends; ++a) of[a] = load_fresh(addends + a * apart + k);
     return rounded_sum(x, of);
   }
+};
+
+// Of rows that are sums, the 8 values of each chunk that a lane multiplies. All is loaded without a condition, or the
+// assembler has some of it wait for the rest: lanes that have no row or column take another's.
+template <typename T, int kChunks>
+class SummedInputs {
+ public:
+  // Of row lane / 4, from column `k` on. `leaves`: whether the block hands on the sums.
+  __device__ void find(const MmaLayer<T>& layer, int k, bool leaves) {
+    const int row = threadIdx.x % kWarpSize / 4, apart = layer.rows * layer.columns;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int column = k + c * kChunk;
+      const int at = min(row, layer.rows - 1) * layer.columns + min(column, layer.columns - kLaneValues);
+      mask_[c] = column < layer.columns ? ~0u : 0u;
+      leaves_[c] = leaves && row < layer.rows && column < layer.columns;
+      inputs_[c] = static_cast<const T*>(layer.input) + at;
+      sums_[c] = layer.sum + at;
+#pragma unroll
+      for (int a = 0; a < kAddends; ++a) addends_[c][a] = layer.addends + a * apart + at;
+    }
+  }
+
+  // To be called ahead of the wait.
+  __device__ void settle() {
+    fuseopt::settle(inputs_), fuseopt::settle(sums_), fuseopt::settle(mask_), fuseopt::settle(leaves_);
+#pragma unroll
+    for (auto& of_chunk : addends_) fuseopt::settle(of_chunk);
+  }
+
+  __device__ void load(uint4 (&words)[kChunks]) const {
+    Vector<T, kLaneValues> inputs[kChunks];
+    Vector<float, kLaneValues> addends[kChunks][kAddends];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      inputs[c] = load_fresh(inputs_[c]);
+#pragma unroll
+      for (int a = 0; a < kAddends; ++a) addends[c][a] = load_fresh(addends_[c][a]);
+    }
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const auto sum = rounded_sum(inputs[c], addends[c]);
+      const auto& of_sum = reinterpret_cast<const uint4&>(sum);
+      words[c] = {of_sum.x & mask_[c], of_sum.y & mask_[c], of_sum.z & mask_[c], of_sum.w & mask_[c]};
+    }
+  }
+
+  __device__ void leave(const uint4 (&words)[kChunks]) const {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      if (leaves_[c]) *reinterpret_cast<uint4*>(sums_[c]) = words[c];
+    }
+  }
+
+ private:
+  const T* inputs_[kChunks];
+  const float* addends_[kChunks][kAddends];
+  T* sums_[kChunks];
+  unsigned mask_[kChunks], leaves_[kChunks];
 };
 
 // Of a row's deviations from `mean`, over every `step`-th piece of 8 values. Not inlined: it is hardly ever called.

@@ -14,7 +14,8 @@ namespace fuseopt {
 constexpr int kMaxStreamCluster = 8;
 constexpr int kSumsStride = kStreamColumns + 4;  // 4: rows of sums start in different banks
 
-template <typename T, typename X, bool kNorm, int kHalves, int kStages>
+// kSums: whether the input is a sum.
+template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums>
 __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStages == 2 ? 3 : 2)
     decode_linear_stream_kernel(const __grid_constant__ StreamLayer<T> layer) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -55,7 +56,9 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     if (rank == 0) mailbox.open((blocks - 1) * rows * kStreamColumns * sizeof(float));
     arrive_relaxed_at_cluster_barrier();
   }
-  prefetch_ahead(layer);
+  // A head reads more than the L2 cache holds, and memory rests behind it.
+  const bool has_several_strips = layer.strips > layer.step;
+  if (!has_several_strips) prefetch_ahead(layer);
 
   // Of a head, behind a norm: when outputs are stored, a warp has a row of them.
   constexpr bool kGivesBest = kNorm && kHalves == 1;
@@ -104,7 +107,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
 #pragma unroll 1
     for (int h = 0; h < kHalves; ++h) {
       StreamRows<T, X> x = rows_of(h);
-      x.load(layer, first_k);
+      x.template load<kSums>(layer, first_k, kSums && layer.sum != nullptr && blockIdx.x == 0);
       if constexpr (kNorm) {
         const Moments of_row = x.moments(max(min(columns - first_k, part_columns), 0));
         const bool is_first_of_row = lane % 4 == 0 && lane < 4 << layer.slot_bits;
@@ -217,6 +220,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     if (strip >= layer.strips) break;
     __syncthreads();
   }
+  if (has_several_strips) prefetch_ahead(layer);
   if (!kGivesBest || layer.best == nullptr) return;
   best.reduce();
   if (lane == 0 && warp < rows) layer.best[warp * layer.step + static_cast<int>(cluster_index())] = best;
@@ -284,7 +288,7 @@ inline bool streams(const DecodeLinear& layer) {
   return is_large(layer) && StreamPlan(layer).per_multiprocessor() > 0;
 }
 
-template <typename T, typename X, bool kNorm, int kHalves, int kStages>
+template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums = false>
 cudaError_t launch_stream_as(const DecodeLinear& layer, const StreamPlan& plan, cudaStream_t stream) {
   StreamLayer<T> of{mma_layer<T>(layer)};
   of.is_gated = layer.gated;
@@ -300,13 +304,16 @@ cudaError_t launch_stream_as(const DecodeLinear& layer, const StreamPlan& plan, 
   const LaunchShape shape{static_cast<unsigned>(of.step * plan.blocks), kStreamWarps * kWarpSize, plan.shared_bytes,
                           static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.weights)};
   of.share_ahead(shape);
-  return launch_dependent(decode_linear_stream_kernel<T, X, kNorm, kHalves, kStages>, of, shape,
-                          layer.overlap, stream);
+  return launch_dependent(decode_linear_stream_kernel<T, X, kNorm, kHalves, kStages, kSums>, of, shape, layer.overlap,
+                          stream);
 }
 
 template <typename T, typename X, bool kNorm>
 cudaError_t launch_stream(const DecodeLinear& layer, cudaStream_t stream) {
   const StreamPlan plan(layer);
+  if constexpr (kNorm && std::is_same_v<T, X>) {
+    if (layer.addends != nullptr) return launch_stream_as<T, T, true, 1, 3, true>(layer, plan, stream);
+  }
   if (plan.halves == 2) return launch_stream_as<T, X, kNorm, 2, 2>(layer, plan, stream);
   return plan.stages == 2 ? launch_stream_as<T, X, kNorm, 1, 2>(layer, plan, stream)
                           : launch_stream_as<T, X, kNorm, 1, 3>(layer, plan, stream);

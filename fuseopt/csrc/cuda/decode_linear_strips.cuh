@@ -44,17 +44,15 @@ __host__ __device__ inline int finished_pairs(int rows, int strip_width) {
 enum class Along { kAtOnce, kInPasses, kTogether, kApart };
 
 // kTiles: of 8 columns, in a strip; kChunks: of K, for each warp in one pass; kHalves: of 16 rows; kActivates: whether
-// there may be an activation.
+// there may be an activation; kSums: whether the input is a sum.
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
-          Along kAlong, bool kActivates>
+          Along kAlong, bool kActivates, bool kSums>
 __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves>* kWarpSize, 1)
     decode_linear_mma_kernel(const __grid_constant__ MmaLayer<T> layer) {
   constexpr bool kLoops = kAlong == Along::kInPasses, kShares = kAlong == Along::kTogether;
   constexpr bool kApart = kAlong == Along::kApart;
   static_assert(!(kShares || kApart) || (!kNorm && !kGated));
-  // Whether the input may be a sum. With more chunks its addends have no registers.
-  constexpr bool kSums = kNorm && !kGated && !kActivates && kTiles == 8 && kHalves == 1 && kAlong == Along::kAtOnce &&
-                         kLayout == Layout::kLines && std::is_same_v<T, X>;
+  static_assert(!kSums || (kNorm && kHalves == 1 && kAlong == Along::kAtOnce && std::is_same_v<T, X>));
   constexpr int kProducts = kGated ? 2 : 1;
   constexpr int kColumns = kTiles * kTileColumns, kWidth = kColumns / kProducts, kPairs = kWidth / 2;
   constexpr int kPart = kChunks * kChunk;
@@ -171,9 +169,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   // From here to the wait: where what follows it finds and puts things. Each instruction behind the wait counts.
   const X* inputs[kHalves];
   int sums_to[kHalves][2];  // of two neighbouring rows, from sums_of on
-  bool takes[kHalves][kChunks], leaves[kHalves][2], leaves_sum = false;
-  const float* addends = nullptr;  // of the first chunk
-  T* sum_to = nullptr;
+  bool takes[kHalves][kChunks], leaves[kHalves][2];
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
     inputs[h] = static_cast<const X*>(layer.input) + (lane / 4 + h * kHalfRows) * columns + first_k(0) + own;
@@ -190,12 +186,10 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
       settle(sums_to[h][i]);
     }
   }
+  SummedInputs<T, kChunks> summed;
   if constexpr (kSums) {
-    const int r = min(lane / 4, rows - 1), k = first_k(0) + own;
-    if (layer.addends != nullptr) addends = layer.addends + r * columns + k;
-    sum_to = layer.sum + r * columns + k;
-    leaves_sum = blockIdx.x == 0 && blockIdx.y == 0;
-    settle(addends), settle(sum_to);
+    summed.find(layer, first_k(0) + own, layer.sum != nullptr && blockIdx.x == 0 && blockIdx.y == 0);
+    summed.settle();
   }
   OutputPlaces<T, kHalves> places;
   int summed_from[kHalves], deviations_from[kHalves];  // from sums_of and deviations_of on
@@ -220,6 +214,10 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
 
   Vector<X, kLaneValues> x[kHalves][kChunks];
   const auto load_inputs = [&](int pass) {
+    if constexpr (kSums) {
+      summed.load(reinterpret_cast<uint4(&)[kChunks]>(x[0]));
+      return;
+    }
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
 #pragma unroll
@@ -228,23 +226,6 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
         if (kLoops ? lane / 4 + h * kHalfRows < rows && first_k(pass) + own + c * kChunk < columns : takes[h][c]) {
           x[h][c] = load_fresh(inputs[h] + pass * warps * kPart + c * kChunk);
         }
-      }
-    }
-    if constexpr (kSums) {
-      if (addends == nullptr) return;
-      Vector<float, kLaneValues> added[kChunks][kAddends];
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-        for (int a = 0; a < kAddends; ++a) {
-          added[c][a] = {};
-          if (takes[0][c]) added[c][a] = load_fresh(addends + a * rows * columns + c * kChunk);
-        }
-      }
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        x[0][c] = rounded_sum(x[0][c], added[c]);
-        if (leaves_sum && takes[0][c]) *reinterpret_cast<Vector<T, kLaneValues>*>(sum_to + c * kChunk) = x[0][c];
       }
     }
   };
@@ -338,6 +319,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
       if (RowPowers<T>::has_row() && r < rows) deviations_of[r * warps + warp] = powers[h].of_row();
     }
   }
+  if constexpr (kSums) summed.leave(reinterpret_cast<const uint4(&)[kChunks]>(x[0]));
   __syncthreads();
   if constexpr (kShares) wait_at_cluster_barrier();  // the first block has started
 #pragma unroll 1
@@ -396,8 +378,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
           return normalisation_of<kPairs>(all[h], of_row, columns, reciprocal, layer.is_layer_norm, layer.eps);
         };
         if constexpr (kSums) {
-          const float* const of_row = layer.addends == nullptr ? nullptr : layer.addends + own_row(h) * columns;
-          norm = normalisation(SummedRow<X>{input, of_row, rows * columns});
+          norm = normalisation(SummedRow<X>{input, layer.addends + own_row(h) * columns, rows * columns});
         } else {
           norm = normalisation(StoredRow<X>{input});
         }

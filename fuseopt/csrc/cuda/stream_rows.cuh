@@ -26,23 +26,39 @@ class StreamRows {
   // The lane's.
   __device__ int row() const { return row_; }
 
-  // From column `first_k` on; zeros where there is nothing.
-  __device__ void load(const StreamLayer<T>& layer, int first_k) {
-    constexpr int kLoads = 4;  // on the way at a time
-    const X* const input = static_cast<const X*>(layer.input) + static_cast<int64_t>(row_) * layer.columns;
+  // From column `first_k` on; zeros where there is nothing. kSums: rows are sums, which `leaves` says to hand on.
+  template <bool kSums>
+  __device__ void load(const StreamLayer<T>& layer, int first_k, bool leaves) {
+    constexpr int kLoads = kSums ? 2 : 4;  // on the way at a time
+    const int64_t first_of_row = static_cast<int64_t>(row_) * layer.columns;
+    const X* const input = static_cast<const X*>(layer.input) + first_of_row;
 #pragma unroll 1
     for (int first = threadIdx.x % kWarpSize; first < count_; first += kLoads * kWarpSize) {
       Piece loaded[kLoads];
+      Vector<float, kLaneValues> added[kSums ? kLoads : 1][kAddends];
+      const auto k_at = [&](int i) { return first_k + k_of(first + i * kWarpSize); };
+      const auto is_there = [&](int i) {
+        return first + i * kWarpSize < count_ && row_ < layer.rows && k_at(i) < layer.columns;
+      };
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const int piece = first + i * kWarpSize, k = first_k + k_of(piece);
         loaded[i] = {};
-        if (piece < count_ && row_ < layer.rows && k < layer.columns) {
-          loaded[i] = *reinterpret_cast<const Piece*>(input + k);
+        if (!is_there(i)) continue;
+        loaded[i] = *reinterpret_cast<const Piece*>(input + k_at(i));
+        if constexpr (kSums) {
+#pragma unroll
+          for (int a = 0; a < kAddends; ++a) {
+            const float* const addends = layer.addends + static_cast<int64_t>(a) * layer.rows * layer.columns;
+            added[i][a] = load_fresh(addends + first_of_row + k_at(i));
+          }
         }
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
+        if constexpr (kSums) {
+          if (is_there(i)) loaded[i] = rounded_sum(loaded[i], added[i]);
+          if (leaves && is_there(i)) *reinterpret_cast<Piece*>(layer.sum + first_of_row + k_at(i)) = loaded[i];
+        }
         if (first + i * kWarpSize < count_) pieces_[first + i * kWarpSize] = loaded[i];
       }
     }
