@@ -44,7 +44,7 @@ OWN_TESTS = {
     "decode_head_select_": ("test_decode_head_select.py", "test_vocabularies and t5_rms_norm and bfloat16 and 512-8-"),
     "decode_head_select_, addends": (
         "test_decode_head_select.py",
-        "test_addends and cuda-cuda and 8-512 and torch.float16",
+        "test_addends and cuda-cuda and 8-768 and torch.float16",
     ),
     "decode_linear_addends": ("test_decode_linear_addends.py", "against_float64"),
     "decode_linear of a vocabulary": ("test_decode_linear.py", "test_a_vocabulary and bfloat16"),
