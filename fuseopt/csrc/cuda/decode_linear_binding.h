@@ -149,7 +149,8 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
 
 // Lets the call's input be that and `addends`, which must stay there until the launch.
 inline void add_to_input(const char* op, LinearCall& call, const Tensor& input, const Tensor& addends) {
-  FUSEOPT_CHECK(fuseopt_takes_addends(call.layer), "fuseopt::", op, ": the kernel does not take addends of such a layer");
+  FUSEOPT_CHECK(fuseopt_takes_addends(call.layer), "fuseopt::", op,
+                ": the kernel does not take addends of such a layer");
   FUSEOPT_CHECK(addends.is_cuda() && addends.get_device_index() == input.get_device_index() &&
                     dtype_of(addends) == ScalarType::Float && addends.is_contiguous() &&
                     addends.numel() == DecodeLinear::kAddends * input.numel(),

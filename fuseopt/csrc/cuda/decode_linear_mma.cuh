@@ -178,11 +178,11 @@ template <typename T>
 bool takes_addends(const DecodeLinear& layer) {
   if (layer.norm == kNoNorm || layer.rows > kHalfRows || layer.input.dtype != kDType<T>) return false;
   if (takes_mma<T>(layer) && takes_stream(layer)) {
+    // As launch_stream has a kernel for; each block reads whole rows.
     const StreamPlan plan(layer);
     return plan.blocks == 1 && plan.stages == 3;
   }
-  return takes_strips_of_lines<T>(layer) && has_widest_strips(layer) &&
-         layer.columns <= kMostColumns<T, T, 8, 2, 1>;
+  return takes_strips_of_lines<T>(layer) && has_widest_strips(layer) && layer.columns <= kMostColumns<T, T, 8, 2, 1>;
 }
 
 template <typename T>
