@@ -28,10 +28,14 @@ from fuseopt.ops.library import Observer
 ALL = "all of a step"
 IDLE = "no kernel runs"
 _WARM_UP = 3
-# The ops whose arguments are read whole, or as far as a cache is filled; a step ends with one of `_LAST`.
+# The ops whose arguments are read whole, caches as far as they are filled and tables a row for each token; a step ends
+# with one of `_LAST`.
 _READING = ("decode_linear", "decode_softmax_linear", "decode_attention")
 # Ops by another one's kernels, for whose calls they are taken.
-_BY_KERNELS_OF = {"decode_linear_addends": "decode_linear", "decode_linear_of_sum": "decode_linear"}
+_BY_KERNELS_OF = dict.fromkeys(
+    ("decode_linear_addends", "decode_linear_of_sum", "decode_linear_of_embeddings"), "decode_linear"
+)
+_TABLES = ("token_weight", "position_weight")
 _LAST = ("decode_select", "decode_beams")
 # An op of two, with the arguments that the first reads.
 _HEAD, _OF_HEAD = "decode_head_select", ("input", "addends", "weight", "norm_weight", "norm_bias")
@@ -141,7 +145,10 @@ class Reads(Observer):
         arguments.pop("ahead", None)  # weights of other layers
         caches = [arguments.pop(name) for name in ("key_cache", "value_cache") if name in arguments]
         filled = int(arguments["lengths"].max()) if "lengths" in arguments else self.filled
-        tensors = [*(cache[:, :, :filled] for cache in caches), *tree_leaves(list(arguments.values()))]
+        tables = [arguments.pop(name) for name in _TABLES if name in arguments]
+        looked_up = [table[: len(arguments["tokens"])] for table in tables]
+        others = tree_leaves(list(arguments.values()))
+        tensors = [*(cache[:, :, :filled] for cache in caches), *looked_up, *others]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
 
     def of_a_step(self) -> list[Read]:

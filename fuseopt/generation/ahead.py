@@ -339,8 +339,9 @@ class HeadStart:
         if plan is None or step is None or step.state is not state:
             return None
         run = DecodeRun(step, input_ids, plan.pad, steps, has_ids=has_ids)
-        for _ in range(min(_STEPS, steps, plan.tokens)):
-            run.take()
+        most = min(_STEPS, steps, plan.tokens)
+        while run.taken < most:
+            run.take(most - run.taken)
         return run
 
 

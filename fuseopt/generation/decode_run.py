@@ -53,15 +53,20 @@ class DecodeRun:
             and (pad is None or state.load_pad.holds(pad))
         )
 
-    def take(self) -> None:
-        """Queues the next step."""
+    def take(self, most: int | None = None) -> None:
+        """Queues the next step, or the next few as one, up to `most`."""
+        several, count = self.step.several, 1
+        left = self.steps - self.taken if most is None else most
         if self.taken < self.begins:
             self.selection(self.state, self.state.logits, advance=False)
+        elif several is not None and several.count <= left:
+            several()
+            count = several.count
         else:
             self.step()
         if self.flags is not None:
-            self.flags.push()
-        self.taken += 1
+            self.flags.push(count)
+        self.taken += count
 
     @property
     def is_over(self) -> bool:

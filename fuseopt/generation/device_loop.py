@@ -33,13 +33,18 @@ def finish(
     # A step that an earlier call ran is captured at once: such calls may all be short.
     note, captured_at = "", run.begins if graphs.has_met(step) else 2
     confirmed_at = captured_at if step.graph is None else run.begins + _STEPS_BEFORE_CONFIRMING
-    confirmed_at = max(confirmed_at, run.taken)
+    is_confirmed, was_captured = False, step.graph is not None
+    single = 1 if scores is not None or logits is not None else None
     while not run.is_over:
-        if run.taken == confirmed_at:
+        if run.taken >= confirmed_at and not is_confirmed:
             confirm()
+            is_confirmed = True
+            # In the second call that runs it, so that no first call takes longer.
+            if was_captured and single is None:
+                graphs.capture_several(step, run.steps - run.taken)
         if run.taken == captured_at:
             note = graphs.capture(step)
-        run.take()
+        run.take(single)
         if scores is not None:
             scores.append(state.scores.clone())
         if logits is not None:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers.models.t5 import modeling_t5
 
 from fuseopt.generation.graphs import Prompt, StepGraphs
-from fuseopt.generation.layers import embedded, linear, normalised
+from fuseopt.generation.layers import Embedding, linear, normalised
 from fuseopt.generation.layers_t5 import fed_forward, feed_forward_of, norm_of, self_attention_of
 from fuseopt.generation.state import prompt_length_for
 from fuseopt.modules.t5_inference import clamped
@@ -110,7 +110,7 @@ class T5Encoder:
             bias = torch.where(state.keep[:, None, None], bias, torch.finfo(bias.dtype).min)
         # A prompt that is masked as a whole attends to itself, but not to what is behind it.
         bias = torch.where(in_prompt, bias, -torch.inf).expand(items, -1, -1, -1)
-        hidden = embedded((state.ids * in_prompt).flatten(), self.token_embedding)
+        hidden = Embedding((state.ids * in_prompt).flatten(), self.token_embedding).total()
         for attention, feed_forward in self.layers:
             qkv = linear(hidden, attention.qkv, norm=attention.norm)
             query, keys, values = qkv.view(items, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind()

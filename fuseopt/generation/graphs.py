@@ -12,10 +12,13 @@ import torch
 from fuseopt.generation.layers import BeforeHead
 from fuseopt.generation.selection import Selection
 from fuseopt.generation.state import DecodeState
+from fuseopt.generation.stop_flags import STEPS_A_COPY
 from fuseopt.modules.cuda_graphs import Captures, State, Work, stream_on
 
 Forward = Callable[[DecodeState], BeforeHead]
 _PROMPTS_A_STEP = 2
+# As one; fewer where a call may end early, since all that are queued then run in vain.
+_STEPS_TOGETHER, _STEPS_THAT_MAY_END = 8, STEPS_A_COPY
 # Of how many steps and prompts it is known that they have run.
 _MET = 64
 _S = TypeVar("_S", bound=State)
@@ -24,12 +27,15 @@ _S = TypeVar("_S", bound=State)
 class Step(Work[DecodeState]):
     """One decode step, which is the forward, the selection if there is one, and the move to the next slot.
 
-    `selection` is the one that runs: its tensors are at the addresses that a graph reads.
+    `selection` is the one that runs: its tensors are at the addresses that a graph reads. `several`: a few such steps,
+    where that has been captured; `may_be_several` until it has been tried.
     """
 
     def __init__(self, forward: Forward, state: DecodeState, selection: Selection | None) -> None:
         super().__init__(_key(state, selection), state)
         self.forward, self.selection = forward, selection
+        self.several: Several | None = None
+        self.may_be_several = True
 
     def run(self) -> None:
         end = self.forward(self.state)
@@ -38,6 +44,23 @@ class Step(Work[DecodeState]):
             self.state.counters += 1
         else:
             self.selection.end(self.state, end)
+
+
+class Several(Work[DecodeState]):
+    """`count` steps, of which all but the first start before the one ahead has ended."""
+
+    def __init__(self, step: Step) -> None:
+        may_end = step.selection is not None and step.selection.may_end_early
+        self.step, self.count = step, _STEPS_THAT_MAY_END if may_end else _STEPS_TOGETHER
+        super().__init__((step.key, self.count), step.state)
+
+    def run(self) -> None:
+        try:
+            for i in range(self.count):
+                self.state.steps_overlap = i > 0
+                self.step.run()
+        finally:
+            self.state.steps_overlap = False
 
 
 def _key(state: DecodeState, selection: Selection | None) -> Hashable:
@@ -121,6 +144,16 @@ class StepGraphs(Captures):
                 return f"the step ran eagerly: {reason}"
             step.selection.own_tensors()
         return self._capture(step, self._steps, self.max_graphs, "the step")
+
+    def capture_several(self, step: Step, most: int) -> None:
+        """Captures a few steps as one, if these are at most `most`, of a step that is captured; if it cannot be done
+        they run one by one."""
+        several = Several(step)
+        if not step.may_be_several or several.count > most or step.graph is None or step.state.device.type != "cuda":
+            return
+        step.may_be_several = False
+        if not self.record(several, self._works(), "several steps"):
+            step.several = several
 
     def run_prompt(self, prompt: Prompt[Any]) -> str:
         """Runs what is captured of it, captures it first if it has run before.

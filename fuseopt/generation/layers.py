@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from fuseopt.modules.base import source_class
 from fuseopt.ops import registry
 from fuseopt.ops.decode_linear import ACTIVATIONS, FEW_ROWS, is_fast
 from fuseopt.ops.decode_linear_addends import leaves_addends, takes_addends
+from fuseopt.ops.decode_linear_of_embeddings import takes_embeddings
 
 # A name in `ACTIVATIONS`, or a module that is called.
 Activation = str | Callable[[Tensor], Tensor]
@@ -32,6 +33,11 @@ class Norm(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     eps: float
+
+    @property
+    def of_op(self) -> dict[str, Any]:
+        """As an op takes it, but for `eps`."""
+        return {"norm": self.kind, "norm_weight": self.weight, "norm_bias": self.bias}
 
 
 @dataclass(eq=False)
@@ -89,17 +95,43 @@ def activation_of(module: nn.Module) -> Activation:
     return {NewGELUActivation: "gelu_tanh", nn.ReLU: "relu"}.get(source_class(module), module)
 
 
-def embedded(
-    tokens: Tensor, weight: Tensor, positions: Tensor | None = None, position_weight: Tensor | None = None
-) -> Tensor:
-    """[tokens] int64 -> [tokens, hidden]: their embeddings, and those of their positions added."""
-    if has_kernel("decode_embedding", weight):
-        # Without overlap: attention reads what earlier steps wrote before it waits, so steps must not overlap.
-        return ops.decode_embedding(tokens, weight, positions, position_weight)
-    embeddings = F.embedding(tokens, weight)
-    if positions is None or position_weight is None:
-        return embeddings
-    return embeddings + F.embedding(positions, position_weight)
+class Embedding(NamedTuple):
+    """Embeddings of tokens, and those of their positions added if there are any.
+
+    Attributes:
+        tokens, positions: [tokens] int64.
+        weight, position_weight: [vocabulary, hidden] and [positions, hidden].
+        overlap: a linear layer's kernel may read its weights before what is ahead has ended.
+    """
+
+    tokens: Tensor
+    weight: Tensor
+    positions: Tensor | None = None
+    position_weight: Tensor | None = None
+    overlap: bool = False
+
+    def total(self) -> Tensor:
+        """[tokens, hidden]"""
+        if has_kernel("decode_embedding", self.weight):
+            return ops.decode_embedding(*self[:4], overlap=True)
+        embeddings = F.embedding(self.tokens, self.weight)
+        if self.positions is None or self.position_weight is None:
+            return embeddings
+        return embeddings + F.embedding(self.positions, self.position_weight)
+
+    def linear(self, layer: Linear, norm: Norm) -> tuple[Tensor, Tensor] | None:
+        """`layer(norm(total))` and that total, if there is a kernel for both together."""
+        if self.positions is None or self.position_weight is None or len(layer.weights) > 1:
+            return None
+        rows = self.tokens, self.weight, self.positions, self.position_weight
+        weight, of_norm = layer.weights[0], norm.of_op
+        if not has_kernel("decode_linear_of_embeddings", weight):
+            return None
+        if not takes_embeddings(*rows, weight, *layer.biases, **of_norm):
+            return None
+        return ops.decode_linear_of_embeddings(
+            *rows, weight, *layer.biases, **of_norm, eps=norm.eps, overlap=self.overlap, ahead=layer.ahead
+        )
 
 
 def normalised(input: Tensor, norm: Norm) -> Tensor:
@@ -189,29 +221,38 @@ class ResidualStream:
     A sum that only the next norm asks for is taken along by that.
 
     Args:
-        hidden: [rows, hidden]; may be overwritten.
+        begin: what it begins with, [rows, hidden]; may be overwritten.
     """
 
-    def __init__(self, hidden: Tensor) -> None:
-        self._sum = hidden
+    def __init__(self, begin: Tensor | Embedding) -> None:
+        self._embedding: Embedding | None = None
+        if isinstance(begin, Tensor):
+            self._sum = begin
+        else:
+            self._embedding = begin
         self._added: Tensor | None = None
         self._addends: Tensor | None = None
 
     def total(self) -> Tensor:
         assert self._addends is None, "the layer that they were left for takes them first"
+        if self._embedding is not None:
+            self._sum, self._embedding = self._embedding.total(), None
         if self._added is not None:
             self._sum, self._added = self._sum + self._added, None
         return self._sum
 
     def linear(self, layer: Linear, norm: Norm, activation: Activation | None = None) -> Tensor:
         """`activation(layer(norm(total)))`, by a LayerNorm."""
+        if self._embedding is not None and activation is None and (both := self._embedding.linear(layer, norm)):
+            (output, self._sum), self._embedding = both, None
+            return output
         if self._addends is not None:
             assert activation is None
             output, self._sum = _linear_of_sum(self._sum, self._addends, layer, norm)
             self._addends = None
             return output
         if self._added is None:
-            return linear(self._sum, layer, norm=norm, activation=activation)
+            return linear(self.total(), layer, norm=norm, activation=activation)
         normed, self._sum = ops.add_layer_norm(self._added, self._sum, norm.weight, norm.bias, norm.eps)
         self._added = None
         return linear(normed, layer, activation=activation)
@@ -231,7 +272,7 @@ class ResidualStream:
         if following is not None and self._hands_on_addends(input, layer, *following):
             weight, self._sum = layer.weights[0], self.total()
             self._addends = ops.decode_linear_addends(input, weight, *layer.biases, overlap=True, ahead=layer.ahead)
-        elif not layer.biases or takes_kernel(input, layer, self._sum):
+        elif not layer.biases or takes_kernel(input, layer, self.total()):
             self._sum = linear(input, layer, residual=self.total())
         else:
             # A product with a bias takes nothing else along.
@@ -243,8 +284,7 @@ class ResidualStream:
             return False
         if not leaves_addends(input, weight, *layer.biases):
             return False
-        of_norm = {"norm": norm.kind, "norm_weight": norm.weight, "norm_bias": norm.bias}
-        return takes_addends(self._sum, next_weight, *following.biases, **of_norm)
+        return takes_addends(self.total(), next_weight, *following.biases, **norm.of_op)
 
 
 def _linear_of_sum(input: Tensor, addends: Tensor, layer: Linear, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -253,9 +293,7 @@ def _linear_of_sum(input: Tensor, addends: Tensor, layer: Linear, norm: Norm) ->
         addends,
         layer.weights[0],
         *layer.biases,
-        norm=norm.kind,
-        norm_weight=norm.weight,
-        norm_bias=norm.bias,
+        **norm.of_op,
         eps=norm.eps,
         overlap=True,
         ahead=layer.ahead,

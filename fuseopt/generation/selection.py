@@ -61,7 +61,7 @@ class Selection:
     @property
     def may_end_early(self) -> bool:
         """Whether `going` can tell that no row is left before the longest sequence is full."""
-        return self.eos is not None
+        return self.eos is not None and self.eos.numel() > 0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

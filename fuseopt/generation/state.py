@@ -104,11 +104,12 @@ class DecodeState:
     [rows, vocab] float32. A prompt is read from `ids`, with `prompt_positions` [rows, capacity], as far as `slot` says;
     an encoder's output from `encoded` [items, cross_capacity, encoder_width].
     `beams` has what beam search needs beside, or is None; then `ids` are those of its running beams. `folded` is the
-    cross-attention of a single item as two linear layers, or None.
+    cross-attention of a single item as two linear layers, or None. `steps_overlap`: a step's first kernel starts before
+    the step ahead has ended.
     """
 
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:
-        self.sizes, self.used = sizes, False
+        self.sizes, self.used, self.steps_overlap = sizes, False, False
         # What the host knows of tensors: nothing is masked, prompts are numbered from 0 on, so many slots of the
         # encoder's count in all items.
         self._keeps_all = self._counts_up = False

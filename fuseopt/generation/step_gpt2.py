@@ -15,12 +15,12 @@ from fuseopt.generation.attention import StepAttention
 from fuseopt.generation.layers import (
     Activation,
     BeforeHead,
+    Embedding,
     Linear,
     Norm,
     ResidualStream,
     activation_of,
     causal_mask,
-    embedded,
     linear_of,
     look_ahead,
 )
@@ -147,7 +147,8 @@ class GPT2Step:
         head: tuple[Linear, Norm] | None,
     ) -> ResidualStream:
         """[tokens] -> [tokens, hidden] behind all layers; `head`: whom it goes to as a whole."""
-        stream = ResidualStream(embedded(tokens, self.token_embedding, positions, self.position_embedding))
+        tables = self.token_embedding, self.position_embedding
+        stream = ResidualStream(Embedding(tokens, tables[0], positions, tables[1], overlap=state.steps_overlap))
         nexts = [*((layer.qkv, layer.norm_1) for layer in self.layers[1:]), head]
         for layer, cache, following in zip(self.layers, state.cache, nexts, strict=True):
             qkv = stream.linear(layer.qkv, layer.norm_1).unflatten(1, (3, self.shape.heads, self.shape.head_dim))

@@ -15,7 +15,16 @@ from transformers.models.t5 import modeling_t5
 from fuseopt import ops
 from fuseopt.generation.attention import StepAttention, additive
 from fuseopt.generation.encoder_t5 import T5Encoder
-from fuseopt.generation.layers import BeforeHead, Linear, Norm, embedded, has_kernel, linear, linear_of, look_ahead
+from fuseopt.generation.layers import (
+    BeforeHead,
+    Embedding,
+    Linear,
+    Norm,
+    has_kernel,
+    linear,
+    linear_of,
+    look_ahead,
+)
 from fuseopt.generation.layers_t5 import (
     FeedForward,
     SelfAttention,
@@ -134,7 +143,7 @@ class T5Step:
             self.final_norm.weight.copy_(self.decoder_norm.weight * self.head_scale)
 
     def __call__(self, state: DecodeState) -> BeforeHead:
-        hidden = embedded(state.tokens, self.token_embedding)
+        hidden = Embedding(state.tokens, self.token_embedding).total()
         attention = StepAttention(state, self.bias)
         layers = self.layers if state.folded is None else self._folded(state.folded)
         for layer, cache, cross_cache in zip(layers, state.cache, state.cross_cache, strict=True):

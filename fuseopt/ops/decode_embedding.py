@@ -30,7 +30,7 @@ def _reference(tokens: Tensor, weight: Tensor, positions: Tensor | None, positio
     return embedded + F.embedding(positions, position_weight)
 
 
-def _check(tokens: Tensor, weight: Tensor, positions: Tensor | None, position_weight: Tensor | None) -> None:
+def check_embedding(tokens: Tensor, weight: Tensor, positions: Tensor | None, position_weight: Tensor | None) -> None:
     if (positions is None) != (position_weight is None):
         raise ValueError("positions and position_weight go together")
     if weight.dim() != 2:
@@ -55,7 +55,7 @@ def decode_embedding_reference(
     overlap: bool = False,
 ) -> Tensor:
     """`decode_embedding` in plain PyTorch."""
-    _check(tokens, weight, positions, position_weight)
+    check_embedding(tokens, weight, positions, position_weight)
     return _reference(tokens, weight, positions, position_weight)
 
 
@@ -87,7 +87,7 @@ def decode_embedding(
         TypeError: tokens or positions that are no int32 or int64.
         BackendError: the backend named cannot run here; the message says why.
     """
-    _check(tokens, weight, positions, position_weight)
+    check_embedding(tokens, weight, positions, position_weight)
     chosen = registry.pick_without_gradient("decode_embedding", backend, (weight.dtype,), weight, position_weight)
     if chosen == "reference":
         return _reference(tokens, weight, positions, position_weight)

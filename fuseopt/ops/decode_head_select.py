@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fuseopt.ops import registry
 from fuseopt.ops.decode_linear import FEW_ROWS, check_layer, decode_linear
-from fuseopt.ops.decode_linear_addends import check_addends, summed, takes_addends
+from fuseopt.ops.decode_linear_addends import ADDENDS, check_addends, summed, takes_addends
 from fuseopt.ops.decode_select import check_state, decode_select_
 from fuseopt.ops.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, for_kernel
 from fuseopt.ops.library import define
@@ -146,9 +146,12 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
         ids = torch.zeros(rows, 6, dtype=torch.int64, device=device)
         going = torch.ones((), dtype=torch.bool, device=device)
         norm = {"norm": "t5_rms_norm", "norm_weight": torch.randn(48, device=device, dtype=dtype)}
+        counters = (integers(4), integers(*range(rows)))
+        written = (ids[:, 0].clone(), ids, integers(4), unfinished, going)
+        yield registry.SampleInput((input, weight, *written, integers(0), eos), {**norm, "counters": counters})
+        addends = torch.randn(ADDENDS, rows, 48, device=device, dtype=torch.promote_types(dtype, torch.float32))
         yield registry.SampleInput(
-            (input, weight, ids[:, 0].clone(), ids, integers(4), unfinished, going, integers(0), eos),
-            {**norm, "counters": (integers(4), integers(*range(rows)))},
+            (input, weight, *(tensor.clone() for tensor in written), integers(0), eos), {**norm, "addends": addends}
         )
 
 

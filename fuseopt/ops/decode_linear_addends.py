@@ -65,7 +65,7 @@ RAW_TAKES = define(
 def leaves_addends(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether the CUDA kernel of `decode_linear_addends`, which must be there, takes such a layer: one of few rows, and
     too long a K for a block."""
-    return _is_at_an_address(input) and RAW_LEAVES["cuda"](input, weight, bias)
+    return is_at_an_address(input) and RAW_LEAVES["cuda"](input, weight, bias)
 
 
 def takes_addends(
@@ -79,10 +79,10 @@ def takes_addends(
 ) -> bool:
     """Whether those of `decode_linear_of_sum` and `decode_head_select_` do: one of few rows, and a short K with many
     outputs, or a head."""
-    return _is_at_an_address(input) and RAW_TAKES["cuda"](input, weight, bias, norm, norm_weight, norm_bias)
+    return is_at_an_address(input) and RAW_TAKES["cuda"](input, weight, bias, norm, norm_weight, norm_bias)
 
 
-def _is_at_an_address(input: Tensor) -> bool:
+def is_at_an_address(input: Tensor) -> bool:
     """Of a GPU's, as far as that is known."""
     return input.is_cuda and not is_dynamo_compiling()
 

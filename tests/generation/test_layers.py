@@ -107,6 +107,34 @@ def test_layers_hand_on_addends_where_both_have_kernels_for_that(monkeypatch: py
     assert all(a is b for a, b in zip(handed_on, [layer.down.weights[0] for layer in step.layers], strict=True))
 
 
+def test_the_first_layer_looks_up_its_input_where_it_has_a_kernel_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may start before the step ahead has ended, but for the first of several."""
+    torch.manual_seed(0)
+    step = GPT2Step(random_model("gpt2-tiny", torch.device("cpu"), torch.float32))
+    state = DecodeState(Sizes(2, 8), step.shape, step.vocab)
+
+    def logits() -> Tensor:
+        state.begin(0, None, None)
+        state.tokens.copy_(torch.tensor([3, 5]))
+        with torch.no_grad():
+            return step(state).logits()
+
+    expected, overlaps = logits(), []
+    look_up = ops.decode_linear_of_embeddings
+
+    def recorded(*arguments: Any, overlap: bool, **options: Any) -> tuple[Tensor, Tensor]:
+        overlaps.append(overlap)
+        assert arguments[4] is step.layers[0].qkv.weights[0]
+        return look_up(*arguments, overlap=overlap, **options)
+
+    monkeypatch.setattr(layers, "has_kernel", lambda op, _: op == "decode_linear_of_embeddings")
+    monkeypatch.setattr(layers, "takes_embeddings", lambda *_, **of_norm: True)
+    monkeypatch.setattr(ops, "decode_linear_of_embeddings", recorded)
+    for state.steps_overlap in (False, True):
+        torch.testing.assert_close(logits(), expected)
+    assert overlaps == [False, True]
+
+
 ROWS, WIDTH = MAX_ROWS + 3, 24
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fuseopt.generation.stop_flags import _STEPS_A_COPY, _STEPS_AHEAD, StopFlags
+from fuseopt.generation.stop_flags import _STEPS_AHEAD, STEPS_A_COPY, StopFlags
 
 LENGTH = 5
 pytestmark = pytest.mark.usefixtures("each_device")
@@ -23,7 +23,7 @@ def test_steps_are_counted_up_to_the_first_that_left_no_row(steps, last):
             break
     counted = steps if last is None else min(steps, last + 1)
     assert flags.steps() == counted == flags.steps()
-    late = 0 if going.device.type == "cpu" else _STEPS_AHEAD + _STEPS_A_COPY - 1
+    late = 0 if going.device.type == "cpu" else _STEPS_AHEAD + STEPS_A_COPY - 1
     assert run <= min(steps, counted + late)
 
 
@@ -47,7 +47,7 @@ def test_the_host_asks_for_no_step_queued_last(monkeypatch):
     for step in range(1, 65):
         before = len(waited)
         flags.push()
-        copies += [step] if step % _STEPS_A_COPY == 0 else []
+        copies += [step] if step % STEPS_A_COPY == 0 else []
         assert not flags.is_over()
         if len(waited) > before:
             assert copies[len(waited) - 1] <= step - _STEPS_AHEAD

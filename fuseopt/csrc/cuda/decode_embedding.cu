@@ -19,8 +19,7 @@ __device__ const T* row_of(const EmbeddingTable& table, unsigned i, int64_t colu
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads) decode_embedding_kernel(const __grid_constant__ DecodeEmbedding embedding) {
   using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  let_successor_start();
-  wait_for_predecessor();
+  follow_predecessor();
   const int64_t columns = embedding.columns;
   const T* const token = row_of<T>(embedding.tokens, blockIdx.x, columns);
   const T* const position =

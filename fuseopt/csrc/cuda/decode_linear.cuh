@@ -18,6 +18,8 @@ bool leaves_addends(const DecodeLinear& layer);  // as fuseopt_leaves_addends
 template <typename T>
 bool takes_addends(const DecodeLinear& layer);  // as fuseopt_takes_addends
 template <typename T>
+bool takes_embeddings(const DecodeLinear& layer);  // as fuseopt_takes_embeddings
+template <typename T>
 bool launch_decode_linear_many_rows(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
 template <typename T>
 bool launch_decode_linear_tiles(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
@@ -30,6 +32,8 @@ extern template bool leaves_addends<__half>(const DecodeLinear&);
 extern template bool leaves_addends<__nv_bfloat16>(const DecodeLinear&);
 extern template bool takes_addends<__half>(const DecodeLinear&);
 extern template bool takes_addends<__nv_bfloat16>(const DecodeLinear&);
+extern template bool takes_embeddings<__half>(const DecodeLinear&);
+extern template bool takes_embeddings<__nv_bfloat16>(const DecodeLinear&);
 extern template bool launch_decode_linear_many_rows<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_many_rows<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_tiles<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);

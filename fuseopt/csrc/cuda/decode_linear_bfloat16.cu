@@ -7,5 +7,6 @@ template bool launch_decode_linear_mma<__nv_bfloat16>(const DecodeLinear&, cudaS
 template int64_t decode_linear_parts<__nv_bfloat16>(const DecodeLinear&);
 template bool leaves_addends<__nv_bfloat16>(const DecodeLinear&);
 template bool takes_addends<__nv_bfloat16>(const DecodeLinear&);
+template bool takes_embeddings<__nv_bfloat16>(const DecodeLinear&);
 
 }  // namespace fuseopt

@@ -7,5 +7,6 @@ template bool launch_decode_linear_mma<__half>(const DecodeLinear&, cudaStream_t
 template int64_t decode_linear_parts<__half>(const DecodeLinear&);
 template bool leaves_addends<__half>(const DecodeLinear&);
 template bool takes_addends<__half>(const DecodeLinear&);
+template bool takes_embeddings<__half>(const DecodeLinear&);
 
 }  // namespace fuseopt

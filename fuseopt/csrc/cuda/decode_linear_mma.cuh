@@ -15,7 +15,7 @@ template <typename T, typename X, int kTiles, int kChunks, int kHalves>
 constexpr int kMostColumns = kMaxLinearWarps<T, X, kTiles, kChunks, kHalves> * kChunks * kChunk;
 
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
-          Along kAlong, bool kActivates, bool kSums = false>
+          Along kAlong, bool kActivates, Input kInput = Input::kStored>
 cudaError_t launch_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
   constexpr int kColumns = kTiles * kTileColumns, kWidth = kGated ? kColumns / 2 : kColumns;
   const int64_t chunks = ceil_div(layer.columns, kChunk);
@@ -38,7 +38,7 @@ cudaError_t launch_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
   mma.share_ahead(shape);
   mma.finishing = static_cast<int>(ceil_div(finished_pairs(mma.rows, kWidth), kWarpSize) * kWarpSize);
   const auto kernel =
-      decode_linear_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kAlong, kActivates, kSums>;
+      decode_linear_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kAlong, kActivates, kInput>;
   return launch_dependent(kernel, mma, shape, layer.overlap, stream);
 }
 
@@ -78,8 +78,12 @@ cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
     }
   }
   if constexpr (kNorm && kLayout == Layout::kLines && kHalves == 1) {
+    constexpr auto kAtOnce = Along::kAtOnce;
     if (layer.addends != nullptr) {
-      return launch_mma_as<T, T, kLayout, true, false, 8, 2, 1, Along::kAtOnce, false, true>(layer, stream);
+      return launch_mma_as<T, T, kLayout, true, false, 8, 2, 1, kAtOnce, false, Input::kSummed>(layer, stream);
+    }
+    if (layer.tokens.weight != nullptr) {
+      return launch_mma_as<T, T, kLayout, true, false, 8, 2, 1, kAtOnce, false, Input::kEmbedded>(layer, stream);
     }
   }
   if constexpr (kNorm && !kGated) {
@@ -174,15 +178,30 @@ bool leaves_addends(const DecodeLinear& layer) {
          layer.columns <= kAddends * kMost;
 }
 
+// Whether that kernel adds up what it multiplies.
+template <typename T>
+bool takes_sums_by_strips(const DecodeLinear& layer) {
+  return layer.norm != kNoNorm && layer.rows <= kHalfRows && takes_strips_of_lines<T>(layer) &&
+         has_widest_strips(layer) && layer.columns <= kMostColumns<T, T, 8, 2, 1>;
+}
+
 template <typename T>
 bool takes_addends(const DecodeLinear& layer) {
-  if (layer.norm == kNoNorm || layer.rows > kHalfRows || layer.input.dtype != kDType<T>) return false;
-  if (takes_mma<T>(layer) && takes_stream(layer)) {
-    // As launch_stream has a kernel for; each block reads whole rows.
-    const StreamPlan plan(layer);
-    return plan.blocks == 1 && plan.stages == 3;
+  const bool is_streamed = layer.norm != kNoNorm && layer.rows <= kHalfRows && layer.input.dtype == kDType<T> &&
+                           takes_mma<T>(layer) && takes_stream(layer);
+  if (!is_streamed) return takes_sums_by_strips<T>(layer);
+  // As launch_stream has a kernel for; each block reads whole rows.
+  const StreamPlan plan(layer);
+  return plan.blocks == 1 && plan.stages == 3;
+}
+
+template <typename T>
+bool takes_embeddings(const DecodeLinear& layer) {
+  bool suits = takes_sums_by_strips<T>(layer);
+  for (const EmbeddingTable& table : {layer.tokens, layer.positions}) {
+    suits &= is_aligned(table.weight) && table.index_bytes == sizeof(int64_t) && table.rows * layer.columns <= INT32_MAX;
   }
-  return takes_strips_of_lines<T>(layer) && has_widest_strips(layer) && layer.columns <= kMostColumns<T, T, 8, 2, 1>;
+  return suits;
 }
 
 template <typename T>

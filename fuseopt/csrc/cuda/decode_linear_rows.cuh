@@ -47,6 +47,9 @@ struct MmaLayer {
   float eps, reciprocal;  // the latter of `columns`
   bool is_layer_norm, is_rms_norm, is_wide;  // if is_wide, residual and output are float
   const float* addends;  // [kAddends, rows, columns], of kernels that ask
+  const int64_t *tokens, *positions;  // [rows] each, of kernels that ask; then `input` is the tokens' table
+  const T* position_weight;
+  unsigned token_count, position_count;  // in the tables
   T* sum;
 
   void share_ahead(const LaunchShape& shape) {
@@ -103,6 +106,14 @@ MmaLayer<T> mma_layer(const DecodeLinear& layer) {
   mma.is_rms_norm = layer.norm == kT5RmsNorm;
   mma.is_wide = layer.output.dtype == kFloat32;
   mma.addends = layer.addends;
+  if (layer.tokens.weight != nullptr) {
+    mma.input = layer.tokens.weight;
+    mma.position_weight = static_cast<const T*>(layer.positions.weight);
+    mma.tokens = static_cast<const int64_t*>(layer.tokens.indices);
+    mma.positions = static_cast<const int64_t*>(layer.positions.indices);
+    mma.token_count = static_cast<unsigned>(layer.tokens.rows);
+    mma.position_count = static_cast<unsigned>(layer.positions.rows);
+  }
   mma.sum = static_cast<T*>(layer.sum);
   return mma;
 }
@@ -132,6 +143,28 @@ __device__ inline Vector<X, kLaneValues> load_fresh(const X* values) {
     reinterpret_cast<uint4*>(&vector)[i] = __ldcg(reinterpret_cast<const uint4*>(values) + i);
   }
   return vector;
+}
+
+__device__ inline int64_t load_fresh_index(const int64_t* index) {
+  return __ldcg(reinterpret_cast<const long long*>(index));
+}
+
+// 16-bit values, or zeros in place of them.
+template <typename T>
+__device__ inline Vector<T, kLaneValues> masked(Vector<T, kLaneValues> values, unsigned mask) {
+  auto& words = reinterpret_cast<uint4&>(values);
+  words = {words.x & mask, words.y & mask, words.z & mask, words.w & mask};
+  return values;
+}
+
+template <typename T>
+__device__ inline Vector<T, kLaneValues> rounded_sum(const Vector<T, kLaneValues>& a, const Vector<T, kLaneValues>& b) {
+  float sums[kLaneValues];
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) sums[i] = a[i] + b[i];
+  Vector<T, kLaneValues> sum;
+  store_floats_as<T>(&sum, 0, sums);
+  return sum;
 }
 
 // A row's values and two addends of each, rounded to the row's dtype.
@@ -223,30 +256,109 @@ struct SummedRow {
   }
 };
 
-// Of rows that are sums, the 8 values of each chunk that a lane multiplies. All is loaded without a condition, or the
-// assembler has some of it wait for the rest: lanes that have no row or column take another's.
+// What a row of the input has of a table: zeros where the table lacks the index.
+template <typename T>
+struct Embedding {
+  const T* table;
+  unsigned count;
+  int columns;
+  const int64_t* index;
+
+  struct Row {
+    const T* values;
+    unsigned mask;
+
+    __device__ Vector<T, kLaneValues> operator()(int k) const { return masked(load_fresh(values + k), mask); }
+  };
+
+  __device__ Row row_of(int64_t i) const {
+    const bool has_row = static_cast<uint64_t>(i) < count;
+    return {table + (has_row ? static_cast<int>(i) * columns : 0), has_row ? ~0u : 0u};
+  }
+
+  __device__ void settle() { fuseopt::settle(table), fuseopt::settle(count), fuseopt::settle(index); }
+};
+
+template <typename T>
+__device__ Embedding<T> token_embedding(const MmaLayer<T>& layer, int row) {
+  return {static_cast<const T*>(layer.input), layer.token_count, layer.columns, layer.tokens + row};
+}
+
+template <typename T>
+__device__ Embedding<T> position_embedding(const MmaLayer<T>& layer, int row) {
+  return {layer.position_weight, layer.position_count, layer.columns, layer.positions + row};
+}
+
+// A row that is the sum of two embeddings.
+template <typename T>
+struct EmbeddedRow {
+  typename Embedding<T>::Row token, position;
+
+  __device__ EmbeddedRow(const Embedding<T>& tokens, const Embedding<T>& positions) {
+    const int64_t of_token = load_fresh_index(tokens.index), of_position = load_fresh_index(positions.index);
+    token = tokens.row_of(of_token), position = positions.row_of(of_position);
+  }
+
+  __device__ Vector<T, kLaneValues> operator()(int k) const { return rounded_sum(token(k), position(k)); }
+};
+
+// Of rows that are sums, the 8 values of each chunk that a lane multiplies: where they go, and which of them there are.
+// All is loaded without a condition, or the assembler has some of it wait for the rest: lanes that have no row or column
+// take another's.
 template <typename T, int kChunks>
-class SummedInputs {
+class SumPlaces {
  public:
   // Of row lane / 4, from column `k` on. `leaves`: whether the block hands on the sums.
   __device__ void find(const MmaLayer<T>& layer, int k, bool leaves) {
-    const int row = threadIdx.x % kWarpSize / 4, apart = layer.rows * layer.columns;
+    const int own_row = threadIdx.x % kWarpSize / 4;
+    row_ = min(own_row, layer.rows - 1);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int column = k + c * kChunk;
-      const int at = min(row, layer.rows - 1) * layer.columns + min(column, layer.columns - kLaneValues);
+      columns_[c] = min(column, layer.columns - kLaneValues);
       mask_[c] = column < layer.columns ? ~0u : 0u;
-      leaves_[c] = leaves && row < layer.rows && column < layer.columns;
-      inputs_[c] = static_cast<const T*>(layer.input) + at;
-      sums_[c] = layer.sum + at;
-#pragma unroll
-      for (int a = 0; a < kAddends; ++a) addends_[c][a] = layer.addends + a * apart + at;
+      leaves_[c] = leaves && own_row < layer.rows && column < layer.columns;
+      sums_[c] = layer.sum + row_ * layer.columns + columns_[c];
     }
   }
 
   // To be called ahead of the wait.
   __device__ void settle() {
-    fuseopt::settle(inputs_), fuseopt::settle(sums_), fuseopt::settle(mask_), fuseopt::settle(leaves_);
+    fuseopt::settle(sums_), fuseopt::settle(mask_), fuseopt::settle(leaves_);
+  }
+
+  __device__ void leave(const uint4 (&words)[kChunks]) const {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      if (leaves_[c]) *reinterpret_cast<uint4*>(sums_[c]) = words[c];
+    }
+  }
+
+ protected:
+  T* sums_[kChunks];
+  unsigned mask_[kChunks], leaves_[kChunks];
+  int row_, columns_[kChunks];
+};
+
+// Sums of a row and its addends.
+template <typename T, int kChunks>
+class SummedInputs : public SumPlaces<T, kChunks> {
+ public:
+  __device__ void find(const MmaLayer<T>& layer, int k, bool leaves) {
+    SumPlaces<T, kChunks>::find(layer, k, leaves);
+    const int apart = layer.rows * layer.columns;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int at = this->row_ * layer.columns + this->columns_[c];
+      inputs_[c] = static_cast<const T*>(layer.input) + at;
+#pragma unroll
+      for (int a = 0; a < kAddends; ++a) addends_[c][a] = layer.addends + a * apart + at;
+    }
+  }
+
+  __device__ void settle() {
+    SumPlaces<T, kChunks>::settle();
+    fuseopt::settle(inputs_);
 #pragma unroll
     for (auto& of_chunk : addends_) fuseopt::settle(of_chunk);
   }
@@ -262,24 +374,46 @@ class SummedInputs {
     }
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      const auto sum = rounded_sum(inputs[c], addends[c]);
-      const auto& of_sum = reinterpret_cast<const uint4&>(sum);
-      words[c] = {of_sum.x & mask_[c], of_sum.y & mask_[c], of_sum.z & mask_[c], of_sum.w & mask_[c]};
-    }
-  }
-
-  __device__ void leave(const uint4 (&words)[kChunks]) const {
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      if (leaves_[c]) *reinterpret_cast<uint4*>(sums_[c]) = words[c];
+      const auto sum = masked(rounded_sum(inputs[c], addends[c]), this->mask_[c]);
+      words[c] = reinterpret_cast<const uint4&>(sum);
     }
   }
 
  private:
   const T* inputs_[kChunks];
   const float* addends_[kChunks][kAddends];
-  T* sums_[kChunks];
-  unsigned mask_[kChunks], leaves_[kChunks];
+};
+
+// Sums of a token's embedding and its position's.
+template <typename T, int kChunks>
+class EmbeddedInputs : public SumPlaces<T, kChunks> {
+ public:
+  __device__ void find(const MmaLayer<T>& layer, int k, bool leaves) {
+    SumPlaces<T, kChunks>::find(layer, k, leaves);
+    tokens_ = token_embedding(layer, this->row_), positions_ = position_embedding(layer, this->row_);
+  }
+
+  __device__ void settle() {
+    SumPlaces<T, kChunks>::settle();
+    fuseopt::settle(this->columns_), tokens_.settle(), positions_.settle();
+  }
+
+  __device__ void load(uint4 (&words)[kChunks]) const {
+    const EmbeddedRow<T> row(tokens_, positions_);
+    Vector<T, kLaneValues> of_token[kChunks], of_position[kChunks];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      of_token[c] = row.token(this->columns_[c]), of_position[c] = row.position(this->columns_[c]);
+    }
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const auto sum = masked(rounded_sum(of_token[c], of_position[c]), this->mask_[c]);
+      words[c] = reinterpret_cast<const uint4&>(sum);
+    }
+  }
+
+ private:
+  Embedding<T> tokens_, positions_;
 };
 
 // Of a row's deviations from `mean`, over every `step`-th piece of 8 values. Not inlined: it is hardly ever called.

@@ -43,14 +43,17 @@ __host__ __device__ inline int finished_pairs(int rows, int strip_width) {
 // them. Of those the y-th leaves what would be the outputs of weight y.
 enum class Along { kAtOnce, kInPasses, kTogether, kApart };
 
+// What the input is: a tensor, or a sum of one and addends, or of embeddings.
+enum class Input { kStored, kSummed, kEmbedded };
+
 // kTiles: of 8 columns, in a strip; kChunks: of K, for each warp in one pass; kHalves: of 16 rows; kActivates: whether
-// there may be an activation; kSums: whether the input is a sum.
+// there may be an activation.
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
-          Along kAlong, bool kActivates, bool kSums>
+          Along kAlong, bool kActivates, Input kInput>
 __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves>* kWarpSize, 1)
     decode_linear_mma_kernel(const __grid_constant__ MmaLayer<T> layer) {
   constexpr bool kLoops = kAlong == Along::kInPasses, kShares = kAlong == Along::kTogether;
-  constexpr bool kApart = kAlong == Along::kApart;
+  constexpr bool kApart = kAlong == Along::kApart, kSums = kInput != Input::kStored;
   static_assert(!(kShares || kApart) || (!kNorm && !kGated));
   static_assert(!kSums || (kNorm && kHalves == 1 && kAlong == Along::kAtOnce && std::is_same_v<T, X>));
   constexpr int kProducts = kGated ? 2 : 1;
@@ -75,7 +78,8 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   float4* const inbox = reinterpret_cast<float4*>(sums_of + sum_rows * row_stride);
   const auto sums_at = [&](int r, int w) { return sums_of + r * row_stride + w * kColumns; };
 
-  let_successor_start();
+  // Of embeddings: not before the step ahead has ended, since attention reads what that wrote before it waits.
+  if constexpr (kInput != Input::kEmbedded) let_successor_start();
   // What the thread finishes first: of a row, and of the one 8 rows below, a pair of columns. An output is
   // rstd * (sum - mean * slope) + offset.
   const int pairs = finished_pairs(rows, kWidth);
@@ -186,7 +190,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
       settle(sums_to[h][i]);
     }
   }
-  SummedInputs<T, kChunks> summed;
+  std::conditional_t<kInput == Input::kEmbedded, EmbeddedInputs<T, kChunks>, SummedInputs<T, kChunks>> summed;
   if constexpr (kSums) {
     summed.find(layer, first_k(0) + own, layer.sum != nullptr && blockIdx.x == 0 && blockIdx.y == 0);
     summed.settle();
@@ -211,6 +215,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     if constexpr (kNorm && !kWide) settle(deviations_from);
     wait_for_predecessor_settled(rows < 0);
   }
+  if constexpr (kInput == Input::kEmbedded) let_successor_start();
 
   Vector<X, kLaneValues> x[kHalves][kChunks];
   const auto load_inputs = [&](int pass) {
@@ -377,7 +382,10 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
         const auto normalisation = [&](auto of_row) {
           return normalisation_of<kPairs>(all[h], of_row, columns, reciprocal, layer.is_layer_norm, layer.eps);
         };
-        if constexpr (kSums) {
+        if constexpr (kInput == Input::kEmbedded) {
+          const int r = own_row(h);
+          norm = normalisation(EmbeddedRow<X>(token_embedding(layer, r), position_embedding(layer, r)));
+        } else if constexpr (kSums) {
           norm = normalisation(SummedRow<X>{input, layer.addends + own_row(h) * columns, rows * columns});
         } else {
           norm = normalisation(StoredRow<X>{input});

@@ -113,6 +113,14 @@ enum Activation : int { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3, kIdentit
 
 enum Norm : int { kNoNorm = 0, kLayerNorm = 1, kT5RmsNorm = 2 };
 
+// Rows `indices` of `weight`, [rows, columns]; an absent table has `weight == nullptr`.
+struct EmbeddingTable {
+  const void* weight;
+  int64_t rows;
+  const void* indices;
+  int index_bytes;  // 4 or 8 an index
+};
+
 // residual + activation(norm(input) x weight + bias), for up to three weights side by side, or a gated pair of them.
 struct DecodeLinear {
   static constexpr int kMaxWeights = 3;
@@ -138,8 +146,9 @@ struct DecodeLinear {
   const void* ahead[kMaxWeights];  // what is to be brought into the L2 cache, or null
   int64_t ahead_bytes;             // of each
   TypedPointer output;  // [rows, outputs * weight_count], or [rows, outputs] if gated
-  const float* addends;  // [kAddends, rows, columns] to be added to `input`; or null. With it:
-  void* sum;             // that sum, [rows, columns] of the input's dtype
+  const float* addends;  // [kAddends, rows, columns] to be added to `input`; or null
+  EmbeddingTable tokens, positions;  // the input is the sum of their rows, and `input` nothing; or absent, both
+  void* sum;                         // with either: that sum, [rows, columns] of the input's dtype
   bool is_apart;         // `output` is [kAddends, rows, outputs] float32, yet to be added up
   void* best;           // [rows, fuseopt_decode_linear_parts] DecodeSelect's candidates: each part's highest; or null
   TokenRules rules;     // of what is compared for `best`
@@ -180,14 +189,6 @@ struct DecodeAttention {
   bool overlap;  // may start before the kernel ahead on the stream has ended
   void* output;  // [rows, heads, head_dim]
   float score_scale;  // `scale` for scores in powers of two, which the launcher fills in
-};
-
-// Rows `indices` of `weight`, [rows, columns]; an absent table has `weight == nullptr`.
-struct EmbeddingTable {
-  const void* weight;
-  int64_t rows;
-  const void* indices;
-  int index_bytes;  // 4 or 8 an index
 };
 
 // A token's embedding and a position's, added up.
@@ -358,9 +359,10 @@ cudaError_t fuseopt_decode_select(DecodeSelect select, cudaStream_t stream);
 int64_t fuseopt_decode_linear_parts(DecodeLinear layer);
 
 // Whether a layer, of one weight and with nothing around the product, can be left in two parts; and whether one takes
-// the sum of such parts and a row for its input.
+// the sum of such parts and a row, or of the embeddings that it names, for its input.
 bool fuseopt_leaves_addends(DecodeLinear layer);
 bool fuseopt_takes_addends(DecodeLinear layer);
+bool fuseopt_takes_embeddings(DecodeLinear layer);
 
 cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream);
 

@@ -1,0 +1,75 @@
+#include "decode_linear_binding.h"
+
+namespace fuseopt::decode_linear_of_embeddings_binding {
+namespace {
+
+constexpr const char* kOp = "decode_linear_of_embeddings";
+
+EmbeddingTable table_of(const Tensor& weight, const Tensor& indices, const Tensor& sum) {
+  const ScalarType type = dtype_of(indices);
+  FUSEOPT_CHECK(type == ScalarType::Int || type == ScalarType::Long, "fuseopt::", kOp,
+                ": tokens and positions must be int32 or int64");
+  for (const Tensor& tensor : {weight, indices}) {
+    FUSEOPT_CHECK(tensor.is_cuda() && tensor.get_device_index() == sum.get_device_index() && tensor.is_contiguous(),
+                  "fuseopt::", kOp, ": tables and indices must be contiguous, on the device of the weight");
+  }
+  FUSEOPT_CHECK(weight.dim() == 2 && weight.size(1) == sum.size(sum.dim() - 1) && dtype_of(weight) == dtype_of(sum) &&
+                    indices.numel() * weight.size(1) == sum.numel(),
+                "fuseopt::", kOp, ": tables must be alike but for their lengths, and so must tokens and positions");
+  return {weight.data_ptr(), weight.size(0), indices.data_ptr(), type == ScalarType::Int ? 4 : 8};
+}
+
+// The layer of the sum of embeddings, which is yet to be written.
+LinearCall call_of(const Tensor& sum, const Tensor& tokens, const Tensor& token_weight, const Tensor& positions,
+                   const Tensor& position_weight, const Tensor& weight, const std::optional<Tensor>& bias,
+                   const std::string& norm, const std::optional<Tensor>& norm_weight,
+                   const std::optional<Tensor>& norm_bias, double eps, bool overlap,
+                   const std::vector<Tensor>& ahead) {
+  const auto biases = bias.has_value() ? std::vector<Tensor>{*bias} : std::vector<Tensor>{};
+  LinearCall call = linear_call(kOp, sum, {weight}, biases, std::nullopt, norm, norm_weight, norm_bias, eps, "", false,
+                                overlap, ahead);
+  call.layer.tokens = table_of(token_weight, tokens, sum);
+  call.layer.positions = table_of(position_weight, positions, sum);
+  call.layer.sum = sum.data_ptr();
+  return call;
+}
+
+Tensor sum_of(const Tensor& tokens, const Tensor& token_weight) {
+  const auto sizes = tokens.sizes();
+  std::vector<int64_t> sum_sizes(sizes.begin(), sizes.end());
+  sum_sizes.push_back(token_weight.size(1));
+  return allocate(token_weight, sum_sizes, dtype_of(token_weight));
+}
+
+bool takes_embeddings(Tensor tokens, Tensor token_weight, Tensor positions, Tensor position_weight, Tensor weight,
+                      std::optional<Tensor> bias, std::string norm, std::optional<Tensor> norm_weight,
+                      std::optional<Tensor> norm_bias) {
+  const LinearCall call = call_of(sum_of(tokens, token_weight), tokens, token_weight, positions, position_weight, weight,
+                                  bias, norm, norm_weight, norm_bias, 0, false, {});
+  return fuseopt_takes_embeddings(call.layer);
+}
+
+std::tuple<Tensor, Tensor> decode_linear_of_embeddings(Tensor tokens, Tensor token_weight, Tensor positions,
+                                                       Tensor position_weight, Tensor weight,
+                                                       std::optional<Tensor> bias, std::string norm,
+                                                       std::optional<Tensor> norm_weight,
+                                                       std::optional<Tensor> norm_bias, double eps, bool overlap,
+                                                       std::vector<Tensor> ahead) {
+  const Tensor sum = sum_of(tokens, token_weight);
+  const LinearCall call = call_of(sum, tokens, token_weight, positions, position_weight, weight, bias, norm, norm_weight,
+                                  norm_bias, eps, overlap, ahead);
+  FUSEOPT_CHECK(fuseopt_takes_embeddings(call.layer), "fuseopt::", kOp,
+                ": the kernel does not take embeddings for such a layer");
+  const Launch launch(kOp, call.output);
+  launch.check(fuseopt_decode_linear(call.layer, launch.stream()));
+  return {call.output, sum};
+}
+
+}  // namespace
+}  // namespace fuseopt::decode_linear_of_embeddings_binding
+
+STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
+  using namespace fuseopt::decode_linear_of_embeddings_binding;
+  library.impl("takes_embeddings", TORCH_BOX(&takes_embeddings));
+  library.impl("decode_linear_of_embeddings", TORCH_BOX(&decode_linear_of_embeddings));
+}

@@ -1,0 +1,95 @@
+"""A few steps run as one from the second call on, and tokens, scores and random numbers are those of transformers."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import fuseopt
+from fuseopt.generation.graphs import Several, StepGraphs
+from fuseopt.generation.tiers import Tier
+from tests import tiny
+from tests.generation.test_generate import GENERATION, VOCAB, assert_same, prompt
+
+pytestmark = pytest.mark.usefixtures("each_device", "starts_ahead")
+FAMILIES = {"gpt2": lambda: tiny.gpt2(n_positions=150), "t5": tiny.t5}
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request, each_device, starts_ahead):
+    return FAMILIES[request.param]()
+
+
+@pytest.fixture(autouse=True)
+def together(monkeypatch):
+    """Counts calls of several steps; on a CPU they run one after the other for a graph."""
+    capture = StepGraphs.capture_several
+
+    def captured(graphs, step, most):
+        capture(graphs, step, most)
+        if step.state.device.type == "cpu" and step.graph is not None and Several(step).count <= most:
+            step.several = Several(step)
+            step.several.graph = SimpleNamespace(replay=step.several.run)
+
+    monkeypatch.setattr(StepGraphs, "capture_several", captured)
+    with mock.patch.object(Several, "__call__", autospec=True, side_effect=Several.__call__) as calls:
+        yield calls
+
+
+def both(model, seed=0, rows=2, **kwargs):
+    """What transformers gives and what the fused model does, each with the default generator's next number."""
+    inputs, given, device = prompt(model, rows, 6, seed), {"pad_token_id": 0, **kwargs}, model.device
+    results = []
+    for generate in (type(model).generate, lambda model, **kwargs: model.generate(**kwargs)):
+        torch.manual_seed(11)
+        results.append((generate(model, **inputs, **given), torch.rand(1, device=device)))
+    return results
+
+
+@pytest.mark.parametrize(("eos", "count"), [([], 8), ([VOCAB - 1], 4)], ids=["as many as asked for", "may end"])
+@pytest.mark.parametrize("new", [1, 2, 4, 5, 8, 9, 13, 22])
+def test_as_many_as_there_is_room_for(model, new, eos, count, together):
+    fuseopt.initialize(model, GENERATION)
+    for seed in range(4):
+        (wanted, _), (got, _) = both(model, seed, max_new_tokens=new, eos_token_id=eos, suppress_tokens=eos or None)
+        assert torch.equal(got, wanted)
+        assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP
+    assert all(call.args[0].count == count for call in together.call_args_list)
+    # A step or two may come ahead of them.
+    assert not together.called if new < count else together.called or new < count + 3
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"no_repeat_ngram_size": 2},
+        {"suppress_tokens": [3, 5]},
+        {"do_sample": True, "temperature": 3.0},
+        {"do_sample": True, "top_k": 5},
+        {"num_beams": 3},
+        {"num_beams": 2, "do_sample": True, "early_stopping": True},
+    ],
+    ids=str,
+)
+def test_calls_that_end_early(model, kwargs, together):
+    """Steps in vain draw no random numbers and write no tokens."""
+    fuseopt.initialize(model, GENERATION)
+    lengths = set()
+    for seed in range(12):
+        given = {"max_new_tokens": 24, "min_new_tokens": 1 + 2 * seed, **kwargs}
+        (wanted, random), (got, got_random) = both(model, seed, eos_token_id=list(range(1, VOCAB)), **given)
+        assert torch.equal(got, wanted)
+        # A CPU's steps are never run in vain but here, and its generator is not put back.
+        assert torch.equal(got_random, random) or model.device.type == "cpu"
+        lengths.add(got.shape[1])
+    assert together.call_count and len(lengths) > 1
+
+
+def test_scores_are_recorded_step_by_step(model, together):
+    fuseopt.initialize(model, GENERATION)
+    kwargs = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    for seed in range(3):
+        wanted, got = both(model, seed, **kwargs)
+        assert_same(got, wanted)
+    assert not together.called
