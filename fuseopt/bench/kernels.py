@@ -173,7 +173,8 @@ def records_of(
     """A row for a step, one for each kernel and number of bytes, and one for the time when nothing runs.
 
     Kernels overlap where one is launched before its predecessor ends. A kernel's time here is what it adds: from the
-    last end before it, or from its start if that is later, to its own end, and what the GPU was idle before it.
+    last end before it, or from its start if that is later, to its own end, and what the GPU was idle before it. Copies
+    to the host, as of flags every few steps, count as idle.
 
     Args:
         launches: of a whole call, in the order of their starts.
@@ -181,6 +182,7 @@ def records_of(
         step_bytes: that a step has to read.
         bandwidth: of a copy, bytes a second.
     """
+    launches = [launch for launch in launches if not launch.name.startswith("Memcpy DtoH")]
     starts = steady_steps(launches)
     if not starts:
         yield Record(case, ALL, note="no two steps in the middle of the call ran the same kernels")

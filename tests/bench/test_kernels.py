@@ -64,6 +64,13 @@ def test_times_add_up_to_the_step():
     kernels_alone = [row for name, row in rows.items() if name not in (ALL, IDLE)]
     assert sum(row.share for row in kernels_alone) == pytest.approx(1)
     assert sum(row.launches * row.milliseconds[1] for row in kernels_alone) == pytest.approx(0.027)
+    # Flags are copied to the host every few steps, which makes no steps of these.
+    launches = trace(40)
+    for place in range(len(launches) - 4 * len(STEP), 0, -4 * len(STEP)):
+        end = launches[place].start
+        launches.insert(place, Launch("Memcpy DtoH (Device -> Pinned)", end - 1.0, end - 0.5))
+    copied = {row.variant: row for row in records_of("case", launches, reads, 6400, bandwidth=1e9)}
+    assert {name: row.launches for name, row in copied.items()} == {name: row.launches for name, row in rows.items()}
     (none,) = records_of("case", trace(0), reads, 1, 1.0)
     assert none.milliseconds is None and "no two steps" in none.note
 

@@ -51,6 +51,7 @@ struct MmaLayer {
   const T* position_weight;
   unsigned token_count, position_count;  // in the tables
   T* sum;
+  bool overlaps;  // the kernel ahead
 
   void share_ahead(const LaunchShape& shape) {
     constexpr int64_t kLine = 128;
@@ -115,6 +116,7 @@ MmaLayer<T> mma_layer(const DecodeLinear& layer) {
     mma.position_count = static_cast<unsigned>(layer.positions.rows);
   }
   mma.sum = static_cast<T*>(layer.sum);
+  mma.overlaps = layer.overlap;
   return mma;
 }
 

@@ -78,8 +78,9 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   float4* const inbox = reinterpret_cast<float4*>(sums_of + sum_rows * row_stride);
   const auto sums_at = [&](int r, int w) { return sums_of + r * row_stride + w * kColumns; };
 
-  // Of embeddings: not before the step ahead has ended, since attention reads what that wrote before it waits.
-  if constexpr (kInput != Input::kEmbedded) let_successor_start();
+  // The first layer of a step that overlaps the one ahead: attention reads what that wrote before it waits.
+  const bool lets_start_late = kInput == Input::kEmbedded && layer.overlaps;
+  if (!lets_start_late) let_successor_start();
   // What the thread finishes first: of a row, and of the one 8 rows below, a pair of columns. An output is
   // rstd * (sum - mean * slope) + offset.
   const int pairs = finished_pairs(rows, kWidth);
@@ -215,7 +216,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     if constexpr (kNorm && !kWide) settle(deviations_from);
     wait_for_predecessor_settled(rows < 0);
   }
-  if constexpr (kInput == Input::kEmbedded) let_successor_start();
+  if (lets_start_late) let_successor_start();
 
   Vector<X, kLaneValues> x[kHalves][kChunks];
   const auto load_inputs = [&](int pass) {
