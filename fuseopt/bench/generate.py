@@ -143,7 +143,7 @@ def _case(
         others = {STATIC: row.work(device, new, **_STATIC_CACHE)} if compiled and row.beams == 1 else {}
         work = row.work(device, new)
         return ModelCase(
-            row.name(dtype), model, work, configs, rounds=3, calls_per_sample=calls, others=others, steps=new
+            row.name(dtype), model, work, configs, rounds=3, warm_up=1, calls_per_sample=calls, others=others, steps=new
         )
 
     return _RowCase(row, dtype, configs, case(1, _FIRST_TOKENS), case(row.new, 1))

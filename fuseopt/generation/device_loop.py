@@ -39,9 +39,8 @@ def finish(
         if run.taken >= confirmed_at and not is_confirmed:
             confirm()
             is_confirmed = True
-            # In the second call that runs it, so that no first call takes longer.
             if was_captured and single is None:
-                graphs.capture_several(step, run.steps - run.taken)
+                graphs.capture_several(step, run.steps - run.begins)
         if run.taken == captured_at:
             note = graphs.capture(step)
         run.take(single)

@@ -19,6 +19,8 @@ Forward = Callable[[DecodeState], BeforeHead]
 _PROMPTS_A_STEP = 2
 # As one; fewer where a call may end early, since all that are queued then run in vain.
 _STEPS_TOGETHER, _STEPS_THAT_MAY_END = 8, STEPS_A_COPY
+# A capture takes what it gains in some tens of calls, so the first to find a captured step leaves it at that.
+_CALLS_BEFORE_SEVERAL = 2
 # Of how many steps and prompts it is known that they have run.
 _MET = 64
 _S = TypeVar("_S", bound=State)
@@ -27,13 +29,14 @@ _S = TypeVar("_S", bound=State)
 class Step(Work[DecodeState]):
     """One decode step, which is the forward, the selection if there is one, and the move to the next slot.
 
-    `selection` is the one that runs: its tensors are at the addresses that a graph reads. `several`: a few such steps,
-    where that has been captured; `may_be_several` until it has been tried.
+    `selection` is the one that runs: its tensors are at the addresses that a graph reads. `calls`: that found it
+    captured. `several`: a few such steps, where that has been captured; `may_be_several` until it has been tried.
     """
 
     def __init__(self, forward: Forward, state: DecodeState, selection: Selection | None) -> None:
         super().__init__(_key(state, selection), state)
         self.forward, self.selection = forward, selection
+        self.calls = 0
         self.several: Several | None = None
         self.may_be_several = True
 
@@ -146,10 +149,12 @@ class StepGraphs(Captures):
         return self._capture(step, self._steps, self.max_graphs, "the step")
 
     def capture_several(self, step: Step, most: int) -> None:
-        """Captures a few steps as one, if these are at most `most`, of a step that is captured; if it cannot be done
-        they run one by one."""
+        """Captures a few steps as one, if these are at most `most`, of a captured step that calls keep finding; if it
+        cannot be done they run one by one."""
+        step.calls += 1
         several = Several(step)
-        if not step.may_be_several or several.count > most or step.graph is None or step.state.device.type != "cuda":
+        too_soon = step.calls < _CALLS_BEFORE_SEVERAL or several.count > most
+        if too_soon or not step.may_be_several or step.state.device.type != "cuda":
             return
         step.may_be_several = False
         if not self.record(several, self._works(), "several steps"):

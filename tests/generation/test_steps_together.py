@@ -1,4 +1,4 @@
-"""A few steps run as one from the second call on, and tokens, scores and random numbers are those of transformers."""
+"""A few steps run as one from the third call on, and tokens, scores and random numbers are those of transformers."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -28,7 +28,7 @@ def together(monkeypatch):
 
     def captured(graphs, step, most):
         capture(graphs, step, most)
-        if step.state.device.type == "cpu" and step.graph is not None and Several(step).count <= most:
+        if step.state.device.type == "cpu" and step.calls == 2 and Several(step).count <= most:
             step.several = Several(step)
             step.several.graph = SimpleNamespace(replay=step.several.run)
 
@@ -51,7 +51,7 @@ def both(model, seed=0, rows=2, **kwargs):
 @pytest.mark.parametrize("new", [1, 2, 4, 5, 8, 9, 13, 22])
 def test_as_many_as_there_is_room_for(model, new, eos, count, together):
     fuseopt.initialize(model, GENERATION)
-    for seed in range(4):
+    for seed in range(5):
         (wanted, _), (got, _) = both(model, seed, max_new_tokens=new, eos_token_id=eos, suppress_tokens=eos or None)
         assert torch.equal(got, wanted)
         assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP
