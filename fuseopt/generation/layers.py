@@ -241,6 +241,10 @@ class ResidualStream:
             self._sum, self._added = self._sum + self._added, None
         return self._sum
 
+    def of(self, rows: Tensor) -> ResidualStream:
+        """What these rows of it go on as."""
+        return ResidualStream(self.total()[rows])
+
     def linear(self, layer: Linear, norm: Norm, activation: Activation | None = None) -> Tensor:
         """`activation(layer(norm(total)))`, by a LayerNorm."""
         if self._embedding is not None and activation is None and (both := self._embedding.linear(layer, norm)):

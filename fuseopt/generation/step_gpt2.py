@@ -134,9 +134,9 @@ class GPT2Step:
             )
             return attended.transpose(1, 2).reshape(rows * length, -1)
 
-        hidden = self._through(tokens.flatten(), positions.flatten(), state, attention, None).total()
-        last = hidden.unflatten(0, (rows, length)).index_select(1, state.slot - 1)[:, 0]
-        state.logits.copy_(BeforeHead(last, self.head, self.final_norm).logits())
+        last = torch.arange(0, rows * length, length, device=state.device) + (state.slot - 1)
+        stream = self._through(tokens.flatten(), positions.flatten(), state, attention, None, last)
+        state.logits.copy_(stream.before(self.head, self.final_norm).logits())
 
     def _through(
         self,
@@ -145,14 +145,23 @@ class GPT2Step:
         state: DecodeState,
         attention: _AttentionFunction,
         head: tuple[Linear, Norm] | None,
+        wanted: Tensor | None = None,
     ) -> ResidualStream:
-        """[tokens] -> [tokens, hidden] behind all layers; `head`: whom it goes to as a whole."""
+        """[tokens] -> [tokens, hidden] behind all layers.
+
+        Args:
+            head: whom it goes to as a whole.
+            wanted: [any] int64, the tokens that are wanted; of the others the last layer has keys and values alone.
+        """
         tables = self.token_embedding, self.position_embedding
         stream = ResidualStream(Embedding(tokens, tables[0], positions, tables[1], overlap=state.steps_overlap))
         nexts = [*((layer.qkv, layer.norm_1) for layer in self.layers[1:]), head]
         for layer, cache, following in zip(self.layers, state.cache, nexts, strict=True):
             qkv = stream.linear(layer.qkv, layer.norm_1).unflatten(1, (3, self.shape.heads, self.shape.head_dim))
-            stream.add(attention(qkv, cache, layer.scale), layer.out)
+            attended = attention(qkv, cache, layer.scale)
+            if wanted is not None and layer is self.layers[-1]:
+                attended, stream = attended[wanted], stream.of(wanted)
+            stream.add(attended, layer.out)
             inner = stream.linear(layer.up, layer.norm_2, layer.activation)
             stream.add(inner, layer.down, following)
         return stream

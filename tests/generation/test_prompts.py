@@ -581,3 +581,22 @@ def test_what_begins_before_the_host_has_looked_counts_only_if_nothing_has_chang
     call = model.generate.calls[-1]
     assert call.tier is (Tier.DEVICE_LOOP if is_known or encodes else Tier.STOCK)
     assert bool(call.note) == (encodes and change not in (nothing, other_weights)), call
+
+
+def test_of_the_last_layer_only_the_last_tokens_go_on(each_device, monkeypatch):
+    """Of the others it has keys and values."""
+    model, linear, rows = tiny.gpt2(n_positions=150), layers.linear, {}
+
+    def recorded(input, layer, **options):
+        rows.setdefault(layer.weights[0].data_ptr(), len(input))
+        return linear(input, layer, **options)
+
+    monkeypatch.setattr(layers, "linear", recorded)
+    fuseopt.initialize(model, GENERATION)
+    model.generate(**prompt(model, 3, 11, 0), max_new_tokens=1, pad_token_id=0)
+    tokens = 3 * (prompt_length_for(3, 11) if each_device.type == "cuda" else 11)
+    for ahead_of_last, block in enumerate(reversed(model.transformer.h)):
+        layers_of_block = (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
+        expected = [tokens, *[tokens if ahead_of_last else 3] * 3]
+        assert [rows[layer.weight.data_ptr()] for layer in layers_of_block] == expected
+    assert rows[model.lm_head.weight.data_ptr()] == 3
