@@ -34,16 +34,16 @@ def finish(
     note, captured_at = "", run.begins if graphs.has_met(step) else 2
     confirmed_at = captured_at if step.graph is None else run.begins + _STEPS_BEFORE_CONFIRMING
     is_confirmed, was_captured = False, step.graph is not None
-    single = 1 if scores is not None or logits is not None else None
+    most = None if scores is None and logits is None else 1
     while not run.is_over:
         if run.taken >= confirmed_at and not is_confirmed:
             confirm()
             is_confirmed = True
-            if was_captured and single is None:
+            if was_captured and most is None:
                 graphs.capture_several(step, run.steps - run.begins)
         if run.taken == captured_at:
             note = graphs.capture(step)
-        run.take(single)
+        run.take(most)
         if scores is not None:
             scores.append(state.scores.clone())
         if logits is not None:
