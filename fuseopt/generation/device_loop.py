@@ -40,9 +40,9 @@ def finish(
             confirm()
             is_confirmed = True
             if was_captured and most is None:
-                graphs.capture_several(step, run.steps - run.begins)
+                note = graphs.capture_several(step, run.steps - run.begins)
         if run.taken == captured_at:
-            note = graphs.capture(step)
+            note = graphs.capture(step) or note
         run.take(most)
         if scores is not None:
             scores.append(state.scores.clone())

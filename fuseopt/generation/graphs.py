@@ -148,17 +148,22 @@ class StepGraphs(Captures):
             step.selection.own_tensors()
         return self._capture(step, self._steps, self.max_graphs, "the step")
 
-    def capture_several(self, step: Step, most: int) -> None:
-        """Captures a few steps as one, if these are at most `most`, of a captured step that calls keep finding; if it
-        cannot be done they run one by one."""
+    def capture_several(self, step: Step, most: int) -> str:
+        """Captures a few steps as one, if these are at most `most`, of a captured step that calls keep finding.
+
+        Returns:
+            why that could not be done, and they run one by one, or nothing.
+        """
         step.calls += 1
         several = Several(step)
         too_soon = step.calls < _CALLS_BEFORE_SEVERAL or several.count > most
         if too_soon or not step.may_be_several or step.state.device.type != "cuda":
-            return
+            return ""
         step.may_be_several = False
-        if not self.record(several, self._works(), "several steps"):
+        note = self.record(several, self._works(), "a graph of several steps")
+        if not note:
             step.several = several
+        return note
 
     def run_prompt(self, prompt: Prompt[Any]) -> str:
         """Runs what is captured of it, captures it first if it has run before.

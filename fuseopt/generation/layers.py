@@ -123,6 +123,8 @@ class Embedding(NamedTuple):
         """`layer(norm(total))` and that total, if there is a kernel for both together."""
         if self.positions is None or self.position_weight is None or len(layer.weights) > 1:
             return None
+        if len(self.tokens) > FEW_ROWS:
+            return None
         rows = self.tokens, self.weight, self.positions, self.position_weight
         weight, of_norm = layer.weights[0], norm.of_op
         if not has_kernel("decode_linear_of_embeddings", weight):

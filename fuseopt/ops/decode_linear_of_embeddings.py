@@ -114,8 +114,7 @@ def decode_linear_of_embeddings(
     embedding = (tokens, token_weight, positions, position_weight)
     check_embedding(*embedding)
     biases = [] if bias is None else [bias]
-    row = token_weight[:0]
-    check_layer(row, [weight], biases, None, norm, norm_weight, norm_bias, None, False)
+    check_layer(token_weight[:0], [weight], biases, None, norm, norm_weight, norm_bias, None, False)
     parameters = (token_weight, position_weight, weight, bias, norm_weight, norm_bias)
     dtypes = (token_weight.dtype, weight.dtype)
     chosen = registry.pick_without_gradient("decode_linear_of_embeddings", backend, dtypes, *parameters)
@@ -125,7 +124,7 @@ def decode_linear_of_embeddings(
         return RAW[chosen](*embedding, *of_layer)
     each = "reference" if chosen == "reference" else backend
     sum = decode_embedding(*embedding, overlap=overlap, backend=each)
-    return decode_linear(sum, weight, bias, **of_norm, eps=eps, overlap=True, ahead=ahead, backend=each), sum
+    return decode_linear(sum, weight, bias, **of_norm, eps=eps, overlap=overlap, ahead=ahead, backend=each), sum
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

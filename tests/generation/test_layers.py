@@ -78,20 +78,20 @@ def test_steps_read_ahead_in_the_order_they_run_in(
     assert head.ahead is body[0].weights
 
 
+def first_logits(step: GPT2Step, state: DecodeState) -> Tensor:
+    state.begin(0, None, None)
+    state.tokens.copy_(torch.tensor([3, 5]))
+    with torch.no_grad():
+        return step(state).logits()
+
+
 def test_layers_hand_on_addends_where_both_have_kernels_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of GPT-2's, to the head at last."""
     torch.manual_seed(0)
     model = random_model("gpt2-tiny", torch.device("cpu"), torch.float32)
     step = GPT2Step(model)
     state = DecodeState(Sizes(2, 8), step.shape, step.vocab)
-
-    def logits() -> Tensor:
-        state.begin(0, None, None)
-        state.tokens.copy_(torch.tensor([3, 5]))
-        with torch.no_grad():
-            return step(state).logits()
-
-    expected = logits()
+    expected = first_logits(step, state)
     for name in ("has_kernel", "leaves_addends", "takes_addends"):
         monkeypatch.setattr(layers, name, lambda *_, **of_norm: True)
     handed_on = []
@@ -102,7 +102,7 @@ def test_layers_hand_on_addends_where_both_have_kernels_for_that(monkeypatch: py
         return leave(*arguments, **options)
 
     monkeypatch.setattr(ops, "decode_linear_addends", recorded)
-    torch.testing.assert_close(logits(), expected)
+    torch.testing.assert_close(first_logits(step, state), expected)
     assert len(step.layers) > 1
     assert all(a is b for a, b in zip(handed_on, [layer.down.weights[0] for layer in step.layers], strict=True))
 
@@ -112,14 +112,7 @@ def test_the_first_layer_looks_up_its_input_where_it_has_a_kernel_for_that(monke
     torch.manual_seed(0)
     step = GPT2Step(random_model("gpt2-tiny", torch.device("cpu"), torch.float32))
     state = DecodeState(Sizes(2, 8), step.shape, step.vocab)
-
-    def logits() -> Tensor:
-        state.begin(0, None, None)
-        state.tokens.copy_(torch.tensor([3, 5]))
-        with torch.no_grad():
-            return step(state).logits()
-
-    expected, overlaps = logits(), []
+    expected, overlaps = first_logits(step, state), []
     look_up = ops.decode_linear_of_embeddings
 
     def recorded(*arguments: Any, overlap: bool, **options: Any) -> tuple[Tensor, Tensor]:
@@ -131,7 +124,7 @@ def test_the_first_layer_looks_up_its_input_where_it_has_a_kernel_for_that(monke
     monkeypatch.setattr(layers, "takes_embeddings", lambda *_, **of_norm: True)
     monkeypatch.setattr(ops, "decode_linear_of_embeddings", recorded)
     for state.steps_overlap in (False, True):
-        torch.testing.assert_close(logits(), expected)
+        torch.testing.assert_close(first_logits(step, state), expected)
     assert overlaps == [False, True]
 
 

@@ -27,10 +27,11 @@ def together(monkeypatch):
     capture = StepGraphs.capture_several
 
     def captured(graphs, step, most):
-        capture(graphs, step, most)
+        note = capture(graphs, step, most)
         if step.state.device.type == "cpu" and step.calls == 2 and Several(step).count <= most:
             step.several = Several(step)
             step.several.graph = SimpleNamespace(replay=step.several.run)
+        return note
 
     monkeypatch.setattr(StepGraphs, "capture_several", captured)
     with mock.patch.object(Several, "__call__", autospec=True, side_effect=Several.__call__) as calls:
@@ -95,3 +96,12 @@ def test_scores_are_recorded_step_by_step(model, together):
         wanted, got = both(model, seed, **kwargs)
         assert_same(got, wanted)
     assert not together.called
+
+
+def test_the_report_says_why_they_run_one_by_one(model, monkeypatch):
+    monkeypatch.setattr(StepGraphs, "capture_several", lambda graphs, step, most: "words of CUDA")
+    fuseopt.initialize(model, GENERATION)
+    for seed in range(2):
+        wanted, got = both(model, seed, max_new_tokens=12, eos_token_id=[])
+        assert torch.equal(got[0], wanted[0])
+    assert "words of CUDA" in str(fuseopt.report(model))

@@ -1,18 +1,9 @@
-#include "binding.h"
+#include "decode_embedding_binding.h"
 
 namespace fuseopt::decode_embedding_binding {
 namespace {
 
 constexpr const char* kOp = "decode_embedding";
-
-EmbeddingTable table_of(const Tensor& weight, const Tensor& indices) {
-  const ScalarType type = dtype_of(indices);
-  FUSEOPT_CHECK(type == ScalarType::Int || type == ScalarType::Long, "fuseopt::", kOp,
-                ": tokens and positions must be int32 or int64");
-  FUSEOPT_CHECK(indices.is_cuda() && indices.get_device_index() == weight.get_device_index(), "fuseopt::", kOp,
-                ": tokens and positions must be on the device of the weights");
-  return {weight.data_ptr(), weight.size(0), indices.data_ptr(), type == ScalarType::Int ? 4 : 8};
-}
 
 Tensor decode_embedding(Tensor tokens, Tensor weight, std::optional<Tensor> positions,
                         std::optional<Tensor> position_weight, bool overlap) {
@@ -22,7 +13,7 @@ Tensor decode_embedding(Tensor tokens, Tensor weight, std::optional<Tensor> posi
   const Tensor table = as_contiguous(weight), indices = as_contiguous(tokens);
   const Launch launch(kOp, table);
   DecodeEmbedding embedding = {};
-  embedding.tokens = table_of(table, indices);
+  embedding.tokens = table_of(kOp, table, indices);
   std::optional<Tensor> second_table, second_indices;
   if (positions.has_value()) {
     second_table = as_contiguous(*position_weight), second_indices = as_contiguous(*positions);
@@ -30,7 +21,7 @@ Tensor decode_embedding(Tensor tokens, Tensor weight, std::optional<Tensor> posi
                       dtype_of(*second_table) == dtype_of(table) &&
                       second_indices->numel() == indices.numel(),
                   "fuseopt::", kOp, ": positions and position_weight must be like tokens and weight");
-    embedding.positions = table_of(*second_table, *second_indices);
+    embedding.positions = table_of(kOp, *second_table, *second_indices);
   }
   embedding.dtype = dtype_code(kOp, dtype_of(table));
   embedding.rows = indices.numel();

@@ -7,10 +7,6 @@ constexpr const char* kLeaves = "decode_linear_addends";
 constexpr const char* kTakes = "decode_linear_of_sum";
 constexpr int64_t kAddends = DecodeLinear::kAddends;
 
-std::vector<Tensor> as_list(const std::optional<Tensor>& bias) {
-  return bias.has_value() ? std::vector<Tensor>{*bias} : std::vector<Tensor>{};
-}
-
 LinearCall leaving(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, bool overlap,
                    const std::vector<Tensor>& ahead) {
   return linear_call(kLeaves, input, {weight}, as_list(bias), std::nullopt, "", std::nullopt, std::nullopt, 0, "", false,

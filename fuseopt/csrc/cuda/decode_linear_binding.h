@@ -64,6 +64,10 @@ inline ScalarType promoted(ScalarType type, const std::optional<Tensor>& other) 
   return type == ScalarType::Double || second == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
+inline std::vector<Tensor> as_list(const std::optional<Tensor>& bias) {
+  return bias.has_value() ? std::vector<Tensor>{*bias} : std::vector<Tensor>{};
+}
+
 struct LinearCall {
   DecodeLinear layer;
   Tensor output;

@@ -1,3 +1,4 @@
+#include "decode_embedding_binding.h"
 #include "decode_linear_binding.h"
 
 namespace fuseopt::decode_linear_of_embeddings_binding {
@@ -5,18 +6,15 @@ namespace {
 
 constexpr const char* kOp = "decode_linear_of_embeddings";
 
-EmbeddingTable table_of(const Tensor& weight, const Tensor& indices, const Tensor& sum) {
-  const ScalarType type = dtype_of(indices);
-  FUSEOPT_CHECK(type == ScalarType::Int || type == ScalarType::Long, "fuseopt::", kOp,
-                ": tokens and positions must be int32 or int64");
-  for (const Tensor& tensor : {weight, indices}) {
-    FUSEOPT_CHECK(tensor.is_cuda() && tensor.get_device_index() == sum.get_device_index() && tensor.is_contiguous(),
-                  "fuseopt::", kOp, ": tables and indices must be contiguous, on the device of the weight");
-  }
+// Whose rows add up to `sum`, together with those of another one.
+EmbeddingTable table_for(const Tensor& sum, const Tensor& weight, const Tensor& indices) {
+  FUSEOPT_CHECK(weight.is_cuda() && weight.get_device_index() == sum.get_device_index() && weight.is_contiguous() &&
+                    indices.is_contiguous(),
+                "fuseopt::", kOp, ": tables must be on one device, and like tokens and positions contiguous");
   FUSEOPT_CHECK(weight.dim() == 2 && weight.size(1) == sum.size(sum.dim() - 1) && dtype_of(weight) == dtype_of(sum) &&
                     indices.numel() * weight.size(1) == sum.numel(),
                 "fuseopt::", kOp, ": tables must be alike but for their lengths, and so must tokens and positions");
-  return {weight.data_ptr(), weight.size(0), indices.data_ptr(), type == ScalarType::Int ? 4 : 8};
+  return table_of(kOp, weight, indices);
 }
 
 // The layer of the sum of embeddings, which is yet to be written.
@@ -25,11 +23,10 @@ LinearCall call_of(const Tensor& sum, const Tensor& tokens, const Tensor& token_
                    const std::string& norm, const std::optional<Tensor>& norm_weight,
                    const std::optional<Tensor>& norm_bias, double eps, bool overlap,
                    const std::vector<Tensor>& ahead) {
-  const auto biases = bias.has_value() ? std::vector<Tensor>{*bias} : std::vector<Tensor>{};
-  LinearCall call = linear_call(kOp, sum, {weight}, biases, std::nullopt, norm, norm_weight, norm_bias, eps, "", false,
+  LinearCall call = linear_call(kOp, sum, {weight}, as_list(bias), std::nullopt, norm, norm_weight, norm_bias, eps, "", false,
                                 overlap, ahead);
-  call.layer.tokens = table_of(token_weight, tokens, sum);
-  call.layer.positions = table_of(position_weight, positions, sum);
+  call.layer.tokens = table_for(sum, token_weight, tokens);
+  call.layer.positions = table_for(sum, position_weight, positions);
   call.layer.sum = sum.data_ptr();
   return call;
 }
