@@ -9,6 +9,7 @@
 
 #include "async_copy.cuh"
 #include "attention_tile.cuh"
+#include "block_barrier.cuh"
 #include "dependent_launch.cuh"
 
 namespace fuseopt {
@@ -91,11 +92,6 @@ struct SharedResult {
     }
   }
 };
-
-// Returns when all warps with the same threadIdx.y, which share a (row, head), have come here.
-__device__ inline void await_sharing_warps() {
-  asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
-}
 
 template <typename T, int kDims, bool kAncestry>
 __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsBlocks<kDims>)
@@ -233,7 +229,7 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
   }
   const auto result_of = [&](int warp) { return reinterpret_cast<Result*>(stages + (warp - own) * many.stages); };
   result_of(own)->leave(attended, queries);
-  await_sharing_warps();
+  wait_at_barrier(threadIdx.y + 1, blockDim.x);  // for the warps that share a (row, head)
   constexpr int kLaneDims = kDims / kWarpSize;
 #pragma unroll 1
   for (int q = own; q < queries; q += warps) {

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   };
 
   const unsigned never = layer.rows < 0 ? 1 : 0;
-  if constexpr (kLayout == Layout::kLines) weight.pair_lines();
+  if constexpr (kLayout == Layout::kLines) weight.pair_lines(columns, first_k);
   else weight.arrange(never);
   if constexpr (kNorm) {
     // As in decode_linear_strips.cuh: sums of w * g and w * b as two rows of products, and w scaled by g.

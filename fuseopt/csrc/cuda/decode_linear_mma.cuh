@@ -27,10 +27,9 @@ cudaError_t launch_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
     for (int a = 0; a < kAddends; ++a) mma.weights[a] = mma.weights[0];
   }
   const int64_t warps = ceil_div(chunks, kChunks * (kApart ? kAddends : parts));
-  const int64_t sum_rows = kNorm ? std::max(mma.rows, 2) : mma.rows;
   const int64_t blocks = kAlong == Along::kTogether ? parts : 1;  // of a cluster
-  size_t shared_bytes = sizeof(float) * sum_rows * (summed_warps(static_cast<int>(warps), kSummedWarps) * kColumns + kRowGap);
-  if (kNorm) shared_bytes += sizeof(Deviations) * warps * mma.rows + sizeof(float) * 2 * kColumns;
+  size_t shared_bytes = sizeof(float) * mma.rows * (summed_warps(static_cast<int>(warps), kSummedWarps) * kColumns + kRowGap);
+  if (kNorm) shared_bytes += sizeof(Deviations) * warps * mma.rows + sizeof(float) * 2 * warps * kColumns;
   shared_bytes += sizeof(float4) * (blocks - 1) * finished_pairs(mma.rows, kWidth);
   const LaunchShape shape{static_cast<unsigned>(ceil_div(layer.outputs, kWidth) * blocks),
                           static_cast<unsigned>(warps * kWarpSize), shared_bytes, static_cast<unsigned>(blocks),

@@ -67,13 +67,13 @@ class OutputPlaces {
   }
 
  private:
-  const char* residuals_[kHalves];
-  char* outputs_[kHalves];
+  const char* residuals_[kHalves] = {};
+  char* outputs_[kHalves] = {};
   // Whether there is something to store, or (2) to add as well, of that width.
-  unsigned wide_[kHalves][2], narrow_[kHalves][2];
-  float wide_added_[kHalves][2];
-  unsigned short narrow_added_[kHalves][2];
-  int next_;
+  unsigned wide_[kHalves][2] = {}, narrow_[kHalves][2] = {};
+  float wide_added_[kHalves][2] = {};
+  unsigned short narrow_added_[kHalves][2] = {};
+  int next_ = 0;
 };
 
 // One column of the only row.

@@ -17,8 +17,12 @@
 //   sum_k w * (xhat * g + b) = rstd * (sum_k (w * g) * x - mean * sum_k w * g) + sum_k w * b,
 // where all but the sum over x is there before the wait. Sums of x and of its squares are two more products. w * g is
 // rounded to the weight's dtype, once for all that is done with it, as upstream rounds xhat * g + b.
+//
+// The weight is asked for first of all. With one row one warp of a block finishes its outputs, and the others do nothing
+// that only serves this: warps share the multiprocessor's instructions, of which there are more than there is time for.
 #pragma once
 
+#include "block_barrier.cuh"
 #include "cluster.cuh"
 #include "decode_linear_places.cuh"
 #include "decode_linear_weight.cuh"
@@ -33,6 +37,7 @@ constexpr int kMaxLinearWarps =
 constexpr int kRowGap = 4;  // floats in shared memory, for rows of sums to start in different banks
 constexpr int kMostWarps = 16;
 constexpr int kSummedWarps = 6;  // at a time
+constexpr int kConstantsBarrier = 1;
 
 // A block's sums are finished in pairs of neighbouring columns, of one row or of the two that are 8 apart.
 __host__ __device__ inline int finished_pairs(int rows, int strip_width) {
@@ -63,24 +68,28 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
   const int blocks = kShares ? cluster_size() : 1, rank = kShares ? cluster_rank() : kApart ? blockIdx.y : 0;
   const int rows = layer.rows, columns = layer.columns, strip = blockIdx.x / blocks * kWidth;
-  const int passes = kLoops ? layer.passes : 1, sum_rows = kNorm ? max(rows, 2) : rows;
+  const int passes = kLoops ? layer.passes : 1;
   const auto first_k = [&](int pass) { return ((pass + rank) * warps + warp) * kPart; };
   const int own = lane % 4 * kLaneValues;
 
-  // Sums of each warp [sum_rows][summed_warps][kColumns], zeros where there is no warp; of a norm, deviations
-  // [rows][warps] and sums that do not depend on the input [2][kColumns]; of a cluster, the other blocks' sums
+  // Sums of each warp [rows][summed_warps][kColumns], zeros where there is no warp; of a norm, deviations [rows][warps]
+  // and sums of each warp that do not depend on the input [2][warps][kColumns]; of a cluster, the other blocks' sums
   // [blocks - 1][pairs].
   extern __shared__ __align__(16) char shared[];
   float* const sums_of = reinterpret_cast<float*>(shared);
   const int all_summed = summed_warps(warps, kSummedWarps), row_stride = all_summed * kColumns + kRowGap;
-  Deviations* const deviations_of = reinterpret_cast<Deviations*>(sums_of + sum_rows * row_stride);
+  Deviations* const deviations_of = reinterpret_cast<Deviations*>(sums_of + rows * row_stride);
   float* const constants = reinterpret_cast<float*>(deviations_of + rows * warps);
-  float4* const inbox = reinterpret_cast<float4*>(sums_of + sum_rows * row_stride);
+  float4* const inbox = reinterpret_cast<float4*>(sums_of + rows * row_stride);
   const auto sums_at = [&](int r, int w) { return sums_of + r * row_stride + w * kColumns; };
 
   // The first layer of a step that overlaps the one ahead: attention reads what that wrote before it waits.
   const bool lets_start_late = kInput == Input::kEmbedded && layer.overlaps;
   if (!lets_start_late) let_successor_start();
+  WeightPart<T, kLayout, kGated, kTiles, kChunks> weight;
+  weight.load(layer, strip, first_k(0) + own);
+
+  const bool finishes = warp * kWarpSize < layer.finishing;  // any of the block's outputs
   // What the thread finishes first: of a row, and of the one 8 rows below, a pair of columns. An output is
   // rstd * (sum - mean * slope) + offset.
   const int pairs = finished_pairs(rows, kWidth);
@@ -90,15 +99,18 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   const auto is_column = [&](int i) { return strip + pair.column + i * Pair::kNext < layer.outputs; };
   const auto own_row = [&](int h) { return min(row + h * kHalfRows, rows - 1); };
   T biases[kProducts][2];
+  const auto load_biases = [&] {
 #pragma unroll
-  for (int p = 0; p < kProducts; ++p) {
-    const T* const bias = layer.biases[kGated ? p : blockIdx.y];
+    for (int p = 0; p < kProducts; ++p) {
+      const T* const bias = layer.biases[kGated ? p : blockIdx.y];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      biases[p][i] = from_acc<T>(0.f);
-      if (bias != nullptr && is_column(i)) biases[p][i] = bias[strip + pair.column + i * Pair::kNext];
+      for (int i = 0; i < 2; ++i) {
+        biases[p][i] = from_acc<T>(0.f);
+        if (finishes && bias != nullptr && is_column(i)) biases[p][i] = bias[strip + pair.column + i * Pair::kNext];
+      }
     }
-  }
+  };
+  if constexpr (!kLoops) load_biases();
 
   // Of a norm: w scaled by g, and sums of w * g and w * b as two rows of products.
   uint4 scales[kChunks], shifts[kChunks];
@@ -113,9 +125,6 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) load_norm(0, c);
   }
-
-  WeightPart<T, kLayout, kGated, kTiles, kChunks> weight;
-  weight.load(layer, strip, first_k(0) + own);
   prefetch_ahead(layer);
 
   const auto fold_norm = [&](int pass) {
@@ -128,41 +137,42 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
       if (layer.is_layer_norm) weight.multiply_add(constant_sums, c, {ones, ones, ones, ones});
     }
   };
+  float slopes[kProducts][2] = {}, offsets[kProducts][2] = {};
   const auto share_constants = [&] {
     for_sums<kTiles>(constant_sums, [&](int place, int r, float sum) {
-      if (r < 2) sums_at(r, warp)[place] = sum;
+      if (r < 2) constants[(r * warps + warp) * kColumns + place] = sum;
     });
-    __syncthreads();
-    for (int i = threadIdx.x; i < 2 * kColumns; i += blockDim.x) {
-      float sum = 0.f;
-#pragma unroll 4
-      for (int w = 0; w < warps; ++w) sum += sums_at(i / kColumns, w)[i % kColumns];
-      constants[i] = sum;
+    if (!finishes) {
+      arrive_at_barrier(kConstantsBarrier, blockDim.x);
+      return;
     }
-    __syncthreads();
-  };
-  float slopes[kProducts][2] = {}, offsets[kProducts][2];
-  const auto load_constants = [&] {
+    wait_at_barrier(kConstantsBarrier, blockDim.x);
 #pragma unroll
     for (int p = 0; p < kProducts; ++p) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int place = pair.place + p * kTileColumns + i;
-        offsets[p][i] = to_float(biases[p][i]);
-        if (!kNorm || !layer.is_layer_norm) continue;
-        slopes[p][i] = constants[place];
-        offsets[p][i] += constants[kColumns + place];
+      const float* const of_pair = constants + pair.place + p * kTileColumns;
+#pragma unroll 4
+      for (int w = 0; w < warps; ++w) {
+        const auto slope = *reinterpret_cast<const float2*>(of_pair + w * kColumns);
+        const auto offset = *reinterpret_cast<const float2*>(of_pair + (warps + w) * kColumns);
+        slopes[p][0] += slope.x, slopes[p][1] += slope.y, offsets[p][0] += offset.x, offsets[p][1] += offset.y;
       }
     }
   };
-  if constexpr (!kLoops && kLayout == Layout::kLines) weight.pair_lines();
+  const auto add_biases = [&] {
+#pragma unroll
+    for (int p = 0; p < kProducts; ++p) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) offsets[p][i] += to_float(biases[p][i]);
+    }
+  };
+  if constexpr (!kLoops && kLayout == Layout::kLines) weight.pair_lines(columns, first_k(0) + own);
   if constexpr (kNorm && !kLoops) {
     fold_norm(0);
     if (layer.is_layer_norm) share_constants();
   }
   if constexpr (!kLoops && kLayout == Layout::kRows) weight.arrange(rows < 0 ? 1 : 0);
-  if constexpr (!kNorm || !kLoops) load_constants();
-  for (int i = threadIdx.x; i < sum_rows * (all_summed - warps) * kColumns; i += blockDim.x) {
+  if constexpr (!kLoops) add_biases();
+  for (int i = threadIdx.x; i < rows * (all_summed - warps) * kColumns; i += blockDim.x) {
     const int r = i / ((all_summed - warps) * kColumns);
     sums_at(r, warps)[i - r * (all_summed - warps) * kColumns] = 0.f;
   }
@@ -197,7 +207,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     summed.settle();
   }
   OutputPlaces<T, kHalves> places;
-  int summed_from[kHalves], deviations_from[kHalves];  // from sums_of and deviations_of on
+  int summed_from[kHalves] = {}, deviations_from[kHalves] = {};  // from sums_of and deviations_of on
   constexpr int kLanes = kPairs < kMostWarps ? kPairs : kMostWarps;  // that share a row's deviations
   const auto find_places = [&] {
     places.find(layer, row, strip + pair.column, Pair::kNext, kApart ? rank * (rows - 1) * layer.outputs : 0);
@@ -210,7 +220,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   if constexpr (kLoops) {
     wait_for_predecessor();
   } else {
-    find_places();
+    if (finishes) find_places();
     places.settle();
     settle(summed_from);
     if constexpr (kNorm && !kWide) settle(deviations_from);
@@ -280,7 +290,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     if constexpr (!kLoops) places.load_residuals();
     if constexpr (kLoops) {
       weight.not_before_here();
-      if constexpr (kLayout == Layout::kLines) weight.pair_lines();
+      if constexpr (kLayout == Layout::kLines) weight.pair_lines(columns, first_k(pass) + own);
     }
     if constexpr (kNorm && kLoops) fold_norm(pass);
 #pragma unroll
@@ -303,10 +313,11 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     }
   }
   if constexpr (kLoops) {
+    load_biases();
     if constexpr (kNorm) {
       if (layer.is_layer_norm) share_constants();
-      load_constants();
     }
+    add_biases();
     find_places();
     places.load_residuals();
   }

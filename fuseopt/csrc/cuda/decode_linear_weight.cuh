@@ -30,17 +30,17 @@ struct WeightPart {
         }
       }
     } else {
+      // Nothing is asked for under a condition: what the weight lacks is another part of it, of which columns are never
+      // stored, and lines are zeros once they are paired. Addresses are one instruction each, not sums of the ones before.
       using Access = std::conditional_t<kTiles == 2, unsigned, std::conditional_t<kTiles == 4, uint2, uint4>>;
-      const int n = column + g * kTiles;
-      const T* const weight = layer.weights[blockIdx.y] + static_cast<int64_t>(k) * stride + n;
+      const T* const first = layer.weights[blockIdx.y] + min(column + g * kTiles, layer.outputs - kTiles);
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
+        const int line = min(k + c * kChunk, layer.columns - kLaneValues);
+        const T* const lines = settled(first + static_cast<int64_t>(line) * stride);
 #pragma unroll
         for (int i = 0; i < kLaneValues; ++i) {
-          Access access = {};
-          if (n < layer.outputs && k + c * kChunk < layer.columns) {
-            access = load_once<Access>(weight + (c * kChunk + i) * stride);
-          }
+          const auto access = load_once<Access>(lines + static_cast<int64_t>(stride) * i);
           const auto& parts = reinterpret_cast<const unsigned(&)[kTiles / 2]>(access);
 #pragma unroll
           for (int j = 0; j < kTiles / 2; ++j) reinterpret_cast<unsigned(&)[4]>(words[c][2 * j + i / 4])[i % 4] = parts[j];
@@ -49,7 +49,8 @@ struct WeightPart {
     }
   }
 
-  __device__ void pair_lines() {
+  // `columns`: of K; `k`: from which on the lane has loaded.
+  __device__ void pair_lines(int columns, int k) {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
@@ -61,6 +62,13 @@ struct WeightPart {
         words[c][j + 1] = {__byte_perm(a.x, a.y, kHigh), __byte_perm(a.z, a.w, kHigh), __byte_perm(b.x, b.y, kHigh),
                            __byte_perm(b.z, b.w, kHigh)};
       }
+    }
+    if (k / kChunk * kChunk + kChunks * kChunk <= columns) [[likely]] return;  // all lanes alike
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      if (k + c * kChunk < columns) continue;
+#pragma unroll
+      for (uint4& w : words[c]) w = {};
     }
   }
 

@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(kMostGroups* kWarpSize, 1)
     decode_softmax_linear_kernel(const __grid_constant__ MmaLayer<T> layer) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
   const int rows = layer.rows, strip = blockIdx.x * kColumns, first_k = warp * kSlots;
+  const int own_k = first_k + lane % 4 * kLaneValues;
 
   // Sums of each warp [rows][warps][kColumns] and what they are to be multiplied with [rows][warps]; powers of each warp
   // [warps][kRows][kSlots].
@@ -51,9 +52,9 @@ __global__ void __launch_bounds__(kMostGroups* kWarpSize, 1)
 
   let_successor_start();
   WeightPart<T, Layout::kLines, false, kTiles, kChunks> weight;
-  weight.load(layer, strip, first_k + lane % 4 * kLaneValues);
+  weight.load(layer, strip, own_k);
   prefetch_ahead(layer);
-  weight.pair_lines();
+  weight.pair_lines(layer.columns, own_k);
   const float* scores = static_cast<const float*>(layer.input) + first_k + lane * kOwnSlots;
   settle(scores);
   const int column = strip + Pair<Layout::kLines, false, kTiles>::column_of(lane);  // that the thread finishes
