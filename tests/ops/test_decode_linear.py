@@ -503,6 +503,22 @@ def test_what_is_not_finite_stays_with_its_weights(value: float, columns: int) -
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("outputs", [64, 640])
+@pytest.mark.parametrize("rows", [1, 8, 9])
+@torch.no_grad()
+def test_an_infinite_weight_is_counted_once(rows: int, outputs: int) -> None:
+    """Where warps have less of K than they ask for, another part of the weight is loaded, and counts for nothing."""
+    columns = 776
+    x = torch.ones(rows, columns, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(columns, outputs, device="cuda", dtype=torch.bfloat16)
+    weight[-8:, outputs // 2] = torch.inf
+    expected = torch.full((rows, outputs), columns, device="cuda", dtype=torch.bfloat16)
+    expected[:, outputs // 2] = torch.inf
+    assert torch.equal(decode_linear(x, weight.T, backend="cuda"), expected)
+    assert "decode_linear_mma_kernel" in kernels_of(lambda: decode_linear(x, weight.T, backend="cuda"))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rows", [1, 20, 200])
