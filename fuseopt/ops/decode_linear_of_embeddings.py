@@ -53,8 +53,9 @@ def takes_embeddings(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
 ) -> bool:
-    """Whether the CUDA kernel of `decode_linear_of_embeddings`, which must be there, takes such a layer: one of few
-    rows, and a short K with many outputs, of int64 tokens."""
+    """Whether the CUDA kernel of `decode_linear_of_embeddings`, which must be there, takes such a layer, of int64
+    tokens and a weight that lies as [K, N]: one of few rows, and a short K with many outputs, or of one row and a
+    weight too large to wait in registers, as GPT-2 XL's is."""
     embedding = (tokens, token_weight, positions, position_weight)
     lies_dense = all(tensor.is_contiguous() for tensor in embedding)
     layer = (weight, bias, norm, norm_weight, norm_bias)

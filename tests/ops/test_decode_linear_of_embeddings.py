@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fuseopt.bench.kernels import launches_of
-from fuseopt.ops import decode_embedding, decode_linear, decode_linear_of_embeddings
+from fuseopt.ops import decode_embedding, decode_linear, decode_linear_of_embeddings, decode_select_
 from fuseopt.ops.decode_linear_of_embeddings import takes_embeddings
 from tests.ops.cases import examples
 from tests.ops.variations import poisoned_allocations
@@ -18,6 +18,9 @@ from tests.ops.variations import poisoned_allocations
 MOST_ROWS = 8
 HALVES = (torch.bfloat16, torch.float16)
 LAYER_NORM, RMS_NORM = "layer_norm", "t5_rms_norm"
+# (K, N) of layers that the kernel for one row takes: GPT-2 XL's, one whose K ends within a stage of a warp, and two
+# whose K the blocks of a cluster share out.
+LARGE = ((1600, 4800), (1288, 6408), (2056, 4104), (3208, 2056))
 
 
 def embedding(
@@ -70,6 +73,18 @@ def test_errors() -> None:
             decode_linear_of_embeddings(*arguments, norm=LAYER_NORM)
 
 
+def assert_same_bits_as_one_after_the_other(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor], arguments: tuple[Tensor, Tensor], of_norm: dict[str, Any]
+) -> None:
+    assert takes_embeddings(*rows, *arguments, **of_norm)
+    with poisoned_allocations():
+        output, sum = decode_linear_of_embeddings(*rows, *arguments, **of_norm, backend="cuda")
+        overlapping = decode_linear_of_embeddings(*rows, *arguments, **of_norm, overlap=True, backend="cuda")
+    assert torch.equal(output, overlapping[0]) and torch.equal(sum, overlapping[1])
+    assert torch.equal(sum, decode_embedding(*rows, backend="cuda"))
+    assert torch.equal(output, decode_linear(sum, *arguments, **of_norm, backend="cuda"))
+
+
 @pytest.mark.gpu
 @settings(max_examples=examples(60), deadline=None)
 @given(
@@ -91,14 +106,61 @@ def test_same_bits_as_one_after_the_other(
     tokens[0] = [-1, 61, 2**33, 5][seed % 4]
     positions[-1] = [-(2**32), 17, 3][seed % 3]
     of_rows = (tokens, token_weight, positions, position_weight)
+    assert_same_bits_as_one_after_the_other(of_rows, *layer(columns, outputs, dtype, "cuda", norm))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("norm", "is_biased"), [(LAYER_NORM, True), (LAYER_NORM, False), (RMS_NORM, False)])
+@pytest.mark.parametrize(("columns", "outputs"), LARGE)
+def test_a_large_layer(columns: int, outputs: int, norm: str, is_biased: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
     arguments, of_norm = layer(columns, outputs, dtype, "cuda", norm)
-    assert takes_embeddings(*of_rows, *arguments, **of_norm)
-    with poisoned_allocations():
-        output, sum = decode_linear_of_embeddings(*of_rows, *arguments, **of_norm, backend="cuda")
-        overlapping = decode_linear_of_embeddings(*of_rows, *arguments, **of_norm, overlap=True, backend="cuda")
-    assert torch.equal(output, overlapping[0]) and torch.equal(sum, overlapping[1])
-    assert torch.equal(sum, decode_embedding(*of_rows, backend="cuda"))
-    assert torch.equal(output, decode_linear(sum, *arguments, **of_norm, backend="cuda"))
+    of_norm["norm_bias"] = of_norm["norm_bias"] if is_biased else None
+    for shift in (0.0, 100.0):
+        tokens, token_weight, positions, position_weight = embedding(1, columns, dtype, "cuda")
+        for token, position in ((tokens, positions), (tokens - 2**32, positions), (tokens, positions + 17)):
+            of_rows = (token, token_weight + shift, position, position_weight)
+            assert_same_bits_as_one_after_the_other(of_rows, arguments, of_norm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("columns", "outputs"), [(768, 2304), *LARGE])
+def test_steps_that_overlap_in_a_graph(columns: int, outputs: int) -> None:
+    """Each looks up what the one ahead has chosen, and hands its sum on, replay after replay."""
+    torch.manual_seed(0)
+    steps, dtype = 20, torch.bfloat16
+    of_rows = embedding(1, columns, dtype, "cuda", counts=(outputs, steps))
+    tokens, _, positions, _ = of_rows
+    arguments, of_norm = layer(columns, outputs, dtype, "cuda")
+    square = torch.randn(columns, columns, device="cuda").to(dtype)
+    ids = torch.zeros(1, steps, device="cuda", dtype=torch.int64)
+    length, pad = torch.zeros(2, 1, device="cuda", dtype=torch.int64)
+    unfinished, going = torch.ones(2, 1, device="cuda", dtype=torch.bool)
+
+    def results_of(overlap: bool) -> list[Tensor]:
+        results = []
+        for _ in range(steps):
+            output, sum = decode_linear_of_embeddings(*of_rows, *arguments, **of_norm, overlap=overlap, backend="cuda")
+            results += [output, sum, decode_linear(sum, square, overlap=overlap, backend="cuda")]
+            end = (tokens, ids, length, unfinished, going, pad)
+            decode_select_(output, *end, counters=[positions], overlap=overlap, backend="cuda")
+        return results
+
+    def start(token: int) -> None:
+        tokens.fill_(token), positions.zero_(), length.zero_()
+
+    start(0)
+    results_of(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = results_of(True)
+    for token in (1, 7, outputs - 1):
+        start(token)
+        expected, expected_ids = results_of(False), ids.clone()
+        start(token)
+        graph.replay()
+        assert torch.equal(ids, expected_ids) and all(map(torch.equal, results, expected))
 
 
 @pytest.mark.gpu
@@ -123,9 +185,13 @@ def test_what_it_does_not_take_is_left_to_two_kernels() -> None:
         return [launch.name for launch in called if "decode" in launch.name]
 
     assert len(launches()) == len(launches(rows=MOST_ROWS)) == len(launches(dtype=torch.float16)) == 1
+    for columns, outputs in LARGE:
+        (name,) = launches(columns=columns, outputs=outputs)
+        assert "decode_linear_gemv_kernel" in name
     for unlike in (
         {"rows": MOST_ROWS + 1},
-        {"columns": 1600, "outputs": 4800},
+        {"columns": 1024, "outputs": 3072},
+        {"rows": 2, "columns": 1600, "outputs": 4800},
         {"outputs": 64},
         {"dtype": torch.float32},
         {"indices": torch.int32},

@@ -48,6 +48,10 @@ OWN_TESTS = {
     ),
     "decode_linear_addends": ("test_decode_linear_addends.py", "against_float64"),
     "decode_linear_of_embeddings": ("test_decode_linear_of_embeddings.py", "same_bits"),
+    "decode_linear_of_embeddings, a large layer": (
+        "test_decode_linear_of_embeddings.py",
+        "test_a_large_layer and bfloat16 and (1600-4800 or 3208-2056)",
+    ),
     "decode_linear of a vocabulary": ("test_decode_linear.py", "test_a_vocabulary and bfloat16"),
     "decode_select_": ("test_decode_select.py", "cuda-cuda and (test_is_what or test_draws_what)"),
     "decode_softmax_linear": ("test_decode_softmax_linear.py", "test_kernel_against and bfloat16 and same and 12-768"),

@@ -33,8 +33,10 @@ __device__ inline void add(float4& total, const float4& other) {
 // Rows of factors of a norm: x * g as two numbers, g, and b.
 enum GemvFactor { kGemvHigh, kGemvLow, kGemvScale, kGemvShift, kGemvFactors };
 
-template <typename T, bool kNorm, typename Stages>
+template <typename T, bool kNorm, Input kInput, typename Stages>
 __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(const __grid_constant__ LineLayer<T> layer) {
+  constexpr bool kLooksUp = kInput == Input::kEmbedded;
+  static_assert(kInput == Input::kStored || (kLooksUp && kNorm));
   using Piece = Vector<T, kLaneValues>;
   using Sum = std::conditional_t<kNorm, float4, float>;  // of a norm, of w with g, b, and the two parts of x * g
   constexpr int kRing = Stages::kInRing, kHeld = Stages::kInRegisters, kStride = Stages::kFactorStride;
@@ -63,7 +65,9 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
   LineStream<T> weight(layer, strip, first_stage, stages);
 #pragma unroll 1
   for (int s = 0; s < kRing; ++s) weight.fetch_or_clear(ring + s * kLineBytes);
-  let_successor_start();
+  // The first layer of a step that overlaps the one ahead: attention reads what that wrote before it waits.
+  const bool lets_start_late = kLooksUp && layer.overlaps;
+  if (!lets_start_late) let_successor_start();
   if (blocks > 1) {
     if (rank == 0) mailbox.open((blocks - 1) * (sizeof(Sum) * kLineColumns + (kNorm ? sizeof(float4) : 0)));
     arrive_relaxed_at_cluster_barrier();
@@ -97,17 +101,34 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
     weight.fetch_or_clear(place);
   }
   // From here to the wait: where what follows it finds and puts things.
-  const T* const input = settled(static_cast<const T*>(layer.input) + k);
-  int takes = has_values, puts = has_factors;
+  const T* input = nullptr;
+  Embedding<T> tokens, positions;
+  T* sum = nullptr;
+  int takes = has_values, puts = has_factors, leaves = 0;
   int factors_from = (lane / 4 % kRows) * kStride + lane % 4 * 4;  // of the warp's
-  settle(takes), settle(puts), settle(factors_from);
+  if constexpr (kLooksUp) {
+    tokens = token_embedding(layer, 0).from(k, has_values);
+    positions = position_embedding(layer, 0).from(k, has_values);
+    sum = settled(layer.sum + k);
+    leaves = has_values && layer.sum != nullptr && strip == 0 && blockIdx.y == 0;
+    tokens.settle(), positions.settle(), settle(leaves);
+  } else {
+    input = settled(static_cast<const T*>(layer.input) + k);
+    settle(takes);
+  }
+  settle(puts), settle(factors_from);
   ColumnPlace<T> place;
   place.find(layer, column, is_column);
   place.settle();
   wait_for_predecessor_settled(columns < 0);
+  if (lets_start_late) let_successor_start();
 
   uint4 words = {};
-  if (takes > 0) words = __ldcg(reinterpret_cast<const uint4*>(input));
+  if constexpr (kLooksUp) {
+    reinterpret_cast<Piece&>(words) = EmbeddedRow<T>(tokens, positions)(0);
+  } else {
+    if (takes > 0) words = __ldcg(reinterpret_cast<const uint4*>(input));
+  }
   place.load_residual();
   const auto& x = reinterpret_cast<const Piece&>(words);
   Deviations deviations;
@@ -166,6 +187,9 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
   if constexpr (kNorm) {
     if (lane == 0) deviations_of[warp] = deviations;
   }
+  if constexpr (kLooksUp) {
+    if (leaves > 0) *reinterpret_cast<uint4*>(sum) = words;
+  }
   __syncthreads();
 
   if (blocks > 1) wait_at_cluster_barrier();  // the first block has started
@@ -201,9 +225,15 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
   }
   float value;
   if constexpr (kNorm) {
-    const StoredRow<T> row{static_cast<const T*>(layer.input)};
-    const float2 norm =
-        normalisation_of<kWarpSize>(all, row, columns, layer.reciprocal, layer.is_layer_norm, layer.eps);
+    const auto normalisation = [&](auto row) {
+      return normalisation_of<kWarpSize>(all, row, columns, layer.reciprocal, layer.is_layer_norm, layer.eps);
+    };
+    float2 norm;
+    if constexpr (kLooksUp) {
+      norm = normalisation(LazyEmbeddedRow<T>{token_embedding(layer, 0), position_embedding(layer, 0)});
+    } else {
+      norm = normalisation(StoredRow<T>{static_cast<const T*>(layer.input)});
+    }
     const float mean = layer.is_layer_norm ? norm.x : 0.f;
     value = norm.y * fmaf(-mean, total.x, (total.z + total.w) * (1 / kRoom)) + total.y + offset;
   } else {
@@ -240,7 +270,7 @@ inline bool takes_gemv(const DecodeLinear& layer) {
   return layer.rows == 1 && (is_large(layer) || is_beside_large) && GemvPlan(layer).stages <= MostGemvStages::kAll;
 }
 
-template <typename T, bool kNorm, typename Stages>
+template <typename T, bool kNorm, Input kInput, typename Stages>
 cudaError_t launch_gemv_as(const DecodeLinear& layer, const GemvPlan& plan, cudaStream_t stream) {
   LineLayer<T> of{mma_layer<T>(layer)};
   const size_t sum_bytes = kNorm ? sizeof(float4) : sizeof(float);
@@ -250,20 +280,25 @@ cudaError_t launch_gemv_as(const DecodeLinear& layer, const GemvPlan& plan, cuda
   const LaunchShape shape{static_cast<unsigned>(plan.strips * plan.blocks), kLineThreads, shared_bytes,
                           static_cast<unsigned>(plan.blocks), static_cast<unsigned>(layer.weight_count)};
   of.share_ahead(shape);
-  return launch_dependent(decode_linear_gemv_kernel<T, kNorm, Stages>, of, shape, layer.overlap, stream);
+  return launch_dependent(decode_linear_gemv_kernel<T, kNorm, kInput, Stages>, of, shape, layer.overlap, stream);
 }
 
-template <typename T, bool kNorm>
+template <typename T, bool kNorm, Input kInput = Input::kStored>
 cudaError_t launch_gemv(const DecodeLinear& layer, cudaStream_t stream) {
   const GemvPlan plan(layer);
-  if (plan.stages <= GemvStages<4, 4>::kAll) return launch_gemv_as<T, kNorm, GemvStages<4, 4>>(layer, plan, stream);
-  if (plan.stages <= GemvStages<4, 6>::kAll) return launch_gemv_as<T, kNorm, GemvStages<4, 6>>(layer, plan, stream);
-  return launch_gemv_as<T, kNorm, MostGemvStages>(layer, plan, stream);
+  const auto launch = [&]<typename Stages>(Stages) {
+    return launch_gemv_as<T, kNorm, kInput, Stages>(layer, plan, stream);
+  };
+  if (plan.stages <= GemvStages<4, 4>::kAll) return launch(GemvStages<4, 4>{});
+  if (plan.stages <= GemvStages<4, 6>::kAll) return launch(GemvStages<4, 6>{});
+  return launch(MostGemvStages{});
 }
 
 template <typename T>
 cudaError_t launch_gemv(const DecodeLinear& layer, cudaStream_t stream) {
-  return layer.norm == kNoNorm ? launch_gemv<T, false>(layer, stream) : launch_gemv<T, true>(layer, stream);
+  if (layer.norm == kNoNorm) return launch_gemv<T, false>(layer, stream);
+  if (layer.tokens.weight != nullptr) return launch_gemv<T, true, Input::kEmbedded>(layer, stream);
+  return launch_gemv<T, true>(layer, stream);
 }
 
 extern template cudaError_t launch_gemv<__half>(const DecodeLinear&, cudaStream_t);

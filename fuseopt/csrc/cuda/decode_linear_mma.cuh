@@ -162,22 +162,27 @@ int64_t decode_linear_parts(const DecodeLinear& layer) {
   return has_best ? StreamPlan(layer).clusters() : 0;
 }
 
-// Whether the kernel of strips takes a layer with a weight [K, N].
+// Whether a layer is one weight [K, N] with nothing behind the product but a bias.
+template <typename T>
+bool is_plain_of_lines(const DecodeLinear& layer) {
+  return takes_mma<T>(layer) && layer.weights_are_transposed && layer.input.dtype == kDType<T> &&
+         layer.weight_count == 1 && layer.activation == kIdentity && !layer.gated && layer.residual.data == nullptr;
+}
+
+// Whether the kernel of strips takes it.
 template <typename T>
 bool takes_strips_of_lines(const DecodeLinear& layer) {
-  return takes_mma<T>(layer) && layer.weights_are_transposed && layer.input.dtype == kDType<T> && !takes_gemv(layer) &&
-         !streams_lines(layer) && layer.weight_count == 1 && layer.activation == kIdentity && !layer.gated;
+  return is_plain_of_lines<T>(layer) && !takes_gemv(layer) && !streams_lines(layer);
 }
 
 template <typename T>
 bool leaves_addends(const DecodeLinear& layer) {
   constexpr int64_t kMost = kMostColumns<T, T, 4, 4, 1>;
-  return is_sm90_or_newer() && takes_strips_of_lines<T>(layer) && layer.norm == kNoNorm &&
-         layer.residual.data == nullptr && layer.rows <= kHalfRows && layer.columns > kMost &&
-         layer.columns <= kAddends * kMost;
+  return is_sm90_or_newer() && takes_strips_of_lines<T>(layer) && layer.norm == kNoNorm && layer.rows <= kHalfRows &&
+         layer.columns > kMost && layer.columns <= kAddends * kMost;
 }
 
-// Whether that kernel adds up what it multiplies.
+// Whether that kernel adds up what it multiplies, addends or embeddings.
 template <typename T>
 bool takes_sums_by_strips(const DecodeLinear& layer) {
   return layer.norm != kNoNorm && layer.rows <= kHalfRows && takes_strips_of_lines<T>(layer) &&
@@ -196,7 +201,8 @@ bool takes_addends(const DecodeLinear& layer) {
 
 template <typename T>
 bool takes_embeddings(const DecodeLinear& layer) {
-  bool suits = takes_sums_by_strips<T>(layer);
+  const bool by_gemv = layer.norm != kNoNorm && is_plain_of_lines<T>(layer) && takes_gemv(layer);
+  bool suits = by_gemv || takes_sums_by_strips<T>(layer);
   for (const EmbeddingTable& table : {layer.tokens, layer.positions}) {
     suits &= is_aligned(table.weight) && table.index_bytes == sizeof(int64_t) && table.rows * layer.columns <= INT32_MAX;
   }

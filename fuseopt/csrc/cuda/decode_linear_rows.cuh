@@ -11,6 +11,9 @@ constexpr int kChunk = 32;  // values of k that a warp multiplies at a time: 8 a
 constexpr int kLaneValues = 8;
 constexpr int kHalfRows = 8;
 
+// What the input is: a tensor, or a sum of one and addends, or of embeddings.
+enum class Input { kStored, kSummed, kEmbedded };
+
 // Layers of more read their weights while they run, and need nobody to read ahead for them.
 inline int64_t most_held_bytes() {
   constexpr int64_t kOfMultiprocessor = 92 * 1024;
@@ -278,6 +281,11 @@ struct Embedding {
     return {table + (has_row ? static_cast<int>(i) * columns : 0), has_row ? ~0u : 0u};
   }
 
+  // Its rows from column `k` on; if not `has_values`, a table that lacks every index.
+  __device__ Embedding from(int k, bool has_values) const {
+    return {table + (has_values ? k : 0), has_values ? count : 0, columns, index};
+  }
+
   __device__ void settle() { fuseopt::settle(table), fuseopt::settle(count), fuseopt::settle(index); }
 };
 
@@ -302,6 +310,14 @@ struct EmbeddedRow {
   }
 
   __device__ Vector<T, kLaneValues> operator()(int k) const { return rounded_sum(token(k), position(k)); }
+};
+
+// The same, looked up where it is read: who hardly ever reads it is not to wait for its tokens.
+template <typename T>
+struct LazyEmbeddedRow {
+  Embedding<T> tokens, positions;
+
+  __device__ Vector<T, kLaneValues> operator()(int k) const { return EmbeddedRow<T>(tokens, positions)(k); }
 };
 
 // Of rows that are sums, the 8 values of each chunk that a lane multiplies: where they go, and which of them there are.

@@ -48,9 +48,6 @@ __host__ __device__ inline int finished_pairs(int rows, int strip_width) {
 // them. Of those the y-th leaves what would be the outputs of weight y.
 enum class Along { kAtOnce, kInPasses, kTogether, kApart };
 
-// What the input is: a tensor, or a sum of one and addends, or of embeddings.
-enum class Input { kStored, kSummed, kEmbedded };
-
 // kTiles: of 8 columns, in a strip; kChunks: of K, for each warp in one pass; kHalves: of 16 rows; kActivates: whether
 // there may be an activation.
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
