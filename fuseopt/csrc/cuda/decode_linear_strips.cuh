@@ -393,7 +393,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
         };
         if constexpr (kInput == Input::kEmbedded) {
           const int r = own_row(h);
-          norm = normalisation(EmbeddedRow<X>(token_embedding(layer, r), position_embedding(layer, r)));
+          norm = normalisation(LazyEmbeddedRow<X>{token_embedding(layer, r), position_embedding(layer, r)});
         } else if constexpr (kSums) {
           norm = normalisation(SummedRow<X>{input, layer.addends + own_row(h) * columns, rows * columns});
         } else {
