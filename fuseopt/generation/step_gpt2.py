@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.pytorch_utils import Conv1D
 
+from fuseopt import ops
 from fuseopt.generation.attention import StepAttention
 from fuseopt.generation.layers import (
     Activation,
@@ -21,11 +22,13 @@ from fuseopt.generation.layers import (
     ResidualStream,
     activation_of,
     causal_mask,
+    has_kernel,
     linear_of,
     look_ahead,
 )
 from fuseopt.generation.prompts import store
 from fuseopt.generation.state import CacheShape, DecodeState
+from fuseopt.ops.prompt_attention import LONGEST_FAST
 
 # qkv [tokens, 3, heads, head_dim], the layer's cache, scale -> [tokens, heads * head_dim]
 _AttentionFunction = Callable[[Tensor, Tensor, float], Tensor]
@@ -126,7 +129,10 @@ class GPT2Step:
             mask = mask.masked_fill_(~seen, -torch.inf)
 
         def attention(qkv: Tensor, cache: Tensor, scale: float) -> Tensor:
-            qkv = qkv.unflatten(0, (rows, length)).permute(2, 0, 3, 1, 4)
+            qkv = qkv.unflatten(0, (rows, length))
+            if mask is None and length <= LONGEST_FAST and has_kernel("prompt_attention_", qkv):
+                return ops.prompt_attention_(qkv, cache[0], cache[1], scale, overlap=True).flatten(0, 1)
+            qkv = qkv.permute(2, 0, 3, 1, 4)
             store(cache[:, :, :, :length], qkv[1:])
             query, keys, values = qkv.unbind()
             attended = F.scaled_dot_product_attention(

@@ -24,6 +24,7 @@ from fuseopt.ops.layer_norm_of_sum_bwd import layer_norm_of_sum_bwd
 from fuseopt.ops.linear_cross_entropy import linear_cross_entropy
 from fuseopt.ops.no_repeat_ngram import encoder_no_repeat_ngram, no_repeat_ngram
 from fuseopt.ops.process_logits import process_logits
+from fuseopt.ops.prompt_attention import prompt_attention_
 from fuseopt.ops.relative_attention import relative_attention
 from fuseopt.ops.rms_norm import rms_norm
 from fuseopt.ops.rotary_embedding import rotary_embedding
@@ -60,6 +61,7 @@ __all__ = [
     "linear_cross_entropy",
     "no_repeat_ngram",
     "process_logits",
+    "prompt_attention_",
     "relative_attention",
     "rms_norm",
     "rotary_embedding",

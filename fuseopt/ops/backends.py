@@ -37,9 +37,14 @@ class Backend:
 
 @dataclass(frozen=True)
 class NativeBackend(Backend):
-    """A kernel from the native library of the same name."""
+    """A kernel from the native library of the same name.
+
+    Attributes:
+        capability: the least compute capability of a GPU.
+    """
 
     name: native.Kind
+    capability: tuple[int, int] = (0, 0)
 
     def runs_on(self, device: torch.device) -> bool:
         return device.type == self.name
@@ -54,6 +59,11 @@ class NativeBackend(Backend):
             state = native.state(self.name) if may_build else native.load(self.name, build=False)
             if state.status == "absent" or (not may_build and state.status != "loaded"):
                 reasons.append(f"its native library is {state.status}: {state.reason or 'not compiled yet'}")
+        if not reasons and self.capability > (0, 0):
+            present = torch.cuda.get_device_capability(device)
+            if present < self.capability:
+                least, given = (".".join(map(str, capability)) for capability in (self.capability, present))
+                reasons.append(f"needs a GPU of compute capability {least}, not {given}")
         return reasons
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 
 import fuseopt
-from fuseopt.generation import ahead, attention, layers, prompts, state
+from fuseopt import ops
+from fuseopt.generation import ahead, attention, layers, prompts, state, step_gpt2
 from fuseopt.generation.ahead import HeadStart
 from fuseopt.generation.encoder_t5 import T5Encoder
 from fuseopt.generation.graphs import Step, StepGraphs
@@ -39,7 +40,7 @@ def model(request, each_device):
 @pytest.fixture
 def ran(monkeypatch):
     """Lets a CPU take the paths of a GPU, with the ops' references; the prompts that ran, as (length, masked)."""
-    for module in (attention, layers, prompts, ahead):
+    for module in (attention, layers, prompts, ahead, step_gpt2):
         monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
     counted = []
     run_prompt = StepGraphs.run_prompt
@@ -86,6 +87,19 @@ def test_padded_prompts_give_what_transformers_does(model, ran, data):
         assert ran == [(T5Encoder, padded, masked), (T5Step, padded, False)]
     else:
         assert ran == [(GPT2Step, padded, masked)]
+
+
+@pytest.mark.parametrize(("padded", "longest", "takes"), [(False, 16, True), (False, 15, False), (True, 16, False)])
+def test_one_op_for_attention_and_cache_of_short_prompts(ran, padded, longest, takes, each_device, monkeypatch):
+    """Where nothing is masked; of 9 tokens a class of 16 runs."""
+    monkeypatch.setattr(step_gpt2, "LONGEST_FAST", longest)
+    model = tiny.gpt2()
+    inputs = prompt(model, 3, 9, 0, padded=padded)
+    wanted = generate(model, inputs, max_new_tokens=5)
+    fuseopt.initialize(model, GENERATION)
+    with mock.patch.object(ops, "prompt_attention_", wraps=ops.prompt_attention_) as called:
+        assert_same(generate(model, inputs, max_new_tokens=5), wanted)
+    assert called.call_count == (model.config.n_layer if takes else 0)
 
 
 @pytest.mark.parametrize("padded", [True, False])

@@ -56,6 +56,7 @@ OWN_TESTS = {
     "decode_select_": ("test_decode_select.py", "cuda-cuda and (test_is_what or test_draws_what)"),
     "decode_softmax_linear": ("test_decode_softmax_linear.py", "test_kernel_against and bfloat16 and same and 12-768"),
     "layer_norm_of_sum_bwd": ("test_layer_norm_of_sum_bwd.py", "cuda-cuda and (against_float64 or autograd)"),
+    "prompt_attention_": ("test_prompt_attention.py", "bfloat16 and (2-25-64 or test_later_tokens and 64-30)"),
     "rms_norm, light blocks": ("test_rms_norm.py", "test_every_shape_of_kernel and float32-1000-8-"),
     "softmax of a vocabulary": ("test_softmax.py", "test_wide_rows and 50257 and float32 and cuda-cuda"),
     "softmax held in a cluster": ("test_softmax.py", "test_rows_that_a_cluster_shares and False and 131075-8-"),

@@ -70,12 +70,6 @@ __device__ inline float bias_of(const DecodeAttention& attention, const FilledPl
   return bias * kLog2E;
 }
 
-template <typename T>
-__device__ inline unsigned packed(float low, float high) {
-  const T pair[2] = {from_acc<T>(low), from_acc<T>(high)};
-  return reinterpret_cast<const unsigned&>(pair);
-}
-
 // A tile in registers; the order of dimensions within a product is such that a lane has 8 neighbouring ones. A lane's
 // part: of keys lane / 4 (+ 8) dimensions lane % 4 * 8 (+ 32 ...), of the values of keys lane % 4 * 2 (+ 1, 8, 9)
 // dimensions lane / 4 * 8 (+ 64).

@@ -27,7 +27,7 @@ struct ManyRows {
   int stages;  // 1 or 2 for each warp
 };
 
-// A tile in shared memory. The 16-byte pieces of 8 neighbouring keys, at the same dimensions, lie in different banks.
+// A tile in shared memory.
 template <typename T, int kDims>
 struct SharedTile {
   static constexpr int kPieces = kDims / 8;  // of a key
@@ -37,7 +37,7 @@ struct SharedTile {
   // A warp copies several keys at once, a lane this one of them, and this piece of it.
   __device__ static int own_key() { return threadIdx.x % kWarpSize / kPieces; }
   __device__ static int own_piece() { return threadIdx.x % kPieces; }
-  __device__ static int index(int key, int piece) { return key * kPieces + (piece ^ key % 8); }
+  __device__ static int index(int key, int piece) { return piece_index<kPieces>(key, piece); }
   __device__ static int own_index(int copy) {
     const int first = copy * kCopyKeys;
     return first * kPieces + (index(own_key(), own_piece()) ^ first % 8);

@@ -224,6 +224,27 @@ struct ShortAttention {
   bool in_vectors;
 };
 
+// Causal attention of prompts, whose keys and values go to the first slots of a cache.
+struct PromptAttention {
+  struct Cache {
+    void* data;  // [rows, heads, capacity, head_dim], neighbouring head_dim
+    int64_t row_stride;
+    int64_t head_stride;
+    int64_t slot_stride;
+  };
+  int dtype;        // kFloat16 or kBFloat16
+  const void* qkv;  // [rows, length, 3, heads, head_dim]
+  Cache key_cache, value_cache;
+  int64_t rows;
+  int64_t length;
+  int64_t heads;
+  int64_t head_dim;  // a multiple of 16, 128 at most
+  double scale;
+  bool overlap;       // may start before the kernel ahead on the stream has ended
+  void* output;       // [rows, length, heads, head_dim]
+  float score_scale;  // `scale` for scores in powers of two, which the launcher fills in
+};
+
 // Edited scores of any dtype as float32, in `edits`' order.
 struct EditLogits {
   ScoreMatrix logits;  // [rows, vocabulary]
@@ -347,6 +368,9 @@ cudaError_t fuseopt_beam_candidates(BeamCandidates candidates, cudaStream_t stre
 cudaError_t fuseopt_decode_embedding(DecodeEmbedding embedding, cudaStream_t stream);
 
 cudaError_t fuseopt_short_attention(ShortAttention attention, cudaStream_t stream);
+
+// From sm_80 on.
+cudaError_t fuseopt_prompt_attention(PromptAttention attention, cudaStream_t stream);
 
 cudaError_t fuseopt_edit_logits(EditLogits edit, cudaStream_t stream);
 

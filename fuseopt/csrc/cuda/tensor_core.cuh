@@ -64,6 +64,20 @@ __device__ inline uint4 load_lines(const void* line) {
   return tiles;
 }
 
+// Where a 16-byte piece of a line of kPieces lies in shared memory: of 8 neighbouring lines, which the loads above take
+// together, those at the same place are in different banks. With an even `i` below kPieces, index ^ i is that of piece + i
+// for the first two pieces.
+template <int kPieces>
+__device__ inline int piece_index(int line, int piece) {
+  return line * kPieces + (piece ^ line % 8);
+}
+
+template <typename T>
+__device__ inline unsigned packed(float low, float high) {
+  const T pair[2] = {from_acc<T>(low), from_acc<T>(high)};
+  return reinterpret_cast<const unsigned&>(pair);
+}
+
 // sums += 16 lines (low, high: the two halves) x 8 columns, over 16 values of k.
 template <typename T>
 __device__ inline void multiply(float (&sums)[4], uint2 low, uint2 high, unsigned b0, unsigned b1) {

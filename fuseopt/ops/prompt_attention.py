@@ -1,0 +1,159 @@
+"""Causal attention of a prompt, whose keys and values go to a cache on the way.
+
+In one kernel, after FlashAttention (Dao et al. 2022, arXiv 2205.14135): of a prompt of some hundred tokens a copy and
+PyTorch's attention are mostly launches.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from fuseopt.errors import BackendError
+from fuseopt.ops import registry
+from fuseopt.ops.library import check_shape, define, without_autocast
+
+LONGEST_FAST = 256
+"""Tokens of a prompt up to which the CUDA kernel takes less time than a copy and PyTorch's attention, of any size."""
+
+MAX_HEAD_DIM = 128
+_HEAD_DIM_MULTIPLE = 16
+_ALIGNMENT = 16  # bytes
+
+
+def _fake(qkv: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, overlap: bool) -> Tensor:
+    rows, length, _, heads, head_dim = qkv.shape
+    return qkv.new_empty((rows, length, heads * head_dim))
+
+
+RAW = define(
+    "prompt_attention_(Tensor qkv, Tensor(a!) key_cache, Tensor(b!) value_cache, float scale, bool overlap) -> Tensor",
+    _fake,
+)
+
+
+def _check(qkv: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ValueError(f"qkv must be [rows, length, 3, heads, head_dim], not {tuple(qkv.shape)}")
+    rows, length, _, heads, head_dim = qkv.shape
+    if key_cache.dim() != 4 or key_cache.shape[2] < length:
+        raise ValueError(
+            f"key_cache must be [rows, heads, capacity, head_dim] with room for {length} tokens, not"
+            f" {tuple(key_cache.shape)}"
+        )
+    check_shape("key_cache", key_cache, torch.Size((rows, heads, key_cache.shape[2], head_dim)))
+    check_shape("value_cache", value_cache, key_cache.shape)
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.dtype != qkv.dtype:
+            raise ValueError(f"{name} must have qkv's dtype {qkv.dtype}, not {cache.dtype}")
+        if cache.stride(3) != 1:
+            raise ValueError(f"{name} must have neighbouring elements in its last dimension")
+
+
+def _reference(qkv: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
+    for cache, vectors in ((key_cache, key), (value_cache, value)):
+        cache[:, :, : qkv.shape[1]] = vectors
+    if qkv.numel() == 0:
+        return qkv.new_empty(*qkv.shape[:2], query.shape[1] * query.shape[3])  # torch 2.11 has None for that
+    with without_autocast(qkv):
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    return attended.transpose(1, 2).flatten(2)
+
+
+def _refusal(qkv: Tensor, *caches: Tensor) -> str:
+    """Why the CUDA kernel, which must be there, does not take such tensors; or nothing."""
+    if is_dynamo_compiling():
+        return "has to know where tensors lie, which nobody does while they are traced"
+    head_dim = qkv.shape[-1]
+    if head_dim % _HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
+        return f"takes a head_dim that is a multiple of {_HEAD_DIM_MULTIPLE}, {MAX_HEAD_DIM} at most, not {head_dim}"
+    # Of a qkv that is not contiguous the kernel gets a copy.
+    for tensor in (qkv, *caches) if qkv.is_contiguous() else caches:
+        bytes_apart = (stride * tensor.itemsize for stride in tensor.stride()[:-1])
+        if any(place % _ALIGNMENT for place in (tensor.data_ptr(), *bytes_apart)):
+            return f"takes vectors that are aligned to {_ALIGNMENT} bytes"
+    return ""
+
+
+def prompt_attention_reference(
+    qkv: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, *, overlap: bool = False
+) -> Tensor:
+    """`prompt_attention_` by torch's own."""
+    return prompt_attention_(qkv, key_cache, value_cache, scale, backend="reference")
+
+
+def prompt_attention_(
+    qkv: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    scale: float,
+    *,
+    overlap: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Writes keys and values into the first slots of the caches, and attends from each token to those up to it.
+
+    `F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)`; for 16-bit numbers scores, softmax
+    and sums are in float32, and weights are rounded before they meet the values. In the CUDA kernel's results what a
+    token does not see has no part, whatever it is: neither infinities nor NaN.
+
+    Args:
+        qkv: [rows, length, 3, heads, head_dim], as a projection to query, key and value leaves them; any strides,
+            float32, float16, bfloat16 or float64. The CUDA kernel takes float16 and bfloat16, and a head_dim that is a
+            multiple of 16, 128 at most.
+        key_cache, value_cache: [rows, heads, capacity, head_dim], `qkv`'s dtype, unit stride in the last dimension and
+            any other strides; vectors of 16 whole bytes for the CUDA kernel. Written to: slots [0, length).
+        scale: multiplies the scores.
+        overlap: launch the CUDA kernel programmatically dependent on its predecessor on the stream. It reads and writes
+            nothing before that has ended.
+        backend: "auto", "cuda" or "reference". "auto" takes the reference for what the kernel does not take, which are
+            also tensors that require a gradient under grad mode, and torch.func transforms.
+
+    Returns:
+        [rows, length, heads * head_dim], contiguous, `qkv`'s dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that do not fit together.
+        BackendError: the backend named cannot run here, or does not take such tensors; the message says why.
+    """
+    _check(qkv, key_cache, value_cache)
+    tensors = qkv, key_cache, value_cache
+    chosen = registry.pick_without_gradient("prompt_attention_", backend, (qkv.dtype,), *tensors)
+    if chosen == "reference":
+        return _reference(*tensors, scale)
+    refusal = _refusal(*tensors)
+    if not refusal:
+        return RAW[chosen](*tensors, scale, overlap)
+    if backend == "auto":
+        return _reference(*tensors, scale)
+    raise BackendError(f"prompt_attention_: {backend!r} {refusal}")
+
+
+def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    def make(rows: int, length: int, heads: int, head_dim: int, capacity: int) -> registry.SampleInput:
+        qkv = torch.randn(rows, length, 3, heads, head_dim, device=device, dtype=dtype)
+        caches = torch.zeros(2, rows, heads, capacity, head_dim, device=device, dtype=dtype)
+        return registry.SampleInput((qkv, *caches, head_dim**-0.5))
+
+    yield make(2, 17, 3, 64, 20)
+    yield make(1, 130, 2, 16, 130)
+    yield make(1, 1, 1, 128, 5)
+    yield make(0, 4, 2, 64, 8)
+
+
+registry.register(
+    registry.Op(
+        name="prompt_attention_",
+        function=prompt_attention_,
+        reference=prompt_attention_reference,
+        sample_inputs=sample_inputs,
+        backends=(
+            registry.NativeBackend("cuda", (torch.float16, torch.bfloat16), capability=(8, 0)),
+            registry.REFERENCE,
+        ),
+        in_place=True,
+    )
+)
