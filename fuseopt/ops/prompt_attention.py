@@ -16,7 +16,8 @@ from fuseopt.ops import registry
 from fuseopt.ops.library import check_shape, define, without_autocast
 
 LONGEST_FAST = 256
-"""Tokens of a prompt up to which the CUDA kernel takes less time than a copy and PyTorch's attention, of any size."""
+"""Tokens of a prompt up to which the CUDA kernel takes less time than a copy and PyTorch's attention, on an H200 with
+any number of rows and heads that was timed."""
 
 MAX_HEAD_DIM = 128
 _HEAD_DIM_MULTIPLE = 16
