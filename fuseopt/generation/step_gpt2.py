@@ -22,13 +22,12 @@ from fuseopt.generation.layers import (
     ResidualStream,
     activation_of,
     causal_mask,
-    has_kernel,
     linear_of,
     look_ahead,
 )
 from fuseopt.generation.prompts import store
 from fuseopt.generation.state import CacheShape, DecodeState
-from fuseopt.ops.prompt_attention import LONGEST_FAST
+from fuseopt.ops.prompt_attention import is_fast
 
 # qkv [tokens, 3, heads, head_dim], the layer's cache, scale -> [tokens, heads * head_dim]
 _AttentionFunction = Callable[[Tensor, Tensor, float], Tensor]
@@ -130,7 +129,7 @@ class GPT2Step:
 
         def attention(qkv: Tensor, cache: Tensor, scale: float) -> Tensor:
             qkv = qkv.unflatten(0, (rows, length))
-            if mask is None and length <= LONGEST_FAST and has_kernel("prompt_attention_", qkv):
+            if mask is None and is_fast(qkv, cache[0], cache[1]):
                 return ops.prompt_attention_(qkv, cache[0], cache[1], scale, overlap=True).flatten(0, 1)
             qkv = qkv.permute(2, 0, 3, 1, 4)
             store(cache[:, :, :, :length], qkv[1:])

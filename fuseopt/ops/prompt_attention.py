@@ -15,13 +15,12 @@ from fuseopt.errors import BackendError
 from fuseopt.ops import registry
 from fuseopt.ops.library import check_shape, define, without_autocast
 
-LONGEST_FAST = 256
-"""Tokens of a prompt up to which the CUDA kernel takes less time than a copy and PyTorch's attention, on an H200 with
-any number of rows and heads that was timed."""
-
 MAX_HEAD_DIM = 128
 _HEAD_DIM_MULTIPLE = 16
 _ALIGNMENT = 16  # bytes
+# Tokens of a prompt up to which the CUDA kernel takes less time than a copy and PyTorch's attention, on an H200 with
+# any number of rows and heads that was timed.
+_LONGEST_FAST = 256
 
 
 def _fake(qkv: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, overlap: bool) -> Tensor:
@@ -77,6 +76,21 @@ def _refusal(qkv: Tensor, *caches: Tensor) -> str:
         if any(place % _ALIGNMENT for place in (tensor.data_ptr(), *bytes_apart)):
             return f"takes vectors that are aligned to {_ALIGNMENT} bytes"
     return ""
+
+
+def is_fast(qkv: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
+    """Whether the CUDA kernel runs for tensors like these, and takes less time than a copy and PyTorch's attention.
+
+    Where it does not run, `prompt_attention_` is no match for them: it copies keys and values each on their own.
+
+    Args:
+        qkv, key_cache, value_cache: as `prompt_attention_` takes them.
+    """
+    if qkv.shape[1] > _LONGEST_FAST:
+        return False
+    tensors = qkv, key_cache, value_cache
+    chosen = registry.pick_without_gradient("prompt_attention_", "auto", (qkv.dtype,), *tensors)
+    return chosen == "cuda" and not _refusal(*tensors)
 
 
 def prompt_attention_reference(

@@ -21,6 +21,8 @@ from fuseopt.generation.state import DecodeState, Sizes, prompt_length_for
 from fuseopt.generation.step_gpt2 import GPT2Step
 from fuseopt.generation.step_t5 import T5Step
 from fuseopt.generation.tiers import Tier
+from fuseopt.ops import registry
+from fuseopt.ops.prompt_attention import prompt_attention_reference
 from tests import tiny
 from tests.generation.test_generate import GENERATION, assert_same, generate, prompt
 
@@ -40,7 +42,7 @@ def model(request, each_device):
 @pytest.fixture
 def ran(monkeypatch):
     """Lets a CPU take the paths of a GPU, with the ops' references; the prompts that ran, as (length, masked)."""
-    for module in (attention, layers, prompts, ahead, step_gpt2):
+    for module in (attention, layers, prompts, ahead):
         monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
     counted = []
     run_prompt = StepGraphs.run_prompt
@@ -89,17 +91,34 @@ def test_padded_prompts_give_what_transformers_does(model, ran, data):
         assert ran == [(GPT2Step, padded, masked)]
 
 
-@pytest.mark.parametrize(("padded", "longest", "takes"), [(False, 16, True), (False, 15, False), (True, 16, False)])
-def test_one_op_for_attention_and_cache_of_short_prompts(ran, padded, longest, takes, each_device, monkeypatch):
-    """Where nothing is masked; of 9 tokens a class of 16 runs."""
-    monkeypatch.setattr(step_gpt2, "LONGEST_FAST", longest)
-    model = tiny.gpt2()
-    inputs = prompt(model, 3, 9, 0, padded=padded)
+@pytest.mark.parametrize(
+    ("length", "head_dim", "padded", "takes"),
+    [
+        pytest.param(9, 16, False, True, id="short"),
+        pytest.param(256, 16, False, True, id="longest"),
+        pytest.param(257, 16, False, False, id="too long"),
+        pytest.param(9, 8, False, False, id="head_dim"),
+        pytest.param(9, 16, True, False, id="masked"),
+    ],
+)
+def test_one_op_for_attention_and_cache_of_short_prompts(
+    ran, length, head_dim, padded, takes, each_device, monkeypatch
+):
+    """Where nothing is masked and the kernel takes the heads; else a copy and torch's attention."""
+    pick, asked = registry.pick, ("prompt_attention_", "auto")
+    monkeypatch.setattr(registry, "pick", lambda *call: "cuda" if call[:2] == asked else pick(*call))
+    model = tiny.gpt2(n_embd=3 * head_dim, n_positions=300)
+    inputs = prompt(model, 3, length, 0, padded=padded)
     wanted = generate(model, inputs, max_new_tokens=5)
     fuseopt.initialize(model, GENERATION)
-    with mock.patch.object(ops, "prompt_attention_", wraps=ops.prompt_attention_) as called:
+    with (
+        mock.patch.object(ops, "prompt_attention_", wraps=prompt_attention_reference) as op,
+        mock.patch.object(step_gpt2, "store", wraps=step_gpt2.store) as store,
+        mock.patch.object(step_gpt2, "F", wraps=step_gpt2.F) as functional,
+    ):
         assert_same(generate(model, inputs, max_new_tokens=5), wanted)
-    assert called.call_count == (model.config.n_layer if takes else 0)
+    counts = [function.call_count for function in (op, store, functional.scaled_dot_product_attention)]
+    assert counts == [model.config.n_layer * count for count in ((1, 0, 0) if takes else (0, 1, 1))]
 
 
 @pytest.mark.parametrize("padded", [True, False])

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fuseopt import native
 from fuseopt.errors import BackendError
 from fuseopt.ops import prompt_attention_, registry
-from fuseopt.ops.prompt_attention import sample_inputs
+from fuseopt.ops.prompt_attention import is_fast, sample_inputs
 from tests.ops.cases import DTYPES, Case, RawCalls, cases, error
 from tests.ops.variations import poisoned_allocations
 
@@ -203,7 +203,38 @@ def test_what_the_kernel_does_not_take() -> None:
             prompt_attention_(refused, *cache, 0.125, backend="cuda")
         with RawCalls() as raw:
             check(Case(KERNEL.op, "auto", KERNEL.device), refused, 0.125, cache)
-        assert raw.names() == []
+        assert raw.names() == [] and not is_fast(refused, *cache)
+    assert is_fast(qkv, *caches)
+
+
+def test_what_it_is_fast_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(length: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+        qkv = torch.zeros(2, length, 3, 2, head_dim, dtype=dtype)
+        return qkv, caches_for(qkv)
+
+    def is_fast_for(qkv: Tensor, caches: Tensor) -> bool:
+        return is_fast(qkv, *caches)
+
+    assert not is_fast_for(*make(9, 64))  # on a CPU
+
+    def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
+        assert (name, backend) == ("prompt_attention_", "auto")
+        return "cuda" if dtypes[0] in HALVES else "reference"
+
+    monkeypatch.setattr(registry, "pick", pick)
+    head_dims = 8, 16, 24, 64, 128, 144
+    assert [head_dim for head_dim in head_dims if is_fast_for(*make(9, head_dim))] == [16, 64, 128]
+    assert [length for length in (1, 256, 257) if is_fast_for(*make(length, 64))] == [1, 256]
+    assert {dtype for dtype in DTYPES if is_fast_for(*make(9, 64, dtype))} == set(HALVES)
+
+    qkv, caches = make(9, 64)
+    shifted = torch.zeros(qkv.numel() + 1, dtype=qkv.dtype)[1:].view_as(qkv)
+    key_cache, value_cache = caches
+    odd_cache = key_cache.new_zeros(*key_cache.shape[:-1], 68)[..., :64]
+    assert not is_fast(shifted, key_cache, value_cache)
+    assert not is_fast(qkv, odd_cache, value_cache)
+    assert not is_fast(qkv, key_cache, odd_cache)
+    assert not is_fast(qkv.requires_grad_(), key_cache, value_cache)
 
 
 def test_wrong_arguments_change_nothing() -> None:
