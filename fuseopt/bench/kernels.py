@@ -30,7 +30,7 @@ IDLE = "no kernel runs"
 _WARM_UP = 3
 # The ops whose arguments are read whole, caches as far as they are filled and tables a row for each token; a step ends
 # with one of `_LAST`.
-_READING = ("decode_linear", "decode_softmax_linear", "decode_attention")
+_READING = ("decode_linear", "decode_softmax_linear", "decode_attention", "decode_qkv_attention")
 # Ops by another one's kernels, for whose calls they are taken.
 _BY_KERNELS_OF = dict.fromkeys(
     ("decode_linear_addends", "decode_linear_of_sum", "decode_linear_of_embeddings"), "decode_linear"

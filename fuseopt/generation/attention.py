@@ -8,8 +8,9 @@ from torch.nn import functional as F
 
 from fuseopt import ops
 from fuseopt.generation.beam_state import along_ancestry
-from fuseopt.generation.layers import has_kernel
+from fuseopt.generation.layers import Linear, Norm, ResidualStream, has_kernel
 from fuseopt.generation.state import DecodeState
+from fuseopt.ops.decode_qkv_attention import is_fast
 
 
 class StepAttention:
@@ -64,6 +65,27 @@ class StepAttention:
         if self.ancestry is not None:
             cache = along_ancestry(cache, self.ancestry)
         return _attend(qkv[:, :1], cache, self.mask, scale)
+
+    def project_to_slots(
+        self, stream: ResidualStream, layer: Linear, norm: Norm, cache: Tensor, scale: float
+    ) -> Tensor:
+        """`to_slots` of query, key and value, which `layer` makes of the normalised stream: in one kernel if there is
+        one that is fast."""
+        weight, *others = layer.weights
+        if self.by_kernel and self.bias is None and self.ancestry is None and not others and stream.is_stored:
+            parts = stream.total(), weight, layer.biases[0] if layer.biases else None, cache[0], cache[1]
+            if has_kernel("decode_qkv_attention_", weight) and is_fast(*parts, **norm.of_op):
+                return ops.decode_qkv_attention_(
+                    *parts,
+                    self.state.slot,
+                    mask=self.state.keep,
+                    scale=scale,
+                    **norm.of_op,
+                    eps=norm.eps,
+                    overlap=True,
+                )
+        qkv = stream.linear(layer, norm).unflatten(1, (3, cache.shape[2], cache.shape[4]))
+        return self.to_slots(qkv, cache, scale)
 
     def to_encoder(self, query: Tensor, cache: Tensor, scale: float) -> Tensor:
         """Attends to a layer's cross-attention cache.

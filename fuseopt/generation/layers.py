@@ -64,8 +64,8 @@ def look_ahead(layers: Sequence[Linear], head: Linear) -> None:
     """Lets each of a step's linear layers, in the order they run in, bring in the weights of the one after the next.
 
     Large layers do not, as memory has no rest before they are there themselves, but for a part of the one behind where
-    that is large and shares out a long K: the blocks of a cluster find room together, and so late. The head, which
-    reads more than the cache holds, brings in the weights of the next step's first layer at its end.
+    that is large: it finds room late. The head, which reads more than the cache holds, brings in the weights of the
+    next step's first layer at its end.
     """
     for layer, following, later in zip(layers, [*layers[1:], head], [*layers[2:], head, head], strict=True):
         layer.ahead = later.weights
@@ -80,9 +80,9 @@ def _is_large(layer: Linear) -> bool:
 
 
 def _part_ahead(weight: Tensor) -> tuple[Tensor, ...]:
-    """A quarter of the lines of a weight [N, K] that lies as [K, N], if K is longer."""
+    """A quarter of the lines of a weight [N, K] that lies as [K, N]."""
     lines = weight.T
-    return (lines[: len(lines) // 4],) if lines.is_contiguous() and len(lines) > len(weight) else ()
+    return (lines[: len(lines) // 4],) if lines.is_contiguous() else ()
 
 
 def linear_of(*modules: nn.Linear) -> Linear:
@@ -242,6 +242,11 @@ class ResidualStream:
         if self._added is not None:
             self._sum, self._added = self._sum + self._added, None
         return self._sum
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether `total` is there, and not yet to be looked up or added up."""
+        return self._embedding is None and self._added is None and self._addends is None
 
     def of(self, rows: Tensor) -> ResidualStream:
         """What these rows of it go on as."""

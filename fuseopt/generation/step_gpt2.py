@@ -29,9 +29,6 @@ from fuseopt.generation.prompts import store
 from fuseopt.generation.state import CacheShape, DecodeState
 from fuseopt.ops.prompt_attention import is_fast
 
-# qkv [tokens, 3, heads, head_dim], the layer's cache, scale -> [tokens, heads * head_dim]
-_AttentionFunction = Callable[[Tensor, Tensor, float], Tensor]
-
 
 class _Layer(NamedTuple):
     norm_1: Norm
@@ -42,6 +39,10 @@ class _Layer(NamedTuple):
     up: Linear
     activation: Activation
     down: Linear
+
+
+# Of what goes into a layer, the layer, and its cache, gives [tokens, heads * head_dim].
+_AttentionFunction = Callable[[ResidualStream, _Layer, Tensor], Tensor]
 
 
 class GPT2Step:
@@ -104,9 +105,12 @@ class GPT2Step:
         """Works out, before the first step of a call, what is the same for all of them: nothing."""
 
     def __call__(self, state: DecodeState) -> BeforeHead:
-        attention = StepAttention(state)
-        head = self.head, self.final_norm
-        return self._through(state.tokens, state.positions, state, attention.to_slots, head).before(*head)
+        slots, head = StepAttention(state), (self.head, self.final_norm)
+
+        def attention(stream: ResidualStream, layer: _Layer, cache: Tensor) -> Tensor:
+            return slots.project_to_slots(stream, layer.qkv, layer.norm_1, cache, layer.scale)
+
+        return self._through(state.tokens, state.positions, state, attention, head).before(*head)
 
     def prefill(self, state: DecodeState, length: int, masked: bool) -> None:
         """The prompt in one go: fills the first slots of the cache, and the logits of the last tokens.
@@ -127,15 +131,16 @@ class GPT2Step:
             seen = state.keep[:, None, None, :length] & causal_mask(length, state.device)
             mask = mask.masked_fill_(~seen, -torch.inf)
 
-        def attention(qkv: Tensor, cache: Tensor, scale: float) -> Tensor:
-            qkv = qkv.unflatten(0, (rows, length))
+        def attention(stream: ResidualStream, layer: _Layer, cache: Tensor) -> Tensor:
+            heads = 3, self.shape.heads, self.shape.head_dim
+            qkv = stream.linear(layer.qkv, layer.norm_1).unflatten(1, heads).unflatten(0, (rows, length))
             if mask is None and is_fast(qkv, cache[0], cache[1]):
-                return ops.prompt_attention_(qkv, cache[0], cache[1], scale, overlap=True).flatten(0, 1)
+                return ops.prompt_attention_(qkv, cache[0], cache[1], layer.scale, overlap=True).flatten(0, 1)
             qkv = qkv.permute(2, 0, 3, 1, 4)
             store(cache[:, :, :, :length], qkv[1:])
             query, keys, values = qkv.unbind()
             attended = F.scaled_dot_product_attention(
-                query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
+                query, keys, values, attn_mask=mask, is_causal=mask is None, scale=layer.scale
             )
             return attended.transpose(1, 2).reshape(rows * length, -1)
 
@@ -162,8 +167,7 @@ class GPT2Step:
         stream = ResidualStream(Embedding(tokens, tables[0], positions, tables[1], overlap=state.steps_overlap))
         nexts = [*((layer.qkv, layer.norm_1) for layer in self.layers[1:]), head]
         for layer, cache, following in zip(self.layers, state.cache, nexts, strict=True):
-            qkv = stream.linear(layer.qkv, layer.norm_1).unflatten(1, (3, self.shape.heads, self.shape.head_dim))
-            attended = attention(qkv, cache, layer.scale)
+            attended = attention(stream, layer, cache)
             if wanted is not None and layer is self.layers[-1]:
                 attended, stream = attended[wanted], stream.of(wanted)
             stream.add(attended, layer.out)

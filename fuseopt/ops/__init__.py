@@ -12,6 +12,7 @@ from fuseopt.ops.decode_head_select import decode_head_select_
 from fuseopt.ops.decode_linear import decode_linear
 from fuseopt.ops.decode_linear_addends import decode_linear_addends, decode_linear_of_sum
 from fuseopt.ops.decode_linear_of_embeddings import decode_linear_of_embeddings
+from fuseopt.ops.decode_qkv_attention import decode_qkv_attention_
 from fuseopt.ops.decode_select import decode_select_
 from fuseopt.ops.decode_softmax_linear import decode_softmax_linear
 from fuseopt.ops.dropout_add_layer_norm import dropout_add_layer_norm
@@ -48,6 +49,7 @@ __all__ = [
     "decode_linear_addends",
     "decode_linear_of_embeddings",
     "decode_linear_of_sum",
+    "decode_qkv_attention_",
     "decode_select_",
     "decode_softmax_linear",
     "dropout_add_layer_norm",

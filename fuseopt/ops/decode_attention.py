@@ -130,6 +130,28 @@ def _check(
         raise ValueError(f"bias must be [{heads}, distances], not {tuple(bias.shape)}")
 
 
+def check_update(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    mask: Tensor | None,
+    starts: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    """Raises a ValueError or TypeError where these cannot be a step's, and its caches."""
+    _check(query, key_cache, value_cache, positions, starts, mask, bias)
+    for name, tensor in (("key", key), ("value", value)):
+        check_shape(name, tensor, query.shape)
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} must have query's dtype {query.dtype}, not {tensor.dtype}")
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.shape[0] != query.shape[0] or not cache.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, with a row for each of the {query.shape[0]} rows of query")
+
+
 def decode_attention_reference(
     query: Tensor,
     key_cache: Tensor,
@@ -236,14 +258,7 @@ def decode_attention_(
             BackendError for tensors that require a gradient under grad mode: what is written into a cache takes no part
             in autograd.
     """
-    _check(query, key_cache, value_cache, positions, starts, mask, bias)
-    for name, tensor in (("key", key), ("value", value)):
-        check_shape(name, tensor, query.shape)
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} must have query's dtype {query.dtype}, not {tensor.dtype}")
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if cache.shape[0] != query.shape[0] or not cache.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, with a row for each of the {query.shape[0]} rows of query")
+    check_update(query, key, value, key_cache, value_cache, positions, mask, starts, bias)
     if ancestry is not None:
         check_shape("ancestry", ancestry, torch.Size((query.shape[0], key_cache.shape[2])))
         if ancestry.dtype != torch.int32:

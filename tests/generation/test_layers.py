@@ -37,15 +37,19 @@ def test_a_layer_brings_in_the_one_after_the_next() -> None:
     assert head.ahead == body[0].weights
 
 
-def test_a_large_layer_brings_in_a_part_of_a_long_one_behind_it() -> None:
+def test_a_large_layer_brings_in_a_part_of_a_large_one_behind_it() -> None:
     def layer(columns: int, outputs: int) -> Linear:  # of a Conv1D
         return Linear((torch.empty(columns, outputs, dtype=torch.bfloat16, device="meta").T,))
 
     qkv, out, up, down = layer(1600, 4800), layer(1600, 1600), layer(1600, 6400), layer(6400, 1600)
-    look_ahead([qkv, out, up, down], head := layer(1600, 50257))
-    assert (qkv.ahead, out.ahead, down.ahead, head.ahead) == ((), down.weights, (), qkv.weights)
-    (part,) = up.ahead
-    assert part.shape == (1600, 1600) and part.is_contiguous() and part._base is down.weights[0]._base
+    last = layer(1600, 4800)
+    head = Linear((torch.empty(50257, 1600, dtype=torch.bfloat16, device="meta"),))
+    look_ahead([qkv, out, up, down, last], head)
+    assert (qkv.ahead, out.ahead, last.ahead, head.ahead) == ((), down.weights, (), qkv.weights)
+    for large, behind in ((up, down), (down, last)):
+        (part,) = large.ahead
+        lines = behind.weights[0].T
+        assert part.shape == (len(lines) // 4, lines.shape[1]) and part.is_contiguous() and part._base is lines._base
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ class OwnParts {
   __device__ int count() const { return blockDim.x / kWarpSize; }
   __device__ int own() const { return own_; }
 
-  // What the calling warp has found, as `Attended` has it.
+  // What the calling warp has found, as `Attended` has it of a Tile.
   template <typename Attended>
   __device__ void leave(const Attended& attended) {
     const int lane = threadIdx.x % kWarpSize;
@@ -141,6 +141,17 @@ class OwnParts {
     for (int i = 0; i < kDims / 16; ++i) {  // 2 dimensions each, 8 neighbouring ones in 4
       reinterpret_cast<float2*>(to + i / 4 * 16)[i % 4] = {attended.weighted[i][0], attended.weighted[i][2]};
     }
+    if (lane == 0) stats_[own_] = {attended.largest[0], attended.sum[0]};
+  }
+
+  // The same of a SharedTile.
+  template <typename Attended>
+  __device__ void leave_of_shared(const Attended& attended) {
+    const int lane = threadIdx.x % kWarpSize;
+    if (lane % 4 != 0) return;
+    float* const to = values_ + own_ * kDims + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kDims / 8; ++i) to[i * 8] = attended.weighted[i / 2][i % 2 * 2];
     if (lane == 0) stats_[own_] = {attended.largest[0], attended.sum[0]};
   }
 

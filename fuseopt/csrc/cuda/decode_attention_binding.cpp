@@ -1,4 +1,4 @@
-#include "binding.h"
+#include "decode_attention_binding.h"
 
 namespace fuseopt::decode_attention_binding {
 namespace {
@@ -10,18 +10,6 @@ Tensor with_unit_stride(const Tensor& tensor) {
 
 DecodeAttention::Heads heads_of(const Tensor& tensor) {
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1)};
-}
-
-DecodeAttention::Integers integers_of(const char* op, const char* name, const std::optional<Tensor>& tensor,
-                                      const Tensor& query) {
-  if (!tensor.has_value()) return {nullptr, 4, 0};
-  const ScalarType type = dtype_of(*tensor);
-  FUSEOPT_CHECK(type == ScalarType::Int || type == ScalarType::Long, "fuseopt::", op, ": ", name,
-                " must be int32 or int64");
-  FUSEOPT_CHECK(tensor->is_cuda() && tensor->get_device_index() == query.get_device_index(), "fuseopt::", op, ": ",
-                name, " is not on the query's device");
-  const bool is_shared = tensor->numel() <= 1;
-  return {tensor->data_ptr(), type == ScalarType::Int ? 4 : 8, is_shared ? 0 : tensor->stride(tensor->dim() - 1)};
 }
 
 struct NewToken {

@@ -398,6 +398,12 @@ cudaError_t fuseopt_decode_softmax_linear(DecodeLinear layer, int64_t groups, cu
 
 cudaError_t fuseopt_decode_attention(DecodeAttention attention, cudaStream_t stream);
 
+// The same of one row whose query, key and value are the layer's outputs, and go nowhere but to the attention and into the
+// caches; only where the first of these says so. `query`, `key` and `value` are not read.
+bool fuseopt_takes_qkv_attention(DecodeLinear layer, DecodeAttention attention);
+
+cudaError_t fuseopt_decode_qkv_attention(DecodeLinear layer, DecodeAttention attention, cudaStream_t stream);
+
 // Normalises `input`, or where there is a `residual` `input + residual`, of the dtype of `sum`, which is written too.
 cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer residual, TypedPointer weight, TypedPointer output,
                                  TypedPointer sum, TypedPointer rstd, int64_t rows, int64_t columns, double eps,

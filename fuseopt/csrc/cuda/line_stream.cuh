@@ -19,6 +19,7 @@ template <typename T>
 struct LineLayer : MmaLayer<T> {
   int slot_bits;     // 2 to the power of this: rows, up to 8, with room in shared memory
   int held_columns;  // of K, for each block: whole stages
+  int blocks_of_k;   // that share out K, in one cluster
 };
 
 // A warp's way through its part of K, in one strip of columns. A stage is as in memory, but swizzled so that `load` has

@@ -1,0 +1,84 @@
+#include "decode_attention_binding.h"
+#include "decode_linear_binding.h"
+
+namespace fuseopt::decode_qkv_attention_binding {
+namespace {
+
+constexpr const char* kOp = "decode_qkv_attention_";
+
+struct Call {
+  LinearCall linear;
+  DecodeAttention attention;
+  std::optional<Tensor> mask;  // as it is read
+};
+
+Call call_of(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& key_cache,
+             const Tensor& value_cache, const Tensor& positions, const std::optional<Tensor>& mask, double scale,
+             const std::string& norm, const std::optional<Tensor>& norm_weight,
+             const std::optional<Tensor>& norm_bias, double eps, bool overlap) {
+  Call call{linear_call(kOp, input, {weight}, as_list(bias), std::nullopt, norm, norm_weight, norm_bias, eps, "", false,
+                        overlap, {}),
+            {},
+            mask.has_value() ? std::optional(as_contiguous(*mask)) : std::nullopt};
+  for (const Tensor& cache : {key_cache, value_cache}) {
+    FUSEOPT_CHECK(cache.dim() == 4 && cache.is_contiguous() && cache.is_cuda() &&
+                      cache.get_device_index() == input.get_device_index() && dtype_of(cache) == dtype_of(weight) &&
+                      cache.size(0) == call.linear.layer.rows && cache.size(1) == key_cache.size(1) &&
+                      cache.size(2) == key_cache.size(2) && cache.size(3) == key_cache.size(3),
+                  "fuseopt::", kOp, ": the caches must be [rows, heads, capacity, head_dim], contiguous, as they are",
+                  " written to, and of weight's dtype and device");
+  }
+  FUSEOPT_CHECK(positions.numel() == 1 || positions.numel() == call.linear.layer.rows, "fuseopt::", kOp,
+                ": positions must have one element, or one a row");
+  FUSEOPT_CHECK(!mask.has_value() || (call.mask->is_cuda() && call.mask->get_device_index() == input.get_device_index() &&
+                                      dtype_of(*call.mask) == ScalarType::Bool &&
+                                      call.mask->numel() == call.linear.layer.rows * key_cache.size(2)),
+                "fuseopt::", kOp, ": mask must be bool, [rows, capacity], on the input's device");
+  DecodeAttention& attention = call.attention;
+  attention.dtype = dtype_code(kOp, dtype_of(key_cache));
+  attention.query.data = attention.key.data = attention.value.data = call.linear.layer.output.data;  // where they would be
+  attention.key_cache = key_cache.data_ptr();
+  attention.value_cache = value_cache.data_ptr();
+  attention.rows = call.linear.layer.rows;
+  attention.heads = key_cache.size(1);
+  attention.head_dim = key_cache.size(3);
+  attention.capacity = key_cache.size(2);
+  attention.rows_per_item = 1;
+  attention.lengths = integers_of(kOp, "positions", positions, input);
+  attention.mask = static_cast<const bool*>(data_of(call.mask));
+  attention.scale = scale;
+  attention.overlap = overlap;
+  return call;
+}
+
+bool takes_qkv_attention(Tensor input, Tensor weight, std::optional<Tensor> bias, Tensor key_cache, Tensor value_cache,
+                         std::string norm, std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias) {
+  const Tensor positions = allocate(input, {1}, ScalarType::Long);
+  const Call call = call_of(input, weight, bias, key_cache, value_cache, positions, std::nullopt, 0, norm, norm_weight, norm_bias,
+                            0, false);
+  return fuseopt_takes_qkv_attention(call.linear.layer, call.attention);
+}
+
+Tensor decode_qkv_attention_(Tensor input, Tensor weight, std::optional<Tensor> bias, Tensor key_cache,
+                             Tensor value_cache, Tensor positions, std::optional<Tensor> mask, double scale,
+                             std::string norm, std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias,
+                             double eps, bool overlap) {
+  Call call = call_of(input, weight, bias, key_cache, value_cache, positions, mask, scale, norm, norm_weight, norm_bias, eps,
+                      overlap);
+  FUSEOPT_CHECK(fuseopt_takes_qkv_attention(call.linear.layer, call.attention), "fuseopt::", kOp,
+                ": the kernel does not take such a layer and caches");
+  const Launch launch(kOp, input);
+  Tensor output = allocate(input, {call.attention.rows, call.attention.heads * call.attention.head_dim}, dtype_of(weight));
+  call.attention.output = output.data_ptr();
+  launch.check(fuseopt_decode_qkv_attention(call.linear.layer, call.attention, launch.stream()));
+  return output;
+}
+
+}  // namespace
+}  // namespace fuseopt::decode_qkv_attention_binding
+
+STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
+  using namespace fuseopt::decode_qkv_attention_binding;
+  library.impl("takes_qkv_attention", TORCH_BOX(&takes_qkv_attention));
+  library.impl("decode_qkv_attention_", TORCH_BOX(&decode_qkv_attention_));
+}
