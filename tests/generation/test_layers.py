@@ -10,13 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuseopt import ops
 from fuseopt.bench.architectures import random_model
-from fuseopt.generation import layers, layers_t5, step_t5
-from fuseopt.generation.layers import Linear, Norm, ResidualStream, linear, linear_of, look_ahead
+from fuseopt.generation import attention, layers, layers_t5, step_t5
+from fuseopt.generation.attention import StepAttention
+from fuseopt.generation.layers import Embedding, Linear, Norm, ResidualStream, linear, linear_of, look_ahead
 from fuseopt.generation.state import DecodeState, Sizes
 from fuseopt.generation.step_gpt2 import GPT2Step
 from fuseopt.generation.step_t5 import T5Step
 from fuseopt.ops.decode_linear import MAX_ROWS, decode_linear_reference
-from tests.ops.cases import error, to_float64
+from tests.ops.cases import RawCalls, error, to_float64
+from tests.ops.test_decode_linear import needs_sm90
 
 
 class AtenCalls(TorchDispatchMode):
@@ -133,6 +135,144 @@ def test_the_first_layer_looks_up_its_input_where_it_has_a_kernel_for_that(monke
 
 
 ROWS, WIDTH = MAX_ROWS + 3, 24
+
+
+def gpt2_step(device: str, dtype: torch.dtype, **sizes: int) -> GPT2Step:
+    """Whose attention shows in its logits."""
+    model = random_model("gpt2-tiny", torch.device(device), dtype, **sizes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5)
+    return GPT2Step(model)
+
+
+def logits_of_steps(step: GPT2Step, state: DecodeState, keep: Tensor | None = None, count: int = 5) -> list[Tensor]:
+    """Of steps on the same tokens from the first slot on."""
+    state.begin(0, keep, None)
+    logits = []
+    for token in range(count):
+        state.tokens.copy_(torch.arange(state.sizes.rows) + 3 * token)
+        with torch.no_grad():
+            logits.append(step(state).logits())
+        state.counters += 1
+    return logits
+
+
+def record_qkv_attention(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments of each call of `ops.decode_qkv_attention_`."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    run = ops.decode_qkv_attention_
+
+    def recorded(*arguments: Any, **options: Any) -> Tensor:
+        calls.append((arguments, options))
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(ops, "decode_qkv_attention_", recorded)
+    return calls
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_layers_attend_where_they_project_if_that_is_fast(
+    is_fast: bool, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the first, which reads embeddings."""
+    torch.manual_seed(0)
+    step = gpt2_step("cpu", torch.float32, n_layer=4)
+    keep = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    state, plain_state = (DecodeState(Sizes(2, 8), step.shape, step.vocab) for _ in range(2))
+    expected = logits_of_steps(step, plain_state, keep)
+    monkeypatch.setattr(layers, "has_kernel", lambda op, _: op == "decode_linear")
+    monkeypatch.setattr(attention, "has_kernel", lambda op, _: is_there or op != "decode_qkv_attention_")
+    monkeypatch.setattr(attention, "is_fast", lambda *_, **of_norm: is_fast)
+    calls = record_qkv_attention(monkeypatch)
+    logits = logits_of_steps(step, state, keep)
+    # A row that attends to nothing has zeros from the kernels, and from PyTorch's attention the mean of all values.
+    attends = keep.cumsum(1) > 0
+    for place, (got, wanted) in enumerate(zip(logits, expected, strict=True)):
+        torch.testing.assert_close(got[attends[:, place]], wanted[attends[:, place]])
+    torch.testing.assert_close(state.cache[:, :, 0], plain_state.cache[:, :, 0])
+    wanted_calls = step.layers[1:] * len(logits) if is_fast and is_there else []
+    assert len(calls) == len(wanted_calls)
+    for ((_, weight, bias, *_), options), layer in zip(calls, wanted_calls, strict=True):
+        assert weight is layer.qkv.weights[0] and bias is layer.qkv.biases[0]
+        assert options["overlap"] and options["eps"] == layer.norm_1.eps
+
+
+def test_a_stream_is_stored_once_it_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding = Embedding(torch.tensor([1]), torch.randn(4, WIDTH), torch.tensor([2]), torch.randn(3, WIDTH))
+    stream, layer = ResidualStream(embedding), Linear((torch.randn(WIDTH, WIDTH),), (torch.randn(WIDTH),))
+    norm = Norm("layer_norm", torch.randn(WIDTH), torch.randn(WIDTH), 1e-3)
+    assert not stream.is_stored
+    stream.total()
+    assert stream.is_stored
+    stream.add(torch.randn(1, WIDTH), layer)
+    assert not stream.is_stored
+    stream.linear(layer, norm)
+    assert stream.is_stored
+    for name in ("has_kernel", "leaves_addends", "takes_addends"):
+        monkeypatch.setattr(layers, name, lambda *_, **of_norm: True)
+    stream.add(torch.randn(1, WIDTH), layer, (layer, norm))
+    assert not stream.is_stored
+    stream.linear(layer, norm)
+    assert stream.is_stored
+
+
+@pytest.mark.parametrize("against", ["", "bias", "beams", "several weights", "looked up", "added up", "addends"])
+@torch.no_grad()
+def test_what_that_kernel_is_not_for(against: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias, T5's say, and an ancestry it does not know; and it reads a stream that is there."""
+    torch.manual_seed(0)
+    heads, head_dim, rows = 3, 8, 2
+    shape = gpt2_step("cpu", torch.float32, n_embd=WIDTH, n_head=heads).shape
+    weight, norm = torch.randn(3 * WIDTH, WIDTH) / 5, Norm("layer_norm", torch.randn(WIDTH), torch.randn(WIDTH), 1e-3)
+    weights = weight.split(WIDTH) if against == "several weights" else (weight,)
+    layer = Linear(tuple(weights), tuple(torch.randn(len(weight)) for weight in weights))
+    out, hidden = Linear((torch.randn(WIDTH, WIDTH),), (torch.randn(WIDTH),)), torch.randn(2, rows, WIDTH)
+    tables = torch.randn(9, WIDTH), torch.randn(8, WIDTH)
+    monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "is_fast", lambda *_, **of_norm: True)
+    if against == "addends":
+        for name in ("has_kernel", "leaves_addends", "takes_addends"):
+            monkeypatch.setattr(layers, name, lambda *_, **of_norm: True)
+
+    def begun() -> tuple[StepAttention, ResidualStream, Tensor]:
+        embedding = Embedding(torch.tensor([4, 7]), tables[0], torch.tensor([5, 5]), tables[1])
+        stream = ResidualStream(embedding if against == "looked up" else hidden[0].clone())
+        if against in ("added up", "addends"):
+            stream.add(hidden[1], out, (layer, norm))
+        sizes = Sizes(rows, 8, rows_per_item=2, beams=2) if against == "beams" else Sizes(rows, 8)
+        state = DecodeState(sizes, shape, 9)
+        state.begin(5)
+        cache = torch.randn(state.cache[0].shape, generator=torch.Generator().manual_seed(1))
+        return StepAttention(state, torch.ones(heads, 4) if against == "bias" else None), stream, cache
+
+    calls = record_qkv_attention(monkeypatch)
+    slots, stream, cache = begun()
+    output = slots.project_to_slots(stream, layer, norm, cache, head_dim**-0.5)
+    assert len(calls) == (against == "")
+    slots, stream, expected_cache = begun()
+    qkv = stream.linear(layer, norm).unflatten(1, (3, heads, head_dim))
+    torch.testing.assert_close(output, slots.to_slots(qkv, expected_cache, head_dim**-0.5))
+    torch.testing.assert_close(cache, expected_cache)
+
+
+@pytest.mark.gpu
+@needs_sm90
+@pytest.mark.parametrize(("width", "heads", "rows", "taken"), [(1024, 16, 1, 3), (1600, 25, 1, 3), (1024, 16, 2, 0)])
+def test_layers_of_models_attend_where_they_project(
+    width: int, heads: int, rows: int, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    step = gpt2_step("cuda", torch.bfloat16, n_layer=4, n_embd=width, n_head=heads)
+    state = DecodeState(Sizes(rows, 128), step.shape, step.vocab)
+    with RawCalls() as raw:
+        logits = logits_of_steps(step, state)
+    assert raw.names().count("decode_qkv_attention_.default") == taken * len(logits)
+    assert raw.names().count("decode_attention_.default") == (4 - taken) * len(logits)
+    monkeypatch.setattr(attention, "is_fast", lambda *_, **of_norm: False)
+    expected = logits_of_steps(step, DecodeState(Sizes(rows, 128), step.shape, step.vocab))
+    assert error(logits, expected) <= 16 * torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -53,6 +53,10 @@ OWN_TESTS = {
         "test_a_large_layer and bfloat16 and (1600-4800 or 3208-2056)",
     ),
     "decode_linear of a vocabulary": ("test_decode_linear.py", "test_a_vocabulary and bfloat16"),
+    "decode_qkv_attention_": (
+        "test_decode_qkv_attention.py",
+        "test_layers_of_models and bfloat16 and (1600-25-300 or 200-3-300)",
+    ),
     "decode_select_": ("test_decode_select.py", "cuda-cuda and (test_is_what or test_draws_what)"),
     "decode_softmax_linear": ("test_decode_softmax_linear.py", "test_kernel_against and bfloat16 and same and 12-768"),
     "layer_norm_of_sum_bwd": ("test_layer_norm_of_sum_bwd.py", "cuda-cuda and (against_float64 or autograd)"),
