@@ -63,7 +63,8 @@ def takes_qkv_attention(
     norm_bias: Tensor | None = None,
 ) -> bool:
     """Whether the CUDA kernel of `decode_qkv_attention_`, which must be there, takes these: one row, a weight that lies
-    as [K, N], 1664 columns at most, heads of 64 dimensions, and caches of 512 places at most."""
+    as [K, N], 1664 columns at most, heads of 64 dimensions, and caches of 512 places at most; of fewer where a
+    multiprocessor has less shared memory than an H100's."""
     caches = (key_cache, value_cache)
     return is_at_an_address(input) and RAW_TAKES["cuda"](input, weight, bias, *caches, norm, norm_weight, norm_bias)
 
@@ -143,6 +144,9 @@ def decode_qkv_attention_(
     check_layer(input, [weight], biases, None, norm, norm_weight, norm_bias, None, False)
     heads, head_dim = key_cache.shape[1], key_cache.shape[3]
     check_shape("weight", weight, torch.Size((3 * heads * head_dim, input.shape[1])))
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.dtype != weight.dtype:
+            raise ValueError(f"{name} must have weight's dtype {weight.dtype}, not {cache.dtype}")
     vector = weight.new_empty(input.shape[0], heads, head_dim, device="meta")
     check_update(vector, vector, vector, key_cache, value_cache, positions, mask)
     parameters = (input, weight, bias, key_cache, value_cache, norm_weight, norm_bias)

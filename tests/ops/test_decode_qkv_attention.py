@@ -230,7 +230,7 @@ WRONG = [
     ({"norm_weight": torch.zeros(11)}, ValueError, "norm_weight must have shape"),
     ({"norm": RMS_NORM, "norm_bias": torch.zeros(12)}, ValueError, "t5_rms_norm has no bias"),
     ({"value_cache": torch.zeros(2, 2, 8, 4)}, ValueError, "value_cache must have shape"),
-    ({"key_cache": torch.zeros(2, 2, 9, 4).half()}, ValueError, "key_cache must have query's dtype"),
+    ({"key_cache": torch.zeros(2, 2, 9, 4).half()}, ValueError, "key_cache must have weight's dtype"),
     ({"key_cache": torch.zeros(2, 2, 4, 9).mT}, ValueError, "key_cache must be contiguous"),
     (
         {"key_cache": torch.zeros(1, 2, 9, 4), "value_cache": torch.zeros(1, 2, 9, 4)},
@@ -522,7 +522,9 @@ def test_what_it_does_not_take_is_left_to_two_ops() -> None:
                     *layer, *caches, positions, **of_norm, **options, overlap=True, backend=backend
                 )
             if raw.names() == TWO_OPS:
-                assert torch.equal(output, expected) and all(map(torch.equal, caches, expected_caches))
+                # To the bit, but for caches whose copies lie otherwise: those are for another kernel.
+                torch.testing.assert_close(output, expected)
+                assert all(map(torch.equal, caches, expected_caches))
         return raw.names()
 
     def takes(layer: Layer, of_norm: dict[str, Any], caches: list[Tensor]) -> bool:

@@ -383,12 +383,12 @@ cudaError_t launch_gemv_as(const DecodeLinear& layer, const GemvPlan& plan, cuda
   return launch_dependent(decode_linear_gemv_kernel<T, kNorm, kInput, Stages>, of, shape, layer.overlap, stream);
 }
 
-// Calls `launch` with an instance of the stages for as many of a warp, `Most` the largest of them.
-template <typename Most, typename Launch>
-cudaError_t with_gemv_stages(int stages, Launch launch) {
-  if (stages <= GemvStages<4, 4>::kAll) return launch(GemvStages<4, 4>{});
-  if (stages <= GemvStages<4, 6>::kAll) return launch(GemvStages<4, 6>{});
-  return launch(Most{});
+// What `call` says of an instance of the stages for as many of a warp, `Most` the largest of them.
+template <typename Most, typename Call>
+auto with_gemv_stages(int stages, Call call) {
+  if (stages <= GemvStages<4, 4>::kAll) return call(GemvStages<4, 4>{});
+  if (stages <= GemvStages<4, 6>::kAll) return call(GemvStages<4, 6>{});
+  return call(Most{});
 }
 
 template <typename T, bool kNorm, Input kInput = Input::kStored>

@@ -177,25 +177,42 @@ __global__ void __launch_bounds__(kLineThreads, 1)
   if (warp == 0) parts.store_merged(static_cast<T*>(attention.output) + head * kHeadDim, filled);
 }
 
+inline int stages_of_warp(const DecodeLinear& layer) {
+  return static_cast<int>(ceil_div(layer.columns, kLineWarps * kLineK));
+}
+
+template <typename T, typename Stages>
+size_t shared_bytes_of(const DecodeAttention& attention) {
+  return GemvStrip<T, true, Stages>::kSharedBytes + HeadCache<T>::shared_bytes(attention.capacity);
+}
+
+template <typename T>
+bool has_room(const DecodeLinear& layer, const DecodeAttention& attention) {
+  constexpr size_t kDeclared = 1024;  // at most, by the kernel itself
+  const size_t room = cached_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+  return stages_of_warp(layer) <= MostGemvStages::kAll && attention.capacity <= HeadCache<T>::kMostPlaces &&
+         with_gemv_stages<MostGemvStages>(stages_of_warp(layer), [&]<typename Stages>(Stages) {
+           return shared_bytes_of<T, Stages>(attention) + kDeclared <= room;
+         });
+}
+
 template <typename T>
 bool takes(const DecodeLinear& layer, const DecodeAttention& attention) {
   const bool is_head = attention.head_dim == kHeadDim && layer.outputs == kParts * attention.heads * kHeadDim;
   return is_sm90_or_newer() && layer.rows == 1 && layer.norm != kNoNorm && is_plain_of_lines<T>(layer) && is_head &&
-         attention.dtype == layer.weight_dtype && attention.capacity <= HeadCache<T>::kMostPlaces &&
-         is_aligned(attention.key_cache) && is_aligned(attention.value_cache) &&
-         ceil_div(layer.columns, kLineWarps * kLineK) <= MostGemvStages::kAll &&
+         attention.dtype == layer.weight_dtype && is_aligned(attention.key_cache) &&
+         is_aligned(attention.value_cache) && has_room<T>(layer, attention) &&
          attention.heads * attention.capacity * kHeadDim <= INT32_MAX;
 }
 
 template <typename T>
 cudaError_t launch(const DecodeLinear& layer, const DecodeAttention& attention, cudaStream_t stream) {
   const QkvAttention<T> both{{mma_layer<T>(layer)}, attention};
-  const auto launch_as = [&]<typename Stages>(Stages) {
-    const size_t shared_bytes = GemvStrip<T, true, Stages>::kSharedBytes + HeadCache<T>::shared_bytes(attention.capacity);
-    const LaunchShape shape{static_cast<unsigned>(kParts * attention.heads), kLineThreads, shared_bytes, kParts};
+  return with_gemv_stages<MostGemvStages>(stages_of_warp(layer), [&]<typename Stages>(Stages) {
+    const LaunchShape shape{static_cast<unsigned>(kParts * attention.heads), kLineThreads,
+                            shared_bytes_of<T, Stages>(attention), kParts};
     return launch_dependent(decode_qkv_attention_kernel<T, Stages>, both, shape, layer.overlap, stream);
-  };
-  return with_gemv_stages<MostGemvStages>(static_cast<int>(ceil_div(layer.columns, kLineWarps * kLineK)), launch_as);
+  });
 }
 
 }  // namespace
