@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kLineThreads, 1)
   uint4 words = {};
   if (takes > 0) words = __ldcg(reinterpret_cast<const uint4*>(input));
   product.put(words);
-  product.template await_weights<1>();
+  product.template await_weights<1>();  // the cache's copies are behind them
   product.multiply();
   __syncthreads();
   wait_at_cluster_barrier();  // the first block has started
