@@ -149,7 +149,7 @@ def check_update(
             raise ValueError(f"{name} must have query's dtype {query.dtype}, not {tensor.dtype}")
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.shape[0] != query.shape[0] or not cache.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, with a row for each of the {query.shape[0]} rows of query")
+            raise ValueError(f"{name} must be contiguous, with a row for each of the {query.shape[0]} rows")
 
 
 def decode_attention_reference(
