@@ -43,6 +43,28 @@ struct SharedTile {
     return first * kPieces + (index(own_key(), own_piece()) ^ first % 8);
   }
 
+  // Asks for what a cache has for neighbouring tiles, zeros beyond it. `keys` and `values` are where the lane's first piece
+  // lies, `offset_of` says how far from there that of a later key is, and `there` how many keys the cache has from it on.
+  template <int kTiles, typename OffsetOf, typename... Policy>
+  __device__ static void fetch(SharedTile (&tiles)[kTiles], const T* keys, const T* values, int there, OffsetOf offset_of,
+                               Policy... policy) {
+#pragma unroll
+    for (int copy = 0; copy < kTiles * kCopies; ++copy) {
+      const int key = copy * kCopyKeys;
+      const auto offset = offset_of(key);
+      SharedTile& tile = tiles[copy / kCopies];
+      copy_async(&tile.keys[own_index(copy % kCopies)], keys + offset, key < there, policy...);
+      copy_async(&tile.values[own_index(copy % kCopies)], values + offset, key < there, policy...);
+    }
+  }
+
+  // Puts the lane's piece of a key, or of a value, into neighbouring tiles.
+  template <int kTiles>
+  __device__ static void put(SharedTile (&tiles)[kTiles], int key, bool is_value, uint4 piece) {
+    SharedTile& tile = tiles[key / kTileKeys];
+    (is_value ? tile.values : tile.keys)[index(key % kTileKeys, own_piece())] = piece;
+  }
+
   // As Tile::multiply_keys. Of a query, pairs of dimensions lane % 4 * 2 + 8 i.
   __device__ void multiply_keys(const unsigned (&query)[kPieces], float (&scores)[4]) const {
     const int lane = threadIdx.x % kWarpSize, key = lane % 16, piece = lane / 16;
@@ -134,19 +156,15 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
     const int place = base + Tile::own_key();
     const T* const key_from = settled(keys + static_cast<int64_t>(place) * kDims);
     const T* const value_from = settled(values + static_cast<int64_t>(place) * kDims);
-#pragma unroll
-    for (int copy = 0; copy < kTiles * Tile::kCopies; ++copy) {
-      const int key = copy * Tile::kCopyKeys;
+    const auto offset_of = [&](int key) {
       int64_t offset = key * kDims;
       if constexpr (kAncestry) {
         const unsigned source = __shfl_sync(kFullWarp, ancestor, key + Tile::own_key());
         offset += static_cast<int>(source - row) * row_size;
       }
-      const bool is_there = place < written - key;
-      Tile& tile = tiles[copy / Tile::kCopies];
-      copy_async(&tile.keys[Tile::own_index(copy % Tile::kCopies)], key_from + offset, is_there, policy);
-      copy_async(&tile.values[Tile::own_index(copy % Tile::kCopies)], value_from + offset, is_there, policy);
-    }
+      return offset;
+    };
+    Tile::fetch(tiles, key_from, value_from, written - place, offset_of, policy);
   };
 
   int base = places.first + own * kKeys;
@@ -196,8 +214,7 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
     if (token_key >= 0 && token_key < kKeys) {
       if (has_token) {
         *reinterpret_cast<uint4*>((is_value ? values : keys) + places.token * kDims) = token;
-        Tile& tile = tiles[token_key / kTileKeys];
-        (is_value ? tile.values : tile.keys)[Tile::index(token_key % kTileKeys, Tile::own_piece())] = token;
+        Tile::put(tiles, token_key, is_value, token);
       }
       __syncwarp();
     }

@@ -39,13 +39,7 @@ class HeadCache {
       if (base >= places_.end) continue;
       const int written = places_.token >= 0 ? places_.token : places_.end;
       const int from = place * kHeadDim + Tile::own_piece() * kLaneValues;
-#pragma unroll
-      for (int copy = 0; copy < 2 * Tile::kCopies; ++copy) {
-        const int key = copy * Tile::kCopyKeys, index = Tile::own_index(copy % Tile::kCopies);
-        Tile& tile = pair_of(p)[copy / Tile::kCopies];
-        copy_async(&tile.keys[index], keys + from + key * kHeadDim, place < written - key);
-        copy_async(&tile.values[index], values + from + key * kHeadDim, place < written - key);
-      }
+      Tile::fetch(pair_of(p), keys + from, values + from, written - place, [](int key) { return key * kHeadDim; });
       const int of_lane = base + lane();
       const bool is_kept = mask_of(attention_, 0, min(of_lane, static_cast<int>(attention_.capacity) - 1)) != 0;
       kept_[p] = __ballot_sync(kFullWarp, is_kept && places_.has(of_lane));
@@ -67,11 +61,10 @@ class HeadCache {
     for (int p = 0; p < kMostPairs && base_of(p) < places_.end; ++p) {
       const int base = base_of(p), token = places_.token - base;
       if (token >= 0 && token < kKeys) {
-        Tile& tile = pair_of(p)[token / kTileKeys];
         const int is_value = lane() / Tile::kPieces;
         if (is_value < 2) {
-          (is_value ? tile.values : tile.keys)[Tile::index(token % kTileKeys, Tile::own_piece())] =
-              reinterpret_cast<const uint4*>(tokens[kKey + is_value])[Tile::own_piece()];
+          const auto pieces = reinterpret_cast<const uint4*>(tokens[kKey + is_value]);
+          Tile::put(pair_of(p), token, is_value, pieces[Tile::own_piece()]);
         }
         __syncwarp();
       }
