@@ -86,6 +86,9 @@ GPU_ROWS = (
 CPU_ROWS = (Row("gpt2", 1, prompt=32, new=8), Row("t5-base", 1, prompt=32, new=8))
 # Calls for one token in a row, of which a sample is the mean: the first after another model's finds cold caches.
 _FIRST_TOKENS = 4
+# Samples of those, and of whole calls. First tokens wait for the host, which others slow down for tenths of a second to
+# seconds at a time: what a sample says is what it happened to meet.
+_FIRST_TOKEN_ROUNDS, _ROUNDS = 15, 3
 
 
 @dataclass(frozen=True)
@@ -138,15 +141,23 @@ def _case(
 ) -> _RowCase:
     model = functools.cache(functools.partial(random_model, row.model, device, dtype))
 
-    def case(new: int, calls: int) -> ModelCase:
+    def case(new: int, rounds: int, calls: int) -> ModelCase:
         # transformers compiles no beam search.
         others = {STATIC: row.work(device, new, **_STATIC_CACHE)} if compiled and row.beams == 1 else {}
         work = row.work(device, new)
         return ModelCase(
-            row.name(dtype), model, work, configs, rounds=3, warm_up=1, calls_per_sample=calls, others=others, steps=new
+            row.name(dtype),
+            model,
+            work,
+            configs,
+            rounds=rounds,
+            warm_up=1,
+            calls_per_sample=calls,
+            others=others,
+            steps=new,
         )
 
-    return _RowCase(row, dtype, configs, case(1, _FIRST_TOKENS), case(row.new, 1))
+    return _RowCase(row, dtype, configs, case(1, _FIRST_TOKEN_ROUNDS, _FIRST_TOKENS), case(row.new, _ROUNDS, 1))
 
 
 def _records(case: _RowCase, device: torch.device, bandwidth: float, first_calls: bool) -> list[Record]:
