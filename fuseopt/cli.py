@@ -103,7 +103,9 @@ def _parser() -> argparse.ArgumentParser:
         for option, kind in (("--temperature", float), ("--top-k", int), ("--top-p", float)):
             benchmark.add_argument(option, type=kind, metavar="X", help="of --sample; default: transformers'")
     generate.add_argument(
-        "--compiled", action="store_true", help="also transformers' static cache with torch.compile; up to 20 s a row"
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="time transformers' static cache with torch.compile too, up to 20 s a row; default: on a GPU",
     )
     generate.add_argument(
         "--first-call", action="store_true", help="also the first call of a fresh process: one for each row and system"
@@ -235,7 +237,7 @@ def _bench_generate(arguments: argparse.Namespace) -> int:
     options = _generate_options(arguments)
     if arguments.plot is not None:
         plot.check_available()
-    run = functools.partial(generate.run, **options, compiled=arguments.compiled, first_calls=arguments.first_call)
+    run = functools.partial(generate.run, **options, compile=arguments.compile, first_calls=arguments.first_call)
     return _bench(arguments, run)
 
 

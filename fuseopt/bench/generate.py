@@ -112,7 +112,7 @@ def run(
     rows: Sequence[Row] = (),
     dtype: torch.dtype | None = None,
     configs: Mapping[str, FusionConfig] | None = None,
-    compiled: bool = False,
+    compile: bool | None = None,
     first_calls: bool = False,
 ) -> Results:
     """Times whole calls, host included.
@@ -121,7 +121,8 @@ def run(
         rows: `GPU_ROWS` by default, `CPU_ROWS` on a CPU.
         dtype: bfloat16 by default, float32 on a CPU.
         configs: `CONFIGS` by default; of what JSON can say.
-        compiled: also transformers' static cache with torch.compile, which takes up to 20 s a row to begin.
+        compile: also transformers' static cache with torch.compile, which takes up to 20 s a row to begin; by default
+            on a GPU, as on a CPU it takes minutes.
         first_calls: also the first call of a fresh process, one for every row of the table.
 
     Raises:
@@ -130,20 +131,21 @@ def run(
     on_gpu = device.type == "cuda"
     dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
     rows = rows or (GPU_ROWS if on_gpu else CPU_ROWS)
-    cases = [_case(row, dtype, device, CONFIGS if configs is None else configs, compiled) for row in rows]
+    compile = on_gpu if compile is None else compile
+    cases = [_case(row, dtype, device, CONFIGS if configs is None else configs, compile) for row in rows]
     bandwidth = copy_bandwidth(device)
     records = measure(cases, lambda case: _records(case, device, bandwidth, first_calls))
     return Results.measured_here("generate", records, unit="us")
 
 
 def _case(
-    row: Row, dtype: torch.dtype, device: torch.device, configs: Mapping[str, FusionConfig], compiled: bool
+    row: Row, dtype: torch.dtype, device: torch.device, configs: Mapping[str, FusionConfig], compile: bool
 ) -> _RowCase:
     model = functools.cache(functools.partial(random_model, row.model, device, dtype))
 
     def case(new: int, rounds: int, calls: int) -> ModelCase:
         # transformers compiles no beam search.
-        others = {STATIC: row.work(device, new, **_STATIC_CACHE)} if compiled and row.beams == 1 else {}
+        others = {STATIC: row.work(device, new, **_STATIC_CACHE)} if compile and row.beams == 1 else {}
         work = row.work(device, new)
         return ModelCase(
             row.name(dtype),

@@ -22,7 +22,7 @@ def test_rows_are_timed_per_token_and_keep_their_tokens(monkeypatch):
     monkeypatch.setattr(FirstCall, "measured", lambda request: requests.append(request) or FirstCall(1.5, None))
     sampled = Row("gpt2-tiny", 2, prompt=5, new=3, sampling={"top_k": 4})
     rows = [sampled, Row("t5-tiny", 1, prompt=4, new=4, beams=2, ngram=2)]
-    results = generate.run(device=CPU, rows=rows, compiled=True, first_calls=True)
+    results = generate.run(device=CPU, rows=rows, compile=True, first_calls=True)
     assert results.benchmark == "generate" and results.unit == "us"
     assert list(dict.fromkeys(row.case for row in results.rows)) == [
         "a token of gpt2-tiny generate, 2 x (5 + 3), sampled top_k=4, float32",
@@ -95,7 +95,7 @@ def test_the_command_line_makes_the_rows(monkeypatch, tmp_path):
     monkeypatch.setattr(plot, "save", lambda results, path: drawn.append(path))
     sizes = ["--model", "gpt2-tiny", "--model", "t5-tiny", "--batch", "1", "8", "--prompt", "6", "--beams", "2"]
     others = ["--sample", "--temperature", "0.7", "--first-call", "--plot", str(tmp_path / "a.svg")]
-    others += ["--config", "inference", "--eos"]
+    others += ["--config", "inference", "--eos", "--no-compile"]
     assert main(["bench", "generate", "--device", "cpu", "--dtype", "float16", *sizes, *others]) == 0
     expected = [
         Row(model, batch, prompt=6, beams=2, sampling={"temperature": 0.7}, eos=True)
@@ -104,5 +104,5 @@ def test_the_command_line_makes_the_rows(monkeypatch, tmp_path):
     ]
     assert seen["rows"] == expected
     assert seen["configs"] == {"inference": fuseopt.Config.load("inference").to_dict()}
-    assert (seen["dtype"], seen["compiled"], seen["first_calls"], seen["device"]) == (torch.float16, False, True, CPU)
+    assert (seen["dtype"], seen["compile"], seen["first_calls"], seen["device"]) == (torch.float16, False, True, CPU)
     assert drawn == [tmp_path / "a.svg"]
