@@ -134,7 +134,10 @@ def run(
     compile = on_gpu if compile is None else compile
     cases = [_case(row, dtype, device, CONFIGS if configs is None else configs, compile) for row in rows]
     bandwidth = copy_bandwidth(device)
-    records = measure(cases, lambda case: _records(case, device, bandwidth, first_calls))
+    records = measure(cases, lambda case: _records(case, device, bandwidth))
+    was_interrupted = {case.name for case in cases} != {record.case for record in records}
+    if first_calls and not was_interrupted:
+        records = _with_first_calls(records, cases, device)
     return Results.measured_here("generate", records, unit="us")
 
 
@@ -162,7 +165,7 @@ def _case(
     return _RowCase(row, dtype, configs, case(1, _FIRST_TOKEN_ROUNDS, _FIRST_TOKENS), case(row.new, _ROUNDS, 1))
 
 
-def _records(case: _RowCase, device: torch.device, bandwidth: float, first_calls: bool) -> list[Record]:
+def _records(case: _RowCase, device: torch.device, bandwidth: float) -> list[Record]:
     row, model = case.row, case.whole.model()
     first_tokens, records = against_stock(case.first, device), against_stock(case.whole, device)
     cache = cache_bytes(model, row.batch, row.beams, row.prompt, row.new)
@@ -177,21 +180,41 @@ def _records(case: _RowCase, device: torch.device, bandwidth: float, first_calls
                 tokens=row.batch,
                 of_floor=floor / seconds,
             )
-            if first_calls:
-                record = _with_first_call(record, case, device)
         complete.append(record)
     return complete
 
 
-def _with_first_call(record: Record, case: _RowCase, device: torch.device) -> Record:
-    request = {
-        "row": asdict(case.row),
-        "config": case.configs.get(record.variant.split(" [")[0]),
-        "options": _STATIC_CACHE if record.variant == STATIC else {},
-        "dtype": dtype_name(case.dtype),
-        "device": str(device),
-    }
-    measured = FirstCall.measured(request)
-    if isinstance(measured, str):
-        return replace(record, note="; ".join(filter(None, (record.note, measured))))
-    return replace(record, first_seconds=measured.seconds, peak_mib=measured.peak_mib)
+@dataclass(frozen=True)
+class _FirstCallCase:
+    """A row as one system's first call."""
+
+    record: Record
+    row: _RowCase
+
+    @property
+    def name(self) -> str:
+        return f"the first call of {self.record.variant}, {self.record.case}"
+
+    def records(self, device: torch.device) -> list[Record]:
+        record, row = self.record, self.row
+        if record.milliseconds is None:
+            return [record]
+        request = {
+            "row": asdict(row.row),
+            "config": row.configs.get(record.variant.split(" [")[0]),
+            "options": _STATIC_CACHE if record.variant == STATIC else {},
+            "dtype": dtype_name(row.dtype),
+            "device": str(device),
+        }
+        measured = FirstCall.measured(request)
+        if isinstance(measured, str):
+            return [replace(record, note="; ".join(filter(None, (record.note, measured))))]
+        return [replace(record, first_seconds=measured.seconds, peak_mib=measured.peak_mib)]
+
+
+def _with_first_calls(records: Sequence[Record], rows: Sequence[_RowCase], device: torch.device) -> list[Record]:
+    """The records with their first calls, of which an interruption leaves out the rest."""
+    row_of = {row.name: row for row in rows}
+    cases = [_FirstCallCase(record, row_of[record.case]) for record in records]
+    done = measure(cases, lambda case: case.records(device), is_more=True)
+    return [*done, *records[len(done) :]]

@@ -28,8 +28,14 @@ class _Named(Protocol):
 _Work = TypeVar("_Work", bound=_Named)
 
 
-def measure(cases: Sequence[_Work], records_of: Callable[[_Work], Iterable[Record]]) -> list[Record]:
-    """The records of every case, with a progress bar on stderr; of those that were done, once it is interrupted."""
+def measure(
+    cases: Sequence[_Work], records_of: Callable[[_Work], Iterable[Record]], *, is_more: bool = False
+) -> list[Record]:
+    """The records of every case, with a progress bar on stderr; of those that were done, once it is interrupted.
+
+    Raises:
+        KeyboardInterrupt: before there is anything to keep, unless this `is_more` of what has been measured.
+    """
     records: list[Record] = []
     with tqdm(cases, unit="case", dynamic_ncols=True) as progress:
         for case in progress:
@@ -38,7 +44,7 @@ def measure(cases: Sequence[_Work], records_of: Callable[[_Work], Iterable[Recor
             try:
                 records += records_of(case)
             except KeyboardInterrupt:
-                if not records:
+                if not records and not is_more:
                     raise
                 progress.write(f"interrupted: {case.name} and what comes after it is left out", file=sys.stderr)
                 break

@@ -1,5 +1,6 @@
 """bench generate: each row as a first token and as all of them, stock beside fuseopt and the static cache."""
 
+import functools
 import json
 import subprocess
 from dataclasses import asdict
@@ -41,6 +42,35 @@ def test_rows_are_timed_per_token_and_keep_their_tokens(monkeypatch):
     assert options[1] == {"cache_implementation": "static"} and not any(options[:1] + options[2:])
     common = {"row": asdict(sampled), "dtype": "float32", "device": "cpu"}
     assert requests[0] == {**common, "config": None, "options": {}}
+
+
+def interrupting(call, at):
+    """What `call` does until its turn number `at`, counted from 0, which is interrupted."""
+    turns = iter(range(at))
+
+    def interrupted(*args, **kwargs):
+        if next(turns, None) is None:
+            raise KeyboardInterrupt
+        return call(*args, **kwargs)
+
+    return interrupted
+
+
+def test_rows_are_kept_when_first_calls_are_interrupted(monkeypatch, capsys):
+    rows = [Row("gpt2-tiny", batch, prompt=5, new=2) for batch in (1, 2)]
+    run = functools.partial(
+        generate.run, device=CPU, rows=rows, configs={"generation": generate.GENERATION}, first_calls=True
+    )
+    monkeypatch.setattr(FirstCall, "measured", interrupting(lambda request: FirstCall(1.5, None), 3))
+    assert [record.first_seconds for record in run().rows] == [1.5, 1.5, 1.5, None]
+    assert "the first call of generation, a token of gpt2-tiny generate, 2 x" in capsys.readouterr().err
+    monkeypatch.setattr(FirstCall, "measured", interrupting(None, 0))
+    assert [record.first_seconds for record in run().rows] == [None] * 4
+    # Who interrupts the rows does not wait for first calls.
+    monkeypatch.setattr(generate, "_records", interrupting(generate._records, 1))
+    assert [(record.case[-25:], record.first_seconds) for record in run().rows] == [
+        (rows[0].name(torch.float32)[-25:], None)
+    ] * 2
 
 
 def test_calls_may_have_an_eos_token(monkeypatch):

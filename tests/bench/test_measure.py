@@ -131,6 +131,7 @@ def test_what_was_measured_is_kept_when_the_rest_is_interrupted(capsys):
     assert "third and what comes after it is left out" in capsys.readouterr().err
     with pytest.raises(KeyboardInterrupt):
         measure(cases[2:], records_of)
+    assert measure(cases[2:], records_of, is_more=True) == []
 
 
 def test_memory_of_dead_graphs_is_not_what_a_call_frees(monkeypatch):
