@@ -60,7 +60,7 @@ def _forget_sizes() -> None:
 def against_stock(case: Case, device: torch.device) -> list[Record]:
     """Runs every call of a case once for its result and once for its memory, then times them in turns.
 
-    A training step that cannot be compiled is a row that says why.
+    What cannot be compiled is a row that says why.
     """
     offered = dict(case.calls())
     calls: dict[str, Call] = {}
@@ -75,6 +75,9 @@ def against_stock(case: Case, device: torch.device) -> list[Record]:
             result = call()
         except CompileError as error:
             offered[name] = f"{error}: {error.__cause__}"
+            continue
+        except _failures_to_compile() as failure:
+            offered[name] = not_compiled(failure)
             continue
         calls[name] = call
         if name == STOCK:
@@ -104,6 +107,17 @@ def against_stock(case: Case, device: torch.device) -> list[Record]:
         )
         for name, call in offered.items()
     ]
+
+
+def _failures_to_compile() -> tuple[type[Exception], ...]:
+    """torch.compile's own exceptions, which are not there before something has been compiled."""
+    compiler = sys.modules.get("torch._dynamo.exc")
+    return () if compiler is None else (compiler.TorchDynamoException,)
+
+
+def not_compiled(failure: Exception) -> str:
+    """What torch.compile says, in a line."""
+    return f"cannot be compiled: {str(failure).splitlines()[0]}"
 
 
 def peak_mib(call: Call, device: torch.device, above: int | None = None) -> float | None:

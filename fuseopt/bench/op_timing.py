@@ -13,6 +13,7 @@ import torch._functorch.config
 from torch._dynamo.exc import TorchDynamoException
 
 from fuseopt.bench.cuda_graph import calls_per_graph, graph_of, set_count, stay_in_cache
+from fuseopt.bench.measure import not_compiled
 from fuseopt.bench.op_cases import Contender, Judge, OpCase, Work, auto_choice, contenders
 from fuseopt.bench.records import COPY, Record
 from fuseopt.bench.timer import Call, Spread, Timing, device_seconds, host_seconds, time_in_turns, wall_seconds
@@ -108,7 +109,7 @@ def _verified(
         try:
             error = judge.error(work.results(contender.function))
         except TorchDynamoException as failure:
-            notes[name] = f"cannot be compiled: {str(failure).splitlines()[0]}"
+            notes[name] = not_compiled(failure)
             continue
         allowed = judge.allowed * (1 if contender.own else LENIENCE)
         if error <= allowed:

@@ -106,6 +106,18 @@ def test_models_are_made_when_a_case_is_prepared():
     assert made == [1]
 
 
+def test_what_cannot_be_compiled_is_a_row_that_says_why():
+    def compiled(module):
+        return torch.compile(lambda: torch._dynamo.graph_break() or work(module), fullgraph=True)()
+
+    model = random_model("gpt2-tiny", CPU, torch.float32)
+    work = forward(input_ids=torch.arange(8)[None])
+    case = ModelCase("tiny", lambda: model, work, {"preset": "reference"}, rounds=1, others={"compiled": compiled})
+    stock, other, fused = against_stock(case, CPU)
+    assert stock.milliseconds and fused.milliseconds and other.milliseconds is None
+    assert other.variant == "compiled" and other.note.startswith("cannot be compiled: ") and "\n" not in other.note
+
+
 def test_stock_may_reach_the_same_end_by_other_work_and_a_step_is_a_part_of_a_call():
     model = random_model("gpt2-tiny", CPU, torch.float32)
 
