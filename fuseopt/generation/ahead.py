@@ -212,8 +212,9 @@ class HeadStart:
         try:
             with torch.no_grad():
                 # Worth a wait: without a mask, attention is faster, and there is one kind of prompts to capture.
-                keep = None if mask is None or bool((mask == 1).all()) else mask
-                if encodes and keep is not None and not bool((keep == 1).any(dim=1).all()):
+                fewest = None if mask is None else int((mask == 1).sum(dim=1).min())
+                keep = None if fewest in (None, ids.shape[1]) else mask
+                if encodes and fewest == 0:
                     return Started(others)  # to a call that the loop may not serve
                 if guess is not None and keep is None:
                     return guess

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 
 from fuseopt.generation.kept_tensors import place_of, to_device
 from fuseopt.generation.prepared_configs import PreparedConfigs
@@ -44,7 +43,6 @@ class RememberingModel:
             "_supports_mm_encoder_outputs",
             "_prepare_special_tokens",
             "_prepare_position_ids_for_generation",
-            "_get_logits_processor",
         )
     )
 
@@ -177,15 +175,6 @@ class RememberingModel:
         if mask is not model_kwargs.get("attention_mask") or mask is None:
             return type(self.model)._prepare_position_ids_for_generation(self.model, inputs_tensor, model_kwargs)
         return torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-
-    def _get_logits_processor(self, *, generation_config: Any, **arguments: Any) -> Any:
-        """Without the prompt where no processor is about it: whether it is one transformers asks the device."""
-        get = type(self.model)._get_logits_processor
-        is_wanted = generation_config.encoder_repetition_penalty not in (None, 1.0)
-        is_wanted = is_wanted or generation_config.encoder_no_repeat_ngram_size not in (None, 0)
-        if get is GenerationMixin._get_logits_processor and not is_wanted:
-            arguments["encoder_input_ids"] = None
-        return get(self.model, generation_config=generation_config, **arguments)
 
     def _forget_other_forwards(self) -> None:
         modules = (self.model, *map(self.model._modules.get, _PARTS))

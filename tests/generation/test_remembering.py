@@ -1,7 +1,6 @@
 """What transformers' generate() is not asked again, and that it is where the answer may be another."""
 
 import copy
-import functools
 import inspect
 from unittest import mock
 
@@ -195,36 +194,6 @@ def test_a_warning_that_comes_with_every_call_does(model, caplog):
         config = GenerationConfig(decoder_start_token_id=0, eos_token_id=7)
         owner._prepare_special_tokens(config, False, device=model.device, batch_size=2)
         assert any("attention mask and the pad token id were not set" in text for text in caplog.messages)
-
-
-@pytest.mark.parametrize(
-    ("setting", "is_about_it"),
-    [
-        ({}, False),
-        ({"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}, False),
-        ({"encoder_repetition_penalty": 1.5}, True),
-        ({"encoder_no_repeat_ngram_size": 2}, True),
-    ],
-    ids=str,
-)
-def test_processors_see_the_prompt_where_one_is_about_it(model, setting, is_about_it, monkeypatch):
-    seen, get = [], GenerationMixin._get_logits_processor
-
-    def getting(*args, **kwargs):
-        seen.append(kwargs["encoder_input_ids"])
-        return get(*args, **kwargs)
-
-    inputs = prompt(model, 2, 6, 0)
-    setting = {"max_new_tokens": 4, "repetition_penalty": 1.2, **setting}
-    wanted = generate(model, inputs, **setting)
-    monkeypatch.setattr(GenerationMixin, "_get_logits_processor", getting)
-    fuseopt.initialize(model, GENERATION)
-    assert_same(generate(model, inputs, **setting), wanted)
-    assert len(seen) == 1 and (seen[0] is not None) == is_about_it
-    # One of the class's own may be about anything.
-    monkeypatch.setattr(type(model), "_get_logits_processor", functools.partialmethod(getting), raising=False)
-    assert_same(generate(model, inputs, **setting), wanted)
-    assert len(seen) == 2 and seen[1] is not None
 
 
 def test_what_passes_for_the_model_shows_its_forward(model):
