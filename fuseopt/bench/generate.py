@@ -13,7 +13,7 @@ from fuseopt.bench.architectures import load_config, random_model
 from fuseopt.bench.bytes_floor import cache_bytes, copy_bandwidth, weight_bytes
 from fuseopt.bench.first_call import FirstCall
 from fuseopt.bench.measure import against_stock, measure
-from fuseopt.bench.records import Record, Results
+from fuseopt.bench.records import STATIC, Record, Results
 from fuseopt.bench.workloads import FusionConfig, ModelCase, Work, beams_name, dtype_name, generate, random_tokens
 from fuseopt.config import CUSTOM_KERNELS
 
@@ -23,7 +23,6 @@ CONFIGS: dict[str, FusionConfig] = {
     "generation": GENERATION,
     "generation and kernels": {**GENERATION, "kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS)}},
 }
-STATIC = "static cache and torch.compile"
 _STATIC_CACHE = {"cache_implementation": "static"}
 
 

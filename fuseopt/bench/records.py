@@ -18,7 +18,8 @@ _LONGEST_NAME = 100  # in a table
 
 STOCK = "stock"
 COPY = "copy"
-CONTROLS = frozenset({STOCK, "reference", "eager", "torch", "torch.compile", COPY})
+STATIC = "static cache and torch.compile"
+CONTROLS = frozenset({STOCK, STATIC, "reference", "eager", "torch", "torch.compile", COPY})
 """Variants without code of fuseopt's own: where they become slower, it is the machine."""
 
 
@@ -186,6 +187,7 @@ def _table(rows: Sequence[Record], unit: str) -> str:
         "largest batch": ["" if row.largest_batch is None else str(row.largest_batch) for row in rows],
         "first s": [_number(row.first_seconds) for row in rows],
         "speed-up": [_speed_up(row) for row in rows],
+        "over static cache": [_over_static_cache(row, rows) for row in rows],
         "peak MiB": ["" if row.peak_mib is None or row.tokens else f"{row.peak_mib:.0f}" for row in rows],
         "peak GiB": [f"{row.peak_mib / 1024:.2f}" if row.peak_mib is not None and row.tokens else "" for row in rows],
         "difference": ["; ".join(filter(None, (row.difference, row.note))) for row in rows],
@@ -244,3 +246,11 @@ def _speed_up(row: Record) -> str:
         return ""
     low, median, high = row.speed_up
     return f"{median:.2f}x" + (" (within noise)" if low <= 1 <= high else "")
+
+
+def _over_static_cache(row: Record, rows: Sequence[Record]) -> str:
+    """How many times as fast by the medians as transformers' static cache with torch.compile."""
+    static = next((other for other in rows if other.case == row.case and other.variant == STATIC), None)
+    if static is None or static.milliseconds is None or row.milliseconds is None or row is static:
+        return ""
+    return f"{static.milliseconds[1] / row.milliseconds[1]:.2f}x"

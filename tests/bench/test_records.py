@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fuseopt.bench.records import Record, Results
+from fuseopt.bench.records import STATIC, Record, Results
 from fuseopt.bench.timer import Timing
 from fuseopt.errors import ConfigError
 
@@ -130,6 +130,21 @@ def test_what_was_measured_of_generate_has_columns(results):
         "peak GiB": "2.00",
         "difference": "",
     }
+
+
+def test_what_a_static_cache_is_timed_beside_is_held_against_it(results):
+    rows = (
+        Record("gpt2", "stock", (9.0, 10.0, 11.0)),
+        Record("gpt2", STATIC, (1.9, 2.0, 2.1), (4.0, 5.0, 6.0)),
+        Record("gpt2", "generation", (0.1, 0.125, 0.13), (70.0, 80.0, 90.0)),
+        Record("gpt2, 4 beams", "stock", (9.0, 10.0, 11.0)),
+        Record("gpt2, sampled", STATIC, note="torch._dynamo.exc.Unsupported"),
+        Record("gpt2, sampled", "generation", (0.1, 0.125, 0.13), (70.0, 80.0, 90.0)),
+    )
+    _, table = replace(results, rows=rows, unit="us").to_markdown().split("\n\n")
+    header, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    column = header.index("over static cache")
+    assert [line[column] for line in lines] == ["0.20x", "", "16.00x", "", "", ""]
 
 
 def test_where_auto_is_not_the_fastest_it_is_said_again_at_the_end(results):
