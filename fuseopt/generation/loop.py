@@ -216,11 +216,11 @@ class DecodeLoop:
         length, past = call.input_ids.shape[1], _own_cache(call).get_seq_length()
         mask, encoded = call.model_kwargs.get("attention_mask"), call.model_kwargs.get("encoder_outputs")
         own = mask if encoded is None else call.model_kwargs.get("decoder_attention_mask")
+        embeds = call.model_kwargs.get("inputs_embeds")
+        length = length if embeds is None else max(length, embeds.shape[1])
         if own is not None and own.shape[1] != length and own.shape[1] < past + length:
             yield f"a mask of {own.shape[1]} tokens is shorter than the prompt"
-        embeds = call.model_kwargs.get("inputs_embeds")
-        prompt = past + (length if embeds is None else max(length, embeds.shape[1]))
-        if own is not None and own.shape[1] > prompt and not own[:, :prompt].any(dim=1).all():
+        if own is not None and own.shape[1] > past + length and not own[:, : past + length].any(dim=1).all():
             yield "a prompt is masked as a whole, and perhaps what comes next"
         if encoded is not None and mask is not None and self.started.encoded is None:
             if mask.shape != encoded[0].shape[:2]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
@@ -122,7 +121,6 @@ def is_plain(model: nn.Module, input_ids: Tensor, config: Any, model_kwargs: Map
         return False
     return (
         input_ids.shape[1] > 0
-        and input_ids.dtype in (torch.int64, torch.int32)
         and (mask is None or mask.shape == masked.shape)
         and (positions is None or _are_of(positions, input_ids))
         and model_kwargs.get("inputs_embeds") is None

@@ -95,6 +95,9 @@ _MODEL_KWARGS = frozenset(
         "use_cache",
     )
 )
+_TOKEN_DTYPES = (torch.int64, torch.int32)  # that an embedding looks up
+# Of what has a row for each of the prompt's; positions may be the same in all.
+_DIMENSIONS = {"attention_mask": 2, "decoder_attention_mask": 2, "position_ids": 2, "inputs_embeds": 3}
 
 
 def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[str]:
@@ -206,16 +209,19 @@ def call_reasons(
             yield f"{name} is passed to the model's forward"
     if not isinstance(model_kwargs.get("logits_to_keep", 1), int):
         yield "logits_to_keep is not one number"
-    for name in ("attention_mask", "decoder_attention_mask", "position_ids"):
+    rows = input_ids.shape[0]
+    for name, dimensions in _DIMENSIONS.items():
         value = model_kwargs.get(name)
-        if value is not None and value.dim() != 2:
+        if value is not None and value.dim() != dimensions:
             yield f"{name} has {value.dim()} dimensions"
-        elif value is not None and name.endswith("mask") and value.shape[0] != input_ids.shape[0]:
-            yield f"{name} has {value.shape[0]} rows, the prompt {input_ids.shape[0]}"
+        elif value is not None and value.shape[0] != rows and (name, value.shape[0]) != ("position_ids", 1):
+            yield f"{name} has {value.shape[0]} rows, the prompt {rows}"
     if length_limit(criteria) is None:
         yield "no maximal length, in whole tokens, bounds the cache"
     if input_ids.device.type == "meta":
         yield "the inputs are on the meta device"
+    if input_ids.dtype not in _TOKEN_DTYPES:
+        yield f"the tokens are {input_ids.dtype}"
 
 
 def device_loop_reasons(

@@ -298,6 +298,27 @@ ODD_CALLS = {
         "longer than max_length, 13",
     ),
     "fewer positions than tokens": (tiny.gpt2, {"position_ids": torch.arange(6, device="cpu").repeat(2, 1)}, "raised"),
+    "positions for all rows": (tiny.gpt2, {"position_ids": torch.arange(3, 10, device="cpu")[None]}, "T0"),
+    "positions of more rows than tokens": (
+        tiny.gpt2,
+        {"position_ids": torch.arange(7, device="cpu").repeat(3, 1)},
+        "position_ids has 3 rows, the prompt 2",
+    ),
+    "positions of more rows, which nothing reads": (
+        tiny.t5,
+        {"position_ids": torch.arange(7, device="cpu").repeat(3, 1)},
+        "position_ids has 3 rows, the prompt 2",
+    ),
+    "embeddings of more rows than tokens": (
+        tiny.gpt2,
+        {"inputs_embeds": torch.linspace(-1, 1, 3 * 7 * 24, device="cpu").view(3, 7, 24)},
+        "inputs_embeds has 3 rows, the prompt 2",
+    ),
+    "embeddings without a row": (
+        tiny.gpt2,
+        {"inputs_embeds": torch.linspace(-1, 1, 7 * 24, device="cpu").view(7, 24)},
+        None,
+    ),
     "a mask of all that is there": (
         tiny.gpt2,
         {"attention_mask": torch.tensor([[0] * 12, [1] * 12], device="cpu")},
@@ -310,7 +331,15 @@ ODD_CALLS = {
     "tokens between the numbers": (
         tiny.gpt2,
         {"inputs": torch.full((2, 7), 3.5, device="cpu")},
-        "raised",
+        "the tokens are torch.float32",
+    ),
+    "tokens between the numbers, behind embeddings": (
+        tiny.gpt2,
+        {
+            "inputs": torch.full((2, 7), 3.5, device="cpu"),
+            "inputs_embeds": torch.linspace(-1, 1, 2 * 7 * 24, device="cpu").view(2, 7, 24),
+        },
+        "the tokens are torch.float32",
     ),
     "positions between the numbers": (
         tiny.gpt2,
@@ -341,6 +370,15 @@ ODD_CALLS = {
         tiny.t5,
         {"num_beams": 2, "decoder_attention_mask": torch.tensor([[1]], device="cpu")},
         "decoder_attention_mask has 2 rows, the prompt 4",
+    ),
+    "a mask of the tokens alone, where embeddings are more": (
+        tiny.gpt2,
+        {
+            "attention_mask": torch.tensor([[0] + [1] * 6, [1] * 7], device="cpu"),
+            "inputs_embeds": torch.linspace(-1, 1, 2 * 9 * 24, device="cpu").view(2, 9, 24),
+            "position_ids": torch.arange(9, device="cpu").repeat(2, 1),
+        },
+        "a mask of 7 tokens is shorter than the prompt",
     ),
     "a mask shorter than the prompt": (
         tiny.t5,
