@@ -13,14 +13,12 @@ import fuseopt
 from tests import tiny
 from tests.generation.test_generate import FAMILIES, GENERATION, VOCAB, sweep
 
-# Of random lengths some do not go together.
-pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints", "ignore:You are calling .generate")
 HIDDEN, ROWS, LENGTH = 24, 2, 5
 IDS = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.arange(9)
 DRAWN = torch.linspace(-1, 1, 3 * 9 * HIDDEN).view(3, 9, HIDDEN)
 
-# Arguments that are to be called with the model say what they are of it.
+# What depends on the model is a function of it, see OF_THE_MODEL.
 ODD = {
     "no prompt": {"inputs": None},
     "one row": {"inputs": IDS[:1]},
@@ -30,7 +28,8 @@ ODD = {
     "a row alone": {"inputs": IDS[0]},
     "int32": {"inputs": IDS.int()},
     "tokens between the numbers": {"inputs": IDS.float()},
-    "a mask of numbers between": {"attention_mask": torch.ones(ROWS, LENGTH) * torch.tensor([[0.0], [1.0]])},
+    "a mask in floating point": {"attention_mask": torch.tensor([[0.0, 0.0, 1.0, 1.0, 1.0], [1.0] * LENGTH])},
+    "a mask of a whole row": {"attention_mask": torch.tensor([[0] * LENGTH, [1] * LENGTH])},
     "a mask of truths": {"attention_mask": torch.tensor([[False, False, True, True, True], [True] * LENGTH])},
     "a mask with a gap": {"attention_mask": torch.tensor([[1, 0, 1, 0, 1], [1] * LENGTH])},
     "a mask on the right": {"attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1] * LENGTH])},
