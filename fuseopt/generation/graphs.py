@@ -220,8 +220,8 @@ class StepGraphs(Captures):
         if device.type != "cuda":
             yield
             return
-        with torch.cuda.device(device):
-            self._side_stream = stream_on(device, self._side_stream)
-            self._side_stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._side_stream), self.in_stream_order(device):
-                yield
+        side = self._side_stream = stream_on(device, self._side_stream)
+        side.wait_stream(torch.cuda.current_stream(device.index))
+        # Of the ways to make it the current stream the one that takes least time.
+        with side, self.in_order_on(side):
+            yield

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,7 @@ _FEW_PROMPT_TOKENS = 4096
 _SMALL_PROMPT_CLASS = 16
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """What the shapes of a DecodeState depend on.
 
     Attributes:
@@ -48,7 +48,7 @@ class Sizes:
     def of_class(self) -> Sizes:
         """With the capacities of the classes that they are in."""
         cross = capacity_for(self.cross_capacity) if self.cross_capacity else 0
-        return replace(self, capacity=capacity_for(self.capacity), cross_capacity=cross)
+        return self._replace(capacity=capacity_for(self.capacity), cross_capacity=cross)
 
 
 @dataclass(frozen=True)

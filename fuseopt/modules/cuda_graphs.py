@@ -105,7 +105,7 @@ class Captures:
     def join(self, device: torch.device) -> None:
         """Lets the current stream wait for the last block of `in_stream_order`."""
         if device.type == "cuda" and self._last_use is not None:
-            torch.cuda.current_stream(device).wait_event(self._last_use)
+            torch.cuda.current_stream(device.index).wait_event(self._last_use)
 
     @contextmanager
     def in_stream_order(self, device: torch.device) -> Iterator[None]:
@@ -113,14 +113,18 @@ class Captures:
         if device.type != "cuda":
             yield
             return
-        with torch.cuda.device(device):
-            stream = torch.cuda.current_stream()
-            if self._last_use is not None:
-                stream.wait_event(self._last_use)
-            try:
-                yield
-            finally:
-                self._last_use = stream.record_event()
+        with torch.cuda.device(device), self.in_order_on(torch.cuda.current_stream(device.index)):
+            yield
+
+    @contextmanager
+    def in_order_on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """As `in_stream_order`, where the current stream is this one."""
+        if self._last_use is not None:
+            stream.wait_event(self._last_use)
+        try:
+            yield
+        finally:
+            self._last_use = stream.record_event()
 
 
 def stream_on(device: torch.device, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:

@@ -27,6 +27,11 @@ def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
     return [(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
 
 
+def _are_the_same(those: Sequence[Any], others: Sequence[Any]) -> bool:
+    """By identity: tensors compare themselves element by element."""
+    return len(those) == len(others) and all(map(operator.is_, those, others))
+
+
 class Structure:
     """Compares modules with what they were, in a few passes at the speed of C.
 
@@ -75,7 +80,8 @@ class Watch:
         self.constants_of = [(state, name) for state in states for name in constants if name in state]
         self.parameters, self.device_type = parameters, parameters[0].device.type
         self._places_of: Callable[[list[nn.Parameter]], Any] = getattr(native.python_library(), "places", _places)
-        self.seen, self.places = self._look(), self._places_of(parameters)
+        self.seen_constants, self.seen_parameters = self._constants(), self._held()
+        self.places = self._places_of(parameters)
 
     def is_in_place(self) -> bool:
         """Whether parameters have the addresses, dtypes and layouts that they had."""
@@ -86,14 +92,16 @@ class Watch:
             not self.structure.is_special()
             and not torch.is_autocast_enabled(self.device_type)
             and self.structure.is_unchanged()
-            and self._look() == self.seen
+            and self._constants() == self.seen_constants
+            and _are_the_same(self._held(), self.seen_parameters)
             and self.is_in_place()
         )
 
-    def _look(self) -> tuple[list[Any], ...]:
-        # Parameters by identity, as tensors compare themselves element by element.
-        held = chain.from_iterable(map(dict.values, self.parameters_of))
-        return [state.get(name) for state, name in self.constants_of], list(map(id, held))
+    def _constants(self) -> list[Any]:
+        return [state.get(name) for state, name in self.constants_of]
+
+    def _held(self) -> list[nn.Parameter | None]:
+        return list(chain.from_iterable(map(dict.values, self.parameters_of)))
 
 
 def modules_below(*roots: nn.Module) -> list[nn.Module]:
