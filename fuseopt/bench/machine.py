@@ -18,7 +18,7 @@ _CHECKOUT = Path(fuseopt.__file__).resolve().parents[1]
 
 
 def machine() -> dict[str, str]:
-    """The processor, its cores and memory, the GPUs, and the compilers, as far as they can be found out."""
+    """The processor, its cores, the GPUs, the compilers and the native libraries, as far as they can be found out."""
     found = {
         "platform": platform.platform(),
         "cpu": _cpu_name(),
@@ -27,6 +27,7 @@ def machine() -> dict[str, str]:
         "gpu": _gpu_names(),
         "c++": _first_line(os.environ.get("CXX", "c++"), "--version"),
         "nvcc": _last_line("nvcc", "--version"),
+        "native libraries": ", ".join(kind for kind in native.LIBRARIES if _is_there(kind)),
     }
     return {name: value or "none" for name, value in found.items()}
 
@@ -69,6 +70,10 @@ def environment() -> dict[str, dict[str, str]]:
             "prebuilt": "; ".join(shipped) or "none",
         },
     }
+
+
+def _is_there(kind: native.Library) -> bool:
+    return native.state(kind).status in ("available", "loaded")
 
 
 def _describe(state: native.LibraryState) -> str:

@@ -2,6 +2,7 @@
 
 import re
 
+from fuseopt import native
 from fuseopt.bench import machine
 
 
@@ -22,3 +23,11 @@ def test_the_commit_of_a_checkout_of_its_copy_and_of_neither(tmp_path, monkeypat
 def test_machine_and_versions_are_words():
     for entries in (machine.machine(), machine.versions()):
         assert entries and all(isinstance(value, str) and value for value in entries.values())
+
+
+def test_the_native_libraries_that_there_are_are_named(monkeypatch):
+    states = {"cpu": "loaded", "cuda": "available", "python": "buildable"}
+    monkeypatch.setattr(native, "state", lambda kind: native.LibraryState(kind, states[kind]))
+    assert machine.machine()["native libraries"] == "cpu, cuda"
+    monkeypatch.setattr(native, "state", lambda kind: native.LibraryState(kind, "absent"))
+    assert machine.machine()["native libraries"] == "none"
