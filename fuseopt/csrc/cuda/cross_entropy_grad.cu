@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_grad_kernel(const __gr
 
 template <typename T>
 void launch_as(const CrossEntropyGrad& loss, cudaStream_t stream) {
-  const int most_shared = cached_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+  const auto most_shared = static_cast<int64_t>(shared_bytes_of_block());
   const int64_t vectors = loss.width / kVectorWidth<T> + LineSpan<1>::kLineVectors;
   int threads = kMostThreads / 2, slots = 0;
   for (const int blocks : {8, 4, 2, 1}) {
@@ -121,7 +121,6 @@ void launch_as(const CrossEntropyGrad& loss, cudaStream_t stream) {
   }
   const int shared_bytes = slots * kAccessBytes;
   const auto launch = [&](auto kernel) {
-    cudaFuncSetAttribute(kernel.kFunction, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     kernel.launch(block_per_row(loss.rows), threads, shared_bytes, stream, loss, slots);
   };
   if (threads > kMostThreads / 2) launch(FollowingKernel<cross_entropy_grad_kernel<T, kMostThreads>>{});

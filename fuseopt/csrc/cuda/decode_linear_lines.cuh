@@ -271,7 +271,7 @@ struct LinePlan {
 
   int per_multiprocessor() const {
     constexpr size_t kReserved = 1024 + 2 * kRingAlignment;  // for each block, by system and kernel
-    return static_cast<int>(shared_bytes_per_multiprocessor() / (shared_bytes() + kReserved));
+    return static_cast<int>(shared_bytes_of_multiprocessor() / (shared_bytes() + kReserved));
   }
 };
 

@@ -258,8 +258,9 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   }
 }
 
+// False where the device has not as much shared memory for a block.
 template <typename T, Layout kLayout, bool kNorm, bool kGated, int kGroups>
-cudaError_t launch_many_rows_as(const DecodeLinear& layer, int64_t parts, cudaStream_t stream) {
+bool launch_many_rows_as(const DecodeLinear& layer, int64_t parts, cudaStream_t stream, cudaError_t& error) {
   constexpr int kColumns = kManyRowsTiles * kTileColumns, kWidth = kGated ? kColumns / 2 : kColumns;
   constexpr int kTileRows = kGroups * kHalfRows;
   const int64_t warps = ceil_div(layer.columns, parts * kManyRowsChunks * kChunk);
@@ -270,6 +271,8 @@ cudaError_t launch_many_rows_as(const DecodeLinear& layer, int64_t parts, cudaSt
   shared_bytes += sizeof(float) * 2 * kColumns;
   if (kNorm) shared_bytes += sizeof(Deviations) * warps * kTileRows;
   if (parts > 1) shared_bytes += sizeof(float) * (parts - 1) * kTileRows / parts * kColumns + sizeof(Mailbox);
+  const auto kernel = decode_linear_many_rows_kernel<T, kLayout, kNorm, kGated, kGroups>;
+  if (!fits_block(kernel, shared_bytes)) return false;
   const LaunchShape shape{static_cast<unsigned>(ceil_div(layer.outputs, kWidth) * parts),
                           static_cast<unsigned>(warps * kWarpSize),
                           shared_bytes,
@@ -279,23 +282,30 @@ cudaError_t launch_many_rows_as(const DecodeLinear& layer, int64_t parts, cudaSt
   tiled.layer.share_ahead(shape);
   const int64_t finished_rows = parts > 1 ? kTileRows : std::min<int64_t>(layer.rows, kTileRows);
   tiled.layer.finishing = static_cast<int>(ceil_div(finished_rows * kWidth / kQuad, kWarpSize) * kWarpSize);
-  const auto kernel = decode_linear_many_rows_kernel<T, kLayout, kNorm, kGated, kGroups>;
-  return launch_dependent(kernel, tiled, shape, layer.overlap, stream);
+  error = launch_dependent(kernel, tiled, shape, layer.overlap, stream);
+  return true;
 }
 
-// Tiles are halved as long as twice as many blocks are still no more than the device has multiprocessors.
+// Tiles are halved as long as twice as many blocks are still no more than the device has multiprocessors, and where a
+// block has not enough shared memory for a whole one: 32 normalised rows of more than 1152 values, if that is 99 KB.
 template <typename T, Layout kLayout, bool kNorm, bool kGated>
-cudaError_t launch_many_rows(const DecodeLinear& layer, int64_t parts, cudaStream_t stream) {
-  if constexpr (kCopiesRows<kLayout>) {
-    constexpr int kWidth = kManyRowsTiles * kTileColumns / (kGated ? 2 : 1);
-    const int64_t strips = ceil_div(layer.outputs, kWidth) * parts * (kGated ? 1 : layer.weight_count);
-    const auto fits = [&](int groups) {
-      return strips * ceil_div(layer.rows, groups * kHalfRows) <= multiprocessor_count();
-    };
-    if (fits(1)) return launch_many_rows_as<T, kLayout, kNorm, kGated, 1>(layer, parts, stream);
-    if (fits(2)) return launch_many_rows_as<T, kLayout, kNorm, kGated, 2>(layer, parts, stream);
+bool launch_many_rows(const DecodeLinear& layer, int64_t parts, cudaStream_t stream, cudaError_t& error) {
+  constexpr int kWidth = kManyRowsTiles * kTileColumns / (kGated ? 2 : 1);
+  const int64_t strips = ceil_div(layer.outputs, kWidth) * parts * (kGated ? 1 : layer.weight_count);
+  const auto are_few = [&](int groups) {
+    return kCopiesRows<kLayout> && strips * ceil_div(layer.rows, groups * kHalfRows) <= multiprocessor_count();
+  };
+  const auto launch = [&](auto groups) {
+    return launch_many_rows_as<T, kLayout, kNorm, kGated, groups>(layer, parts, stream, error);
+  };
+  if (!are_few(1)) {
+    if (!are_few(2) && launch(IntTag<kMostRowGroups>{})) return true;
+    if constexpr (kNorm || kCopiesRows<kLayout>) {
+      if (launch(IntTag<2>{})) return true;
+    }
   }
-  return launch_many_rows_as<T, kLayout, kNorm, kGated, kMostRowGroups>(layer, parts, stream);
+  if constexpr (kCopiesRows<kLayout>) return launch(IntTag<1>{});
+  return false;
 }
 
 template <typename T>
@@ -308,13 +318,12 @@ bool launch_decode_linear_many_rows(const DecodeLinear& layer, cudaStream_t stre
   if (parts > kMostParts || warps > kManyRowsWarps * parts || !suits_many_rows<T>(layer)) return false;
   const auto launch = [&](auto layout) {
     constexpr Layout kLayout = decltype(layout)::value;
-    if (has_norm) return launch_many_rows<T, kLayout, true, false>(layer, parts, stream);
-    return launch_many_rows<T, kLayout, false, false>(layer, parts, stream);
+    return has_norm ? launch_many_rows<T, kLayout, true, false>(layer, parts, stream, error)
+                    : launch_many_rows<T, kLayout, false, false>(layer, parts, stream, error);
   };
-  if (layer.gated) error = launch_many_rows<T, Layout::kRows, true, true>(layer, parts, stream);
-  else if (layer.weights_are_transposed) error = launch(std::integral_constant<Layout, Layout::kLines>{});
-  else error = launch(std::integral_constant<Layout, Layout::kRows>{});
-  return true;
+  if (layer.gated) return launch_many_rows<T, Layout::kRows, true, true>(layer, parts, stream, error);
+  return layer.weights_are_transposed ? launch(std::integral_constant<Layout, Layout::kLines>{})
+                                      : launch(std::integral_constant<Layout, Layout::kRows>{});
 }
 
 }  // namespace fuseopt

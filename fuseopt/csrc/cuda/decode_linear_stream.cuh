@@ -258,7 +258,7 @@ struct StreamPlan {
   int all_strips() const { return strips * weights; }
   int per_multiprocessor() const {
     constexpr size_t kReserved = 1024 + kRingAlignment;  // for each block, by the system and what the kernel declares
-    return static_cast<int>(shared_bytes_per_multiprocessor() / (shared_bytes + kReserved));
+    return static_cast<int>(shared_bytes_of_multiprocessor() / (shared_bytes + kReserved));
   }
   // Of a weight: as many as there is room for, with as many strips each; a cluster adds up one strip only.
   int clusters() const {

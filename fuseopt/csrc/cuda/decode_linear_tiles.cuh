@@ -257,14 +257,14 @@ bool launch_decode_linear_tiles(const DecodeLinear& layer, cudaStream_t stream, 
   constexpr int64_t kLeastWork = 200'000'000, kLeastLongWork = 140'000'000;
   constexpr int64_t kMostLowRows = 128;         // of several weights, in low tiles
   constexpr int64_t kLongestNormalised = 1536;  // as ops/decode_linear.py has it
-  constexpr int kSharedBytes = 208 * 1024;      // which not every device with clusters has for a block
+  constexpr size_t kSharedBytes = 208 * 1024;   // which not every device with clusters has for a block
   const bool has_norm = layer.norm != kNoNorm, is_single = layer.weight_count == 1;
   const int64_t work = layer.rows * layer.columns * layer.outputs * layer.weight_count;
   const bool is_long = !has_norm && layer.columns >= 2 * layer.outputs;
   const bool gains = is_single ? is_long && work >= kLeastLongWork
                                : !layer.gated && layer.norm != kLayerNorm && work >= kLeastWork;
   if (!gains || (has_norm && layer.columns > kLongestNormalised) || !suits_many_rows<T>(layer) ||
-      cached_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() < kSharedBytes) {
+      shared_bytes_of_block() < kSharedBytes) {
     return false;
   }
   const auto launch_as = [&](auto layout, auto norm) {

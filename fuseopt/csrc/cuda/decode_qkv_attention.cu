@@ -182,10 +182,9 @@ size_t shared_bytes_of(const DecodeAttention& attention) {
 template <typename T>
 bool has_room(const DecodeLinear& layer, const DecodeAttention& attention) {
   constexpr size_t kDeclared = 1024;  // at most, by the kernel itself
-  const size_t room = cached_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
   return stages_of_warp(layer) <= MostGemvStages::kAll && attention.capacity <= HeadCache<T>::kMostPlaces &&
          with_gemv_stages<MostGemvStages>(stages_of_warp(layer), [&]<typename Stages>(Stages) {
-           return shared_bytes_of<T, Stages>(attention) + kDeclared <= room;
+           return shared_bytes_of<T, Stages>(attention) + kDeclared <= shared_bytes_of_block();
          });
 }
 

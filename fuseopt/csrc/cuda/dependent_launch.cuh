@@ -9,6 +9,7 @@
 #include <cuda_runtime.h>
 
 #include "launch.cuh"
+#include "shared_memory.h"
 
 namespace fuseopt {
 
@@ -79,10 +80,6 @@ inline int compute_capability_major() { return cached_attribute<cudaDevAttrCompu
 // Whether the current device has programmatic dependent launch and clusters of blocks.
 inline bool is_sm90_or_newer() { return compute_capability_major() >= 9; }
 
-inline size_t shared_bytes_per_multiprocessor() {
-  return cached_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
-}
-
 // Shared memory that nobody uses, for the blocks of a grid that the device holds at once: so much that a multiprocessor
 // has room for no more of them than its share. They start where those of the kernel ahead have ended, and would else crowd
 // where these end first.
@@ -98,7 +95,7 @@ class EvenShare {
     const int64_t share = ceil_div(blocks, processors);
     if (share < kLeast || share > kMost || !is_sm90_or_newer()) return 0;
     if (resident_(kernel, static_cast<int>(threads), 0) <= share * processors) return 0;
-    return cached_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>() / share - kOthers;
+    return shared_bytes_of_multiprocessor() / share - kOthers;
   }
 
  private:
@@ -155,6 +152,7 @@ class FollowingKernel<kKernel, void (*)(Parameters...)> {
     config.hStream = stream;
     config.attrs = &attribute;
     config.numAttrs = is_sm90_or_newer() ? 1 : 0;
+    if (shared_bytes > kUnaskedSharedBytes) permit_shared_bytes(reinterpret_cast<const void*>(kKernel), shared_bytes);
     const CUfunction handle = driver_handle();
     void* addresses[] = {&arguments...};
     if (handle != nullptr && driver_launch()(&config, handle, addresses, nullptr) == CUDA_SUCCESS) return;
@@ -187,15 +185,12 @@ cudaError_t launch_dependent(void (*kernel)(Argument), const Argument& argument,
                              cudaStream_t stream) {
   // A multiprocessor divides its memory between L1 cache and shared memory in one way at a time: were the division left
   // to each kernel, a kernel could not start beside another one.
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                           cudaSharedmemCarveoutMaxShared);
-  if (error != cudaSuccess) return error;
-  constexpr size_t kUnaskedSharedBytes = 44 * 1024;  // of 48, which what a kernel declares counts towards
-  if (shape.shared_bytes > kUnaskedSharedBytes) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(shape.shared_bytes));
-    if (error != cudaSuccess) return error;
+  const void* const function = reinterpret_cast<const void*>(kernel);
+  cudaError_t error = prefer_shared_memory(function);
+  if (error == cudaSuccess && shape.shared_bytes > kUnaskedSharedBytes) {
+    error = permit_shared_bytes(function, shape.shared_bytes);
   }
+  if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(shape.blocks, shape.blocks_y, shape.blocks_z);

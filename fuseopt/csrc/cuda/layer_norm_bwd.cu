@@ -155,7 +155,7 @@ extern "C" cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPoi
         constexpr auto kernel = Kernel::kFunction;
         launched = form.fits();
         if (!launched) return;
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(form.shared_bytes));
+        permit_shared_bytes(reinterpret_cast<const void*>(kernel), form.shared_bytes);  // or none would be resident
         partials.count = row_blocks<Shape>(rows, threads,
                                            std::min<int64_t>(resident(kernel, threads, form.shared_bytes),
                                                              form.blocks_per_processor * multiprocessor_count()));

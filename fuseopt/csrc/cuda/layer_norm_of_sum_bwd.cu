@@ -143,15 +143,13 @@ extern "C" cudaError_t fuseopt_layer_norm_of_sum_bwd(const LayerNormOfSumBwd& ca
       size_t shared_bytes = 0;
       if (is_sm90_or_newer()) {
         const int stage_bytes = Stage<T>{static_cast<int>(call.columns)}.addend(call.addend_count);
-        const int shared = cached_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
+        const auto shared = static_cast<int>(shared_bytes_of_multiprocessor());
         const auto stages_of = [&](int blocks) {
           return std::clamp((shared / blocks - kBwdStaticShared) / stage_bytes, 1, kMaxRingStages);
         };
         while (blocks > 1 && stages_of(blocks) < kMaxRingStages) --blocks;
         stages = stages_of(blocks);
         shared_bytes = static_cast<size_t>(stages) * stage_bytes;
-        cudaFuncSetAttribute(Kernel::kFunction, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(shared_bytes));
       }
       partials.count = std::min<int64_t>(call.rows, blocks * multiprocessor_count());
       Kernel::launch(static_cast<unsigned>(partials.count), threads, shared_bytes, stream, call, partials, stages);

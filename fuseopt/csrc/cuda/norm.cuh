@@ -207,7 +207,7 @@ struct BwdLaunch {
   size_t shared_bytes;
 
   bool fits() const {
-    return shared_bytes + kBwdStaticShared <= static_cast<size_t>(cached_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>());
+    return shared_bytes + kBwdStaticShared <= shared_bytes_of_block();
   }
 };
 
@@ -221,7 +221,7 @@ BwdLaunch bwd_launch(int threads, int64_t columns, int tensors, int ring_threads
   if (kWidth == 1 || sizeof(T) != 2 || !is_sm90_or_newer()) {
     return {std::min(kPartialsPerProcessor, kBwdThreadsPerProcessor / threads), 0, weight_bytes};
   }
-  const int shared = cached_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
+  const auto shared = static_cast<int>(shared_bytes_of_multiprocessor());
   const auto stages_of = [&](int blocks) {
     const int64_t room = shared / blocks - kBwdStaticShared - static_cast<int64_t>(weight_bytes);
     return static_cast<int>(std::clamp<int64_t>(room / static_cast<int64_t>(stage_bytes), 1, kMaxRingStages));

@@ -178,7 +178,7 @@ struct WideShape {
 // blocks are large; else its second read comes from the L2 cache. Blocks of a cluster that hold their parts in shared
 // memory take longer: what they tell one another has to wait behind what they have stored.
 WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors, int held, bool may_hold_in_cluster) {
-  const int most_shared = cached_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>();
+  const auto most_shared = static_cast<int64_t>(shared_bytes_of_block());
   const bool has_clusters = cached_attribute<cudaDevAttrClusterLaunch>() != 0;
   const int64_t vectors = columns / vector_width;
   if (!has_clusters || 2 * rows > multiprocessor_count()) {
@@ -220,7 +220,7 @@ void launch_wide(const WideKernels<Arguments...>& kernels, const WideShape& shap
                       : shape.threads == kMaxWideThreads ? kernels.block
                                                          : kernels.half_block;
   const int shared_bytes = shape.slots * tensors * kAccessBytes;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  permit_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(shape.blocks), 1, 1};
