@@ -351,3 +351,30 @@ def test_a_graph_serves_every_length() -> None:
     before = keys.clone()
     graph.replay()
     assert torch.equal(keys, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize(("rows", "beams"), [(1, 1), (2, 3), (32, 1), (11, 4), (150, 1)])
+@torch.no_grad()
+def test_scores_that_are_no_numbers_make_outputs_that_are_none(
+    rows: int, beams: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    """As of softmax, in each of the kernels that merge parts: for a query, for one key, and for infinite scores."""
+    torch.manual_seed(0)
+    heads, capacity = 12, 90
+    query = torch.randn(rows * beams, heads, head_dim, device="cuda", dtype=dtype)
+    keys, values = torch.randn(2, rows, heads, capacity, head_dim, device="cuda", dtype=dtype).unbind()
+    query[0] = torch.nan
+    query[-1, 0] = torch.inf  # infinite scores of both signs
+    keys[rows // 2, 3, 17, 5] = torch.nan
+    keys[rows // 2, 4, :60] = 0
+    keys[rows // 2, 4, :60, 0] = -torch.inf  # scores of 0 beside -inf, or +inf, or NaN, by the sign of the query
+    lengths = torch.full((1,), 85, device="cuda")
+    output = decode_attention(query, keys, values, lengths, backend="cuda").view(-1, heads, head_dim)
+    expected = decode_attention_reference(query, keys, values, lengths).view_as(output)
+    assert expected[0].isnan().all() and expected.isnan().any(-1).sum() < 0.5 * expected[..., 0].numel() + heads
+    assert torch.equal(output.isnan(), expected.isnan())
+    numbers = ~expected.isnan()
+    assert error([output[numbers]], [expected[numbers]]) <= 16 * torch.finfo(dtype).eps

@@ -1,10 +1,9 @@
-// The merge of attention over parts of the keys, each part with the softmax of its own.
+// What the warps of a block or cluster have found of attention over their parts of the keys, and where it is merged.
 #pragma once
 
 #include "cluster.cuh"
 #include "dtype.cuh"
-#include "math.cuh"
-#include "row_team.cuh"
+#include "partial_softmax.cuh"
 
 namespace fuseopt {
 
@@ -66,26 +65,16 @@ class Parts {
 
   // A dimension of a query's attention over all that the first `filled` warps saw; 0 where that is nothing.
   __device__ float merged(int query, int dim, int filled) const {
-    const int rounded = (filled + 3) / 4 * 4;  // there are 4 warps at least
-    float largest = -INFINITY;
-#pragma unroll 1
-    for (int part = 0; part < rounded; part += 4) {
-#pragma unroll
-      for (int p = 0; p < 4; ++p) largest = fmaxf(largest, stats_[(part + p) * queries_ + query].largest);
-    }
-    const float origin = largest == -INFINITY ? 0.0f : largest;
-    float total = 0, divisor = 0;
-#pragma unroll 1
-    for (int part = 0; part < rounded; part += 4) {
-#pragma unroll
-      for (int p = 0; p < 4; ++p) {
-        const int index = (part + p) * queries_ + query;
-        const float factor = exp2_approx(stats_[index].largest - origin);
-        divisor += factor * stats_[index].sum;
-        total += factor * values_[index * dims_ + dim];
-      }
-    }
-    return divisor == 0.0f ? 0.0f : __fdividef(total, divisor);
+    constexpr int kTogether = 4;
+    const int rounded = (filled + kTogether - 1) / kTogether * kTogether;  // there are so many warps at least
+    const auto stats_of = [&](int part) {
+      const Stats& stats = stats_[part * queries_ + query];
+      return PartStats{stats.largest, stats.sum};
+    };
+    float merged[1];
+    merge_parts<1, kTogether>(rounded, stats_of,
+                              [&](int part) { return values_ + (part * queries_ + query) * dims_ + dim; }, merged);
+    return merged[0];
   }
 
  private:
@@ -160,10 +149,7 @@ class OwnParts {
   __device__ void store_merged(T* output, int filled) const {
     const int lane = threadIdx.x % kWarpSize, part = lane % kMostParts;
     const float2 own = part < filled ? stats_[part] : float2{-INFINITY, 0.f};
-    const float largest = warp_reduce<Max, kMostParts>(own.x);
-    const float factor = exp2_approx(own.x - (largest == -INFINITY ? 0.f : largest));
-    const float divisor = warp_reduce<Sum, kMostParts>(factor * own.y);
-    const float reciprocal = divisor == 0.f ? 0.f : __fdividef(1.f, divisor);
+    const float share = share_of_part<kMostParts>(own.x, own.y);
     float totals[kLaneDims] = {};
     const float* values = values_ + lane * kLaneDims;
     constexpr int kAtATime = 4;
@@ -171,7 +157,7 @@ class OwnParts {
     for (int first = 0; first < filled; first += kAtATime, values += kAtATime * kDims) {
 #pragma unroll
       for (int p = 0; p < kAtATime; ++p) {
-        const float of_part = __shfl_sync(kFullWarp, factor, first + p);
+        const float of_part = __shfl_sync(kFullWarp, share, first + p);
         if (first + p >= filled) continue;
 #pragma unroll
         for (int d = 0; d < kLaneDims; ++d) totals[d] = fmaf(of_part, values[p * kDims + d], totals[d]);
@@ -179,7 +165,7 @@ class OwnParts {
     }
     T rounded[kLaneDims];
 #pragma unroll
-    for (int d = 0; d < kLaneDims; ++d) rounded[d] = from_acc<T>(totals[d] * reciprocal);
+    for (int d = 0; d < kLaneDims; ++d) rounded[d] = from_acc<T>(totals[d]);
     using Access = std::conditional_t<kLaneDims == 2, unsigned, uint2>;
     reinterpret_cast<Access*>(output)[lane] = reinterpret_cast<const Access&>(rounded);
   }

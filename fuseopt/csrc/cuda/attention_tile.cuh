@@ -3,8 +3,7 @@
 #pragma once
 
 #include "launchers.h"
-#include "math.cuh"
-#include "row_team.cuh"
+#include "partial_softmax.cuh"
 #include "tensor_core.cuh"
 
 namespace fuseopt {
@@ -203,8 +202,7 @@ struct Attended {
       for (int distance = 4; distance < kWarpSize; distance *= 2) {
         raised = fmaxf(raised, __shfl_xor_sync(kFullWarp, raised, distance));
       }
-      const float origin = raised == -INFINITY ? 0.0f : raised;
-      const float factor = kFirst ? 0.0f : exp2_approx(largest[q] - origin);
+      const float origin = origin_of(raised), factor = kFirst ? 0.0f : factor_of_part(largest[q], raised);
       largest[q] = raised;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

@@ -29,9 +29,6 @@ struct SplitAttention {
 template <typename T>
 using AccFor = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-__device__ inline float exp2_as(float x) { return exp2_approx(x); }
-__device__ inline double exp2_as(double x) { return exp2(x); }
-
 __device__ inline int64_t integer_at(const DecodeAttention::Integers& integers, int64_t index) {
   if (integers.data == nullptr) return 0;
   // Past the L1 cache: it may be read before and after the kernel ahead wrote it.
@@ -98,9 +95,7 @@ struct Partial {
 
   // Makes room for scores up to `score`.
   __device__ void raise(Acc score) {
-    const Acc raised = fmax(largest, score);
-    if (raised == Acc(-INFINITY)) return;
-    const Acc factor = exp2_as(largest - raised);
+    const Acc raised = fmax(largest, score), factor = factor_of_part(largest, raised);
     sum *= factor;
 #pragma unroll
     for (int i = 0; i < kLaneDims; ++i) values[i] *= factor;
@@ -215,7 +210,7 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       if (!attended[u]) continue;
-      const Acc weight = exp2_as(scores[u] - partial.largest);
+      const Acc weight = exp2_as(scores[u] - origin_of(partial.largest));
       partial.sum += weight;
 #pragma unroll
       for (int i = 0; i < kLaneDims; ++i) partial.values[i] += weight * value[u][i];
@@ -257,17 +252,14 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
   static_assert(kMaxSplits * kWarps <= kWarpSize);
   const int parts = static_cast<int>(split.splits) * kWarps;
   const bool has_part = lane < parts;
-  const Acc part_largest = has_part ? partials[lane * columns] : Acc(-INFINITY);
-  const Acc largest = warp_reduce<Max>(part_largest);
-  Acc factor = largest == Acc(-INFINITY) ? Acc(0) : exp2_as(part_largest - largest);
-  const Acc sum = warp_reduce<Sum>(has_part ? factor * partials[lane * columns + 1] : Acc(0));
-  factor = sum > 0 ? factor / sum : sum;
+  const Acc share = share_of_part<kWarpSize>(has_part ? partials[lane * columns] : Acc(-INFINITY),
+                                             has_part ? partials[lane * columns + 1] : Acc(0));
   for (int d = threadIdx.x; d < (head_dim + kWarpSize - 1) / kWarpSize * kWarpSize; d += kThreads) {
     Acc total = 0;
 #pragma unroll 8
     for (int part = 0; part < parts; ++part) {
-      const Acc part_factor = __shfl_sync(kFullWarp, factor, part);
-      if (d < head_dim) total += part_factor * partials[part * columns + 2 + d];
+      const Acc share_of = __shfl_sync(kFullWarp, share, part);
+      if (d < head_dim) total += share_of * partials[part * columns + 2 + d];
     }
     if (d < head_dim) {
       static_cast<T*>(attention.output)[(row * attention.heads + head) * head_dim + d] = from_acc<T>(total);

@@ -230,13 +230,12 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
   const auto output_of = [&](int query) {
     return static_cast<T*>(attention.output) + (uint64_t(row + query) * heads + head) * kDims;
   };
-  const auto reciprocal_of = [](float sum) { return sum == 0.0f ? 0.0f : __fdividef(1.0f, sum); };
   if (warps == 1) {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
       if (lane % 4 * 2 + q >= queries) continue;
       T* const output = output_of(lane % 4 * 2 + q) + lane / 4;
-      const float reciprocal = reciprocal_of(attended.sum[q]);
+      const float reciprocal = reciprocal_of_sum(attended.sum[q]);
 #pragma unroll
       for (int i = 0; i < kDims / 8; ++i) {
         output[i * 8] = from_acc<T>(attended.weighted[i / 2][i % 2 * 2 + q] * reciprocal);
@@ -250,26 +249,14 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
   constexpr int kLaneDims = kDims / kWarpSize;
 #pragma unroll 1
   for (int q = own; q < queries; q += warps) {
-    float scores[kManyRowsAttentionWarps], largest = -INFINITY, sum = 0, total[kLaneDims] = {};
-#pragma unroll
-    for (int warp = 0; warp < kManyRowsAttentionWarps; ++warp) {
-      scores[warp] = warp < warps ? result_of(warp)->largest[q] : -INFINITY;
-      largest = fmaxf(largest, scores[warp]);
-    }
-#pragma unroll
-    for (int warp = 0; warp < kManyRowsAttentionWarps; ++warp) {
-      if (scores[warp] == -INFINITY) continue;
-      const Result& result = *result_of(warp);
-      const float factor = exp2_approx(scores[warp] - largest);
-      sum += factor * result.sum[q];
-#pragma unroll
-      for (int i = 0; i < kLaneDims; ++i) total[i] += factor * result.values[q][lane * kLaneDims + i];
-    }
-    const float reciprocal = reciprocal_of(sum);
+    float merged[kLaneDims];
+    merge_parts<kLaneDims, 2>(
+        warps, [&](int warp) { return PartStats{result_of(warp)->largest[q], result_of(warp)->sum[q]}; },
+        [&](int warp) { return result_of(warp)->values[q] + lane * kLaneDims; }, merged);
 #pragma unroll
     for (int i = 0; i < kLaneDims; i += 2) {
       reinterpret_cast<unsigned*>(output_of(q) + lane * kLaneDims)[i / 2] =
-          packed<T>(total[i] * reciprocal, total[i + 1] * reciprocal);
+          packed<T>(merged[i], merged[i + 1]);
     }
   }
 }

@@ -6,7 +6,7 @@
 // block's own tokens: each thread puts those that it has copied into the cache.
 #include "async_copy.cuh"
 #include "dependent_launch.cuh"
-#include "math.cuh"
+#include "partial_softmax.cuh"
 #include "vector.cuh"
 
 namespace fuseopt::prompt_attention {
@@ -26,20 +26,20 @@ struct alignas(kAccessBytes) Attended {
 
   // Takes account of a score, and returns what to take off all of them: a number, even where no key has been seen.
   __device__ float raise(int half, float score) {
-    const float raised = fmaxf(largest[half], score), origin = raised == -INFINITY ? 0.0f : raised;
-    const float factor = exp2_approx(largest[half] - origin);
+    const float raised = fmaxf(largest[half], score), factor = factor_of_part(largest[half], raised);
     largest[half] = raised;
     sum[half] *= factor;
 #pragma unroll
     for (int i = 0; i < kDims / 8; ++i) weighted[i][half * 2] *= factor, weighted[i][half * 2 + 1] *= factor;
-    return origin;
+    return origin_of(raised);
   }
 
   // Adds what the same queries have found among other keys.
   __device__ void add(const Attended& other) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float origin = raise(half, other.largest[half]), factor = exp2_approx(other.largest[half] - origin);
+      raise(half, other.largest[half]);
+      const float factor = factor_of_part(other.largest[half], largest[half]);
       sum[half] += other.sum[half] * factor;
 #pragma unroll
       for (int i = 0; i < kDims / 8; ++i) {
