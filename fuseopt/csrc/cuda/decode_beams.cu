@@ -168,12 +168,12 @@ __global__ void __launch_bounds__(2 * kMoversOf<kMostBeams>)
     atomicOr(of.arrived + 1, found);
     __threadfence();
     is_last = atomicAdd(of.arrived, 1) == gridDim.x - 1;
+    __threadfence();  // what the last block does now comes behind all that the others have done
   }
   __syncthreads();
   if (!is_last) return;
   for (int64_t i = threadIdx.x; of.advance && i < of.items * beams + 1; i += kThreads) ++of.counters[i];
   if (threadIdx.x > 0) return;
-  __threadfence();
   found = atomicExch(of.arrived + 1, 0);
   *of.arrived = 0;
   of.going[std::clamp<int64_t>(length, 0, of.going_count - 1)] =
