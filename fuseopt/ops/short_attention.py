@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
 from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
@@ -19,6 +20,8 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float)
 
 
 RAW = define("short_attention(Tensor query, Tensor key, Tensor value, bool causal, float scale) -> Tensor", _fake)
+
+RAW_TAKES = define("takes_short_attention(Tensor query) -> bool", lambda query: True)
 
 
 def _reference(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
@@ -75,7 +78,8 @@ def short_attention(
         causal: whether a query sees no key behind it.
         scale: of the scores; by default head_dim ** -0.5.
         backend: "auto", "cuda" or "reference". Inputs that require a gradient under grad mode, and torch.func
-            transforms, need the reference, which "auto" then takes.
+            transforms, need the reference, which "auto" then takes. It also computes float64 heads that a GPU's shared
+            memory is too small for: on compute capability 7.5, more than 16 positions with a head_dim above 80.
 
     Returns:
         [batch, length, heads, head_dim], contiguous.
@@ -87,7 +91,8 @@ def short_attention(
     _check(query, key, value)
     scale = _scale(query, scale)
     chosen = registry.pick_without_gradient("short_attention", backend, (query.dtype,), query, key, value)
-    if chosen == "reference":
+    is_large = query.dtype is torch.float64 and not is_dynamo_compiling()
+    if chosen == "reference" or (is_large and not RAW_TAKES[chosen](query)):
         return _reference(query, key, value, causal, scale)
     return RAW[chosen](query, key, value, causal, scale)
 

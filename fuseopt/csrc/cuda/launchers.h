@@ -367,6 +367,9 @@ cudaError_t fuseopt_beam_candidates(BeamCandidates candidates, cudaStream_t stre
 
 cudaError_t fuseopt_decode_embedding(DecodeEmbedding embedding, cudaStream_t stream);
 
+// Whether the current device has the shared memory: 65 KB, on sm_75, is too little for the longest heads in float64.
+bool fuseopt_takes_short_attention(int dtype, int64_t length, int64_t head_dim);
+
 cudaError_t fuseopt_short_attention(ShortAttention attention, cudaStream_t stream);
 
 // From sm_80 on.

@@ -15,7 +15,6 @@ constexpr int kColumns = 4;         // that a lane reads at once
 constexpr int kGroups = 2;          // of columns that a lane has results of at a time
 constexpr int kLoads = 6;           // of 16 bytes in flight a lane
 constexpr int kMaxWarps = 4;        // of a block whose warps have nothing in common
-constexpr int kSharedBytes = 44 * 1024;
 constexpr int kFewHeads = 4;        // a multiprocessor, up to which several warps have a head
 
 template <typename T>
@@ -37,6 +36,12 @@ __device__ inline double as_acc(double x) { return x; }
 // A query's has room for as many weights as there are keys.
 inline int pitch_of(int64_t head_dim, int keys) {
   return std::max(static_cast<int>(ceil_div(head_dim, 8) * 8), keys) + kColumns;
+}
+
+// What a head's queries, keys and values take of shared memory.
+template <typename A, int kKeys>
+size_t head_bytes(int64_t head_dim) {
+  return 3 * kKeys * pitch_of(head_dim, kKeys) * sizeof(A);
 }
 
 // One head's rows of a tensor.
@@ -268,7 +273,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
 
   const auto load = [&](const Rows<T>& rows, int row, int unit) {
     if (row >= length) return uint4{};
-    return load_once<uint4>(rows.data + row * rows.stride + unit * 32 + place * 8);
+    return __ldcg(reinterpret_cast<const uint4*>(rows.data + row * rows.stride + unit * 32 + place * 8));
   };
   uint4 query[2][kUnits], key[kTiles][kUnits], value[kTiles][kUnits];
 #pragma unroll
@@ -378,15 +383,10 @@ cudaError_t launch_mma(const ShortAttention& attention, cudaStream_t stream) {
 template <typename T, int kKeys, int kHeadWarps>
 cudaError_t launch_as(ShortAttention& attention, cudaStream_t stream) {
   attention.pitch = pitch_of(attention.head_dim, kKeys);
-  const size_t bytes = 3 * kKeys * attention.pitch * sizeof(Acc<T>);
-  const int heads = kHeadWarps > 1 ? 1 : static_cast<int>(std::clamp<size_t>(kSharedBytes / bytes, 1, kMaxWarps));
+  const size_t bytes = head_bytes<Acc<T>, kKeys>(attention.head_dim);
+  const int heads = kHeadWarps > 1 ? 1 : static_cast<int>(std::clamp<size_t>(kUnaskedSharedBytes / bytes, 1, kMaxWarps));
   const size_t shared_bytes = heads * bytes;
   using Kernel = FollowingKernel<short_attention_kernel<T, kKeys, kHeadWarps>>;
-  if (shared_bytes > kSharedBytes) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        Kernel::kFunction, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-    if (error != cudaSuccess) return error;
-  }
   Kernel::launch(static_cast<unsigned>(ceil_div(attention.batch * attention.heads, heads)),
                  heads * kHeadWarps * kWarpSize, shared_bytes, stream, attention);
   return cudaGetLastError();
@@ -420,6 +420,14 @@ cudaError_t launch(ShortAttention& attention, cudaStream_t stream) {
 }
 
 }  // namespace
+
+extern "C" bool fuseopt_takes_short_attention(int dtype, int64_t length, int64_t head_dim) {
+  const auto bytes_of = [&](auto zero) {
+    using A = decltype(zero);
+    return length <= kQueries ? head_bytes<A, 16>(head_dim) : head_bytes<A, 32>(head_dim);
+  };
+  return (dtype == kFloat64 ? bytes_of(0.0) : bytes_of(0.0f)) <= shared_bytes_of_block();
+}
 
 extern "C" cudaError_t fuseopt_short_attention(ShortAttention attention, cudaStream_t stream) {
   if (attention.batch * attention.heads * attention.length * attention.head_dim == 0) return cudaSuccess;

@@ -14,6 +14,11 @@ ShortAttention::Heads heads_of(const Tensor& tensor) {
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
+bool takes_short_attention(Tensor query) {
+  const Launch on_its_device(kOp, query);
+  return fuseopt_takes_short_attention(dtype_code(kOp, dtype_of(query)), query.size(2), query.size(3));
+}
+
 Tensor short_attention(Tensor query, Tensor key, Tensor value, bool causal, double scale) {
   FUSEOPT_CHECK(query.dim() == 4 && query.size(2) <= kMaxLength && query.size(3) <= kMaxHeadDim, "fuseopt::", kOp,
                 ": query must be [batch, heads, length, head_dim] with a length of ", kMaxLength,
@@ -46,5 +51,6 @@ Tensor short_attention(Tensor query, Tensor key, Tensor value, bool causal, doub
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::short_attention_binding;
+  library.impl("takes_short_attention", TORCH_BOX(&takes_short_attention));
   library.impl("short_attention", TORCH_BOX(&short_attention));
 }
