@@ -18,15 +18,14 @@ inline int activation_code(const char* op, const std::string& name) {
   return name == "gelu" ? kGelu : kGeluTanh;
 }
 
-enum class Layout { kRows, kColumns, kNeither };
-
-// Which dimension of a weight [N, K] has unit stride: K, N, or neither, nor one of a single element.
-inline Layout layout_of(const Tensor& weight) {
-  if (weight.size(1) <= 1 || weight.stride(1) == 1) return Layout::kRows;
-  return weight.size(0) <= 1 || weight.stride(0) == 1 ? Layout::kColumns : Layout::kNeither;
+// None where neighbours lie along no dimension. One of a single element counts as any.
+inline std::optional<Layout> layout_of(const Tensor& weight) {
+  if (weight.size(1) <= 1 || weight.stride(1) == 1) return Layout::kRowMajorNK;
+  if (weight.size(0) <= 1 || weight.stride(0) == 1) return Layout::kColMajorKN;
+  return std::nullopt;
 }
 
-inline int64_t stride_of(const Tensor& weight) { return weight.stride(layout_of(weight) == Layout::kRows ? 0 : 1); }
+inline int64_t stride_of(const Tensor& weight) { return weight.stride(layout_of(weight) == Layout::kRowMajorNK ? 0 : 1); }
 
 constexpr int64_t kPrefetchBytes = 16;
 
@@ -44,7 +43,7 @@ inline bool is_dense(const Tensor& matrix) {
 
 // The weights as they are, where one layout and stride serves them all; else copies.
 inline std::vector<Tensor> readable(const char* op, const std::vector<Tensor>& weights) {
-  bool alike = layout_of(weights[0]) != Layout::kNeither;
+  bool alike = layout_of(weights[0]).has_value();
   for (const Tensor& weight : weights) {
     FUSEOPT_CHECK(weight.dim() == 2 && weight.size(0) == weights[0].size(0) && weight.size(1) == weights[0].size(1) &&
                       dtype_of(weight) == dtype_of(weights[0]),
@@ -111,7 +110,7 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
   layer.weight_count = static_cast<int>(read.size());
   layer.weight_dtype = dtype_code(op, weight_type);
   layer.weight_stride = stride_of(read[0]);
-  layer.weights_are_transposed = layout_of(read[0]) == Layout::kColumns;
+  layer.weights_are_transposed = layout_of(read[0]) == Layout::kColMajorKN;
   layer.outputs = read[0].size(0);
   for (size_t i = 0; i < read.size(); ++i) {
     check_device("a weight", read[i]);

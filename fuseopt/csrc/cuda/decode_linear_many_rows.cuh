@@ -26,7 +26,7 @@ constexpr int kWarpsSummed = 4;  // at a time
 // Whether rows go to shared memory on their way. With a weight [N, K] the compiler would else ask for a few of them at
 // a time, for want of registers; with one [K, N] they are there sooner without.
 template <Layout kLayout>
-constexpr bool kCopiesRows = kLayout == Layout::kRows;
+constexpr bool kCopiesRows = kLayout == Layout::kRowMajorNK;
 
 template <typename T>
 struct ManyRowsLayer {
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   };
 
   const unsigned never = layer.rows < 0 ? 1 : 0;
-  if constexpr (kLayout == Layout::kLines) weight.pair_lines(columns, first_k);
+  if constexpr (kLayout == Layout::kColMajorKN) weight.pair_lines(columns, first_k);
   else weight.arrange(never);
   if constexpr (kNorm) {
     // As in decode_linear_strips.cuh: sums of w * g and w * b as two rows of products, and w scaled by g.
@@ -321,9 +321,9 @@ bool launch_decode_linear_many_rows(const DecodeLinear& layer, cudaStream_t stre
     return has_norm ? launch_many_rows<T, kLayout, true, false>(layer, parts, stream, error)
                     : launch_many_rows<T, kLayout, false, false>(layer, parts, stream, error);
   };
-  if (layer.gated) return launch_many_rows<T, Layout::kRows, true, true>(layer, parts, stream, error);
-  return layer.weights_are_transposed ? launch(std::integral_constant<Layout, Layout::kLines>{})
-                                      : launch(std::integral_constant<Layout, Layout::kRows>{});
+  if (layer.gated) return launch_many_rows<T, Layout::kRowMajorNK, true, true>(layer, parts, stream, error);
+  return layer.weights_are_transposed ? launch(std::integral_constant<Layout, Layout::kColMajorKN>{})
+                                      : launch(std::integral_constant<Layout, Layout::kRowMajorNK>{});
 }
 
 }  // namespace fuseopt

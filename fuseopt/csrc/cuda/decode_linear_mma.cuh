@@ -71,12 +71,12 @@ cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
     return true;
   };
   cudaError_t error = cudaSuccess;
-  if constexpr (!kNorm && !kGated && kLayout == Layout::kLines) {
+  if constexpr (!kNorm && !kGated && kLayout == Layout::kColMajorKN) {
     if (layer.is_apart) {
       return launch_mma_as<T, T, kLayout, false, false, 4, 4, kHalves, Along::kApart, false>(layer, stream);
     }
   }
-  if constexpr (kNorm && kLayout == Layout::kLines && kHalves == 1) {
+  if constexpr (kNorm && kLayout == Layout::kColMajorKN && kHalves == 1) {
     constexpr auto kAtOnce = Along::kAtOnce;
     if (layer.addends != nullptr) {
       return launch_mma_as<T, T, kLayout, true, false, 8, 2, 1, kAtOnce, false, Input::kSummed>(layer, stream);
@@ -92,11 +92,11 @@ cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
   if constexpr (!kGated) {
     if (launch.template operator()<2, 4>(true, error)) return error;
   }
-  if constexpr (!kNorm && !kGated && kLayout == Layout::kRows && kHalves == 1) {
+  if constexpr (!kNorm && !kGated && kLayout == Layout::kRowMajorNK && kHalves == 1) {
     if (launch.template operator()<2, 8>(layer.rows <= 2, error)) return error;
   }
   if constexpr (!kNorm && !kGated) {
-    const bool gains = kLayout == Layout::kLines || layer.rows > 2;
+    const bool gains = kLayout == Layout::kColMajorKN || layer.rows > 2;
     if (is_sm90_or_newer() && is_plain && gains && layer.columns <= kMostTogether * kMostColumns<T, T, 4, 4, kHalves>) {
       return launch_mma_as<T, T, kLayout, kNorm, kGated, 4, 4, kHalves, Along::kTogether, false>(layer, stream);
     }
@@ -221,16 +221,16 @@ bool launch_decode_linear_mma(const DecodeLinear& layer, cudaStream_t stream, cu
   } else if (takes_stream(layer)) {
     error = launch_stream<T>(layer, stream);
   } else if (layer.weights_are_transposed) {
-    error = has_norm ? launch_mma<T, T, Layout::kLines, true, false>(layer, stream)
-                     : launch_mma<T, T, Layout::kLines, false, false>(layer, stream);
+    error = has_norm ? launch_mma<T, T, Layout::kColMajorKN, true, false>(layer, stream)
+                     : launch_mma<T, T, Layout::kColMajorKN, false, false>(layer, stream);
   } else if (is_wide) {  // T5 in float16 has a residual stream in float32
-    error = layer.gated ? launch_mma<T, float, Layout::kRows, true, true>(layer, stream)
-                        : launch_mma<T, float, Layout::kRows, true, false>(layer, stream);
+    error = layer.gated ? launch_mma<T, float, Layout::kRowMajorNK, true, true>(layer, stream)
+                        : launch_mma<T, float, Layout::kRowMajorNK, true, false>(layer, stream);
   } else if (layer.gated) {
-    error = launch_mma<T, T, Layout::kRows, true, true>(layer, stream);
+    error = launch_mma<T, T, Layout::kRowMajorNK, true, true>(layer, stream);
   } else {
-    error = has_norm ? launch_mma<T, T, Layout::kRows, true, false>(layer, stream)
-                     : launch_mma<T, T, Layout::kRows, false, false>(layer, stream);
+    error = has_norm ? launch_mma<T, T, Layout::kRowMajorNK, true, false>(layer, stream)
+                     : launch_mma<T, T, Layout::kRowMajorNK, false, false>(layer, stream);
   }
   return true;
 }

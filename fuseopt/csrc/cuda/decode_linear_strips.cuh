@@ -162,12 +162,12 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
       for (int i = 0; i < 2; ++i) offsets[p][i] += to_float(biases[p][i]);
     }
   };
-  if constexpr (!kLoops && kLayout == Layout::kLines) weight.pair_lines(columns, first_k(0) + own);
+  if constexpr (!kLoops && kLayout == Layout::kColMajorKN) weight.pair_lines(columns, first_k(0) + own);
   if constexpr (kNorm && !kLoops) {
     fold_norm(0);
     if (layer.is_layer_norm) share_constants();
   }
-  if constexpr (!kLoops && kLayout == Layout::kRows) weight.arrange(rows < 0 ? 1 : 0);
+  if constexpr (!kLoops && kLayout == Layout::kRowMajorNK) weight.arrange(rows < 0 ? 1 : 0);
   if constexpr (!kLoops) add_biases();
   for (int i = threadIdx.x; i < rows * (all_summed - warps) * kColumns; i += blockDim.x) {
     const int r = i / ((all_summed - warps) * kColumns);
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     if constexpr (!kLoops) places.load_residuals();
     if constexpr (kLoops) {
       weight.not_before_here();
-      if constexpr (kLayout == Layout::kLines) weight.pair_lines(columns, first_k(pass) + own);
+      if constexpr (kLayout == Layout::kColMajorKN) weight.pair_lines(columns, first_k(pass) + own);
     }
     if constexpr (kNorm && kLoops) fold_norm(pass);
 #pragma unroll

@@ -276,8 +276,8 @@ bool launch_decode_linear_tiles(const DecodeLinear& layer, cudaStream_t stream, 
   const auto launch = [&](auto layout) {
     return has_norm ? launch_as(layout, std::true_type{}) : launch_as(layout, std::false_type{});
   };
-  error = layer.weights_are_transposed ? launch(std::integral_constant<Layout, Layout::kLines>{})
-                                       : launch(std::integral_constant<Layout, Layout::kRows>{});
+  error = layer.weights_are_transposed ? launch(std::integral_constant<Layout, Layout::kColMajorKN>{})
+                                       : launch(std::integral_constant<Layout, Layout::kRowMajorNK>{});
   return true;
 }
 

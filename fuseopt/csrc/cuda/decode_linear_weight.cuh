@@ -5,11 +5,9 @@
 
 namespace fuseopt {
 
-enum class Layout { kRows, kLines };  // of a weight: [N, K], [K, N]
-
 // A lane's part of the weight: tiles of 8 columns, of which tile t has column `g` (lane / 4), or if they are woven columns
 // kTiles * g to kTiles * (g + 1), as those of a weight [K, N] are. Words hold neighbouring k. Two weights take turns.
-template <typename T, Layout kLayout, bool kGated, int kTiles, int kChunks, bool kWoven = kLayout == Layout::kLines>
+template <typename T, Layout kLayout, bool kGated, int kTiles, int kChunks, bool kWoven = kLayout == Layout::kColMajorKN>
 struct WeightPart {
   uint4 words[kChunks][kTiles];
 
@@ -17,7 +15,7 @@ struct WeightPart {
   // words hold neighbouring columns.
   __device__ void load(const MmaLayer<T>& layer, int column, int k) {
     const int g = threadIdx.x % kWarpSize / 4, stride = layer.weight_stride;
-    if constexpr (kLayout == Layout::kRows) {
+    if constexpr (kLayout == Layout::kRowMajorNK) {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         constexpr int kOfWeight = kGated ? kTiles / 2 : kTiles;
@@ -126,12 +124,12 @@ __device__ inline void for_sums(const float (&sums)[kTiles / 2][4], Write write)
 // strip, and how far from that the second one's is.
 template <Layout kLayout, bool kGated, int kTiles>
 struct Pair {
-  static constexpr int kNext = kLayout == Layout::kLines ? kTiles : 1;
+  static constexpr int kNext = kLayout == Layout::kColMajorKN ? kTiles : 1;
   int place, column;
 
   // Of the strip, or of a gated one's first half.
   static __device__ int column_of(int place) {
-    return kLayout == Layout::kLines ? place % kTileColumns * kTiles + place / kTileColumns : place;
+    return kLayout == Layout::kColMajorKN ? place % kTileColumns * kTiles + place / kTileColumns : place;
   }
 
   __device__ explicit Pair(int index) : place(2 * index), column(column_of(2 * index)) {

@@ -51,13 +51,13 @@ __global__ void __launch_bounds__(kMostGroups* kWarpSize, 1)
   T* const powers_of = reinterpret_cast<T*>(factors + (rows * warps + 3) / 4 * 4) + warp * kRows * kPowersStride;
 
   let_successor_start();
-  WeightPart<T, Layout::kLines, false, kTiles, kChunks> weight;
+  WeightPart<T, Layout::kColMajorKN, false, kTiles, kChunks> weight;
   weight.load(layer, strip, own_k);
   prefetch_ahead(layer);
   weight.pair_lines(layer.columns, own_k);
   const float* scores = static_cast<const float*>(layer.input) + first_k + lane * kOwnSlots;
   settle(scores);
-  const int column = strip + Pair<Layout::kLines, false, kTiles>::column_of(lane);  // that the thread finishes
+  const int column = strip + Pair<Layout::kColMajorKN, false, kTiles>::column_of(lane);  // that the thread finishes
   wait_for_predecessor_settled(rows < 0);
 
   unsigned residual = 0;

@@ -111,6 +111,9 @@ enum GeluApproximation : int { kErf = 0, kTanh = 1 };
 
 enum Activation : int { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3, kIdentity = 4 };
 
+// Where the neighbours of a weight [N, K] lie: along K, or along N, as in a contiguous [K, N].
+enum class Layout { kRowMajorNK, kColMajorKN };
+
 enum Norm : int { kNoNorm = 0, kLayerNorm = 1, kT5RmsNorm = 2 };
 
 // Rows `indices` of `weight`, [rows, columns]; an absent table has `weight == nullptr`.

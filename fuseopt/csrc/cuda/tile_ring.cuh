@@ -39,10 +39,10 @@ class TileRing {
     row_ = first_row + line();
     row_k_ = first_k + first_part;
     input_ = static_cast<const T*>(layer.input) + row_ * layer.columns + row_k_;
-    column_ = strip + (kLayout == Layout::kRows ? line() : first_part);
-    weight_k_ = first_k + (kLayout == Layout::kRows ? first_part : line());
-    const int outer = kLayout == Layout::kRows ? column_ : weight_k_;
-    const int inner = kLayout == Layout::kRows ? weight_k_ : column_;
+    column_ = strip + (kLayout == Layout::kRowMajorNK ? line() : first_part);
+    weight_k_ = first_k + (kLayout == Layout::kRowMajorNK ? first_part : line());
+    const int outer = kLayout == Layout::kRowMajorNK ? column_ : weight_k_;
+    const int inner = kLayout == Layout::kRowMajorNK ? weight_k_ : column_;
     weight_ = layer.weights[blockIdx.y] + outer * layer.weight_stride + inner;
   }
 
@@ -64,12 +64,12 @@ class TileRing {
 #pragma unroll
     for (int i = 0; i < Shape::kColumns / kCopiedLines; ++i) {
       const int further = i * kCopiedLines;
-      const bool is_column = column_ + (kLayout == Layout::kRows ? further : 0) < layer_.outputs;
-      const bool is_k = weight_k_ + (kLayout == Layout::kRows ? 0 : further) < end_k_;
+      const bool is_column = column_ + (kLayout == Layout::kRowMajorNK ? further : 0) < layer_.outputs;
+      const bool is_k = weight_k_ + (kLayout == Layout::kRowMajorNK ? 0 : further) < end_k_;
       copy_async(to + further * Shape::kLineBytes, weight_ + further * layer_.weight_stride, is_column && is_k);
     }
     weight_k_ += Shape::kStageK;
-    weight_ += kLayout == Layout::kRows ? Shape::kStageK : Shape::kStageK * layer_.weight_stride;
+    weight_ += kLayout == Layout::kRowMajorNK ? Shape::kStageK : Shape::kStageK * layer_.weight_stride;
   }
 
   // 16 rows from `row` of the tile on, as `multiply` takes them: low {x, z} and high {y, w}.
@@ -82,7 +82,7 @@ class TileRing {
   __device__ uint4 columns(int place, int column, int product) const {
     const int lane = threadIdx.x % kWarpSize;
     const char* const stage = weight_stage(place);
-    if constexpr (kLayout == Layout::kRows) {
+    if constexpr (kLayout == Layout::kRowMajorNK) {
       return load_lines(stage + at(column + lane % 8 + lane / 16 * 8, product * 2 + lane / 8 % 2));
     } else {
       return load_transposed(stage + at(product * kProductK + lane % 16, column / kLaneValues + lane / 16));
