@@ -13,6 +13,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fuseopt import native, prebuilt, toolchain
 
@@ -33,12 +34,9 @@ def build(folder: Path, architectures: Sequence[str] = SHIPPED_ARCHITECTURES) ->
     for name in native.LIBRARIES:
         for suffix in (".so", ".json"):
             (folder / name).with_suffix(suffix).unlink(missing_ok=True)
-    machine = platform.machine()
-    made = prebuilt.Contents(toolchain.sources_digest("cpu"), machine)
-    _build(toolchain.cpu_recipe(portable=True), folder / "cpu.so", made)
+    _build(toolchain.cpu_recipe(portable=True), folder / "cpu.so")
     with contextlib.suppress(toolchain.ToolchainError):  # without headers of Python: calls take a little longer
-        made = prebuilt.Contents(toolchain.sources_digest("python"), machine, interpreter=toolchain.interpreter())
-        _build(toolchain.python_recipe(), folder / "python.so", made)
+        _build(toolchain.python_recipe(), folder / "python.so", interpreter=toolchain.interpreter())
     try:
         nvcc = toolchain.find_nvcc()
         known = toolchain.known_architectures(nvcc)
@@ -48,14 +46,15 @@ def build(folder: Path, architectures: Sequence[str] = SHIPPED_ARCHITECTURES) ->
         recipe = toolchain.cuda_recipe(compiled, ptx=True)
     except toolchain.ToolchainError as error:
         return str(error)
-    made = prebuilt.Contents(toolchain.sources_digest("cuda"), machine, toolchain.nvcc_release(nvcc), compiled)
-    _build(recipe, folder / "cuda.so", made)
+    _build(recipe, folder / "cuda.so", cuda=toolchain.nvcc_release(nvcc), architectures=compiled)
     return None
 
 
-def _build(recipe: toolchain.Recipe, library: Path, made: prebuilt.Contents) -> None:
+def _build(recipe: toolchain.Recipe, library: Path, **made_for: Any) -> None:
+    made = prebuilt.Contents(toolchain.sources_digest(library.stem), platform.machine(), size=0, **made_for)
     with toolchain.progress_line(f"compiling {library.name} for {made}", [recipe]) as progress:
         toolchain.build(recipe, library, progress)
+    made = dataclasses.replace(made, size=library.stat().st_size)
     library.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(made), indent=2) + "\n", encoding="utf-8")
 
 

@@ -5,6 +5,9 @@ Looked for in this order: a prebuilt library in the package (`fuseopt/_lib`, fro
 user's cache folder, else it is compiled into the cache. Nothing is compiled at import or unasked, or written into the
 package.
 
+A library in the cache is loaded only from a folder that no other user can write, and if it is what was built:
+`fuseopt.library_cache`. One that is damaged, or that cannot be loaded, is built again.
+
 Environment: `FUSEOPT_CACHE_DIR` names the cache folder (default `$XDG_CACHE_HOME/fuseopt`, `~/.cache/fuseopt`);
 `FUSEOPT_NO_BUILD=1` forbids compiling; `CXX` and `CUDA_HOME` choose the compilers.
 """
@@ -26,7 +29,7 @@ from typing import Literal
 
 import torch
 
-from fuseopt import prebuilt, toolchain
+from fuseopt import library_cache, prebuilt, toolchain
 from fuseopt.errors import NativeBuildError
 
 Kind = Literal["cpu", "cuda"]
@@ -42,7 +45,8 @@ _PYTHON_MODULE = "fuseopt_python"  # what csrc/python calls itself
 
 _process_lock = threading.Lock()
 _settled: dict[str, "LibraryState"] = {}
-_broken_prebuilt: dict[str, str] = {}
+# What could not be loaded, by path, inode and time of change: a file that takes its place is tried.
+_not_loadable: dict[tuple[Path, int, int], str] = {}
 _python_library: ModuleType | None = None
 
 
@@ -58,6 +62,7 @@ class LibraryState:
         path: the file, or where building would put it.
         reason: why it is absent; None otherwise.
         passed_over: why the prebuilt library in the package was not taken; None where it was, or where there is none.
+        damage: why the library in the cache was not taken; None where it was, or where there is none.
         seconds: what building and loading took.
     """
 
@@ -67,6 +72,7 @@ class LibraryState:
     path: Path | None = None
     reason: str | None = None
     passed_over: str | None = None
+    damage: str | None = None
     seconds: float = 0.0
 
 
@@ -108,14 +114,6 @@ def python_library() -> ModuleType | None:
     return _python_library
 
 
-def cache_dir() -> Path:
-    """The folder that compiled libraries are kept in."""
-    explicit = os.environ.get("FUSEOPT_CACHE_DIR")
-    if explicit:
-        return Path(explicit).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "fuseopt"
-
-
 def _is_of_this_machine(state: LibraryState) -> bool:
     return state.status == "buildable" or state.origin in ("cache", "built")
 
@@ -132,22 +130,22 @@ def _find(kind: Library) -> LibraryState:
     if obstacle is not None:
         return LibraryState(kind, "absent", reason=obstacle)
     passed_over = None
-    if prebuilt.path_of(kind).exists():
-        passed_over = _broken_prebuilt.get(kind) or prebuilt.not_usable_reason(kind)
+    path = prebuilt.path_of(kind)
+    if path.exists():
+        passed_over = _not_loadable.get(_identity(path)) or prebuilt.not_usable_reason(kind)
         if passed_over is None:
-            return LibraryState(kind, "available", "prebuilt", prebuilt.path_of(kind))
+            return LibraryState(kind, "available", "prebuilt", path)
     return replace(_find_built(kind), passed_over=passed_over)
 
 
 def _find_working(kind: Library) -> LibraryState:
-    """`_find`, with a prebuilt library loaded already: whether it can be is known only then."""
-    found = _find(kind)
-    if found.origin == "prebuilt":
+    """`_find`, with a library that is there already loaded: whether it can be is known only then."""
+    while (found := _find(kind)).status == "available":
         loaded = _load_file(found)
         if loaded.status == "loaded":
             return loaded
-        _broken_prebuilt[kind] = str(loaded.reason)
-        found = _find(kind)
+        assert found.path is not None
+        _not_loadable[_identity(found.path)] = str(loaded.reason)
     return found
 
 
@@ -155,12 +153,33 @@ def _find_built(kind: Library) -> LibraryState:
     recipe = _recipe(kind)
     if isinstance(recipe, str):
         return LibraryState(kind, "absent", reason=recipe)
-    path = cache_dir() / f"{kind}-{recipe.key}.so"
-    if path.exists():
+    try:
+        folder = library_cache.folder()
+        library_cache.check_trusted(folder)
+        path = folder / f"{kind}-{recipe.key}.so"
+        is_there, damage = path.exists(), _damage(path)
+    except library_cache.CacheError as error:
+        return LibraryState(kind, "absent", reason=str(error))
+    except OSError as error:
+        return LibraryState(
+            kind, "absent", reason=f"the cache folder cannot be read ({error}); FUSEOPT_CACHE_DIR names another"
+        )
+    if is_there and damage is None:
         return LibraryState(kind, "available", "cache", path)
     if os.environ.get("FUSEOPT_NO_BUILD", "0") not in ("", "0"):
-        return LibraryState(kind, "absent", reason="it is not built yet, and FUSEOPT_NO_BUILD forbids building")
-    return LibraryState(kind, "buildable", path=path)
+        why = f"what is built cannot be used ({path}: {damage})" if damage else "it is not built yet"
+        return LibraryState(kind, "absent", reason=f"{why}, and FUSEOPT_NO_BUILD forbids building", damage=damage)
+    return LibraryState(kind, "buildable", path=path, damage=damage)
+
+
+def _damage(path: Path) -> str | None:
+    """Why the file is to be built again; None if it is sound, or not there."""
+    return (_not_loadable.get(_identity(path)) or library_cache.damage(path)) if path.exists() else None
+
+
+def _identity(path: Path) -> tuple[Path, int, int]:
+    status = path.stat()
+    return path, status.st_ino, status.st_mtime_ns
 
 
 def _obstacle(kind: Library) -> str | None:
@@ -202,14 +221,15 @@ def _lock(wanted: LibraryState, locks: contextlib.ExitStack) -> LibraryState:
     path = wanted.path
     assert path is not None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        locks.enter_context(filelock.FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_SECONDS))
+        library_cache.create(path.parent)
+        locks.enter_context(filelock.FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_SECONDS, mode=0o600))
+        is_done = path.exists() and _damage(path) is None
     except filelock.Timeout:
         reason = f"another process has been building it for {_LOCK_TIMEOUT_SECONDS} s and holds {path}.lock"
         return replace(wanted, status="absent", path=None, reason=reason)
-    except OSError as error:
+    except (OSError, library_cache.CacheError) as error:
         return _after_build(wanted, error)
-    if path.exists():
+    if is_done:
         return replace(wanted, status="available", origin="cache")
     for abandoned in path.parent.glob(f"{path.stem}.*/"):
         shutil.rmtree(abandoned, ignore_errors=True)
@@ -222,6 +242,8 @@ def _compile(missing: Sequence[LibraryState]) -> dict[Library, LibraryState]:
     for state in missing:
         if state.passed_over is not None:
             what += f" (the prebuilt one is passed over: {state.passed_over})"
+        if state.damage is not None:
+            what += f" (the one in the cache is replaced: {state.damage})"
     recipes = []
     for state in missing:
         recipe = _recipe(state.kind)
@@ -235,7 +257,7 @@ def _compile(missing: Sequence[LibraryState]) -> dict[Library, LibraryState]:
         builds = []
         for state, recipe in zip(missing, recipes, strict=True):
             assert state.path is not None
-            builds.append(pool.submit(toolchain.build, recipe, state.path, progress))
+            builds.append(pool.submit(toolchain.build, recipe, state.path, progress, library_cache.publish))
         wait(builds)
         for build in builds:
             build.result()
@@ -245,7 +267,7 @@ def _compile(missing: Sequence[LibraryState]) -> dict[Library, LibraryState]:
 def _after_build(wanted: LibraryState, error: BaseException | None) -> LibraryState:
     if error is None:
         return replace(wanted, status="available", origin="built")
-    if isinstance(error, NativeBuildError):
+    if isinstance(error, (NativeBuildError, library_cache.CacheError)):
         return replace(wanted, status="absent", path=None, reason=str(error))
     if isinstance(error, OSError):
         reason = f"the cache folder cannot be written ({error}); FUSEOPT_CACHE_DIR names another"
@@ -261,7 +283,7 @@ def _load_file(found: LibraryState) -> LibraryState:
         else:
             torch.ops.load_library(found.path)
     except (OSError, ImportError) as error:
-        reason = f"{found.path} cannot be loaded ({error}); once it is deleted, it can be built again"
+        reason = f"{found.path} cannot be loaded ({error.__cause__ or error})"
         return replace(found, status="absent", origin=None, path=None, reason=reason)
     return replace(found, status="loaded")
 

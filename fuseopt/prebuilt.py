@@ -25,6 +25,7 @@ class Contents:
     Attributes:
         sources: `toolchain.sources_digest` of the sources compiled.
         machine: processor architecture, as "x86_64".
+        size: bytes of the library. A file that lacks some of them would kill the process that loads it.
         cuda: release of nvcc, None for the CPU library.
         architectures: compute capabilities with machine code; PTX of the last is there too.
         interpreter: `toolchain.interpreter` of the library for Python, None for those that any torch and Python take.
@@ -32,6 +33,7 @@ class Contents:
 
     sources: str
     machine: str
+    size: int
     cuda: str | None = None
     architectures: tuple[str, ...] = ()
     interpreter: str | None = None
@@ -69,6 +71,9 @@ def not_usable_reason(kind: str) -> str | None:
         return found
     if found.sources != toolchain.sources_digest(kind):
         return "it is stale: the sources have changed since it was made"
+    size = path_of(kind).stat().st_size
+    if found.size != size:
+        return f"it is damaged: {size} bytes, and was made with {found.size}"
     if found.machine != platform.machine():
         return f"it is for {found.machine}, this machine is {platform.machine()}"
     if found.interpreter is not None:

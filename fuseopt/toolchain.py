@@ -14,6 +14,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -41,6 +42,8 @@ _SIMD_FLAGS = ("-O3", "-fopenmp-simd", "-fno-trapping-math")
 # bindings are compiled as one, and the others as no more than keep every processor busy until the end.
 _UNITS_A_PROCESSOR = 2
 _BINDING_SUFFIX = "_binding.cpp"
+QUERY_SECONDS = 60
+"""What a compiler may take to name its version, its folder or its flags, from a cold network file system too."""
 
 MANY_KERNELS = ("rms_norm.cu", "rms_norm_of_sum.cu", "softmax.cu")
 """Sources that take longer to compile than their size tells, for the many dtypes and shapes of their kernels."""
@@ -223,13 +226,19 @@ def toolkit_root(nvcc: str) -> Path:
     return Path(match[1].strip()).resolve()
 
 
-def build(recipe: Recipe, library: Path, progress: Callable[[str], None] = lambda name: None) -> None:
+def build(
+    recipe: Recipe,
+    library: Path,
+    progress: Callable[[str], None] = lambda name: None,
+    publish: Callable[[Path, Path], None] = os.replace,
+) -> None:
     """Compile and link in a new folder beside `library`, then move the result there in one step.
 
     Uses ninja where it is installed, else calls the compilers itself, as many at a time as there are processors.
 
     Args:
         progress: called with the name of each unit of the recipe when it is compiled.
+        publish: moves the first file to the place of the second.
 
     Raises:
         NativeBuildError: a compiler failed; the message is its own.
@@ -237,6 +246,7 @@ def build(recipe: Recipe, library: Path, progress: Callable[[str], None] = lambd
     """
     with tempfile.TemporaryDirectory(prefix=f"{library.stem}.", dir=library.parent) as name:
         folder = Path(name)
+        folder.chmod(0o700)  # whatever the umask
         compilations = {
             source.name: [*recipe.compile_commands[source.suffix], "-c", str(source), "-o", f"{folder / source.name}.o"]
             for source in (as_one_file(unit, folder) for unit in recipe.units)
@@ -270,7 +280,7 @@ def build(recipe: Recipe, library: Path, progress: Callable[[str], None] = lambd
                     done.result()
                     progress(pending[done])
             _run(link)
-        os.replace(built, library)
+        publish(built, library)
 
 
 @contextlib.contextmanager
@@ -284,14 +294,21 @@ def progress_line(what: str, recipes: Sequence[Recipe]) -> Iterator[Callable[[st
 
     def progress(name: str) -> None:
         with one_at_a_time:
-            print(f"{next(done)}/{total} {name}", end=" ", file=sys.stderr, flush=True)
+            _say(f"{next(done)}/{total} {name} ")
 
-    print(f"fuseopt: {what}:", end=" ", file=sys.stderr, flush=True)
+    _say(f"fuseopt: {what}: ")
     try:
         yield progress
     finally:
         outcome = "failed" if sys.exc_info()[0] else "done"
-        print(f"{outcome} after {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+        _say(f"{outcome} after {time.perf_counter() - start:.1f} s\n")
+
+
+def _say(text: str) -> None:
+    """Write to stderr, where there is one that takes it: progress is not worth a build."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):  # full, closed
+            print(text, end="", file=sys.stderr, flush=True)
 
 
 def sources_digest(kind: str) -> str:
@@ -346,8 +363,11 @@ def _key(kind: str, *facts: str) -> str:
 
 def _cxx_compiler() -> tuple[str, ...]:
     """The command in CXX, which may have arguments, else the first compiler on PATH."""
-    if os.environ.get("CXX"):
-        command = shlex.split(os.environ["CXX"])
+    if os.environ.get("CXX", "").strip():
+        try:
+            command = shlex.split(os.environ["CXX"])
+        except ValueError as error:
+            raise ToolchainError(f"CXX is no command: {os.environ['CXX']!r} ({error})") from error
         if shutil.which(command[0]) is None:
             raise ToolchainError(f"the C++ compiler that CXX names does not exist: {command[0]}")
         return tuple(command)
@@ -434,10 +454,35 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _output_of(command: Sequence[str]) -> str:
-    # In a fixed folder: clang prints the one it runs in.
-    process = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=os.sep
-    )
+    """What a compiler answers to a question.
+
+    Raises:
+        ToolchainError: it cannot be started, fails, or does not answer in time.
+    """
+    try:
+        # In a fixed folder: clang prints the one it runs in. In a session of its own: a wrapper is ended with what it
+        # has started, which would keep the pipe open.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            cwd=os.sep,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ToolchainError(f"{command[0]} cannot be started: {error}") from error
+    with process:
+        try:
+            output, _ = process.communicate(timeout=QUERY_SECONDS)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                message = f"{shlex.join(command)} did not answer within {QUERY_SECONDS} s"
+                raise ToolchainError(message) from error
+            raise
     if process.returncode != 0:
-        raise ToolchainError(f"{shlex.join(command)} failed with exit status {process.returncode}:\n{process.stdout}")
-    return process.stdout
+        raise ToolchainError(f"{shlex.join(command)} failed with exit status {process.returncode}:\n{output}")
+    return output

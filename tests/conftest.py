@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import torch
 
-from fuseopt import native
+from fuseopt import library_cache, native
 
 # The same examples in every run of CI, so that what fails there can be repeated; fresh ones everywhere else.
 hypothesis.settings.register_profile("ci", derandomize=True)
@@ -74,7 +74,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if config.pluginmanager.has_plugin("cacheprovider"):
-        os.environ.setdefault("FUSEOPT_CACHE_DIR", str(config.cache.mkdir("native")))
+        folder = config.cache.mkdir("native")
+        # Of a checkout that belongs to another user nothing is loaded: the user's own cache folder serves.
+        with contextlib.suppress(library_cache.CacheError):
+            library_cache.check_trusted(folder)
+            os.environ.setdefault("FUSEOPT_CACHE_DIR", str(folder))
 
 
 def pytest_collection_finish() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import fuseopt
-from fuseopt import native, prebuilt
+from fuseopt import library_cache, native, prebuilt, toolchain
 
 _CHECKOUT = Path(fuseopt.__file__).resolve().parents[1]
 
@@ -66,10 +66,17 @@ def environment() -> dict[str, dict[str, str]]:
         "machine": machine(),
         "native code": {
             **native_code,
-            "cache": str(native.cache_dir()),
+            "cache": _cache_folder(),
             "prebuilt": "; ".join(shipped) or "none",
         },
     }
+
+
+def _cache_folder() -> str:
+    try:
+        return str(library_cache.folder())
+    except library_cache.CacheError as error:
+        return f"none: {error}"
 
 
 def _is_there(kind: native.Library) -> bool:
@@ -86,6 +93,8 @@ def _describe(state: native.LibraryState) -> str:
         words.append(f": {state.reason}")
     if state.passed_over is not None:
         words.append(f": the prebuilt library is passed over: {state.passed_over}")
+    if state.damage is not None:
+        words.append(f": the one in the cache is built again: {state.damage}")
     return " ".join(words).replace(" :", ":")
 
 
@@ -115,4 +124,8 @@ def _last_line(*command: str) -> str | None:
 def _lines(*command: str) -> list[str]:
     if shutil.which(command[0]) is None:
         return []
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=toolchain.QUERY_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return answer.stdout.splitlines()
