@@ -17,7 +17,7 @@ from fuseopt.modules.t5_inference import clamped
 class EncoderState:
     """The static tensors of one number of items and length class.
 
-    `ids` [items, length] int64 and `keep` [items, length] bool are read as far as `filled` [1] int64 says; `encoded` is
+    `ids` [items, length] int64 and `keep` [items, length] bool are read up to slot `last` [1] int64; `encoded` is
     [items, length, hidden]. `buckets` [length, length] int64 are those of the relative positions.
     """
 
@@ -29,7 +29,7 @@ class EncoderState:
             self.ids = torch.zeros(items, length, dtype=torch.int64, device=self.device)
             self.keep = torch.ones(items, length, dtype=torch.bool, device=self.device)
             self.slots = torch.arange(length, device=self.device)
-            self.filled = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.last = torch.zeros(1, dtype=torch.int64, device=self.device)
             self.encoded = torch.zeros(items, length, width, dtype=dtype, device=self.device)
 
     @property
@@ -94,23 +94,28 @@ class T5Encoder:
         """
         length = input_ids.shape[1]
         state.ids[:, :length] = input_ids
-        state.filled.fill_(length)
+        state.last.fill_(length - 1)
         if keep is not None:
             state.keep[:, :length] = keep.bool()
         note = graphs.run_prompt(Prompt(self.encode, state, len(state.slots), keep is not None))
         return state.encoded[:, :length], note
 
     def encode(self, state: EncoderState, length: int, masked: bool) -> None:
-        """Fills `encoded`; what is behind the prompts is padding that no token of theirs sees."""
+        """Fills `encoded`.
+
+        Padding after the prompts repeats their last token with its relative positions. No token of the prompts attends
+        to it, but attention multiplies its values by 0, so they must be finite where the prompt's own are.
+        """
         items = len(state.ids)
-        in_prompt = state.slots < state.filled
+        in_prompt, source = state.slots <= state.last, torch.minimum(state.slots, state.last)
         # PyTorch's fast attention kernels take no bias of other strides.
-        bias = F.embedding(state.buckets, self.relative_bias).permute(2, 0, 1).contiguous()[None]
+        buckets = state.buckets.index_select(0, source)
+        bias = F.embedding(buckets, self.relative_bias).permute(2, 0, 1).contiguous()[None]
         if masked:
             bias = torch.where(state.keep[:, None, None], bias, torch.finfo(bias.dtype).min)
         # A prompt that is masked as a whole attends to itself, but not to what is behind it.
         bias = torch.where(in_prompt, bias, -torch.inf).expand(items, -1, -1, -1)
-        hidden = Embedding((state.ids * in_prompt).flatten(), self.token_embedding).total()
+        hidden = Embedding(state.ids.index_select(1, source).flatten(), self.token_embedding).total()
         for attention, feed_forward in self.layers:
             qkv = linear(hidden, attention.qkv, norm=attention.norm)
             query, keys, values = qkv.view(items, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind()

@@ -139,6 +139,9 @@ class Embedding(NamedTuple):
 def normalised(input: Tensor, norm: Norm) -> Tensor:
     if norm.kind == "t5_rms_norm":
         return ops.rms_norm(input, norm.weight, norm.eps, cast_order="t5")
+    if not input.is_cuda:
+        # fuseopt's kernel overflows later than PyTorch's, whose NaN beams and samples go by.
+        return F.layer_norm(input, norm.weight.shape, norm.weight, norm.bias, norm.eps)
     return ops.layer_norm(input, norm.weight.shape, norm.weight, norm.bias, norm.eps)
 
 
@@ -262,7 +265,7 @@ class ResidualStream:
             output, self._sum = _linear_of_sum(self._sum, self._addends, layer, norm)
             self._addends = None
             return output
-        if self._added is None:
+        if self._added is None or not self._added.is_cuda:
             return linear(self.total(), layer, norm=norm, activation=activation)
         normed, self._sum = ops.add_layer_norm(self._added, self._sum, norm.weight, norm.bias, norm.eps)
         self._added = None

@@ -58,8 +58,8 @@ def run_encoded(
     return run_forward(step.prefill, graphs, state, state.sizes.items, length)
 
 
-def store(cache: Tensor, vectors: Tensor) -> None:
-    """`cache.copy_(vectors)` for [..., head_dim] of any strides.
+def store(cache: Tensor, vectors: Tensor, counts: Tensor | None = None) -> None:
+    """`cache.copy_(vectors)` for [..., head_dim] of any strides, or zeros where `counts` [..., 1] is False.
 
     Vectors that lie apart are moved 16 bytes at a time where they are aligned to that: a thread of PyTorch's copy moves
     one element after another, of whatever size.
@@ -68,7 +68,10 @@ def store(cache: Tensor, vectors: Tensor) -> None:
     ratio = wide.itemsize // vectors.dtype.itemsize
     if cache.dtype is vectors.dtype and _is_aligned(cache, ratio) and _is_aligned(vectors, ratio):
         cache, vectors = cache.view(wide), vectors.view(wide)
-    cache.copy_(vectors)
+    if counts is None:
+        cache.copy_(vectors)
+    else:
+        torch.where(counts, vectors, cache.new_zeros(()), out=cache)
 
 
 def _is_aligned(vectors: Tensor, to: int) -> bool:

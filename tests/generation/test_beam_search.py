@@ -299,3 +299,23 @@ def _stock(model, inputs, **kwargs):
     with mock.patch.dict(model.__dict__):
         del model.__dict__["generate"]
         return generate(model, inputs, **kwargs)
+
+
+# On a GPU what is no probability fails an assertion, after which the process has no GPU any more.
+@pytest.mark.parametrize("each_device", ["cpu"], indirect=True)
+@pytest.mark.parametrize("value", [1e38, -1e38, 3e38, torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"do_sample": True},
+        {"num_beams": 2},
+        {"num_beams": 2, "do_sample": True},
+        {"num_beams": 3, "num_return_sequences": 2, "no_repeat_ngram_size": 2},
+    ],
+    ids=str,
+)
+def test_logits_that_overflow_give_what_they_do_in_transformers(model, kwargs, value):
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3] = value
+    compare(model, prompt(model, 2, 7, 0, padded=False), Tier.DEVICE_LOOP, max_new_tokens=6, **kwargs)

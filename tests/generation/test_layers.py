@@ -397,8 +397,8 @@ def test_residual_stream(each_device: torch.device, biased: bool, rows: int, dty
     output = stream.total()
     assert output.dtype is dtype and stream.total() is output
     assert error([output], [judge]) <= 2 * error([plain], [judge]) + 8 * torch.finfo(dtype).eps
-    # Few rows run by the decoding kernels on a GPU.
-    by_library = each_device.type == "cpu" or rows == ROWS
+    # A GPU runs few rows by the decoding kernels; a CPU leaves norms to PyTorch.
+    by_library = each_device.type == "cuda" and rows == ROWS
     assert len(taken) == (2 if biased and by_library else 0)
 
 

@@ -208,6 +208,43 @@ def test_what_lies_behind_a_prompt_changes_nothing(each_device):
     torch.testing.assert_close(logits[0], model(ids).logits[:, -1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("each_device", ["cpu"], indirect=True)
+@pytest.mark.parametrize("padded", [True, False])
+def test_padding_that_overflows_harms_no_prompt(model, ran, padded):
+    """The id that fills up a length class may have an embedding that comes to infinities, or is none."""
+    model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = 1
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = torch.nan
+    inputs = prompt(model, 3, 7, 0, padded=False)
+    inputs["attention_mask"][1, :2] = 0 if padded else 1
+    wanted = generate(model, inputs, max_new_tokens=4)
+    assert wanted[0].logits[0][:, 1:].isfinite().all()
+    fuseopt.initialize(model, GENERATION)
+    assert_same(generate(model, inputs, max_new_tokens=4), wanted)
+    assert ran and model.generate.calls[-1].tier is Tier.DEVICE_LOOP
+
+
+@pytest.mark.parametrize("seed", [0, 6, 9])
+def test_float16_that_overflows_in_some_prompts_is_finite_in_the_others(seed, ran, each_device):
+    """T5 v1.1 as it is loaded in float16, with `wo` in float32: an infinity there becomes NaN."""
+    with torch.device("cpu"):
+        model = tiny.t5_gated(seed, d_model=64, d_ff=128, d_kv=16, num_heads=4)
+    model.to(each_device, torch.float16)
+    for name, module in model.named_modules():
+        if name.endswith((".wi_0", ".wi_1", ".wo")):
+            module.weight.data *= 100
+        if name.endswith(".wo"):
+            module.float()
+    inputs = prompt(model, 12, 5, seed, padded=False)
+    wanted = generate(model, inputs, max_new_tokens=1)[0].logits[0]
+    fuseopt.initialize(model, GENERATION)
+    got = generate(model, inputs, max_new_tokens=1)[0].logits[0]
+    assert ran and model.generate.calls[-1].tier is Tier.DEVICE_LOOP
+    is_finite = wanted.isfinite().all(1)
+    assert 0 < is_finite.sum() < len(is_finite)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0.1, equal_nan=True)
+
+
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("mask", ["none", "rows", "all of a row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
