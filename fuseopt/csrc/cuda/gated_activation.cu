@@ -52,7 +52,7 @@ struct RowStrides {
 // A is the dtype that the activation is rounded to, T or float, and so the result's.
 template <typename T, typename A, typename Activation, int kWidth, int kVectors>
 __global__ void __launch_bounds__(kThreads)
-    gated_activation_fwd_kernel(const T* __restrict__ gate, const T* __restrict__ up, A* __restrict__ output,
+    gated_activation_fwd_kernel(const T* gate, const T* up, A* __restrict__ output,
                                 VectorGrid grid, RowStrides strides) {
   const int64_t first_row = grid.first_row(kVectors);
   const int64_t column = grid.column();
@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T, typename A, typename Activation, int kWidth, int kVectors>
 __global__ void __launch_bounds__(kThreads)
-    gated_activation_bwd_kernel(const A* __restrict__ grad_output, const T* __restrict__ gate,
-                                const T* __restrict__ up, T* __restrict__ grad_gate, T* __restrict__ grad_up,
+    gated_activation_bwd_kernel(const A* grad_output, const T* gate,
+                                const T* up, T* __restrict__ grad_gate, T* __restrict__ grad_up,
                                 VectorGrid grid, RowStrides strides) {
   const int64_t first_row = grid.first_row(kVectors);
   const int64_t column = grid.column();

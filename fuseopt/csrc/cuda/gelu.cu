@@ -28,7 +28,7 @@ __device__ void load_bias(float (&values)[kWidth], TypedPointer bias, const Vect
 
 template <typename T, typename Output, typename Gelu, int kWidth, int kVectors>
 __global__ void __launch_bounds__(kThreads)
-    gelu_fwd_kernel(const T* __restrict__ input, TypedPointer bias, Output* __restrict__ output, VectorGrid grid) {
+    gelu_fwd_kernel(const T* input, TypedPointer bias, Output* __restrict__ output, VectorGrid grid) {
   const int64_t first_row = grid.first_row(kVectors);
   if (grid.column() >= grid.vectors_in_row) return;
   follow_predecessor();
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T, typename Gelu, int kWidth, int kVectors>
 __global__ void __launch_bounds__(kThreads)
-    gelu_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ input, TypedPointer bias,
+    gelu_bwd_kernel(const T* grad_output, const T* input, TypedPointer bias,
                     T* __restrict__ grad_input, VectorGrid grid) {
   const int64_t first_row = grid.first_row(kVectors);
   if (grid.column() >= grid.vectors_in_row) return;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
 // their gradients, a block adds up its rows and leaves a row of `partials`, or the result where `partials` is absent.
 template <typename T, typename Gelu, int kWidth, int kLanes>
 __global__ void __launch_bounds__(kBiasThreads)
-    gelu_bias_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ input, TypedPointer bias,
+    gelu_bias_bwd_kernel(const T* grad_output, const T* input, TypedPointer bias,
                          T* __restrict__ grad_input, float* __restrict__ partials, TypedPointer grad_bias, int64_t rows,
                          int columns) {
   constexpr int kRowLanes = kBiasThreads / kLanes;

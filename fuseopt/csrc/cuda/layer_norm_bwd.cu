@@ -17,9 +17,9 @@ constexpr int kBwdMinBlocks = !kHasRowRings && sizeof(T) == 2 && kWidth > 1 && !
 // block. grad_sum is what reaches a fused residual sum, here `input`, from elsewhere.
 template <typename T, typename Shape, int kWidth, bool kHasGradSum>
 __global__ void __launch_bounds__(kBwdMaxThreads<Shape>, (kBwdMinBlocks<T, Shape, kWidth, kHasGradSum>))
-    layer_norm_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ grad_sum,
-                          const T* __restrict__ input, TypedPointer weight, const float* __restrict__ mean,
-                          const float* __restrict__ rstd, T* __restrict__ grad_input, Partials<float> partials,
+    layer_norm_bwd_kernel(const T* grad_output, const T* grad_sum,
+                          const T* input, TypedPointer weight, const float* mean,
+                          const float* rstd, T* __restrict__ grad_input, Partials<float> partials,
                           int64_t rows, int columns, int stages) {
   follow_predecessor();
   constexpr int kVectors = Shape::kElements / kWidth;

@@ -172,9 +172,9 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocksPerProcessor<kLayerNorm>)
 // As rms_norm_bwd.cu's; one row of partial sums a block.
 template <typename T, bool kHasGradSum>
 __global__ void __launch_bounds__(kThreads, kBwdBlocksPerProcessor)
-    rms_norm_odd_rows_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ grad_sum,
-                                 const T* __restrict__ input, const T* __restrict__ weight,
-                                 const float* __restrict__ rstd, T* __restrict__ grad_input, Partials<float> partials,
+    rms_norm_odd_rows_bwd_kernel(const T* grad_output, const T* grad_sum,
+                                 const T* input, const T* weight,
+                                 const float* rstd, T* __restrict__ grad_input, Partials<float> partials,
                                  int64_t rows, int columns, float inverse_columns, float offset) {
   follow_predecessor();
   const OddRows<T> walk(columns);

@@ -12,8 +12,8 @@ constexpr int kBwdRingThreads = 512;  // of a multiprocessor, where blocks have 
 // sum, here `input`, from elsewhere.
 template <typename T, typename Shape, int kWidth, bool kHasGradSum>
 __global__ void __launch_bounds__(kBwdMaxThreads<Shape>)
-    rms_norm_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ grad_sum, const T* __restrict__ input,
-                        TypedPointer weight, const float* __restrict__ rstd, T* __restrict__ grad_input,
+    rms_norm_bwd_kernel(const T* grad_output, const T* grad_sum, const T* input,
+                        TypedPointer weight, const float* rstd, T* __restrict__ grad_input,
                         Partials<float> partials, int64_t rows, int columns, float offset, int stages) {
   follow_predecessor();
   constexpr int kVectors = Shape::kElements / kWidth;

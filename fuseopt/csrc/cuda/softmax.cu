@@ -24,7 +24,7 @@ __device__ RowSpan<kWidth> span_of(int64_t row, int columns, int lane) {
 
 template <typename T, typename M, typename Shape, bool kWhole>
 __global__ void __launch_bounds__(Shape::kMaxThreads)
-    softmax_fwd_kernel(const T* __restrict__ input, typename RowMask<M>::Source mask, TypedPointer output, int64_t rows,
+    softmax_fwd_kernel(const T* input, typename RowMask<M>::Source mask, TypedPointer output, int64_t rows,
                        int columns, float scale) {
   follow_predecessor();
   constexpr int kWidth = kVectorWidth<T>;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
 // grad_input = scale * y * (g - sum(g * y)).
 template <typename T, typename Shape, bool kWhole>
 __global__ void __launch_bounds__(Shape::kMaxThreads)
-    softmax_bwd_kernel(const T* __restrict__ grad_output, const T* __restrict__ output, TypedPointer grad_input,
+    softmax_bwd_kernel(const T* grad_output, const T* output, TypedPointer grad_input,
                        int64_t rows, int columns, float scale) {
   follow_predecessor();
   constexpr int kWidth = kVectorWidth<T>;
