@@ -108,8 +108,10 @@ def beam_candidates(
     chosen = registry.pick_without_gradient("beam_candidates", backend, dtypes, scores, running_scores)
     if chosen == "reference":
         return _reference(scores, running_scores, count, log_softmax, edits)
-    scores = scores if scores.dtype in _KERNEL_DTYPES else scores.float()
-    return RAW[chosen](scores, running_scores.float(), count, log_softmax, overlap, *for_kernel(edits))
+    logits = scores if scores.dtype in _KERNEL_DTYPES else scores.float()
+    running = running_scores.float()
+    overlap = overlap and logits is scores and running is running_scores  # else the previous kernel writes one of them
+    return RAW[chosen](logits, running, count, log_softmax, overlap, *for_kernel(edits))
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

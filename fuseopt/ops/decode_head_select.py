@@ -114,8 +114,6 @@ def decode_head_select_(
         of_norm: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
         if chosen == "reference" or len(input) > FEW_ROWS or not takes_addends(input, weight, **of_norm):
             input, addends = summed(input, addends), None
-        else:
-            addends = addends.contiguous()
     if chosen == "reference" or len(input) > FEW_ROWS:
         each = "reference" if chosen == "reference" else backend
         scores = decode_linear(

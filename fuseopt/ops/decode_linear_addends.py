@@ -198,7 +198,7 @@ def decode_linear_of_sum(
     of_norm: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
     if chosen != "reference" and takes_addends(input, weight, bias, **of_norm):
         return RAW_OF_SUM[chosen](
-            input, addends.contiguous(), weight, bias, norm, norm_weight, norm_bias, eps, overlap, list(ahead)
+            input, addends, weight, bias, norm, norm_weight, norm_bias, eps, overlap, list(ahead)
         )
     sum = summed(input, addends)
     each = "reference" if chosen == "reference" else backend

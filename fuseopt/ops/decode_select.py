@@ -163,7 +163,6 @@ def decode_select_(
     if chosen == "reference":
         _reference(*tensors, counters, divisors, edits)
     else:
-        divisors = None if divisors is None else divisors.contiguous()
         RAW[chosen](*tensors, list(counters), divisors, overlap, *for_kernel(edits))
 
 

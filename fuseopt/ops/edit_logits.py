@@ -165,15 +165,8 @@ def check_edits(edits: LogitsEdits, rows: int, vocab: int) -> None:
 
 
 def for_kernel(edits: LogitsEdits | None) -> tuple[object, ...]:
-    """The arguments of OPTIONAL_EDITS: vectors as a kernel reads them."""
-    if edits is None:
-        return ()
-    is_vector = (LogitsEdits._fields.index(name) for name in ("prompt_ignore_length", "token_rules", "rule_bounds"))
-    arguments: list[object] = list(edits)
-    for i in is_vector:
-        value = arguments[i]
-        arguments[i] = value.contiguous() if isinstance(value, Tensor) else None
-    return tuple(arguments)
+    """The arguments of OPTIONAL_EDITS."""
+    return () if edits is None else tuple(edits)
 
 
 def edit_logits_reference(logits: Tensor, edits: LogitsEdits, *, overlap: bool = False) -> Tensor:

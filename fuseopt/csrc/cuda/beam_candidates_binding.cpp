@@ -21,7 +21,8 @@ std::tuple<Tensor, Tensor> beam_candidates(Tensor scores, Tensor running_scores,
   FUSEOPT_CHECK(running_scores.size(1) * scores.size(1) <= INT32_MAX, "fuseopt::", kOp,
                 ": the continuations of an item are more than 2^31");
   const Launch launch(kOp, scores);
-  const Tensor running = as_contiguous(running_scores);
+  Overlap overlapping(overlap);
+  const Tensor running = overlapping.contiguous(running_scores);
   BeamCandidates candidates = {};
   candidates.scores = score_matrix(kOp, scores);
   candidates.vocabulary = scores.size(1);
@@ -43,12 +44,12 @@ std::tuple<Tensor, Tensor> beam_candidates(Tensor scores, Tensor running_scores,
   candidates.partial_sums = static_cast<float*>(data_of(sums));
   candidates.has_edits = edited_ids.has_value();
   if (candidates.has_edits) {
-    candidates.edits = logits_edits(kOp, scores,
+    candidates.edits = logits_edits(kOp, scores, overlapping,
                                     {edited_ids, edited_length, repetition_penalty, prompt_ignore_length, ngram_size,
                                      encoder_ids, encoder_ngram_size, token_rules, rule_bounds, forcing_rules,
                                      temperature});
   }
-  candidates.overlap = overlap;
+  candidates.overlap = overlapping.allowed();
   launch.check(fuseopt_beam_candidates(candidates, launch.stream()));
   return {values, places};
 }

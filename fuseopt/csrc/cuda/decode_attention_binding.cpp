@@ -3,11 +3,7 @@
 namespace fuseopt::decode_attention_binding {
 namespace {
 
-// [rows, heads, head_dim] with neighbouring head_dim.
-Tensor with_unit_stride(const Tensor& tensor) {
-  return tensor.size(2) <= 1 || tensor.stride(2) == 1 ? tensor : torch::stable::contiguous(tensor);
-}
-
+// Of [rows, heads, head_dim] with neighbouring head_dim.
 DecodeAttention::Heads heads_of(const Tensor& tensor) {
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1)};
 }
@@ -19,7 +15,7 @@ struct NewToken {
 Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>& token, const Tensor& key_cache,
               const Tensor& value_cache, const Tensor& lengths, const std::optional<Tensor>& starts,
               const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
-              const std::optional<Tensor>& ancestry, double scale, bool overlap) {
+              const std::optional<Tensor>& ancestry, double scale, bool may_overlap) {
   constexpr int64_t kMaxHeadDim = 256;
   FUSEOPT_CHECK(query.dim() == 3 && key_cache.dim() == 4 && value_cache.dim() == 4, "fuseopt::", op,
                 ": query must be [rows, heads, head_dim], the caches [batch, heads, capacity, head_dim]");
@@ -29,7 +25,8 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
   FUSEOPT_CHECK(rows == 0 || (batch > 0 && rows % batch == 0), "fuseopt::", op, ": ", rows,
                 " rows cannot be divided among ", batch, " rows of the cache");
   const Launch launch(op, query);
-  const Tensor q = with_unit_stride(query);
+  Overlap overlap(may_overlap);
+  const Tensor q = overlap.with_unit_stride(query);
 
   DecodeAttention attention = {};
   attention.dtype = dtype_code(op, dtype_of(query));
@@ -41,23 +38,23 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
   attention.rows_per_item = rows == 0 ? 1 : rows / batch;
   attention.lengths = integers_of(op, "lengths", lengths, query);
   attention.starts = integers_of(op, "starts", starts, query);
-  const Tensor keys = as_contiguous(key_cache), values = as_contiguous(value_cache);
+  const Tensor keys = overlap.contiguous(key_cache), values = overlap.contiguous(value_cache);
   attention.key_cache = keys.data_ptr();
   attention.value_cache = values.data_ptr();
   std::optional<NewToken> readable;
   if (token.has_value()) {
     FUSEOPT_CHECK(key_cache.is_contiguous() && value_cache.is_contiguous(), "fuseopt::", op,
                   ": the caches must be contiguous, as they are written to");
-    readable = NewToken{with_unit_stride(token->key), with_unit_stride(token->value)};
+    readable = NewToken{overlap.with_unit_stride(token->key), overlap.with_unit_stride(token->value)};
     attention.key = heads_of(readable->key);
     attention.value = heads_of(readable->value);
   }
-  const auto places = mask.has_value() ? std::optional(as_contiguous(*mask)) : std::nullopt;
+  const auto places = overlap.contiguous(mask);
   attention.mask = static_cast<const bool*>(data_of(places));
-  const auto distances = bias.has_value() ? std::optional(as_contiguous(*bias)) : std::nullopt;
+  const auto distances = overlap.contiguous(bias);
   attention.bias = pointer(op, distances);
   attention.bias_columns = distances.has_value() ? distances->size(1) : 0;
-  const auto sources = ancestry.has_value() ? std::optional(as_contiguous(*ancestry)) : std::nullopt;
+  const auto sources = overlap.contiguous(ancestry);
   if (sources.has_value()) {
     FUSEOPT_CHECK(dtype_of(*sources) == ScalarType::Int && sources->is_cuda() &&
                       sources->get_device_index() == query.get_device_index() &&
@@ -67,7 +64,7 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
   }
   attention.ancestry = static_cast<const int*>(data_of(sources));
   attention.scale = scale;
-  attention.overlap = overlap;
+  attention.overlap = overlap.allowed();
   Tensor output = allocate(q, {rows, attention.heads * attention.head_dim}, dtype_of(query));
   attention.output = output.data_ptr();
   launch.check(fuseopt_decode_attention(attention, launch.stream()));

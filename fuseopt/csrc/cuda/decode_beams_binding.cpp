@@ -1,4 +1,4 @@
-#include "binding.h"
+#include "overlap.h"
 
 namespace fuseopt::decode_beams_binding {
 namespace {
@@ -34,7 +34,8 @@ void decode_beams(Tensor values, Tensor places, Tensor running_scores, Tensor sc
   FUSEOPT_CHECK(ids.size(1) == running_scores.numel() && ancestry.size(1) == ids.size(1) && arrived.numel() == 2,
                 "fuseopt::", kOp, ": ids and ancestry must have a row for each beam, arrived two elements");
   const Launch launch(kOp, values);
-  const Tensor read_values = as_contiguous(values), read_places = as_contiguous(places);
+  Overlap overlapping(overlap);
+  const Tensor read_values = overlapping.contiguous(values), read_places = overlapping.contiguous(places);
   DecodeBeams beams = {};
   beams.values = floats("values", read_values);
   beams.places = integers("places", read_places);
@@ -62,12 +63,12 @@ void decode_beams(Tensor values, Tensor places, Tensor running_scores, Tensor sc
   beams.limit = integers("limit", limit);
   beams.penalties = data_as<double>("penalties", penalties, ScalarType::Double);
   beams.best_penalties = beams.penalties + penalties.size(1);
-  const auto ends = eos.has_value() ? std::optional(as_contiguous(*eos)) : std::nullopt;
+  const auto ends = overlapping.contiguous(eos);
   beams.eos = ends.has_value() ? integers("eos", *ends) : nullptr;
   beams.eos_count = ends.has_value() ? ends->numel() : 0;
   beams.stops_when_full = stops_when_full;
   beams.advance = advance;
-  beams.overlap = overlap;
+  beams.overlap = overlapping.allowed();
   launch.check(fuseopt_decode_beams(beams, launch.stream()));
 }
 

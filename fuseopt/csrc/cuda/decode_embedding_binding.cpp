@@ -10,13 +10,14 @@ Tensor decode_embedding(Tensor tokens, Tensor weight, std::optional<Tensor> posi
   FUSEOPT_CHECK(weight.dim() == 2, "fuseopt::", kOp, ": weight must be [vocabulary, H]");
   FUSEOPT_CHECK(positions.has_value() == position_weight.has_value(), "fuseopt::", kOp,
                 ": positions and position_weight go together");
-  const Tensor table = as_contiguous(weight), indices = as_contiguous(tokens);
+  Overlap overlapping(overlap);
+  const Tensor table = overlapping.contiguous(weight), indices = overlapping.contiguous(tokens);
   const Launch launch(kOp, table);
   DecodeEmbedding embedding = {};
   embedding.tokens = table_of(kOp, table, indices);
   std::optional<Tensor> second_table, second_indices;
   if (positions.has_value()) {
-    second_table = as_contiguous(*position_weight), second_indices = as_contiguous(*positions);
+    second_table = overlapping.contiguous(*position_weight), second_indices = overlapping.contiguous(*positions);
     FUSEOPT_CHECK(second_table->dim() == 2 && second_table->size(1) == table.size(1) &&
                       dtype_of(*second_table) == dtype_of(table) &&
                       second_indices->numel() == indices.numel(),
@@ -26,7 +27,7 @@ Tensor decode_embedding(Tensor tokens, Tensor weight, std::optional<Tensor> posi
   embedding.dtype = dtype_code(kOp, dtype_of(table));
   embedding.rows = indices.numel();
   embedding.columns = table.size(1);
-  embedding.overlap = overlap;
+  embedding.overlap = overlapping.allowed();
   const auto sizes = indices.sizes();
   std::vector<int64_t> output_sizes(sizes.begin(), sizes.end());
   output_sizes.push_back(embedding.columns);

@@ -20,15 +20,16 @@ void decode_head_select(Tensor input, std::optional<Tensor> addends, Tensor weig
                         std::optional<Tensor> encoder_ids, int64_t encoder_ngram_size,
                         std::optional<Tensor> token_rules, std::optional<Tensor> rule_bounds, int64_t forcing_rules,
                         double temperature) {
+  Overlap overlapping(overlap);
   LinearCall head = linear_call(kOp, input, {weight}, {}, std::nullopt, norm, norm_weight, norm_bias, eps, "", false,
-                                overlap, ahead);
-  if (addends.has_value()) add_to_input(kOp, head, input, *addends);
+                                overlapping, ahead);
+  if (addends.has_value()) add_to_input(kOp, head, input, *addends, overlapping);
   const Launch launch(kOp, head.output);
-  auto [select, kept] =
-      decode_select_of(kOp, head.output, tokens, ids, length, unfinished, going, pad, eos, counters, true);
+  DecodeSelect select =
+      decode_select_of(kOp, head.output, tokens, ids, length, unfinished, going, pad, eos, counters, overlapping);
   select.has_edits = edited_ids.has_value();
   if (select.has_edits) {
-    select.edits = logits_edits(kOp, head.output,
+    select.edits = logits_edits(kOp, head.output, overlapping,
                                 {edited_ids, edited_length, repetition_penalty, prompt_ignore_length, ngram_size,
                                  encoder_ids, encoder_ngram_size, token_rules, rule_bounds, forcing_rules, temperature});
   }
@@ -40,6 +41,8 @@ void decode_head_select(Tensor input, std::optional<Tensor> addends, Tensor weig
   head.layer.best = parts > 0 ? select.candidates : nullptr;
   head.layer.rules = parts > 0 ? select.edits.rules : TokenRules{};
   head.layer.sequence_length = select.edits.length;
+  head.layer.overlap = overlapping.allowed();  // by now all that had to be is copied
+  select.overlap = true;                       // with the layer, which reads none of it
   launch.check(fuseopt_decode_linear(head.layer, launch.stream()));
   launch.check(fuseopt_decode_select(select, launch.stream()));
 }

@@ -7,7 +7,7 @@ constexpr const char* kLeaves = "decode_linear_addends";
 constexpr const char* kTakes = "decode_linear_of_sum";
 constexpr int64_t kAddends = DecodeLinear::kAddends;
 
-LinearCall leaving(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, bool overlap,
+LinearCall leaving(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, Overlap& overlap,
                    const std::vector<Tensor>& ahead) {
   return linear_call(kLeaves, input, {weight}, as_list(bias), std::nullopt, "", std::nullopt, std::nullopt, 0, "", false,
                      overlap, ahead);
@@ -15,23 +15,26 @@ LinearCall leaving(const Tensor& input, const Tensor& weight, const std::optiona
 
 LinearCall taking(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const std::string& norm,
                   const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double eps,
-                  bool overlap, const std::vector<Tensor>& ahead) {
+                  Overlap& overlap, const std::vector<Tensor>& ahead) {
   return linear_call(kTakes, input, {weight}, as_list(bias), std::nullopt, norm, norm_weight, norm_bias, eps, "", false,
                      overlap, ahead);
 }
 
 bool leaves_addends(Tensor input, Tensor weight, std::optional<Tensor> bias) {
-  return fuseopt_leaves_addends(leaving(input, weight, bias, false, {}).layer);
+  Overlap none(false);
+  return fuseopt_leaves_addends(leaving(input, weight, bias, none, {}).layer);
 }
 
 bool takes_addends(Tensor input, Tensor weight, std::optional<Tensor> bias, std::string norm,
                    std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias) {
-  return fuseopt_takes_addends(taking(input, weight, bias, norm, norm_weight, norm_bias, 0, false, {}).layer);
+  Overlap none(false);
+  return fuseopt_takes_addends(taking(input, weight, bias, norm, norm_weight, norm_bias, 0, none, {}).layer);
 }
 
 Tensor decode_linear_addends(Tensor input, Tensor weight, std::optional<Tensor> bias, bool overlap,
                              std::vector<Tensor> ahead) {
-  LinearCall call = leaving(input, weight, bias, overlap, ahead);
+  Overlap overlapping(overlap);
+  LinearCall call = leaving(input, weight, bias, overlapping, ahead);
   FUSEOPT_CHECK(fuseopt_leaves_addends(call.layer), "fuseopt::", kLeaves, ": the kernel does not take such a layer");
   const auto sizes = call.output.sizes();
   std::vector<int64_t> addend_sizes(sizes.begin(), sizes.end());
@@ -48,8 +51,9 @@ std::tuple<Tensor, Tensor> decode_linear_of_sum(Tensor input, Tensor addends, Te
                                                 std::optional<Tensor> bias, std::string norm,
                                                 std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias,
                                                 double eps, bool overlap, std::vector<Tensor> ahead) {
-  LinearCall call = taking(input, weight, bias, norm, norm_weight, norm_bias, eps, overlap, ahead);
-  add_to_input(kTakes, call, input, addends);
+  Overlap overlapping(overlap);
+  LinearCall call = taking(input, weight, bias, norm, norm_weight, norm_bias, eps, overlapping, ahead);
+  add_to_input(kTakes, call, input, addends, overlapping);
   const Tensor sum = allocate_like(input, dtype_of(input));
   const Launch launch(kTakes, call.output);
   call.layer.sum = sum.data_ptr();

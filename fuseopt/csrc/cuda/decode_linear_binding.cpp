@@ -9,8 +9,9 @@ Tensor decode_linear(Tensor input, std::vector<Tensor> weights, std::vector<Tens
                      std::optional<Tensor> residual, std::string norm, std::optional<Tensor> norm_weight,
                      std::optional<Tensor> norm_bias, double eps, std::string activation, bool gated, bool overlap,
                      std::vector<Tensor> ahead) {
+  Overlap overlapping(overlap);
   const LinearCall call = linear_call(kOp, input, weights, biases, residual, norm, norm_weight, norm_bias, eps,
-                                      activation, gated, overlap, ahead);
+                                      activation, gated, overlapping, ahead);
   const Launch launch(kOp, call.output);
   launch.check(fuseopt_decode_linear(call.layer, launch.stream()));
   return call.output;

@@ -1,7 +1,7 @@
 // From tensors to a DecodeLinear, for the ops that have one.
 #pragma once
 
-#include "binding.h"
+#include "overlap.h"
 
 namespace fuseopt {
 
@@ -42,7 +42,7 @@ inline bool is_dense(const Tensor& matrix) {
 }
 
 // The weights as they are, where one layout and stride serves them all; else copies.
-inline std::vector<Tensor> readable(const char* op, const std::vector<Tensor>& weights) {
+inline std::vector<Tensor> readable(const char* op, const std::vector<Tensor>& weights, Overlap& overlap) {
   bool alike = layout_of(weights[0]).has_value();
   for (const Tensor& weight : weights) {
     FUSEOPT_CHECK(weight.dim() == 2 && weight.size(0) == weights[0].size(0) && weight.size(1) == weights[0].size(1) &&
@@ -52,7 +52,7 @@ inline std::vector<Tensor> readable(const char* op, const std::vector<Tensor>& w
   }
   if (alike) return weights;
   std::vector<Tensor> copies;
-  for (const Tensor& weight : weights) copies.push_back(torch::stable::contiguous(weight));
+  for (const Tensor& weight : weights) copies.push_back(overlap.copy_of(weight));
   return copies;
 }
 
@@ -77,22 +77,22 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
                               const std::vector<Tensor>& biases, const std::optional<Tensor>& residual,
                               const std::string& norm, const std::optional<Tensor>& norm_weight,
                               const std::optional<Tensor>& norm_bias, double eps, const std::string& activation,
-                              bool gated, bool overlap, const std::vector<Tensor>& ahead) {
+                              bool gated, Overlap& overlap, const std::vector<Tensor>& ahead) {
   FUSEOPT_CHECK(!weights.empty() && weights.size() <= DecodeLinear::kMaxWeights, "fuseopt::", op,
                 ": one to three weights, not ", weights.size());
   FUSEOPT_CHECK(biases.empty() || biases.size() == weights.size(), "fuseopt::", op, ": ", biases.size(),
                 " biases for ", weights.size(), " weights");
   FUSEOPT_CHECK(!gated || weights.size() == 2, "fuseopt::", op, ": gated takes two weights");
   const Matrix shape = matrix_of(op, input);
-  const std::vector<Tensor> read = readable(op, weights);
+  const std::vector<Tensor> read = readable(op, weights, overlap);
   std::vector<Tensor> kept = read;
   FUSEOPT_CHECK(read[0].size(1) == shape.columns, "fuseopt::", op, ": weight has ", read[0].size(1),
                 " columns, the input ", shape.columns);
-  const Tensor x = as_contiguous(input);
-  const auto norm_scale = parameter(op, "norm_weight", norm_weight, input);
-  const auto norm_shift = parameter(op, "norm_bias", norm_bias, input);
+  const Tensor x = overlap.contiguous(input);
+  const auto norm_scale = parameter(op, "norm_weight", overlap.contiguous(norm_weight), input);
+  const auto norm_shift = parameter(op, "norm_bias", overlap.contiguous(norm_bias), input);
   const ScalarType weight_type = dtype_of(read[0]);
-  const auto added = residual.has_value() ? std::optional(as_contiguous(*residual)) : std::nullopt;
+  const auto added = overlap.contiguous(residual);
   const auto check_device = [&](const char* name, const Tensor& tensor) {
     FUSEOPT_CHECK(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index(), "fuseopt::", op, ": ", name,
                   " is not on the input's device");
@@ -119,7 +119,7 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
     check_device("a bias", biases[i]);
     FUSEOPT_CHECK(biases[i].numel() == layer.outputs, "fuseopt::", op, ": bias has ", biases[i].numel(),
                   " elements for ", layer.outputs, " outputs");
-    kept.push_back(as_contiguous(biases[i]));
+    kept.push_back(overlap.contiguous(biases[i]));
     layer.biases[i] = pointer(op, kept.back());
   }
   layer.residual = pointer(op, added);
@@ -129,7 +129,7 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
   layer.eps = eps;
   layer.activation = activation_code(op, activation);
   layer.gated = gated;
-  layer.overlap = overlap;
+  layer.overlap = overlap.allowed();
   FUSEOPT_CHECK(ahead.size() <= DecodeLinear::kMaxWeights, "fuseopt::", op, ": at most three tensors ahead, not ",
                 ahead.size());
   for (size_t i = 0; i < ahead.size(); ++i) {
@@ -150,15 +150,17 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
   return {layer, output, kept};
 }
 
-// Lets the call's input be that and `addends`, which must stay there until the launch.
-inline void add_to_input(const char* op, LinearCall& call, const Tensor& input, const Tensor& addends) {
+// Lets the call's input be that and `addends`.
+inline void add_to_input(const char* op, LinearCall& call, const Tensor& input, const Tensor& addends,
+                         Overlap& overlap) {
   FUSEOPT_CHECK(fuseopt_takes_addends(call.layer), "fuseopt::", op,
                 ": the kernel does not take addends of such a layer");
   FUSEOPT_CHECK(addends.is_cuda() && addends.get_device_index() == input.get_device_index() &&
-                    dtype_of(addends) == ScalarType::Float && addends.is_contiguous() &&
+                    dtype_of(addends) == ScalarType::Float &&
                     addends.numel() == DecodeLinear::kAddends * input.numel(),
-                "fuseopt::", op, ": addends must be float32, contiguous, on the input's device and two of its size");
-  call.layer.addends = static_cast<const float*>(addends.data_ptr());
+                "fuseopt::", op, ": addends must be float32, on the input's device and two of its size");
+  call.layer.addends = static_cast<const float*>(overlap.contiguous(addends).data_ptr());
+  call.layer.overlap = overlap.allowed();
 }
 
 }  // namespace fuseopt

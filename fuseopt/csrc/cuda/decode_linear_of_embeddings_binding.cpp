@@ -21,7 +21,7 @@ EmbeddingTable table_for(const Tensor& sum, const Tensor& weight, const Tensor& 
 LinearCall call_of(const Tensor& sum, const Tensor& tokens, const Tensor& token_weight, const Tensor& positions,
                    const Tensor& position_weight, const Tensor& weight, const std::optional<Tensor>& bias,
                    const std::string& norm, const std::optional<Tensor>& norm_weight,
-                   const std::optional<Tensor>& norm_bias, double eps, bool overlap,
+                   const std::optional<Tensor>& norm_bias, double eps, Overlap& overlap,
                    const std::vector<Tensor>& ahead) {
   LinearCall call = linear_call(kOp, sum, {weight}, as_list(bias), std::nullopt, norm, norm_weight, norm_bias, eps, "", false,
                                 overlap, ahead);
@@ -41,8 +41,9 @@ Tensor sum_of(const Tensor& tokens, const Tensor& token_weight) {
 bool takes_embeddings(Tensor tokens, Tensor token_weight, Tensor positions, Tensor position_weight, Tensor weight,
                       std::optional<Tensor> bias, std::string norm, std::optional<Tensor> norm_weight,
                       std::optional<Tensor> norm_bias) {
+  Overlap none(false);
   const LinearCall call = call_of(sum_of(tokens, token_weight), tokens, token_weight, positions, position_weight, weight,
-                                  bias, norm, norm_weight, norm_bias, 0, false, {});
+                                  bias, norm, norm_weight, norm_bias, 0, none, {});
   return fuseopt_takes_embeddings(call.layer);
 }
 
@@ -53,8 +54,9 @@ std::tuple<Tensor, Tensor> decode_linear_of_embeddings(Tensor tokens, Tensor tok
                                                        std::optional<Tensor> norm_bias, double eps, bool overlap,
                                                        std::vector<Tensor> ahead) {
   const Tensor sum = sum_of(tokens, token_weight);
+  Overlap overlapping(overlap);
   const LinearCall call = call_of(sum, tokens, token_weight, positions, position_weight, weight, bias, norm, norm_weight,
-                                  norm_bias, eps, overlap, ahead);
+                                  norm_bias, eps, overlapping, ahead);
   FUSEOPT_CHECK(fuseopt_takes_embeddings(call.layer), "fuseopt::", kOp,
                 ": the kernel does not take embeddings for such a layer");
   const Launch launch(kOp, call.output);

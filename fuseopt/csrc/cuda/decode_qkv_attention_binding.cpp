@@ -15,11 +15,11 @@ struct Call {
 Call call_of(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& key_cache,
              const Tensor& value_cache, const Tensor& positions, const std::optional<Tensor>& mask, double scale,
              const std::string& norm, const std::optional<Tensor>& norm_weight,
-             const std::optional<Tensor>& norm_bias, double eps, bool overlap) {
+             const std::optional<Tensor>& norm_bias, double eps, Overlap& overlap) {
   Call call{linear_call(kOp, input, {weight}, as_list(bias), std::nullopt, norm, norm_weight, norm_bias, eps, "", false,
                         overlap, {}),
             {},
-            mask.has_value() ? std::optional(as_contiguous(*mask)) : std::nullopt};
+            overlap.contiguous(mask)};
   for (const Tensor& cache : {key_cache, value_cache}) {
     FUSEOPT_CHECK(cache.dim() == 4 && cache.is_contiguous() && cache.is_cuda() &&
                       cache.get_device_index() == input.get_device_index() && dtype_of(cache) == dtype_of(weight) &&
@@ -47,15 +47,16 @@ Call call_of(const Tensor& input, const Tensor& weight, const std::optional<Tens
   attention.lengths = integers_of(kOp, "positions", positions, input);
   attention.mask = static_cast<const bool*>(data_of(call.mask));
   attention.scale = scale;
-  attention.overlap = overlap;
+  call.linear.layer.overlap = attention.overlap = overlap.allowed();
   return call;
 }
 
 bool takes_qkv_attention(Tensor input, Tensor weight, std::optional<Tensor> bias, Tensor key_cache, Tensor value_cache,
                          std::string norm, std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias) {
   const Tensor positions = allocate(input, {1}, ScalarType::Long);
+  Overlap none(false);
   const Call call = call_of(input, weight, bias, key_cache, value_cache, positions, std::nullopt, 0, norm, norm_weight, norm_bias,
-                            0, false);
+                            0, none);
   return fuseopt_takes_qkv_attention(call.linear.layer, call.attention);
 }
 
@@ -63,8 +64,9 @@ Tensor decode_qkv_attention_(Tensor input, Tensor weight, std::optional<Tensor> 
                              Tensor value_cache, Tensor positions, std::optional<Tensor> mask, double scale,
                              std::string norm, std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias,
                              double eps, bool overlap) {
+  Overlap overlapping(overlap);
   Call call = call_of(input, weight, bias, key_cache, value_cache, positions, mask, scale, norm, norm_weight, norm_bias, eps,
-                      overlap);
+                      overlapping);
   FUSEOPT_CHECK(fuseopt_takes_qkv_attention(call.linear.layer, call.attention), "fuseopt::", kOp,
                 ": the kernel does not take such a layer and caches");
   const Launch launch(kOp, input);

@@ -13,20 +13,23 @@ void decode_select(Tensor scores, Tensor tokens, Tensor ids, Tensor length, Tens
                    int64_t encoder_ngram_size, std::optional<Tensor> token_rules, std::optional<Tensor> rule_bounds,
                    int64_t forcing_rules, double temperature) {
   const Launch launch(kOp, scores);
-  auto [select, kept] = decode_select_of(kOp, scores, tokens, ids, length, unfinished, going, pad, eos, counters, overlap);
+  Overlap overlapping(overlap);
+  DecodeSelect select =
+      decode_select_of(kOp, scores, tokens, ids, length, unfinished, going, pad, eos, counters, overlapping);
   const Tensor candidates = candidates_for(select, scores, fuseopt_decode_select_chunks(select.vocabulary));
   if (divisors.has_value()) {
-    FUSEOPT_CHECK(divisors->is_cuda() && dtype_of(*divisors) == ScalarType::Float && divisors->is_contiguous() &&
+    FUSEOPT_CHECK(divisors->is_cuda() && dtype_of(*divisors) == ScalarType::Float &&
                       dtype_of(scores) == ScalarType::Float && divisors->numel() == scores.numel(),
-                  "fuseopt::", kOp, ": divisors must be float32 as the scores, contiguous, of their shape");
-    select.divisors = static_cast<const float*>(divisors->data_ptr());
+                  "fuseopt::", kOp, ": divisors must be float32 as the scores, of their shape");
+    select.divisors = static_cast<const float*>(overlapping.contiguous(*divisors).data_ptr());
   }
   select.has_edits = edited_ids.has_value();
   if (select.has_edits) {
-    select.edits = logits_edits(kOp, scores,
+    select.edits = logits_edits(kOp, scores, overlapping,
                                 {edited_ids, edited_length, repetition_penalty, prompt_ignore_length, ngram_size,
                                  encoder_ids, encoder_ngram_size, token_rules, rule_bounds, forcing_rules, temperature});
   }
+  select.overlap = overlapping.allowed();
   launch.check(fuseopt_decode_select(select, launch.stream()));
 }
 

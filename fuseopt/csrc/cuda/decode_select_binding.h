@@ -5,11 +5,11 @@
 
 namespace fuseopt {
 
-// All but what becomes of the scores before they are compared. What is returned beside it is to be kept.
-inline std::tuple<DecodeSelect, std::vector<Tensor>> decode_select_of(
+// All but what becomes of the scores before they are compared, and whether it may overlap.
+inline DecodeSelect decode_select_of(
     const char* op, const Tensor& scores, const Tensor& tokens, const Tensor& ids, const Tensor& length,
     const Tensor& unfinished, const Tensor& going, const Tensor& pad, const std::optional<Tensor>& eos,
-    const std::vector<Tensor>& counters, bool overlap) {
+    const std::vector<Tensor>& counters, Overlap& overlap) {
   const auto integers = [op](const char* name, const Tensor& tensor) {
     FUSEOPT_CHECK(tensor.is_cuda() && dtype_of(tensor) == ScalarType::Long, "fuseopt::", op, ": ", name,
                   " must be int64 on the device of the scores");
@@ -25,9 +25,8 @@ inline std::tuple<DecodeSelect, std::vector<Tensor>> decode_select_of(
   FUSEOPT_CHECK(counters.size() <= DecodeSelect::kMaxCounters, "fuseopt::", op, ": at most ",
                 DecodeSelect::kMaxCounters, " counters, not ", counters.size());
   FUSEOPT_CHECK(tokens.is_contiguous(), "fuseopt::", op, ": tokens must be contiguous");
-  std::vector<Tensor> kept = {scores.stride(1) == 1 ? scores : torch::stable::contiguous(scores)};
   DecodeSelect select = {};
-  select.scores = score_matrix(op, kept[0]);
+  select.scores = score_matrix(op, overlap.with_unit_stride(scores));
   select.rows = scores.size(0);
   select.vocabulary = scores.size(1);
   select.tokens = integers("tokens", tokens);
@@ -42,8 +41,7 @@ inline std::tuple<DecodeSelect, std::vector<Tensor>> decode_select_of(
   select.going_count = going.numel();
   select.pad = integers("pad", pad);
   if (eos.has_value()) {
-    kept.push_back(as_contiguous(*eos));
-    select.eos = integers("eos", kept.back());
+    select.eos = integers("eos", overlap.contiguous(*eos));
     select.eos_count = eos->numel();
   }
   select.counter_count = static_cast<int>(counters.size());
@@ -52,8 +50,7 @@ inline std::tuple<DecodeSelect, std::vector<Tensor>> decode_select_of(
     select.counters[i] = integers("a counter", counters[i]);
     select.counter_sizes[i] = counters[i].numel();
   }
-  select.overlap = overlap;
-  return {select, kept};
+  return select;
 }
 
 // Where `chunks` of each row leave their best.

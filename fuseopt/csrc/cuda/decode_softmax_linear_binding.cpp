@@ -7,8 +7,9 @@ constexpr const char* kOp = "decode_softmax_linear";
 
 Tensor decode_softmax_linear(Tensor scores, Tensor weight, std::optional<Tensor> residual, int64_t groups, bool overlap,
                              std::vector<Tensor> ahead) {
+  Overlap overlapping(overlap);
   LinearCall call = linear_call(kOp, scores, {weight}, {}, residual, "", std::nullopt, std::nullopt, 0, "", false,
-                                overlap, ahead);
+                                overlapping, ahead);
   DecodeLinear& layer = call.layer;
   FUSEOPT_CHECK(groups > 0 && layer.columns % groups == 0, "fuseopt::", kOp, ": ", layer.columns,
                 " scores are no ", groups, " groups of one size");

@@ -15,10 +15,11 @@ Tensor edit_logits(Tensor logits, bool overlap, std::optional<Tensor> ids, std::
   edit.logits = score_matrix(kOp, logits);
   edit.rows = logits.size(0);
   edit.vocabulary = logits.size(1);
-  edit.edits = logits_edits(kOp, logits,
+  Overlap overlapping(overlap);
+  edit.edits = logits_edits(kOp, logits, overlapping,
                             {ids, length, repetition_penalty, prompt_ignore_length, ngram_size, encoder_ids,
                              encoder_ngram_size, token_rules, rule_bounds, forcing_rules, temperature});
-  edit.overlap = overlap;
+  edit.overlap = overlapping.allowed();
   edit.output = static_cast<float*>(output.data_ptr());
   launch.check(fuseopt_edit_logits(edit, launch.stream()));
   return output;

@@ -1,7 +1,7 @@
 // What the bindings of ops on logits share: token ids, and the edits that ops of decoding do on the way.
 #pragma once
 
-#include "binding.h"
+#include "overlap.h"
 
 namespace fuseopt {
 
@@ -40,13 +40,13 @@ struct EditArguments {
   double temperature;
 };
 
-// Tensors that a captured graph is to read where they are: none is converted.
-inline LogitsEdits logits_edits(const char* op, const Tensor& scores, const EditArguments& arguments) {
+inline LogitsEdits logits_edits(const char* op, const Tensor& scores, Overlap& overlap,
+                                const EditArguments& arguments) {
   const auto vector = [&](const char* name, const Tensor& tensor, ScalarType type, int64_t elements) {
     check_device(op, name, tensor, scores);
-    FUSEOPT_CHECK(dtype_of(tensor) == type && tensor.is_contiguous() && tensor.numel() == elements, "fuseopt::", op,
-                  ": ", name, " must be contiguous ", toString(type), " of ", elements, " elements");
-    return tensor.data_ptr();
+    FUSEOPT_CHECK(dtype_of(tensor) == type && tensor.numel() == elements, "fuseopt::", op, ": ", name,
+                  " must be ", toString(type), " of ", elements, " elements");
+    return overlap.contiguous(tensor).data_ptr();
   };
   const int64_t rows = scores.size(0);
   LogitsEdits edits = {};

@@ -1,4 +1,4 @@
-#include "binding.h"
+#include "overlap.h"
 
 namespace fuseopt::prompt_attention_binding {
 namespace {
@@ -32,7 +32,8 @@ Tensor prompt_attention_(Tensor qkv, Tensor key_cache, Tensor value_cache, doubl
   FUSEOPT_CHECK(type == ScalarType::Half || type == ScalarType::BFloat16, "fuseopt::", kOp,
                 ": qkv must be float16 or bfloat16");
   const Launch launch(kOp, qkv);
-  const Tensor packed = as_contiguous(qkv);
+  Overlap overlapping(overlap);
+  const Tensor packed = overlapping.contiguous(qkv);
   FUSEOPT_CHECK(is_aligned(packed), "fuseopt::", kOp, ": vectors of qkv must be aligned to 16 bytes");
   PromptAttention attention = {};
   attention.dtype = dtype_code(kOp, type);
@@ -44,7 +45,7 @@ Tensor prompt_attention_(Tensor qkv, Tensor key_cache, Tensor value_cache, doubl
   attention.heads = qkv.size(3);
   attention.head_dim = head_dim;
   attention.scale = scale;
-  attention.overlap = overlap;
+  attention.overlap = overlapping.allowed();
   Tensor output = allocate(qkv, {attention.rows, attention.length, attention.heads * head_dim}, type);
   attention.output = output.data_ptr();
   launch.check(fuseopt_prompt_attention(attention, launch.stream()));

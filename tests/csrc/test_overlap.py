@@ -1,0 +1,38 @@
+"""Programmatic dependent launch: what kernels must not read while the previous kernel may still write it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fuseopt import toolchain
+
+CUDA = toolchain.CSRC / "cuda"
+BINDINGS = sorted([*CUDA.glob("*_binding.cpp"), *CUDA.glob("*_binding.h")])
+OVERLAPPING = [path for path in BINDINGS if "overlap" in path.read_text()]
+
+
+def test_there_are_bindings_that_overlap() -> None:
+    assert {"decode_linear_binding.h", "decode_attention_binding.cpp", "decode_beams_binding.cpp"} <= {
+        path.name for path in OVERLAPPING
+    }
+
+
+@pytest.mark.parametrize("path", OVERLAPPING, ids=lambda path: path.name)
+def test_an_op_that_overlaps_makes_its_copies_through_overlap(path: Path) -> None:
+    """A kernel reads parameters before it waits for the previous one, which must not be the op's own copy of them."""
+    source = path.read_text()
+    assert "as_contiguous(" not in source and "torch::stable::" not in source
+    assert ".overlap = overlap;" not in source  # what was asked for, whatever has been copied
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted(CUDA.glob("*.cu*")) if "follow_predecessor();" in path.read_text()],
+    ids=lambda path: path.name,
+)
+def test_a_kernel_that_follows_another_reads_no_input_past_coherence(path: Path) -> None:
+    """ld.global.nc, which nvcc also takes for `const T* __restrict__`, needs what stays the same meanwhile."""
+    source = path.read_text()
+    assert "load_once<" not in source and "ld.global.nc" not in source and "__ldg(" not in source
+    assert not re.findall(r"const \w+\* __restrict__", source)
