@@ -79,6 +79,14 @@ def examples(count: int) -> int:
     return max(count // 10, 6) if os.environ.get("SANITIZED") else count
 
 
+def launched_kernels(call: Callable[[], object]) -> list[str]:
+    """The names of fuseopt's kernels that `call` runs on the GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if "fuseopt" in event.name]
+
+
 def functional_names() -> tuple[str, ...]:
     """The names of the ops that write into nothing that they are given."""
     return tuple(name for name in registry.names() if not registry.get(name).in_place)

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,12 @@ from torch import Tensor
 
 from fuseopt.ops import decode_linear, short_attention, softmax
 from fuseopt.ops.decode_linear import decode_linear_reference
-from tests.ops.cases import error, to_float64
+from tests.ops.cases import error, launched_kernels, to_float64
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 SM_120 = 101376  # bytes of shared memory that a block may have there, the least from sm_80 on
 SM_75 = 65536
-
-
-def kernels_of(call: Callable[[], object]) -> list[str]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    return [event.key for event in profile.key_averages() if "fuseopt" in event.key]
 
 
 def limited(limit: int, test: str) -> str:
@@ -82,7 +74,7 @@ def test_layers_with_a_norm_of_many_rows(rows: int, columns: int, transposed: bo
     judge = decode_linear_reference(to_float64(x), to_float64(weight), **exact)
     plain = decode_linear_reference(x, weight, **norm)
     assert error([output], [judge]) <= 1.5 * error([plain], [judge]) + torch.finfo(torch.bfloat16).eps
-    (kernel,) = kernels_of(lambda: decode_linear(x, weight, **norm, backend="cuda"))
+    (kernel,) = launched_kernels(lambda: decode_linear(x, weight, **norm, backend="cuda"))
     # The last template argument is how many groups of 8 rows a tile has.
     print(f"\nran {rows} {columns} {transposed}: {kernel.split('(fuseopt::ManyRows')[0][-12:]}")
     assert "decode_linear_many_rows_kernel" in kernel
@@ -104,7 +96,7 @@ def test_the_longest_heads_of_float64() -> None:
     query, key, value = torch.randn(3, 2, 3, 32, 128, device="cuda", dtype=torch.float64).unbind()
     output = short_attention(query, key, value)
     torch.testing.assert_close(output, F.scaled_dot_product_attention(query, key, value).transpose(1, 2))
-    print(f"\nran {len(kernels_of(lambda: short_attention(query, key, value)))} kernels")
+    print(f"\nran {len(launched_kernels(lambda: short_attention(query, key, value)))} kernels")
 
 
 def test_a_device_that_has_no_room_for_the_longest_heads_takes_torchs_attention() -> None:

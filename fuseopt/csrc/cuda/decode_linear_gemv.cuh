@@ -7,6 +7,7 @@
 //   sum_k w * (xhat * g + b) = rstd * (sum_k w * (x * g) - mean * sum_k w * g) + sum_k w * b.
 // A product on the tensor cores has room for eight rows of factors, so all three sums are made at once. x * g goes in as two
 // numbers of T, the second what the first has lost in rounding: of a mean that is many deviations from zero little is lost.
+// float16 has no range for that, so each warp multiplies its x * g with a power of two of its own, chosen by the largest.
 #pragma once
 
 #include "cluster.cuh"
@@ -33,13 +34,26 @@ __device__ inline void add(float4& total, const float4& other) {
 // Rows of factors of a norm: x * g as two numbers, g, and b.
 enum GemvFactor { kGemvHigh, kGemvLow, kGemvScale, kGemvShift, kGemvFactors };
 
+// A power of two that brings numbers of up to `bound` close to the largest float16, and its reciprocal.
+struct Float16Range {
+  float factor, reciprocal;
+
+  __device__ explicit Float16Range(float bound) {
+    constexpr unsigned kMantissaBits = 23, kBias = 127, kLargest = 14;  // 2^14 <= bound * factor < 2^15
+    // Where no number can be as small a factor of a normal one is, and of what is infinite or no number any.
+    const unsigned exponent = max(__float_as_uint(bound) >> kMantissaBits, kLargest + 1);
+    factor = __uint_as_float((2 * kBias + kLargest - exponent) << kMantissaBits);
+    reciprocal = __uint_as_float((exponent - kLargest) << kMantissaBits);
+  }
+};
+
 // What a warp has of the products of the row with a strip of columns, its part of K, and what its block makes of them. In
 // the order in which to call it: all up to `settle` ahead of the wait.
 template <typename T, bool kNorm, typename Stages>
 class GemvStrip {
   static constexpr int kRing = Stages::kInRing, kHeld = Stages::kInRegisters, kStride = Stages::kFactorStride;
   static constexpr int kRows = kNorm ? kGemvFactors : 1;
-  static constexpr float kRoom = std::is_same_v<T, __half> ? 1 / 256.f : 1.f;  // keeps x * g in the range of T
+  static constexpr bool kHasRange = kNorm && std::is_same_v<T, __half>;
 
  public:
   using Sum = std::conditional_t<kNorm, float4, float>;  // of a norm, of w with g, b, and the two parts of x * g
@@ -78,6 +92,7 @@ class GemvStrip {
         *reinterpret_cast<uint4*>(factors_of_lane(kGemvScale)) = scale_;
         *reinterpret_cast<uint4*>(factors_of_lane(kGemvShift)) = shift;
       }
+      if constexpr (kHasRange) largest_scale_ = largest_of_warp(takes_ ? scale_ : uint4{});
     }
   }
 
@@ -103,11 +118,15 @@ class GemvStrip {
   __device__ void put(const uint4& words) {
     const auto& x = reinterpret_cast<const Piece&>(words);
     if constexpr (kNorm) {
-      float scaled[kLaneValues];
+      float scaled[kLaneValues], factor = 1.f;
       Piece high, low;
+      if constexpr (kHasRange) {
+        const Float16Range range(largest_of_warp(words) * largest_scale_);
+        factor = range.factor, reciprocal_ = range.reciprocal;
+      }
 #pragma unroll
       for (int i = 0; i < kLaneValues; ++i) {
-        scaled[i] = x[i] * reinterpret_cast<const Piece&>(scale_)[i] * kRoom;
+        scaled[i] = x[i] * reinterpret_cast<const Piece&>(scale_)[i] * factor;
         deviations_.sum += x[i], deviations_.squares = fmaf(x[i], x[i], deviations_.squares);
       }
       store_floats_as<T>(&high, 0, scaled);
@@ -157,7 +176,8 @@ class GemvStrip {
       const float second = sums[0][i / 2][i % 2 * 2 + 1] + sums[1][i / 2][i % 2 * 2 + 1];
       Sum* const at = sums_of(warp()) + i * kTileColumns + lane() / 4;
       if constexpr (kNorm) {
-        if (pair < 2) reinterpret_cast<float2*>(at)[1 - pair] = {first, second};
+        const float reciprocal = kHasRange && pair == 0 ? reciprocal_ : 1.f;
+        if (pair < 2) reinterpret_cast<float2*>(at)[1 - pair] = {first * reciprocal, second * reciprocal};
       } else {
         if (pair == 0) *at = first;
       }
@@ -190,11 +210,20 @@ class GemvStrip {
   __device__ float normalised(const Sum& total, const Deviations& all, Row row) const {
     const float2 norm = normalisation_of<kWarpSize>(all, row, layer_.columns, layer_.reciprocal, layer_.is_layer_norm, layer_.eps);
     const float mean = layer_.is_layer_norm ? norm.x : 0.f;
-    return norm.y * fmaf(-mean, total.x, (total.z + total.w) * (1 / kRoom)) + total.y;
+    return norm.y * fmaf(-mean, total.x, total.z + total.w) + total.y;
   }
 
  private:
   using Piece = Vector<T, kLaneValues>;
+
+  // The largest magnitude of the warp's float16 values. What is no number does not count.
+  static __device__ float largest_of_warp(const uint4& words) {
+    const auto& pairs = reinterpret_cast<const __half2(&)[kLaneValues / 2]>(words);
+    const __half2 largest = __hmax2(__hmax2(__habs2(pairs[0]), __habs2(pairs[1])),
+                                    __hmax2(__habs2(pairs[2]), __habs2(pairs[3])));
+    const __half of_lane = __hmax(__low2half(largest), __high2half(largest));
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(largest_in_warp(__half_as_ushort(of_lane)))));
+  }
 
   static __device__ int warp() { return threadIdx.x / kWarpSize; }
   static __device__ int lane() { return threadIdx.x % kWarpSize; }
@@ -216,6 +245,7 @@ class GemvStrip {
   LineStream<T> weight_;
   int takes_, puts_, factors_from_;
   uint4 scale_, held_[kHeld][kLineTiles / 2];
+  float largest_scale_, reciprocal_;  // of float16
   Deviations deviations_;
 };
 

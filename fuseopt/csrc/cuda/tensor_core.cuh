@@ -28,6 +28,13 @@ __device__ inline Access load_once(const void* data) {
   return value;
 }
 
+// Of all lanes, in one instruction.
+__device__ inline unsigned largest_in_warp(unsigned value) {
+  unsigned largest = 0;
+  FUSEOPT_SM80_ASM("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(largest) : "r"(value));
+  return largest;
+}
+
 // Four tiles of 8 x 8 16-bit values from shared memory, of which lane 8 t + i gives the address of line i of tile t. Word t
 // holds the values in lines 2 (lane % 4) and the next, at place lane / 4, of tile t.
 __device__ inline uint4 load_transposed(const void* line) {
