@@ -24,6 +24,7 @@ OWN_TESTS = {
         "cuda-cuda and not float64 and (test_losses or -50304- or -262144-)",
     ),
     "decode_attention_": ("test_decode_attention.py", "test_kernel_against or test_kernel_for_many"),
+    "partial softmaxes that are no numbers": ("test_decode_attention.py", "no_numbers and bfloat16"),
     "decode_beams_": ("test_decode_beams.py", "test_is_what_beam_search_does and cuda-cuda"),
     **{
         f"decode_linear, {rows} rows": (
@@ -37,6 +38,8 @@ OWN_TESTS = {
         "test_decode_linear.py",
         "test_layers_of_models and bfloat16 and -200-torch and (768-768-3 or 5008-1032 or 2056-776)",
     ),
+    "decode_linear, 32 normalised rows": ("test_shared_memory.py", "with_a_norm_of_many_rows and 32-1280"),
+    "decode_linear, one row of float16": ("test_decode_linear_range.py", "0.005 or no_numbers"),
     "decode_linear, 128 rows": (
         "test_decode_linear.py",
         "test_layers_of_models and bfloat16 and -128-torch and 768-768-3",
