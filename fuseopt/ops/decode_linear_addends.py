@@ -197,9 +197,7 @@ def decode_linear_of_sum(
     chosen = registry.pick_without_gradient("decode_linear_of_sum", backend, dtypes, input, addends, *parameters)
     of_norm: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
     if chosen != "reference" and takes_addends(input, weight, bias, **of_norm):
-        return RAW_OF_SUM[chosen](
-            input, addends, weight, bias, norm, norm_weight, norm_bias, eps, overlap, list(ahead)
-        )
+        return RAW_OF_SUM[chosen](input, addends, weight, bias, norm, norm_weight, norm_bias, eps, overlap, list(ahead))
     sum = summed(input, addends)
     each = "reference" if chosen == "reference" else backend
     output = decode_linear(sum, weight, bias, **of_norm, eps=eps, backend=each)
