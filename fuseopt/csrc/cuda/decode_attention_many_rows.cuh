@@ -21,6 +21,7 @@ constexpr int kTileStageBytes = 8 * 1024;
 template <int kDims>
 constexpr unsigned kManyRowsBlocks = kDims == 64 ? 6 : 3;
 constexpr unsigned kTwoStagesBlocks = 3;
+static_assert(2 * kManyRowsAttentionWarps * kTileStageBytes <= kLeastSharedBytesOfSm80);
 
 struct ManyRows {
   DecodeAttention attention;

@@ -137,7 +137,8 @@ struct Split {
 
   Split(const DecodeAttention& attention, int64_t units, size_t bytes_of_part, unsigned most_warps) {
     constexpr unsigned kWarpsPerMultiprocessor = 16;  // by their registers
-    constexpr size_t kSharedBytes = 96 * 1024;        // which every device with clusters has
+    constexpr size_t kSharedBytes = 96 * 1024;
+    static_assert(kSharedBytes + sizeof(float4) <= kLeastSharedBytesOfSm80);
     constexpr int64_t kManyHeads = 24;
     parts = is_sm90_or_newer() ? most_warps * kMaxAttentionBlocks : most_warps;
     while (parts > 4 && (parts / 2 * kTileKeys >= attention.capacity || parts * bytes_of_part > kSharedBytes ||

@@ -404,9 +404,11 @@ template <typename T, bool kNorm, Input kInput, typename Stages>
 cudaError_t launch_gemv_as(const DecodeLinear& layer, const GemvPlan& plan, cudaStream_t stream) {
   LineLayer<T> of{mma_layer<T>(layer)};
   of.blocks_of_k = plan.blocks;
-  const size_t sum_bytes = kNorm ? sizeof(float4) : sizeof(float);
-  const size_t shared_bytes = GemvStrip<T, kNorm, Stages>::kSharedBytes +
-                              (plan.blocks - 1) * (sum_bytes * kLineColumns + (kNorm ? sizeof(float4) : 0));
+  constexpr size_t kOfStrip = GemvStrip<T, kNorm, Stages>::kSharedBytes;
+  constexpr size_t kOfOther = (kNorm ? sizeof(float4) : sizeof(float)) * kLineColumns + (kNorm ? sizeof(float4) : 0);
+  constexpr size_t kDeclared = kLineWarps * sizeof(Deviations) + sizeof(Mailbox);
+  static_assert(kOfStrip + (kMaxLineCluster - 1) * kOfOther + kDeclared <= kLeastSharedBytesOfSm80);
+  const size_t shared_bytes = kOfStrip + (plan.blocks - 1) * kOfOther;
   const LaunchShape shape{static_cast<unsigned>(plan.strips * plan.blocks), kLineThreads, shared_bytes,
                           static_cast<unsigned>(plan.cluster), static_cast<unsigned>(layer.weight_count)};
   of.share_ahead(shape);

@@ -278,6 +278,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDims, kGroups>)
 template <typename T, int kDims, int kGroups>
 cudaError_t launch_as(const PromptAttention& attention, cudaStream_t stream) {
   constexpr int kQueries = kBlockQueries<kGroups>;
+  static_assert(sizeof(Memory<kDims, kQueries>) <= kLeastSharedBytesOfSm80);
   const LaunchShape shape{.blocks = static_cast<unsigned>(attention.rows * attention.heads),
                           .threads = kThreads,
                           .shared_bytes = sizeof(Memory<kDims, kQueries>),
