@@ -187,6 +187,11 @@ __global__ void __launch_bounds__(kThreads) decode_linear_kernel(const __grid_co
     const int64_t output_columns = layer.outputs * (layer.gated ? 1 : layer.weight_count);
     const int64_t element =
         (plain.first_row + row) * output_columns + strip.weight * layer.outputs + strip.column + column;
+    if (layer.output.dtype == kFloat64) {  // the weight's, or the residual's alone
+      const double added = layer.residual.data == nullptr ? 0 : load_as<double>(layer.residual, element);
+      store_as<double>(layer.output, element, value + added);
+      continue;
+    }
     if (layer.residual.data != nullptr) value += load_as<Acc>(layer.residual, element);
     store_as(layer.output, element, value);
   }

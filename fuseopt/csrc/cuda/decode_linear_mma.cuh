@@ -132,6 +132,7 @@ bool suits_mma(const DecodeLinear& layer, int64_t most_rows = 2 * kHalfRows) {
   for (const TypedPointer& parameter : {layer.norm_weight, layer.norm_bias}) {
     suits &= is_kept(parameter) && is_aligned(parameter.data);
   }
+  suits &= layer.output.dtype == kDType<T> || layer.output.dtype == kFloat32;
   suits &= layer.residual.data == nullptr || layer.residual.dtype == layer.output.dtype;
   if (layer.gated) suits &= layer.norm != kNoNorm && !layer.weights_are_transposed;
   return suits && (!layer.weights_are_transposed || layer.outputs % kLaneValues == 0);
