@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fuseopt import native
-from fuseopt.ops.library import TRITON_INTERPRETED
-
-FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+from fuseopt.ops.library import FLOATING, TRITON_INTERPRETED
 
 
 @dataclass(frozen=True)

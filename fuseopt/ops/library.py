@@ -22,6 +22,15 @@ LIBRARY = torch.library.Library("fuseopt", "DEF")
 # What implements an op's overload `.triton`, once it is imported, by the op's name.
 _TRITON_FUNCTIONS: dict[str, Callable[[], Callable]] = {}
 
+FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# The dtypes of Triton ops' tensors, by the names that schemas have for them; all others are floating point.
+_TAKES = {
+    "target": (torch.int64,),
+    "seed": (torch.int64,),
+    "in_range": (torch.bool,),
+    "mask": (*FLOATING, torch.bool),
+}
+
 TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton kernels run on CPU tensors in this process, through Triton's interpreter."""
 
@@ -34,7 +43,8 @@ def define(schema: str, fake: Callable, *, triton: str | None = None) -> dict[st
     """Define a raw op and return the overload that each backend implements: `{"cpu": ..., "cuda": ..., "triton": ...}`.
 
     The native libraries implement the default overload, for the CPU and the CUDA dispatch key. Raw ops have no autograd
-    of their own: a registered formula would slow down every call, also those that need no gradient.
+    of their own: a registered formula would slow down every call, also those that need no gradient. They refuse tensors
+    of several devices, and count up the versions of tensors that they write to.
 
     Args:
         schema: `name(arguments) -> results`, as in `native_functions.yaml`. Functional: fresh contiguous results.
@@ -44,17 +54,64 @@ def define(schema: str, fake: Callable, *, triton: str | None = None) -> dict[st
     """
     name, signature = schema.split("(", 1)
     LIBRARY.define(schema)
-    torch.library.register_fake(f"fuseopt::{name}", fake, lib=LIBRARY)
     packet = getattr(torch.ops.fuseopt, name)
     overloads = {"cpu": packet.default, "cuda": packet.default}
     if triton is not None:
         LIBRARY.define(f"{name}.triton({signature}")
-        torch.library.register_fake(f"fuseopt::{name}.triton", fake, lib=LIBRARY)
         function = _TRITON_FUNCTIONS[name] = _imported_on_first_call(triton, name)
-        for key in ("CUDA", "CPU") if TRITON_INTERPRETED else ("CUDA",):
-            LIBRARY.impl(f"{name}.triton", lambda *args, **kwargs: function()(*args, **kwargs), key)
         overloads["triton"] = packet.triton
+        run = _checking(packet.triton, lambda *args, **kwargs: function()(*args, **kwargs), dtypes=True)
+        for key in ("CUDA", "CPU") if TRITON_INTERPRETED else ("CUDA",):
+            LIBRARY.impl(packet.triton, run, key)
+    for overload in {*overloads.values()}:
+        torch.library.register_fake(overload, _checking(overload, fake, dtypes=False), lib=LIBRARY)
+        if overload._schema.is_mutable:
+            LIBRARY.impl(overload, _counting_versions_up(overload), "ADInplaceOrView", with_keyset=True)
     return overloads
+
+
+def _checking(op: OpOverload, function: Callable, *, dtypes: bool) -> Callable:
+    """`function` for `op`, which raises a RuntimeError for tensors of several devices, and for dtypes that it has not.
+
+    torch calls the fake for a meta tensor among others, and what that returns has memory nobody has written to.
+    """
+    takes = {
+        argument.name: _TAKES.get(argument.name, FLOATING)
+        for argument in op._schema.arguments
+        if "Tensor" in str(argument.type)
+    }
+    names = [argument.name for argument in op._schema.arguments]
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        device = None
+        for name, argument in (*zip(names, arguments, strict=False), *named.items()):
+            if argument is None or name not in takes:
+                continue
+            for tensor in argument if isinstance(argument, list) else (argument,):
+                device = device or tensor.device
+                if tensor.device != device:
+                    raise RuntimeError(f"{op}: all tensors must be on one device, not {name} on {tensor.device}")
+                if dtypes and tensor.dtype not in takes[name]:
+                    wanted = " or ".join(map(str, takes[name]))
+                    raise RuntimeError(f"{op}: {name} must be {wanted}, not {tensor.dtype}")
+        return function(*arguments, **named)
+
+    return run
+
+
+def _counting_versions_up(op: OpOverload) -> Callable:
+    """What torch's own in-place operations have for this key: autograd must see that what it saved has changed."""
+    written = [index for index, argument in enumerate(op._schema.arguments) if argument.is_write]
+
+    def run(keyset: torch._C.DispatchKeySet, *arguments: Any, **named: Any) -> Any:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            result = op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments, **named)
+        for index in written:
+            changed = arguments[index]
+            increment_version(changed if isinstance(changed, list) else (changed,))
+        return result
+
+    return run
 
 
 def triton_function(op: OpOverload) -> Callable:
@@ -110,16 +167,6 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
         if tensor is not None and tensor.requires_grad:
             return True
     return torch._C._are_functorch_transforms_active()
-
-
-def count_versions_up(op: OpOverload, arguments: Sequence[Any]) -> None:
-    """Count up the versions of tensors that `op` has written to: autograd must see that what it saved has changed.
-
-    A raw op itself does not.
-    """
-    for parameter, argument in zip(op._schema.arguments, arguments, strict=False):
-        if parameter.is_write and not argument.is_inference():
-            increment_version(argument)
 
 
 def is_unobserved() -> bool:

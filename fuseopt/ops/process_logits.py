@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
-from fuseopt.ops.library import count_versions_up, define
+from fuseopt.ops.library import define
 
 # The likeliest first: a call leaves out what it does not ask for, and pays for what it gives.
 _ARGUMENTS = (
@@ -78,8 +78,6 @@ def run_checked(name: str, backend: str, inplace: bool, input_ids: Tensor, score
     if not inplace:
         return RAW[chosen](input_ids, scores, *edits)
     RAW_IN_PLACE[chosen](input_ids, scores, *edits)
-    if not torch.compiler.is_compiling():
-        count_versions_up(RAW_IN_PLACE[chosen], (input_ids, scores))
     return scores
 
 

@@ -20,7 +20,7 @@ from fuseopt.ops.backends import (
     NativeBackend,
     TritonBackend,
 )
-from fuseopt.ops.library import count_versions_up, needs_autograd
+from fuseopt.ops.library import needs_autograd
 from fuseopt.ops.preferences import Limits, Preference, by_size
 
 __all__ = [
@@ -265,11 +265,9 @@ def _call_overload(op: OpOverload, tensors: Sequence[Tensor], arguments: Sequenc
     if needs_autograd(*tensors):
         return NotImplemented
     try:
-        result = op._op(*arguments)
+        return op._op(*arguments)
     except RuntimeError:
         return NotImplemented
-    count_versions_up(op, arguments)
-    return result
 
 
 def pick_without_gradient(

@@ -23,12 +23,19 @@ TYPES = {
 }
 
 
+REGISTRATION = re.compile(r'\.impl\(\s*"(\w+)",\s*TORCH_BOX\(\((?:fuseopt::)?checked<(\w+), ([\w:]+)>\)\)\)')
+
+
+def sources() -> list[str]:
+    return [path.read_text() for path in sorted(toolchain.CSRC.glob("*/*binding*.cpp"))]
+
+
 def bindings() -> list[tuple[str, list[str]]]:
-    """Of every function that a library registers: the op, and the types of its arguments as schemas have them."""
+    """Of every function of the CUDA library: the op, and the types of its arguments as schemas have them."""
     found = []
     for source in sorted((toolchain.CSRC / "cuda").glob("*_binding.cpp")):
         text = source.read_text()
-        for name, function in re.findall(r'library\.impl\("(\w+)", TORCH_BOX\(&(\w+)\)\)', text):
+        for name, function, _ in REGISTRATION.findall(text):
             definition = re.search(rf"^[\w:<>, ]+ {function}\(([^)]*)\) {{", text, re.MULTILINE)
             assert definition is not None, function
             arguments = re.split(r",\s+(?![^<]*>)", definition[1])
@@ -36,10 +43,43 @@ def bindings() -> list[tuple[str, list[str]]]:
     return found
 
 
+def declarations() -> list[tuple[str, str, list[str]]]:
+    """Of every function that a library registers: the op, the op that its messages name, and its tensors' names."""
+    texts = [*sources(), *(path.read_text() for path in toolchain.CSRC.glob("**/*.h"))]
+    lists = {
+        name: re.findall(r'\{"(\w+)", ', items)
+        for text in texts
+        for name, items in re.findall(r"constexpr Argument (\w+)\[\] = (\{.*?\});", text, re.DOTALL)
+    }
+    declared = {}
+    for text in texts:
+        pattern = r'constexpr auto (\w+) =\s*arguments\(\s*"(\w+)",\s*(\{.*?\}\}|\w+)\)(?: \+ (\w+))?;'
+        for name, op, items, more in re.findall(pattern, text, re.DOTALL):
+            names = lists.get(items) or re.findall(r'\{"(\w+)", ', items)
+            declared[name] = op, names + lists.get(more, [])
+    registrations = [found for text in sources() for found in REGISTRATION.findall(text)]
+    return [(name, *declared[declaration.split("::")[-1]]) for name, _, declaration in registrations]
+
+
 @pytest.mark.parametrize(("name", "types"), bindings(), ids=lambda value: value if isinstance(value, str) else "")
 def test_arguments_are_those_of_the_schema(name: str, types: list[str]) -> None:
     schema = getattr(torch.ops.fuseopt, name).default._schema
     assert [TYPES.get(kind.removesuffix("&"), kind) for kind in types] == [str(a.type) for a in schema.arguments]
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "arguments"), declarations(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_every_tensor_is_declared_by_its_name_in_the_schema(name: str, op: str, arguments: list[str]) -> None:
+    """Checked at each call is what is declared; that there is a declaration for each tensor, the compiler sees."""
+    schema = getattr(torch.ops.fuseopt, name).default._schema
+    assert op == name
+    assert arguments == [argument.name for argument in schema.arguments if "Tensor" in str(argument.type)]
+
+
+def test_nothing_is_registered_unchecked() -> None:
+    registered = [name for text in sources() for name in re.findall(r'\.impl\(\s*"(\w+)"', text)]
+    assert len(registered) > 60 and registered == [name for name, *_ in declarations()]
 
 
 def test_ops_are_found() -> None:

@@ -496,8 +496,12 @@ def test_no_repeat_ngram_refuses_a_negative_size(cpu_ops, ngram_size):
     [
         (torch.tensor([[5, -2, 5]]), torch.zeros(1, 9), "token id -2 would be penalised or banned but is negative"),
         (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(1, 9), "2 rows of input_ids for 1 rows of scores"),
-        (torch.zeros(1, 3), torch.zeros(1, 9), "must be int32 or int64"),
-        (torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 9, dtype=torch.int64), "expected float32"),
+        (torch.zeros(1, 3), torch.zeros(1, 9), "input_ids must be int64 or int32 on cpu, not float32"),
+        (
+            torch.zeros(1, 3, dtype=torch.int64),
+            torch.zeros(1, 9, dtype=torch.int64),
+            "scores must be .* on cpu, not int64",
+        ),
         (torch.zeros(3, dtype=torch.int64), torch.zeros(1, 9), "two dimensions"),
     ],
 )
@@ -518,7 +522,7 @@ def test_encoder_rows_must_divide_the_rows(cpu_ops, batch, rows):
     [
         ("rms_norm_fwd", (torch.zeros(2, 3), torch.zeros(4), 1e-6), "weight has 4"),
         ("rms_norm_fwd", (torch.zeros(()), None, 1e-6), "no dimension"),
-        ("rms_norm_fwd", (torch.zeros(2, 3, dtype=torch.int32), None, 1e-6), "expected float"),
+        ("rms_norm_fwd", (torch.zeros(2, 3, dtype=torch.int32), None, 1e-6), "input must be .* on cpu, not int32"),
         ("rms_norm", (torch.zeros(2, 3), torch.zeros(1, 3), 1e-6), "weight has 2 dimensions"),
         ("rms_norm", (torch.zeros(2, 3), None, 1e-6, 3), "cast_order must be 0, 1 or 2, not 3"),
         ("add_rms_norm", (torch.zeros(2, 3), torch.zeros(1, 3), None, 1e-6), "residual has not the shape of input"),

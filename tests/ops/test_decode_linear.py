@@ -232,21 +232,38 @@ def test_many_rows_have_kernels_of_their_own(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("elsewhere", ["a weight", "a bias", "residual", "norm_weight"])
+@pytest.mark.parametrize("elsewhere", ["weights", "biases", "residual", "norm_weight"])
 def test_tensors_on_another_device_are_refused(elsewhere: str) -> None:
     devices = {
-        name: "cpu" if name == elsewhere else "cuda" for name in ("a weight", "a bias", "residual", "norm_weight")
+        name: "cpu" if name == elsewhere else "cuda" for name in ("weights", "biases", "residual", "norm_weight")
     }
-    with pytest.raises(RuntimeError, match=f"{elsewhere} is not on the input's device"):
+    with pytest.raises(RuntimeError, match=f"{elsewhere} must be .* on cuda:0, not float32 on cpu"):
         decode_linear(
             torch.randn(2, 4, device="cuda"),
-            torch.randn(3, 4, device=devices["a weight"]),
-            torch.randn(3, device=devices["a bias"]),
+            torch.randn(3, 4, device=devices["weights"]),
+            torch.randn(3, device=devices["biases"]),
             residual=torch.randn(2, 3, device=devices["residual"]),
             norm="layer_norm",
             norm_weight=torch.randn(4, device=devices["norm_weight"]),
             backend="cuda",
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 33])
+@torch.no_grad()
+def test_a_float64_residual_is_added_in_float64(dtype: torch.dtype, transposed: bool, rows: int) -> None:
+    """The kernels of the tensor cores have residuals of 16 and 32 bits only."""
+    torch.manual_seed(0)
+    weight = torch.randn(64, 128, device="cuda").to(dtype) / 16
+    weight = weight.T.contiguous().T if transposed else weight
+    x, residual = torch.randn(rows, 128, device="cuda").to(dtype), torch.randn(rows, 64, device="cuda").double()
+    output = decode_linear(x, weight, residual=residual, backend="cuda")
+    assert output.dtype == torch.float64
+    product = decode_linear_reference(x.double(), weight.double())
+    torch.testing.assert_close(output - residual, product, rtol=0, atol=1e-5)
 
 
 def assert_kernel_is_accurate(*args: object, **kwargs: object) -> None:

@@ -1,25 +1,34 @@
 #include <torch/csrc/stable/library.h>
+#include "../shared_arguments.h"
 #include "ops.h"
 
+namespace fuseopt {
+
+template <auto function, const auto& declaration>
+constexpr auto checked = &Checked<function, declaration, aoti_torch_device_type_cpu>::call;
+
+}  // namespace fuseopt
+
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CPU, m) {
-  m.impl("rms_norm", TORCH_BOX(&fuseopt::rms_norm));
-  m.impl("rms_norm_fwd", TORCH_BOX(&fuseopt::rms_norm_fwd));
-  m.impl("rms_norm_bwd", TORCH_BOX(&fuseopt::rms_norm_bwd));
-  m.impl("add_rms_norm", TORCH_BOX(&fuseopt::add_rms_norm));
-  m.impl("add_rms_norm_fwd", TORCH_BOX(&fuseopt::add_rms_norm_fwd));
-  m.impl("add_rms_norm_bwd", TORCH_BOX(&fuseopt::add_rms_norm_bwd));
-  m.impl("layer_norm", TORCH_BOX(&fuseopt::layer_norm));
-  m.impl("layer_norm_fwd", TORCH_BOX(&fuseopt::layer_norm_fwd));
-  m.impl("layer_norm_bwd", TORCH_BOX(&fuseopt::layer_norm_bwd));
-  m.impl("add_layer_norm", TORCH_BOX(&fuseopt::add_layer_norm));
-  m.impl("add_layer_norm_fwd", TORCH_BOX(&fuseopt::add_layer_norm_fwd));
-  m.impl("add_layer_norm_bwd", TORCH_BOX(&fuseopt::add_layer_norm_bwd));
-  m.impl("gelu_fwd", TORCH_BOX(&fuseopt::gelu_fwd));
-  m.impl("gelu_bwd", TORCH_BOX(&fuseopt::gelu_bwd));
-  m.impl("gated_activation_fwd", TORCH_BOX(&fuseopt::gated_activation_fwd));
-  m.impl("gated_activation_bwd", TORCH_BOX(&fuseopt::gated_activation_bwd));
-  m.impl("softmax_fwd", TORCH_BOX(&fuseopt::softmax_fwd));
-  m.impl("softmax_bwd", TORCH_BOX(&fuseopt::softmax_bwd));
-  m.impl("process_logits", TORCH_BOX(&fuseopt::process_logits));
-  m.impl("process_logits_", TORCH_BOX(&fuseopt::process_logits_));
+  using namespace fuseopt;
+  m.impl("rms_norm", TORCH_BOX((checked<rms_norm, declared::kRmsNorm>)));
+  m.impl("rms_norm_fwd", TORCH_BOX((checked<rms_norm_fwd, declared::kRmsNormFwd>)));
+  m.impl("rms_norm_bwd", TORCH_BOX((checked<rms_norm_bwd, declared::kRmsNormBwd>)));
+  m.impl("add_rms_norm", TORCH_BOX((checked<add_rms_norm, declared::kAddRmsNorm>)));
+  m.impl("add_rms_norm_fwd", TORCH_BOX((checked<add_rms_norm_fwd, declared::kAddRmsNormFwd>)));
+  m.impl("add_rms_norm_bwd", TORCH_BOX((checked<add_rms_norm_bwd, declared::kAddRmsNormBwd>)));
+  m.impl("layer_norm", TORCH_BOX((checked<layer_norm, declared::kLayerNorm>)));
+  m.impl("layer_norm_fwd", TORCH_BOX((checked<layer_norm_fwd, declared::kLayerNormFwd>)));
+  m.impl("layer_norm_bwd", TORCH_BOX((checked<layer_norm_bwd, declared::kLayerNormBwd>)));
+  m.impl("add_layer_norm", TORCH_BOX((checked<add_layer_norm, declared::kAddLayerNorm>)));
+  m.impl("add_layer_norm_fwd", TORCH_BOX((checked<add_layer_norm_fwd, declared::kAddLayerNormFwd>)));
+  m.impl("add_layer_norm_bwd", TORCH_BOX((checked<add_layer_norm_bwd, declared::kAddLayerNormBwd>)));
+  m.impl("gelu_fwd", TORCH_BOX((checked<gelu_fwd, declared::kGeluFwd>)));
+  m.impl("gelu_bwd", TORCH_BOX((checked<gelu_bwd, declared::kGeluBwd>)));
+  m.impl("gated_activation_fwd", TORCH_BOX((checked<gated_activation_fwd, declared::kGatedActivationFwd>)));
+  m.impl("gated_activation_bwd", TORCH_BOX((checked<gated_activation_bwd, declared::kGatedActivationBwd>)));
+  m.impl("softmax_fwd", TORCH_BOX((checked<softmax_fwd, declared::kSoftmaxFwd>)));
+  m.impl("softmax_bwd", TORCH_BOX((checked<softmax_bwd, declared::kSoftmaxBwd>)));
+  m.impl("process_logits", TORCH_BOX((checked<process_logits, declared::kProcessLogits>)));
+  m.impl("process_logits_", TORCH_BOX((checked<process_logits_, declared::kProcessLogitsInPlace>)));
 }

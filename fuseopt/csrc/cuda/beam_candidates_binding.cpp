@@ -14,8 +14,6 @@ std::tuple<Tensor, Tensor> beam_candidates(Tensor scores, Tensor running_scores,
                                            int64_t forcing_rules, double temperature) {
   FUSEOPT_CHECK(scores.dim() == 2 && running_scores.dim() == 2 && scores.size(0) == running_scores.numel(),
                 "fuseopt::", kOp, ": scores must be [items * beams, vocabulary], running_scores [items, beams]");
-  FUSEOPT_CHECK(dtype_of(scores) != ScalarType::Double && dtype_of(running_scores) == ScalarType::Float,
-                "fuseopt::", kOp, ": scores must be float32, float16 or bfloat16, running_scores float32");
   FUSEOPT_CHECK(count > 0 && count <= BeamCandidates::kMaxCount, "fuseopt::", kOp, ": count must be between 1 and ",
                 BeamCandidates::kMaxCount, ", not ", count);
   FUSEOPT_CHECK(running_scores.size(1) * scores.size(1) <= INT32_MAX, "fuseopt::", kOp,
@@ -54,10 +52,13 @@ std::tuple<Tensor, Tensor> beam_candidates(Tensor scores, Tensor running_scores,
   return {values, places};
 }
 
+constexpr auto kBeamCandidates = arguments("beam_candidates", {
+    {"scores", kUpToFloat}, {"running_scores", kOnlyFloat}}) + kOfEdits;
+
 }  // namespace
 }  // namespace fuseopt::beam_candidates_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::beam_candidates_binding;
-  library.impl("beam_candidates", TORCH_BOX(&beam_candidates));
+  library.impl("beam_candidates", TORCH_BOX((fuseopt::checked<beam_candidates, kBeamCandidates>)));
 }

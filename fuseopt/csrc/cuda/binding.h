@@ -16,14 +16,12 @@
 #include <utility>
 #include <vector>
 
-#include "../check.h"
+#include "../arguments.h"
 #include "launchers.h"
 
 namespace fuseopt {
 
 using torch::headeronly::IntHeaderOnlyArrayRef;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // Makes the tensor's device current for as long as it lives, and knows the current stream there.
 class Launch {
@@ -61,29 +59,15 @@ class Launch {
   cudaStream_t stream_ = nullptr;
 };
 
-// The dtypes of these ops' tensors, by torch's numbers for them.
-inline const auto& numbered_dtypes() {
-  static const std::pair<int32_t, ScalarType> dtypes[] = {
-      {aoti_torch_dtype_bfloat16(), ScalarType::BFloat16}, {aoti_torch_dtype_float32(), ScalarType::Float},
-      {aoti_torch_dtype_float16(), ScalarType::Half},      {aoti_torch_dtype_int64(), ScalarType::Long},
-      {aoti_torch_dtype_int32(), ScalarType::Int},         {aoti_torch_dtype_uint8(), ScalarType::Byte},
-      {aoti_torch_dtype_bool(), ScalarType::Bool},         {aoti_torch_dtype_float64(), ScalarType::Double}};
-  return dtypes;
-}
+// Of a function of a binding: what to register, which first checks its tensors.
+template <auto function, const auto& declaration>
+constexpr auto checked = &Checked<function, declaration, aoti_torch_device_type_cuda>::call;
 
-// As Tensor::scalar_type, which asks torch for the number of one dtype after the other at every call.
-inline ScalarType dtype_of(const Tensor& tensor) {
-  int32_t number = 0;
-  FUSEOPT_CHECK(aoti_torch_get_dtype(tensor.get(), &number) == TORCH_SUCCESS, "fuseopt: a tensor without a dtype");
-  for (const auto& [known, type] : numbered_dtypes()) {
-    if (known == number) return type;
-  }
-  return tensor.scalar_type();
-}
+inline ScalarType dtype_of(const Tensor& tensor) { return scalar_type_of(tensor); }
 
 inline int32_t number_of(ScalarType type) {
-  for (const auto& [number, known] : numbered_dtypes()) {
-    if (known == type) return number;
+  for (size_t i = 0; i < std::size(kNamedTypes); ++i) {
+    if (kNamedTypes[i].type == type) return known_numbers()[i];
   }
   return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
 }
@@ -112,15 +96,13 @@ inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// A parameter of `columns` elements on input's device, or none.
+// A parameter with an element for each column of `input`, or none.
 inline std::optional<Tensor> parameter(const char* op, const char* name, const std::optional<Tensor>& tensor,
                                        const Tensor& input) {
   if (!tensor.has_value()) return std::nullopt;
   FUSEOPT_CHECK(tensor->dim() == 1, "fuseopt::", op, ": ", name, " has ", tensor->dim(), " dimensions, expected one");
   FUSEOPT_CHECK(tensor->numel() == input.size(input.dim() - 1), "fuseopt::", op, ": ", name, " has ", tensor->numel(),
                 " elements, the last dimension of the input ", input.size(input.dim() - 1));
-  FUSEOPT_CHECK(tensor->get_device_index() == input.get_device_index() && tensor->is_cuda(), "fuseopt::", op, ": ",
-                name, " is not on the input's device");
   return as_contiguous(*tensor);
 }
 
@@ -139,9 +121,9 @@ inline Matrix matrix_of(const char* op, const Tensor& tensor) {
 }
 
 inline void check_same(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
-  bool same = tensor.dim() == input.dim() && tensor.get_device_index() == input.get_device_index();
+  bool same = tensor.dim() == input.dim();
   for (int64_t dim = 0; same && dim < input.dim(); ++dim) same = tensor.size(dim) == input.size(dim);
-  FUSEOPT_CHECK(same, "fuseopt::", op, ": ", name, " has not the shape and device of the input");
+  FUSEOPT_CHECK(same, "fuseopt::", op, ": ", name, " has not the shape of the input");
 }
 
 // An uninitialised contiguous tensor on the device of `like`. Straight from the C interface: torch::stable::new_empty

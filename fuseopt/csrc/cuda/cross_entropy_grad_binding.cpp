@@ -5,11 +5,9 @@ namespace {
 
 constexpr const char* kOp = "cross_entropy_grad_";
 
-void* vector_of(const char* name, const Tensor& vector, ScalarType type, const Tensor& logits) {
-  FUSEOPT_CHECK(vector.is_cuda() && vector.get_device_index() == logits.get_device_index() && vector.is_contiguous() &&
-                    dtype_of(vector) == type && vector.numel() == logits.size(0),
-                "fuseopt::", kOp, ": ", name, " must be contiguous ", toString(type), " with an element for each of ",
-                logits.size(0), " rows, on the device of the logits");
+void* vector_of(const char* name, const Tensor& vector, const Tensor& logits) {
+  FUSEOPT_CHECK(vector.is_contiguous() && vector.numel() == logits.size(0), "fuseopt::", kOp, ": ", name,
+                " must be contiguous with an element for each of ", logits.size(0), " rows");
   return vector.data_ptr();
 }
 
@@ -19,7 +17,6 @@ void cross_entropy_grad(Tensor logits, std::optional<Tensor> grad_output, Tensor
   const Launch launch(kOp, logits);
   CrossEntropyGrad loss = {};
   loss.logits = pointer(kOp, logits);
-  FUSEOPT_CHECK(loss.logits.dtype != kFloat64, "fuseopt::", kOp, ": float64 is not supported");
   FUSEOPT_CHECK(logits.dim() == 2 && logits.is_contiguous(), "fuseopt::", kOp,
                 ": logits must be a contiguous matrix [rows, width]");
   loss.rows = logits.size(0);
@@ -33,11 +30,11 @@ void cross_entropy_grad(Tensor logits, std::optional<Tensor> grad_output, Tensor
                 loss.width);
   loss.classes = classes;
   if (grad_output.has_value()) {
-    loss.grad_output = static_cast<const float*>(vector_of("grad_output", *grad_output, ScalarType::Float, logits));
+    loss.grad_output = static_cast<const float*>(vector_of("grad_output", *grad_output, logits));
   }
-  loss.target = static_cast<const int64_t*>(vector_of("target", target, ScalarType::Long, logits));
-  loss.losses = static_cast<float*>(vector_of("losses", losses, ScalarType::Float, logits));
-  loss.in_range = static_cast<bool*>(vector_of("in_range", in_range, ScalarType::Bool, logits));
+  loss.target = static_cast<const int64_t*>(vector_of("target", target, logits));
+  loss.losses = static_cast<float*>(vector_of("losses", losses, logits));
+  loss.in_range = static_cast<bool*>(vector_of("in_range", in_range, logits));
   loss.ignore_index = ignore_index;
   loss.label_smoothing = static_cast<float>(label_smoothing);
   loss.z_loss = static_cast<float>(z_loss);
@@ -45,10 +42,14 @@ void cross_entropy_grad(Tensor logits, std::optional<Tensor> grad_output, Tensor
   launch.check(fuseopt_cross_entropy_grad(loss, launch.stream()));
 }
 
+constexpr auto kCrossEntropyGradInPlace = arguments("cross_entropy_grad_", {
+    {"logits", kUpToFloat}, {"grad_output", kOnlyFloat}, {"target", kOnlyLong}, {"losses", kOnlyFloat},
+    {"in_range", kOnlyBool}});
+
 }  // namespace
 }  // namespace fuseopt::cross_entropy_grad_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::cross_entropy_grad_binding;
-  library.impl("cross_entropy_grad_", TORCH_BOX(&cross_entropy_grad));
+  library.impl("cross_entropy_grad_", TORCH_BOX((fuseopt::checked<cross_entropy_grad, kCrossEntropyGradInPlace>)));
 }

@@ -36,8 +36,8 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
   attention.head_dim = query.size(2);
   attention.capacity = key_cache.size(2);
   attention.rows_per_item = rows == 0 ? 1 : rows / batch;
-  attention.lengths = integers_of(op, "lengths", lengths, query);
-  attention.starts = integers_of(op, "starts", starts, query);
+  attention.lengths = integers_of(op, "lengths", lengths, batch);
+  attention.starts = integers_of(op, "starts", starts, batch);
   const Tensor keys = overlap.contiguous(key_cache), values = overlap.contiguous(value_cache);
   attention.key_cache = keys.data_ptr();
   attention.value_cache = values.data_ptr();
@@ -56,11 +56,8 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
   attention.bias_columns = distances.has_value() ? distances->size(1) : 0;
   const auto sources = overlap.contiguous(ancestry);
   if (sources.has_value()) {
-    FUSEOPT_CHECK(dtype_of(*sources) == ScalarType::Int && sources->is_cuda() &&
-                      sources->get_device_index() == query.get_device_index() &&
-                      sources->numel() == rows * attention.capacity,
-                  "fuseopt::", op, ": ancestry must be [", rows, ", ", attention.capacity,
-                  "] int32 on the query's device");
+    FUSEOPT_CHECK(sources->numel() == rows * attention.capacity, "fuseopt::", op, ": ancestry must be [", rows, ", ",
+                  attention.capacity, "]");
   }
   attention.ancestry = static_cast<const int*>(data_of(sources));
   attention.scale = scale;
@@ -85,11 +82,19 @@ Tensor decode_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cach
                 ancestry, scale, overlap);
 }
 
+constexpr auto kDecodeAttention = arguments("decode_attention", {
+    {"query", kFloats}, {"key_cache", kFloats, "query"}, {"value_cache", kFloats, "query"}, {"lengths", kIntegers},
+    {"starts", kIntegers}, {"mask", kOnlyBool}, {"bias", kFloats}});
+constexpr auto kDecodeAttentionInPlace = arguments("decode_attention_", {
+    {"query", kFloats}, {"key", kFloats, "query"}, {"value", kFloats, "query"}, {"key_cache", kFloats, "query"},
+    {"value_cache", kFloats, "query"}, {"positions", kIntegers}, {"starts", kIntegers}, {"mask", kOnlyBool},
+    {"bias", kFloats}, {"ancestry", kOnlyInt}});
+
 }  // namespace
 }  // namespace fuseopt::decode_attention_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::decode_attention_binding;
-  library.impl("decode_attention", TORCH_BOX(&decode_attention));
-  library.impl("decode_attention_", TORCH_BOX(&decode_attention_));
+  library.impl("decode_attention", TORCH_BOX((fuseopt::checked<decode_attention, kDecodeAttention>)));
+  library.impl("decode_attention_", TORCH_BOX((fuseopt::checked<decode_attention_, kDecodeAttentionInPlace>)));
 }

@@ -6,19 +6,18 @@ namespace {
 constexpr const char* kOp = "decode_beams_";
 
 template <typename T>
-T* data_as(const char* name, const Tensor& tensor, ScalarType type) {
-  FUSEOPT_CHECK(tensor.is_cuda() && dtype_of(tensor) == type && tensor.is_contiguous(), "fuseopt::", kOp, ": ",
-                name, " must be ", toString(type), ", contiguous and on the device of the values");
+T* data_as(const char* name, const Tensor& tensor) {
+  FUSEOPT_CHECK(tensor.is_contiguous(), "fuseopt::", kOp, ": ", name, " must be contiguous");
   return static_cast<T*>(tensor.data_ptr());
 }
 
-int64_t* integers(const char* name, const Tensor& tensor) { return data_as<int64_t>(name, tensor, ScalarType::Long); }
+int64_t* integers(const char* name, const Tensor& tensor) { return data_as<int64_t>(name, tensor); }
 
-float* floats(const char* name, const Tensor& tensor) { return data_as<float>(name, tensor, ScalarType::Float); }
+float* floats(const char* name, const Tensor& tensor) { return data_as<float>(name, tensor); }
 
-bool* flags(const char* name, const Tensor& tensor) { return data_as<bool>(name, tensor, ScalarType::Bool); }
+bool* flags(const char* name, const Tensor& tensor) { return data_as<bool>(name, tensor); }
 
-int* counts(const char* name, const Tensor& tensor) { return data_as<int>(name, tensor, ScalarType::Int); }
+int* counts(const char* name, const Tensor& tensor) { return data_as<int>(name, tensor); }
 
 void decode_beams(Tensor values, Tensor places, Tensor running_scores, Tensor scores, Tensor is_finished,
                   Tensor lengths, Tensor improvable, Tensor ids, Tensor ancestry, Tensor tokens, Tensor going,
@@ -61,7 +60,7 @@ void decode_beams(Tensor values, Tensor places, Tensor running_scores, Tensor sc
   beams.counters = integers("counters", counters);
   beams.arrived = counts("arrived", arrived);
   beams.limit = integers("limit", limit);
-  beams.penalties = data_as<double>("penalties", penalties, ScalarType::Double);
+  beams.penalties = data_as<double>("penalties", penalties);
   beams.best_penalties = beams.penalties + penalties.size(1);
   const auto ends = overlapping.contiguous(eos);
   beams.eos = ends.has_value() ? integers("eos", *ends) : nullptr;
@@ -72,10 +71,17 @@ void decode_beams(Tensor values, Tensor places, Tensor running_scores, Tensor sc
   launch.check(fuseopt_decode_beams(beams, launch.stream()));
 }
 
+constexpr auto kDecodeBeamsInPlace = arguments("decode_beams_", {
+    {"values", kOnlyFloat}, {"places", kOnlyLong}, {"running_scores", kOnlyFloat}, {"scores", kOnlyFloat},
+    {"is_finished", kOnlyBool}, {"lengths", kOnlyLong}, {"improvable", kOnlyBool}, {"ids", kOnlyLong},
+    {"ancestry", kOnlyInt}, {"tokens", kOnlyLong}, {"going", kOnlyBool}, {"length", kOnlyLong},
+    {"generated", kOnlyLong}, {"counters", kOnlyLong}, {"arrived", kOnlyInt}, {"limit", kOnlyLong},
+    {"penalties", kOnlyDouble}, {"eos", kOnlyLong}});
+
 }  // namespace
 }  // namespace fuseopt::decode_beams_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::decode_beams_binding;
-  library.impl("decode_beams_", TORCH_BOX(&decode_beams));
+  library.impl("decode_beams_", TORCH_BOX((fuseopt::checked<decode_beams, kDecodeBeamsInPlace>)));
 }

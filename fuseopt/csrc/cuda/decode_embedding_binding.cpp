@@ -14,15 +14,14 @@ Tensor decode_embedding(Tensor tokens, Tensor weight, std::optional<Tensor> posi
   const Tensor table = overlapping.contiguous(weight), indices = overlapping.contiguous(tokens);
   const Launch launch(kOp, table);
   DecodeEmbedding embedding = {};
-  embedding.tokens = table_of(kOp, table, indices);
+  embedding.tokens = table_of(table, indices);
   std::optional<Tensor> second_table, second_indices;
   if (positions.has_value()) {
     second_table = overlapping.contiguous(*position_weight), second_indices = overlapping.contiguous(*positions);
     FUSEOPT_CHECK(second_table->dim() == 2 && second_table->size(1) == table.size(1) &&
-                      dtype_of(*second_table) == dtype_of(table) &&
                       second_indices->numel() == indices.numel(),
                   "fuseopt::", kOp, ": positions and position_weight must be like tokens and weight");
-    embedding.positions = table_of(kOp, *second_table, *second_indices);
+    embedding.positions = table_of(*second_table, *second_indices);
   }
   embedding.dtype = dtype_code(kOp, dtype_of(table));
   embedding.rows = indices.numel();
@@ -37,10 +36,13 @@ Tensor decode_embedding(Tensor tokens, Tensor weight, std::optional<Tensor> posi
   return output;
 }
 
+constexpr auto kDecodeEmbedding = arguments("decode_embedding", {
+    {"tokens", kIntegers}, {"weight", kFloats}, {"positions", kIntegers}, {"position_weight", kFloats, "weight"}});
+
 }  // namespace
 }  // namespace fuseopt::decode_embedding_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::decode_embedding_binding;
-  library.impl("decode_embedding", TORCH_BOX(&decode_embedding));
+  library.impl("decode_embedding", TORCH_BOX((fuseopt::checked<decode_embedding, kDecodeEmbedding>)));
 }

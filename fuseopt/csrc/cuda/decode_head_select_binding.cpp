@@ -47,10 +47,15 @@ void decode_head_select(Tensor input, std::optional<Tensor> addends, Tensor weig
   launch.check(fuseopt_decode_select(select, launch.stream()));
 }
 
+constexpr auto kDecodeHeadSelectInPlace = arguments("decode_head_select_", {
+    {"input", kFloats}, {"addends", kOnlyFloat}, {"weight", kFloats}, {"norm_weight", kFloats}, {"norm_bias", kFloats},
+    {"ahead", kFloats}, {"tokens", kOnlyLong}, {"ids", kOnlyLong}, {"length", kOnlyLong}, {"unfinished", kOnlyBool},
+    {"going", kOnlyBool}, {"pad", kOnlyLong}, {"eos", kOnlyLong}, {"counters", kOnlyLong}}) + kOfEdits;
+
 }  // namespace
 }  // namespace fuseopt::decode_head_select_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::decode_head_select_binding;
-  library.impl("decode_head_select_", TORCH_BOX(&decode_head_select));
+  library.impl("decode_head_select_", TORCH_BOX((fuseopt::checked<decode_head_select, kDecodeHeadSelectInPlace>)));
 }

@@ -61,13 +61,23 @@ std::tuple<Tensor, Tensor> decode_linear_of_sum(Tensor input, Tensor addends, Te
   return {call.output, sum};
 }
 
+constexpr auto kLeavesAddends = arguments("leaves_addends", {
+    {"input", kFloats}, {"weight", kFloats}, {"bias", kFloats}});
+constexpr auto kTakesAddends = arguments("takes_addends", {
+    {"input", kFloats}, {"weight", kFloats}, {"bias", kFloats}, {"norm_weight", kFloats}, {"norm_bias", kFloats}});
+constexpr auto kDecodeLinearAddends = arguments("decode_linear_addends", {
+    {"input", kFloats}, {"weight", kFloats}, {"bias", kFloats}, {"ahead", kFloats}});
+constexpr auto kDecodeLinearOfSum = arguments("decode_linear_of_sum", {
+    {"input", kFloats}, {"addends", kOnlyFloat}, {"weight", kFloats}, {"bias", kFloats}, {"norm_weight", kFloats},
+    {"norm_bias", kFloats}, {"ahead", kFloats}});
+
 }  // namespace
 }  // namespace fuseopt::decode_linear_addends_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::decode_linear_addends_binding;
-  library.impl("leaves_addends", TORCH_BOX(&leaves_addends));
-  library.impl("takes_addends", TORCH_BOX(&takes_addends));
-  library.impl("decode_linear_addends", TORCH_BOX(&decode_linear_addends));
-  library.impl("decode_linear_of_sum", TORCH_BOX(&decode_linear_of_sum));
+  library.impl("leaves_addends", TORCH_BOX((fuseopt::checked<leaves_addends, kLeavesAddends>)));
+  library.impl("takes_addends", TORCH_BOX((fuseopt::checked<takes_addends, kTakesAddends>)));
+  library.impl("decode_linear_addends", TORCH_BOX((fuseopt::checked<decode_linear_addends, kDecodeLinearAddends>)));
+  library.impl("decode_linear_of_sum", TORCH_BOX((fuseopt::checked<decode_linear_of_sum, kDecodeLinearOfSum>)));
 }

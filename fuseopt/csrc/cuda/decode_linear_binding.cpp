@@ -17,10 +17,14 @@ Tensor decode_linear(Tensor input, std::vector<Tensor> weights, std::vector<Tens
   return call.output;
 }
 
+constexpr auto kDecodeLinear = arguments("decode_linear", {
+    {"input", kFloats}, {"weights", kFloats}, {"biases", kFloats}, {"residual", kFloats}, {"norm_weight", kFloats},
+    {"norm_bias", kFloats}, {"ahead", kFloats}});
+
 }  // namespace
 }  // namespace fuseopt::decode_linear_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::decode_linear_binding;
-  library.impl("decode_linear", TORCH_BOX(&decode_linear));
+  library.impl("decode_linear", TORCH_BOX((fuseopt::checked<decode_linear, kDecodeLinear>)));
 }

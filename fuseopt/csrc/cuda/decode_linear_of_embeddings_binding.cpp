@@ -8,13 +8,12 @@ constexpr const char* kOp = "decode_linear_of_embeddings";
 
 // Whose rows add up to `sum`, together with those of another one.
 EmbeddingTable table_for(const Tensor& sum, const Tensor& weight, const Tensor& indices) {
-  FUSEOPT_CHECK(weight.is_cuda() && weight.get_device_index() == sum.get_device_index() && weight.is_contiguous() &&
-                    indices.is_contiguous(),
-                "fuseopt::", kOp, ": tables must be on one device, and like tokens and positions contiguous");
-  FUSEOPT_CHECK(weight.dim() == 2 && weight.size(1) == sum.size(sum.dim() - 1) && dtype_of(weight) == dtype_of(sum) &&
+  FUSEOPT_CHECK(weight.is_contiguous() && indices.is_contiguous(), "fuseopt::", kOp,
+                ": tables must be contiguous, and tokens and positions too");
+  FUSEOPT_CHECK(weight.dim() == 2 && weight.size(1) == sum.size(sum.dim() - 1) &&
                     indices.numel() * weight.size(1) == sum.numel(),
                 "fuseopt::", kOp, ": tables must be alike but for their lengths, and so must tokens and positions");
-  return table_of(kOp, weight, indices);
+  return table_of(weight, indices);
 }
 
 // The layer of the sum of embeddings, which is yet to be written.
@@ -64,11 +63,21 @@ std::tuple<Tensor, Tensor> decode_linear_of_embeddings(Tensor tokens, Tensor tok
   return {call.output, sum};
 }
 
+constexpr auto kTakesEmbeddings = arguments("takes_embeddings", {
+    {"tokens", kIntegers}, {"token_weight", kFloats}, {"positions", kIntegers},
+    {"position_weight", kFloats, "token_weight"}, {"weight", kFloats}, {"bias", kFloats}, {"norm_weight", kFloats},
+    {"norm_bias", kFloats}});
+constexpr auto kDecodeLinearOfEmbeddings = arguments("decode_linear_of_embeddings", {
+    {"tokens", kIntegers}, {"token_weight", kFloats}, {"positions", kIntegers},
+    {"position_weight", kFloats, "token_weight"}, {"weight", kFloats}, {"bias", kFloats}, {"norm_weight", kFloats},
+    {"norm_bias", kFloats}, {"ahead", kFloats}});
+
 }  // namespace
 }  // namespace fuseopt::decode_linear_of_embeddings_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::decode_linear_of_embeddings_binding;
-  library.impl("takes_embeddings", TORCH_BOX(&takes_embeddings));
-  library.impl("decode_linear_of_embeddings", TORCH_BOX(&decode_linear_of_embeddings));
+  library.impl("takes_embeddings", TORCH_BOX((fuseopt::checked<takes_embeddings, kTakesEmbeddings>)));
+  library.impl("decode_linear_of_embeddings",
+               TORCH_BOX((fuseopt::checked<decode_linear_of_embeddings, kDecodeLinearOfEmbeddings>)));
 }

@@ -21,19 +21,13 @@ Call call_of(const Tensor& input, const Tensor& weight, const std::optional<Tens
             {},
             overlap.contiguous(mask)};
   for (const Tensor& cache : {key_cache, value_cache}) {
-    FUSEOPT_CHECK(cache.dim() == 4 && cache.is_contiguous() && cache.is_cuda() &&
-                      cache.get_device_index() == input.get_device_index() && dtype_of(cache) == dtype_of(weight) &&
-                      cache.size(0) == call.linear.layer.rows && cache.size(1) == key_cache.size(1) &&
-                      cache.size(2) == key_cache.size(2) && cache.size(3) == key_cache.size(3),
+    FUSEOPT_CHECK(cache.dim() == 4 && cache.is_contiguous() && cache.size(0) == call.linear.layer.rows &&
+                      cache.size(1) == key_cache.size(1) && cache.size(2) == key_cache.size(2) && cache.size(3) == key_cache.size(3),
                   "fuseopt::", kOp, ": the caches must be [rows, heads, capacity, head_dim], contiguous, as they are",
-                  " written to, and of weight's dtype and device");
+                  " written to");
   }
-  FUSEOPT_CHECK(positions.numel() == 1 || positions.numel() == call.linear.layer.rows, "fuseopt::", kOp,
-                ": positions must have one element, or one a row");
-  FUSEOPT_CHECK(!mask.has_value() || (call.mask->is_cuda() && call.mask->get_device_index() == input.get_device_index() &&
-                                      dtype_of(*call.mask) == ScalarType::Bool &&
-                                      call.mask->numel() == call.linear.layer.rows * key_cache.size(2)),
-                "fuseopt::", kOp, ": mask must be bool, [rows, capacity], on the input's device");
+  FUSEOPT_CHECK(!mask.has_value() || call.mask->numel() == call.linear.layer.rows * key_cache.size(2), "fuseopt::",
+                kOp, ": mask must be [rows, capacity]");
   DecodeAttention& attention = call.attention;
   attention.dtype = dtype_code(kOp, dtype_of(key_cache));
   attention.query.data = attention.key.data = attention.value.data = call.linear.layer.output.data;  // where they would be
@@ -44,7 +38,7 @@ Call call_of(const Tensor& input, const Tensor& weight, const std::optional<Tens
   attention.head_dim = key_cache.size(3);
   attention.capacity = key_cache.size(2);
   attention.rows_per_item = 1;
-  attention.lengths = integers_of(kOp, "positions", positions, input);
+  attention.lengths = integers_of(kOp, "positions", positions, call.linear.layer.rows);
   attention.mask = static_cast<const bool*>(data_of(call.mask));
   attention.scale = scale;
   call.linear.layer.overlap = attention.overlap = overlap.allowed();
@@ -76,11 +70,19 @@ Tensor decode_qkv_attention_(Tensor input, Tensor weight, std::optional<Tensor> 
   return output;
 }
 
+constexpr auto kTakesQkvAttention = arguments("takes_qkv_attention", {
+    {"input", kFloats}, {"weight", kFloats}, {"bias", kFloats}, {"key_cache", kFloats, "weight"},
+    {"value_cache", kFloats, "weight"}, {"norm_weight", kFloats}, {"norm_bias", kFloats}});
+constexpr auto kDecodeQkvAttentionInPlace = arguments("decode_qkv_attention_", {
+    {"input", kFloats}, {"weight", kFloats}, {"bias", kFloats}, {"key_cache", kFloats, "weight"},
+    {"value_cache", kFloats, "weight"}, {"positions", kIntegers}, {"mask", kOnlyBool}, {"norm_weight", kFloats},
+    {"norm_bias", kFloats}});
+
 }  // namespace
 }  // namespace fuseopt::decode_qkv_attention_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::decode_qkv_attention_binding;
-  library.impl("takes_qkv_attention", TORCH_BOX(&takes_qkv_attention));
-  library.impl("decode_qkv_attention_", TORCH_BOX(&decode_qkv_attention_));
+  library.impl("takes_qkv_attention", TORCH_BOX((fuseopt::checked<takes_qkv_attention, kTakesQkvAttention>)));
+  library.impl("decode_qkv_attention_", TORCH_BOX((fuseopt::checked<decode_qkv_attention_, kDecodeQkvAttentionInPlace>)));
 }

@@ -18,9 +18,8 @@ void decode_select(Tensor scores, Tensor tokens, Tensor ids, Tensor length, Tens
       decode_select_of(kOp, scores, tokens, ids, length, unfinished, going, pad, eos, counters, overlapping);
   const Tensor candidates = candidates_for(select, scores, fuseopt_decode_select_chunks(select.vocabulary));
   if (divisors.has_value()) {
-    FUSEOPT_CHECK(divisors->is_cuda() && dtype_of(*divisors) == ScalarType::Float &&
-                      dtype_of(scores) == ScalarType::Float && divisors->numel() == scores.numel(),
-                  "fuseopt::", kOp, ": divisors must be float32 as the scores, of their shape");
+    FUSEOPT_CHECK(dtype_of(scores) == ScalarType::Float && divisors->numel() == scores.numel(), "fuseopt::", kOp,
+                  ": divisors must be float32 as the scores, of their shape");
     select.divisors = static_cast<const float*>(overlapping.contiguous(*divisors).data_ptr());
   }
   select.has_edits = edited_ids.has_value();
@@ -33,10 +32,14 @@ void decode_select(Tensor scores, Tensor tokens, Tensor ids, Tensor length, Tens
   launch.check(fuseopt_decode_select(select, launch.stream()));
 }
 
+constexpr auto kDecodeSelectInPlace = arguments("decode_select_", {
+    {"scores", kFloats}, {"tokens", kOnlyLong}, {"ids", kOnlyLong}, {"length", kOnlyLong}, {"unfinished", kOnlyBool},
+    {"going", kOnlyBool}, {"pad", kOnlyLong}, {"eos", kOnlyLong}, {"counters", kOnlyLong}, {"divisors", kOnlyFloat}}) + kOfEdits;
+
 }  // namespace
 }  // namespace fuseopt::decode_select_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::decode_select_binding;
-  library.impl("decode_select_", TORCH_BOX(&decode_select));
+  library.impl("decode_select_", TORCH_BOX((fuseopt::checked<decode_select, kDecodeSelectInPlace>)));
 }

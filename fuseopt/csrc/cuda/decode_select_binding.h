@@ -10,14 +10,9 @@ inline DecodeSelect decode_select_of(
     const char* op, const Tensor& scores, const Tensor& tokens, const Tensor& ids, const Tensor& length,
     const Tensor& unfinished, const Tensor& going, const Tensor& pad, const std::optional<Tensor>& eos,
     const std::vector<Tensor>& counters, Overlap& overlap) {
-  const auto integers = [op](const char* name, const Tensor& tensor) {
-    FUSEOPT_CHECK(tensor.is_cuda() && dtype_of(tensor) == ScalarType::Long, "fuseopt::", op, ": ", name,
-                  " must be int64 on the device of the scores");
-    return static_cast<int64_t*>(tensor.data_ptr());
-  };
+  const auto integers = [](const Tensor& tensor) { return static_cast<int64_t*>(tensor.data_ptr()); };
   const auto flags = [op](const char* name, const Tensor& tensor) {
-    FUSEOPT_CHECK(tensor.is_cuda() && dtype_of(tensor) == ScalarType::Bool && tensor.is_contiguous(), "fuseopt::",
-                  op, ": ", name, " must be bool, contiguous and on the device of the scores");
+    FUSEOPT_CHECK(tensor.is_contiguous(), "fuseopt::", op, ": ", name, " must be contiguous");
     return static_cast<bool*>(tensor.data_ptr());
   };
   FUSEOPT_CHECK(scores.dim() == 2 && ids.dim() == 2 && ids.size(0) == scores.size(0), "fuseopt::", op,
@@ -29,25 +24,25 @@ inline DecodeSelect decode_select_of(
   select.scores = score_matrix(op, overlap.with_unit_stride(scores));
   select.rows = scores.size(0);
   select.vocabulary = scores.size(1);
-  select.tokens = integers("tokens", tokens);
-  select.ids = integers("ids", ids);
+  select.tokens = integers(tokens);
+  select.ids = integers(ids);
   select.ids_columns = ids.size(1);
   select.ids_row_stride = ids.stride(0);
   select.ids_column_stride = ids.stride(1);
-  select.length = integers("length", length);
+  select.length = integers(length);
   select.unfinished = flags("unfinished", unfinished);
   FUSEOPT_CHECK(going.numel() > 0, "fuseopt::", op, ": going must have an element at least");
   select.going = flags("going", going);
   select.going_count = going.numel();
-  select.pad = integers("pad", pad);
+  select.pad = integers(pad);
   if (eos.has_value()) {
-    select.eos = integers("eos", overlap.contiguous(*eos));
+    select.eos = integers(overlap.contiguous(*eos));
     select.eos_count = eos->numel();
   }
   select.counter_count = static_cast<int>(counters.size());
   for (size_t i = 0; i < counters.size(); ++i) {
     FUSEOPT_CHECK(counters[i].is_contiguous(), "fuseopt::", op, ": counters must be contiguous");
-    select.counters[i] = integers("a counter", counters[i]);
+    select.counters[i] = integers(counters[i]);
     select.counter_sizes[i] = counters[i].numel();
   }
   return select;

@@ -28,10 +28,13 @@ Tensor decode_softmax_linear(Tensor scores, Tensor weight, std::optional<Tensor>
   return call.output;
 }
 
+constexpr auto kDecodeSoftmaxLinear = arguments("decode_softmax_linear", {
+    {"scores", kFloats}, {"weight", kFloats}, {"residual", kFloats}, {"ahead", kFloats}});
+
 }  // namespace
 }  // namespace fuseopt::decode_softmax_linear_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::decode_softmax_linear_binding;
-  library.impl("decode_softmax_linear", TORCH_BOX(&decode_softmax_linear));
+  library.impl("decode_softmax_linear", TORCH_BOX((fuseopt::checked<decode_softmax_linear, kDecodeSoftmaxLinear>)));
 }

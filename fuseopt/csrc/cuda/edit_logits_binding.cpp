@@ -25,10 +25,13 @@ Tensor edit_logits(Tensor logits, bool overlap, std::optional<Tensor> ids, std::
   return output;
 }
 
+constexpr auto kEditLogits = arguments("edit_logits", {
+    {"logits", kFloats}}) + kOfEdits;
+
 }  // namespace
 }  // namespace fuseopt::edit_logits_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::edit_logits_binding;
-  library.impl("edit_logits", TORCH_BOX(&edit_logits));
+  library.impl("edit_logits", TORCH_BOX((fuseopt::checked<edit_logits, kEditLogits>)));
 }

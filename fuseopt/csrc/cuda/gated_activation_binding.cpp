@@ -1,4 +1,5 @@
 #include "../cast_order.h"
+#include "../shared_arguments.h"
 #include "binding.h"
 
 namespace fuseopt::gated_activation_binding {
@@ -88,6 +89,8 @@ std::tuple<Tensor, Tensor> gated_activation_bwd(Tensor grad_output, Tensor gate,
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::gated_activation_binding;
-  library.impl("gated_activation_fwd", TORCH_BOX(&gated_activation_fwd));
-  library.impl("gated_activation_bwd", TORCH_BOX(&gated_activation_bwd));
+  library.impl("gated_activation_fwd",
+               TORCH_BOX((fuseopt::checked<gated_activation_fwd, fuseopt::declared::kGatedActivationFwd>)));
+  library.impl("gated_activation_bwd",
+               TORCH_BOX((fuseopt::checked<gated_activation_bwd, fuseopt::declared::kGatedActivationBwd>)));
 }

@@ -1,3 +1,4 @@
+#include "../shared_arguments.h"
 #include "binding.h"
 
 namespace fuseopt::gelu_binding {
@@ -45,12 +46,15 @@ std::tuple<Tensor, Tensor> gelu_bias_bwd(Tensor grad_output, Tensor input, bool 
   return {grad_input, grad_bias};
 }
 
+constexpr auto kGeluBiasBwd = arguments("gelu_bias_bwd", {
+    {"grad_output", kFloats}, {"input", kFloats}, {"bias", kFloats}});
+
 }  // namespace
 }  // namespace fuseopt::gelu_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::gelu_binding;
-  library.impl("gelu_fwd", TORCH_BOX(&gelu_fwd));
-  library.impl("gelu_bwd", TORCH_BOX(&gelu_bwd));
-  library.impl("gelu_bias_bwd", TORCH_BOX(&gelu_bias_bwd));
+  library.impl("gelu_fwd", TORCH_BOX((fuseopt::checked<gelu_fwd, fuseopt::declared::kGeluFwd>)));
+  library.impl("gelu_bwd", TORCH_BOX((fuseopt::checked<gelu_bwd, fuseopt::declared::kGeluBwd>)));
+  library.impl("gelu_bias_bwd", TORCH_BOX((fuseopt::checked<gelu_bias_bwd, kGeluBiasBwd>)));
 }

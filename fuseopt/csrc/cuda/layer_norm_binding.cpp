@@ -34,8 +34,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const char* op, const Tensor& grad_o
                                             const Tensor& rstd, bool need_weight_grad, bool need_bias_grad) {
   const Matrix shape = matrix_of(op, input);
   check_same(op, "grad_output", grad_output, input);
-  const Tensor grad = as_contiguous(grad_output), x = as_contiguous(input), row_mean = as_contiguous(mean),
-               row_rstd = as_contiguous(rstd);
+  const Tensor grad = as_contiguous(grad_output), x = as_contiguous(input), row_mean = row_statistic(op, "mean", mean, input),
+               row_rstd = row_statistic(op, "rstd", rstd, input);
   const auto added = like_input(op, "grad_sum", grad_sum, input);
   const auto scale = parameter(op, "weight", weight, input);
   const bool weight_wanted = need_weight_grad && scale.has_value();
@@ -97,10 +97,10 @@ std::tuple<Tensor, Tensor, Tensor> add_layer_norm_bwd(Tensor grad_output, std::o
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::layer_norm_binding;
-  library.impl("layer_norm", TORCH_BOX(&layer_norm));
-  library.impl("add_layer_norm", TORCH_BOX(&add_layer_norm));
-  library.impl("layer_norm_fwd", TORCH_BOX(&layer_norm_fwd));
-  library.impl("layer_norm_bwd", TORCH_BOX(&layer_norm_bwd));
-  library.impl("add_layer_norm_fwd", TORCH_BOX(&add_layer_norm_fwd));
-  library.impl("add_layer_norm_bwd", TORCH_BOX(&add_layer_norm_bwd));
+  library.impl("layer_norm", TORCH_BOX((fuseopt::checked<layer_norm, fuseopt::declared::kLayerNorm>)));
+  library.impl("add_layer_norm", TORCH_BOX((fuseopt::checked<add_layer_norm, fuseopt::declared::kAddLayerNorm>)));
+  library.impl("layer_norm_fwd", TORCH_BOX((fuseopt::checked<layer_norm_fwd, fuseopt::declared::kLayerNormFwd>)));
+  library.impl("layer_norm_bwd", TORCH_BOX((fuseopt::checked<layer_norm_bwd, fuseopt::declared::kLayerNormBwd>)));
+  library.impl("add_layer_norm_fwd", TORCH_BOX((fuseopt::checked<add_layer_norm_fwd, fuseopt::declared::kAddLayerNormFwd>)));
+  library.impl("add_layer_norm_bwd", TORCH_BOX((fuseopt::checked<add_layer_norm_bwd, fuseopt::declared::kAddLayerNormBwd>)));
 }

@@ -12,17 +12,14 @@ Tensor laid_out(const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(found.data_ptr()) % kAlignment == 0 ? found : torch::stable::clone(found);
 }
 
-// `tensor`, of the shape and on the device of `like` and of dtype `type`, laid out.
-Tensor matrix_of(const char* name, const Tensor& tensor, const Tensor& like, ScalarType type) {
+// `tensor`, of the shape of `like`, laid out.
+Tensor matrix_of(const char* name, const Tensor& tensor, const Tensor& like) {
   check_same(kOp, name, tensor, like);
-  FUSEOPT_CHECK(dtype_of(tensor) == type, "fuseopt::", kOp, ": ", name, " must be ", toString(type));
   return laid_out(tensor);
 }
 
-Tensor vector_of(const char* name, const Tensor& vector, int64_t elements, const Tensor& like) {
-  FUSEOPT_CHECK(vector.is_cuda() && vector.get_device_index() == like.get_device_index() &&
-                    dtype_of(vector) == ScalarType::Float && vector.numel() == elements,
-                "fuseopt::", kOp, ": ", name, " must be ", elements, " floats on the device of grad_output");
+Tensor vector_of(const char* name, const Tensor& vector, int64_t elements) {
+  FUSEOPT_CHECK(vector.numel() == elements, "fuseopt::", kOp, ": ", name, " must have ", elements, " elements");
   return laid_out(vector);
 }
 
@@ -38,21 +35,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_norm_of_sum_bwd
   call.rows = shape.rows;
   call.columns = shape.columns;
   call.grad_output.dtype = dtype_code(kOp, narrow);
-  FUSEOPT_CHECK(call.grad_output.dtype != kFloat64, "fuseopt::", kOp, ": float64 is not supported");
   FUSEOPT_CHECK(shape.columns * (call.grad_output.dtype == kFloat32 ? 4 : 2) % kAlignment == 0 &&
                     shape.columns <= call.kMostColumns,
                 "fuseopt::", kOp, ": rows must be whole 16 bytes and ", call.kMostColumns, " columns at most, not ",
                 shape.columns);
   FUSEOPT_CHECK(addends.size() <= call.kMostAddends, "fuseopt::", kOp, ": ", addends.size(), " addends are too many");
   // From here on in the layout that the kernel reads; what was copied for it stays until the launch.
-  grad_output = matrix_of("grad_output", grad_output, grad_output, narrow);
-  grad_sum = matrix_of("grad_sum", grad_sum, grad_output, wide);
-  base = matrix_of("base", base, grad_output, wide);
-  for (Tensor& addend : addends) addend = matrix_of("an addend", addend, grad_output, narrow);
-  weight = vector_of("weight", weight, shape.columns, grad_output);
-  bias = vector_of("bias", bias, shape.columns, grad_output);
-  mean = vector_of("mean", mean, shape.rows, grad_output);
-  rstd = vector_of("rstd", rstd, shape.rows, grad_output);
+  grad_output = matrix_of("grad_output", grad_output, grad_output);
+  grad_sum = matrix_of("grad_sum", grad_sum, grad_output);
+  base = matrix_of("base", base, grad_output);
+  for (Tensor& addend : addends) addend = matrix_of("an addend", addend, grad_output);
+  weight = vector_of("weight", weight, shape.columns);
+  bias = vector_of("bias", bias, shape.columns);
+  mean = vector_of("mean", mean, shape.rows);
+  rstd = vector_of("rstd", rstd, shape.rows);
   call.grad_output.data = grad_output.data_ptr();
   call.grad_sum = floats_of(grad_sum);
   call.base = floats_of(base);
@@ -78,9 +74,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_norm_of_sum_bwd
   return {output, grad, rounded, grad_weight, grad_bias, grad_columns};
 }
 
+constexpr auto kLayerNormOfSumBwd = arguments("layer_norm_of_sum_bwd", {
+    {"grad_output", kUpToFloat}, {"grad_sum", kOnlyFloat}, {"base", kOnlyFloat},
+    {"addends", kUpToFloat, "grad_output"}, {"weight", kOnlyFloat}, {"bias", kOnlyFloat}, {"mean", kOnlyFloat},
+    {"rstd", kOnlyFloat}});
+
 }  // namespace
 }  // namespace fuseopt::layer_norm_of_sum_bwd_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
-  library.impl("layer_norm_of_sum_bwd", TORCH_BOX(&fuseopt::layer_norm_of_sum_bwd_binding::layer_norm_of_sum_bwd));
+  using namespace fuseopt::layer_norm_of_sum_bwd_binding;
+  library.impl("layer_norm_of_sum_bwd", TORCH_BOX((fuseopt::checked<layer_norm_of_sum_bwd, kLayerNormOfSumBwd>)));
 }

@@ -5,18 +5,8 @@
 
 namespace fuseopt {
 
-inline bool is_integer(const Tensor& ids) {
-  return dtype_of(ids) == ScalarType::Int || dtype_of(ids) == ScalarType::Long;
-}
-
-inline void check_device(const char* op, const char* name, const Tensor& ids, const Tensor& scores) {
-  FUSEOPT_CHECK(ids.is_cuda() && ids.get_device_index() == scores.get_device_index(), "fuseopt::", op, ": ", name,
-                " is not on the device of the scores");
-}
-
 inline TokenIds token_ids(const char* op, const char* name, const Tensor& ids) {
   FUSEOPT_CHECK(ids.dim() == 2, "fuseopt::", op, ": ", name, " must be [rows, length]");
-  FUSEOPT_CHECK(is_integer(ids), "fuseopt::", op, ": ", name, " must be int32 or int64");
   return {ids.data_ptr(), dtype_of(ids) == ScalarType::Int ? 4 : 8, ids.size(1), ids.stride(0), ids.stride(1)};
 }
 
@@ -25,7 +15,12 @@ inline ScoreMatrix score_matrix(const char* op, const Tensor& scores) {
   return {scores.data_ptr(), dtype_code(op, dtype_of(scores)), scores.stride(0), scores.stride(1)};
 }
 
-// The arguments that schemas have of fuseopt.ops.edit_logits.LogitsEdits, in its order.
+// The tensors that schemas have of fuseopt.ops.edit_logits.LogitsEdits.
+constexpr Argument kOfEdits[] = {{"edited_ids", kOnlyLong},           {"edited_length", kOnlyLong},
+                                 {"prompt_ignore_length", kOnlyLong}, {"encoder_ids", kOnlyLong},
+                                 {"token_rules", kOnlyByte},          {"rule_bounds", kOnlyLong}};
+
+// The arguments that schemas have of it, in its order.
 struct EditArguments {
   const std::optional<Tensor>& ids;
   const std::optional<Tensor>& length;
@@ -42,10 +37,8 @@ struct EditArguments {
 
 inline LogitsEdits logits_edits(const char* op, const Tensor& scores, Overlap& overlap,
                                 const EditArguments& arguments) {
-  const auto vector = [&](const char* name, const Tensor& tensor, ScalarType type, int64_t elements) {
-    check_device(op, name, tensor, scores);
-    FUSEOPT_CHECK(dtype_of(tensor) == type && tensor.numel() == elements, "fuseopt::", op, ": ", name,
-                  " must be ", toString(type), " of ", elements, " elements");
+  const auto vector = [&](const char* name, const Tensor& tensor, int64_t elements) {
+    FUSEOPT_CHECK(tensor.numel() == elements, "fuseopt::", op, ": ", name, " must have ", elements, " elements");
     return overlap.contiguous(tensor).data_ptr();
   };
   const int64_t rows = scores.size(0);
@@ -53,35 +46,31 @@ inline LogitsEdits logits_edits(const char* op, const Tensor& scores, Overlap& o
   edits.rows_per_encoder_row = 1;
   edits.repetition_penalty = arguments.repetition_penalty;
   edits.temperature = arguments.temperature;
-  check_device(op, "edits.ids", *arguments.ids, scores);
   edits.input_ids = token_ids(op, "edits.ids", *arguments.ids);
-  FUSEOPT_CHECK(edits.input_ids.bytes == 8 && arguments.ids->size(0) == rows, "fuseopt::", op,
-                ": edits.ids must be int64 with a row for each of the scores'");
-  edits.length =
-      static_cast<const int64_t*>(vector("edits.length", arguments.length.value(), ScalarType::Long, 1));
+  FUSEOPT_CHECK(arguments.ids->size(0) == rows, "fuseopt::", op, ": edits.ids must have a row for each of the scores'");
+  edits.length = static_cast<const int64_t*>(vector("edits.length", arguments.length.value(), 1));
   if (arguments.prompt_ignore_length.has_value()) {
     edits.penalty_begin = static_cast<const int64_t*>(
-        vector("edits.prompt_ignore_length", *arguments.prompt_ignore_length, ScalarType::Long, rows));
+        vector("edits.prompt_ignore_length", *arguments.prompt_ignore_length, rows));
   }
   edits.ngram_size = arguments.ngram_size;
   if (arguments.encoder_ids.has_value() && arguments.encoder_ngram_size > 0) {
-    check_device(op, "edits.encoder_ids", *arguments.encoder_ids, scores);
     edits.encoder_input_ids = token_ids(op, "edits.encoder_ids", *arguments.encoder_ids);
     edits.encoder_ngram_size = arguments.encoder_ngram_size;
     const int64_t encoder_rows = arguments.encoder_ids->size(0);
-    FUSEOPT_CHECK(edits.encoder_input_ids.bytes == 8 && encoder_rows > 0 && rows % encoder_rows == 0, "fuseopt::", op,
-                  ": edits.encoder_ids must be int64, of rows among which the ", rows, " of the scores can be divided");
+    FUSEOPT_CHECK(encoder_rows > 0 && rows % encoder_rows == 0, "fuseopt::", op,
+                  ": edits.encoder_ids must have rows among which the ", rows, " of the scores can be divided");
     edits.rows_per_encoder_row = std::max<int64_t>(1, rows / encoder_rows);
   }
   if (arguments.token_rules.has_value()) {
-    edits.rules.of_tokens = static_cast<const uint8_t*>(
-        vector("edits.token_rules", *arguments.token_rules, ScalarType::Byte, scores.size(1)));
+    edits.rules.of_tokens =
+        static_cast<const uint8_t*>(vector("edits.token_rules", *arguments.token_rules, scores.size(1)));
     const Tensor& bounds = arguments.rule_bounds.value();
     FUSEOPT_CHECK(bounds.dim() == 2 && bounds.size(0) <= TokenRules::kMost, "fuseopt::", op,
                   ": edits.rule_bounds must be [rules, 2] of at most ", TokenRules::kMost, " rules");
     edits.rules.count = static_cast<int>(bounds.size(0));
     edits.rules.bounds =
-        static_cast<const int64_t*>(vector("edits.rule_bounds", bounds, ScalarType::Long, 2 * edits.rules.count));
+        static_cast<const int64_t*>(vector("edits.rule_bounds", bounds, 2 * edits.rules.count));
     edits.rules.forcing = static_cast<unsigned>(arguments.forcing_rules);
   }
   return edits;

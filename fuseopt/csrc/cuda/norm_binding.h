@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../cast_order.h"
+#include "../shared_arguments.h"
 #include "binding.h"
 
 namespace fuseopt {
@@ -36,7 +37,18 @@ class RowStatistics {
   std::vector<Tensor> tensors_;
 };
 
-// `tensor`, of the shape and on the device of `input`, or none.
+// A forward's statistic of each row of `input`, contiguous, in the dtype in which RowStatistics has it.
+inline Tensor row_statistic(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
+  const bool is_wide = dtype_of(input) == ScalarType::Double;
+  FUSEOPT_CHECK(dtype_of(tensor) == (is_wide ? ScalarType::Double : ScalarType::Float), "fuseopt::", op, ": ", name,
+                " must be ", is_wide ? "float64" : "float32", ", not ", name_of(dtype_of(tensor)));
+  const int64_t rows = matrix_of(op, input).rows;
+  FUSEOPT_CHECK(tensor.numel() == rows, "fuseopt::", op, ": ", name, " has ", tensor.numel(), " elements for ", rows,
+                " rows");
+  return as_contiguous(tensor);
+}
+
+// `tensor`, of the shape of `input`, or none.
 inline std::optional<Tensor> like_input(const char* op, const char* name, const std::optional<Tensor>& tensor,
                                         const Tensor& input) {
   if (!tensor.has_value()) return std::nullopt;

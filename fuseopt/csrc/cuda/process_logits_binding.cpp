@@ -1,15 +1,13 @@
+#include "../shared_arguments.h"
 #include "logits_edits_binding.h"
 
 namespace fuseopt::process_logits_binding {
 namespace {
 
-// A vector of integers on the scores' device as contiguous int64.
-std::optional<Tensor> as_int64(const char* op, const char* name, const std::optional<Tensor>& ids,
-                               const Tensor& scores) {
+// A vector of integers as contiguous int64.
+std::optional<Tensor> as_int64(const char* op, const char* name, const std::optional<Tensor>& ids) {
   if (!ids.has_value()) return std::nullopt;
-  FUSEOPT_CHECK(ids->dim() == 1 && is_integer(*ids) && ids->is_cuda() &&
-                    ids->get_device_index() == scores.get_device_index(),
-                "fuseopt::", op, ": ", name, " must be int32 or int64 of one dimension on the device of the scores");
+  FUSEOPT_CHECK(ids->dim() == 1, "fuseopt::", op, ": ", name, " must have one dimension");
   return as_contiguous(dtype_of(*ids) == ScalarType::Long ? *ids : torch::stable::to(*ids, ScalarType::Long));
 }
 
@@ -19,7 +17,6 @@ void edit(const char* op, const Tensor& input_ids, const Tensor& scores, const T
           const std::optional<Tensor>& prompt_ignore_length) {
   const ScoreMatrix from = score_matrix(op, scores), to = score_matrix(op, output);
   const int64_t rows = scores.size(0);
-  check_device(op, "input_ids", input_ids, scores);
   LogitsEdits edits{.input_ids = token_ids(op, "input_ids", input_ids),
                     .rows_per_encoder_row = 1,
                     .ngram_size = ngram_size,
@@ -31,7 +28,6 @@ void edit(const char* op, const Tensor& input_ids, const Tensor& scores, const T
 
   std::optional<Tensor> encoder_ids;
   if (encoder_input_ids.has_value() && encoder_ngram_size > 0) {
-    check_device(op, "encoder_input_ids", *encoder_input_ids, scores);
     encoder_ids = dtype_of(*encoder_input_ids) == dtype_of(input_ids)
                       ? *encoder_input_ids
                       : torch::stable::to(*encoder_input_ids, dtype_of(input_ids));
@@ -42,13 +38,13 @@ void edit(const char* op, const Tensor& input_ids, const Tensor& scores, const T
                   " rows of scores cannot be divided among ", encoder_rows, " encoder rows");
     if (rows > 0) edits.rows_per_encoder_row = rows / encoder_rows;
   }
-  const auto penalty_begin = as_int64(op, "prompt_ignore_length", prompt_ignore_length, scores);
+  const auto penalty_begin = as_int64(op, "prompt_ignore_length", prompt_ignore_length);
   if (penalty_begin.has_value()) {
     FUSEOPT_CHECK(penalty_begin->numel() == rows, "fuseopt::", op, ": prompt_ignore_length has ",
                   penalty_begin->numel(), " elements for ", rows, " rows");
     edits.penalty_begin = static_cast<const int64_t*>(penalty_begin->data_ptr());
   }
-  const auto suppressed = as_int64(op, "suppress_tokens", suppress_tokens, scores);
+  const auto suppressed = as_int64(op, "suppress_tokens", suppress_tokens);
   if (suppressed.has_value()) {
     edits.suppressed = static_cast<const int64_t*>(suppressed->data_ptr());
     edits.suppressed_count = suppressed->numel();
@@ -83,6 +79,6 @@ void process_logits_(Tensor input_ids, Tensor scores, int64_t no_repeat_ngram_si
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::process_logits_binding;
-  library.impl("process_logits", TORCH_BOX(&process_logits));
-  library.impl("process_logits_", TORCH_BOX(&process_logits_));
+  library.impl("process_logits", TORCH_BOX((fuseopt::checked<process_logits, fuseopt::declared::kProcessLogits>)));
+  library.impl("process_logits_", TORCH_BOX((fuseopt::checked<process_logits_, fuseopt::declared::kProcessLogitsInPlace>)));
 }

@@ -15,9 +15,8 @@ bool is_aligned(const Tensor& tensor) {
 
 PromptAttention::Cache cache_of(const char* name, const Tensor& cache, const Tensor& qkv) {
   FUSEOPT_CHECK(cache.dim() == 4 && cache.size(0) == qkv.size(0) && cache.size(1) == qkv.size(3) &&
-                    cache.size(2) >= qkv.size(1) && cache.size(3) == qkv.size(4) && cache.is_cuda() &&
-                    cache.get_device_index() == qkv.get_device_index() && dtype_of(cache) == dtype_of(qkv),
-                "fuseopt::", kOp, ": ", name, " must be [rows, heads, capacity, head_dim] of qkv's dtype and device");
+                    cache.size(2) >= qkv.size(1) && cache.size(3) == qkv.size(4),
+                "fuseopt::", kOp, ": ", name, " must be [rows, heads, capacity, head_dim] of qkv's sizes");
   FUSEOPT_CHECK(is_aligned(cache), "fuseopt::", kOp, ": vectors of ", name, " must be aligned to 16 bytes");
   return {cache.data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2)};
 }
@@ -29,8 +28,6 @@ Tensor prompt_attention_(Tensor qkv, Tensor key_cache, Tensor value_cache, doubl
   FUSEOPT_CHECK(head_dim % kHeadDimMultiple == 0 && head_dim <= kMaxHeadDim, "fuseopt::", kOp,
                 ": head_dim must be a multiple of ", kHeadDimMultiple, ", ", kMaxHeadDim, " at most, not ", head_dim);
   const ScalarType type = dtype_of(qkv);
-  FUSEOPT_CHECK(type == ScalarType::Half || type == ScalarType::BFloat16, "fuseopt::", kOp,
-                ": qkv must be float16 or bfloat16");
   const Launch launch(kOp, qkv);
   Overlap overlapping(overlap);
   const Tensor packed = overlapping.contiguous(qkv);
@@ -52,10 +49,13 @@ Tensor prompt_attention_(Tensor qkv, Tensor key_cache, Tensor value_cache, doubl
   return output;
 }
 
+constexpr auto kPromptAttentionInPlace = arguments("prompt_attention_", {
+    {"qkv", kHalves}, {"key_cache", kHalves, "qkv"}, {"value_cache", kHalves, "qkv"}});
+
 }  // namespace
 }  // namespace fuseopt::prompt_attention_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::prompt_attention_binding;
-  library.impl("prompt_attention_", TORCH_BOX(&prompt_attention_));
+  library.impl("prompt_attention_", TORCH_BOX((fuseopt::checked<prompt_attention_, kPromptAttentionInPlace>)));
 }

@@ -37,7 +37,8 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_output, c
                                     double offset, bool need_weight_grad) {
   const Matrix shape = matrix_of(op, input);
   check_same(op, "grad_output", grad_output, input);
-  const Tensor grad = as_contiguous(grad_output), x = as_contiguous(input), row_rstd = as_contiguous(rstd);
+  const Tensor grad = as_contiguous(grad_output), x = as_contiguous(input),
+               row_rstd = row_statistic(op, "rstd", rstd, input);
   const auto added = like_input(op, "grad_sum", grad_sum, input);
   const auto scale = parameter(op, "weight", weight, input);
   const bool wanted = need_weight_grad && scale.has_value();
@@ -90,10 +91,10 @@ std::tuple<Tensor, Tensor> add_rms_norm_bwd(Tensor grad_output, std::optional<Te
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::rms_norm_binding;
-  library.impl("rms_norm", TORCH_BOX(&rms_norm));
-  library.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
-  library.impl("rms_norm_fwd", TORCH_BOX(&rms_norm_fwd));
-  library.impl("rms_norm_bwd", TORCH_BOX(&rms_norm_bwd));
-  library.impl("add_rms_norm_fwd", TORCH_BOX(&add_rms_norm_fwd));
-  library.impl("add_rms_norm_bwd", TORCH_BOX(&add_rms_norm_bwd));
+  library.impl("rms_norm", TORCH_BOX((fuseopt::checked<rms_norm, fuseopt::declared::kRmsNorm>)));
+  library.impl("add_rms_norm", TORCH_BOX((fuseopt::checked<add_rms_norm, fuseopt::declared::kAddRmsNorm>)));
+  library.impl("rms_norm_fwd", TORCH_BOX((fuseopt::checked<rms_norm_fwd, fuseopt::declared::kRmsNormFwd>)));
+  library.impl("rms_norm_bwd", TORCH_BOX((fuseopt::checked<rms_norm_bwd, fuseopt::declared::kRmsNormBwd>)));
+  library.impl("add_rms_norm_fwd", TORCH_BOX((fuseopt::checked<add_rms_norm_fwd, fuseopt::declared::kAddRmsNormFwd>)));
+  library.impl("add_rms_norm_bwd", TORCH_BOX((fuseopt::checked<add_rms_norm_bwd, fuseopt::declared::kAddRmsNormBwd>)));
 }

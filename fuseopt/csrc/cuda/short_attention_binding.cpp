@@ -25,8 +25,6 @@ Tensor short_attention(Tensor query, Tensor key, Tensor value, bool causal, doub
                 " and a head_dim of ", kMaxHeadDim, " at most");
   check_same(kOp, "key", key, query);
   check_same(kOp, "value", value, query);
-  FUSEOPT_CHECK(dtype_of(key) == dtype_of(query) && dtype_of(value) == dtype_of(query), "fuseopt::",
-                kOp, ": query, key and value must have one dtype");
   const Launch launch(kOp, query);
   const Tensor q = with_unit_stride(query), k = with_unit_stride(key), v = with_unit_stride(value);
   ShortAttention attention = {};
@@ -46,11 +44,15 @@ Tensor short_attention(Tensor query, Tensor key, Tensor value, bool causal, doub
   return output;
 }
 
+constexpr auto kTakesShortAttention = arguments("takes_short_attention", {{"query", kFloats}});
+constexpr auto kShortAttention = arguments("short_attention", {
+    {"query", kFloats}, {"key", kFloats, "query"}, {"value", kFloats, "query"}});
+
 }  // namespace
 }  // namespace fuseopt::short_attention_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::short_attention_binding;
-  library.impl("takes_short_attention", TORCH_BOX(&takes_short_attention));
-  library.impl("short_attention", TORCH_BOX(&short_attention));
+  library.impl("takes_short_attention", TORCH_BOX((fuseopt::checked<takes_short_attention, kTakesShortAttention>)));
+  library.impl("short_attention", TORCH_BOX((fuseopt::checked<short_attention, kShortAttention>)));
 }

@@ -1,3 +1,4 @@
+#include "../shared_arguments.h"
 #include "binding.h"
 
 namespace fuseopt::softmax_binding {
@@ -9,8 +10,6 @@ SoftmaxMask broadcast_mask(const char* op, const Tensor& mask, const Tensor& inp
   SoftmaxMask result{};
   result.values = pointer(op, mask);
   FUSEOPT_CHECK(mask.dim() <= input.dim(), "fuseopt::", op, ": the mask has more dimensions than the input");
-  FUSEOPT_CHECK(mask.is_cuda() && mask.get_device_index() == input.get_device_index(), "fuseopt::", op,
-                ": the mask is not on the input's device");
   const int64_t missing = input.dim() - mask.dim();
   for (int64_t dim = 0; dim < input.dim(); ++dim) {
     const int64_t size = input.size(dim);
@@ -69,6 +68,6 @@ Tensor softmax_bwd(Tensor grad_output, Tensor output, double scale, ScalarType i
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::softmax_binding;
-  library.impl("softmax_fwd", TORCH_BOX(&softmax_fwd));
-  library.impl("softmax_bwd", TORCH_BOX(&softmax_bwd));
+  library.impl("softmax_fwd", TORCH_BOX((fuseopt::checked<softmax_fwd, fuseopt::declared::kSoftmaxFwd>)));
+  library.impl("softmax_bwd", TORCH_BOX((fuseopt::checked<softmax_bwd, fuseopt::declared::kSoftmaxBwd>)));
 }

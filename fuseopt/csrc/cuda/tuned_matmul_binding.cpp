@@ -319,15 +319,10 @@ uint32_t epilogue_of(const std::string& activation, bool has_bias) {
 void check_factors(const Tensor& left, const Tensor& right) {
   FUSEOPT_CHECK(left.dim() == 2 && right.dim() == 2 && left.size(1) == right.size(0) && left.size(1) > 0, "fuseopt::",
                 kOp, ": left must be [rows, inner], right [inner, columns], with something to sum up");
-  FUSEOPT_CHECK(dtype_of(left) == dtype_of(right) && right.is_cuda() &&
-                    left.get_device_index() == right.get_device_index(),
-                "fuseopt::", kOp, ": left and right must have one dtype, on one device");
 }
 
-Tensor checked_bias(const Tensor& bias, const Tensor& left, const Tensor& right) {
-  FUSEOPT_CHECK(bias.dim() == 1 && bias.size(0) == right.size(1) && dtype_of(bias) == dtype_of(left) &&
-                    bias.is_cuda() && bias.get_device_index() == left.get_device_index(),
-                "fuseopt::", kOp, ": bias must be [columns], in the dtype and on the device of left");
+Tensor checked_bias(const Tensor& bias, const Tensor& right) {
+  FUSEOPT_CHECK(bias.dim() == 1 && bias.size(0) == right.size(1), "fuseopt::", kOp, ": bias must be [columns]");
   return as_contiguous(bias);
 }
 
@@ -343,7 +338,7 @@ Tensor tuned_matmul(Tensor left, Tensor right, std::optional<Tensor> bias, std::
   const Launch launch(kOp, left);
   Behind behind;
   behind.epilogue = epilogue_of(activation, bias.has_value());
-  if (bias.has_value()) behind.bias = checked_bias(*bias, left, right);
+  if (bias.has_value()) behind.bias = checked_bias(*bias, right);
   Tensor output =
       allocate(left, {left.size(0), right.size(1)}, float_result ? ScalarType::Float : dtype_of(left));
   multiply(launch, left, right, output, behind, measure);
@@ -355,7 +350,7 @@ std::tuple<Tensor, Tensor> tuned_matmul_gelu(Tensor left, Tensor right, Tensor b
   const Launch launch(kOp, left);
   Behind behind;
   behind.epilogue = cublas_lt::kGelu | cublas_lt::kAux | cublas_lt::kBias;
-  behind.bias = checked_bias(bias, left, right);
+  behind.bias = checked_bias(bias, right);
   behind.kept = allocate(left, {left.size(0), right.size(1)}, dtype_of(left));
   Tensor activated = allocate_like(*behind.kept, dtype_of(left));
   multiply(launch, left, right, activated, behind, measure);
@@ -365,21 +360,27 @@ std::tuple<Tensor, Tensor> tuned_matmul_gelu(Tensor left, Tensor right, Tensor b
 void tuned_matmul_(Tensor output, Tensor left, Tensor right, bool accumulate, bool measure) {
   check_factors(left, right);
   FUSEOPT_CHECK(output.dim() == 2 && output.size(0) == left.size(0) && output.size(1) == right.size(1) &&
-                    output.is_contiguous() && output.is_cuda() &&
-                    output.get_device_index() == left.get_device_index(),
-                "fuseopt::", kOp, ": output must be [rows, columns], contiguous and on the device of left");
+                    output.is_contiguous(),
+                "fuseopt::", kOp, ": output must be [rows, columns], contiguous");
   const Launch launch(kOp, left);
   Behind behind;
   behind.accumulate = accumulate;
   multiply(launch, left, right, output, behind, measure);
 }
 
+constexpr auto kTunedMatmul = arguments("tuned_matmul", {
+    {"left", kUpToFloat}, {"right", kUpToFloat, "left"}, {"bias", kUpToFloat, "left"}});
+constexpr auto kTunedMatmulGelu = arguments("tuned_matmul_gelu", {
+    {"left", kUpToFloat}, {"right", kUpToFloat, "left"}, {"bias", kUpToFloat, "left"}});
+constexpr auto kTunedMatmulInPlace = arguments("tuned_matmul_", {
+    {"output", kUpToFloat}, {"left", kUpToFloat}, {"right", kUpToFloat, "left"}});
+
 }  // namespace
 }  // namespace fuseopt::tuned_matmul_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::tuned_matmul_binding;
-  library.impl("tuned_matmul", TORCH_BOX(&tuned_matmul));
-  library.impl("tuned_matmul_gelu", TORCH_BOX(&tuned_matmul_gelu));
-  library.impl("tuned_matmul_", TORCH_BOX(&tuned_matmul_));
+  library.impl("tuned_matmul", TORCH_BOX((fuseopt::checked<tuned_matmul, kTunedMatmul>)));
+  library.impl("tuned_matmul_gelu", TORCH_BOX((fuseopt::checked<tuned_matmul_gelu, kTunedMatmulGelu>)));
+  library.impl("tuned_matmul_", TORCH_BOX((fuseopt::checked<tuned_matmul_, kTunedMatmulInPlace>)));
 }

@@ -196,11 +196,11 @@ def cross_entropy_bwd_kernel(
     target = tl.load(target_ptr + row)
     ignored = target == ignore_index
 
-    row_max = tl.load(row_max_ptr + row)
+    row_max = tl.load(row_max_ptr + row).to(COMPUTE)
     probability_scale, target_share, other_share = gradient_scales(
         tl.load(grad_output_ptr + row).to(COMPUTE),
         row_max,
-        tl.load(row_sum_ptr + row),
+        tl.load(row_sum_ptr + row).to(COMPUTE),
         columns,
         tl.full((), label_smoothing, COMPUTE),
         tl.full((), z_loss, COMPUTE),
@@ -400,10 +400,14 @@ def cross_entropy_grad_(
         label_smoothing: share of the target that is spread over all classes.
         z_loss: factor of the squared logsumexp.
     """
+    if not all(tensor is None or tensor.is_contiguous() for tensor in (logits, grad_output, target, losses, in_range)):
+        raise ValueError("cross_entropy_grad_ takes contiguous tensors")
+    compute = compute_dtype(logits)
+    if losses.dtype != compute:
+        raise ValueError(f"losses must be {compute}, not {losses.dtype}")
     rows, width = logits.shape
     if rows == 0:
         return
-    compute = losses.dtype
     steps, lanes, num_warps = row_blocks(width, logits.itemsize, compute)
     with torch.cuda.device_of(logits):
         cross_entropy_grad_kernel[(rows,)](

@@ -382,6 +382,8 @@ def _into(
     output, lse = output.contiguous(), lse.contiguous()
     with torch.cuda.device_of(query):
         call, tensors = Call.of(query, key, value, line, mask, seed, scale, p, causal, grad_output)
+        if output.dtype != query.dtype or lse.dtype != call.compute:
+            raise ValueError(f"output and lse must be those of the forward, not {output.dtype} and {lse.dtype}")
         launches = _launches(call, grad_query.stride(1), grad_key.stride(1), need_bias_grad)
         shift, delta, beyond, partial = lse.new_empty(sum(launches.scratch)).split(launches.scratch)
         launches.of_query(*tensors, output, lse, shift, delta, grad_query, beyond)

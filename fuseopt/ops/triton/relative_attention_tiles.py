@@ -257,7 +257,10 @@ class Call(NamedTuple):
         """
         batch, heads, queries, dim = query.shape
         keys = key.shape[2]
+        if key.dtype != query.dtype or value.dtype != query.dtype:
+            raise ValueError(f"key and value must be {query.dtype} as query, not {key.dtype} and {value.dtype}")
         query, key, value = adjacent(query), adjacent(key), adjacent(value)
+        line = None if line is None else line.contiguous()
         full = None if mask is None else mask.expand(batch, heads, queries, keys)
         strides = (
             *query.stride()[:3],

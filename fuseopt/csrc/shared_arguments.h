@@ -1,0 +1,55 @@
+// Declarations of the ops that both libraries have kernels for.
+#pragma once
+
+#include "arguments.h"
+
+namespace fuseopt::declared {
+
+constexpr Argument kOfRmsNorm[] = {{"input", kFloats}, {"weight", kFloats}};
+constexpr Argument kOfAddRmsNorm[] = {{"input", kFloats}, {"residual", kFloats}, {"weight", kFloats}};
+constexpr Argument kOfLayerNorm[] = {{"input", kFloats}, {"weight", kFloats}, {"bias", kFloats}};
+constexpr Argument kOfAddLayerNorm[] = {{"input", kFloats}, {"residual", kFloats}, {"weight", kFloats}, {"bias", kFloats}};
+
+constexpr auto kRmsNorm = arguments("rms_norm", kOfRmsNorm);
+constexpr auto kRmsNormFwd = arguments("rms_norm_fwd", kOfRmsNorm);
+constexpr auto kRmsNormBwd = arguments(
+    "rms_norm_bwd", {{"grad_output", kFloats}, {"input", kFloats}, {"weight", kFloats}, {"rstd", kOnlyFloat | kOnlyDouble}});
+constexpr auto kAddRmsNorm = arguments("add_rms_norm", kOfAddRmsNorm);
+constexpr auto kAddRmsNormFwd = arguments("add_rms_norm_fwd", kOfAddRmsNorm);
+constexpr auto kAddRmsNormBwd = arguments("add_rms_norm_bwd", {{"grad_output", kFloats},
+                                                               {"grad_sum", kFloats},
+                                                               {"sum", kFloats},
+                                                               {"weight", kFloats},
+                                                               {"rstd", kOnlyFloat | kOnlyDouble}});
+constexpr auto kLayerNorm = arguments("layer_norm", kOfLayerNorm);
+constexpr auto kLayerNormFwd = arguments("layer_norm_fwd", kOfLayerNorm);
+constexpr auto kLayerNormBwd = arguments("layer_norm_bwd", {{"grad_output", kFloats},
+                                                            {"input", kFloats},
+                                                            {"weight", kFloats},
+                                                            {"mean", kOnlyFloat | kOnlyDouble},
+                                                            {"rstd", kOnlyFloat | kOnlyDouble}});
+constexpr auto kAddLayerNorm = arguments("add_layer_norm", kOfAddLayerNorm);
+constexpr auto kAddLayerNormFwd = arguments("add_layer_norm_fwd", kOfAddLayerNorm);
+constexpr auto kAddLayerNormBwd = arguments("add_layer_norm_bwd", {{"grad_output", kFloats},
+                                                                   {"grad_sum", kFloats},
+                                                                   {"sum", kFloats},
+                                                                   {"weight", kFloats},
+                                                                   {"mean", kOnlyFloat | kOnlyDouble},
+                                                                   {"rstd", kOnlyFloat | kOnlyDouble}});
+constexpr auto kGeluFwd = arguments("gelu_fwd", {{"input", kFloats}, {"bias", kFloats}});
+constexpr auto kGeluBwd = arguments("gelu_bwd", {{"grad_output", kFloats}, {"input", kFloats}, {"bias", kFloats}});
+constexpr auto kGatedActivationFwd = arguments("gated_activation_fwd", {{"gate", kFloats}, {"up", kFloats}});
+constexpr auto kGatedActivationBwd =
+    arguments("gated_activation_bwd", {{"grad_output", kFloats}, {"gate", kFloats}, {"up", kFloats}});
+constexpr auto kSoftmaxFwd = arguments("softmax_fwd", {{"input", kFloats}, {"mask", kFloats}});
+constexpr auto kSoftmaxBwd = arguments("softmax_bwd", {{"grad_output", kFloats}, {"output", kFloats}});
+
+constexpr Argument kOfProcessLogits[] = {{"input_ids", kIntegers},
+                                         {"scores", kFloats},
+                                         {"suppress_tokens", kIntegers},
+                                         {"encoder_input_ids", kIntegers},
+                                         {"prompt_ignore_length", kIntegers}};
+constexpr auto kProcessLogits = arguments("process_logits", kOfProcessLogits);
+constexpr auto kProcessLogitsInPlace = arguments("process_logits_", kOfProcessLogits);
+
+}  // namespace fuseopt::declared

@@ -1,0 +1,313 @@
+"""Raw ops given each tensor on another device, of another dtype or otherwise laid out: right, or a clear error."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from fuseopt import native
+from fuseopt.ops import registry
+from fuseopt.ops.library import TRITON_INTERPRETED
+from tests.ops.cases import results, tensors
+
+CALLS_OF_AN_OP = 3
+DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+    torch.uint8,
+)
+
+
+class Call(NamedTuple):
+    op: OpOverload
+    arguments: tuple[Any, ...]
+
+    def tensor_places(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Each tensor, with the name of its argument and its place among the leaves of all arguments."""
+        place = 0
+        for declared, argument in zip(self.op._schema.arguments, self.arguments, strict=False):
+            for leaf in tree_flatten(argument)[0]:
+                if isinstance(leaf, Tensor):
+                    yield declared.name, place, leaf
+                place += 1
+
+    def replaced(self, place: int, tensor: Tensor) -> "Call":
+        leaves, structure = tree_flatten(self.arguments)
+        leaves[place] = tensor
+        return self._replace(arguments=tree_unflatten(leaves, structure))
+
+    def run(self) -> list[Tensor]:
+        """What the op returns, and what it has written to, of copies laid out like its arguments."""
+        arguments = tree_map_only(Tensor, laid_out_alike, self.arguments)
+        output = self.op(*arguments)
+        written = [
+            tensor
+            for declared, argument in zip(self.op._schema.arguments, arguments, strict=False)
+            if declared.is_write
+            for tensor in tree_flatten(argument)[0]
+        ]
+        returned = [] if output is None or isinstance(output, bool) else results(output)
+        return [tensor.detach() for tensor in (*returned, *written)]
+
+
+def laid_out_alike(tensor: Tensor, offset: int = -1) -> Tensor:
+    """A copy with the tensor's strides, `offset` elements into its memory; by default as well aligned as the tensor."""
+    if tensor.device.type == "meta":
+        return tensor
+    if offset < 0:
+        offset = tensor.data_ptr() % 16 // tensor.itemsize
+    unique = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    size = 1 + sum((size - 1) * stride for size, stride in zip(unique.shape, unique.stride(), strict=True))
+    copy = tensor.new_empty(size + offset).as_strided(unique.shape, unique.stride(), offset)
+    return copy.copy_(unique).expand(tensor.shape)
+
+
+def not_contiguous(tensor: Tensor) -> Tensor:
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps copies of the arguments of the first few calls of each raw op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[OpOverload, list[Call]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fuseopt" and not kwargs:
+            calls = self.calls.setdefault(func, [])
+            if len(calls) < CALLS_OF_AN_OP:
+                calls.append(Call(func, tree_map_only(Tensor, laid_out_alike, args)))
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def recorded(device: str) -> dict[OpOverload, list[Call]]:
+    """Calls of each raw op that has a kernel for the device, as the public functions make them of their samples."""
+    recorder = Recorder()
+    for name in registry.names():
+        op = registry.get(name)
+        for backend in op.backends:
+            if backend.name != "reference" and not backend.not_supported_reasons(torch.device(device), ()):
+                record(recorder, op, backend.name, device)
+    with recorder:
+        for call in further_calls(device):
+            call()
+        for _, arguments in recorder.calls.get(torch.ops.fuseopt.relative_attention_bwd.triton, [])[:1]:
+            torch.ops.fuseopt.relative_attention_bwd_joined.triton(*arguments, False)
+    return recorder.calls
+
+
+def record(recorder: Recorder, op: registry.Op, backend: str, device: str) -> None:
+    for requires_grad in (False, True):
+        torch.manual_seed(0)
+        for sample in op.sample_inputs(torch.device(device), sample_dtype(op, device), requires_grad):
+            if any(tensor.numel() == 0 for tensor in tensors(sample)):
+                continue
+            with recorder:
+                output = op.function(*sample.args, **sample.kwargs, backend=backend)
+                differentiable = [t for t in ([] if output is None else results(output)) if t.requires_grad]
+                if differentiable:
+                    torch.autograd.backward(differentiable, [torch.randn_like(t) for t in differentiable])
+
+
+def sample_dtype(op: registry.Op, device: str) -> torch.dtype:
+    """Half precision on a GPU, as most of its kernels are for that."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def further_calls(device: str) -> Iterator[Callable[[], Any]]:
+    """Of the raw ops that no public function calls with its samples."""
+    raw = torch.ops.fuseopt
+    ids, scores = torch.randint(0, 8, (2, 5), device=device), torch.randn(2, 8, device=device)
+    if not TRITON_INTERPRETED:
+        yield lambda: raw.process_logits_(ids, scores, 2)
+    if device != "cuda":
+        return
+
+    def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    left, right, bias = make(16, 32), make(32, 24), make(24)
+    yield lambda: raw.tuned_matmul_gelu(left, right, bias, False)
+    yield lambda: raw.tuned_matmul_(make(16, 24, dtype=torch.float32), left, right, True, False)
+
+
+def kernels(key: str) -> set[str]:
+    """The raw ops with a kernel of their own for that dispatch key."""
+    names = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("fuseopt::")}
+    overload = ".triton" if TRITON_INTERPRETED else ""
+    return {
+        name.removeprefix("fuseopt::")
+        for name in names
+        if torch._C._dispatch_has_kernel(name + overload)
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name + overload, key)
+    }
+
+
+RAW_OPS = sorted({schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("fuseopt::")})
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("interpreted", marks=pytest.mark.interpreter),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+    scope="module",
+)
+def device(request: pytest.FixtureRequest) -> str:
+    if (request.param == "interpreted") != TRITON_INTERPRETED:
+        pytest.skip("the interpreter has a process of its own")
+    if request.param in native.KINDS:
+        state = native.load(request.param)
+        assert state.status == "loaded", state.reason
+    return "cpu" if request.param == "interpreted" else request.param
+
+
+def calls_of(name: str, device: str, *, in_triton: bool = True) -> list[Call]:
+    """Of Triton's kernels one, as each takes seconds to interpret or to compile."""
+    calls = [call for op, calls in recorded(device).items() if op._schema.name == name for call in calls]
+    native_calls = [call for call in calls if call.op._overloadname != "triton" and not TRITON_INTERPRETED]
+    wanted = native_calls + [call for call in calls if call.op._overloadname == "triton"][: int(in_triton)]
+    if not wanted:
+        pytest.skip("no kernel for this device")
+    return wanted
+
+
+def test_every_kernel_is_called(device: str) -> None:
+    overloads = {
+        op for op in recorded(device) if (op._overloadname == "triton") is TRITON_INTERPRETED or device == "cuda"
+    }
+    called = {op._schema.name.removeprefix("fuseopt::") for op in overloads}
+    assert kernels(device.upper()) <= called
+
+
+def describe(call: Call, name: str, change: str) -> str:
+    return f"{call.op}: {name} {change}"
+
+
+def check(call: Call, changed: Call, what: str, *, named: str | None = None) -> None:
+    """`changed` gives what `call` does, or raises; an error names the argument `named`, or the op."""
+    try:
+        actual = changed.run()
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        text = str(error)
+        assert "CUDA error" not in text and "CUDA failed" not in text, f"{what}: {text}"
+        if named is not None and changed.op._overloadname != "triton":
+            assert named in text or "on one device" in text, f"{what}: {text}"
+        return
+    tolerance = 16 * max(coarseness(tensor.dtype) for each in (call, changed) for _, _, tensor in each.tensor_places())
+    for value, expected in zip(actual, call.run(), strict=True):
+        value, expected = value.double(), expected.double()
+        scale = expected[expected.isfinite()].abs().max() if expected.isfinite().any() else 1.0
+        torch.testing.assert_close(
+            value, expected, rtol=0, atol=tolerance * max(float(scale), 1e-2), equal_nan=True, msg=what
+        )
+
+
+def coarseness(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+
+
+@pytest.mark.parametrize("raw", RAW_OPS)
+def test_a_tensor_on_another_device_is_refused(raw: str, device: str) -> None:
+    elsewhere = "cpu" if device == "cuda" else "meta"
+    for call in calls_of(raw, device):
+        places = list(call.tensor_places())
+        for name, place, tensor in places if len(places) > 1 else ():
+            with pytest.raises(RuntimeError, match=f"{name} must be|tensors must be on one device|same device"):
+                call.replaced(place, tensor.to(elsewhere)).run()
+
+
+@pytest.mark.parametrize("raw", RAW_OPS)
+def test_another_dtype_gives_the_same_or_is_refused(raw: str, device: str) -> None:
+    for call in calls_of(raw, device, in_triton=TRITON_INTERPRETED):
+        for name, place, tensor in call.tensor_places():
+            for dtype in DTYPES:
+                is_other_kind_of_mask = (
+                    "relative_attention" in raw and name == "mask" and not tensor.is_floating_point()
+                )
+                if dtype == tensor.dtype or is_other_kind_of_mask:
+                    continue
+                # With values that both dtypes have.
+                changed = tensor.to(dtype)
+                same = call.replaced(place, changed.to(tensor.dtype))
+                what = describe(call, name, f"of {dtype}")
+                check(same, call.replaced(place, changed), what, named=name)
+
+
+@pytest.mark.parametrize("raw", RAW_OPS)
+def test_an_unaligned_view_gives_the_same_or_is_refused(raw: str, device: str) -> None:
+    for call in calls_of(raw, device):
+        for name, place, tensor in call.tensor_places():
+            check(call, call.replaced(place, laid_out_alike(tensor, offset=1)), describe(call, name, "unaligned"))
+
+
+@pytest.mark.parametrize("raw", RAW_OPS)
+def test_a_view_that_is_not_contiguous_gives_the_same_or_is_refused(raw: str, device: str) -> None:
+    for call in calls_of(raw, device):
+        for name, place, tensor in call.tensor_places():
+            if tensor.numel() > 1:
+                check(call, call.replaced(place, not_contiguous(tensor)), describe(call, name, "not contiguous"))
+
+
+IN_PLACE = [name for name in RAW_OPS if getattr(torch.ops.fuseopt, name.split("::")[1]).default._schema.is_mutable]
+
+
+@pytest.mark.parametrize("raw", IN_PLACE)
+def test_versions_of_what_is_written_to_are_counted_up(raw: str, device: str) -> None:
+    for call in calls_of(raw, device):
+        assert_counts_versions_up(call._replace(arguments=tree_map_only(Tensor, laid_out_alike, call.arguments)))
+
+
+def assert_counts_versions_up(call: Call) -> None:
+    tensors_before = {place: tensor._version for _, place, tensor in call.tensor_places()}
+    call.op(*call.arguments)
+    written = {argument.name for argument in call.op._schema.arguments if argument.is_write}
+    for name, place, tensor in call.tensor_places():
+        assert tensor._version - tensors_before[place] == (name in written), name
+
+
+@pytest.mark.parametrize("raw", IN_PLACE)
+def test_versions_are_counted_up_whatever_the_kernel(raw: str) -> None:
+    """By the schema, for a device that has no kernel of the op yet."""
+    op = getattr(torch.ops.fuseopt, raw.split("::")[1]).default
+    if torch._C._dispatch_has_kernel_for_dispatch_key(raw, "CPU"):
+        pytest.skip("its own kernel is loaded, and tested above")
+    values = {"Tensor": torch.zeros(1), "List[Tensor]": [torch.zeros(1), torch.zeros(1)], "int": 0, "float": 0.0}
+    values |= {"bool": False, "str": ""}
+
+    def value_of(argument: torch.Argument) -> Any:
+        value = values[
+            str(argument.type).removeprefix("Optional[").removesuffix("]" * ("Optional" in str(argument.type)))
+        ]
+        return tree_map_only(Tensor, torch.clone, value)
+
+    result = torch.zeros(1) if op._schema.returns else None
+    with torch.library._scoped_library("fuseopt", "IMPL") as library:
+        library.impl(raw.split("::")[1], lambda *arguments: result, "CPU")
+        assert_counts_versions_up(Call(op, tuple(value_of(argument) for argument in op._schema.arguments)))
+        with torch.inference_mode():  # whose tensors have no versions
+            op(*(value_of(argument) for argument in op._schema.arguments))
+
+
+def test_a_backward_through_what_was_written_over_raises() -> None:
+    assert native.load("cpu").status == "loaded"
+    scores = torch.randn(2, 8, requires_grad=True)
+    probabilities = scores.softmax(-1)
+    with torch.no_grad():
+        torch.ops.fuseopt.process_logits_(torch.randint(0, 8, (2, 5)), probabilities, 2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        probabilities.sum().backward()
