@@ -326,9 +326,14 @@ def broadcast_mask(mask: torch.Tensor, shape: torch.Size) -> BroadcastMask:
 
 
 def row_alignment(matrices: Sequence[torch.Tensor], row_strides: Sequence[int], columns: int) -> int:
-    """Elements of a 16-byte vector, if each row starts equally far from a multiple of it in all `matrices`; else 1."""
+    """Elements of a 16-byte vector, if each row starts equally far from a multiple of it in all `matrices`; else 1.
+
+    The vector at a row's end may reach past it. No memory ends inside a vector whose address is a multiple of its size;
+    so `matrices` have to begin at one.
+    """
     alignment = 16 // max(matrix.itemsize for matrix in matrices)
-    return alignment if all((stride - columns) % alignment == 0 for stride in row_strides) else 1
+    is_aligned = all(matrix.data_ptr() % 16 == 0 for matrix in matrices)
+    return alignment if is_aligned and all((stride - columns) % alignment == 0 for stride in row_strides) else 1
 
 
 def wide_warps(matrices: Sequence[torch.Tensor], columns: int) -> int:
