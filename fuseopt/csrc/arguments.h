@@ -141,6 +141,9 @@ class ArgumentCheck {
   ArgumentCheck(const Arguments<kCount>& declared, int32_t device_type)
       : declared_(declared), device_type_(device_type) {}
 
+  // The index of the device that all tensors are on.
+  int32_t device() const { return first_->index; }
+
   template <typename T>
   void take(const T& parameter) {
     if constexpr (std::is_same_v<T, Tensor>) {
@@ -185,18 +188,20 @@ class ArgumentCheck {
   std::optional<Place> first_;
 };
 
-template <auto function, const auto& declaration, auto device_type>
+// `Library` has the kind of device that its kernels are for, and a `Scope` in which the device of that index is current.
+template <auto function, const auto& declaration, typename Library>
 struct Checked;
 
 template <typename Result, typename... Parameters, Result (*function)(Parameters...), const auto& declaration,
-          auto device_type>
-struct Checked<function, declaration, device_type> {
+          typename Library>
+struct Checked<function, declaration, Library> {
   static_assert((size_t{kIsTensor<std::remove_cvref_t<Parameters>>} + ... + 0) == declaration.list.size(),
                 "one declaration for each tensor of the function");
 
   static Result call(Parameters... parameters) {
-    ArgumentCheck check(declaration, device_type());
+    ArgumentCheck check(declaration, Library::device_type());
     (check.take(parameters), ...);
+    const typename Library::Scope scope(check.device());
     return function(std::forward<Parameters>(parameters)...);
   }
 };

@@ -4,8 +4,15 @@
 
 namespace fuseopt {
 
+struct CpuLibrary {
+  static int32_t device_type() { return aoti_torch_device_type_cpu(); }
+  struct Scope {
+    explicit Scope(int32_t) {}
+  };
+};
+
 template <auto function, const auto& declaration>
-constexpr auto checked = &Checked<function, declaration, aoti_torch_device_type_cpu>::call;
+constexpr auto checked = &Checked<function, declaration, CpuLibrary>::call;
 
 }  // namespace fuseopt
 

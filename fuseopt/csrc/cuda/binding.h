@@ -23,24 +23,38 @@ namespace fuseopt {
 
 using torch::headeronly::IntHeaderOnlyArrayRef;
 
-// Makes the tensor's device current for as long as it lives, and knows the current stream there.
+struct CudaLibrary {
+  static int32_t device_type() { return aoti_torch_device_type_cuda(); }
+
+  // Makes the tensors' device current for as long as a call lasts: what kernels take, and how they are launched, depends
+  // on it.
+  class Scope {
+   public:
+    explicit Scope(int32_t device) {
+      int current = 0;
+      FUSEOPT_CHECK(cudaGetDevice(&current) == cudaSuccess, "fuseopt: there is no current CUDA device");
+      if (current != device) guard_.emplace(device);
+      former_ = std::exchange(device_of_launch, device);  // after all that may throw: nothing would put it back
+    }
+    ~Scope() { device_of_launch = former_; }
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // costs more than a look at the current device
+    int former_ = kNoDevice;
+  };
+};
+
+// The current stream of the tensor's device.
 class Launch {
  public:
-  Launch(const char* op, const Tensor& tensor) : op_(op) {
-    device_ = tensor.get_device_index();
-    int current = 0;
-    check(cudaGetDevice(&current));
-    if (current != device_) guard_.emplace(device_);
+  Launch(const char* op, const Tensor& tensor) : op_(op), device_(tensor.get_device_index()) {
     void* stream = nullptr;
     FUSEOPT_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream) == TORCH_SUCCESS, "fuseopt::", op,
                   ": no current CUDA stream");
     stream_ = static_cast<cudaStream_t>(stream);
-    former_ = std::exchange(device_of_launch, device_);  // behind all that may throw: nothing would put it back
   }
-
-  ~Launch() { device_of_launch = former_; }
-  Launch(const Launch&) = delete;
-  Launch& operator=(const Launch&) = delete;
 
   int32_t device() const { return device_; }
   cudaStream_t stream() const { return stream_; }
@@ -54,14 +68,12 @@ class Launch {
  private:
   const char* op_;
   int32_t device_;
-  std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // costs more than a look at the current device
-  int former_ = kNoDevice;
   cudaStream_t stream_ = nullptr;
 };
 
 // Of a function of a binding: what to register, which first checks its tensors.
 template <auto function, const auto& declaration>
-constexpr auto checked = &Checked<function, declaration, aoti_torch_device_type_cuda>::call;
+constexpr auto checked = &Checked<function, declaration, CudaLibrary>::call;
 
 inline ScalarType dtype_of(const Tensor& tensor) { return scalar_type_of(tensor); }
 
