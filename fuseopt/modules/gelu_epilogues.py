@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fuseopt.modules.graph_nodes import RESHAPES
-from fuseopt.ops.tuned_matmul import WITH_GELU
+from fuseopt.ops.tuned_matmul import GELU_COLUMNS, WITH_GELU
 
 aten, prims = torch.ops.aten, torch.ops.prims
 # Looked at one by one, and not rounded.
@@ -36,6 +36,8 @@ _MOST = 24
 def fuse(product: fx.Node, left: fx.Node, right: fx.Node, bias: fx.Node) -> bool:
     """Exchanges `product`, and what is its GELU, for `tuned_matmul_gelu`; whether there is one."""
     graph, value = product.graph, product.meta["val"]
+    if value.shape[1] % GELU_COLUMNS:
+        return False
     made = _made_of(product)
     activated = _gelu_of(product, made)
     if activated is None:

@@ -35,6 +35,8 @@ WITH_GELU = define(
     lambda left, right, bias, measure: tuple(left.new_empty((left.shape[0], right.shape[1])) for _ in range(2)),
 )
 """`left @ right + bias`, and GELU's tanh approximation of the sum before it was rounded; both in 16 bits."""
+GELU_COLUMNS = 8
+"""The columns of `WITH_GELU` must be a multiple of this: cuBLASLt keeps the sum only in rows of such a length."""
 
 _INTO = define(
     "tuned_matmul_(Tensor(a!) output, Tensor left, Tensor right, bool accumulate, bool measure) -> ()",

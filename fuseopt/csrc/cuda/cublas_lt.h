@@ -20,6 +20,9 @@ constexpr int kCompute32F = 68;
 // cublasLtMatmulDescAttributes_t
 enum Description : int { kTransposeA = 3, kTransposeB = 4, kEpilogue = 7, kBiasPointer = 8, kAuxPointer = 11, kAuxStride = 12 };
 
+// Of kAuxStride, which must be a multiple of it.
+constexpr int64_t kAuxMultiple = 8;
+
 // cublasLtEpilogue_t: one of the first three, combined with a bias, and with keeping what the activation is taken of; the
 // GELU is the tanh approximation.
 enum Epilogue : uint32_t { kPlain = 1, kRelu = 2, kGelu = 32, kBias = 4, kAux = 128 };

@@ -347,6 +347,8 @@ Tensor tuned_matmul(Tensor left, Tensor right, std::optional<Tensor> bias, std::
 
 std::tuple<Tensor, Tensor> tuned_matmul_gelu(Tensor left, Tensor right, Tensor bias, bool measure) {
   check_factors(left, right);
+  FUSEOPT_CHECK(right.size(1) % cublas_lt::kAuxMultiple == 0, "fuseopt::tuned_matmul_gelu: cuBLASLt keeps the sum only in",
+                " rows of a multiple of ", cublas_lt::kAuxMultiple, " columns, not of ", right.size(1));
   const Launch launch(kOp, left);
   Behind behind;
   behind.epilogue = cublas_lt::kGelu | cublas_lt::kAux | cublas_lt::kBias;
