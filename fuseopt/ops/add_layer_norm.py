@@ -200,6 +200,7 @@ def bench_input(device: torch.device, dtype: torch.dtype, rows: int, columns: in
 registry.register(
     registry.Op(
         name="add_layer_norm",
+        raw=("add_layer_norm", "add_layer_norm_fwd", "add_layer_norm_bwd"),
         function=add_layer_norm,
         reference=add_layer_norm_reference,
         sample_inputs=sample_inputs,

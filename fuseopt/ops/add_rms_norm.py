@@ -179,6 +179,7 @@ def bench_input(device: torch.device, dtype: torch.dtype, rows: int, columns: in
 registry.register(
     registry.Op(
         name="add_rms_norm",
+        raw=("add_rms_norm", "add_rms_norm_fwd", "add_rms_norm_bwd"),
         function=add_rms_norm,
         reference=add_rms_norm_reference,
         sample_inputs=sample_inputs,

@@ -64,6 +64,18 @@ class NativeBackend(Backend):
                 reasons.append(f"needs a GPU of compute capability {least}, not {given}")
         return reasons
 
+    def missing_kernels(self, raw: Sequence[str]) -> list[str]:
+        """A reason for each raw op of these names that its library, once it is loaded, has no kernel of."""
+        if native.state(self.name).status != "loaded":
+            return []
+        key = self.name.upper()
+        return [
+            f"its native library has no kernel of {name}"
+            for name in raw
+            if torch._C._dispatch_has_kernel(f"fuseopt::{name}")
+            and not torch._C._dispatch_has_kernel_for_dispatch_key(f"fuseopt::{name}", key)
+        ]
+
 
 class TritonBackend(Backend):
     """A Triton kernel, on CUDA tensors; on CPU tensors in a process started with TRITON_INTERPRET=1."""

@@ -313,6 +313,7 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
 registry.register(
     registry.Op(
         name="decode_attention",
+        raw=("decode_attention", "decode_attention_"),
         function=decode_attention,
         reference=decode_attention_reference,
         sample_inputs=sample_inputs,

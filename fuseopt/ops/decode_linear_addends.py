@@ -228,6 +228,7 @@ def _of_sum_samples(device: torch.device, dtype: torch.dtype, requires_grad: boo
 registry.register(
     registry.Op(
         name="decode_linear_addends",
+        raw=("decode_linear_addends", "leaves_addends"),
         function=decode_linear_addends,
         reference=decode_linear_addends_reference,
         sample_inputs=_addends_samples,
@@ -237,6 +238,7 @@ registry.register(
 registry.register(
     registry.Op(
         name="decode_linear_of_sum",
+        raw=("decode_linear_of_sum", "takes_addends"),
         function=decode_linear_of_sum,
         reference=decode_linear_of_sum_reference,
         sample_inputs=_of_sum_samples,

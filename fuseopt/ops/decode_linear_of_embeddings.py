@@ -142,6 +142,7 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
 registry.register(
     registry.Op(
         name="decode_linear_of_embeddings",
+        raw=("decode_linear_of_embeddings", "takes_embeddings"),
         function=decode_linear_of_embeddings,
         reference=decode_linear_of_embeddings_reference,
         sample_inputs=sample_inputs,

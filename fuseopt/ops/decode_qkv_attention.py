@@ -185,6 +185,7 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
 registry.register(
     registry.Op(
         name="decode_qkv_attention_",
+        raw=("decode_qkv_attention_", "takes_qkv_attention"),
         function=decode_qkv_attention_,
         reference=decode_qkv_attention_reference,
         sample_inputs=sample_inputs,

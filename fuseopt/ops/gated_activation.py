@@ -172,6 +172,7 @@ def _gated_gelu_new(module_class: Any, gate: Tensor, up: Tensor, activation: str
 registry.register(
     registry.Op(
         name="gated_activation",
+        raw=("gated_activation_fwd", "gated_activation_bwd"),
         function=gated_activation,
         reference=gated_activation_reference,
         sample_inputs=sample_inputs,

@@ -208,6 +208,7 @@ def _benchmark(variant: str, approximate: str, with_bias: bool) -> registry.Benc
 registry.register(
     registry.Op(
         name="gelu",
+        raw=("gelu_fwd", "gelu_bwd"),
         function=gelu,
         reference=gelu_reference,
         sample_inputs=sample_inputs,

@@ -227,6 +227,7 @@ def bench_input(device: torch.device, dtype: torch.dtype, rows: int, columns: in
 registry.register(
     registry.Op(
         name="layer_norm",
+        raw=("layer_norm", "layer_norm_fwd", "layer_norm_bwd"),
         function=layer_norm,
         reference=layer_norm_reference,
         sample_inputs=sample_inputs,

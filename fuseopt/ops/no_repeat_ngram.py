@@ -158,6 +158,7 @@ registry.register(
         partial(no_repeat_ngram, backend="reference"),
         sample_inputs,
         BACKENDS,
+        raw=("process_logits", "process_logits_"),
         benchmarks=(
             registry.Benchmark(
                 bench_input,
@@ -181,6 +182,7 @@ registry.register(
         partial(encoder_no_repeat_ngram, backend="reference"),
         encoder_sample_inputs,
         BACKENDS,
+        raw=("process_logits", "process_logits_"),
         benchmarks=(
             registry.Benchmark(
                 encoder_bench_input,

@@ -285,6 +285,7 @@ registry.register(
         functools.partial(process_logits, backend="reference"),
         sample_inputs,
         BACKENDS,
+        raw=("process_logits", "process_logits_"),
         benchmarks=(
             registry.Benchmark(
                 bench_input,

@@ -114,6 +114,8 @@ class Op:
         backends: in the order in which "auto" tries them.
         benchmarks: what `fuseopt bench ops` times.
         preferences: calls for which "auto" takes another backend; `function` asks `pick_by_size`.
+        raw: the names of the raw ops that a native backend must have kernels of, or it cannot run; by default the one
+            of this op's name, if there is such a one.
         in_place: it writes into its arguments, so what holds for functions of tensors does not hold for it.
     """
 
@@ -125,6 +127,7 @@ class Op:
     benchmarks: tuple[Benchmark, ...] = ()
     preferences: tuple[Preference, ...] = ()
     in_place: bool = False
+    raw: tuple[str, ...] = ()
 
     def candidates(self, backend: str) -> list[Backend]:
         """The backends to ask, in order: the one named, or for "auto" all."""
@@ -145,6 +148,8 @@ class Op:
         refused: dict[str, list[str]] = {}
         for candidate in candidates:
             reasons = candidate.not_supported_reasons(device, dtypes, may_build=may_build)
+            if not reasons and isinstance(candidate, NativeBackend):
+                reasons = candidate.missing_kernels(self.raw or (self.name,))
             if not reasons:
                 return Choice(candidate.name, refused)
             refused[candidate.name] = reasons

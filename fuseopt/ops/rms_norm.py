@@ -216,6 +216,7 @@ def _torch_rms_norm(input: Tensor, weight: Tensor, eps: float, cast_order: str) 
 registry.register(
     registry.Op(
         name="rms_norm",
+        raw=("rms_norm", "rms_norm_fwd", "rms_norm_bwd"),
         function=rms_norm,
         reference=rms_norm_reference,
         sample_inputs=sample_inputs,

@@ -173,6 +173,7 @@ def _eager_attention(input: Tensor, mask: Tensor, *, scale: float) -> Tensor:
 registry.register(
     registry.Op(
         name="softmax",
+        raw=("softmax_fwd", "softmax_bwd"),
         function=softmax,
         reference=softmax_reference,
         sample_inputs=sample_inputs,

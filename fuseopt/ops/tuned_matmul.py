@@ -220,6 +220,7 @@ def _torch_matmul(left: Tensor, right: Tensor, bias: Tensor, measure: bool) -> T
 registry.register(
     registry.Op(
         name="tuned_matmul",
+        raw=("tuned_matmul", "tuned_matmul_gelu", "tuned_matmul_"),
         function=tuned_matmul,
         reference=tuned_matmul_reference,
         sample_inputs=sample_inputs,

@@ -103,6 +103,38 @@ def test_every_op_says_why_it_cannot_run_on_another_device(op: registry.Op) -> N
     assert op.choose("auto", torch.device("meta"), [torch.float32]).backend == "reference"
 
 
+def test_an_op_without_a_kernel_for_a_backend_falls_through_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.load("cpu").status == "loaded"
+    monkeypatch.setattr(registry, "_OPS", dict(registry._OPS))
+    monkeypatch.setattr(registry, "_CHOSEN", {})
+    with torch.library._scoped_library("fuseopt", "FRAGMENT") as library:
+        library.define("cube(Tensor input) -> Tensor")
+
+        def cube(input: Tensor, *, backend: str = "auto") -> Tensor:
+            chosen = registry.pick("cube", backend, input.device, (input.dtype,))
+            return input**3 if chosen == "reference" else torch.ops.fuseopt.cube(input)
+
+        def reference(input: Tensor) -> Tensor:
+            return input**3
+
+        op = registry.Op("cube", cube, reference, square_samples, (registry.CPU, registry.REFERENCE))
+        registry.register(op)
+        reason = "its native library has no kernel of cube"
+        assert op.choose("auto", CPU, [torch.float32]) == registry.Choice("reference", {"cpu": [reason]})
+        assert cube(torch.full((2,), 2.0)).tolist() == [8, 8]
+        with pytest.raises(BackendError, match=f"cpu: {reason}"):
+            cube(torch.ones(2), backend="cpu")
+        library.impl("cube", lambda input: input**3 + 1, "CPU")
+        assert op.choose("auto", CPU, [torch.float32]).backend == "cpu"
+
+
+@pytest.mark.parametrize("op", [registry.get(name) for name in registry.names()], ids=lambda op: op.name)
+def test_the_raw_ops_that_an_op_names_exist(op: registry.Op) -> None:
+    names = op.raw or (op.name,)
+    has_native = any(isinstance(backend, registry.NativeBackend) for backend in op.backends)
+    assert not has_native or all(torch._C._dispatch_has_kernel(f"fuseopt::{name}") for name in names)
+
+
 def test_names_are_taken_once(toy: registry.Op) -> None:
     with pytest.raises(ValueError, match="'square' is registered already"):
         registry.register(toy)
