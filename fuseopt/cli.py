@@ -344,7 +344,11 @@ def _configs(sources: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
-    """Runs a benchmark, prints and saves its results, and compares them with earlier ones: 1 if they are slower."""
+    """Runs a benchmark, prints and saves its results, and compares them with earlier ones.
+
+    Returns:
+        1 if they are slower, or if a row raised an exception.
+    """
     from fuseopt.bench.records import Results
     from fuseopt.bench.regressions import compare
 
@@ -356,11 +360,14 @@ def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
         print(f"\nwritten to {arguments.out}")
     if getattr(arguments, "plot", None) is not None:
         _plot(results, arguments.plot)
+    failures = sum(row.failed for row in results.rows)
+    if failures:
+        print(f"\n{failures} of {len(results.rows)} rows failed; their tracebacks are on stderr")
     if earlier is None:
-        return 0
+        return 1 if failures else 0
     comparison = compare(results, earlier)
     print(f"\nagainst {arguments.against}: {comparison}")
-    return 1 if comparison.slower else 0
+    return 1 if comparison.slower or failures else 0
 
 
 def _bench_show(arguments: argparse.Namespace) -> None:

@@ -45,6 +45,7 @@ class Sizes:
         t5_forward: (batch, encoder length, decoder length).
         training: None leaves the training step out.
         inductor: whether to compile with Inductor too.
+        rounds: samples of each way to run a model.
     """
 
     gpt2: str
@@ -60,6 +61,7 @@ class Sizes:
     t5_generate: tuple[int, int, int, int]
     training: tuple[int, int] | None
     inductor: bool
+    rounds: int = 7
 
 
 CPU = Sizes(
@@ -107,6 +109,7 @@ QUICK = Sizes(
     t5_generate=(2, 8, 6, 2),
     training=None,
     inductor=False,
+    rounds=3,
 )
 
 
@@ -166,10 +169,11 @@ def _modules(sizes: Sizes, device: torch.device) -> list[Case]:
 def _gpt2(sizes: Sizes, device: torch.device) -> list[Case]:
     name, dtype = sizes.gpt2, dtype_name(sizes.dtype)
     model = functools.cache(functools.partial(random_model, name, device, sizes.dtype))
+    model_case = functools.partial(ModelCase, rounds=sizes.rounds)
     tokens = functools.partial(random_tokens, device, load_config(name).vocab_size)
     batch, prompt, new, beams = sizes.gpt2_generate
     cases: list[Case] = [
-        ModelCase(
+        model_case(
             f"{name} forward, {_by(sizes.gpt2_forward)}, {dtype}",
             model,
             forward(input_ids=tokens(*sizes.gpt2_forward)),
@@ -181,13 +185,13 @@ def _gpt2(sizes: Sizes, device: torch.device) -> list[Case]:
                 "preset inference": "inference",
             },
         ),
-        ModelCase(
+        model_case(
             f"{name} forward with eager attention, {_by(sizes.gpt2_eager_attention)}, {dtype}",
             functools.partial(_with_eager_attention, model),
             forward(input_ids=tokens(*sizes.gpt2_eager_attention)),
             {"FusedSoftmax": _kernel("FusedSoftmax"), **_triton("FusedSoftmax", device)},
         ),
-        ModelCase(
+        model_case(
             f"{name} generate, {batch} x ({prompt} + {new}), {beams_name(beams)}, ngram {NGRAM}, {dtype}",
             model,
             generate(tokens(batch, prompt), max_new_tokens=new, num_beams=beams, no_repeat_ngram_size=NGRAM),
@@ -198,7 +202,7 @@ def _gpt2(sizes: Sizes, device: torch.device) -> list[Case]:
         # Without dropout, so that stock and fused compute the same.
         dropout = dropout_rates(name, 0.0)
         cases.append(
-            ModelCase(
+            model_case(
                 f"{name} training step, {_by(sizes.training)}, {dtype} autocast",
                 functools.partial(random_model, name, device, torch.float32, use_cache=False, **dropout),
                 training_step(tokens(*sizes.training), sizes.dtype),
@@ -214,11 +218,12 @@ def _gpt2(sizes: Sizes, device: torch.device) -> list[Case]:
 def _t5(sizes: Sizes, device: torch.device) -> list[Case]:
     name, dtype = sizes.t5, dtype_name(sizes.dtype)
     model = functools.cache(functools.partial(random_model, name, device, sizes.dtype))
+    model_case = functools.partial(ModelCase, rounds=sizes.rounds)
     tokens = functools.partial(random_tokens, device, load_config(name).vocab_size)
     batch, encoder_length, decoder_length = sizes.t5_forward
     rows, prompt, new, beams = sizes.t5_generate
     return [
-        ModelCase(
+        model_case(
             f"{name} forward, {batch} x ({encoder_length} + {decoder_length}), {dtype}",
             model,
             forward(input_ids=tokens(batch, encoder_length), decoder_input_ids=tokens(batch, decoder_length)),
@@ -229,7 +234,7 @@ def _t5(sizes: Sizes, device: torch.device) -> list[Case]:
                 "preset inference": "inference",
             },
         ),
-        ModelCase(
+        model_case(
             f"{name} generate, {rows} x ({prompt} + {new}), {beams_name(beams)}, ngram {NGRAM}, {dtype}",
             model,
             generate(tokens(rows, prompt), max_new_tokens=new, num_beams=beams, no_repeat_ngram_size=NGRAM),

@@ -15,7 +15,6 @@ import fuseopt
 from fuseopt.bench.architectures import load_config
 
 CONFIG = "inference"
-NEW_TOKENS = 32
 DECODINGS: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampling, seed 0": {"do_sample": True, "top_k": 50},
@@ -24,16 +23,16 @@ DECODINGS: Mapping[str, Mapping[str, Any]] = {
 NGRAM = 3
 
 
-def show(folder: Path, prompts: Sequence[str], device: torch.device) -> None:
+def show(folder: Path, prompts: Sequence[str], new_tokens: int, device: torch.device) -> None:
     """Prints the plan for a checkpoint, a prompt with its continuations, and whether stock and fused tokens agree."""
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = _load(folder).to(device)
     inputs = tokenizer(list(prompts), return_tensors="pt", padding=True).to(device)
     print(f"\n{fuseopt.plan(model, CONFIG)}\n")
 
-    stock = _generate_all(model, inputs)
+    stock = _generate_all(model, inputs, new_tokens)
     with fuseopt.fused(model, CONFIG):
-        fused = _generate_all(model, inputs)
+        fused = _generate_all(model, inputs, new_tokens)
 
     print(f"  prompt  {prompts[0]}")
     for name, tokens in (("stock", stock["greedy"]), ("fused", fused["greedy"])):
@@ -41,7 +40,7 @@ def show(folder: Path, prompts: Sequence[str], device: torch.device) -> None:
         print(f"  {name}   {' '.join(tokenizer.decode(tokens[0, start:], skip_special_tokens=True).split())}")
     for name in DECODINGS:
         agree = "the same tokens" if torch.equal(stock[name], fused[name]) else "OTHER TOKENS"
-        print(f"  {name + ', ngram ' + str(NGRAM):<28} {len(prompts)} prompts x {NEW_TOKENS} tokens: {agree}")
+        print(f"  {name + ', ngram ' + str(NGRAM):<28} {len(prompts)} prompts x {new_tokens} tokens: {agree}")
 
 
 def _load(folder: Path) -> PreTrainedModel:
@@ -50,13 +49,13 @@ def _load(folder: Path) -> PreTrainedModel:
     return auto.from_pretrained(folder, local_files_only=True).eval()
 
 
-def _generate_all(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _generate_all(model: PreTrainedModel, inputs: Mapping[str, Tensor], new_tokens: int) -> dict[str, Tensor]:
     tokens = {}
     for name, kwargs in DECODINGS.items():
         torch.manual_seed(0)
         tokens[name] = model.generate(
             **inputs,
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=new_tokens,
             no_repeat_ngram_size=NGRAM,
             **kwargs,
         )

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from fuseopt.bench.architectures import dropout_rates, load_config, random_model
+from fuseopt.bench.measure import measure
 from fuseopt.bench.records import STOCK, Record, Results
 from fuseopt.bench.workloads import FusionConfig, fuse
 from fuseopt.errors import ConfigError
@@ -52,15 +54,16 @@ def run(
 ) -> Results:
     """Trains stock and every config `steps` steps from the same weights, with the text and the dropout of each seed.
 
+    Progress bars on stderr count the rows, and the steps of each training.
+
     Then, without dropout: the losses of `EXACT_STEPS` steps in float32, beside those of stock from weights that differ
     by a rounding, as training makes any difference larger; and the gradients of one step against float64.
 
     Raises:
         ConfigError: an unknown model; a config that replaces nothing.
     """
-    return Results.measured_here(
-        "curves", [record for row in rows for record in _records(row, configs, device, steps, seeds)]
-    )
+    records = measure(rows, lambda row: _records(row, configs, device, steps, seeds))
+    return Results.measured_here("curves", records)
 
 
 def _records(
@@ -121,7 +124,8 @@ def _losses(
             parameter *= 1 + nudge * torch.randn_like(parameter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses = []
-    for batch in _batches(row, device, seed, steps):
+    what = f"{STOCK if config is None else 'fused'}, seed {seed}"
+    for batch in tqdm(_batches(row, device, seed, steps), what, steps, leave=False, unit="step"):
         losses.append(_loss(model, batch, row.autocast))
         losses[-1].backward()
         optimizer.step()

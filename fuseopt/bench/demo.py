@@ -16,20 +16,22 @@ from fuseopt.bench.measure import against_stock, measure
 from fuseopt.bench.records import Results
 
 CHECKPOINTS = Path(fuseopt.__file__).resolve().parents[1] / "examples" / "checkpoints"
-PROMPTS = 6
+# (prompts, new tokens of each) of the checkpoints.
+QUICK_TEXT = (2, 16)
+TEXT = (6, 32)
 
 
 def run(*, device: torch.device, quick: bool, checkpoints: Path, out: str | os.PathLike[str] | None) -> Results:
     """Runs and prints the demo.
 
     Args:
-        quick: tiny architectures in the table: shows that everything works, and no speed.
+        quick: less text, and tiny architectures in the table: shows that everything works, and no speed.
         checkpoints: a folder of checkpoint folders, and prompts.txt with a prompt a line.
         out: where to write the results as JSON.
     """
     for title, entries in (("machine", machine()), ("versions", versions())):
         print(f"{title}: {', '.join(f'{name} {value}' for name, value in entries.items())}")
-    _show_checkpoints(checkpoints, device)
+    _show_checkpoints(checkpoints, device, *(QUICK_TEXT if quick else TEXT))
     sizes = QUICK if quick else GPU if device.type == "cuda" else CPU
     print("\nTimes of stock transformers and of each way of fusing it; random weights.\n", flush=True)
     records = measure(demo_cases(sizes, device), functools.partial(against_stock, device=device))
@@ -41,7 +43,7 @@ def run(*, device: torch.device, quick: bool, checkpoints: Path, out: str | os.P
     return results
 
 
-def _show_checkpoints(checkpoints: Path, device: torch.device) -> None:
+def _show_checkpoints(checkpoints: Path, device: torch.device, count: int, new_tokens: int) -> None:
     folders = sorted(path.parent for path in checkpoints.glob("*/config.json"))
     prompts = checkpoints / "prompts.txt"
     if not folders or not prompts.is_file():
@@ -49,4 +51,4 @@ def _show_checkpoints(checkpoints: Path, device: torch.device) -> None:
         return
     lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     for folder in folders:
-        continuations.show(folder, lines[:PROMPTS], device)
+        continuations.show(folder, lines[:count], new_tokens, device)

@@ -13,11 +13,12 @@ from tqdm import tqdm
 
 from fuseopt.bench.records import STOCK, Record
 from fuseopt.bench.timer import Call, time_in_turns, work_seconds
-from fuseopt.bench.workloads import Case, difference
-from fuseopt.errors import CompileError
+from fuseopt.bench.workloads import Case, difference, failed
+from fuseopt.errors import CompileError, ConfigError
 
 # No case is timed for longer, once each of its calls has been timed three times.
 SECONDS_PER_CASE = 12.0
+WHOLE_CASE = "every variant"
 
 
 class _Named(Protocol):
@@ -33,8 +34,11 @@ def measure(
 ) -> list[Record]:
     """The records of every case, with a progress bar on stderr; of those that were done, once it is interrupted.
 
+    A case that raises an exception becomes a record that names it, and the next one begins.
+
     Raises:
-        KeyboardInterrupt: before there is anything to keep, unless this `is_more` of what has been measured.
+        KeyboardInterrupt, ConfigError: before there is anything to keep, unless this `is_more` of what has been
+            measured.
     """
     records: list[Record] = []
     with tqdm(cases, unit="case", dynamic_ncols=True) as progress:
@@ -48,6 +52,10 @@ def measure(
                     raise
                 progress.write(f"interrupted: {case.name} and what comes after it is left out", file=sys.stderr)
                 break
+            except Exception as error:
+                if isinstance(error, ConfigError) and not records and not is_more:
+                    raise
+                records.append(Record(case.name, WHOLE_CASE, note=failed(error)))
     return records
 
 
@@ -60,7 +68,10 @@ def _forget_sizes() -> None:
 def against_stock(case: Case, device: torch.device) -> list[Record]:
     """Runs every call of a case once for its result and once for its memory, then times them in turns.
 
-    What cannot be compiled is a row that says why.
+    What cannot be compiled, or raises an exception, is a row that says why.
+
+    Raises:
+        Exception: what stock raises.
     """
     offered = dict(case.calls())
     calls: dict[str, Call] = {}
@@ -78,6 +89,11 @@ def against_stock(case: Case, device: torch.device) -> list[Record]:
             continue
         except _failures_to_compile() as failure:
             offered[name] = not_compiled(failure)
+            continue
+        except Exception as error:
+            if name == STOCK:
+                raise
+            offered[name] = failed(error)
             continue
         calls[name] = call
         if name == STOCK:

@@ -17,6 +17,7 @@ from fuseopt.bench.measure import not_compiled
 from fuseopt.bench.op_cases import Contender, Judge, OpCase, Work, auto_choice, contenders
 from fuseopt.bench.records import COPY, Record
 from fuseopt.bench.timer import Call, Spread, Timing, device_seconds, host_seconds, time_in_turns, wall_seconds
+from fuseopt.bench.workloads import failed
 
 ROUNDS = 11
 SECONDS_PER_SAMPLE = {"cuda": 0.5e-3, "cpu": 4e-3}
@@ -32,7 +33,7 @@ LENIENCE = 8
 
 
 def time_op(case: OpCase, device: torch.device, *, compile: bool) -> list[Record]:
-    """One record a contender; those that give a wrong result, or none, have a note in the place of a time.
+    """One record a contender; those that give a wrong result, or raise, have a note in the place of a time.
 
     On CUDA a time is the device's: calls are recorded as a CUDA graph over arguments that together exceed the L2
     cache. `host_us` and `wall_us` are of plain calls. On a CPU a time is that of plain calls on the same arguments.
@@ -55,8 +56,15 @@ def _time_op(case: OpCase, device: torch.device, compile: bool) -> list[Record]:
     offered = contenders(case, device, compile)
     auto = auto_choice(case, device)
     functions, errors, notes = _verified(case, work, offered)
-    moved = work.moved_bytes(functools.partial(case.op.function, backend="auto"))
-    runs = _runs(case, work, functions, moved, device)
+    try:
+        moved = work.moved_bytes(functions.get(auto, case.op.reference))
+    except Exception as error:
+        if functions.pop(auto, None) is None:
+            raise
+        notes[auto] = failed(error)
+        moved = work.moved_bytes(case.op.reference)
+    runs, raised = _runs(case, work, functions, moved, device)
+    notes |= raised
     del work
     plain_calls = {name: run.calls[0] for name, run in runs.items()}
     timings, wall, host = _on_cuda(runs, plain_calls) if device.type == "cuda" else _on_cpu(runs)
@@ -111,6 +119,9 @@ def _verified(
         except TorchDynamoException as failure:
             notes[name] = not_compiled(failure)
             continue
+        except Exception as error_of_call:
+            notes[name] = failed(error_of_call)
+            continue
         allowed = judge.allowed * (1 if contender.own else LENIENCE)
         if error <= allowed:
             functions[name], errors[name] = contender.function, error
@@ -146,30 +157,34 @@ class _Run:
 
 def _runs(
     case: OpCase, work: Work, functions: Mapping[str, Callable], moved: int, device: torch.device
-) -> dict[str, _Run]:
+) -> tuple[dict[str, _Run], dict[str, str]]:
+    """What is timed, and of what raises as it is made ready the notes."""
     sets = set_count(moved, device) if device.type == "cuda" else 1
     works = [work, *(Work.of(case, device) for _ in range(sets - 1))]
-    prepared: dict[str, list[Call]] = {
-        name: [work.prepare(function) for work in works] for name, function in functions.items()
-    }
+    count = calls_per_graph(moved, sets) if device.type == "cuda" else 0
+    runs: dict[str, _Run] = {}
+    notes: dict[str, str] = {}
+    for name, function in functions.items():
+        try:
+            runs[name] = _run([work.prepare(function) for work in works], count)
+        except Exception as error:
+            notes[name] = failed(error)
     # Whole pages: the driver copies other sizes at two thirds of the speed.
     pages = math.ceil(moved / 2 / PAGE)
     pairs = [torch.zeros(2, pages * PAGE // 4, device=device) for _ in works]
-    prepared[COPY] = [functools.partial(target.copy_, source) for target, source in pairs]
-    if device.type != "cuda":
-        return {name: _Run(calls) for name, calls in prepared.items()}
-    count = calls_per_graph(moved, sets)
-    runs = {name: _recorded(calls, count) for name, calls in prepared.items()}
-    # Some sizes a kernel copies faster than the driver does; the faster one is what the others are held against.
-    by_kernel = _recorded([functools.partial(torch.neg, source, out=target) for target, source in pairs], count)
-    runs[COPY] = min(runs[COPY], by_kernel, key=functools.partial(device_seconds, repetitions=5, ahead=1))
-    return runs
+    runs[COPY] = _run([functools.partial(target.copy_, source) for target, source in pairs], count)
+    if device.type == "cuda":
+        # Some sizes a kernel copies faster than the driver does; the faster one is what the others are held against.
+        by_kernel = _run([functools.partial(torch.neg, source, out=target) for target, source in pairs], count)
+        runs[COPY] = min(runs[COPY], by_kernel, key=functools.partial(device_seconds, repetitions=5, ahead=1))
+    return runs, notes
 
 
-def _recorded(calls: Sequence[Call], count: int) -> _Run:
+def _run(calls: Sequence[Call], graph_calls: int) -> _Run:
+    """After one call of each; as a CUDA graph of so many, where that is not 0."""
     for call in calls:
         call()
-    return _Run(calls, graph_of(calls, count), count)
+    return _Run(calls, graph_of(calls, graph_calls), graph_calls) if graph_calls else _Run(calls)
 
 
 def _on_cuda(

@@ -18,6 +18,7 @@ _LONGEST_NAME = 100  # in a table
 
 STOCK = "stock"
 COPY = "copy"
+FAILED = "failed: "
 STATIC = "static cache and torch.compile"
 CONTROLS = frozenset({STOCK, STATIC, "reference", "eager", "torch", "torch.compile", COPY})
 """Variants without code of fuseopt's own: where they become slower, it is the machine."""
@@ -82,6 +83,11 @@ class Record:
         """The record of a timing; `baseline` is what its speed-up is over, None where it has none."""
         speed_up = None if baseline is None else timing.speed_up_over(baseline).scaled(1)
         return cls(case, variant, timing.seconds.scaled(1e3), speed_up, len(timing.samples), **others)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it raised an exception, which the note names."""
+        return self.note is not None and self.note.startswith(FAILED)
 
     @property
     def terabytes_per_second(self) -> float | None:

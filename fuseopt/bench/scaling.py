@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -11,10 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 from fuseopt.bench.architectures import dropout_rates, load_config, random_model
 from fuseopt.bench.records import Record, Results
-from fuseopt.bench.timer import Timing, time_in_turns, work_seconds
+from fuseopt.bench.timer import Call, Timing, time_in_turns, work_seconds
 from fuseopt.bench.train import LEARNING_RATE, PRECISIONS, Loop, Row, make_batch
 from fuseopt.bench.workloads import FusionConfig, fuse
 from fuseopt.errors import ConfigError
@@ -26,7 +26,8 @@ ROUNDS = 5
 def run(*, device: torch.device, row: Row, processes: int, name: str, config: FusionConfig) -> Results:
     """Times the step of `row` by a model alone, then by one in each process, each with a batch of its own.
 
-    All processes are there while one is timed alone, each on a GPU of its own; on CPUs they share the cores.
+    All processes are there while one is timed alone, each on a GPU of its own; on CPUs they share the cores. The first
+    shows a progress bar on stderr.
 
     Args:
         processes: as many GPUs, over NCCL; on CPUs over Gloo.
@@ -78,11 +79,19 @@ def _time_in_process(rank: int, processes: int, folder: str, device_type: str, r
         raise ConfigError(f"nothing is replaced in {row.model}: {unmet}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     alone = Loop(model, optimizer, make_batch(row, load_config(row.model).vocab_size, device), row.autocast)
-    sample = functools.partial(work_seconds, device=device, repetitions=3)
-    timings = time_in_turns({ALONE: alone}, sample, rounds=ROUNDS, warm_up=2)
-    # As many calls in every process, whatever their time: in each all of them meet.
-    together = dataclasses.replace(alone, model=DistributedDataParallel(model))
-    timings |= time_in_turns({"together": together}, sample, rounds=ROUNDS, warm_up=2)
+    with tqdm(total=2 * ROUNDS, unit="round", disable=rank != 0) as progress:
+
+        def sample(call: Call) -> float:
+            seconds = work_seconds(call, device, repetitions=3)
+            progress.update()
+            return seconds
+
+        progress.set_postfix_str(ALONE)
+        timings = time_in_turns({ALONE: alone}, sample, rounds=ROUNDS, warm_up=2)
+        progress.set_postfix_str(f"{processes} processes")
+        # As many calls in every process, whatever their time: in each all of them meet.
+        together = dataclasses.replace(alone, model=DistributedDataParallel(model))
+        timings |= time_in_turns({"together": together}, sample, rounds=ROUNDS, warm_up=2)
     if rank == 0:
         torch.save({key: list(timing.samples) for key, timing in timings.items()}, Path(folder) / "seconds.pt")
     del together

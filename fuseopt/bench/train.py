@@ -16,7 +16,7 @@ from fuseopt.bench.flops import forward_flops, matmul_timing
 from fuseopt.bench.measure import SECONDS_PER_CASE, measure, peak_mib, taken_bytes
 from fuseopt.bench.records import STOCK, Record, Results
 from fuseopt.bench.timer import sustained_seconds, time_in_turns
-from fuseopt.bench.workloads import FusionConfig, dtype_name, fuse, random_tokens
+from fuseopt.bench.workloads import FusionConfig, dtype_name, failed, fuse, random_tokens
 from fuseopt.config import PRESETS
 from fuseopt.errors import CompileError
 
@@ -279,6 +279,8 @@ def first_steps(
         return name, OUT_OF_MEMORY
     except CompileError as error:
         return name, f"{error}: {error.__cause__}"
+    except Exception as error:
+        return name, failed(error)
 
 
 def _refusal(row: Row, trial: Trial | str, first: str, judge: Trial) -> str | None:

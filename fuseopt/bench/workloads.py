@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
@@ -12,12 +14,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import LogitsProcessor
 
 import fuseopt
 from fuseopt import native
-from fuseopt.bench.records import STOCK
+from fuseopt.bench.records import FAILED, STOCK
 from fuseopt.bench.timer import Call
+from fuseopt.errors import ConfigError
 from fuseopt.ops import registry
 
 FusionConfig = Mapping[str, Any] | str
@@ -75,7 +79,12 @@ class ModelCase:
             calls[name] = functools.partial(work, parameter_sharing_copy(stock))
         for name, config in self.configs.items():
             twin = parameter_sharing_copy(stock)
-            label, unmet = fuse(twin, name, config)
+            try:
+                label, unmet = fuse(twin, name, config)
+            except ConfigError:
+                raise
+            except Exception as error:
+                label, unmet = name, failed(error)
             calls[label] = unmet or functools.partial(self.work, twin)
         return calls
 
@@ -117,6 +126,12 @@ def fuse(model: nn.Module, name: str, config: FusionConfig) -> tuple[str, str | 
     report = fuseopt.report(model)
     backends = {row.backend for row in report.replaced if row.backend}
     return (_label(name, backends), None) if report.replaced else (name, "; ".join(report.unmet))
+
+
+def failed(error: Exception) -> str:
+    """The note, in a line, that takes the place of a time where something raised; the traceback goes to stderr."""
+    tqdm.write("".join(traceback.format_exception(error)), file=sys.stderr)
+    return FAILED + "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
 
 
 def call(input: Tensor) -> Work:

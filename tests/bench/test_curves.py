@@ -34,6 +34,14 @@ def test_curves_gradients_and_the_first_steps():
     assert gradients.note.endswith(" times stock's")
 
 
+def test_progress_counts_rows_and_steps(capsys):
+    curves.run(device=CPU, rows=[ROW], configs={"fused": KERNELS}, steps=5, seeds=1)
+    shown = capsys.readouterr().err
+    assert "row" in shown or "case" in shown
+    assert "1/1" in shown and ROW.name in shown
+    assert "stock, seed 0" in shown and "fused, seed 0" in shown and "/5 [" in shown
+
+
 def test_a_model_that_trains_otherwise_shows(monkeypatch):
     def spoil(model, name, config):
         for parameter in model.parameters():

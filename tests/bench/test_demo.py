@@ -57,6 +57,8 @@ def test_quick_demo_from_plan_to_table(capsys, checkpoints: Path, tmp_path):
         assert title in out
     assert out.count("the same tokens") == 6
     assert "OTHER TOKENS" not in out
+    # Two prompts, 16 tokens, three rounds: all of it is to take well under a minute.
+    assert out.count("2 prompts x 16 tokens") == 6
     assert out.count("prompt  In the beginning\n") == 2
     assert "case" in err
 
@@ -64,6 +66,7 @@ def test_quick_demo_from_plan_to_table(capsys, checkpoints: Path, tmp_path):
     kernels = {"no-repeat-ngram", "its", "gelu_new", "T5LayerNorm", "LayerNorm"}
     assert {row["case"].split()[0] for row in rows} == {*kernels, "gpt2-tiny", "t5-tiny"}
     assert all(row["milliseconds"][1] > 0 for row in rows if "note" not in row)
+    assert {row["rounds"] for row in rows if "tiny" in row["case"]} == {3}
     differences = [row["difference"] for row in rows if "difference" in row]
     assert all(d == "tokens equal" or float(d) < 1e-5 for d in differences)
     assert "tokens equal" in differences

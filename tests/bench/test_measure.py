@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import fuseopt
 from fuseopt.bench.architectures import random_model
 from fuseopt.bench.measure import against_stock, measure, peak_mib
 from fuseopt.bench.records import STOCK, Record
 from fuseopt.bench.workloads import ModelCase, difference, forward, parameter_sharing_copy
-from fuseopt.errors import CompileError
+from fuseopt.errors import CompileError, ConfigError
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -144,6 +145,57 @@ def test_what_was_measured_is_kept_when_the_rest_is_interrupted(capsys):
     with pytest.raises(KeyboardInterrupt):
         measure(cases[2:], records_of)
     assert measure(cases[2:], records_of, is_more=True) == []
+
+
+def test_a_case_that_raises_is_a_row_and_the_next_one_is_measured(capsys):
+    def records_of(case):
+        yield Record(case.name, STOCK)
+        if case.name == "second":
+            raise ValueError("no such size\nin two lines")
+
+    cases = [SimpleNamespace(name=name) for name in ("first", "second", "third")]
+    records = measure(cases, records_of)
+    assert [(record.case, record.variant) for record in records] == [
+        ("first", STOCK),
+        ("second", STOCK),
+        ("second", "every variant"),
+        ("third", STOCK),
+    ]
+    assert [record.failed for record in records] == [False, False, True, False]
+    assert records[2].note == "failed: ValueError: no such size"
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_config_that_is_wrong_is_an_error_before_anything_is_measured():
+    def records_of(case):
+        if case.name == "wrong":
+            raise ConfigError("no such model")
+        return [Record(case.name, STOCK)]
+
+    wrong, right = (SimpleNamespace(name=name) for name in ("wrong", "right"))
+    with pytest.raises(ConfigError):
+        measure([wrong, right], records_of)
+    assert [record.failed for record in measure([right, wrong, right], records_of)] == [False, True, False]
+
+
+@pytest.mark.parametrize("where", ["call", "initialize"])
+def test_a_way_to_run_a_model_that_raises_leaves_the_others(monkeypatch, where):
+    def refused(model):
+        raise RuntimeError("out of order")
+
+    model = random_model("gpt2-tiny", CPU, torch.float32)
+    work = forward(input_ids=torch.arange(8)[None])
+    if where == "call":
+        case = ModelCase("tiny", lambda: model, work, {"preset": "reference"}, rounds=1, others={"refused": refused})
+    else:
+        initialize = fuseopt.initialize
+        monkeypatch.setattr(
+            fuseopt, "initialize", lambda twin, config: refused(twin) if config == "x" else initialize(twin, config)
+        )
+        case = ModelCase("tiny", lambda: model, work, {"refused": "x", "preset": "reference"}, rounds=1)
+    stock, other, fused = measure([case], functools.partial(against_stock, device=CPU))
+    assert stock.milliseconds and fused.milliseconds
+    assert (other.variant, other.milliseconds, other.note) == ("refused", None, "failed: RuntimeError: out of order")
 
 
 def test_memory_of_dead_graphs_is_not_what_a_call_frees(monkeypatch):

@@ -77,6 +77,32 @@ def test_the_command_from_options_to_exit_code(capsys, tmp_path):
     assert "10 rows compared, 2 slower beyond the noise" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("first_call", [0, 1], ids=["as it is checked", "as it is made ready"])
+def test_a_contender_that_raises_leaves_the_others(monkeypatch, capsys, backend, first_call):
+    """Also where it is what `backend: auto` takes."""
+    op, calls = registry.get("softmax"), []
+
+    def function(*args, **kwargs):
+        if kwargs["backend"] == backend:
+            calls.append(None)
+            if len(calls) > first_call:
+                raise RuntimeError("out of order\nin two lines")
+        return op.function(*args, **kwargs)
+
+    broken = dataclasses.replace(op, function=function)
+    case = OpCase(broken, op.benchmarks[0], "8x768", torch.float32, backward=False)
+    monkeypatch.setattr(ops, "select", lambda *_: [case, OpCase(op, op.benchmarks[0], "8x768", torch.float32, False)])
+    assert main(["bench", "ops", "--device", "cpu"]) == 1
+    printed = capsys.readouterr()
+    assert "failed: RuntimeError: out of order" in printed.out and "in two lines" in printed.err
+    assert "1 of 8 rows failed" in printed.out
+    broken_rows, whole = (time_op(other, CPU, compile=False) for other in ops.select())
+    assert [row.variant for row in broken_rows] == [row.variant for row in whole]
+    assert [row.variant for row in broken_rows if row.milliseconds is None] == [backend]
+    assert all(row.milliseconds for row in whole)
+
+
 def test_what_the_command_does_not_take(capsys, tmp_path):
     assert main(["bench", "ops", "--device", "cpu", "--op", "sofmax"]) == 2
     assert "did you mean 'softmax'" in capsys.readouterr().err

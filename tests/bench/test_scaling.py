@@ -13,7 +13,7 @@ ROW = Row("gpt2-tiny", 2, 8, dropout=0.0, precision="float32")
 KERNELS = {"kernel_fusion": {"custom_cuda_kernels": ["FusedLayerNorm"], "jit": False}}
 
 
-def test_two_processes_are_timed_beside_one(monkeypatch):
+def test_two_processes_are_timed_beside_one(monkeypatch, capfd):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # Each of those that are spawned imports torch for itself.
@@ -26,6 +26,8 @@ def test_two_processes_are_timed_beside_one(monkeypatch):
     assert alone.case == together.case == ROW.name and alone.rounds == together.rounds == scaling.ROUNDS
     assert (alone.tokens, together.tokens) == (16, 32) and min(alone.milliseconds + together.milliseconds) > 0
     assert together.note.endswith(" times the tokens of one process")
+    progress = capfd.readouterr().err
+    assert f"{2 * scaling.ROUNDS}/{2 * scaling.ROUNDS}" in progress and "2 processes" in progress
 
 
 def test_what_cannot_be_run_is_said_before_a_process_starts(monkeypatch, capsys):
