@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from fuseopt.modules.code_key import code_key
 from fuseopt.modules.graph_nodes import is_tensor
 
 aten = torch.ops.aten
@@ -63,7 +64,7 @@ class _Pass(CustomGraphPass):
         self._run(graph)
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__,))
+        return code_key()
 
 
 def _has_work(graph: fx.Graph) -> bool:

@@ -11,7 +11,6 @@ Only attention that draws its mask itself has to keep its output.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,25 +20,20 @@ from torch._dynamo import lookup_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fuseopt import frames, ops
+from fuseopt import frames
 from fuseopt.modules import (
     captured_steps,
     causal_masks,
-    changing_sizes,
     dropout_masks,
     early_kernels,
     float_gradients,
-    gelu_epilogues,
-    graph_nodes,
     joined_products,
     joint_patterns,
     late_gradients,
-    lazy_logits,
-    part_cuts,
     recomputed_norms,
     repeated_parts,
     residual_stream,
@@ -47,6 +41,7 @@ from fuseopt.modules import (
     tuned_products,
     unseen_logits,
 )
+from fuseopt.modules.code_key import code_key
 from fuseopt.ops.linear_cross_entropy import FWD as LINEAR_CROSS_ENTROPY
 from fuseopt.ops.relative_attention import FWD as RELATIVE_ATTENTION
 
@@ -76,28 +71,8 @@ _CODE_OPTIONS = {
 }
 # At 0 the partitioner keeps the inputs alone, whatever is marked.
 _SMALLEST_BUDGET = 1e-6
-# What they do is in the code that is compiled.
-_TRACED = (
-    changing_sizes,
-    dropout_masks,
-    float_gradients,
-    gelu_epilogues,
-    graph_nodes,
-    joined_products,
-    late_gradients,
-    lazy_logits,
-    part_cuts,
-    recomputed_norms,
-    repeated_parts,
-    residual_stream,
-    tanh_gelu,
-    tuned_products,
-    unseen_logits,
-)
 # Of a budget's solver any op that it does not know costs nothing, and is recomputed first.
 _PRODUCTS = frozenset((*LINEAR_CROSS_ENTROPY.values(), *RELATIVE_ATTENTION.values()))
-# What their fakes return is compiled into the code that calls them.
-_OPS = sorted(Path(ops.__file__).parent.glob("*.py"))
 
 
 def missing_options() -> list[str]:
@@ -199,14 +174,13 @@ class Partitioner(CustomPartitionerFn):
 
     def uuid(self) -> bytes:
         """Part of the key under which Inductor caches on disk what it compiles."""
-        files = tuple(map(str, (__file__, *(module.__file__ for module in _TRACED), *_OPS)))
         # Of autocast the key in torch 2.11 has only whether it is on.
         autocast = {
             device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
         }
         # Code that was kept may call ops of the native library.
         called = tuned_products.is_available(), recomputed_norms.is_available()
-        return get_hash_for_files(files, extra=f"{autocast}{called}")
+        return code_key(f"{autocast}{called}")
 
 
 def _draws(node: fx.Node) -> bool:
