@@ -3,13 +3,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test demo lint wheel clean
+.PHONY: test test-all demo lint wheel clean
 
 # One thread a worker: several that spin against each other on two cores take ten times as long. Bytecode is kept for the
 # many processes that tests start. The worker that is done first takes over what the other has not begun.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 test: $(STAMP)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal \
-		-m "not gpu and not multigpu and not slow"
+	$(PYTEST) -m "not gpu and not multigpu and not slow"
+
+# What `test` leaves out: other architectures of GPUs, every family of models, a wheel.
+test-all: $(STAMP)
+	$(PYTEST) -m "slow and not gpu and not multigpu"
 
 demo: $(STAMP)
 	$(BIN)/python -m fuseopt demo

@@ -326,14 +326,15 @@ def _sources(kind: str) -> tuple[Path, ...]:
 
     # The longest first: begun last, it would be compiled alone at the end.
     def order(path: Path) -> tuple[bool, int, str]:
-        return path.name not in MANY_KERNELS, -_size_with_headers(path), path.name
+        # Kernels are in headers: a file of eight lines compiles several thousand.
+        size = sum(file.stat().st_size for file in with_headers(path))
+        return path.name not in MANY_KERNELS, -size, path.name
 
     return tuple(sorted(sources, key=order))
 
 
-def _size_with_headers(source: Path) -> int:
-    """Bytes of a source and of all of ours that it includes: kernels are in headers, and a file of eight lines compiles
-    several thousand."""
+def with_headers(source: Path) -> set[Path]:
+    """A source and all of ours that it includes."""
     seen: set[Path] = set()
     waiting = [source]
     while waiting:
@@ -342,7 +343,7 @@ def _size_with_headers(source: Path) -> int:
             seen.add(path)
             included = re.findall(r'#include "(.+)"', path.read_text(encoding="utf-8"))
             waiting += [(path.parent / name).resolve() for name in included]
-    return sum(path.stat().st_size for path in seen)
+    return seen
 
 
 def as_one_file(unit: Sequence[Path], folder: Path) -> Path:

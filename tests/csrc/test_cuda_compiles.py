@@ -1,11 +1,14 @@
 """Every .cu compiles without a GPU, and no kernel spills more than a few registers."""
 
+import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from fuseopt import make_prebuilt, toolchain
-from tests.csrc.kernel_resources import ARCHITECTURES, kernel_resources
+from tests.csrc import kernel_resources as resources_module
+from tests.csrc.kernel_resources import KernelResources, kernel_resources
 
 # Bytes, stores and loads together: a kernel held to few registers, for one more block in flight, may spill some.
 MAX_SPILLED_BYTES = 64
@@ -20,21 +23,30 @@ def nvcc():
         pytest.skip(str(error))
 
 
+@pytest.fixture
+def cache(pytestconfig) -> Path | None:
+    """Where reports are kept from run to run."""
+    if not pytestconfig.pluginmanager.has_plugin("cacheprovider"):
+        return None
+    return pytestconfig.cache.mkdir("kernel_resources")
+
+
+@pytest.mark.parametrize("architecture", ["90", pytest.param("80", marks=pytest.mark.slow)], ids="sm_{}".format)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
-def test_compiles_with_next_to_no_spills(source):
-    kernels = kernel_resources(source)
-    assert {kernel.architecture for kernel in kernels} == {f"sm_{a}" for a in ARCHITECTURES}
+def test_compiles_with_next_to_no_spills(source, architecture, cache):
+    kernels = kernel_resources(source, [architecture], cache)
+    assert {kernel.architecture for kernel in kernels} == {f"sm_{architecture}"}
     spilling = [kernel for kernel in kernels if kernel.spilled_bytes > MAX_SPILLED_BYTES]
     assert not spilling
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
-def test_compiles_for_every_shipped_architecture(source, nvcc):
+def test_compiles_for_every_shipped_architecture(source, nvcc, cache):
     """The oldest lacks what newer ones have, such as cp.async and bfloat16 arithmetic."""
     known = toolchain.known_architectures(nvcc)
-    architectures = [a for a in make_prebuilt.SHIPPED_ARCHITECTURES if a in known and a not in ARCHITECTURES]
-    assert {kernel.architecture for kernel in kernel_resources(source, architectures)} == {
+    architectures = [a for a in make_prebuilt.SHIPPED_ARCHITECTURES if a in known and a not in ("80", "90")]
+    assert {kernel.architecture for kernel in kernel_resources(source, architectures, cache)} == {
         f"sm_{architecture}" for architecture in architectures
     }
 
@@ -83,3 +95,37 @@ def test_a_source_that_does_not_compile_fails(tmp_path):
     with pytest.raises(subprocess.CalledProcessError) as failure:
         kernel_resources(tmp_path / "broken.cu", ["90"])
     assert "words of nvcc" in failure.value.stderr
+
+
+def test_a_report_is_kept_until_source_header_flags_or_nvcc_change(tmp_path, monkeypatch):
+    (tmp_path / "answer.h").write_text("constexpr int kAnswer = 42;\n")
+    (tmp_path / "kernels.h").write_text('#include "answer.h"\n')
+    source = tmp_path / "kernel.cu"
+    source.write_text('#include "kernels.h"\n__global__ void kernel(int* x) { *x = kAnswer; }\n')
+    compiled = []
+
+    def resources(command: list[str]) -> list[KernelResources]:
+        compiled.append(command)
+        return [KernelResources("kernel", re.search(r"code=(sm_\d+)", " ".join(command))[1], len(compiled), 0)]
+
+    monkeypatch.setattr(resources_module, "_resources", resources)
+
+    def is_compiled(architecture="90") -> bool:
+        before = len(compiled)
+        (kernel,) = kernel_resources(source, [architecture], tmp_path)
+        assert kernel.architecture == f"sm_{architecture}" and kernel.registers <= len(compiled)
+        return len(compiled) > before
+
+    assert is_compiled() and not is_compiled()
+    assert is_compiled("80") and not is_compiled("80") and not is_compiled()
+    (tmp_path / "answer.h").write_text("constexpr int kAnswer = 43;\n")
+    assert is_compiled() and not is_compiled()
+    source.write_text(source.read_text() + "\n")
+    assert is_compiled() and not is_compiled()
+    (report,) = tmp_path.glob("kernel.cu-90.json")
+    report.write_text(report.read_text()[:20])
+    assert is_compiled() and not is_compiled()
+    monkeypatch.setattr(toolchain, "NVCC_FLAGS", (*toolchain.NVCC_FLAGS, "-lineinfo"))
+    assert is_compiled() and not is_compiled()
+    monkeypatch.setattr(resources_module, "_version", lambda nvcc: "release 99.0")
+    assert is_compiled() and not is_compiled()
