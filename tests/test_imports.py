@@ -25,6 +25,7 @@ LAYERS = (
         "prebuilt",
         "make_prebuilt",
         "native",
+        "library_cache",
     },
     {"ops"},
     {"modules"},
