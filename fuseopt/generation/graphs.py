@@ -112,6 +112,7 @@ class StepGraphs(Captures):
         return sum(state.bytes for state in {id(work.state): work.state for work in self._works()}.values())
 
     def clear(self) -> None:
+        self.drain()
         for kept in (self._steps, self._prompts, self._met):
             kept.clear()
 
@@ -199,6 +200,8 @@ class StepGraphs(Captures):
         device = work.state.device
         if work.graph is not None or device.type != "cuda" or not most:
             return ""
+        if len(kept) >= most:
+            self.drain()
         while len(kept) >= most:
             _, oldest = kept.popitem(last=False)
             if kept is self._steps:

@@ -79,6 +79,7 @@ class Captures:
 
     def __init__(self) -> None:
         self._last_use: torch.cuda.Event | None = None
+        self._in_use_on: torch.cuda.Stream | None = None
         self._capture_stream: torch.cuda.Stream | None = None
 
     def record(self, work: Work[Any], others: Iterable[Work[Any]], what: str) -> str:
@@ -107,6 +108,16 @@ class Captures:
         if device.type == "cuda" and self._last_use is not None:
             torch.cuda.current_stream(device.index).wait_event(self._last_use)
 
+    def drain(self) -> None:
+        """Lets the host wait for all that has been queued inside such blocks: tensors of theirs can be freed then.
+
+        The allocator takes freed memory for unused as soon as the stream is that it was allocated on, whichever other
+        streams have used it.
+        """
+        for queued in (self._last_use, self._in_use_on):
+            if queued is not None:
+                queued.synchronize()
+
     @contextmanager
     def in_stream_order(self, device: torch.device) -> Iterator[None]:
         """Keeps what happens inside behind what the previous such block queued, whichever streams they are on."""
@@ -121,10 +132,11 @@ class Captures:
         """As `in_stream_order`, where the current stream is this one."""
         if self._last_use is not None:
             stream.wait_event(self._last_use)
+        before, self._in_use_on = self._in_use_on, stream
         try:
             yield
         finally:
-            self._last_use = stream.record_event()
+            self._in_use_on, self._last_use = before, stream.record_event()
 
 
 def stream_on(device: torch.device, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:

@@ -71,7 +71,8 @@ def decode_embedding(
     """`F.embedding(tokens, weight) + F.embedding(positions, position_weight)`, rounded as those are.
 
     Args:
-        tokens: any shape, int32 or int64. The CUDA kernel gives zeros for one that is not in the vocabulary.
+        tokens: any shape, int32 or int64. One outside the vocabulary fails an assertion on a GPU, as in
+            `F.embedding`, which raises IndexError on a CPU.
         weight: [vocabulary, H]; float32, float16, bfloat16 or float64.
         positions: like `tokens`, or None for no position embedding.
         position_weight: [positions, H], of `weight`'s dtype, or None.

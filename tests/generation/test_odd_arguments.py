@@ -28,6 +28,9 @@ ODD = {
     "a row alone": {"inputs": IDS[0]},
     "int32": {"inputs": IDS.int()},
     "tokens between the numbers": {"inputs": IDS.float()},
+    "a token outside the vocabulary": {"inputs": torch.cat([IDS[:, 1:], torch.full((ROWS, 1), VOCAB)], dim=1)},
+    "a negative token": {"inputs": torch.cat([torch.full((ROWS, 1), -1), IDS[:, 1:]], dim=1)},
+    "one token outside the vocabulary": {"inputs": torch.full((ROWS, 1), VOCAB)},
     "a mask in floating point": {"attention_mask": torch.tensor([[0.0, 0.0, 1.0, 1.0, 1.0], [1.0] * LENGTH])},
     "a mask of a whole row": {"attention_mask": torch.tensor([[0] * LENGTH, [1] * LENGTH])},
     "a mask of truths": {"attention_mask": torch.tensor([[False, False, True, True, True], [True] * LENGTH])},
@@ -42,6 +45,8 @@ ODD = {
     "more positions": {"position_ids": POSITIONS.repeat(ROWS, 1)},
     "fewer positions": {"position_ids": POSITIONS[:3].repeat(ROWS, 1)},
     "positions in any order": {"position_ids": torch.tensor([[7, 3, 2, 9, 1]] * ROWS)},
+    "positions that there are none of": {"position_ids": POSITIONS[None, :LENGTH] + 60},
+    "negative positions": {"position_ids": POSITIONS[None, :LENGTH] - 2},
     "positions without a row": {"position_ids": POSITIONS[:LENGTH]},
     "embeddings": {"inputs_embeds": DRAWN[:ROWS, :LENGTH]},
     "more embeddings": {"inputs_embeds": DRAWN[:ROWS]},
@@ -61,6 +66,7 @@ ODD = {
     "ends": {"eos_token_id": list(range(0, VOCAB, 3))},
     "no end": {"eos_token_id": -1},
     "a list of padding": {"pad_token_id": [0]},
+    "padding outside the vocabulary": {"pad_token_id": VOCAB, "eos_token_id": list(range(0, VOCAB, 3))},
     "no tokens": {"max_new_tokens": 0},
     "a prefix function": {"prefix_allowed_tokens_fn": lambda row, tokens: [7, 8, 9]},
     "the host's clock": {"max_time": 1e6},
@@ -103,6 +109,12 @@ def models(request):
     """A stock one, and one for all examples, as it may remember what earlier calls came to."""
     make = tiny.FAMILIES[request.param]
     return make(), fuseopt.initialize(make(), GENERATION)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_each_odd_argument_comes_to(models, name):
+    stock, initialised = models
+    assert outcome(initialised, ODD[name]) == outcome(stock, ODD[name])
 
 
 @sweep(300)

@@ -1,6 +1,8 @@
 """A linear layer that looks up its input, against decode_embedding and decode_linear."""
 
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -99,12 +101,10 @@ def assert_same_bits_as_one_after_the_other(
 def test_same_bits_as_one_after_the_other(
     rows: int, outputs: int, columns: int, dtype: torch.dtype, norm: str, shift: float, seed: int
 ) -> None:
-    """A row far from zero takes another way to its deviation; one that a table lacks is zero."""
+    """A row far from zero takes another way to its deviation."""
     torch.manual_seed(seed)
     tokens, token_weight, positions, position_weight = embedding(rows, columns, dtype, "cuda")
     token_weight += shift
-    tokens[0] = [-1, 61, 2**33, 5][seed % 4]
-    positions[-1] = [-(2**32), 17, 3][seed % 3]
     of_rows = (tokens, token_weight, positions, position_weight)
     assert_same_bits_as_one_after_the_other(of_rows, *layer(columns, outputs, dtype, "cuda", norm))
 
@@ -119,9 +119,33 @@ def test_a_large_layer(columns: int, outputs: int, norm: str, is_biased: bool, d
     of_norm["norm_bias"] = of_norm["norm_bias"] if is_biased else None
     for shift in (0.0, 100.0):
         tokens, token_weight, positions, position_weight = embedding(1, columns, dtype, "cuda")
-        for token, position in ((tokens, positions), (tokens - 2**32, positions), (tokens, positions + 17)):
-            of_rows = (token, token_weight + shift, position, position_weight)
-            assert_same_bits_as_one_after_the_other(of_rows, arguments, of_norm)
+        of_rows = (tokens, token_weight + shift, positions, position_weight)
+        assert_same_bits_as_one_after_the_other(of_rows, arguments, of_norm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("token", "position"), [(61, 0), (0, -1)])
+@pytest.mark.parametrize("op", ["decode_embedding", "few rows", "a large layer"])
+def test_an_index_out_of_range_fails_an_assertion(op: str, token: int, position: int) -> None:
+    """As PyTorch's embedding; after it the process can use the GPU no more."""
+    columns, outputs = LARGE[0] if op == "a large layer" else (768, 2304)
+    program = f"""
+import torch
+from fuseopt import ops
+from fuseopt.ops.decode_linear_of_embeddings import takes_embeddings
+torch.set_default_device("cuda"), torch.set_default_dtype(torch.bfloat16)
+rows = torch.tensor([{token}]), torch.randn(61, {columns}), torch.tensor([{position}]), torch.randn(17, {columns})
+layer = torch.randn({columns}, {outputs}).T, torch.randn({outputs})
+norm = {{"norm": "layer_norm", "norm_weight": torch.randn({columns}), "norm_bias": torch.randn({columns})}}
+if {op == "decode_embedding"}:
+    ops.decode_embedding(*rows, backend="cuda")
+else:
+    assert takes_embeddings(*rows, *layer, **norm)
+    ops.decode_linear_of_embeddings(*rows, *layer, **norm, backend="cuda")
+torch.cuda.synchronize()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode != 0 and "device-side assert" in ended.stderr, ended.stderr[-500:]
 
 
 @pytest.mark.gpu

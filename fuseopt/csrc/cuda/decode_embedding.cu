@@ -1,5 +1,7 @@
 // The sum of a token's and a position's embedding: a block a token, an access a thread, since one that follows another
 // would wait for memory again.
+#include <cassert>
+
 #include "dependent_launch.cuh"
 #include "vector.cuh"
 
@@ -8,12 +10,13 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Row `index` of a table, or null where it has no such row.
+// The row of a table that the i-th index names. An index outside the table fails an assertion, as in PyTorch.
 template <typename T>
 __device__ const T* row_of(const EmbeddingTable& table, unsigned i, int64_t columns) {
   const int64_t index = table.index_bytes == 4 ? static_cast<const int*>(table.indices)[i]
                                                : static_cast<const int64_t*>(table.indices)[i];
-  return index >= 0 && index < table.rows ? static_cast<const T*>(table.weight) + index * columns : nullptr;
+  assert(index >= 0 && index < table.rows && "index out of range of an embedding");
+  return static_cast<const T*>(table.weight) + index * columns;
 }
 
 template <typename T, int kWidth>
@@ -26,8 +29,7 @@ __global__ void __launch_bounds__(kThreads) decode_embedding_kernel(const __grid
       embedding.positions.weight != nullptr ? row_of<T>(embedding.positions, blockIdx.x, columns) : nullptr;
   T* const output = static_cast<T*>(embedding.output) + blockIdx.x * columns;
   for (int64_t i = threadIdx.x; i < columns / kWidth; i += kThreads) {
-    Vector<T, kWidth> of_token = {}, of_position = {};
-    if (token != nullptr) of_token = load_vector<T, kWidth>(token, i);
+    Vector<T, kWidth> of_token = load_vector<T, kWidth>(token, i), of_position = {};
     if (position != nullptr) of_position = load_vector<T, kWidth>(position, i);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {

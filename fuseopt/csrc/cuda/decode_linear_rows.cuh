@@ -1,6 +1,8 @@
 // The rows of decode_linear's input as the tensor core kernels hold them, and their norm's statistics.
 #pragma once
 
+#include <cassert>
+
 #include "decode_linear.cuh"
 #include "math.cuh"
 #include "tensor_core.cuh"
@@ -261,7 +263,7 @@ struct SummedRow {
   }
 };
 
-// What a row of the input has of a table: zeros where the table lacks the index.
+// What a row of the input has of a table. An index outside the table fails an assertion, as in PyTorch.
 template <typename T>
 struct Embedding {
   const T* table;
@@ -278,10 +280,11 @@ struct Embedding {
 
   __device__ Row row_of(int64_t i) const {
     const bool has_row = static_cast<uint64_t>(i) < count;
+    assert((has_row || count == 0) && "index out of range of an embedding");
     return {table + (has_row ? static_cast<int>(i) * columns : 0), has_row ? ~0u : 0u};
   }
 
-  // Its rows from column `k` on; if not `has_values`, a table that lacks every index.
+  // Its rows from column `k` on; if not `has_values`, a table without rows, which gives zeros.
   __device__ Embedding from(int k, bool has_values) const {
     return {table + (has_values ? k : 0), has_values ? count : 0, columns, index};
   }
