@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+
 from torch import nn
 
 from fuseopt.models.common import COMMON
 from fuseopt.models.gpt2 import GPT2
-from fuseopt.models.policy import ModelPolicy, Rule, full_name
+from fuseopt.models.policy import REGION_TARGETS, ModelPolicy, Rule, full_name
 from fuseopt.models.t5 import T5
 
 _POLICIES: dict[str, ModelPolicy] = {}
@@ -16,8 +19,36 @@ def register_policy(policy: ModelPolicy) -> None:
     """Makes `policy` the one for its model types, from inside the package or outside it.
 
     Raises:
-        ValueError: when it names no model type, or one that another policy covers.
+        ValueError: when it names no model type, one that another policy covers, or a target or decode step that there
+            is none of.
     """
+    unknown = next(unknown_names(policy), None)
+    if unknown is not None:
+        raise ValueError(f"policy {policy.name!r}: {unknown}")
+    _register(policy)
+
+
+def unknown_names(policy: ModelPolicy) -> Iterator[str]:
+    """What is wrong with the targets of a policy's rules and with its decode steps."""
+    # Policies of the package are registered when it is imported, which is to import neither.
+    from fuseopt import modules
+    from fuseopt.generation.generate import STEPS
+
+    for field in dataclasses.fields(policy):
+        known = REGION_TARGETS if field.name == "regions" else modules.__all__
+        value = getattr(policy, field.name)
+        for rule in value if isinstance(value, tuple) else ():
+            if isinstance(rule, Rule) and rule.target not in known:
+                yield (
+                    f"{field.name} names the target {rule.target!r} for {rule.source}; known are"
+                    f" {', '.join(sorted(known))}"
+                )
+    for model_class, step in policy.decode_steps.items():
+        if step not in STEPS:
+            yield f"decode_steps names the step {step!r} for {model_class}; known are {', '.join(sorted(STEPS))}"
+
+
+def _register(policy: ModelPolicy) -> None:
     if not policy.model_types:
         raise ValueError(f"policy {policy.name!r} names no model type, so no model would ever be given it")
     for model_type in policy.model_types:
@@ -34,6 +65,6 @@ def policy_for(model: nn.Module) -> ModelPolicy:
 
 
 for _policy in (GPT2, T5):
-    register_policy(_policy)
+    _register(_policy)
 
-__all__ = ["COMMON", "ModelPolicy", "Rule", "full_name", "policy_for", "register_policy"]
+__all__ = ["COMMON", "ModelPolicy", "Rule", "full_name", "policy_for", "register_policy", "unknown_names"]

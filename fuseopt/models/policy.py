@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+REGION_TARGETS = ("FusedActivation", "FusedGatedMLP", "FusedMLP")
+"""The targets that `ModelPolicy.regions` may name."""
+
 
 def full_name(cls: type) -> str:
     """ "transformers.models.t5.modeling_t5.T5LayerNorm", say: how policies name a class without importing it."""

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fuseopt import modules, ops
-from fuseopt.models import COMMON, ModelPolicy, Rule, policy_for, register_policy
+from fuseopt.models import COMMON, ModelPolicy, Rule, policy_for, register_policy, unknown_names
 from fuseopt.models.gpt2 import GPT2
 from fuseopt.models.t5 import T5
 from fuseopt.modules import FusedGatedMLP, FusedLinearCrossEntropy, FusedRMSNorm, RotaryAttentionForward
@@ -263,3 +263,45 @@ def test_a_policy_of_one_s_own_can_be_registered(monkeypatch):
         register_policy(ModelPolicy("other", ("gpt2",), (), ()))
     with pytest.raises(ValueError, match="names no model type"):
         register_policy(ModelPolicy("nobody's", (), (), ()))
+
+
+def test_policies_of_the_package_name_what_there_is():
+    for policy in (COMMON, GPT2, T5):
+        assert not list(unknown_names(policy))
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            {"decode_steps": {"my.Model": "GPT3Step"}},
+            "decode_steps names the step 'GPT3Step' for my.Model; known are GPT2",
+        ),
+        ({"kernels": (Rule("my.Norm", "FusedNorm"),)}, "kernels names the target 'FusedNorm' for my.Norm; known are"),
+        ({"kernels": (Rule("my.Norm", "norms"),)}, "kernels names the target 'norms'"),
+        ({"regions": (Rule("my.MLP", "FusedLayerNorm"),)}, "regions names the target 'FusedLayerNorm' for my.MLP"),
+        *(
+            ({field: (Rule("my.Part", "Nothing"),)}, f"{field} names the target 'Nothing' for my.Part")
+            for field in (
+                "causal_attention",
+                "residual_blocks",
+                "dropout_add_blocks",
+                "inference_blocks",
+                "stacks",
+                "heads",
+                "relative_attention",
+                "rotary_attentions",
+            )
+        ),
+    ],
+    ids=lambda part: part if isinstance(part, str) else None,
+)
+def test_a_policy_that_names_what_there_is_not_is_refused_at_once(parts, message, monkeypatch):
+    """And not in the middle of a call of a user's."""
+    from fuseopt import models
+
+    monkeypatch.setattr(models, "_POLICIES", dict(models._POLICIES))
+    policy = ModelPolicy("mine", ("my-model",), **{"kernels": (), "regions": (), **parts})
+    with pytest.raises(ValueError, match=f"policy 'mine': {message}"):
+        register_policy(policy)
+    assert "my-model" not in models._POLICIES
