@@ -53,7 +53,8 @@ def initialize(model: ModelT, config: ConfigSource = None, *, strict: bool = Fal
         model: any nn.Module; transformers models gain the most. On any device.
         config: a dict, the path of a JSON file, a preset ("inference", "training", "reference"), a Config, or None for
             the preset "inference".
-        strict: raise where something the config names cannot be done, instead of warning and reporting it.
+        strict: raise where something the config names cannot be done, instead of warning and reporting it. Whether a
+            training step can be compiled shows when it is first called: then that call raises CompileError.
 
     Raises:
         NotAModelError: `model` is no nn.Module.
@@ -67,6 +68,7 @@ def initialize(model: ModelT, config: ConfigSource = None, *, strict: bool = Fal
     if before is not None and before.report.config == wanted:
         if strict:
             plan(model, wanted).check_strict()
+        apply.be_strict(model, strict)
         return model
     apply.detach(model)
     try:
@@ -74,6 +76,7 @@ def initialize(model: ModelT, config: ConfigSource = None, *, strict: bool = Fal
         if strict:
             decided.check_strict()
         apply.apply_plan(model, decided)
+        apply.be_strict(model, strict)
     except BaseException:
         if before is not None:
             apply.reattach(model, before)

@@ -11,7 +11,7 @@ from torch import nn
 from fuseopt.errors import ApplyError
 from fuseopt.modules.base import FusedModule
 from fuseopt.plan import Plan, Site
-from fuseopt.report import Report, Reporting
+from fuseopt.report import LateStrict, Report, Reporting
 
 _STATE = "_fuseopt"
 
@@ -103,6 +103,14 @@ def applied_to(model: nn.Module) -> Applied | None:
 def attach(model: nn.Module, applied: Applied) -> None:
     """Records `applied` on the model."""
     model.__dict__[_STATE] = applied
+
+
+def be_strict(model: nn.Module, strict: bool) -> None:
+    """Has replacements on `model` that learn in a call what cannot be done raise it there, or fall back."""
+    applied = applied_to(model)
+    for change in applied.changes if applied is not None else ():
+        if isinstance(change.after, LateStrict):
+            change.after.strict = strict
 
 
 def detach(model: nn.Module) -> Applied | None:

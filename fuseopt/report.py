@@ -82,6 +82,13 @@ class Reporting(Protocol):
     def report_lines(self) -> tuple[str, ...]: ...
 
 
+@runtime_checkable
+class LateStrict(Protocol):
+    """A replacement that learns only in a call whether it can do what was asked for; under `strict` it raises then."""
+
+    strict: bool
+
+
 def rows_to_json(
     model: str, rows: Sequence[Row], kept: Mapping[str, int], unmet: Sequence[str], config: Config | None
 ) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def against_stock(case: Case, device: torch.device) -> list[Record]:
                 call()
             result = call()
         except CompileError as error:
-            offered[name] = f"{error}: {error.__cause__}"
+            offered[name] = str(error)
             continue
         except _failures_to_compile() as failure:
             offered[name] = not_compiled(failure)

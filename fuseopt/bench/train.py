@@ -278,7 +278,7 @@ def first_steps(
     except torch.OutOfMemoryError:
         return name, OUT_OF_MEMORY
     except CompileError as error:
-        return name, f"{error}: {error.__cause__}"
+        return name, str(error)
     except Exception as error:
         return name, failed(error)
 

@@ -30,7 +30,10 @@ class LinearOutput:
         self.input, self.weight, self.bias, self.backend = input, weight, bias, backend
         self.computed: Tensor | None = None
         self.hooks: OrderedDict[int, Callable] = OrderedDict()
-        self._input_version, self._weight_version = input._version, weight._version
+        self._input_version, self._weight_version = self._versions()
+
+    def _versions(self) -> tuple[int, int]:
+        return self.input._version, self.weight._version
 
     def tensor(self) -> Tensor:
         """[..., classes].
@@ -39,7 +42,9 @@ class LinearOutput:
             RuntimeError: input or weight have been written to since, as an optimizer's step does.
         """
         if self.computed is None:
-            if (self.input._version, self.weight._version) != (self._input_version, self._weight_version):
+            # While Dynamo traces, versions are numbers of the graph, and what the graph writes to it writes in order.
+            versions_known = not torch.compiler.is_dynamo_compiling()
+            if versions_known and self._versions() != (self._input_version, self._weight_version):
                 raise RuntimeError(
                     "these logits were not looked at until their weight, or the hidden states, had been written to, so "
                     "they can no longer be computed as they were; look at them before optimizer.step()"

@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 from fuseopt import garbage
 from fuseopt.errors import CompileError
-from fuseopt.modules import bias_gradients, captured_steps, whole_rows
+from fuseopt.modules import bias_gradients, captured_steps, stock_fallback, whole_rows
 from fuseopt.modules.structure import parameters_below
 
 # Dynamo by default does not notice a hook registered after compilation, and gives up at the 9th variant of a call,
@@ -57,18 +57,22 @@ class TrainingForward:
     that changes is compiled once more, for all its later values but the first, which keeps its own code. Copies and
     pickles hold no compiled code.
 
+    A step that cannot be compiled runs the class's own forward, and so do all later ones: with one warning, and the
+    reason in the report. Where that forward raises on the same arguments, its error is raised, and later steps are
+    compiled. What a failed attempt leaves is nothing: random generators, buffers and gradients are as they were.
+
     Args:
-        model: any module whose class has a forward that Dynamo traces without a graph break.
+        model: any module; one whose forward Dynamo traces without a graph break is compiled.
         backend: "inductor", or "aot_eager" for the same graph on torch's own kernels.
         budget: of the activations, in bytes, that are kept when only what is cheap is recomputed: the part that may be
             kept, 0 to 1.
         cuda_graphs: whether steps on a GPU, of the first size that comes, are launched as two CUDA graphs, one forward
             and one backward; "auto" for steps in which the GPU waited for the host. Gradients that the next step finds
             are copied before it: theirs is memory of the graphs.
+        strict: raise where a step cannot be compiled.
 
     Raises:
-        CompileError: by a call that cannot be compiled, with parameters and gradients as they were. Where the class's
-            own forward raises on the same arguments, that error is raised instead.
+        CompileError: under `strict`, by a call that cannot be compiled.
     """
 
     model: nn.Module
@@ -83,8 +87,10 @@ class TrainingForward:
         backend: str = "inductor",
         budget: float = 1.0,
         cuda_graphs: captured_steps.When = False,
+        strict: bool = False,
     ) -> None:
-        self.__setstate__({"model": model, "backend": backend, "budget": budget, "cuda_graphs": cuda_graphs})
+        options = {"backend": backend, "budget": budget, "cuda_graphs": cuda_graphs}
+        self.__setstate__({"model": model, **options, "strict": strict})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -96,18 +102,30 @@ class TrainingForward:
         return self.model
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("model", "backend", "budget", "cuda_graphs")}
+        return {name: getattr(self, name) for name in ("model", "backend", "budget", "cuda_graphs", "strict")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({name: value for name, value in state.items() if name != "strict"})
+        self._fallback = stock_fallback.StockFallback(type(self.model).__name__, self.backend, state["strict"])
         # accelerate wraps the function of a bound method and binds the result again, so there has to be one.
         self._captured = captured_steps.CapturedSteps(self.model, self.cuda_graphs)
         options = {"backend": self.backend, "budget": self.budget}
-        self.__func__ = _unbound(type(self.model).forward, options, self._captured)
+        self.__func__ = _unbound(type(self.model).forward, options, self._captured, self._fallback)
         self.__signature__ = inspect.signature(types.MethodType(self.__func__, self.model))
 
+    @property
+    def strict(self) -> bool:
+        return self._fallback.strict
+
+    @strict.setter
+    def strict(self, strict: bool) -> None:
+        self._fallback.strict = strict
+        if strict:
+            # What has fallen back is to raise now.
+            self._fallback.reason = ""
+
     def report_lines(self) -> tuple[str, ...]:
-        return self._captured.report_lines()
+        return (*self._fallback.report_lines(), *self._captured.report_lines())
 
 
 def not_supported_reasons(model: nn.Module) -> list[str]:
@@ -174,16 +192,18 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _unbound(
-    forward: Callable[..., Any], options: Mapping[str, Any], captured: captured_steps.CapturedSteps
+    forward: Callable[..., Any],
+    options: Mapping[str, Any],
+    captured: captured_steps.CapturedSteps,
+    fallback: stock_fallback.StockFallback,
 ) -> Callable[..., Any]:
     """The function of (model, *args, **kwargs) that compiles training steps and leaves the rest to `forward`.
 
     Args:
         options: of `partitioner.compile_graph`.
         captured: what steps on a GPU are handed to.
+        fallback: what is told of a step that cannot be compiled.
     """
-    from torch._dynamo import exc
-
     signature = inspect.signature(forward)
     # Dynamo remembers by the code's name which sizes change.
     title = f"{forward.__qualname__}_{next(_NUMBERS)}"
@@ -197,7 +217,7 @@ def _unbound(
 
     def training_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if not _is_training_step(model) or _asks_for_more(model, given):
+        if fallback.reason or not _is_training_step(model) or _asks_for_more(model, given):
             return forward(model, *args, **kwargs)
         open_names = set(names[len(args) :])
         changed = {"use_cache": False} if "use_cache" in open_names or _hands_on_use_cache(model) else {}
@@ -218,14 +238,17 @@ def _unbound(
                 outputs = whole_rows.without_cache(step(model, *args, **{**kwargs, **changed}))
             usual[:] = usual or sizes
             return outputs
-        except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
-            # Wrong arguments make the trace fail too: then the error to show is the one that `forward` has for them.
-            forward(model, *args, **kwargs)
-            raise CompileError(
-                f"the training step of {type(model).__name__} cannot be compiled as one graph with "
-                f"{options['backend']!r} (the cause is above). The model's state is untouched: to train it as it was, "
-                f"call fuseopt.restore(model), or leave memory_efficient_fusion out of the config"
-            ) from error
+        except Exception as error:
+            root = stock_fallback.root_of(error)
+            if isinstance(root, (torch.OutOfMemoryError, CompileError)):
+                raise root from None
+            # It has frames, and these what their variables hold.
+            reason, cause = stock_fallback.reason_of(error), error if fallback.strict else None
+        # Wrong arguments make the trace fail too: then the error to show is the one that `forward` has for them.
+        outputs = forward(model, *args, **kwargs)
+        fallback.begin(reason, cause)
+        steps.clear()
+        return outputs
 
     training_forward.__signature__ = signature  # type: ignore[attr-defined]
     return training_forward
@@ -271,9 +294,25 @@ def _compile(forward: Callable[..., Any], title: str, options: Mapping[str, Any]
         # Those that Dynamo met with while it traced: by way of frames they would keep what the caller's hold, the first
         # step's outputs too, until Python searches everything.
         garbage.drop_tracebacks(exc.ObservedException)
-        return partitioner.compile_graph(graph, inputs, **options)
+        return _tried_once(partitioner.compile_graph(graph, inputs, **options))
 
     compiled = dynamo_config.patch(_DYNAMO_OPTIONS)(torch.compile(step, backend=compile_graph, fullgraph=True))
     # What Dynamo keeps by this code object refers to it, and would outlive it with all that was compiled.
     weakref.finalize(compiled, remove_from_cache, step.__code__).atexit = False
     return compiled
+
+
+def _tried_once(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which should its first call fail leaves random generators as they were."""
+    tried = False
+
+    def step(*inputs: Any) -> Any:
+        nonlocal tried
+        if tried:
+            return run(*inputs)
+        with stock_fallback.generators_kept(inputs):
+            outputs = run(*inputs)
+        tried = True
+        return outputs
+
+    return step

@@ -15,7 +15,6 @@ ShortAttention::Heads heads_of(const Tensor& tensor) {
 }
 
 bool takes_short_attention(Tensor query) {
-  const Launch on_its_device(kOp, query);
   return fuseopt_takes_short_attention(dtype_code(kOp, dtype_of(query)), query.size(2), query.size(3));
 }
 

@@ -1,0 +1,80 @@
+"""A training step that cannot be compiled runs as its class has it: with one warning, and the reason in the report."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from fuseopt.errors import CompileError
+
+_ADVICE = (
+    "The model's state is untouched: to train it as it was, initialize without strict=True, leave "
+    "memory_efficient_fusion out of the config, or call fuseopt.restore(model)"
+)
+
+
+class StockFallback:
+    """Why the steps of one model run by its class's own forward.
+
+    Args:
+        model: the name of its class.
+        backend: what its steps were to be compiled with.
+
+    Attributes:
+        strict: raise instead of falling back.
+        reason: of the first step that could not be compiled; empty while all could.
+    """
+
+    def __init__(self, model: str, backend: str, strict: bool) -> None:
+        self.strict, self.reason = strict, ""
+        self._model, self._backend = model, backend
+
+    def begin(self, reason: str, cause: Exception | None) -> None:
+        """Has later steps fall back too.
+
+        Raises:
+            CompileError: under `strict`, from `cause`.
+        """
+        what = f"the training step of {self._model} cannot be compiled as one graph with {self._backend!r}: {reason}"
+        if self.strict:
+            raise CompileError(f"{what}. {_ADVICE}") from cause
+        if not self.reason:
+            self.reason = reason
+            warnings.warn(f"fuseopt: {what}. From now on training steps run the model's own forward", stacklevel=3)
+
+    def report_lines(self) -> tuple[str, ...]:
+        if not self.reason:
+            return ()
+        return (f"training steps: the model's own forward, as {self._backend!r} cannot compile it: {self.reason}",)
+
+
+def root_of(error: Exception) -> Exception:
+    """What an error of Dynamo's is about."""
+    while inner := getattr(error, "inner_exception", None):
+        error = inner
+    return error
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of what the error is about."""
+    root = root_of(error)
+    lines = (line.strip() for line in str(root).splitlines())
+    return f"{type(root).__name__}: {next(filter(None, lines), '')}".rstrip(": ")
+
+
+@contextlib.contextmanager
+def generators_kept(inputs: Iterable[object]) -> Iterator[None]:
+    """Puts random generators back to where they were, should what runs in this context fail."""
+    devices = {value.device for value in inputs if isinstance(value, Tensor) and value.is_cuda}
+    host, states = torch.get_rng_state(), {device: torch.cuda.get_rng_state(device) for device in devices}
+    try:
+        yield
+    except BaseException:
+        torch.set_rng_state(host)
+        for device, state in states.items():
+            torch.cuda.set_rng_state(state, device)
+        raise
