@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fuseopt.errors import CompileError
+from fuseopt.modules import second_backward
 from fuseopt.modules.cuda_graphs import Captures, Work
 
 When = bool | str
@@ -165,6 +166,9 @@ class Step:
         """Whether it is to be captured now; gives that up where it never will be."""
         if self._pace is None:
             return False
+        if self._pace.keeps_graphs:
+            self._give_up("a step has several backward passes (retain_graph)")
+            return False
         if self._steps.when is True:
             return self._pace.steps > 0
         if self._pace.steps <= _STEPS_TIMED:
@@ -187,10 +191,11 @@ class Pace:
 
     Attributes:
         steps: that had their backward pass.
+        keeps_graphs: whether one of these was to have another.
     """
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps, self.keeps_graphs = 0, False
         self._spans: list[tuple[_Span, _Span]] = []
 
     @property
@@ -211,6 +216,7 @@ class Pace:
 
         def begin(gradient: Tensor) -> None:
             nonlocal backward
+            self.keeps_graphs |= _keeps_graph()
             if backward is None:
                 backward = _Span(device)
                 torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -416,6 +422,39 @@ class StepGraphs:
             results.append(None if gradient is None else share(gradient))
         return results
 
+    def backward_of_another(self, slopes: Sequence[Tensor | None], drawn_from: Tensor) -> list[Tensor | None]:
+        """The gradients of `trained`, in memory of their own, by a forward that is run again, uncaptured.
+
+        A captured backward writes over what its forward has kept for it.
+
+        Args:
+            drawn_from: the generator's state before the forward.
+        """
+        tensors, generator = self.tensors, generator_of(self.tensors.device)
+        inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in tensors.inputs]
+        drawing = generator.get_state()
+        generator.set_state(drawn_from)
+        try:
+            with torch.enable_grad():
+                outputs = self._forward.compiled(*inputs)
+        finally:
+            generator.set_state(drawing)
+        sloped = [i for i in tensors.differentiable if slopes[i] is not None]
+        trained = [inputs[i] for i in tensors.trained]
+        given = [slopes[i] for i in sloped]
+        return list(torch.autograd.grad([outputs[i] for i in sloped], trained, given, allow_unused=True))
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def _keeps_graph() -> bool:
+    """Whether the backward pass that is running is to have another, as by `retain_graph` and `create_graph`."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
 
 def _lent(tensors: StepTensors) -> list[tuple[list[int], torch.UntypedStorage, int]]:
     """Memory of gradients: which inputs' they are, and how many have it while nobody has been given any."""
@@ -438,6 +477,7 @@ class _Replay(torch.autograd.Function):
         # Unpacked in the backward pass for PyTorch's errors: one was written to, or the pass is the second.
         ctx.save_for_backward(*(inputs[i] for i in tensors.trained))
         ctx.graphs, ctx.begun, ctx.taken = graphs, begun, len(inputs)
+        ctx.drawn_from = generator_of(tensors.device).get_state()
         with graphs.captures.in_stream_order(tensors.device):
             outputs = graphs.forward(inputs)
         fixed = [out for i, out in enumerate(outputs) if i not in tensors.differentiable]
@@ -447,15 +487,15 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Any, ...]:
         _ = ctx.saved_tensors
-        if torch._C._autograd._get_current_graph_task_keep_graph():
-            raise RuntimeError(
-                "a compiled training step has one backward pass, and this one was to keep what it reads for another "
-                "(retain_graph or create_graph); add the losses up and call backward() once"
-            )
-        ctx.begun.is_over = True
-        tensors = ctx.graphs.tensors
+        if torch.is_grad_enabled():
+            second_backward.refuse()
+        tensors, keeps_graph = ctx.graphs.tensors, _keeps_graph()
+        ctx.begun.is_over = not keeps_graph
         with ctx.graphs.captures.in_stream_order(tensors.device):
-            found = ctx.graphs.backward(slopes)
+            if keeps_graph:
+                found = ctx.graphs.backward_of_another(slopes, ctx.drawn_from)
+            else:
+                found = ctx.graphs.backward(slopes)
         gradients: list[Tensor | None] = [None] * ctx.taken
         for i, gradient in zip(tensors.trained, found, strict=True):
             gradients[i] = gradient

@@ -37,6 +37,7 @@ from fuseopt.modules import (
     recomputed_norms,
     repeated_parts,
     residual_stream,
+    second_backward,
     tanh_gelu,
     tuned_products,
     unseen_logits,
@@ -53,8 +54,6 @@ _OPTIONS = {
     "ban_recompute_materialized_backward": False,
     # The backward graph is compiled with the forward's, so that a failure shows before anything has been computed.
     "force_non_lazy_backward_lowering": True,
-    # Inductor would take the places of tensors that the backward graph may overwrite for places in each of its parts.
-    "donated_buffer": False,
     # Also steps with autograd functions, as those of `fuseopt.ops`, are found in the cache of an earlier process.
     "autograd_cache_allow_custom_autograd_functions": True,
 }
@@ -81,7 +80,8 @@ def missing_options() -> list[str]:
         functorch_config: (*_OPTIONS, _BUDGET),
         inductor_config: (_PARTITIONER, *joint_patterns.PLACES, *_CODE_OPTIONS),
     }
-    return [name for config, names in patched.items() for name in names if not hasattr(config, name)]
+    missing = [name for config, names in patched.items() for name in names if not hasattr(config, name)]
+    return missing + second_backward.missing_from_torch()
 
 
 @frames.with_room
@@ -105,6 +105,8 @@ def compile_graph(
     partitioner = Partitioner(in_parts=backend == "inductor" and not inductor_config.cpp_wrapper)
     with (
         early_kernels.pool(),
+        # Inductor would also take places among a graph's inputs for places in each of its parts.
+        second_backward.nothing_donated(),
         functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}),
     ):
         if backend == "inductor":
@@ -115,7 +117,8 @@ def compile_graph(
                 fw_compiler=_run_as_it_is, partition_fn=partitioner, decompositions=select_decomp_table
             )
             compiled = compile_split(graph, inputs)
-    return with_lazy_logits(_captured(compiled, graph, inputs, captured))
+    step = _captured(compiled, graph, inputs, captured)
+    return with_lazy_logits(second_backward.without_second_derivatives(step))
 
 
 def _captured(
