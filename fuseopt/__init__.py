@@ -64,24 +64,24 @@ def initialize(model: ModelT, config: ConfigSource = None, *, strict: bool = Fal
     """
     wanted = Config.load(config)
     _check_model(model)
-    before = apply.applied_to(model)
-    if before is not None and before.report.config == wanted:
-        if strict:
-            plan(model, wanted).check_strict()
-        apply.be_strict(model, strict)
-        return model
-    apply.detach(model)
-    try:
-        decided = _plan_with_libraries(model, wanted)
-        if strict:
-            decided.check_strict()
-        apply.apply_plan(model, decided)
-        apply.be_strict(model, strict)
-    except BaseException:
-        if before is not None:
-            apply.reattach(model, before)
-        raise
-    _warn_unmet(decided)
+    with apply.lock(model):
+        before = apply.applied_to(model)
+        if before is not None and before.report.config == wanted:
+            if strict:
+                plan(model, wanted).check_strict()
+            apply.be_strict(model, strict)
+            return model
+        try:
+            apply.put(model, None)
+            decided = _plan_with_libraries(model, wanted)
+            if strict:
+                decided.check_strict()
+            apply.apply_plan(model, decided)
+            apply.be_strict(model, strict)
+            _warn_unmet(decided)
+        except BaseException:
+            apply.put(model, before)
+            raise
     return model
 
 
@@ -95,12 +95,8 @@ def plan(model: nn.Module, config: ConfigSource = None) -> Plan:
     """
     wanted = Config.load(config)
     _check_model(model)
-    before = apply.detach(model)
-    try:
-        return build_plan(model, wanted, STRATEGIES)
-    finally:
-        if before is not None:
-            apply.reattach(model, before)
+    with apply.lock(model):
+        return build_plan(apply.stock_view(model), wanted, STRATEGIES)
 
 
 def report(model: nn.Module) -> Report:
@@ -121,7 +117,8 @@ def restore(model: ModelT) -> ModelT:
         NotAModelError: `model` is no nn.Module.
     """
     _check_model(model)
-    apply.detach(model)
+    with apply.lock(model):
+        apply.put(model, None)
     return model
 
 
@@ -133,15 +130,8 @@ def fused(model: ModelT, config: ConfigSource = None, *, strict: bool = False) -
         As `initialize`.
     """
     _check_model(model)
-    before = apply.applied_to(model)
-    initialize(model, config, strict=strict)
-    try:
-        yield model
-    finally:
-        if apply.applied_to(model) is not before:
-            apply.detach(model)
-            if before is not None:
-                apply.reattach(model, before)
+    with apply.as_found_after(model):
+        yield initialize(model, config, strict=strict)
 
 
 def _plan_with_libraries(model: nn.Module, config: Config) -> Plan:

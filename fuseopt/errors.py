@@ -31,3 +31,10 @@ class NativeBuildError(FuseoptError, RuntimeError):
 
 class CompileError(FuseoptError, RuntimeError):
     """A model's training step could not be compiled; the message says how to train without."""
+
+
+def printable(text: str) -> str:
+    """`text` with line breaks and all else that a terminal would not show escaped: names come from users' modules."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )

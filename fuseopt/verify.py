@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,8 +88,8 @@ def verify(
         ValueError: the model returns no floating-point tensor.
     """
     fuseopt.plan(model, config)  # Refuses a bad model or config before anything is run.
-    before = apply.detach(model)
-    try:
+    with apply.lock(model), apply.as_found_after(model):
+        apply.put(model, None)
         with _evaluating(model), torch.no_grad():
             stock, stock_tokens = _outputs(model, inputs), _tokens(model, inputs, generate)
             judge = _run_in_float64(model, inputs)
@@ -96,9 +98,6 @@ def verify(
                 calls = max((_CALLS.get(parameter.device.type, 1) for parameter in model.parameters()), default=1)
                 fused = [_outputs(model, inputs) for _ in range(calls)]
                 fused_tokens = _tokens(model, inputs, generate)
-    finally:
-        if before is not None:
-            apply.reattach(model, before)
     if not stock:
         raise ValueError(f"verify: {type(model).__name__} returned no floating-point tensor to compare")
     compared = [(name, _compare(stock[name], run.get(name), judge[name])) for run in fused for name in stock]
@@ -189,10 +188,9 @@ def _floating_tensors(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    flags = [
+        functools.partial(operator.setitem, module.__dict__, "training", module.training) for module in model.modules()
+    ]
+    with apply.put_back_after(functools.partial(apply.run_at_once, flags)):
+        model.eval()
         yield
-    finally:
-        for module, training in flags:
-            module.training = training

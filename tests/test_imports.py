@@ -20,6 +20,7 @@ LAYERS = (
         "garbage",
         "config",
         "report",
+        "references",
         "csrc",
         "toolchain",
         "prebuilt",
