@@ -86,7 +86,7 @@ found = {}
 def note(step):
     names = ("transformers", "triton", "torch._dynamo", "torch._inductor")
     found[step] = [name for name in names if name in sys.modules]
-start = time.perf_counter(); import fuseopt; found["seconds"] = time.perf_counter() - start
+start = time.process_time(); import fuseopt; found["seconds"] = time.process_time() - start
 note("fuseopt")
 found["cuda"] = torch.cuda.is_initialized()
 import fuseopt.ops
