@@ -82,10 +82,11 @@ def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 class Graphs:
     """How many graphs were compiled, by `backend` whatever was asked for, and how often they were called.
 
-    `last` is the graph that Dynamo traced last.
+    `backend` is what they are compiled by, `last` the graph that Dynamo traced last.
     """
 
     def __init__(self, backend: str) -> None:
+        self.backend = backend
         self.compile_graph = functools.partial(partitioner.compile_graph, backend=backend)
         self.compiled = self.calls = 0
         self.last: Any = None
