@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test test-all demo lint wheel clean
+.PHONY: test test-all mutants demo lint wheel clean
 
 # One thread a worker: several that spin against each other on two cores take ten times as long. Bytecode is kept for the
 # many processes that tests start. The worker that is done first takes over what the other has not begun.
@@ -14,6 +14,10 @@ test: $(STAMP)
 # What `test` leaves out: other architectures of GPUs, every family of models, a wheel.
 test-all: $(STAMP)
 	$(PYTEST) -m "slow and not gpu and not multigpu"
+
+# Plants faults one at a time, and names those that no test notices. Takes an hour or more; K=word for some of them.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants -k "$(K)"
 
 demo: $(STAMP)
 	$(BIN)/python -m fuseopt demo

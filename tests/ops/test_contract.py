@@ -221,7 +221,8 @@ def test_opcheck(case: Case) -> None:
 
 
 def test_compiles_into_one_graph(case: Case) -> None:
-    for sample in case.samples(torch.float32)[:3]:
+    # What the reference runs is torch's to compile.
+    for sample in case.samples(torch.float32)[: 1 if case.backend == "reference" else 3]:
         torch._dynamo.reset()
         graphs = Graphs()
         compiled = torch.compile(case.op.function, fullgraph=True, backend=graphs.compiled)

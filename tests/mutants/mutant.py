@@ -1,0 +1,80 @@
+"""A planted fault, and what became of the tests that must notice it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Outcome = Literal["caught", "survived", "stale", "error"]
+SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault.
+
+    Attributes:
+        what: the fault, in words: what the code does wrong.
+        file: of the checkout.
+        old: text that stands in it exactly once.
+        new: what takes its place.
+        tests: arguments of pytest, at least one of which must fail.
+        interpreter: whether Triton's kernels run in the interpreter.
+    """
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    interpreter: bool = False
+
+    def applied(self, text: str) -> str:
+        """The file's text with the fault in it.
+
+        Raises:
+            ValueError: the old text is not there exactly once.
+        """
+        count = text.count(self.old)
+        if count != 1:
+            raise ValueError(f"{self.file} has the old text {count} times: {self.old!r}")
+        return text.replace(self.old, self.new)
+
+
+def outcome(mutant: Mutant, tree: Path) -> tuple[Outcome, str]:
+    """What the mutant's tests say in a copy of the checkout, which stays as it was; and the end of their output.
+
+    "error": pytest found no tests, or was interrupted.
+    """
+    file = tree / mutant.file
+    text = file.read_text(encoding="utf-8")
+    try:
+        file.write_text(mutant.applied(text), encoding="utf-8")
+    except ValueError as error:
+        return "stale", str(error)
+    try:
+        code, output = run_tests(mutant.tests, tree, interpreter=mutant.interpreter)
+    finally:
+        file.write_text(text, encoding="utf-8")
+    return {0: "survived", 1: "caught"}.get(code, "error"), output  # type: ignore[return-value]
+
+
+def run_tests(tests: Sequence[str], tree: Path, *, interpreter: bool = False) -> tuple[int, str]:
+    """pytest's exit code, and the end of its output. What takes too long counts as failed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
+    # A bytecode file made within the second before a change of the same size would be taken for the new source's.
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "CI": "1"}
+    environment["TRITON_INTERPRET"] = "1" if interpreter else "0"
+    marks = ["-m", "not gpu and not multigpu"]
+    try:
+        done = subprocess.run(
+            [*command, *marks, *tests], cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return 1, f"not done after {SECONDS} s"
+    return done.returncode, "\n".join(done.stdout.strip().splitlines()[-3:])
