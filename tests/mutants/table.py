@@ -191,13 +191,6 @@ MODULES = (
         ("tests/test_api.py", "tests/test_cli.py", "tests/models/test_policies.py"),
     ),
     Mutant(
-        "restore puts back what was changed first, first",
-        "fuseopt/apply.py",
-        "for change in reversed(self.changes):",
-        "for change in self.changes:",
-        ("tests/test_api.py", "tests/strategies/test_combinations.py"),
-    ),
-    Mutant(
         "verify takes a NaN on one side for no difference",
         "fuseopt/verify.py",
         "nan_to_num(nan=math.inf)",
