@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from tests.ops.cases import results
 from tests.ops.interpreter import better, unfit_interpreter
-from tests.ops.test_arguments import Call, recorded
+from tests.ops.test_arguments import TARGETS, Call, recorded
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -55,7 +55,7 @@ def main() -> None:
         print(reason)
         return
     next(iter(guard := better()))
-    calls = [call for op, calls in recorded("cpu").items() if op._overloadname == "triton" for call in calls[:1]]
+    calls = [call for calls in recorded(TARGETS["interpreted"]).values() for call in calls]
     calls += list(wide_calls())
     for call in calls:
         for at_end in (True, False):

@@ -92,106 +92,101 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Target(NamedTuple):
+    device: str
+    backend: str
+
+
 @functools.cache
-def recorded(device: str) -> dict[OpOverload, list[Call]]:
-    """Calls of each raw op that has a kernel for the device, as the public functions make them of their samples."""
+def recorded(target: Target) -> dict[str, list[Call]]:
+    """Calls of each raw op that has a kernel, by its name, as the public functions make them of their samples."""
     recorder = Recorder()
-    for name in registry.names():
-        op = registry.get(name)
-        for backend in op.backends:
-            if backend.name != "reference" and not backend.not_supported_reasons(torch.device(device), ()):
-                record(recorder, op, backend.name, device)
+    for op in map(registry.get, registry.names()):
+        if any(backend.name == target.backend for backend in op.backends):
+            record(recorder, op, target)
     with recorder:
-        for call in further_calls(device):
+        for call in further_calls(target, recorder.calls):
             call()
-        for _, arguments in recorder.calls.get(torch.ops.fuseopt.relative_attention_bwd.triton, [])[:1]:
-            torch.ops.fuseopt.relative_attention_bwd_joined.triton(*arguments, False)
-    return recorder.calls
+    is_triton = target.backend == "triton"
+    # Each call of Triton's takes seconds to interpret or to compile.
+    return {
+        op._schema.name: calls[: 1 if is_triton else None]
+        for op, calls in recorder.calls.items()
+        if (op._overloadname == "triton") == is_triton
+    }
 
 
-def record(recorder: Recorder, op: registry.Op, backend: str, device: str) -> None:
+def record(recorder: Recorder, op: registry.Op, target: Target) -> None:
+    # On a GPU most kernels are for half precision.
+    dtype = torch.bfloat16 if target.device == "cuda" else torch.float32
     for requires_grad in (False, True):
         torch.manual_seed(0)
-        for sample in op.sample_inputs(torch.device(device), sample_dtype(op, device), requires_grad):
+        for sample in op.sample_inputs(torch.device(target.device), dtype, requires_grad):
             if any(tensor.numel() == 0 for tensor in tensors(sample)):
                 continue
             with recorder:
-                output = op.function(*sample.args, **sample.kwargs, backend=backend)
+                output = op.function(*sample.args, **sample.kwargs, backend=target.backend)
                 differentiable = [t for t in ([] if output is None else results(output)) if t.requires_grad]
                 if differentiable:
                     torch.autograd.backward(differentiable, [torch.randn_like(t) for t in differentiable])
 
 
-def sample_dtype(op: registry.Op, device: str) -> torch.dtype:
-    """Half precision on a GPU, as most of its kernels are for that."""
-    return torch.bfloat16 if device == "cuda" else torch.float32
-
-
-def further_calls(device: str) -> Iterator[Callable[[], Any]]:
+def further_calls(target: Target, calls: dict[OpOverload, list[Call]]) -> Iterator[Callable[[], Any]]:
     """Of the raw ops that no public function calls with its samples."""
-    raw = torch.ops.fuseopt
-    ids, scores = torch.randint(0, 8, (2, 5), device=device), torch.randn(2, 8, device=device)
-    if not TRITON_INTERPRETED:
-        yield lambda: raw.process_logits_(ids, scores, 2)
-    if device != "cuda":
+    raw, device = torch.ops.fuseopt, target.device
+    if target.backend == "triton":
+        (_, arguments), *_ = calls[raw.relative_attention_bwd.triton]
+        yield lambda: raw.relative_attention_bwd_joined.triton(*arguments, False)
         return
+    ids, scores = torch.randint(0, 8, (2, 5), device=device), torch.randn(2, 8, device=device)
+    yield lambda: raw.process_logits_(ids, scores, 2)
+    if target.backend == "cuda":
+        left, right, bias = (torch.randn(s, device=device).bfloat16() for s in ((16, 32), (32, 24), (24,)))
+        yield lambda: raw.tuned_matmul_gelu(left, right, bias, False)
+        yield lambda: raw.tuned_matmul_(torch.randn(16, 24, device=device), left, right, True, False)
 
-    def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype)
 
-    left, right, bias = make(16, 32), make(32, 24), make(24)
-    yield lambda: raw.tuned_matmul_gelu(left, right, bias, False)
-    yield lambda: raw.tuned_matmul_(make(16, 24, dtype=torch.float32), left, right, True, False)
-
-
-def kernels(key: str) -> set[str]:
-    """The raw ops with a kernel of their own for that dispatch key."""
-    names = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("fuseopt::")}
-    overload = ".triton" if TRITON_INTERPRETED else ""
+def kernels(target: Target) -> set[str]:
+    """The raw ops with a kernel of their own."""
+    overload = ".triton" if target.backend == "triton" else ""
     return {
-        name.removeprefix("fuseopt::")
-        for name in names
+        name
+        for name in RAW_OPS
         if torch._C._dispatch_has_kernel(name + overload)
-        and torch._C._dispatch_has_kernel_for_dispatch_key(name + overload, key)
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name + overload, target.device.upper())
     }
 
 
 RAW_OPS = sorted({schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("fuseopt::")})
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param("interpreted", marks=pytest.mark.interpreter),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
-    scope="module",
-)
-def device(request: pytest.FixtureRequest) -> str:
+TARGETS = {
+    "cpu": Target("cpu", "cpu"),
+    "interpreted": Target("cpu", "triton"),
+    "cuda": Target("cuda", "cuda"),
+    "triton": Target("cuda", "triton"),
+}
+MARKS = {"interpreted": [pytest.mark.interpreter], "cuda": [pytest.mark.gpu]}
+MARKS["triton"] = [pytest.mark.gpu, pytest.mark.slow]
+
+
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in TARGETS], scope="module")
+def target(request: pytest.FixtureRequest) -> Target:
     if (request.param == "interpreted") != TRITON_INTERPRETED:
         pytest.skip("the interpreter has a process of its own")
-    if request.param in native.KINDS:
-        state = native.load(request.param)
+    target = TARGETS[request.param]
+    if target.backend in native.KINDS:
+        state = native.load(target.backend)
         assert state.status == "loaded", state.reason
-    return "cpu" if request.param == "interpreted" else request.param
+    return target
 
 
-def calls_of(name: str, device: str, *, in_triton: bool = True) -> list[Call]:
-    """Of Triton's kernels one, as each takes seconds to interpret or to compile."""
-    calls = [call for op, calls in recorded(device).items() if op._schema.name == name for call in calls]
-    native_calls = [call for call in calls if call.op._overloadname != "triton" and not TRITON_INTERPRETED]
-    wanted = native_calls + [call for call in calls if call.op._overloadname == "triton"][: int(in_triton)]
-    if not wanted:
-        pytest.skip("no kernel for this device")
-    return wanted
+def calls_of(name: str, target: Target) -> list[Call]:
+    return recorded(target).get(name) or pytest.skip("no kernel for this device")
 
 
-def test_every_kernel_is_called(device: str) -> None:
-    overloads = {
-        op for op in recorded(device) if (op._overloadname == "triton") is TRITON_INTERPRETED or device == "cuda"
-    }
-    called = {op._schema.name.removeprefix("fuseopt::") for op in overloads}
-    assert kernels(device.upper()) <= called
+def test_every_kernel_is_called(target: Target) -> None:
+    assert kernels(target) <= recorded(target).keys()
 
 
 def describe(call: Call, name: str, change: str) -> str:
@@ -222,9 +217,9 @@ def coarseness(dtype: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize("raw", RAW_OPS)
-def test_a_tensor_on_another_device_is_refused(raw: str, device: str) -> None:
-    elsewhere = "cpu" if device == "cuda" else "meta"
-    for call in calls_of(raw, device):
+def test_a_tensor_on_another_device_is_refused(raw: str, target: Target) -> None:
+    elsewhere = "cpu" if target.device == "cuda" else "meta"
+    for call in calls_of(raw, target):
         places = list(call.tensor_places())
         for name, place, tensor in places if len(places) > 1 else ():
             with pytest.raises(RuntimeError, match=f"{name} must be|tensors must be on one device|same device"):
@@ -232,8 +227,8 @@ def test_a_tensor_on_another_device_is_refused(raw: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("raw", RAW_OPS)
-def test_another_dtype_gives_the_same_or_is_refused(raw: str, device: str) -> None:
-    for call in calls_of(raw, device, in_triton=TRITON_INTERPRETED):
+def test_another_dtype_gives_the_same_or_is_refused(raw: str, target: Target) -> None:
+    for call in calls_of(raw, target):
         for name, place, tensor in call.tensor_places():
             for dtype in DTYPES:
                 is_other_kind_of_mask = (
@@ -249,15 +244,15 @@ def test_another_dtype_gives_the_same_or_is_refused(raw: str, device: str) -> No
 
 
 @pytest.mark.parametrize("raw", RAW_OPS)
-def test_an_unaligned_view_gives_the_same_or_is_refused(raw: str, device: str) -> None:
-    for call in calls_of(raw, device):
+def test_an_unaligned_view_gives_the_same_or_is_refused(raw: str, target: Target) -> None:
+    for call in calls_of(raw, target):
         for name, place, tensor in call.tensor_places():
             check(call, call.replaced(place, laid_out_alike(tensor, offset=1)), describe(call, name, "unaligned"))
 
 
 @pytest.mark.parametrize("raw", RAW_OPS)
-def test_a_view_that_is_not_contiguous_gives_the_same_or_is_refused(raw: str, device: str) -> None:
-    for call in calls_of(raw, device):
+def test_a_view_that_is_not_contiguous_gives_the_same_or_is_refused(raw: str, target: Target) -> None:
+    for call in calls_of(raw, target):
         for name, place, tensor in call.tensor_places():
             if tensor.numel() > 1:
                 check(call, call.replaced(place, not_contiguous(tensor)), describe(call, name, "not contiguous"))
@@ -267,8 +262,8 @@ IN_PLACE = [name for name in RAW_OPS if getattr(torch.ops.fuseopt, name.split(":
 
 
 @pytest.mark.parametrize("raw", IN_PLACE)
-def test_versions_of_what_is_written_to_are_counted_up(raw: str, device: str) -> None:
-    for call in calls_of(raw, device):
+def test_versions_of_what_is_written_to_are_counted_up(raw: str, target: Target) -> None:
+    for call in calls_of(raw, target):
         assert_counts_versions_up(call._replace(arguments=tree_map_only(Tensor, laid_out_alike, call.arguments)))
 
 
