@@ -64,7 +64,7 @@ def load_tile(
     """[ROWS, BLOCK] from `ptr` on, zeros beyond the `rows_left` rows and DIM columns that there are."""
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    pointers = ptr + row * row_stride + column
+    pointers = ptr + row.to(tl.int64) * row_stride + column
     if EVEN and DIM == BLOCK:
         tile = tl.load(pointers)
     else:
@@ -76,7 +76,7 @@ def load_tile(
 def store_tile(ptr, row_stride, rows_left, tile, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    tl.store(ptr + row * row_stride + column, tile, mask=(row < rows_left) & (column < DIM))
+    tl.store(ptr + row.to(tl.int64) * row_stride + column, tile, mask=(row < rows_left) & (column < DIM))
 
 
 @triton.jit

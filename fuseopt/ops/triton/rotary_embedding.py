@@ -48,8 +48,8 @@ def rotate_tile(
     column = tl.arange(0, BLOCK_HALF)[None, :]
     mask = inside & (column < HALF)
     angle = (batch * cos_batch_stride + position * cos_stride)[:, None] + column
-    x_1 = tl.load(input_row + column * dim_stride, mask=mask).to(COMPUTE)
-    x_2 = tl.load(input_row + (column + HALF) * dim_stride, mask=mask).to(COMPUTE)
+    x_1 = tl.load(input_row + column.to(tl.int64) * dim_stride, mask=mask).to(COMPUTE)
+    x_2 = tl.load(input_row + (column + HALF).to(tl.int64) * dim_stride, mask=mask).to(COMPUTE)
     cos_1 = tl.load(cos_ptr + angle, mask=mask).to(COMPUTE)
     cos_2 = tl.load(cos_ptr + angle + HALF, mask=mask).to(COMPUTE)
     sin_1 = tl.load(sin_ptr + angle, mask=mask).to(COMPUTE)
@@ -70,7 +70,7 @@ def rotate_tile(
     if ROTARY < DIM:
         rest = ROTARY + tl.arange(0, BLOCK_REST)[None, :]
         rest_mask = inside & (rest < DIM)
-        tl.store(output_row + rest, tl.load(input_row + rest * dim_stride, mask=rest_mask), mask=rest_mask)
+        tl.store(output_row + rest, tl.load(input_row + rest.to(tl.int64) * dim_stride, mask=rest_mask), mask=rest_mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "length"])

@@ -67,7 +67,7 @@ def softmax_fwd_kernel(
             mask_stride_1,
             mask_stride_2,
         )
-        mask_offset = mask_row[:, None] + column[None, :] * mask_column_stride
+        mask_offset = mask_row[:, None] + column[None, :].to(tl.int64) * mask_column_stride
         x += tl.load(mask_ptr + mask_offset, mask=mask, other=0.0).to(COMPUTE)
     x = tl.where(column_mask, x, -float("inf"))
 
@@ -167,7 +167,7 @@ def softmax_fwd_wide_kernel(
         mask_ptr += mask_row_offset(
             tl.program_id(0), mask_size_1, mask_size_2, mask_stride_0, mask_stride_1, mask_stride_2
         )
-        mask_ptr -= first * mask_column_stride
+        mask_ptr -= first.to(tl.int64) * mask_column_stride
     scale = tl.full((), scale, COMPUTE)
 
     last = end // BLOCK * BLOCK
