@@ -56,10 +56,11 @@ def _bwd_fake(
     rstd: Tensor,
     need_weight_grad: bool,
     need_bias_grad: bool,
+    bias_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     parameter = sum if weight is None else weight
     grad_weight = parameter.new_empty(sum.shape[-1:] if need_weight_grad else (0,))
-    grad_bias = parameter.new_empty(sum.shape[-1:] if need_bias_grad else (0,))
+    grad_bias = parameter.new_empty(sum.shape[-1:] if need_bias_grad else (0,), dtype=bias_dtype)
     return sum.new_empty(sum.shape), grad_weight, grad_bias
 
 
@@ -70,7 +71,7 @@ INFERENCE = define(f"add_layer_norm({_ARGUMENTS}) -> (Tensor, Tensor)", _fake)
 FWD = define(f"add_layer_norm_fwd({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _fwd_fake)
 BWD = define(
     "add_layer_norm_bwd(Tensor grad_output, Tensor? grad_sum, Tensor sum, Tensor? weight, Tensor mean, Tensor rstd,"
-    " bool need_weight_grad, bool need_bias_grad) -> (Tensor, Tensor, Tensor)",
+    " bool need_weight_grad, bool need_bias_grad, ScalarType? bias_dtype=None) -> (Tensor, Tensor, Tensor)",
     _bwd_fake,
 )
 
@@ -119,10 +120,16 @@ class _AddLayerNorm(torch.autograd.Function):
             grad = grad if grad_sum is None else grad + grad_sum
         elif grad_output is not None:
             grad, grad_weight, grad_bias = BWD[ctx.backend](
-                grad_output, grad_sum, sum, weight, mean, rstd, need_weight_grad, need_bias_grad
+                grad_output,
+                grad_sum,
+                sum,
+                weight,
+                mean,
+                rstd,
+                need_weight_grad,
+                need_bias_grad,
+                None if bias is None else bias.dtype,
             )
-            if need_bias_grad:
-                grad_bias = grad_bias.to(bias.dtype)
         grad_input, grad_residual = (None if grad is None else grad.to(dtype) for dtype in ctx.dtypes)
         grad_weight = grad_weight if need_weight_grad else None
         grad_bias = grad_bias if need_bias_grad else None

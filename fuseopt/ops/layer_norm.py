@@ -45,10 +45,11 @@ def _bwd_fake(
     rstd: Tensor,
     need_weight_grad: bool,
     need_bias_grad: bool,
+    bias_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     parameter = input if weight is None else weight
     grad_weight = parameter.new_empty(input.shape[-1:] if need_weight_grad else (0,))
-    grad_bias = parameter.new_empty(input.shape[-1:] if need_bias_grad else (0,))
+    grad_bias = parameter.new_empty(input.shape[-1:] if need_bias_grad else (0,), dtype=bias_dtype)
     return input.new_empty(input.shape), grad_weight, grad_bias
 
 
@@ -60,7 +61,7 @@ INFERENCE = define(f"layer_norm({_ARGUMENTS}) -> Tensor", _fake, triton=_TRITON)
 FWD = define(f"layer_norm_fwd({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _fwd_fake, triton=_TRITON)
 BWD = define(
     "layer_norm_bwd(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor rstd,"
-    " bool need_weight_grad, bool need_bias_grad) -> (Tensor, Tensor, Tensor)",
+    " bool need_weight_grad, bool need_bias_grad, ScalarType? bias_dtype=None) -> (Tensor, Tensor, Tensor)",
     _bwd_fake,
     triton=_TRITON,
 )
@@ -146,10 +147,15 @@ class _LayerNorm(torch.autograd.Function):
             grad_input, grad_weight, grad_bias = reference_vjp(reference, grad_output, (input, weight, bias))
         else:
             grad_input, grad_weight, grad_bias = BWD[ctx.backend](
-                grad_output, input, weight, mean, rstd, need_weight_grad, need_bias_grad
+                grad_output,
+                input,
+                weight,
+                mean,
+                rstd,
+                need_weight_grad,
+                need_bias_grad,
+                None if bias is None else bias.dtype,
             )
-            if need_bias_grad:
-                grad_bias = grad_bias.to(bias.dtype)
         grad_weight = grad_weight if need_weight_grad else None
         grad_bias = grad_bias if need_bias_grad else None
         return None, None, grad_input, grad_weight, grad_bias, None, None

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fuseopt.ops import layer_norm
 from fuseopt.ops.layer_norm import layer_norm_reference
-from tests.ops.cases import DTYPES, Case, cases, error
+from tests.ops.cases import DTYPES, Case, cases, error, results
 from tests.ops.variations import poisoned_allocations
 
 every_case = pytest.mark.parametrize("case", cases("layer_norm"))
@@ -155,3 +155,19 @@ def test_parameters_of_another_shape(case: Case) -> None:
         case(input, (8,), parameter)
     with pytest.raises(ValueError, match="bias must have shape"):
         case(input, (8,), None, parameter)
+
+
+@pytest.mark.parametrize("case", cases("layer_norm", "add_layer_norm"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_a_bias_is_rounded_to_its_own_dtype_alone(case: Case, dtype: torch.dtype) -> None:
+    """And not to the weight's on the way."""
+    torch.manual_seed(0)
+    shape = () if case.op.name == "add_layer_norm" else ((24,),)
+    tensors = [torch.randn(40, 24, device=case.device) for _ in range(1 if shape else 2)]
+    weight = torch.randn(24, device=case.device).to(dtype)
+    bias = torch.randn(24, device=case.device, requires_grad=True)
+    output, *_ = results(case(*tensors, *shape, weight, bias))
+    grad = torch.randn_like(output)
+    (grad_bias,) = torch.autograd.grad(output, bias, grad)
+    assert grad_bias.dtype == torch.float32
+    torch.testing.assert_close(grad_bias.double(), grad.double().sum(0), rtol=1e-6, atol=1e-5)

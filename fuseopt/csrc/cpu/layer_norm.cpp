@@ -77,7 +77,7 @@ template <typename Math>
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_output, const std::optional<Tensor>& grad_sum,
                                                        const Tensor& input, const std::optional<Tensor>& weight,
                                                        const Tensor& mean, const Tensor& rstd, bool need_weight_grad,
-                                                       bool need_bias_grad) {
+                                                       bool need_bias_grad, std::optional<ScalarType> bias_dtype) {
   const Rows g_rows(grad_output, input.sizes());
   std::optional<Rows> grad_sum_rows;
   if (grad_sum) grad_sum_rows.emplace(*grad_sum, input.sizes());
@@ -129,9 +129,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_output
     }
   });
   const int64_t none = 0;
-  const ScalarType type = weight ? weight->scalar_type() : input.scalar_type();
+  const ScalarType type = weight ? weight->scalar_type() : input.scalar_type(), bias_type = bias_dtype.value_or(type);
   return {grad_input, need_weight_grad ? weight_grad.total(type) : empty(&none, 1, type),
-          need_bias_grad ? bias_grad.total(type) : empty(&none, 1, type)};
+          need_bias_grad ? bias_grad.total(bias_type) : empty(&none, 1, bias_type)};
 }
 
 LayerNormForward dispatch_layer_norm(const char* op, const Tensor& input, const std::optional<Tensor>& residual,
@@ -175,16 +175,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(const Tensor& inpu
 std::tuple<Tensor, Tensor, Tensor> add_layer_norm_bwd(const Tensor& grad_output, const std::optional<Tensor>& grad_sum,
                                                       const Tensor& input, const std::optional<Tensor>& weight,
                                                       const Tensor& mean, const Tensor& rstd, bool need_weight_grad,
-                                                      bool need_bias_grad) {
+                                                      bool need_bias_grad, std::optional<ScalarType> bias_dtype) {
   FUSEOPT_CHECK(input.dim() > 0, "fuseopt::layer_norm_bwd: input has no dimension to normalise");
   const auto run = any_double(input, weight) ? layer_norm_backward<double> : layer_norm_backward<float>;
-  return run(grad_output, grad_sum, input, weight, mean, rstd, need_weight_grad, need_bias_grad);
+  return run(grad_output, grad_sum, input, weight, mean, rstd, need_weight_grad, need_bias_grad, bias_dtype);
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_output, const Tensor& input,
                                                   const std::optional<Tensor>& weight, const Tensor& mean,
-                                                  const Tensor& rstd, bool need_weight_grad, bool need_bias_grad) {
-  return add_layer_norm_bwd(grad_output, std::nullopt, input, weight, mean, rstd, need_weight_grad, need_bias_grad);
+                                                  const Tensor& rstd, bool need_weight_grad, bool need_bias_grad,
+                                                  std::optional<ScalarType> bias_dtype) {
+  return add_layer_norm_bwd(grad_output, std::nullopt, input, weight, mean, rstd, need_weight_grad, need_bias_grad,
+                            bias_dtype);
 }
 
 }  // namespace fuseopt

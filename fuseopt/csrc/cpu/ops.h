@@ -31,7 +31,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(const Tensor& input, const std
                                                   std::optional<ScalarType> output_dtype);
 std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(const Tensor& grad_output, const Tensor& input,
                                                   const std::optional<Tensor>& weight, const Tensor& mean,
-                                                  const Tensor& rstd, bool need_weight_grad, bool need_bias_grad);
+                                                  const Tensor& rstd, bool need_weight_grad, bool need_bias_grad,
+                                                  std::optional<ScalarType> bias_dtype);
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& input, const Tensor& residual,
                                           const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                                           double eps, std::optional<ScalarType> output_dtype);
@@ -42,7 +43,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(const Tensor& inpu
 std::tuple<Tensor, Tensor, Tensor> add_layer_norm_bwd(const Tensor& grad_output, const std::optional<Tensor>& grad_sum,
                                                       const Tensor& sum, const std::optional<Tensor>& weight,
                                                       const Tensor& mean, const Tensor& rstd, bool need_weight_grad,
-                                                      bool need_bias_grad);
+                                                      bool need_bias_grad, std::optional<ScalarType> bias_dtype);
 
 Tensor gelu_fwd(const Tensor& input, bool tanh, const std::optional<Tensor>& bias,
                 std::optional<ScalarType> output_dtype);

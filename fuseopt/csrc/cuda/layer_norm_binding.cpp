@@ -31,7 +31,8 @@ Forward forward(const char* op, const Tensor& input, const std::optional<Tensor>
 std::tuple<Tensor, Tensor, Tensor> backward(const char* op, const Tensor& grad_output,
                                             const std::optional<Tensor>& grad_sum, const Tensor& input,
                                             const std::optional<Tensor>& weight, const Tensor& mean,
-                                            const Tensor& rstd, bool need_weight_grad, bool need_bias_grad) {
+                                            const Tensor& rstd, bool need_weight_grad, bool need_bias_grad,
+                                            std::optional<ScalarType> bias_dtype) {
   const Matrix shape = matrix_of(op, input);
   check_same(op, "grad_output", grad_output, input);
   const Tensor grad = as_contiguous(grad_output), x = as_contiguous(input), row_mean = row_statistic(op, "mean", mean, input),
@@ -42,7 +43,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const char* op, const Tensor& grad_o
   const Launch launch(op, x);
   Tensor grad_input = allocate_like(x, dtype_of(x));
   Tensor grad_weight = allocate_parameter_grad(x, scale, shape.columns, weight_wanted);
-  Tensor grad_bias = allocate_parameter_grad(x, scale, shape.columns, need_bias_grad);
+  Tensor grad_bias = allocate(x, {need_bias_grad ? shape.columns : 0}, bias_dtype.value_or(dtype_of(grad_weight)));
   const auto workspace = norm_bwd_workspace(x, scale, shape, weight_wanted || need_bias_grad ? 2 : 0);
   launch.check(fuseopt_layer_norm_bwd(pointer(op, grad), pointer(op, added), pointer(op, x), pointer(op, scale),
                                       pointer(op, row_mean), pointer(op, row_rstd), pointer(op, grad_input),
@@ -66,9 +67,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(Tensor input, std::optional<Te
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd(Tensor grad_output, Tensor input, std::optional<Tensor> weight,
                                                   Tensor mean, Tensor rstd, bool need_weight_grad,
-                                                  bool need_bias_grad) {
+                                                  bool need_bias_grad, std::optional<ScalarType> bias_dtype) {
   return backward("layer_norm_bwd", grad_output, std::nullopt, input, weight, mean, rstd, need_weight_grad,
-                  need_bias_grad);
+                  need_bias_grad, bias_dtype);
 }
 
 std::tuple<Tensor, Tensor> add_layer_norm(Tensor input, Tensor residual, std::optional<Tensor> weight,
@@ -87,9 +88,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(Tensor input, Tens
 
 std::tuple<Tensor, Tensor, Tensor> add_layer_norm_bwd(Tensor grad_output, std::optional<Tensor> grad_sum, Tensor sum,
                                                       std::optional<Tensor> weight, Tensor mean, Tensor rstd,
-                                                      bool need_weight_grad, bool need_bias_grad) {
+                                                      bool need_weight_grad, bool need_bias_grad,
+                                                      std::optional<ScalarType> bias_dtype) {
   return backward("add_layer_norm_bwd", grad_output, grad_sum, sum, weight, mean, rstd, need_weight_grad,
-                  need_bias_grad);
+                  need_bias_grad, bias_dtype);
 }
 
 }  // namespace

@@ -308,6 +308,7 @@ def layer_norm_bwd(
     rstd: torch.Tensor,
     need_weight_grad: bool,
     need_bias_grad: bool,
+    bias_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `layer_norm_fwd`.
 
@@ -316,16 +317,20 @@ def layer_norm_bwd(
         input, weight: as given to the forward.
         mean, rstd: [*], as the forward returned them.
         need_weight_grad, need_bias_grad: whether to compute these.
+        bias_dtype: of the gradient of bias; by default that of weight's.
 
     Returns:
-        grad_input [*, H], contiguous, in input's dtype; gradients of weight and bias [H] in weight's dtype, or else
-        input's, or empty [0] tensors. The same inputs give the same bits: a program sums over rows of its own, in
-        order, and the programs' sums are added up in a second step.
+        grad_input [*, H], contiguous, in input's dtype; gradients of weight and bias [H], that of weight in its dtype,
+        or else input's; empty [0] tensors where not needed. The same inputs give the same bits: a program sums over
+        rows of its own, in order, and the programs' sums are added up in a second step.
     """
     columns, rows = input.shape[-1], rstd.numel()
     grad_input = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     needed, dtype = (need_weight_grad, need_bias_grad), input.dtype if weight is None else weight.dtype
-    grad_weight, grad_bias = (torch.empty(columns * need, dtype=dtype, device=input.device) for need in needed)
+    grad_weight, grad_bias = (
+        torch.empty(columns * need, dtype=own_dtype, device=input.device)
+        for need, own_dtype in zip(needed, (dtype, bias_dtype or dtype), strict=True)
+    )
     if rows == 0 or columns == 0:
         return grad_input, grad_weight.zero_(), grad_bias.zero_()
 
