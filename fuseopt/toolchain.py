@@ -34,7 +34,8 @@ CSRC = Path(__file__).parent / "csrc"
 _TORCH = Path(torch.__file__).parent
 # The oldest supported release: only what its stable ABI has may be used, whichever release's headers are compiled.
 _TORCH_TARGET_VERSION = "0x020b000000000000"
-_CXX_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden")
+# A value of an enum that a switch forgets does not compile.
+_CXX_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Werror=switch")
 # Without masked arithmetic, as in AVX2, a loop with a choice in it is only vectorised where that may raise the
 # processor's floating-point flags, which nobody reads. No result depends on it.
 _SIMD_FLAGS = ("-O3", "-fopenmp-simd", "-fno-trapping-math")
@@ -176,7 +177,7 @@ NVCC_FLAGS = (
     "-diag-suppress=3288",
     "-O1",
     "--expt-relaxed-constexpr",
-    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-Werror=switch",
 )
 
 

@@ -170,11 +170,12 @@ extern "C" cudaError_t fuseopt_beam_candidates(BeamCandidates candidates, cudaSt
   if (candidates.items * candidates.beams == 0) return cudaSuccess;
   const int chunks = static_cast<int>(fuseopt_beam_candidates_chunks(candidates.vocabulary));
   const ChunkedCandidates chunked = {candidates, chunks, ScoreArithmetic<float>(candidates.edits)};
-  cudaError_t error = cudaSuccess;
-  switch (candidates.scores.dtype) {
+  cudaError_t error = cudaErrorInvalidValue;
+  switch (static_cast<DType>(candidates.scores.dtype)) {
     case kFloat16: error = launch_chunks<__half>(chunked, stream); break;
     case kBFloat16: error = launch_chunks<__nv_bfloat16>(chunked, stream); break;
-    default: error = launch_chunks<float>(chunked, stream);
+    case kFloat32: error = launch_chunks<float>(chunked, stream); break;
+    case kFloat64: break;  // which the binding refuses
   }
   if (error != cudaSuccess) return error;
   const size_t shared_bytes = candidates.beams * chunks * candidates.count * sizeof(unsigned);

@@ -313,12 +313,13 @@ cudaError_t launch_as(const DecodeAttention& attention, cudaStream_t stream) {
 extern "C" cudaError_t fuseopt_decode_attention(DecodeAttention attention, cudaStream_t stream) {
   if (attention.rows == 0 || attention.heads == 0 || attention.head_dim == 0) return cudaSuccess;
   attention.score_scale = static_cast<float>(attention.scale) * kLog2E;
-  switch (attention.dtype) {
+  switch (static_cast<DType>(attention.dtype)) {
     case kFloat16: return launch_as<__half>(attention, stream);
     case kBFloat16: return launch_as<__nv_bfloat16>(attention, stream);
     case kFloat64: return launch_as<double>(attention, stream);
-    default: return launch_as<float>(attention, stream);
+    case kFloat32: return launch_as<float>(attention, stream);
   }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace fuseopt::decode_attention

@@ -55,12 +55,13 @@ cudaError_t launch_as(const DecodeEmbedding& embedding, cudaStream_t stream) {
 
 extern "C" cudaError_t fuseopt_decode_embedding(DecodeEmbedding embedding, cudaStream_t stream) {
   if (embedding.rows == 0 || embedding.columns == 0) return cudaSuccess;
-  switch (embedding.dtype) {
+  switch (static_cast<DType>(embedding.dtype)) {
     case kFloat16: return launch_as<__half>(embedding, stream);
     case kBFloat16: return launch_as<__nv_bfloat16>(embedding, stream);
     case kFloat64: return launch_as<double>(embedding, stream);
-    default: return launch_as<float>(embedding, stream);
+    case kFloat32: return launch_as<float>(embedding, stream);
   }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace fuseopt::decode_embedding

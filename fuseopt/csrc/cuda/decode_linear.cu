@@ -247,12 +247,13 @@ extern "C" cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t st
   cudaError_t error = cudaSuccess;
   if (layer.weight_dtype == kFloat16 && launch_16_bit<__half>(layer, stream, error)) return error;
   if (layer.weight_dtype == kBFloat16 && launch_16_bit<__nv_bfloat16>(layer, stream, error)) return error;
-  switch (layer.weight_dtype) {
+  switch (static_cast<DType>(layer.weight_dtype)) {
     case kFloat16: return launch_as<__half>(layer, stream);
     case kBFloat16: return launch_as<__nv_bfloat16>(layer, stream);
     case kFloat64: return launch_as<double>(layer, stream);
-    default: return launch_as<float>(layer, stream);
+    case kFloat32: return launch_as<float>(layer, stream);
   }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace fuseopt::decode_linear

@@ -39,22 +39,19 @@ extern template bool launch_decode_linear_many_rows<__nv_bfloat16>(const DecodeL
 extern template bool launch_decode_linear_tiles<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_tiles<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 
-__device__ inline float activate(int activation, float x) {
-  switch (activation) {
-    case kRelu: return x > 0.f || isnan(x) ? x : 0.f;
-    case kGelu: return 0.5f * x * (1.f + erff(x * 0.70710678118654752f));
-    case kGeluTanh: return 0.5f * x * (1.f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
-    default: return x;
-  }
-}
-
-__device__ inline double activate(int activation, double x) {
-  switch (activation) {
+// Acc is float or double.
+template <typename Acc>
+__device__ inline Acc activate(int activation, Acc x) {
+  constexpr Acc kRootHalf = 0.70710678118654752, kRootTwoOverPi = 0.79788456080286536;
+  switch (static_cast<Activation>(activation)) {
+    case kIdentity: return x;
     case kRelu: return x > 0 || isnan(x) ? x : 0;
-    case kGelu: return 0.5 * x * (1 + erf(x * 0.70710678118654752));
-    case kGeluTanh: return 0.5 * x * (1 + tanh(0.79788456080286536 * (x + 0.044715 * x * x * x)));
-    default: return x;
+    case kGelu: return Acc(0.5) * x * (1 + erf(x * kRootHalf));
+    case kGeluTanh: return Acc(0.5) * x * (1 + tanh(kRootTwoOverPi * (x + Acc(0.044715) * x * x * x)));
+    case kSilu: break;  // no layer has it
   }
+  __trap();
+  return x;
 }
 
 }  // namespace fuseopt

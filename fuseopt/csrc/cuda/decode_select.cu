@@ -173,12 +173,13 @@ extern "C" int64_t fuseopt_decode_select_chunks(int64_t vocabulary) { return chu
 extern "C" cudaError_t fuseopt_decode_select(DecodeSelect select, cudaStream_t stream) {
   if (select.rows == 0) return cudaSuccess;
   if (select.has_candidates) return launch_finish<float>(select, select.overlap, stream);
-  switch (select.scores.dtype) {
+  switch (static_cast<DType>(select.scores.dtype)) {
     case kFloat16: return launch_as<__half>(select, stream);
     case kBFloat16: return launch_as<__nv_bfloat16>(select, stream);
     case kFloat64: return launch_as<double>(select, stream);
-    default: return launch_as<float>(select, stream);
+    case kFloat32: return launch_as<float>(select, stream);
   }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace fuseopt::decode_select

@@ -28,12 +28,13 @@ constexpr int kDType<double> = kFloat64;
 // Calls `function(TypeTag<T>)` for the dtypes that the fast kernels are compiled for; false for any other dtype.
 template <typename Function>
 bool dispatch_fast_dtype(int dtype, Function function) {
-  switch (dtype) {
+  switch (static_cast<DType>(dtype)) {
     case kFloat32: function(TypeTag<float>{}); return true;
     case kFloat16: function(TypeTag<__half>{}); return true;
     case kBFloat16: function(TypeTag<__nv_bfloat16>{}); return true;
-    default: return false;
+    case kFloat64: break;
   }
+  return false;
 }
 
 __device__ inline float to_float(float x) { return x; }
@@ -56,33 +57,38 @@ __device__ inline T from_acc(Acc x) {
 
 template <typename Acc>
 __device__ inline Acc load_as(TypedPointer tensor, int64_t i) {
-  switch (tensor.dtype) {
+  switch (static_cast<DType>(tensor.dtype)) {
     case kFloat32: return static_cast<const float*>(tensor.data)[i];
     case kFloat16: return __half2float(static_cast<const __half*>(tensor.data)[i]);
     case kBFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(tensor.data)[i]);
-    default: return static_cast<Acc>(static_cast<const double*>(tensor.data)[i]);
+    case kFloat64: return static_cast<Acc>(static_cast<const double*>(tensor.data)[i]);
   }
+  __trap();
+  return Acc(0);
 }
 
 template <typename Acc>
 __device__ inline void store_as(TypedPointer tensor, int64_t i, Acc x) {
-  switch (tensor.dtype) {
-    case kFloat32: static_cast<float*>(tensor.data)[i] = static_cast<float>(x); break;
-    case kFloat16: static_cast<__half*>(tensor.data)[i] = from_acc<__half>(x); break;
-    case kBFloat16: static_cast<__nv_bfloat16*>(tensor.data)[i] = from_acc<__nv_bfloat16>(x); break;
-    default: static_cast<double*>(tensor.data)[i] = x;
+  switch (static_cast<DType>(tensor.dtype)) {
+    case kFloat32: static_cast<float*>(tensor.data)[i] = static_cast<float>(x); return;
+    case kFloat16: static_cast<__half*>(tensor.data)[i] = from_acc<__half>(x); return;
+    case kBFloat16: static_cast<__nv_bfloat16*>(tensor.data)[i] = from_acc<__nv_bfloat16>(x); return;
+    case kFloat64: static_cast<double*>(tensor.data)[i] = x; return;
   }
+  __trap();
 }
 
 // x as it would read after a trip through a tensor of `dtype`.
 template <typename Acc>
 __device__ inline Acc round_to(int dtype, Acc x) {
-  switch (dtype) {
+  switch (static_cast<DType>(dtype)) {
     case kFloat16: return __half2float(from_acc<__half>(x));
     case kBFloat16: return __bfloat162float(from_acc<__nv_bfloat16>(x));
     case kFloat32: return static_cast<float>(x);
-    default: return x;
+    case kFloat64: return x;
   }
+  __trap();
+  return x;
 }
 
 }  // namespace fuseopt

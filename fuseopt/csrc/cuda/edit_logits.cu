@@ -58,12 +58,13 @@ cudaError_t launch_as(const EditLogits& edit, cudaStream_t stream) {
 
 extern "C" cudaError_t fuseopt_edit_logits(EditLogits edit, cudaStream_t stream) {
   if (edit.rows == 0 || edit.vocabulary == 0) return cudaSuccess;
-  switch (edit.logits.dtype) {
+  switch (static_cast<DType>(edit.logits.dtype)) {
     case kFloat16: return launch_as<__half>(edit, stream);
     case kBFloat16: return launch_as<__nv_bfloat16>(edit, stream);
     case kFloat64: return launch_as<double>(edit, stream);
-    default: return launch_as<float>(edit, stream);
+    case kFloat32: return launch_as<float>(edit, stream);
   }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace fuseopt::edit_logits

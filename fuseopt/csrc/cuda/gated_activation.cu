@@ -271,12 +271,14 @@ extern "C" cudaError_t fuseopt_gated_activation_fwd(StridedRows gate, StridedRow
                                                     int activation_dtype, cudaStream_t stream) {
   const Arguments call{TypedPointer{}, gate, up, output, Gradients{}, rows, columns, activation_dtype, stream};
   if (call.elements() == 0) return cudaSuccess;
-  switch (activation) {
+  switch (static_cast<Activation>(activation)) {
     case kGelu: return launch_fwd<ErfGelu>(call);
     case kGeluTanh: return launch_fwd<TanhGelu>(call);
     case kSilu: return launch_fwd<Silu>(call);
-    default: return launch_fwd<Relu>(call);
+    case kRelu: return launch_fwd<Relu>(call);
+    case kIdentity: break;
   }
+  return cudaErrorInvalidValue;
 }
 
 extern "C" cudaError_t fuseopt_gated_activation_bwd(TypedPointer grad_output, StridedRows gate, StridedRows up,
@@ -286,12 +288,14 @@ extern "C" cudaError_t fuseopt_gated_activation_bwd(TypedPointer grad_output, St
   const Arguments call{grad_output, gate, up, TypedPointer{}, {grad_gate, grad_up}, rows, columns, activation_dtype,
                        stream};
   if (call.elements() == 0) return cudaSuccess;
-  switch (activation) {
+  switch (static_cast<Activation>(activation)) {
     case kGelu: return launch_bwd<ErfGelu>(call);
     case kGeluTanh: return launch_bwd<TanhGelu>(call);
     case kSilu: return launch_bwd<Silu>(call);
-    default: return launch_bwd<Relu>(call);
+    case kRelu: return launch_bwd<Relu>(call);
+    case kIdentity: break;
   }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace fuseopt::gated_activation

@@ -431,12 +431,13 @@ extern "C" bool fuseopt_takes_short_attention(int dtype, int64_t length, int64_t
 
 extern "C" cudaError_t fuseopt_short_attention(ShortAttention attention, cudaStream_t stream) {
   if (attention.batch * attention.heads * attention.length * attention.head_dim == 0) return cudaSuccess;
-  switch (attention.dtype) {
+  switch (static_cast<DType>(attention.dtype)) {
     case kFloat16: return launch<__half>(attention, stream);
     case kBFloat16: return launch<__nv_bfloat16>(attention, stream);
     case kFloat64: return launch<double>(attention, stream);
-    default: return launch<float>(attention, stream);
+    case kFloat32: return launch<float>(attention, stream);
   }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace fuseopt::short_attention

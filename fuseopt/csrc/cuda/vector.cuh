@@ -55,11 +55,13 @@ __device__ inline void load_floats_as(const void* data, int64_t i, int64_t strid
 // as the address allows.
 template <int kWidth>
 __device__ inline void load_floats(TypedPointer tensor, int64_t i, float (&out)[kWidth], int64_t stride = 1) {
-  switch (tensor.dtype) {
-    case kFloat16: load_floats_as<__half>(tensor.data, i, stride, out); break;
-    case kBFloat16: load_floats_as<__nv_bfloat16>(tensor.data, i, stride, out); break;
-    default: load_floats_as<float>(tensor.data, i, stride, out);
+  switch (static_cast<DType>(tensor.dtype)) {
+    case kFloat16: load_floats_as<__half>(tensor.data, i, stride, out); return;
+    case kBFloat16: load_floats_as<__nv_bfloat16>(tensor.data, i, stride, out); return;
+    case kFloat32: load_floats_as<float>(tensor.data, i, stride, out); return;
+    case kFloat64: break;
   }
+  __trap();
 }
 
 // The same for a tensor of A or B.
@@ -98,11 +100,13 @@ __device__ inline void store_floats_as(void* data, int64_t vector, const float (
 // up, and this keeps every output dtype out of the template lists.
 template <int kWidth>
 __device__ inline void store_floats(TypedPointer tensor, int64_t vector, const float (&in)[kWidth]) {
-  switch (tensor.dtype) {
-    case kFloat16: store_floats_as<__half>(tensor.data, vector, in); break;
-    case kBFloat16: store_floats_as<__nv_bfloat16>(tensor.data, vector, in); break;
-    default: store_floats_as<float>(tensor.data, vector, in);
+  switch (static_cast<DType>(tensor.dtype)) {
+    case kFloat16: store_floats_as<__half>(tensor.data, vector, in); return;
+    case kBFloat16: store_floats_as<__nv_bfloat16>(tensor.data, vector, in); return;
+    case kFloat32: store_floats_as<float>(tensor.data, vector, in); return;
+    case kFloat64: break;
   }
+  __trap();
 }
 
 }  // namespace fuseopt
