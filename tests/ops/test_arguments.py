@@ -298,6 +298,15 @@ def test_versions_are_counted_up_whatever_the_kernel(raw: str) -> None:
             op(*(value_of(argument) for argument in op._schema.arguments))
 
 
+@pytest.mark.parametrize("name", [name for name in registry.names() if registry.get(name).in_place])
+def test_versions_are_counted_up_by_the_reference(name: str) -> None:
+    op = registry.get(name)
+    for sample in op.sample_inputs(torch.device("cpu"), torch.float32, False):
+        before = [(tensor, tensor.clone()) for tensor in tensors(sample)]
+        op.function(*sample.args, **sample.kwargs, backend="reference")
+        assert all(tensor._version > 0 for tensor, old in before if not torch.equal(tensor, old))
+
+
 def test_a_backward_through_what_was_written_over_raises() -> None:
     assert native.load("cpu").status == "loaded"
     scores = torch.randn(2, 8, requires_grad=True)
