@@ -10,8 +10,17 @@ import weakref
 from typing import Any
 
 
-class Reference(weakref.ref):
-    """A weak reference. Deepcopy and pickle make of it one to the copy of what it refers to."""
+class Reference:
+    """Call: what it refers to, or None once that is gone. Deepcopy and pickle make of it one to the copy of that.
+
+    Not a subclass of `weakref.ref`, which Dynamo does not trace.
+    """
+
+    def __init__(self, to: Any) -> None:
+        self.ref = weakref.ref(to)
+
+    def __call__(self) -> Any:
+        return self.ref()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return refer, (self(),)
@@ -35,7 +44,7 @@ def weak_attribute(name: str) -> Any:
     key = f"_{name}_reference"
 
     def get(self: Any) -> Any:
-        referent = getattr(self, key)()
+        referent = getattr(self, key).ref()
         if referent is None:
             raise ReferenceError(
                 f"{type(self).__name__} was set on a module that is gone; keep a reference to the model, not only to "

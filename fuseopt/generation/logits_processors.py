@@ -14,6 +14,7 @@ from transformers.generation.logits_process import (
 
 from fuseopt import ops
 from fuseopt.generation.logits_processor_list import FusedLogitsProcessorList
+from fuseopt.references import weak_attribute
 
 
 class FusedNoRepeatNGram(NoRepeatNGramLogitsProcessor):
@@ -56,8 +57,10 @@ class FusedEncoderNoRepeatNGram(EncoderNoRepeatNGramLogitsProcessor):
 class FusedLogitsProcessors:
     """Stands in for `_get_logits_processor` on one model instance: transformers builds the list, fuseopt runs it.
 
-    It holds the model rather than a bound method, so that deepcopy and pickle rebind it to the copy.
+    It refers weakly to the model rather than to a bound method, so that deepcopy and pickle rebind it to the copy.
     """
+
+    model = weak_attribute("model")
 
     def __init__(self, model: nn.Module, backend: str = "auto") -> None:
         self.model, self.backend = model, backend

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fuseopt.references import weak_attribute
+
 
 class FusedModule(nn.Module):
     """A drop-in for another module, holding that module's own state rather than a copy of it.
@@ -55,13 +57,15 @@ class BlockForward:
     transformers records hidden states and finds layers by class, so only `forward` is set on the instance. The class's
     own runs instead wherever something is not plain.
 
-    It belongs to one block and is copied and pickled with it. torch.nn.DataParallel copies otherwise: its replicas keep
+    It belongs to one block, to which it refers weakly, and is copied and pickled with it. torch.nn.DataParallel copies otherwise: its replicas keep
     the first device's forward, and raise.
 
     Args:
         block: a module of the class that the subclass is written for.
         backend: of the op with the residual add and the norm after it.
     """
+
+    block = weak_attribute("block")
 
     def __init__(self, block: nn.Module, backend: str = "auto") -> None:
         self.block, self.backend = block, backend

@@ -16,6 +16,7 @@ from fuseopt.modules.cuda_graphs import Captures
 from fuseopt.modules.kept_cache import is_empty_cache
 from fuseopt.modules.structure import CONSTANTS, Watch, modules_below
 from fuseopt.ops.library import is_unobserved
+from fuseopt.references import weak_attribute
 
 DEVICE_TYPES = ("cuda",)
 """Where it takes the host long to launch kernels one by one."""
@@ -51,6 +52,8 @@ class BlockChain:
         cuda_graphs: whether anything is captured.
     """
 
+    stack = weak_attribute("stack")
+
     def __init__(self, stack: nn.Module, blocks: str, cuda_graphs: bool = True) -> None:
         self.__setstate__({"stack": stack, "blocks": blocks, "cuda_graphs": cuda_graphs})
 
@@ -58,7 +61,7 @@ class BlockChain:
         return {"stack": self.stack, "blocks": self.blocks, "cuda_graphs": self.cuda_graphs}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.stack: nn.Module = state["stack"]
+        self.stack = state["stack"]
         self.blocks: str = state["blocks"]
         self.cuda_graphs: bool = state["cuda_graphs"]
         self.note = ""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fuseopt import ops
 from fuseopt.modules.inference_blocks import sdpa_attention_function
 from fuseopt.ops.philox import draw_seed
+from fuseopt.references import weak_attribute
 
 
 class CausalStackForward:
@@ -20,6 +21,8 @@ class CausalStackForward:
 
     It belongs to one stack and is copied and pickled with it.
     """
+
+    stack = weak_attribute("stack")
 
     def __init__(self, stack: nn.Module) -> None:
         self.stack = stack

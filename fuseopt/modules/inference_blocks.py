@@ -14,6 +14,7 @@ from fuseopt.modules.base import BlockForward, source_class
 from fuseopt.modules.block_chain import BlockChain
 from fuseopt.modules.structure import Structure, modules_below
 from fuseopt.ops.tuned_matmul import ACTIVATIONS, is_fast
+from fuseopt.references import refer, weak_attribute
 
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 
@@ -47,13 +48,19 @@ class InferenceForward(BlockForward):
         chain: BlockChain | None = None,
     ) -> None:
         super().__init__(block, backend)
-        self.classes, self.chain = classes, chain
+        self.classes, self._chain = classes, refer(chain)
         self._structure: Structure | None = None
         self._is_known = False
 
     def __getstate__(self) -> dict[str, Any]:
         # What there is to compare with would be of the modules that are copied.
         return {**self.__dict__, "_structure": None}
+
+    @property
+    def chain(self) -> BlockChain | None:
+        """What the forward of the stack holds, which a chain ends with."""
+        chain: BlockChain | None = self._chain()
+        return chain
 
     @classmethod
     def backend_reasons(cls, block: nn.Module, backend: str) -> list[str]:
@@ -92,12 +99,12 @@ class InferenceForward(BlockForward):
         if self._structure is None or not self._structure.is_unchanged():
             self._structure = Structure(modules_below(self.block))
             self._is_known = not unknown_modules(self.block, self.classes) and not any(
-                "forward" in state for state in self._structure.states[1:]
+                "forward" in state for state in self._structure.states
             )
         # Hooks on the block itself run around its forward, whichever that is.
         if not self._is_known or self.block.training:
             return False
-        return not self._structure.is_special(1) or self._only_captures()
+        return not self._structure.is_special_inside() or self._only_captures()
 
     def _only_captures(self) -> bool:
         """Whether hooks inside are none but those that `run` calls."""
@@ -112,7 +119,7 @@ class InferenceForward(BlockForward):
             and not torch.is_autocast_enabled(hidden_states.device.type)
             and all(
                 parameter is None or (type(parameter) is nn.Parameter and parameter.dtype is dtype)
-                for state in self._structure.states
+                for state in (self.block.__dict__, *self._structure.states)
                 for parameter in state["_parameters"].values()
             )
         )
@@ -127,6 +134,7 @@ class StackForward:
     It belongs to one stack and is copied and pickled with it.
     """
 
+    stack = weak_attribute("stack")
     tensors: frozenset[str] = frozenset()
     """Names of arguments beside tokens that `_of_tokens` takes."""
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fuseopt import ops
 from fuseopt.modules.base import FusedModule
 from fuseopt.ops.philox import draw_seed
+from fuseopt.references import weak_attribute
 
 _IMPLEMENTATIONS = ("eager", "sdpa")
 
@@ -29,6 +30,8 @@ class RelativeStackForward:
 
     It belongs to one stack and is copied and pickled with it.
     """
+
+    stack = weak_attribute("stack")
 
     def __init__(self, stack: nn.Module) -> None:
         self.stack = stack

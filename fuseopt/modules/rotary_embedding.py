@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fuseopt import ops
+from fuseopt.references import weak_attribute
 
 
 class RotaryAttentionForward:
@@ -33,6 +34,8 @@ class RotaryAttentionForward:
         passes: what the attention function is given by name beside the rest: attributes of the attention, or of its
             config, as "config.sliding_window", None where that has none.
     """
+
+    attention = weak_attribute("attention")
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -35,38 +36,63 @@ def _are_the_same(those: Sequence[Any], others: Sequence[Any]) -> bool:
 class Structure:
     """Compares modules with what they were, in a few passes at the speed of C.
 
+    It refers weakly to the first module, which holds what holds this, and to the forward that was set on that.
+
     Args:
-        modules: all of one or more trees.
+        modules: all of one or more trees; the first is in none of the others.
+
+    Attributes:
+        states: the attributes of all modules but the first.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules, self.states = list(modules), [module.__dict__ for module in modules]
+        top, *self._others = modules
+        self._top, self.states = weakref.ref(top), [module.__dict__ for module in self._others]
+        children = (top._modules, *(state["_modules"] for state in self.states))
         # What has none makes no use of one that is added.
-        self._children_of = [state["_modules"] for state in self.states if state["_modules"]]
+        self._children_of = [those for those in children if those]
         self._has_true = getattr(native.python_library(), "has_true", _has_true)
-        self._seen = self._look()
+        self._seen, self._forward = self._look(), _weakly(top.__dict__.get("forward"))
+
+    @property
+    def top(self) -> nn.Module:
+        """The first module, while there is one to look at."""
+        module = self._top()
+        assert module is not None
+        return module
 
     def is_unchanged(self) -> bool:
         """Whether classes, children and forwards that were set on instances are the same."""
-        return self._look() == self._seen
+        return self._look() == self._seen and self.top.__dict__.get("forward") is self._forward()
 
-    def is_special(self, start: int = 0) -> bool:
-        """Whether any module, from that place on, is in training mode or carries hooks."""
-        return bool(self._has_true(self.states[start:], _SPECIAL))
+    def is_special(self) -> bool:
+        """Whether any module is in training mode or carries hooks."""
+        return self.is_special_inside() or is_special(self.top)
+
+    def is_special_inside(self) -> bool:
+        """Whether any module but the first is."""
+        return bool(self._has_true(self.states, _SPECIAL))
 
     def _look(self) -> tuple[list[Any], ...]:
         return (
-            list(map(type, self.modules)),
+            [type(self.top), *map(type, self._others)],
             list(chain.from_iterable(map(dict.values, self._children_of))),
             [state.get("forward") for state in self.states],
         )
+
+
+def _weakly(forward: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(forward)
+    except TypeError:  # None, and what cannot be referred to weakly
+        return lambda: forward
 
 
 class Watch:
     """Compares what there is of some plain modules, and of their parameters, with what there was.
 
     Args:
-        modules: all of a tree, and those that its roots are children of.
+        modules: all of a tree, after the one that its roots are in. That one is referred to weakly.
         parameters: theirs, without None.
         constants: names of plain attributes that are to stay.
     """
@@ -74,10 +100,12 @@ class Watch:
     def __init__(
         self, modules: list[nn.Module], parameters: list[nn.Parameter], constants: Sequence[str] = CONSTANTS
     ) -> None:
-        self.structure, states = Structure(modules), [module.__dict__ for module in modules]
+        self.structure = Structure(modules)
+        states, top = self.structure.states, modules[0].__dict__
         # What has none makes no use of one that is added.
-        self.parameters_of = [state["_parameters"] for state in states if state["_parameters"]]
+        self.parameters_of = [held for held in (top["_parameters"], *(s["_parameters"] for s in states)) if held]
         self.constants_of = [(state, name) for state in states for name in constants if name in state]
+        self.constants_of_top = [name for name in constants if name in top]
         self.parameters, self.device_type = parameters, parameters[0].device.type
         self._places_of: Callable[[list[nn.Parameter]], Any] = getattr(native.python_library(), "places", _places)
         self.seen_constants, self.seen_parameters = self._constants(), self._held()
@@ -98,7 +126,8 @@ class Watch:
         )
 
     def _constants(self) -> list[Any]:
-        return [state.get(name) for state, name in self.constants_of]
+        top = self.structure.top.__dict__
+        return [top.get(name) for name in self.constants_of_top] + [s.get(name) for s, name in self.constants_of]
 
     def _held(self) -> list[nn.Parameter | None]:
         return list(chain.from_iterable(map(dict.values, self.parameters_of)))

@@ -5,7 +5,6 @@ Dynamo traces the step whole; `fuseopt.modules.partitioner` decides what the bac
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import types
@@ -21,6 +20,7 @@ from fuseopt import garbage
 from fuseopt.errors import CompileError
 from fuseopt.modules import bias_gradients, captured_steps, stock_fallback, whole_rows
 from fuseopt.modules.structure import parameters_below
+from fuseopt.references import weak_attribute
 
 # Dynamo by default does not notice a hook registered after compilation, and gives up at the 9th variant of a call,
 # which unfreezing a model layer by layer reaches. Under DistributedDataParallel it cuts the graph into one for each
@@ -75,7 +75,7 @@ class TrainingForward:
         CompileError: under `strict`, by a call that cannot be compiled.
     """
 
-    model: nn.Module
+    model = weak_attribute("model")
     backend: str
     budget: float
     cuda_graphs: captured_steps.When
@@ -105,7 +105,8 @@ class TrainingForward:
         return {name: getattr(self, name) for name in ("model", "backend", "budget", "cuda_graphs", "strict")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({name: value for name, value in state.items() if name != "strict"})
+        self.__dict__.update((name, value) for name, value in state.items() if name not in ("model", "strict"))
+        self.model = state["model"]
         self._fallback = stock_fallback.StockFallback(type(self.model).__name__, self.backend, state["strict"])
         # accelerate wraps the function of a bound method and binds the result again, so there has to be one.
         self._captured = captured_steps.CapturedSteps(self.model, self.cuda_graphs)
@@ -213,7 +214,7 @@ def _unbound(
     # another size would go on by what was compiled for any.
     steps: dict[tuple[tuple[bool, ...], bool], Callable[..., Any]] = {}
     usual: list[torch.Size] = []
-    attentions = functools.cache(bias_gradients.attentions)
+    attentions: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
     def training_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -232,9 +233,11 @@ def _unbound(
             # fully_shard may have come after `initialize`.
             may_capture = captured.when and key[1] and not _is_sharded(model)
             step = steps[key] = _compile(forward, title, {**options, "captured": captured if may_capture else None})
+        if model not in attentions:
+            attentions[model] = bias_gradients.attentions(model)
         try:
             # Most of what compiling makes stays until it is done: seconds would go into looking for garbage there.
-            with garbage.not_collected(), bias_gradients.left_out(attentions(model)):
+            with garbage.not_collected(), bias_gradients.left_out(attentions[model]):
                 outputs = whole_rows.without_cache(step(model, *args, **{**kwargs, **changed}))
             usual[:] = usual or sizes
             return outputs

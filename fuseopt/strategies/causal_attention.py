@@ -13,6 +13,7 @@ from fuseopt.modules import CausalStackForward
 from fuseopt.modules.causal_attention import fused_attention
 from fuseopt.ops.relative_attention import MOST_DIM
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
+from fuseopt.references import weak_attribute
 from fuseopt.strategies.attention_config import AttentionConfig
 from fuseopt.strategies.propose import (
     PAYS_ON_GPU,
@@ -48,9 +49,11 @@ class FusedAttentionConfig(AttentionConfig):
 
     stands_for, name = "sdpa", "fuseopt_attention"
     function = staticmethod(fused_attention)
+    attention = weak_attribute("attention")
 
     def __init__(self, attention: nn.Module, config: Any, backend: str) -> None:
-        self.__setstate__({"attention": attention, "config": config, "backend": backend})
+        super().__init__(config, backend)
+        self.attention = attention
 
     def _is_wanted(self) -> bool:
         return bool(self.attention.training)

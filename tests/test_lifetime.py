@@ -1,0 +1,156 @@
+"""A fused model is freed with its last user, as stock's is, and what was set on it is copied and pickled with it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import fuseopt
+from fuseopt.modules import block_chain
+from tests import tiny
+
+TRITON = ["FusedRotaryEmbedding", "FusedRelativeAttention", "FusedDropoutAdd", "FusedCrossEntropy", "FusedAttention"]
+RESIDUAL = [{"name": name, "fuse_residual": True} for name in ("FusedLayerNorm", "FusedRMSNorm")]
+# With the attention implementation that they are for.
+CONFIGS = {
+    "inference": ("inference", "sdpa"),
+    "reference": ("reference", "eager"),
+    "jit": ({"kernel_fusion": {"enable": True}}, "sdpa"),
+    "residual": ({"kernel_fusion": {"jit": False, "custom_cuda_kernels": RESIDUAL}}, "sdpa"),
+    "triton": ({"kernel_fusion": {"jit": False, "triton_kernels": [*TRITON, "FusedLinearCrossEntropy"]}}, "sdpa"),
+}
+AOT = {"kernel_fusion": {"memory_efficient_fusion": {"backend": "aot_eager"}, "triton_kernels": TRITON}}
+pytestmark = [
+    pytest.mark.usefixtures("each_device"),
+    pytest.mark.filterwarnings("ignore:fuseopt. .* lands nowhere"),
+]
+families = pytest.mark.parametrize("family", ["gpt2", "t5", "llama"])
+
+
+@contextmanager
+def no_garbage_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def train(model: nn.Module) -> None:
+    ids = tiny.inputs(model)
+    labels = ids.get("decoder_input_ids", ids["input_ids"])
+    model.train()(**ids, labels=labels).loss.backward()
+    model.eval()
+
+
+def assert_freed_at_once(models: list[nn.Module]) -> None:
+    """Takes the last references to the models."""
+    modules = [weakref.ref(module) for model in models for module in model.modules()]
+    tensors = [weakref.ref(parameter) for model in models for parameter in model.parameters()]
+    with no_garbage_collector():
+        models.clear()
+        assert [type(ref()).__name__ for ref in modules if ref() is not None] == []
+        assert not any(ref() is not None for ref in tensors)
+
+
+@families
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_fused_model_is_freed_without_the_garbage_collector(family, config):
+    source, attention = CONFIGS[config]
+    model = tiny.FAMILIES[family](attn_implementation=attention)
+    fuseopt.initialize(model, source)
+    assert fuseopt.report(model).replaced
+    for _ in range(2):
+        tiny.logits(model)
+    train(model)
+    models = [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    del model
+    assert_freed_at_once(models)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_model_with_a_compiled_training_step_is_freed_without_the_garbage_collector(family):
+    model = fuseopt.initialize(tiny.FAMILIES[family](), AOT)
+    train(model)
+    models = [model]
+    del model
+    assert_freed_at_once(models)
+
+
+def test_a_model_whose_blocks_run_at_once_is_freed_without_the_garbage_collector(monkeypatch):
+    """As on a GPU, where sizes that come often are captured."""
+    device = torch.get_default_device().type
+    monkeypatch.setattr(block_chain, "DEVICE_TYPES", (device,))
+    runs = []
+    work = block_chain.ChainWork
+    monkeypatch.setattr(block_chain, "ChainWork", lambda *arguments: runs.append(1) or work(*arguments))
+    blocks = {"kernel_fusion": {"custom_cuda_kernels": ["FusedBlock"], "backend": "reference", "jit": False}}
+    model = fuseopt.initialize(tiny.gpt2(), blocks)
+    stock = tiny.logits(fuseopt.restore(copy.deepcopy(model)))
+    for _ in range(4):
+        torch.testing.assert_close(tiny.logits(model), stock, rtol=1e-4, atol=1e-5)
+    assert runs
+    models = [model, copy.deepcopy(model)]
+    del model
+    assert_freed_at_once(models)
+
+
+def test_a_restored_model_is_freed_without_the_garbage_collector():
+    model = tiny.gpt2()
+    with fuseopt.fused(model, "reference"), fuseopt.fused(model, "inference"):
+        tiny.logits(model)
+    models = [model]
+    del model
+    assert_freed_at_once(models)
+
+
+def test_what_was_set_on_a_copy_calls_the_copy():
+    model = fuseopt.initialize(tiny.gpt2(), CONFIGS["residual"][0])
+    other = pickle.loads(pickle.dumps(model))
+    block = other.transformer.h[0]
+    assert block.forward.block is block and model.transformer.h[0].forward.block is not block
+    alone = copy.deepcopy(model.transformer.h[1])
+    assert alone.forward.block is alone
+
+
+def test_a_forward_whose_module_is_gone_says_so():
+    model = fuseopt.initialize(tiny.gpt2(), CONFIGS["residual"][0])
+    forward = model.transformer.h[0].forward
+    del model
+    gc.collect()
+    with pytest.raises(ReferenceError, match="keep a reference to the model"):
+        forward(torch.zeros(1, 1, 24))
+
+
+@pytest.mark.gpu
+@families
+def test_a_fused_models_memory_on_a_gpu_is_freed_at_once(family, each_device):
+    if each_device.type != "cuda":
+        pytest.skip("of a GPU's memory")
+    with torch.device("cuda"):
+        warm = fuseopt.initialize(tiny.FAMILIES[family](), "inference")
+        for _ in range(5):
+            tiny.logits(warm)
+        models = [warm]
+        del warm
+        assert_freed_at_once(models)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        model = fuseopt.initialize(tiny.FAMILIES[family](), "inference")
+        for _ in range(5):
+            tiny.logits(model)
+        model.generate(tiny.inputs(model)["input_ids"], max_new_tokens=4, no_repeat_ngram_size=2)
+        assert torch.cuda.memory_allocated() > before
+        models = [model]
+        del model
+        assert_freed_at_once(models)
+        assert torch.cuda.memory_allocated() <= before
