@@ -334,3 +334,22 @@ def test_in_place_only_when_called_from_transformers_own_loops(models):
         generate(fuseopt.initialize(model, FUSED), **EVERY_EDIT)
     assert [call.kwargs["inplace"] for call in called.call_args_list] == [False]
     assert GenerationMixin._sample is not OwnLoop._sample
+
+
+@pytest.mark.parametrize("method", ["_sample", "_beam_search"])
+def test_scores_that_are_part_of_another_tensor_are_not_written_to(method, monkeypatch):
+    """Whoever has the whole may look at it again, even if it is transformers' own loop that calls."""
+    config = tiny.gpt2().generation_config
+    processors = FusedLogitsProcessorList([stock_processors.NoRepeatNGramLogitsProcessor(1)], [], config, None, "auto")
+
+    def decode(input_ids, scores):
+        return processors(input_ids, scores)
+
+    monkeypatch.setattr(GenerationMixin, method, decode)
+    input_ids = torch.tensor([[3, 4], [5, 6]])
+    whole = torch.randn(2, 3, 8)
+    before, last = whole.clone(), whole[:, -1]
+    processed = decode(input_ids, last)
+    assert torch.equal(whole, before) and processed.isneginf().sum() == 4
+    own = before[:, -1].clone()
+    assert decode(input_ids, own) is own and torch.equal(own, processed)

@@ -224,6 +224,20 @@ def test_padding_that_overflows_harms_no_prompt(model, ran, padded):
     assert ran and model.generate.calls[-1].tier is Tier.DEVICE_LOOP
 
 
+def test_a_mask_of_an_encoder_s_output_ends_with_its_call(each_device):
+    """Calls of one length take turns in one state: some with a mask, some without."""
+    step = T5Step(tiny.t5())
+    state = DecodeState(Sizes(2, 128, 128), step.shape, step.vocab)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
+    for keep in (None, mask, None, mask.flip(0), mask, None, None):
+        state.load_cross(5, keep)
+        seen = torch.zeros(2, 128, dtype=torch.bool)
+        seen[:, :5] = True if keep is None else keep.bool()
+        assert torch.equal(state.cross_keep, seen) and state.cross_length.item() == 5
+    state.load_cross(6, None)
+    assert state.cross_keep.sum() == 12 and state.cross_length.item() == 6
+
+
 @pytest.mark.parametrize("seed", [0, 6, 9])
 def test_float16_that_overflows_in_some_prompts_is_finite_in_the_others(seed, ran, each_device):
     """T5 v1.1 as it is loaded in float16, with `wo` in float32: an infinity there becomes NaN."""

@@ -108,6 +108,39 @@ def test_calls_that_transformers_decodes(case, each_device):
     assert reason in str(fuseopt.report(model))
 
 
+@pytest.mark.parametrize("case", ["prompt", "prompts that are long", "new tokens"])
+def test_max_length_bounds_both_caches(case):
+    """Slots of the encoder's output, and of what the decoder says."""
+    model = fuseopt.initialize(tiny.t5(), GENERATION)
+    lengths = {"prompt": (32, 33), "prompts that are long": (32, 40), "new tokens": (7, 7)}[case]
+    new_tokens = (32, 33) if case == "new tokens" else (3, 3)
+    for length, new, wanted in zip(lengths, new_tokens, ("", "cache slots are more than max_length, 32"), strict=True):
+        inputs = tiny.inputs(model, length=length)["input_ids"]
+        arguments = {"max_new_tokens": new, "attention_mask": torch.ones_like(inputs)}
+        tokens = model.generate(inputs, **arguments)
+        assert torch.equal(tokens, type(model).generate(model, inputs, **arguments))
+        assert served(model).reason.endswith(wanted) and bool(served(model).reason) == bool(wanted)
+
+
+@pytest.mark.parametrize("each_device", ["cpu"], indirect=True)
+def test_a_model_s_last_position_is_used_and_none_after_it():
+    """The last token is not read any more, so it takes no position."""
+    model = fuseopt.initialize(tiny.gpt2(n_positions=12), GENERATION)
+    inputs = tiny.inputs(model)["input_ids"]
+    arguments = {"attention_mask": torch.ones_like(inputs), "eos_token_id": -1}
+    tokens = model.generate(inputs, max_new_tokens=6, **arguments)
+    assert torch.equal(tokens, type(model).generate(model, inputs, max_new_tokens=6, **arguments))
+    assert tokens.shape[1] == 13 and served(model).tier is Tier.DEVICE_LOOP
+    with pytest.raises(IndexError):
+        type(model).generate(model, inputs, max_new_tokens=7, **arguments)
+    with pytest.raises(IndexError):
+        model.generate(inputs, max_new_tokens=7, **arguments)
+    assert served(model).reason == "13 tokens are more than the model's 12 positions"
+    head_start, step = model.generate._head_start, model.generate._step
+    assert head_start._expected(step, {"max_new_tokens": 6}, inputs).steps == 6
+    assert head_start._expected(step, {"max_new_tokens": 7}, inputs) is None
+
+
 def test_hooks_that_transformers_leaves_behind_cost_nothing():
     model = tiny.gpt2()
     generate(model, output_hidden_states=True, return_dict_in_generate=True)
