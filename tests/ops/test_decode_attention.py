@@ -372,9 +372,10 @@ def test_scores_that_are_no_numbers_make_outputs_that_are_none(
     keys[rows // 2, 4, :60] = 0
     keys[rows // 2, 4, :60, 0] = -torch.inf  # scores of 0 beside -inf, or +inf, or NaN, by the sign of the query
     lengths = torch.full((1,), 85, device="cuda")
-    output = decode_attention(query, keys, values, lengths, backend="cuda").view(-1, heads, head_dim)
-    expected = decode_attention_reference(query, keys, values, lengths).view_as(output)
+    scale = head_dim**-0.5
+    output = decode_attention(query, keys, values, lengths, scale=scale, backend="cuda").view(-1, heads, head_dim)
+    expected = decode_attention_reference(query, keys, values, lengths, scale=scale).view_as(output)
     assert expected[0].isnan().all() and expected.isnan().any(-1).sum() < 0.5 * expected[..., 0].numel() + heads
     assert torch.equal(output.isnan(), expected.isnan())
     numbers = ~expected.isnan()
-    assert error([output[numbers]], [expected[numbers]]) <= 16 * torch.finfo(dtype).eps
+    assert error([output[numbers]], [expected[numbers]]) <= 64 * torch.finfo(dtype).eps
