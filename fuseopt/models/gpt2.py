@@ -2,28 +2,31 @@
 
 from fuseopt.models.common import ACTIVATION_REGIONS, GELU_KERNELS, LAYER_NORM, SOFTMAX, TANH_GELUS
 from fuseopt.models.policy import ModelPolicy, Rule
+from fuseopt.modules.children import CONV1D, GPT2_CHILDREN
 
 _GPT2 = "transformers.models.gpt2.modeling_gpt2"
-
-_IN_BLOCKS = (
-    f"{_GPT2}.GPT2Attention",
-    f"{_GPT2}.GPT2MLP",
-    "transformers.pytorch_utils.Conv1D",
-    LAYER_NORM.source,
-    "torch.nn.modules.dropout.Dropout",
-)
 
 GPT2 = ModelPolicy(
     name="gpt2",
     model_types=("gpt2",),
     kernels=(LAYER_NORM, *GELU_KERNELS, SOFTMAX),
-    regions=(Rule(f"{_GPT2}.GPT2MLP", "FusedMLP", absorbs=("act",)), *ACTIVATION_REGIONS),
+    regions=(
+        Rule(f"{_GPT2}.GPT2MLP", "FusedMLP", absorbs=("act",), reads={"c_fc": (CONV1D,)}),
+        *ACTIVATION_REGIONS,
+    ),
     eager_attention=(f"{_GPT2}.GPT2Attention",),
     causal_attention=(Rule(f"{_GPT2}.GPT2Model", "CausalStackForward", {"attention": f"{_GPT2}.GPT2Attention"}),),
     residual_blocks=(Rule(f"{_GPT2}.GPT2Block", "GPT2BlockForward"),),
-    dropout_add_blocks=(Rule(f"{_GPT2}.GPT2Block", "GPT2DropoutAddForward"),),
+    dropout_add_blocks=(
+        Rule(
+            f"{_GPT2}.GPT2Block",
+            "GPT2DropoutAddForward",
+            # What they return is dropped out, which hooks or another class may not have left to the end.
+            reads=dict.fromkeys(("attn", "crossattention"), (f"{_GPT2}.GPT2Attention",)),
+        ),
+    ),
     inference_blocks=(
-        Rule(f"{_GPT2}.GPT2Block", "GPT2InferenceForward", {"classes": _IN_BLOCKS, "tanh_gelus": TANH_GELUS}),
+        Rule(f"{_GPT2}.GPT2Block", "GPT2InferenceForward", {"children": GPT2_CHILDREN, "tanh_gelus": TANH_GELUS}),
     ),
     stacks=(Rule(f"{_GPT2}.GPT2Model", "GPT2StackForward", {"blocks": "h"}),),
     heads=(Rule(f"{_GPT2}.GPT2LMHeadModel", "FusedLinearCrossEntropy", {"head": "lm_head"}),),

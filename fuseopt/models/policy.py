@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fuseopt.modules.base import full_name
+
 REGION_TARGETS = ("FusedActivation", "FusedGatedMLP", "FusedMLP")
 """The targets that `ModelPolicy.regions` may name."""
-
-
-def full_name(cls: type) -> str:
-    """ "transformers.models.t5.modeling_t5.T5LayerNorm", say: how policies name a class without importing it."""
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def modeling_name(source: str) -> str:
@@ -31,12 +28,15 @@ class Rule:
         options: keyword arguments for `target.from_module`.
         absorbs: names of the source's children whose work the target does itself, so that no other strategy may claim
             them too.
+        reads: paths of modules inside whose weights the target reads, or whose forwards it goes past -> full names of
+            the classes that each must have for that.
     """
 
     source: str
     target: str
     options: Mapping[str, Any] = field(default_factory=dict)
     absorbs: tuple[str, ...] = ()
+    reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def names(self, cls: type) -> bool:
         """Whether `cls` is the very class that the rule is about."""

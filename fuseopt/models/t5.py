@@ -6,6 +6,7 @@ from fuseopt.models.common import ACTIVATION_REGIONS, GELU_KERNELS, SOFTMAX
 from fuseopt.models.gated_mlps import T5_MLPS
 from fuseopt.models.policy import ModelPolicy, Rule, modeling_name
 from fuseopt.models.rms_norms import T5_NORMS
+from fuseopt.modules.children import t5_children
 
 # model_type -> the prefix of its classes
 _FAMILIES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", "longt5": "LongT5"}
@@ -17,14 +18,19 @@ def _full_names(suffix: str, models: Iterable[str] = _FAMILIES) -> tuple[str, ..
     return tuple(modeling_name(f"{model}.{_FAMILIES[model]}{suffix}") for model in models)
 
 
-_INSIDE = ("LayerSelfAttention", "LayerCrossAttention", "LayerFF", "Attention", "LayerNorm")
-_IN_BLOCKS = (
-    *(name for suffix in (*_INSIDE, "DenseActDense", "DenseGatedActDense") for name in _full_names(suffix, _ALIKE)),
-    "torch.nn.modules.linear.Linear",
-    "torch.nn.modules.sparse.Embedding",
-    "torch.nn.modules.dropout.Dropout",
-    "torch.nn.modules.container.ModuleList",
-)
+_BLOCKS = {
+    modeling_name(f"{model}.{_FAMILIES[model]}Block"): t5_children(modeling_name(f"{model}.{_FAMILIES[model]}"))
+    for model in _ALIKE
+}
+
+
+def _residual_blocks(target: str) -> tuple[Rule, ...]:
+    """Whose forward goes past those of a block's layers."""
+    return tuple(
+        Rule(source, target, reads={path: of for path, of in children[source].items() if path != "layer"})
+        for source, children in _BLOCKS.items()
+    )
+
 
 T5 = ModelPolicy(
     name="t5",
@@ -34,10 +40,10 @@ T5 = ModelPolicy(
     # LongT5's local and transient-global attention have a softmax of their own; its full attention is the class named.
     eager_attention=_full_names("Attention"),
     # UMT5's and LongT5's blocks call their layers otherwise.
-    residual_blocks=tuple(Rule(source, "T5BlockForward") for source in _full_names("Block", _ALIKE)),
-    dropout_add_blocks=tuple(Rule(source, "T5DropoutAddForward") for source in _full_names("Block", _ALIKE)),
+    residual_blocks=_residual_blocks("T5BlockForward"),
+    dropout_add_blocks=_residual_blocks("T5DropoutAddForward"),
     inference_blocks=tuple(
-        Rule(source, "T5InferenceForward", {"classes": _IN_BLOCKS}) for source in _full_names("Block", _ALIKE)
+        Rule(source, "T5InferenceForward", {"children": children}) for source, children in _BLOCKS.items()
     ),
     stacks=tuple(Rule(source, "T5StackForward", {"blocks": "block"}) for source in _full_names("Stack", _ALIKE)),
     # These call a torch.nn.CrossEntropyLoss.
@@ -47,8 +53,10 @@ T5 = ModelPolicy(
     ),
     # UMT5's layers each have a bias of their own.
     relative_attention=tuple(
-        Rule(stack, "FusedRelativeAttention", {"attention": attention})
-        for stack, attention in zip(_full_names("Stack", _ALIKE), _full_names("Attention", _ALIKE), strict=True)
+        Rule(stack, "FusedRelativeAttention", {"attention": attention, "children": children})
+        for stack, attention, children in zip(
+            _full_names("Stack", _ALIKE), _full_names("Attention", _ALIKE), _BLOCKS.values(), strict=True
+        )
     ),
     decode_steps={modeling_name("t5.T5ForConditionalGeneration"): "T5Step"},
 )

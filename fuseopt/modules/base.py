@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ class FusedModule(nn.Module):
     """
 
     _source_class: type[nn.Module]
+    _fused_class: type[nn.Module]
 
     @classmethod
     def from_module(cls, source: nn.Module, **options: Any) -> FusedModule:
@@ -32,7 +34,7 @@ class FusedModule(nn.Module):
             raise ValueError(f"{cls.__name__} cannot stand in for {type(source).__name__}: {'; '.join(reasons)}")
         fused = cls.__new__(cls)
         fused.__dict__.update(source.__dict__)
-        fused._source_class = type(source)
+        fused._source_class, fused._fused_class = type(source), cls
         fused._configure(**options)
         return fused
 
@@ -69,9 +71,11 @@ class BlockForward:
 
     def __init__(self, block: nn.Module, backend: str = "auto") -> None:
         self.block, self.backend = block, backend
+        # A class set since may have another forward. FSDP sets one that inherits it.
+        self._source = type(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_plain(*args, **kwargs):
+        if type(self.block).forward is self._source.forward and self._is_plain(*args, **kwargs):
             return self._forward(*args, **kwargs)
         return type(self.block).forward(self.block, *args, **kwargs)
 
@@ -87,18 +91,68 @@ class BlockForward:
         raise NotImplementedError
 
 
+_PLAIN = frozenset((nn.Parameter, Tensor, type(None)))
+
+
 def source_class(module: nn.Module) -> type[nn.Module]:
-    """The class of `module`, or of what it stands in for."""
-    return module._source_class if isinstance(module, FusedModule) else type(module)
+    """The exact class of `module`, or of what it stands in for."""
+    # A class set since, as a parametrization does, is no drop-in of ours.
+    return module._source_class if module.__dict__.get("_fused_class") is type(module) else type(module)
+
+
+def full_name(cls: type) -> str:
+    """ "transformers.models.t5.modeling_t5.T5LayerNorm", say: how a class is named without importing it."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def runs_untouched(module: nn.Module, expected: type[nn.Module]) -> bool:
-    """Whether calling `module` means no more than `expected.forward` on its parameters.
+    """Whether calling `module` means no more than `expected.forward` on plain tensors.
 
-    False when it is another class (an adapter, a quantised or parametrised leaf), carries forward or backward hooks, or
-    has had its forward replaced on the instance (as accelerate's offloading does).
+    Asked in each call by whatever reads the weights of a module inside it, or does not call it. False when the module
+    is of another class (an adapter, a subclass, a quantised or parametrised leaf); when it carries forward or backward
+    hooks, or every module does; when its forward has been replaced on the instance (as accelerate's offloading does);
+    when its weights are of a subclass of Tensor.
     """
-    return type(module) is expected and not has_hooks(module) and "forward" not in module.__dict__
+    return (
+        type(module) is expected
+        and not has_hooks(module)
+        and "forward" not in module.__dict__
+        and has_plain_weights(module)
+        and not nn.modules.module._has_any_global_hook()
+    )
+
+
+def untouched_reasons(module: Any, names: Collection[str]) -> list[str]:
+    """Why calling `module` means more than the forward of a class, for a plan; see `runs_untouched`.
+
+    Args:
+        names: full names of the classes that it may have itself, or that it may stand in for.
+    """
+    if not isinstance(module, nn.Module) or full_name(source_class(module)) not in names:
+        return [f"it is a {full_name(type(module))}"]
+    reasons = []
+    if has_hooks(module):
+        reasons.append("it carries hooks")
+    if "forward" in module.__dict__:
+        reasons.append("its forward has been replaced on the instance")
+    if not has_plain_weights(module):
+        reasons.append("its weights are of a tensor subclass, such as sharded or quantised ones")
+    return reasons
+
+
+def has_plain_weights(module: nn.Module) -> bool:
+    """Whether the module's own tensors are of no subclass of Tensor, which kernels could not read."""
+    state = module.__dict__
+    if "weight" in state:
+        return False  # beside the parameters, where nothing follows it
+    return _PLAIN.issuperset(map(type, state["_parameters"].values())) and _PLAIN.issuperset(
+        map(type, state["_buffers"].values())
+    )
+
+
+def is_plain(tensor: Tensor | None) -> bool:
+    """Whether it is of no subclass of Tensor but Parameter."""
+    return type(tensor) in _PLAIN
 
 
 def has_hooks(module: nn.Module) -> bool:

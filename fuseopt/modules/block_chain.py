@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fuseopt.modules.chain_work import ChainedForward, ChainState, ChainWork, Inputs, passed
 from fuseopt.modules.cuda_graphs import Captures
 from fuseopt.modules.kept_cache import is_empty_cache
-from fuseopt.modules.structure import CONSTANTS, Watch, modules_below
+from fuseopt.modules.structure import CONSTANTS, Watch, is_without_parameters, modules_below
 from fuseopt.ops.library import is_unobserved
 from fuseopt.references import weak_attribute
 
@@ -215,8 +215,10 @@ class BlockChain:
             return None
         if any(parameter.device != hidden.device for parameter in parameters):
             return None
-        watch = Watch([self.stack, *modules_below(container)], parameters, (*CONSTANTS, *forward.read))
-        if not watch.is_unchanged():
+        modules = modules_below(container)
+        watch = Watch([self.stack, *modules], parameters, (*CONSTANTS, *forward.read))
+        # Of weights that are no parameters nothing would tell where they are.
+        if not watch.is_unchanged() or any(map(is_without_parameters, modules)):
             return None
         self._forwards = forwards
         with self._captures.in_stream_order(hidden.device), torch.inference_mode(False), torch.no_grad():

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fuseopt import ops
-from fuseopt.modules.base import FusedModule, has_hooks, runs_untouched, source_class
+from fuseopt.modules.base import FusedModule, runs_untouched, source_class
 from fuseopt.modules.residual import GPT2BlockForward, ResidualForward, T5BlockForward
 from fuseopt.ops.philox import draw_seed
 
@@ -62,20 +62,35 @@ class DropoutAddForward(ResidualForward):
 
     def _has_plain_norms(self) -> bool:
         return all(
-            source_class(norm) is expected and not has_hooks(norm) and "forward" not in norm.__dict__
+            source_class(norm) is expected and runs_untouched(norm, type(norm))
             for norm, expected in zip(self.norms(self.block), self._norm_classes, strict=True)
         )
 
 
 class GPT2DropoutAddForward(DropoutAddForward, GPT2BlockForward):
-    """GPT2Block: dropout and add of each attention with ln_cross_attn or ln_2. Returns [batch, length, hidden]."""
+    """GPT2Block: dropout and add of each attention with ln_cross_attn or ln_2. Returns [batch, length, hidden].
+
+    Nor is an attention plain that carries hooks or is of another class: its dropout, which is put off until it has
+    returned, need not be the last that it does.
+    """
 
     dropout = DeferredDropout
 
+    def __init__(self, block: nn.Module, backend: str = "auto") -> None:
+        super().__init__(block, backend)
+        self._attention_class = type(block.attn)
+
     @classmethod
     def dropouts(cls, block: nn.Module) -> list[nn.Module]:
-        attentions = [block.attn, block.crossattention] if hasattr(block, "crossattention") else [block.attn]
-        return [attention.resid_dropout for attention in attentions]
+        return [attention.resid_dropout for attention in cls._attentions(block)]
+
+    @classmethod
+    def _attentions(cls, block: Any) -> list[nn.Module]:
+        return [block.attn, block.crossattention] if hasattr(block, "crossattention") else [block.attn]
+
+    def _is_plain(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> bool:
+        untouched = all(runs_untouched(each, self._attention_class) for each in self._attentions(self.block))
+        return untouched and super()._is_plain(hidden_states, *args, **kwargs)
 
     def _attend(
         self, attention: nn.Module, norm: nn.Module, residual: Tensor, *args: Any, **kwargs: Any

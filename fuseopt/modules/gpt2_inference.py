@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
+from fuseopt.modules.base import full_name, source_class
 from fuseopt.modules.block_chain import BlockChain, Inputs
 from fuseopt.modules.causal_attention import CausalStackForward
+from fuseopt.modules.children import GPT2_CHILDREN, Children
 from fuseopt.modules.inference_blocks import (
     HALVES,
     InferenceForward,
     StackForward,
     attention_function,
-    full_name,
     sdpa_attention_function,
 )
 from fuseopt.modules.structure import is_special, modules_below, only_captures_outputs
@@ -48,11 +49,11 @@ class GPT2InferenceForward(InferenceForward):
         block: nn.Module,
         backend: str = "auto",
         *,
-        classes: Collection[str] = (),
+        children: Children = GPT2_CHILDREN,
         tanh_gelus: Collection[str] = (),
         chain: BlockChain | None = None,
     ) -> None:
-        super().__init__(block, backend, classes=classes, chain=chain)
+        super().__init__(block, backend, children=children, chain=chain)
         self.tanh_gelus = tanh_gelus
 
     def __call__(
@@ -158,7 +159,7 @@ class GPT2InferenceForward(InferenceForward):
 
     def _activated(self, normed: Tensor) -> Tensor:
         mlp: Any = self.block.mlp
-        if normed.is_cuda and normed.dtype in HALVES and full_name(mlp.act) in self.tanh_gelus:
+        if normed.is_cuda and normed.dtype in HALVES and full_name(source_class(mlp.act)) in self.tanh_gelus:
             return self._product(normed, mlp.c_fc.weight, mlp.c_fc.bias, "gelu_tanh")
         return mlp.act(self._layer(normed, mlp.c_fc))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
 import torch
@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from fuseopt import ops
 from fuseopt.modules.base import BlockForward, source_class
 from fuseopt.modules.block_chain import BlockChain
+from fuseopt.modules.children import Children, unexpected_modules
 from fuseopt.modules.structure import Structure, modules_below
 from fuseopt.ops.tuned_matmul import ACTIVATIONS, is_fast
 from fuseopt.references import refer, weak_attribute
-
-_ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -30,7 +29,7 @@ class InferenceForward(BlockForward):
 
     Args:
         block: a module of the class that the subclass is written for.
-        classes: full names of the classes that the modules inside may have, beside activations.
+        children: the classes that the modules inside must have.
         chain: what may run all blocks of the stack at once.
     """
 
@@ -44,11 +43,11 @@ class InferenceForward(BlockForward):
         block: nn.Module,
         backend: str = "auto",
         *,
-        classes: Collection[str] = (),
+        children: Children,
         chain: BlockChain | None = None,
     ) -> None:
         super().__init__(block, backend)
-        self.classes, self._chain = classes, refer(chain)
+        self.children, self._chain = children, refer(chain)
         self._structure: Structure | None = None
         self._is_known = False
 
@@ -98,7 +97,7 @@ class InferenceForward(BlockForward):
         """Whether calling the block means no more than the forwards of its class, and of known classes inside."""
         if self._structure is None or not self._structure.is_unchanged():
             self._structure = Structure(modules_below(self.block))
-            self._is_known = not unknown_modules(self.block, self.classes) and not any(
+            self._is_known = next(unexpected_modules(self.block, self.children), None) is None and not any(
                 "forward" in state for state in self._structure.states
             )
         # Hooks on the block itself run around its forward, whichever that is.
@@ -184,21 +183,6 @@ class StackForward:
     def _of_tokens(self, input_ids: Tensor, *, use_cache: bool | None = None, **kwargs: Any) -> Any:
         """What the class's forward returns, or None where that has to run."""
         raise NotImplementedError
-
-
-def unknown_modules(block: nn.Module, classes: Collection[str]) -> list[str]:
-    """The modules inside `block` that are neither of `classes` nor activations, each with its class."""
-    return [
-        f"{path} ({type(module).__name__})"
-        for path, module in block.named_modules()
-        if module is not block and full_name(module) not in classes and not full_name(module).startswith(_ACTIVATIONS)
-    ]
-
-
-def full_name(module: nn.Module) -> str:
-    """Of the class of `module`, or of what it stands in for."""
-    source = source_class(module)
-    return f"{source.__module__}.{source.__qualname__}"
 
 
 def attention_function(module: nn.Module, config: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:

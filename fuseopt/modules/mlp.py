@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ class FusedMLP(FusedModule):
     """GPT-2's feed-forward: c_fc, activation, c_proj, dropout, with c_fc's bias added inside the activation.
 
     The bias is folded in float32 only: in half precision the product would be rounded once more than in the source,
-    before the bias is added. A child that is not the plain class it was (an adapter, a quantised leaf) or that carries
-    hooks is called as the source calls it.
+    before the bias is added. A `c_fc` that is no plain Conv1D (an adapter, a quantised leaf, one with hooks) is called
+    as the source calls it; with such an activation the source's own forward runs.
 
     forward: `hidden_states` [..., hidden] of any floating dtype -> [..., hidden], same dtype.
     """
@@ -27,13 +27,18 @@ class FusedMLP(FusedModule):
         return python_formula_reasons(source.act)
 
     def _configure(  # type: ignore[override]
-        self, *, activation: Callable[[Tensor], Tensor], bias_activation: Callable[[Tensor, Tensor], Tensor]
+        self,
+        *,
+        activation: Callable[[Tensor], Tensor],
+        bias_activation: Callable[[Tensor, Tensor], Tensor],
+        reads: Mapping[str, type[nn.Module]],
     ) -> None:
         self.activation, self.bias_activation = activation, bias_activation
-        self._linear_class, self._activation_class = type(self.c_fc), type(self.act)
+        self._linear_class = reads["c_fc"]
+        self._activation = _Activation(self.act)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if not runs_untouched(self.act, self._activation_class):
+        if not self._activation.is_untouched(self.act):
             return self._source_forward(hidden_states)
         if self._folds_bias(hidden_states):
             hidden_states = self.bias_activation(torch.matmul(hidden_states, self.c_fc.weight), self.c_fc.bias)
@@ -82,10 +87,10 @@ class FusedGatedMLP(FusedModule):
         self._act, self._gate, self._up, self._down, self._dropout = act, gate, up, down, dropout
         self._keeps_down_dtype, self.float32_under_autocast = keeps_down_dtype, float32_under_autocast
         self.gated_activation = gated_activation
-        self._activation_class = type(getattr(self, act))
+        self._activation = _Activation(getattr(self, act))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if not runs_untouched(getattr(self, self._act), self._activation_class):
+        if not self._activation.is_untouched(getattr(self, self._act)):
             return self._source_forward(hidden_states)
         gate = getattr(self, self._gate)(hidden_states)
         if self._up is None:
@@ -102,3 +107,13 @@ class FusedGatedMLP(FusedModule):
             if isinstance(weight, Tensor) and weight.dtype not in (hidden_states.dtype, torch.int8):
                 hidden_states = hidden_states.to(weight.dtype)
         return down(hidden_states)
+
+
+class _Activation:
+    """What a plan found an activation to be, which is then left out: its class, and which GELU a torch.nn.GELU is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._class, self._approximate = type(module), getattr(module, "approximate", None)
+
+    def is_untouched(self, module: nn.Module) -> bool:
+        return runs_untouched(module, self._class) and getattr(module, "approximate", None) == self._approximate

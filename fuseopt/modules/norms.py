@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
-from fuseopt.modules.base import FusedModule
+from fuseopt.modules.base import FusedModule, is_plain
 
 
 class FusedRMSNorm(FusedModule):
@@ -38,11 +38,12 @@ class FusedRMSNorm(FusedModule):
         return reasons
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if self.autocasts and torch.is_autocast_enabled(hidden_states.device.type):
+        weight = self.weight
+        if not is_plain(weight) or (self.autocasts and torch.is_autocast_enabled(hidden_states.device.type)):
             return self._source_forward(hidden_states)
         return ops.rms_norm(
             hidden_states,
-            self.weight,
+            weight,
             getattr(self, self._eps_name),
             offset=self.offset,
             cast_order=self.cast_order,
@@ -76,7 +77,10 @@ class FusedLayerNorm(FusedModule):
         self.backend = backend
 
     def forward(self, input: Tensor) -> Tensor:
-        return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, backend=self.backend)
+        weight, bias = self.weight, self.bias
+        if not (is_plain(weight) and is_plain(bias)):
+            return self._source_forward(input)
+        return ops.layer_norm(input, self.normalized_shape, weight, bias, self.eps, backend=self.backend)
 
     def add(self, input: Tensor, residual: Tensor, backend: str) -> tuple[Tensor, Tensor]:
         """`sum = input + residual` and `forward(sum)` in one pass: (norm, sum); see `fuseopt.ops.add_layer_norm`.

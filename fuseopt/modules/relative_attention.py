@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
-from fuseopt.modules.base import FusedModule
+from fuseopt.modules.base import FusedModule, source_class
 from fuseopt.ops.philox import draw_seed
 from fuseopt.references import weak_attribute
 
@@ -16,7 +16,10 @@ _IMPLEMENTATIONS = ("eager", "sdpa")
 
 
 class SeenKeys(NamedTuple):
-    """Attention masks [batch, length] that a stack was given, not 0 for keys that are seen; None: all are."""
+    """Attention masks that a stack was given: [batch, length], not 0 for keys that are seen; None: all are.
+
+    A mask of other dimensions is in the arguments of an attention as it was given.
+    """
 
     own: Tensor | None
     encoder: Tensor | None
@@ -28,20 +31,23 @@ class RelativeStackForward:
     The class's own makes a mask [batch, 1, length, length] of them, or for a trace even of none. That rules out leaving
     the future out; attentions that are not `FusedRelativeAttention` still get it.
 
+    Its attentions are told only while it consists of the classes that it was made with: another may take no further
+    arguments, or no position bias of another form.
+
     It belongs to one stack and is copied and pickled with it.
     """
 
     stack = weak_attribute("stack")
 
     def __init__(self, stack: nn.Module) -> None:
-        self.stack = stack
+        self.stack, self._classes = stack, _classes_inside(stack)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack: Any = self.stack
         masks = SeenKeys(kwargs.get("attention_mask"), kwargs.get("encoder_attention_mask"))
-        plain = all(mask is None or mask.dim() == 2 for mask in masks)
         # Of arguments by position only the first is known to be no mask.
-        if plain and len(args) < 2 and stack.config._attn_implementation in _IMPLEMENTATIONS:
+        known = len(args) < 2 and stack.config._attn_implementation in _IMPLEMENTATIONS
+        if known and _classes_inside(stack) <= self._classes and _are_alike(stack):
             kwargs["seen_keys"] = masks
         return type(stack).forward(stack, *args, **kwargs)
 
@@ -54,9 +60,9 @@ class FusedRelativeAttention(FusedModule):
     the source's matrix [1, heads, length, length]. So all self-attentions of a stack are exchanged together. Anything
     that a matrix was given to falls back. Cross-attention has no bias, where the source makes a matrix of zeros.
 
-    The source's own forward runs where attentions are asked for, with a static cache or one that holds tokens, with an
-    attention implementation other than "eager" and "sdpa", and for masks that are no tensors; with `training_only` in
-    eval mode too.
+    The source's own forward runs where the stack does not hand on its masks, which says that all are of this class;
+    where attentions are asked for, with a static cache or one that holds tokens, with an attention implementation other
+    than "eager" and "sdpa", and for masks that are no tensors; with `training_only` in eval mode too.
 
     forward: `hidden_states` [batch, length, hidden] -> (the same shape, position bias or None, None).
     """
@@ -79,7 +85,7 @@ class FusedRelativeAttention(FusedModule):
             past_key_values, "cross_attention_cache" if crosses else "self_attention_cache", past_key_values
         )
         states = hidden_states if key_value_states is None else key_value_states
-        is_left = self.training_only and not self.training
+        is_left = seen_keys is None or (self.training_only and not self.training)
         if is_left or not self._is_plain(mask, crosses, position_bias, cache, kwargs):
             if position_bias is not None and position_bias.dim() == 2:
                 position_bias = _matrix(position_bias, hidden_states.shape[1])
@@ -146,6 +152,22 @@ class FusedRelativeAttention(FusedModule):
     def _heads(self, projected: Tensor) -> Tensor:
         """[batch, length, heads * size] -> [batch, heads, length, size], a view."""
         return projected.view(*projected.shape[:-1], -1, self.key_value_proj_dim).transpose(1, 2)
+
+
+def _classes_inside(stack: Any) -> set[type[nn.Module]]:
+    """Of what the arguments of its blocks pass through."""
+    classes: set[type[nn.Module]] = set()
+    for block in stack.block:
+        layers = list(getattr(block, "layer", ()))
+        classes.update(map(type, (block, *layers)))
+        attentions = (layer._modules.get(name) for layer in layers for name in ("SelfAttention", "EncDecAttention"))
+        classes.update(source_class(attention) for attention in attentions if attention is not None)
+    return classes
+
+
+def _are_alike(stack: Any) -> bool:
+    """Whether all self-attentions hand on and take a position bias of one form."""
+    return len({type(block.layer[0].SelfAttention) for block in stack.block}) == 1
 
 
 def distance_buckets(attention: Any, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fuseopt.modules.base import BlockForward, FusedModule, has_hooks, runs_untouched
+from fuseopt.modules.base import BlockForward, FusedModule, runs_untouched
 from fuseopt.modules.norms import FusedLayerNorm, FusedRMSNorm
 
 
@@ -113,12 +113,6 @@ class T5BlockForward(ResidualForward):
     @classmethod
     def norms(cls, block: nn.Module) -> list[nn.Module]:
         return [layer.layer_norm for layer in block.layer[1:]]
-
-    @classmethod
-    def not_supported_reasons(cls, block: nn.Module) -> list[str]:
-        if any(has_hooks(layer) or "forward" in layer.__dict__ for layer in block.layer):
-            return ["one of its layers carries hooks or another forward, which would be passed by"]
-        return []
 
     def _is_plain(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> bool:
         layers = self.block.layer

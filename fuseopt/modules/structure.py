@@ -13,7 +13,7 @@ from torch import nn
 
 from fuseopt import native
 
-CONSTANTS = ("eps", "variance_epsilon", "scaling", "is_causal")
+CONSTANTS = ("eps", "variance_epsilon", "scaling", "is_causal", "max_norm")
 """Plain attributes of modules that what goes past their forwards reads."""
 
 _SPECIAL = ("training", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -153,6 +153,14 @@ def parameters_below(*roots: nn.Module) -> list[nn.Parameter]:
 def is_special(module: nn.Module) -> bool:
     """Whether `module` is in training mode or carries hooks."""
     return _has_true([module.__dict__], _SPECIAL)
+
+
+def is_without_parameters(module: nn.Module) -> bool:
+    """Whether `module`, without modules inside, has its weights elsewhere than in Parameters, or writes to them."""
+    state = module.__dict__
+    if state["_modules"]:
+        return False
+    return bool(state["_buffers"]) or "weight" in state or state.get("max_norm") is not None
 
 
 def only_captures_outputs(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fuseopt import ops
 from fuseopt.modules.base import source_class
-from fuseopt.modules.block_chain import Inputs
+from fuseopt.modules.block_chain import BlockChain, Inputs
 from fuseopt.modules.inference_blocks import (
     InferenceForward,
     StackForward,
@@ -212,8 +212,12 @@ class T5StackForward(StackForward):
     def report_lines(self) -> tuple[str, ...]:
         return self.chain.report_lines("decoder blocks" if self.stack.is_decoder else "encoder blocks")
 
+    def __init__(self, stack: nn.Module, chain: BlockChain) -> None:
+        super().__init__(stack, chain)
+        self._told = RelativeStackForward(stack)
+
     def _class_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return RelativeStackForward(self.stack)(*args, **kwargs)
+        return self._told(*args, **kwargs)
 
     def _of_tokens(
         self,

@@ -11,7 +11,7 @@ from torch import nn
 from fuseopt.models import ModelPolicy, Rule, full_name
 from fuseopt.modules import FusedLinearCrossEntropy, FusedLMHead, FusedModule
 from fuseopt.plan import ModelIndex, Replacement, Skip
-from fuseopt.strategies.propose import Offer, replacement, skip
+from fuseopt.strategies.propose import Offer, replacement, skip, weight_reasons
 
 _LINEAR = full_name(nn.Linear)
 
@@ -74,7 +74,7 @@ def _propose(
         reasons.append(f"its model is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ")
     if not candidate.is_exactly(_LINEAR):
         reasons.append("it is no torch.nn.Linear")
-    reasons = reasons or target.not_supported_reasons(head)
+    reasons = reasons or weight_reasons(head) or target.not_supported_reasons(head)
     if reasons:
         return skip(candidate.sites, candidate.class_name, target.__name__, offer, "; ".join(reasons))
     reason = f"{type(model).__name__} {reason}"

@@ -9,7 +9,8 @@ from fuseopt import modules
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.modules import block_chain
 from fuseopt.modules.block_chain import BlockChain
-from fuseopt.modules.inference_blocks import InferenceForward, unknown_modules
+from fuseopt.modules.children import unexpected_modules
+from fuseopt.modules.inference_blocks import InferenceForward
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
 from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip
 
@@ -79,7 +80,8 @@ def _not_supported_reasons(candidate: Candidate, rule: Rule, backend: str, on_gp
         return [_NOT_ON_GPU]
     # Hooks on the block run around its forward, whichever that is.
     reasons = ["its forward has been replaced on the instance"] if "forward" in candidate.module.__dict__ else []
-    unknown = unknown_modules(candidate.module, rule.options["classes"])
-    if unknown:
-        reasons.append(f"the policy does not name the classes of {', '.join(unknown)}")
+    unexpected = unexpected_modules(candidate.module, rule.options["children"])
+    others = [f"{path} ({type(module).__name__})" for path, module in unexpected]
+    if others:
+        reasons.append(f"the policy does not name the classes of {', '.join(others)}")
     return reasons or target.backend_reasons(candidate.module, backend)

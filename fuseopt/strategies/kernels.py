@@ -177,7 +177,9 @@ def _propose_bias_gelu(
         gelu = child_rule(candidate, "act", policy.kernels, "FusedGELU")
         if gelu is None:
             return f"its activation is no GELU but {type(candidate.module.act).__name__}"
-        run = functools.partial(ops.gelu, approximate=gelu.options.get("approximate", "none"), backend=backend)
+        # torch.nn.GELU is of either kind.
+        approximate = gelu.options.get("approximate") or candidate.module.act.approximate
+        run = functools.partial(ops.gelu, approximate=approximate, backend=backend)
         return {"activation": run, "bias_activation": run}
 
     for rule in policy.regions:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from fuseopt import modules, native
 from fuseopt.models import Rule
-from fuseopt.modules.base import FusedModule
+from fuseopt.modules.base import FusedModule, has_plain_weights, untouched_reasons
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
 
 
@@ -116,16 +119,43 @@ def _propose(
     if isinstance(options, str):
         return skip(candidate.sites, candidate.class_name, rule.target, offer, options)
     target: type[FusedModule] = getattr(modules, rule.target)
-    reasons = candidate.blocked_reasons() + target.not_supported_reasons(candidate.module)
+    reasons = candidate.blocked_reasons() + weight_reasons(candidate.module)
+    absorbed = [index.candidate(getattr(candidate.module, child)) for child in rule.absorbs]
+    reasons += [f"its {inner.sites[0].name}: {reason}" for inner in absorbed for reason in inner.blocked_reasons()]
+    reasons += target.not_supported_reasons(candidate.module)
     if reasons:
         return skip(candidate.sites, candidate.class_name, rule.target, offer, "; ".join(reasons))
-    absorbed = (index.candidate(getattr(candidate.module, child)) for child in rule.absorbs)
+    if rule.reads:
+        options = {**options, "reads": {name: _class_named(of) for name, (of,) in rule.reads.items()}}
+    called = [f"{name} is called as the source calls it: {why}" for name, why in touched(candidate, rule)]
     return replacement(
         candidate.sites,
         candidate.class_name,
         rule.target,
         offer,
-        "exactly the class that the policy names",
+        "; ".join(("exactly the class that the policy names", *called)),
         functools.partial(target.from_module, candidate.module, **options),
         absorbs=tuple(site for inner in absorbed for site in inner.sites),
     )
+
+
+def touched(candidate: Candidate, rule: Rule) -> Iterator[tuple[str, str]]:
+    """The modules inside that a rule's target reads, or goes past, but that are more than their classes; and why."""
+    for path, names in rule.reads.items():
+        module: Any = candidate.module
+        for name in path.split("."):
+            module = getattr(module, name, None)
+        if module is not None:
+            yield from ((path, reason) for reason in untouched_reasons(module, names))
+
+
+def weight_reasons(module: nn.Module) -> list[str]:
+    """Why the ops cannot read a module's own weights."""
+    return [] if has_plain_weights(module) else ["its weights are of a tensor subclass, such as quantised ones"]
+
+
+def _class_named(name: str) -> type[nn.Module]:
+    """Of a module that the model's own has imported."""
+    module, _, attribute = name.rpartition(".")
+    named: type[nn.Module] = getattr(sys.modules[module], attribute)
+    return named

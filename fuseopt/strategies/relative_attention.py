@@ -10,6 +10,7 @@ from torch import nn
 
 from fuseopt.models import ModelPolicy, Rule
 from fuseopt.modules import FusedRelativeAttention, RelativeStackForward
+from fuseopt.modules.children import unexpected_modules
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
 from fuseopt.strategies.propose import (
     PAYS_ON_GPU,
@@ -44,13 +45,14 @@ def propose(
 def _propose_stack(
     index: ModelIndex, stack: Candidate, rule: Rule, offer: Offer, options: Mapping[str, Any]
 ) -> Iterator[Replacement | Skip]:
+    reason = _stack_reason(stack, rule)
+    if reason is not None:
+        yield skip(forward_sites(stack), forward_name(stack), _TARGET, offer, reason)
+        return
     attentions = [index.candidate(block.layer[0].SelfAttention) for block in stack.module.block]
     reasons = [_not_supported_reasons(attention, rule) for attention in attentions]
-    crossing = stack.is_exactly(rule.source) and stack.module.is_decoder
-    others = [index.candidate(block.layer[1].EncDecAttention) for block in stack.module.block if crossing]
-    if not stack.is_exactly(rule.source):
-        name = rule.source.rpartition(".")[2]
-        reasons = [[f"its stack is a subclass of {name}, so its forward may differ"] for _ in attentions]
+    crossing = stack.module.block if stack.module.is_decoder else ()
+    others = [index.candidate(block.layer[1].EncDecAttention) for block in crossing]
     blocked = next((a.sites[0].path for a, found in zip(attentions, reasons, strict=True) if found), None)
     for attention, found in zip(attentions, reasons, strict=True):
         if blocked is None:
@@ -70,10 +72,24 @@ def _propose_stack(
         yield _tell(stack, offer)
 
 
-def _tell(stack: Candidate, offer: Offer) -> Replacement | Skip:
-    sites, name, target = forward_sites(stack), forward_name(stack), RelativeStackForward.__name__
+def _stack_reason(stack: Candidate, rule: Rule) -> str | None:
+    """Why the attentions of a stack could not be told of masks, or could not be found."""
+    if not stack.is_exactly(rule.source):
+        return f"it is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ"
     if "forward" in stack.module.__dict__:
-        return skip(sites, name, target, offer, "its forward has been replaced on the instance")
+        return "its forward has been replaced on the instance"
+    # What is inside attentions, and beside them, does as it likes.
+    others = [found for found in unexpected_modules(stack.module, rule.options["children"]) if _is_on_the_way(found[0])]
+    return f"its {others[0][0]} is a {type(others[0][1]).__name__}" if others else None
+
+
+def _is_on_the_way(path: str) -> bool:
+    """Whether what a stack gives its blocks passes through it."""
+    return path.split(".")[0] == "block" and len(path.split(".")) <= 4
+
+
+def _tell(stack: Candidate, offer: Offer) -> Replacement:
+    sites, name, target = forward_sites(stack), forward_name(stack), RelativeStackForward.__name__
     build = functools.partial(RelativeStackForward, stack.module)
     return replacement(sites, name, target, offer, "hands its attentions the masks that it is given", build)
 

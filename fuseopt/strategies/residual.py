@@ -10,7 +10,7 @@ from fuseopt.models import ModelPolicy, Rule
 from fuseopt.modules.dropout_add import DeferredDropout, DropoutAddForward
 from fuseopt.modules.residual import ResidualForward
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
-from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip
+from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip, touched, weight_reasons
 
 _NAMED = "exactly the class that the policy names"
 
@@ -49,7 +49,7 @@ def _propose_blocks(
         for candidate in index.of_class(rule.source):
             found = True
             if candidate.is_exactly(rule.source):
-                yield _propose(index, policy, candidate, target, offer, backend, reason)
+                yield _propose(index, policy, candidate, rule, offer, backend, reason)
             else:
                 subclass = f"it is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ"
                 yield skip(forward_sites(candidate), forward_name(candidate), target.__name__, offer, subclass)
@@ -63,20 +63,23 @@ def _propose(
     index: ModelIndex,
     policy: ModelPolicy,
     candidate: Candidate,
-    target: type[ResidualForward],
+    rule: Rule,
     offer: Offer,
     backend: str,
     reason: str,
 ) -> Replacement | Skip:
     block, sites = candidate.module, forward_sites(candidate)
+    target: type[ResidualForward] = getattr(modules, rule.target)
     # Hooks on the block itself run around its forward, whichever that is.
     reasons = ["its forward has been replaced on the instance"] if "forward" in block.__dict__ else []
-    reasons += target.not_supported_reasons(block)
-    for norm in target.norms(block):
+    reasons += [f"its {path}: {why}" for path, why in touched(candidate, rule)]
+    # With another class inside it may not have the modules that these look for.
+    reasons = reasons or target.not_supported_reasons(block)
+    for norm in () if reasons else target.norms(block):
         inner = index.candidate(norm)
         if not any(rule.target == target.norm.__name__ and rule.names(type(norm)) for rule in policy.kernels):
             reasons.append(f"its {inner.sites[0].name} is a {inner.class_name}, which the policy does not name")
-        blocked = inner.blocked_reasons() + target.norm.not_supported_reasons(norm)
+        blocked = inner.blocked_reasons() + weight_reasons(norm) + target.norm.not_supported_reasons(norm)
         reasons += [f"its {inner.sites[0].name}: {of_norm}" for of_norm in blocked]
     if reasons:
         return skip(sites, forward_name(candidate), target.__name__, offer, "; ".join(reasons))

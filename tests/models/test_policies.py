@@ -45,7 +45,13 @@ DROPOUT_ADD = [rule.source for policy in (GPT2, T5) for rule in policy.dropout_a
 ROTARY = {rule.source: rule for rule in COMMON.rotary_attentions}
 BLOCKS = {rule.source: rule for policy in (GPT2, T5) for rule in policy.inference_blocks}
 STACKS = {rule.source: rule for policy in (GPT2, T5) for rule in policy.stacks}
-IN_BLOCKS = dict.fromkeys(name for rule in BLOCKS.values() for name in rule.options["classes"])
+IN_BLOCKS = dict.fromkeys(
+    name
+    for rule in BLOCKS.values()
+    for source, places in rule.options["children"].items()
+    for name in (source, *(name for names in places.values() for name in names))
+    if not name.endswith(".")
+)
 HEADS = {rule.source: rule for policy in (GPT2, T5, COMMON) for rule in policy.heads}
 
 

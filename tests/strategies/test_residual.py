@@ -303,7 +303,7 @@ def test_what_stays_and_why():
     assert "replaced on the instance" in skip_reason(model, GPT2)
     model = tiny.t5()
     model.encoder.block[0].layer[1].register_forward_hook(lambda *_: None)
-    assert "one of its layers carries hooks" in skip_reason(model, T5)
+    assert "its layer.1: it carries hooks" in skip_reason(model, T5)
 
 
 def test_a_backend_that_has_no_such_op_is_replaced_with_the_reason():

@@ -1,0 +1,122 @@
+"""Which exact class each child of a module has in GPT-2 and T5, and what below a module is of another class.
+
+Whatever reads the weights of modules inside it, or does not call them, takes them for these classes: a Dropout where
+another was made is left out in eval mode, and a Linear is not a Conv1D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+
+from torch import nn
+
+from fuseopt.modules.base import full_name, source_class
+
+Children = Mapping[str, Mapping[str, tuple[str, ...]]]
+"""Full name of a class -> names of its children -> full names of the classes that each may have.
+
+A name that ends in a dot stands for every class of that module. Children of a ModuleList are those of the module that
+has it: "layer.1", or "layer.*" for all.
+"""
+
+ACTIVATIONS = ("transformers.activations.", "torch.nn.modules.activation.")
+MODULE_LIST = "torch.nn.modules.container.ModuleList"
+LINEAR = "torch.nn.modules.linear.Linear"
+CONV1D = "transformers.pytorch_utils.Conv1D"
+_LAYER_NORM = "torch.nn.modules.normalization.LayerNorm"
+_EMBEDDING = "torch.nn.modules.sparse.Embedding"
+_DROPOUT = "torch.nn.modules.dropout.Dropout"
+_GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2"
+
+
+def _children(**classes: str | tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    return {name: (of,) if isinstance(of, str) else of for name, of in classes.items()}
+
+
+GPT2_CHILDREN: Children = {
+    f"{_GPT2}LMHeadModel": _children(transformer=f"{_GPT2}Model", lm_head=LINEAR),
+    f"{_GPT2}Model": _children(wte=_EMBEDDING, wpe=_EMBEDDING, drop=_DROPOUT, h=MODULE_LIST, ln_f=_LAYER_NORM)
+    | {"h.*": (f"{_GPT2}Block",)},
+    f"{_GPT2}Block": _children(
+        ln_1=_LAYER_NORM,
+        attn=f"{_GPT2}Attention",
+        ln_2=_LAYER_NORM,
+        crossattention=f"{_GPT2}Attention",
+        ln_cross_attn=_LAYER_NORM,
+        mlp=f"{_GPT2}MLP",
+    ),
+    f"{_GPT2}Attention": _children(
+        c_attn=CONV1D, q_attn=CONV1D, c_proj=CONV1D, attn_dropout=_DROPOUT, resid_dropout=_DROPOUT
+    ),
+    f"{_GPT2}MLP": _children(c_fc=CONV1D, c_proj=CONV1D, act=ACTIVATIONS, dropout=_DROPOUT),
+}
+
+
+def t5_children(prefix: str) -> Children:
+    """Of T5 and those that have its classes under other names, as "transformers.models.t5.modeling_t5.T5"."""
+    norm, attention = f"{prefix}LayerNorm", f"{prefix}Attention"
+    feed_forwards = (f"{prefix}DenseActDense", f"{prefix}DenseGatedActDense")
+    own, cross, last = (f"{prefix}Layer{kind}" for kind in ("SelfAttention", "CrossAttention", "FF"))
+    inner = {"layer_norm": norm, "dropout": _DROPOUT}
+    return {
+        f"{prefix}ForConditionalGeneration": _children(
+            shared=_EMBEDDING, encoder=f"{prefix}Stack", decoder=f"{prefix}Stack", lm_head=LINEAR
+        ),
+        f"{prefix}Stack": _children(embed_tokens=_EMBEDDING, block=MODULE_LIST, final_layer_norm=norm, dropout=_DROPOUT)
+        | {"block.*": (f"{prefix}Block",)},
+        f"{prefix}Block": {
+            "layer": (MODULE_LIST,),
+            "layer.0": (own,),
+            "layer.1": (cross, last),
+            "layer.2": (last,),
+        },
+        own: _children(SelfAttention=attention, **inner),
+        cross: _children(EncDecAttention=attention, **inner),
+        last: _children(DenseReluDense=feed_forwards, **inner),
+        attention: _children(q=LINEAR, k=LINEAR, v=LINEAR, o=LINEAR, relative_attention_bias=_EMBEDDING),
+        feed_forwards[0]: _children(wi=LINEAR, wo=LINEAR, act=ACTIVATIONS, dropout=_DROPOUT),
+        feed_forwards[1]: _children(wi_0=LINEAR, wi_1=LINEAR, wo=LINEAR, act=ACTIVATIONS, dropout=_DROPOUT),
+    }
+
+
+def unexpected_modules(
+    module: nn.Module, children: Children, roots: Sequence[nn.Module] | None = None
+) -> Iterator[tuple[str, object]]:
+    """What stands below `module`, by its path, where its class has something else, or nothing; not what is below that.
+
+    Args:
+        roots: its children that are to be looked at, or all.
+    """
+    expected = children.get(_name_of(source_class(module)), {})
+    state = module.__dict__
+    for name, child in state["_modules"].items():
+        if child is not None and (roots is None or any(child is root for root in roots)):
+            yield from _unexpected(name, child, expected.get(name, ()), expected, children)
+    for name in expected:
+        if name in state:
+            yield name, state[name]
+
+
+def _unexpected(
+    name: str,
+    child: nn.Module,
+    names: tuple[str, ...],
+    siblings: Mapping[str, tuple[str, ...]],
+    children: Children,
+) -> Iterator[tuple[str, object]]:
+    found = _name_of(source_class(child))
+    if found not in names and not any(of.endswith(".") and found.startswith(of) for of in names):
+        yield name, child
+    elif found == MODULE_LIST:
+        for index, inner in child._modules.items():
+            path = f"{name}.{index}"
+            of = siblings.get(path) or siblings.get(f"{name}.*", ())
+            if inner is not None:
+                yield from _unexpected(path, inner, of, siblings, children)
+    elif child.__dict__["_modules"]:
+        for path, inner in unexpected_modules(child, children):
+            yield f"{name}.{path}", inner
+
+
+_name_of = lru_cache(1024)(full_name)
