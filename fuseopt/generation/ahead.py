@@ -250,7 +250,7 @@ class HeadStart:
 
     def _prepare_encoder(self, step: Any) -> str | None:
         """Makes the encoder, anew where what it stands on has changed, or says why it has to be transformers' own."""
-        found = self._survey = survey(self.model, (self.model.encoder,), step.module_classes, self._survey)
+        found = self._survey = survey(self.model, (self.model.encoder,), step.children, self._survey)
         if found.reason is not None:
             return found.reason
         key = (*found.key, *step.encoder_class.constants(self.model))

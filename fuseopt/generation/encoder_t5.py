@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.models.t5 import modeling_t5
 
 from fuseopt.generation.graphs import Prompt, StepGraphs
 from fuseopt.generation.layers import Embedding, linear, normalised
@@ -39,21 +38,6 @@ class EncoderState:
 
 class T5Encoder:
     """What `encode` computes is `T5Stack.forward` of the encoder in eval mode; weights are read where they are."""
-
-    module_classes = (
-        modeling_t5.T5Stack,
-        modeling_t5.T5Block,
-        modeling_t5.T5LayerSelfAttention,
-        modeling_t5.T5LayerFF,
-        modeling_t5.T5Attention,
-        modeling_t5.T5DenseActDense,
-        modeling_t5.T5DenseGatedActDense,
-        modeling_t5.T5LayerNorm,
-        nn.Linear,
-        nn.Embedding,
-        nn.Dropout,
-        nn.ModuleList,
-    )
 
     def __init__(self, model: nn.Module) -> None:
         encoder = model.encoder

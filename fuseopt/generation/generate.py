@@ -141,7 +141,7 @@ class FusedGenerate:
     def _look(self) -> Looked:
         """Looks at what a step stands on, and makes one, and drops all graphs, where that has changed."""
         step_class, before, key = STEPS[self.step_name], self._survey, self._key
-        found = self._survey = survey(self.model, step_class.roots(self.model), step_class.module_classes, before)
+        found = self._survey = survey(self.model, step_class.roots(self.model), step_class.children, before)
         if found.reason is not None:
             return Looked(self._step, found.reason)
         self._key = (*found.key, *step_class.constants(self.model))

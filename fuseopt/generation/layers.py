@@ -86,8 +86,12 @@ def _part_ahead(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def linear_of(*modules: nn.Linear) -> Linear:
-    """Of torch.nn.Linear modules that all have a bias, or none of them."""
-    return Linear(tuple(module.weight for module in modules), tuple(m.bias for m in modules if m.bias is not None))
+    """Of torch.nn.Linear modules; where one has a bias, those without have zeros."""
+    weights, biases = tuple(module.weight for module in modules), [module.bias for module in modules]
+    if all(bias is None for bias in biases):
+        return Linear(weights)
+    filled = (w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True))
+    return Linear(weights, tuple(filled))
 
 
 def activation_of(module: nn.Module) -> Activation:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.gpt2 import modeling_gpt2
-from transformers.pytorch_utils import Conv1D
 
 from fuseopt import ops
 from fuseopt.generation.attention import StepAttention
@@ -27,6 +26,7 @@ from fuseopt.generation.layers import (
 )
 from fuseopt.generation.prompts import store
 from fuseopt.generation.state import CacheShape, DecodeState
+from fuseopt.modules.children import GPT2_CHILDREN
 from fuseopt.ops.prompt_attention import is_fast
 
 
@@ -53,19 +53,7 @@ class GPT2Step:
     """
 
     model_class = modeling_gpt2.GPT2LMHeadModel
-    module_classes = (
-        modeling_gpt2.GPT2LMHeadModel,
-        modeling_gpt2.GPT2Model,
-        modeling_gpt2.GPT2Block,
-        modeling_gpt2.GPT2Attention,
-        modeling_gpt2.GPT2MLP,
-        Conv1D,
-        nn.Linear,
-        nn.LayerNorm,
-        nn.Embedding,
-        nn.Dropout,
-        nn.ModuleList,
-    )
+    children = GPT2_CHILDREN
     encoder_class = None
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,7 +82,7 @@ class GPT2Step:
 
     @staticmethod
     def not_supported_reasons(model: nn.Module) -> list[str]:
-        """Why this step would not compute what the model's forward does; `module_classes` are checked elsewhere."""
+        """Why this step would not compute what the model's forward does; `children` are checked elsewhere."""
         if model.config.add_cross_attention:
             return ["it has cross-attention"]
         if model.config.reorder_and_upcast_attn:

@@ -35,6 +35,7 @@ from fuseopt.generation.layers_t5 import (
 )
 from fuseopt.generation.prompts import store
 from fuseopt.generation.state import CacheShape, DecodeState, FoldedCross
+from fuseopt.modules.children import t5_children
 from fuseopt.modules.t5_inference import clamped
 from fuseopt.ops.decode_softmax_linear import GROUP, MOST_GROUPS
 
@@ -77,11 +78,7 @@ class T5Step:
     """
 
     model_class = modeling_t5.T5ForConditionalGeneration
-    module_classes = (
-        modeling_t5.T5ForConditionalGeneration,
-        modeling_t5.T5LayerCrossAttention,
-        *T5Encoder.module_classes,
-    )
+    children = t5_children("transformers.models.t5.modeling_t5.T5")
     encoder_class = T5Encoder
     # Relative positions go on for ever.
     max_length = None
@@ -133,7 +130,7 @@ class T5Step:
 
     @staticmethod
     def not_supported_reasons(model: nn.Module) -> list[str]:
-        """Why this step would not compute what the model's forward does; `module_classes` are checked elsewhere."""
+        """Why this step would not compute what the model's forward does; `children` are checked elsewhere."""
         return []
 
     def begin(self) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from fuseopt.modules.base import has_hooks, source_class
+from fuseopt.modules.base import has_hooks
 from fuseopt.modules.causal_attention import CausalStackForward
+from fuseopt.modules.children import Children, unexpected_modules
 from fuseopt.modules.gpt2_inference import GPT2InferenceForward, GPT2StackForward
 from fuseopt.modules.relative_attention import RelativeStackForward
 from fuseopt.modules.residual import GPT2BlockForward, T5BlockForward
-from fuseopt.modules.structure import CONSTANTS, Watch, is_special, modules_below, only_captures_outputs
+from fuseopt.modules.structure import (
+    CONSTANTS,
+    Watch,
+    is_special,
+    is_without_parameters,
+    modules_below,
+    only_captures_outputs,
+)
 from fuseopt.modules.t5_inference import T5InferenceForward, T5StackForward
 from fuseopt.modules.training_forward import TrainingForward
 
@@ -29,7 +37,6 @@ _FORWARDS = (
     T5StackForward,
     TrainingForward,
 )
-_ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 
 
 @dataclass(frozen=True)
@@ -55,26 +62,26 @@ class Survey:
         return watch is not None and not torch.is_autocast_enabled(watch.device_type) and watch.is_in_place()
 
 
-def survey(
-    model: nn.Module, roots: Iterable[nn.Module], classes: tuple[type[nn.Module], ...], before: Survey | None = None
-) -> Survey:
-    """Looks at `model` itself and at the trees below `roots`, which are to consist of exactly `classes`.
+def survey(model: nn.Module, roots: Sequence[nn.Module], children: Children, before: Survey | None = None) -> Survey:
+    """Looks at `model` itself and at the trees below `roots`, children of it.
 
     Written for speed: transformers' models have hundreds of modules.
 
     Args:
+        children: the classes that modules must have, each in its place.
         before: of an earlier call with the same arguments.
     """
     if before is not None and before.watch is not None and before.watch.is_unchanged():
         return before
-    known = frozenset(classes)
+    for path, module in unexpected_modules(model, children, roots):
+        return Survey(f"{path} is a {type(module).__name__}, which the decode step does not know")
     key: list[Hashable] = []
     modules, special = [model, *modules_below(*roots)], False
     parameters = []
     for module in modules:
         state = module.__dict__
-        if type(module) not in known or is_special(module) or "forward" in state:
-            reason = _module_reason(module, known)
+        if is_special(module) or "forward" in state or is_without_parameters(module):
+            reason = _module_reason(module)
             if reason:
                 path = next(path for path, other in model.named_modules() if other is module)
                 return Survey(f"{path or 'the model'} {reason}")
@@ -96,7 +103,7 @@ def survey(
     return Survey(None, (device, *key), None if special else Watch(modules, parameters))
 
 
-def _module_reason(module: nn.Module, classes: frozenset[type[nn.Module]]) -> str | None:
+def _module_reason(module: nn.Module) -> str | None:
     if module.training:
         return "is in training mode"
     if has_hooks(module) and not only_captures_outputs(module):
@@ -105,7 +112,6 @@ def _module_reason(module: nn.Module, classes: frozenset[type[nn.Module]]) -> st
         return "is dispatched or offloaded by accelerate"
     if "forward" in module.__dict__ and type(module.__dict__["forward"]) not in _FORWARDS:
         return "has had its forward replaced"
-    stands_for = source_class(module)
-    if stands_for in classes or stands_for.__module__ in _ACTIVATIONS:
-        return None
-    return f"is a {type(module).__name__}, which the decode step does not know"
+    if is_without_parameters(module):
+        return "has weights that are no parameters, or renormalises them"
+    return None

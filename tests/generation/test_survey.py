@@ -10,7 +10,7 @@ from tests import tiny
 
 
 def look(model, before=None):
-    return survey(model, GPT2Step.roots(model), GPT2Step.module_classes, before)
+    return survey(model, GPT2Step.roots(model), GPT2Step.children, before)
 
 
 def move(model):
