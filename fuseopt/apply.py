@@ -71,7 +71,9 @@ class Change:
         owner = self.owner
         if owner is None:
             return
-        if self.is_drop_in:
+        if isinstance(old, FusedModule) and isinstance(new, nn.Module):
+            yield functools.partial(new.__dict__.update, old.handed_back(new))
+        elif self.is_drop_in:
             yield functools.partial(new.__dict__.update, _common_attributes(old, new))
         yield _step(_slot(owner, self.name), self.name, new)
 
@@ -194,7 +196,7 @@ def stock_view(model: nn.Module) -> nn.Module:
         if owner is not None and change.current() is change.after:
             stock.setdefault(id(owner), {})[change.name] = change.before
             if change.is_drop_in:
-                handed_back[id(change.before)] = _common_attributes(change.after, change.before)
+                handed_back[id(change.before)] = change.after.handed_back(change.before)
     modules, parents, stack = {id(model): model}, defaultdict(list), [model]
     while stack:
         module = stack.pop()

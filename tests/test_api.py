@@ -16,6 +16,7 @@ import fuseopt
 from fuseopt import apply
 from fuseopt.errors import ApplyError, ConfigError, NotAModelError, PlanError
 from fuseopt.modules import FusedGELU, FusedLayerNorm, FusedMLP, FusedRMSNorm
+from fuseopt.modules.base import fused_class
 from tests import tiny
 from tests.ops.cases import RawCalls
 
@@ -249,7 +250,7 @@ def test_hooks_fire_and_survive_restore():
     model = fuseopt.initialize(tiny.gpt2(), KERNELS)
     norm, fc = model.transformer.h[0].ln_1, model.transformer.h[1].mlp.c_fc
     seen = []
-    handles = [module.register_forward_hook(lambda m, args, out: seen.append(type(m))) for module in (norm, fc)]
+    handles = [module.register_forward_hook(lambda m, args, out: seen.append(fused_class(m))) for module in (norm, fc)]
     tiny.logits(model)
     assert seen == [FusedLayerNorm, type(fc)]
     fuseopt.restore(model)
@@ -264,7 +265,7 @@ def test_hooks_fire_and_survive_restore():
 def test_modules_with_hooks_stay_and_the_hooks_fire():
     model = tiny.gpt2()
     seen = []
-    model.transformer.h[0].ln_1.register_forward_hook(lambda m, args, out: seen.append(type(m)))
+    model.transformer.h[0].ln_1.register_forward_hook(lambda m, args, out: seen.append(fused_class(m)))
     fuseopt.initialize(model, KERNELS)
     (skipped,) = fuseopt.report(model).skipped
     assert skipped.paths == ("transformer.h.0.ln_1",) and "hooks" in skipped.reason
@@ -444,7 +445,7 @@ def test_any_module_gets_what_applies_and_hears_what_does_not():
                 }
             },
         )
-    assert [type(module).__name__ for module in model] == [
+    assert [fused_class(module).__name__ for module in model] == [
         "Linear",
         "FusedGELU",
         "FusedLayerNorm",

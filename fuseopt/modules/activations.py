@@ -7,15 +7,16 @@ import inspect
 from torch import Tensor, nn
 
 from fuseopt import ops
-from fuseopt.modules.base import FusedModule
+from fuseopt.modules.base import REFUSALS, FusedModule
 from fuseopt.modules.regions import Region
-from fuseopt.ops.library import autocast_dtype, float32_under_autocast
+from fuseopt.ops.library import autocast_dtype
 
 
 class FusedGELU(FusedModule):
     """GELU (Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415), erf or tanh form.
 
-    forward: `input` of any shape and floating dtype -> the same shape. The dtype is the input's, except that the tanh
+    forward: `input` of any shape and floating dtype -> the same shape; the source's own forward sees to other dtypes,
+    and words the errors. The dtype is the input's, except that the tanh
     classes of transformers spelled out in Python (`torch.pow`) return float32 under CUDA's autocast, and so does this
     stand-in for them (`float32_under_autocast`). Without `approximate`, the source's own attribute of that name
     counts (torch.nn.GELU has one).
@@ -37,7 +38,10 @@ class FusedGELU(FusedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         output_dtype = autocast_dtype(input) if self.float32_under_autocast else None
-        return ops.gelu(input, approximate=self.approximate, output_dtype=output_dtype, backend=self.backend)
+        try:
+            return ops.gelu(input, approximate=self.approximate, output_dtype=output_dtype, backend=self.backend)
+        except REFUSALS:
+            return self._source_forward(input)
 
 
 class FusedSoftmax(FusedModule):
@@ -54,7 +58,10 @@ class FusedSoftmax(FusedModule):
         self.backend = backend
 
     def forward(self, input: Tensor) -> Tensor:
-        return ops.softmax(input, dim=self.dim, backend=self.backend)
+        try:
+            return ops.softmax(input, dim=self.dim, backend=self.backend)
+        except REFUSALS:
+            return self._source_forward(input)
 
 
 class FusedActivation(FusedModule):
@@ -71,7 +78,10 @@ class FusedActivation(FusedModule):
         self.region, self.float32_under_autocast = region, float32_under_autocast
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.region(input.to(float32_under_autocast(input)) if self.float32_under_autocast else input)
+        if not input.is_floating_point():
+            return self._source_forward(input)
+        dtype = autocast_dtype(input) if self.float32_under_autocast else None
+        return self.region(input if dtype is None else input.to(dtype))
 
 
 def python_formula_reasons(source: nn.Module) -> list[str]:

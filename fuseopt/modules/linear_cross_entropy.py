@@ -9,6 +9,7 @@ from fuseopt.modules.base import FusedModule, runs_untouched
 from fuseopt.modules.lazy_logits import LazyLogits, LinearOutput
 from fuseopt.modules.lm_head import linear
 from fuseopt.modules.unseen_logits import LOGITS
+from fuseopt.ops.library import in_forward_mode
 from fuseopt.ops.linear_cross_entropy import linear_dtype
 
 
@@ -18,7 +19,8 @@ class FusedLinearCrossEntropy(FusedModule, nn.Linear):
     In training mode with gradients on, its output is `LazyLogits`, of whose cross-entropy `ops.linear_cross_entropy`
     computes loss and gradients at once. Elsewhere it is the logits: in eval mode; without gradients, as in
     `generate()`; where hooks are registered on it, which expect a tensor, or its weight is parametrised or of a
-    subclass of Tensor; in torch.nn.DataParallel's replicas and in torch.func's transforms; in torch.export.
+    subclass of Tensor; in torch.nn.DataParallel's replicas, in torch.func's transforms and in forward-mode AD; in
+    torch.export.
 
     `traces` says whether Dynamo can follow the lazy logits to the loss. It takes a torch.nn.CrossEntropyLoss, unlike
     F.cross_entropy, for a call on tensors; a model that calls one has the logits computed inside torch.compile, but for
@@ -48,7 +50,8 @@ class FusedLinearCrossEntropy(FusedModule, nn.Linear):
         return LazyLogits(output, input.dtype, shape)  # type: ignore[return-value]
 
     def _is_training_step(self) -> bool:
-        if not self.training or not torch.is_grad_enabled() or not runs_untouched(self, self._fused_class):
+        is_plain = runs_untouched(self, self._fused_class) and not in_forward_mode()
+        if not self.training or not torch.is_grad_enabled() or not is_plain:
             return False
         # torch.export traces without Dynamo. In older ones is_exporting() is true under torch.compile, too.
         if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():

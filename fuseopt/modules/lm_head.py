@@ -37,7 +37,6 @@ class FusedLMHead(FusedModule, nn.Linear):
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear(input, weight, bias)`, by `aligned_product` where that is faster."""
-    rows = input.numel() // max(input.shape[-1], 1)
     if (
         bias is None
         and input.is_cuda
@@ -45,7 +44,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         and input.dtype is weight.dtype
         and is_plain(weight)
         and len(weight) % _ALIGNED
-        and rows >= _FEWEST_ROWS
+        and input.dim() > 0
+        and (rows := input.numel() // max(input.shape[-1], 1)) >= _FEWEST_ROWS
         and is_unobserved()
         and not torch.is_autocast_enabled("cuda")
     ):

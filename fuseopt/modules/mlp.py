@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fuseopt.modules.activations import python_formula_reasons
 from fuseopt.modules.base import FusedModule, runs_untouched
-from fuseopt.ops.library import float32_under_autocast
+from fuseopt.ops.library import float32_under_autocast, is_autocast
 
 
 class FusedMLP(FusedModule):
@@ -49,7 +49,8 @@ class FusedMLP(FusedModule):
     def _folds_bias(self, hidden_states: Tensor) -> bool:
         return (
             hidden_states.dtype is torch.float32
-            and not torch.is_autocast_enabled(hidden_states.device.type)
+            and hidden_states.dim() > 0
+            and not is_autocast(hidden_states)
             and runs_untouched(self.c_fc, self._linear_class)
             and self.c_fc.weight.dtype is torch.float32
         )

@@ -6,7 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
-from fuseopt.modules.base import FusedModule, is_plain
+from fuseopt.modules.base import REFUSALS, FusedModule, is_plain, parameter
+from fuseopt.ops.library import is_autocast
+
+# Between these, RMSNorm's op rounds where the sources do.
+_UP_TO_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FusedRMSNorm(FusedModule):
@@ -18,6 +22,7 @@ class FusedRMSNorm(FusedModule):
     With `autocasts` the source's own forward runs under autocast, whose casts are its own (torch.nn.RMSNorm).
 
     forward: `hidden_states` [..., hidden] of any floating dtype -> [..., hidden], in the dtype the source would return.
+    The source's own forward sees to what the op is not made for, and words the errors.
     """
 
     def _configure(  # type: ignore[override]
@@ -38,53 +43,84 @@ class FusedRMSNorm(FusedModule):
         return reasons
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        weight = self.weight
-        if not is_plain(weight) or (self.autocasts and torch.is_autocast_enabled(hidden_states.device.type)):
+        weight = parameter(self, "weight")
+        fits = weight is not None and hidden_states.dtype is weight.dtype and not self.autocasts
+        if not is_plain(weight) or not (fits or self._takes(hidden_states, weight)):
             return self._source_forward(hidden_states)
-        return ops.rms_norm(
-            hidden_states,
-            weight,
-            getattr(self, self._eps_name),
-            offset=self.offset,
-            cast_order=self.cast_order,
-            backend=self.backend,
-        )
+        try:
+            return ops.rms_norm(
+                hidden_states,
+                weight,
+                getattr(self, self._eps_name),
+                offset=self.offset,
+                cast_order=self.cast_order,
+                backend=self.backend,
+            )
+        except REFUSALS:
+            return self._source_forward(hidden_states)
 
     def add(self, input: Tensor, residual: Tensor, backend: str) -> tuple[Tensor, Tensor]:
         """`sum = input + residual` and `forward(sum)` in one pass: (norm, sum); see `fuseopt.ops.add_rms_norm`."""
-        if self.autocasts and torch.is_autocast_enabled(input.device.type):
+        weight = self.weight
+        if input.shape != residual.shape or not self._takes(input, weight) or not self._takes(residual, weight):
             sum = input + residual
-            return self._source_forward(sum), sum
+            return self(sum), sum
         return ops.add_rms_norm(
             input,
             residual,
-            self.weight,
+            weight,
             getattr(self, self._eps_name),
             offset=self.offset,
             cast_order=self.cast_order,
             backend=backend,
         )
 
+    def _takes(self, input: Tensor, weight: Tensor | None) -> bool:
+        """Whether the op gives what the source does, in its dtype, for an `input` of fitting shape."""
+        if self.autocasts and is_autocast(input):
+            return False
+        if weight is None:  # torch.nn.RMSNorm alone has none; the op cannot know its size then
+            return input.shape[-1:] == self.normalized_shape
+        if input.dtype is weight.dtype:
+            return True
+        return input.dtype in _UP_TO_FLOAT32 and weight.dtype in _UP_TO_FLOAT32
+
 
 class FusedLayerNorm(FusedModule):
     """Layer normalisation (Ba et al. 2016, https://arxiv.org/abs/1607.06450); stands in for torch.nn.LayerNorm.
 
     forward: `input` [..., *normalized_shape] -> the same shape; dtype as torch.nn.functional.layer_norm, float32 under
-    autocast included.
+    autocast included. The source's own forward sees to inputs of another dtype than the weight, which it takes or
+    refuses, to what else the op is not made for, and words the errors.
     """
 
     def _configure(self, *, backend: str = "auto") -> None:  # type: ignore[override]
         self.backend = backend
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
+        weight, bias = parameter(self, "weight"), parameter(self, "bias")
         if not (is_plain(weight) and is_plain(bias)):
             return self._source_forward(input)
-        return ops.layer_norm(input, self.normalized_shape, weight, bias, self.eps, backend=self.backend)
+        if weight is not None and input.dtype is not weight.dtype and not _is_autocast_on_gpu(input):
+            return self._source_forward(input)
+        try:
+            return ops.layer_norm(input, self.normalized_shape, weight, bias, self.eps, backend=self.backend)
+        except REFUSALS:
+            return self._source_forward(input)
 
     def add(self, input: Tensor, residual: Tensor, backend: str) -> tuple[Tensor, Tensor]:
         """`sum = input + residual` and `forward(sum)` in one pass: (norm, sum); see `fuseopt.ops.add_layer_norm`.
 
         For a norm over one dimension.
         """
+        dtype = torch.promote_types(input.dtype, residual.dtype)
+        fits = input.shape == residual.shape and (self.weight is None or dtype is self.weight.dtype)
+        if not fits and not _is_autocast_on_gpu(input):
+            sum = input + residual
+            return self(sum), sum
         return ops.add_layer_norm(input, residual, self.weight, self.bias, self.eps, backend=backend)
+
+
+def _is_autocast_on_gpu(input: Tensor) -> bool:
+    """Whether autocast brings all arguments of a LayerNorm to float32."""
+    return input.is_cuda and torch.is_autocast_enabled("cuda")

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fuseopt.ops.library import in_forward_mode
+
 
 def relu(input: Tensor) -> Tensor:
     return F.relu(input)
@@ -95,13 +97,14 @@ class Region:
     """A region by name; calling it runs the compiled form, which is made at the first call in each process.
 
     Inside somebody else's torch.compile the plain function is traced instead, so that it fuses with its surroundings.
+    It also runs in torch.func's transforms and in forward-mode AD, which compiled forms take no part in.
     """
 
     name: str
     backend: str
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or in_forward_mode() or torch._C._are_functorch_transforms_active():
             return REGIONS[self.name](*inputs)
         return _compiled(self.name, self.backend)(*inputs)
 

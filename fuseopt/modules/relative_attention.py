@@ -124,13 +124,6 @@ class FusedRelativeAttention(FusedModule):
         # Without a mask SDPA makes the causal one, and eager attention none.
         return mask, mask is None and self.is_causal and self.config._attn_implementation == "sdpa"
 
-    def compute_bias(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The source's matrix, for its own forward."""
-        return self._source_class.compute_bias(self, *args, **kwargs)
-
-    def _relative_position_bucket(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._source_class._relative_position_bucket(*args, **kwargs)
-
     def _is_plain(
         self, mask: Any, crosses: bool, position_bias: Tensor | None, cache: Any, kwargs: dict[str, Any]
     ) -> bool:

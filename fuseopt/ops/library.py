@@ -157,9 +157,9 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
     """Whether a call has to go through its `autograd.Function`; where it has not, the raw op alone is cheaper.
 
     Inside `torch.func` transforms `requires_grad` is no guide (a batched tensor hides it), and forward-mode AD never
-    sets it. An `autograd.Function` handles the first and refuses the second; a raw op would silently drop the gradient.
+    sets it; a raw op would silently drop the gradient.
     """
-    if forward_ad._current_level >= 0:
+    if in_forward_mode():
         return True
     if not torch.is_grad_enabled():
         return False
@@ -169,11 +169,16 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def in_forward_mode() -> bool:
+    """Whether forward-mode AD is on, as in `torch.func.jvp`, `jacfwd` and `hessian`."""
+    return forward_ad._current_level >= 0
+
+
 def is_unobserved() -> bool:
     """Whether nothing but the results counts of operations that run here: no gradient, trace, transform or mode."""
     return not (
         torch.is_grad_enabled()
-        or forward_ad._current_level >= 0
+        or in_forward_mode()
         or torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or torch._C._are_functorch_transforms_active()
@@ -235,11 +240,14 @@ def float32_under_autocast(input: Tensor) -> torch.dtype:
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager:
     """Autocast switched off on `tensor`'s device, for an op with precision rules of its own."""
+    return torch.autocast(tensor.device.type, enabled=False) if is_autocast(tensor) else contextlib.nullcontext()
+
+
+def is_autocast(tensor: Tensor) -> bool:
+    """Whether autocast is on where `tensor` is."""
     # torch 2.11 cannot compile torch.amp.is_autocast_available. The meta device has no autocast to ask about.
     device_type = tensor.device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def broadcasts(size: int, to: int) -> bool:

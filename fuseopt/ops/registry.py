@@ -20,7 +20,7 @@ from fuseopt.ops.backends import (
     NativeBackend,
     TritonBackend,
 )
-from fuseopt.ops.library import needs_autograd
+from fuseopt.ops.library import in_forward_mode, needs_autograd
 from fuseopt.ops.preferences import Limits, Preference, by_size
 
 __all__ = [
@@ -178,12 +178,13 @@ _CHOSEN: dict[tuple[Any, ...], tuple[str, tuple[Limits, ...]]] = {}
 def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...]) -> str:
     """`get(name).choose(backend, device, dtypes).backend`, remembered until another native library is loaded.
 
-    Every call of an op comes through here, through `pick_by_size` or `Direct`.
+    Every call of an op comes through here, through `pick_by_size` or `Direct`. In forward-mode AD, which no kernel
+    takes part in, it is "reference", whichever backend is named.
 
     Args:
         dtypes: of the op's floating point arguments; None for one that is absent.
     """
-    return _chosen(name, backend, device, dtypes)[0]
+    return "reference" if in_forward_mode() else _chosen(name, backend, device, dtypes)[0]
 
 
 def pick_by_size(
@@ -196,6 +197,8 @@ def pick_by_size(
     Args:
         shape: of the op's first tensor.
     """
+    if in_forward_mode():
+        return "reference", "reference"
     picked, preferred = _chosen(name, backend, device, dtypes)
     return by_size(picked, preferred, shape)
 

@@ -48,7 +48,9 @@ def propose_rule(index: ModelIndex, rule: Rule, offer: Offer, options: Options) 
         if candidate.is_exactly(rule.source):
             yield _propose(index, candidate, rule, offer, options(candidate))
         else:
-            reason = f"it is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ"
+            is_fused = isinstance(candidate.module, FusedModule)
+            subclass = f"it is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ"
+            reason = "it is fused already" if is_fused else subclass
             yield skip(candidate.sites, candidate.class_name, rule.target, offer, reason)
 
 

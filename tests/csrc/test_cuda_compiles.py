@@ -36,7 +36,8 @@ def cache(pytestconfig) -> Path | None:
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_compiles_with_next_to_no_spills(source, architecture, cache):
     kernels = kernel_resources(source, [architecture], cache)
-    assert {kernel.architecture for kernel in kernels} == (set() if source.name in HOST_ONLY else {f"sm_{architecture}"})
+    expected = set() if source.name in HOST_ONLY else {f"sm_{architecture}"}
+    assert {kernel.architecture for kernel in kernels} == expected
     spilling = [kernel for kernel in kernels if kernel.spilled_bytes > MAX_SPILLED_BYTES]
     assert not spilling
 

@@ -15,6 +15,7 @@ from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 import fuseopt
 from fuseopt import ops
 from fuseopt.modules import FusedGatedMLP, FusedGELU
+from fuseopt.modules.base import fused_class
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("each_device")
@@ -67,7 +68,7 @@ def test_state_dict_is_the_source_s_own_and_restore_gives_it_back(family):
     source = model.get_submodule(CASES[family][1])
     fused(model, family, strict=True)
     module = model.get_submodule(CASES[family][1])
-    assert type(module) is FusedGatedMLP
+    assert fused_class(module) is FusedGatedMLP
     assert list(model.state_dict()) == keys
     assert all(map(lambda a, b: a is b, module.parameters(), source.parameters()))
     fuseopt.restore(model)
@@ -183,7 +184,7 @@ def test_a_subclass_stays():
     mine = Mine(model.config)
     model.model.layers[0].mlp = mine
     fused(model, "llama")
-    assert model.model.layers[0].mlp is mine and type(model.model.layers[1].mlp) is FusedGatedMLP
+    assert model.model.layers[0].mlp is mine and fused_class(model.model.layers[1].mlp) is FusedGatedMLP
     reasons = {row.reason for row in fuseopt.report(model).skipped}
     assert reasons == {"it is a subclass of LlamaMLP, so its forward may differ"}
 
@@ -201,7 +202,7 @@ def test_each_name_takes_its_own_activations_and_names_the_other():
 @pytest.mark.parametrize("kernels", [("FusedGELU", "FusedGatedGELU"), ("FusedGatedGELU", "FusedGELU")])
 def test_the_block_goes_before_its_activation_and_both_names_are_met(kernels):
     model = fuseopt.initialize(tiny.t5_gated(), config(*kernels), strict=True)
-    kinds = {type(module) for module in model.modules()}
+    kinds = {fused_class(module) for module in model.modules()}
     assert FusedGatedMLP in kinds and FusedGELU not in kinds
     with RawOps() as ran:
         tiny.logits(model)
