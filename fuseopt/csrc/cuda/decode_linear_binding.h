@@ -149,9 +149,10 @@ inline void add_to_input(const char* op, LinearCall& call, const Tensor& input, 
                          Overlap& overlap) {
   FUSEOPT_CHECK(fuseopt_takes_addends(call.layer), "fuseopt::", op,
                 ": the kernel does not take addends of such a layer");
-  FUSEOPT_CHECK(addends.numel() == DecodeLinear::kAddends * input.numel(), "fuseopt::", op,
-                ": addends must be two of the input's size");
-  call.layer.addends = static_cast<const float*>(overlap.contiguous(addends).data_ptr());
+  const Tensor sums = overlap.contiguous(addends);
+  FUSEOPT_CHECK(is_dense(sums) && sums.numel() == DecodeLinear::kAddends * input.numel(), "fuseopt::", op,
+                ": addends must begin at a multiple of 16 bytes and be two of the input's size");
+  call.layer.addends = static_cast<const float*>(sums.data_ptr());
   call.layer.overlap = overlap.allowed();
 }
 
