@@ -137,7 +137,7 @@ bool push(torch::jit::Stack& stack, const Parameter& parameter, PyObject* argume
   return false;
 }
 
-// The kernel that does this for every other call of the op is below the keys that this call starts from.
+// This call starts below the dispatch key whose kernel does this for any other call of the op.
 void count_version_up(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
