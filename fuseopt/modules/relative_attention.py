@@ -85,7 +85,7 @@ class FusedRelativeAttention(FusedModule):
             past_key_values, "cross_attention_cache" if crosses else "self_attention_cache", past_key_values
         )
         states = hidden_states if key_value_states is None else key_value_states
-        is_left = seen_keys is None or (self.training_only and not self.training)
+        is_left = seen_keys is None or (self.training_only and not self.training) or hidden_states.dim() != 3
         if is_left or not self._is_plain(mask, crosses, position_bias, cache, kwargs):
             if position_bias is not None and position_bias.dim() == 2:
                 position_bias = _matrix(position_bias, hidden_states.shape[1])
