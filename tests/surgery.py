@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import re
 from collections.abc import Callable
+from typing import Any
 
-import peft
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -23,7 +24,7 @@ class Inapplicable(Exception):
 
 
 def lora(model: nn.Module, path: str, stock: type[nn.Module], **options: bool) -> None:
-    _has_adapter(stock)
+    peft = _peft_for(stock)
     if stock is nn.Embedding and options:
         raise Inapplicable
     transposed = stock.__name__ == "Conv1D"
@@ -38,7 +39,7 @@ def dora(model: nn.Module, path: str, stock: type[nn.Module]) -> None:
 
 
 def ia3(model: nn.Module, path: str, stock: type[nn.Module]) -> None:
-    _has_adapter(stock)
+    peft = _peft_for(stock)
     if stock is nn.Embedding:
         raise Inapplicable
     transposed = stock.__name__ == "Conv1D"
@@ -204,11 +205,16 @@ def changed(output: object) -> object:
     return FACTOR * output + 0.125
 
 
-def _has_adapter(stock: type[nn.Module]) -> None:
-    if stock not in (nn.Linear, nn.Embedding) and stock.__name__ != "Conv1D":
+def _peft_for(stock: type[nn.Module]) -> Any:
+    if not importlib.util.find_spec("peft") or not (stock in (nn.Linear, nn.Embedding) or stock.__name__ == "Conv1D"):
         raise Inapplicable
+    import peft
+
+    return peft
 
 
-def _inject(config: peft.PeftConfig, model: nn.Module) -> None:
+def _inject(config: Any, model: nn.Module) -> None:
+    from peft import inject_adapter_in_model
+
     torch.manual_seed(0)
-    peft.inject_adapter_in_model(config, model)
+    inject_adapter_in_model(config, model)

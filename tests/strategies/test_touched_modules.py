@@ -18,7 +18,7 @@ from fuseopt.modules import FusedMLP, block_chain
 from tests import tiny
 from tests.surgery import SURGERIES, Inapplicable
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("each_device")]
 
 # Drops nothing, but is there to be fused.
 P = 1e-9
@@ -177,6 +177,7 @@ C_FC = "transformer.h.1.mlp.c_fc"
 @pytest.mark.parametrize("config", ["jit", "kernels", "inference"])
 @pytest.mark.parametrize("surgery", ["lora", "dora", "ia3"])
 def test_an_adapter_on_c_fc_counts_and_is_trained(surgery, config, late):
+    pytest.importorskip("peft")
     check("gpt2", C_FC, surgery, config, late)
     fused = FAMILIES["gpt2"]()
     SURGERIES[surgery](fused, C_FC, Conv1D)
@@ -188,6 +189,7 @@ def test_an_adapter_on_c_fc_counts_and_is_trained(surgery, config, late):
 
 @pytest.mark.parametrize("config", ["jit", "kernels"])
 def test_the_plan_says_that_an_adapted_c_fc_is_called_and_only_that(config):
+    pytest.importorskip("peft")
     model = FAMILIES["gpt2"]()
     SURGERIES["lora"](model, C_FC, Conv1D)
     plan = fuseopt.plan(model, CONFIGS[config])
@@ -199,6 +201,8 @@ def test_the_plan_says_that_an_adapted_c_fc_is_called_and_only_that(config):
 @pytest.mark.parametrize("surgery", [None, "lora", "subclass", "misplaced", "hook", "tensor_subclass", "parametrised"])
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 def test_the_bias_is_folded_for_a_plain_conv1d_alone(surgery, late):
+    if surgery == "lora":
+        pytest.importorskip("peft")
     model = FAMILIES["gpt2"]()
     for initialize in (late, not late):
         if initialize:
@@ -248,6 +252,33 @@ def test_modules_whose_forward_is_passed_by_are_of_their_class(family, path, sur
     check(family, path, surgery, config, late)
 
 
+def _raised(output):
+    return (output[0] + 1000, *output[1:])
+
+
+def _raised_by(forward, *args, **kwargs):
+    return _raised(forward(*args, **kwargs))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("surgery", ["hook", "own_forward"])
+def test_what_is_added_to_an_attention_is_not_dropped(surgery, late):
+    """GPT-2's attentions end in a dropout that the fused block puts off."""
+    model = tiny.gpt2(resid_pdrop=0.5).train()
+    attention = model.transformer.h[0].attn
+    for initialize in (late, not late):
+        if initialize:
+            fuseopt.initialize(model, {"kernel_fusion": {"triton_kernels": ["FusedDropoutAdd"], "jit": False}})
+        elif surgery == "hook":
+            attention.register_forward_hook(lambda module, args, output: _raised(output))
+        else:
+            attention.forward = functools.partial(_raised_by, attention.forward)
+    outputs = []
+    model.transformer.h[0].register_forward_hook(lambda module, args, output: outputs.append(output))
+    model(**tiny.inputs(model))
+    assert outputs[0].min() > 500
+
+
 def test_a_hook_on_every_module_is_called_for_the_same_modules_as_in_stock():
     counts = []
     for config in (None, "jit", "kernels", "training_kernels"):
@@ -289,5 +320,5 @@ def test_a_decode_step_leaves_embeddings_that_are_renormalised():
     fused = fuseopt.initialize(copy.deepcopy(stock), CONFIGS["generation"])
     generated(fused, "gpt2")
     for model in (stock, fused):
-        model.transformer.wpe.max_norm = 0.5
+        model.transformer.wpe.max_norm = 0.05
     torch.testing.assert_close(generated(fused, "gpt2"), generated(stock, "gpt2"), rtol=1e-4, atol=1e-4)
