@@ -6,7 +6,7 @@ another was made is left out in eval mode, and a Linear is not a Conv1D.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from torch import nn
@@ -82,41 +82,35 @@ def t5_children(prefix: str) -> Children:
 
 def unexpected_modules(
     module: nn.Module, children: Children, roots: Sequence[nn.Module] | None = None
-) -> Iterator[tuple[str, object]]:
+) -> list[tuple[str, object]]:
     """What stands below `module`, by its path, where its class has something else, or nothing; not what is below that.
+
+    Written for speed, as a decode step asks for hundreds of modules.
 
     Args:
         roots: its children that are to be looked at, or all.
     """
-    expected = children.get(_name_of(source_class(module)), {})
-    state = module.__dict__
-    for name, child in state["_modules"].items():
-        if child is not None and (roots is None or any(child is root for root in roots)):
-            yield from _unexpected(name, child, expected.get(name, ()), expected, children)
-    for name in expected:
-        if name in state:
-            yield name, state[name]
-
-
-def _unexpected(
-    name: str,
-    child: nn.Module,
-    names: tuple[str, ...],
-    siblings: Mapping[str, tuple[str, ...]],
-    children: Children,
-) -> Iterator[tuple[str, object]]:
-    found = _name_of(source_class(child))
-    if found not in names and not any(of.endswith(".") and found.startswith(of) for of in names):
-        yield name, child
-    elif found == MODULE_LIST:
-        for index, inner in child._modules.items():
-            path = f"{name}.{index}"
-            of = siblings.get(path) or siblings.get(f"{name}.*", ())
-            if inner is not None:
-                yield from _unexpected(path, inner, of, siblings, children)
-    elif child.__dict__["_modules"]:
-        for path, inner in unexpected_modules(child, children):
-            yield f"{name}.{path}", inner
+    found: list[tuple[str, object]] = []
+    owners = [(module, "")]
+    while owners:
+        owner, prefix = owners.pop()
+        expected, state = children.get(_name_of(source_class(owner)), {}), owner.__dict__
+        inside = list(state["_modules"].items())
+        if owner is module and roots is not None:
+            inside = [(name, child) for name, child in inside if any(child is root for root in roots)]
+        for name, child in inside:
+            if child is None:
+                continue
+            names = expected.get(name) or expected.get(f"{name.rpartition('.')[0]}.*", ())
+            cls = _name_of(source_class(child))
+            if cls not in names and not any(of.endswith(".") and cls.startswith(of) for of in names):
+                found.append((f"{prefix}{name}", child))
+            elif cls == MODULE_LIST:
+                inside += ((f"{name}.{index}", inner) for index, inner in child._modules.items())
+            elif child.__dict__["_modules"]:
+                owners.append((child, f"{prefix}{name}."))
+        found += ((f"{prefix}{name}", state[name]) for name in expected if name in state)
+    return found
 
 
 _name_of = lru_cache(1024)(full_name)

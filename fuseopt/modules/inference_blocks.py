@@ -97,7 +97,7 @@ class InferenceForward(BlockForward):
         """Whether calling the block means no more than the forwards of its class, and of known classes inside."""
         if self._structure is None or not self._structure.is_unchanged():
             self._structure = Structure(modules_below(self.block))
-            self._is_known = next(unexpected_modules(self.block, self.children), None) is None and not any(
+            self._is_known = not unexpected_modules(self.block, self.children) and not any(
                 "forward" in state for state in self._structure.states
             )
         # Hooks on the block itself run around its forward, whichever that is.
