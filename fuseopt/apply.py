@@ -177,7 +177,7 @@ def put_back_after(put_back: Step) -> Iterator[None]:
 
 def run_at_once(steps: Iterable[Step]) -> None:
     """Runs all steps in one call of C, between which Python does nothing else."""
-    deque(map(functools.partial.__call__, list(steps)), maxlen=0)
+    deque(map(functools.partial.__call__, list(steps)), maxlen=0)  # type: ignore[arg-type]
 
 
 def stock_view(model: nn.Module) -> nn.Module:

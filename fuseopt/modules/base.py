@@ -105,7 +105,9 @@ def _new(fused: type[FusedModule], source: type[nn.Module]) -> FusedModule:
             "_fused_class": fused,
             "_source_class": source,
         }
-        made = types.new_class(source.__name__, (fused, source), exec_body=lambda namespace: namespace.update(body))
+        made: Any = types.new_class(
+            source.__name__, (fused, source), exec_body=lambda namespace: namespace.update(body)
+        )
         made._stand_in = made
         cls = _STAND_INS.setdefault((fused, source), made)
     return cls.__new__(cls)

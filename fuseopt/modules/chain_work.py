@@ -37,7 +37,9 @@ class ChainedForward(Protocol):
         read: names of plain attributes of modules that `constants` and `run` read, beside `CONSTANTS`.
     """
 
-    chain: BlockChain | None
+    @property
+    def chain(self) -> BlockChain | None: ...
+
     read: tuple[str, ...]
 
     def can_chain(self, hidden_states: Tensor, inputs: Inputs) -> bool:

@@ -6,7 +6,7 @@ another was made is left out in eval mode, and a Linear is not a Conv1D.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from torch import nn
@@ -113,4 +113,4 @@ def unexpected_modules(
     return found
 
 
-_name_of = lru_cache(1024)(full_name)
+_name_of: Callable[[type], str] = lru_cache(1024)(full_name)
