@@ -12,6 +12,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5Attention, T5DenseGatedActDense, T5LayerNorm
+from transformers.pytorch_utils import Conv1D
 
 from fuseopt import modules, ops
 from fuseopt.models import COMMON, full_name
@@ -71,6 +72,7 @@ def _t5_attention() -> nn.Module:
 
 
 _GELU = partial(ops.gelu, approximate="tanh")
+_READS = {"c_fc": Conv1D}
 DROP_INS = {
     "layer_norm": _by_rule(lambda: nn.LayerNorm(WIDTH), "FusedLayerNorm"),
     "layer_norm_of_two": _by_rule(lambda: nn.LayerNorm((5, WIDTH)), "FusedLayerNorm"),
@@ -93,13 +95,14 @@ DROP_INS = {
     "jit_quick_gelu": _jit("quick_gelu", "quick_gelu"),
     "jit_silu": _jit("silu", "silu"),
     "jit_relu": _by_rule(nn.ReLU, "FusedActivation", region=Region("relu", "torchscript")),
-    "gpt2_mlp": DropIn(_gpt2_mlp, "FusedMLP", {"activation": _GELU, "bias_activation": _GELU}),
+    "gpt2_mlp": DropIn(_gpt2_mlp, "FusedMLP", {"activation": _GELU, "bias_activation": _GELU, "reads": _READS}),
     "jit_gpt2_mlp": DropIn(
         _gpt2_mlp,
         "FusedMLP",
         {
             "activation": Region("gelu_tanh", "torchscript"),
             "bias_activation": Region("bias_gelu_tanh", "torchscript"),
+            "reads": _READS,
         },
     ),
     "llama_mlp": _by_rule(
