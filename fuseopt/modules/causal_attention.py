@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
+from fuseopt.modules.base import source_class
 from fuseopt.modules.inference_blocks import sdpa_attention_function
 from fuseopt.ops.philox import draw_seed
 from fuseopt.references import weak_attribute
@@ -19,6 +21,8 @@ class CausalStackForward:
     The class's own makes a mask [batch, 1, length, length] of it, which rules out leaving the future out; attentions
     that do not run by `fused_attention` still get it.
 
+    Only classes that take further arguments are told: the blocks and attentions that there were when this was made.
+
     It belongs to one stack and is copied and pickled with it.
     """
 
@@ -26,15 +30,37 @@ class CausalStackForward:
 
     def __init__(self, stack: nn.Module) -> None:
         self.stack = stack
+        blocks = [block for container in _containers(stack) for block in container]
+        self._names = {name for block in blocks for name, child in block.named_children() if _parameters_of(child)[0]}
+        told = {module for block in blocks for module in (block, *map(block._modules.get, self._names)) if module}
+        self._classes = {source_class(module) for module in told if _parameters_of(module)[1]}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack: Any = self.stack
         mask = kwargs.get("attention_mask")
         causal = getattr(stack.config, "is_causal", True)
-        if stack.training and causal and isinstance(mask, Tensor) and mask.dim() == 2:
+        if stack.training and causal and isinstance(mask, Tensor) and mask.dim() == 2 and self._are_known():
             hidden = torch.zeros(mask.shape, device=mask.device).masked_fill(mask == 0, float("-inf"))
             kwargs["key_mask"] = hidden[:, None, None, :]
         return type(stack).forward(stack, *args, **kwargs)
+
+    def _are_known(self) -> bool:
+        for container in _containers(self.stack):
+            for block in container:
+                for module in (block, *map(block._modules.get, self._names)):
+                    if module is not None and source_class(module) not in self._classes:
+                        return False
+        return True
+
+
+def _containers(stack: nn.Module) -> list[nn.ModuleList]:
+    return [child for child in stack.children() if isinstance(child, nn.ModuleList)]
+
+
+def _parameters_of(module: nn.Module) -> tuple[bool, bool]:
+    """Whether a module's forward takes an attention mask, and arguments of any name."""
+    parameters = inspect.signature(module.forward).parameters
+    return "attention_mask" in parameters, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def fused_attention(

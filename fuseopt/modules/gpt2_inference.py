@@ -175,8 +175,12 @@ class GPT2StackForward(StackForward):
     In training it hands attentions the padding that it is told of, as `CausalStackForward` does.
     """
 
+    def __init__(self, stack: nn.Module, chain: BlockChain) -> None:
+        super().__init__(stack, chain)
+        self._told = CausalStackForward(stack)
+
     def _class_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return CausalStackForward(self.stack)(*args, **kwargs)
+        return self._told(*args, **kwargs)
 
     def _of_tokens(self, input_ids: Tensor, *, use_cache: bool | None = None, **kwargs: Any) -> Any:
         stack: Any = self.stack

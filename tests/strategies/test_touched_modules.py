@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.pytorch_utils import Conv1D
 
 import fuseopt
@@ -250,6 +252,56 @@ def test_a_gelu_of_torch_s_is_the_one_that_it_is_by_now():
 )
 def test_modules_whose_forward_is_passed_by_are_of_their_class(family, path, surgery, config, late):
     check(family, path, surgery, config, late)
+
+
+class ShortLayer(LlamaDecoderLayer):
+    """Takes what LlamaModel passes, and nothing else."""
+
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=False,
+        position_embeddings=None,
+    ):
+        rest = {"position_ids": position_ids, "past_key_values": past_key_values, "use_cache": use_cache}
+        return super().forward(hidden_states, attention_mask, position_embeddings=position_embeddings, **rest)
+
+
+class ShortAttention(T5Attention):
+    def forward(self, hidden_states, mask=None, key_value_states=None, position_bias=None, past_key_values=None):
+        return super().forward(hidden_states, mask, key_value_states, position_bias, past_key_values)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("family", "path", "cls"),
+    [
+        ("llama", "model.layers.1", ShortLayer),
+        ("t5", "encoder.block.1.layer.0.SelfAttention", ShortAttention),
+    ],
+)
+def test_modules_that_take_no_further_arguments_are_given_none(family, path, cls, late):
+    stock = FAMILIES[family]()
+    fused = copy.deepcopy(stock)
+    if late:
+        fuseopt.initialize(fused, CONFIGS["training_kernels"])
+    for model in (stock, fused):
+        child = model.get_submodule(path)
+        made = cls(model.config, layer_idx=1)
+        made.load_state_dict(child.state_dict())
+        model.set_submodule(path, made.train(child.training))
+    if not late:
+        fuseopt.initialize(fused, CONFIGS["training_kernels"])
+    masks = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])}
+    losses = []
+    for model in (stock, fused):
+        batch = tiny.inputs(model)
+        labels = batch.get("decoder_input_ids", batch["input_ids"])
+        losses.append(model.train()(**batch, **masks, labels=labels, use_cache=False).loss)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
 
 
 def _raised(output):
