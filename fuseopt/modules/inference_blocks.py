@@ -138,12 +138,12 @@ class StackForward:
     """Names of arguments beside tokens that `_of_tokens` takes."""
 
     def __init__(self, stack: nn.Module, chain: BlockChain) -> None:
-        self.stack, self.chain = stack, chain
+        self.stack, self.chain, self._source = stack, chain, type(stack)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._class_forward(*args, **kwargs)
-        if self._are_captured_tokens(*args, **kwargs):
+        if type(self.stack) is self._source and self._are_captured_tokens(*args, **kwargs):
             outputs = self._of_tokens(*args, **kwargs)
             if outputs is not None:
                 return outputs

@@ -48,8 +48,16 @@ class RotaryAttentionForward:
     ) -> None:
         self.attention, self.backend, self.packed, self.norms = attention, backend, packed, norms
         self.passes = dict(passes or {})
+        # A class set since may have another forward.
+        self._source = type(attention)
 
-    def __call__(
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if type(self.attention).forward is self._source.forward:
+            return self._forward(*args, **kwargs)
+        output: tuple[Tensor, Tensor | None] = type(self.attention).forward(self.attention, *args, **kwargs)
+        return output
+
+    def _forward(
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
