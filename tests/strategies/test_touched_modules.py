@@ -190,6 +190,18 @@ def test_an_adapter_on_c_fc_counts_and_is_trained(surgery, config, late):
     assert adapters and all(gradient.abs().max() > 0 for gradient in adapters)
 
 
+@pytest.mark.parametrize(
+    ("family", "path", "surgery", "late"),
+    [("gpt2", C_FC, "lora", False), ("gpt2", C_FC, "ia3", True), ("t5", "decoder.block.1.layer.1", "subclass", False)],
+)
+def test_compiled_training_steps_count_what_is_done_to_a_module(family, path, surgery, late, monkeypatch):
+    torch._dynamo.reset()
+    blocks = {"custom_cuda_kernels": KERNELS, "triton_kernels": ["FusedLinearCrossEntropy"], "jit": True}
+    config = {"kernel_fusion": {**blocks, "memory_efficient_fusion": {"backend": "aot_eager"}}}
+    monkeypatch.setitem(CONFIGS, "compiled", config)
+    check(family, path, surgery, "compiled", late)
+
+
 @pytest.mark.parametrize("config", ["jit", "kernels"])
 def test_the_plan_says_that_an_adapted_c_fc_is_called_and_only_that(config):
     pytest.importorskip("peft")
