@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import sympy
 import torch
@@ -37,6 +37,16 @@ def symbols_of(nodes: Iterable[fx.Node]) -> set[sympy.Symbol]:
 def hint(size: torch.SymInt | int) -> int:
     """The size in the call that is traced; nothing is made to depend on it."""
     return _HINT(size)
+
+
+def hints(graph: fx.Graph) -> dict[sympy.Symbol, int]:
+    """`symbols`, and what they are in the call that is traced."""
+    return {symbol: hint(node.meta["val"]) for symbol, node in symbols(graph).items()}
+
+
+def at(size: torch.SymInt | int, values: Mapping[sympy.Symbol, int]) -> int:
+    """The size where the symbols have these values."""
+    return int(size.node.expr.xreplace(values)) if isinstance(size, torch.SymInt) else size
 
 
 def compute_first(graph: fx.Graph) -> bool:

@@ -12,23 +12,28 @@ import concurrent.futures
 import contextlib
 import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
 from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 from torch._ops import OpOverload
 
+from fuseopt.modules import changing_sizes
 from fuseopt.ops.layout import Layout
 from fuseopt.ops.library import triton_function
 
 _ELSEWHERE = "fuseopt.ops.triton.compile_only"
 # More of them would take the lock from Inductor more often than they gain.
 _THREADS = 2
+# What Triton compiles depends on what a size is a multiple of: of 16 for addresses, and of a tile for whole tiles. An
+# odd multiple of each stands for the sizes that are no multiple of the next.
+_MULTIPLES = (16, 64, 128)
 _POOL: ContextVar[Executor] = ContextVar("early_kernels")
 
 
@@ -55,17 +60,42 @@ def pool() -> Iterator[None]:
 def begin(graph: fx.Graph) -> None:
     """Compiles the Triton ops of a graph on a GPU beside this thread, and runs each once a layout of its inputs.
 
-    What fails there is for the step to say, which calls the same ops.
+    Ops of sizes that change are run with those of the call that is traced, and compiled for others as well, where there
+    are processes for that: a later batch then finds its kernels. What fails there is for the step to say, which calls
+    the same ops.
     """
     calls: dict[str, tuple[OpOverload, tuple[Any, ...]]] = {}
+    others: dict[str, tuple[OpOverload, tuple[Any, ...]]] = {}
+    traced = changing_sizes.hints(graph)
     for node in graph.nodes:
-        if _is_triton(node) and all(_is_on_gpu(given.meta.get("val")) for given in node.all_input_nodes):
-            arguments = fx.node.map_arg(node.args, lambda given: Layout.of(given.meta["val"]))
-            calls.setdefault(f"{node.target}{arguments}", (node.target, arguments))
+        given = node.all_input_nodes
+        if not _is_triton(node) or not all(_is_given_on_gpu(value) for value in given):
+            continue
+        changing = changing_sizes.symbols_of(given)
+        if changing <= traced.keys():
+            _add(calls, node, traced)
+            for multiple in _MULTIPLES if changing else ():
+                _add(others, node, {symbol: (size // multiple | 1) * multiple for symbol, size in traced.items()})
     # All processes have something to do before a thread here waits for one.
     begun = [(_compiled_elsewhere(*call), *call) for call in calls.values()]
+    for key in others.keys() - calls.keys():
+        _compiled_elsewhere(*others[key])
     for compiled, op, arguments in begun:
         _POOL.get().submit(_run_when, compiled, op, arguments)
+
+
+def _add(calls: dict[str, Any], node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> None:
+    def given(input: fx.Node) -> Layout | int:
+        value = input.meta["val"]
+        return _layout(value, sizes) if isinstance(value, Tensor) else changing_sizes.at(value, sizes)
+
+    arguments = fx.node.map_arg(node.args, given)
+    calls.setdefault(f"{node.target}{arguments}", (node.target, arguments))
+
+
+def _layout(value: Tensor, sizes: Mapping[sympy.Symbol, int]) -> Layout:
+    shape, strides = ([changing_sizes.at(size, sizes) for size in given] for given in (value.shape, value.stride()))
+    return Layout(tuple(shape), tuple(strides), value.dtype, value.device)
 
 
 def _is_triton(node: fx.Node) -> bool:
@@ -73,8 +103,9 @@ def _is_triton(node: fx.Node) -> bool:
     return isinstance(op, OpOverload) and op.namespace == "fuseopt" and op._overloadname == "triton"
 
 
-def _is_on_gpu(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_cuda and not value._has_symbolic_sizes_strides
+def _is_given_on_gpu(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return value.is_cuda if isinstance(value, Tensor) else isinstance(value, (torch.SymInt, int))
 
 
 def _compiled_elsewhere(op: OpOverload, arguments: tuple[Any, ...]) -> Future[Any] | None:

@@ -10,8 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import fx
+from torch._dynamo.source import ConstantSource
 from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fuseopt
 from fuseopt.modules import early_kernels
@@ -146,6 +148,48 @@ def test_processes_leave_in_the_cache_what_a_call_launches(begun, processes, mon
         module.rms_norm_fwd_kernel.device_caches.clear()
         module.rms_norm_fwd(rows, rows[0], 1e-6, 1, 1.0)
     assert len(kernels) == 1 and seen == [("rms_norm_fwd_kernel", False), ("rms_norm_fwd_kernel", True)]
+
+
+def attention_of(length, device="cuda"):
+    """`relative_attention` as of a padded batch of GPT-2's: what its op takes, apart from tensors, and those."""
+    heads = [torch.empty(4, length, 2, 16, dtype=torch.bfloat16, device=device).transpose(1, 2) for _ in range(3)]
+    return [*heads, torch.empty(4, 1, 1, length, device=device)], (0.25, 0.0, True)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_a_length_that_changes_is_compiled_for_as_many_kernels_as_there_are(begun, processes, monkeypatch, tmp_path):
+    from triton import knobs
+
+    from fuseopt.ops.triton.compile_only import compile_only
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    shapes = ShapeEnv()
+    symbol = shapes.create_symbol(24, source=ConstantSource("length"), dynamic_dim=DimDynamic.DYNAMIC)
+    size = shapes.create_symintnode(symbol, hint=24)
+    graph = fx.Graph()
+    graph.placeholder("length").meta["val"] = size
+    with FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True):
+        tensors, scalars = attention_of(size)
+    nodes = [graph.placeholder(f"input_{place}") for place in range(len(tensors))]
+    for node, tensor in zip(nodes, tensors, strict=True):
+        node.meta["val"] = tensor
+    query, key, value, mask = nodes
+    op = torch.ops.fuseopt.relative_attention_fwd.triton
+    graph.call_function(op, (query, key, value, None, mask, None, *scalars))
+    with early_kernels.pool(), FakeTensorMode():
+        early_kernels.begin(graph)
+    assert [job.exception() for job in processes.returned] == [None] * 4
+    assert [arguments[0].shape for _, _, arguments in begun] == [(4, 2, 24, 16)]
+
+    seen = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, cache_hit, **_: seen.append(cache_hit))
+    module = sys.modules["fuseopt.ops.triton.relative_attention"]
+    module.relative_attention_fwd_kernel.device_caches.clear()
+    with compile_only(90, multiprocessors=132):
+        for length in (16, 24, 9, 31, 64, 17, 40, 11, 32, 96, 128, 192, 1024):
+            query, key, value, mask = attention_of(length, "meta")[0]
+            module.relative_attention_fwd(query, key, value, None, mask, None, *scalars)
+    assert seen and all(seen)
 
 
 def test_what_processes_cannot_compile_is_run_all_the_same(begun, processes):
