@@ -1,5 +1,6 @@
 """Which (op, backend, device) the tests of this folder run on, and how results are compared."""
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,13 +40,36 @@ class Case:
         return list(self.op.sample_inputs(self.device, dtype, requires_grad))
 
     def differentiable_samples(self, dtype: torch.dtype) -> list[registry.SampleInput]:
-        return [sample for sample in self.samples(dtype, True) if any(t.requires_grad for t in tensors(sample))]
+        """At least one; for tests of `differentiable_cases`."""
+        found = [sample for sample in self.samples(dtype, True) if any(t.requires_grad for t in tensors(sample))]
+        assert found, f"{self.op.name} has no differentiable sample"
+        return found
 
 
 def cases(*names: str) -> list[Any]:
     """Pytest parameters for each backend of the ops named, or of all functional ones: on CPU, in Triton's interpreter,
     on a GPU."""
     return list(_parameters(names or functional_names(), slow=() if names else SLOW_TO_INTERPRET))
+
+
+def differentiable_cases() -> list[Any]:
+    """Of `cases()` those of ops with gradients: where some sample requires one."""
+    return [case for case in cases() if case.values[0].op.name in _differentiable_names()]
+
+
+def kernel_cases(parameters: list[Any]) -> list[Any]:
+    """Of `parameters` those that are no reference: what is compared with the reference must not be it."""
+    return [case for case in parameters if case.values[0].backend != "reference"]
+
+
+@functools.cache
+def _differentiable_names() -> frozenset[str]:
+    return frozenset(
+        name
+        for name in functional_names()
+        for sample in registry.get(name).sample_inputs(torch.device("cpu"), torch.float32, True)
+        if any(tensor.requires_grad for tensor in tensors(sample))
+    )
 
 
 # Their sizes hang together in ways that `variations.resized` does not know, so their own tests draw them.

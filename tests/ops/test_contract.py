@@ -27,9 +27,11 @@ from tests.ops.cases import (
     Graphs,
     RawCalls,
     cases,
+    differentiable_cases,
     error,
     functional_names,
     gradients,
+    kernel_cases,
     map_tensors,
     results,
     tensors,
@@ -44,8 +46,14 @@ pytestmark = [
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", cases())
+    """`case` is any op, `differentiable_case` one with gradients, `differentiable_kernel` such a one's kernel."""
+    choices = {
+        "case": cases,
+        "differentiable_case": differentiable_cases,
+        "differentiable_kernel": lambda: kernel_cases(differentiable_cases()),
+    }
+    for name in choices.keys() & set(metafunc.fixturenames):
+        metafunc.parametrize(name, choices[name]())
 
 
 def random_gradients(output: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
@@ -113,7 +121,8 @@ def test_any_layout_of_inputs(case: Case, dtype: torch.dtype, layout: Callable[[
 
 
 @pytest.mark.parametrize("layout", [every_second, transposed, broadcast])
-def test_any_layout_of_gradients(case: Case, layout: Callable[[Tensor], Tensor]) -> None:
+def test_any_layout_of_gradients(differentiable_kernel: Case, layout: Callable[[Tensor], Tensor]) -> None:
+    case = differentiable_kernel
     for sample in case.differentiable_samples(torch.float32):
         output = case(*sample.args, **sample.kwargs)
         grad_outputs = [layout(grad_output) for grad_output in random_gradients(output)]
@@ -181,7 +190,8 @@ def of_tensors(case: Case, sample: SampleInput) -> tuple[Callable[..., Tensor], 
     return function, tuple(sample.args[position] for position in positions)
 
 
-def test_gradcheck_and_gradgradcheck(case: Case) -> None:
+def test_gradcheck_and_gradgradcheck(differentiable_case: Case) -> None:
+    case = differentiable_case
     for sample in case.differentiable_samples(torch.float64):
         if any(tensor.numel() == 0 for tensor in tensors(sample)):
             continue
@@ -190,7 +200,8 @@ def test_gradcheck_and_gradgradcheck(case: Case) -> None:
         assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
-def test_a_gradient_only_where_one_is_required(case: Case) -> None:
+def test_a_gradient_only_where_one_is_required(differentiable_case: Case) -> None:
+    case = differentiable_case
     for sample in case.differentiable_samples(torch.float32):
         for chosen in (tensor for tensor in tensors(sample) if tensor.requires_grad):
             only = map_tensors(lambda tensor, chosen=chosen: tensor.detach().requires_grad_(tensor is chosen), sample)
@@ -206,9 +217,10 @@ def signature(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return op, *((v.shape, v.stride(), v.dtype) if isinstance(v, Tensor) else v for v in leaves)
 
 
-def test_opcheck(case: Case) -> None:
+def raw_calls(case: Case, dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]]]:
+    """One call of each kind that the raw ops of `case` are given by its samples, with and without gradients."""
     with RawCalls() as raw:
-        for sample in case.samples(torch.float32, requires_grad=True):
+        for sample in case.samples(dtype, requires_grad=True):
             if any(tensor.shape[-1] == 0 for tensor in tensors(sample)):
                 continue  # the statistics of no columns are NaN, which opcheck holds unequal to itself
             output = total(case(*sample.args, **sample.kwargs))
@@ -216,8 +228,20 @@ def test_opcheck(case: Case) -> None:
                 output.backward()
             with torch.no_grad():  # where other raw ops may run
                 case(*sample.args, **sample.kwargs)
-    for op, args in {signature(op, args): (op, args) for op, args in raw.calls}.values():
-        torch.library.opcheck(op, tree_map_only(Tensor, Tensor.detach, args))
+    calls = {signature(op, args): (op, tree_map_only(Tensor, Tensor.detach, args)) for op, args in raw.calls}
+    return list(calls.values())
+
+
+def test_opcheck(case: Case) -> None:
+    for op, args in raw_calls(case, torch.float32):
+        torch.library.opcheck(op, args)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_fakes_have_the_dtypes_of_what_kernels_return(case: Case, dtype: torch.dtype) -> None:
+    """Of statistics too, whose dtype is not the input's in half precision."""
+    for op, args in raw_calls(case, dtype):
+        torch.library.opcheck(op, args, test_utils="test_faketensor")
 
 
 def test_compiles_into_one_graph(case: Case) -> None:
@@ -234,7 +258,8 @@ def test_compiles_into_one_graph(case: Case) -> None:
         assert graphs.forward == raw.names()
 
 
-def test_compiled_training_runs_the_raw_backward(case: Case) -> None:
+def test_compiled_training_runs_the_raw_backward(differentiable_case: Case) -> None:
+    case = differentiable_case
     for sample in case.differentiable_samples(torch.float32)[:2]:
         torch._dynamo.reset()
         graphs = Graphs()
@@ -265,14 +290,19 @@ def test_compiles_with_inductor(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_autocast_gives_what_the_reference_gives(case: Case, dtype: torch.dtype) -> None:
+    """And that is no further from float64 than autocast's dtype rounds."""
     for sample in case.samples(dtype):
+        judge = map_tensors(to_float64, sample)
         with torch.autocast(case.device.type, torch.bfloat16):
             outputs = results(case(*sample.args, **sample.kwargs))
             plains = results(case.op.reference(*sample.args, **sample.kwargs))
-        for output, plain in zip(outputs, plains, strict=True):
+        exacts = results(case.op.reference(*judge.args, **judge.kwargs))
+        unrounded = results(case.op.reference(*sample.args, **sample.kwargs))
+        for output, plain, exact, other in zip(outputs, plains, exacts, unrounded, strict=True):
             assert output.dtype == plain.dtype
             # Sums are in another order.
             assert error([output], [plain]) <= 4 * rounding(output.dtype)
+            assert error([output], [exact]) <= 2 * error([other], [exact]) + rounding(torch.bfloat16)
 
 
 def variants(tensor: Tensor) -> Tensor:
@@ -295,14 +325,15 @@ def test_vmap(case: Case) -> None:
             try:
                 output = torch.func.vmap(function, in_dims)(*values)
             except BackendError:
-                assert not case.differentiable_samples(torch.float32)
+                assert case.op.name not in {parameter.values[0].op.name for parameter in differentiable_cases()}
             else:
                 # Of a batch a matrix product adds up in another order, on some processors also in other pieces.
                 stacked = map(torch.stack, zip(*map(results, expected), strict=True))
                 assert error(results(output), list(stacked)) <= 8 * rounding(torch.float32)
 
 
-def test_functional_gradients(case: Case) -> None:
+def test_functional_gradients(differentiable_kernel: Case) -> None:
+    case = differentiable_kernel
     for sample in case.differentiable_samples(torch.float64):
         function, inputs = of_tensors(case, sample)
         if any(tensor.numel() == 0 for tensor in inputs):
@@ -324,19 +355,50 @@ def test_functional_gradients(case: Case) -> None:
             torch.testing.assert_close(transform(function)(*values), transform(plain)(*values))
 
 
-def test_forward_mode_is_refused_or_right(case: Case) -> None:
-    for sample in case.samples(torch.float64)[:1]:
+def test_forward_mode_runs_the_reference_of_ops_with_gradients(differentiable_case: Case) -> None:
+    case = differentiable_case
+    plain = Case(case.op, "reference", case.device)
+    for sample in case.differentiable_samples(torch.float64):
         function, inputs = of_tensors(case, sample)
-        with torch.no_grad(), forward_ad.dual_level():
-            duals = [
-                forward_ad.make_dual(tensor, torch.ones_like(tensor)) if tensor.is_floating_point() else tensor
-                for tensor in inputs
-            ]
-            if case.backend == "reference":
-                assert forward_ad.unpack_dual(results(function(*duals))[0]).tangent is not None
-            else:
-                with pytest.raises((NotImplementedError, BackendError)):
-                    function(*duals)
+        reference, _ = of_tensors(plain, sample)
+        directions = [torch.randn_like(tensor) if tensor.is_floating_point() else None for tensor in inputs]
+
+        def tangents(function: Callable, inputs: Any = inputs, directions: Any = directions) -> list[Tensor | None]:
+            with torch.no_grad(), forward_ad.dual_level():
+                pairs = zip(inputs, directions, strict=True)
+                duals = [value if d is None else forward_ad.make_dual(value, d) for value, d in pairs]
+                return [forward_ad.unpack_dual(output).tangent for output in results(function(*duals))]
+
+        def forwards(*values: Tensor, reference: Callable = reference) -> tuple[Tensor, ...]:
+            return tuple(results(reference(*values)))
+
+        found = tangents(function)
+        # By two backward passes, which no forward-mode formula has part in.
+        _, expected = (
+            torch.autograd.functional.jvp(
+                forwards,
+                inputs,
+                tuple(torch.zeros_like(v) if d is None else d for v, d in zip(inputs, directions, strict=True)),
+            )
+            if all(tensor.is_floating_point() for tensor in inputs)
+            else (None, tangents(reference))
+        )
+        assert all(tangent is not None for tangent in found)
+        assert error(found, results(expected)) <= 1e-9
+
+
+def test_forward_mode_is_refused_by_kernels_without_gradients(case: Case) -> None:
+    if case.op.name in {parameter.values[0].op.name for parameter in differentiable_cases()}:
+        pytest.skip("it has gradients")
+    sample = case.samples(torch.float64)[0] if case.samples(torch.float64) else case.samples(torch.float32)[0]
+    function, inputs = of_tensors(case, sample)
+    with torch.no_grad(), forward_ad.dual_level():
+        duals = [forward_ad.make_dual(t, torch.ones_like(t)) if t.is_floating_point() else t for t in inputs]
+        if case.backend == "reference":
+            function(*duals)
+        else:
+            with pytest.raises(BackendError):
+                function(*duals)
 
 
 def test_inference_mode(case: Case) -> None:
@@ -348,7 +410,8 @@ def test_inference_mode(case: Case) -> None:
             torch.testing.assert_close(output.clone(), expected.detach())
 
 
-def test_checkpoint(case: Case) -> None:
+def test_checkpoint(differentiable_case: Case) -> None:
+    case = differentiable_case
     for sample in case.differentiable_samples(torch.float32):
         grad_outputs = random_gradients(case(*sample.args, **sample.kwargs))
 
@@ -364,12 +427,17 @@ def test_function_can_be_pickled_and_copied(case: Case) -> None:
     assert copy.deepcopy(case.op.function) is case.op.function
 
 
-def test_shape_and_dtype_on_the_meta_device() -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_shape_and_dtype_on_the_meta_device(dtype: torch.dtype) -> None:
+    checked = 0
     for name in functional_names():
         op = registry.get(name)
-        for sample in op.sample_inputs(torch.device("cpu"), torch.float32, False):
+        (reference,) = op.candidates("reference")
+        for sample in op.sample_inputs(torch.device("cpu"), dtype, False) if dtype in reference.dtypes else ():
             on_meta = map_tensors(lambda tensor: tensor.to("meta"), sample)
             expecteds = results(op.reference(*sample.args, **sample.kwargs))
             outputs = results(op.function(*on_meta.args, **on_meta.kwargs))
             for output, expected in zip(outputs, expecteds, strict=True):
                 assert (output.shape, output.dtype, output.device.type) == (expected.shape, expected.dtype, "meta")
+                checked += 1
+    assert checked > 50

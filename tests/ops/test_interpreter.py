@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.ops.cases import cases
 from tests.ops.interpreter import UNFIT
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the process that the test starts")
 def test_interpreted_kernels_in_a_process_of_their_own():
-    options = ["-q", "-rs", "-m", "interpreter and not slow", "-p", "no:cacheprovider"]
+    options = ["-q", "-rps", "-m", "interpreter and not slow", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, Path(__file__).parent]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -20,5 +21,10 @@ def test_interpreted_kernels_in_a_process_of_their_own():
     unfit = re.search(rf"{UNFIT}.*", result.stdout)
     if unfit:
         pytest.skip(unfit[0])
-    passed = re.search(r"(\d+) passed", result.stdout)
-    assert passed and int(passed[1]) > 200, result.stdout
+    passed = set(re.findall(r"^PASSED .*::(test_output_and_gradients_against_float64\[.*\])$", result.stdout, re.M))
+    interpreted = [parameter for parameter in cases() if parameter.id.endswith("-triton-cpu")]
+    wanted = [p.id for p in interpreted if not any(mark.name == "slow" for mark in p.marks)]
+    assert wanted
+    for name in wanted:
+        for dtype in ("float32", "bfloat16"):
+            assert any(f"{name}-" in test or f"-{name}]" in test for test in passed if f"torch.{dtype}" in test), name
