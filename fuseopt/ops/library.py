@@ -60,41 +60,60 @@ def define(schema: str, fake: Callable, *, triton: str | None = None) -> dict[st
         LIBRARY.define(f"{name}.triton({signature}")
         function = _TRITON_FUNCTIONS[name] = _imported_on_first_call(triton, name)
         overloads["triton"] = packet.triton
-        run = _checking(packet.triton, lambda *args, **kwargs: function()(*args, **kwargs), dtypes=True)
+        run = _checking_tensors(packet.triton, lambda *arguments: function()(*arguments))
         for key in ("CUDA", "CPU") if TRITON_INTERPRETED else ("CUDA",):
             LIBRARY.impl(packet.triton, run, key)
     for overload in {*overloads.values()}:
-        torch.library.register_fake(overload, _checking(overload, fake, dtypes=False), lib=LIBRARY)
+        torch.library.register_fake(overload, _fake_on_one_device(overload, fake), lib=LIBRARY)
         if overload._schema.is_mutable:
             LIBRARY.impl(overload, _counting_versions_up(overload), "ADInplaceOrView", with_keyset=True)
     return overloads
 
 
-def _checking(op: OpOverload, function: Callable, *, dtypes: bool) -> Callable:
-    """`function` for `op`, which raises a RuntimeError for tensors of several devices, and for dtypes that it has not.
+def _tensors_of(op: OpOverload) -> list[tuple[int, str]]:
+    """The places and names of the arguments of `op` that hold tensors."""
+    return [(place, a.name) for place, a in enumerate(op._schema.arguments) if "Tensor" in str(a.type)]
 
-    torch calls the fake for a meta tensor among others, and what that returns has memory nobody has written to.
+
+def _fake_on_one_device(op: OpOverload, fake: Callable) -> Callable:
+    """`fake`, which raises a RuntimeError for tensors of several devices.
+
+    torch calls it for a meta tensor among others too, and what it returns then has memory nobody has written to.
     """
-    takes = {
-        argument.name: _TAKES.get(argument.name, FLOATING)
-        for argument in op._schema.arguments
-        if "Tensor" in str(argument.type)
-    }
-    names = [argument.name for argument in op._schema.arguments]
 
-    def run(*arguments: Any, **named: Any) -> Any:
-        device = None
-        for name, argument in (*zip(names, arguments, strict=False), *named.items()):
-            if argument is None or name not in takes:
+    def run(*arguments: Any) -> Any:
+        devices = {}
+        for place, name in _tensors_of(op):
+            argument = arguments[place] if place < len(arguments) else None
+            for tensor in argument if isinstance(argument, list) else [argument]:
+                if tensor is not None:
+                    devices[tensor.device] = name
+        if len(devices) > 1:
+            found = ", ".join(f"{name} on {device}" for device, name in devices.items())
+            raise RuntimeError(f"{op}: all tensors must be on one device, not {found}")
+        return fake(*arguments)
+
+    return run
+
+
+def _checking_tensors(op: OpOverload, function: Callable) -> Callable:
+    """`function` for `op`, which raises a RuntimeError for tensors of several devices or of dtypes it does not take."""
+    takes = [(place, name, _TAKES.get(name, FLOATING)) for place, name in _tensors_of(op)]
+
+    def run(*arguments: Any) -> Any:
+        first = None
+        for place, name, dtypes in takes:
+            tensor = arguments[place] if place < len(arguments) else None
+            if tensor is None:
                 continue
-            for tensor in argument if isinstance(argument, list) else (argument,):
-                device = device or tensor.device
-                if tensor.device != device:
-                    raise RuntimeError(f"{op}: all tensors must be on one device, not {name} on {tensor.device}")
-                if dtypes and tensor.dtype not in takes[name]:
-                    wanted = " or ".join(map(str, takes[name]))
-                    raise RuntimeError(f"{op}: {name} must be {wanted}, not {tensor.dtype}")
-        return function(*arguments, **named)
+            if tensor.dtype not in dtypes:
+                wanted = " or ".join(map(str, dtypes))
+                raise RuntimeError(f"{op}: {name} must be {wanted}, not {tensor.dtype}")
+            device = tensor.get_device()
+            if device != first and first is not None:
+                raise RuntimeError(f"{op}: all tensors must be on one device, not {name} on {tensor.device}")
+            first = device
+        return function(*arguments)
 
     return run
 
