@@ -24,6 +24,19 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
   const int64_t rows = query.size(0), batch = key_cache.size(0);
   FUSEOPT_CHECK(rows == 0 || (batch > 0 && rows % batch == 0), "fuseopt::", op, ": ", rows,
                 " rows cannot be divided among ", batch, " rows of the cache");
+  const int64_t heads = query.size(1), capacity = key_cache.size(2);
+  FUSEOPT_CHECK(key_cache.size(1) == heads && key_cache.size(3) == query.size(2), "fuseopt::", op,
+                ": key_cache must have the heads and head_dim of query");
+  check_same(op, "value_cache", value_cache, key_cache);
+  FUSEOPT_CHECK(!mask.has_value() || mask->numel() == batch * capacity, "fuseopt::", op, ": mask must be [", batch, ", ",
+                capacity, "]");
+  FUSEOPT_CHECK(!bias.has_value() || (bias->dim() == 2 && bias->size(0) == heads && bias->size(1) > 0), "fuseopt::", op,
+                ": bias must be [", heads, ", distances]");
+  if (token.has_value()) {
+    check_same(op, "key", token->key, query);
+    check_same(op, "value", token->value, query);
+    FUSEOPT_CHECK(rows == batch, "fuseopt::", op, ": the caches must have a row for each of the ", rows, " rows");
+  }
   const Launch launch(op, query);
   Overlap overlap(may_overlap);
   const Tensor q = overlap.with_unit_stride(query);
@@ -32,9 +45,9 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
   attention.dtype = dtype_code(op, dtype_of(query));
   attention.query = heads_of(q);
   attention.rows = rows;
-  attention.heads = query.size(1);
+  attention.heads = heads;
   attention.head_dim = query.size(2);
-  attention.capacity = key_cache.size(2);
+  attention.capacity = capacity;
   attention.rows_per_item = rows == 0 ? 1 : rows / batch;
   attention.lengths = integers_of(op, "lengths", lengths, batch);
   attention.starts = integers_of(op, "starts", starts, batch);

@@ -5,15 +5,15 @@
 
 namespace fuseopt {
 
-// One integer for all of `items`, or one for each.
+// One integer for all of `items`, or one for each, in a vector or contiguous.
 inline DecodeAttention::Integers integers_of(const char* op, const char* name, const std::optional<Tensor>& tensor,
                                              int64_t items) {
   if (!tensor.has_value()) return {nullptr, 4, 0};
-  FUSEOPT_CHECK(tensor->dim() <= 1 && (tensor->numel() == 1 || tensor->numel() == items), "fuseopt::", op, ": ", name,
-                " must have one element or ", items, ", in one dimension");
-  const ScalarType type = dtype_of(*tensor);
-  const bool is_shared = tensor->numel() <= 1;
-  return {tensor->data_ptr(), type == ScalarType::Int ? 4 : 8, is_shared ? 0 : tensor->stride(tensor->dim() - 1)};
+  const bool is_shared = tensor->numel() == 1, is_vector = tensor->dim() == 1;
+  FUSEOPT_CHECK(is_shared || (tensor->numel() == items && (is_vector || tensor->is_contiguous())), "fuseopt::", op, ": ",
+                name, " must have one element or ", items, ", in a vector");
+  const int bytes = dtype_of(*tensor) == ScalarType::Int ? 4 : 8;
+  return {tensor->data_ptr(), bytes, is_shared ? 0 : is_vector ? tensor->stride(0) : 1};
 }
 
 }  // namespace fuseopt
