@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -248,17 +248,13 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
 
 def _candidates(model: nn.Module) -> Iterator[Candidate]:
     modules: dict[int, nn.Module] = {}
-    sites: dict[int, list[Site]] = {}
-    # remove_duplicate=False yields a module once for every name that leads to it.
-    for path, module in model.named_modules(remove_duplicate=False):
+    sites: dict[int, list[Site]] = defaultdict(list)
+    # Each module once, however many names lead to it: nested modules that are shared have 2 ** depth of them.
+    for path, module in model.named_modules():
         modules[id(module)] = module
-        sites.setdefault(id(module), [])
         for name, child in module._modules.items():
             if child is not None:
-                site = Site(module, name, f"{path}.{name}" if path else name)
-                known = sites.setdefault(id(child), [])
-                if site.key not in {other.key for other in known}:
-                    known.append(site)
+                sites[id(child)].append(Site(module, name, f"{path}.{name}" if path else name))
     for identity, module in modules.items():
         if module is not model:
             yield Candidate(module, tuple(sites[identity]))

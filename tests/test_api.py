@@ -476,3 +476,63 @@ def test_rms_norm_follows_t5_and_its_relatives():
             tiny.FAMILIES[family](), {"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNorm"], "jit": False}}
         )
         assert isinstance(model.encoder.final_layer_norm, FusedRMSNorm), family
+
+
+NORMS = {"kernel_fusion": {"custom_cuda_kernels": ["FusedLayerNorm"], "jit": False}}
+
+
+def assert_fused_and_restored(model: nn.Module, norms: int) -> None:
+    before = [id(module) for module in model.modules()]
+    assert len(fuseopt.plan(model, NORMS).replacements) == norms
+    fuseopt.initialize(model, NORMS)
+    assert sum(isinstance(module, FusedLayerNorm) for module in model.modules()) == norms
+    assert len(fuseopt.plan(model, NORMS).replacements) == norms
+    fuseopt.restore(model)
+    assert [id(module) for module in model.modules()] == before
+
+
+def test_nested_shared_modules_are_planned_in_linear_time():
+    model = nn.LayerNorm(8)
+    for _ in range(60):
+        shared, model = model, nn.Module()
+        model.first, model.second = nn.Sequential(shared), nn.Sequential(shared)
+    assert_fused_and_restored(model, norms=1)
+
+
+def test_a_module_that_contains_itself_is_planned():
+    model = nn.Module()
+    model.norm, model.inner = nn.LayerNorm(8), nn.Module()
+    model.inner.outer, model.itself, model.inner.norm = model, model, nn.LayerNorm(8)
+    assert_fused_and_restored(model, norms=2)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AttributeError])
+def test_a_config_that_raises_is_no_config(error):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        @property
+        def config(self):
+            raise error("not configured")
+
+        def forward(self, input):
+            return self.norm(input)
+
+    model = Model()
+    assert_fused_and_restored(model, norms=1)
+    input = torch.randn(3, 8)
+    expected = model(input)
+    fuseopt.initialize(model, {"kernel_fusion": {"memory_efficient_fusion": {"backend": "aot_eager"}}})
+    torch.testing.assert_close(model.train()(input), expected)
+
+
+def test_what_is_kept_counts_leaves_that_stay_and_no_containers():
+    assert fuseopt.plan(tiny.gpt2(), NORMS).kept == {
+        "Conv1D": 8,
+        "Dropout": 7,
+        "Embedding": 2,
+        "NewGELUActivation": 2,
+        "Linear": 1,
+    }

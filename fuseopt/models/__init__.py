@@ -11,6 +11,7 @@ from fuseopt.models.common import COMMON
 from fuseopt.models.gpt2 import GPT2
 from fuseopt.models.policy import REGION_TARGETS, ModelPolicy, Rule, full_name
 from fuseopt.models.t5 import T5
+from fuseopt.modules.structure import config_of
 
 _POLICIES: dict[str, ModelPolicy] = {}
 
@@ -60,7 +61,7 @@ def _register(policy: ModelPolicy) -> None:
 
 def policy_for(model: nn.Module) -> ModelPolicy:
     """The policy of the model's `config.model_type`, or the common one."""
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    model_type = getattr(config_of(model), "model_type", None)
     return _POLICIES.get(model_type, COMMON) if isinstance(model_type, str) else COMMON
 
 

@@ -134,13 +134,22 @@ class Watch:
 
 
 def modules_below(*roots: nn.Module) -> list[nn.Module]:
-    """The roots and everything below them, once for each place it stands in."""
-    modules, stack = [], list(roots)
+    """The roots and everything below them, each once."""
+    modules, stack = {}, list(roots)
     while stack:
         module = stack.pop()
-        modules.append(module)
-        stack += [child for child in module._modules.values() if child is not None]
-    return modules
+        if module is not None and id(module) not in modules:
+            modules[id(module)] = module
+            stack += module._modules.values()
+    return list(modules.values())
+
+
+def config_of(module: nn.Module) -> Any:
+    """Its `config`; None where there is none, or where that is a property of the user's that raises."""
+    try:
+        return getattr(module, "config", None)
+    except Exception:
+        return None
 
 
 def parameters_below(*roots: nn.Module) -> list[nn.Parameter]:

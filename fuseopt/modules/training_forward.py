@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 from fuseopt import garbage
 from fuseopt.errors import CompileError
 from fuseopt.modules import bias_gradients, captured_steps, stock_fallback, whole_rows
-from fuseopt.modules.structure import parameters_below
+from fuseopt.modules.structure import config_of, parameters_below
 from fuseopt.references import weak_attribute
 
 # Dynamo by default does not notice a hook registered after compilation, and gives up at the 9th variant of a call,
@@ -270,7 +270,7 @@ def _hands_on_use_cache(model: nn.Module) -> bool:
 
 
 def _asks_for_more(model: nn.Module, given: Mapping[str, Any]) -> bool:
-    config = getattr(model, "config", None)
+    config = config_of(model)
     asked = [given.get(name) for name in _CACHES]
     # transformers registers its capturing hooks under a lock at the first such call, which breaks the graph.
     asked += [given.get(name, getattr(config, name, None)) for name in _CAPTURES]

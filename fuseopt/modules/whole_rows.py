@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
+from fuseopt.modules.structure import config_of
+
 # Decoders that take `NoCache`, and to which an attention mask of ones says nothing.
 # fmt: off
 _FAMILIES = (
@@ -55,7 +57,7 @@ def arguments(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
 
     An attention mask is looked at, for which the host waits, as it does in eager mode.
     """
-    if getattr(getattr(model, "config", None), "model_type", None) not in _FAMILIES:
+    if getattr(config_of(model), "model_type", None) not in _FAMILIES:
         return {}
     if any(given.get(name) is not None for name in ("position_ids", "encoder_hidden_states")):
         return {}
