@@ -11,14 +11,15 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from fuseopt.errors import ConfigError
+from fuseopt.errors import ConfigError, shown, shown_name
 
 JIT_BACKENDS = ("torchscript", "inductor")
 MEMORY_BACKENDS = ("inductor", "aot_eager")
 AUTO = "auto"
+_MOST_DIGITS = 20
+_LARGEST = 2**31 - 1
 KERNEL_BACKENDS = (AUTO, "cuda", "triton", "cpu", "reference")
 
 # Kernel name -> the options its entry may carry beside "name".
@@ -208,23 +209,51 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _read_json(source: str | os.PathLike[str]) -> Any:
-    path = Path(source)
-    if not path.is_file():
+    if not os.path.isfile(source):
+        if str(source).lstrip().startswith(("{", "[")):
+            raise ConfigError("config: this is JSON text; give the dict, json.loads(text), or the path of a file")
         raise ConfigError(
-            f"config: {str(source)!r} is neither a file nor a preset; {_nearest(str(source), PRESETS)}presets are "
+            f"config: {shown(source)} is neither a file nor a preset; {_nearest(str(source), PRESETS)}presets are "
             f"{', '.join(PRESETS)}"
         )
+    path = shown_name(source)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with open(source, encoding="utf-8") as file:
+            content = json.load(file, object_pairs_hook=_unique, parse_int=_integer)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except _Unusable as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply for a config, which has four levels") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: expected a JSON object at the top level, got {type(content).__name__}")
     return content
+
+
+class _Unusable(Exception):
+    """JSON that Python could read, but not to the meaning of a config."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _Unusable(f"the key {shown(key)} is there twice in one object")
+        found[key] = value
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise _Unusable(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _top_level(source: Mapping[str, Any]) -> Config:
@@ -298,10 +327,14 @@ def _memory_efficient(value: Any) -> MemoryEfficientOptions | None:
         )
     _check_keys(where, value, tuple(MemoryEfficientOptions.__dataclass_fields__))
     captured = value.get("cuda_graphs", default.cuda_graphs)
+    if not (isinstance(captured, str) and captured == AUTO):
+        captured = _boolean(f"{where}.cuda_graphs", captured, f", or {AUTO!r}")
     return MemoryEfficientOptions(
         budget=_part(f"{where}.budget", value.get("budget", default.budget)),
         backend=_choice(f"{where}.backend", value.get("backend", default.backend), MEMORY_BACKENDS),
-        cuda_graphs=captured if captured == AUTO else _boolean(f"{where}.cuda_graphs", captured, f", or {AUTO!r}"),
+        cuda_graphs=captured
+        if isinstance(captured, str) and captured == AUTO
+        else _boolean(f"{where}.cuda_graphs", captured, f", or {AUTO!r}"),
     )
 
 
@@ -329,9 +362,9 @@ def _kernel(where: str, entry: Any, known: Mapping[str, tuple[str, ...]]) -> Ker
     if name not in known:
         if name in (*CUSTOM_KERNELS, *TRITON_KERNELS):
             raise ConfigError(f"{where}: {name!r} is not built yet for this list; it takes {', '.join(known)}")
-        raise ConfigError(f"{where}: unknown kernel {name!r}; {_nearest(name, known)}known: {', '.join(known)}")
+        raise ConfigError(f"{where}: unknown kernel {shown(name)}; {_nearest(name, known)}known: {', '.join(known)}")
     if options and not known[name]:
-        raise ConfigError(f"{where}: {name} takes no options, got {', '.join(map(repr, options))}")
+        raise ConfigError(f"{where}: {name} takes no options, got {', '.join(map(shown, options))}")
     _check_keys(where, options, known[name])
     for key, value in options.items():
         _boolean(f"{where}.{key}", value)
@@ -340,39 +373,43 @@ def _kernel(where: str, entry: Any, known: Mapping[str, tuple[str, ...]]) -> Ker
 
 def _check_keys(where: str, block: Mapping[Any, Any], known: Iterable[str]) -> None:
     for key in block:
-        path = f"{where}.{key}" if where else str(key)
+        name = shown_name(key)
+        path = f"{where}.{name}" if where else name
         if path in _NOT_BUILT:
             raise ConfigError(f"{path}: {_NOT_BUILT[path]}")
         if path in _ELSEWHERE:
             raise ConfigError(f"{path}: {_ELSEWHERE[path]}")
         if key not in known:
             raise ConfigError(
-                f"{path}: unknown key; {_nearest(str(key), known)}known keys here: {', '.join(map(repr, known))}"
+                f"{path}: unknown key; {_nearest(name, known)}known keys here: {', '.join(map(repr, known))}"
             )
 
 
 def _boolean(where: str, value: Any, others: str = "") -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(f"{where}: expected true or false{others}, got {value!r} ({type(value).__name__})")
+        raise ConfigError(f"{where}: expected true or false{others}, got {shown(value)} ({type(value).__name__})")
     return value
 
 
 def _count(where: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{where}: expected an integer of at least {least}, got {value!r} ({type(value).__name__})")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
+        raise ConfigError(
+            f"{where}: expected an integer of at least {least} and at most {_LARGEST}, got {shown(value)} "
+            f"({type(value).__name__})"
+        )
     return value
 
 
 def _part(where: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ConfigError(f"{where}: expected a number from 0 to 1, got {value!r} ({type(value).__name__})")
+        raise ConfigError(f"{where}: expected a number from 0 to 1, got {shown(value)} ({type(value).__name__})")
     return float(value)
 
 
 def _choice(where: str, value: Any, choices: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in choices:
         hint = _nearest(value, choices) if isinstance(value, str) else ""
-        raise ConfigError(f"{where}: {value!r} is not one of {', '.join(choices)}; {hint}".rstrip("; "))
+        raise ConfigError(f"{where}: {shown(value)} is not one of {', '.join(choices)}; {hint}".rstrip("; "))
     return value
 
 

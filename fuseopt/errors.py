@@ -1,4 +1,12 @@
-"""Every error fuseopt raises on purpose. Each message says what is wrong, where, and what to do instead."""
+"""Every error fuseopt raises on purpose. Each message says what is wrong, where, and what to do instead.
+
+What a message or a table quotes from outside, such as the name of a user's module, is made `printable`.
+"""
+
+import os
+import reprlib
+
+_LONGEST = 200
 
 
 class FuseoptError(Exception):
@@ -31,6 +39,31 @@ class NativeBuildError(FuseoptError, RuntimeError):
 
 class CompileError(FuseoptError, RuntimeError):
     """A model's training step could not be compiled; the message says how to train without."""
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+
+    def repr_int(self, value: int, level: int) -> str:
+        # Python refuses to write more than a few thousand digits.
+        return repr(value) if value.bit_length() <= 128 else f"<an integer of {value.bit_length()} bits>"
+
+
+_SHORT = _Short()
+
+
+def shown(value: object) -> str:
+    """`repr(value)` on one line, cut where it is long or deep."""
+    return printable(_SHORT.repr(value))
+
+
+def shown_name(value: object) -> str:
+    """`shown` without quotes, for the key of a dict or the path of a file."""
+    text = value if isinstance(value, str) else os.fspath(value) if isinstance(value, os.PathLike) else shown(value)
+    text = printable(str(text))
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def printable(text: str) -> str:

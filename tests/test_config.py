@@ -1,8 +1,10 @@
 """What a config may say, and what each wrong one is told."""
 
+import builtins
 import json
 
 import pytest
+import torch
 
 from fuseopt.config import (
     CUSTOM_KERNELS,
@@ -144,9 +146,12 @@ WRONG = {
     "generation of another type": ({"generation": True}, "generation: expected a dict, got bool"),
     "empty generation": ({"generation": {}}, "generation: the block is empty"),
     "generation key": ({"generation": {"max_bacth": 8}}, "generation.max_bacth: unknown key; did you mean 'max_batch'"),
-    "generation batch": ({"generation": {"max_batch": 0}}, "generation.max_batch: expected an integer of at least 1"),
-    "generation length": ({"generation": {"max_length": "long"}}, "at least 1, got 'long' (str)"),
-    "generation graphs": ({"generation": {"max_graphs": True}}, "at least 0, got True (bool)"),
+    "generation batch": (
+        {"generation": {"max_batch": 0}},
+        "at least 1 and at most 2147483647, got 0 (int)",
+    ),
+    "generation length": ({"generation": {"max_length": "long"}}, "at most 2147483647, got 'long' (str)"),
+    "generation graphs": ({"generation": {"max_graphs": True}}, "at least 0 and at most 2147483647, got True (bool)"),
     "memory budget below 0": (
         {"kernel_fusion": {"memory_efficient_fusion": {"budget": -0.1}}},
         "kernel_fusion.memory_efficient_fusion.budget: expected a number from 0 to 1, got -0.1 (float)",
@@ -210,3 +215,115 @@ def test_json_that_is_no_config(tmp_path, content, message):
 
 def test_a_preset_that_names_every_kernel_stays_complete():
     assert {r.name for r in Config.load("inference").kernel_fusion.custom_cuda_kernels} == set(CUSTOM_KERNELS)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+FROM_OUTSIDE = {
+    "deep nesting": (b'{"kernel_fusion": ' + DEEP.encode() + b"}", "nested too deeply"),
+    "a number of 5,000 digits": (b'{"generation": {"max_batch": ' + b"9" * 5000 + b"}}", "a number of 5000 digits"),
+    "a number of 4,000 digits": (b'{"generation": {"max_batch": ' + b"9" * 4000 + b"}}", "a number of 4000 digits"),
+    "a large number": (b'{"generation": {"max_batch": 99999999999}}', "at most 2147483647, got 99999999999 (int)"),
+    "infinity": (b'{"generation": {"max_batch": 1e999}}', "got inf (float)"),
+    "a key twice": (b'{"generation": {"max_batch": 1, "max_batch": 2}}', "the key 'max_batch' is there twice"),
+    "a block twice": (
+        b'{"generation": {"max_batch": 1}, "generation": {"max_length": 2}}',
+        "'generation' is there twice",
+    ),
+    "an array of blocks": (b'{"kernel_fusion": [{"enable": true}]}', "kernel_fusion: expected a dict, got list"),
+    "arrays for values": (b'{"kernel_fusion": {"enable": [true]}}', "expected true or false, got [True] (list)"),
+    "an array of kernels in one": (
+        b'{"kernel_fusion": {"custom_cuda_kernels": [["FusedGELU"]]}}',
+        "expected the name of a kernel, got list",
+    ),
+    "a key with control characters": (
+        b'{"kernel_fusion": {"\\u001b[31m\\nenable": true}}',
+        "kernel_fusion.\\x1b[31m\\nenable: unknown key",
+    ),
+    "a long key": (b'{"kernel_fusion": {"' + b"x" * 10**6 + b'": true}}', "unknown key"),
+    "a long value": (b'{"kernel_fusion": {"backend": "' + b"x" * 10**6 + b'"}}', "is not one of auto"),
+    "a lone surrogate": (b'{"kernel_fusion": {"\\ud800": true}}', "kernel_fusion.\\ud800: unknown key"),
+}
+
+
+def assert_short(error: pytest.ExceptionInfo[ConfigError], message: str) -> None:
+    text = str(error.value)
+    assert message in text and len(text) < 600 and text.isprintable()
+    text.encode()
+
+
+@pytest.mark.parametrize("case", FROM_OUTSIDE)
+def test_a_file_from_outside_is_refused_in_a_few_words(case, tmp_path):
+    content, message = FROM_OUTSIDE[case]
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        Config.load(path)
+    assert_short(error, message)
+
+
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+DEEP_LIST: list = []
+for _ in range(100_000):
+    DEEP_LIST = [DEEP_LIST]
+VALUES = {
+    "a number too long to write": 10**5000,
+    "a list of them": [10**5000],
+    "a list nested deeply": DEEP_LIST,
+    "a long text": "x\n" * 10**6,
+    "what has no repr": Unspeakable(),
+    "a tensor": torch.zeros(100, 100),
+    "an array": torch.zeros(100, 100).numpy(),
+    "a dict": {"a": 1},
+}
+PLACES = {
+    "enable": lambda value: {"kernel_fusion": {"enable": value}},
+    "jit": lambda value: {"kernel_fusion": {"jit": {"backend": value}}},
+    "backend": lambda value: {"kernel_fusion": {"backend": value}},
+    "kernels": lambda value: {"kernel_fusion": {"custom_cuda_kernels": [value]}},
+    "kernel option": lambda value: {"kernel_fusion": {"triton_kernels": [{"name": "FusedGELU", "fold_bias": value}]}},
+    "budget": lambda value: {"kernel_fusion": {"memory_efficient_fusion": {"budget": value}}},
+    "cuda_graphs": lambda value: {"kernel_fusion": {"memory_efficient_fusion": {"cuda_graphs": value}}},
+    "max_batch": lambda value: {"generation": {"max_batch": value}},
+    "block": lambda value: {"generation": [value]},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("value", VALUES)
+def test_any_value_anywhere_is_refused_in_a_few_words(place, value):
+    with pytest.raises(ConfigError) as error:
+        Config.load(PLACES[place](VALUES[value]))
+    assert_short(error, "")
+
+
+@pytest.mark.parametrize("text", [json.dumps(OSLO), f"  {json.dumps(OSLO)}", f"[{json.dumps(OSLO)}]", DEEP])
+def test_json_text_is_told_to_be_given_as_a_dict(text):
+    with pytest.raises(ConfigError) as error:
+        Config.load(text)
+    assert_short(error, "this is JSON text")
+
+
+def test_files_that_cannot_be_read(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+
+    def refuse(*arguments, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(builtins, "open", refuse)
+    with pytest.raises(ConfigError) as error:
+        Config.load(path)
+    assert_short(error, "config.json: cannot be read: Permission denied")
+
+
+@pytest.mark.parametrize("name", ["folder", "x" * 5000, "a\0b", "a\x1b[31m\n.json", "\ud800"])
+def test_paths_that_are_no_files(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    for source in (str(tmp_path / name), tmp_path / name):
+        with pytest.raises(ConfigError) as error:
+            Config.load(source)
+        assert_short(error, "is neither a file nor a preset")
