@@ -18,7 +18,7 @@ from torch import nn
 from fuseopt import apply, native
 from fuseopt._version import __version__
 from fuseopt.config import Config
-from fuseopt.errors import NotAModelError
+from fuseopt.errors import NotAModelError, printable
 from fuseopt.plan import Plan, build_plan
 from fuseopt.report import Report
 from fuseopt.strategies import STRATEGIES
@@ -107,7 +107,7 @@ def report(model: nn.Module) -> Report:
     """
     _check_model(model)
     applied = apply.applied_to(model)
-    return Report(type(model).__name__) if applied is None else applied.report_now()
+    return Report(type(model).__name__) if applied is None else applied.report_now(model)
 
 
 def restore(model: ModelT) -> ModelT:
@@ -153,4 +153,4 @@ def _check_model(model: object) -> None:
 
 def _warn_unmet(decided: Plan) -> None:
     for message in decided.unmet:
-        warnings.warn(f"fuseopt: {message}", stacklevel=3)
+        warnings.warn(f"fuseopt: {printable(message)}", stacklevel=3)

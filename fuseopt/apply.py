@@ -12,16 +12,18 @@ import operator
 import threading
 import warnings
 import weakref
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from fuseopt.errors import ApplyError, printable
+from fuseopt.errors import ApplyError, BackendError, printable
 from fuseopt.modules.base import FusedModule
+from fuseopt.ops import registry
 from fuseopt.plan import Plan, Site
 from fuseopt.references import Reference
 from fuseopt.report import LateStrict, Report, Reporting
@@ -85,10 +87,11 @@ class Applied:
     report: Report
     changes: tuple[Change, ...] = ()
 
-    def report_now(self) -> Report:
-        """The report, with what the replacements have to say by now."""
+    def report_now(self, model: nn.Module) -> Report:
+        """The report, with where `model` runs on other backends by now, and what the replacements have to say."""
         lines = (c.after.report_lines() for c in self.changes if isinstance(c.after, Reporting))
-        return replace(self.report, since=tuple(line for found in lines for line in found))
+        said = (line for found in lines for line in found)
+        return replace(self.report, since=(*_changed_backends(self.report, model), *said))
 
 
 def lock(model: nn.Module) -> AbstractContextManager[Any]:
@@ -220,6 +223,26 @@ def stock_view(model: nn.Module) -> nn.Module:
         hidden = {_STATE, *children}
         view.__dict__.update((n, value) for n, value in attributes.items() if n not in hidden and value is not Absent)
     return views[id(model)]
+
+
+def _changed_backends(report: Report, model: nn.Module) -> Iterator[str]:
+    """What runs now in the place of the planned backends, on another device or machine, and why."""
+    tensors = [*model.parameters(), *model.buffers()]
+    device = tensors[0].device if tensors else torch.device("meta")
+    dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.get_default_dtype())
+    rows = Counter((row.target, row.op, row.wanted, row.backend) for row in report.replaced if row.op is not None)
+    for (target, op, wanted, planned), count in rows.items():
+        if planned in ("auto", None) or op is None or device.type == "meta":
+            continue
+        what = f"{target} x {count}, planned for {planned}"
+        try:
+            choice = registry.get(op).choose(wanted, device, [dtype])
+        except BackendError as error:
+            yield printable(f"{what}: {error}")
+            continue
+        if choice.backend != planned:
+            reasons = "; ".join(choice.refused.get(planned, [f"{device} is asked for other backends"]))
+            yield printable(f"{what}, runs on {choice.backend} now: {reasons}")
 
 
 def _children(module: nn.Module, stock: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

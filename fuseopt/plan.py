@@ -15,7 +15,7 @@ from torch import nn
 
 from fuseopt import native
 from fuseopt.config import Config
-from fuseopt.errors import PlanError
+from fuseopt.errors import PlanError, printable
 from fuseopt.models import ModelPolicy, full_name, policy_for
 from fuseopt.modules.base import has_hooks
 from fuseopt.report import Row, render, rows_to_json
@@ -52,6 +52,8 @@ class Replacement:
         by_size: what takes over from `backend` at some sizes.
         absorbs: inner sites whose work the target does itself.
         needs: sites that the same request has to have been given, for the target to do anything.
+        op: what runs it, where `backend` is one of several.
+        wanted: the backend that it asks `op` for at every call.
     """
 
     sites: tuple[Site, ...]
@@ -67,6 +69,8 @@ class Replacement:
     by_size: str | None = None
     absorbs: tuple[Site, ...] = ()
     needs: tuple[Site, ...] = ()
+    op: str | None = None
+    wanted: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,8 @@ class Plan:
         )
         if problems and self.config.preset is None:
             raise PlanError(
-                f"strict: {self.model_class} cannot be given what the config asks for:\n  " + "\n  ".join(problems)
+                f"strict: {printable(self.model_class)} cannot be given what the config asks for:\n  "
+                + "\n  ".join(map(printable, problems))
             )
 
 
@@ -295,7 +300,8 @@ def _without(site: Site, holder: Replacement | None, loser: Replacement) -> Skip
 
 def _replacement_row(r: Replacement) -> Row:
     reason = "; ".join(filter(None, (r.reason, r.refused, r.by_size)))
-    return Row(tuple(site.path for site in r.sites), r.source, r.target, r.backend, r.strategy, reason, replaced=True)
+    paths = tuple(site.path for site in r.sites)
+    return Row(paths, r.source, r.target, r.backend, r.strategy, reason, replaced=True, op=r.op, wanted=r.wanted)
 
 
 def _skip_row(s: Skip) -> Row:

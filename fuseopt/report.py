@@ -9,11 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from fuseopt.config import Config
+from fuseopt.errors import printable
 
 
 @dataclass(frozen=True)
 class Row:
-    """One object of the model: replaced by `target`, or not replaced by it although that was considered."""
+    """One object of the model: replaced by `target`, or not replaced by it although that was considered.
+
+    `op` is what runs it and `wanted` the backend that is asked for at every call, where there is a choice.
+    """
 
     paths: tuple[str, ...]
     source: str
@@ -22,6 +26,8 @@ class Row:
     strategy: str
     reason: str
     replaced: bool
+    op: str | None = None
+    wanted: str = "auto"
 
     @property
     def change(self) -> str:
@@ -107,17 +113,17 @@ def rows_to_json(
 def render(title: str, rows: Sequence[Row], kept: Mapping[str, int], unmet: Sequence[str]) -> str:
     """An aligned table; rows that differ in layer numbers only are shown as one, with how many there are."""
     header = ("module", "count", "change", "strategy", "reason")
-    table = [header, *_grouped(rows)]
+    table = [header, *(tuple(map(printable, line)) for line in _grouped(rows))]
     widths = [max(len(line[column]) for line in table) for column in range(len(header) - 1)]
-    lines = [title]
+    lines = [printable(title)]
     for line in table:
         cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
         lines.append("  " + "  ".join((*cells, line[-1])).rstrip())
     if not rows:
         lines[1:] = ["  nothing replaced"]
     if kept:
-        lines.append("  kept as they are: " + ", ".join(f"{name} x {count}" for name, count in kept.items()))
-    lines += [f"  not done: {message}" for message in unmet]
+        lines.append("  kept as they are: " + ", ".join(f"{printable(name)} x {count}" for name, count in kept.items()))
+    lines += [f"  not done: {printable(message)}" for message in unmet]
     return "\n".join(lines)
 
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 import fuseopt
 from fuseopt import apply
+from fuseopt.errors import printable
 
 # The fused model may be this many times further from the judge than the stock model is,
 ERROR_FACTOR = 2.0
@@ -60,7 +61,7 @@ class Verification:
         tokens = {None: "not generated", True: "the same", False: "not the same"}[self.tokens_agree]
         return (
             f"verify: {'ok' if self.ok else 'FAILED'}, {self.replaced} objects replaced\n"
-            f"  {self.output}: fused differs from stock by {self.difference:.2e} at most\n"
+            f"  {printable(self.output)}: fused differs from stock by {self.difference:.2e} at most\n"
             f"  error against float64: stock {self.stock_error:.2e}, fused {self.fused_error:.2e}, "
             f"allowed {self.tolerance:.2e}\n"
             f"  tokens: {tokens}"

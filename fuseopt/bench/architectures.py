@@ -62,7 +62,7 @@ def dropout_rates(source: str, rate: float) -> dict[str, float]:
 def load_config(source: str, **overrides: Any) -> PreTrainedConfig:
     """The transformers config of an architecture by name, of a folder with a config.json, or of a model id.
 
-    The config of an id, "owner/name", comes from transformers' cache or is downloaded into it, as by `from_pretrained`.
+    The config of an id, "owner/name", comes from transformers' cache: nothing is downloaded.
 
     Raises:
         ConfigError: it is none of these, and the message names the nearest name; or transformers cannot read it.
@@ -79,10 +79,14 @@ def load_config(source: str, **overrides: Any) -> PreTrainedConfig:
             f"known by name; {hint}names: {', '.join(ARCHITECTURES)}"
         )
     try:
-        return AutoConfig.from_pretrained(source, local_files_only=is_folder, **overrides)
+        return AutoConfig.from_pretrained(source, local_files_only=True, **overrides)
     except (OSError, ValueError) as error:
-        place = Path(source) / "config.json" if is_folder else f"the config.json of {source}"
-        raise ConfigError(f"{place}: transformers cannot read it: {error}") from error
+        if is_folder:
+            raise ConfigError(f"{Path(source) / 'config.json'}: transformers cannot read it: {error}") from error
+        raise ConfigError(
+            f"the config.json of {source} is not in transformers' cache, and fuseopt downloads nothing; fetch it with "
+            f"`hf download {source} config.json`, or give a folder"
+        ) from error
 
 
 def weightless(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:

@@ -144,7 +144,7 @@ def choose_backend(
     # Where the device of the input decides between several, the plan can name none of them.
     backend = backends.pop() if len(backends) == 1 else wanted
     by_size = _by_size(op, wanted, index)
-    return wanted, Offer(kernel, strategy, backend, libraries, "; ".join(refused) or None, by_size)
+    return wanted, Offer(kernel, strategy, backend, libraries, "; ".join(refused) or None, by_size, op.name, wanted)
 
 
 def _choices(op: registry.Op, wanted: str, index: ModelIndex) -> dict[str, registry.Choice]:

@@ -27,6 +27,7 @@ class Offer:
         libraries: the native libraries that needs.
         refused: why something better will not.
         by_size: what takes over from `backend` at some sizes.
+        op, wanted: see `Replacement`.
     """
 
     request: str
@@ -35,6 +36,8 @@ class Offer:
     libraries: tuple[native.Kind, ...] = ()
     refused: str | None = None
     by_size: str | None = None
+    op: str | None = None
+    wanted: str = "auto"
 
 
 PAYS_ON_GPU = "it pays on a GPU alone"
@@ -112,6 +115,8 @@ def replacement(
         by_size=offer.by_size,
         absorbs=absorbs,
         needs=needs,
+        op=offer.op,
+        wanted=offer.wanted,
     )
 
 
