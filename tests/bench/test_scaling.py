@@ -7,7 +7,7 @@ from fuseopt.bench import scaling
 from fuseopt.bench.train import Row
 from fuseopt.cli import main
 from fuseopt.errors import ConfigError
-from tests.strategies.test_several_processes import start_two
+from tests.two_processes import start_two
 
 ROW = Row("gpt2-tiny", 2, 8, dropout=0.0, precision="float32")
 KERNELS = {"kernel_fusion": {"custom_cuda_kernels": ["FusedLayerNorm"], "jit": False}}

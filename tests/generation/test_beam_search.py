@@ -14,7 +14,7 @@ from fuseopt.generation.state import DecodeState
 from fuseopt.generation.stop_flags import StopFlags
 from fuseopt.generation.tiers import Tier
 from tests import tiny
-from tests.generation.test_generate import (
+from tests.generation.same_calls import (
     DETAILS,
     FAMILIES,
     GENERATION,

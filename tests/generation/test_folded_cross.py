@@ -11,8 +11,8 @@ from fuseopt.generation.state import DecodeState, Sizes
 from fuseopt.generation.step_t5 import T5Step
 from fuseopt.generation.tiers import Tier
 from tests import tiny
-from tests.generation import test_generate
-from tests.generation.test_generate import (
+from tests.generation import same_calls
+from tests.generation.same_calls import (
     GENERATION,
     ON_DEVICE,
     calls,
@@ -78,7 +78,7 @@ def test_an_item_after_a_longer_one(model, folding):
     fuseopt.initialize(model, GENERATION)
     for _ in range(3):
         for inputs, other in zip((longer, shorter), wanted, strict=True):
-            test_generate.assert_same(generate(model, inputs, max_new_tokens=6), other)
+            same_calls.assert_same(generate(model, inputs, max_new_tokens=6), other)
     assert folding
 
 
@@ -114,7 +114,7 @@ def test_weights_that_are_edited_show(model, folding):
             model.decoder.block[1].layer[1].EncDecAttention.o.weight.mul_(-3)
         after = generate(model, inputs, max_new_tokens=6, eos_token_id=[])
     assert folding
-    test_generate.assert_same(after, generate(model, inputs, max_new_tokens=6, eos_token_id=[]))
+    same_calls.assert_same(after, generate(model, inputs, max_new_tokens=6, eos_token_id=[]))
     assert not torch.equal(before.logits[-1], after[0].logits[-1])
 
 

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache, EncoderDecoderCache, StoppingCriteria
 
@@ -16,143 +16,25 @@ from fuseopt.generation.step_gpt2 import GPT2Step
 from fuseopt.generation.step_t5 import T5Step
 from fuseopt.generation.tiers import Tier
 from tests import tiny
+from tests.generation.same_calls import (
+    FAMILIES,
+    GENERATION,
+    ON_DEVICE,
+    ON_HOST,
+    SAMPLING,
+    assert_same,
+    assert_same_cache,
+    calls,
+    calls_of,
+    compare,
+    generate,
+    prompt,
+    sweep,
+    teacher_forced_errors,
+)
 
 # Of random lengths some do not go together.
 pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
-GENERATION = {"generation": {"enable": True}}
-VOCAB = tiny.VOCAB
-CLOSE = {"rtol": 1e-4, "atol": 1e-4, "equal_nan": True}
-# Apart, because forcing what is suppressed leaves no token at all, which is fatal to a GPU.
-suppressed, token = st.integers(3, VOCAB // 2), st.integers(VOCAB // 2 + 1, VOCAB - 1)
-
-# Each of these has a processor that runs on the device.
-ON_DEVICE = {
-    "min_length": st.integers(1, 16),
-    "min_new_tokens": st.integers(1, 6),
-    "repetition_penalty": st.floats(0.5, 3.0),
-    "no_repeat_ngram_size": st.integers(1, 4),
-    "encoder_no_repeat_ngram_size": st.integers(1, 3),
-    "forced_bos_token_id": token,
-    "forced_eos_token_id": st.one_of(token, st.lists(token, min_size=1, max_size=2)),
-    "suppress_tokens": st.lists(suppressed, min_size=1, max_size=4),
-    "begin_suppress_tokens": st.lists(suppressed, min_size=1, max_size=4),
-    "remove_invalid_values": st.just(True),
-    "renormalize_logits": st.just(True),
-}
-SAMPLING = {
-    "temperature": st.floats(0.3, 2.0),
-    "top_k": st.integers(0, VOCAB + 5),
-    "top_p": st.floats(0.2, 1.0),
-    "min_p": st.floats(0.0, 0.2),
-}
-# And each of these one that runs on the host.
-ON_HOST = {
-    "max_time": st.just(1e6),
-    "typical_p": st.floats(0.3, 0.9),
-    "bad_words_ids": st.lists(st.lists(suppressed, min_size=1, max_size=2), min_size=1, max_size=2),
-    "sequence_bias": st.just([[[5], -2.0]]),
-    "exponential_decay_length_penalty": st.just((3, 1.2)),
-    "guidance_scale": st.just(1.5),
-}
-SHARED = {
-    "max_new_tokens": st.integers(1, 12),
-    "eos_token_id": st.one_of(token, st.lists(token, min_size=1, max_size=20, unique=True)),
-    "num_return_sequences": st.integers(1, 3),
-}
-# Where scores are wanted, processors do not run inside the op that selects.
-DETAILS = {"output_scores": st.booleans(), "output_logits": st.booleans()}
-
-
-def sweep(examples):
-    """How Hypothesis is to draw so many examples, or half of them without a GPU, where each takes longer.
-
-    One model serves all of them, as it serves a user's calls.
-    """
-    drawn = examples if torch.cuda.is_available() else examples // 2
-    return settings(max_examples=drawn, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@st.composite
-def calls(draw, others):
-    """generate() arguments: some of the shared ones, some of `others`, and sampling or not."""
-    kwargs = {name: draw(values) for name, values in (SHARED | DETAILS).items()}
-    kwargs["do_sample"] = draw(st.booleans())
-    if not kwargs["do_sample"]:
-        del kwargs["num_return_sequences"]
-    names = draw(st.lists(st.sampled_from(sorted(others)), unique=True, max_size=4))
-    if kwargs["do_sample"]:
-        names += draw(st.lists(st.sampled_from(sorted(SAMPLING)), unique=True))
-    return kwargs | {name: draw((others | SAMPLING)[name]) for name in names}
-
-
-def prompt(model, batch, length, seed, padded=True):
-    """input_ids and attention_mask with rows of different lengths, on the side where the model wants its padding."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (batch, length), generator=generator, device="cpu")
-    mask = torch.ones_like(ids)
-    for row in range(batch if padded else 0):
-        mask[row, : row % length] = 0
-    ids = ids * mask
-    if model.config.is_encoder_decoder:
-        ids, mask = ids.flip(1), mask.flip(1)
-    return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
-
-
-def generate(model, inputs, **kwargs):
-    """The output, and the numbers that torch draws next."""
-    torch.manual_seed(11)
-    details = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    output = model.generate(**inputs, **{"pad_token_id": 0, **details, **kwargs})
-    return output, torch.rand(3, device=model.device)
-
-
-def calls_of(model):
-    return list(model.generate.calls)
-
-
-def assert_same(got, wanted):
-    (got, got_random), (wanted, wanted_random) = got, wanted
-    assert type(got) is type(wanted) and got.keys() == wanted.keys()
-    assert torch.equal(got.sequences, wanted.sequences) and got.sequences.dtype == wanted.sequences.dtype
-    assert torch.equal(got_random, wanted_random)
-    for part in {"sequences_scores"} & got.keys():
-        torch.testing.assert_close(got[part], wanted[part], **CLOSE)
-    for part in {"beam_indices"} & got.keys():
-        assert torch.equal(got[part], wanted[part])
-    for part in {"scores", "logits"} & got.keys():
-        assert len(got[part]) == len(wanted[part])
-        for ours, theirs in zip(got[part], wanted[part], strict=True):
-            torch.testing.assert_close(ours, theirs, **CLOSE)
-    assert_same_cache(got.past_key_values, wanted.past_key_values)
-
-
-def assert_same_cache(got, wanted):
-    assert type(got) is type(wanted)
-    if isinstance(got, EncoderDecoderCache):
-        assert_same_cache(got.cross_attention_cache, wanted.cross_attention_cache)
-        got, wanted = got.self_attention_cache, wanted.self_attention_cache
-    assert got.get_seq_length() == wanted.get_seq_length()
-    for ours, theirs in zip(got.layers, wanted.layers, strict=True):
-        torch.testing.assert_close(ours.keys, theirs.keys, **CLOSE)
-        torch.testing.assert_close(ours.values, theirs.values, **CLOSE)
-
-
-def compare(model, inputs, tier, **kwargs):
-    try:
-        wanted = generate(model, inputs, **kwargs)
-    except (ValueError, RuntimeError, IndexError) as error:
-        with fuseopt.fused(model, GENERATION), pytest.raises(type(error)) as raised:
-            generate(model, inputs, **kwargs)
-        assert str(raised.value) == str(error)
-        return
-    with fuseopt.fused(model, GENERATION):
-        assert_same(generate(model, inputs, **kwargs), wanted)
-        (call,) = calls_of(model)
-        assert call.tier == tier
-        assert call.note == "" or ("32 continuations" in call.note and kwargs["num_beams"] > 1)
-
-
-FAMILIES = ("gpt2", "t5", "t5_gated")
 
 
 @pytest.fixture(params=FAMILIES)
@@ -414,26 +296,6 @@ def test_embeddings_in_place_of_tokens(each_device):
     embeds = model.transformer.wte(prompt(model, 2, 6, 0)["input_ids"]).detach()
     compare(model, {"inputs_embeds": embeds}, Tier.DEVICE_LOOP, max_new_tokens=8)
     compare(model, {"inputs_embeds": embeds}, Tier.DEVICE_LOOP, max_new_tokens=8, repetition_penalty=1.5)
-
-
-def teacher_forced_errors(family, dtype, rows, seeds):
-    """Mean errors against float32 of stock's and fused logits, of the first step that the decode step computes.
-
-    Of the same tokens, over models of as many seeds; the last one comes along.
-    """
-    force = {"max_new_tokens": 2, "begin_suppress_tokens": [t for t in range(VOCAB) if t != 7], "eos_token_id": []}
-    errors = {"stock": 0.0, "fused": 0.0}
-    for seed in range(seeds):
-        model = tiny.FAMILIES[family](seed)
-        inputs = prompt(model, rows, 6, seed)
-        exact, _ = generate(model, inputs, **force)
-        for name in errors:
-            if name == "fused":
-                fuseopt.initialize(model, GENERATION)
-            output, _ = generate(model.to(dtype), inputs, **force)
-            errors[name] += float((output.logits[1] - exact.logits[1]).abs().mean())
-        assert calls_of(model)[-1].tier is Tier.DEVICE_LOOP
-    return errors, model
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

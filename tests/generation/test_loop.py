@@ -13,7 +13,7 @@ from fuseopt.generation.graphs import Step, StepGraphs
 from fuseopt.generation.selection import Selection
 from fuseopt.generation.tiers import Tier
 from tests import tiny
-from tests.generation.test_generate import GENERATION, assert_same, generate, prompt
+from tests.generation.same_calls import GENERATION, assert_same, generate, prompt
 
 pytestmark = pytest.mark.usefixtures("each_device", "starts_ahead")
 FAMILIES = {"gpt2": tiny.gpt2, "t5": tiny.t5}

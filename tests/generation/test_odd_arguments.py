@@ -11,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 import fuseopt
 from tests import tiny
-from tests.generation.test_generate import FAMILIES, GENERATION, VOCAB, sweep
+from tests.generation.same_calls import FAMILIES, GENERATION, VOCAB, sweep
 
 HIDDEN, ROWS, LENGTH = 24, 2, 5
 IDS = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))

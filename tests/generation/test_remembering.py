@@ -11,7 +11,7 @@ from transformers import GenerationConfig, GenerationMixin
 import fuseopt
 from fuseopt.generation.remembering import RememberingModel
 from tests import tiny
-from tests.generation.test_generate import GENERATION, assert_same, generate, prompt
+from tests.generation.same_calls import GENERATION, assert_same, generate, prompt
 
 pytestmark = pytest.mark.usefixtures("each_device")
 

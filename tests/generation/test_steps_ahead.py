@@ -24,7 +24,7 @@ from fuseopt.generation.graphs import Step
 from fuseopt.generation.selection import Selection
 from fuseopt.generation.tiers import Tier
 from tests import tiny
-from tests.generation.test_generate import GENERATION, VOCAB, prompt, sweep
+from tests.generation.same_calls import GENERATION, VOCAB, prompt, sweep
 
 pytestmark = pytest.mark.usefixtures("each_device", "starts_ahead")
 FAMILIES = {"gpt2": lambda: tiny.gpt2(n_positions=150), "t5": tiny.t5}

@@ -10,7 +10,7 @@ import fuseopt
 from fuseopt.generation.graphs import Several, StepGraphs
 from fuseopt.generation.tiers import Tier
 from tests import tiny
-from tests.generation.test_generate import GENERATION, VOCAB, assert_same, prompt
+from tests.generation.same_calls import GENERATION, VOCAB, assert_same, prompt
 
 pytestmark = pytest.mark.usefixtures("each_device", "starts_ahead")
 FAMILIES = {"gpt2": lambda: tiny.gpt2(n_positions=150), "t5": tiny.t5}

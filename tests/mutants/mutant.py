@@ -61,11 +61,13 @@ def outcome(mutant: Mutant, tree: Path) -> tuple[Outcome, str]:
         code, output = run_tests(mutant.tests, tree, interpreter=mutant.interpreter)
     finally:
         file.write_text(text, encoding="utf-8")
-    return {0: "survived", 1: "caught"}.get(code, "error"), output  # type: ignore[return-value]
+    if code == 0:
+        return "survived", output
+    return "caught" if code == 1 or code < 0 else "error", output
 
 
 def run_tests(tests: Sequence[str], tree: Path, *, interpreter: bool = False) -> tuple[int, str]:
-    """pytest's exit code, and the end of its output. What takes too long counts as failed."""
+    """pytest's exit code, below 0 where a signal killed it, and the end of its output. 1 for what takes too long."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
     # A bytecode file made within the second before a change of the same size would be taken for the new source's.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "CI": "1"}

@@ -9,7 +9,7 @@ from torch import Tensor
 from fuseopt.errors import BackendError
 from fuseopt.ops import LogitsEdits, decode_head_select_, decode_linear, decode_select_, registry
 from tests.ops.cases import DTYPES, Case, cases
-from tests.ops.test_decode_select import state_of as decode_state_of
+from tests.ops.decode_states import state_of as decode_state_of
 
 every_case = pytest.mark.parametrize("case", cases("decode_head_select_"))
 NORMS = ("layer_norm", "t5_rms_norm", None)

@@ -8,26 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import LogitsEdits, decode_select_
 from tests.ops.cases import DTYPES, Case, RawCalls, cases, examples
+from tests.ops.decode_states import state_of
 
 every_case = pytest.mark.parametrize("case", cases("decode_select_"))
-
-
-def state_of(rows: int, length: int, finished: list[int], device: torch.device) -> dict[str, Tensor]:
-    unfinished = torch.ones(rows, dtype=torch.bool, device=device)
-    unfinished[finished] = False
-    return {
-        "tokens": torch.full((rows,), -1, device=device),
-        "ids": torch.full((rows, 9), -1, device=device),
-        "length": torch.tensor([length], device=device),
-        "unfinished": unfinished,
-        "going": torch.ones((), dtype=torch.bool, device=device),
-        "pad": torch.tensor(3, device=device),
-    }
 
 
 @every_case

@@ -15,7 +15,7 @@ from fuseopt.errors import BackendError
 from fuseopt.ops import LogitsEdits, beam_candidates, decode_select_, edit_logits
 from fuseopt.ops.edit_logits import sample_edits
 from tests.ops.cases import DTYPES, Case, RawCalls, cases
-from tests.ops.test_decode_select import state_of
+from tests.ops.decode_states import state_of
 
 every_case = pytest.mark.parametrize("case", cases("edit_logits"))
 SELECTING = pytest.mark.parametrize("case", cases("decode_select_", "beam_candidates"))

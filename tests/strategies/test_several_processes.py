@@ -1,8 +1,6 @@
 """DDP and FSDP2 over two processes take the steps that one process takes over both halves of the batch."""
 
 import gc
-import multiprocessing
-from collections.abc import Callable
 from datetime import timedelta
 from unittest import mock
 
@@ -18,8 +16,9 @@ from fuseopt.modules import partitioner
 from fuseopt.modules.training_forward import not_supported_reasons
 from tests import tiny
 from tests.ops.cases import Graphs
-from tests.strategies import test_combinations as combinations
+from tests.strategies import combined
 from tests.training import capture_on_cpu
+from tests.two_processes import start_two
 
 KERNELS = {
     "custom_cuda_kernels": ["FusedLayerNorm", "FusedGELU"],
@@ -91,13 +90,13 @@ def train(model: nn.Module, ids: torch.Tensor) -> list[float]:
 
 def averaged_step(family: str, block: str, rank: int) -> tuple[dict[str, torch.Tensor], int]:
     """The gradients of one step, and how many graphs were compiled for it."""
-    model = combinations.fused_copy(combinations.stock_model(family, **combinations.ONE_LAYER[family]), block)
+    model = combined.fused_copy(combined.stock_model(family, **combined.ONE_LAYER[family]), block)
     spread = DistributedDataParallel(model, find_unused_parameters="head" in block).train()
     with mock.patch.object(partitioner, "compile_graph", wraps=partitioner.compile_graph) as compile_graph:
         if block != "budget":
             compile_graph.side_effect = lambda graph, inputs, **_: Graphs().compiled(graph, inputs)
-        spread(**combinations.batch_of(model, seed=rank)).loss.backward()
-    return combinations.gradients_of(model), compile_graph.call_count
+        spread(**combined.batch_of(model, seed=rank)).loss.backward()
+    return combined.gradients_of(model), compile_graph.call_count
 
 
 def _train_in_process(rank: int, folder: str, device: str) -> None:
@@ -134,16 +133,6 @@ def _train_in_process(rank: int, folder: str, device: str) -> None:
     dist.destroy_process_group()
 
 
-def start_two(function: Callable[..., None], arguments: tuple[str, ...]) -> None:
-    """`function(rank, *arguments)` in two new processes: without a GPU forks of one that has imported what both need.
-
-    Where there is one, imports ask the driver for it, and a fork of a process that has asked cannot use the driver.
-    """
-    multiprocessing.set_forkserver_preload([__name__])
-    method = "spawn" if torch.cuda.is_available() else "forkserver"
-    torch.multiprocessing.start_processes(function, arguments, nprocs=2, start_method=method)
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
 def test_two_processes_have_the_losses_and_the_gradients_of_one(device, tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -167,10 +156,10 @@ def test_two_processes_have_the_losses_and_the_gradients_of_one(device, tmp_path
 
 def assert_averaged(*of_ranks: list[tuple[dict[str, torch.Tensor], int]]) -> None:
     for (family, block), *steps in zip(AVERAGED, *of_ranks, strict=True):
-        stock = combinations.stock_model(family, **combinations.ONE_LAYER[family])
-        first, second = (combinations.training_step(stock, seed) for seed in (0, 1))
+        stock = combined.stock_model(family, **combined.ONE_LAYER[family])
+        first, second = (combined.training_step(stock, seed) for seed in (0, 1))
         average = {name: (first[name] + second[name]) / 2 for name in first}
-        assert combinations.difference(first, average) > 1e-3
+        assert combined.difference(first, average) > 1e-3
         for gradients, compiled in steps:
             tiny.assert_same_gradients(gradients, average)
             assert compiled == (block in ("kernels-memory", "kernels-head-memory", "budget"))
