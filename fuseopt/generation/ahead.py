@@ -21,6 +21,7 @@ from fuseopt.generation.prepared_configs import PLAIN
 from fuseopt.generation.prompts import run_encoded, run_forward
 from fuseopt.generation.state import DecodeState, Sizes, prompt_length_for
 from fuseopt.generation.survey import Survey, survey
+from fuseopt.references import weak_attribute
 
 # Of keys and values of a prompt that may have to be kept twice: what a few of this size take is not missed elsewhere.
 _MOST_BYTES = 64 * 2**20
@@ -140,10 +141,12 @@ class HeadStart:
     queued where a call with the same arguments has been served before.
 
     Args:
-        model: as a step's.
+        model: as a step's; referred to weakly.
         graphs: where captured prompts are kept.
         max_batch, max_length: rows, and slots of the cache, up to which calls are served.
     """
+
+    model = weak_attribute("model")
 
     def __init__(self, model: nn.Module, graphs: StepGraphs, max_batch: int, max_length: int) -> None:
         self.model, self.graphs, self.max_batch, self.max_length = model, graphs, max_batch, max_length

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
@@ -33,8 +34,10 @@ class FusedGenerate:
 
     transformers' own generate() runs, with all of its preparation and validation; only the decoding method is
     exchanged (https://huggingface.co/docs/transformers/en/generation_strategies). The model is looked at anew in every
-    call, if possible while the device works. It holds the model rather than a bound method, so that deepcopy and pickle
-    rebind it to the copy; captured steps are not copied.
+    call, if possible while the device works. Deepcopy and pickle rebind it to the copy; captured steps are not copied.
+
+    The model holds this, so this refers to the model weakly, and `del model` frees both at once. A caller may have kept
+    the method alone (`load().generate(...)`): `model` is then another module with the same parts.
 
     Args:
         model: an instance of the step's `model_class`.
@@ -43,22 +46,21 @@ class FusedGenerate:
 
     def __init__(self, model: nn.Module, step: str, options: GenerationOptions) -> None:
         self.__setstate__({"model": model, "step": step, "options": options})
+        self._let_go(model)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self.model, "step": self.step_name, "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.model: nn.Module = state["model"]
+        # A copy has no attributes yet, so it is held up to its first call.
+        self._held: nn.Module | None = state["model"]
+        self._parts: dict[str, Any] = {}
         self.step_name: str = state["step"]
         self.options: GenerationOptions = state["options"]
         self.graphs = StepGraphs(self.options.max_graphs)
-        self._head_start = HeadStart(self.model, self.graphs, self.options.max_batch, self.options.max_length)
+        self._bind(state["model"])
         self._kept = KeptTensors()
-        self._remembering = RememberingModel(self.model)
         self.calls: deque[Call] = deque(maxlen=_CALLS_KEPT)
-        self._step: Any = None
-        self._key: tuple[Hashable, ...] = ()
-        self._survey: Survey | None = None
         self._lock = threading.Lock()
         functools.update_wrapper(self, type(self.model).generate, updated=())
         self.__signature__ = inspect.signature(type(self.model).generate.__get__(self.model))
@@ -67,14 +69,41 @@ class FusedGenerate:
         self._names = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
     @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            model = self._held = object.__new__(self._class)
+            vars(model).update(self._parts)
+            model.training = any(child.training for child in model.children())
+            self._bind(model)
+        return model
+
+    @property
     def __self__(self) -> nn.Module:
         return self.model
 
+    def _bind(self, model: nn.Module) -> None:
+        self._model, self._class = weakref.ref(model), type(model)
+        self._head_start = HeadStart(model, self.graphs, self.options.max_batch, self.options.max_length)
+        self._remembering = RememberingModel(model)
+        self._step: Any = None
+        self._key: tuple[Hashable, ...] = ()
+        self._survey: Survey | None = None
+
+    def _let_go(self, model: nn.Module) -> None:
+        """Keeps the parts of the model that are not fuseopt's, which hold it or refer to it, in its place."""
+        self._held = None
+        self._parts = {
+            name: part for name, part in vars(model).items() if not type(part).__module__.startswith("fuseopt.")
+        }
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stock = type(self.model).generate
+        model = self.model
+        self._let_go(model)
+        stock = type(model).generate
         given = dict(zip(self._names, args, strict=False))
         if len(args) > len(self._names) or not given.keys().isdisjoint(kwargs):
-            return stock(self.model, *args, **kwargs)  # which has its own words for it
+            return stock(model, *args, **kwargs)  # which has its own words for it
         given |= kwargs
         # Not waited for: what runs inside generate(), such as a criterion, may call it again.
         is_free = tiers.runs_unseen() and self._lock.acquire(blocking=False)
@@ -89,7 +118,7 @@ class FusedGenerate:
         if not reason:
             return output
         self.calls.append(Call(Tier.STOCK, reason))
-        return stock(self.model, *args, **kwargs)
+        return stock(model, *args, **kwargs)
 
     def _serve(self, stock: Any, given: dict[str, Any], is_free: bool) -> tuple[str, Any]:
         """Why the call has to be transformers' own, or nothing, and else what it comes to."""

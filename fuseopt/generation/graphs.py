@@ -14,6 +14,7 @@ from fuseopt.generation.selection import Selection
 from fuseopt.generation.state import DecodeState
 from fuseopt.generation.stop_flags import STEPS_A_COPY
 from fuseopt.modules.cuda_graphs import Captures, State, Work, stream_on
+from fuseopt.references import weak_attribute
 
 Forward = Callable[[DecodeState], BeforeHead]
 _PROMPTS_A_STEP = 2
@@ -50,7 +51,10 @@ class Step(Work[DecodeState]):
 
 
 class Several(Work[DecodeState]):
-    """`count` steps, of which all but the first start before the one ahead has ended."""
+    """`count` steps, of which all but the first start before the one ahead has ended. The step, which holds this, is
+    referred to weakly."""
+
+    step = weak_attribute("step")
 
     def __init__(self, step: Step) -> None:
         may_end = step.selection is not None and step.selection.may_end_early

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import weakref
 from collections.abc import Hashable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from fuseopt.generation.kept_tensors import place_of, to_device
 from fuseopt.generation.prepared_configs import PreparedConfigs
+from fuseopt.references import weak_attribute
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 # Whose forwards say which arguments generate() takes.
@@ -47,6 +49,7 @@ class RememberingModel:
     )
 
     device: torch.device
+    model = weak_attribute("model")
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -58,7 +61,7 @@ class RememberingModel:
         self._text_configs: dict[bool | None, Any] = {}
         self._special_tokens: dict[Hashable, dict[str, Tensor | None]] = {}
         self._forwards: tuple[Any, ...] = ()
-        self._forward: Any = None
+        self._signature: inspect.Signature | None = None
         self._supported: dict[str, bool] = {}
         self._accepted: set[Hashable] = set()
 
@@ -69,7 +72,7 @@ class RememberingModel:
     def forward(self) -> Any:
         """The model's, for whoever looks at its signature."""
         self._forget_other_forwards()
-        return self._forward
+        return _Instead(self.model.forward, __signature__=self._signature)
 
     def _extract_generation_mode_kwargs(self, custom_generate: Any, kwargs: dict[str, Any], *others: Any) -> Any:
         """Arguments by the names of the decoding method's, for which transformers looks at two signatures.
@@ -103,7 +106,8 @@ class RememberingModel:
     def _get_text_config(self, decoder: bool | None = None) -> Any:
         if decoder not in self._text_configs:
             config = self.model.config.get_text_config(decoder=decoder)
-            own: dict[str, Any] = {"get_text_config": self._get_text_config}
+            again = weakref.proxy(self)
+            own: dict[str, Any] = {"get_text_config": lambda decoder=None: again._get_text_config(decoder)}
             if hasattr(config, "per_layer_config"):
                 layers = list(config.per_layer_config)
                 remembered = {id(layer): _Remembered(layer) for layer in layers}
@@ -181,7 +185,7 @@ class RememberingModel:
         forwards = tuple(None if module is None else vars(module).get("forward", type(module)) for module in modules)
         if self._forwards != forwards:
             self._forwards, self._accepted, self._supported = forwards, set(), {}
-            self._forward = _Instead(self.model.forward, __signature__=inspect.signature(self.model.forward))
+            self._signature = inspect.signature(self.model.forward)
 
 
 class _Instead:

@@ -1,3 +1,5 @@
+import functools
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +19,9 @@ def starts_ahead(monkeypatch):
         if step.state.device.type == "cpu" and step.graph is None:
             if step.selection is not None:
                 step.selection.own_tensors()
-            step.graph, graphs._steps[step.key] = SimpleNamespace(replay=step.run), step
+            # A CUDA graph does not refer to what it has been captured from.
+            replay = functools.partial(type(step).run, weakref.proxy(step))
+            step.graph, graphs._steps[step.key] = SimpleNamespace(replay=replay), step
         return capture(graphs, step)
 
     monkeypatch.setattr(StepGraphs, "capture", captured)

@@ -1,5 +1,10 @@
 """When what generate() keeps is freed: after the streams that use it, and with the model."""
 
+import copy
+import gc
+import pickle
+import weakref
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +13,7 @@ import torch
 import fuseopt
 from fuseopt.generation.decode_run import DecodeRun
 from fuseopt.generation.graphs import Step, StepGraphs
+from fuseopt.generation.tiers import Tier
 from tests import tiny
 
 GENERATION = {"generation": {"enable": True}}
@@ -99,3 +105,112 @@ def test_a_state_that_another_stream_still_uses_is_not_given_away(family, monkey
         other.synchronize()
         assert is_still_running and spoilt
         assert torch.equal(got, wanted)
+
+
+FUSED = GENERATION | {"kernel_fusion": {"custom_cuda_kernels": ["FusedNoRepeatNGram"], "jit": False}}
+CALLS = {
+    "never called": [],
+    "greedy": [{}, {"no_repeat_ngram_size": 2}],
+    "sampling": [{"do_sample": True, "top_k": 5}],
+    "beams": [{"num_beams": 2, "no_repeat_ngram_size": 2, "return_dict_in_generate": True}],
+    "fast forward": [{"max_time": 1e6}, {"num_beams": 2, "max_time": 1e6}],
+    "stock": [{"use_cache": False}, {"prompt_lookup_num_tokens": 2}],
+    "refused": [{"no_such_argument": 1}],
+}
+
+
+@contextmanager
+def no_collector():
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def call(model, kwargs):
+    inputs = tiny.inputs(model, batch=1)["input_ids"]
+    try:
+        model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=5, **kwargs)
+    except ValueError:
+        assert "no_such_argument" in kwargs
+
+
+@pytest.mark.parametrize("calls", CALLS)
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_a_model_goes_with_its_last_user(family, calls):
+    """As stock's does; what is left of fuseopt's goes with it."""
+    with no_collector():
+        model = fuseopt.initialize(tiny.FAMILIES[family](), FUSED, strict=True)
+        for kwargs in CALLS[calls]:
+            call(model, kwargs)
+        kept = [model, model.generate, model.generate.graphs, model.generate._remembering, model.generate._head_start]
+        kept += [model.get_input_embeddings().weight, *filter(None, [model.generate._step])]
+        refs = [weakref.ref(part) for part in kept]
+        del model, kept
+        assert [ref() for ref in refs] == [None] * len(refs)
+
+
+@pytest.mark.parametrize("starts", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_a_model_that_has_kept_steps_goes_with_its_last_user(family, starts, request):
+    if starts:
+        request.getfixturevalue("starts_ahead")
+    with no_collector():
+        model = fuseopt.initialize(tiny.FAMILIES[family](), GENERATION)
+        for _ in range(3):
+            call(model, {})
+        assert bool(model.generate.graphs.steps) == starts
+        refs = [weakref.ref(model), *(weakref.ref(step.state) for step in model.generate.graphs._steps.values())]
+        del model
+        assert [ref() for ref in refs] == [None] * len(refs)
+
+
+def duplicate(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("made", [lambda model: model, copy.deepcopy, duplicate], ids=["itself", "deepcopy", "pickle"])
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_generate_works_without_another_reference_to_the_model(family, made):
+    """`load().generate(...)`, and a method that has been kept alone, call after call."""
+    stock = tiny.FAMILIES[family]()
+    inputs = tiny.inputs(stock)["input_ids"]
+    wanted = stock.generate(inputs, max_new_tokens=6)
+    fused = [fuseopt.initialize(tiny.FAMILIES[family](), FUSED)]
+    assert torch.equal(made(fused[0]).generate(inputs, max_new_tokens=6), wanted)
+    generate = made(fused[0]).generate
+    assert torch.equal(generate(inputs, max_new_tokens=6), wanted)
+    fused.clear()
+    gc.collect()
+    for _ in range(3):
+        assert torch.equal(generate(inputs, max_new_tokens=6), wanted)
+        assert generate.calls[-1].tier is Tier.DEVICE_LOOP, generate.calls[-1]
+    assert not generate.__self__.training
+    model = weakref.ref(generate.__self__)
+    del generate
+    gc.collect()
+    assert model() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_memory_of_a_gpu_goes_with_the_model(family):
+    def used():
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    def run(device):
+        with torch.device(device):
+            model = fuseopt.initialize(tiny.FAMILIES[family](), FUSED)
+            for _ in range(4):
+                for kwargs in ({}, {"num_beams": 2}, {"max_time": 1e6}):
+                    call(model, kwargs)
+            return model.generate.graphs.steps
+
+    run("cuda")  # what PyTorch's libraries keep for themselves
+    with no_collector():
+        before = used()
+        assert run("cuda")
+        assert used() == before
