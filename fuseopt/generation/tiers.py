@@ -114,8 +114,6 @@ def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator
         yield "num_beam_groups asks for group beam search"
     if arguments.get("streamer") is not None and setting("num_beams") not in (None, 1):
         yield "beam search takes no streamer"
-    if arguments.get("assistant_tokenizer") is not None or setting("token_healing"):
-        yield "a tokenizer is needed for more than stop strings"
     if setting("stop_strings") is not None and not RememberingModel.METHODS.isdisjoint(vars(model)):
         yield "methods of its own prepare the call, and may want the tokenizer of stop_strings"
     if arguments.get("synced_gpus"):
@@ -218,8 +216,6 @@ def call_reasons(
             yield f"{name} has {value.shape[0]} rows, the prompt {rows}"
     if length_limit(criteria) is None:
         yield "no maximal length, in whole tokens, bounds the cache"
-    if input_ids.device.type == "meta":
-        yield "the inputs are on the meta device"
     if input_ids.dtype not in _TOKEN_DTYPES:
         yield f"the tokens are {input_ids.dtype}"
 
