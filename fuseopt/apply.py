@@ -31,8 +31,8 @@ from fuseopt.report import LateStrict, Report, Reporting
 _STATE = "_fuseopt"
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
-Step = Callable[[], object]
-"""One call of C, by `functools.partial`, that neither runs Python code nor fails."""
+Step = functools.partial[Any]
+"""One call of C that neither runs Python code nor fails."""
 
 
 class Absent:
@@ -166,7 +166,7 @@ def as_found_after(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def put_back_after(put_back: Step) -> Iterator[None]:
+def put_back_after(put_back: Callable[[], object]) -> Iterator[None]:
     """Calls `put_back` at the end of a with block; again, where an exception from outside has cut that short."""
     try:
         try:

@@ -79,14 +79,25 @@ def load_config(source: str, **overrides: Any) -> PreTrainedConfig:
             f"known by name; {hint}names: {', '.join(ARCHITECTURES)}"
         )
     try:
-        return AutoConfig.from_pretrained(source, local_files_only=True, **overrides)
+        folder = Path(source) if is_folder else _cached_folder(source)
+        return AutoConfig.from_pretrained(folder, local_files_only=True, **overrides)
     except (OSError, ValueError) as error:
-        if is_folder:
-            raise ConfigError(f"{Path(source) / 'config.json'}: transformers cannot read it: {error}") from error
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the config.json of {source}: transformers cannot read it: {error}") from error
+
+
+def _cached_folder(model_id: str) -> Path:
+    """Where transformers' cache has the config of a model; `from_pretrained` of an id would open connections."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model_id, "config.json")
+    if not isinstance(found, str):
         raise ConfigError(
-            f"the config.json of {source} is not in transformers' cache, and fuseopt downloads nothing; fetch it with "
-            f"`hf download {source} config.json`, or give a folder"
-        ) from error
+            f"the config.json of {model_id} is not in transformers' cache, and fuseopt downloads nothing; fetch it by "
+            f"`hf download {model_id} config.json`, or give a folder"
+        )
+    return Path(found).parent
 
 
 def weightless(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:

@@ -34,13 +34,14 @@ class ChainedForward(Protocol):
     """The forward of a block that a chain can run.
 
     Attributes:
+        chain: what runs it with the others of its stack.
         read: names of plain attributes of modules that `constants` and `run` read, beside `CONSTANTS`.
     """
 
+    read: tuple[str, ...]
+
     @property
     def chain(self) -> BlockChain | None: ...
-
-    read: tuple[str, ...]
 
     def can_chain(self, hidden_states: Tensor, inputs: Inputs) -> bool:
         """Whether `run` computes what a call of the block does, and can be captured."""
