@@ -57,7 +57,7 @@ def test_as_a_module():
     assert "Traceback" not in wrong.stderr
 
 
-def test_version(capsys):
+def test_version_is_the_packages(capsys):
     with pytest.raises(SystemExit) as raised:
         main(["--version"])
     assert (raised.value.code, capsys.readouterr().out) == (0, f"fuseopt {fuseopt.__version__}\n")
@@ -131,7 +131,7 @@ def test_cuda_where_there_is_none(capsys, argv):
     assert "no CUDA device" in err
 
 
-def test_env(capsys):
+def test_env_shows_versions_machine_and_native_code(capsys):
     code, out, _ = run(capsys, "env", "--json")
     found = json.loads(out)
     assert code == 0

@@ -139,7 +139,7 @@ def test_the_model_is_left_as_found_when_the_fused_run_raises(gpt2, inputs, monk
     assert not fuseopt.report(gpt2).replaced
 
 
-def test_bad_arguments(gpt2, inputs):
+def test_verify_refuses_bad_arguments(gpt2, inputs):
     with pytest.raises(NotAModelError):
         fuseopt.verify("gpt2", GELU, inputs)
     with pytest.raises(ConfigError, match="FusedGELU"):

@@ -72,7 +72,7 @@ def test_a_folder_without_architectures_is_built_by_its_type(tmp_path):
     assert type(weightless(load_config(str(tmp_path)), CPU)).__name__ == "GPT2LMHeadModel"
 
 
-def test_bad_sources(tmp_path):
+def test_a_model_that_cannot_be_had_is_refused_with_the_reason(tmp_path):
     with pytest.raises(ConfigError, match=r"did you mean 't5-base'\?"):
         load_config("t5-bse")
     with pytest.raises(ConfigError, match="neither a folder"):

@@ -16,12 +16,12 @@ CPU = torch.device("cpu")
     # All of GPT-2 but its positions; of T5 the decoder with its head, without what reads the encoder's output once.
     [("gpt2", 124.44 - 1024 * 768 / 1e6), ("t5-base", 24.67 + 12 * (6 * 768**2 + 2 * 768 * 3072) / 1e6)],
 )
-def test_weights(name, millions):
+def test_a_decoding_step_reads_the_weights_of_the_decoder_once(name, millions):
     model = weightless(load_config(name), CPU).to(torch.bfloat16)
     assert weight_bytes(model) / 2e6 == pytest.approx(millions, rel=1e-3)
 
 
-def test_caches():
+def test_a_decoding_step_reads_the_half_filled_caches_of_all_rows():
     """Keys and values of 64 numbers in 12 heads of 12 layers."""
     a_token = 2 * 12 * 12 * 64 * 2
     gpt2, t5 = (weightless(load_config(name), CPU).to(torch.bfloat16) for name in ("gpt2", "t5-base"))

@@ -6,7 +6,7 @@ import torch
 from fuseopt.bench.flops import forward_flops, matmul_timing
 
 
-def test_gpt2():
+def test_gpt2_attends_to_half_of_the_positions():
     width, layers, vocab, batch, length = 768, 12, 50257, 2, 1024
     weights = layers * 12 * width**2 + vocab * width
     scores_and_values = layers * 2 * length * width / 2  # the causal half

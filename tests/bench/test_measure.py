@@ -88,7 +88,7 @@ def test_a_copy_shares_parameters_and_nothing_else():
         ([1, 2], [1, 2, 3], "shape [2], not [3]"),
     ],
 )
-def test_difference(result, stock, expected):
+def test_a_difference_is_the_largest_one_or_how_many_tokens_are_others(result, stock, expected):
     assert difference(torch.tensor(result), torch.tensor(stock)) == expected
 
 
