@@ -29,10 +29,15 @@ class StepAttention:
         if self.by_kernel:
             return
         dtype = state.cache.dtype
-        self.mask = additive(state.keep & (state.slots <= state.slot), dtype)
-        self.cross_mask = additive(state.cross_keep, dtype)
+        # A CPU need not wait to know how far the caches are filled; what lies behind that is masked.
+        is_on_cpu = state.device.type == "cpu"
+        self.filled = int(state.slot) + 1 if is_on_cpu else state.sizes.capacity
+        self.cross_filled = int(state.cross_length) if is_on_cpu else state.sizes.cross_capacity
+        slots = state.slots[: self.filled]
+        self.mask = additive(state.keep[:, : self.filled] & (slots <= state.slot), dtype)
+        self.cross_mask = additive(state.cross_keep[:, : self.cross_filled], dtype)
         if bias is not None:
-            distances = (state.slot - state.slots).clamp(0, bias.shape[1] - 1)
+            distances = (state.slot - slots).clamp(0, bias.shape[1] - 1)
             self.mask = self.mask + bias[:, distances][None, :, None, :]
 
     def to_slots(self, qkv: Tensor, cache: Tensor, scale: float) -> Tensor:
@@ -62,8 +67,9 @@ class StepAttention:
                 overlap=True,
             )
         cache.index_copy_(3, state.slot, qkv[:, 1:].transpose(0, 1).unsqueeze(3))
+        cache = cache[:, :, :, : self.filled]
         if self.ancestry is not None:
-            cache = along_ancestry(cache, self.ancestry)
+            cache = along_ancestry(cache, self.ancestry[:, : self.filled])
         return _attend(qkv[:, :1], cache, self.mask, scale)
 
     def project_to_slots(
@@ -102,6 +108,7 @@ class StepAttention:
             return ops.decode_attention(
                 query, cache[0], cache[1], state.cross_length, mask=state.cross_keep, scale=scale, overlap=True
             )
+        cache = cache[:, :, :, : self.cross_filled]
         return _attend(query.unflatten(0, (state.sizes.items, -1)), cache, self.cross_mask, scale)
 
 

@@ -303,3 +303,22 @@ def test_embeddings_in_place_of_tokens(each_device):
 def test_half_precision_is_as_close_to_float32_as_transformers(family, dtype, each_device):
     errors, _ = teacher_forced_errors(family, dtype, 3, 8)
     assert 0 < errors["fused"] <= 1.15 * errors["stock"]
+
+
+@pytest.mark.parametrize("each_device", ["cpu"], indirect=True)
+@pytest.mark.parametrize("kwargs", [{}, {"num_beams": 3}, {"max_time": 1e6}], ids=str)
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_attention_on_a_cpu_reads_caches_as_far_as_they_are_filled(family, kwargs, each_device, monkeypatch):
+    """Of all slots there are many times as many in a short call: beams took longer than in transformers."""
+    model, lengths, attend = tiny.FAMILIES[family](), set(), torch.nn.functional.scaled_dot_product_attention
+
+    def noting(query, key, *args, **kwargs):
+        lengths.add(key.shape[2])
+        return attend(query, key, *args, **kwargs)
+
+    inputs = prompt(model, 2, 7, 0)
+    wanted = generate(model, inputs, max_new_tokens=5, eos_token_id=-1, **kwargs)
+    fuseopt.initialize(model, GENERATION)
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", noting)
+    assert_same(generate(model, inputs, max_new_tokens=5, eos_token_id=-1, **kwargs), wanted)
+    assert lengths >= ({1, 2, 3, 4, 5, 7} if family == "t5" else {8, 9, 10, 11}) and max(lengths) <= 11
