@@ -124,12 +124,12 @@ class GPT2Step:
             qkv = stream.linear(layer.qkv, layer.norm_1).unflatten(1, heads).unflatten(0, (rows, length))
             if mask is None and is_fast(qkv, cache[0], cache[1]):
                 return ops.prompt_attention_(qkv, cache[0], cache[1], layer.scale, overlap=True).flatten(0, 1)
-            query, key_and_value = qkv.permute(2, 0, 3, 1, 4).split((1, 2))
-            filled = cache[:, :, :, :length]
+            qkv = qkv.permute(2, 0, 3, 1, 4)
             # PyTorch's attention multiplies values that a query does not see by 0, which leaves NaN as it is.
-            store(filled, key_and_value, in_prompt[:, None])
+            store(cache[:, :, :, :length], qkv[1:], in_prompt[:, None])
+            keys, values = cache[:, :, :, :length].unbind()
             attended = F.scaled_dot_product_attention(
-                query[0], filled[0], filled[1], attn_mask=mask, is_causal=mask is None, scale=layer.scale
+                qkv[0], keys, values, attn_mask=mask, is_causal=mask is None, scale=layer.scale
             )
             return attended.transpose(1, 2).reshape(rows * length, -1)
 
