@@ -131,8 +131,9 @@ def test_an_index_out_of_range_fails_an_assertion(op: str, token: int, position:
     columns, outputs = LARGE[0] if op == "a large layer" else (768, 2304)
     program = f"""
 import torch
-from fuseopt import ops
+from fuseopt import native, ops
 from fuseopt.ops.decode_linear_of_embeddings import takes_embeddings
+assert native.load("cuda").status == "loaded"
 torch.set_default_device("cuda"), torch.set_default_dtype(torch.bfloat16)
 rows = torch.tensor([{token}]), torch.randn(61, {columns}), torch.tensor([{position}]), torch.randn(17, {columns})
 layer = torch.randn({columns}, {outputs}).T, torch.randn({outputs})
