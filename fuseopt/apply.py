@@ -222,7 +222,7 @@ def stock_view(model: nn.Module) -> nn.Module:
         attributes["_modules"] = {name: child and views.get(id(child), child) for name, child in children.items()}
         hidden = {_STATE, *children}
         view.__dict__.update((n, value) for n, value in attributes.items() if n not in hidden and value is not Absent)
-    return views[id(model)]
+    return views.get(id(model), model)
 
 
 def _changed_backends(report: Report, model: nn.Module) -> Iterator[str]:

@@ -112,9 +112,10 @@ def test_no_search_behind_a_compilation(monkeypatch):
     searched = []
     monkeypatch.setattr(gc, "callbacks", [lambda phase, info: searched.append(info["generation"])])
     gc.unfreeze()
-    model = TrainingForward(nn.Linear(4, 4), backend="aot_eager")
+    model = nn.Linear(4, 4)
+    step = TrainingForward(model, backend="aot_eager")
     with garbage.not_collected():
-        model(torch.ones(2, 4)).sum().backward()
+        step(torch.ones(2, 4)).sum().backward()
     assert searched == []
 
 
@@ -131,11 +132,12 @@ def test_what_a_first_step_returned_goes_without_a_search():
         def forward(self, x):
             return super().forward(x) * getattr(self.config, "scale", 2)
 
-    model = TrainingForward(Model(4, 4), backend="aot_eager")
+    model = Model(4, 4)
+    step = TrainingForward(model, backend="aot_eager")
     returned = []
 
     def first_step():
-        output = model(torch.ones(2, 4))
+        output = step(torch.ones(2, 4))
         output.sum().backward()
         returned.append(weakref.ref(output))
 
@@ -164,8 +166,9 @@ def test_not_while_a_step_compiles(monkeypatch, fails):
         return graph.forward
 
     monkeypatch.setattr(partitioner, "compile_graph", backend)
+    model = Model()
     with pytest.raises(CompileError) if fails else contextlib.nullcontext():
-        TrainingForward(Model(), strict=True)(torch.ones(1))
+        TrainingForward(model, strict=True)(torch.ones(1))
     # Where it fails the model's own forward runs after it.
     assert seen == [False, False, *([True] if fails else [])] and gc.isenabled()
 

@@ -13,7 +13,7 @@ from fuseopt.modules import CausalStackForward
 from fuseopt.modules.causal_attention import fused_attention
 from fuseopt.ops.relative_attention import MOST_DIM
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
-from fuseopt.references import weak_attribute
+from fuseopt.references import refer
 from fuseopt.strategies.attention_config import AttentionConfig
 from fuseopt.strategies.propose import (
     PAYS_ON_GPU,
@@ -49,14 +49,15 @@ class FusedAttentionConfig(AttentionConfig):
 
     stands_for, name = "sdpa", "fuseopt_attention"
     function = staticmethod(fused_attention)
-    attention = weak_attribute("attention")
 
     def __init__(self, attention: nn.Module, config: Any, backend: str) -> None:
         super().__init__(config, backend)
-        self.attention = attention
+        self._attention = refer(attention)
 
     def _is_wanted(self) -> bool:
-        return bool(self.attention.training)
+        attention = self._attention()
+        # Gone where another module has taken its place, and its attributes.
+        return attention is not None and bool(attention.training)
 
 
 def _propose_stack(

@@ -93,12 +93,15 @@ def test_bytes_are_of_all_arguments_but_as_far_as_a_cache_is_filled():
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
     raw, query, cache, row = torch.ops.fuseopt, make(2, 3, 4), make(2, 3, 20, 4), 2 * 3 * 4 * 2
-    lengths = torch.tensor([5, 7])
+    slot = torch.empty(1, dtype=torch.int64, device="meta")
     with Reads(filled=11) as reads:
         weights = [make(16, 8), make(16, 8)]
         raw.decode_linear(make(2, 8), weights, [], None, "", None, None, 1e-5, "", False, False, [make(99)])
-        raw.decode_attention(query, cache, cache, lengths, None, None, None, 1.0, False)
-        raw.decode_attention_(query, query, query, cache, cache, lengths[:1], None, None, None, None, 1.0, False)
+        # How far each row of the cache is filled has to be known; a CPU has no kernel of it.
+        real = (torch.zeros_like(tensor, device="cpu") for tensor in (query, cache, cache))
+        with pytest.raises(NotImplementedError):
+            raw.decode_attention(*real, torch.tensor([5, 7]), None, None, None, 1.0, False)
+        raw.decode_attention_(query, query, query, cache, cache, slot, None, None, None, None, 1.0, False)
         ids = torch.empty(2, 5, dtype=torch.int64, device="meta")
         end = (ids[:, 0], ids, ids[0, :1], ids[:, 0] > 0, ids[0, 0] > 0, ids[0, :1], None, [], True)
         of_norm = ("t5_rms_norm", make(8), None, 1e-5)
@@ -109,7 +112,7 @@ def test_bytes_are_of_all_arguments_but_as_far_as_a_cache_is_filled():
         tokens, layer = (ids[:, 0], make(99, 8), ids[:, 1], make(50, 8)), (make(16, 8), make(16), *of_norm)
         raw.decode_linear_of_embeddings(*tokens, *layer, False, [])
         heads = make(1, 3, 20, 4)
-        of_cache = (heads, heads, lengths[:1], None, 1.0)
+        of_cache = (heads, heads, slot, None, 1.0)
         raw.decode_qkv_attention_(make(1, 8), make(36, 8), make(36), *of_cache, *of_norm, False)
         torch.zeros(3).sum()
     assert [(call.op, call.bytes) for call in reads.calls] == [

@@ -39,6 +39,9 @@ class Case:
         torch.manual_seed(0)
         return list(self.op.sample_inputs(self.device, dtype, requires_grad))
 
+    def is_differentiable(self) -> bool:
+        return self.op.name in _differentiable_names()
+
     def differentiable_samples(self, dtype: torch.dtype) -> list[registry.SampleInput]:
         """At least one; for tests of `differentiable_cases`."""
         found = [sample for sample in self.samples(dtype, True) if any(t.requires_grad for t in tensors(sample))]
@@ -54,7 +57,7 @@ def cases(*names: str) -> list[Any]:
 
 def differentiable_cases() -> list[Any]:
     """Of `cases()` those of ops with gradients: where some sample requires one."""
-    return [case for case in cases() if case.values[0].op.name in _differentiable_names()]
+    return [case for case in cases() if case.values[0].is_differentiable()]
 
 
 def kernel_cases(parameters: list[Any]) -> list[Any]:

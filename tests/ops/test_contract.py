@@ -145,7 +145,7 @@ def test_the_backend_named_is_the_one_that_runs(case: Case) -> None:
         return
     overload = "triton" if case.backend == "triton" else "default"
     assert raw.calls and {name.split(".")[1] for name in raw.names()} == {overload}
-    if case.differentiable_samples(torch.float32):
+    if case.is_differentiable():
         names = set(raw.names())
         forward, backward = (set(of(case.op.name, overload)) for of in (forward_names, backward_names))
         assert names <= forward | backward and f"{case.op.name}_fwd.{overload}" in names and names & backward
