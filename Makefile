@@ -5,17 +5,17 @@ STAMP := $(VENV)/.installed
 
 .PHONY: test test-all mutants demo lint wheel clean
 
-# One thread a worker: several that spin against each other on two cores take ten times as long. Bytecode is kept for the
-# many processes that tests start. The worker that is done first takes over what the other has not begun.
+# One thread per worker: more threads than cores make the suite 10x slower. Bytecode is kept for the many processes that
+# tests start. A worker that is done takes over tests that the other has not begun.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 test: $(STAMP)
 	$(PYTEST) -m "not gpu and not multigpu and not slow"
 
-# What `test` leaves out: other architectures of GPUs, every family of models, a wheel.
+# The slow tests: every GPU architecture that a wheel ships, every model family, the wheel.
 test-all: $(STAMP)
 	$(PYTEST) -m "slow and not gpu and not multigpu"
 
-# Plants faults one at a time, and names those that no test notices. Takes an hour or more; K=word for some of them.
+# Plants faults one at a time and lists those that no test catches. Takes an hour or more; K=word selects some.
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants -k "$(K)"
 
