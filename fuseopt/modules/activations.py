@@ -15,11 +15,10 @@ from fuseopt.ops.library import autocast_dtype
 class FusedGELU(FusedModule):
     """GELU (Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415), erf or tanh form.
 
-    forward: `input` of any shape and floating dtype -> the same shape; the source's own forward sees to other dtypes,
-    and words the errors. The dtype is the input's, except that the tanh
-    classes of transformers spelled out in Python (`torch.pow`) return float32 under CUDA's autocast, and so does this
-    stand-in for them (`float32_under_autocast`). Without `approximate`, the source's own attribute of that name
-    counts (torch.nn.GELU has one).
+    forward: `input` of any shape and floating dtype -> the same shape and dtype. For other dtypes the source's own
+    forward runs, and raises its errors. Exception: transformers' tanh classes that are written in Python (`torch.pow`)
+    return float32 under CUDA's autocast, and so does the drop-in for them (`float32_under_autocast`). Without
+    `approximate`, the source's attribute of that name decides (torch.nn.GELU has one).
     """
 
     approximate: str

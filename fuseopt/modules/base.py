@@ -13,7 +13,7 @@ from fuseopt.errors import BackendError
 from fuseopt.references import weak_attribute
 
 REFUSALS = (BackendError, IndexError, TypeError, ValueError)
-"""What an op raises, before it computes anything, for arguments that it does not take."""
+"""The exceptions of an op that refuses its arguments; it raises them before it computes anything."""
 
 
 class FusedModule(nn.Module):
@@ -25,13 +25,12 @@ class FusedModule(nn.Module):
     loses nothing. Both are copied together by deepcopy and pickle.
 
     The drop-in's class inherits from the fused class and from the source's class, and has the name of the latter. So
-    `isinstance`, class names, methods and class attributes are the source's for whatever asks by class: optimizers that
-    group parameters, `_init_weights`, `reset_parameters`, adapters. Its `repr` names the fused class, in front of the
-    source's `extra_repr`.
+    code that selects by class treats it as the source: optimizers that group parameters, `_init_weights`,
+    `reset_parameters`, adapters. Its `repr` shows the fused class and the source's `extra_repr`.
 
     Attributes:
-        _fused_class, _source_class: these two, of the drop-in's class.
-        _stand_in: the drop-in's class itself, which a subclass of it is not.
+        _fused_class, _source_class: the two classes that the drop-in's class was made of.
+        _stand_in: the drop-in's class. A subclass inherits the attribute, so it is not equal to its `_stand_in`.
     """
 
     _fused_class: ClassVar[type[FusedModule]]
@@ -55,9 +54,9 @@ class FusedModule(nn.Module):
         return fused
 
     def handed_back(self, source: nn.Module) -> dict[str, Any]:
-        """What `source` is to have of the drop-in's plain attributes, such as the training flag and those set since.
+        """The drop-in's plain attributes that `source` gets back: its own, such as `training`, and those set since.
 
-        Not new ones that can be called: they may be bound to the drop-in.
+        New attributes that can be called are left out: they may be bound to the drop-in.
         """
         return {
             name: value
@@ -87,7 +86,7 @@ class FusedModule(nn.Module):
         cls = type(self)
         if not _is_stand_in(cls):
             return reduced
-        # The class has no name to be imported by.
+        # The class cannot be imported by name.
         return _new, (cls._fused_class, cls._source_class), *reduced[2:]
 
 
@@ -95,7 +94,7 @@ _STAND_INS: WeakValueDictionary[tuple[type, type], type[FusedModule]] = WeakValu
 
 
 def _new(fused: type[FusedModule], source: type[nn.Module]) -> FusedModule:
-    """A drop-in without state, by `fused` for a module of the class `source`."""
+    """A drop-in without state, of a class made of `fused` and `source`; one class per pair."""
     cls = _STAND_INS.get((fused, source))
     if cls is None:
         body = {
@@ -114,7 +113,7 @@ def _new(fused: type[FusedModule], source: type[nn.Module]) -> FusedModule:
 
 
 def parameter(module: nn.Module, name: str) -> Tensor | None:
-    """`getattr(module, name)` of what usually is a parameter: 0.1 us, where `nn.Module.__getattr__` takes 0.7."""
+    """`getattr(module, name)` for a name that is usually a parameter: 0.1 us instead of nn.Module's 0.7 us."""
     found = module._parameters.get(name)
     return getattr(module, name) if found is None else found
 
@@ -125,8 +124,8 @@ class BlockForward:
     transformers records hidden states and finds layers by class, so only `forward` is set on the instance. The class's
     own runs instead wherever something is not plain.
 
-    It belongs to one block, to which it refers weakly, and is copied and pickled with it. torch.nn.DataParallel copies
-    otherwise: its replicas keep the first device's forward, and raise.
+    It belongs to one block, to which it refers weakly, and is copied and pickled with it. It does not work with
+    torch.nn.DataParallel, whose replicas keep the first device's forward, and raise.
 
     Args:
         block: a module of the class that the subclass is written for.
@@ -137,7 +136,7 @@ class BlockForward:
 
     def __init__(self, block: nn.Module, backend: str = "auto") -> None:
         self.block, self.backend = block, backend
-        # A class set since may have another forward. FSDP sets one that inherits it.
+        # `block.__class__` may be set later: FSDP sets a subclass with the same forward, others may change it.
         self._source = type(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,13 +160,13 @@ _PLAIN = frozenset((nn.Parameter, Tensor, type(None)))
 
 
 def fused_class(module: nn.Module) -> type[nn.Module]:
-    """The fused class of a drop-in, such as FusedLayerNorm; of any other module, and of one by a subclass, its own."""
+    """The fused class of a drop-in, such as FusedLayerNorm; for all else, subclasses of it too, the class itself."""
     cls = type(module)
     return cls._fused_class if _is_stand_in(cls) else cls
 
 
 def source_class(module: nn.Module) -> type[nn.Module]:
-    """The class of what a drop-in stands in for; of any other module, and of one by a subclass, its own."""
+    """The class that a drop-in stands in for; for all else, subclasses of a drop-in's class too, the class itself."""
     cls = type(module)
     return cls._source_class if _is_stand_in(cls) else cls
 
@@ -177,17 +176,22 @@ def _is_stand_in(cls: type[nn.Module]) -> TypeGuard[type[FusedModule]]:
 
 
 def full_name(cls: type) -> str:
-    """ "transformers.models.t5.modeling_t5.T5LayerNorm", say: how a class is named without importing it."""
+    """Module and qualified name of a class, such as "transformers.models.t5.modeling_t5.T5LayerNorm"."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def runs_untouched(module: nn.Module, expected: type[nn.Module]) -> bool:
-    """Whether calling `module` means no more than `expected.forward` on plain tensors.
+    """Whether calling `module` does exactly what `expected.forward` does on plain tensors.
 
-    Asked in each call by whatever reads the weights of a module inside it, or does not call it. False when the module
-    is of another class (an adapter, a subclass, a quantised or parametrised leaf); when it carries forward or backward
-    hooks, or every module does; when its forward has been replaced on the instance (as accelerate's offloading does);
-    when its weights are of a subclass of Tensor. `expected` may be a drop-in's fused class.
+    Checked in each call before a replacement reads the weights of a child or bypasses its forward. False if
+
+    - the module has another class: an adapter, a subclass, a quantised or parametrised leaf;
+    - it has forward or backward hooks, or there are global module hooks;
+    - its forward has been replaced on the instance, as accelerate's offloading does;
+    - its weights are of a subclass of Tensor.
+
+    Args:
+        expected: the exact class, or the fused class of a drop-in.
     """
     return (
         (type(module) is expected or fused_class(module) is expected)
@@ -199,10 +203,10 @@ def runs_untouched(module: nn.Module, expected: type[nn.Module]) -> bool:
 
 
 def untouched_reasons(module: Any, names: Collection[str]) -> list[str]:
-    """Why calling `module` means more than the forward of a class, for a plan; see `runs_untouched`.
+    """Why calling `module` does more than its class's forward; empty if it does not. For plans, see `runs_untouched`.
 
     Args:
-        names: full names of the classes that it may have itself, or that it may stand in for.
+        names: full names of the classes that the module may have or, as a drop-in, stand in for.
     """
     if not isinstance(module, nn.Module) or full_name(source_class(module)) not in names:
         return [f"it is a {full_name(type(module))}"]
@@ -217,17 +221,17 @@ def untouched_reasons(module: Any, names: Collection[str]) -> list[str]:
 
 
 def has_plain_weights(module: nn.Module) -> bool:
-    """Whether the module's own tensors are of no subclass of Tensor, which kernels could not read."""
+    """Whether the module's own tensors are plain: kernels cannot read subclasses of Tensor."""
     state = module.__dict__
     if "weight" in state:
-        return False  # beside the parameters, where nothing follows it
+        return False  # a plain attribute in place of a parameter, as torch.nn.utils.weight_norm sets it
     return _PLAIN.issuperset(map(type, state["_parameters"].values())) and _PLAIN.issuperset(
         map(type, state["_buffers"].values())
     )
 
 
 def is_plain(tensor: Tensor | None) -> bool:
-    """Whether it is of no subclass of Tensor but Parameter."""
+    """Whether it is None, a Tensor or a Parameter, and not of another subclass of Tensor."""
     return type(tensor) in _PLAIN
 
 

@@ -217,7 +217,7 @@ class BlockChain:
             return None
         modules = modules_below(container)
         watch = Watch([self.stack, *modules], parameters, (*CONSTANTS, *forward.read))
-        # Of weights that are no parameters nothing would tell where they are.
+        # `watch` compares parameters only, so it would miss a change of other weights.
         if not watch.is_unchanged() or any(map(is_without_parameters, modules)):
             return None
         self._forwards = forwards

@@ -190,8 +190,8 @@ class Pace:
     """How the steps went that were launched kernel by kernel.
 
     Attributes:
-        steps: that had their backward pass.
-        keeps_graphs: whether one of these was to have another.
+        steps: number of steps that had a backward pass.
+        keeps_graphs: whether one of these passes retained the graph for another one.
     """
 
     def __init__(self) -> None:
@@ -423,12 +423,13 @@ class StepGraphs:
         return results
 
     def backward_of_another(self, slopes: Sequence[Tensor | None], drawn_from: Tensor) -> list[Tensor | None]:
-        """The gradients of `trained`, in memory of their own, by a forward that is run again, uncaptured.
+        """The gradients of `trained` in new memory, by running the forward again, uncaptured.
 
-        A captured backward writes over what its forward has kept for it.
+        For passes that retain the graph: a captured backward overwrites what its forward has saved.
 
         Args:
-            drawn_from: the generator's state before the forward.
+            slopes: gradients of the outputs, None for outputs that have none.
+            drawn_from: state of the random generator before the forward.
         """
         tensors, generator = self.tensors, generator_of(self.tensors.device)
         inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in tensors.inputs]
@@ -446,13 +447,14 @@ class StepGraphs:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
+    """torch's default random generator of a device."""
     if device.type != "cuda":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def _keeps_graph() -> bool:
-    """Whether the backward pass that is running is to have another, as by `retain_graph` and `create_graph`."""
+    """Whether the running backward pass retains the graph (`retain_graph`, `create_graph`)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 

@@ -21,7 +21,8 @@ class CausalStackForward:
     The class's own makes a mask [batch, 1, length, length] of it, which rules out leaving the future out; attentions
     that do not run by `fused_attention` still get it.
 
-    Only classes that take further arguments are told: the blocks and attentions that there were when this was made.
+    The mask is passed on only while all blocks and attentions are of classes that take further keyword arguments, and
+    that were there when this was made.
 
     It belongs to one stack and is copied and pickled with it.
     """
@@ -58,7 +59,7 @@ def _containers(stack: nn.Module) -> list[nn.ModuleList]:
 
 
 def _parameters_of(module: nn.Module) -> tuple[bool, bool]:
-    """Whether a module's forward takes an attention mask, and arguments of any name."""
+    """Whether a module's forward takes `attention_mask`, and whether it takes any keyword argument."""
     parameters = inspect.signature(module.forward).parameters
     return "attention_mask" in parameters, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

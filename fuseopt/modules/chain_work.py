@@ -34,7 +34,7 @@ class ChainedForward(Protocol):
     """The forward of a block that a chain can run.
 
     Attributes:
-        chain: what runs it with the others of its stack.
+        chain: runs all blocks of the stack at once; None if there is none.
         read: names of plain attributes of modules that `constants` and `run` read, beside `CONSTANTS`.
     """
 

@@ -40,12 +40,12 @@ def hint(size: torch.SymInt | int) -> int:
 
 
 def hints(graph: fx.Graph) -> dict[sympy.Symbol, int]:
-    """`symbols`, and what they are in the call that is traced."""
+    """The value of each of a graph's `symbols` in the call that is being traced."""
     return {symbol: hint(node.meta["val"]) for symbol, node in symbols(graph).items()}
 
 
 def at(size: torch.SymInt | int, values: Mapping[sympy.Symbol, int]) -> int:
-    """The size where the symbols have these values."""
+    """A size as a number, with `values` for its symbols."""
     return int(size.node.expr.xreplace(values)) if isinstance(size, torch.SymInt) else size
 
 

@@ -1,7 +1,7 @@
-"""Which exact class each child of a module has in GPT-2 and T5, and what below a module is of another class.
+"""The exact class of each child in GPT-2 and T5, and a search for modules that have another one.
 
-Whatever reads the weights of modules inside it, or does not call them, takes them for these classes: a Dropout where
-another was made is left out in eval mode, and a Linear is not a Conv1D.
+Code that reads a child's weights, or bypasses its forward, relies on these classes: it skips a Dropout in eval mode and
+reads a Conv1D's weight as [in, out], which would be wrong for other classes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import nn
 from fuseopt.modules.base import full_name, source_class
 
 Children = Mapping[str, Mapping[str, tuple[str, ...]]]
-"""Full name of a class -> names of its children -> full names of the classes that each may have.
+"""Full name of a class -> name of a child -> full names of the classes that the child may have.
 
-A name that ends in a dot stands for every class of that module. Children of a ModuleList are those of the module that
-has it: "layer.1", or "layer.*" for all.
+A class name that ends in a dot stands for every class of that module. The items of a ModuleList are listed with the
+class that has the list: "layer.1" is one item, "layer.*" every item.
 """
 
 ACTIVATIONS = ("transformers.activations.", "torch.nn.modules.activation.")
@@ -54,7 +54,7 @@ GPT2_CHILDREN: Children = {
 
 
 def t5_children(prefix: str) -> Children:
-    """Of T5 and those that have its classes under other names, as "transformers.models.t5.modeling_t5.T5"."""
+    """The children in T5 and in models that copy its classes; `prefix` as "transformers.models.t5.modeling_t5.T5"."""
     norm, attention = f"{prefix}LayerNorm", f"{prefix}Attention"
     feed_forwards = (f"{prefix}DenseActDense", f"{prefix}DenseGatedActDense")
     own, cross, last = (f"{prefix}Layer{kind}" for kind in ("SelfAttention", "CrossAttention", "FF"))
@@ -83,12 +83,13 @@ def t5_children(prefix: str) -> Children:
 def unexpected_modules(
     module: nn.Module, children: Children, roots: Sequence[nn.Module] | None = None
 ) -> list[tuple[str, object]]:
-    """What stands below `module`, by its path, where its class has something else, or nothing; not what is below that.
+    """The (path, object) of everything below `module` that is not of the class listed for its place.
 
-    Written for speed, as a decode step asks for hundreds of modules.
+    What is below such a module is not searched. Written for speed: a decode step checks hundreds of modules.
 
     Args:
-        roots: its children that are to be looked at, or all.
+        children: of each class below `module`.
+        roots: the children of `module` to search; None for all.
     """
     found: list[tuple[str, object]] = []
     owners = [(module, "")]

@@ -1,7 +1,7 @@
-"""What decides how fuseopt has a graph compiled, for the key under which Inductor caches the result on disk.
+"""Hash of the code that decides what fuseopt compiles, part of the key of Inductor's cache on disk.
 
-Graph passes, autograd functions, the fakes and decompositions of ops: all of it is in two folders, whose files count
-one and all. A list of those that matter would miss the next one, and code from before a change would run after it.
+Graph passes, autograd functions, fakes and decompositions of ops are in two folders, and every file there counts. A
+list of the files that matter could miss one, and code compiled before a change would run after it.
 """
 
 from pathlib import Path

@@ -109,10 +109,10 @@ class Captures:
             torch.cuda.current_stream(device.index).wait_event(self._last_use)
 
     def drain(self) -> None:
-        """Lets the host wait for all that has been queued inside such blocks: tensors of theirs can be freed then.
+        """Blocks the host until all work queued in `in_stream_order` blocks is done, so that its tensors can be freed.
 
-        The allocator takes freed memory for unused as soon as the stream is that it was allocated on, whichever other
-        streams have used it.
+        The caching allocator tracks only the stream that memory was allocated on: it reuses freed memory even while
+        another stream still reads it.
         """
         for queued in (self._last_use, self._in_use_on):
             if queued is not None:

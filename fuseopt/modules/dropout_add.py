@@ -70,8 +70,8 @@ class DropoutAddForward(ResidualForward):
 class GPT2DropoutAddForward(DropoutAddForward, GPT2BlockForward):
     """GPT2Block: dropout and add of each attention with ln_cross_attn or ln_2. Returns [batch, length, hidden].
 
-    Nor is an attention plain that carries hooks or is of another class: its dropout, which is put off until it has
-    returned, need not be the last that it does.
+    The class's own forward runs if an attention has hooks or another class: the attention's dropout is deferred until
+    after it returns, which is only right if dropout is the last thing it does.
     """
 
     dropout = DeferredDropout

@@ -31,8 +31,8 @@ from fuseopt.ops.library import triton_function
 _ELSEWHERE = "fuseopt.ops.triton.compile_only"
 # More of them would take the lock from Inductor more often than they gain.
 _THREADS = 2
-# What Triton compiles depends on what a size is a multiple of: of 16 for addresses, and of a tile for whole tiles. An
-# odd multiple of each stands for the sizes that are no multiple of the next.
+# Triton compiles another kernel for sizes that are a multiple of 16 (alignment), and of a kernel's tile. For each of
+# these numbers a size is compiled that is an odd multiple of it, and so no multiple of the next number.
 _MULTIPLES = (16, 64, 128)
 _POOL: ContextVar[Executor] = ContextVar("early_kernels")
 
@@ -60,9 +60,9 @@ def pool() -> Iterator[None]:
 def begin(graph: fx.Graph) -> None:
     """Compiles the Triton ops of a graph on a GPU beside this thread, and runs each once a layout of its inputs.
 
-    Ops of sizes that change are run with those of the call that is traced, and compiled for others as well, where there
-    are processes for that: a later batch then finds its kernels. What fails there is for the step to say, which calls
-    the same ops.
+    Ops of changing sizes run with the sizes of the traced call. Inductor's processes, if there are any, also compile
+    them for sizes of other divisibility, so that later batches find their kernels. Errors are ignored here: the step
+    calls the same ops and raises them.
     """
     calls: dict[str, tuple[OpOverload, tuple[Any, ...]]] = {}
     others: dict[str, tuple[OpOverload, tuple[Any, ...]]] = {}

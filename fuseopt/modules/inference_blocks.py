@@ -29,8 +29,8 @@ class InferenceForward(BlockForward):
 
     Args:
         block: a module of the class that the subclass is written for.
-        children: the classes that the modules inside must have.
-        chain: what may run all blocks of the stack at once.
+        children: the classes that the modules inside must have, see `fuseopt.modules.children`.
+        chain: runs all blocks of the stack at once; referred to weakly.
     """
 
     needs_chain: ClassVar[bool] = False
@@ -57,7 +57,7 @@ class InferenceForward(BlockForward):
 
     @property
     def chain(self) -> BlockChain | None:
-        """What the forward of the stack holds, which a chain ends with."""
+        """The chain, which the stack's forward holds; None once that is gone."""
         chain: BlockChain | None = self._chain()
         return chain
 

@@ -42,7 +42,7 @@ class LinearOutput:
             RuntimeError: input or weight have been written to since, as an optimizer's step does.
         """
         if self.computed is None:
-            # While Dynamo traces, versions are numbers of the graph, and what the graph writes to it writes in order.
+            # Dynamo has no real version counters while it traces, and keeps writes and reads of the graph in order.
             versions_known = not torch.compiler.is_dynamo_compiling()
             if versions_known and self._versions() != (self._input_version, self._weight_version):
                 raise RuntimeError(

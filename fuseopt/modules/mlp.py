@@ -16,8 +16,8 @@ class FusedMLP(FusedModule):
     """GPT-2's feed-forward: c_fc, activation, c_proj, dropout, with c_fc's bias added inside the activation.
 
     The bias is folded in float32 only: in half precision the product would be rounded once more than in the source,
-    before the bias is added. A `c_fc` that is no plain Conv1D (an adapter, a quantised leaf, one with hooks) is called
-    as the source calls it; with such an activation the source's own forward runs.
+    before the bias is added. If `c_fc` is not a plain Conv1D (an adapter, quantised, with hooks), it is called as the
+    source calls it. If the activation is not plain, the source's own forward runs.
 
     forward: `hidden_states` [..., hidden] of any floating dtype -> [..., hidden], same dtype.
     """
@@ -111,7 +111,7 @@ class FusedGatedMLP(FusedModule):
 
 
 class _Activation:
-    """What a plan found an activation to be, which is then left out: its class, and which GELU a torch.nn.GELU is."""
+    """Class and `approximate` of an activation that is bypassed, as they were when the module was fused."""
 
     def __init__(self, module: nn.Module) -> None:
         self._class, self._approximate = type(module), getattr(module, "approximate", None)

@@ -9,7 +9,7 @@ from fuseopt import ops
 from fuseopt.modules.base import REFUSALS, FusedModule, is_plain, parameter
 from fuseopt.ops.library import is_autocast
 
-# Between these, RMSNorm's op rounds where the sources do.
+# If input and weight have these dtypes, RMSNorm's op rounds where the sources do.
 _UP_TO_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -22,7 +22,7 @@ class FusedRMSNorm(FusedModule):
     With `autocasts` the source's own forward runs under autocast, whose casts are its own (torch.nn.RMSNorm).
 
     forward: `hidden_states` [..., hidden] of any floating dtype -> [..., hidden], in the dtype the source would return.
-    The source's own forward sees to what the op is not made for, and words the errors.
+    For inputs that the op does not take the source's own forward runs, and raises its errors.
     """
 
     def _configure(  # type: ignore[override]
@@ -76,10 +76,10 @@ class FusedRMSNorm(FusedModule):
         )
 
     def _takes(self, input: Tensor, weight: Tensor | None) -> bool:
-        """Whether the op gives what the source does, in its dtype, for an `input` of fitting shape."""
+        """Whether the op's result, for an `input` of fitting shape, has the source's values and dtype."""
         if self.autocasts and is_autocast(input):
             return False
-        if weight is None:  # torch.nn.RMSNorm alone has none; the op cannot know its size then
+        if weight is None:  # only torch.nn.RMSNorm; without a weight the op does not know the size of the norm
             return input.shape[-1:] == self.normalized_shape
         if input.dtype is weight.dtype:
             return True
@@ -90,8 +90,8 @@ class FusedLayerNorm(FusedModule):
     """Layer normalisation (Ba et al. 2016, https://arxiv.org/abs/1607.06450); stands in for torch.nn.LayerNorm.
 
     forward: `input` [..., *normalized_shape] -> the same shape; dtype as torch.nn.functional.layer_norm, float32 under
-    autocast included. The source's own forward sees to inputs of another dtype than the weight, which it takes or
-    refuses, to what else the op is not made for, and words the errors.
+    autocast included. For an input whose dtype differs from the weight's, and for all else that the op does not take,
+    the source's own forward runs, and raises its errors.
     """
 
     def _configure(self, *, backend: str = "auto") -> None:  # type: ignore[override]
@@ -122,5 +122,5 @@ class FusedLayerNorm(FusedModule):
 
 
 def _is_autocast_on_gpu(input: Tensor) -> bool:
-    """Whether autocast brings all arguments of a LayerNorm to float32."""
+    """Whether autocast casts all arguments of a LayerNorm to float32."""
     return input.is_cuda and torch.is_autocast_enabled("cuda")

@@ -105,7 +105,7 @@ def compile_graph(
     partitioner = Partitioner(in_parts=backend == "inductor" and not inductor_config.cpp_wrapper)
     with (
         early_kernels.pool(),
-        # Inductor would also take places among a graph's inputs for places in each of its parts.
+        # Also, Inductor applies indices of donated inputs of the whole graph to each part that it is cut into.
         second_backward.nothing_donated(),
         functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}),
     ):

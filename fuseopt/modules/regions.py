@@ -97,7 +97,7 @@ class Region:
     """A region by name; calling it runs the compiled form, which is made at the first call in each process.
 
     Inside somebody else's torch.compile the plain function is traced instead, so that it fuses with its surroundings.
-    It also runs in torch.func's transforms and in forward-mode AD, which compiled forms take no part in.
+    It also runs in torch.func's transforms and in forward-mode AD, which compiled functions do not support.
     """
 
     name: str

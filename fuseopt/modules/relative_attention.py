@@ -16,9 +16,9 @@ _IMPLEMENTATIONS = ("eager", "sdpa")
 
 
 class SeenKeys(NamedTuple):
-    """Attention masks that a stack was given: [batch, length], not 0 for keys that are seen; None: all are.
+    """Attention masks that a stack was given: [batch, length], 0 for masked keys; None if no key is masked.
 
-    A mask of other dimensions is in the arguments of an attention as it was given.
+    A mask that is not two-dimensional reaches the attentions unchanged, as an argument.
     """
 
     own: Tensor | None
@@ -31,8 +31,8 @@ class RelativeStackForward:
     The class's own makes a mask [batch, 1, length, length] of them, or for a trace even of none. That rules out leaving
     the future out; attentions that are not `FusedRelativeAttention` still get it.
 
-    Its attentions are told only while it consists of the classes that it was made with: another may take no further
-    arguments, or no position bias of another form.
+    The masks are passed on only while the stack consists of the classes that it had when this was made: others may take
+    no further arguments, or no position bias of another form.
 
     It belongs to one stack and is copied and pickled with it.
     """
@@ -60,9 +60,9 @@ class FusedRelativeAttention(FusedModule):
     the source's matrix [1, heads, length, length]. So all self-attentions of a stack are exchanged together. Anything
     that a matrix was given to falls back. Cross-attention has no bias, where the source makes a matrix of zeros.
 
-    The source's own forward runs where the stack does not hand on its masks, which says that all are of this class;
-    where attentions are asked for, with a static cache or one that holds tokens, with an attention implementation other
-    than "eager" and "sdpa", and for masks that are no tensors; with `training_only` in eval mode too.
+    The source's own forward runs if the stack passes no `seen_keys`; if attentions are asked for; with a static cache
+    or one that holds tokens; with an attention implementation other than "eager" and "sdpa"; for masks that are no
+    tensors; with `training_only` in eval mode too.
 
     forward: `hidden_states` [batch, length, hidden] -> (the same shape, position bias or None, None).
     """
@@ -148,7 +148,7 @@ class FusedRelativeAttention(FusedModule):
 
 
 def _classes_inside(stack: Any) -> set[type[nn.Module]]:
-    """Of what the arguments of its blocks pass through."""
+    """The classes of the stack's blocks, layers and attentions, which its arguments pass through."""
     classes: set[type[nn.Module]] = set()
     for block in stack.block:
         layers = list(getattr(block, "layer", ()))
@@ -159,7 +159,7 @@ def _classes_inside(stack: Any) -> set[type[nn.Module]]:
 
 
 def _are_alike(stack: Any) -> bool:
-    """Whether all self-attentions hand on and take a position bias of one form."""
+    """Whether all self-attentions have one class, and so pass on a position bias of one form."""
     return len({type(block.layer[0].SelfAttention) for block in stack.block}) == 1
 
 

@@ -48,7 +48,7 @@ class RotaryAttentionForward:
     ) -> None:
         self.attention, self.backend, self.packed, self.norms = attention, backend, packed, norms
         self.passes = dict(passes or {})
-        # A class set since may have another forward.
+        # `attention.__class__` may be set later, to a class with another forward.
         self._source = type(attention)
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

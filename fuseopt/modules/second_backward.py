@@ -1,4 +1,4 @@
-"""A backward pass of a compiled step that is not its last, as with `retain_graph=True`; and second derivatives."""
+"""More than one backward pass of a compiled step (`retain_graph=True`), and errors for second derivatives."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def missing_from_torch() -> list[str]:
 
 @contextlib.contextmanager
 def nothing_donated() -> Iterator[None]:
-    """Has AOT Autograd compile backward graphs that overwrite nothing they are given, so that they can run again.
+    """Makes AOT Autograd compile backward graphs that do not overwrite their inputs, so that they can run again.
 
-    With its option `donated_buffer` off they overwrite nothing either, but refuse to run again unless it is off then.
+    Its option `donated_buffer=False` does that too, but such a graph runs again only while the option is off.
     """
     from torch._functorch._aot_autograd import graph_compile
 
@@ -38,7 +38,7 @@ def nothing_donated() -> Iterator[None]:
 
 
 def without_second_derivatives(run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-    """`run`, a compiled graph, whose gradients say by what they are made when somebody differentiates them."""
+    """`run`, a compiled graph, whose gradients raise CompileError when they are differentiated."""
 
     def step(*inputs: Any) -> Sequence[Any]:
         outputs = run(*inputs)
@@ -51,7 +51,7 @@ def without_second_derivatives(run: Callable[..., Sequence[Any]]) -> Callable[..
 
 
 def _made_by(output: Any) -> Any:
-    """The node of the autograd graph that runs the compiled backward, of which `output` may be a view."""
+    """The autograd node that runs the compiled backward of `output`, which may be a view of the node's own output."""
     node = output.grad_fn if isinstance(output, Tensor) else None
     while node is not None and not hasattr(node, "_forward_cls"):
         node = node.next_functions[0][0] if node.next_functions else None

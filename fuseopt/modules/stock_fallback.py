@@ -1,4 +1,4 @@
-"""A training step that cannot be compiled runs as its class has it: with one warning, and the reason in the report."""
+"""The fallback of training steps that cannot be compiled: the class's own forward, a warning, a line in the report."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ _ADVICE = (
 
 
 class StockFallback:
-    """Why the steps of one model run by its class's own forward.
+    """Whether, and why, the training steps of one model run its class's own forward.
 
     Args:
-        model: the name of its class.
-        backend: what its steps were to be compiled with.
+        model: name of the model's class.
+        backend: the compiler backend of its steps.
+        strict: see below.
 
     Attributes:
         strict: raise instead of falling back.
-        reason: of the first step that could not be compiled; empty while all could.
+        reason: why the first such step could not be compiled; empty as long as all could.
     """
 
     def __init__(self, model: str, backend: str, strict: bool) -> None:
@@ -34,7 +35,7 @@ class StockFallback:
         self._model, self._backend = model, backend
 
     def begin(self, reason: str, cause: Exception | None) -> None:
-        """Has later steps fall back too.
+        """Records the failure of a step, after which later steps fall back too; warns the first time.
 
         Raises:
             CompileError: under `strict`, from `cause`.
@@ -53,14 +54,14 @@ class StockFallback:
 
 
 def root_of(error: Exception) -> Exception:
-    """What an error of Dynamo's is about."""
+    """The innermost exception of an error that Dynamo has wrapped."""
     while inner := getattr(error, "inner_exception", None):
         error = inner
     return error
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of what the error is about."""
+    """Class and first line of the message of `root_of(error)`."""
     root = root_of(error)
     lines = (line.strip() for line in str(root).splitlines())
     return f"{type(root).__name__}: {next(filter(None, lines), '')}".rstrip(": ")
@@ -68,7 +69,11 @@ def reason_of(error: Exception) -> str:
 
 @contextlib.contextmanager
 def generators_kept(inputs: Iterable[object]) -> Iterator[None]:
-    """Puts random generators back to where they were, should what runs in this context fail."""
+    """Restores the states of random generators if the with block raises.
+
+    Args:
+        inputs: of the step; the generators are those of the CPU and of the GPUs that its tensors are on.
+    """
     devices = {value.device for value in inputs if isinstance(value, Tensor) and value.is_cuda}
     host, states = torch.get_rng_state(), {device: torch.cuda.get_rng_state(device) for device in devices}
     try:

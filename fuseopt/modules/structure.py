@@ -14,7 +14,7 @@ from torch import nn
 from fuseopt import native
 
 CONSTANTS = ("eps", "variance_epsilon", "scaling", "is_causal", "max_norm")
-"""Plain attributes of modules that what goes past their forwards reads."""
+"""Plain attributes of modules that are read when their forwards are bypassed."""
 
 _SPECIAL = ("training", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -36,13 +36,13 @@ def _are_the_same(those: Sequence[Any], others: Sequence[Any]) -> bool:
 class Structure:
     """Compares modules with what they were, in a few passes at the speed of C.
 
-    It refers weakly to the first module, which holds what holds this, and to the forward that was set on that.
+    It refers weakly to the first module, which indirectly holds this, and to the forward that was set on that module.
 
     Args:
-        modules: all of one or more trees; the first is in none of the others.
+        modules: all modules of one or more trees; the first must not be below another.
 
     Attributes:
-        states: the attributes of all modules but the first.
+        states: the `__dict__` of each module but the first.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -56,7 +56,7 @@ class Structure:
 
     @property
     def top(self) -> nn.Module:
-        """The first module, while there is one to look at."""
+        """The first module, which must not have been freed."""
         module = self._top()
         assert module is not None
         return module
@@ -70,7 +70,7 @@ class Structure:
         return self.is_special_inside() or is_special(self.top)
 
     def is_special_inside(self) -> bool:
-        """Whether any module but the first is."""
+        """Whether any module but the first is in training mode or carries hooks."""
         return bool(self._has_true(self.states, _SPECIAL))
 
     def _look(self) -> tuple[list[Any], ...]:
@@ -92,7 +92,7 @@ class Watch:
     """Compares what there is of some plain modules, and of their parameters, with what there was.
 
     Args:
-        modules: all of a tree, after the one that its roots are in. That one is referred to weakly.
+        modules: a module, referred to weakly, and all modules of the trees below some of its children.
         parameters: theirs, without None.
         constants: names of plain attributes that are to stay.
     """
@@ -145,7 +145,7 @@ def modules_below(*roots: nn.Module) -> list[nn.Module]:
 
 
 def config_of(module: nn.Module) -> Any:
-    """Its `config`; None where there is none, or where that is a property of the user's that raises."""
+    """The module's `config`; None if it has none, or if that is a property that raises."""
     try:
         return getattr(module, "config", None)
     except Exception:
@@ -165,7 +165,7 @@ def is_special(module: nn.Module) -> bool:
 
 
 def is_without_parameters(module: nn.Module) -> bool:
-    """Whether `module`, without modules inside, has its weights elsewhere than in Parameters, or writes to them."""
+    """Whether a leaf module keeps weights outside its Parameters, or renormalises them (an Embedding's `max_norm`)."""
     state = module.__dict__
     if state["_modules"]:
         return False

@@ -57,22 +57,22 @@ class TrainingForward:
     that changes is compiled once more, for all its later values but the first, which keeps its own code. Copies and
     pickles hold no compiled code.
 
-    A step that cannot be compiled runs the class's own forward, and so do all later ones: with one warning, and the
-    reason in the report. Where that forward raises on the same arguments, its error is raised, and later steps are
-    compiled. What a failed attempt leaves is nothing: random generators, buffers and gradients are as they were.
+    If a step cannot be compiled, that step and all later ones run the class's own forward, with one warning and the
+    reason in the report. If that forward raises on the same arguments, its error is raised, and later steps are
+    compiled again. A failed attempt leaves random generators, buffers and gradients unchanged.
 
     Args:
-        model: any module; one whose forward Dynamo traces without a graph break is compiled.
+        model: any module, referred to weakly. Its step is compiled if Dynamo traces its forward without a graph break.
         backend: "inductor", or "aot_eager" for the same graph on torch's own kernels.
         budget: of the activations, in bytes, that are kept when only what is cheap is recomputed: the part that may be
             kept, 0 to 1.
         cuda_graphs: whether steps on a GPU, of the first size that comes, are launched as two CUDA graphs, one forward
             and one backward; "auto" for steps in which the GPU waited for the host. Gradients that the next step finds
             are copied before it: theirs is memory of the graphs.
-        strict: raise where a step cannot be compiled.
+        strict: raise if a step cannot be compiled, instead of falling back.
 
     Raises:
-        CompileError: under `strict`, by a call that cannot be compiled.
+        CompileError: with `strict`, by a call that cannot be compiled.
     """
 
     model = weak_attribute("model")
@@ -122,7 +122,7 @@ class TrainingForward:
     def strict(self, strict: bool) -> None:
         self._fallback.strict = strict
         if strict:
-            # What has fallen back is to raise now.
+            # A model that has fallen back tries to compile again, and then raises.
             self._fallback.reason = ""
 
     def report_lines(self) -> tuple[str, ...]:
@@ -203,7 +203,7 @@ def _unbound(
     Args:
         options: of `partitioner.compile_graph`.
         captured: what steps on a GPU are handed to.
-        fallback: what is told of a step that cannot be compiled.
+        fallback: records that a step cannot be compiled.
     """
     signature = inspect.signature(forward)
     # Dynamo remembers by the code's name which sizes change.
@@ -245,7 +245,7 @@ def _unbound(
             root = stock_fallback.root_of(error)
             if isinstance(root, (torch.OutOfMemoryError, CompileError)):
                 raise root from None
-            # It has frames, and these what their variables hold.
+            # Not the error itself: its traceback has frames, whose variables keep tensors alive.
             reason, cause = stock_fallback.reason_of(error), error if fallback.strict else None
         # Wrong arguments make the trace fail too: then the error to show is the one that `forward` has for them.
         outputs = forward(model, *args, **kwargs)
@@ -306,7 +306,7 @@ def _compile(forward: Callable[..., Any], title: str, options: Mapping[str, Any]
 
 
 def _tried_once(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, which should its first call fail leaves random generators as they were."""
+    """`run`, which restores the states of random generators if it fails before its first success."""
     tried = False
 
     def step(*inputs: Any) -> Any:
