@@ -141,7 +141,7 @@ class HeadStart:
     queued where a call with the same arguments has been served before.
 
     Args:
-        model: as a step's; referred to weakly.
+        model: an instance of the step's `model_class`; referred to weakly.
         graphs: where captured prompts are kept.
         max_batch, max_length: rows, and slots of the cache, up to which calls are served.
     """

@@ -29,7 +29,7 @@ class StepAttention:
         if self.by_kernel:
             return
         dtype = state.cache.dtype
-        # A CPU need not wait to know how far the caches are filled; what lies behind that is masked.
+        # A CPU reads only filled slots, whose number it can get without a synchronisation. A GPU masks the others.
         is_on_cpu = state.device.type == "cpu"
         self.filled = int(state.slot) + 1 if is_on_cpu else state.sizes.capacity
         self.cross_filled = int(state.cross_length) if is_on_cpu else state.sizes.cross_capacity

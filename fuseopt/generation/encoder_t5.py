@@ -87,8 +87,8 @@ class T5Encoder:
     def encode(self, state: EncoderState, length: int, masked: bool) -> None:
         """Fills `encoded`.
 
-        Padding after the prompts repeats their last token with its relative positions. No token of the prompts attends
-        to it, but attention multiplies its values by 0, so they must be finite where the prompt's own are.
+        Padding after a prompt repeats its last token with that token's relative positions. No token of the prompt
+        attends to it, but attention multiplies its values by 0, so they must be finite if the prompt's own are.
         """
         items = len(state.ids)
         in_prompt, source = state.slots <= state.last, torch.minimum(state.slots, state.last)
@@ -97,7 +97,7 @@ class T5Encoder:
         bias = F.embedding(buckets, self.relative_bias).permute(2, 0, 1).contiguous()[None]
         if masked:
             bias = torch.where(state.keep[:, None, None], bias, torch.finfo(bias.dtype).min)
-        # A prompt that is masked as a whole attends to itself, but not to what is behind it.
+        # A prompt whose tokens are all masked attends to itself, but not to the padding after it.
         bias = torch.where(in_prompt, bias, -torch.inf).expand(items, -1, -1, -1)
         hidden = Embedding(state.ids.index_select(1, source).flatten(), self.token_embedding).total()
         for attention, feed_forward in self.layers:

@@ -33,11 +33,11 @@ class FusedGenerate:
     """Call: `generate()`'s arguments -> its result, errors and warnings, by the fastest tier that is exact for them.
 
     transformers' own generate() runs, with all of its preparation and validation; only the decoding method is
-    exchanged (https://huggingface.co/docs/transformers/en/generation_strategies). The model is looked at anew in every
-    call, if possible while the device works. Deepcopy and pickle rebind it to the copy; captured steps are not copied.
+    exchanged (https://huggingface.co/docs/transformers/en/generation_strategies). Every call checks the model for
+    changes, if possible while the device works. Deepcopy and pickle rebind it to the copy, without captured steps.
 
-    The model holds this, so this refers to the model weakly, and `del model` frees both at once. A caller may have kept
-    the method alone (`load().generate(...)`): `model` is then another module with the same parts.
+    The model holds this object, which refers to the model weakly, so `del model` frees both at once. If a caller has
+    kept only the method (`load().generate(...)`), `model` is a new module of the same class with the same attributes.
 
     Args:
         model: an instance of the step's `model_class`.
@@ -52,7 +52,7 @@ class FusedGenerate:
         return {"model": self.model, "step": self.step_name, "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy has no attributes yet, so it is held up to its first call.
+        # A copy has no attributes yet, so it is held strongly up to its first call, which reads them.
         self._held: nn.Module | None = state["model"]
         self._parts: dict[str, Any] = {}
         self.step_name: str = state["step"]
@@ -91,7 +91,7 @@ class FusedGenerate:
         self._survey: Survey | None = None
 
     def _let_go(self, model: nn.Module) -> None:
-        """Keeps the parts of the model that are not fuseopt's, which hold it or refer to it, in its place."""
+        """Holds the model's attributes instead of the model, except fuseopt's own objects, which may hold the model."""
         self._held = None
         self._parts = {
             name: part for name, part in vars(model).items() if not type(part).__module__.startswith("fuseopt.")

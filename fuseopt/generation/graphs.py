@@ -51,8 +51,10 @@ class Step(Work[DecodeState]):
 
 
 class Several(Work[DecodeState]):
-    """`count` steps, of which all but the first start before the one ahead has ended. The step, which holds this, is
-    referred to weakly."""
+    """`count` steps, of which all but the first start before the previous one has ended.
+
+    Refers weakly to its step, which holds it.
+    """
 
     step = weak_attribute("step")
 

@@ -86,7 +86,7 @@ def _part_ahead(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def linear_of(*modules: nn.Linear) -> Linear:
-    """Of torch.nn.Linear modules; where one has a bias, those without have zeros."""
+    """The Linear of torch.nn.Linear modules. If one of them has a bias, those without get a bias of zeros."""
     weights, biases = tuple(module.weight for module in modules), [module.bias for module in modules]
     if all(bias is None for bias in biases):
         return Linear(weights)
@@ -144,7 +144,7 @@ def normalised(input: Tensor, norm: Norm) -> Tensor:
     if norm.kind == "t5_rms_norm":
         return ops.rms_norm(input, norm.weight, norm.eps, cast_order="t5")
     if not input.is_cuda:
-        # fuseopt's kernel overflows later than PyTorch's, whose NaN beams and samples go by.
+        # PyTorch's kernel overflows to NaN earlier than fuseopt's, and beams and samples depend on those NaN.
         return F.layer_norm(input, norm.weight.shape, norm.weight, norm.bias, norm.eps)
     return ops.layer_norm(input, norm.weight.shape, norm.weight, norm.bias, norm.eps)
 

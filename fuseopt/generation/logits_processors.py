@@ -57,7 +57,7 @@ class FusedEncoderNoRepeatNGram(EncoderNoRepeatNGramLogitsProcessor):
 class FusedLogitsProcessors:
     """Stands in for `_get_logits_processor` on one model instance: transformers builds the list, fuseopt runs it.
 
-    It refers weakly to the model rather than to a bound method, so that deepcopy and pickle rebind it to the copy.
+    It refers weakly to the model, and not to a bound method, so that deepcopy and pickle rebind it to the copy.
     """
 
     model = weak_attribute("model")

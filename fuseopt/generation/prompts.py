@@ -59,7 +59,7 @@ def run_encoded(
 
 
 def store(cache: Tensor, vectors: Tensor, counts: Tensor | None = None) -> None:
-    """`cache.copy_(vectors)` for [..., head_dim] of any strides, or zeros where `counts` [..., 1] is False.
+    """`cache.copy_(vectors)` for [..., head_dim] of any strides; writes 0 where `counts`, bool [..., 1], is False.
 
     Vectors that lie apart are moved 16 bytes at a time where they are aligned to that: a thread of PyTorch's copy moves
     one element after another, of whatever size.

@@ -125,7 +125,7 @@ class GPT2Step:
             if mask is None and is_fast(qkv, cache[0], cache[1]):
                 return ops.prompt_attention_(qkv, cache[0], cache[1], layer.scale, overlap=True).flatten(0, 1)
             qkv = qkv.permute(2, 0, 3, 1, 4)
-            # PyTorch's attention multiplies values that a query does not see by 0, which leaves NaN as it is.
+            # PyTorch's attention multiplies masked values by 0, and 0 * NaN is NaN, so padding gets zeros.
             store(cache[:, :, :, :length], qkv[1:], in_prompt[:, None])
             keys, values = cache[:, :, :, :length].unbind()
             attended = F.scaled_dot_product_attention(

@@ -63,12 +63,12 @@ class Survey:
 
 
 def survey(model: nn.Module, roots: Sequence[nn.Module], children: Children, before: Survey | None = None) -> Survey:
-    """Looks at `model` itself and at the trees below `roots`, children of it.
+    """Checks `model` itself and the trees below `roots`, which are children of it.
 
     Written for speed: transformers' models have hundreds of modules.
 
     Args:
-        children: the classes that modules must have, each in its place.
+        children: the class that each module must have, see `fuseopt.modules.children`.
         before: of an earlier call with the same arguments.
     """
     if before is not None and before.watch is not None and before.watch.is_unchanged():
@@ -113,5 +113,5 @@ def _module_reason(module: nn.Module) -> str | None:
     if "forward" in module.__dict__ and type(module.__dict__["forward"]) not in _FORWARDS:
         return "has had its forward replaced"
     if is_without_parameters(module):
-        return "has weights that are no parameters, or renormalises them"
+        return "has weights that are not Parameters, or an embedding's max_norm"
     return None

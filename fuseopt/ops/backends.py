@@ -65,7 +65,7 @@ class NativeBackend(Backend):
         return reasons
 
     def missing_kernels(self, raw: Sequence[str]) -> list[str]:
-        """A reason for each raw op of these names that its library, once it is loaded, has no kernel of."""
+        """A reason for each raw op in `raw` that the library has no kernel for; empty while it is not loaded."""
         if native.state(self.name).status != "loaded":
             return []
         key = self.name.upper()

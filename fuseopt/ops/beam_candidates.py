@@ -110,7 +110,7 @@ def beam_candidates(
         return _reference(scores, running_scores, count, log_softmax, edits)
     logits = scores if scores.dtype in _KERNEL_DTYPES else scores.float()
     running = running_scores.float()
-    overlap = overlap and logits is scores and running is running_scores  # else the previous kernel writes one of them
+    overlap = overlap and logits is scores and running is running_scores  # a cast is the previous kernel then
     return RAW[chosen](logits, running, count, log_softmax, overlap, *for_kernel(edits))
 
 

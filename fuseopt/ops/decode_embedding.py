@@ -71,8 +71,8 @@ def decode_embedding(
     """`F.embedding(tokens, weight) + F.embedding(positions, position_weight)`, rounded as those are.
 
     Args:
-        tokens: any shape, int32 or int64. One outside the vocabulary fails an assertion on a GPU, as in
-            `F.embedding`, which raises IndexError on a CPU.
+        tokens: any shape, int32 or int64. A token outside the vocabulary fails a device-side assertion on a GPU and
+            raises IndexError on a CPU, as in `F.embedding`.
         weight: [vocabulary, H]; float32, float16, bfloat16 or float64.
         positions: like `tokens`, or None for no position embedding.
         position_weight: [positions, H], of `weight`'s dtype, or None.

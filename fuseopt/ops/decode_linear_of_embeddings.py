@@ -96,8 +96,8 @@ def decode_linear_of_embeddings(
     `decode_embedding(tokens, token_weight, positions, position_weight)`.
 
     Args:
-        tokens, positions: of one shape [...], int32 or int64. One outside its table fails an assertion on a GPU, and
-            raises IndexError on a CPU.
+        tokens, positions: of one shape [...], int32 or int64. An index outside its table fails a device-side assertion
+            on a GPU, and raises IndexError on a CPU.
         token_weight, position_weight: [vocabulary, K] and [positions, K].
         weight, bias, norm, norm_weight, norm_bias, eps, overlap, ahead: as `decode_linear` takes them, one weight.
         backend: "auto", "cuda" or "reference". Layers that the kernel does not take (`takes_embeddings`) are left to

@@ -23,7 +23,7 @@ LIBRARY = torch.library.Library("fuseopt", "DEF")
 _TRITON_FUNCTIONS: dict[str, Callable[[], Callable]] = {}
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# The dtypes of Triton ops' tensors, by the names that schemas have for them; all others are floating point.
+# Name of a tensor in the schemas of Triton ops -> its dtypes. Tensors of other names are floating point.
 _TAKES = {
     "target": (torch.int64,),
     "seed": (torch.int64,),
@@ -43,8 +43,8 @@ def define(schema: str, fake: Callable, *, triton: str | None = None) -> dict[st
     """Define a raw op and return the overload that each backend implements: `{"cpu": ..., "cuda": ..., "triton": ...}`.
 
     The native libraries implement the default overload, for the CPU and the CUDA dispatch key. Raw ops have no autograd
-    of their own: a registered formula would slow down every call, also those that need no gradient. They refuse tensors
-    of several devices, and count up the versions of tensors that they write to.
+    of their own: a registered formula would slow down every call, also those that need no gradient. They raise a
+    RuntimeError for tensors on several devices, and increment the version counters of tensors that they write to.
 
     Args:
         schema: `name(arguments) -> results`, as in `native_functions.yaml`. Functional: fresh contiguous results.
@@ -71,14 +71,15 @@ def define(schema: str, fake: Callable, *, triton: str | None = None) -> dict[st
 
 
 def _tensors_of(op: OpOverload) -> list[tuple[int, str]]:
-    """The places and names of the arguments of `op` that hold tensors."""
+    """(index, name) of each argument of `op` that is a tensor or a list of tensors."""
     return [(place, a.name) for place, a in enumerate(op._schema.arguments) if "Tensor" in str(a.type)]
 
 
 def _fake_on_one_device(op: OpOverload, fake: Callable) -> Callable:
-    """`fake`, which raises a RuntimeError for tensors of several devices.
+    """`fake`, with a RuntimeError for tensors on several devices.
 
-    torch calls it for a meta tensor among others too, and what it returns then has memory nobody has written to.
+    torch calls the fake even if only one of the tensors is on the meta device; without the check, its result on the
+    other device would be uninitialised memory.
     """
 
     def run(*arguments: Any) -> Any:
@@ -97,7 +98,7 @@ def _fake_on_one_device(op: OpOverload, fake: Callable) -> Callable:
 
 
 def _checking_tensors(op: OpOverload, function: Callable) -> Callable:
-    """`function` for `op`, which raises a RuntimeError for tensors of several devices or of dtypes it does not take."""
+    """`function` for `op`, with a RuntimeError for tensors on several devices or of a wrong dtype."""
     takes = [(place, name, _TAKES.get(name, FLOATING)) for place, name in _tensors_of(op)]
 
     def run(*arguments: Any) -> Any:
@@ -119,7 +120,10 @@ def _checking_tensors(op: OpOverload, function: Callable) -> Callable:
 
 
 def _counting_versions_up(op: OpOverload) -> Callable:
-    """What torch's own in-place operations have for this key: autograd must see that what it saved has changed."""
+    """The ADInplaceOrView kernel of an in-place op: runs it, then increments the version counters of what it wrote.
+
+    A backward through a tensor that was saved before then raises, as with torch's in-place ops.
+    """
     written = [index for index, argument in enumerate(op._schema.arguments) if argument.is_write]
 
     def run(keyset: torch._C.DispatchKeySet, *arguments: Any, **named: Any) -> Any:

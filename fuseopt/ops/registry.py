@@ -114,8 +114,8 @@ class Op:
         backends: in the order in which "auto" tries them.
         benchmarks: what `fuseopt bench ops` times.
         preferences: calls for which "auto" takes another backend; `function` asks `pick_by_size`.
-        raw: the names of the raw ops that a native backend must have kernels of, or it cannot run; by default the one
-            of this op's name, if there is such a one.
+        raw: names of the raw ops that a native backend needs kernels for; it is skipped if one is missing. By default
+            the raw op of this op's name, if there is one.
         in_place: it writes into its arguments, so what holds for functions of tensors does not hold for it.
     """
 
@@ -179,7 +179,7 @@ def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtyp
     """`get(name).choose(backend, device, dtypes).backend`, remembered until another native library is loaded.
 
     Every call of an op comes through here, through `pick_by_size` or `Direct`. In forward-mode AD, which no kernel
-    takes part in, it is "reference", whichever backend is named.
+    supports, it is always "reference".
 
     Args:
         dtypes: of the op's floating point arguments; None for one that is absent.

@@ -78,8 +78,8 @@ def short_attention(
         causal: whether a query sees no key behind it.
         scale: of the scores; by default head_dim ** -0.5.
         backend: "auto", "cuda" or "reference". Inputs that require a gradient under grad mode, and torch.func
-            transforms, need the reference, which "auto" then takes. It also computes float64 heads that a GPU's shared
-            memory is too small for: on compute capability 7.5, more than 16 positions with a head_dim above 80.
+            transforms, need the reference, which "auto" then takes. The reference also computes float64 heads that do
+            not fit a GPU's shared memory: on compute capability 7.5, more than 16 positions with a head_dim above 80.
 
     Returns:
         [batch, length, heads, head_dim], contiguous.

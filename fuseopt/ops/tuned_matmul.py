@@ -36,7 +36,7 @@ WITH_GELU = define(
 )
 """`left @ right + bias`, and GELU's tanh approximation of the sum before it was rounded; both in 16 bits."""
 GELU_COLUMNS = 8
-"""The columns of `WITH_GELU` must be a multiple of this: cuBLASLt keeps the sum only in rows of such a length."""
+"""`WITH_GELU` needs a multiple of this number of columns: for others cuBLASLt does not return the sum."""
 
 _INTO = define(
     "tuned_matmul_(Tensor(a!) output, Tensor left, Tensor right, bool accumulate, bool measure) -> ()",

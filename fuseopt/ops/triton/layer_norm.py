@@ -317,12 +317,13 @@ def layer_norm_bwd(
         input, weight: as given to the forward.
         mean, rstd: [*], as the forward returned them.
         need_weight_grad, need_bias_grad: whether to compute these.
-        bias_dtype: of the gradient of bias; by default that of weight's.
+        bias_dtype: dtype of the gradient of bias; by default that of the gradient of weight.
 
     Returns:
-        grad_input [*, H], contiguous, in input's dtype; gradients of weight and bias [H], that of weight in its dtype,
-        or else input's; empty [0] tensors where not needed. The same inputs give the same bits: a program sums over
-        rows of its own, in order, and the programs' sums are added up in a second step.
+        grad_input [*, H], contiguous, in input's dtype; the gradient of weight [H], in weight's dtype or, without a
+        weight, input's; the gradient of bias [H], in `bias_dtype`. Gradients that are not needed are empty [0]. The
+        same inputs give the same bits: a program sums over rows of its own, in order, and the programs' sums are added
+        up in a second step.
     """
     columns, rows = input.shape[-1], rstd.numel()
     grad_input = torch.empty(input.shape, dtype=input.dtype, device=input.device)

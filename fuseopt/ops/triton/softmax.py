@@ -328,8 +328,8 @@ def broadcast_mask(mask: torch.Tensor, shape: torch.Size) -> BroadcastMask:
 def row_alignment(matrices: Sequence[torch.Tensor], row_strides: Sequence[int], columns: int) -> int:
     """Elements of a 16-byte vector, if each row starts equally far from a multiple of it in all `matrices`; else 1.
 
-    The vector at a row's end may reach past it. No memory ends inside a vector whose address is a multiple of its size;
-    so `matrices` have to begin at one.
+    The last vector of a row may read past its end. That is safe only if vectors are aligned, as memory never ends
+    inside an aligned vector. So it is 1 if one of `matrices` does not begin at a multiple of 16 bytes.
     """
     alignment = 16 // max(matrix.itemsize for matrix in matrices)
     is_aligned = all(matrix.data_ptr() % 16 == 0 for matrix in matrices)
