@@ -62,7 +62,7 @@ def dropout_rates(source: str, rate: float) -> dict[str, float]:
 def load_config(source: str, **overrides: Any) -> PreTrainedConfig:
     """The transformers config of an architecture by name, of a folder with a config.json, or of a model id.
 
-    The config of an id, "owner/name", comes from transformers' cache: nothing is downloaded.
+    The config of an id, "owner/name", must be in transformers' cache: nothing is downloaded.
 
     Raises:
         ConfigError: it is none of these, and the message names the nearest name; or transformers cannot read it.
@@ -88,14 +88,18 @@ def load_config(source: str, **overrides: Any) -> PreTrainedConfig:
 
 
 def _cached_folder(model_id: str) -> Path:
-    """Where transformers' cache has the config of a model; `from_pretrained` of an id would open connections."""
+    """The folder of transformers' cache that has a model's config; `from_pretrained` of an id opens connections.
+
+    Raises:
+        ConfigError: the config is not in the cache.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(model_id, "config.json")
     if not isinstance(found, str):
         raise ConfigError(
-            f"the config.json of {model_id} is not in transformers' cache, and fuseopt downloads nothing; fetch it by "
-            f"`hf download {model_id} config.json`, or give a folder"
+            f"the config.json of {model_id} is not in transformers' cache, and fuseopt downloads nothing; run "
+            f"`hf download {model_id} config.json`, or give a folder that has one"
         )
     return Path(found).parent
 

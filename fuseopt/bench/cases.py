@@ -45,7 +45,7 @@ class Sizes:
         t5_forward: (batch, encoder length, decoder length).
         training: None leaves the training step out.
         inductor: whether to compile with Inductor too.
-        rounds: samples of each way to run a model.
+        rounds: number of times that each way to run a model is timed.
     """
 
     gpt2: str

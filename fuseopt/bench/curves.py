@@ -54,7 +54,7 @@ def run(
 ) -> Results:
     """Trains stock and every config `steps` steps from the same weights, with the text and the dropout of each seed.
 
-    Progress bars on stderr count the rows, and the steps of each training.
+    Progress bars on stderr show the rows and the steps of each training.
 
     Then, without dropout: the losses of `EXACT_STEPS` steps in float32, beside those of stock from weights that differ
     by a rounding, as training makes any difference larger; and the gradients of one step against float64.

@@ -16,7 +16,7 @@ from fuseopt.bench.measure import against_stock, measure
 from fuseopt.bench.records import Results
 
 CHECKPOINTS = Path(fuseopt.__file__).resolve().parents[1] / "examples" / "checkpoints"
-# (prompts, new tokens of each) of the checkpoints.
+# (number of prompts, new tokens for each) of a checkpoint.
 QUICK_TEXT = (2, 16)
 TEXT = (6, 32)
 
@@ -25,7 +25,7 @@ def run(*, device: torch.device, quick: bool, checkpoints: Path, out: str | os.P
     """Runs and prints the demo.
 
     Args:
-        quick: less text, and tiny architectures in the table: shows that everything works, and no speed.
+        quick: less text, and tiny architectures in the table: shows that everything works, but no useful times.
         checkpoints: a folder of checkpoint folders, and prompts.txt with a prompt a line.
         out: where to write the results as JSON.
     """

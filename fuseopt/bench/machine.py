@@ -94,7 +94,7 @@ def _describe(state: native.LibraryState) -> str:
     if state.passed_over is not None:
         words.append(f": the prebuilt library is passed over: {state.passed_over}")
     if state.damage is not None:
-        words.append(f": the one in the cache is built again: {state.damage}")
+        words.append(f": the library in the cache is built again: {state.damage}")
     return " ".join(words).replace(" :", ":")
 
 

@@ -32,13 +32,12 @@ _Work = TypeVar("_Work", bound=_Named)
 def measure(
     cases: Sequence[_Work], records_of: Callable[[_Work], Iterable[Record]], *, is_more: bool = False
 ) -> list[Record]:
-    """The records of every case, with a progress bar on stderr; of those that were done, once it is interrupted.
+    """The records of every case, with a progress bar on stderr; after KeyboardInterrupt, of the cases that were done.
 
-    A case that raises an exception becomes a record that names it, and the next one begins.
+    If a case raises, its record names the exception, and the next case begins.
 
     Raises:
-        KeyboardInterrupt, ConfigError: before there is anything to keep, unless this `is_more` of what has been
-            measured.
+        KeyboardInterrupt, ConfigError: before the first record, unless `is_more`: other records exist already.
     """
     records: list[Record] = []
     with tqdm(cases, unit="case", dynamic_ncols=True) as progress:
@@ -68,10 +67,10 @@ def _forget_sizes() -> None:
 def against_stock(case: Case, device: torch.device) -> list[Record]:
     """Runs every call of a case once for its result and once for its memory, then times them in turns.
 
-    What cannot be compiled, or raises an exception, is a row that says why.
+    A call that cannot be compiled, or raises, becomes a row with the reason.
 
     Raises:
-        Exception: what stock raises.
+        Exception: what the stock model raises.
     """
     offered = dict(case.calls())
     calls: dict[str, Call] = {}

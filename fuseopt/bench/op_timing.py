@@ -33,7 +33,7 @@ LENIENCE = 8
 
 
 def time_op(case: OpCase, device: torch.device, *, compile: bool) -> list[Record]:
-    """One record a contender; those that give a wrong result, or raise, have a note in the place of a time.
+    """One record per contender; those that give a wrong result, or raise, have a note instead of a time.
 
     On CUDA a time is the device's: calls are recorded as a CUDA graph over arguments that together exceed the L2
     cache. `host_us` and `wall_us` are of plain calls. On a CPU a time is that of plain calls on the same arguments.
@@ -158,7 +158,7 @@ class _Run:
 def _runs(
     case: OpCase, work: Work, functions: Mapping[str, Callable], moved: int, device: torch.device
 ) -> tuple[dict[str, _Run], dict[str, str]]:
-    """What is timed, and of what raises as it is made ready the notes."""
+    """The runs to time, and a note for each contender that raises while its run is prepared."""
     sets = set_count(moved, device) if device.type == "cuda" else 1
     works = [work, *(Work.of(case, device) for _ in range(sets - 1))]
     count = calls_per_graph(moved, sets) if device.type == "cuda" else 0
@@ -174,14 +174,14 @@ def _runs(
     pairs = [torch.zeros(2, pages * PAGE // 4, device=device) for _ in works]
     runs[COPY] = _run([functools.partial(target.copy_, source) for target, source in pairs], count)
     if device.type == "cuda":
-        # Some sizes a kernel copies faster than the driver does; the faster one is what the others are held against.
+        # For some sizes a kernel copies faster than the driver; others are compared with the faster of the two.
         by_kernel = _run([functools.partial(torch.neg, source, out=target) for target, source in pairs], count)
         runs[COPY] = min(runs[COPY], by_kernel, key=functools.partial(device_seconds, repetitions=5, ahead=1))
     return runs, notes
 
 
 def _run(calls: Sequence[Call], graph_calls: int) -> _Run:
-    """After one call of each; as a CUDA graph of so many, where that is not 0."""
+    """A run of `calls`, each called once before; as a CUDA graph of `graph_calls` calls, unless that is 0."""
     for call in calls:
         call()
     return _Run(calls, graph_of(calls, graph_calls), graph_calls) if graph_calls else _Run(calls)

@@ -86,7 +86,7 @@ class Record:
 
     @property
     def failed(self) -> bool:
-        """Whether it raised an exception, which the note names."""
+        """Whether the call raised an exception, which the note names."""
         return self.note is not None and self.note.startswith(FAILED)
 
     @property

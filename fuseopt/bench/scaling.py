@@ -26,8 +26,8 @@ ROUNDS = 5
 def run(*, device: torch.device, row: Row, processes: int, name: str, config: FusionConfig) -> Results:
     """Times the step of `row` by a model alone, then by one in each process, each with a batch of its own.
 
-    All processes are there while one is timed alone, each on a GPU of its own; on CPUs they share the cores. The first
-    shows a progress bar on stderr.
+    All processes run while one is timed alone, each on a GPU of its own; on CPUs they share the cores. The first
+    process shows a progress bar on stderr.
 
     Args:
         processes: as many GPUs, over NCCL; on CPUs over Gloo.

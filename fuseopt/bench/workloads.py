@@ -123,7 +123,7 @@ def fuse(model: nn.Module, name: str, config: FusionConfig) -> tuple[str, str | 
         # What lands nowhere is shown as a row of its own.
         warnings.simplefilter("ignore", category=UserWarning)
         fuseopt.initialize(model, config)
-    # A step that cannot be compiled is a row that says so, not one of stock's under another name.
+    # With strict a step that cannot be compiled raises; without, it would time the stock forward.
     apply.be_strict(model, True)
     report = fuseopt.report(model)
     backends = {row.backend for row in report.replaced if row.backend}
@@ -131,7 +131,7 @@ def fuse(model: nn.Module, name: str, config: FusionConfig) -> tuple[str, str | 
 
 
 def failed(error: Exception) -> str:
-    """The note, in a line, that takes the place of a time where something raised; the traceback goes to stderr."""
+    """A one-line note instead of a time, for what raised `error`; writes the traceback to stderr."""
     tqdm.write("".join(traceback.format_exception(error)), file=sys.stderr)
     return FAILED + "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
 

@@ -20,8 +20,8 @@ def register_policy(policy: ModelPolicy) -> None:
     """Makes `policy` the one for its model types, from inside the package or outside it.
 
     Raises:
-        ValueError: when it names no model type, one that another policy covers, or a target or decode step that there
-            is none of.
+        ValueError: when it names no model type, one that another policy covers, or a target or decode step that does
+            not exist.
     """
     unknown = next(unknown_names(policy), None)
     if unknown is not None:
@@ -30,8 +30,8 @@ def register_policy(policy: ModelPolicy) -> None:
 
 
 def unknown_names(policy: ModelPolicy) -> Iterator[str]:
-    """What is wrong with the targets of a policy's rules and with its decode steps."""
-    # Policies of the package are registered when it is imported, which is to import neither.
+    """A message for each target and decode step of a policy that does not exist."""
+    # Imported here: the package's own policies are registered when it is imported, without these.
     from fuseopt import modules
     from fuseopt.generation.generate import STEPS
 

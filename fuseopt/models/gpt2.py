@@ -21,7 +21,7 @@ GPT2 = ModelPolicy(
         Rule(
             f"{_GPT2}.GPT2Block",
             "GPT2DropoutAddForward",
-            # What they return is dropped out, which hooks or another class may not have left to the end.
+            # Their dropout is deferred until after they return, so it must be the last thing they do.
             reads=dict.fromkeys(("attn", "crossattention"), (f"{_GPT2}.GPT2Attention",)),
         ),
     ),

@@ -28,8 +28,8 @@ class Rule:
         options: keyword arguments for `target.from_module`.
         absorbs: names of the source's children whose work the target does itself, so that no other strategy may claim
             them too.
-        reads: paths of modules inside whose weights the target reads, or whose forwards it goes past -> full names of
-            the classes that each must have for that.
+        reads: path of a module inside whose weights the target reads, or whose forward it bypasses -> full names of
+            the classes that it may have.
     """
 
     source: str

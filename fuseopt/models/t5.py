@@ -25,7 +25,7 @@ _BLOCKS = {
 
 
 def _residual_blocks(target: str) -> tuple[Rule, ...]:
-    """Whose forward goes past those of a block's layers."""
+    """Rules for blocks whose `target` bypasses the forwards of their layers."""
     return tuple(
         Rule(source, target, reads={path: of for path, of in children[source].items() if path != "layer"})
         for source, children in _BLOCKS.items()

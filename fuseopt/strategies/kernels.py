@@ -177,7 +177,7 @@ def _propose_bias_gelu(
         gelu = child_rule(candidate, "act", policy.kernels, "FusedGELU")
         if gelu is None:
             return f"its activation is no GELU but {type(candidate.module.act).__name__}"
-        # torch.nn.GELU is of either kind.
+        # torch.nn.GELU computes the erf or the tanh form, which its attribute says.
         approximate = gelu.options.get("approximate") or candidate.module.act.approximate
         run = functools.partial(ops.gelu, approximate=approximate, backend=backend)
         return {"activation": run, "bias_activation": run}

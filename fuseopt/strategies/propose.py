@@ -27,7 +27,7 @@ class Offer:
         libraries: the native libraries that needs.
         refused: why something better will not.
         by_size: what takes over from `backend` at some sizes.
-        op, wanted: see `Replacement`.
+        op, wanted: as in `Replacement`.
     """
 
     request: str
@@ -147,7 +147,7 @@ def _propose(
 
 
 def touched(candidate: Candidate, rule: Rule) -> Iterator[tuple[str, str]]:
-    """The modules inside that a rule's target reads, or goes past, but that are more than their classes; and why."""
+    """(path, reason) of each module in `rule.reads` that does more than its class's forward, so must be called."""
     for path, names in rule.reads.items():
         module: Any = candidate.module
         for name in path.split("."):
@@ -157,12 +157,12 @@ def touched(candidate: Candidate, rule: Rule) -> Iterator[tuple[str, str]]:
 
 
 def weight_reasons(module: nn.Module) -> list[str]:
-    """Why the ops cannot read a module's own weights."""
+    """Why ops cannot read the module's own weights; empty if they can."""
     return [] if has_plain_weights(module) else ["its weights are of a tensor subclass, such as quantised ones"]
 
 
 def _class_named(name: str) -> type[nn.Module]:
-    """Of a module that the model's own has imported."""
+    """The class of a full name, whose module the model's own module has imported."""
     module, _, attribute = name.rpartition(".")
     named: type[nn.Module] = getattr(sys.modules[module], attribute)
     return named

@@ -73,18 +73,18 @@ def _propose_stack(
 
 
 def _stack_reason(stack: Candidate, rule: Rule) -> str | None:
-    """Why the attentions of a stack could not be told of masks, or could not be found."""
+    """Why the stack cannot pass its masks to its attentions; None if it can."""
     if not stack.is_exactly(rule.source):
         return f"it is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ"
     if "forward" in stack.module.__dict__:
         return "its forward has been replaced on the instance"
-    # What is inside attentions, and beside them, does as it likes.
+    # Modules inside the attentions or beside them do not get the masks, so their classes do not matter.
     others = [found for found in unexpected_modules(stack.module, rule.options["children"]) if _is_on_the_way(found[0])]
     return f"its {others[0][0]} is a {type(others[0][1]).__name__}" if others else None
 
 
 def _is_on_the_way(path: str) -> bool:
-    """Whether what a stack gives its blocks passes through it."""
+    """Whether the arguments of a stack's blocks pass through the module at `path`."""
     return path.split(".")[0] == "block" and len(path.split(".")) <= 4
 
 

@@ -73,7 +73,7 @@ def _propose(
     # Hooks on the block itself run around its forward, whichever that is.
     reasons = ["its forward has been replaced on the instance"] if "forward" in block.__dict__ else []
     reasons += [f"its {path}: {why}" for path, why in touched(candidate, rule)]
-    # With another class inside it may not have the modules that these look for.
+    # Only with the expected classes does the block have the modules that the next checks read.
     reasons = reasons or target.not_supported_reasons(block)
     for norm in () if reasons else target.norms(block):
         inner = index.candidate(norm)
