@@ -53,8 +53,8 @@ def initialize(model: ModelT, config: ConfigSource = None, *, strict: bool = Fal
         model: any nn.Module; transformers models gain the most. On any device.
         config: a dict, the path of a JSON file, a preset ("inference", "training", "reference"), a Config, or None for
             the preset "inference".
-        strict: raise where something the config names cannot be done, instead of warning and reporting it. Whether a
-            training step can be compiled shows when it is first called: then that call raises CompileError.
+        strict: raise if something the config names cannot be done, instead of warning and reporting it. A training step
+            is compiled when it is first called; if that fails, the call raises CompileError.
 
     Raises:
         NotAModelError: `model` is no nn.Module.

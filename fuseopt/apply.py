@@ -1,8 +1,8 @@
 """Acting: the only file that sets attributes on a user's model, and the one that puts them back.
 
-A model goes from stock to fused, or back, in one call of C that sets every site and the record. Python delivers an
-exception from outside, such as KeyboardInterrupt, between two bytecodes and so never inside that call: whenever it
-comes, the model is wholly stock or wholly fused, and its record says which.
+One C call sets every site and the record, so a model switches between stock and fused at once. Python delivers
+asynchronous exceptions, such as KeyboardInterrupt, only between bytecodes, never inside that call. So at any time the
+model is either stock or fused, and its record says which.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _STATE = "_fuseopt"
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 Step = functools.partial[Any]
-"""One call of C that neither runs Python code nor fails."""
+"""A C call that runs no Python code and cannot fail."""
 
 
 class Absent:
-    """Stands for "the instance has no such attribute": the class itself, which deepcopy and pickle keep."""
+    """Marks an attribute that the instance does not have. The class is the mark: deepcopy and pickle keep it."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What stands at one site while the model is stock, `before`, and while it is fused, `after`."""
+    """The value of one site while the model is stock, `before`, and while it is fused, `after`."""
 
     holder: Reference
     name: str
@@ -56,12 +56,12 @@ class Change:
 
     @property
     def owner(self) -> nn.Module | None:
-        """The module that the site is on; None when it is gone."""
+        """The module that has the site; None once it has been freed."""
         return self.holder()
 
     @property
     def is_drop_in(self) -> bool:
-        """Whether one module stands in for another, whose state it shares."""
+        """Whether a fused module replaces a module whose state it shares."""
         return isinstance(self.after, FusedModule) and isinstance(self.before, nn.Module)
 
     def current(self) -> Any:
@@ -69,7 +69,7 @@ class Change:
         return Absent if owner is None else _slot(owner, self.name).get(self.name, Absent)
 
     def steps(self, old: Any, new: Any) -> Iterator[Step]:
-        """Puts `new` in the place of `old`, with what was set on that since, such as the training flag."""
+        """The steps that replace `old` by `new` and copy what was set on `old` since, such as the training flag."""
         owner = self.owner
         if owner is None:
             return
@@ -88,14 +88,14 @@ class Applied:
     changes: tuple[Change, ...] = ()
 
     def report_now(self, model: nn.Module) -> Report:
-        """The report, with where `model` runs on other backends by now, and what the replacements have to say."""
+        """The report, with backends that differ from the plan by now and the lines of the replacements themselves."""
         lines = (c.after.report_lines() for c in self.changes if isinstance(c.after, Reporting))
         said = (line for found in lines for line in found)
         return replace(self.report, since=(*_changed_backends(self.report, model), *said))
 
 
 def lock(model: nn.Module) -> AbstractContextManager[Any]:
-    """The lock of whoever changes `model`: another thread waits, the same one may take it again."""
+    """A reentrant lock, one per model, held while it is changed."""
     return _locks.setdefault(model, threading.RLock())
 
 
@@ -121,14 +121,14 @@ def apply_plan(model: nn.Module, plan: Plan) -> Report:
 
 
 def applied_to(model: nn.Module) -> Applied | None:
-    """What is on `model` now, or None when it is as transformers made it."""
+    """The record of what is applied to `model`; None for a stock model."""
     return model.__dict__.get(_STATE)
 
 
 def put(model: nn.Module, wanted: Applied | None) -> None:
-    """Makes `model` one that `wanted` is applied to, or a stock one for None; does nothing where it is that already.
+    """Applies the record `wanted` to `model`, or restores the stock model for None. Does nothing if that is its state.
 
-    A site at which somebody else has set something since is left as it is, with a warning.
+    A site that someone else has set since is left unchanged, with a warning.
     """
     current = applied_to(model)
     if current is wanted:
@@ -137,7 +137,7 @@ def put(model: nn.Module, wanted: Applied | None) -> None:
         for change in _switch(model, None, [(change, change.after, change.before) for change in current.changes]):
             warnings.warn(
                 f"fuseopt.restore: {printable(change.path)} is left as it is, a {type(change.current()).__name__}: it "
-                "was set to that after fuseopt.initialize",
+                "was set after fuseopt.initialize; set it yourself if you want the original back",
                 stacklevel=3,
             )
     if wanted is not None:
@@ -145,7 +145,7 @@ def put(model: nn.Module, wanted: Applied | None) -> None:
 
 
 def be_strict(model: nn.Module, strict: bool) -> None:
-    """Has replacements on `model` that learn in a call what cannot be done raise it there, or fall back."""
+    """Sets whether replacements that fail in a later call, such as a training step, raise there or fall back."""
     applied = applied_to(model)
     for change in applied.changes if applied is not None else ():
         if isinstance(change.after, LateStrict):
@@ -154,7 +154,7 @@ def be_strict(model: nn.Module, strict: bool) -> None:
 
 @contextmanager
 def as_found_after(model: nn.Module) -> Iterator[None]:
-    """Puts on `model`, at the end of a with block, what was applied to it at its start."""
+    """Restores, at the end of a with block, the record that `model` had at its start."""
     before = applied_to(model)
 
     def put_back() -> None:
@@ -167,7 +167,7 @@ def as_found_after(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def put_back_after(put_back: Callable[[], object]) -> Iterator[None]:
-    """Calls `put_back` at the end of a with block; again, where an exception from outside has cut that short."""
+    """Calls `put_back` at the end of a with block, and again if an exception ends that, such as KeyboardInterrupt."""
     try:
         try:
             yield
@@ -179,15 +179,15 @@ def put_back_after(put_back: Callable[[], object]) -> Iterator[None]:
 
 
 def run_at_once(steps: Iterable[Step]) -> None:
-    """Runs all steps in one call of C, between which Python does nothing else."""
+    """Runs all steps in one C call, so that no asynchronous exception comes between two of them."""
     deque(map(functools.partial.__call__, list(steps)), maxlen=0)  # type: ignore[arg-type]
 
 
 def stock_view(model: nn.Module) -> nn.Module:
-    """`model` as it stands without what is applied to it, to be read only; a stock model itself.
+    """A read-only view of `model` as it is when stock; a stock model is returned itself.
 
-    Modules with nothing applied in or below them are the model's own. The others are stand-ins, of the same class and
-    with the same attributes but for those that were set.
+    Modules with nothing applied in or below them are the model's own. The others are stand-ins of the same class, with
+    the stock values of attributes that fuseopt has set.
     """
     applied = applied_to(model)
     if applied is None:
@@ -226,7 +226,7 @@ def stock_view(model: nn.Module) -> nn.Module:
 
 
 def _changed_backends(report: Report, model: nn.Module) -> Iterator[str]:
-    """What runs now in the place of the planned backends, on another device or machine, and why."""
+    """A line with the reason for each op that no longer runs on the planned backend, such as after `.to("cuda")`."""
     tensors = [*model.parameters(), *model.buffers()]
     device = tensors[0].device if tensors else torch.device("meta")
     dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.get_default_dtype())
@@ -241,18 +241,18 @@ def _changed_backends(report: Report, model: nn.Module) -> Iterator[str]:
             yield printable(f"{what}: {error}")
             continue
         if choice.backend != planned:
-            reasons = "; ".join(choice.refused.get(planned, [f"{device} is asked for other backends"]))
+            reasons = "; ".join(choice.refused.get(planned, [f"{choice.backend} is preferred on {device}"]))
             yield printable(f"{what}, runs on {choice.backend} now: {reasons}")
 
 
 def _children(module: nn.Module, stock: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """The children of a module, as they are when it is stock."""
+    """The children that a module has while the model is stock."""
     there = stock.get(id(module), {})
     return {name: there.get(name, child) for name, child in module._modules.items()}
 
 
 def _switch(model: nn.Module, record: Applied | None, moves: Iterable[tuple[Change, Any, Any]]) -> list[Change]:
-    """Sets each site from an old value to a new one, and the record; returns the changes whose old value was gone."""
+    """Sets each site from its old to its new value, and the record. Returns the changes whose site was not `old`."""
     steps: list[Step] = []
     left = []
     for change, old, new in moves:
@@ -276,5 +276,5 @@ def _slot(owner: nn.Module, name: str) -> dict[str, Any]:
 
 
 def _common_attributes(one: nn.Module, other: nn.Module) -> dict[str, Any]:
-    """What `one` has of the attributes that both have."""
+    """The attributes that both have, with the values of `one`."""
     return {name: one.__dict__[name] for name in one.__dict__.keys() & other.__dict__.keys()}

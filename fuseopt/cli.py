@@ -347,7 +347,7 @@ def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
     """Runs a benchmark, prints and saves its results, and compares them with earlier ones.
 
     Returns:
-        1 if they are slower, or if a row raised an exception.
+        The exit status: 1 if a row is slower than before or raised an exception, else 0.
     """
     from fuseopt.bench.records import Results
     from fuseopt.bench.regressions import compare
@@ -362,7 +362,7 @@ def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
         _plot(results, arguments.plot)
     failures = sum(row.failed for row in results.rows)
     if failures:
-        print(f"\n{failures} of {len(results.rows)} rows failed; their tracebacks are on stderr")
+        print(f"\n{failures} of {len(results.rows)} rows failed; see the tracebacks on stderr")
     if earlier is None:
         return 1 if failures else 0
     comparison = compare(results, earlier)

@@ -229,7 +229,7 @@ def _read_json(source: str | os.PathLike[str]) -> Any:
     except _Unusable as error:
         raise ConfigError(f"{path}: {error}") from error
     except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply for a config, which has four levels") from None
+        raise ConfigError(f"{path}: nested too deeply; a config has at most four levels") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     if not isinstance(content, Mapping):
@@ -238,21 +238,21 @@ def _read_json(source: str | os.PathLike[str]) -> Any:
 
 
 class _Unusable(Exception):
-    """JSON that Python could read, but not to the meaning of a config."""
+    """JSON that Python can parse but that is no valid config."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise _Unusable(f"the key {shown(key)} is there twice in one object")
+            raise _Unusable(f"the key {shown(key)} is there twice in one object; leave one of them out")
         found[key] = value
     return found
 
 
 def _integer(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
-        raise _Unusable(f"a number of {len(digits)} digits")
+        raise _Unusable(f"a number of {len(digits)} digits; no value of a config is above {_LARGEST}")
     return int(digits)
 
 
@@ -332,9 +332,7 @@ def _memory_efficient(value: Any) -> MemoryEfficientOptions | None:
     return MemoryEfficientOptions(
         budget=_part(f"{where}.budget", value.get("budget", default.budget)),
         backend=_choice(f"{where}.backend", value.get("backend", default.backend), MEMORY_BACKENDS),
-        cuda_graphs=captured
-        if isinstance(captured, str) and captured == AUTO
-        else _boolean(f"{where}.cuda_graphs", captured, f", or {AUTO!r}"),
+        cuda_graphs=captured,
     )
 
 

@@ -1,6 +1,6 @@
 """Every error fuseopt raises on purpose. Each message says what is wrong, where, and what to do instead.
 
-What a message or a table quotes from outside, such as the name of a user's module, is made `printable`.
+Text from outside, such as the name of a user's module, goes through `printable` before it is shown.
 """
 
 import os
@@ -47,7 +47,7 @@ class _Short(reprlib.Repr):
         self.maxstring = self.maxother = 80
 
     def repr_int(self, value: int, level: int) -> str:
-        # Python refuses to write more than a few thousand digits.
+        # repr of an int of more than 4300 digits raises ValueError.
         return repr(value) if value.bit_length() <= 128 else f"<an integer of {value.bit_length()} bits>"
 
 
@@ -55,19 +55,19 @@ _SHORT = _Short()
 
 
 def shown(value: object) -> str:
-    """`repr(value)` on one line, cut where it is long or deep."""
+    """`repr(value)` on one line, shortened if it is long or deeply nested."""
     return printable(_SHORT.repr(value))
 
 
 def shown_name(value: object) -> str:
-    """`shown` without quotes, for the key of a dict or the path of a file."""
+    """The key of a dict or the path of a file on one line, without quotes, at most about 200 characters."""
     text = value if isinstance(value, str) else os.fspath(value) if isinstance(value, os.PathLike) else shown(value)
     text = printable(str(text))
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def printable(text: str) -> str:
-    """`text` with line breaks and all else that a terminal would not show escaped: names come from users' modules."""
+    """`text` with line breaks, control characters and all else that `str.isprintable` excludes escaped."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )

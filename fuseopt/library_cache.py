@@ -1,8 +1,8 @@
-"""The folder that compiled libraries are kept in, and the checks before one of them is loaded.
+"""The cache folder for compiled libraries, and the checks before a library is loaded.
 
-Whoever can write there can run code in every process that loads a library. So a folder or file is refused that a user
-other than this one and root owns or can write, or that is reached through such a folder. The SHA-256 of each library
-stands beside it, in the format of `sha256sum`: to load a file that was truncated would kill the process.
+Anyone who can write there can run code in every process that loads a library. So a folder or file is refused if a user
+other than this one or root owns it or can write it, or if its path leads through such a folder. Each library has its
+SHA-256 beside it, in the format of `sha256sum`, because loading a truncated file kills the process.
 """
 
 import contextlib
@@ -18,33 +18,35 @@ _MOST_LINKS = 40  # on one path, as in Linux
 
 
 class CacheError(Exception):
-    """There is no cache folder, or it must not be used; the message says why and what helps."""
+    """There is no cache folder, or it must not be used; the message gives the reason and the fix."""
 
 
 def folder() -> Path:
     """The cache folder: FUSEOPT_CACHE_DIR, else `fuseopt` in XDG_CACHE_HOME, else in `~/.cache`.
 
-    A relative FUSEOPT_CACHE_DIR is from the folder in which the process first asked. A relative XDG_CACHE_HOME is
-    ignored: https://specifications.freedesktop.org/basedir-spec/latest/
+    A relative FUSEOPT_CACHE_DIR is relative to the current folder of the first call in this process. A relative
+    XDG_CACHE_HOME is ignored: https://specifications.freedesktop.org/basedir-spec/latest/
 
     Raises:
-        CacheError: none of them names a folder, as this user has no home.
+        CacheError: none of them names a folder, because this user has no home folder.
     """
     explicit = os.environ.get("FUSEOPT_CACHE_DIR")
     if explicit:
         named = _expand_user(explicit)
         if named is None:
-            raise CacheError(f"FUSEOPT_CACHE_DIR is {explicit!r}, and there is no such home folder")
+            raise CacheError(
+                f"FUSEOPT_CACHE_DIR is {explicit!r}, but there is no such home folder; set it to a full path"
+            )
         return _first_absolute(named)
     for caches in (os.environ.get("XDG_CACHE_HOME", ""), "~/.cache"):
         path = _expand_user(caches)
         if path is not None and os.path.isabs(path):
             return Path(path) / "fuseopt"
-    raise CacheError("there is no cache folder, as this user has no home folder; FUSEOPT_CACHE_DIR names one")
+    raise CacheError("there is no cache folder: this user has no home folder; set FUSEOPT_CACHE_DIR to a folder")
 
 
 def _expand_user(path: str) -> str | None:
-    """The path with `~` replaced by the home folder; None where there is none."""
+    """The path with `~` replaced by the home folder; None if there is no such home folder."""
     expanded = os.path.expanduser(path)
     is_unknown = path.startswith("~") and (expanded.startswith("~") or os.environ.get("HOME") == "")
     return None if is_unknown else expanded
@@ -56,14 +58,13 @@ def _first_absolute(path: str) -> Path:
 
 
 def check_trusted(path: Path) -> None:
-    """Look at a file or folder, which need not exist, and at every folder and link that leads to it.
+    """Check owner and mode of a file or folder, which need not exist, and of every folder and link on its path.
 
-    A folder on the way may be writable for everybody if it is sticky, as /tmp: nobody else can replace what is ours
-    in it.
+    A parent folder may be world-writable if it is sticky, as /tmp is: other users cannot replace our files in it.
 
     Raises:
-        CacheError: another user owns or can write one of them.
-        OSError: one of them cannot be looked at.
+        CacheError: another user owns or can write one of them; the message has the command that fixes it.
+        OSError: one of them cannot be read.
     """
     if os.name != "posix":
         return
@@ -71,14 +72,16 @@ def check_trusted(path: Path) -> None:
         reason = _distrust(step, status, is_last=is_last)
         if reason is not None:
             what = "" if step == path else f", which leads to {path},"
-            raise CacheError(f"{step}{what} {reason}. Or let FUSEOPT_CACHE_DIR name a folder of your own")
+            raise CacheError(f"{step}{what} {reason}. Or set FUSEOPT_CACHE_DIR to a folder of your own")
 
 
 def _distrust(path: Path, status: os.stat_result, *, is_last: bool) -> str | None:
     user = os.geteuid()
     if status.st_uid not in (user, 0):
-        help = f"sudo chown -h {user} {shlex.quote(str(path))}"
-        return f"belongs to user {status.st_uid}, this process runs as {user}: code from there is not loaded ({help})"
+        fix = f"sudo chown -h {user} {shlex.quote(str(path))}"
+        return (
+            f"belongs to user {status.st_uid}, this process runs as {user}: code from there is not loaded (fix: {fix})"
+        )
     if stat.S_ISLNK(status.st_mode):
         return None
     writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -86,12 +89,12 @@ def _distrust(path: Path, status: os.stat_result, *, is_last: bool) -> str | Non
         return None
     if not writable or (status.st_mode & stat.S_ISVTX and stat.S_ISDIR(status.st_mode) and not is_last):
         return None
-    mode, help = stat.S_IMODE(status.st_mode), f"chmod go-w {shlex.quote(str(path))}"
-    return f"can be written by other users (mode {mode:04o}): code from there is not loaded ({help})"
+    mode, fix = stat.S_IMODE(status.st_mode), f"chmod go-w {shlex.quote(str(path))}"
+    return f"can be written by other users (mode {mode:04o}): code from there is not loaded (fix: {fix})"
 
 
 def _is_private_group(path: Path, status: os.stat_result) -> bool:
-    """Whether the file's group is that of its owner alone, as where each user has a group of the same name."""
+    """Whether the owner is the only member of the file's group, as on systems where each user has a group."""
     import grp
     import pwd
 
@@ -100,7 +103,7 @@ def _is_private_group(path: Path, status: os.stat_result) -> bool:
     except KeyError:
         return False
     alone = owner.pw_gid == status.st_gid and owner.pw_name == group.gr_name and {*group.gr_mem} <= {owner.pw_name}
-    # Many users of containers have group 0. Under an access control list the group's bits are those of others as well.
+    # In containers many users share group 0. With an access control list the group bits apply to other users too.
     return alone and status.st_gid != 0 and not _has_access_list(path)
 
 
@@ -112,9 +115,9 @@ def _has_access_list(path: Path) -> bool:
 
 
 def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
-    """Every folder and link on the way to `path`, which is absolute, from the root on, and whether it is the last.
+    """Every folder and link on the absolute `path`, from the root on: its path, its status, whether it is the last.
 
-    Ends early where `path` does not exist.
+    Ends early if `path` does not exist.
     """
     here, links = Path(path.anchor), 0
     names = list(reversed(path.parts[1:]))
@@ -143,11 +146,11 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result, bool]]:
 
 
 def create(path: Path) -> None:
-    """Make the cache folder and what is missing above it, for this user alone, whatever the umask.
+    """Create the cache folder and missing parents with mode 0700, whatever the umask.
 
     Raises:
-        CacheError: another user could write it, as `check_trusted` says.
-        OSError: it cannot be made.
+        CacheError: see `check_trusted`.
+        OSError: it cannot be created.
     """
     for missing in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
         with contextlib.suppress(FileExistsError):  # another process was faster
@@ -159,7 +162,7 @@ def create(path: Path) -> None:
 
 
 def publish(built: Path, library: Path) -> None:
-    """Move a library that has just been built to its place, whole and with its digest."""
+    """Move a new library and its digest to their places, each atomically."""
     digest = built.with_name(f"{built.name}.sha256")
     digest.write_text(f"{_sha256(built)}  {library.name}\n", encoding="ascii")
     for file, place in ((built, library), (digest, _digest_file(library))):
@@ -170,7 +173,7 @@ def publish(built: Path, library: Path) -> None:
 
 
 def damage(library: Path) -> str | None:
-    """Why the file, which exists, is not what was built; None if its digest is the one beside it.
+    """Why an existing library is not the one that was built; None if it matches the digest beside it.
 
     Raises:
         CacheError: another user owns or can write one of the two.
@@ -194,7 +197,7 @@ def _digest_file(library: Path) -> Path:
 
 @functools.lru_cache(maxsize=8)
 def _digest_of(library: Path, *identity: int) -> str:
-    """Of a file that is the same as long as its identity is."""
+    """SHA-256 of a file, cached as long as its inode, size and time of change (`identity`) stay the same."""
     return _sha256(library)
 
 

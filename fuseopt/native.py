@@ -5,8 +5,8 @@ Looked for in this order: a prebuilt library in the package (`fuseopt/_lib`, fro
 user's cache folder, else it is compiled into the cache. Nothing is compiled at import or unasked, or written into the
 package.
 
-A library in the cache is loaded only from a folder that no other user can write, and if it is what was built:
-`fuseopt.library_cache`. One that is damaged, or that cannot be loaded, is built again.
+A library in the cache is loaded only if no other user can write it and it matches its digest
+(`fuseopt.library_cache`). A library that is damaged, or that cannot be loaded, is built again.
 
 Environment: `FUSEOPT_CACHE_DIR` names the cache folder (default `$XDG_CACHE_HOME/fuseopt`, `~/.cache/fuseopt`);
 `FUSEOPT_NO_BUILD=1` forbids compiling; `CXX` and `CUDA_HOME` choose the compilers.
@@ -45,7 +45,7 @@ _PYTHON_MODULE = "fuseopt_python"  # what csrc/python calls itself
 
 _process_lock = threading.Lock()
 _settled: dict[str, "LibraryState"] = {}
-# What could not be loaded, by path, inode and time of change: a file that takes its place is tried.
+# (path, inode, time of change) of files that could not be loaded -> reason. A new file at the path is tried again.
 _not_loadable: dict[tuple[Path, int, int], str] = {}
 _python_library: ModuleType | None = None
 
@@ -62,7 +62,7 @@ class LibraryState:
         path: the file, or where building would put it.
         reason: why it is absent; None otherwise.
         passed_over: why the prebuilt library in the package was not taken; None where it was, or where there is none.
-        damage: why the library in the cache was not taken; None where it was, or where there is none.
+        damage: why the library in the cache cannot be used; None if it can, or if there is none.
         seconds: what building and loading took.
     """
 
@@ -139,7 +139,7 @@ def _find(kind: Library) -> LibraryState:
 
 
 def _find_working(kind: Library) -> LibraryState:
-    """`_find`, with a library that is there already loaded: whether it can be is known only then."""
+    """`_find`, and loads an existing library: only loading shows whether it can be used."""
     while (found := _find(kind)).status == "available":
         loaded = _load_file(found)
         if loaded.status == "loaded":
@@ -162,18 +162,18 @@ def _find_built(kind: Library) -> LibraryState:
         return LibraryState(kind, "absent", reason=str(error))
     except OSError as error:
         return LibraryState(
-            kind, "absent", reason=f"the cache folder cannot be read ({error}); FUSEOPT_CACHE_DIR names another"
+            kind, "absent", reason=f"the cache folder cannot be read ({error}); set FUSEOPT_CACHE_DIR to another"
         )
     if is_there and damage is None:
         return LibraryState(kind, "available", "cache", path)
     if os.environ.get("FUSEOPT_NO_BUILD", "0") not in ("", "0"):
-        why = f"what is built cannot be used ({path}: {damage})" if damage else "it is not built yet"
+        why = f"the library in the cache cannot be used ({path}: {damage})" if damage else "it is not built yet"
         return LibraryState(kind, "absent", reason=f"{why}, and FUSEOPT_NO_BUILD forbids building", damage=damage)
     return LibraryState(kind, "buildable", path=path, damage=damage)
 
 
 def _damage(path: Path) -> str | None:
-    """Why the file is to be built again; None if it is sound, or not there."""
+    """Why the file must be built again; None if it is usable or does not exist."""
     return (_not_loadable.get(_identity(path)) or library_cache.damage(path)) if path.exists() else None
 
 
@@ -270,7 +270,7 @@ def _after_build(wanted: LibraryState, error: BaseException | None) -> LibrarySt
     if isinstance(error, (NativeBuildError, library_cache.CacheError)):
         return replace(wanted, status="absent", path=None, reason=str(error))
     if isinstance(error, OSError):
-        reason = f"the cache folder cannot be written ({error}); FUSEOPT_CACHE_DIR names another"
+        reason = f"the cache folder cannot be written ({error}); set FUSEOPT_CACHE_DIR to another"
         return replace(wanted, status="absent", path=None, reason=reason)
     raise error
 

@@ -52,8 +52,8 @@ class Replacement:
         by_size: what takes over from `backend` at some sizes.
         absorbs: inner sites whose work the target does itself.
         needs: sites that the same request has to have been given, for the target to do anything.
-        op: what runs it, where `backend` is one of several.
-        wanted: the backend that it asks `op` for at every call.
+        op: name of the op that the target calls; None if there is no choice of backends.
+        wanted: the backend that the target passes to `op` in every call, such as "auto".
     """
 
     sites: tuple[Site, ...]
@@ -254,7 +254,7 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
 def _candidates(model: nn.Module) -> Iterator[Candidate]:
     modules: dict[int, nn.Module] = {}
     sites: dict[int, list[Site]] = defaultdict(list)
-    # Each module once, however many names lead to it: nested modules that are shared have 2 ** depth of them.
+    # Each module once, even if it has several names: with shared modules nested `depth` deep there are 2 ** depth.
     for path, module in model.named_modules():
         modules[id(module)] = module
         for name, child in module._modules.items():

@@ -25,7 +25,7 @@ class Contents:
     Attributes:
         sources: `toolchain.sources_digest` of the sources compiled.
         machine: processor architecture, as "x86_64".
-        size: bytes of the library. A file that lacks some of them would kill the process that loads it.
+        size: bytes of the library. Loading a truncated file would kill the process.
         cuda: release of nvcc, None for the CPU library.
         architectures: compute capabilities with machine code; PTX of the last is there too.
         interpreter: `toolchain.interpreter` of the library for Python, None for those that any torch and Python take.
@@ -73,7 +73,7 @@ def not_usable_reason(kind: str) -> str | None:
         return "it is stale: the sources have changed since it was made"
     size = path_of(kind).stat().st_size
     if found.size != size:
-        return f"it is damaged: {size} bytes, and was made with {found.size}"
+        return f"it is damaged: it has {size} bytes, not {found.size}"
     if found.machine != platform.machine():
         return f"it is for {found.machine}, this machine is {platform.machine()}"
     if found.interpreter is not None:

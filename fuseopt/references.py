@@ -1,7 +1,7 @@
-"""Weak references between the modules of a model and what fuseopt has set on them.
+"""Weak references from what fuseopt sets on a module back to that module.
 
-A forward that is set on a block knows the block; if it held it, only the garbage collector would free the two. So it
-refers to it weakly, and a model is freed with its last user, as stock's is.
+A forward that is set on a block needs the block. With a strong reference the two would form a cycle, which only the
+garbage collector frees. With a weak one a model is freed with its last reference, as a stock model is.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any
 
 
 class Reference:
-    """Call: what it refers to, or None once that is gone. Deepcopy and pickle make of it one to the copy of that.
+    """A weak reference. Calling it returns the object, or None once that has been freed.
 
-    Not a subclass of `weakref.ref`, which Dynamo does not trace.
+    A deepcopy or pickle of it refers to the copy of the object. It holds a `weakref.ref`, as Dynamo cannot trace a
+    subclass of that.
     """
 
     def __init__(self, to: Any) -> None:
@@ -31,15 +32,15 @@ class _Nothing:
 
 
 def refer(to: Any) -> Reference:
-    """A reference to `to`; of None, one whose referent is gone."""
+    """A reference to `to`; for None, a reference whose object is gone."""
     return Reference(_Nothing() if to is None else to)
 
 
 def weak_attribute(name: str) -> Any:
-    """A property `name` that refers weakly to what it is set to.
+    """A property `name` that holds a weak reference to the object it is set to.
 
     Raises:
-        ReferenceError: on reading, when that is gone.
+        ReferenceError: on reading, if the object has been freed.
     """
     key = f"_{name}_reference"
 
@@ -47,8 +48,8 @@ def weak_attribute(name: str) -> Any:
         referent = getattr(self, key).ref()
         if referent is None:
             raise ReferenceError(
-                f"{type(self).__name__} was set on a module that is gone; keep a reference to the model, not only to "
-                "a method of it"
+                f"the module that {type(self).__name__} was set on has been freed; keep a reference to the model, not "
+                "only to one of its methods"
             )
         return referent
 

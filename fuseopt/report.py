@@ -16,7 +16,7 @@ from fuseopt.errors import printable
 class Row:
     """One object of the model: replaced by `target`, or not replaced by it although that was considered.
 
-    `op` is what runs it and `wanted` the backend that is asked for at every call, where there is a choice.
+    `op` and `wanted` are those of `Replacement`.
     """
 
     paths: tuple[str, ...]
@@ -90,7 +90,7 @@ class Reporting(Protocol):
 
 @runtime_checkable
 class LateStrict(Protocol):
-    """A replacement that learns only in a call whether it can do what was asked for; under `strict` it raises then."""
+    """A replacement that finds out only in a call whether it works; with `strict` that call raises if it does not."""
 
     strict: bool
 

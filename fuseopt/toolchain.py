@@ -34,7 +34,7 @@ CSRC = Path(__file__).parent / "csrc"
 _TORCH = Path(torch.__file__).parent
 # The oldest supported release: only what its stable ABI has may be used, whichever release's headers are compiled.
 _TORCH_TARGET_VERSION = "0x020b000000000000"
-# A value of an enum that a switch forgets does not compile.
+# A switch that does not handle every value of its enum does not compile.
 _CXX_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Werror=switch")
 # Without masked arithmetic, as in AVX2, a loop with a choice in it is only vectorised where that may raise the
 # processor's floating-point flags, which nobody reads. No result depends on it.
@@ -44,7 +44,7 @@ _SIMD_FLAGS = ("-O3", "-fopenmp-simd", "-fno-trapping-math")
 _UNITS_A_PROCESSOR = 2
 _BINDING_SUFFIX = "_binding.cpp"
 QUERY_SECONDS = 60
-"""What a compiler may take to name its version, its folder or its flags, from a cold network file system too."""
+"""Timeout of queries for a compiler's version, folder or flags; long enough for a cold network file system."""
 
 MANY_KERNELS = ("rms_norm.cu", "rms_norm_of_sum.cu", "softmax.cu")
 """Sources that take longer to compile than their size tells, for the many dtypes and shapes of their kernels."""
@@ -239,7 +239,7 @@ def build(
 
     Args:
         progress: called with the name of each unit of the recipe when it is compiled.
-        publish: moves the first file to the place of the second.
+        publish: called as `publish(built, library)` to move the linked file to its place.
 
     Raises:
         NativeBuildError: a compiler failed; the message is its own.
@@ -306,7 +306,7 @@ def progress_line(what: str, recipes: Sequence[Recipe]) -> Iterator[Callable[[st
 
 
 def _say(text: str) -> None:
-    """Write to stderr, where there is one that takes it: progress is not worth a build."""
+    """Write progress to stderr; a build goes on if that fails."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):  # full, closed
             print(text, end="", file=sys.stderr, flush=True)
@@ -327,7 +327,7 @@ def _sources(kind: str) -> tuple[Path, ...]:
 
     # The longest first: begun last, it would be compiled alone at the end.
     def order(path: Path) -> tuple[bool, int, str]:
-        # Kernels are in headers: a file of eight lines compiles several thousand.
+        # Kernels are in headers: a source of 8 lines can include several thousand.
         size = sum(file.stat().st_size for file in with_headers(path))
         return path.name not in MANY_KERNELS, -size, path.name
 
@@ -335,7 +335,7 @@ def _sources(kind: str) -> tuple[Path, ...]:
 
 
 def with_headers(source: Path) -> set[Path]:
-    """A source and all of ours that it includes."""
+    """A source and all files of this package that it includes, directly or not."""
     seen: set[Path] = set()
     waiting = [source]
     while waiting:
@@ -369,7 +369,7 @@ def _cxx_compiler() -> tuple[str, ...]:
         try:
             command = shlex.split(os.environ["CXX"])
         except ValueError as error:
-            raise ToolchainError(f"CXX is no command: {os.environ['CXX']!r} ({error})") from error
+            raise ToolchainError(f"CXX is not a valid command: {os.environ['CXX']!r} ({error})") from error
         if shutil.which(command[0]) is None:
             raise ToolchainError(f"the C++ compiler that CXX names does not exist: {command[0]}")
         return tuple(command)
@@ -456,14 +456,14 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _output_of(command: Sequence[str]) -> str:
-    """What a compiler answers to a question.
+    """stdout and stderr of a query to a compiler.
 
     Raises:
         ToolchainError: it cannot be started, fails, or does not answer in time.
     """
     try:
-        # In a fixed folder: clang prints the one it runs in. In a session of its own: a wrapper is ended with what it
-        # has started, which would keep the pipe open.
+        # In a fixed folder, as clang prints the current one. In a new session, so that after a timeout the whole group
+        # of processes can be killed: the child of a compiler wrapper would keep the pipe open.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

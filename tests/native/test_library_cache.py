@@ -81,7 +81,7 @@ def test_what_another_user_can_change_is_not_loaded_until_its_fix_is_run(built, 
     assert (refused.status, refused.origin, refused.path) == ("absent", None, None)
     assert refused.reason.startswith(str(place(built))) and words in refused.reason
     assert "FUSEOPT_CACHE_DIR" in refused.reason
-    fix = refused.reason.rpartition(" (")[2].partition(")")[0].removeprefix("sudo ")
+    fix = refused.reason.rpartition(" (fix: ")[2].partition(")")[0].removeprefix("sudo ")
     subprocess.run(fix, shell=True, check=True)
     assert load_again(monkeypatch).origin == "cache"
 
@@ -294,7 +294,7 @@ def test_without_a_home_nothing_is_loaded_from_the_working_folder(csrc, no_folde
     if home is not None:
         monkeypatch.setenv("HOME", home)
     state = native.load("cpu")
-    assert state.status == "absent" and "this user has no home folder; FUSEOPT_CACHE_DIR names one" in state.reason
+    assert state.status == "absent" and "this user has no home folder; set FUSEOPT_CACHE_DIR" in state.reason
     assert "no home folder" in machine.environment()["native code"]["cache"]
     assert [path.name for path in tmp_path.iterdir()] == ["csrc"]
 

@@ -379,7 +379,7 @@ def change_contents(**contents: object) -> Callable[[Path], None]:
     ("spoil", "reason"),
     [
         (change_a_source, "it is stale: the sources have changed"),
-        (truncate, "it is damaged: 200 bytes, and was made with "),
+        (truncate, "it is damaged: it has 200 bytes, not "),
         (change_contents(machine="riscv64"), "it is for riscv64"),
         (change_contents(unheard_of=1), "does not say what it was made for"),
         (lambda shipped: shipped.with_suffix(".json").unlink(), "does not say what it was made for"),

@@ -81,7 +81,7 @@ def test_a_compiler_that_does_not_answer_is_a_reason_and_is_ended(csrc, monkeypa
 
 @pytest.mark.parametrize(
     ("command", "words"),
-    [("c++ 'unclosed", "CXX is no command"), ("{folder}/no-program", "cannot be started"), ("  ", None)],
+    [("c++ 'unclosed", "CXX is not a valid command"), ("{folder}/no-program", "cannot be started"), ("  ", None)],
 )
 def test_a_command_that_is_none_is_a_reason(csrc, monkeypatch, tmp_path, command, words):
     (tmp_path / "no-program").write_bytes(b"\x7fELF")
