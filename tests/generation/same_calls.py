@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from transformers import EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache
 
 import fuseopt
 from fuseopt.generation.tiers import Tier
@@ -87,6 +87,18 @@ def prompt(model, batch, length, seed, padded=True):
     if model.config.is_encoder_decoder:
         ids, mask = ids.flip(1), mask.flip(1)
     return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+
+
+def used_cache(model, tokens):
+    """The cache of a call that has read the first tokens, or the whole of an encoder's and one of the decoder's."""
+    if model.config.is_encoder_decoder:
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        prompt = {"input_ids": tokens, "decoder_input_ids": torch.zeros_like(tokens[:, :1])}
+    else:
+        cache, prompt = DynamicCache(), {"input_ids": tokens[:, :3]}
+    with torch.no_grad():
+        model(**prompt, past_key_values=cache, use_cache=True)
+    return cache
 
 
 def generate(model, inputs, **kwargs):

@@ -17,8 +17,7 @@ from fuseopt.generation.state import DecodeState, Sizes
 from fuseopt.generation.step_gpt2 import GPT2Step
 from fuseopt.generation.step_t5 import T5Step
 from fuseopt.ops.decode_linear import MAX_ROWS, decode_linear_reference
-from tests.ops.cases import RawCalls, error, to_float64
-from tests.ops.test_decode_linear import needs_sm90
+from tests.ops.cases import RawCalls, error, needs_sm90, to_float64
 
 
 class AtenCalls(TorchDispatchMode):

@@ -16,7 +16,7 @@ import fuseopt
 from fuseopt import ops
 from fuseopt.generation.logits_processor_list import FusedLogitsProcessorList, FusedRun
 from tests import tiny
-from tests.generation.test_generate import sweep
+from tests.generation.same_calls import sweep
 
 pytestmark = [
     pytest.mark.usefixtures("each_device"),

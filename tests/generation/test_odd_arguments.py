@@ -7,11 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache, EncoderDecoderCache
 
 import fuseopt
 from tests import tiny
-from tests.generation.same_calls import FAMILIES, GENERATION, VOCAB, sweep
+from tests.generation.same_calls import FAMILIES, GENERATION, VOCAB, sweep, used_cache
 
 HIDDEN, ROWS, LENGTH = 24, 2, 5
 IDS = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -75,17 +74,6 @@ ODD = {
     "labels": {"labels": IDS},
 }
 OF_THE_MODEL = {"past_key_values", "encoder_outputs"}
-
-
-def used_cache(model, tokens):
-    if model.config.is_encoder_decoder:
-        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        prompt = {"input_ids": tokens, "decoder_input_ids": torch.zeros_like(tokens[:, :1])}
-    else:
-        cache, prompt = DynamicCache(), {"input_ids": tokens[:, :3]}
-    with torch.no_grad():
-        model(**prompt, past_key_values=cache, use_cache=True)
-    return cache
 
 
 def encoded(model, tokens):

@@ -24,7 +24,7 @@ from fuseopt.generation.tiers import Tier
 from fuseopt.ops import registry
 from fuseopt.ops.prompt_attention import prompt_attention_reference
 from tests import tiny
-from tests.generation.test_generate import GENERATION, assert_same, generate, prompt
+from tests.generation.same_calls import GENERATION, assert_same, generate, prompt
 
 pytestmark = pytest.mark.usefixtures("each_device")
 on_a_gpu = pytest.mark.parametrize("each_device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)

@@ -25,7 +25,7 @@ import fuseopt
 from fuseopt.generation import tiers
 from tests import tiny
 from tests.generation.reasons import all_reasons, without
-from tests.generation.test_odd_arguments import used_cache
+from tests.generation.same_calls import used_cache
 
 GENERATION = {"generation": {"enable": True}}
 

@@ -18,6 +18,9 @@ from fuseopt import native
 from fuseopt.ops import registry
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+needs_sm90 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="no device of sm_90 or newer"
+)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from tests.ops.cases import results
 from tests.ops.interpreter import better, unfit_interpreter
-from tests.ops.test_arguments import TARGETS, Call, recorded
+from tests.ops.recorded_calls import TARGETS, Call, recorded
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int

@@ -1,24 +1,18 @@
 """Raw ops given each tensor on another device, of another dtype or otherwise laid out: right, or a clear error."""
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
 from fuseopt import native
-from fuseopt.errors import BackendError
 from fuseopt.ops import registry
 from fuseopt.ops.library import TRITON_INTERPRETED
-from tests.ops.cases import results, tensors
+from tests.ops.cases import tensors
+from tests.ops.recorded_calls import TARGETS, Call, Target, laid_out_alike, recorded
 
-CALLS_OF_AN_OP = 3
 DTYPES = (
     torch.float32,
     torch.float16,
@@ -31,123 +25,8 @@ DTYPES = (
 )
 
 
-class Call(NamedTuple):
-    op: OpOverload
-    arguments: tuple[Any, ...]
-
-    def tensor_places(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Each tensor, with the name of its argument and its place among the leaves of all arguments."""
-        place = 0
-        for declared, argument in zip(self.op._schema.arguments, self.arguments, strict=False):
-            for leaf in tree_flatten(argument)[0]:
-                if isinstance(leaf, Tensor):
-                    yield declared.name, place, leaf
-                place += 1
-
-    def replaced(self, place: int, tensor: Tensor) -> "Call":
-        leaves, structure = tree_flatten(self.arguments)
-        leaves[place] = tensor
-        return self._replace(arguments=tree_unflatten(leaves, structure))
-
-    def run(self) -> list[Tensor]:
-        """What the op returns, and what it has written to, of copies laid out like its arguments."""
-        arguments = tree_map_only(Tensor, laid_out_alike, self.arguments)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # an op may overlap with what has just written its arguments
-        output = self.op(*arguments)
-        written = [
-            tensor
-            for declared, argument in zip(self.op._schema.arguments, arguments, strict=False)
-            if declared.is_write
-            for tensor in tree_flatten(argument)[0]
-        ]
-        returned = [] if output is None or isinstance(output, bool) else results(output)
-        return [tensor.detach() for tensor in (*returned, *written)]
-
-
-def laid_out_alike(tensor: Tensor, offset: int = -1) -> Tensor:
-    """A copy with the tensor's strides, `offset` elements into its memory; by default as well aligned as the tensor."""
-    if tensor.device.type == "meta":
-        return tensor
-    if offset < 0:
-        offset = tensor.data_ptr() % 16 // tensor.itemsize
-    unique = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    size = 1 + sum((size - 1) * stride for size, stride in zip(unique.shape, unique.stride(), strict=True))
-    copy = tensor.new_empty(size + offset).as_strided(unique.shape, unique.stride(), offset)
-    return copy.copy_(unique).expand(tensor.shape)
-
-
 def not_contiguous(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, tensor], -1)[..., 0]
-
-
-class Recorder(TorchDispatchMode):
-    """Keeps copies of the arguments of the first few calls of each raw op."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[OpOverload, list[Call]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "fuseopt" and not kwargs:
-            calls = self.calls.setdefault(func, [])
-            if len(calls) < CALLS_OF_AN_OP:
-                calls.append(Call(func, tree_map_only(Tensor, laid_out_alike, args)))
-        return func(*args, **(kwargs or {}))
-
-
-class Target(NamedTuple):
-    device: str
-    backend: str
-
-
-@functools.cache
-def recorded(target: Target) -> dict[str, list[Call]]:
-    """Calls of each raw op that has a kernel, by its name, as the public functions make them of their samples."""
-    recorder = Recorder()
-    for op in map(registry.get, registry.names()):
-        if any(backend.name == target.backend for backend in op.backends):
-            record(recorder, op, target)
-    with recorder:
-        for call in further_calls(target, recorder.calls):
-            call()
-    is_triton = target.backend == "triton"
-    # Each call of Triton's takes seconds to interpret or to compile.
-    return {
-        op._schema.name: calls[: 1 if is_triton else None]
-        for op, calls in recorder.calls.items()
-        if (op._overloadname == "triton") == is_triton
-    }
-
-
-def record(recorder: Recorder, op: registry.Op, target: Target) -> None:
-    # On a GPU most kernels are for half precision.
-    dtype = torch.bfloat16 if target.device == "cuda" else torch.float32
-    for requires_grad in (False, True):
-        torch.manual_seed(0)
-        for sample in op.sample_inputs(torch.device(target.device), dtype, requires_grad):
-            if any(tensor.numel() == 0 for tensor in tensors(sample)):
-                continue
-            with recorder, contextlib.suppress(BackendError):  # of sizes that its kernels do not take
-                output = op.function(*sample.args, **sample.kwargs, backend=target.backend)
-                differentiable = [t for t in ([] if output is None else results(output)) if t.requires_grad]
-                if differentiable:
-                    torch.autograd.backward(differentiable, [torch.randn_like(t) for t in differentiable])
-
-
-def further_calls(target: Target, calls: dict[OpOverload, list[Call]]) -> Iterator[Callable[[], Any]]:
-    """Of the raw ops that no public function calls with its samples."""
-    raw, device = torch.ops.fuseopt, target.device
-    if target.backend == "triton":
-        (_, arguments), *_ = calls[raw.relative_attention_bwd.triton]
-        yield lambda: raw.relative_attention_bwd_joined.triton(*arguments, False)
-        return
-    ids, scores = torch.randint(0, 8, (2, 5), device=device), torch.randn(2, 8, device=device)
-    yield lambda: raw.process_logits_(ids, scores, 2)
-    if target.backend == "cuda":
-        left, right, bias = (torch.randn(s, device=device).bfloat16() for s in ((16, 32), (32, 24), (24,)))
-        yield lambda: raw.tuned_matmul_gelu(left, right, bias, False)
-        yield lambda: raw.tuned_matmul_(torch.randn(16, 24, device=device), left, right, True, False)
 
 
 def kernels(target: Target) -> set[str]:
@@ -164,12 +43,6 @@ def kernels(target: Target) -> set[str]:
 RAW_OPS = sorted({schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("fuseopt::")})
 
 
-TARGETS = {
-    "cpu": Target("cpu", "cpu"),
-    "interpreted": Target("cpu", "triton"),
-    "cuda": Target("cuda", "cuda"),
-    "triton": Target("cuda", "triton"),
-}
 MARKS = {"interpreted": [pytest.mark.interpreter], "cuda": [pytest.mark.gpu]}
 MARKS["triton"] = [pytest.mark.gpu, pytest.mark.slow]
 

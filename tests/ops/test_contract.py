@@ -19,10 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
-from fuseopt.ops.registry import SampleInput
 from tests.ops.cases import (
     DTYPES,
-    OF_TF32_PRODUCTS,
     Case,
     Graphs,
     RawCalls,
@@ -36,6 +34,15 @@ from tests.ops.cases import (
     results,
     tensors,
     to_float64,
+)
+from tests.ops.contract import (
+    assert_accurate,
+    assert_derivatives,
+    assert_one_graph,
+    of_tensors,
+    random_gradients,
+    rounding,
+    total,
 )
 from tests.ops.variations import broadcast, every_second, laid_out, transposed
 
@@ -56,20 +63,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(name, choices[name]())
 
 
-def random_gradients(output: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
-    return [torch.randn_like(tensor) for tensor in results(output)]
-
-
-def total(output: Tensor | tuple[Tensor, ...]) -> Tensor:
-    return torch.stack([tensor.sum() for tensor in results(output)]).sum()
-
-
-def rounding(*dtypes: torch.dtype) -> float:
-    """What rounding to the lowest of `dtypes` may cost; in float64 the judge is no better than the judged."""
-    eps = max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0 for dtype in dtypes)
-    return 32 * eps if eps == torch.finfo(torch.float64).eps else 4 * eps
-
-
 def forward_names(name: str, overload: str) -> tuple[str, ...]:
     """What raw ops a forward may call: the last, and ahead of it one that a bias takes."""
     return f"{name}_line.{overload}", f"{name}_fwd.{overload}"
@@ -78,29 +71,6 @@ def forward_names(name: str, overload: str) -> tuple[str, ...]:
 def backward_names(name: str, overload: str) -> tuple[str, ...]:
     """What a raw backward may be called: with a bias it may be an op of its own."""
     return f"{name}_bwd.{overload}", f"{name}_bias_bwd.{overload}"
-
-
-def assert_accurate(case: Case, sample: SampleInput) -> None:
-    """The output, and for inputs that require it the gradients, are no worse than the plain reference's own."""
-    judge = map_tensors(to_float64, sample)
-    outputs = results(case(*sample.args, **sample.kwargs))
-    plains = results(case.op.reference(*sample.args, **sample.kwargs))
-    exacts = results(case.op.reference(*judge.args, **judge.kwargs))
-    for output, plain, exact in zip(outputs, plains, exacts, strict=True):
-        assert (output.shape, output.dtype, output.device) == (plain.shape, plain.dtype, plain.device)
-        assert error([output], [exact]) <= 2 * error([plain], [exact]) + rounding(output.dtype)
-    if not any(tensor.requires_grad for tensor in tensors(sample)):
-        return
-    grad_outputs = random_gradients(tuple(outputs))
-    grads = gradients(case, sample, grad_outputs)
-    plain_grads = gradients(case.op.reference, sample, grad_outputs)
-    exact_grads = gradients(case.op.reference, judge, [grad_output.double() for grad_output in grad_outputs])
-    inputs = [tensor for tensor in tensors(sample) if tensor.requires_grad]
-    for input, grad, plain_grad, exact_grad in zip(inputs, grads, plain_grads, exact_grads, strict=True):
-        assert grad is not None and (grad.shape, grad.dtype) == (input.shape, input.dtype)
-        lowest = rounding(grad.dtype, *(output.dtype for output in outputs))
-        bound = 2 * error([plain_grad], [exact_grad]) + lowest * (4 if case.op.name in OF_TF32_PRODUCTS else 1)
-        assert error([grad], [exact_grad]) <= bound
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -177,27 +147,8 @@ def test_inputs_and_incoming_gradients_are_not_written(case: Case) -> None:
             assert torch.equal(tensor, value) and tensor._version == version
 
 
-def of_tensors(case: Case, sample: SampleInput) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-    """The call `sample` as a function of its positional tensors alone."""
-    positions = [index for index, value in enumerate(sample.args) if isinstance(value, Tensor)]
-
-    def function(*values: Tensor) -> Tensor:
-        args = list(sample.args)
-        for position, value in zip(positions, values, strict=True):
-            args[position] = value
-        return case(*args, **sample.kwargs)
-
-    return function, tuple(sample.args[position] for position in positions)
-
-
 def test_gradcheck_and_gradgradcheck(differentiable_case: Case) -> None:
-    case = differentiable_case
-    for sample in case.differentiable_samples(torch.float64):
-        if any(tensor.numel() == 0 for tensor in tensors(sample)):
-            continue
-        function, inputs = of_tensors(case, sample)
-        assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
-        assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+    assert_derivatives(differentiable_case)
 
 
 def test_a_gradient_only_where_one_is_required(differentiable_case: Case) -> None:
@@ -245,17 +196,7 @@ def test_fakes_have_the_dtypes_of_what_kernels_return(case: Case, dtype: torch.d
 
 
 def test_compiles_into_one_graph(case: Case) -> None:
-    # What the reference runs is torch's to compile.
-    for sample in case.samples(torch.float32)[: 1 if case.backend == "reference" else 3]:
-        torch._dynamo.reset()
-        graphs = Graphs()
-        compiled = torch.compile(case.op.function, fullgraph=True, backend=graphs.compiled)
-        torch.testing.assert_close(
-            compiled(*sample.args, **sample.kwargs, backend=case.backend), case(*sample.args, **sample.kwargs)
-        )
-        with RawCalls() as raw:
-            case(*sample.args, **sample.kwargs)
-        assert graphs.forward == raw.names()
+    assert_one_graph(case)
 
 
 def test_compiled_training_runs_the_raw_backward(differentiable_case: Case) -> None:

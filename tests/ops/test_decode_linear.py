@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from fuseopt.errors import BackendError
 from fuseopt.ops import decode_linear
 from fuseopt.ops.decode_linear import ACTIVATIONS, FEW_ROWS, MAX_ROWS, decode_linear_reference, is_fast
-from tests.ops.cases import RawCalls, error, to_float64
+from tests.ops.cases import RawCalls, error, needs_sm90, to_float64
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -135,11 +135,6 @@ def test_the_kernels_refuse_gradients_and_many_rows() -> None:
         decode_linear(many[:FEW_ROWS], weight)
         decode_linear(many[:MAX_ROWS], weight, backend="cuda")
         assert raw.names() == ["decode_linear.default"] * 2
-
-
-needs_sm90 = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="no device of sm_90 or newer"
-)
 
 
 SM80, SM90, SM120 = (8, 0), (9, 0), (12, 0)

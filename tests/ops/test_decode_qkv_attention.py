@@ -23,8 +23,7 @@ from fuseopt.ops import (
     decode_select_,
 )
 from fuseopt.ops.decode_qkv_attention import LEAST_FAST_COLUMNS, RAW, is_fast, sample_inputs, takes_qkv_attention
-from tests.ops.cases import DTYPES, Case, RawCalls, cases, error, examples, to_float64
-from tests.ops.test_decode_linear import needs_sm90
+from tests.ops.cases import DTYPES, Case, RawCalls, cases, error, examples, needs_sm90, to_float64
 from tests.ops.variations import poisoned_allocations
 
 MOST_PLACES, MOST_COLUMNS, HEAD_DIM = 512, 1664, 64
