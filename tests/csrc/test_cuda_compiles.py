@@ -44,10 +44,11 @@ def test_compiles_with_next_to_no_spills(source, architecture, cache):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
-def test_compiles_for_every_shipped_architecture(source, nvcc, cache):
+def test_compiles_for_the_oldest_and_the_newest_shipped_architecture(source, nvcc, cache):
     """The oldest lacks what newer ones have, such as cp.async and bfloat16 arithmetic."""
     known = toolchain.known_architectures(nvcc)
-    architectures = [a for a in make_prebuilt.SHIPPED_ARCHITECTURES if a in known and a not in ("80", "90")]
+    shipped = [a for a in make_prebuilt.SHIPPED_ARCHITECTURES if a in known]
+    architectures = [shipped[0], shipped[-1]]
     expected = set() if source.name in HOST_ONLY else {f"sm_{architecture}" for architecture in architectures}
     assert {kernel.architecture for kernel in kernel_resources(source, architectures, cache)} == expected
 
