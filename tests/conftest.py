@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if config.pluginmanager.has_plugin("cacheprovider"):
         folder = config.cache.mkdir("native")
-        # Of a checkout that belongs to another user nothing is loaded: the user's own cache folder serves.
+        # fuseopt loads nothing from a checkout that belongs to another user, so the user's cache folder is used then.
         with contextlib.suppress(library_cache.CacheError):
             library_cache.check_trusted(folder)
             os.environ.setdefault("FUSEOPT_CACHE_DIR", str(folder))

@@ -1,4 +1,4 @@
-"""Exceptions from outside, such as KeyboardInterrupt, at any bytecode that runs in fuseopt."""
+"""Raises asynchronous exceptions, such as KeyboardInterrupt, at any bytecode that runs in fuseopt."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _LEFT_OUT = fuseopt.native.__file__
 
 
 class Interrupted(BaseException):
-    """What is raised: nothing that handles errors may swallow it."""
+    """The exception that is raised; not an Exception, so that no error handler catches it."""
 
 
 def places(call: Callable[[], object], everywhere: Iterable[str], sampled: int) -> list[int]:
-    """Where to interrupt `call`, which is run once: bytecodes by how many have run in fuseopt before them.
+    """Where to interrupt `call`, which is run once: each place is the number of bytecodes run in fuseopt before it.
 
     Args:
         everywhere: files in which each bytecode is interrupted, the first and the last time that it runs.
@@ -44,7 +44,7 @@ def places(call: Callable[[], object], everywhere: Iterable[str], sampled: int) 
 
 
 def interrupted(call: Callable[[], object], place: int) -> bool:
-    """Runs `call`, with an exception in the place of that bytecode; whether it came out of it."""
+    """Runs `call` and raises at that bytecode; returns whether the exception left the call."""
     count = 0
 
     def raise_in_time(frame: FrameType) -> None:

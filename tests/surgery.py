@@ -20,7 +20,7 @@ FACTOR = 1.5
 
 
 class Inapplicable(Exception):
-    """The module has nothing that this could be done to."""
+    """This cannot be done to the module."""
 
 
 def lora(model: nn.Module, path: str, stock: type[nn.Module], **options: bool) -> None:
@@ -51,7 +51,7 @@ def ia3(model: nn.Module, path: str, stock: type[nn.Module]) -> None:
 
 
 def subclass(model: nn.Module, path: str, stock: type[nn.Module]) -> None:
-    """Puts in a subclass with a forward of its own, on the same Parameters."""
+    """Replaces a module by a subclass with its own forward, on the same Parameters."""
 
     class Changed(stock):
         def forward(self, *args, **kwargs):
@@ -66,7 +66,7 @@ def subclass(model: nn.Module, path: str, stock: type[nn.Module]) -> None:
 
 
 def another_class(model: nn.Module, path: str, stock: type[nn.Module]) -> None:
-    """Puts in what is not of the class at all, but has a `weight` and a `bias` that mean something else."""
+    """Replaces a module by one of another class, whose `weight` and `bias` have another meaning."""
 
     class Wrapped(nn.Module):
         def __init__(self, inner):
@@ -82,7 +82,7 @@ def another_class(model: nn.Module, path: str, stock: type[nn.Module]) -> None:
 
 
 def misplaced(model: nn.Module, path: str, stock: type[nn.Module]) -> None:
-    """Puts in a class of torch's that the model has in other places, or has there with other parameters."""
+    """Replaces a module by one of a class that the model has elsewhere, or by one with other parameters."""
     child = model.get_submodule(path)
     torch.manual_seed(0)
     if stock.__name__ == "Conv1D":
@@ -99,7 +99,7 @@ def misplaced(model: nn.Module, path: str, stock: type[nn.Module]) -> None:
 
 
 def quantised(model: nn.Module, path: str, stock: type[nn.Module]) -> None:
-    """Puts in a leaf that has int8 weights by another name and no `weight`."""
+    """Replaces a leaf by one that has int8 weights of another name and no `weight`."""
 
     class Quantised(nn.Module):
         def __init__(self, inner):

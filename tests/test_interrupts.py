@@ -1,4 +1,4 @@
-"""An exception from outside leaves a model wholly stock or wholly fused, whenever it comes; threads take turns."""
+"""An asynchronous exception at any point leaves a model stock or fused, never half of each; threads take turns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GELU = {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "jit": False, "b
 
 
 class Model(nn.Module):
-    """With two modules to exchange, one known by two names, and a method."""
+    """A model with two modules to replace, one of them with two names, and a method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Model(nn.Module):
         return self.inner(input)
 
     def _get_logits_processor(self) -> None:
-        """So that FusedNoRepeatNGram sets an attribute that the instance has not."""
+        """Makes FusedNoRepeatNGram set an attribute that the instance does not have."""
 
 
 def fused(model: nn.Module) -> None:
@@ -55,7 +55,7 @@ STAYS = ("plan", "fused", "fused again", "verify")
 
 
 def assert_whole(model: nn.Module, stock: dict[str, object]) -> None:
-    """Whether it is all that its record says, and what is left without that is the stock model."""
+    """Whether the model matches its record, and is the stock model without it."""
     applied = apply.applied_to(model)
     for change in applied.changes if applied else ():
         assert change.current() is change.after, change.path

@@ -1,4 +1,4 @@
-"""A fused model is freed with its last user, as stock's is, and what was set on it is copied and pickled with it."""
+"""A fused model is freed with its last reference, and copies and pickles have what was set on it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(model: nn.Module) -> None:
 
 
 def assert_freed_at_once(models: list[nn.Module]) -> None:
-    """Takes the last references to the models."""
+    """Drops the last references to the models."""
     modules = [weakref.ref(module) for model in models for module in model.modules()]
     tensors = [weakref.ref(parameter) for model in models for parameter in model.parameters()]
     with no_garbage_collector():

@@ -1,4 +1,4 @@
-"""What plans and reports print, and what a report says of a model that runs on something else by now."""
+"""What plans and reports print, also for a model that no longer runs on the planned backends."""
 
 from __future__ import annotations
 

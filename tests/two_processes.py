@@ -1,4 +1,4 @@
-"""Two processes that meet, for what is distributed."""
+"""Two connected processes, for tests of torch.distributed."""
 
 import multiprocessing
 from collections.abc import Callable

@@ -86,7 +86,7 @@ def _read(file: Path, key: str) -> list[KernelResources] | None:
 
 
 def _write(file: Path, key: str, kernels: Sequence[KernelResources]) -> None:
-    """In one step, as other workers may read the file or write it, too."""
+    """Writes the file atomically, as other workers may read or write it at the same time."""
     with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
         json.dump({"key": key, "kernels": [asdict(kernel) for kernel in kernels]}, part)
     os.replace(part.name, file)

@@ -31,7 +31,7 @@ def sources() -> list[str]:
 
 
 def bindings() -> list[tuple[str, list[str]]]:
-    """Of every function of the CUDA library: the op, and the types of its arguments as schemas have them."""
+    """(op, its argument types as a schema has them) of every function of the CUDA library."""
     found = []
     for source in sorted((toolchain.CSRC / "cuda").glob("*_binding.cpp")):
         text = source.read_text()
@@ -44,7 +44,7 @@ def bindings() -> list[tuple[str, list[str]]]:
 
 
 def declarations() -> list[tuple[str, str, list[str]]]:
-    """Of every function that a library registers: the op, the op that its messages name, and its tensors' names."""
+    """(op, op that its messages name, names of its tensors) of every function that a library registers."""
     texts = [*sources(), *(path.read_text() for path in toolchain.CSRC.glob("**/*.h"))]
     lists = {
         name: re.findall(r'\{"(\w+)", ', items)
@@ -71,7 +71,7 @@ def test_arguments_are_those_of_the_schema(name: str, types: list[str]) -> None:
     ("name", "op", "arguments"), declarations(), ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_every_tensor_is_declared_by_its_name_in_the_schema(name: str, op: str, arguments: list[str]) -> None:
-    """Checked at each call is what is declared; that there is a declaration for each tensor, the compiler sees."""
+    """Calls are checked against the declarations. The compiler checks that each tensor has one."""
     schema = getattr(torch.ops.fuseopt, name).default._schema
     assert op == name
     assert arguments == [argument.name for argument in schema.arguments if "Tensor" in str(argument.type)]

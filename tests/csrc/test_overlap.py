@@ -20,7 +20,7 @@ def test_there_are_bindings_that_overlap() -> None:
 
 @pytest.mark.parametrize("path", OVERLAPPING, ids=lambda path: path.name)
 def test_an_op_that_overlaps_makes_its_copies_through_overlap(path: Path) -> None:
-    """A kernel reads parameters before it waits for the previous one, which must not be the op's own copy of them."""
+    """A kernel reads parameters before it waits for the previous kernel, which must not be one that copies them."""
     source = path.read_text()
     assert "as_contiguous(" not in source and "torch::stable::" not in source
     assert ".overlap = overlap;" not in source  # what was asked for, whatever has been copied
@@ -32,7 +32,7 @@ def test_an_op_that_overlaps_makes_its_copies_through_overlap(path: Path) -> Non
     ids=lambda path: path.name,
 )
 def test_a_kernel_that_follows_another_reads_no_input_past_coherence(path: Path) -> None:
-    """ld.global.nc, which nvcc also takes for `const T* __restrict__`, needs what stays the same meanwhile."""
+    """nvcc emits ld.global.nc for `const T* __restrict__`; it is only valid for data that does not change meanwhile."""
     source = path.read_text()
     assert "load_once<" not in source and "ld.global.nc" not in source and "__ldg(" not in source
     assert not re.findall(r"const \w+\* __restrict__", source)

@@ -1,4 +1,4 @@
-"""The planner of shared memory: what it permits, to two threads at once, and that nothing goes past it."""
+"""shared_memory.cu: what it permits, from two threads at once, and that no other source sets limits."""
 
 import os
 import subprocess
@@ -55,5 +55,5 @@ def test_a_lower_limit_can_be_set_for_tests(planner: Path) -> None:
     ["cudaFuncSetAttribute", "cudaDevAttrMaxSharedMemoryPerBlockOptin", "cudaDevAttrMaxSharedMemoryPerMultiprocessor"],
 )
 def test_only_the_planner_asks_the_runtime(asked: str) -> None:
-    """Another place that sets a kernel's limit could lower it below what a launch of another thread needs."""
+    """Other code that sets a kernel's limit could lower it below what a launch of another thread needs."""
     assert [path.name for path in sorted(CUDA.iterdir()) if asked in path.read_text()] == ["shared_memory.cu"]

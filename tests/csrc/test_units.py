@@ -20,7 +20,7 @@ SYNTAX_ONLY = {
 
 @pytest.mark.parametrize(("kind", "suffix"), [("cpu", ".cpp"), ("cuda", ".cpp"), ("cuda", ".cu")])
 def test_all_sources_compile_as_one_file(tmp_path: Path, kind: str, suffix: str) -> None:
-    """In the order that no build has them in: the builds of other tests have the other."""
+    """Parses the sources in reverse order; the builds of other tests have them in order."""
     try:
         recipe = RECIPES[kind]()
     except toolchain.ToolchainError as error:

@@ -1,4 +1,4 @@
-"""The reasons of tiers.py as a table: which there are, and the functions that give them without one of them."""
+"""The reasons in tiers.py as a table, and variants of its functions with one reason taken out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FUNCTIONS = (tiers.argument_reasons, tiers.model_reasons, tiers.call_reasons, ti
 
 
 class Reason(NamedTuple):
-    """A reason that a function gives; `text` has {} for what is put in."""
+    """A reason that a function yields; `text` has {} for formatted values."""
 
     function: str
     place: int
@@ -28,7 +28,7 @@ def all_reasons() -> Iterator[Reason]:
 
 
 def without(reason: Reason) -> Callable[..., Iterator[str]]:
-    """The function as it would be if it did not know the reason."""
+    """The function without this reason."""
     tree = _tree(getattr(tiers, reason.function))
     removed = _yields(tree)[reason.place]
 

@@ -1,4 +1,4 @@
-"""Calls of generate(), drawn at random, and what of a fused model's must be as transformers' own."""
+"""Random calls of generate(), and what must be the same for a fused and a stock model."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests import tiny
 GENERATION = {"generation": {"enable": True}}
 VOCAB = tiny.VOCAB
 CLOSE = {"rtol": 1e-4, "atol": 1e-4, "equal_nan": True}
-# Apart, because forcing what is suppressed leaves no token at all, which is fatal to a GPU.
+# Not combined with suppressed tokens: forcing one of those leaves no token, a device-side assertion on a GPU.
 suppressed, token = st.integers(3, VOCAB // 2), st.integers(VOCAB // 2 + 1, VOCAB - 1)
 
 # Each of these has a processor that runs on the device.
@@ -36,7 +36,7 @@ SAMPLING = {
     "top_p": st.floats(0.2, 1.0),
     "min_p": st.floats(0.0, 0.2),
 }
-# And each of these one that runs on the host.
+# Each of these has a processor that runs on the host.
 ON_HOST = {
     "max_time": st.just(1e6),
     "typical_p": st.floats(0.3, 0.9),
@@ -50,7 +50,7 @@ SHARED = {
     "eos_token_id": st.one_of(token, st.lists(token, min_size=1, max_size=20, unique=True)),
     "num_return_sequences": st.integers(1, 3),
 }
-# Where scores are wanted, processors do not run inside the op that selects.
+# If scores are returned, processors do not run inside the op that selects the token.
 DETAILS = {"output_scores": st.booleans(), "output_logits": st.booleans()}
 
 
@@ -77,7 +77,7 @@ def calls(draw, others):
 
 
 def prompt(model, batch, length, seed, padded=True):
-    """input_ids and attention_mask with rows of different lengths, on the side where the model wants its padding."""
+    """input_ids and attention_mask with rows of different lengths, padded on the side that the model expects."""
     generator = torch.Generator("cpu").manual_seed(seed)
     ids = torch.randint(3, VOCAB, (batch, length), generator=generator, device="cpu")
     mask = torch.ones_like(ids)
@@ -102,7 +102,7 @@ def used_cache(model, tokens):
 
 
 def generate(model, inputs, **kwargs):
-    """The output, and the numbers that torch draws next."""
+    """The output, and the next random numbers of torch's generator."""
     torch.manual_seed(11)
     details = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     output = model.generate(**inputs, **{"pad_token_id": 0, **details, **kwargs})

@@ -301,7 +301,7 @@ def _stock(model, inputs, **kwargs):
         return generate(model, inputs, **kwargs)
 
 
-# On a GPU what is no probability fails an assertion, after which the process has no GPU any more.
+# On a GPU an invalid probability fails a device-side assertion, after which the process cannot use the GPU.
 @pytest.mark.parametrize("each_device", ["cpu"], indirect=True)
 @pytest.mark.parametrize("value", [1e38, -1e38, 3e38, torch.inf, torch.nan])
 @pytest.mark.parametrize(

@@ -309,7 +309,7 @@ def test_half_precision_is_as_close_to_float32_as_transformers(family, dtype, ea
 @pytest.mark.parametrize("kwargs", [{}, {"num_beams": 3}, {"max_time": 1e6}], ids=str)
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_attention_on_a_cpu_reads_caches_as_far_as_they_are_filled(family, kwargs, each_device, monkeypatch):
-    """Of all slots there are many times as many in a short call: beams took longer than in transformers."""
+    """A short call fills few of its slots; reading all of them made beams slower than in transformers."""
     model, lengths, attend = tiny.FAMILIES[family](), set(), torch.nn.functional.scaled_dot_product_attention
 
     def noting(query, key, *args, **kwargs):

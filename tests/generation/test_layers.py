@@ -396,7 +396,7 @@ def test_residual_stream(each_device: torch.device, biased: bool, rows: int, dty
     output = stream.total()
     assert output.dtype is dtype and stream.total() is output
     assert error([output], [judge]) <= 2 * error([plain], [judge]) + 8 * torch.finfo(dtype).eps
-    # A GPU runs few rows by the decoding kernels; a CPU leaves norms to PyTorch.
+    # On a GPU the decoding kernels run few rows; on a CPU norms are PyTorch's.
     by_library = each_device.type == "cuda" and rows == ROWS
     assert len(taken) == (2 if biased and by_library else 0)
 

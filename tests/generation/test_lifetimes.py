@@ -1,4 +1,4 @@
-"""When what generate() keeps is freed: after the streams that use it, and with the model."""
+"""What generate() keeps is freed with the model, and not before the streams that use it are done."""
 
 import copy
 import gc
@@ -20,7 +20,7 @@ GENERATION = {"generation": {"enable": True}}
 
 
 class Queue:
-    """A stream, or one of its events: what has been queued on it has run once it has been waited for."""
+    """A fake stream or event that records each synchronize() in `waited`."""
 
     def __init__(self, waited):
         self.waited = waited
@@ -36,7 +36,7 @@ class Queue:
 
 
 class Graphs(StepGraphs):
-    """Captures on a CPU, and notes how often the host had waited when a step went."""
+    """Captures on a CPU, and records how often the host had synchronised when a step was freed."""
 
     def __init__(self, max_graphs):
         super().__init__(max_graphs)
@@ -61,7 +61,7 @@ class Graphs(StepGraphs):
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("forget", [StepGraphs.clear, lambda graphs: graphs.keep(2)], ids=["clear", "eviction"])
 def test_states_are_freed_after_the_streams_that_use_them(forget, inside):
-    """Of an earlier call, and where it happens in the middle of one also of this call."""
+    """The work of an earlier call and, if steps are freed during a call, of this call too."""
     graphs = Graphs(max_graphs=1)
     with graphs.in_order_on(Queue(graphs.waited)):
         graphs.keep(1)
@@ -77,7 +77,7 @@ def test_states_are_freed_after_the_streams_that_use_them(forget, inside):
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_a_state_that_another_stream_still_uses_is_not_given_away(family, monkeypatch):
-    """Memory of one stream is taken for unused as soon as it is freed there, whoever else still runs steps in it."""
+    """The allocator reuses freed memory of a stream at once, even if another stream still reads it."""
     begin = DecodeRun.__init__
 
     def late(run, *args, **kwargs):
@@ -140,7 +140,7 @@ def call(model, kwargs):
 @pytest.mark.parametrize("calls", CALLS)
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_a_model_goes_with_its_last_user(family, calls):
-    """As stock's does; what is left of fuseopt's goes with it."""
+    """`del model` frees a fused model as it frees a stock one, with fuseopt's objects."""
     with no_collector():
         model = fuseopt.initialize(tiny.FAMILIES[family](), FUSED, strict=True)
         for kwargs in CALLS[calls]:
@@ -174,7 +174,7 @@ def duplicate(model):
 @pytest.mark.parametrize("made", [lambda model: model, copy.deepcopy, duplicate], ids=["itself", "deepcopy", "pickle"])
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_generate_works_without_another_reference_to_the_model(family, made):
-    """`load().generate(...)`, and a method that has been kept alone, call after call."""
+    """`load().generate(...)`, and several calls of a method whose model has been deleted."""
     stock = tiny.FAMILIES[family]()
     inputs = tiny.inputs(stock)["input_ids"]
     wanted = stock.generate(inputs, max_new_tokens=6)

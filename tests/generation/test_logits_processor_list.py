@@ -338,7 +338,7 @@ def test_in_place_only_when_called_from_transformers_own_loops(models):
 
 @pytest.mark.parametrize("method", ["_sample", "_beam_search"])
 def test_scores_that_are_part_of_another_tensor_are_not_written_to(method, monkeypatch):
-    """Whoever has the whole may look at it again, even if it is transformers' own loop that calls."""
+    """The owner of the larger tensor may read it again, so a view of it is not edited in place."""
     config = tiny.gpt2().generation_config
     processors = FusedLogitsProcessorList([stock_processors.NoRepeatNGramLogitsProcessor(1)], [], config, None, "auto")
 

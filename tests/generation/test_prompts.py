@@ -211,7 +211,7 @@ def test_what_lies_behind_a_prompt_changes_nothing(each_device):
 @pytest.mark.parametrize("each_device", ["cpu"], indirect=True)
 @pytest.mark.parametrize("padded", [True, False])
 def test_padding_that_overflows_harms_no_prompt(model, ran, padded):
-    """The id that fills up a length class may have an embedding that comes to infinities, or is none."""
+    """The token id that pads a prompt may have an embedding that is NaN or leads to infinities."""
     model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = 1
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = torch.nan
@@ -225,7 +225,7 @@ def test_padding_that_overflows_harms_no_prompt(model, ran, padded):
 
 
 def test_a_mask_of_an_encoder_s_output_ends_with_its_call(each_device):
-    """Calls of one length take turns in one state: some with a mask, some without."""
+    """Calls of one length share a state, with and without a mask in turns."""
     step = T5Step(tiny.t5())
     state = DecodeState(Sizes(2, 128, 128), step.shape, step.vocab)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
@@ -240,7 +240,7 @@ def test_a_mask_of_an_encoder_s_output_ends_with_its_call(each_device):
 
 @pytest.mark.parametrize("seed", [0, 6, 9])
 def test_float16_that_overflows_in_some_prompts_is_finite_in_the_others(seed, ran, each_device):
-    """T5 v1.1 as it is loaded in float16, with `wo` in float32: an infinity there becomes NaN."""
+    """T5 v1.1 loaded in float16 keeps `wo` in float32; an infinity there becomes NaN."""
     with torch.device("cpu"):
         model = tiny.t5_gated(seed, d_model=64, d_ff=128, d_kv=16, num_heads=4)
     model.to(each_device, torch.float16)

@@ -1,4 +1,4 @@
-"""Each reason for a slower tier, taken out by itself: without it some call differs from transformers."""
+"""Each reason for a slower tier is needed: with it taken out, some call differs from transformers."""
 
 import re
 from contextlib import contextmanager, nullcontext
@@ -31,7 +31,7 @@ GENERATION = {"generation": {"enable": True}}
 
 
 def talkative():
-    """As it is initialised, GPT-2 says the same token again and again."""
+    """A GPT-2 with larger weights; with its initial ones it repeats one token."""
     model = tiny.gpt2()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -108,7 +108,7 @@ def attend_twice(module, query, key, value, *args, **kwargs):
 
 
 class Tokenizer:
-    """As little of one as transformers asks for."""
+    """The parts of a tokenizer that transformers requires."""
 
     def __init__(self, seen):
         self.seen = seen
@@ -200,7 +200,7 @@ def ends(*starts):
     return lambda model, seen: {"stopping_criteria": StoppingCriteriaList(criteria)}
 
 
-# Why it does no harm that a reason is not known: another one is found later.
+# Reasons that may be taken out without harm, because another reason is found later.
 NO_LOCK = "nor does such a call take the lock, which the report would name"
 PASSED_ON = "transformers also passes it on as an argument of the forward"
 CASES = {
@@ -275,7 +275,7 @@ REASONS = list(all_reasons())
 
 
 def case_of(reason):
-    """Two reasons have the same words: a processor's, and a criterion's."""
+    """Two reasons have the same text, one for processors and one for criteria."""
     same = [other for other in REASONS if other.text == reason.text]
     return CASES[reason.text + " " * same.index(reason)]
 

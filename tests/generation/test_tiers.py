@@ -110,7 +110,7 @@ def test_calls_that_transformers_decodes(case, each_device):
 
 @pytest.mark.parametrize("case", ["prompt", "prompts that are long", "new tokens"])
 def test_max_length_bounds_both_caches(case):
-    """Slots of the encoder's output, and of what the decoder says."""
+    """`max_length` counts slots of the encoder's output and of the decoder."""
     model = fuseopt.initialize(tiny.t5(), GENERATION)
     lengths = {"prompt": (32, 33), "prompts that are long": (32, 40), "new tokens": (7, 7)}[case]
     new_tokens = (32, 33) if case == "new tokens" else (3, 3)
@@ -124,7 +124,7 @@ def test_max_length_bounds_both_caches(case):
 
 @pytest.mark.parametrize("each_device", ["cpu"], indirect=True)
 def test_a_model_s_last_position_is_used_and_none_after_it():
-    """The last token is not read any more, so it takes no position."""
+    """The last token is not an input, so it needs no position."""
     model = fuseopt.initialize(tiny.gpt2(n_positions=12), GENERATION)
     inputs = tiny.inputs(model)["input_ids"]
     arguments = {"attention_mask": torch.ones_like(inputs), "eos_token_id": -1}

@@ -31,7 +31,7 @@ UNFIT = (
     TypeError,
     ValueError,
 )
-# Families that are built small in every supported version: here a skip would hide a fault.
+# Families that can be built small in every supported version: a skip of one of these would hide a fault.
 ALWAYS_SMALL = {
     "bart",
     "bert",

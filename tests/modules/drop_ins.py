@@ -1,4 +1,4 @@
-"""One module for each way in which a drop-in stands in for another, with what builds the drop-in."""
+"""A sample module for each kind of drop-in, and a function that builds the drop-in."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class DropIn:
 
 
 def _by_rule(source: Callable[[], nn.Module], kind: str, **options: object) -> DropIn:
-    """With the options that the policies have for the source's class."""
+    """Builds a drop-in with the options that the policies have for the source's class."""
     name = full_name(type(source()))
     rules = (rule for policy in (COMMON, GPT2, T5) for rule in (*policy.kernels, *policy.regions))
     return DropIn(source, kind, {**next(r.options for r in rules if (r.source, r.target) == (name, kind)), **options})

@@ -148,7 +148,7 @@ def test_gradients_in_one_buffer_are_accumulated(captured):
 
 
 def test_a_replayed_step_has_as_many_backward_passes_as_are_asked_for(captured):
-    """With what the forward drew, in memory of their own, and with the generator left alone."""
+    """Its gradients have new memory and the forward's random numbers, and the generator's state is unchanged."""
     model = Scaled()
     step = step_of(model)
     train(step, model, torch.ones(3))

@@ -1,4 +1,4 @@
-"""The key of compiled code that Inductor keeps on disk: no change to what decides it may go unnoticed."""
+"""The key of Inductor's disk cache changes with every file that decides what is compiled."""
 
 import shutil
 from collections.abc import Callable
@@ -14,7 +14,7 @@ PACKAGE = Path(fuseopt.__file__).parent
 
 @pytest.fixture
 def package(tmp_path, monkeypatch) -> Path:
-    """A copy of the package's sources, which the keys are made of."""
+    """A copy of the package's sources, from which the keys are computed."""
     copy = tmp_path / "fuseopt"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("csrc", "_lib", "__pycache__", "*.so"))
     monkeypatch.setattr(code_key, "_PACKAGE", copy)

@@ -1,4 +1,4 @@
-"""A drop-in answers what the module it stands in for answered, whoever asks: by class, by name, by value or error."""
+"""A drop-in behaves as its source: for code that selects by class or name, in values and in errors."""
 
 import copy
 import itertools
@@ -83,7 +83,7 @@ def test_reset_parameters_gives_what_the_source_s_gives(name):
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_fall_into_the_groups_of_the_stock_model(family, config):
-    """As transformers' Trainer decides on weight decay: by class, and by what names say."""
+    """The names with weight decay, by transformers' Trainer's rule: by class and by name."""
     stock, fused = tiny.FAMILIES[family](), fuseopt.initialize(tiny.FAMILIES[family](), config)
     assert any(isinstance(module, FusedModule) for module in fused.modules())
     patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -159,7 +159,7 @@ def test_a_pruned_norm_is_given_back_pruned():
     assert fuseopt.restore(model)[0].weight is pruned and type(model[0]) is nn.LayerNorm
 
 
-# Shapes and dtypes that no drop-in is made for, and some that every one is.
+# Shapes and dtypes, some of which every drop-in takes and some of which none does.
 SHAPES = ((2, 5, 6), (6,), (), (0, 6), (2, 5, 0), (2, 5, 1), (2, 5, 7), (5, 6), (1, 2, 5, 6))
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn),
@@ -168,7 +168,7 @@ DTYPES = (
 
 
 def outcome(module: nn.Module, input: Tensor) -> object:
-    """What a call gives, or the class of what it raises."""
+    """The result of a call, or the class of the exception it raises."""
     try:
         output = module(input)
     except Exception as error:  # which one, is what is compared
@@ -213,7 +213,7 @@ def first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def transforms(module: nn.Module, input: Tensor, direction: Tensor) -> dict[str, object]:
-    """What is asked of one module, by name: each a function without arguments."""
+    """Name of a question to one module -> function without arguments that answers it."""
     parameters = {key: value.detach() for key, value in module.named_parameters()}
 
     def call(input: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ def test_processes_leave_in_the_cache_what_a_call_launches(begun, processes, mon
 
 
 def attention_of(length, device="cuda"):
-    """`relative_attention` as of a padded batch of GPT-2's: what its op takes, apart from tensors, and those."""
+    """The non-tensor arguments and the tensors of a `relative_attention` call for a padded batch of GPT-2."""
     heads = [torch.empty(4, length, 2, 16, dtype=torch.bfloat16, device=device).transpose(1, 2) for _ in range(3)]
     return [*heads, torch.empty(4, 1, 1, length, device=device)], (0.25, 0.0, True)
 

@@ -1,4 +1,4 @@
-"""What is loaded from the cache of compiled libraries: what was built, by this user, where nobody else can write."""
+"""A cached library is loaded only if it is what was built and no other user can write it."""
 
 import ctypes
 import grp
@@ -155,7 +155,7 @@ def test_what_is_created_is_for_this_user_alone_whatever_the_umask(csrc, monkeyp
 
 
 def cut_off(library: Path) -> None:
-    """What is left has headers that name pages beyond its end: the process that loads it is killed."""
+    """The headers of a truncated library name pages beyond its end, so loading it kills the process."""
     content = library.read_bytes()
     library.unlink()
     library.write_bytes(content[:4096])
@@ -172,7 +172,7 @@ def put_a_library_without_ops_there(library: Path) -> None:
 
 
 def make_of_another_machine(library: Path) -> None:
-    """With its digest, as where a cache is shared by machines."""
+    """A library with a matching digest that does not load here, as in a cache shared by machines."""
     content = bytearray(library.read_bytes())
     content[18:20] = struct.pack("<H", 0xF3)  # e_machine: RISC-V
     library.unlink()
@@ -223,7 +223,7 @@ def test_damage_that_must_not_be_mended_is_a_reason(built, monkeypatch):
 
 
 def test_a_compiler_whose_libraries_cannot_be_loaded_is_asked_once(csrc, monkeypatch, tmp_path, logging_compiler):
-    """Nothing is gained by building again what has just been built."""
+    """A library that cannot be loaded right after it was built is not built again."""
     (csrc / "cpu" / "other.cpp").write_text("int nowhere(); int (*other)() = nowhere;\n")
     state = native.load("cpu")
     assert state.status == "absent" and "nowhere" in state.reason

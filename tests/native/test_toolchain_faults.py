@@ -1,4 +1,4 @@
-"""Builds where nobody can be told of them, and compilers that do not answer."""
+"""Builds without a usable stderr, and compilers that do not answer."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize("question", ["c++ -###", "nvcc --version", "nvcc --dryrun"])
 def test_a_compiler_that_does_not_answer_is_a_reason_and_is_ended(csrc, monkeypatch, tmp_path, question):
-    """With the process that a wrapper waits for, which holds the pipe."""
+    """The child of a compiler wrapper, which holds the pipe, is killed too."""
     monkeypatch.setattr(toolchain, "QUERY_SECONDS", 0.3)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     compiler, option = question.split()

@@ -59,12 +59,12 @@ def cases(*names: str) -> list[Any]:
 
 
 def differentiable_cases() -> list[Any]:
-    """Of `cases()` those of ops with gradients: where some sample requires one."""
+    """The `cases()` of ops of which some sample requires a gradient."""
     return [case for case in cases() if case.values[0].is_differentiable()]
 
 
 def kernel_cases(parameters: list[Any]) -> list[Any]:
-    """Of `parameters` those that are no reference: what is compared with the reference must not be it."""
+    """The `parameters` whose backend is not the reference, for comparisons with the reference."""
     return [case for case in parameters if case.values[0].backend != "reference"]
 
 
@@ -110,7 +110,7 @@ def examples(count: int) -> int:
 
 
 def launched_kernels(call: Callable[[], object]) -> list[str]:
-    """The names of fuseopt's kernels that `call` runs on the GPU."""
+    """Names of fuseopt's kernels that `call` launches on the GPU."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()

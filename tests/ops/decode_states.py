@@ -1,4 +1,4 @@
-"""What a decode step writes to."""
+"""The static tensors that a decode step writes to."""
 
 import torch
 from torch import Tensor

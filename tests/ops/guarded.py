@@ -1,4 +1,4 @@
-"""Interprets Triton's kernels on tensors beside memory that may not be read: an access beyond ends the process.
+"""Runs Triton kernels in the interpreter on tensors next to unreadable pages: an access out of bounds ends the process.
 
 TRITON_INTERPRET=1 python -m tests.ops.guarded
 """
@@ -23,21 +23,21 @@ _KEPT = []
 
 
 def beside_a_guard(tensor: Tensor, *, at_end: bool) -> Tensor:
-    """A copy laid out like the tensor, whose memory ends, or begins, where a page begins that nobody may read."""
+    """A copy with the tensor's strides, whose memory ends before (or begins after) an unreadable page."""
     size = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    room = -(-size * tensor.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, room + 2 * mmap.PAGESIZE)
+    pages = -(-size * tensor.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, pages + 2 * mmap.PAGESIZE)
     _KEPT.append(memory)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    for guard in (address, address + mmap.PAGESIZE + room):
+    for guard in (address, address + mmap.PAGESIZE + pages):
         assert LIBC.mprotect(guard, mmap.PAGESIZE, PROT_NONE) == 0
-    offset = mmap.PAGESIZE + (room - size * tensor.itemsize if at_end else 0)
+    offset = mmap.PAGESIZE + (pages - size * tensor.itemsize if at_end else 0)
     data = torch.frombuffer(memory, dtype=torch.uint8, count=size * tensor.itemsize, offset=offset).view(tensor.dtype)
     return data.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
 def wide_calls() -> Iterator[Call]:
-    """Of the kernels for rows that no program holds, at a width where no row but the first begins at a vector."""
+    """Calls of the kernels for wide rows, at a width where only the first row is aligned to a vector."""
     raw = torch.ops.fuseopt
     for dtype in (torch.float16, torch.float32):
         wide = torch.randn(2, 33001).to(dtype)

@@ -1,4 +1,4 @@
-"""Raw ops given each tensor on another device, of another dtype or otherwise laid out: right, or a clear error."""
+"""Raw ops with each tensor on another device, of another dtype or strides give the right result or a clear error."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def describe(call: Call, name: str, change: str) -> str:
 
 
 def check(call: Call, changed: Call, what: str, *, named: str | None = None) -> None:
-    """`changed` gives what `call` does, or raises; a native op's error names the op, or the argument `named`."""
+    """Asserts that `changed` gives the result of `call`, or raises an error that names op or argument `named`."""
     try:
         actual = changed.run()
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
@@ -113,7 +113,7 @@ def test_another_dtype_gives_the_same_or_is_refused(raw: str, target: Target) ->
                 )
                 if dtype == tensor.dtype or is_other_kind_of_mask:
                     continue
-                # With values that both dtypes have.
+                # With values that both dtypes can represent.
                 changed = tensor.to(dtype)
                 same = call.replaced(place, changed.to(tensor.dtype))
                 what = describe(call, name, f"of {dtype}")

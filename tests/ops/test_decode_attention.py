@@ -361,7 +361,7 @@ def test_a_graph_serves_every_length() -> None:
 def test_scores_that_are_no_numbers_make_outputs_that_are_none(
     rows: int, beams: int, head_dim: int, dtype: torch.dtype
 ) -> None:
-    """As of softmax, in each of the kernels that merge parts: for a query, for one key, and for infinite scores."""
+    """As softmax's, in each kernel that merges parts: for a NaN query, a NaN key, and infinite scores."""
     torch.manual_seed(0)
     heads, capacity = 12, 90
     query = torch.randn(rows * beams, heads, head_dim, device="cuda", dtype=dtype)

@@ -101,7 +101,7 @@ def assert_same_bits_as_one_after_the_other(
 def test_same_bits_as_one_after_the_other(
     rows: int, outputs: int, columns: int, dtype: torch.dtype, norm: str, shift: float, seed: int
 ) -> None:
-    """A row far from zero takes another way to its deviation."""
+    """For a row whose mean is far from 0 the kernel computes the deviation in another way."""
     torch.manual_seed(seed)
     tokens, token_weight, positions, position_weight = embedding(rows, columns, dtype, "cuda")
     token_weight += shift
@@ -127,7 +127,7 @@ def test_a_large_layer(columns: int, outputs: int, norm: str, is_biased: bool, d
 @pytest.mark.parametrize(("token", "position"), [(61, 0), (0, -1)])
 @pytest.mark.parametrize("op", ["decode_embedding", "few rows", "a large layer"])
 def test_an_index_out_of_range_fails_an_assertion(op: str, token: int, position: int) -> None:
-    """As PyTorch's embedding; after it the process can use the GPU no more."""
+    """As in PyTorch's embedding; after the assertion the process cannot use the GPU."""
     columns, outputs = LARGE[0] if op == "a large layer" else (768, 2304)
     program = f"""
 import torch

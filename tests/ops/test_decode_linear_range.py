@@ -19,7 +19,7 @@ def relative_error(output: Tensor, judge: Tensor) -> float:
 def errors(
     rows: int, std: float, gain: float, norm: str, mean: float = 0.0, outlier: float = 1.0
 ) -> tuple[float, float]:
-    """The kernel's and upstream's, against float64; outputs are of size one."""
+    """Errors of the kernel and of upstream against float64; outputs are of size 1."""
     torch.manual_seed(0)
     x = (torch.randn(rows, COLUMNS, device="cuda") + mean) * std
     x[:, 7] *= outlier
@@ -48,7 +48,7 @@ def test_the_kernel_of_one_row_takes_such_a_layer() -> None:
 @pytest.mark.parametrize("std", [1e-6, 1e-5, 1e-4, 1e-3, 5e-3, 0.1, 1.0, 30.0, 1e3, 1e4])
 @torch.no_grad()
 def test_small_and_large_rows_lose_no_more_than_upstream(std: float, norm: str) -> None:
-    """N5: with a fixed power of two the error was 9.5e-4 at a deviation of 0.005, and 4.5e-3 at 0.001."""
+    """With a fixed power of two the error was 9.5e-4 at a deviation of 0.005, and 4.5e-3 at 0.001."""
     kernel, upstream = errors(1, std, 1.0, norm)
     print(f"\n{norm} std {std:g}: {kernel:.2e}, upstream {upstream:.2e}")
     assert kernel <= 1.02 * upstream

@@ -1,4 +1,4 @@
-"""Triton kernels on tensors whose elements lie further apart than 32 bits count, in memory mostly not touched."""
+"""Triton kernels on tensors with offsets above 2^31 elements, in memory that is mostly not touched."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""No Triton kernel reads or writes beyond its tensors, wherever they begin and end."""
+"""No Triton kernel reads or writes outside its tensors."""
 
 import os
 import subprocess

@@ -160,7 +160,7 @@ def test_parameters_of_another_shape(case: Case) -> None:
 @pytest.mark.parametrize("case", cases("layer_norm", "add_layer_norm"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_gradient_of_a_bias_is_rounded_to_its_own_dtype_alone(case: Case, dtype: torch.dtype) -> None:
-    """And not to the weight's on the way."""
+    """The gradient of bias is not rounded to the weight's dtype first."""
     torch.manual_seed(0)
     shape = () if case.op.name == "add_layer_norm" else ((24,),)
     tensors = [torch.randn(40, 24, device=case.device) for _ in range(1 if shape else 2)]

@@ -1,4 +1,4 @@
-"""Norms at constants that are drawn: eps as large as the statistics, offsets, and gradients of every parameter."""
+"""Norms with random constants: eps as large as the statistics, offsets, and gradients of every parameter."""
 
 from collections.abc import Callable
 
@@ -62,13 +62,13 @@ def test_output_and_every_gradient_against_the_formula_in_float64(
         tensor.data *= size
     judges = [tensor.detach().double().requires_grad_() for tensor in tensors]
     if case.op.name.startswith("add_"):
-        # What is normalised is the sum as it was rounded.
+        # The op normalises the rounded sum.
         total = (tensors[0] + tensors[1]).detach().double()
         judges[1] = (total - judges[0].detach()).requires_grad_()
     output = call(case, eps, offset)(*tensors)
     exact = formula(case.op.name, eps, offset, *judges)
     grad_output = torch.randn_like(output)
-    # Of few columns gradients cancel to little more than rounding leaves.
+    # With few columns gradients cancel to the size of rounding errors.
     bound = {torch.float64: 1e-10, torch.float32: 2e-3, torch.bfloat16: 0.1}[dtype]
     assert error([output], [exact]) <= bound
     found = torch.autograd.grad(output, tensors, grad_output)

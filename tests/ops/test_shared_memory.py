@@ -1,4 +1,4 @@
-"""Kernels that need much shared memory: two threads that launch them, and devices that have less of it."""
+"""Kernels that need much shared memory, launched from two threads and with the limits of smaller devices."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ SM_75 = 65536
 
 
 def limited(limit: int, test: str) -> str:
-    """What one test of this file prints in a process whose device has so little shared memory for a block."""
+    """Output of one test of this file in a process with `limit` bytes of shared memory per block."""
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "gpu"]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment = {**inherited, "FUSEOPT_SHARED_MEMORY_LIMIT": str(limit)}
@@ -83,7 +83,7 @@ def test_layers_with_a_norm_of_many_rows(rows: int, columns: int, transposed: bo
 
 
 def test_a_device_with_less_shared_memory_takes_smaller_tiles() -> None:
-    """N1: on sm_120 the layers of GPT-2 large raised."""
+    """On sm_120 the layers of GPT-2 large raised."""
     chosen = limited(SM_120, "test_layers_with_a_norm_of_many_rows")
     ran = dict(line.removeprefix("ran ").split(": ") for line in chosen.splitlines() if line.startswith("ran "))
     assert len(ran) == 24

@@ -1,4 +1,4 @@
-"""Gradients of a compiled step that are taken more than once, or differentiated themselves."""
+"""Compiled steps with several backward passes, and gradients that are differentiated again."""
 
 import copy
 

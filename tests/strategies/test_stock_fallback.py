@@ -1,4 +1,4 @@
-"""A training step that cannot be compiled trains as stock: one warning, the reason in the report, nothing changed."""
+"""A training step that cannot be compiled runs as stock, with one warning and the reason in the report."""
 
 import copy
 import unittest.mock
@@ -23,7 +23,7 @@ X = torch.linspace(-1, 1, 4 * 8).view(4, 8)
 
 
 class Net(nn.Module):
-    """With all that a failed attempt could leave changed: a generator that is drawn from, and buffers."""
+    """A model with state that a failed attempt could change: random generators and buffers."""
 
     def __init__(self, *, breaks: bool = False):
         super().__init__()
@@ -45,7 +45,7 @@ def stock_and_fused(make, config=CONFIG, **options):
 
 
 def step(model, *args, **kwargs):
-    """Of one seed: the loss."""
+    """The loss of a step with a fixed seed."""
     torch.manual_seed(3)
     outputs = model(*args, **kwargs)
     loss = outputs.loss if hasattr(outputs, "loss") else outputs.square().mean()
@@ -167,7 +167,7 @@ def test_what_is_the_users_is_raised_and_is_no_reason_to_fall_back(when, error, 
 
 
 def own_loss(logits, labels, vocab_size, **kwargs):
-    """As a user's: it looks at the logits by index, by method and by function."""
+    """A user's loss, which reads the logits by index, by method and by function."""
     rows = logits[:, :-1].reshape(-1, vocab_size).float()
     return F.cross_entropy(rows, labels[:, 1:].reshape(-1)) + 1e-2 * torch.logsumexp(logits, -1).square().mean()
 
@@ -214,7 +214,7 @@ def test_lora_on_the_head_is_compiled(family, before, graphs):
 
 
 def test_blocks_that_are_mocked_train_as_stock(graphs):
-    """As transformers' own tests watch gradient checkpointing: Dynamo does not trace a mock."""
+    """transformers' tests mock gradient checkpointing so; Dynamo does not trace a mock."""
     stock, fused = stock_and_fused(lambda: tiny.gpt2(**WHOLE["gpt2"]), "training")
     ids, counts = tiny.inputs(stock)["input_ids"], []
     for model in (stock, fused):

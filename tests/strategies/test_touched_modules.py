@@ -1,4 +1,4 @@
-"""Adapters, subclasses, quantised leaves, parametrisations and hooks on any module inside count as they do in stock."""
+"""Adapters, subclasses, quantised leaves, parametrisations and hooks on modules work as in the stock model."""
 
 import copy
 import functools
@@ -23,7 +23,7 @@ from tests.surgery import SURGERIES, Inapplicable, changed
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("each_device")]
 
-# Drops nothing, but is there to be fused.
+# A dropout rate that drops next to nothing, but keeps the dropout to be fused.
 P = 1e-9
 GPT2 = {"resid_pdrop": P, "embd_pdrop": P, "attn_pdrop": P}
 FAMILIES = {
@@ -77,7 +77,7 @@ def arguments(model, family):
 
 def evaluated(model, family):
     with torch.no_grad():
-        # Twice: what has been looked at once may be taken for known.
+        # Twice, as the first call may cache what it has checked.
         return [model.eval()(**arguments(model, family)).logits for _ in range(2)]
 
 
@@ -356,7 +356,7 @@ def _raised_by(forward, *args, **kwargs):
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("surgery", ["hook", "own_forward"])
 def test_what_is_added_to_an_attention_is_not_dropped(surgery, late):
-    """GPT-2's attentions end in a dropout that the fused block puts off."""
+    """GPT-2's attentions end in a dropout that the fused block defers."""
     model = tiny.gpt2(resid_pdrop=0.5).train()
     attention = model.transformer.h[0].attn
     for initialize in (late, not late):
