@@ -65,6 +65,7 @@ class Change:
         return isinstance(self.after, FusedModule) and isinstance(self.before, nn.Module)
 
     def current(self) -> Any:
+        """The value that the site has now; `Absent` if it has none, or if its module has been freed."""
         owner = self.owner
         return Absent if owner is None else _slot(owner, self.name).get(self.name, Absent)
 

@@ -66,6 +66,7 @@ def _watch_gradients(gradients: Sequence[Tensor | None], _: Any) -> None:
 
 
 def refuse(*_: Any) -> None:
+    """Raises CompileError: the gradients of a compiled step cannot be differentiated."""
     raise CompileError(
         "gradients of a training step that memory_efficient_fusion has compiled cannot be differentiated again "
         "(create_graph=True): call fuseopt.restore(model), or leave memory_efficient_fusion out of the config"

@@ -1,4 +1,4 @@
-"""`python -m tests.mutants`: plants faults, one at a time, in a copy of the checkout, and says which no test notices.
+"""`python -m tests.mutants`: plants faults, one at a time, in a copy of the checkout, and lists those no test catches.
 
 Exits with 1 if a fault survived, its entry is stale, or its tests fail without it.
 """
@@ -20,7 +20,7 @@ LEFT_OUT = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
-    parser.add_argument("-k", default="", metavar="WORD", help="only faults with this in their words or file")
+    parser.add_argument("-k", default="", metavar="WORD", help="only faults whose description or file has this word")
     chosen = [mutant for mutant in MUTANTS if parser.parse_args().k in f"{mutant.what} {mutant.file}"]
     with tempfile.TemporaryDirectory(prefix="fuseopt-mutants-") as folder:
         tree = Path(folder) / "checkout"
@@ -47,7 +47,7 @@ def _is_caught(mutant: Mutant, tree: Path) -> bool:
     if _sound[tests]:
         result, output = outcome(mutant, tree)
     else:
-        result, output = "error", "its tests fail without it, or there are none"
+        result, output = "error", "its tests fail without the fault, or there are none"
     print(f"{result:<9}{time.perf_counter() - start:4.0f} s  {mutant.file}: {mutant.what}", flush=True)
     if result != "caught":
         print("\n".join(f"    {line}" for line in output.splitlines()), flush=True)

@@ -1,4 +1,4 @@
-"""A planted fault, and what became of the tests that must notice it."""
+"""A planted fault, and the outcome of the tests that must catch it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Mutant:
     Attributes:
         what: the fault, in words: what the code does wrong.
         file: of the checkout.
-        old: text that stands in it exactly once.
-        new: what takes its place.
+        old: text that the file has exactly once.
+        new: the text that replaces it.
         tests: arguments of pytest, at least one of which must fail.
         interpreter: whether Triton's kernels run in the interpreter.
     """
@@ -47,7 +47,7 @@ class Mutant:
 
 
 def outcome(mutant: Mutant, tree: Path) -> tuple[Outcome, str]:
-    """What the mutant's tests say in a copy of the checkout, which stays as it was; and the end of their output.
+    """The outcome of the mutant's tests in a copy of the checkout, and the end of their output. The copy is restored.
 
     "error": pytest found no tests, or was interrupted.
     """
@@ -67,9 +67,9 @@ def outcome(mutant: Mutant, tree: Path) -> tuple[Outcome, str]:
 
 
 def run_tests(tests: Sequence[str], tree: Path, *, interpreter: bool = False) -> tuple[int, str]:
-    """pytest's exit code, below 0 where a signal killed it, and the end of its output. 1 for what takes too long."""
+    """pytest's exit code and the end of its output: below 0 if a signal killed it, 1 after a timeout."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
-    # A bytecode file made within the second before a change of the same size would be taken for the new source's.
+    # Python would take a bytecode file for current if the source changes within a second and keeps its size.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "CI": "1"}
     environment["TRITON_INTERPRET"] = "1" if interpreter else "0"
     marks = ["-m", "not gpu and not multigpu"]

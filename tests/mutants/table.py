@@ -1,4 +1,4 @@
-"""The faults that `make mutants` plants. A new one joins by an entry; `test_mutants.py` says when one is stale."""
+"""The faults that `make mutants` plants. `test_mutants.py` fails if the code of an entry no longer exists."""
 
 from tests.mutants.mutant import Mutant
 
