@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt.modules.activations import python_formula_reasons
-from fuseopt.modules.base import FusedModule, runs_untouched
+from fuseopt.modules.base import FusedModule, full_name, runs_untouched
+from fuseopt.modules.children import CONV1D
 from fuseopt.ops.library import float32_under_autocast, is_autocast
 
 
@@ -31,10 +32,12 @@ class FusedMLP(FusedModule):
         *,
         activation: Callable[[Tensor], Tensor],
         bias_activation: Callable[[Tensor, Tensor], Tensor],
-        reads: Mapping[str, type[nn.Module]],
+        reads: Mapping[str, type[nn.Module]] | None = None,
     ) -> None:
         self.activation, self.bias_activation = activation, bias_activation
-        self._linear_class = reads["c_fc"]
+        # Without `reads`, as a policy from outside may have none: what `c_fc` is now, if that is a Conv1D.
+        known = type(self.c_fc) if full_name(type(self.c_fc)) == CONV1D else None
+        self._linear_class = reads["c_fc"] if reads else known
         self._activation = _Activation(self.act)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -51,6 +54,7 @@ class FusedMLP(FusedModule):
             hidden_states.dtype is torch.float32
             and hidden_states.dim() > 0
             and not is_autocast(hidden_states)
+            and self._linear_class is not None
             and runs_untouched(self.c_fc, self._linear_class)
             and self.c_fc.weight.dtype is torch.float32
         )

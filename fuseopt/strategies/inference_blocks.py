@@ -80,7 +80,7 @@ def _not_supported_reasons(candidate: Candidate, rule: Rule, backend: str, on_gp
         return [_NOT_ON_GPU]
     # Hooks on the block run around its forward, whichever that is.
     reasons = ["its forward has been replaced on the instance"] if "forward" in candidate.module.__dict__ else []
-    unexpected = unexpected_modules(candidate.module, rule.options["children"])
+    unexpected = unexpected_modules(candidate.module, rule.options.get("children", {}))
     if unexpected:
         others = [f"{path} ({type(module).__name__})" for path, module in unexpected]
         reasons.append(f"the policy does not name the classes of {', '.join(others)}")

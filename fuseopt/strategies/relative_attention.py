@@ -78,6 +78,8 @@ def _stack_reason(stack: Candidate, rule: Rule) -> str | None:
         return f"it is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ"
     if "forward" in stack.module.__dict__:
         return "its forward has been replaced on the instance"
+    if "children" not in rule.options:
+        return "its policy does not name the classes of its children"
     # Modules inside the attentions or beside them do not get the masks, so their classes do not matter.
     others = [found for found in unexpected_modules(stack.module, rule.options["children"]) if _is_on_the_way(found[0])]
     return f"its {others[0][0]} is a {type(others[0][1]).__name__}" if others else None

@@ -1,5 +1,6 @@
 """The policies' data: the classes they name exist, and each rule's fused module computes what the class does."""
 
+import dataclasses
 import importlib
 import importlib.util
 import itertools
@@ -16,6 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import fuseopt
 from fuseopt import modules, ops
 from fuseopt.models import COMMON, ModelPolicy, Rule, policy_for, register_policy, unknown_names
 from fuseopt.models.gpt2 import GPT2
@@ -271,7 +273,36 @@ def test_a_policy_of_one_s_own_can_be_registered(monkeypatch):
         register_policy(ModelPolicy("nobody's", (), (), ()))
 
 
-def test_policies_of_the_package_name_what_there_is():
+def _without(options, **replaced):
+    """Policies as they were registered from outside before rules named the classes of children."""
+    return {
+        field: tuple(
+            dataclasses.replace(rule, reads={}, options={k: v for k, v in rule.options.items() if k not in options})
+            for rule in rules
+        )
+        for field, rules in replaced.items()
+    }
+
+
+def test_a_policy_without_classes_of_children_is_planned_with_reasons(monkeypatch):
+    from fuseopt import models
+
+    old = _without({"children"}, regions=GPT2.regions, inference_blocks=GPT2.inference_blocks)
+    old_t5 = _without({"children"}, relative_attention=T5.relative_attention)
+    policies = {"gpt2": dataclasses.replace(GPT2, **old), "t5": dataclasses.replace(T5, **old_t5)}
+    monkeypatch.setattr(models, "_POLICIES", models._POLICIES | policies)
+    model = tiny.gpt2()
+    expected = tiny.logits(model)
+    config = {"kernel_fusion": {"custom_cuda_kernels": [{"name": "FusedGELU", "fold_bias": True}, "FusedBlock"]}}
+    with pytest.warns(UserWarning, match="FusedBlock .*the policy does not name the classes of"):
+        fuseopt.initialize(model, config)
+    assert model.transformer.h[0].mlp._folds_bias(torch.zeros(1, 24))
+    torch.testing.assert_close(tiny.logits(model), expected)
+    planned = str(fuseopt.plan(tiny.t5(), {"kernel_fusion": {"triton_kernels": ["FusedRelativeAttention"]}}))
+    assert "its policy does not name the classes of its children" in planned
+
+
+def test_policies_of_the_package_name_known_targets_and_steps():
     for policy in (COMMON, GPT2, T5):
         assert not list(unknown_names(policy))
 
@@ -302,8 +333,8 @@ def test_policies_of_the_package_name_what_there_is():
     ],
     ids=lambda part: part if isinstance(part, str) else None,
 )
-def test_a_policy_that_names_what_there_is_not_is_refused_at_once(parts, message, monkeypatch):
-    """And not in the middle of a call of a user's."""
+def test_a_policy_with_an_unknown_target_or_step_is_refused_when_registered(parts, message, monkeypatch):
+    """Registration refuses it; otherwise a user's `initialize` would fail."""
     from fuseopt import models
 
     monkeypatch.setattr(models, "_POLICIES", dict(models._POLICIES))
