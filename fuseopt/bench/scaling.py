@@ -89,7 +89,7 @@ def _time_in_process(rank: int, processes: int, folder: str, device_type: str, r
         progress.set_postfix_str(ALONE)
         timings = time_in_turns({ALONE: alone}, sample, rounds=ROUNDS, warm_up=2)
         progress.set_postfix_str(f"{processes} processes")
-        # As many calls in every process, whatever their time: in each all of them meet.
+        # The same number of calls in every process: each call waits for all processes.
         together = dataclasses.replace(alone, model=DistributedDataParallel(model))
         timings |= time_in_turns({"together": together}, sample, rounds=ROUNDS, warm_up=2)
     if rank == 0:

@@ -230,7 +230,7 @@ def has_plain_weights(module: nn.Module) -> bool:
     )
 
 
-def is_plain(tensor: Tensor | None) -> bool:
+def is_plain_tensor(tensor: Tensor | None) -> bool:
     """Whether it is None, a Tensor or a Parameter, and not of another subclass of Tensor."""
     return type(tensor) in _PLAIN
 

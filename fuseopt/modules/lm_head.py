@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fuseopt.modules.base import FusedModule, is_plain
+from fuseopt.modules.base import FusedModule, is_plain_tensor
 from fuseopt.ops.library import is_unobserved
 
 # Numbers of half precision in the 16 bytes that a GPU's matrix product writes at once.
@@ -42,7 +42,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         and input.is_cuda
         and input.dtype in (torch.float16, torch.bfloat16)
         and input.dtype is weight.dtype
-        and is_plain(weight)
+        and is_plain_tensor(weight)
         and len(weight) % _ALIGNED
         and input.dim() > 0
         and (rows := input.numel() // max(input.shape[-1], 1)) >= _FEWEST_ROWS

@@ -35,7 +35,7 @@ class FusedMLP(FusedModule):
         reads: Mapping[str, type[nn.Module]] | None = None,
     ) -> None:
         self.activation, self.bias_activation = activation, bias_activation
-        # Without `reads`, as a policy from outside may have none: what `c_fc` is now, if that is a Conv1D.
+        # Policies from outside may have no `reads`: then the class that `c_fc` has now, if that is Conv1D.
         known = type(self.c_fc) if full_name(type(self.c_fc)) == CONV1D else None
         self._linear_class = reads["c_fc"] if reads else known
         self._activation = _Activation(self.act)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
-from fuseopt.modules.base import REFUSALS, FusedModule, is_plain, parameter
+from fuseopt.modules.base import REFUSALS, FusedModule, is_plain_tensor, parameter
 from fuseopt.ops.library import is_autocast
 
 # If input and weight have these dtypes, RMSNorm's op rounds where the sources do.
@@ -45,7 +45,7 @@ class FusedRMSNorm(FusedModule):
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = parameter(self, "weight")
         fits = weight is not None and hidden_states.dtype is weight.dtype and not self.autocasts
-        if not is_plain(weight) or not (fits or self._takes(hidden_states, weight)):
+        if not is_plain_tensor(weight) or not (fits or self._takes(hidden_states, weight)):
             return self._source_forward(hidden_states)
         try:
             return ops.rms_norm(
@@ -99,7 +99,7 @@ class FusedLayerNorm(FusedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = parameter(self, "weight"), parameter(self, "bias")
-        if not (is_plain(weight) and is_plain(bias)):
+        if not (is_plain_tensor(weight) and is_plain_tensor(bias)):
             return self._source_forward(input)
         if weight is not None and input.dtype is not weight.dtype and not _is_autocast_on_gpu(input):
             return self._source_forward(input)
