@@ -69,15 +69,20 @@ class Change:
         owner = self.owner
         return Absent if owner is None else _slot(owner, self.name).get(self.name, Absent)
 
+    def is_at(self, value: Any) -> bool:
+        """Whether `value` stands at the site, and can be exchanged for the other of the two."""
+        return self.current() is value and not (self.is_drop_in and not self.after.is_exchangeable(self.before))
+
     def steps(self, old: Any, new: Any) -> Iterator[Step]:
         """The steps that replace `old` by `new` and copy what was set on `old` since, such as the training flag."""
         owner = self.owner
         if owner is None:
             return
-        if isinstance(old, FusedModule) and isinstance(new, nn.Module):
-            yield functools.partial(new.__dict__.update, old.handed_back(new))
-        elif self.is_drop_in:
-            yield functools.partial(new.__dict__.update, _common_attributes(old, new))
+        if self.is_drop_in:
+            shared = self.after.shared_attributes(old, new)
+            yield functools.partial(new.__dict__.update, shared)
+            for name in new.__dict__.keys() - shared.keys() - self.after._own:
+                yield _step(new.__dict__, name, Absent)
         yield _step(_slot(owner, self.name), self.name, new)
 
 
@@ -134,15 +139,17 @@ def put(model: nn.Module, wanted: Applied | None) -> None:
     current = applied_to(model)
     if current is wanted:
         return
+    left = []
     if current is not None:
-        for change in _switch(model, None, [(change, change.after, change.before) for change in current.changes]):
-            warnings.warn(
-                f"fuseopt.restore: {printable(change.path)} is left as it is, a {type(change.current()).__name__}: it "
-                "was set after fuseopt.initialize; set it yourself if you want the original back",
-                stacklevel=3,
-            )
+        left += _switch(model, None, [(change, change.after, change.before) for change in current.changes])
     if wanted is not None:
-        _switch(model, wanted, [(change, change.before, change.after) for change in wanted.changes])
+        left += _switch(model, wanted, [(change, change.before, change.after) for change in wanted.changes])
+    for path, kind in dict.fromkeys((change.path, type(change.current()).__name__) for change in left):
+        warnings.warn(
+            f"fuseopt.restore: {printable(path)} is left as it is, a {kind}: it, its class or a method of it was set "
+            "after fuseopt.initialize; set it yourself if you want the original back",
+            stacklevel=3,
+        )
 
 
 def be_strict(model: nn.Module, strict: bool) -> None:
@@ -194,13 +201,13 @@ def stock_view(model: nn.Module) -> nn.Module:
     if applied is None:
         return model
     stock: dict[int, dict[str, Any]] = {}
-    handed_back: dict[int, dict[str, Any]] = {}
+    shared: dict[int, dict[str, Any]] = {}
     for change in applied.changes:
         owner = change.owner
-        if owner is not None and change.current() is change.after:
+        if owner is not None and change.is_at(change.after):
             stock.setdefault(id(owner), {})[change.name] = change.before
             if change.is_drop_in:
-                handed_back[id(change.before)] = change.after.handed_back(change.before)
+                shared[id(change.before)] = change.after.shared_attributes(change.after, change.before)
     modules, parents, stack = {id(model): model}, defaultdict(list), [model]
     while stack:
         module = stack.pop()
@@ -209,7 +216,7 @@ def stock_view(model: nn.Module) -> nn.Module:
             if id(child) not in modules:
                 modules[id(child)] = child
                 stack.append(child)
-    differing = [identity for identity in (*stock, *handed_back) if identity in modules]
+    differing = [identity for identity in (*stock, *shared) if identity in modules]
     views: dict[int, nn.Module] = {}
     while differing:
         identity = differing.pop()
@@ -218,7 +225,7 @@ def stock_view(model: nn.Module) -> nn.Module:
             differing += parents[identity]
     for identity, view in views.items():
         module = modules[identity]
-        attributes = {**module.__dict__, **handed_back.get(identity, {}), **stock.get(identity, {})}
+        attributes = {**shared.get(identity, module.__dict__), **stock.get(identity, {})}
         children = _children(module, stock)
         attributes["_modules"] = {name: child and views.get(id(child), child) for name, child in children.items()}
         hidden = {_STATE, *children}
@@ -257,7 +264,7 @@ def _switch(model: nn.Module, record: Applied | None, moves: Iterable[tuple[Chan
     steps: list[Step] = []
     left = []
     for change, old, new in moves:
-        if change.current() is old:
+        if change.is_at(old):
             steps += change.steps(old, new)
         elif change.owner is not None:
             left.append(change)
@@ -274,8 +281,3 @@ def _step(slot: dict[str, Any], name: str, value: Any) -> Step:
 
 def _slot(owner: nn.Module, name: str) -> dict[str, Any]:
     return owner._modules if name in owner._modules else owner.__dict__
-
-
-def _common_attributes(one: nn.Module, other: nn.Module) -> dict[str, Any]:
-    """The attributes that both have, with the values of `one`."""
-    return {name: one.__dict__[name] for name in one.__dict__.keys() & other.__dict__.keys()}

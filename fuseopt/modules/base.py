@@ -31,11 +31,13 @@ class FusedModule(nn.Module):
     Attributes:
         _fused_class, _source_class: the two classes that the drop-in's class was made of.
         _stand_in: the drop-in's class. A subclass inherits the attribute, so it is not equal to its `_stand_in`.
+        _own: names of the attributes that the source does not have.
     """
 
     _fused_class: ClassVar[type[FusedModule]]
     _source_class: ClassVar[type[nn.Module]]
     _stand_in: ClassVar[type[FusedModule]]
+    _own: frozenset[str]
 
     @classmethod
     def from_module(cls, source: nn.Module, **options: Any) -> FusedModule:
@@ -50,19 +52,43 @@ class FusedModule(nn.Module):
         fused = _new(cls, type(source))
         fused.__dict__.update(source.__dict__)
         fused._configure(**options)
-        fused._own = frozenset(fused.__dict__.keys() - source.__dict__.keys())
+        fused._own = frozenset((*fused.__dict__.keys() - source.__dict__.keys(), "_own"))
         return fused
 
-    def handed_back(self, source: nn.Module) -> dict[str, Any]:
-        """The drop-in's plain attributes that `source` gets back: its own, such as `training`, and those set since.
+    def is_exchangeable(self, source: nn.Module) -> bool:
+        """Whether the drop-in and its source can still take each other's place.
 
-        New attributes that can be called are left out: they may be bound to the drop-in.
+        False once one of them has been given another class, as by a parametrization, or a method of its own.
         """
+        cls = type(self)
+        return (
+            _is_stand_in(cls)
+            and type(source) is cls._source_class
+            and not self._sets_method(self, source)
+            and not self._sets_method(source, self)
+        )
+
+    def shared_attributes(self, one: nn.Module, other: nn.Module) -> dict[str, Any]:
+        """What `other` is to have of the attributes of `one`, such as the training flag and those set since.
+
+        Args:
+            one, other: the drop-in and its source, or the source and the drop-in.
+        """
+        shared = ((name, value) for name, value in one.__dict__.items() if name not in self._own)
         return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name in source.__dict__ or not (name in self._own or name == "_own" or callable(value))
+            name: getattr(type(other), name).__get__(other) if _is_own_method(one, name) else value
+            for name, value in shared
         }
+
+    def _sets_method(self, one: nn.Module, other: nn.Module) -> bool:
+        return any(
+            callable(value)
+            and name not in self._own
+            and hasattr(type(one), name)
+            and value is not other.__dict__.get(name)
+            and not _is_own_method(one, name)
+            for name, value in one.__dict__.items()
+        )
 
     @classmethod
     def not_supported_reasons(cls, source: nn.Module) -> list[str]:
@@ -169,6 +195,16 @@ def source_class(module: nn.Module) -> type[nn.Module]:
     """The class that a drop-in stands in for; for all else, subclasses of a drop-in's class too, the class itself."""
     cls = type(module)
     return cls._source_class if _is_stand_in(cls) else cls
+
+
+def _is_own_method(module: nn.Module, name: str) -> bool:
+    """Whether the attribute is the method of that name of the module's class, as accelerate leaves it behind."""
+    value = module.__dict__[name]
+    return (
+        isinstance(value, types.MethodType)
+        and value.__self__ is module
+        and value.__func__ is getattr(type(module), name, None)
+    )
 
 
 def _is_stand_in(cls: type[nn.Module]) -> TypeGuard[type[FusedModule]]:

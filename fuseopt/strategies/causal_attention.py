@@ -54,10 +54,14 @@ class FusedAttentionConfig(AttentionConfig):
         super().__init__(config, backend)
         self._attention = refer(attention)
 
+    @property
+    def attention(self) -> nn.Module | None:
+        """The module; None once it is freed, when another module may have taken over its attributes."""
+        module: nn.Module | None = self._attention()
+        return module
+
     def _is_wanted(self) -> bool:
-        attention = self._attention()
-        # Gone where another module has taken its place, and its attributes.
-        return attention is not None and bool(attention.training)
+        return self.attention is not None and bool(self.attention.training)
 
 
 def _propose_stack(
