@@ -27,7 +27,7 @@ from fuseopt.generation.tiers import Tier
 from fuseopt.ops.library import Observer
 from tests import tiny
 
-GENERATION = {"generation": {"enable": True, "max_batch": 4, "max_length": 32}}
+GENERATION = {"generation": {"enable": True, "max_batch": 5, "max_length": 32}}
 pytestmark = pytest.mark.usefixtures("each_device")
 
 
@@ -85,7 +85,7 @@ STOCK_CALLS = {
         {"cache_implementation": "static", "disable_compile": True},
         "a cache_implementation is asked for",
     ),
-    "batch": ({"num_return_sequences": 3, "do_sample": True}, "6 rows are more than max_batch, 4"),
+    "batch": ({"num_return_sequences": 3, "do_sample": True}, "6 rows are more than max_batch, 5"),
     "length": ({"max_new_tokens": 40}, "cache slots are more than max_length, 32"),
     "token types": ({"token_type_ids": torch.zeros(2, 7, dtype=torch.long)}, "token_type_ids is passed to the model"),
 }

@@ -4,13 +4,13 @@ from tests.mutants.mutant import Mutant
 
 _TIERS = "fuseopt/generation/tiers.py"
 _LOOP = "fuseopt/generation/loop.py"
-_OPS_TESTS = ("tests/ops/test_contract.py",)
-_GENERATION_TESTS = ("tests/generation/test_tiers.py", "tests/generation/test_odd_arguments.py")
+_PROCESSOR_LIST_TESTS = "tests/generation/test_logits_processor_list.py"
+_TOUCHED_TESTS = "tests/strategies/test_touched_modules.py"
 
 
-def _without_reason(what: str, old: str, new: str, *tests: str) -> Mutant:
+def _without_reason(what: str, old: str, new: str) -> Mutant:
     """A call that transformers has to decode is decoded by fuseopt."""
-    return Mutant(f"T2 without a reason: {what}", _TIERS, old, new, tests or _GENERATION_TESTS)
+    return Mutant(f"T2 without a reason: {what}", _TIERS, old, new, ("tests/generation/test_reasons.py",))
 
 
 REASONS = (
@@ -42,42 +42,42 @@ GENERATION = (
         "fuseopt/generation/state.py",
         "        self._cross_length = None\n",
         "",
-        ("tests/generation/test_generate_lifecycle.py", "tests/generation/test_generate.py"),
+        ("tests/generation/test_prompts.py::test_a_mask_of_an_encoder_s_output_ends_with_its_call",),
     ),
     Mutant(
         "max_length ignores the encoder's length",
         _LOOP,
         "if max(sizes.capacity, sizes.cross_capacity) > self.max_length:",
         "if sizes.capacity > self.max_length:",
-        ("tests/generation/test_tiers.py",),
+        ("tests/generation/test_tiers.py::test_max_length_bounds_both_caches",),
     ),
     Mutant(
         "one position more than the model has",
         _LOOP,
         "sizes.capacity > longest:",
         "sizes.capacity > longest + 1:",
-        ("tests/generation/test_tiers.py",),
+        ("tests/generation/test_tiers.py::test_a_model_s_last_position_is_used_and_none_after_it",),
     ),
     Mutant(
         "max_batch is one too many",
         _LOOP,
         "if sizes.rows > self.max_batch:",
         "if sizes.rows > self.max_batch + 1:",
-        ("tests/generation/test_tiers.py",),
+        ("tests/generation/test_tiers.py::test_calls_that_transformers_decodes",),
     ),
     Mutant(
         "views of scores are edited in place",
         "fuseopt/generation/logits_processor_list.py",
         "        if scores._is_view():\n            return False\n",
         "",
-        ("tests/generation/test_logits_processor_list.py", "tests/generation/test_logits_processors.py"),
+        (f"{_PROCESSOR_LIST_TESTS}::test_scores_that_are_part_of_another_tensor_are_not_written_to",),
     ),
     Mutant(
         "scores that output_logits keeps are edited in place",
         "fuseopt/generation/logits_processor_list.py",
         "is_kept = config.return_dict_in_generate and config.output_logits",
         "is_kept = False",
-        ("tests/generation/test_logits_processor_list.py", "tests/generation/test_generate.py"),
+        (f"{_PROCESSOR_LIST_TESTS}::test_all_edits_are_one_op_a_step_and_in_place_unless_logits_are_kept",),
     ),
     Mutant(
         "sampled beams are drawn without the scores so far",
@@ -94,21 +94,21 @@ OPS = (
         "fuseopt/ops/rms_norm.py",
         "rstd = input.new_empty(input.shape[:-1], dtype=compute_dtype(input))",
         "rstd = input.new_empty(input.shape[:-1])",
-        (*_OPS_TESTS, "tests/ops/test_rms_norm.py"),
+        ("tests/ops/test_contract.py::test_fakes_have_the_dtypes_of_what_kernels_return", "-k", "rms_norm"),
     ),
     Mutant(
         "the fake of layer_norm has the input's dtype for its statistics",
         "fuseopt/ops/layer_norm.py",
         "mean = input.new_empty(input.shape[:-1], dtype=compute_dtype(input))",
         "mean = input.new_empty(input.shape[:-1])",
-        (*_OPS_TESTS, "tests/ops/test_layer_norm.py"),
+        ("tests/ops/test_contract.py::test_fakes_have_the_dtypes_of_what_kernels_return", "-k", "layer_norm"),
     ),
     Mutant(
         "the plain rms_norm ignores eps",
         "fuseopt/ops/rms_norm.py",
         "torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)",
         "torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)",
-        ("tests/ops/test_rms_norm.py", *_OPS_TESTS),
+        ("tests/ops/test_norm_constants.py", "-k", "rms_norm"),
     ),
     Mutant(
         "the weight's offset is not in its gradient's norm",
@@ -121,8 +121,8 @@ OPS = (
         "softmax's backward on a CPU has no scale",
         "fuseopt/csrc/cpu/softmax.cpp",
         "dx[i] = factor * y[i] * (g[i] - dot);",
-        "dx[i] = y[i] * (g[i] - dot);",
-        ("tests/ops/test_softmax.py", *_OPS_TESTS),
+        "dx[i] = (0 * factor + 1) * y[i] * (g[i] - dot);",
+        ("tests/ops/test_softmax.py",),
     ),
     Mutant(
         "softmax on a CPU does not subtract the largest",
@@ -144,6 +144,13 @@ OPS = (
         "static_cast<T>(x < 0 ? x * penalty : x / penalty)",
         "static_cast<T>(x / penalty)",
         ("tests/ops/test_process_logits.py",),
+    ),
+    Mutant(
+        "a binding takes a mask of integers for one of floating point",
+        "fuseopt/csrc/shared_arguments.h",
+        '{{"input", kFloats}, {"mask", kFloats}}',
+        '{{"input", kFloats}, {"mask", kFloats | kIntegers}}',
+        ("tests/ops/test_arguments.py::test_another_dtype_gives_the_same_or_is_refused", "-k", "softmax_fwd"),
     ),
     Mutant(
         "wide rows in Triton leave out their last block",
@@ -190,6 +197,205 @@ MODULES = (
         "nan_to_num(nan=math.inf)",
         "nan_to_num(nan=0.0)",
         ("tests/test_verify.py",),
+    ),
+)
+
+CHILDREN = (
+    Mutant(
+        "the class that c_fc has is taken for the one that the policy names",
+        "fuseopt/modules/mlp.py",
+        'self._linear_class = reads["c_fc"]',
+        "self._linear_class = type(self.c_fc)",
+        (f"{_TOUCHED_TESTS}::test_the_bias_is_folded_for_a_plain_conv1d_alone",),
+    ),
+    Mutant(
+        "c_fc is read whatever it is by now",
+        "fuseopt/modules/mlp.py",
+        "            and runs_untouched(self.c_fc, self._linear_class)\n",
+        "",
+        (f"{_TOUCHED_TESTS}::test_the_bias_is_folded_for_a_plain_conv1d_alone",),
+    ),
+    Mutant(
+        "any class counts as the one that is read past",
+        "fuseopt/modules/base.py",
+        "(type(module) is expected or fused_class(module) is expected)",
+        "isinstance(module, expected)",
+        (f"{_TOUCHED_TESTS}::test_the_bias_is_folded_for_a_plain_conv1d_alone",),
+    ),
+    Mutant(
+        "hooks on what is read past are not called",
+        "fuseopt/modules/base.py",
+        "        and not has_hooks(module)\n",
+        "",
+        (f"{_TOUCHED_TESTS}::test_the_bias_is_folded_for_a_plain_conv1d_alone",),
+    ),
+    Mutant(
+        "a forward that was set on what is read past is not called",
+        "fuseopt/modules/base.py",
+        '        and "forward" not in module.__dict__\n',
+        "",
+        (f"{_TOUCHED_TESTS}::test_whatever_is_done_to_a_module_counts_as_in_stock", "-k", "gpt2"),
+    ),
+    Mutant(
+        "weights of a tensor subclass are read as plain ones",
+        "fuseopt/modules/base.py",
+        "        and has_plain_weights(module)\n",
+        "",
+        (f"{_TOUCHED_TESTS}::test_the_bias_is_folded_for_a_plain_conv1d_alone",),
+    ),
+    Mutant(
+        "hooks on every module are not called for what is read past",
+        "fuseopt/modules/base.py",
+        "        and not nn.modules.module._has_any_global_hook()\n",
+        "",
+        (f"{_TOUCHED_TESTS}::test_a_hook_on_every_module_is_called_for_the_same_modules_as_in_stock",),
+    ),
+    Mutant(
+        "norms after a residual add are passed by whatever they are",
+        "fuseopt/modules/residual.py",
+        "return all(runs_untouched(norm, self.norm) for norm in self.norms(self.block))",
+        "return True",
+        (f"{_TOUCHED_TESTS}::test_modules_whose_forward_is_passed_by_are_of_their_class",),
+    ),
+    Mutant(
+        "layers of a T5 block are passed by whatever they are",
+        "fuseopt/modules/residual.py",
+        "            and all(map(runs_untouched, layers, self._layer_classes))\n",
+        "",
+        (f"{_TOUCHED_TESTS}::test_modules_whose_forward_is_passed_by_are_of_their_class",),
+    ),
+    Mutant(
+        "an attention whose dropout is put off may be anything",
+        "fuseopt/modules/dropout_add.py",
+        "return untouched and super()._is_plain(",
+        "return super()._is_plain(",
+        (f"{_TOUCHED_TESTS}::test_what_is_added_to_an_attention_is_not_dropped",),
+    ),
+    Mutant(
+        "a drop-in has a class name of its own",
+        "fuseopt/modules/base.py",
+        "            source.__name__, (fused, source),",
+        "            fused.__name__, (fused, source),",
+        ("tests/modules/test_drop_ins.py::test_classes_names_and_attributes_are_the_source_s",),
+    ),
+    Mutant(
+        "what was set on a drop-in is lost with it",
+        "fuseopt/apply.py",
+        "            yield functools.partial(new.__dict__.update, old.handed_back(new))\n",
+        "            pass\n",
+        ("tests/modules/test_drop_ins.py", "tests/test_api.py"),
+    ),
+)
+
+INTERRUPTS = (
+    Mutant(
+        "the record is set before the sites",
+        "fuseopt/apply.py",
+        "    steps.append(_step(model.__dict__, _STATE, Absent if record is None else record))\n",
+        "    _step(model.__dict__, _STATE, Absent if record is None else record)()\n",
+        ("tests/test_interrupts.py::test_interrupted_anywhere_a_model_is_wholly_stock_or_wholly_fused",),
+    ),
+    Mutant(
+        "sites are set one after the other",
+        "fuseopt/apply.py",
+        "    deque(map(functools.partial.__call__, list(steps)), maxlen=0)  # type: ignore[arg-type]\n",
+        "    for step in list(steps):\n        step()\n",
+        ("tests/test_interrupts.py::test_interrupted_anywhere_a_model_is_wholly_stock_or_wholly_fused",),
+    ),
+    Mutant(
+        "an interrupted with block leaves the model as it is",
+        "fuseopt/apply.py",
+        "    except BaseException:\n        put_back()\n        raise\n",
+        "    except BaseException:\n        raise\n",
+        ("tests/test_interrupts.py::test_interrupted_anywhere_a_model_is_wholly_stock_or_wholly_fused",),
+    ),
+    Mutant(
+        "two threads change a model at the same time",
+        "fuseopt/apply.py",
+        "return _locks.setdefault(model, threading.RLock())",
+        "return threading.RLock()",
+        ("tests/test_interrupts.py::test_of_two_threads_that_initialize_a_model_one_waits",),
+    ),
+)
+
+LIFETIMES = (
+    Mutant(
+        "a forward holds the module that it is set on",
+        "fuseopt/references.py",
+        "        self.ref = weakref.ref(to)\n",
+        "        self.ref = lambda: to\n",
+        ("tests/test_lifetime.py::test_a_fused_model_is_freed_without_the_garbage_collector",),
+    ),
+    Mutant(
+        "generate() holds its model",
+        "fuseopt/generation/generate.py",
+        "self._model, self._class = weakref.ref(model), type(model)",
+        "self._model, self._class = (lambda: model), type(model)",
+        ("tests/generation/test_lifetimes.py::test_a_model_goes_with_its_last_user",),
+    ),
+    Mutant(
+        "what compares modules holds the first",
+        "fuseopt/modules/structure.py",
+        "self._top, self.states = weakref.ref(top), ",
+        "self._top, self.states = (lambda: top), ",
+        (
+            "tests/test_lifetime.py::test_a_fused_model_is_freed_without_the_garbage_collector",
+            "tests/generation/test_lifetimes.py::test_a_model_goes_with_its_last_user",
+        ),
+    ),
+)
+
+TRAINING = (
+    Mutant(
+        "lazy logits compare versions while Dynamo traces",
+        "fuseopt/modules/lazy_logits.py",
+        "versions_known = not torch.compiler.is_dynamo_compiling()",
+        "versions_known = True",
+        (
+            "tests/modules/test_unseen_logits.py",
+            "tests/strategies/test_stock_fallback.py::test_a_loss_of_ones_own_is_compiled",
+        ),
+    ),
+    Mutant(
+        "lazy logits are computed of a weight that has changed",
+        "fuseopt/modules/lazy_logits.py",
+        "if versions_known and self._versions() != (self._input_version, self._weight_version):",
+        "if False:",
+        ("tests/modules/test_lazy_logits.py::test_logits_not_looked_at_before_the_weight_changed_are_refused",),
+    ),
+    Mutant(
+        "strict training falls back in silence",
+        "fuseopt/modules/training_forward.py",
+        "error if fallback.strict else None",
+        "None",
+        ("tests/strategies/test_stock_fallback.py::test_strict_raises_in_the_call_and_leaves_the_model_as_it_was",),
+    ),
+    Mutant(
+        "a compiled step that failed has drawn random numbers",
+        "fuseopt/modules/training_forward.py",
+        "        with stock_fallback.generators_kept(inputs):\n            outputs = run(*inputs)\n",
+        "        outputs = run(*inputs)\n",
+        (
+            "tests/strategies/test_stock_fallback.py"
+            "::test_a_step_that_cannot_be_compiled_trains_as_stock_from_the_same_state",
+        ),
+    ),
+)
+
+CONFIG = (
+    Mutant(
+        "of a key that is given twice the last value counts",
+        "fuseopt/config.py",
+        "object_pairs_hook=_unique",
+        "object_pairs_hook=dict",
+        ("tests/test_config.py",),
+    ),
+    Mutant(
+        "names of modules reach the terminal as they are",
+        "fuseopt/errors.py",
+        "character if character.isprintable() else",
+        "character if True else",
+        ("tests/test_report.py", "tests/test_api.py", "tests/test_config.py"),
     ),
 )
 
@@ -269,4 +475,16 @@ BENCH = (
     ),
 )
 
-MUTANTS = (*REASONS, *GENERATION, *OPS, *MODULES, *NATIVE, *BENCH)
+MUTANTS = (
+    *REASONS,
+    *GENERATION,
+    *OPS,
+    *MODULES,
+    *CHILDREN,
+    *INTERRUPTS,
+    *LIFETIMES,
+    *TRAINING,
+    *CONFIG,
+    *NATIVE,
+    *BENCH,
+)

@@ -129,16 +129,21 @@ def test_the_lowest_number_as_mask(case: Case, dtype: torch.dtype) -> None:
     spread=st.sampled_from([1.0, 100.0]),
     seed=st.integers(0, 2**31),
 )
-def test_mask_of_any_broadcastable_shape(
+def test_output_and_gradient_with_a_mask_of_any_broadcastable_shape_at_any_scale(
     case: Case, dtype: torch.dtype, shape: list[int], kept: int, scale: float, spread: float, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    input = (torch.randn(shape) * spread).to(case.device, dtype)
+    input = (torch.randn(shape) * spread).to(case.device, dtype).requires_grad_()
     mask_shape = [size if kept >> i & 1 else 1 for i, size in enumerate(shape)]
     mask = (torch.randn(mask_shape[seed % len(shape) :]) * spread).to(case.device, dtype)
-    exact = softmax_reference(input.double(), mask.double(), scale=scale)
+    exact_input = input.detach().double().requires_grad_()
+    exact = softmax_reference(exact_input, mask.double(), scale=scale)
     output = case(input, mask, scale=scale)
     assert error([output], [exact]) <= max(torch.finfo(dtype).eps, 1e-4)
+    grad_output = torch.randn_like(output)
+    (grad,) = torch.autograd.grad(output, input, grad_output)
+    (exact_grad,) = torch.autograd.grad(exact, exact_input, grad_output.double())
+    assert error([grad], [exact_grad]) <= max(4 * torch.finfo(dtype).eps, 1e-4)
 
 
 @every_case
@@ -154,7 +159,7 @@ def test_gradient_of_a_position_bias(case: Case) -> None:
 
 @every_case
 @pytest.mark.parametrize("dim", [0, 1, -2, 2, -1])
-def test_any_dimension(case: Case, dim: int) -> None:
+def test_softmax_over_any_dimension_equals_torch(case: Case, dim: int) -> None:
     input = torch.randn(3, 4, 5, device=case.device)
     mask = torch.randn(4, 1, device=case.device)
     torch.testing.assert_close(case(input, mask, dim=dim), torch.softmax(input + mask, dim))
@@ -178,7 +183,7 @@ def test_output_dtype_under_autocast_is_torchs(case: Case, dtype: torch.dtype) -
 
 
 @every_case
-def test_wrong_masks(case: Case) -> None:
+def test_masks_of_a_wrong_dtype_or_shape_are_refused(case: Case) -> None:
     input = torch.randn(3, 4, device=case.device)
     with pytest.raises(TypeError, match="floating point"):
         case(input, torch.ones(3, 4, device=case.device, dtype=torch.bool))
