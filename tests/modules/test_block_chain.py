@@ -17,6 +17,7 @@ from fuseopt.modules import block_chain
 from fuseopt.modules.block_chain import BlockChain, ChainWork
 from tests import tiny
 from tests.changes import edit, replace
+from tests.pairs import stock_and_fused
 
 CONFIG = {"kernel_fusion": {"custom_cuda_kernels": ["FusedBlock"], "jit": False}}
 LAYERS = 2
@@ -26,11 +27,6 @@ LAYERS = 2
 def chains_everywhere(each_device, monkeypatch):
     """On a CPU the works run on the same static tensors, only that they are not captured."""
     monkeypatch.setattr(block_chain, "DEVICE_TYPES", ("cpu", "cuda"))
-
-
-def stock_and_fused(**options):
-    stock = tiny.gpt2(**options)
-    return stock, fuseopt.initialize(copy.deepcopy(stock), CONFIG, strict=True)
 
 
 def chain_of(model):
@@ -78,7 +74,7 @@ def assert_chained(expected, stock, fused, ids=None, **options):
     "options", [{}, {"n_inner": 20}, {"activation_function": "gelu"}, {"scale_attn_weights": False}]
 )
 def test_a_size_runs_at_once_when_it_comes_for_the_third_time(options):
-    stock, fused = stock_and_fused(**options)
+    stock, fused = stock_and_fused(tiny.gpt2(**options), CONFIG)
     for expected in (0, 0, 1, 1):
         assert_chained(expected, stock, fused)
     ids = tiny.inputs(stock, length=5)["input_ids"]
@@ -88,7 +84,7 @@ def test_a_size_runs_at_once_when_it_comes_for_the_third_time(options):
 
 
 def test_another_prompt_of_the_size_and_results_that_stay():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
     kept = []
     for seed in range(4):
@@ -101,7 +97,7 @@ def test_another_prompt_of_the_size_and_results_that_stay():
 
 
 def test_tokens_alone_pass_by_the_stack_s_own_forward():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
     assert_chained(1, stock, fused)
     labels = tiny.inputs(stock)["input_ids"]
@@ -133,7 +129,7 @@ def test_tokens_alone_pass_by_the_stack_s_own_forward():
 
 
 def test_tokens_that_stock_refuses_or_warns_of():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
     assert_chained(1, stock, fused)
     ids = tiny.inputs(stock)["input_ids"]
@@ -149,8 +145,8 @@ def test_tokens_that_stock_refuses_or_warns_of():
 
 
 @pytest.mark.parametrize("cache", [False, True])
-def test_padded_prompts(cache):
-    stock, fused = stock_and_fused()
+def test_prompts_padded_on_either_side_run_as_captured_and_equal_stock(cache):
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     ids = tiny.inputs(stock, batch=3)["input_ids"]
     masks = [torch.ones_like(ids) for _ in range(2)]
     masks[0][0, :3] = 0
@@ -166,7 +162,7 @@ def test_padded_prompts(cache):
 
 
 def test_a_cache_goes_on_where_the_chain_has_left_it():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     ids = tiny.inputs(stock)["input_ids"]
     meet(fused, ids[:, :4])
     start = assert_chained(1, stock, fused, ids[:, :4])
@@ -176,7 +172,7 @@ def test_a_cache_goes_on_where_the_chain_has_left_it():
 
 
 def test_prompts_of_transformers_own_generate():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     ids = tiny.inputs(stock)["input_ids"]
     arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     for expected in (0, 0, 1):
@@ -202,7 +198,7 @@ def test_error_in_half_precision_is_no_larger_than_stock(dtype, padded):
 
 
 def test_a_block_that_is_called_by_itself_does_its_own_work():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
     assert_chained(1, stock, fused)
     hidden = torch.randn(2, 7, 24)
@@ -215,7 +211,7 @@ def test_a_block_that_is_called_by_itself_does_its_own_work():
 
 
 def test_inference_mode_and_no_grad_take_turns():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     ids = tiny.inputs(stock)["input_ids"]
     expected = forward(stock, ids).logits
     for call in range(6):
@@ -266,7 +262,7 @@ def shorten_the_stack(model):
     ids=lambda change: change.__name__,
 )
 def test_what_changes_between_calls_shows(change):
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
     before = assert_chained(1, stock, fused).logits
     for model in (stock, fused):
@@ -314,7 +310,7 @@ def exchange_a_block(model):
     ids=lambda change: change.__name__,
 )
 def test_what_is_left_to_the_blocks(change):
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
     assert_chained(1, stock, fused)
     for model in (stock, fused):
@@ -325,7 +321,7 @@ def test_what_is_left_to_the_blocks(change):
 
 @pytest.mark.parametrize("options", [{"is_causal": False}, {"output_hidden_states": True}], ids=str)
 def test_arguments_that_are_left_to_the_blocks(options):
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     for _ in range(4):
         outputs = assert_chained(0, stock, fused, **options)
     if "output_hidden_states" in options:
@@ -334,7 +330,7 @@ def test_arguments_that_are_left_to_the_blocks(options):
 
 
 def test_gradients_are_left_to_the_blocks():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
     ids = tiny.inputs(stock)
     gradients = []
@@ -349,7 +345,7 @@ def test_gradients_are_left_to_the_blocks():
 def test_sizes_that_come_seldom_do_not_drive_out_others(monkeypatch):
     monkeypatch.setattr(block_chain, "_MOST_GRAPHS", 2)
     monkeypatch.setattr(block_chain, "_CALLS_KEPT", 5)
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     prompts = [tiny.inputs(stock, length=length)["input_ids"] for length in (3, 4, 5)]
     for ids in prompts:
         meet(fused, ids)
@@ -365,7 +361,7 @@ def test_sizes_that_come_seldom_do_not_drive_out_others(monkeypatch):
 
 def test_many_tokens_are_left_to_the_blocks(monkeypatch):
     monkeypatch.setattr(block_chain, "_MOST_TOKENS", 13)
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     for _ in range(4):
         assert_chained(0, stock, fused)
 
@@ -373,7 +369,7 @@ def test_many_tokens_are_left_to_the_blocks(monkeypatch):
 @pytest.mark.parametrize("each_device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 def test_what_cannot_be_captured_runs_as_it_is(monkeypatch):
     monkeypatch.setattr(block_chain, "_CALLS_KEPT", 0)
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
     with mock.patch.object(ChainWork, "capture", side_effect=torch.OutOfMemoryError("no memory")):
         assert_chained(0, stock, fused)
@@ -385,7 +381,7 @@ def test_what_cannot_be_captured_runs_as_it_is(monkeypatch):
 
 @pytest.mark.parametrize("each_device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 def test_several_streams_share_the_tensors_of_a_size():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
     prompts = [tiny.inputs(stock, seed=seed)["input_ids"] for seed in range(8)]
     expected = [forward(stock, ids).logits for ids in prompts]
@@ -400,7 +396,7 @@ def test_several_streams_share_the_tensors_of_a_size():
 
 
 def test_threads_get_their_own_results(each_device):
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
     prompts = [tiny.inputs(stock, seed=seed)["input_ids"] for seed in range(4)]
     expected = [forward(stock, ids).logits for ids in prompts]
@@ -423,7 +419,7 @@ def test_threads_get_their_own_results(each_device):
 
 
 def test_copies_and_pickles_begin_anew():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
     assert_chained(1, stock, fused)
     others = copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))
@@ -435,7 +431,7 @@ def test_copies_and_pickles_begin_anew():
 
 
 def test_restore_drops_the_chain():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
     assert_chained(1, stock, fused)
     fuseopt.restore(fused)
@@ -445,7 +441,7 @@ def test_restore_drops_the_chain():
 
 @pytest.mark.slow
 def test_torch_compile_sees_one_graph():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     torch._dynamo.reset()
     compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(forward(compiled).logits, forward(stock).logits, rtol=1e-5, atol=1e-5)

@@ -22,6 +22,7 @@ from fuseopt.modules import block_chain, t5_inference
 from fuseopt.modules.block_chain import BlockChain
 from tests import tiny
 from tests.changes import edit, replace
+from tests.pairs import stock_and_fused
 
 CONFIG = {"kernel_fusion": {"custom_cuda_kernels": ["FusedBlock"], "jit": False}}
 every_family = pytest.mark.parametrize("family", ["t5", "t5_gated", "mt5"])
@@ -33,11 +34,6 @@ def at_once_everywhere(each_device, monkeypatch):
     monkeypatch.setattr(block_chain, "DEVICE_TYPES", ("cpu", "cuda"))
     if each_device.type == "cpu":
         monkeypatch.setattr(t5_inference, "has_kernel", lambda *_: True)
-
-
-def stock_and_fused(family="t5", config=CONFIG, strict=True, **options):
-    stock = tiny.FAMILIES[family](**options)
-    return stock, fuseopt.initialize(copy.deepcopy(stock), config, strict=strict)
 
 
 def forward(model, **options):
@@ -82,7 +78,7 @@ def meet(stock, fused, run=forward):
 @every_family
 @pytest.mark.parametrize("config", [CONFIG, "inference"], ids=["alone", "preset"])
 def test_both_stacks_run_at_once_and_from_the_third_time_on_as_they_were_captured(family, config):
-    stock, fused = stock_and_fused(family, config)
+    stock, fused = stock_and_fused(tiny.FAMILIES[family](), config)
     meet(stock, fused)
     for seed in range(3):
         ids = tiny.inputs(stock, batch=3, seed=seed)
@@ -97,7 +93,7 @@ def test_both_stacks_run_at_once_and_from_the_third_time_on_as_they_were_capture
 @pytest.mark.parametrize("each_device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @pytest.mark.parametrize("family", ["t5", "t5_gated"])
 def test_on_a_gpu_the_triton_op_is_captured(family):
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(tiny.FAMILIES[family](), CONFIG)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         meet(stock, fused)
     assert "fuseopt::relative_attention_fwd" in [event.key for event in profile.key_averages()]
@@ -124,8 +120,8 @@ def masked(model, sides, decoder_sides):
     ("sides", "decoder_sides"),
     [((0, 0), None), ((0, 0), (0, 0)), ((6, 9), (5, 8)), ((0, 4), (0, 3)), ((0, 9), None), (None, (0, 8))],
 )
-def test_masks(sides, decoder_sides, cache):
-    stock, fused = stock_and_fused()
+def test_calls_with_any_masks_run_as_captured_and_equal_stock(sides, decoder_sides, cache):
+    stock, fused = stock_and_fused(tiny.t5(), CONFIG)
     for call in range(4):
         # Other rows of the same sizes have it in the end.
         batch = masked(stock, sides, decoder_sides)
@@ -155,7 +151,7 @@ def tensors(cache):
 
 
 def test_caches_are_filled_and_go_on():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.t5(), CONFIG)
     ids = tiny.inputs(stock)["decoder_input_ids"]
     start = functools.partial(forward, **{**tiny.inputs(stock), "decoder_input_ids": ids[:, :4]})
     kept = []
@@ -184,7 +180,7 @@ def test_caches_are_filled_and_go_on():
 
 
 def test_captured_sizes_pass_by_the_stacks_own_forwards():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.t5(), CONFIG)
     modeling = sys.modules[type(stock).__module__]
     ones = {"attention_mask": torch.ones_like(tiny.inputs(stock, batch=3)["input_ids"])}
     for options in ({}, {"use_cache": False}, ones):
@@ -226,7 +222,7 @@ def test_stacks_by_themselves():
     torch.testing.assert_close(outputs[0], forward_of_ids(stock, ids)[0], rtol=1e-5, atol=5e-5)
 
 
-def test_other_heads():
+def test_a_classification_head_runs_as_captured_and_equals_stock():
     config, ids = tiny.t5().config, torch.arange(3, 10)[None].repeat(2, 1)
     ids[:, -1] = config.eos_token_id
     stock = T5ForSequenceClassification(copy.deepcopy(config)).eval()
@@ -241,7 +237,7 @@ def forward_of_ids(model, ids, **options):
 
 
 def test_a_decoder_with_a_cache_for_one_kind_of_attention_is_left_to_the_class():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.t5(), CONFIG)
     ids, states = tiny.inputs(stock)["decoder_input_ids"], torch.randn(2, 7, 24)
     for model, expected in ((fused, (1, 0)), (stock, (0, 0))):
         with torch.no_grad():
@@ -254,8 +250,8 @@ def test_a_decoder_with_a_cache_for_one_kind_of_attention_is_left_to_the_class()
 
 @pytest.mark.parametrize("generation", [{}, {"generation": {"enable": True}}], ids=["transformers", "loop"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
-def test_generate(options, generation):
-    stock, fused = stock_and_fused(config={**CONFIG, **generation})
+def test_generate_gives_the_tokens_of_stock(options, generation):
+    stock, fused = stock_and_fused(tiny.t5(), {**CONFIG, **generation})
     ids = tiny.inputs(stock)["input_ids"]
     mask = torch.ones_like(ids)
     mask[0, 5:] = 0
@@ -322,7 +318,7 @@ def remove_the_first_blocks(model):
 )
 def test_what_changes_between_calls_shows(change, stacks):
     run = functools.partial(forward, use_cache=False)
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.t5(), CONFIG)
     meet(stock, fused, run)
     before = assert_runs((0, 2), stock, fused, run).logits
     for model in (stock, fused):
@@ -398,7 +394,7 @@ def keep_some_weights_wider(model):
     ids=lambda change: change.__name__,
 )
 def test_what_is_left_to_the_class(change, late):
-    stock, fused = stock_and_fused(dropout_rate=0.0)
+    stock, fused = stock_and_fused(tiny.t5(dropout_rate=0.0), CONFIG)
     if late:
         meet(stock, fused)
         assert_runs((0, 2), stock, fused)
@@ -408,9 +404,9 @@ def test_what_is_left_to_the_class(change, late):
         assert_runs((0, 0), stock, fused)
 
 
-def test_adapters():
+def test_adapters_put_on_later_send_calls_through_the_stock_forward():
     peft = pytest.importorskip("peft")
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.t5(), CONFIG)
     meet(stock, fused)
     assert_runs((0, 2), stock, fused)
     config = peft.LoraConfig(r=2, target_modules=["q", "wo"], init_lora_weights=False)
@@ -425,7 +421,7 @@ def test_adapters():
 
 
 def test_masks_of_more_dimensions_are_left_to_the_class():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.t5(), CONFIG)
     distance = torch.arange(6) - torch.arange(6)[:, None]
     mask = ((distance <= 0) & (distance > -4)).expand(3, 1, 6, 6)
     assert_runs((1, 0), stock, fused, functools.partial(forward, decoder_attention_mask=mask))
@@ -441,7 +437,7 @@ def test_masks_of_more_dimensions_are_left_to_the_class():
 
 
 def test_hidden_states_and_attentions_that_are_asked_for():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.t5(), CONFIG)
     meet(stock, fused)
     assert_runs((0, 2), stock, fused)
     outputs = assert_runs((0, 0), stock, fused, functools.partial(forward, output_hidden_states=True))
@@ -455,7 +451,7 @@ def test_gradients_autocast_and_modes_are_left_to_the_class():
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.t5(), CONFIG)
     meet(stock, fused)
     gradients = []
     for model in (stock, fused):
@@ -474,7 +470,7 @@ def test_gradients_autocast_and_modes_are_left_to_the_class():
 
 @pytest.mark.slow
 def test_torch_compile_sees_one_graph():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.t5(), CONFIG)
     torch._dynamo.reset()
     compiled = torch.compile(functools.partial(fused, use_cache=False), backend="aot_eager", fullgraph=True)
     with torch.no_grad():
@@ -485,7 +481,7 @@ def test_torch_compile_sees_one_graph():
 @every_family
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_error_in_half_precision_is_no_larger_than_stock(family, dtype):
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(tiny.FAMILIES[family](), CONFIG)
     mask = torch.ones(3, 7, dtype=torch.int64)
     mask[0, :3] = 0
     exact = forward(copy.deepcopy(stock).double(), attention_mask=mask).logits
@@ -499,7 +495,7 @@ def test_error_in_half_precision_is_no_larger_than_stock(family, dtype):
 
 
 def test_sums_of_float16_are_clamped_where_stock_s_are():
-    stock, fused = (model.half() for model in stock_and_fused())
+    stock, fused = (model.half() for model in stock_and_fused(tiny.t5(), CONFIG))
     with torch.no_grad():
         for model in (stock, fused):
             for stack in (model.encoder, model.decoder):
@@ -517,7 +513,7 @@ def test_sums_of_float16_are_clamped_where_stock_s_are():
 
 
 def test_copies_and_pickles_begin_anew():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.t5(), CONFIG)
     meet(stock, fused)
     assert_runs((0, 2), stock, fused)
     others = copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))
@@ -528,7 +524,7 @@ def test_copies_and_pickles_begin_anew():
 
 
 def test_structure_stays_and_restore_gives_every_object_back():
-    stock, fused = stock_and_fused(config="inference")
+    stock, fused = stock_and_fused(tiny.t5(), "inference")
     meet(stock, fused)
     assert_runs((0, 2), stock, fused)
     fuseopt.restore(fused)
@@ -543,14 +539,14 @@ def test_structure_stays_and_restore_gives_every_object_back():
 
 def test_without_cuda_graphs_nothing_is_captured():
     kernels = [{"name": "FusedBlock", "cuda_graphs": False}]
-    stock, fused = stock_and_fused(config={"kernel_fusion": {"custom_cuda_kernels": kernels, "jit": False}})
+    stock, fused = stock_and_fused(tiny.t5(), {"kernel_fusion": {"custom_cuda_kernels": kernels, "jit": False}})
     for _ in range(4):
         assert_runs((2, 0), stock, fused)
 
 
 def test_beside_relative_attention_of_its_own():
     both = {"custom_cuda_kernels": ["FusedBlock"], "triton_kernels": ["FusedRelativeAttention"], "jit": False}
-    stock, fused = stock_and_fused(config={"kernel_fusion": both}, strict=False)
+    stock, fused = stock_and_fused(tiny.t5(), {"kernel_fusion": both}, strict=False)
     reasons = {row.target: row.reason for row in fuseopt.report(fused).skipped}
     assert "T5StackForward" in reasons["RelativeStackForward"]
     meet(stock, fused)

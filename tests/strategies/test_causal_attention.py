@@ -12,6 +12,7 @@ import fuseopt
 from fuseopt import ops
 from fuseopt.modules.causal_attention import fused_attention
 from tests import tiny
+from tests.pairs import stock_and_fused
 from tests.training import assert_slope
 
 pytestmark = pytest.mark.usefixtures("each_device")
@@ -28,10 +29,9 @@ every_family = pytest.mark.parametrize("family", OPTIONS)
 PADDING = {"left": (0, 4), "right": (6, 11), "in between": (3, 6), "all": (0, 11)}
 
 
-def stock_and_fused(family="gpt2", config=CONFIG, **options):
+def model_of(family="gpt2", **options):
     make = getattr(tiny, family.removesuffix("_gqa"))
-    stock = make(**{**OPTIONS[family], "attn_implementation": "sdpa", **options}).train()
-    return stock, fuseopt.initialize(copy.deepcopy(stock), config)
+    return make(**{**OPTIONS[family], "attn_implementation": "sdpa", **options}).train()
 
 
 def batch_of(model, padding=(), length=11):
@@ -70,14 +70,14 @@ def assert_same_step(stock, fused, batch, calls):
 @pytest.mark.parametrize("side", PADDING)
 def test_padded_batches_give_the_loss_logits_and_gradients_of_stock(family, side):
     """Logits of padding too, which SDPA computes of no key as of zeros."""
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(model_of(family), CONFIG, strict=False)
     assert_same_step(stock, fused, batch_of(stock, PADDING[side]), calls=2)
 
 
 @every_family
 def test_autocast_has_the_dtypes_of_sdpa(family):
     """Queries and keys that were normed or rotated are in float32 before."""
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(model_of(family), CONFIG, strict=False)
     batch = batch_of(stock, PADDING["left"])
     seen = []
 
@@ -94,7 +94,7 @@ def test_autocast_has_the_dtypes_of_sdpa(family):
 
 @every_family
 def test_whole_rows_and_other_calls_stay_on_sdpa(family):
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(model_of(family), CONFIG, strict=False)
     whole = batch_of(stock)
     assert_same_step(stock, fused, whole, calls=0)
     assert_same_step(stock, fused, {**whole, "attention_mask": torch.ones_like(whole["input_ids"])}, calls=0)
@@ -117,7 +117,7 @@ def test_whole_rows_and_other_calls_stay_on_sdpa(family):
 
 
 def test_tokens_in_a_cache_are_seen():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(model_of(), CONFIG, strict=False)
     batch = batch_of(stock, PADDING["left"])
     outputs = []
     for model in (stock, fused):
@@ -128,7 +128,7 @@ def test_tokens_in_a_cache_are_seen():
 
 
 def test_cross_attention_is_left_alone():
-    stock, fused = stock_and_fused(add_cross_attention=True)
+    stock, fused = stock_and_fused(model_of(add_cross_attention=True), CONFIG, strict=False)
     batch = batch_of(stock, PADDING["right"])
     batch["encoder_hidden_states"] = torch.randn(3, 11, stock.config.n_embd)
     assert_same_step(stock, fused, batch, calls=2)
@@ -137,7 +137,7 @@ def test_cross_attention_is_left_alone():
 
 
 def test_windows_are_left_to_sdpa():
-    _, fused = stock_and_fused("llama")
+    _, fused = stock_and_fused(model_of("llama"), CONFIG, strict=False)
     window = mock.Mock(wraps=ops.relative_attention)
     query = torch.randn(1, 3, 5, 8)
     with mock.patch.object(ops, "relative_attention", window):
@@ -153,7 +153,7 @@ def test_windows_are_left_to_sdpa():
 
 
 def test_gradients_with_dropout_are_those_of_the_masks_drawn():
-    _, fused = stock_and_fused(attn_pdrop=0.4)
+    _, fused = stock_and_fused(model_of(attn_pdrop=0.4), CONFIG, strict=False)
     fused.double()
     batch = batch_of(fused, PADDING["left"])
     del batch["labels"]  # of which a float32 loss would be made
@@ -161,8 +161,8 @@ def test_gradients_with_dropout_are_those_of_the_masks_drawn():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing(use_reentrant):
-    stock, fused = stock_and_fused()
+def test_gradient_checkpointing_calls_the_op_again_and_trains_as_stock(use_reentrant):
+    stock, fused = stock_and_fused(model_of(), CONFIG, strict=False)
     for model in (stock, fused):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     assert_same_step(stock, fused, batch_of(stock, PADDING["right"]), calls=4)
@@ -171,7 +171,7 @@ def test_gradient_checkpointing(use_reentrant):
 @pytest.mark.parametrize(("family", "layers"), [("gpt2", "n_layer"), ("llama_gqa", "num_hidden_layers")])
 def test_a_compiled_training_step_is_one_graph_without_sdpa(family, layers):
     fusion = {"triton_kernels": ["FusedAttention"], "memory_efficient_fusion": {"backend": "aot_eager"}}
-    stock, fused = stock_and_fused(family, {"kernel_fusion": fusion}, **{layers: 1})
+    stock, fused = stock_and_fused(model_of(family, **{layers: 1}), {"kernel_fusion": fusion}, strict=False)
     torch._dynamo.reset()
     for side in ("left", "right"):
         batch = batch_of(stock, PADDING[side])
@@ -182,7 +182,7 @@ def test_a_compiled_training_step_is_one_graph_without_sdpa(family, layers):
 
 
 def test_restore_copies_and_pickles():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(model_of(), CONFIG, strict=False)
     batch = batch_of(stock, PADDING["left"])
     for twin in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
         attention = twin.transformer.h[1].attn
@@ -201,7 +201,7 @@ def test_beside_blocks_of_the_preset_inference():
     config = {
         "kernel_fusion": {"triton_kernels": ["FusedAttention"], "custom_cuda_kernels": ["FusedBlock"], "jit": False}
     }
-    stock, fused = stock_and_fused("gpt2", config)
+    stock, fused = stock_and_fused(model_of("gpt2"), config, strict=False)
     assert_same_step(stock, fused, batch_of(stock, PADDING["left"]), calls=2)
 
 

@@ -15,6 +15,7 @@ from fuseopt.modules import GPT2DropoutAddForward, T5DropoutAddForward
 from fuseopt.ops.dropout_add_layer_norm import dropout
 from tests import tiny
 from tests.ops.cases import Graphs
+from tests.pairs import stock_and_fused
 
 pytestmark = pytest.mark.usefixtures("each_device")
 
@@ -41,17 +42,17 @@ def inner_dropouts(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return [(layer, "dropout") for block in blocks for layer in block.layer[:-1]]
 
 
-def stock_and_fused(family: str, p: float = 0.3, **options) -> tuple[nn.Module, nn.Module]:
+def model_of(family: str, p: float = 0.3, **options) -> nn.Module:
     """In training mode, without another dropout than those before inner adds."""
-    stock = tiny.FAMILIES[family](**options)
-    for module in stock.modules():
+    model = tiny.FAMILIES[family](**options)
+    for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         elif isinstance(getattr(module, "dropout", None), float):
             module.dropout = 0.0
-    for owner, name in inner_dropouts(stock):
+    for owner, name in inner_dropouts(model):
         getattr(owner, name).p = p
-    return stock.train(), fuseopt.initialize(copy.deepcopy(stock), CONFIG)
+    return model.train()
 
 
 class Replayed(nn.Module):
@@ -94,14 +95,14 @@ def assert_as_stock_with(seeds: list[torch.Tensor], stock: nn.Module, loss, grad
 
 @every_family
 def test_a_training_step_is_stock_s_with_the_dropout_that_was_drawn(family: str) -> None:
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(model_of(family), CONFIG, strict=False)
     seeds, loss, gradients = drawn(family, fused)
     assert len({seed.item() for seed in seeds}) == CASES[family][1]
     assert_as_stock_with(seeds, stock, loss, gradients)
 
 
 def test_cross_attention_of_gpt2() -> None:
-    stock, fused = stock_and_fused("gpt2", add_cross_attention=True)
+    stock, fused = stock_and_fused(model_of("gpt2", add_cross_attention=True), CONFIG, strict=False)
     states = torch.randn(2, 5, 24)
     seeds, loss, gradients = drawn("gpt2", fused, encoder_hidden_states=states)
     assert len(seeds) == 4
@@ -110,7 +111,7 @@ def test_cross_attention_of_gpt2() -> None:
 
 def error_under_autocast_over_stock_s(family: str, seed: int) -> float:
     """Of the gradients of a step, against float64's, with the dropout that the step drew."""
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(model_of(family), CONFIG, strict=False)
     torch.manual_seed(seed)
     with torch.autocast(stock.device.type, torch.float16):
         seeds, loss, gradients = drawn(family, fused)
@@ -136,7 +137,7 @@ def test_gradients_under_autocast_are_no_further_from_float64_than_stock_s(famil
 
 @every_family
 def test_without_training_or_dropout_the_class_s_own_forward_runs(family: str) -> None:
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(model_of(family), CONFIG, strict=False)
     stock.eval(), fused.eval()
     seeds, loss, _ = drawn(family, fused)
     assert seeds == [] and torch.equal(loss, run(stock)[0])
@@ -150,7 +151,7 @@ def test_without_training_or_dropout_the_class_s_own_forward_runs(family: str) -
 
 @every_family
 def test_beside_fused_norms(family: str) -> None:
-    stock, _ = stock_and_fused(family)
+    stock, _ = stock_and_fused(model_of(family), CONFIG, strict=False)
     norm = "FusedLayerNorm" if family == "gpt2" else "FusedRMSNorm"
     both = {"kernel_fusion": CONFIG["kernel_fusion"] | {"custom_cuda_kernels": [norm]}}
     fused = fuseopt.initialize(copy.deepcopy(stock), both)
@@ -160,7 +161,7 @@ def test_beside_fused_norms(family: str) -> None:
 
 @every_family
 def test_hooks_send_the_block_to_its_own_forward(family: str) -> None:
-    _, fused = stock_and_fused(family)
+    _, fused = stock_and_fused(model_of(family), CONFIG, strict=False)
     seen = []
     block = fused.transformer.h[0] if family == "gpt2" else fused.encoder.block[0]
     norm, dropout = (block.ln_2, block.attn.resid_dropout) if family == "gpt2" else (None, block.layer[0].dropout)
@@ -174,7 +175,7 @@ def test_hooks_send_the_block_to_its_own_forward(family: str) -> None:
 
 
 def test_an_attention_that_raises_leaves_its_dropout_as_it_was() -> None:
-    _, fused = stock_and_fused("gpt2")
+    _, fused = stock_and_fused(model_of("gpt2"), CONFIG, strict=False)
     attention = fused.transformer.h[0].attn
 
     def fail(*_: object) -> None:
@@ -190,7 +191,7 @@ def test_an_attention_that_raises_leaves_its_dropout_as_it_was() -> None:
 
 @every_family
 def test_gradient_checkpointing_is_left_to_the_class(family: str) -> None:
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(model_of(family), CONFIG, strict=False)
     losses = []
     for model in (stock, fused):
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -206,7 +207,7 @@ def test_gradient_checkpointing_is_left_to_the_class(family: str) -> None:
 )
 def test_memory_efficient_fusion_has_the_op_in_its_one_graph(family: str, one_layer: dict[str, int], graphs) -> None:
     both = {"kernel_fusion": CONFIG["kernel_fusion"] | {"memory_efficient_fusion": True}}
-    stock, _ = stock_and_fused(family, **one_layer)
+    stock, _ = stock_and_fused(model_of(family, **one_layer), CONFIG, strict=False)
     fused = fuseopt.initialize(copy.deepcopy(stock), both)
     torch.manual_seed(1)
     _, gradients = run(fused, use_cache=False)
@@ -227,7 +228,7 @@ def test_restore_gives_every_object_back_and_copies_run_their_own_blocks(family:
     fuseopt.initialize(model, CONFIG)
     fuseopt.restore(model)
     assert tiny.snapshot(model) == before
-    _, fused = stock_and_fused(family)
+    _, fused = stock_and_fused(model_of(family), CONFIG, strict=False)
     torch.manual_seed(4)
     expected, _ = run(fused)
     others = copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))
@@ -268,7 +269,7 @@ def test_what_stays_and_why() -> None:
 @pytest.mark.parametrize("each_device", ["cuda"], indirect=True)
 @every_family
 def test_the_kernel_runs_on_a_gpu(family: str) -> None:
-    _, fused = stock_and_fused(family)
+    _, fused = stock_and_fused(model_of(family), CONFIG, strict=False)
     graphs = Graphs()
     torch._dynamo.reset()
     torch.compile(fused, backend=graphs.compiled, fullgraph=True)(

@@ -23,6 +23,7 @@ from fuseopt import ops
 from fuseopt.modules import FusedLinearCrossEntropy, partitioner
 from fuseopt.modules.lazy_logits import LazyLogits
 from tests import tiny
+from tests.pairs import stock_and_fused
 
 pytestmark = [
     pytest.mark.usefixtures("each_device"),
@@ -48,11 +49,6 @@ def model_of(family, **options):
     return getattr(tiny, family)(**NO_DROPOUT.get(family, {}) | options).train()
 
 
-def stock_and_fused(family, **options):
-    stock = model_of(family, **options)
-    return stock, fuseopt.initialize(copy.deepcopy(stock), CONFIG)
-
-
 def batch_of(model, seed=1):
     """Arguments of a training step, some labels ignored."""
     batch = tiny.inputs(model, seed=seed)
@@ -76,7 +72,7 @@ def step(model, **kwargs):
 
 @every_family
 def test_loss_gradients_and_logits_are_stock_s(family):
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(model_of(family), CONFIG, strict=False)
     expected, none = step(stock)
     output, once = step(fused)
     assert (none, once) == (0, 1)
@@ -98,7 +94,7 @@ def test_decoders_whose_head_is_llama_s(family):
 @pytest.mark.gpu
 @every_family
 def test_on_a_gpu_the_triton_op_runs(family):
-    stock, fused = (model.cuda() for model in stock_and_fused(family))
+    stock, fused = (model.cuda() for model in stock_and_fused(model_of(family), CONFIG, strict=False))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         output, _ = step(fused)
     names = [event.key for event in profile.key_averages()]
@@ -108,7 +104,7 @@ def test_on_a_gpu_the_triton_op_runs(family):
 
 @gpt2_and_t5
 def test_tuples_instead_of_a_model_output(family):
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(model_of(family), CONFIG, strict=False)
     (expected, _), (output, count) = step(stock, return_dict=False), step(fused, return_dict=False)
     assert count == 1 and type(output) is tuple and len(output) == len(expected)
     torch.testing.assert_close(output[0], expected[0])
@@ -116,7 +112,7 @@ def test_tuples_instead_of_a_model_output(family):
 
 
 def test_what_trainer_passes_reaches_the_loss():
-    stock, fused = stock_and_fused("gpt2")
+    stock, fused = stock_and_fused(model_of("gpt2"), CONFIG, strict=False)
     for items in (torch.tensor(23), 23):
         expected, _ = step(stock, num_items_in_batch=items)
         output, count = step(fused, num_items_in_batch=items)
@@ -130,7 +126,7 @@ def test_what_trainer_passes_reaches_the_loss():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_dtypes_are_stock_s_and_errors_no_larger(family, dtype, autocast):
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(model_of(family), CONFIG, strict=False)
     exact = step(copy.deepcopy(stock).double())[0].loss
     outputs = []
     for model in (stock.to(dtype), fused.to(dtype)):
@@ -150,7 +146,7 @@ def test_dtypes_are_stock_s_and_errors_no_larger(family, dtype, autocast):
 @gpt2_and_t5
 def test_fifty_steps_give_the_same_losses(family):
     losses = []
-    for model in stock_and_fused(family):
+    for model in stock_and_fused(model_of(family), CONFIG, strict=False):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         losses.append([])
         for index in range(50):
@@ -212,7 +208,10 @@ def an_epoch(model, folder, **options):
 @pytest.mark.parametrize(("family", "smoothing", "calls"), [("gpt2", 0.0, 6), ("t5", 0.0, 6), ("gpt2", 0.1, 0)])
 def test_an_epoch_of_trainer(family, smoothing, calls, tmp_path):
     """With label smoothing Trainer keeps the labels from the model, and computes its loss from the logits."""
-    stock, fused = (an_epoch(model, tmp_path, label_smoothing_factor=smoothing) for model in stock_and_fused(family))
+    stock, fused = (
+        an_epoch(model, tmp_path, label_smoothing_factor=smoothing)
+        for model in stock_and_fused(model_of(family), CONFIG, strict=False)
+    )
     assert (stock[3], fused[3]) == (0, calls)
     assert len(fused[0]) >= 3 + 3 + 1 and len(fused[1]) == 2
     torch.testing.assert_close(fused[0], stock[0], rtol=1e-4, atol=1e-5)
@@ -221,7 +220,7 @@ def test_an_epoch_of_trainer(family, smoothing, calls, tmp_path):
 
 @every_family
 def test_eval_mode_no_gradients_and_generate_run_the_linear_layer(family):
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(model_of(family), CONFIG, strict=False)
     with torch.no_grad(), counted() as op:
         assert type(fused(**batch_of(fused)).logits) is torch.Tensor
     fused.eval(), stock.eval()
@@ -258,7 +257,7 @@ def test_tied_weights_state_and_restore(family):
 
 @gpt2_and_t5
 def test_copies_and_pickles_train(family):
-    _, fused = stock_and_fused(family)
+    _, fused = stock_and_fused(model_of(family), CONFIG, strict=False)
     expected = step(fused)[0].loss
     for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
         output, count = step(other)
@@ -269,7 +268,7 @@ def test_copies_and_pickles_train(family):
 def test_frozen_weights_and_frozen_bodies(family):
     for frozen in ("head", "body"):
         gradients = []
-        for model in stock_and_fused(family, tie_word_embeddings=False):
+        for model in stock_and_fused(model_of(family, tie_word_embeddings=False), CONFIG, strict=False):
             model.requires_grad_(frozen == "head")
             model.lm_head.requires_grad_(frozen == "body")
             _, count = step(model)
@@ -280,7 +279,7 @@ def test_frozen_weights_and_frozen_bodies(family):
 
 
 def test_hooks_on_the_head_see_logits():
-    stock, fused = stock_and_fused("gpt2")
+    stock, fused = stock_and_fused(model_of("gpt2"), CONFIG, strict=False)
     seen = []
     fused.lm_head.register_forward_hook(lambda module, args, output: seen.append(type(output)))
     output, count = step(fused)
@@ -289,7 +288,7 @@ def test_hooks_on_the_head_see_logits():
 
 
 def test_a_loss_function_of_the_user_s_is_given_logits():
-    stock, fused = stock_and_fused("gpt2")
+    stock, fused = stock_and_fused(model_of("gpt2"), CONFIG, strict=False)
     for model in (stock, fused):
         model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().mean() + vocab_size
     output, count = step(fused)
@@ -300,7 +299,7 @@ def test_a_loss_function_of_the_user_s_is_given_logits():
 def test_adapters_put_on_the_head_later_add_to_logits():
     peft = pytest.importorskip("peft")
     losses = []
-    for model in stock_and_fused("gpt2", tie_word_embeddings=False):
+    for model in stock_and_fused(model_of("gpt2", tie_word_embeddings=False), CONFIG, strict=False):
         torch.manual_seed(0)
         lora = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
         adapted = peft.get_peft_model(model, lora)
@@ -314,7 +313,7 @@ def test_adapters_put_on_the_head_later_add_to_logits():
 @gpt2_and_t5
 def test_a_compiled_training_step_is_one_graph_for_every_step(family):
     torch._dynamo.reset()
-    stock, fused = stock_and_fused(family, **ONE_LAYER[family])
+    stock, fused = stock_and_fused(model_of(family, **ONE_LAYER[family]), CONFIG, strict=False)
     fused.loss_type = "ForCausalLM"
     compiled = torch.compile(lambda **batch: fused(**batch, use_cache=False), backend="aot_eager", fullgraph=True)
     for index in range(3):
@@ -339,7 +338,7 @@ def test_a_compiled_training_step_is_one_graph_for_every_step(family):
 )
 def test_memory_efficient_fusion_traces_through_it(family):
     torch._dynamo.reset()
-    stock, fused = stock_and_fused(family, **ONE_LAYER[family])
+    stock, fused = stock_and_fused(model_of(family, **ONE_LAYER[family]), CONFIG, strict=False)
     fuseopt.restore(fused)
     both = {"kernel_fusion": {**CONFIG["kernel_fusion"], "memory_efficient_fusion": {"backend": "aot_eager"}}}
     fuseopt.initialize(fused, both)

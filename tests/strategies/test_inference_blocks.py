@@ -14,17 +14,12 @@ import fuseopt
 from fuseopt import ops
 from fuseopt.modules import GPT2InferenceForward
 from tests import tiny
+from tests.pairs import stock_and_fused
 
 pytestmark = pytest.mark.usefixtures("each_device")
 
 CONFIG = {"kernel_fusion": {"custom_cuda_kernels": ["FusedBlock"], "jit": False}}
 LAYERS = 2
-
-
-def stock_and_fused(config=CONFIG, **options):
-    stock = tiny.gpt2(**options)
-    fused = copy.deepcopy(stock)
-    return stock, fuseopt.initialize(fused, config, strict=True)
 
 
 def blocks_run(model, run=tiny.logits):
@@ -79,7 +74,7 @@ def test_logits_are_stock_s(config, options):
 @pytest.mark.parametrize("length", [1, 2, 9])
 @pytest.mark.parametrize("padded", [False, True])
 def test_lengths_masks_and_positions(length, padded):
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     torch.manual_seed(length)
     ids = torch.randint(3, tiny.VOCAB, (3, length))
     mask = torch.ones(3, length, dtype=torch.int64)
@@ -106,14 +101,14 @@ def test_error_in_half_precision_is_no_larger_than_stock(dtype):
 
 
 def test_float64_is_stock_s():
-    stock, fused = (model.double() for model in stock_and_fused())
+    stock, fused = (model.double() for model in stock_and_fused(tiny.gpt2(), CONFIG))
     count, logits = blocks_run(fused)
     assert count == LAYERS
     torch.testing.assert_close(logits, tiny.logits(stock), rtol=1e-12, atol=1e-12)
 
 
 def test_the_cache_is_transformers_own_and_goes_on():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     ids = tiny.inputs(stock)["input_ids"]
 
     def run(model):
@@ -130,8 +125,8 @@ def test_the_cache_is_transformers_own_and_goes_on():
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
-def test_generate(options):
-    stock, fused = stock_and_fused()
+def test_generate_runs_fused_blocks_and_gives_the_tokens_of_stock(options):
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     ids = tiny.inputs(stock)["input_ids"]
     arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     with mock.patch.object(GPT2InferenceForward, "run", autospec=True, side_effect=_run) as blocks:
@@ -142,7 +137,7 @@ def test_generate(options):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_captured_hidden_states_and_attentions_are_stock_s(implementation):
-    stock, fused = stock_and_fused(attn_implementation=implementation)
+    stock, fused = stock_and_fused(tiny.gpt2(attn_implementation=implementation), CONFIG)
     ask = no_grad(output_hidden_states=True, output_attentions=True)
     expected = ask(stock)
     with mock.patch.object(GPT2InferenceForward, "run", autospec=True, side_effect=_run) as blocks:
@@ -156,7 +151,7 @@ def test_captured_hidden_states_and_attentions_are_stock_s(implementation):
 
 
 def test_attention_that_looks_ahead():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     for model in (stock, fused):
         for block in model.transformer.h:
             block.attn.is_causal = False
@@ -165,7 +160,7 @@ def test_attention_that_looks_ahead():
 
 
 def test_weights_and_modules_that_change_show():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     for model in (stock, fused):
         tiny.logits(model)
         torch.manual_seed(0)
@@ -230,7 +225,7 @@ def parametrize(model):
 )
 @pytest.mark.parametrize("late", [False, True])
 def test_blocks_that_are_not_plain_run_their_class_s_forward(change, late):
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     if late:
         assert_runs(LAYERS, stock, fused)
     for model in (stock, fused):
@@ -240,7 +235,7 @@ def test_blocks_that_are_not_plain_run_their_class_s_forward(change, late):
 
 def test_weights_of_several_dtypes_raise_what_stock_does():
     errors = []
-    for model in stock_and_fused():
+    for model in stock_and_fused(tiny.gpt2(), CONFIG):
         model.transformer.h[1].mlp.c_proj.double()
         with pytest.raises(RuntimeError) as error:
             tiny.logits(model)
@@ -248,9 +243,9 @@ def test_weights_of_several_dtypes_raise_what_stock_does():
     assert errors[0] == errors[1]
 
 
-def test_adapters():
+def test_adapters_send_blocks_through_the_stock_forward_until_merged():
     peft = pytest.importorskip("peft")
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     assert_runs(LAYERS, stock, fused)
     config = peft.LoraConfig(r=2, target_modules=["c_fc"], init_lora_weights=False, fan_in_fan_out=True)
     adapted = []
@@ -264,7 +259,7 @@ def test_adapters():
 
 
 def test_a_hook_on_every_module_sees_every_module():
-    _, fused = stock_and_fused()
+    _, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     seen = []
     handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
     try:
@@ -275,7 +270,7 @@ def test_a_hook_on_every_module_sees_every_module():
 
 
 def test_hooks_on_a_block_run_around_it():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     for model in (stock, fused):
         model.transformer.h[0].register_forward_hook(lambda module, args, output: output + 1)
     assert_runs(LAYERS, stock, fused)
@@ -286,13 +281,13 @@ def test_a_dispatch_mode_sees_the_class_s_forward():
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     with Looks():
         assert_runs(0, stock, fused)
 
 
 def test_gradients_autocast_and_transforms_are_left_to_the_class_s_forward():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     gradients = []
     for model in (stock, fused):
         ids = tiny.inputs(model)
@@ -318,14 +313,14 @@ def test_gradients_autocast_and_transforms_are_left_to_the_class_s_forward():
 
 @pytest.mark.slow
 def test_torch_compile_sees_one_graph():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     torch._dynamo.reset()
     compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(no_grad()(compiled).logits, tiny.logits(stock), rtol=1e-5, atol=1e-5)
 
 
 def test_loss_and_tuples():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     labels = tiny.inputs(stock)["input_ids"]
     assert_runs(LAYERS, stock, fused, lambda model: no_grad(labels=labels)(model).loss)
     assert_runs(LAYERS, stock, fused, lambda model: no_grad(return_dict=False, use_cache=False)(model)[0])
@@ -333,7 +328,7 @@ def test_loss_and_tuples():
 
 
 def test_copies_and_pickles_run_their_own_blocks():
-    _, fused = stock_and_fused()
+    _, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     expected = tiny.logits(fused)
     others = copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))
     with torch.no_grad():
@@ -377,7 +372,7 @@ def test_other_heads_of_gpt2_have_the_same_blocks():
 @pytest.mark.parametrize("each_device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_short_sequences_without_a_mask_have_their_own_attention(dtype):
-    stock, fused = (model.to(dtype) for model in stock_and_fused())
+    stock, fused = (model.to(dtype) for model in stock_and_fused(tiny.gpt2(), CONFIG))
     calls = {(2, 7, 0): LAYERS, (200, 7, 0): LAYERS, (2, 32, 0): LAYERS, (2, 33, 0): 0, (2, 1, 0): 0, (2, 7, 3): 0}
     for (batch, length, masked), expected in calls.items():
         ids = tiny.inputs(stock, batch, length)["input_ids"]

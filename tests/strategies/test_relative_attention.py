@@ -12,6 +12,7 @@ import fuseopt
 from fuseopt import ops
 from fuseopt.modules import FusedRelativeAttention
 from tests import tiny
+from tests.pairs import stock_and_fused
 from tests.training import assert_slope, norms_in_float64
 
 pytestmark = pytest.mark.usefixtures("each_device")
@@ -23,12 +24,12 @@ LAYERS = 6  # two in the encoder, and two with cross-attention in the decoder
 ENCODER_OF_ONE = {"num_layers": 1, "num_decoder_layers": 2}
 
 
-def stock_and_fused(family="t5", implementation="sdpa", config=CONFIG, **options):
+def model_of(family="t5", implementation="sdpa", **options):
     # Set later, older transformers do not tell the stacks.
     options = {"dropout_rate": 0.0, "attn_implementation": implementation, **options}
-    stock = tiny.FAMILIES[family](**options).train()
-    assert stock.decoder.config._attn_implementation == implementation
-    return stock, fuseopt.initialize(copy.deepcopy(stock), config)
+    model = tiny.FAMILIES[family](**options).train()
+    assert model.decoder.config._attn_implementation == implementation
+    return model
 
 
 def batch_of(model, length=11, padding=(), decoder_padding=()):
@@ -69,7 +70,7 @@ def assert_same_step(stock, fused, batch=None, calls=LAYERS, **kwargs):
 @every_family
 @every_implementation
 def test_loss_and_gradients_are_stock_s(family, implementation):
-    stock, fused = stock_and_fused(family, implementation)
+    stock, fused = stock_and_fused(model_of(family, implementation), CONFIG, strict=False)
     for padding, decoder_padding in (((), ()), ((6, 11), ()), ((0, 3), (7, 10)), ((6, 11), (0, 4))):
         batch = batch_of(stock, padding=padding, decoder_padding=decoder_padding)
         assert_same_step(stock, fused, batch, use_cache=False)
@@ -79,13 +80,15 @@ def test_loss_and_gradients_are_stock_s(family, implementation):
 @every_implementation
 def test_lengths_beyond_the_last_bucket(implementation):
     stock, fused = stock_and_fused(
-        implementation=implementation, relative_attention_num_buckets=8, relative_attention_max_distance=12
+        model_of(implementation=implementation, relative_attention_num_buckets=8, relative_attention_max_distance=12),
+        CONFIG,
+        strict=False,
     )
     assert_same_step(stock, fused, batch_of(stock, length=40))
 
 
-def test_training_only():
-    stock, fused = stock_and_fused()
+def test_training_only_leaves_evaluation_to_stock():
+    stock, fused = stock_and_fused(model_of(), CONFIG, strict=False)
     for module in fused.modules():
         if isinstance(module, FusedRelativeAttention):
             module.training_only = True
@@ -109,7 +112,7 @@ def test_the_preset_takes_it_in_training_on_a_gpu(each_device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("each_device", ["cuda"], indirect=True)
 def test_on_a_gpu_the_triton_op_runs():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(model_of(), CONFIG, strict=False)
     batch = batch_of(fused, padding=(6, 11))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         assert_same_step(stock, fused, batch)
@@ -118,7 +121,7 @@ def test_on_a_gpu_the_triton_op_runs():
 
 
 def test_attentions_are_told_what_the_masks_of_their_stack_say():
-    _, fused = stock_and_fused()
+    _, fused = stock_and_fused(model_of(), CONFIG, strict=False)
     for padding, decoder_padding in (((), ()), ((6, 11), ()), ((0, 3), (7, 10))):
         batch = batch_of(fused, padding=padding, decoder_padding=decoder_padding)
         with counted() as op:
@@ -134,7 +137,7 @@ def test_attentions_are_told_what_the_masks_of_their_stack_say():
 
 
 def test_masks_of_four_dimensions_are_read_as_they_are():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(model_of(), CONFIG, strict=False)
     batch = batch_of(fused)
     distance = torch.arange(10) - torch.arange(10)[:, None]
     batch["decoder_attention_mask"] = ((distance <= 0) & (distance > -4)).expand(3, 1, 10, 10)
@@ -148,7 +151,7 @@ def test_masks_of_four_dimensions_are_read_as_they_are():
 
 
 def test_layers_hand_a_number_a_distance_on():
-    _, fused = stock_and_fused()
+    _, fused = stock_and_fused(model_of(), CONFIG, strict=False)
     shapes = []
     for block in (*fused.encoder.block, *fused.decoder.block):
         block.layer[0].register_forward_hook(lambda module, args, output: shapes.append(tuple(output[1].shape)))
@@ -158,7 +161,7 @@ def test_layers_hand_a_number_a_distance_on():
 
 def test_gradients_with_dropout_are_those_of_the_masks_drawn():
     # The family without ReLU's kinks.
-    _, fused = stock_and_fused("t5_gated", dropout_rate=0.2)
+    _, fused = stock_and_fused(model_of("t5_gated", dropout_rate=0.2), CONFIG, strict=False)
     norms_in_float64(fused).double()
     batch = batch_of(fused, padding=(6, 11))
     assert_slope(fused, lambda: fused(**batch).loss)
@@ -171,7 +174,7 @@ def test_gradients_with_dropout_are_those_of_the_masks_drawn():
 
 @every_family
 def test_eval_mode_and_generate(family):
-    stock, fused = (model.eval() for model in stock_and_fused(family, dropout_rate=0.1))
+    stock, fused = (model.eval() for model in stock_and_fused(model_of(family, dropout_rate=0.1), CONFIG, strict=False))
     batch = batch_of(fused, padding=(6, 11))
     with torch.no_grad(), counted() as op:
         torch.testing.assert_close(fused(**batch).logits, stock(**batch).logits, rtol=1e-5, atol=5e-5)
@@ -191,7 +194,7 @@ def test_a_generation_step_takes_the_attention_for_what_it_is():
 
 
 def test_attentions_that_are_asked_for_come_from_the_source_s_forward():
-    stock, fused = stock_and_fused(implementation="eager")
+    stock, fused = stock_and_fused(model_of(implementation="eager"), CONFIG, strict=False)
     batch = batch_of(fused)
     with counted() as op:
         output, expected = (model(**batch, output_attentions=True) for model in (fused, stock))
@@ -204,7 +207,7 @@ def test_attentions_that_are_asked_for_come_from_the_source_s_forward():
 
 
 def test_caches_that_hold_tokens_and_static_ones_are_left_to_the_source():
-    stock, fused = (model.eval() for model in stock_and_fused())
+    stock, fused = (model.eval() for model in stock_and_fused(model_of(), CONFIG, strict=False))
     batch = tiny.inputs(fused)
     ids = batch["decoder_input_ids"]
     logits = []
@@ -230,7 +233,7 @@ def test_caches_that_hold_tokens_and_static_ones_are_left_to_the_source():
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_gradient_checkpointing_draws_the_same_masks_again(use_reentrant):
-    _, fused = stock_and_fused(dropout_rate=0.3)
+    _, fused = stock_and_fused(model_of(dropout_rate=0.3), CONFIG, strict=False)
     results = []
     for checkpointing in (False, True):
         if checkpointing:
@@ -245,7 +248,7 @@ def test_gradient_checkpointing_draws_the_same_masks_again(use_reentrant):
 
 def test_a_compiled_training_step_is_one_graph():
     torch._dynamo.reset()
-    stock, fused = stock_and_fused(**ENCODER_OF_ONE)
+    stock, fused = stock_and_fused(model_of(**ENCODER_OF_ONE), CONFIG, strict=False)
     compiled = torch.compile(lambda **batch: fused(**batch, use_cache=False), backend="aot_eager", fullgraph=True)
     batch = batch_of(fused, padding=(6, 11))
     loss = compiled(**batch).loss
@@ -261,7 +264,9 @@ def test_beside_memory_efficient_fusion_and_fused_residual_adds():
         {"memory_efficient_fusion": {"backend": "aot_eager"}},
         {"custom_cuda_kernels": [{"name": "FusedRMSNorm", "fuse_residual": True}]},
     ):
-        stock, fused = stock_and_fused(config={"kernel_fusion": {**CONFIG["kernel_fusion"], **more}}, **ENCODER_OF_ONE)
+        stock, fused = stock_and_fused(
+            model_of(**ENCODER_OF_ONE), {"kernel_fusion": {**CONFIG["kernel_fusion"], **more}}, strict=False
+        )
         loss = fused(**batch_of(fused)).loss
         loss.backward()
         expected, expected_gradients, _ = step(stock)
@@ -270,7 +275,7 @@ def test_beside_memory_efficient_fusion_and_fused_residual_adds():
 
 
 def test_restore_copies_and_pickles():
-    _, fused = stock_and_fused()
+    _, fused = stock_and_fused(model_of(), CONFIG, strict=False)
     expected, _, _ = step(fused)
     for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
         loss, _, count = step(other)
@@ -288,7 +293,7 @@ def test_restore_copies_and_pickles():
 def test_adapters_put_on_its_projections_later_take_part():
     peft = pytest.importorskip("peft")
     losses = []
-    for model in stock_and_fused():
+    for model in stock_and_fused(model_of(), CONFIG, strict=False):
         torch.manual_seed(0)
         adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q", "v"], init_lora_weights=False))
         with counted() as op:

@@ -13,6 +13,7 @@ import fuseopt
 from fuseopt import ops
 from fuseopt.modules import FusedLayerNorm, GPT2BlockForward, T5BlockForward
 from tests import tiny
+from tests.pairs import stock_and_fused
 
 pytestmark = pytest.mark.usefixtures("each_device")
 
@@ -42,12 +43,6 @@ def calls(family, model, run=tiny.logits):
 
 def with_backend(family, backend):
     return {"kernel_fusion": CASES[family][0]["kernel_fusion"] | {"backend": backend}}
-
-
-def stock_and_fused(family, **options):
-    stock = tiny.FAMILIES[family](**options)
-    fused = copy.deepcopy(stock)
-    return stock, fuseopt.initialize(fused, CASES[family][0], strict=True)
 
 
 @every_family
@@ -86,7 +81,7 @@ def test_error_in_half_precision_is_no_larger_than_stock(family, dtype):
 
 @every_family
 def test_autocast_keeps_the_stream_in_float32(family):
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(tiny.FAMILIES[family](), CASES[family][0])
     with torch.autocast(fused.device.type, torch.bfloat16):
         expected = tiny.logits(stock)
         count, logits = calls(family, fused)
@@ -97,7 +92,7 @@ def test_autocast_keeps_the_stream_in_float32(family):
 @every_family
 def test_gradients_are_stock_s(family):
     gradients = []
-    for model in stock_and_fused(family):
+    for model in stock_and_fused(tiny.FAMILIES[family](), CASES[family][0]):
         batch = tiny.inputs(model)
         model(**batch, labels=batch.get("decoder_input_ids", batch["input_ids"])).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
@@ -108,7 +103,7 @@ def test_gradients_are_stock_s(family):
 @every_family
 def test_dropout_draws_the_same_numbers(family):
     rate = {"resid_pdrop": 0.3, "attn_pdrop": 0.0} if family == "gpt2" else {"dropout_rate": 0.3}
-    stock, fused = stock_and_fused(family, **rate)
+    stock, fused = stock_and_fused(tiny.FAMILIES[family](**rate), CASES[family][0])
     logits = []
     for model in (stock.train(), fused.train()):
         torch.manual_seed(5)
@@ -118,7 +113,7 @@ def test_dropout_draws_the_same_numbers(family):
 
 @every_family
 def test_a_float16_stream_of_t5_is_clamped_by_the_block_s_own_forward(family):
-    stock, fused = (model.half() for model in stock_and_fused(family))
+    stock, fused = (model.half() for model in stock_and_fused(tiny.FAMILIES[family](), CASES[family][0]))
     if family == "gpt2":
         assert calls(family, fused)[0] == 2
         return
@@ -133,7 +128,7 @@ def test_a_float16_stream_of_t5_is_clamped_by_the_block_s_own_forward(family):
 
 
 def test_t5_in_half_precision_with_wo_in_float32_adds_to_a_float32_stream():
-    stock, fused = stock_and_fused("t5")
+    stock, fused = stock_and_fused(tiny.t5(), CASES["t5"][0])
     for model in (stock, fused):
         model.half()
         for module in model.modules():
@@ -146,7 +141,7 @@ def test_t5_in_half_precision_with_wo_in_float32_adds_to_a_float32_stream():
 
 @every_family
 def test_generate_and_its_cache(family):
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(tiny.FAMILIES[family](), CASES[family][0])
     batch = {"input_ids": tiny.inputs(stock)["input_ids"], "attention_mask": torch.ones(2, 7, dtype=torch.int64)}
     for options in ({}, {"num_beams": 3}):
         arguments = {**batch, **options, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -159,7 +154,7 @@ def test_generate_and_its_cache(family):
 def test_captured_hidden_states_and_attentions_are_stock_s(family):
     stock, fused = (
         model(**tiny.inputs(model), output_hidden_states=True, output_attentions=True)
-        for model in stock_and_fused(family, attn_implementation="eager")
+        for model in stock_and_fused(tiny.FAMILIES[family](attn_implementation="eager"), CASES[family][0])
     )
     assert list(fused) == list(stock)
     for name in stock:
@@ -169,7 +164,7 @@ def test_captured_hidden_states_and_attentions_are_stock_s(family):
 
 
 def test_cross_attention_of_gpt2():
-    stock, fused = stock_and_fused("gpt2", add_cross_attention=True)
+    stock, fused = stock_and_fused(tiny.gpt2(add_cross_attention=True), CASES["gpt2"][0])
     states = torch.randn(2, 5, 24)
 
     def run(model):
@@ -183,7 +178,7 @@ def test_cross_attention_of_gpt2():
 
 
 def test_cross_attention_that_is_not_there_is_refused_in_transformers_words():
-    _, fused = stock_and_fused("gpt2")
+    _, fused = stock_and_fused(tiny.gpt2(), CASES["gpt2"][0])
     with pytest.raises(ValueError, match="cross-attention layers"):
         fused(**tiny.inputs(fused), encoder_hidden_states=torch.randn(2, 5, 24))
 
@@ -195,7 +190,7 @@ def test_gradient_checkpointing_recomputes_and_gives_the_same_gradients(family, 
     no_dropout = (
         {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0} if family == "gpt2" else {"dropout_rate": 0.0}
     )
-    for model in stock_and_fused(family, **no_dropout):
+    for model in stock_and_fused(tiny.FAMILIES[family](**no_dropout), CASES[family][0]):
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
@@ -225,7 +220,7 @@ def test_structure_stays_and_restore_gives_every_object_back(family):
 
 @every_family
 def test_copies_and_pickles_run_their_own_blocks(family):
-    _, fused = stock_and_fused(family)
+    _, fused = stock_and_fused(tiny.FAMILIES[family](), CASES[family][0])
     expected = tiny.logits(fused)
     others = copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))
     with torch.no_grad():
@@ -238,7 +233,7 @@ def test_copies_and_pickles_run_their_own_blocks(family):
 
 @every_family
 def test_hooks_on_a_norm_or_layer_send_the_block_to_its_own_forward(family):
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(tiny.FAMILIES[family](), CASES[family][0])
     seen = []
     if family == "gpt2":
         fused.transformer.h[0].ln_2.register_forward_hook(lambda *_: seen.append("norm"))
@@ -254,14 +249,14 @@ def test_hooks_on_a_norm_or_layer_send_the_block_to_its_own_forward(family):
 
 
 def test_hooks_on_the_block_run_around_the_fused_forward():
-    _, fused = stock_and_fused("gpt2")
+    _, fused = stock_and_fused(tiny.gpt2(), CASES["gpt2"][0])
     seen = []
     fused.transformer.h[0].register_forward_hook(lambda *_: seen.append("block"))
     assert calls("gpt2", fused)[0] == 2 and seen == ["block"]
 
 
 def test_a_norm_put_in_later_is_called():
-    _, fused = stock_and_fused("gpt2")
+    _, fused = stock_and_fused(tiny.gpt2(), CASES["gpt2"][0])
     fused.transformer.h[1].ln_2 = nn.Identity()
     assert isinstance(fused.transformer.h[0].ln_2, FusedLayerNorm)
     assert calls("gpt2", fused)[0] == 1
@@ -327,7 +322,9 @@ def test_a_subclass_of_the_block_stays():
 @every_family
 def test_compiles_into_one_graph(family):
     torch._dynamo.reset()
-    _, fused = stock_and_fused(family, **{"n_layer" if family == "gpt2" else "num_layers": 1})
+    _, fused = stock_and_fused(
+        tiny.FAMILIES[family](**{"n_layer" if family == "gpt2" else "num_layers": 1}), CASES[family][0]
+    )
     batch = tiny.inputs(fused)
     forward = fused.transformer if family == "gpt2" else fused.encoder
     batch = {"input_ids": batch["input_ids"]}

@@ -13,6 +13,7 @@ import fuseopt
 from fuseopt import ops
 from fuseopt.errors import PlanError
 from tests import tiny
+from tests.pairs import stock_and_fused
 
 pytestmark = pytest.mark.usefixtures("each_device")
 CONFIG = {"kernel_fusion": {"triton_kernels": ["FusedRotaryEmbedding"], "jit": False}}
@@ -37,11 +38,6 @@ def make(family="llama", implementation="sdpa", **options):
     return build(**{**particular, "attn_implementation": implementation, **options})
 
 
-def stock_and_fused(family="llama", implementation="sdpa", config=CONFIG, **options):
-    stock = make(family, implementation, **options)
-    return stock, fuseopt.initialize(copy.deepcopy(stock), config)
-
-
 def counted():
     return mock.patch.object(ops, "rotary_embedding", wraps=ops.rotary_embedding)
 
@@ -59,7 +55,7 @@ def step(model, **kwargs):
 @every_family
 @every_implementation
 def test_loss_and_gradients_are_stock_s(family, implementation):
-    stock, fused = (model.train() for model in stock_and_fused(family, implementation))
+    stock, fused = (model.train() for model in stock_and_fused(make(family, implementation), CONFIG, strict=False))
     (expected, expected_gradients, none), (loss, gradients, count) = step(stock), step(fused)
     assert (none, count) == (0, LAYERS)
     assert torch.equal(loss, expected)
@@ -68,7 +64,7 @@ def test_loss_and_gradients_are_stock_s(family, implementation):
 
 @every_family
 def test_generate_gives_stock_s_tokens(family, each_device):
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(make(family), CONFIG, strict=False)
     ids = tiny.inputs(stock, length=6)["input_ids"]
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
@@ -84,7 +80,7 @@ def test_generate_gives_stock_s_tokens(family, each_device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_logits_in_half_precision_and_under_autocast(dtype, each_device):
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(make(), CONFIG, strict=False)
     with torch.autocast(each_device.type, dtype):
         torch.testing.assert_close(tiny.logits(fused), tiny.logits(stock), rtol=0, atol=0)
     torch.testing.assert_close(tiny.logits(fused.to(dtype)), tiny.logits(stock.to(dtype)), rtol=0, atol=0)
@@ -93,7 +89,7 @@ def test_logits_in_half_precision_and_under_autocast(dtype, each_device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("each_device", ["cuda"], indirect=True)
 def test_on_a_gpu_the_triton_op_runs():
-    _, fused = stock_and_fused()
+    _, fused = stock_and_fused(make(), CONFIG, strict=False)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(fused.train())
     names = [event.key for event in profile.key_averages()]
@@ -102,8 +98,8 @@ def test_on_a_gpu_the_triton_op_runs():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("each_device", ["cuda"], indirect=True)
-def test_flash_attention():
-    stock, fused = (model.to(torch.bfloat16) for model in stock_and_fused(head_dim=64))
+def test_flash_attention_takes_what_the_op_returns():
+    stock, fused = (model.to(torch.bfloat16) for model in stock_and_fused(make(head_dim=64), CONFIG, strict=False))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
         torch.testing.assert_close(tiny.logits(fused, use_cache=False), tiny.logits(stock, use_cache=False))
 
@@ -111,7 +107,7 @@ def test_flash_attention():
 @pytest.mark.gpu
 @pytest.mark.parametrize("each_device", ["cuda"], indirect=True)
 def test_a_captured_forward_replayed_on_other_tokens():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(make(), CONFIG, strict=False)
     ids = tiny.inputs(fused)["input_ids"]
     with torch.no_grad():
         fused(ids, use_cache=False)
@@ -126,7 +122,7 @@ def test_a_captured_forward_replayed_on_other_tokens():
 
 
 def test_attentions_stay_of_their_class_and_are_recorded_and_hooked():
-    stock, fused = stock_and_fused(implementation="eager")
+    stock, fused = stock_and_fused(make(implementation="eager"), CONFIG, strict=False)
     attentions = [layer.self_attn for layer in fused.model.layers]
     assert all(type(attention) is LlamaAttention for attention in attentions)
     seen = []
@@ -140,15 +136,15 @@ def test_attentions_stay_of_their_class_and_are_recorded_and_hooked():
 
 
 def test_an_attention_implementation_set_later_counts():
-    stock, fused = stock_and_fused(implementation="eager")
+    stock, fused = stock_and_fused(make(implementation="eager"), CONFIG, strict=False)
     for model in (stock, fused):
         model.set_attn_implementation("sdpa")
     assert torch.equal(tiny.logits(fused), tiny.logits(stock))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing(use_reentrant):
-    _, fused = stock_and_fused()
+def test_gradient_checkpointing_calls_the_op_again_and_keeps_gradients(use_reentrant):
+    _, fused = stock_and_fused(make(), CONFIG, strict=False)
     expected, expected_gradients, _ = step(fused.train())
     fused.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     fused.enable_input_require_grads()
@@ -160,7 +156,7 @@ def test_gradient_checkpointing(use_reentrant):
 
 def test_a_compiled_training_step_is_one_graph():
     torch._dynamo.reset()
-    stock, fused = (model.train() for model in stock_and_fused(num_hidden_layers=1))
+    stock, fused = (model.train() for model in stock_and_fused(make(num_hidden_layers=1), CONFIG, strict=False))
     ids = tiny.inputs(fused)["input_ids"]
     compiled = torch.compile(lambda ids: fused(ids, labels=ids, use_cache=False), backend="aot_eager", fullgraph=True)
     loss = compiled(ids).loss
@@ -178,7 +174,7 @@ def test_beside_memory_efficient_fusion_and_fused_norms(graphs):
             "custom_cuda_kernels": ["FusedRMSNorm", "FusedSwiGLU"],
         }
     }
-    stock, fused = (model.train() for model in stock_and_fused("qwen3", config=both, num_hidden_layers=1))
+    stock, fused = (model.train() for model in stock_and_fused(make("qwen3", num_hidden_layers=1), both, strict=False))
     expected, expected_gradients, _ = step(stock)
     ids = tiny.inputs(fused)["input_ids"]
     loss = fused(ids, labels=ids).loss
@@ -189,7 +185,7 @@ def test_beside_memory_efficient_fusion_and_fused_norms(graphs):
 
 
 def test_restore_copies_and_pickles():
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(make(), CONFIG, strict=False)
     expected = tiny.logits(stock)
     for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
         for layer in other.model.layers:
@@ -212,7 +208,7 @@ def test_restore_copies_and_pickles():
 def test_adapters_put_on_its_projections_later_take_part():
     peft = pytest.importorskip("peft")
     losses = []
-    for model in stock_and_fused():
+    for model in stock_and_fused(make(), CONFIG, strict=False):
         torch.manual_seed(0)
         config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         adapted = peft.get_peft_model(model, config)

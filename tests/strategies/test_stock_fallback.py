@@ -13,6 +13,7 @@ import fuseopt
 from fuseopt.errors import CompileError
 from fuseopt.modules import partitioner
 from tests import tiny
+from tests.pairs import stock_and_fused
 
 CONFIG = {"kernel_fusion": {"memory_efficient_fusion": True}}
 WHOLE = {
@@ -38,10 +39,9 @@ class Net(nn.Module):
         return x * scale
 
 
-def stock_and_fused(make, config=CONFIG, **options):
+def seeded(make):
     torch.manual_seed(0)
-    stock = make().train()
-    return stock, fuseopt.initialize(copy.deepcopy(stock), config, **options)
+    return make().train()
 
 
 def step(model, *args, **kwargs):
@@ -97,7 +97,7 @@ def cannot_be_traced(graphs, monkeypatch):
     ],
 )
 def test_a_step_that_cannot_be_compiled_trains_as_stock_from_the_same_state(fault, reason, graphs, monkeypatch):
-    stock, fused = stock_and_fused(fault(graphs, monkeypatch))
+    stock, fused = stock_and_fused(seeded(fault(graphs, monkeypatch)), CONFIG, strict=False)
     with pytest.warns(UserWarning, match=f"fuseopt: the training step of Net cannot be compiled .*{reason}") as caught:
         generator = assert_same_step(fused, stock, X)
     assert torch.equal(generator, torch.get_rng_state())
@@ -115,7 +115,7 @@ def test_a_step_that_cannot_be_compiled_trains_as_stock_from_the_same_state(faul
 
 
 def test_strict_raises_in_the_call_and_leaves_the_model_as_it_was(graphs):
-    _, fused = stock_and_fused(lambda: Net(breaks=True), strict=True)
+    _, fused = stock_and_fused(seeded(lambda: Net(breaks=True)), CONFIG)
     for copied in (fused, copy.deepcopy(fused)):
         with pytest.raises(CompileError, match=r"the training step of Net .* initialize without strict=True") as caught:
             copied(X)
@@ -124,7 +124,7 @@ def test_strict_raises_in_the_call_and_leaves_the_model_as_it_was(graphs):
 
 
 def test_strict_may_come_later_and_go_again(graphs):
-    _, fused = stock_and_fused(lambda: Net(breaks=True))
+    _, fused = stock_and_fused(seeded(lambda: Net(breaks=True)), CONFIG, strict=False)
     with pytest.warns(UserWarning, match="cannot be compiled"):
         fused(X)
     with pytest.raises(CompileError):
@@ -134,7 +134,7 @@ def test_strict_may_come_later_and_go_again(graphs):
 
 
 def test_an_error_of_stock_is_raised_as_it_is_and_later_steps_are_compiled(graphs):
-    stock, fused = stock_and_fused(Net)
+    stock, fused = stock_and_fused(seeded(Net), CONFIG, strict=False)
     for wrong in ({"scale": torch.ones(3, 5)}, {"factor": 2.0}):
         with pytest.raises((RuntimeError, TypeError)) as expected:
             stock(X, **wrong)
@@ -155,7 +155,7 @@ def test_what_is_the_users_is_raised_and_is_no_reason_to_fall_back(when, error, 
     plain = graphs.compile_graph
     with monkeypatch.context() as failing:
         failing.setattr(graphs, "compile_graph", fail if when == "compiling" else lambda *_, **__: fail)
-        _, fused = stock_and_fused(Net)
+        _, fused = stock_and_fused(seeded(Net), CONFIG, strict=False)
         with warnings.catch_warnings(), pytest.raises(type(error)) as raised:
             warnings.simplefilter("error")
             fused(X)
@@ -215,7 +215,7 @@ def test_lora_on_the_head_is_compiled(family, before, graphs):
 
 def test_blocks_that_are_mocked_train_as_stock(graphs):
     """transformers' tests mock gradient checkpointing so; Dynamo does not trace a mock."""
-    stock, fused = stock_and_fused(lambda: tiny.gpt2(**WHOLE["gpt2"]), "training")
+    stock, fused = stock_and_fused(seeded(lambda: tiny.gpt2(**WHOLE["gpt2"])), "training", strict=False)
     ids, counts = tiny.inputs(stock)["input_ids"], []
     for model in (stock, fused):
         model.gradient_checkpointing_enable()

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 import fuseopt
 from fuseopt.modules import partitioner
 from tests import tiny
+from tests.pairs import stock_and_fused
 from tests.training import assert_slope, capture_on_cpu
 
 CONFIG = {"kernel_fusion": {"memory_efficient_fusion": {"budget": 0.5, "cuda_graphs": True}}}
@@ -62,9 +63,8 @@ def split_once(request, monkeypatch):
     monkeypatch.setattr(partitioner, "aot_autograd", aot_autograd)
 
 
-def stock_and_fused(family: str = "gpt2") -> tuple[nn.Module, nn.Module]:
-    stock = tiny.FAMILIES[family](**SMALL[family]).train()
-    return stock, fuseopt.initialize(copy.deepcopy(stock), CONFIG, strict=True)
+def model_of(family: str = "gpt2") -> nn.Module:
+    return tiny.FAMILIES[family](**SMALL[family]).train()
 
 
 def batches(model: nn.Module, count: int) -> list[dict[str, torch.Tensor]]:
@@ -92,7 +92,7 @@ def assert_same_weights(fused: nn.Module, stock: nn.Module, atol: float = 1e-5) 
 
 @families
 def test_fifty_steps_have_the_losses_of_stock(family, graphs, replayed):
-    stock, fused = stock_and_fused(family)
+    stock, fused = stock_and_fused(model_of(family), CONFIG)
     expected = train(stock, 50)
     torch.testing.assert_close(train(fused, 50), expected, rtol=1e-5, atol=0)
     assert expected[-3:].mean() < 0.95 * expected[:3].mean()
@@ -124,8 +124,8 @@ def run_trainer(model: nn.Module, folder: str, resume: str | None = None) -> lis
 
 
 def test_trainer_accumulates_clips_and_resumes(graphs, tmp_path):
-    stock, fused = stock_and_fused()
-    _, resumed = stock_and_fused()
+    stock, fused = stock_and_fused(model_of(), CONFIG)
+    _, resumed = stock_and_fused(model_of(), CONFIG)
     expected = run_trainer(stock, str(tmp_path / "stock"))
     assert run_trainer(fused, str(tmp_path / "fused")) == pytest.approx(expected, rel=1e-3)
     # Adam makes steps of a gradient that is rounding alone, as that of a key's bias is: up to the rate, 0.01.
@@ -139,7 +139,7 @@ def test_trainer_accumulates_clips_and_resumes(graphs, tmp_path):
 
 
 def test_accelerate_accumulates_and_clips(graphs):
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(model_of(), CONFIG)
     for model in (stock, fused):
         accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
         prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -156,7 +156,7 @@ def test_accelerate_accumulates_and_clips(graphs):
 
 def test_half_precision_with_a_scaler(graphs):
     losses = []
-    for model in stock_and_fused():
+    for model in stock_and_fused(model_of(), CONFIG):
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
         for batch in batches(model, 4):
             with torch.autocast("cpu", torch.float16):
@@ -181,7 +181,7 @@ def test_checkpointed_blocks_find_the_dropout_that_was_drawn(graphs):
 
 
 def test_frozen_layers_stay_as_they_are(graphs):
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(model_of(), CONFIG)
     before = copy.deepcopy(fused.state_dict())
     for model in (stock, fused):
         model.transformer.wte.requires_grad_(False)
@@ -230,7 +230,7 @@ def test_lora_trains_as_on_stock_whether_it_comes_first_or_last(family, before, 
 
 def test_moving_averages_of_the_weights(graphs):
     averages = []
-    for model in stock_and_fused():
+    for model in stock_and_fused(model_of(), CONFIG):
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
         for _ in range(3):
             train(model, 1)
@@ -241,7 +241,7 @@ def test_moving_averages_of_the_weights(graphs):
 
 
 def test_padded_and_packed_batches(graphs):
-    stock, fused = stock_and_fused()
+    stock, fused = stock_and_fused(model_of(), CONFIG)
     ids = tiny.inputs(stock, batch=2, length=8)["input_ids"]
     mask = torch.ones_like(ids)
     mask[0, 5:] = 0
