@@ -85,7 +85,7 @@ def test_generation_alone_asks_for_no_fusion():
     assert config.kernel_fusion == KernelFusion() and config.generation == GenerationOptions(max_batch=8)
 
 
-def test_json_file(tmp_path):
+def test_the_path_of_a_json_file_loads_as_its_dict(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(OSLO))
     assert Config.load(path) == Config.load(str(path)) == Config.load(OSLO)

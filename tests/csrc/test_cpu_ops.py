@@ -91,7 +91,9 @@ def gradients(output: Tensor, inputs: list[Tensor], grad_output: Tensor) -> list
 
 @many
 @given(shapes, dtypes, dtypes, layouts, st.booleans(), st.sampled_from([0.0, 1.0]), seeds)
-def test_rms_norm(cpu_ops, shape, dtype, weight_dtype, layout, has_weight, offset, seed):
+def test_rms_norm_and_its_gradients_against_float64_in_any_layout(
+    cpu_ops, shape, dtype, weight_dtype, layout, has_weight, offset, seed
+):
     x = normal(shape, dtype, seed, layout)
     weight = normal(shape[-1:], weight_dtype, seed + 1, layout) if has_weight else None
     before = x.clone()
@@ -140,7 +142,9 @@ def test_rms_norm_of_values_whose_squares_overflow_half(cpu_ops):
 
 @many
 @given(shapes, dtypes, dtypes, layouts, st.booleans(), st.booleans(), seeds)
-def test_layer_norm(cpu_ops, shape, dtype, weight_dtype, layout, has_weight, has_bias, seed):
+def test_layer_norm_and_its_gradients_against_float64_in_any_layout(
+    cpu_ops, shape, dtype, weight_dtype, layout, has_weight, has_bias, seed
+):
     x = normal(shape, dtype, seed, layout)
     weight = normal(shape[-1:], weight_dtype, seed + 1, layout) if has_weight else None
     bias = normal(shape[-1:], weight_dtype, seed + 2, layout) if has_bias else None
@@ -209,7 +213,9 @@ def test_layer_norm_of_constant_rows_is_the_bias(cpu_ops, dtype):
 
 @many
 @given(shapes, dtypes, layouts, st.sampled_from(["none", "tanh"]), st.sampled_from([None, *FLOATS]), seeds)
-def test_gelu(cpu_ops, shape, dtype, layout, approximate, bias_dtype, seed):
+def test_gelu_and_its_gradient_against_float64_in_any_layout(
+    cpu_ops, shape, dtype, layout, approximate, bias_dtype, seed
+):
     x = normal(shape, dtype, seed, layout)
     bias = None if bias_dtype is None else normal(shape[-1:], bias_dtype, seed + 1, layout)
     x64 = (x.double() if bias is None else x.double() + bias.double()).requires_grad_()
@@ -244,7 +250,9 @@ GATED_CODES = {name: code for code, name in enumerate(GATED)}
 
 @many
 @given(shapes, dtypes, dtypes, layouts, layouts, st.sampled_from(list(GATED)), seeds)
-def test_gated_activation(cpu_ops, shape, dtype, up_dtype, layout, up_layout, activation, seed):
+def test_gated_activation_and_its_gradients_against_float64_in_any_layout(
+    cpu_ops, shape, dtype, up_dtype, layout, up_layout, activation, seed
+):
     gate, up = normal(shape, dtype, seed, layout), normal(shape, up_dtype, seed + 1, up_layout)
     wide = torch.promote_types(torch.promote_types(dtype, up_dtype), torch.float32)
     gate64, up64 = gate.double().requires_grad_(), up.double().requires_grad_()
@@ -257,7 +265,7 @@ def test_gated_activation(cpu_ops, shape, dtype, up_dtype, layout, up_layout, ac
     grads = cpu_ops.gated_activation_bwd(g, gate, up, GATED_CODES[activation], wide)
     assert (grads[0].dtype, grads[1].dtype) == (dtype, up_dtype)
     for grad, expected_grad in zip(grads, gradients(expected, [gate64, up64], g.double()), strict=True):
-        # Slopes cross zero, and the tanh reference cancels in float64: see test_gelu.
+        # Slopes cross zero, and the tanh reference cancels in float64, as that of GELU does.
         assert_near(grad, expected_grad, roundings=64, floor=64.0, maths=wide)
 
 
@@ -275,7 +283,9 @@ def test_gated_activation_rounds_before_the_product(cpu_ops, shape, dtype, layou
 
 @many
 @given(shapes, dtypes, layouts, st.sampled_from([None, *FLOATS]), st.sampled_from([1.0, 0.125]), st.data(), seeds)
-def test_softmax(cpu_ops, shape, dtype, layout, mask_dtype, scale, data, seed):
+def test_softmax_and_its_gradient_against_float64_with_any_mask(
+    cpu_ops, shape, dtype, layout, mask_dtype, scale, data, seed
+):
     x = normal(shape, dtype, seed, layout)
     mask = None
     if mask_dtype is not None:

@@ -76,7 +76,7 @@ def test_float32_tokens_are_stock_s(checkpoint, mode):
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampling", "beams"])
-def test_stop_strings(checkpoint, mode):
+def test_stop_strings_end_generation_where_transformers_ends_it(checkpoint, mode):
     model, tokenizer = checkpoint
     prompts = PROMPTS[:4]
     kwargs = {**MODES[mode], "stop_strings": ["the", "and "], "tokenizer": tokenizer}

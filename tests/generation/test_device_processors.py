@@ -206,5 +206,5 @@ def test_what_the_device_does_not_know():
     ("length", "capacity"),
     [(1, 128), (128, 128), (129, 256), (1000, 1024), (1024, 1024), (1025, 2048), (2049, 3072), (4096, 4096)],
 )
-def test_capacity_classes(length, capacity):
+def test_cache_capacities_are_rounded_up_to_a_few_sizes(length, capacity):
     assert capacity_for(length) == capacity

@@ -48,7 +48,7 @@ def model(request, each_device):
 
 @sweep(20)
 @given(st.data())
-def test_random_calls(model, folding, data):
+def test_random_calls_with_folded_cross_attention_equal_transformers(model, folding, data):
     kwargs = data.draw(calls(ON_DEVICE))
     inputs = prompt(model, 1, data.draw(st.integers(1, 9)), data.draw(st.integers(0, 99)))
     mask = inputs["attention_mask"]
@@ -60,7 +60,7 @@ def test_random_calls(model, folding, data):
 
 @pytest.mark.parametrize("beams", [2, 3])
 @pytest.mark.parametrize("length", [1, 5])
-def test_beams(model, folding, length, beams):
+def test_beam_search_with_folded_cross_attention_equals_transformers(model, folding, length, beams):
     compare(model, prompt(model, 1, length, 3), Tier.DEVICE_LOOP, max_new_tokens=8, num_beams=beams, eos_token_id=31)
     assert folding
 

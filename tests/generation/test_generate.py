@@ -221,7 +221,7 @@ def test_decoder_prompts_and_masks(each_device):
     compare(model, inputs, Tier.DEVICE_LOOP, max_new_tokens=8)
 
 
-def test_many_rows(model):
+def test_more_rows_than_the_decoding_kernels_take_equal_transformers(model):
     """More than the decoding kernels take."""
     compare(model, prompt(model, 17, 5, 0), Tier.DEVICE_LOOP, max_new_tokens=6)
     compare(model, prompt(model, 24, 5, 0), Tier.DEVICE_LOOP, max_new_tokens=12, eos_token_id=list(range(0, 61, 4)))

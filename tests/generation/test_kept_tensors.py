@@ -45,7 +45,7 @@ def test_what_has_been_written_to_is_made_anew(inference, copies):
     assert len(copies) == 2
 
 
-def test_members():
+def test_tables_of_tokens_follow_tokens_that_change():
     kept, tokens, others = KeptTensors(), torch.tensor([4, 0, 4]), torch.tensor([5, 0])
     table = kept.members([tokens], 6)
     assert table.dtype is torch.uint8 and table.tolist() == [1, 0, 0, 0, 1, 0]
@@ -83,7 +83,7 @@ def test_as_many_are_kept_as_may_be(copies):
     assert len(copies) == kept_tensors._KEPT + 2
 
 
-def test_copied():
+def test_a_copy_is_made_again_only_when_source_or_target_has_changed():
     target, source = torch.zeros(2), torch.ones(2)
     copy, writes = Copied(target), target._version
     for _ in range(3):

@@ -366,7 +366,9 @@ def test_many_rows_are_normalised_first(rows: int, monkeypatch) -> None:
 @pytest.mark.parametrize("rows", [3, ROWS])
 @pytest.mark.parametrize("biased", [True, False])
 @torch.no_grad()
-def test_residual_stream(each_device: torch.device, biased: bool, rows: int, dtype: torch.dtype, monkeypatch) -> None:
+def test_a_residual_stream_adds_every_sublayer_once(
+    each_device: torch.device, biased: bool, rows: int, dtype: torch.dtype, monkeypatch
+) -> None:
     """Sums of a few sublayers, of which a norm takes along those that a product with a bias cannot."""
     torch.manual_seed(0)
     taken = []

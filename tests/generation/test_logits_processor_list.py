@@ -144,7 +144,7 @@ def test_all_edits_are_one_op_a_step_and_in_place_unless_logits_are_kept(models,
 
 
 @pytest.mark.parametrize("returned", [{"return_dict_in_generate": False}, {"output_scores": False}])
-def test_plain_outputs(models, returned):
+def test_tokens_equal_transformers_whatever_is_returned_beside_them(models, returned):
     stock_model, fused_model = models("gpt2")
     fused, stock = (generate(model, **EVERY_EDIT, **returned) for model in (fused_model, stock_model))
     tokens = [output if isinstance(output, torch.Tensor) else output.sequences for output in (fused, stock)]
@@ -303,7 +303,7 @@ def test_an_idle_run_returns_what_transformers_returns(models):
 @pytest.mark.parametrize("mode", ["greedy", "sampling"])
 @pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
 @pytest.mark.parametrize("output_logits", [False, True])
-def test_assisted_decoding(models, mode, how, output_logits):
+def test_assisted_decoding_equals_transformers_and_edits_no_scores_in_place(models, mode, how, output_logits):
     """Candidates are tried with scores that are used again, and the assistant is given this list's processors."""
     arguments = {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3, "suppress_tokens": [5], "min_new_tokens": 4}
     outputs = []

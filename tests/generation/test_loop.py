@@ -201,7 +201,7 @@ def test_an_error_of_a_hook_comes_by_itself(model):
         assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP
 
 
-def test_autocast(model):
+def test_a_call_under_autocast_is_transformers_own(model):
     inputs = prompt(model, 2, 6, 0)
     fuseopt.initialize(model, GENERATION)
     generate(model, inputs, max_new_tokens=5)

@@ -48,7 +48,7 @@ SETTINGS = {
 
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_random_arguments(model, data):
+def test_configs_of_random_arguments_equal_what_transformers_prepares(model, data):
     """One memory for all calls, so that what it holds of others would show."""
     configs, prepare = PreparedConfigs(), type(model)._prepare_generation_config
     for _ in range(6):

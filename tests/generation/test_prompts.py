@@ -55,7 +55,7 @@ def ran(monkeypatch):
     return counted
 
 
-def test_length_classes():
+def test_prompt_lengths_are_rounded_up_to_a_few_sizes():
     lengths = [1, 2, 3, 17, 64, 65, 128, 1000, 1024]
     assert [prompt_length_for(1, length) for length in lengths] == [1, 2, 4, 32, 64, 128, 128, 1024, 1024]
     assert prompt_length_for(1, 1025) is None and prompt_length_for(64, 129) is None
@@ -262,7 +262,7 @@ def test_float16_that_overflows_in_some_prompts_is_finite_in_the_others(seed, ra
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("mask", ["none", "rows", "all of a row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_encoder(dtype, mask, length, each_device):
+def test_encoder_outputs_are_as_exact_as_the_modules(dtype, mask, length, each_device):
     """Against the module, and its float64 copy as judge."""
     if mask == "all of a row" and each_device.type == "cuda":
         pytest.skip("PyTorch's kernels make of such a row what each likes")
@@ -571,7 +571,7 @@ def test_a_call_waits_for_the_device_where_it_has_to(model, kwargs, monkeypatch)
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_store(data, each_device):
+def test_store_copies_any_projection_and_nothing_beside_it(data, each_device):
     """Into a part of a cache from a part of a projection, aligned or not, and in the elements that this allows."""
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]))
     rows, length, heads, offset = (data.draw(st.integers(1, 4)) for _ in range(4))

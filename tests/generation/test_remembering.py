@@ -144,7 +144,7 @@ def test_a_method_of_the_instance_is_taken(model, name):
     ],
     ids=str,
 )
-def test_special_tokens(model, ids, caplog):
+def test_special_tokens_errors_and_warnings_equal_transformers(model, ids, caplog):
     prepared, messages = [], []
     for owner in (model, RememberingModel(model)):
         config = GenerationConfig(**{"decoder_start_token_id": 0, **ids})

@@ -377,7 +377,7 @@ def test_ids_that_no_argument_tells(model, queued):
     assert [count is not None for count in queued] == [False, False, True] + [True, False, True] * 6
 
 
-def test_other_arguments(model, queued):
+def test_calls_of_other_kinds_between_plain_ones_equal_transformers(model, queued):
     """Each kind of call in turns with a plain one, for which steps are queued all the same."""
     fuseopt.initialize(model, GENERATION)
     others = (

@@ -72,7 +72,7 @@ def remove_a_layer(model):
     ],
     ids=lambda change: change.__name__,
 )
-def test_another_key(change):
+def test_a_changed_model_has_another_key(change):
     model = tiny.gpt2()
     before = look(model)
     assert before.reason is None and look(model, before) is before and before.is_in_place()
@@ -104,7 +104,7 @@ def adapt(model):
 
 
 @pytest.mark.parametrize("change", [hook, replace_forward, train, subclass, adapt], ids=lambda change: change.__name__)
-def test_a_reason(change):
+def test_a_model_that_a_step_does_not_know_has_a_reason(change):
     model = tiny.gpt2()
     before = look(model)
     change(model)
@@ -112,7 +112,7 @@ def test_a_reason(change):
     assert after.reason is not None and after == look(model)
 
 
-def test_autocast():
+def test_autocast_is_a_reason_while_it_is_on():
     model = tiny.gpt2()
     before = look(model)
     with torch.autocast("cpu", torch.bfloat16):

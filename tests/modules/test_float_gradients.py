@@ -57,7 +57,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_others_stay(name):
+def test_gradients_that_need_no_widening_stay_as_traced(name):
     graph = traced(OTHERS[name], (4, 4), (4, 4))
     before = targets(graph)
     float_gradients.widen(graph)

@@ -85,7 +85,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_others_stay(name):
+def test_products_without_a_gelu_of_their_own_get_no_epilogue(name):
     graph = traced(OTHERS[name], *SHAPES)
     before = targets(graph)
     tuned_products.exchange(graph)

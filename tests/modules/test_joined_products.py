@@ -144,7 +144,7 @@ STEPS = {
 @pytest.mark.usefixtures("each_device")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", STEPS)
-def test_steps(name, backend, counted, monkeypatch):
+def test_joined_products_save_products_and_keep_outputs_and_gradients(name, backend, counted, monkeypatch):
     make, before, after = STEPS[name]
     torch.manual_seed(0)
     assert_as_exact(make(), [random(3, LENGTH, SIZE)], monkeypatch, backend=backend)
@@ -246,7 +246,7 @@ SEPARATE = {
 
 
 @pytest.mark.parametrize("name", SEPARATE)
-def test_others_stay(name, counted):
+def test_products_that_do_not_belong_together_stay_apart(name, counted):
     model = SEPARATE[name]()
     dtype = next(model.parameters()).dtype
     step(model, [random(2, LENGTH, SIZE).to(dtype).detach().requires_grad_()])

@@ -37,7 +37,7 @@ def test_any_number_of_rows_and_columns(rows, columns, width):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 1023, 2048])
 @pytest.mark.parametrize("columns", [101, 1006, 1007, 1008])
-def test_half_precision(rows, columns, dtype):
+def test_products_in_half_precision_for_rows_and_columns_of_any_number(rows, columns, dtype):
     assert_product(rows, columns, 64, dtype)
 
 

@@ -142,7 +142,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_others_stay(calls, name):
+def test_norms_that_cannot_be_recomputed_are_kept(calls, name):
     of_blocks, options = OTHERS[name]
     # With dropout, enough for norms of what is kept.
     model, tokens = Stack(blocks(8 if "dropout" in of_blocks else 4, **of_blocks)), torch.tensor([[1, 5, 2], [0, 5, 6]])

@@ -110,7 +110,7 @@ def test_others_are_left_alone(kept, sublayers, length, layers):
         ([], 0),
     ],
 )
-def test_layers_repeat(places, additions):
+def test_additions_of_a_layer_are_found_by_their_distances(places, additions):
     assert residual_stream._layer(places, 100) == additions
 
 

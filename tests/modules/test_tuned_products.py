@@ -53,7 +53,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_others_stay(name):
+def test_products_that_the_kernel_does_not_take_stay_as_traced(name):
     (before,) = (node.target for node in OTHERS[name].nodes if node.op == "call_function")
     assert exchanged(OTHERS[name]).target is before
 

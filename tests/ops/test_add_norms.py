@@ -133,7 +133,7 @@ def test_a_sum_beyond_its_dtype_is_infinite_as_torchs(case: Case) -> None:
 
 
 @every_case
-def test_wrong_shapes(case: Case) -> None:
+def test_a_residual_or_weight_of_another_shape_is_refused(case: Case) -> None:
     input = torch.randn(4, 8, device=case.device)
     with pytest.raises(ValueError, match=r"residual must have shape \(4, 8\), not \(1, 8\)"):
         case(input, input[:1])

@@ -63,7 +63,7 @@ def test_nan_and_infinity_and_both_zeros(case: Case) -> None:
 
 
 @every_case
-def test_wrong_arguments(case: Case) -> None:
+def test_wrong_scores_and_counts_are_refused_by_name(case: Case) -> None:
     scores, running = torch.zeros(4, 5, device=case.device), torch.zeros(2, 2, device=case.device)
     with pytest.raises(ValueError, match="running_scores must be"):
         case(scores, running[:1], 2)

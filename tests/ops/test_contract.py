@@ -183,7 +183,7 @@ def raw_calls(case: Case, dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]
     return list(calls.values())
 
 
-def test_opcheck(case: Case) -> None:
+def test_raw_ops_pass_torch_s_opcheck(case: Case) -> None:
     for op, args in raw_calls(case, torch.float32):
         torch.library.opcheck(op, args)
 
@@ -251,7 +251,7 @@ def variants(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, tensor.flip(-1), tensor.roll(1, -1)])
 
 
-def test_vmap(case: Case) -> None:
+def test_vmap_gives_the_stacked_results(case: Case) -> None:
     for sample in case.samples(torch.float32):
         function, inputs = of_tensors(case, sample)
         if any(tensor.numel() == 0 for tensor in inputs):
@@ -273,7 +273,7 @@ def test_vmap(case: Case) -> None:
                 assert error(results(output), list(stacked)) <= 8 * rounding(torch.float32)
 
 
-def test_functional_gradients(differentiable_kernel: Case) -> None:
+def test_gradients_of_torch_func_equal_the_reference_s(differentiable_kernel: Case) -> None:
     case = differentiable_kernel
     for sample in case.differentiable_samples(torch.float64):
         function, inputs = of_tensors(case, sample)
@@ -342,7 +342,7 @@ def test_forward_mode_is_refused_by_kernels_without_gradients(case: Case) -> Non
                 function(*duals)
 
 
-def test_inference_mode(case: Case) -> None:
+def test_inference_mode_gives_the_same_values(case: Case) -> None:
     for sample in case.samples(torch.float32, requires_grad=True):
         with torch.inference_mode():
             outputs = results(case(*sample.args, **sample.kwargs))
@@ -351,7 +351,7 @@ def test_inference_mode(case: Case) -> None:
             torch.testing.assert_close(output.clone(), expected.detach())
 
 
-def test_checkpoint(differentiable_case: Case) -> None:
+def test_gradients_through_checkpointing_are_the_same_bits(differentiable_case: Case) -> None:
     case = differentiable_case
     for sample in case.differentiable_samples(torch.float32):
         grad_outputs = random_gradients(case(*sample.args, **sample.kwargs))

@@ -121,7 +121,9 @@ def test_rows_that_registers_shared_memory_or_neither_can_hold(
     smoothing=st.sampled_from((0.0, 0.2)),
 )
 @every_case
-def test_random_sizes(case: Case, rows, vectors, past, dtype, scale, offset, smoothing) -> None:
+def test_losses_and_gradients_of_random_sizes_against_float64(
+    case: Case, rows, vectors, past, dtype, scale, offset, smoothing
+) -> None:
     width = vectors * 16 // dtype.itemsize
     if case.backend == "triton" and case.device.type == "cpu":
         rows, width = min(rows, 3), min(width, 512)

@@ -121,7 +121,7 @@ def test_a_row_that_attends_to_nothing_is_zero() -> None:
         ({"bias": torch.zeros(2, 4)}, ValueError, "bias must be"),
     ],
 )
-def test_wrong_arguments(changed: dict, exception: type[Exception], message: str) -> None:
+def test_wrong_arguments_are_refused_by_name(changed: dict, exception: type[Exception], message: str) -> None:
     cache = torch.zeros(2, 1, 4, 8)
     arguments = {
         "query": torch.zeros(2, 1, 8),

@@ -202,7 +202,7 @@ def test_is_what_beam_search_does(
 
 
 @every_case
-def test_wrong_arguments(case: Case) -> None:
+def test_wrong_state_candidates_and_penalties_are_refused_by_name(case: Case) -> None:
     state = state_of(2, 3, 4, case.device)
     values, places = candidates_of(state["running_scores"], 6, 5, 0.0)
     penalties = torch.ones(2, 9, dtype=torch.float64, device=case.device)

@@ -59,7 +59,7 @@ def check(
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "columns"), [(1, 7, 33), (3, 300, 48), (9, 1000, 64), (16, 40, 8), (17, 40, 8)]
 )
-def test_small_heads(
+def test_small_heads_select_what_the_product_has_largest(
     case: Case, dtype: torch.dtype, norm: str | None, rows: int, vocabulary: int, columns: int
 ) -> None:
     input = torch.randn(rows, columns).to(case.device, dtype)
@@ -72,7 +72,9 @@ def test_small_heads(
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16])
 @pytest.mark.parametrize(("vocabulary", "columns"), [(50257, 768), (32128, 512), (50001, 1600)])
-def test_vocabularies(dtype: torch.dtype, norm: str | None, rows: int, vocabulary: int, columns: int) -> None:
+def test_ties_in_vocabularies_of_models_go_to_the_first_token(
+    dtype: torch.dtype, norm: str | None, rows: int, vocabulary: int, columns: int
+) -> None:
     """Few values make many ties, of which the first wins, wherever blocks begin."""
     case = Case(registry.get("decode_head_select_"), "cuda", torch.device("cuda"))
     input = torch.randn(rows, columns).to(case.device, dtype)
@@ -123,7 +125,9 @@ def test_rules_for_tokens(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", NORMS[:2])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 512), (3, 512), (8, 512), (9, 512), (17, 512), (1, 768), (8, 768)])
-def test_addends(case: Case, dtype: torch.dtype, norm: str, rows: int, columns: int) -> None:
+def test_inputs_in_addends_select_what_their_sum_selects(
+    case: Case, dtype: torch.dtype, norm: str, rows: int, columns: int
+) -> None:
     torch.manual_seed(0)
     input = torch.randn(rows, columns).to(case.device, dtype)
     addends = torch.randn(2, rows, columns, device=case.device)
@@ -151,7 +155,7 @@ def test_addends_and_rules(case: Case) -> None:
 
 
 @every_case
-def test_other_edits(case: Case) -> None:
+def test_edits_beside_token_rules_are_applied_too(case: Case) -> None:
     torch.manual_seed(0)
     input, weight = (torch.randn(n, 512).to(case.device, torch.bfloat16) for n in (2, 32128))
     norm = norm_of("layer_norm", 512, weight)

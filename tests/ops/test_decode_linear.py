@@ -108,7 +108,7 @@ def test_a_float32_residual_stream_stays_float32() -> None:
         ({}, {"gated": True}, "gated takes two weights"),
     ],
 )
-def test_wrong_arguments(arguments: dict, options: dict, message: str) -> None:
+def test_wrong_arguments_are_refused_by_name(arguments: dict, options: dict, message: str) -> None:
     arguments = {"input": torch.zeros(2, 4), "weight": torch.zeros(3, 4), **arguments}
     with pytest.raises(ValueError, match=message):
         decode_linear(**arguments, **options)
@@ -420,7 +420,9 @@ def test_tiles_against_float64(
 @pytest.mark.parametrize("norm", [None, "layer_norm", "t5_rms_norm"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 768), (2, 40), (3, 136), (2, 6080), (8, 1600), (9, 1096), (16, 512)])
 @torch.no_grad()
-def test_a_vocabulary(rows: int, columns: int, norm: str | None, dtype: torch.dtype) -> None:
+def test_a_product_as_wide_as_a_vocabulary_is_accurate(
+    rows: int, columns: int, norm: str | None, dtype: torch.dtype
+) -> None:
     """So many columns that a block has several strips of them."""
     torch.manual_seed(0)
     x, weight = torch.randn(rows, columns, device="cuda"), torch.randn(30001, columns, device="cuda") / columns**0.5

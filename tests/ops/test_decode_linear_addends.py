@@ -43,7 +43,7 @@ def test_both_are_a_layer_a_residual_and_the_next_layer(
     torch.testing.assert_close(output, decode_linear(sum, weight, next_bias, **parameters))
 
 
-def test_errors() -> None:
+def test_wrong_addends_and_weights_are_refused_by_name() -> None:
     input, weight = torch.randn(2, 12), torch.randn(5, 12)
     addends = torch.randn(2, 2, 12)
     for arguments, exception, words in (

@@ -62,7 +62,7 @@ def test_is_an_embedding_and_a_layer(
     torch.testing.assert_close(output, decode_linear(sum, *arguments, **of_norm))
 
 
-def test_errors() -> None:
+def test_wrong_tokens_positions_and_weights_are_refused_by_name() -> None:
     tokens, token_weight, positions, position_weight = embedding(2, 12, torch.float32, "cpu")
     weight = torch.randn(5, 12)
     for arguments, exception, words in (

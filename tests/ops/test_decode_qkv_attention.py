@@ -586,7 +586,7 @@ def test_tensors_on_another_device_are_refused() -> None:
 @pytest.mark.gpu
 @needs_sm90
 @torch.no_grad()
-def test_opcheck() -> None:
+def test_the_raw_op_passes_torch_s_opcheck() -> None:
     torch.manual_seed(0)
     for columns, heads, norm in ((1024, 16, LAYER_NORM), (200, 3, RMS_NORM)):
         layer, of_norm = layer_of(columns, heads, torch.bfloat16, "cuda", norm=norm)

@@ -85,7 +85,7 @@ def test_the_first_of_equals_wins_and_zero_has_no_sign(case: Case, dtype: torch.
 
 
 @every_case
-def test_wrong_arguments(case: Case) -> None:
+def test_wrong_scores_state_and_divisors_are_refused_by_name(case: Case) -> None:
     state = state_of(2, 0, [], case.device)
     scores = torch.zeros(2, 5, device=case.device)
     for changed, exception, message in (

@@ -38,7 +38,7 @@ def test_is_attention_with_its_projections(each_device: torch.device) -> None:
     torch.testing.assert_close(got, expected)
 
 
-def test_errors() -> None:
+def test_wrong_shapes_groups_and_too_many_rows_are_refused_by_name() -> None:
     scores, weight = torch.randn(2, 12), torch.randn(5, 12)
     for arguments, options, words in (
         ((scores, torch.randn(12), 2), {}, "weight must be [N, K]"),
@@ -100,7 +100,9 @@ def test_kernel_against_float64(rows: int, groups: int, outputs: int, dtype: tor
 @pytest.mark.gpu
 @settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 16), st.integers(1, MOST_GROUPS), st.integers(1, 60), st.floats(0.01, 300), st.booleans())
-def test_random_sizes(rows: int, groups: int, eighths: int, scale: float, has_residual: bool) -> None:
+def test_random_sizes_scales_and_residuals_against_float64(
+    rows: int, groups: int, eighths: int, scale: float, has_residual: bool
+) -> None:
     torch.manual_seed(eighths)
     check(rows, groups, 8 * eighths, torch.bfloat16, torch.bfloat16 if has_residual else None, scale)
 

@@ -184,7 +184,9 @@ def test_ids_outside_the_vocabulary_and_no_sequence(case: Case) -> None:
         ({"prompt_ignore_length": torch.zeros(3, dtype=torch.int64)}, ValueError, "prompt_ignore_length"),
     ],
 )
-def test_wrong_arguments(case: Case, changed: dict[str, Any], exception: type[Exception], message: str) -> None:
+def test_wrong_edits_are_refused_by_name(
+    case: Case, changed: dict[str, Any], exception: type[Exception], message: str
+) -> None:
     edits = LogitsEdits(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))._replace(**changed)
     with pytest.raises(exception, match=message):
         case(torch.zeros(2, 5, device=case.device), moved(edits, case.device))

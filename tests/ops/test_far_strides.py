@@ -22,7 +22,7 @@ def far_apart(tensor: Tensor, dim: int, stride: int = 2**26) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_relative_attention(name: str) -> None:
+def test_relative_attention_reads_tensors_beyond_2_to_the_31_elements(name: str) -> None:
     torch.manual_seed(0)
     tensors = {each: torch.randn(1, 1, 40, 8, dtype=torch.float16) for each in ("query", "key", "value")}
     expected = ops.relative_attention(**tensors, backend="reference")
@@ -31,7 +31,7 @@ def test_relative_attention(name: str) -> None:
 
 
 @pytest.mark.parametrize("rotary", [40, 8])
-def test_rotary_embedding(rotary: int) -> None:
+def test_rotary_embedding_reads_tensors_beyond_2_to_the_31_elements(rotary: int) -> None:
     torch.manual_seed(0)
     query, key = (torch.randn(1, 1, 2, 40, dtype=torch.float16) for _ in range(2))
     cos, sin = (torch.randn(1, 2, rotary, dtype=torch.float16) for _ in range(2))

@@ -67,7 +67,9 @@ def test_the_activation_is_rounded_before_the_product(case: Case, dtype: torch.d
 @every_case
 @every_activation
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_special_values(case: Case, dtype: torch.dtype, activation: str) -> None:
+def test_zeros_large_values_and_nan_with_their_gradients_equal_the_reference(
+    case: Case, dtype: torch.dtype, activation: str
+) -> None:
     values = [0.0, -0.0, 1e-7, -1e-7, 3.0, -3.0, 30.0, -30.0, 89.0, -89.0, 1e4, -1e4, math.nan]
     gate = torch.tensor(values * 3, device=case.device, dtype=dtype)
     up = torch.linspace(-2, 2, len(gate), device=case.device).to(dtype)
@@ -186,7 +188,7 @@ def test_more_than_two_to_the_31_elements(columns: int) -> None:
 
 
 @every_case
-def test_wrong_arguments(case: Case) -> None:
+def test_unknown_activations_and_wrong_shapes_are_refused(case: Case) -> None:
     gate = torch.randn(3, 8, device=case.device)
     with pytest.raises(ValueError, match="'gelu', 'gelu_tanh', 'silu', 'relu', not 'tanh'"):
         case(gate, gate, "tanh")

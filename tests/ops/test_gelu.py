@@ -16,7 +16,9 @@ every_case = pytest.mark.parametrize("case", cases("gelu"))
 @every_case
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_special_values(case: Case, dtype: torch.dtype, approximate: str) -> None:
+def test_zeros_large_values_and_nan_with_their_gradients_equal_torch(
+    case: Case, dtype: torch.dtype, approximate: str
+) -> None:
     values = [0.0, -0.0, 1e-7, -1e-7, 3.0, -3.0, 8.0, -8.0, 30.0, -30.0, 1e4, -1e4, math.nan]
     input = torch.tensor(values, device=case.device, dtype=dtype, requires_grad=True)
     output = case(input, approximate=approximate)
@@ -98,7 +100,7 @@ def test_bias_gradient_in_one_pass(
 
 
 @every_case
-def test_wrong_arguments(case: Case) -> None:
+def test_unknown_approximations_and_wrong_biases_are_refused(case: Case) -> None:
     input = torch.randn(3, 8, device=case.device)
     with pytest.raises(ValueError, match="'none' or 'tanh'"):
         case(input, approximate="erf")

@@ -111,7 +111,7 @@ def test_rows_that_begin_anywhere(dtype: torch.dtype, rows: int, columns: int, s
 
 @every_case
 @pytest.mark.parametrize("input_dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_float32_parameters(case: Case, input_dtype: torch.dtype) -> None:
+def test_float32_parameters_of_half_precision_inputs_keep_their_precision(case: Case, input_dtype: torch.dtype) -> None:
     input = torch.randn(4, 33, device=case.device, dtype=input_dtype)
     weight, bias = torch.randn(33, device=case.device), torch.randn(33, device=case.device)
     output = case(input, (33,), weight, bias)

@@ -61,7 +61,7 @@ def check(case: Case, arguments, far: float = 0.0) -> None:
     ],
     ids=str,
 )
-def test_against_float64(case: Case, dtype, addends, shape):
+def test_gradients_of_sizes_of_models_against_float64(case: Case, dtype, addends, shape):
     torch.manual_seed(0)
     check(case, random_arguments(case.device, dtype, addends, *shape))
 
@@ -75,7 +75,7 @@ def test_against_float64(case: Case, dtype, addends, shape):
     dtype=st.sampled_from((torch.float32, *HALVES)),
     far=st.sampled_from((0.0, 1e3)),
 )
-def test_random_sizes(case: Case, rows, columns, addends, dtype, far):
+def test_gradients_of_random_sizes_against_float64(case: Case, rows, columns, addends, dtype, far):
     """Also where the rows are far from zero, as streams are."""
     torch.manual_seed(rows)
     grad_output, grad_sum, base, added, weight, bias, mean, rstd = random_arguments(

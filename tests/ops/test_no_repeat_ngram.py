@@ -39,7 +39,7 @@ def arguments(case: Case, input_ids: Tensor, scores: Tensor, ngram_size: int) ->
     id_dtype=st.sampled_from([torch.int32, torch.int64]),
     seed=st.integers(0, 2**31),
 )
-def test_equals_transformers(
+def test_random_tokens_are_banned_as_in_transformers(
     case: Case,
     rows: int,
     length: int,
@@ -88,7 +88,7 @@ def test_encoder_variant_equals_transformers(
 
 @own_case
 @pytest.mark.parametrize("length", [1023, 1024, 1025, 1030, 4096])
-def test_long_sequences(case: Case, length: int) -> None:
+def test_long_sequences_are_banned_as_in_transformers(case: Case, length: int) -> None:
     torch.manual_seed(0)
     input_ids = torch.randint(15, (3, length), device=case.device)
     scores = torch.randn(3, 15, device=case.device)
@@ -125,7 +125,7 @@ def test_ngram_of_one_bans_every_token_seen(case: Case) -> None:
 
 
 @every_case
-def test_everything_banned(case: Case) -> None:
+def test_all_tokens_may_be_banned(case: Case) -> None:
     input_ids = torch.tensor([[0, 1, 2, 0, 0, 2, 0, 1, 0]], device=case.device)
     output = case(*arguments(case, input_ids, torch.zeros(1, 3, device=case.device), 2))
     assert output.isneginf().all()
@@ -140,7 +140,7 @@ def test_padding_counts_as_tokens(case: Case) -> None:
 
 @every_case
 @pytest.mark.parametrize("layout", ["every_second", "transposed", "expanded"])
-def test_any_strides(case: Case, layout: str) -> None:
+def test_strided_ids_and_scores_are_read_right(case: Case, layout: str) -> None:
     torch.manual_seed(0)
     input_ids = torch.randint(4, (6, 20), device=case.device)
     scores = torch.randn(6, 4, device=case.device)
@@ -163,7 +163,7 @@ def test_ids_past_the_vocabulary_are_not_written(case: Case, token: int) -> None
 
 
 @every_case
-def test_negative_ids(case: Case) -> None:
+def test_negative_ids_are_never_written_to(case: Case) -> None:
     """An error on CPU, where it can be told at no cost; on CUDA never written."""
     scores = torch.zeros(1, 5, device=case.device)
     banned = torch.tensor([[1, -100, 2, 1]], device=case.device)
@@ -189,7 +189,7 @@ def test_rows_that_are_no_multiple_of_the_encoder_batch(case: Case) -> None:
 
 
 @every_case
-def test_wrong_arguments(case: Case) -> None:
+def test_wrong_sizes_and_rows_are_refused(case: Case) -> None:
     ids, scores = torch.ones(2, 4, dtype=torch.int64, device=case.device), torch.zeros(2, 3, device=case.device)
     with pytest.raises(ValueError, match="positive"):
         case(*arguments(case, ids, scores, 0))

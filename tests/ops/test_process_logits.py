@@ -124,7 +124,9 @@ def test_equals_the_chain_of_processors(case: Case, call: Any, inplace: bool, of
 @pytest.mark.parametrize("name", [*OPTIONS, "all"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("inplace", [False, True])
-def test_each_option(case: Case, name: str, dtype: torch.dtype, inplace: bool) -> None:
+def test_each_option_alone_and_all_together_equal_transformers_bit_for_bit(
+    case: Case, name: str, dtype: torch.dtype, inplace: bool
+) -> None:
     torch.manual_seed(0)
     options = on_device(case, OPTIONS if name == "all" else {name: OPTIONS[name]})
     options["encoder_input_ids"] = torch.randint(1000, (3, 300), device=case.device) % 7
@@ -150,7 +152,7 @@ def test_more_tokens_than_bits_in_shared_memory(case: Case, inplace: bool) -> No
 
 @fused_case
 @pytest.mark.parametrize("inplace", [False, True])
-def test_special_scores(case: Case, inplace: bool) -> None:
+def test_nan_infinities_zeros_and_denormals_equal_transformers(case: Case, inplace: bool) -> None:
     values = [math.nan, math.inf, -math.inf, 0.0, -0.0, 3e38, -3e38, 1e-45, -1e-45]
     scores = torch.tensor([values, values], device=case.device)
     input_ids = torch.arange(9, device=case.device).repeat(2, 1)
@@ -293,7 +295,7 @@ def test_expanded_scores_are_not_written(case: Case) -> None:
         ({"suppress_tokens": torch.zeros(1, 2, dtype=torch.int64)}, "suppress_tokens"),
     ],
 )
-def test_wrong_arguments(case: Case, options: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_refused_by_name(case: Case, options: dict[str, Any], message: str) -> None:
     ids = torch.ones(3, 4, dtype=torch.int64, device=case.device)
     with pytest.raises(ValueError, match=message):
         case(ids, torch.zeros(3, 5, device=case.device), inplace=True, **on_device(case, options))

@@ -113,7 +113,7 @@ def test_error_is_no_larger_than_the_references(case, which, dtype, columns, oth
 @pytest.mark.parametrize("case", native_cases("cuda"))
 @pytest.mark.parametrize("columns", [32_768, 131_080, 262_144, 300_001, 2**20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_long_rows(case: Case, columns: int, dtype: torch.dtype) -> None:
+def test_long_rows_are_no_worse_than_the_reference(case: Case, columns: int, dtype: torch.dtype) -> None:
     sample = with_columns(case.samples(dtype, requires_grad=True)[0], columns)
     assert_no_worse_than_reference(case, sample)
 

@@ -186,7 +186,7 @@ def test_drawn_masks_have_the_share_asked_for_and_no_pattern() -> None:
     max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
 )
 @given(data=st.data())
-def test_any_sizes(case: Case, data: st.DataObject) -> None:
+def test_outputs_and_gradients_of_random_sizes_against_float64(case: Case, data: st.DataObject) -> None:
     """Tiles that are not full, several of them, heads of any size, and a bias that ends where it may."""
     batch, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
     queries, keys = data.draw(st.integers(1, 140)), data.draw(st.integers(1, 80))

@@ -76,7 +76,9 @@ def test_reference_against_the_formulas_written_out() -> None:
 @pytest.mark.parametrize("family", sorted(UPSTREAM))
 @pytest.mark.parametrize("input_dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("weight_dtype", DTYPES[:3], ids=str)
-def test_cast_order(case: Case, family: str, input_dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+def test_casts_come_in_the_order_of_each_family(
+    case: Case, family: str, input_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
     """Elements may differ by a rounding where the mean square, summed in another order, does; with a wrong cast order
     about a quarter of them would."""
     if (case.backend, case.device.type) == ("triton", "cpu") and torch.bfloat16 in (input_dtype, weight_dtype):
@@ -210,7 +212,7 @@ def test_tensors_that_begin_anywhere(dtype: torch.dtype, rows: int, columns: int
 
 
 @every_case
-def test_wrong_arguments(case: Case) -> None:
+def test_unknown_cast_orders_and_wrong_weights_are_refused(case: Case) -> None:
     input = torch.randn(4, 8, device=case.device)
     with pytest.raises(ValueError, match="'input', 't5' or 'llama'"):
         case(input, cast_order="gemma")

@@ -65,7 +65,7 @@ def test_any_size_and_layout(device, batch, heads, length, head_dim, dtype, caus
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("batch", [1, 8, 300])
-def test_packed_projections(batch: int, dtype: torch.dtype, head_dim: int) -> None:
+def test_packed_projections_are_no_worse_than_torch(batch: int, dtype: torch.dtype, head_dim: int) -> None:
     """Of few heads, which several warps share, and of many."""
     torch.manual_seed(0)
     for length, causal in itertools.product((1, 9, 16, 17, 32), (False, True)):

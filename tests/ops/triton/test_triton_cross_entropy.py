@@ -65,7 +65,7 @@ def test_forward_and_backward(device, assert_matches, dtype, shape, smoothing, z
 @pytest.mark.parametrize("columns", [40, 3001])
 @every_view_of_rows
 @pytest.mark.parametrize("padding", [8, 21])
-def test_any_strides(device, assert_matches, view, columns, padding):
+def test_strided_inputs_are_read_right_and_not_written_to(device, assert_matches, view, columns, padding):
     torch.manual_seed(0)
     storage = torch.randn(2, 3, columns + padding, device=device)
     before = storage.clone()
@@ -185,7 +185,7 @@ def test_gradients_in_half_precision_are_no_worse_than_in_two_steps(device, monk
 @pytest.mark.parametrize(
     "run", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
-def test_any_sizes(run, rows, classes, smoothing, ignored, seed):
+def test_losses_and_gradients_of_random_sizes_against_float64(run, rows, classes, smoothing, ignored, seed):
     torch.manual_seed(seed)
     input, weight, bias = (torch.randn(shape, device=run) for shape in ((rows, 8), (classes, 8), (classes,)))
     target = torch.randint(classes, (rows,), device=run)

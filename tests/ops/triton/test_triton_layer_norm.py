@@ -83,7 +83,9 @@ def test_a_mean_far_from_zero(device, dtype, columns):
     ],
     ids=str,
 )
-def test_mixed_dtypes(device, assert_matches, input_dtype, weight_dtype, output_dtype):
+def test_outputs_and_gradients_of_mixed_dtypes_have_each_their_own(
+    device, assert_matches, input_dtype, weight_dtype, output_dtype
+):
     torch.manual_seed(0)
     input = torch.randn(50, 129, dtype=input_dtype, device=device)
     weight, bias = torch.randn(2, 129, dtype=weight_dtype, device=device)
@@ -134,7 +136,7 @@ def test_rows_without_deviations(device, view):
     torch.testing.assert_close(grad_bias, grad_output.sum(0))
 
 
-def test_without_parameters(device, assert_matches):
+def test_no_parameters_count_as_ones_and_zeros(device, assert_matches):
     torch.manual_seed(0)
     input, grad_output = torch.randn(2, 5, 40, device=device)
     output, mean, rstd = layer_norm_fwd(input, None, None, 0.1)
@@ -156,7 +158,7 @@ def test_without_parameters(device, assert_matches):
     ],
     ids=["slice", "column step", "rows transposed", "rows expanded"],
 )
-def test_any_strides(device, assert_matches, view):
+def test_strided_inputs_gradients_and_parameters_are_read_right(device, assert_matches, view):
     torch.manual_seed(0)
     storage = torch.randn(2, 4, 6, 64, device=device)
     input, grad_output = view(storage[0]), view(storage[1])
@@ -168,7 +170,7 @@ def test_any_strides(device, assert_matches, view):
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0), (0,)], ids=str)
-def test_empty(device, shape):
+def test_empty_inputs_give_empty_outputs_and_zero_gradients(device, shape):
     input, weight = torch.empty(shape, device=device), torch.ones(shape[-1], device=device)
     output, mean, rstd = layer_norm_fwd(input, weight, weight, 0.1)
     assert (output.shape, mean.shape, rstd.shape) == (shape, shape[:-1], shape[:-1])

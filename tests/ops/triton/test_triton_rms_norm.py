@@ -66,7 +66,7 @@ def test_forward_and_backward(device, assert_matches, dtype, shape):
     [(torch.float32, torch.float16), (torch.bfloat16, torch.float32), (torch.float32, torch.float64)],
     ids=str,
 )
-def test_mixed_dtypes(device, assert_matches, input_dtype, weight_dtype):
+def test_outputs_and_gradients_of_mixed_dtypes_have_each_their_own(device, assert_matches, input_dtype, weight_dtype):
     torch.manual_seed(0)
     input = torch.randn(50, 129, dtype=input_dtype, device=device)
     grad_output = torch.randn(50, 129, dtype=weight_dtype, device=device)
@@ -112,7 +112,7 @@ def test_without_statistics_the_output_is_the_same(device, columns):
         assert torch.equal(rms_norm(input, weight, 1e-6, cast_order, 1.0), expected)
 
 
-def test_without_weight(device, assert_matches):
+def test_no_weight_counts_as_ones(device, assert_matches):
     torch.manual_seed(0)
     input, grad_output = torch.randn(2, 5, 40, device=device)
     output, rstd = forward(input, None, offset=1.0)
@@ -124,7 +124,7 @@ def test_without_weight(device, assert_matches):
 
 
 @pytest.mark.parametrize("columns", [40, 4099])
-def test_frozen_weight(device, columns):
+def test_a_frozen_weight_gets_no_gradient_and_the_input_the_same(device, columns):
     torch.manual_seed(0)
     input, grad_output = torch.randn(2, 5, columns, dtype=torch.float64, device=device)
     weight, rstd = input[0], torch.rand(5, dtype=torch.float64, device=device)
@@ -146,7 +146,7 @@ def test_frozen_weight(device, columns):
     ],
     ids=["slice", "step", "column step", "rows transposed", "columns transposed", "rows expanded", "columns expanded"],
 )
-def test_any_strides(device, assert_matches, view):
+def test_strided_inputs_are_read_right_and_not_written_to(device, assert_matches, view):
     torch.manual_seed(0)
     storage = torch.randn(2, 4, 6, 64, device=device)
     before = storage.clone()
@@ -160,7 +160,7 @@ def test_any_strides(device, assert_matches, view):
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0), (0,)], ids=str)
-def test_empty(device, shape):
+def test_empty_inputs_give_empty_outputs_and_zero_gradients(device, shape):
     input, weight = torch.empty(shape, device=device), torch.ones(shape[-1], device=device)
     output, rstd = forward(input, weight)
     assert (output.shape, rstd.shape) == (shape, shape[:-1])

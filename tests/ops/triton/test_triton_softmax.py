@@ -88,7 +88,7 @@ def test_mask_broadcast_along_every_second_dimension(device, assert_matches):
 
 
 @pytest.mark.parametrize("columns", [50, 33003])
-def test_masked_rows(device, assert_matches, columns):
+def test_rows_masked_in_part_or_throughout_equal_the_formula(device, assert_matches, columns):
     torch.manual_seed(0)
     input = torch.randn(3, columns, device=device)
     lowest = torch.finfo(torch.float32).min
@@ -113,7 +113,7 @@ def test_values_that_are_not_finite(device, columns):
 
 
 @pytest.mark.parametrize("columns", [50, 33003])
-def test_large_logits(device, assert_matches, columns):
+def test_large_logits_do_not_overflow(device, assert_matches, columns):
     torch.manual_seed(0)
     input = 1e4 + 3e4 * torch.rand(3, columns, device=device)
     assert_matches(softmax_fwd(input, None, 1.0, torch.float32), reference(input))
@@ -122,7 +122,7 @@ def test_large_logits(device, assert_matches, columns):
 @pytest.mark.parametrize("columns", [40, 33003])
 @every_view_of_rows
 @pytest.mark.parametrize("padding", [8, 21])
-def test_any_strides(device, assert_matches, view, columns, padding):
+def test_strided_inputs_are_read_right_and_not_written_to(device, assert_matches, view, columns, padding):
     torch.manual_seed(0)
     storage = torch.randn(2, 3, columns + padding, device=device)
     before = storage.clone()
@@ -136,14 +136,14 @@ def test_any_strides(device, assert_matches, view, columns, padding):
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (3, 0), (0,)], ids=str)
-def test_empty(device, shape):
+def test_empty_inputs_give_empty_outputs_and_gradients(device, shape):
     input = torch.empty(shape, device=device)
     output = softmax_fwd(input, torch.zeros(shape[-1], device=device), 1.0, torch.float16)
     assert (output.shape, output.dtype) == (shape, torch.float16)
     assert softmax_bwd(input, output, 1.0, torch.float32).shape == shape
 
 
-def test_262144_columns(device, assert_matches):
+def test_rows_of_262144_columns_equal_the_reference(device, assert_matches):
     torch.manual_seed(0)
     input = 4 * torch.randn(2, 262_144, dtype=torch.bfloat16, device=device)
     output = softmax_fwd(input, None, 1.0, torch.float32)
