@@ -136,6 +136,7 @@ def further_calls(target: Target, calls: dict[OpOverload, list[Call]]) -> Iterat
     ids, scores = torch.randint(0, 8, (2, 5), device=device), torch.randn(2, 8, device=device)
     yield lambda: raw.process_logits_(ids, scores, 2)
     if target.backend == "cuda":
+        yield lambda: raw.takes_short_attention(torch.randn(1, 2, 3, 8, device=device, dtype=torch.float64))
         left, right, bias = (torch.randn(s, device=device).bfloat16() for s in ((16, 32), (32, 24), (24,)))
         yield lambda: raw.tuned_matmul_gelu(left, right, bias, False)
         yield lambda: raw.tuned_matmul_(torch.randn(16, 24, device=device), left, right, True, False)
