@@ -281,8 +281,8 @@ CHILDREN = (
     Mutant(
         "what was set on a drop-in is lost with it",
         "fuseopt/apply.py",
-        "            yield functools.partial(new.__dict__.update, old.handed_back(new))\n",
-        "            pass\n",
+        "            yield functools.partial(new.__dict__.update, shared)\n",
+        "",
         ("tests/modules/test_drop_ins.py", "tests/test_api.py"),
     ),
 )
