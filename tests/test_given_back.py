@@ -44,7 +44,7 @@ def gone_through(family, config, path, change):
     return tiny.logits(stock), found
 
 
-@pytest.mark.parametrize(("surgery", "family"), zip(SURGERIES, itertools.cycle(NORMS)))
+@pytest.mark.parametrize(("surgery", "family"), list(zip(SURGERIES, itertools.cycle(NORMS), strict=False)))
 @pytest.mark.parametrize(("paths", "config"), [(NORMS, "inference"), (MLPS, JIT)], ids=["norm", "mlp"])
 def test_changed_drop_ins_stay_changed(family, paths, config, surgery):
     path = paths[family]
