@@ -127,8 +127,6 @@ def check(family, path, surgery, config, late):
         SURGERIES[surgery](stock, path, of)
     except Inapplicable:
         return
-    if surgery == "tensor_subclass" and late and hasattr(of, "_norm"):
-        return  # The source's own forward calls a method that a drop-in does not have.
     if late:
         fuseopt.initialize(fused, CONFIGS[config])
         result_of(evaluated, fused, family)
