@@ -174,7 +174,7 @@ class ArgumentCheck {
          is_of_library ? first_->text() : kind_text(device_type_), ", not ", name_of(type), " on ", place.text());
   }
 
-  // Of the argument of that name; all where it is absent.
+  // The dtypes that the argument `name` was found to have; every dtype if the call left it out.
   Dtypes dtypes_of(std::string_view name) const {
     size_t i = 0;
     while (declared_.list[i].name != name) ++i;
@@ -188,7 +188,7 @@ class ArgumentCheck {
   std::optional<Place> first_;
 };
 
-// `Library` has the kind of device that its kernels are for, and a `Scope` in which the device of that index is current.
+// `Library` names the device type of its kernels. Its `Scope` makes a device, given by index, current while it lives.
 template <auto function, const auto& declaration, typename Library>
 struct Checked;
 

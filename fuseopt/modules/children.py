@@ -16,8 +16,8 @@ from fuseopt.modules.base import full_name, source_class
 Children = Mapping[str, Mapping[str, tuple[str, ...]]]
 """Full name of a class -> name of a child -> full names of the classes that the child may have.
 
-A class name that ends in a dot stands for every class of that module. The items of a ModuleList are listed with the
-class that has the list: "layer.1" is one item, "layer.*" every item.
+A name that ends in a dot, such as "transformers.activations.", allows every class of that Python module. The items of a
+ModuleList are listed with the class that has the list: "layer.1" is one item, "layer.*" every item.
 """
 
 ACTIVATIONS = ("transformers.activations.", "torch.nn.modules.activation.")

@@ -82,9 +82,11 @@ def _fake_on_one_device(op: OpOverload, fake: Callable) -> Callable:
     other device would be uninitialised memory.
     """
 
+    takes = _tensors_of(op)
+
     def run(*arguments: Any) -> Any:
         devices = {}
-        for place, name in _tensors_of(op):
+        for place, name in takes:
             argument = arguments[place] if place < len(arguments) else None
             for tensor in argument if isinstance(argument, list) else [argument]:
                 if tensor is not None:
