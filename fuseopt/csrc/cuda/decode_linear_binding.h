@@ -69,10 +69,10 @@ inline std::vector<Tensor> as_list(const std::optional<Tensor>& bias) {
   return bias.has_value() ? std::vector<Tensor>{*bias} : std::vector<Tensor>{};
 }
 
+// `layer` points into the call's arguments and into copies that the call's `Overlap` owns.
 struct LinearCall {
   DecodeLinear layer;
   Tensor output;
-  std::vector<Tensor> kept;  // what the layer reads
 };
 
 inline LinearCall linear_call(const char* op, const Tensor& input, const std::vector<Tensor>& weights,
@@ -87,7 +87,6 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
   FUSEOPT_CHECK(!gated || weights.size() == 2, "fuseopt::", op, ": gated takes two weights");
   const Matrix shape = matrix_of(op, input);
   const std::vector<Tensor> read = readable(op, weights, overlap);
-  std::vector<Tensor> kept = read;
   FUSEOPT_CHECK(read[0].size(1) == shape.columns, "fuseopt::", op, ": weight has ", read[0].size(1),
                 " columns, the input ", shape.columns);
   const Tensor x = overlap.contiguous(input);
@@ -95,10 +94,6 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
   const auto norm_shift = parameter(op, "norm_bias", overlap.contiguous(norm_bias), input);
   const ScalarType weight_type = dtype_of(read[0]);
   const auto added = overlap.contiguous(residual);
-  kept.push_back(x);
-  for (const auto& tensor : {norm_scale, norm_shift, added}) {
-    if (tensor.has_value()) kept.push_back(*tensor);
-  }
 
   DecodeLinear layer = {};
   layer.input = pointer(op, x);
@@ -114,8 +109,7 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
     if (biases.empty()) continue;
     FUSEOPT_CHECK(biases[i].numel() == layer.outputs, "fuseopt::", op, ": bias has ", biases[i].numel(),
                   " elements for ", layer.outputs, " outputs");
-    kept.push_back(overlap.contiguous(biases[i]));
-    layer.biases[i] = pointer(op, kept.back());
+    layer.biases[i] = pointer(op, overlap.contiguous(biases[i]));
   }
   layer.residual = pointer(op, added);
   layer.norm_weight = pointer(op, norm_scale);
@@ -141,7 +135,7 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
   FUSEOPT_CHECK(!added.has_value() || added->numel() == output.numel(), "fuseopt::", op, ": residual has ",
                 added->numel(), " elements, the output ", output.numel());
   layer.output = pointer(op, output);
-  return {layer, output, kept};
+  return {layer, output};
 }
 
 // Lets the call's input be that and `addends`.
