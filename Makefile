@@ -29,7 +29,7 @@ lint: $(STAMP)
 
 # A wheel that has the native libraries in it, for this platform and any Python, in dist/.
 wheel: $(STAMP)
-	$(BIN)/python -m fuseopt.make_prebuilt
+	$(BIN)/python -m fuseopt.build.make_prebuilt
 	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls -l dist

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fuseopt.bench.records import Results
+from fuseopt.bench.harness.records import Results
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("performance", "generation", "training")))

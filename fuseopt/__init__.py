@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fuseopt import apply, native
+from fuseopt import apply
 from fuseopt._version import __version__
+from fuseopt.build import loader
 from fuseopt.config import Config
 from fuseopt.errors import NotAModelError, printable
 from fuseopt.plan import Plan, build_plan
@@ -136,7 +137,7 @@ def fused(model: ModelT, config: ConfigSource = None, *, strict: bool = False) -
 
 def _plan_with_libraries(model: nn.Module, config: Config) -> Plan:
     decided = build_plan(model, config, STRATEGIES)
-    states = native.load_all(decided.native_libraries)
+    states = loader.load_all(decided.native_libraries)
     if all(state.status == "loaded" for state in states):
         return decided
     # A library that could not be had is now known to be absent, with its reason: decide again without it.

@@ -25,8 +25,8 @@ from fuseopt.errors import ApplyError, BackendError, printable
 from fuseopt.modules.base import FusedModule
 from fuseopt.ops import registry
 from fuseopt.plan import Plan, Site
-from fuseopt.references import Reference
 from fuseopt.report import LateStrict, Report, Reporting
+from fuseopt.runtime.references import Reference
 
 _STATE = "_fuseopt"
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()

@@ -17,7 +17,7 @@ import fuseopt
 from fuseopt.errors import ConfigError, FuseoptError
 
 if TYPE_CHECKING:
-    from fuseopt.bench.records import Results
+    from fuseopt.bench.harness.records import Results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -197,11 +197,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _demo(arguments: argparse.Namespace) -> None:
     if arguments.markdown is not None:
-        from fuseopt.bench.records import Results
+        from fuseopt.bench.harness.records import Results
 
         print(Results.load(arguments.markdown).to_markdown())
         return
-    from fuseopt.bench import demo
+    from fuseopt.bench.suites import demo
 
     demo.run(
         device=_device(arguments.device),
@@ -212,7 +212,7 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _bench_ops(arguments: argparse.Namespace) -> int:
-    from fuseopt.bench import ops
+    from fuseopt.bench.suites import ops
 
     return _bench(
         arguments,
@@ -223,7 +223,7 @@ def _bench_ops(arguments: argparse.Namespace) -> int:
 
 
 def _bench_tutorial(arguments: argparse.Namespace) -> int:
-    from fuseopt.bench import tutorial
+    from fuseopt.bench.suites import tutorial
 
     return _bench(arguments, tutorial.run)
 
@@ -232,7 +232,8 @@ _SIZES, _SAMPLING = ("prompt", "new", "beams", "ngram"), ("temperature", "top_k"
 
 
 def _bench_generate(arguments: argparse.Namespace) -> int:
-    from fuseopt.bench import generate, plot
+    from fuseopt.bench.harness import plot
+    from fuseopt.bench.suites import generate
 
     options = _generate_options(arguments)
     if arguments.plot is not None:
@@ -242,14 +243,14 @@ def _bench_generate(arguments: argparse.Namespace) -> int:
 
 
 def _bench_kernels(arguments: argparse.Namespace) -> int:
-    from fuseopt.bench import kernels
+    from fuseopt.bench.suites import kernels
 
     return _bench(arguments, functools.partial(kernels.run, **_generate_options(arguments)))
 
 
 def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Which calls of `generate()`, under which configs."""
-    from fuseopt.bench.generate import Row
+    from fuseopt.bench.suites.generate import Row
 
     given = {
         name: value
@@ -273,7 +274,7 @@ def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _bench_train(arguments: argparse.Namespace) -> int:
-    from fuseopt.bench import train
+    from fuseopt.bench.suites import train
 
     rows = _train_rows(arguments)
     configs = train.budget_configs(arguments.budget) | _configs(arguments.config)
@@ -282,14 +283,14 @@ def _bench_train(arguments: argparse.Namespace) -> int:
 
 
 def _bench_capacity(arguments: argparse.Namespace) -> int:
-    from fuseopt.bench import capacity
+    from fuseopt.bench.suites import capacity
 
     options = {"configs": _configs(arguments.config) or None, "compile": arguments.compile}
     return _bench(arguments, functools.partial(capacity.run, rows=_train_rows(arguments), **options))
 
 
 def _train_rows(arguments: argparse.Namespace) -> list[Any]:
-    from fuseopt.bench.train import Row
+    from fuseopt.bench.suites.train import Row
 
     return [
         Row(model, batch, arguments.length, arguments.dropout, arguments.precision, arguments.padded)
@@ -299,7 +300,7 @@ def _train_rows(arguments: argparse.Namespace) -> list[Any]:
 
 
 def _bench_forward(arguments: argparse.Namespace) -> int:
-    from fuseopt.bench import forward
+    from fuseopt.bench.suites import forward
 
     dtype = getattr(torch, arguments.dtype)
     rows = [
@@ -311,7 +312,7 @@ def _bench_forward(arguments: argparse.Namespace) -> int:
 
 
 def _bench_scaling(arguments: argparse.Namespace) -> int:
-    from fuseopt.bench import scaling, train
+    from fuseopt.bench.suites import scaling, train
 
     row = train.Row(
         arguments.model,
@@ -327,7 +328,7 @@ def _bench_scaling(arguments: argparse.Namespace) -> int:
 
 
 def _bench_curves(arguments: argparse.Namespace) -> int:
-    from fuseopt.bench import curves
+    from fuseopt.bench.suites import curves
 
     rows = [
         curves.Row(model, arguments.batch, arguments.length, arguments.dropout)
@@ -349,8 +350,8 @@ def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
     Returns:
         The exit status: 1 if a row is slower than before or raised an exception, else 0.
     """
-    from fuseopt.bench.records import Results
-    from fuseopt.bench.regressions import compare
+    from fuseopt.bench.harness.records import Results
+    from fuseopt.bench.harness.regressions import compare
 
     earlier = None if arguments.against is None else Results.load(arguments.against)
     results = run(device=_device(arguments.device))
@@ -371,7 +372,7 @@ def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
 
 
 def _bench_show(arguments: argparse.Namespace) -> None:
-    from fuseopt.bench.records import Results
+    from fuseopt.bench.harness.records import Results
 
     results = Results.load(arguments.file)
     if arguments.auto:
@@ -382,14 +383,14 @@ def _bench_show(arguments: argparse.Namespace) -> None:
 
 
 def _plot(results: Results, path: Path) -> None:
-    from fuseopt.bench import plot
+    from fuseopt.bench.harness import plot
 
     plot.save(results, path)
     print(f"\ndrawn in {path}")
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from fuseopt.bench.architectures import load_config, weightless
+    from fuseopt.bench.harness.architectures import load_config, weightless
 
     config = fuseopt.Config.load(arguments.config)
     decided = fuseopt.plan(weightless(load_config(arguments.model), _device(arguments.device)), config)
@@ -399,7 +400,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _env(arguments: argparse.Namespace) -> None:
-    from fuseopt.bench.machine import environment
+    from fuseopt.bench.harness.machine import environment
 
     found = environment()
     if arguments.json:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fuseopt import native
+from fuseopt.build import loader
 from fuseopt.config import Config
 from fuseopt.errors import PlanError, printable
 from fuseopt.models import ModelPolicy, full_name, policy_for
@@ -64,7 +64,7 @@ class Replacement:
     reason: str
     build: Callable[[], Any]
     backend: str | None = None
-    libraries: tuple[native.Kind, ...] = ()
+    libraries: tuple[loader.Kind, ...] = ()
     refused: str | None = None
     by_size: str | None = None
     absorbs: tuple[Site, ...] = ()
@@ -171,7 +171,7 @@ class Plan:
     unmet: tuple[str, ...] = ()
 
     @property
-    def native_libraries(self) -> tuple[native.Kind, ...]:
+    def native_libraries(self) -> tuple[loader.Kind, ...]:
         """The native libraries that have to be loaded, and built if need be, before the plan is applied."""
         return tuple(sorted({kind for r in self.replacements for kind in r.libraries}))
 

@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import torch
 
-from fuseopt import library_cache, native
+from fuseopt.build import library_cache, loader
 
 # The same examples in every run of CI, so that what fails there can be repeated; fresh ones everywhere else.
 hypothesis.settings.register_profile("ci", derandomize=True)
@@ -43,7 +43,7 @@ def each_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 @pytest.fixture(scope="session", autouse=True)
 def native_libraries() -> None:
     """Has the libraries compiled before the first test, whichever that is: ops compile nothing by themselves."""
-    native.load_all(native.KINDS)
+    loader.load_all(loader.KINDS)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fuseopt
-from fuseopt.bench.records import Record
+from fuseopt.bench.harness.records import Record
 from fuseopt.cli import main
 
 
@@ -42,7 +42,7 @@ def test_what_was_measured_is_kept_when_the_job_is_ended(capsys, monkeypatch, tm
         return [Record(case.name, "cpu", note="measured")]
 
     times, before, out = [], signal.getsignal(signal.SIGTERM), tmp_path / "out.json"
-    monkeypatch.setattr("fuseopt.bench.ops.time_op", timed_until_the_second)
+    monkeypatch.setattr("fuseopt.bench.suites.ops.time_op", timed_until_the_second)
     code, printed, err = run(capsys, "bench", "ops", "--op", "gelu", "--device", "cpu", "--out", str(out))
     assert code == 0 and len(times) == 1 and "interrupted" in err
     assert [row["case"] for row in json.loads(out.read_text())["rows"]] == [times[0].name] and times[0].name in printed

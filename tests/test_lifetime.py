@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fuseopt
-from fuseopt.modules import block_chain
+from fuseopt.blocks import stack_runner
 from tests import tiny
 
 TRITON = ["FusedRotaryEmbedding", "FusedRelativeAttention", "FusedDropoutAdd", "FusedCrossEntropy", "FusedAttention"]
@@ -89,10 +89,10 @@ def test_a_model_with_a_compiled_training_step_is_freed_without_the_garbage_coll
 def test_a_model_whose_blocks_run_at_once_is_freed_without_the_garbage_collector(monkeypatch):
     """As on a GPU, where sizes that come often are captured."""
     device = torch.get_default_device().type
-    monkeypatch.setattr(block_chain, "DEVICE_TYPES", (device,))
+    monkeypatch.setattr(stack_runner, "DEVICE_TYPES", (device,))
     runs = []
-    work = block_chain.ChainWork
-    monkeypatch.setattr(block_chain, "ChainWork", lambda *arguments: runs.append(1) or work(*arguments))
+    work = stack_runner.ChainWork
+    monkeypatch.setattr(stack_runner, "ChainWork", lambda *arguments: runs.append(1) or work(*arguments))
     blocks = {"kernel_fusion": {"custom_cuda_kernels": ["FusedBlock"], "backend": "reference", "jit": False}}
     model = fuseopt.initialize(tiny.gpt2(), blocks)
     stock = tiny.logits(fuseopt.restore(copy.deepcopy(model)))

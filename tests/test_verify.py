@@ -12,8 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 import fuseopt
 from fuseopt import modules
+from fuseopt.blocks import stack_runner
 from fuseopt.errors import ConfigError, NotAModelError
-from fuseopt.modules import block_chain
 from fuseopt.verify import _run_in_float64
 
 GELU = {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "backend": "reference", "jit": False}}
@@ -81,7 +81,7 @@ def test_nan_and_another_dtype_fail(inputs, monkeypatch, wrong):
 
 def test_other_tokens_fail_although_the_logits_pass(gpt2, inputs, monkeypatch):
     ngram = {"kernel_fusion": {"custom_cuda_kernels": ["FusedNoRepeatNGram"], "backend": "reference", "jit": False}}
-    generation = pytest.importorskip("fuseopt.generation.logits_processor_list")
+    generation = pytest.importorskip("fuseopt.generation.select.logits_processor_list")
     monkeypatch.setattr(generation.FusedRun, "__call__", lambda self, input_ids, scores, inplace: -scores)
     found = fuseopt.verify(gpt2, ngram, inputs, generate={"max_new_tokens": 6, "no_repeat_ngram_size": 2})
     assert found.tokens_agree is False
@@ -155,15 +155,15 @@ class _Counts(nn.Module):
 
 def test_what_is_captured_is_judged_too(gpt2, inputs, monkeypatch):
     """As on a GPU, where a size is captured when it has come a few times."""
-    monkeypatch.setattr(block_chain, "DEVICE_TYPES", ("cpu",))
+    monkeypatch.setattr(stack_runner, "DEVICE_TYPES", ("cpu",))
     monkeypatch.setattr(verify_module, "_CALLS", {"cpu": 4})
     blocks = {"kernel_fusion": {"custom_cuda_kernels": ["FusedBlock"], "backend": "reference", "jit": False}}
     assert fuseopt.verify(gpt2, blocks, inputs).ok
-    run = block_chain.ChainWork.run
+    run = stack_runner.ChainWork.run
 
     def wrong(work):
         run(work)
         work.state.output = 1.01 * work.state.output
 
-    monkeypatch.setattr(block_chain.ChainWork, "run", wrong)
+    monkeypatch.setattr(stack_runner.ChainWork, "run", wrong)
     assert not fuseopt.verify(gpt2, blocks, inputs).ok

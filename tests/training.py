@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from fuseopt.modules import captured_steps, partitioner
-from fuseopt.modules.captured_steps import StepGraphs
-from fuseopt.modules.cuda_graphs import Captures
+from fuseopt.runtime.cuda_graphs import Captures
+from fuseopt.training import captured_steps, partitioner
+from fuseopt.training.captured_steps import StepGraphs
 
 
 class HostSpan:

@@ -15,14 +15,14 @@ from torch import nn
 
 from fuseopt.config import GenerationOptions
 from fuseopt.generation import tiers
-from fuseopt.generation.ahead import HeadStart, Started
-from fuseopt.generation.graphs import StepGraphs
-from fuseopt.generation.kept_tensors import KeptTensors
+from fuseopt.generation.engine.device_constants import KeptTensors
+from fuseopt.generation.engine.graphs import StepGraphs
+from fuseopt.generation.families.gpt2 import GPT2Step
+from fuseopt.generation.families.t5 import T5Step
+from fuseopt.generation.hf.caching_proxy import RememberingModel
+from fuseopt.generation.hf.fingerprint import Survey, survey
 from fuseopt.generation.loop import DecodeLoop, Looked
-from fuseopt.generation.remembering import RememberingModel
-from fuseopt.generation.step_gpt2 import GPT2Step
-from fuseopt.generation.step_t5 import T5Step
-from fuseopt.generation.survey import Survey, survey
+from fuseopt.generation.prompt.early_prefill import HeadStart, Started
 from fuseopt.generation.tiers import Call, Tier
 
 STEPS: Mapping[str, Any] = {"GPT2Step": GPT2Step, "T5Step": T5Step}

@@ -18,18 +18,20 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
 )
 
-from fuseopt.generation import beam_selection, device_loop, tiers
-from fuseopt.generation.ahead import Plan, Started
-from fuseopt.generation.beam_selection import BeamSelection
-from fuseopt.generation.decode_run import DecodeRun
-from fuseopt.generation.device_processors import DeviceProcessor, chained, device_processor
-from fuseopt.generation.fast_model import FastModel
-from fuseopt.generation.graphs import Step, StepGraphs
-from fuseopt.generation.kept_tensors import KeptTensors
-from fuseopt.generation.layers import has_kernel
-from fuseopt.generation.prefill import is_plain, prefill, store_cache
-from fuseopt.generation.selection import Selection
-from fuseopt.generation.state import DecodeState, Sizes
+from fuseopt.generation import tiers
+from fuseopt.generation.engine import device_loop
+from fuseopt.generation.engine.decode_run import DecodeRun
+from fuseopt.generation.engine.device_constants import KeptTensors
+from fuseopt.generation.engine.graphs import Step, StepGraphs
+from fuseopt.generation.engine.layers import has_kernel
+from fuseopt.generation.engine.state import DecodeState, Sizes
+from fuseopt.generation.hf.step_proxy import FastModel
+from fuseopt.generation.prompt.early_prefill import Plan, Started
+from fuseopt.generation.prompt.prefill import is_plain, prefill, store_cache
+from fuseopt.generation.select import beam_selection
+from fuseopt.generation.select.beam_selection import BeamSelection
+from fuseopt.generation.select.device_processors import DeviceProcessor, chained, device_processor
+from fuseopt.generation.select.selection import Selection
 from fuseopt.generation.tiers import Call, Tier
 
 # By whether there is an encoder, and whether there are beams.

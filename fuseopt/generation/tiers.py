@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from fuseopt.generation.remembering import RememberingModel
+from fuseopt.generation.hf.caching_proxy import RememberingModel
 from fuseopt.ops.library import Observer
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from fuseopt import modules
 from fuseopt.models.common import COMMON
 from fuseopt.models.gpt2 import GPT2
 from fuseopt.models.policy import REGION_TARGETS, ModelPolicy, Rule, full_name
 from fuseopt.models.t5 import T5
-from fuseopt.modules.structure import config_of
+from fuseopt.runtime.module_watch import config_of
 
 _POLICIES: dict[str, ModelPolicy] = {}
 
@@ -31,22 +32,32 @@ def register_policy(policy: ModelPolicy) -> None:
 
 def unknown_names(policy: ModelPolicy) -> Iterator[str]:
     """A message for each target and decode step of a policy that does not exist."""
-    # Imported here: the package's own policies are registered when it is imported, without these.
-    from fuseopt import modules
+    # Imported here: the package's own policies are registered when it is imported, without it.
     from fuseopt.generation.generate import STEPS
 
     for field in dataclasses.fields(policy):
-        known = REGION_TARGETS if field.name == "regions" else modules.__all__
         value = getattr(policy, field.name)
         for rule in value if isinstance(value, tuple) else ():
-            if isinstance(rule, Rule) and rule.target not in known:
-                yield (
-                    f"{field.name} names the target {rule.target!r} for {rule.source}; known are"
-                    f" {', '.join(sorted(known))}"
-                )
+            if isinstance(rule, Rule):
+                yield from (f"{field.name} {message}" for message in _unknown_target(rule, field.name))
     for model_class, step in policy.decode_steps.items():
         if step not in STEPS:
             yield f"decode_steps names the step {step!r} for {model_class}; known are {', '.join(sorted(STEPS))}"
+
+
+def _unknown_target(rule: Rule, field: str) -> Iterator[str]:
+    names = f"names the target {rule.target!r} for {rule.source}"
+    if field == "regions":
+        if rule.target_name not in REGION_TARGETS:
+            yield f"{names}; known are {', '.join(REGION_TARGETS)}"
+        return
+    try:
+        is_class = isinstance(rule.target_class, type)
+    except (ImportError, AttributeError):
+        is_class = False
+    if not is_class:
+        known = ", ".join(modules.__all__)
+        yield f"{names}; give a class, its dotted path, or one of fuseopt.modules: {known}"
 
 
 def _register(policy: ModelPolicy) -> None:

@@ -55,7 +55,11 @@ COMMON = ModelPolicy(
     kernels=(*RMS_NORMS, _TORCH_RMS_NORM, LAYER_NORM, *GELU_KERNELS, SOFTMAX),
     regions=(*GATED_MLPS, *ACTIVATION_REGIONS),
     causal_attention=tuple(
-        Rule(modeling_name(f"{name}Model"), "CausalStackForward", {"attention": modeling_name(f"{name}Attention")})
+        Rule(
+            modeling_name(f"{name}Model"),
+            "fuseopt.blocks.causal_attention.CausalStackForward",
+            {"attention": modeling_name(f"{name}Attention")},
+        )
         for name in _CAUSAL
     ),
     heads=LM_HEADS,

@@ -15,20 +15,30 @@ GPT2 = ModelPolicy(
         *ACTIVATION_REGIONS,
     ),
     eager_attention=(f"{_GPT2}.GPT2Attention",),
-    causal_attention=(Rule(f"{_GPT2}.GPT2Model", "CausalStackForward", {"attention": f"{_GPT2}.GPT2Attention"}),),
-    residual_blocks=(Rule(f"{_GPT2}.GPT2Block", "GPT2BlockForward"),),
+    causal_attention=(
+        Rule(
+            f"{_GPT2}.GPT2Model",
+            "fuseopt.blocks.causal_attention.CausalStackForward",
+            {"attention": f"{_GPT2}.GPT2Attention"},
+        ),
+    ),
+    residual_blocks=(Rule(f"{_GPT2}.GPT2Block", "fuseopt.blocks.residual.GPT2BlockForward"),),
     dropout_add_blocks=(
         Rule(
             f"{_GPT2}.GPT2Block",
-            "GPT2DropoutAddForward",
+            "fuseopt.blocks.dropout_add.GPT2DropoutAddForward",
             # Their dropout is deferred until after they return, so it must be the last thing they do.
             reads=dict.fromkeys(("attn", "crossattention"), (f"{_GPT2}.GPT2Attention",)),
         ),
     ),
     inference_blocks=(
-        Rule(f"{_GPT2}.GPT2Block", "GPT2InferenceForward", {"children": GPT2_CHILDREN, "tanh_gelus": TANH_GELUS}),
+        Rule(
+            f"{_GPT2}.GPT2Block",
+            "fuseopt.blocks.gpt2_inference.GPT2InferenceForward",
+            {"children": GPT2_CHILDREN, "tanh_gelus": TANH_GELUS},
+        ),
     ),
-    stacks=(Rule(f"{_GPT2}.GPT2Model", "GPT2StackForward", {"blocks": "h"}),),
+    stacks=(Rule(f"{_GPT2}.GPT2Model", "fuseopt.blocks.gpt2_inference.GPT2StackForward", {"blocks": "h"}),),
     heads=(Rule(f"{_GPT2}.GPT2LMHeadModel", "FusedLinearCrossEntropy", {"head": "lm_head"}),),
     decode_steps={f"{_GPT2}.GPT2LMHeadModel": "GPT2Step"},
 )

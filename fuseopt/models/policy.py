@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +26,7 @@ class Rule:
 
     Attributes:
         source: the class's full name, as a string so that naming it imports nothing.
-        target: the fused module's class name, looked up in `fuseopt.modules`.
+        target: the class that does the work instead: itself, its dotted path, or its name in `fuseopt.modules`.
         options: keyword arguments for `target.from_module`.
         absorbs: names of the source's children whose work the target does itself, so that no other strategy may claim
             them too.
@@ -33,17 +35,39 @@ class Rule:
     """
 
     source: str
-    target: str
+    target: str | type
     options: Mapping[str, Any] = field(default_factory=dict)
     absorbs: tuple[str, ...] = ()
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def target_name(self) -> str:
+        """The target's class name without its module, shown in plans."""
+        return self.target.__name__ if isinstance(self.target, type) else self.target.rpartition(".")[2]
+
+    @property
+    def target_class(self) -> Any:
+        """The target's class, imported on first use.
+
+        Raises:
+            ImportError, AttributeError: there is none.
+        """
+        return _class_at(self.target) if isinstance(self.target, str) else self.target
 
     def names(self, cls: type) -> bool:
         """Whether `cls` is the very class that the rule is about."""
         return full_name(cls) == self.source
 
 
-def rules(sources: str, target: str, options: Mapping[str, Any], absorbs: tuple[str, ...] = ()) -> tuple[Rule, ...]:
+@functools.cache
+def _class_at(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module or "fuseopt.modules"), name)
+
+
+def rules(
+    sources: str, target: str | type, options: Mapping[str, Any], absorbs: tuple[str, ...] = ()
+) -> tuple[Rule, ...]:
     """One rule for each class of transformers in `sources`, as "llama.LlamaMLP mistral.MistralMLP"."""
     return tuple(Rule(modeling_name(source), target, options, absorbs) for source in sources.split())
 
@@ -55,16 +79,16 @@ class ModelPolicy:
     Attributes:
         name: shown in the plan.
         model_types: the `config.model_type` values it covers; empty for the policy of last resort.
-        kernels: rules behind the kernel names of a config (`Rule.target` is the kernel's name).
+        kernels: rules behind the kernel names of a config (the target's name is the kernel's).
         regions: rules for the `jit` strategy; the feed-forward blocks among them serve kernels too.
         eager_attention: full names of the attention classes whose eager softmax can be fused.
         causal_attention: stacks that make a mask of padding for causal attentions; "attention" of `Rule.options` is the
-            full name of these, `Rule.target` the `fuseopt.modules` class that tells them of padding.
+            full name of these, `Rule.target` the class that tells them of padding.
         residual_blocks: blocks whose inner residual adds can be fused with the norm after them; `Rule.target` is the
-            `fuseopt.modules.residual` class that does it, exactly.
-        dropout_add_blocks: likewise with the dropouts before the adds, by a class of `fuseopt.modules.dropout_add`.
+            `fuseopt.blocks.residual` class that does it, exactly.
+        dropout_add_blocks: likewise with the dropouts before the adds, by a class of `fuseopt.blocks.dropout_add`.
         inference_blocks: blocks that run without gradients past the forwards of the modules inside; `Rule.target` is
-            the `fuseopt.modules` class that does it, `Rule.options` its own.
+            the class that does it, `Rule.options` its own.
         stacks: classes whose forward calls such blocks one after the other, with the same arguments but for what each
             hands on; "blocks" of `Rule.options` names the ModuleList that they are in.
         heads: model classes whose logits go straight into a cross-entropy; `Rule.options` are those of the module that

@@ -9,8 +9,8 @@ from fuseopt.models.policy import Rule, rules
 
 
 def rotary_attentions(sources: str, **options: object) -> tuple[Rule, ...]:
-    """Rules for classes, as "llama.LlamaAttention", with the options of `modules.RotaryAttentionForward`."""
-    return rules(sources, "RotaryAttentionForward", options)
+    """Rules for classes, as "llama.LlamaAttention", with options of `RotaryAttentionForward`."""
+    return rules(sources, "fuseopt.blocks.rotary_embedding.RotaryAttentionForward", options)
 
 
 _OWN_WINDOW = {"sliding_window": "sliding_window"}

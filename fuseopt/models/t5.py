@@ -40,12 +40,16 @@ T5 = ModelPolicy(
     # LongT5's local and transient-global attention have a softmax of their own; its full attention is the class named.
     eager_attention=_full_names("Attention"),
     # UMT5's and LongT5's blocks call their layers otherwise.
-    residual_blocks=_residual_blocks("T5BlockForward"),
-    dropout_add_blocks=_residual_blocks("T5DropoutAddForward"),
+    residual_blocks=_residual_blocks("fuseopt.blocks.residual.T5BlockForward"),
+    dropout_add_blocks=_residual_blocks("fuseopt.blocks.dropout_add.T5DropoutAddForward"),
     inference_blocks=tuple(
-        Rule(source, "T5InferenceForward", {"children": children}) for source, children in _BLOCKS.items()
+        Rule(source, "fuseopt.blocks.t5_inference.T5InferenceForward", {"children": children})
+        for source, children in _BLOCKS.items()
     ),
-    stacks=tuple(Rule(source, "T5StackForward", {"blocks": "block"}) for source in _full_names("Stack", _ALIKE)),
+    stacks=tuple(
+        Rule(source, "fuseopt.blocks.t5_inference.T5StackForward", {"blocks": "block"})
+        for source in _full_names("Stack", _ALIKE)
+    ),
     # These call a torch.nn.CrossEntropyLoss.
     heads=tuple(
         Rule(source, "FusedLinearCrossEntropy", {"head": "lm_head", "traces": False})
@@ -53,7 +57,11 @@ T5 = ModelPolicy(
     ),
     # UMT5's layers each have a bias of their own.
     relative_attention=tuple(
-        Rule(stack, "FusedRelativeAttention", {"attention": attention, "children": children})
+        Rule(
+            stack,
+            "fuseopt.blocks.relative_attention.FusedRelativeAttention",
+            {"attention": attention, "children": children},
+        )
         for stack, attention, children in zip(
             _full_names("Stack", _ALIKE), _full_names("Attention", _ALIKE), _BLOCKS.values(), strict=True
         )

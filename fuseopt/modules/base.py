@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 
 from fuseopt.errors import BackendError
-from fuseopt.references import weak_attribute
+from fuseopt.runtime.references import weak_attribute
 
 REFUSALS = (BackendError, IndexError, TypeError, ValueError)
 """The exceptions of an op that refuses its arguments; it raises them before it computes anything."""

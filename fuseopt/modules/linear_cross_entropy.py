@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fuseopt.modules.base import FusedModule, runs_untouched
 from fuseopt.modules.lazy_logits import LazyLogits, LinearOutput
 from fuseopt.modules.lm_head import linear
-from fuseopt.modules.unseen_logits import LOGITS
-from fuseopt.ops.library import in_forward_mode
+from fuseopt.ops.library import define_node, in_forward_mode
 from fuseopt.ops.linear_cross_entropy import linear_dtype
+
+
+def _logits(input: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+    return F.linear(input, weight, bias)
+
+
+HEAD_ARGUMENTS = "Tensor input, Tensor weight, Tensor? bias, str backend"
+LOGITS = define_node(f"head_logits({HEAD_ARGUMENTS}) -> Tensor", _logits)
+"""F.linear of a head, with the backend that `ops.linear_cross_entropy` is to use for its loss.
+
+Node that Dynamo traces where the loss cannot follow `LazyLogits`; `fuseopt.training.passes.drop_logits` finds it.
+"""
 
 
 class FusedLinearCrossEntropy(FusedModule, nn.Linear):
@@ -24,7 +36,7 @@ class FusedLinearCrossEntropy(FusedModule, nn.Linear):
 
     `traces` says whether Dynamo can follow the lazy logits to the loss. It takes a torch.nn.CrossEntropyLoss, unlike
     F.cross_entropy, for a call on tensors; a model that calls one has the logits computed inside torch.compile, but for
-    that of memory_efficient_fusion, where `fuseopt.modules.unseen_logits` takes them out of the graph.
+    that of memory_efficient_fusion, where `fuseopt.training.passes.drop_logits` takes them out of the graph.
 
     forward: `input` [..., in_features] -> [..., out_features], in the dtype of F.linear.
     """

@@ -2,22 +2,23 @@
 
 from fuseopt.ops.add_layer_norm import add_layer_norm
 from fuseopt.ops.add_rms_norm import add_rms_norm
-from fuseopt.ops.beam_candidates import beam_candidates
 from fuseopt.ops.cross_entropy import cross_entropy
 from fuseopt.ops.cross_entropy_grad import cross_entropy_grad_
-from fuseopt.ops.decode_attention import decode_attention, decode_attention_
-from fuseopt.ops.decode_beams import decode_beams_
-from fuseopt.ops.decode_embedding import decode_embedding
-from fuseopt.ops.decode_head_select import decode_head_select_
-from fuseopt.ops.decode_linear import decode_linear
-from fuseopt.ops.decode_linear_addends import decode_linear_addends, decode_linear_of_sum
-from fuseopt.ops.decode_linear_of_embeddings import decode_linear_of_embeddings
-from fuseopt.ops.decode_qkv_attention import decode_qkv_attention_
-from fuseopt.ops.decode_select import decode_select_
-from fuseopt.ops.decode_softmax_linear import decode_softmax_linear
+from fuseopt.ops.decode.attention import decode_attention, decode_attention_
+from fuseopt.ops.decode.beam_candidates import beam_candidates
+from fuseopt.ops.decode.beams import decode_beams_
+from fuseopt.ops.decode.edit_logits import LogitsEdits, edit_logits
+from fuseopt.ops.decode.embedding import decode_embedding
+from fuseopt.ops.decode.head_select import decode_head_select_
+from fuseopt.ops.decode.linear import decode_linear
+from fuseopt.ops.decode.linear_of_embeddings import decode_linear_of_embeddings
+from fuseopt.ops.decode.linear_partials import decode_linear_addends, decode_linear_of_sum
+from fuseopt.ops.decode.prompt_attention import prompt_attention_
+from fuseopt.ops.decode.qkv_attention import decode_qkv_attention_
+from fuseopt.ops.decode.select import decode_select_
+from fuseopt.ops.decode.softmax_linear import decode_softmax_linear
 from fuseopt.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from fuseopt.ops.dropout_add_rms_norm import dropout_add_rms_norm
-from fuseopt.ops.edit_logits import LogitsEdits, edit_logits
 from fuseopt.ops.gated_activation import gated_activation
 from fuseopt.ops.gelu import gelu
 from fuseopt.ops.layer_norm import layer_norm
@@ -25,7 +26,6 @@ from fuseopt.ops.layer_norm_of_sum_bwd import layer_norm_of_sum_bwd
 from fuseopt.ops.linear_cross_entropy import linear_cross_entropy
 from fuseopt.ops.no_repeat_ngram import encoder_no_repeat_ngram, no_repeat_ngram
 from fuseopt.ops.process_logits import process_logits
-from fuseopt.ops.prompt_attention import prompt_attention_
 from fuseopt.ops.relative_attention import relative_attention
 from fuseopt.ops.rms_norm import rms_norm
 from fuseopt.ops.rotary_embedding import rotary_embedding

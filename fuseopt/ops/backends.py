@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fuseopt import native
+from fuseopt.build import loader
 from fuseopt.ops.library import FLOATING, TRITON_INTERPRETED
 
 
@@ -41,7 +41,7 @@ class NativeBackend(Backend):
         capability: the least compute capability of a GPU.
     """
 
-    name: native.Kind
+    name: loader.Kind
     capability: tuple[int, int] = (0, 0)
 
     def runs_on(self, device: torch.device) -> bool:
@@ -54,7 +54,7 @@ class NativeBackend(Backend):
             return [f"runs on {self.name} tensors, not on {device.type}"]
         reasons = super().not_supported_reasons(device, dtypes)
         if not reasons:
-            state = native.state(self.name) if may_build else native.load(self.name, build=False)
+            state = loader.state(self.name) if may_build else loader.load(self.name, build=False)
             if state.status == "absent" or (not may_build and state.status != "loaded"):
                 reasons.append(f"its native library is {state.status}: {state.reason or 'not compiled yet'}")
         if not reasons and self.capability > (0, 0):
@@ -66,7 +66,7 @@ class NativeBackend(Backend):
 
     def missing_kernels(self, raw: Sequence[str]) -> list[str]:
         """A reason for each raw op in `raw` that the library has no kernel for; empty while it is not loaded."""
-        if native.state(self.name).status != "loaded":
+        if loader.state(self.name).status != "loaded":
             return []
         key = self.name.upper()
         return [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fuseopt import native
+from fuseopt.build import loader
 from fuseopt.errors import BackendError
 from fuseopt.ops.backends import (
     CPU,
@@ -257,7 +257,7 @@ class Direct:
         if backend == "auto" and input.numel() >= settled_elements:
             return self.run(chosen, *arguments)
         op = self._overloads[chosen]
-        library = native.python_library()
+        library = loader.python_library()
         candidates = get(self._name).candidates(backend)
         if library is None or chosen != next(candidate.name for candidate in candidates if candidate.runs_on(device)):
             return _call_overload(op, tensors, arguments)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
-from fuseopt.ops.decode_linear import ACTIVATIONS as ALL_ACTIVATIONS
+from fuseopt.ops.decode.linear import ACTIVATIONS as ALL_ACTIVATIONS
 from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

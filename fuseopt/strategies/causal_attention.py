@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from fuseopt.blocks.causal_attention import CausalStackForward, fused_attention
 from fuseopt.models import ModelPolicy, Rule
-from fuseopt.modules import CausalStackForward
-from fuseopt.modules.causal_attention import fused_attention
 from fuseopt.ops.relative_attention import MOST_DIM
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
-from fuseopt.references import refer
+from fuseopt.runtime.references import refer
 from fuseopt.strategies.attention_config import AttentionConfig
 from fuseopt.strategies.propose import (
     PAYS_ON_GPU,
@@ -87,10 +86,12 @@ def _propose_stack(
         why = "attention runs as SDPA, which padding costs its flash kernel"
         yield replacement((config,), attention.class_name, _TARGET, offer, why, build)
     if reason:
-        yield skip(sites, name, rule.target, offer, reason)
+        yield skip(sites, name, rule.target_name, offer, reason)
     elif told:
         tell = functools.partial(CausalStackForward, stack.module)
-        yield replacement(sites, name, rule.target, offer, "hands its attentions the padding that it is told of", tell)
+        yield replacement(
+            sites, name, rule.target_name, offer, "hands its attentions the padding that it is told of", tell
+        )
 
 
 def _not_supported_reasons(attention: Candidate, rule: Rule) -> list[str]:

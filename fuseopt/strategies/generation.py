@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from fuseopt import native
+from fuseopt.build import loader
 from fuseopt.config import Config, GenerationOptions
 from fuseopt.models import ModelPolicy, full_name
 from fuseopt.ops import registry
@@ -47,12 +47,12 @@ class GenerationStrategy:
         yield replacement(sites, "GenerationMixin", _TARGET, offer, _REASON, build)
 
 
-def _libraries(index: ModelIndex) -> tuple[native.Kind, ...]:
+def _libraries(index: ModelIndex) -> tuple[loader.Kind, ...]:
     """The native libraries that the step's norms run fastest on, where they can be had."""
     norm = registry.get("rms_norm")
     devices = (device for device in index.devices if device.type != "meta")
     chosen = {norm.choose("auto", device, [index.dtype], may_build=True).backend for device in devices}
-    return tuple(kind for kind in native.KINDS if kind in chosen)
+    return tuple(kind for kind in loader.KINDS if kind in chosen)
 
 
 def _build(index: ModelIndex, step: str, options: GenerationOptions) -> object:

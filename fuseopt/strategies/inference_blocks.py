@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from fuseopt import modules
+from fuseopt.blocks import stack_runner
+from fuseopt.blocks.inference_blocks import InferenceForward
+from fuseopt.blocks.stack_runner import BlockChain
 from fuseopt.models import ModelPolicy, Rule
-from fuseopt.modules import block_chain
-from fuseopt.modules.block_chain import BlockChain
 from fuseopt.modules.children import unexpected_modules
-from fuseopt.modules.inference_blocks import InferenceForward
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
 from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip
 
@@ -26,7 +25,7 @@ def propose(
 ) -> Iterator[Replacement | Skip]:
     """One site a block, its `forward`; and that of a stack of nothing but such blocks, where the model is on a GPU."""
     blocks = [(rule, candidate) for rule in policy.inference_blocks for candidate in index.of_class(rule.source)]
-    on_gpu = any(device.type in block_chain.DEVICE_TYPES for device in index.devices)
+    on_gpu = any(device.type in stack_runner.DEVICE_TYPES for device in index.devices)
     reasons = {id(block.module): _not_supported_reasons(block, rule, backend, on_gpu) for rule, block in blocks}
     chains: dict[int, BlockChain] = {}
     unchained: dict[int, str] = {}
@@ -42,17 +41,17 @@ def propose(
         if left:
             unchained[id(container)] = f"block {left[0]} of its stack stays as it is, and all run at once or none"
             reason = f"its block {left[0]} stays as it is, and all run at once or none"
-            of_stacks.append(skip(sites, name, rule.target, offer, reason))
+            of_stacks.append(skip(sites, name, rule.target_name, offer, reason))
         elif "forward" in stack.module.__dict__:
             unchained[id(container)] = "the forward of its stack has been replaced on the instance"
             reason = "its forward has been replaced on the instance"
-            of_stacks.append(skip(sites, name, rule.target, offer, reason))
+            of_stacks.append(skip(sites, name, rule.target_name, offer, reason))
         else:
             chains[id(container)] = BlockChain(stack.module, rule.options["blocks"], cuda_graphs)
-            build = functools.partial(getattr(modules, rule.target), stack.module, chains[id(container)])
+            build = functools.partial(rule.target_class, stack.module, chains[id(container)])
             needs = tuple(site for block in container for site in forward_sites(index.candidate(block)))
             reason = _CHAINED if cuda_graphs else _AT_ONCE
-            of_stacks.append(replacement(sites, name, rule.target, offer, reason, build, needs=needs))
+            of_stacks.append(replacement(sites, name, rule.target_name, offer, reason, build, needs=needs))
     for rule, candidate in blocks:
         sites, name = forward_sites(candidate), forward_name(candidate)
         target, container = _target(rule), candidate.sites[0].owner
@@ -60,15 +59,15 @@ def propose(
         if target.needs_chain and chain is None and not found:
             found = [unchained.get(id(container), _NOT_NAMED)]
         if found:
-            yield skip(sites, name, rule.target, offer, "; ".join(found))
+            yield skip(sites, name, rule.target_name, offer, "; ".join(found))
             continue
         build = functools.partial(target, candidate.module, backend, **rule.options, chain=chain)
-        yield replacement(sites, name, rule.target, offer, _REASON, build)
+        yield replacement(sites, name, rule.target_name, offer, _REASON, build)
     yield from of_stacks
 
 
 def _target(rule: Rule) -> type[InferenceForward]:
-    target: type[InferenceForward] = getattr(modules, rule.target)
+    target: type[InferenceForward] = rule.target_class
     return target
 
 

@@ -54,4 +54,4 @@ def _options(rule: Rule, policy: ModelPolicy, backend: str) -> Options:
         upcast = act.options.get("float32_under_autocast", False)
         return {**rule.options, "gated_activation": region, "float32_under_autocast": upcast}
 
-    return {"FusedActivation": activation, "FusedMLP": biased, "FusedGatedMLP": gated}[rule.target]
+    return {"FusedActivation": activation, "FusedMLP": biased, "FusedGatedMLP": gated}[rule.target_name]

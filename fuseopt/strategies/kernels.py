@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from fuseopt import native, ops
+from fuseopt import ops
+from fuseopt.build import loader
 from fuseopt.config import Config, KernelFusion, KernelRequest
 from fuseopt.errors import BackendError
 from fuseopt.models import ModelPolicy, Rule
@@ -91,7 +92,7 @@ class KernelStrategy:
             if request.options.get("fold_bias"):
                 yield from _propose_bias_gelu(index, policy, offer, backend)
             for rule in policy.kernels:
-                if rule.target == request.name:
+                if rule.target_name == request.name:
                     yield from propose_rule(index, rule, offer, _options(rule, backend))
             if request.options.get("fuse_residual"):
                 op = f"add_{OP_NAMES[request.name]}"
@@ -140,7 +141,7 @@ def choose_backend(
                 reasons = choice.refused.get(device, [f"there is no {device} backend"])
                 refused.append(f"not on {device}: {'; '.join(reasons)}")
     backends = {choice.backend for choice in choices.values()}
-    libraries = tuple(kind for kind in native.KINDS if kind in backends)
+    libraries = tuple(kind for kind in loader.KINDS if kind in backends)
     # Where the device of the input decides between several, the plan can name none of them.
     backend = backends.pop() if len(backends) == 1 else wanted
     by_size = _by_size(op, wanted, index)
@@ -183,7 +184,7 @@ def _propose_bias_gelu(
         return {"activation": run, "bias_activation": run}
 
     for rule in policy.regions:
-        if rule.target == "FusedMLP":
+        if rule.target_name == "FusedMLP":
             yield from propose_rule(index, rule, offer, options)
 
 
@@ -204,5 +205,5 @@ def _propose_gated_mlps(
         }
 
     for rule in policy.regions:
-        if rule.target == "FusedGatedMLP":
+        if rule.target_name == "FusedGatedMLP":
             yield from propose_rule(index, rule, offer, functools.partial(options, rule))

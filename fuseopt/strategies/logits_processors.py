@@ -30,6 +30,6 @@ def propose(index: ModelIndex, offer: Offer, backend: str) -> Replacement | Skip
 
 
 def _build(index: ModelIndex, backend: str) -> object:
-    from fuseopt.generation.logits_processors import FusedLogitsProcessors
+    from fuseopt.generation.select.logits_processors import FusedLogitsProcessors
 
     return FusedLogitsProcessors(index.model, backend)

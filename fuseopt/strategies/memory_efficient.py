@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 import torch
 
-from fuseopt import native
+from fuseopt.build import loader
 from fuseopt.config import AUTO, Config, MemoryEfficientOptions
 from fuseopt.models import ModelPolicy
 from fuseopt.modules import regions
-from fuseopt.modules.training_forward import TrainingForward, not_captured_reason, not_supported_reasons
 from fuseopt.ops import registry
 from fuseopt.plan import ModelIndex, Replacement, Site, Skip
 from fuseopt.strategies import losses
 from fuseopt.strategies.propose import Offer, replacement, skip
+from fuseopt.training.forward import TrainingForward, not_captured_reason, not_supported_reasons
 
 _REQUEST = "memory_efficient_fusion"
 _TARGET = "TrainingForward"
@@ -64,7 +64,7 @@ def _offer(strategy: str, backend: str, index: ModelIndex) -> Offer:
     op = registry.get("tuned_matmul")
     devices = [device for device in index.devices if device.type == "cuda" and backend == "inductor"]
     choices = [op.choose("auto", device, [torch.bfloat16], may_build=True) for device in devices]
-    libraries = tuple(kind for kind in native.KINDS if any(kind == choice.backend for choice in choices))
+    libraries = tuple(kind for kind in loader.KINDS if any(kind == choice.backend for choice in choices))
     reasons = dict.fromkeys(reason for choice in choices for found in choice.refused.values() for reason in found)
     refused = f"products as cuBLAS chooses: {'; '.join(reasons)}" if reasons else None
     return Offer(_REQUEST, strategy, backend, libraries, refused)

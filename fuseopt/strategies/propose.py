@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fuseopt import modules, native
+from fuseopt.build import loader
 from fuseopt.models import Rule
 from fuseopt.modules.base import FusedModule, has_plain_weights, untouched_reasons
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
@@ -33,7 +33,7 @@ class Offer:
     request: str
     strategy: str
     backend: str | None = None
-    libraries: tuple[native.Kind, ...] = ()
+    libraries: tuple[loader.Kind, ...] = ()
     refused: str | None = None
     by_size: str | None = None
     op: str | None = None
@@ -54,7 +54,7 @@ def propose_rule(index: ModelIndex, rule: Rule, offer: Offer, options: Options) 
             is_fused = isinstance(candidate.module, FusedModule)
             subclass = f"it is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ"
             reason = "it is fused already" if is_fused else subclass
-            yield skip(candidate.sites, candidate.class_name, rule.target, offer, reason)
+            yield skip(candidate.sites, candidate.class_name, rule.target_name, offer, reason)
 
 
 def runs_on_gpu(index: ModelIndex) -> bool:
@@ -74,7 +74,7 @@ def stacks_of(index: ModelIndex, rules: Iterable[Rule]) -> Iterator[tuple[Candid
 def child_rule(candidate: Candidate, child: str, rules: Iterable[Rule], target: str) -> Rule | None:
     """The rule with this target that names the exact class of a candidate's child."""
     module = getattr(candidate.module, child, None)
-    return next((r for r in rules if r.target == target and module is not None and r.names(type(module))), None)
+    return next((r for r in rules if r.target_name == target and module is not None and r.names(type(module))), None)
 
 
 def forward_sites(candidate: Candidate) -> tuple[Site, ...]:
@@ -124,21 +124,21 @@ def _propose(
     index: ModelIndex, candidate: Candidate, rule: Rule, offer: Offer, options: Mapping[str, Any] | str
 ) -> Replacement | Skip:
     if isinstance(options, str):
-        return skip(candidate.sites, candidate.class_name, rule.target, offer, options)
-    target: type[FusedModule] = getattr(modules, rule.target)
+        return skip(candidate.sites, candidate.class_name, rule.target_name, offer, options)
+    target: type[FusedModule] = rule.target_class
     reasons = candidate.blocked_reasons() + weight_reasons(candidate.module)
     absorbed = [index.candidate(getattr(candidate.module, child)) for child in rule.absorbs]
     reasons += [f"its {inner.sites[0].name}: {reason}" for inner in absorbed for reason in inner.blocked_reasons()]
     reasons += target.not_supported_reasons(candidate.module)
     if reasons:
-        return skip(candidate.sites, candidate.class_name, rule.target, offer, "; ".join(reasons))
+        return skip(candidate.sites, candidate.class_name, rule.target_name, offer, "; ".join(reasons))
     if rule.reads:
         options = {**options, "reads": {name: _class_named(of) for name, (of,) in rule.reads.items()}}
     called = [f"{name} is called as the source calls it: {why}" for name, why in touched(candidate, rule)]
     return replacement(
         candidate.sites,
         candidate.class_name,
-        rule.target,
+        rule.target_name,
         offer,
         "; ".join(("exactly the class that the policy names", *called)),
         functools.partial(target.from_module, candidate.module, **options),

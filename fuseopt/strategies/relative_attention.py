@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from fuseopt.blocks.relative_attention import FusedRelativeAttention, RelativeStackForward
 from fuseopt.models import ModelPolicy, Rule
-from fuseopt.modules import FusedRelativeAttention, RelativeStackForward
 from fuseopt.modules.children import unexpected_modules
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
 from fuseopt.strategies.propose import (

@@ -6,8 +6,8 @@ import functools
 import inspect
 from collections.abc import Iterator
 
+from fuseopt.blocks.rotary_embedding import RotaryAttentionForward
 from fuseopt.models import ModelPolicy, Rule
-from fuseopt.modules import RotaryAttentionForward
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
 from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip
 
@@ -22,10 +22,10 @@ def propose(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) 
         sites, name = forward_sites(candidate), forward_name(candidate)
         reasons = _not_supported_reasons(candidate, rule)
         if rule is None or reasons:
-            yield skip(sites, name, rule.target if rule else offer.request, offer, "; ".join(reasons))
+            yield skip(sites, name, rule.target_name if rule else offer.request, offer, "; ".join(reasons))
             continue
         build = functools.partial(RotaryAttentionForward, candidate.module, backend=backend, **rule.options)
-        yield replacement(sites, name, rule.target, offer, "exactly the class that the policy names", build)
+        yield replacement(sites, name, rule.target_name, offer, "exactly the class that the policy names", build)
 
 
 def _not_supported_reasons(candidate: Candidate, rule: Rule | None) -> list[str]:

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import fuseopt.ops  # noqa: F401 -- defines the schemas
-from fuseopt import native
+from fuseopt.build import loader
 
 
 @pytest.fixture(scope="session")
 def cpu_ops():
     """`torch.ops.fuseopt` with the CPU library loaded."""
-    state = native.load("cpu")
+    state = loader.load("cpu")
     if state.status != "loaded" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip(state.reason)
     assert state.status == "loaded", state.reason

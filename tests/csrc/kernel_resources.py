@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fuseopt import toolchain
+from fuseopt.build import toolchain
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def kernel_resources(source: Path, architectures: Sequence[str], cache: Path | N
     """
     flags = [*toolchain.NVCC_FLAGS, *toolchain.gencode_flags(architectures), "-Xptxas=-v"]
     nvcc = toolchain.find_nvcc()
-    command = [nvcc, *flags, "-fatbin", str(source), "-o", "/dev/null"]
+    command = [nvcc, *flags, *toolchain.include_flags(), "-fatbin", str(source), "-o", "/dev/null"]
     if cache is None:
         return _resources(command)
     file = cache / f"{source.name}-{'-'.join(architectures)}.json"

@@ -1,5 +1,5 @@
 // The planner of shared memory against a CUDA runtime that records what it is asked: prints a line for each fact.
-#include "../../fuseopt/csrc/cuda/shared_memory.cu"
+#include "../../fuseopt/csrc/cuda/common/shared_memory.cu"
 
 #include <atomic>
 #include <cstdio>

@@ -5,7 +5,8 @@ import re
 import pytest
 import torch
 
-from fuseopt import ops, toolchain
+from fuseopt import ops
+from fuseopt.build import toolchain
 
 TYPES = {
     "Tensor": "Tensor",
@@ -27,13 +28,13 @@ REGISTRATION = re.compile(r'\.impl\(\s*"(\w+)",\s*TORCH_BOX\(\((?:fuseopt::)?che
 
 
 def sources() -> list[str]:
-    return [path.read_text() for path in sorted(toolchain.CSRC.glob("*/*binding*.cpp"))]
+    return [path.read_text() for path in sorted(toolchain.CSRC.rglob("*binding*.cpp"))]
 
 
 def bindings() -> list[tuple[str, list[str]]]:
     """(op, its argument types as a schema has them) of every function of the CUDA library."""
     found = []
-    for source in sorted((toolchain.CSRC / "cuda").glob("*_binding.cpp")):
+    for source in sorted((toolchain.CSRC / "cuda").rglob("*_binding.cpp")):
         text = source.read_text()
         for name, function, _ in REGISTRATION.findall(text):
             definition = re.search(rf"^[\w:<>, ]+ {function}\(([^)]*)\) {{", text, re.MULTILINE)

@@ -396,11 +396,11 @@ def test_the_library_of_a_wheel_is_as_exact(tmp_path):
     code = (
         "import pathlib, sys\n"
         "import pytest\n"
-        "from fuseopt import make_prebuilt, native, prebuilt\n"
+        "from fuseopt.build import loader, make_prebuilt, prebuilt\n"
         "prebuilt.FOLDER = pathlib.Path(sys.argv[1])\n"
         "make_prebuilt.build(prebuilt.FOLDER, [])\n"
         "status = pytest.main(['-q', '-p', 'no:cacheprovider', '-k', 'torchs_own', sys.argv[2]])\n"
-        "print(native.load('cpu').origin)\n"
+        "print(loader.load('cpu').origin)\n"
         "sys.exit(status)\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "_lib"), __file__]
@@ -597,12 +597,12 @@ def test_results_are_bitwise_the_same_for_any_number_of_threads(cpu_ops):
 
 
 def test_the_library_does_not_depend_on_python(cpu_ops):
-    from fuseopt import native
+    from fuseopt.build import loader
 
     if sys.platform != "linux":
         pytest.skip("reads the library with readelf")
     dynamic = subprocess.run(
-        ["readelf", "--dynamic", str(native.state("cpu").path)], capture_output=True, text=True, check=True
+        ["readelf", "--dynamic", str(loader.state("cpu").path)], capture_output=True, text=True, check=True
     ).stdout
     assert "libtorch_cpu" in dynamic
     assert "python" not in dynamic

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from fuseopt import make_prebuilt, toolchain
+from fuseopt.build import make_prebuilt, toolchain
 from tests.csrc import kernel_resources as resources_module
 from tests.csrc.kernel_resources import KernelResources, kernel_resources
 
 # Bytes, stores and loads together: a kernel held to few registers, for one more block in flight, may spill some.
 MAX_SPILLED_BYTES = 64
-SOURCES = sorted((toolchain.CSRC / "cuda").glob("*.cu"))
+SOURCES = sorted((toolchain.CSRC / "cuda").rglob("*.cu"))
 HOST_ONLY = {"shared_memory.cu"}
 
 
@@ -59,7 +59,7 @@ def test_vectors_are_accessed_as_aligned_as_they_are_checked_to_be(tmp_path, nvc
         pytest.skip("nvcc compiles for no GPU with such accesses")
     source = tmp_path / "columns.cu"
     source.write_text("""
-        #include "norm.cuh"
+        #include "cuda/norm/norm.cuh"
         __global__ void copy(fuseopt::TypedPointer from, float* to) {
             fuseopt::Columns<float, 8> columns;
             columns.load(from, threadIdx.x * 8);
@@ -67,7 +67,7 @@ def test_vectors_are_accessed_as_aligned_as_they_are_checked_to_be(tmp_path, nvc
         }
     """)
     output = tmp_path / "columns.ptx"
-    flags = [*toolchain.NVCC_FLAGS, f"-I{toolchain.CSRC / 'cuda'}", "-arch=compute_100", "-ptx"]
+    flags = [*toolchain.NVCC_FLAGS, f"-I{toolchain.CSRC}", "-arch=compute_100", "-ptx"]
     subprocess.run([nvcc, *flags, str(source), "-o", str(output)], check=True, capture_output=True)
     assert "ld.global.v4" in output.read_text()
     assert "ld.global.v8" not in output.read_text()

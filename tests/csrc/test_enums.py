@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fuseopt import toolchain
+from fuseopt.build import toolchain
 
 SOURCES = sorted(path for path in toolchain.CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh"))
 # How the code goes on where a value is none of the cases: it raises, or says that it does not take it.

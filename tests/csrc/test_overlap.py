@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from fuseopt import toolchain
+from fuseopt.build import toolchain
 
 CUDA = toolchain.CSRC / "cuda"
-BINDINGS = sorted([*CUDA.glob("*_binding.cpp"), *CUDA.glob("*_binding.h")])
+BINDINGS = sorted([*CUDA.rglob("*_binding.cpp"), *CUDA.rglob("*_binding.h")])
 OVERLAPPING = [path for path in BINDINGS if "overlap" in path.read_text()]
 
 
@@ -28,7 +28,7 @@ def test_an_op_that_overlaps_makes_its_copies_through_overlap(path: Path) -> Non
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in sorted(CUDA.glob("*.cu*")) if "follow_predecessor();" in path.read_text()],
+    [path for path in sorted(CUDA.rglob("*.cu*")) if "follow_predecessor();" in path.read_text()],
     ids=lambda path: path.name,
 )
 def test_a_kernel_that_follows_another_reads_no_input_past_coherence(path: Path) -> None:

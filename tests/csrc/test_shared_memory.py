@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fuseopt import toolchain
+from fuseopt.build import toolchain
 
 CUDA = toolchain.CSRC / "cuda"
 PROGRAM = Path(__file__).with_name("shared_memory.cpp")
@@ -19,7 +19,7 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except toolchain.ToolchainError as error:
         pytest.skip(str(error))
     program = tmp_path_factory.mktemp("planner") / "planner"
-    command = ["g++", "-std=c++17", "-O1", "-pthread", f"-I{CUDA}", f"-isystem{include}", str(PROGRAM), "-o"]
+    command = ["g++", "-std=c++17", "-O1", "-pthread", f"-I{toolchain.CSRC}", f"-isystem{include}", str(PROGRAM), "-o"]
     subprocess.run([*command, str(program)], check=True)
     return program
 
@@ -56,4 +56,4 @@ def test_a_lower_limit_can_be_set_for_tests(planner: Path) -> None:
 )
 def test_only_the_planner_asks_the_runtime(asked: str) -> None:
     """Other code that sets a kernel's limit could lower it below what a launch of another thread needs."""
-    assert [path.name for path in sorted(CUDA.iterdir()) if asked in path.read_text()] == ["shared_memory.cu"]
+    assert [path.name for path in sorted(CUDA.rglob("*.*")) if asked in path.read_text()] == ["shared_memory.cu"]

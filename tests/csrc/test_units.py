@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fuseopt import toolchain
+from fuseopt.build import toolchain
 
 RECIPES: dict[str, Callable[[], toolchain.Recipe]] = {
     "cpu": toolchain.cpu_recipe,

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from fuseopt import native
-from fuseopt.modules import structure
+from fuseopt.build import loader
+from fuseopt.runtime import module_watch
 
 
 @pytest.fixture(params=["library", "python"])
 def functions(request: pytest.FixtureRequest) -> Any:
     """Those of the library, and what stands in for them where it cannot be compiled."""
     if request.param == "python":
-        return SimpleNamespace(places=structure._places, has_true=structure._has_true)
-    library = native.python_library()
-    assert library is not None, native.state("python").reason
+        return SimpleNamespace(places=module_watch._places, has_true=module_watch._has_true)
+    library = loader.python_library()
+    assert library is not None, loader.state("python").reason
     return library
 
 
@@ -70,7 +70,7 @@ def test_errors_of_values_are_raised(functions: Any) -> None:
 
 @pytest.fixture
 def library() -> Any:
-    return native.python_library()
+    return loader.python_library()
 
 
 @pytest.mark.parametrize("tensors", [(torch.ones(2),), [torch.ones(2), 3], [None], None])

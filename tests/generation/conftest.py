@@ -4,14 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from fuseopt.generation import ahead, attention, layers, loop, prompts
-from fuseopt.generation.graphs import StepGraphs
+from fuseopt.generation import loop
+from fuseopt.generation.engine import attention, layers
+from fuseopt.generation.engine.graphs import StepGraphs
+from fuseopt.generation.prompt import early_prefill, prompts
 
 
 @pytest.fixture
 def starts_ahead(monkeypatch):
     """Lets a CPU take the paths of a GPU, with the ops' references, and a step that runs for a captured one."""
-    for module in (attention, layers, prompts, ahead, loop):
+    for module in (attention, layers, prompts, early_prefill, loop):
         monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
     capture = StepGraphs.capture
 

@@ -10,10 +10,11 @@ from transformers import DynamicCache, EncoderDecoderCache, StoppingCriteria
 
 import fuseopt
 from fuseopt import ops
-from fuseopt.generation import ahead, attention, layers, prompts
-from fuseopt.generation.graphs import Step
-from fuseopt.generation.step_gpt2 import GPT2Step
-from fuseopt.generation.step_t5 import T5Step
+from fuseopt.generation.engine import attention, layers
+from fuseopt.generation.engine.graphs import Step
+from fuseopt.generation.families.gpt2 import GPT2Step
+from fuseopt.generation.families.t5 import T5Step
+from fuseopt.generation.prompt import early_prefill, prompts
 from fuseopt.generation.tiers import Tier
 from tests import tiny
 from tests.generation.same_calls import (
@@ -73,7 +74,7 @@ def test_random_calls_with_something_for_the_host(model, data):
 @pytest.mark.parametrize("kwargs", [{}, {"do_sample": True, "repetition_penalty": 1.3}, {"num_beams": 2}], ids=str)
 def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch):
     """On a CPU their references run, which a decode step would not otherwise take."""
-    for module in (attention, layers, prompts, ahead):
+    for module in (attention, layers, prompts, early_prefill):
         monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
     counts = {}
     for name in ("decode_linear", "decode_attention", "decode_attention_", "decode_embedding"):
@@ -247,7 +248,7 @@ def test_masks_of_another_length(model, length):
 def test_masks_that_leave_nothing_of_a_prompt_or_are_not_of_its_length(as_on_a_gpu, each_device, monkeypatch):
     """transformers lets a decoder attend evenly to a prompt that is masked as a whole, and drops a mask of ones."""
     if as_on_a_gpu:
-        for module in (attention, layers, prompts, ahead):
+        for module in (attention, layers, prompts, early_prefill):
             monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
     inputs, stock, model = (
         prompt(tiny.t5(), 2, 6, 0, padded=False),
@@ -275,7 +276,7 @@ def test_masks_that_leave_nothing_of_a_prompt_or_are_not_of_its_length(as_on_a_g
     ],
 )
 def test_greedy_steps_end_with_the_head(family, by_the_head, kwargs, each_device, monkeypatch):
-    for module in (attention, layers, prompts, ahead):
+    for module in (attention, layers, prompts, early_prefill):
         monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
     inputs = prompt(tiny.FAMILIES[family](0), 2, 6, 0, padded=False)
     plain = {"return_dict_in_generate": True, "output_scores": False, "output_logits": False}

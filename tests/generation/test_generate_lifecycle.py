@@ -13,8 +13,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import fuseopt
 from fuseopt.config import CUSTOM_KERNELS
-from fuseopt.generation.graphs import Step, StepGraphs
-from fuseopt.generation.state import DecodeState
+from fuseopt.generation.engine.graphs import Step, StepGraphs
+from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.tiers import Tier
 from tests import tiny
 from tests.changes import edit, replace

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fuseopt
-from fuseopt.generation.decode_run import DecodeRun
-from fuseopt.generation.graphs import Step, StepGraphs
+from fuseopt.generation.engine.decode_run import DecodeRun
+from fuseopt.generation.engine.graphs import Step, StepGraphs
 from fuseopt.generation.tiers import Tier
 from tests import tiny
 

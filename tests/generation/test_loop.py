@@ -8,9 +8,9 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fuseopt
+from fuseopt.generation.engine.graphs import Step, StepGraphs
 from fuseopt.generation.generate import FusedGenerate
-from fuseopt.generation.graphs import Step, StepGraphs
-from fuseopt.generation.selection import Selection
+from fuseopt.generation.select.selection import Selection
 from fuseopt.generation.tiers import Tier
 from tests import tiny
 from tests.generation.same_calls import GENERATION, assert_same, generate, prompt

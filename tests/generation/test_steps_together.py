@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fuseopt
-from fuseopt.generation.graphs import Several, StepGraphs
+from fuseopt.generation.engine.graphs import Several, StepGraphs
 from fuseopt.generation.tiers import Tier
 from tests import tiny
 from tests.generation.same_calls import GENERATION, VOCAB, assert_same, prompt

@@ -19,20 +19,21 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fuseopt
 from fuseopt import modules, ops
+from fuseopt.blocks.inference_blocks import InferenceForward, StackForward
+from fuseopt.blocks.residual import ResidualForward
+from fuseopt.blocks.rotary_embedding import RotaryAttentionForward
 from fuseopt.models import COMMON, ModelPolicy, Rule, policy_for, register_policy, unknown_names
 from fuseopt.models.gpt2 import GPT2
 from fuseopt.models.t5 import T5
-from fuseopt.modules import FusedGatedMLP, FusedLinearCrossEntropy, FusedRMSNorm, RotaryAttentionForward
-from fuseopt.modules.inference_blocks import InferenceForward, StackForward
+from fuseopt.modules import FusedGatedMLP, FusedLinearCrossEntropy, FusedRMSNorm
 from fuseopt.modules.lazy_logits import LazyLogits
-from fuseopt.modules.residual import ResidualForward
 from tests import tiny
 
 RULES = {rule.source: rule for policy in (GPT2, T5, COMMON) for rule in (*policy.kernels, *policy.regions)}
-NORMS = [rule for rule in RULES.values() if rule.target == "FusedRMSNorm"]
+NORMS = [rule for rule in RULES.values() if rule.target_name == "FusedRMSNorm"]
 
 
-GATED_MLPS = [rule for rule in RULES.values() if rule.target == "FusedGatedMLP"]
+GATED_MLPS = [rule for rule in RULES.values() if rule.target_name == "FusedGatedMLP"]
 
 
 def named(source: str) -> type:
@@ -76,15 +77,15 @@ def test_the_class_exists_under_that_very_name(source):
     cls = named(source)
     assert f"{cls.__module__}.{cls.__qualname__}" == source
     if source in RULES:
-        assert issubclass(getattr(modules, RULES[source].target), modules.FusedModule)
+        assert issubclass(RULES[source].target_class, modules.FusedModule)
     if source in RESIDUAL:
-        assert issubclass(getattr(modules, RESIDUAL[source].target), ResidualForward)
+        assert issubclass(RESIDUAL[source].target_class, ResidualForward)
     if source in BLOCKS:
-        assert issubclass(getattr(modules, BLOCKS[source].target), InferenceForward)
+        assert issubclass(BLOCKS[source].target_class, InferenceForward)
     if source in STACKS:
-        assert issubclass(getattr(modules, STACKS[source].target), StackForward)
+        assert issubclass(STACKS[source].target_class, StackForward)
     if source in HEADS:
-        assert issubclass(getattr(modules, HEADS[source].target), modules.FusedModule)
+        assert issubclass(HEADS[source].target_class, modules.FusedModule)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch.nn.RMSNorm's own
@@ -314,7 +315,10 @@ def test_policies_of_the_package_name_known_targets_and_steps():
             {"decode_steps": {"my.Model": "GPT3Step"}},
             "decode_steps names the step 'GPT3Step' for my.Model; known are GPT2",
         ),
-        ({"kernels": (Rule("my.Norm", "FusedNorm"),)}, "kernels names the target 'FusedNorm' for my.Norm; known are"),
+        (
+            {"kernels": (Rule("my.Norm", "FusedNorm"),)},
+            "kernels names the target 'FusedNorm' for my.Norm; give a class",
+        ),
         ({"kernels": (Rule("my.Norm", "norms"),)}, "kernels names the target 'norms'"),
         ({"regions": (Rule("my.MLP", "FusedLayerNorm"),)}, "regions names the target 'FusedLayerNorm' for my.MLP"),
         *(

@@ -4,7 +4,7 @@ from tests.mutants.mutant import Mutant
 
 _TIERS = "fuseopt/generation/tiers.py"
 _LOOP = "fuseopt/generation/loop.py"
-_PROCESSOR_LIST_TESTS = "tests/generation/test_logits_processor_list.py"
+_PROCESSOR_LIST_TESTS = "tests/generation/select/test_logits_processor_list.py"
 _TOUCHED_TESTS = "tests/strategies/test_touched_modules.py"
 
 
@@ -39,10 +39,10 @@ REASONS = (
 GENERATION = (
     Mutant(
         "an encoder's mask stays for the next call without one",
-        "fuseopt/generation/state.py",
+        "fuseopt/generation/engine/state.py",
         "        self._cross_length = None\n",
         "",
-        ("tests/generation/test_prompts.py::test_a_mask_of_an_encoder_s_output_ends_with_its_call",),
+        ("tests/generation/prompt/test_prompts.py::test_a_mask_of_an_encoder_s_output_ends_with_its_call",),
     ),
     Mutant(
         "max_length ignores the encoder's length",
@@ -67,24 +67,24 @@ GENERATION = (
     ),
     Mutant(
         "views of scores are edited in place",
-        "fuseopt/generation/logits_processor_list.py",
+        "fuseopt/generation/select/logits_processor_list.py",
         "        if scores._is_view():\n            return False\n",
         "",
         (f"{_PROCESSOR_LIST_TESTS}::test_scores_that_are_part_of_another_tensor_are_not_written_to",),
     ),
     Mutant(
         "scores that output_logits keeps are edited in place",
-        "fuseopt/generation/logits_processor_list.py",
+        "fuseopt/generation/select/logits_processor_list.py",
         "is_kept = config.return_dict_in_generate and config.output_logits",
         "is_kept = False",
         (f"{_PROCESSOR_LIST_TESTS}::test_all_edits_are_one_op_a_step_and_in_place_unless_logits_are_kept",),
     ),
     Mutant(
         "sampled beams are drawn without the scores so far",
-        "fuseopt/generation/beam_selection.py",
+        "fuseopt/generation/select/beam_selection.py",
         "accumulated = scores.unflatten(0, beams.shape) + beams.running_scores[:, :, None]",
         "accumulated = scores.unflatten(0, beams.shape) + 0 * beams.running_scores[:, :, None]",
-        ("tests/generation/test_beam_search.py",),
+        ("tests/generation/select/test_beam_search.py",),
     ),
 )
 
@@ -165,24 +165,24 @@ OPS = (
 MODULES = (
     Mutant(
         "the key of compiled code lacks the traced modules",
-        "fuseopt/modules/code_key.py",
-        '_FOLDERS = ("modules", "ops")',
+        "fuseopt/training/code_key.py",
+        '_FOLDERS = ("blocks", "modules", "ops", "runtime", "training")',
         '_FOLDERS = ("ops",)',
-        ("tests/modules/test_code_key.py",),
+        ("tests/training/test_code_key.py",),
     ),
     Mutant(
         "the key of compiled code lacks kernels in folders of ops",
-        "fuseopt/modules/code_key.py",
+        "fuseopt/training/code_key.py",
         '.rglob("*.py")',
         '.glob("*.py")',
-        ("tests/modules/test_code_key.py",),
+        ("tests/training/test_code_key.py",),
     ),
     Mutant(
         "what is drawn at random may be drawn again in the backward pass",
-        "fuseopt/modules/partitioner.py",
+        "fuseopt/training/partitioner.py",
         "if _draws(node) or node.target in _PRODUCTS:",
         "if node.target in _PRODUCTS:",
-        ("tests/modules/test_partitioner.py",),
+        ("tests/training/test_partitioner.py",),
     ),
     Mutant(
         "a plan counts containers among what it keeps",
@@ -252,21 +252,21 @@ CHILDREN = (
     ),
     Mutant(
         "norms after a residual add are passed by whatever they are",
-        "fuseopt/modules/residual.py",
+        "fuseopt/blocks/residual.py",
         "return all(runs_untouched(norm, self.norm) for norm in self.norms(self.block))",
         "return True",
         (f"{_TOUCHED_TESTS}::test_modules_whose_forward_is_passed_by_are_of_their_class",),
     ),
     Mutant(
         "layers of a T5 block are passed by whatever they are",
-        "fuseopt/modules/residual.py",
+        "fuseopt/blocks/residual.py",
         "            and all(map(runs_untouched, layers, self._layer_classes))\n",
         "",
         (f"{_TOUCHED_TESTS}::test_modules_whose_forward_is_passed_by_are_of_their_class",),
     ),
     Mutant(
         "an attention whose dropout is put off may be anything",
-        "fuseopt/modules/dropout_add.py",
+        "fuseopt/blocks/dropout_add.py",
         "return untouched and super()._is_plain(",
         "return super()._is_plain(",
         (f"{_TOUCHED_TESTS}::test_what_is_added_to_an_attention_is_not_dropped",),
@@ -321,7 +321,7 @@ INTERRUPTS = (
 LIFETIMES = (
     Mutant(
         "a forward holds the module that it is set on",
-        "fuseopt/references.py",
+        "fuseopt/runtime/references.py",
         "        self.ref = weakref.ref(to)\n",
         "        self.ref = lambda: to\n",
         ("tests/test_lifetime.py::test_a_fused_model_is_freed_without_the_garbage_collector",),
@@ -335,7 +335,7 @@ LIFETIMES = (
     ),
     Mutant(
         "what compares modules holds the first",
-        "fuseopt/modules/structure.py",
+        "fuseopt/runtime/module_watch.py",
         "self._top, self.states = weakref.ref(top), ",
         "self._top, self.states = (lambda: top), ",
         (
@@ -352,8 +352,8 @@ TRAINING = (
         "versions_known = not torch.compiler.is_dynamo_compiling()",
         "versions_known = True",
         (
-            "tests/modules/test_unseen_logits.py",
-            "tests/strategies/test_stock_fallback.py::test_a_loss_of_ones_own_is_compiled",
+            "tests/training/passes/test_drop_logits.py",
+            "tests/training/test_stock_fallback.py::test_a_loss_of_ones_own_is_compiled",
         ),
     ),
     Mutant(
@@ -365,18 +365,18 @@ TRAINING = (
     ),
     Mutant(
         "strict training falls back in silence",
-        "fuseopt/modules/training_forward.py",
+        "fuseopt/training/forward.py",
         "error if fallback.strict else None",
         "None",
-        ("tests/strategies/test_stock_fallback.py::test_strict_raises_in_the_call_and_leaves_the_model_as_it_was",),
+        ("tests/training/test_stock_fallback.py::test_strict_raises_in_the_call_and_leaves_the_model_as_it_was",),
     ),
     Mutant(
         "a compiled step that failed has drawn random numbers",
-        "fuseopt/modules/training_forward.py",
+        "fuseopt/training/forward.py",
         "        with stock_fallback.generators_kept(inputs):\n            outputs = run(*inputs)\n",
         "        outputs = run(*inputs)\n",
         (
-            "tests/strategies/test_stock_fallback.py"
+            "tests/training/test_stock_fallback.py"
             "::test_a_step_that_cannot_be_compiled_trains_as_stock_from_the_same_state",
         ),
     ),
@@ -402,76 +402,76 @@ CONFIG = (
 NATIVE = (
     Mutant(
         "a folder that others can write is trusted",
-        "fuseopt/library_cache.py",
+        "fuseopt/build/library_cache.py",
         "writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)",
         "writable = 0",
-        ("tests/native/test_library_cache.py",),
+        ("tests/build/test_library_cache.py",),
     ),
     Mutant(
         "only the cache folder itself is looked at, not what leads there",
-        "fuseopt/library_cache.py",
+        "fuseopt/build/library_cache.py",
         "reason = _distrust(step, status, is_last=is_last)",
         "reason = _distrust(step, status, is_last=is_last) if is_last else None",
-        ("tests/native/test_library_cache.py",),
+        ("tests/build/test_library_cache.py",),
     ),
     Mutant(
         "a library whose digest differs is loaded",
-        "fuseopt/library_cache.py",
+        "fuseopt/build/library_cache.py",
         "if _digest_of(library, status.st_ino, status.st_size, status.st_mtime_ns) != expected:",
         "if False:",
-        ("tests/native/test_library_cache.py",),
+        ("tests/build/test_library_cache.py",),
     ),
     Mutant(
         "libraries get their names before they are on disk",
-        "fuseopt/library_cache.py",
+        "fuseopt/build/library_cache.py",
         "            os.fsync(opened.fileno())\n",
         "            pass\n",
-        ("tests/native/test_library_cache.py",),
+        ("tests/build/test_library_cache.py",),
     ),
     Mutant(
         "a compiler may take as long as it likes to answer",
-        "fuseopt/toolchain.py",
+        "fuseopt/build/toolchain.py",
         "process.communicate(timeout=QUERY_SECONDS)",
         "process.communicate()",
-        ("tests/native/test_toolchain_faults.py",),
+        ("tests/build/test_toolchain_faults.py",),
     ),
     Mutant(
         "a build needs stderr",
-        "fuseopt/toolchain.py",
+        "fuseopt/build/toolchain.py",
         "with contextlib.suppress(OSError, ValueError):  # full, closed",
         "with contextlib.suppress():",
-        ("tests/native/test_toolchain_faults.py",),
+        ("tests/build/test_toolchain_faults.py",),
     ),
     Mutant(
         "a prebuilt library that has lost bytes is loaded",
-        "fuseopt/prebuilt.py",
+        "fuseopt/build/prebuilt.py",
         "if found.size != size:",
         "if False:",
-        ("tests/native/test_native.py", "-k", "prebuilt_library_that_does_not_fit"),
+        ("tests/build/test_loader.py", "-k", "prebuilt_library_that_does_not_fit"),
     ),
     Mutant(
         "the key of a library lacks its headers",
-        "fuseopt/toolchain.py",
-        "for folder in (CSRC, CSRC / kind) for path in folder.glob",
-        "for folder in (CSRC / kind,) for path in folder.glob",
-        ("tests/native/test_native.py", "-k", "key_is_of_content"),
+        "fuseopt/build/toolchain.py",
+        '*CSRC.glob("*.*"), ',
+        "*(), ",
+        ("tests/build/test_loader.py", "-k", "key_is_of_content"),
     ),
 )
 
 BENCH = (
     Mutant(
         "a contender that raises ends the run",
-        "fuseopt/bench/measure.py",
+        "fuseopt/bench/harness/measure.py",
         "                records.append(Record(case.name, WHOLE_CASE, note=failed(error)))\n",
         "                raise\n",
-        ("tests/bench/test_measure.py",),
+        ("tests/bench/harness/test_measure.py",),
     ),
     Mutant(
         "a wrong result is timed",
-        "fuseopt/bench/op_timing.py",
+        "fuseopt/bench/harness/op_timing.py",
         "        if error <= allowed:\n",
         "        if True:\n",
-        ("tests/bench/test_op_cases.py", "tests/bench/test_ops.py"),
+        ("tests/bench/harness/test_op_cases.py", "tests/bench/suites/test_ops.py"),
     ),
 )
 

@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fuseopt import native
+from fuseopt.build import loader
 from fuseopt.ops import registry
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -139,7 +139,7 @@ def native_cases(*devices: str) -> list[Any]:
     """Of `cases()` those that run a native library at any sizes, on one of `devices`."""
     resizable = [case for case in cases() if case.values[0].op.name not in OF_THEIR_OWN_SIZES]
     return [
-        case for case in resizable if case.values[0].backend in native.KINDS and case.values[0].device.type in devices
+        case for case in resizable if case.values[0].backend in loader.KINDS and case.values[0].device.type in devices
     ]
 
 
@@ -151,8 +151,8 @@ def require_backend(case: Case) -> None:
     """Skip where the machine lacks what the backend needs; fail where the backend refuses all the same."""
     if case.device.type == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
-    if case.backend in native.KINDS:
-        state = native.load(case.backend)
+    if case.backend in loader.KINDS:
+        state = loader.load(case.backend)
         assert state.status == "loaded", state.reason
     (backend,) = case.op.candidates(case.backend)
     assert case.op.choose(case.backend, case.device, backend.dtypes[:1]).backend == case.backend

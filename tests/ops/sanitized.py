@@ -8,7 +8,7 @@ import sys
 import torch
 from torch import Tensor
 
-from fuseopt import native
+from fuseopt.build import loader
 from fuseopt.ops import registry
 from fuseopt.ops.registry import SampleInput
 from tests.ops.cases import (
@@ -51,7 +51,7 @@ def on_the_cpu(case: Case, sample: SampleInput) -> list[Tensor]:
 
 
 def main(name: str) -> None:
-    state = native.load("cuda")
+    state = loader.load("cuda")
     assert state.status == "loaded", state.reason
     op, calls = registry.get(name), 0
     on_cpu, kernels = Case(op, "reference", torch.device("cpu")), Case(op, "cuda", torch.device("cuda"))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fuseopt import native
+from fuseopt.build import loader
 from fuseopt.ops import registry
 from fuseopt.ops.library import TRITON_INTERPRETED
 from tests.ops.cases import tensors
@@ -52,8 +52,8 @@ def target(request: pytest.FixtureRequest) -> Target:
     if (request.param == "interpreted") != TRITON_INTERPRETED:
         pytest.skip("the interpreter has a process of its own")
     target = TARGETS[request.param]
-    if target.backend in native.KINDS:
-        state = native.load(target.backend)
+    if target.backend in loader.KINDS:
+        state = loader.load(target.backend)
         assert state.status == "loaded", state.reason
     return target
 
@@ -185,7 +185,7 @@ def test_versions_are_counted_up_by_the_reference(name: str) -> None:
 
 
 def test_a_backward_through_what_was_written_over_raises() -> None:
-    assert native.load("cpu").status == "loaded"
+    assert loader.load("cpu").status == "loaded"
     scores = torch.randn(2, 8, requires_grad=True)
     probabilities = scores.softmax(-1)
     with torch.no_grad():

@@ -15,7 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fuseopt import native, ops
+from fuseopt import ops
+from fuseopt.build import loader
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
 from tests.ops.cases import RawCalls
@@ -26,14 +27,14 @@ OF_DIRECT_CALLS = ("gelu", "softmax", "layer_norm", "rms_norm", "add_layer_norm"
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    state = native.load(request.param)
+    state = loader.load(request.param)
     assert state.status == "loaded", state.reason
-    assert native.python_library() is not None, native.state("python").reason
+    assert loader.python_library() is not None, loader.state("python").reason
     return request.param
 
 
 def direct_calls(choose: Callable) -> Any:
-    library = native.python_library()
+    library = loader.python_library()
     assert library is not None
     return library.DirectCalls(choose)
 
@@ -167,7 +168,7 @@ def test_the_profiler_sees_the_op(device: str) -> None:
 
 
 def test_types_that_raw_ops_do_not_have_are_refused() -> None:
-    native.load("cpu")
+    loader.load("cpu")
     calls = direct_calls(print)
     with pytest.raises(RuntimeError, match=r"no arguments of type int\[\], as dim"):
         calls.settle("auto", "cpu", "aten::sum", "dim_IntList")
@@ -301,7 +302,7 @@ def test_without_the_library_the_overload_is_called_until_it_comes(
     input = torch.randn(3, 8, device=device)
     expected = torch.ops.fuseopt.gelu_fwd(input)
     with monkeypatch.context() as patch:
-        patch.setattr(native, "_python_library", None)
+        patch.setattr(loader, "_python_library", None)
         with RawCalls() as raw:
             assert torch.equal(ops.gelu(input), expected)
         assert raw.names() == ["gelu_fwd.default"] and calls.run == calls._choose_and_call
@@ -332,7 +333,7 @@ def test_autocast_refuses_calls_of_ops_that_it_concerns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not has_library:
-        monkeypatch.setattr(native, "_python_library", None)
+        monkeypatch.setattr(loader, "_python_library", None)
     calls, input = fresh(name), torch.randn(3, 5, device=device, dtype=torch.bfloat16)
     # The first call settles the choice.
     for _ in range(2):

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuseopt import native, ops
-from fuseopt.bench.op_cases import OpCase, auto_choice
+from fuseopt import ops
+from fuseopt.bench.harness.op_cases import OpCase, auto_choice
+from fuseopt.build import loader
 from fuseopt.ops import registry
 from fuseopt.ops.preferences import Preference, by_size
 from tests.ops.cases import Graphs, RawCalls, error
@@ -83,19 +84,19 @@ def test_a_preferred_library_may_be_loaded_later(
     prefer: Callable[..., registry.Op], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process Triton's interpreter comes first on a CPU."""
-    assert native.load("cpu").status == "loaded"
+    assert loader.load("cpu").status == "loaded"
     prefer(Preference("cpu", True, torch.float32, (8, 8), 1))
-    absent = native.LibraryState("cpu", "absent", None, None, "hidden by this test", 0.0)
+    absent = loader.LibraryState("cpu", "absent", None, None, "hidden by this test", 0.0)
     asked = ("rms_norm", "auto", CPU, (torch.float32,), torch.Size((4, 8)))
     with monkeypatch.context() as hidden:
-        hidden.setattr(native, "load", lambda kind, *, build=True: absent)
+        hidden.setattr(loader, "load", lambda kind, *, build=True: absent)
         assert registry.pick_by_size(*asked)[1] != "cpu"
     monkeypatch.setattr(torch.ops, "loaded_libraries", torch.ops.loaded_libraries | {"another"})
     assert registry.pick_by_size(*asked)[1] == "cpu"
 
 
 def test_a_forward_by_size(prefer: Callable[..., registry.Op], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert native.load("cpu").status == "loaded"
+    assert loader.load("cpu").status == "loaded"
     prefer(Preference("reference", False, torch.float32, (8, 8), 32))
     weight = torch.ones(8)
     own = ["rms_norm.default"]
@@ -116,7 +117,7 @@ def test_a_forward_by_size_without_the_library_for_python(
     prefer: Callable[..., registry.Op], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefer(Preference("reference", False, torch.float32, (8, 8), 32))
-    monkeypatch.setattr(native, "_python_library", None)
+    monkeypatch.setattr(loader, "_python_library", None)
     assert ran(ops.rms_norm, torch.randn(3, 8)) == ["rms_norm.default"]
     assert ran(ops.rms_norm, torch.randn(4, 8)) == []
     assert ran(ops.rms_norm, torch.randn(5, 4, 4)) == ["rms_norm.default"]
@@ -161,7 +162,7 @@ def gradients(rows: int, backend: str = "auto") -> list[Tensor]:
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_forward_and_backward_by_different_backends(prefer: Callable[..., registry.Op], backward: bool) -> None:
     """In this process Triton's interpreter comes first on a CPU."""
-    assert native.load("cpu").status == "loaded"
+    assert loader.load("cpu").status == "loaded"
     prefer(Preference("cpu", backward, torch.float32, (8, 8), 32))
     by_triton = ["rms_norm_fwd.triton", "rms_norm_bwd.triton"]
     by_both = list(by_triton)

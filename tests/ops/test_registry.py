@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuseopt import native, ops
+from fuseopt import ops
+from fuseopt.build import loader
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
 from tests.ops.cases import Case, RawCalls
@@ -78,7 +79,7 @@ class Absent(registry.Backend):
 
 
 def test_a_settled_choice_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    native.load("cpu")
+    loader.load("cpu")
     monkeypatch.setattr(registry, "_OPS", dict(registry._OPS))
     monkeypatch.setattr(registry, "_CHOSEN", {})
     kernel, absent = registry.Backend("kernel"), Absent("absent")
@@ -105,7 +106,7 @@ def test_every_op_says_why_it_cannot_run_on_another_device(op: registry.Op) -> N
 
 
 def test_an_op_without_a_kernel_for_a_backend_falls_through_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert native.load("cpu").status == "loaded"
+    assert loader.load("cpu").status == "loaded"
     monkeypatch.setattr(registry, "_OPS", dict(registry._OPS))
     monkeypatch.setattr(registry, "_CHOSEN", {})
     with torch.library._scoped_library("fuseopt", "FRAGMENT") as library:
@@ -144,15 +145,15 @@ def test_names_are_taken_once(toy: registry.Op) -> None:
 
 
 def test_auto_takes_up_a_native_library_loaded_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    if native.load("cpu").status != "loaded":
-        pytest.skip(f"no native library: {native.load('cpu').reason}")
+    if loader.load("cpu").status != "loaded":
+        pytest.skip(f"no native library: {loader.load('cpu').reason}")
     monkeypatch.setattr(registry, "_CHOSEN", {})
     gelu = sys.modules["fuseopt.ops.gelu"]
     monkeypatch.setattr(gelu, "_DIRECT", registry.Direct("gelu", gelu.FWD))
-    absent = native.LibraryState("cpu", "absent", None, None, "hidden by this test", 0.0)
+    absent = loader.LibraryState("cpu", "absent", None, None, "hidden by this test", 0.0)
     input = torch.randn(2, 8)
     with monkeypatch.context() as hidden:
-        hidden.setattr(native, "load", lambda kind, *, build=True: absent)
+        hidden.setattr(loader, "load", lambda kind, *, build=True: absent)
         with RawCalls() as raw:
             ops.gelu(input)
         assert raw.names() == []
@@ -170,11 +171,11 @@ def test_auto_never_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gelu, "_DIRECT", registry.Direct("gelu", gelu.FWD))
     asked = []
 
-    def load(kind: str, *, build: bool = True) -> native.LibraryState:
+    def load(kind: str, *, build: bool = True) -> loader.LibraryState:
         asked.append((kind, build))
-        return native.LibraryState(kind, "buildable", None, None, None, 0.0)
+        return loader.LibraryState(kind, "buildable", None, None, None, 0.0)
 
-    monkeypatch.setattr(native, "load", load)
+    monkeypatch.setattr(loader, "load", load)
     for _ in range(3):
         ops.gelu(torch.randn(2, 8))
     assert set(asked) == {("cpu", False)} and len(asked) <= 2  # once for each way that a call asks in

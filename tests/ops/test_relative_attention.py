@@ -16,10 +16,11 @@ from transformers.models.t5.modeling_t5 import T5Attention, eager_attention_forw
 
 from fuseopt import ops
 from fuseopt.errors import BackendError
-from fuseopt.modules import joined_products, partitioner
-from fuseopt.modules.graph_nodes import MATMULS
 from fuseopt.ops.philox import keep_scores, philox2
 from fuseopt.ops.relative_attention import BWD, BWD_JOINED, FWD, LINE, MASKED, MOST_OF_TILE, has_kernel, reach_of
+from fuseopt.training import partitioner
+from fuseopt.training.graph_nodes import MATMULS
+from fuseopt.training.passes import merge_projections
 from tests.ops.cases import Case, Graphs, RawCalls, cases, error
 
 every_case = pytest.mark.parametrize("case", cases("relative_attention"))
@@ -415,10 +416,10 @@ def test_a_compiled_step_has_its_gradients_side_by_side(
 ) -> None:
     """And its projections as one product each way, or two where keys and values come from elsewhere."""
     torch.manual_seed(0)
-    monkeypatch.setattr(joined_products, "_is_half", lambda value: value.dtype == torch.bfloat16)
+    monkeypatch.setattr(merge_projections, "_is_half", lambda value: value.dtype == torch.bfloat16)
     nodes: list[torch.fx.Node] = []
 
-    def join(graph: torch.fx.Graph, plain: Any = joined_products.join) -> None:
+    def join(graph: torch.fx.Graph, plain: Any = merge_projections.join) -> None:
         plain(graph)
         graph.lint()
         nodes.extend(graph.nodes)
@@ -434,9 +435,9 @@ def test_a_compiled_step_has_its_gradients_side_by_side(
         grad = torch.ones_like(output)
         return output, *torch.autograd.grad(output, [*given, *model.parameters()], grad)
 
-    monkeypatch.setattr(joined_products, "join", lambda graph: None)
+    monkeypatch.setattr(merge_projections, "join", lambda graph: None)
     expected = step()
-    monkeypatch.setattr(joined_products, "join", join)
+    monkeypatch.setattr(merge_projections, "join", join)
     found = step()
     assert sum(node.target in MATMULS for node in nodes) == products
     assert [node.args[-1] for node in nodes if node.target is BWD_JOINED["triton"]] == [with_query]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fuseopt import native, toolchain
+from fuseopt.build import loader, toolchain
 from fuseopt.ops import registry
 from tests.ops.cases import DTYPES, functional_names
 
@@ -23,50 +23,50 @@ OWN_TESTS = {
         "test_cross_entropy_grad.py",
         "cuda-cuda and not float64 and (test_losses or -50304- or -262144-)",
     ),
-    "decode_attention_": ("test_decode_attention.py", "test_kernel_against or test_kernel_for_many"),
-    "partial softmaxes that are no numbers": ("test_decode_attention.py", "no_numbers and bfloat16"),
-    "decode_beams_": ("test_decode_beams.py", "test_is_what_beam_search_does and cuda-cuda"),
+    "decode_attention_": ("decode/test_attention.py", "test_kernel_against or test_kernel_for_many"),
+    "partial softmaxes that are no numbers": ("decode/test_attention.py", "no_numbers and bfloat16"),
+    "decode_beams_": ("decode/test_beams.py", "test_is_what_beam_search_does and cuda-cuda"),
     **{
         f"decode_linear, {rows} rows": (
-            "test_decode_linear.py",
+            "decode/test_linear.py",
             f"test_layers_of_models and bfloat16 and -{rows}-torch",
         )
         for rows in (1, 8, 64)
     },
     # Those that take the kernels of tiles: all layers of so many rows take racecheck longer than there is.
     "decode_linear, 200 rows": (
-        "test_decode_linear.py",
+        "decode/test_linear.py",
         "test_layers_of_models and bfloat16 and -200-torch and (768-768-3 or 5008-1032 or 2056-776)",
     ),
     "decode_linear, 32 normalised rows": ("test_shared_memory.py", "with_a_norm_of_many_rows and 32-1280"),
-    "decode_linear, one row of float16": ("test_decode_linear_range.py", "0.005 or no_numbers"),
+    "decode_linear, one row of float16": ("decode/test_linear_range.py", "0.005 or no_numbers"),
     "decode_linear, 128 rows": (
-        "test_decode_linear.py",
+        "decode/test_linear.py",
         "test_layers_of_models and bfloat16 and -128-torch and 768-768-3",
     ),
     "decode_head_select_": (
-        "test_decode_head_select.py",
+        "decode/test_head_select.py",
         "test_ties_in_vocabularies and t5_rms_norm and bfloat16 and 512-8-",
     ),
     "decode_head_select_, addends": (
-        "test_decode_head_select.py",
+        "decode/test_head_select.py",
         "test_inputs_in_addends and cuda-cuda and 8-768 and torch.float16",
     ),
-    "decode_linear_addends": ("test_decode_linear_addends.py", "against_float64"),
-    "decode_linear_of_embeddings": ("test_decode_linear_of_embeddings.py", "same_bits"),
+    "decode_linear_addends": ("decode/test_linear_addends.py", "against_float64"),
+    "decode_linear_of_embeddings": ("decode/test_linear_of_embeddings.py", "same_bits"),
     "decode_linear_of_embeddings, a large layer": (
-        "test_decode_linear_of_embeddings.py",
+        "decode/test_linear_of_embeddings.py",
         "test_a_large_layer and bfloat16 and (1600-4800 or 3208-2056)",
     ),
-    "decode_linear of a vocabulary": ("test_decode_linear.py", "test_a_product_as_wide and bfloat16"),
+    "decode_linear of a vocabulary": ("decode/test_linear.py", "test_a_product_as_wide and bfloat16"),
     "decode_qkv_attention_": (
-        "test_decode_qkv_attention.py",
+        "decode/test_qkv_attention.py",
         "test_layers_of_models and bfloat16 and (1600-25-300 or 200-3-300)",
     ),
-    "decode_select_": ("test_decode_select.py", "cuda-cuda and (test_is_what or test_draws_what)"),
-    "decode_softmax_linear": ("test_decode_softmax_linear.py", "test_kernel_against and bfloat16 and same and 12-768"),
+    "decode_select_": ("decode/test_select.py", "cuda-cuda and (test_is_what or test_draws_what)"),
+    "decode_softmax_linear": ("decode/test_softmax_linear.py", "test_kernel_against and bfloat16 and same and 12-768"),
     "layer_norm_of_sum_bwd": ("test_layer_norm_of_sum_bwd.py", "cuda-cuda and (sizes_of_models or autograd)"),
-    "prompt_attention_": ("test_prompt_attention.py", "bfloat16 and (2-25-64 or test_later_tokens and 64-30)"),
+    "prompt_attention_": ("decode/test_prompt_attention.py", "bfloat16 and (2-25-64 or test_later_tokens and 64-30)"),
     "rms_norm, light blocks": ("test_rms_norm.py", "test_every_shape_of_kernel and float32-1000-8-"),
     "softmax of a vocabulary": ("test_softmax.py", "test_wide_rows and 50257 and float32 and cuda-cuda"),
     "softmax held in a cluster": ("test_softmax.py", "test_rows_that_a_cluster_shares and False and 131075-8-"),
@@ -110,7 +110,7 @@ def reports(sanitizer: str, tool: str, *command: str, kernels: str, **environmen
 @pytest.mark.parametrize("name", [name for name in functional_names() if registry.CUDA in registry.get(name).backends])
 @pytest.mark.parametrize("tool", TOOLS)
 def test_the_sanitizer_reports_nothing_of_any_op(sanitizer: str, tool: str, name: str) -> None:
-    assert native.load("cuda").status == "loaded"
+    assert loader.load("cuda").status == "loaded"
     command = (sys.executable, "-m", "tests.ops.sanitized", name)
     count, printed = reports(sanitizer, tool, *command, kernels="fuseopt", **without_caching(tool))
     assert count == 0, printed
@@ -123,7 +123,7 @@ def test_the_sanitizer_reports_nothing_of_any_op(sanitizer: str, tool: str, name
 def test_no_reports_in_tests_of_its_own(sanitizer: str, tool: str, name: str) -> None:
     file, chosen = OWN_TESTS[name]
     options = ("-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "gpu", "-k", chosen)
-    command = (sys.executable, "-m", "pytest", *options, str(Path(__file__).with_name(file)))
+    command = (sys.executable, "-m", "pytest", *options, str(Path(__file__).parent / file))
     environment = {**without_caching(tool), "SANITIZED": "1"}
     count, printed = reports(sanitizer, tool, *command, kernels="fuseopt", **environment)
     assert count == 0, printed

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fuseopt.ops import decode_linear, short_attention, softmax
-from fuseopt.ops.decode_linear import decode_linear_reference
+from fuseopt.ops.decode.linear import decode_linear_reference
 from tests.ops.cases import error, launched_kernels, to_float64
 
 pytestmark = pytest.mark.gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from fuseopt.modules import partitioner
+from fuseopt.training import partitioner
 from tests.training import Graphs
 
 

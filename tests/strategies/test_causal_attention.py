@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import fuseopt
 from fuseopt import ops
-from fuseopt.modules.causal_attention import fused_attention
+from fuseopt.blocks.causal_attention import fused_attention
 from tests import tiny
 from tests.pairs import stock_and_fused
 from tests.training import assert_slope

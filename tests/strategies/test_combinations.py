@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fuseopt
-from fuseopt.modules import partitioner
+from fuseopt.training import partitioner
 from tests import tiny
 from tests.ops.cases import Graphs, RawCalls
 from tests.strategies.combined import (

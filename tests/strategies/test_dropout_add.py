@@ -11,7 +11,7 @@ from torch import nn
 
 import fuseopt
 from fuseopt import ops
-from fuseopt.modules import GPT2DropoutAddForward, T5DropoutAddForward
+from fuseopt.blocks.dropout_add import GPT2DropoutAddForward, T5DropoutAddForward
 from fuseopt.ops.dropout_add_layer_norm import dropout
 from tests import tiny
 from tests.ops.cases import Graphs

@@ -20,8 +20,9 @@ from transformers.modeling_outputs import ModelOutput
 
 import fuseopt
 from fuseopt import ops
-from fuseopt.modules import FusedLinearCrossEntropy, partitioner
+from fuseopt.modules import FusedLinearCrossEntropy
 from fuseopt.modules.lazy_logits import LazyLogits
+from fuseopt.training import partitioner
 from tests import tiny
 from tests.pairs import stock_and_fused
 

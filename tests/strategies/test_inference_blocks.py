@@ -12,7 +12,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 import fuseopt
 from fuseopt import ops
-from fuseopt.modules import GPT2InferenceForward
+from fuseopt.blocks.gpt2_inference import GPT2InferenceForward
 from tests import tiny
 from tests.pairs import stock_and_fused
 

@@ -33,9 +33,9 @@ from transformers import (
 import fuseopt
 from fuseopt import modules
 from fuseopt.errors import CompileError, PlanError
-from fuseopt.modules import partitioner, training_forward
-from fuseopt.modules.training_forward import TrainingForward
 from fuseopt.strategies import memory_efficient
+from fuseopt.training import forward, partitioner
+from fuseopt.training.forward import TrainingForward
 from tests import tiny
 from tests.training import assert_slope, saved_bytes
 
@@ -514,7 +514,7 @@ def test_without_a_compiler_it_is_skipped(monkeypatch):
 def test_without_what_is_private_to_torch_it_is_skipped(gone, monkeypatch):
     reason = "no longer has its options gone_by_now"
     if gone == "an option of Dynamo":
-        monkeypatch.setitem(training_forward._DYNAMO_OPTIONS, "gone_by_now", True)
+        monkeypatch.setitem(forward._DYNAMO_OPTIONS, "gone_by_now", True)
     elif gone == "an option of AOT Autograd":
         monkeypatch.setitem(partitioner._OPTIONS, "gone_by_now", True)
     else:

@@ -10,7 +10,7 @@ from transformers import StaticCache
 
 import fuseopt
 from fuseopt import ops
-from fuseopt.modules import FusedRelativeAttention
+from fuseopt.blocks.relative_attention import FusedRelativeAttention
 from tests import tiny
 from tests.pairs import stock_and_fused
 from tests.training import assert_slope, norms_in_float64

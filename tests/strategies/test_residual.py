@@ -11,7 +11,8 @@ from torch import nn
 
 import fuseopt
 from fuseopt import ops
-from fuseopt.modules import FusedLayerNorm, GPT2BlockForward, T5BlockForward
+from fuseopt.blocks.residual import GPT2BlockForward, T5BlockForward
+from fuseopt.modules import FusedLayerNorm
 from tests import tiny
 from tests.pairs import stock_and_fused
 

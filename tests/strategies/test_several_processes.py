@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fuseopt
-from fuseopt.modules import partitioner
-from fuseopt.modules.training_forward import not_supported_reasons
+from fuseopt.training import partitioner
+from fuseopt.training.forward import not_supported_reasons
 from tests import tiny
 from tests.ops.cases import Graphs
 from tests.strategies import combined

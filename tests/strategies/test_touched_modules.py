@@ -15,8 +15,9 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.pytorch_utils import Conv1D
 
 import fuseopt
+from fuseopt.blocks import stack_runner
 from fuseopt.config import CUSTOM_KERNELS, TRITON_KERNELS
-from fuseopt.modules import FusedMLP, block_chain
+from fuseopt.modules import FusedMLP
 from fuseopt.modules.base import fused_class
 from tests import tiny
 from tests.surgery import SURGERIES, Inapplicable, changed
@@ -58,7 +59,7 @@ ATTENTIONS = {"kernels": "eager", "all_kernels": "eager"}
 
 @pytest.fixture(autouse=True)
 def chains_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(block_chain, "DEVICE_TYPES", ("cpu", "cuda"))
+    monkeypatch.setattr(stack_runner, "DEVICE_TYPES", ("cpu", "cuda"))
 
 
 def modules_of(model):

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import Trainer, TrainingArguments
 
 import fuseopt
-from fuseopt.modules import partitioner
+from fuseopt.training import partitioner
 from tests import tiny
 from tests.pairs import stock_and_fused
 from tests.training import assert_slope, capture_on_cpu

@@ -1,6 +1,6 @@
 #include <torch/csrc/stable/library.h>
-#include "../shared_arguments.h"
-#include "ops.h"
+#include "shared_arguments.h"
+#include "cpu/ops.h"
 
 namespace fuseopt {
 

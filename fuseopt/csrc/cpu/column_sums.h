@@ -1,7 +1,7 @@
 // Sums down the columns of a matrix: the gradients of a norm's weight and bias.
 #pragma once
 
-#include "rows.h"
+#include "cpu/rows.h"
 
 namespace fuseopt {
 

@@ -1,4 +1,4 @@
-#include "convert.h"
+#include "cpu/convert.h"
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 

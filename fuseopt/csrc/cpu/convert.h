@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../dtypes.h"
+#include "dtypes.h"
 
 namespace fuseopt {
 

@@ -1,7 +1,7 @@
-#include "../cast_order.h"
-#include "../check.h"
-#include "gelu.h"
-#include "ops.h"
+#include "cast_order.h"
+#include "check.h"
+#include "cpu/gelu.h"
+#include "cpu/ops.h"
 
 namespace fuseopt {
 namespace {

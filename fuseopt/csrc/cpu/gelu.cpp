@@ -1,5 +1,5 @@
-#include "gelu.h"
-#include "ops.h"
+#include "cpu/gelu.h"
+#include "cpu/ops.h"
 
 namespace fuseopt {
 namespace {

@@ -1,7 +1,7 @@
 // The two GELUs: value and gradient.
 #pragma once
 
-#include "vec_math.h"
+#include "cpu/vec_math.h"
 
 namespace fuseopt {
 

@@ -3,7 +3,7 @@
 
 #include <tuple>
 
-#include "rows.h"
+#include "cpu/rows.h"
 
 namespace fuseopt {
 

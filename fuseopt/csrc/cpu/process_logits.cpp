@@ -6,8 +6,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "../check.h"
-#include "ops.h"
+#include "check.h"
+#include "cpu/ops.h"
 
 namespace fuseopt {
 namespace {

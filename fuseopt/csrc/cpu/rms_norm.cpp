@@ -1,8 +1,8 @@
-#include "../check.h"
-#include "column_sums.h"
-#include "ops.h"
-#include "stream_rows.h"
-#include "vec_math.h"
+#include "check.h"
+#include "cpu/column_sums.h"
+#include "cpu/ops.h"
+#include "cpu/stream_rows.h"
+#include "cpu/vec_math.h"
 
 namespace fuseopt {
 namespace {

@@ -1,5 +1,5 @@
-#include "../check.h"
-#include "rows.h"
+#include "check.h"
+#include "cpu/rows.h"
 
 
 namespace fuseopt {

@@ -11,7 +11,7 @@
 #include <optional>
 #include <vector>
 
-#include "convert.h"
+#include "cpu/convert.h"
 
 namespace fuseopt {
 

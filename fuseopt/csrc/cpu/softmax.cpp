@@ -1,5 +1,5 @@
-#include "ops.h"
-#include "vec_math.h"
+#include "cpu/ops.h"
+#include "cpu/vec_math.h"
 
 namespace fuseopt {
 namespace {

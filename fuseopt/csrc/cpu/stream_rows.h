@@ -1,8 +1,8 @@
 // The rows that a norm works on: its input's, or those of the sum of its input and a residual.
 #pragma once
 
-#include "../cast_order.h"
-#include "rows.h"
+#include "cast_order.h"
+#include "cpu/rows.h"
 
 namespace fuseopt {
 

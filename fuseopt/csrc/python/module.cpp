@@ -1,7 +1,7 @@
 // What fuseopt has of Python's tensors in C++. The stable ABI has no access to them: this library is compiled for one
 // release of torch and of Python. It is one file, as most of what compiling one takes is torch's headers.
-#include "direct_calls.h"
-#include "watch.h"
+#include "python/direct_calls.h"
+#include "python/watch.h"
 
 namespace {
 

@@ -1,0 +1,50 @@
+"""The floor under a decode step: what it has to read, at the speed of a copy."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+from fuseopt.bench.harness.timer import time_in_turns, work_seconds
+
+# A decoder's layers that run once a call, over the encoder's output.
+_ONCE_A_CALL = ("EncDecAttention.k", "EncDecAttention.v")
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of the weights that every step reads: the decoder's and the head's, without embeddings looked up by row."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    modules = [
+        module
+        for path, module in decoder.named_modules()
+        if not isinstance(module, nn.Embedding) and not path.endswith(_ONCE_A_CALL)
+    ]
+    parameters = {parameter for module in (*modules, head) for parameter in module.parameters(recurse=False)}
+    return sum(parameter.nbytes for parameter in parameters)
+
+
+def cache_bytes(model: nn.Module, batch: int, beams: int, prompt: int, new: int) -> int:
+    """Bytes of the keys and values that a step reads, on the average of `new` steps.
+
+    Args:
+        prompt: tokens a row; an encoder's keys and values are the same for all beams.
+    """
+    config = model.config
+    layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = config.hidden_size // config.num_attention_heads
+    head_dim = getattr(config, "d_kv", None) or getattr(config, "head_dim", None) or width
+    own, shared = batch * beams * new // 2, batch * prompt
+    tokens = own + (shared if config.is_encoder_decoder else shared * beams)
+    return 2 * layers * heads * head_dim * model.dtype.itemsize * tokens
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second that a copy of a large tensor reads and writes."""
+    source = torch.ones(2**30 if device.type == "cuda" else 2**26, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    call = functools.partial(target.copy_, source)
+    sample = functools.partial(work_seconds, device=device, repetitions=4)
+    return 2 * source.nbytes / time_in_turns({"copy": call}, sample, rounds=7)["copy"].seconds.median

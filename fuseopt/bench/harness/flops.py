@@ -1,0 +1,38 @@
+"""The least time a model's matmuls can take: their floating-point operations, and the rate that the device reaches."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fuseopt.bench.harness.architectures import load_config, weightless
+from fuseopt.bench.harness.timer import Timing, time_in_turns, work_seconds
+
+
+def forward_flops(model: str, batch: int, length: int) -> int:
+    """Operations of the matmuls of a forward, causal attention counted once; a training step has three times as many.
+
+    Args:
+        model: an architecture by name, a folder with a config.json, or a model id.
+        length: tokens a row, of an encoder and its decoder each.
+    """
+    # Eager attention multiplies by bmm, and nothing else in these models does.
+    config = load_config(model, attn_implementation="eager")
+    ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
+    inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        weightless(config, torch.device("meta"))(**inputs)
+    counts = counter.get_flop_counts()
+    causal = re.compile(r"\.decoder\..*\.SelfAttention$" if config.is_encoder_decoder else "^Global$")
+    attention = sum(operations.get(torch.ops.aten.bmm, 0) for path, operations in counts.items() if causal.search(path))
+    return sum(counts["Global"].values()) - attention // 2
+
+
+def matmul_timing(size: int, device: torch.device, dtype: torch.dtype) -> Timing:
+    """Of a matmul of `size` x `size` x `size`, which is 2 * size**3 operations."""
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    call = {"matmul": lambda: torch.mm(left, right, out=out)}
+    return time_in_turns(call, lambda mm: work_seconds(mm, device, repetitions=5), rounds=9, warm_up=2)["matmul"]

@@ -1,0 +1,131 @@
+"""What a measurement was made on: machine, versions, commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+import fuseopt
+from fuseopt.build import library_cache, loader, prebuilt, toolchain
+
+_CHECKOUT = Path(fuseopt.__file__).resolve().parents[1]
+
+
+def machine() -> dict[str, str]:
+    """The processor, its cores, the GPUs, the compilers and the native libraries, as far as they can be found out."""
+    found = {
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "gpu": _gpu_names(),
+        "c++": _first_line(os.environ.get("CXX", "c++"), "--version"),
+        "nvcc": _last_line("nvcc", "--version"),
+        "native libraries": ", ".join(kind for kind in loader.LIBRARIES if _is_there(kind)),
+    }
+    return {name: value or "none" for name, value in found.items()}
+
+
+def versions() -> dict[str, str]:
+    """Of Python, fuseopt, and the packages it stands on; none of them is imported for it."""
+    found = {"fuseopt": fuseopt.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    found["cuda"] = torch.version.cuda or "none"
+    for package in ("triton", "transformers"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the checkout that fuseopt runs from, "-dirty" behind it if files differ; None when installed.
+
+    Where FUSEOPT_COMMIT is set, it is what that says: for a copy of a checkout, as on a borrowed machine, whose git
+    folder is missing or older than the files.
+    """
+    if "FUSEOPT_COMMIT" in os.environ:
+        return os.environ["FUSEOPT_COMMIT"]
+    if not (_CHECKOUT / ".git").exists():
+        return None
+    return _first_line("git", "-C", str(_CHECKOUT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty")
+
+
+def environment() -> dict[str, dict[str, str]]:
+    """`versions`, `machine`, the state of each native library, where it is built, and what the package ships."""
+    native_code: dict[str, str] = {kind: _describe(loader.state(kind)) for kind in loader.LIBRARIES}
+    shipped = [f"{kind}: {held}" for kind in loader.LIBRARIES if (held := prebuilt.contents(kind)) is not None]
+    return {
+        "versions": versions(),
+        "machine": machine(),
+        "native code": {
+            **native_code,
+            "cache": _cache_folder(),
+            "prebuilt": "; ".join(shipped) or "none",
+        },
+    }
+
+
+def _cache_folder() -> str:
+    try:
+        return str(library_cache.folder())
+    except library_cache.CacheError as error:
+        return f"none: {error}"
+
+
+def _is_there(kind: loader.Library) -> bool:
+    return loader.state(kind).status in ("available", "loaded")
+
+
+def _describe(state: loader.LibraryState) -> str:
+    words: list[str] = [state.status]
+    if state.origin is not None:
+        words.append(f"({state.origin})")
+    if state.path is not None:
+        words.append(str(state.path))
+    if state.reason is not None:
+        words.append(f": {state.reason}")
+    if state.passed_over is not None:
+        words.append(f": the prebuilt library is passed over: {state.passed_over}")
+    if state.damage is not None:
+        words.append(f": the library in the cache is built again: {state.damage}")
+    return " ".join(words).replace(" :", ":")
+
+
+def _cpu_name() -> str | None:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpu_names() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+
+
+def _first_line(*command: str) -> str | None:
+    return next(iter(_lines(*command)), None)
+
+
+def _last_line(*command: str) -> str | None:
+    return next(reversed(_lines(*command)), None)
+
+
+def _lines(*command: str) -> list[str]:
+    if shutil.which(command[0]) is None:
+        return []
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=toolchain.QUERY_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return answer.stdout.splitlines()

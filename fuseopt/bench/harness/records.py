@@ -1,0 +1,262 @@
+"""Result files: rows with the machine, versions, date and commit they were measured on, and the table made of them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fuseopt.bench.harness import machine
+from fuseopt.bench.harness.timer import Timing
+from fuseopt.errors import ConfigError
+
+_LONGEST_NAME = 100  # in a table
+
+STOCK = "stock"
+COPY = "copy"
+FAILED = "failed: "
+STATIC = "static cache and torch.compile"
+CONTROLS = frozenset({STOCK, STATIC, "reference", "eager", "torch", "torch.compile", COPY})
+"""Variants without code of fuseopt's own: where they become slower, it is the machine."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One variant of one piece of work.
+
+    Attributes:
+        case: the work: model or op, shapes, dtype.
+        variant: how it was done; "stock" is plain transformers.
+        milliseconds: [lower quartile, median, upper quartile] of the time it takes; None when it was not run.
+        speed_up: likewise, over the variant that the others are held against, round by round; None for that one.
+        difference: of the result from stock's: "1.2e-06", the largest absolute one, or "tokens equal", say. Of an op
+            from its float64 reference, over the largest value.
+        peak_mib: most memory allocated on the GPU by a call, above what was there before it.
+        note: why a variant was not run, or what else there is to say of it.
+        wall_us: median time of one call on an idle GPU until its result is there.
+        host_us: median time until the host may go on.
+        host_speed_up: of a forward, how many times sooner than behind torch's own operation that is, round by round:
+            [lower quartile, median, upper quartile].
+        bytes: what a call has to move at least, each tensor once.
+        of_copy: the time of copying as many bytes, over this time.
+        auto: whether `backend: auto` takes this variant.
+        tokens: how many a call works on, or makes.
+        of_floor: the time that what bounds the work takes alone, over this time: the matmuls of training at their peak
+            rate, the reading of weights and caches at the speed of a copy.
+        first_seconds: time of the first call, compilation included; of generate(), in a fresh process.
+        first_token_us: median time of a call for one token.
+        launches: of a kernel in what is profiled.
+        kernel_us: median time of a kernel from its start to its end, which overlap with others'.
+        share: of all time that is profiled.
+        largest_batch: rows of the largest batch that has been seen to fit.
+    """
+
+    case: str
+    variant: str
+    milliseconds: tuple[float, float, float] | None = None
+    speed_up: tuple[float, float, float] | None = None
+    rounds: int = 0
+    difference: str | None = None
+    peak_mib: float | None = None
+    note: str | None = None
+    wall_us: float | None = None
+    host_us: float | None = None
+    host_speed_up: tuple[float, float, float] | None = None
+    bytes: int | None = None
+    of_copy: float | None = None
+    auto: bool = False
+    tokens: int | None = None
+    of_floor: float | None = None
+    first_seconds: float | None = None
+    first_token_us: float | None = None
+    launches: float | None = None
+    kernel_us: float | None = None
+    share: float | None = None
+    largest_batch: int | None = None
+
+    @classmethod
+    def of(cls, case: str, variant: str, timing: Timing, baseline: Timing | None, **others: Any) -> Record:
+        """The record of a timing; `baseline` is what its speed-up is over, None where it has none."""
+        speed_up = None if baseline is None else timing.speed_up_over(baseline).scaled(1)
+        return cls(case, variant, timing.seconds.scaled(1e3), speed_up, len(timing.samples), **others)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the call raised an exception, which the note names."""
+        return self.note is not None and self.note.startswith(FAILED)
+
+    @property
+    def terabytes_per_second(self) -> float | None:
+        if self.bytes is None or self.milliseconds is None:
+            return None
+        return self.bytes / self.milliseconds[1] / 1e9
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        if self.tokens is None or self.milliseconds is None:
+            return None
+        return self.tokens / self.milliseconds[1] * 1e3
+
+
+@dataclass(frozen=True)
+class Results:
+    """What stands in a file under benchmarks/results; `unit` is that of the times in the table, "ms" or "us"."""
+
+    benchmark: str
+    machine: Mapping[str, str]
+    versions: Mapping[str, str]
+    date: str
+    commit: str | None
+    rows: tuple[Record, ...]
+    unit: str = "ms"
+
+    @classmethod
+    def measured_here(cls, benchmark: str, rows: Sequence[Record], unit: str = "ms") -> Results:
+        """Results of today, of this machine and checkout."""
+        today = datetime.date.today().isoformat()
+        return cls(benchmark, machine.machine(), machine.versions(), today, machine.commit(), tuple(rows), unit)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the results as JSON.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        try:
+            Path(path).write_text(self._to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Results:
+        """Reads what `save` wrote.
+
+        Raises:
+            ConfigError: no such file, or not a result file.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            rows = tuple(Record(**row) for row in content.pop("rows"))
+            return cls(rows=rows, **content)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}: not a result file of fuseopt: {error}") from error
+
+    def of_auto(self) -> Results:
+        """The rows of an op's benchmark that `backend: auto` takes, one a case, with a note of what is faster."""
+        rows = tuple(replace(row, note=_behind(row, self.rows) or None) for row in self.rows if row.auto)
+        return replace(self, rows=rows)
+
+    def to_markdown(self) -> str:
+        """Where and when it was measured, and a table, aligned so that it reads as plain text too."""
+        on_gpu = self.machine["gpu"] != "none"
+        place = self.machine["gpu"] if on_gpu else f"{self.machine['cpu']}, {self.machine['threads']} threads"
+        versions = ", ".join(f"{name} {self.versions[name]}" for name in ("torch", "transformers", "python"))
+        return (
+            f"{place}; {versions}; {self.date}, commit {self.commit or 'unknown'}.\n\n{_table(self.rows, self.unit)}"
+            + (_slower_auto(self.rows))
+        )
+
+    def _to_json(self) -> str:
+        """A row a line; what a row has nothing to say of is left out."""
+        head = json.dumps({**asdict(self), "rows": []}, indent=1)
+        rows = ({key: value for key, value in asdict(row).items() if value not in (None, False)} for row in self.rows)
+        listed = ",\n  ".join(map(json.dumps, rows))
+        return head.replace('"rows": []', f'"rows": [\n  {listed}\n ]')
+
+
+def _shortened(name: str) -> str:
+    """Names of kernels have no end."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]} ... {name[-_LONGEST_NAME // 2 :]}"
+
+
+def _table(rows: Sequence[Record], unit: str) -> str:
+    columns = {
+        "work": [row.case for row in rows],
+        "variant": [_shortened(row.variant) + (" (auto)" if row.auto else "") for row in rows],
+        unit: [_time(row, unit) for row in rows],
+        "launches": [_number(row.launches) for row in rows],
+        "start to end us": [_number(row.kernel_us) for row in rows],
+        "share": ["" if row.share is None else f"{row.share:.2f}" for row in rows],
+        "first token us": [_number(row.first_token_us) for row in rows],
+        "wall us": [_number(row.wall_us) for row in rows],
+        "host us": [_number(row.host_us) for row in rows],
+        "TB/s": [_number(row.terabytes_per_second) for row in rows],
+        "of copy": ["" if row.of_copy is None else f"{row.of_copy:.2f}" for row in rows],
+        "tokens/s": ["" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}" for row in rows],
+        "of floor": ["" if row.of_floor is None else f"{row.of_floor:.2f}" for row in rows],
+        "largest batch": ["" if row.largest_batch is None else str(row.largest_batch) for row in rows],
+        "first s": [_number(row.first_seconds) for row in rows],
+        "speed-up": [_speed_up(row) for row in rows],
+        "over static cache": [_over_static_cache(row, rows) for row in rows],
+        "peak MiB": ["" if row.peak_mib is None or row.tokens else f"{row.peak_mib:.0f}" for row in rows],
+        "peak GiB": [f"{row.peak_mib / 1024:.2f}" if row.peak_mib is not None and row.tokens else "" for row in rows],
+        "difference": ["; ".join(filter(None, (row.difference, row.note))) for row in rows],
+    }
+    always, times = {"work", "variant", "difference"}, {unit, "speed-up"}
+    if any(row.milliseconds is not None for row in rows):
+        always |= times
+    else:
+        columns = {name: cells for name, cells in columns.items() if name not in times}
+    shown = {name: cells for name, cells in columns.items() if name in always or any(cells)}
+    cases = shown["work"]
+    shown["work"] = ["" if i and case == cases[i - 1] else case for i, case in enumerate(cases)]
+    widths = [max(map(len, (name, *cells))) for name, cells in shown.items()]
+    lines = [tuple(shown), tuple("-" * width for width in widths), *zip(*shown.values(), strict=True)]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    )
+
+
+def _behind(row: Record, rows: Sequence[Record]) -> str:
+    """What has been seen to be faster than this row: in three rounds of four, by however little."""
+    note = row.note or ""
+    others = {
+        other.milliseconds[1]: other.variant
+        for other in rows
+        if other.case == row.case and other.variant != COPY and other.speed_up is None and other.milliseconds
+    }
+    if not others or row.speed_up is None or row.speed_up[2] >= 1:
+        return note
+    fastest = others[min(others)]
+    if f"{fastest} is" in note:  # as in files from when the timing said so
+        return note
+    return "; ".join(filter(None, (f"{fastest} is {1 / row.speed_up[1]:.3f}x as fast", note)))
+
+
+def _slower_auto(rows: Sequence[Record]) -> str:
+    said = ((row, _behind(row, rows)) for row in rows if row.auto)
+    lines = [f"- {row.case}: {row.variant}; {behind}" for row, behind in said if behind]
+    return "\n\nWhere what `backend: auto` takes is behind:\n\n" + "\n".join(lines) if lines else ""
+
+
+def _time(row: Record, unit: str) -> str:
+    if row.milliseconds is None:
+        return "not run"
+    return _number(row.milliseconds[1] * (1000 if unit == "us" else 1))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _speed_up(row: Record) -> str:
+    if row.speed_up is None:
+        return ""
+    low, median, high = row.speed_up
+    return f"{median:.2f}x" + (" (within noise)" if low <= 1 <= high else "")
+
+
+def _over_static_cache(row: Record, rows: Sequence[Record]) -> str:
+    """How many times as fast by the medians as transformers' static cache with torch.compile."""
+    static = next((other for other in rows if other.case == row.case and other.variant == STATIC), None)
+    if static is None or static.milliseconds is None or row.milliseconds is None or row is static:
+        return ""
+    return f"{static.milliseconds[1] / row.milliseconds[1]:.2f}x"

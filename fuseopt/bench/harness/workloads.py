@@ -1,0 +1,240 @@
+"""Pieces of work to be timed: a model doing something, under several configs, or a logits processor by itself."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import LogitsProcessor
+
+import fuseopt
+from fuseopt import apply
+from fuseopt.bench.harness.records import FAILED, STOCK
+from fuseopt.bench.harness.timer import Call
+from fuseopt.build import loader
+from fuseopt.errors import ConfigError
+from fuseopt.ops import registry
+
+FusionConfig = Mapping[str, Any] | str
+Work = Callable[[nn.Module], Tensor]
+
+
+class Case(Protocol):
+    """One piece of work. `rounds`: see `time_in_turns`; `calls_per_sample`: calls timed as one; `steps`: of a call;
+    `warm_up`: calls before that of which the result is looked at."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def rounds(self) -> int: ...
+
+    @property
+    def calls_per_sample(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def warm_up(self) -> int: ...
+
+    def calls(self) -> Mapping[str, Call | str]:
+        """The calls to time against each other, stock first; in the place of one that cannot be had, the reason."""
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """`work` on the model that `model` returns, as it is and under each config.
+
+    Attributes:
+        stock_work: what the stock model does instead, to the same end.
+        others: other ways to the same end that the stock model has, by name.
+        steps: how many of what is timed `work` does: tokens of a `generate`, say.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    work: Work
+    configs: Mapping[str, FusionConfig]
+    rounds: int = 7
+    calls_per_sample: int = 1
+    stock_work: Work | None = None
+    others: Mapping[str, Work] = field(default_factory=dict)
+    steps: int = 1
+    warm_up: int = 0
+
+    def calls(self) -> Mapping[str, Call | str]:
+        stock = self.model()
+        calls: dict[str, Call | str] = {STOCK: functools.partial(self.stock_work or self.work, stock)}
+        for name, work in self.others.items():
+            calls[name] = functools.partial(work, parameter_sharing_copy(stock))
+        for name, config in self.configs.items():
+            twin = parameter_sharing_copy(stock)
+            try:
+                label, unmet = fuse(twin, name, config)
+            except ConfigError:
+                raise
+            except Exception as error:
+                label, unmet = name, failed(error)
+            calls[label] = unmet or functools.partial(self.work, twin)
+        return calls
+
+
+@dataclass(frozen=True)
+class ProcessorCase:
+    """A logits processor of transformers and its fused form, which runs the op `op`, on the same tokens and scores."""
+
+    name: str
+    op: str
+    stock: LogitsProcessor
+    fused: LogitsProcessor
+    input_ids: Tensor
+    scores: Tensor
+    rounds: int = 25
+    calls_per_sample: int = 4
+    steps: int = 1
+    warm_up: int = 0
+
+    def calls(self) -> Mapping[str, Call | str]:
+        device = self.scores.device
+        if device.type in loader.KINDS:
+            loader.load(device.type)
+        choice = registry.get(self.op).choose("auto", device, [self.scores.dtype])
+        return {
+            STOCK: functools.partial(self.stock, self.input_ids, self.scores),
+            _label(type(self.fused).__name__, {choice.backend}): functools.partial(
+                self.fused, self.input_ids, self.scores
+            ),
+        }
+
+
+def fuse(model: nn.Module, name: str, config: FusionConfig) -> tuple[str, str | None]:
+    """Fuses `model`: `name` with the backends that were taken, and the reason where nothing was replaced."""
+    with warnings.catch_warnings():
+        # What lands nowhere is shown as a row of its own.
+        warnings.simplefilter("ignore", category=UserWarning)
+        fuseopt.initialize(model, config)
+    # With strict a step that cannot be compiled raises; without, it would time the stock forward.
+    apply.be_strict(model, True)
+    report = fuseopt.report(model)
+    backends = {row.backend for row in report.replaced if row.backend}
+    return (_label(name, backends), None) if report.replaced else (name, "; ".join(report.unmet))
+
+
+def failed(error: Exception) -> str:
+    """A one-line note instead of a time, for what raised `error`; writes the traceback to stderr."""
+    tqdm.write("".join(traceback.format_exception(error)), file=sys.stderr)
+    return FAILED + "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+
+
+def call(input: Tensor) -> Work:
+    """Output of a module of one argument, without gradients."""
+
+    def work(module: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return module(input)
+
+    return work
+
+
+def forward(**inputs: Any) -> Work:
+    """logits of a forward without gradients."""
+
+    def work(model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return model(**inputs).logits
+
+    return work
+
+
+def training_forward(**inputs: Any) -> Work:
+    """logits of a forward in training mode, which keeps what its backward would need until they are there."""
+
+    def work(model: nn.Module) -> Tensor:
+        return model.train()(**inputs).logits.detach()
+
+    return work
+
+
+def compiled(work: Work) -> Work:
+    """`work` on the model under torch.compile, whose first call compiles."""
+
+    def compiled_work(model: nn.Module) -> Tensor:
+        if model._compiled_call_impl is None:
+            model.compile()
+        return work(model)
+
+    return compiled_work
+
+
+def generate(input_ids: Tensor, **kwargs: Any) -> Work:
+    """Tokens of a `generate()` over prompts without padding; samples are drawn from the same seed every time."""
+    options = {"do_sample": False, **kwargs}
+
+    def work(model: nn.Module) -> Tensor:
+        if options["do_sample"]:
+            torch.manual_seed(0)
+        return model.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options)
+
+    return work
+
+
+def training_step(input_ids: Tensor, dtype: torch.dtype) -> Work:
+    """The loss of a forward under autocast to `dtype`; gradients of all parameters are computed too."""
+
+    def work(model: nn.Module) -> Tensor:
+        model.train()
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(input_ids.device.type, dtype):
+            loss = model(input_ids=input_ids, labels=input_ids).loss
+        loss.backward()
+        return loss.detach()
+
+    return work
+
+
+def random_tokens(device: torch.device, vocab: int, batch: int, length: int) -> Tensor:
+    """Token ids [batch, length] without 0, which is padding; the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, vocab, (batch, length), generator=generator).to(device)
+
+
+def beams_name(beams: int) -> str:
+    """How a case's name says it."""
+    return "greedy" if beams == 1 else f"{beams} beams"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def difference(result: Tensor, stock: Tensor) -> str:
+    """How far a result is from stock's: the largest absolute difference, or how many tokens are others."""
+    if stock.is_floating_point():
+        # Entries that are equal, -inf among them, differ by nothing.
+        apart = torch.where(result == stock, 0.0, (result.double() - stock.double()).abs())
+        return f"{apart.max().item():.1e}"
+    if result.shape != stock.shape:
+        return f"shape {list(result.shape)}, not {list(stock.shape)}"
+    others = int((result != stock).sum())
+    return f"{others} of {stock.numel()} tokens" if others else "tokens equal"
+
+
+def parameter_sharing_copy(model: nn.Module) -> nn.Module:
+    """A copy with modules and config of its own, but the very Parameters and buffers of `model`."""
+    return copy.deepcopy(model, {id(t): t for t in itertools.chain(model.parameters(), model.buffers())})
+
+
+def _label(name: str, backends: Set[str]) -> str:
+    listed = ", ".join(sorted(backends))
+    return name if listed in name else f"{name} [{listed}]"

@@ -1,0 +1,54 @@
+"""`python -m fuseopt demo`: two checkpoints on real text, then times at real size."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import torch
+
+import fuseopt
+from fuseopt.bench.harness import continuations
+from fuseopt.bench.harness.cases import CPU, GPU, QUICK, demo_cases
+from fuseopt.bench.harness.machine import machine, versions
+from fuseopt.bench.harness.measure import against_stock, measure
+from fuseopt.bench.harness.records import Results
+
+CHECKPOINTS = Path(fuseopt.__file__).resolve().parents[1] / "examples" / "checkpoints"
+# (number of prompts, new tokens for each) of a checkpoint.
+QUICK_TEXT = (2, 16)
+TEXT = (6, 32)
+
+
+def run(*, device: torch.device, quick: bool, checkpoints: Path, out: str | os.PathLike[str] | None) -> Results:
+    """Runs and prints the demo.
+
+    Args:
+        quick: less text, and tiny architectures in the table: shows that everything works, but no useful times.
+        checkpoints: a folder of checkpoint folders, and prompts.txt with a prompt a line.
+        out: where to write the results as JSON.
+    """
+    for title, entries in (("machine", machine()), ("versions", versions())):
+        print(f"{title}: {', '.join(f'{name} {value}' for name, value in entries.items())}")
+    _show_checkpoints(checkpoints, device, *(QUICK_TEXT if quick else TEXT))
+    sizes = QUICK if quick else GPU if device.type == "cuda" else CPU
+    print("\nTimes of stock transformers and of each way of fusing it; random weights.\n", flush=True)
+    records = measure(demo_cases(sizes, device), functools.partial(against_stock, device=device))
+    results = Results.measured_here("demo, quick" if quick else "demo", records)
+    print(results.to_markdown())
+    if out is not None:
+        results.save(out)
+        print(f"\nwritten to {out}")
+    return results
+
+
+def _show_checkpoints(checkpoints: Path, device: torch.device, count: int, new_tokens: int) -> None:
+    folders = sorted(path.parent for path in checkpoints.glob("*/config.json"))
+    prompts = checkpoints / "prompts.txt"
+    if not folders or not prompts.is_file():
+        print(f"no checkpoints under {checkpoints}: run this from a clone, or train them with examples/train_tiny.py")
+        return
+    lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    for folder in folders:
+        continuations.show(folder, lines[:count], new_tokens, device)

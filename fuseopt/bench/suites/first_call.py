@@ -1,0 +1,72 @@
+"""First generate() of a fresh process: `python -m fuseopt.bench.suites.first_call`, a row and a config as JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """What the user of a fresh process waits for, and the memory that it comes to.
+
+    Attributes:
+        seconds: of `initialize`, if there is a config, and the first call, beside a model on its device.
+        peak_mib: most memory allocated on the GPU above the model's; None on a CPU.
+    """
+
+    seconds: float
+    peak_mib: float | None
+
+    @classmethod
+    def measured(cls, request: Mapping[str, Any]) -> FirstCall | str:
+        """In a process of its own, with the libraries that this one has built; or the last line of its error.
+
+        Args:
+            request: what `main` takes.
+        """
+        command = [sys.executable, "-W", "ignore", "-m", "fuseopt.bench.suites.first_call", json.dumps(request)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"first call: {(done.stderr.strip().splitlines() or [f'exit {done.returncode}'])[-1]}"
+        return cls(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def main(request: Mapping[str, Any]) -> None:
+    """Prints a FirstCall as JSON.
+
+    Args:
+        request: `row`, the fields of a bench.generate.Row; `config`, None for transformers' own; `options`, more
+            arguments of generate(); `dtype`; `device`.
+    """
+    import fuseopt
+    from fuseopt.bench.harness.architectures import random_model
+    from fuseopt.bench.suites.generate import Row
+
+    device, row = torch.device(request["device"]), Row(**request["row"])
+    on_gpu = device.type == "cuda"
+    model = random_model(row.model, device, getattr(torch, request["dtype"]))
+    config, work = request["config"], row.work(device, row.new, **request["options"])
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    if on_gpu:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    if config is not None:
+        fuseopt.initialize(model, config)
+    work(model)
+    if on_gpu:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    peak = (torch.cuda.max_memory_allocated(device) - before) / 2**20 if on_gpu else None
+    print(json.dumps({"seconds": seconds, "peak_mib": peak}))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,273 @@
+"""`fuseopt bench kernels`: what each kernel of a decoding step adds to it, what it reads, and when the GPU is idle."""
+
+from __future__ import annotations
+
+import functools
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.utils._pytree import tree_leaves
+
+from fuseopt.bench.harness.architectures import load_config, random_model
+from fuseopt.bench.harness.bytes_floor import cache_bytes, copy_bandwidth, weight_bytes
+from fuseopt.bench.harness.measure import measure
+from fuseopt.bench.harness.records import Record, Results
+from fuseopt.bench.harness.timer import Call, Spread
+from fuseopt.bench.harness.workloads import FusionConfig, fuse
+from fuseopt.bench.suites.generate import GENERATION, GPU_ROWS, Row
+from fuseopt.errors import ConfigError
+from fuseopt.ops.library import Observer
+
+ALL = "all of a step"
+IDLE = "no kernel runs"
+_WARM_UP = 3
+# The ops whose arguments are read whole, caches as far as they are filled and tables a row for each token; a step ends
+# with one of `_LAST`.
+_READING = ("decode_linear", "decode_softmax_linear", "decode_attention", "decode_qkv_attention")
+# Ops by another one's kernels, for whose calls they are taken.
+_BY_KERNELS_OF = dict.fromkeys(
+    ("decode_linear_addends", "decode_linear_of_sum", "decode_linear_of_embeddings"), "decode_linear"
+)
+_TABLES = ("token_weight", "position_weight")
+_LAST = ("decode_select", "decode_beams")
+# An op of two, with the arguments that the first reads.
+_HEAD, _OF_HEAD = "decode_head_select", ("input", "addends", "weight", "norm_weight", "norm_bias")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel or a copy that a GPU ran; microseconds from one and the same moment on."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Read:
+    """A call of one of fuseopt's ops in a step, without the underscore of those that work in place, and its bytes."""
+
+    op: str
+    bytes: int | None
+
+
+def run(
+    *,
+    device: torch.device,
+    rows: Sequence[Row] = (),
+    dtype: torch.dtype | None = None,
+    configs: Mapping[str, FusionConfig] | None = None,
+) -> Results:
+    """Profiles whole calls of `generate()`, in the middle of which every step runs the same kernels.
+
+    Args:
+        device: a GPU.
+        rows: `bench.generate.GPU_ROWS` by default.
+        dtype: bfloat16 by default.
+        configs: generation alone by default.
+
+    Raises:
+        ConfigError: `device` is no GPU; a model is no architecture by name, folder with a config.json or model id.
+    """
+    if device.type != "cuda":
+        raise ConfigError(f"bench kernels: kernels run on a GPU, not on {device}")
+    bandwidth = copy_bandwidth(device)
+    cases = [
+        _Case(row, dtype or torch.bfloat16, name, config)
+        for row in rows or GPU_ROWS
+        for name, config in (configs or {"generation": GENERATION}).items()
+    ]
+    return Results.measured_here("kernels", measure(cases, lambda case: case.records(device, bandwidth)), unit="us")
+
+
+@dataclass(frozen=True)
+class _Case:
+    row: Row
+    dtype: torch.dtype
+    config_name: str
+    config: FusionConfig
+
+    @property
+    def name(self) -> str:
+        return f"{self.row.name(self.dtype)}, {self.config_name}"
+
+    def records(self, device: torch.device, bandwidth: float) -> list[Record]:
+        row, model = self.row, random_model(self.row.model, device, self.dtype)
+        _, unmet = fuse(model, self.config_name, self.config)
+        if unmet:
+            return [Record(self.name, ALL, note=unmet)]
+        # On the average of what is profiled.
+        filled = row.new // 2 + (0 if load_config(row.model).is_encoder_decoder else row.prompt)
+        with Reads(filled) as reads:
+            row.work(device, 2)(model)
+        call = functools.partial(row.work(device, row.new), model)
+        for _ in range(_WARM_UP):
+            call()
+        read = weight_bytes(model) + cache_bytes(model, row.batch, row.beams, row.prompt, row.new)
+        return list(records_of(self.name, launches_of(call), reads.of_a_step(), read, bandwidth))
+
+
+class Reads(Observer):
+    """Records the raw ops that run inside the context; of a graph that is replayed it would see none.
+
+    Args:
+        filled: slots of the cache that a step finds filled, for those that write into it.
+    """
+
+    def __init__(self, filled: int) -> None:
+        super().__init__()
+        self.filled = filled
+        self.calls: list[Read] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fuseopt":
+            names = (argument.name for argument in func._schema.arguments)
+            arguments = dict(zip(names, args, strict=False))
+            op = func._schema.name.removeprefix("fuseopt::").rstrip("_")
+            op = _BY_KERNELS_OF.get(op, op)
+            if op == _HEAD:
+                head = {name: arguments[name] for name in _OF_HEAD}
+                self.calls += Read("decode_linear", self._bytes("decode_linear", head)), Read("decode_select", None)
+            else:
+                self.calls.append(Read(op, self._bytes(op, arguments)))
+        return func(*args, **(kwargs or {}))
+
+    def _bytes(self, op: str, arguments: dict[str, Any]) -> int | None:
+        if op not in _READING:
+            return None
+        arguments.pop("ahead", None)  # weights of other layers
+        caches = [arguments.pop(name) for name in ("key_cache", "value_cache") if name in arguments]
+        filled = int(arguments["lengths"].max()) if "lengths" in arguments else self.filled
+        tables = [arguments.pop(name) for name in _TABLES if name in arguments]
+        looked_up = [table[: len(arguments["tokens"])] for table in tables]
+        others = tree_leaves(list(arguments.values()))
+        tensors = [*(cache[:, :, :filled] for cache in caches), *looked_up, *others]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
+
+    def of_a_step(self) -> list[Read]:
+        """What ran between the first selection of a token and the second, that one included."""
+        ends = [i for i, call in enumerate(self.calls) if call.op in _LAST]
+        return self.calls[ends[0] + 1 : ends[1] + 1] if len(ends) > 1 else []
+
+
+def launches_of(call: Call) -> list[Launch]:
+    """What a call runs on the GPU, as PyTorch's profiler sees it, in the order of the starts."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    events = [event for event in profile.events() if event.device_type == DeviceType.CUDA]
+    launches = [Launch(event.name, event.time_range.start, event.time_range.end) for event in events]
+    return sorted(launches, key=lambda launch: launch.start)
+
+
+def records_of(
+    case: str, launches: Sequence[Launch], reads: Sequence[Read], step_bytes: int, bandwidth: float
+) -> Iterator[Record]:
+    """A row for a step, one for each kernel and number of bytes, and one for the time when nothing runs.
+
+    Kernels overlap where one is launched before its predecessor ends. A kernel's time here is what it adds: from the
+    last end before it, or from its start if that is later, to its own end, and what the GPU was idle before it. Copies
+    to the host, as of flags every few steps, count as idle.
+
+    Args:
+        launches: of a whole call, in the order of their starts.
+        reads: of one step.
+        step_bytes: that a step has to read.
+        bandwidth: of a copy, bytes a second.
+    """
+    launches = [launch for launch in launches if not launch.name.startswith("Memcpy DtoH")]
+    starts = steady_steps(launches)
+    if not starts:
+        yield Record(case, ALL, note="no two steps in the middle of the call ran the same kernels")
+        return
+    steps = [launches[start : start + starts.step] for start in starts]
+    names = [launch.name for launch in steps[0]]
+    read = bytes_of(names, reads)
+    added: dict[tuple[str, int | None], list[float]] = defaultdict(list)
+    own: dict[tuple[str, int | None], list[float]] = defaultdict(list)
+    idle, totals = [], []
+    end = launches[starts[0] - 1].end
+    for step in steps:
+        before, idle_in_step = end, 0.0
+        for place, launch in enumerate(step):
+            key = launch.name, read[place]
+            idle_in_step += max(0.0, launch.start - end)
+            added[key].append(max(0.0, launch.end - end))
+            own[key].append(launch.end - launch.start)
+            end = max(end, launch.end)
+        totals.append(end - before)
+        idle.append(idle_in_step)
+
+    def record(variant: str, microseconds: list[float], read: int | None = None, **others: Any) -> Record:
+        spread = Spread.of(microseconds)
+        of_floor = None if read is None else read / bandwidth / (spread.median * 1e-6)
+        share = sum(microseconds) / sum(totals)
+        return Record(
+            case, variant, spread.scaled(1e-3), None, len(steps), bytes=read, of_floor=of_floor, share=share, **others
+        )
+
+    yield record(ALL, totals, step_bytes, launches=float(len(names)))
+    for key in sorted(added, key=lambda key: -sum(added[key])):
+        yield record(
+            short_name(key[0]) + (f", {key[1] / 1e6:.3g} MB" if key[1] else ""),
+            added[key],
+            key[1],
+            launches=len(added[key]) / len(steps),
+            kernel_us=statistics.median(own[key]),
+        )
+    yield record(IDLE, idle, note="counted above too, with the kernel behind it")
+
+
+def steady_steps(launches: Sequence[Launch]) -> range:
+    """Where steps begin in the middle half of a call: `step` apart, launches have the same names again; or nowhere.
+
+    Of a short call in its third quarter, if the steps that were queued ahead of it end within the second.
+    """
+    end = 3 * len(launches) // 4
+    for first in (max(1, len(launches) // 4), max(1, len(launches) // 2)):
+        names = [launch.name for launch in launches[first:end]]
+        for period in range(1, len(names) // 2 + 1):
+            if names[period:] == names[:-period]:
+                return range(first, end - period + 1, period)
+    return range(0)
+
+
+def bytes_of(names: Sequence[str], reads: Sequence[Read]) -> list[int | None]:
+    """Of each kernel of a step, wherever its list begins, the bytes of the op that launched it, or None.
+
+    A kernel's name contains that of its op. An op that runs once a step says where the lists begin.
+    """
+    times = Counter(read.op for read in reads)
+    launched = {op: [place for place, name in enumerate(names) if op in name] for op in times}
+    found: list[int | None] = [None] * len(names)
+    once = [op for op, places in launched.items() if times[op] == len(places) == 1]
+    if not once:
+        return found
+    place = launched[once[0]][0]
+    call = next(i for i, read in enumerate(reads) if read.op == once[0])
+    in_order = [*reads[call:], *reads[:call]]
+    for op, places in launched.items():
+        if times[op] == len(places):
+            behind = [*(p for p in places if p >= place), *(p for p in places if p < place)]
+            for p, read in zip(behind, (read for read in in_order if read.op == op), strict=True):
+                found[p] = read.bytes
+    return found
+
+
+def short_name(kernel: str) -> str:
+    """Without return type, namespaces and arguments, where it is a C++ function's."""
+    name = re.sub(r"^void |\(anonymous namespace\)::|\bfuseopt::|\bat::native::", "", kernel)
+    name = name.replace("__nv_bfloat16", "bfloat16").replace("__half", "float16")
+    depth = 0
+    for place, character in enumerate(name):
+        depth += (character == "<") - (character == ">")
+        if character == "(" and depth == 0:
+            return name[:place]
+    return name

@@ -1,0 +1,86 @@
+"""`fuseopt bench tutorial`: T5 generating under an n-gram ban, as in OSLO's tutorial, with its three kernels."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from fuseopt.bench.harness.architectures import load_config, random_model
+from fuseopt.bench.harness.cases import NGRAM
+from fuseopt.bench.harness.measure import against_stock, measure
+from fuseopt.bench.harness.records import Results
+from fuseopt.bench.harness.workloads import FusionConfig, ModelCase, dtype_name, generate, random_tokens
+
+MAX_LENGTH = 20
+KERNELS = ["FusedRMSNorm", "FusedNoRepeatNGram", "FusedGELU"]
+CONFIGS: dict[str, FusionConfig] = {
+    "three kernels": {"kernel_fusion": {"custom_cuda_kernels": KERNELS, "jit": False}},
+    "preset inference": "inference",
+}
+
+
+class PerRowNoRepeatNGram(LogitsProcessor):
+    """n-gram bans by a loop over rows on the host, as transformers had them when OSLO measured its speed-up of 2.63.
+
+    Each row and, once more, its last tokens are fetched from the device; the row's n-grams are tabulated anew at every
+    step; the bans are written row by row.
+    """
+
+    def __init__(self, ngram_size: int) -> None:
+        self.ngram_size = ngram_size
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """As `NoRepeatNGramLogitsProcessor`: `input_ids` [rows, length], `scores` [rows, vocab], a new tensor."""
+        length, prefix_length = input_ids.shape[1], self.ngram_size - 1
+        scores = scores.clone()
+        if length < self.ngram_size:
+            return scores
+        banned = []
+        for row in input_ids:
+            tokens = row.tolist()
+            followers: dict[tuple[int, ...], list[int]] = {}
+            for start in range(length - prefix_length):
+                end = start + prefix_length
+                followers.setdefault(tuple(tokens[start:end]), []).append(tokens[end])
+            banned.append(followers.get(tuple(row[length - prefix_length :].tolist()), []))
+        for index, followers_of_prefix in enumerate(banned):
+            scores[index, followers_of_prefix] = float("-inf")
+        return scores
+
+
+def run(*, device: torch.device, name: str = "t5-base", batch: int | None = None) -> Results:
+    """Greedy `generate()` from prompts of one token, in float32 and bfloat16, timed per new token.
+
+    Twice: against transformers as it is, and against transformers with the processor of OSLO's time.
+
+    Args:
+        batch: 256 by default, as in the tutorial; 8 on a CPU.
+    """
+    batch = batch or (256 if device.type == "cuda" else 8)
+    cases = [case for dtype in (torch.float32, torch.bfloat16) for case in _cases(name, batch, dtype, device)]
+    records = measure(cases, functools.partial(against_stock, device=device))
+    return Results.measured_here("tutorial", records, unit="us")
+
+
+def _cases(name: str, batch: int, dtype: torch.dtype, device: torch.device) -> list[ModelCase]:
+    model = functools.cache(functools.partial(random_model, name, device, dtype))
+    prompts = random_tokens(device, load_config(name).vocab_size, batch, 1)
+    arguments: dict[str, Any] = {"max_length": MAX_LENGTH, "num_beams": 1}
+    work = generate(prompts, no_repeat_ngram_size=NGRAM, **arguments)
+
+    def old_work(stock: nn.Module) -> Tensor:
+        processors = LogitsProcessorList([PerRowNoRepeatNGram(NGRAM)])
+        return generate(prompts, logits_processor=processors, **arguments)(stock)
+
+    new_tokens = MAX_LENGTH - 1
+    title = f"a token of {name} generate, {batch} x (1 + {new_tokens}), ngram {NGRAM}, {dtype_name(dtype)}"
+    return [
+        ModelCase(title, model, work, CONFIGS, steps=new_tokens),
+        ModelCase(
+            f"{title}, stock with n-gram bans row by row", model, work, CONFIGS, stock_work=old_work, steps=new_tokens
+        ),
+    ]

@@ -1,0 +1,219 @@
+"""GPT-2 without gradients: a block as a few operations on its weights, and the stack that runs all of them at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fuseopt import ops
+from fuseopt.blocks.causal_attention import CausalStackForward
+from fuseopt.blocks.inference_blocks import (
+    HALVES,
+    InferenceForward,
+    StackForward,
+    attention_function,
+    sdpa_attention_function,
+)
+from fuseopt.blocks.stack_runner import BlockChain, Inputs
+from fuseopt.modules.base import full_name, source_class
+from fuseopt.modules.children import GPT2_CHILDREN, Children
+from fuseopt.ops.library import is_unobserved
+from fuseopt.ops.short_attention import is_fast
+from fuseopt.runtime.module_watch import is_special, modules_below, only_captures_outputs
+
+# Arguments that make no difference to attention by "sdpa" alone.
+_NOT_READ = frozenset(("encoder_attention_mask", "position_ids", "use_cache"))
+
+
+class GPT2InferenceForward(InferenceForward):
+    """GPT2Block in eval mode without gradients: [batch, length, hidden] -> the same.
+
+    Computes what the class's own forward computes: the attention function of transformers that the config names, the
+    caller's cache and masks. Each linear layer is one product with its bias, and, in half precision on a GPU, with a
+    tanh GELU behind it, which then sees a sum that was not rounded before. The first residual add is a part of the norm
+    that follows.
+
+    Beside what no such forward takes, cross-attention to an encoder is not plain. The hooks by which transformers
+    captures attentions are.
+
+    Args:
+        tanh_gelus: full names of activations that compute GELU's tanh form.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        backend: str = "auto",
+        *,
+        children: Children = GPT2_CHILDREN,
+        tanh_gelus: Collection[str] = (),
+        chain: BlockChain | None = None,
+    ) -> None:
+        super().__init__(block, backend, children=children, chain=chain)
+        self.tanh_gelus = tanh_gelus
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            return type(self.block).forward(
+                self.block, hidden_states, past_key_values, attention_mask, encoder_hidden_states, **kwargs
+            )
+        if self.chain is not None and encoder_hidden_states is None and _NOT_READ.issuperset(kwargs):
+            output = self.chain(self, hidden_states, past_key_values, Inputs(attention_mask))
+            if output is not None:
+                return output
+        return super().__call__(hidden_states, past_key_values, attention_mask, encoder_hidden_states, **kwargs)
+
+    def can_chain(self, hidden_states: Tensor, inputs: Inputs) -> bool:
+        return self._is_plain(hidden_states) and self.block.attn.config._attn_implementation == "sdpa"
+
+    def shared(self, hidden_states: Tensor, inputs: Inputs, constants: None) -> Tensor | None:
+        """What attentions add to scores."""
+        mask = inputs.mask
+        if mask is None or mask.dtype is not torch.bool:
+            return mask
+        # As numbers, since PyTorch would turn it into numbers in every layer.
+        return hidden_states.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+
+    def _is_plain(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> bool:
+        if not is_unobserved() or nn.modules.module._has_any_global_hook():
+            return False
+        if encoder_hidden_states is not None or not self._is_untouched():
+            return False
+        attention = self.block.attn
+        upcasts = attention.reorder_and_upcast_attn and attention.config._attn_implementation == "eager"
+        return not upcasts and self._is_of_one_dtype(hidden_states)
+
+    def _forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        use_cache: bool | None = False,
+        output_attentions: bool | None = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        kwargs["use_cache"] = use_cache
+        hidden_states, added = self.run(hidden_states, None, past_key_values, attention_mask, **kwargs)
+        return hidden_states + added
+
+    def run(
+        self,
+        hidden_states: Tensor,
+        added: Tensor | None,
+        past_key_values: Any,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """What the block does with the sum of the first two, as two addends."""
+        block: Any = self.block
+        attention, mlp = block.attn, block.mlp
+        residual = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if added is None:
+            normed = block.ln_1(residual)
+        else:
+            normed, residual = self._added(added.view(residual.shape), residual, block.ln_1)
+        qkv = self._layer(normed, attention.c_attn)
+        qkv = qkv.view(*hidden_states.shape[:-1], 3, -1, attention.head_dim)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
+        if past_key_values is not None:
+            cache = getattr(past_key_values, "self_attention_cache", past_key_values)
+            key, value = cache.update(key, value, attention.layer_idx)
+        attended, weights = _attention_function(attention, query, key, attention_mask)(
+            attention, query, key, value, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs
+        )
+        added = self._layer(attended.reshape(residual.shape), attention.c_proj)
+        for capture in attention._forward_hooks.values():
+            capture(attention, (), (added, weights))
+        normed, residual = self._added(added, residual, block.ln_2)
+        added = self._layer(self._activated(normed), mlp.c_proj)
+        return residual.view(hidden_states.shape), added.view(hidden_states.shape)
+
+    def _added(self, added: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """The norm of a sum, and the sum."""
+        return ops.add_layer_norm(added, residual, norm.weight, norm.bias, norm.eps, backend=self.backend)
+
+    def _layer(self, input: Tensor, layer: Any) -> Tensor:
+        """A Conv1D's [rows, in] -> [rows, out]."""
+        return self._product(input, layer.weight, layer.bias)
+
+    def _activated(self, normed: Tensor) -> Tensor:
+        mlp: Any = self.block.mlp
+        if normed.is_cuda and normed.dtype in HALVES and full_name(source_class(mlp.act)) in self.tanh_gelus:
+            return self._product(normed, mlp.c_fc.weight, mlp.c_fc.bias, "gelu_tanh")
+        return mlp.act(self._layer(normed, mlp.c_fc))
+
+    def _only_captures(self) -> bool:
+        attention: Any = self.block.attn
+        others = (module for module in modules_below(*self.block.children()) if module is not attention)
+        return not attention.training and only_captures_outputs(attention) and not any(map(is_special, others))
+
+
+class GPT2StackForward(StackForward):
+    """Of a GPT2Model, whose own forward waits to learn whether positions start anew that it has just counted up.
+
+    In training it hands attentions the padding that it is told of, as `CausalStackForward` does.
+    """
+
+    def __init__(self, stack: nn.Module, chain: BlockChain) -> None:
+        super().__init__(stack, chain)
+        self._told = CausalStackForward(stack)
+
+    def _class_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._told(*args, **kwargs)
+
+    def _of_tokens(self, input_ids: Tensor, *, use_cache: bool | None = None, **kwargs: Any) -> Any:
+        stack: Any = self.stack
+        if stack.config.add_cross_attention:
+            return None
+        modeling: Any = sys.modules[type(stack).__module__]
+        stack.warn_if_padding_and_no_attention_mask(input_ids, None)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        hidden = stack.drop(stack.wte(input_ids) + stack.wpe(positions[None]))
+        caches = stack.config.use_cache if use_cache is None else use_cache
+        cache = modeling.DynamicCache(config=stack.config) if caches else None
+        output = self.chain.at_once(hidden, cache, Inputs())
+        if output is None:
+            return None
+        return modeling.BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=stack.ln_f(output), past_key_values=cache
+        )
+
+
+def _attention_function(
+    attention: Any, query: Tensor, key: Tensor, mask: Tensor | None
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """transformers' function by the name in the config; where that is SDPA and sequences are short, our kernel."""
+    attend = attention_function(attention, attention.config)
+    if mask is not None or query.shape != key.shape or query.shape[2] == 1 or not is_fast(query):
+        return attend
+    return _short_attention if attend is sdpa_attention_function() else attend
+
+
+def _short_attention(
+    attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """transformers' "sdpa" without a mask."""
+    is_causal = kwargs.get("is_causal")
+    causal = bool(attention.is_causal if is_causal is None else is_causal)
+    return ops.short_attention(query, key, value, causal=causal, scale=scaling), None

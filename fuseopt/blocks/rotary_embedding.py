@@ -1,0 +1,106 @@
+"""Attentions whose queries and keys are rotated by one op: Llama's, and those that compute the same but for details.
+
+The attention stays the module it is, of its own class, since transformers records attentions by class: only its
+`forward` is set on the instance.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fuseopt import ops
+from fuseopt.runtime.references import weak_attribute
+
+
+class RotaryAttentionForward:
+    """The `forward` of one attention, in which `ops.rotary_embedding` rotates queries and keys.
+
+    Computes what the class's own forward computes, from the same modules in the same order: projections, rotation, the
+    cache, and the attention function of transformers that the config names.
+
+    It belongs to one attention and is copied and pickled with it. torch.nn.DataParallel copies otherwise: its replicas
+    keep the first device's forward, and raise.
+
+    Args:
+        attention: a module of a class that a rule names; `models.rotary_attentions` has them, and the options below.
+        backend: of `ops.rotary_embedding`.
+        packed: one projection `qkv_proj` holds queries, keys and values, in this order.
+        norms: where `q_norm` and `k_norm` stand: "projections", [batch, length, heads, dim]; "heads", the transposed
+            view; None, nowhere.
+        passes: what the attention function is given by name beside the rest: attributes of the attention, or of its
+            config, as "config.sliding_window", None where that has none.
+    """
+
+    attention = weak_attribute("attention")
+
+    def __init__(
+        self,
+        attention: nn.Module,
+        *,
+        backend: str = "auto",
+        packed: bool = False,
+        norms: str | None = None,
+        passes: Mapping[str, str] | None = None,
+    ) -> None:
+        self.attention, self.backend, self.packed, self.norms = attention, backend, packed, norms
+        self.passes = dict(passes or {})
+        # `attention.__class__` may be set later, to a class with another forward.
+        self._source = type(attention)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if type(self.attention).forward is self._source.forward:
+            return self._forward(*args, **kwargs)
+        output: tuple[Tensor, Tensor | None] = type(self.attention).forward(self.attention, *args, **kwargs)
+        return output
+
+    def _forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        attention: Any = self.attention
+        shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
+        query, key, value = (projected.view(shape) for projected in self._project(hidden_states))
+        if self.norms == "projections":
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if self.norms == "heads":
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        query, key = ops.rotary_embedding(query, key, *position_embeddings, backend=self.backend)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, attention.layer_idx)
+        modeling: Any = sys.modules[type(attention).__module__]
+        attend = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(
+            attention.config._attn_implementation, modeling.eager_attention_forward
+        )
+        output, weights = attend(
+            attention,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=attention.attention_dropout if attention.training else 0.0,
+            scaling=attention.scaling,
+            **{name: self._attribute(path) for name, path in self.passes.items()},
+            **kwargs,
+        )
+        return attention.o_proj(output.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+    def _project(self, hidden_states: Tensor) -> Sequence[Tensor]:
+        attention: Any = self.attention
+        if not self.packed:
+            return attention.q_proj(hidden_states), attention.k_proj(hidden_states), attention.v_proj(hidden_states)
+        packed = attention.qkv_proj(hidden_states)
+        of_keys = attention.num_key_value_heads * attention.head_dim
+        return packed.split((packed.shape[-1] - 2 * of_keys, of_keys, of_keys), dim=-1)
+
+    def _attribute(self, path: str) -> Any:
+        owner, _, name = path.rpartition(".")
+        return getattr(self.attention.config, name, None) if owner else getattr(self.attention, name)

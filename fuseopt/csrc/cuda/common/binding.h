@@ -1,0 +1,167 @@
+// What the bindings share. A binding registers the kernels of one op with PyTorch's dispatcher, through the stable ABI
+// only: one build serves many versions of torch. Schemas are defined in Python (fuseopt/ops); a function of a binding
+// takes the arguments of its schema in order.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "arguments.h"
+#include "cuda/common/launchers.h"
+
+namespace fuseopt {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+
+struct CudaLibrary {
+  static int32_t device_type() { return aoti_torch_device_type_cuda(); }
+
+  // Makes the tensors' device current for as long as a call lasts: what kernels take, and how they are launched, depends
+  // on it.
+  class Scope {
+   public:
+    explicit Scope(int32_t device) {
+      int current = 0;
+      FUSEOPT_CHECK(cudaGetDevice(&current) == cudaSuccess, "fuseopt: there is no current CUDA device");
+      if (current != device) guard_.emplace(device);
+      former_ = std::exchange(device_of_launch, device);  // after all that may throw: nothing would put it back
+    }
+    ~Scope() { device_of_launch = former_; }
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // costs more than a look at the current device
+    int former_ = kNoDevice;
+  };
+};
+
+// The current stream of the tensor's device.
+class Launch {
+ public:
+  Launch(const char* op, const Tensor& tensor) : op_(op), device_(tensor.get_device_index()) {
+    void* stream = nullptr;
+    FUSEOPT_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream) == TORCH_SUCCESS, "fuseopt::", op,
+                  ": no current CUDA stream");
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+
+  int32_t device() const { return device_; }
+  cudaStream_t stream() const { return stream_; }
+
+  void check(cudaError_t error) const {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // or torch's next launch would find it again and take it for its own
+    FUSEOPT_CHECK(false, "fuseopt::", op_, ": CUDA failed: ", cudaGetErrorString(error));
+  }
+
+ private:
+  const char* op_;
+  int32_t device_;
+  cudaStream_t stream_ = nullptr;
+};
+
+// Of a function of a binding: what to register, which first checks its tensors.
+template <auto function, const auto& declaration>
+constexpr auto checked = &Checked<function, declaration, CudaLibrary>::call;
+
+inline ScalarType dtype_of(const Tensor& tensor) { return scalar_type_of(tensor); }
+
+inline int32_t number_of(ScalarType type) {
+  for (size_t i = 0; i < std::size(kNamedTypes); ++i) {
+    if (kNamedTypes[i].type == type) return known_numbers()[i];
+  }
+  return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+}
+
+inline int dtype_code(const char* op, ScalarType type) {
+  switch (type) {
+    case ScalarType::Float: return kFloat32;
+    case ScalarType::Half: return kFloat16;
+    case ScalarType::BFloat16: return kBFloat16;
+    case ScalarType::Double: return kFloat64;
+    default:
+      FUSEOPT_CHECK(false, "fuseopt::", op, ": dtype ", toString(type),
+                    " is not supported; use float32, float16, bfloat16 or float64");
+  }
+}
+
+inline TypedPointer pointer(const char* op, const Tensor& tensor) {
+  return {tensor.data_ptr(), dtype_code(op, dtype_of(tensor))};
+}
+
+inline TypedPointer pointer(const char* op, const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? pointer(op, *tensor) : TypedPointer{nullptr, kFloat32};
+}
+
+inline Tensor as_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+// A parameter with an element for each column of `input`, or none.
+inline std::optional<Tensor> parameter(const char* op, const char* name, const std::optional<Tensor>& tensor,
+                                       const Tensor& input) {
+  if (!tensor.has_value()) return std::nullopt;
+  FUSEOPT_CHECK(tensor->dim() == 1, "fuseopt::", op, ": ", name, " has ", tensor->dim(), " dimensions, expected one");
+  FUSEOPT_CHECK(tensor->numel() == input.size(input.dim() - 1), "fuseopt::", op, ": ", name, " has ", tensor->numel(),
+                " elements, the last dimension of the input ", input.size(input.dim() - 1));
+  return as_contiguous(*tensor);
+}
+
+struct Matrix {
+  int64_t rows;
+  int64_t columns;
+};
+
+// The shape flattened to two dimensions.
+inline Matrix matrix_of(const char* op, const Tensor& tensor) {
+  FUSEOPT_CHECK(tensor.dim() >= 1, "fuseopt::", op, ": a tensor without dimensions has no last dimension to work on");
+  const int64_t columns = tensor.size(tensor.dim() - 1);
+  int64_t rows = 1;
+  for (int64_t dim = 0; dim < tensor.dim() - 1; ++dim) rows *= tensor.size(dim);
+  return {rows, columns};
+}
+
+inline void check_same(const char* op, const char* name, const Tensor& tensor, const Tensor& input) {
+  bool same = tensor.dim() == input.dim();
+  for (int64_t dim = 0; same && dim < input.dim(); ++dim) same = tensor.size(dim) == input.size(dim);
+  FUSEOPT_CHECK(same, "fuseopt::", op, ": ", name, " has not the shape of the input");
+}
+
+// An uninitialised contiguous tensor on the device of `like`. Straight from the C interface: torch::stable::new_empty
+// goes through the dispatcher, at several times the cost.
+inline Tensor allocate(const Tensor& like, IntHeaderOnlyArrayRef sizes, ScalarType type) {
+  constexpr size_t kMaxDims = 64;  // as of most of torch's own kernels
+  FUSEOPT_CHECK(sizes.size() <= kMaxDims, "fuseopt: a tensor of ", sizes.size(), " dimensions; at most ", kMaxDims);
+  int64_t strides[kMaxDims];
+  int64_t stride = 1;
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    strides[dim] = stride;
+    stride *= std::max<int64_t>(sizes[dim], 1);
+  }
+  AtenTensorHandle handle = nullptr;
+  const auto status = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, number_of(type),
+                                               aoti_torch_device_type_cuda(), like.get_device_index(), &handle);
+  // torch's own words, which callers that retry with a smaller batch look for.
+  FUSEOPT_CHECK(status == TORCH_SUCCESS, "CUDA out of memory. fuseopt tried to allocate a tensor of ", stride,
+                " elements of ", type);
+  return Tensor(handle);
+}
+
+inline Tensor allocate_like(const Tensor& like, ScalarType type) {
+  return allocate(like, like.sizes(), type);
+}
+
+inline void* data_of(const std::optional<Tensor>& tensor) { return tensor.has_value() ? tensor->data_ptr() : nullptr; }
+
+}  // namespace fuseopt

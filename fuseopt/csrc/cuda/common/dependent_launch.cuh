@@ -1,0 +1,214 @@
+// Programmatic dependent launch: a kernel starts while its predecessor on the stream still runs, does what does not
+// depend on it, then waits for it to end. Before sm_90 kernels follow one another as ever.
+//
+// A chain of such kernels is safe because every block of every kernel waits: when a kernel has ended, all kernels
+// before it have ended too.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "cuda/common/launch.cuh"
+#include "cuda/common/shared_memory.h"
+
+namespace fuseopt {
+
+// Returns when the predecessor has ended and what it wrote can be read. Before it nothing may be read that a kernel
+// ahead writes, and nothing be written.
+__device__ inline void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The same; what stands before it in the code is worked out before it, while the assembler would move it behind the wait
+// in straight code, to where it is used. `never`: false, which the compiler must not know.
+__device__ inline void wait_for_predecessor_settled(bool never) {
+#pragma unroll 1
+  do {
+    wait_for_predecessor();
+  } while (never);
+}
+
+// Has the compiler work a value out here, and not where it is used; what the assembler makes of that is another matter.
+__device__ inline void settle(unsigned& value) { asm volatile("" : "+r"(value)); }
+__device__ inline void settle(int& value) { asm volatile("" : "+r"(value)); }
+template <typename T>
+__device__ inline void settle(T*& value) {
+  asm volatile("" : "+l"(value));
+}
+template <typename V, int kCount>
+__device__ inline void settle(V (&values)[kCount]) {
+#pragma unroll
+  for (V& value : values) settle(value);
+}
+
+template <typename T>
+__device__ inline T* settled(T* address) {
+  settle(address);
+  return address;
+}
+
+// Lets the successor start once every block of this kernel has said so.
+__device__ inline void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// For a kernel that knows nothing of its predecessor, to be called first: all that is hidden behind the predecessor is
+// the launch. All before the predecessor has ended when a successor starts, so what holds for a kernel that was launched
+// the ordinary way holds for what came before this one.
+__device__ inline void follow_predecessor() {
+  wait_for_predecessor();
+  let_successor_start();
+}
+
+// For one thread of each block: asks for a share of global memory, from `data` to `end`, to be brought into the L2 cache.
+// Addresses and the share's bytes are multiples of 16.
+__device__ inline void prefetch_share(const void* data, const void* end, int share) {
+#if __CUDA_ARCH__ >= 900
+  const char* at = static_cast<const char*>(data) + static_cast<int64_t>(share) * (blockIdx.y * gridDim.x + blockIdx.x);
+  const int64_t bytes = min(static_cast<int64_t>(share), static_cast<const char*>(end) - at);
+  if (bytes <= 0) return;
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(static_cast<unsigned>(bytes)));
+#endif
+}
+
+inline int compute_capability_major() { return cached_attribute<cudaDevAttrComputeCapabilityMajor>(); }
+
+// Whether the current device has programmatic dependent launch and clusters of blocks.
+inline bool is_sm90_or_newer() { return compute_capability_major() >= 9; }
+
+// Shared memory that nobody uses, for the blocks of a grid that the device holds at once: so much that a multiprocessor
+// has room for no more of them than its share. They start where those of the kernel ahead have ended, and would else crowd
+// where these end first.
+class EvenShare {
+ public:
+  // Bytes a block.
+  template <typename Kernel>
+  size_t operator()(Kernel kernel, unsigned blocks, unsigned threads) {
+    constexpr int kLeast = 5;             // smaller shares would take more than a block may have unasked
+    constexpr int kMost = 31;             // of the blocks that a multiprocessor can have
+    constexpr int64_t kOthers = 2 * 1024;  // of a block, by the system and what the kernel declares
+    const int processors = multiprocessor_count();
+    const int64_t share = ceil_div(blocks, processors);
+    if (share < kLeast || share > kMost || !is_sm90_or_newer()) return 0;
+    if (resident_(kernel, static_cast<int>(threads), 0) <= share * processors) return 0;
+    return shared_bytes_of_multiprocessor() / share - kOthers;
+  }
+
+ private:
+  ResidentBlocks resident_;
+};
+
+struct LaunchShape {
+  unsigned blocks;
+  unsigned threads;
+  size_t shared_bytes;
+  unsigned cluster_blocks;  // neighbours in x; 1: no clusters
+  unsigned blocks_y = 1, blocks_z = 1, threads_y = 1;
+};
+
+using DriverLaunch = CUresult (*)(const CUlaunchConfig*, CUfunction, void**, void**);
+
+// cuLaunchKernelEx, which launches sooner than the runtime, as that looks up its kernel every time; null where the
+// driver has none.
+inline DriverLaunch driver_launch() {
+  static const DriverLaunch launch = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+    constexpr unsigned kVersion = 12000;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuLaunchKernelEx", &found, kVersion, cudaEnableDefault, &result);
+#else
+    const cudaError_t error = cudaGetDriverEntryPoint("cuLaunchKernelEx", &found, cudaEnableDefault, &result);
+#endif
+    if (error != cudaSuccess) cudaGetLastError();  // or it would pass for the launch's
+    return reinterpret_cast<DriverLaunch>(found);
+  }();
+  return launch;
+}
+
+// A kernel that calls follow_predecessor.
+template <auto kKernel, typename Function = std::decay_t<decltype(kKernel)>>
+class FollowingKernel;
+
+template <auto kKernel, typename... Parameters>
+class FollowingKernel<kKernel, void (*)(Parameters...)> {
+ public:
+  static constexpr auto kFunction = kKernel;
+
+  // Errors are the runtime's last one, as after any launch: what the driver refuses is left to the runtime.
+  static void launch(dim3 blocks, dim3 threads, size_t shared_bytes, cudaStream_t stream, Parameters... arguments) {
+    CUlaunchAttribute attribute;
+    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.programmaticStreamSerializationAllowed = 1;
+    CUlaunchConfig config = {};
+    config.gridDimX = blocks.x, config.gridDimY = blocks.y, config.gridDimZ = blocks.z;
+    config.blockDimX = threads.x, config.blockDimY = threads.y, config.blockDimZ = threads.z;
+    config.sharedMemBytes = static_cast<unsigned>(shared_bytes);
+    config.hStream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = is_sm90_or_newer() ? 1 : 0;
+    if (shared_bytes > kUnaskedSharedBytes) permit_shared_bytes(reinterpret_cast<const void*>(kKernel), shared_bytes);
+    const CUfunction handle = driver_handle();
+    void* addresses[] = {&arguments...};
+    if (handle != nullptr && driver_launch()(&config, handle, addresses, nullptr) == CUDA_SUCCESS) return;
+    kKernel<<<blocks, threads, shared_bytes, stream>>>(arguments...);
+  }
+
+  // Without shared memory of its own, on EvenShare's.
+  static void launch_evenly(unsigned blocks, unsigned threads, cudaStream_t stream, Parameters... arguments) {
+    static EvenShare even_share;
+    launch(blocks, threads, even_share(kKernel, blocks, threads), stream, arguments...);
+  }
+
+ private:
+  // As the driver knows the kernel on the current device; null where it has no launch for it.
+  static CUfunction driver_handle() {
+    static Cached<CUfunction> handles[kMaxDevices];
+    Cached<CUfunction>& cached = handles[current_device() % kMaxDevices];
+    CUfunction handle = cached.get();
+    if (handle == nullptr && driver_launch() != nullptr) {
+      cudaGetFuncBySymbol(&handle, reinterpret_cast<const void*>(kKernel));
+      cached.set(handle);
+    }
+    return handle;
+  }
+};
+
+// Launches kernel(argument); `overlap`: before its predecessor on the stream has ended.
+template <typename Argument>
+cudaError_t launch_dependent(void (*kernel)(Argument), const Argument& argument, LaunchShape shape, bool overlap,
+                             cudaStream_t stream) {
+  // A multiprocessor divides its memory between L1 cache and shared memory in one way at a time: were the division left
+  // to each kernel, a kernel could not start beside another one.
+  const void* const function = reinterpret_cast<const void*>(kernel);
+  cudaError_t error = prefer_shared_memory(function);
+  if (error == cudaSuccess && shape.shared_bytes > kUnaskedSharedBytes) {
+    error = permit_shared_bytes(function, shape.shared_bytes);
+  }
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(shape.blocks, shape.blocks_y, shape.blocks_z);
+  config.blockDim = dim3(shape.threads, shape.threads_y);
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  if (overlap && is_sm90_or_newer()) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster_blocks > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {shape.cluster_blocks, 1, 1};
+  }
+  return cudaLaunchKernelEx(&config, kernel, argument);
+}
+
+}  // namespace fuseopt

@@ -1,0 +1,41 @@
+// Programmatic dependent launch by an op that may have to copy its arguments first.
+#pragma once
+
+#include "cuda/common/binding.h"
+
+namespace fuseopt {
+
+// Whether an op's kernels may start before the previous kernel on the stream has ended. The caller asks for it, but not
+// knowing of copies: a kernel reads parameters before it waits, and then the previous kernel is one that writes such a
+// copy. So every op that can overlap makes all its copies through this, and asks `allowed` after the last of them.
+class Overlap {
+ public:
+  explicit Overlap(bool is_asked) : allowed_(is_asked) {}
+  Overlap(const Overlap&) = delete;
+  Overlap& operator=(const Overlap&) = delete;
+
+  // The tensor, or a contiguous copy, which lives as long as this does.
+  Tensor contiguous(const Tensor& tensor) { return tensor.is_contiguous() ? tensor : copy_of(tensor); }
+  std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
+    return tensor.has_value() ? std::optional(contiguous(*tensor)) : std::nullopt;
+  }
+
+  // The same where neighbours in the last dimension are apart.
+  Tensor with_unit_stride(const Tensor& tensor) {
+    const int64_t last = tensor.dim() - 1;
+    return tensor.size(last) <= 1 || tensor.stride(last) == 1 ? tensor : copy_of(tensor);
+  }
+
+  Tensor copy_of(const Tensor& tensor) {
+    allowed_ = false;
+    return copies_.emplace_back(torch::stable::contiguous(tensor));
+  }
+
+  bool allowed() const { return allowed_; }
+
+ private:
+  bool allowed_;
+  std::vector<Tensor> copies_;
+};
+
+}  // namespace fuseopt

@@ -1,0 +1,92 @@
+// Rows on their way into shared memory, several ahead of the block that works on them, by copies that take no register
+// and no instruction of its threads. From sm_90 on; code for older devices compiles, and must not use it.
+#pragma once
+
+#include "cuda/common/arrivals.cuh"
+
+namespace fuseopt {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool kHasRowRings = true;
+#else
+constexpr bool kHasRowRings = false;
+#endif
+
+constexpr int kMaxRingStages = 4;
+
+// Stages of `stage_bytes` bytes, each filled by bulk copies of its own.
+class StageRing {
+ public:
+  // `slots`: shared memory for the stages, aligned to 16 bytes.
+  __device__ StageRing(char* slots, int stage_bytes, int stages)
+      : slots_(slots), stage_bytes_(stage_bytes), stages_(stages) {}
+
+  // By one thread, with a barrier of the block after it.
+  __device__ void open() const {
+    for (int s = 0; s < stages_; ++s) arrivals(s).open();
+    Arrivals::publish();
+  }
+
+  // By one thread, for a stage that nobody reads any more: `bring` is about to fill it.
+  __device__ void begin(int stage) const { arrivals(stage).expect(stage_bytes_); }
+
+  // By that thread: `bytes`, a multiple of 16 and aligned to it, to `offset` in the stage.
+  __device__ void bring(int stage, int offset, const void* from, int bytes) const {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(slots_ + stage * stage_bytes_ + offset)),
+                 "l"(from), "r"(bytes), "r"(arrivals(stage).address())
+                 : "memory");
+#endif
+  }
+
+  // Returns when all of the current stage is there.
+  __device__ void wait() const { arrivals(stage_).wait<false>(parity_); }
+
+  __device__ const char* data() const { return slots_ + stage_ * stage_bytes_; }
+  __device__ int stages() const { return stages_; }
+  __device__ int stage() const { return stage_; }
+  __device__ void advance() {
+    if (++stage_ == stages_) stage_ = 0, parity_ ^= 1;
+  }
+
+ private:
+  __device__ static Arrivals& arrivals(int stage) {
+    __shared__ Arrivals arrived[kMaxRingStages];
+    return arrived[stage];
+  }
+
+  char* slots_;
+  int stage_bytes_;
+  int stages_;
+  int stage_ = 0;
+  unsigned parity_ = 0;
+};
+
+// A stage holds a row of each of `kTensors` tensors, of `row_bytes` bytes: whole multiples of 16, and aligned to them.
+template <int kTensors>
+class RowRing : public StageRing {
+ public:
+  __device__ RowRing(char* slots, int row_bytes, int stages)
+      : StageRing(slots, kTensors * row_bytes, stages), row_bytes_(row_bytes) {}
+
+  // By one thread: brings row `row` of each tensor into a stage that nobody reads any more.
+  template <typename T>
+  __device__ void fetch(int stage, const T* const (&tensors)[kTensors], int64_t row) const {
+    begin(stage);
+#pragma unroll
+    for (int t = 0; t < kTensors; ++t) {
+      bring(stage, t * row_bytes_, reinterpret_cast<const char*>(tensors[t]) + row * row_bytes_, row_bytes_);
+    }
+  }
+
+  template <typename T>
+  __device__ const T* row(int tensor) const {
+    return reinterpret_cast<const T*>(data() + tensor * row_bytes_);
+  }
+
+ private:
+  int row_bytes_;
+};
+
+}  // namespace fuseopt

@@ -1,0 +1,132 @@
+// The rows of the input in decode_linear's streaming kernel: each warp has its part of them in shared memory.
+#pragma once
+
+#include "cuda/decode/linear/weight_stream.cuh"
+
+namespace fuseopt {
+
+// A warp's part of up to 8 rows, in pieces of 8 values, 4 of each chunk and row. Lanes take pieces in turn, all of a
+// lane's of one row.
+template <typename T, typename X>
+class StreamRows {
+  using Piece = Vector<X, kLaneValues>;
+
+ public:
+  // Of rows from `first_row` on; `columns`: how many there is room for, a multiple of kChunk.
+  __device__ StreamRows(char* at, const StreamLayer<T>& layer, int columns, int first_row)
+      : pieces_(reinterpret_cast<Piece*>(at)),
+        slot_bits_(layer.slot_bits),
+        count_(columns / kLaneValues << layer.slot_bits),
+        row_(first_row + slot()) {}
+
+  static __device__ int bytes(int slot_bits, int columns) {
+    return (columns << slot_bits) * static_cast<int>(sizeof(X));
+  }
+
+  // The lane's.
+  __device__ int row() const { return row_; }
+
+  // From column `first_k` on; zeros where there is nothing. kSums: rows are sums, which `leaves` says to hand on.
+  template <bool kSums>
+  __device__ void load(const StreamLayer<T>& layer, int first_k, bool leaves) {
+    constexpr int kLoads = kSums ? 2 : 4;  // on the way at a time
+    const int64_t first_of_row = static_cast<int64_t>(row_) * layer.columns;
+    const X* const input = static_cast<const X*>(layer.input) + first_of_row;
+#pragma unroll 1
+    for (int first = threadIdx.x % kWarpSize; first < count_; first += kLoads * kWarpSize) {
+      Piece loaded[kLoads];
+      Vector<float, kLaneValues> added[kSums ? kLoads : 1][kAddends];
+      const auto k_at = [&](int i) { return first_k + k_of(first + i * kWarpSize); };
+      const auto is_there = [&](int i) {
+        return first + i * kWarpSize < count_ && row_ < layer.rows && k_at(i) < layer.columns;
+      };
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        loaded[i] = {};
+        if (!is_there(i)) continue;
+        loaded[i] = *reinterpret_cast<const Piece*>(input + k_at(i));
+        if constexpr (kSums) {
+#pragma unroll
+          for (int a = 0; a < kAddends; ++a) {
+            const float* const addends = layer.addends + static_cast<int64_t>(a) * layer.rows * layer.columns;
+            added[i][a] = load_fresh(addends + first_of_row + k_at(i));
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if constexpr (kSums) {
+          if (is_there(i)) loaded[i] = rounded_sum(loaded[i], added[i]);
+          if (leaves && is_there(i)) *reinterpret_cast<Piece*>(layer.sum + first_of_row + k_at(i)) = loaded[i];
+        }
+        if (first + i * kWarpSize < count_) pieces_[first + i * kWarpSize] = loaded[i];
+      }
+    }
+  }
+
+  // Of the lane's row, `columns` of which are here.
+  __device__ Moments moments(int columns) const {
+    const int lane = threadIdx.x % kWarpSize;
+    // Deviations from any value of the row are small enough for a sum of squares.
+    const float pivot = __shfl_sync(kFullWarp, lane < count_ ? pieces_[lane][0] : 0.f, slot() * 4);
+    float sum = 0.f, squares = 0.f;
+#pragma unroll 2
+    for (int piece = lane; piece < count_; piece += kWarpSize) {
+      if (k_of(piece) >= columns) break;
+      const Piece x = pieces_[piece];
+#pragma unroll
+      for (int i = 0; i < kLaneValues; ++i) {
+        const float deviation = x[i] - pivot;
+        sum += deviation;
+        squares = fmaf(deviation, deviation, squares);
+      }
+    }
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      if (distance >= 4 && distance < 4 << slot_bits_) continue;  // another row
+      sum += __shfl_xor_sync(kFullWarp, sum, distance);
+      squares += __shfl_xor_sync(kFullWarp, squares, distance);
+    }
+    const float mean = columns > 0 ? __fdividef(sum, columns) : 0.f;
+    return {pivot + mean, squares - sum * mean};
+  }
+
+  // `norm`: mean and 1 / deviation of the lane's row.
+  __device__ void normalise(const StreamLayer<T>& layer, float2 norm, const T* scale, const T* shift, int columns) {
+#pragma unroll 2
+    for (int piece = threadIdx.x % kWarpSize; piece < count_; piece += kWarpSize) {
+      const int k = k_of(piece);
+      if (k >= columns) break;
+      const Piece x = pieces_[piece];
+      float values[kLaneValues];
+#pragma unroll
+      for (int i = 0; i < kLaneValues; ++i) values[i] = (x[i] - norm.x) * norm.y;
+      if (layer.is_rms_norm) round_floats_as<T>(values);
+      if (layer.norm_weight != nullptr) {
+        const auto factors = *reinterpret_cast<const Vector<T, kLaneValues>*>(scale + k);
+#pragma unroll
+        for (int i = 0; i < kLaneValues; ++i) values[i] *= factors[i];
+      }
+      if (layer.norm_bias != nullptr) {
+        const auto terms = *reinterpret_cast<const Vector<T, kLaneValues>*>(shift + k);
+#pragma unroll
+        for (int i = 0; i < kLaneValues; ++i) values[i] += terms[i];
+      }
+      store_floats_as<T>(pieces_ + piece, 0, values);
+    }
+  }
+
+  // What a product takes of a chunk: 8 values of row lane / 4, of anything where there is no such row.
+  __device__ uint4 operator[](int chunk) const {
+    return *reinterpret_cast<const uint4*>(pieces_ + ((chunk << slot_bits_) + slot()) * 4 + threadIdx.x % 4);
+  }
+
+ private:
+  __device__ int slot() const { return threadIdx.x % kWarpSize / 4 & ((1 << slot_bits_) - 1); }
+  __device__ int k_of(int piece) const { return (piece >> 2 + slot_bits_) * kChunk + piece % 4 * kLaneValues; }
+
+  Piece* const pieces_;
+  const int slot_bits_, count_, row_;
+};
+
+}  // namespace fuseopt

@@ -1,0 +1,104 @@
+// The instructions around the tensor cores: loads of what is read once, products.
+// They exist from sm_80 on; code for older devices compiles, and traps.
+#pragma once
+
+#include "cuda/common/dtype.cuh"
+
+namespace fuseopt {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define FUSEOPT_SM80_ASM(...) __trap()
+#else
+#define FUSEOPT_SM80_ASM(...) asm volatile(__VA_ARGS__)
+#endif
+
+// What is read once and stays the same while the kernel runs, past the L1 cache.
+template <typename Access>
+__device__ inline Access load_once(const void* data) {
+  Access value;
+  if constexpr (std::is_same_v<Access, uint4>) {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(data));
+  } else if constexpr (std::is_same_v<Access, uint2>) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(data));
+  } else {
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(value) : "l"(data));
+  }
+  return value;
+}
+
+// Of all lanes, in one instruction.
+__device__ inline unsigned largest_in_warp(unsigned value) {
+  unsigned largest = 0;
+  FUSEOPT_SM80_ASM("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(largest) : "r"(value));
+  return largest;
+}
+
+// Four tiles of 8 x 8 16-bit values from shared memory, of which lane 8 t + i gives the address of line i of tile t. Word t
+// holds the values in lines 2 (lane % 4) and the next, at place lane / 4, of tile t.
+__device__ inline uint4 load_transposed(const void* line) {
+  uint4 tiles = {};
+  FUSEOPT_SM80_ASM("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(tiles.x), "=r"(tiles.y), "=r"(tiles.z), "=r"(tiles.w)
+                   : "r"(static_cast<unsigned>(__cvta_generic_to_shared(line)))
+                   : "memory");
+  return tiles;
+}
+
+// Rows and columns of an 8x8 matrix of 16-bit elements change places; four lanes have a row.
+__device__ inline unsigned transposed(unsigned pair) {
+  unsigned result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
+// Two products of 16-bit values, each rounded.
+template <typename T>
+__device__ inline unsigned multiply_pair(unsigned a, unsigned b) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  const Pair product = __hmul2(reinterpret_cast<Pair&>(a), reinterpret_cast<Pair&>(b));
+  return reinterpret_cast<const unsigned&>(product);
+}
+
+// As load_transposed, but word t holds two neighbouring values, 2 (lane % 4) and the next, in line lane / 4 of tile t.
+__device__ inline uint4 load_lines(const void* line) {
+  uint4 tiles = {};
+  FUSEOPT_SM80_ASM("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(tiles.x), "=r"(tiles.y), "=r"(tiles.z), "=r"(tiles.w)
+                   : "r"(static_cast<unsigned>(__cvta_generic_to_shared(line)))
+                   : "memory");
+  return tiles;
+}
+
+// Where a 16-byte piece of a line of kPieces lies in shared memory: of 8 neighbouring lines, which the loads above take
+// together, those at the same place are in different banks. With an even `i` below kPieces, index ^ i is that of piece + i
+// for the first two pieces.
+template <int kPieces>
+__device__ inline int piece_index(int line, int piece) {
+  return line * kPieces + (piece ^ line % 8);
+}
+
+template <typename T>
+__device__ inline unsigned packed(float low, float high) {
+  const T pair[2] = {from_acc<T>(low), from_acc<T>(high)};
+  return reinterpret_cast<const unsigned&>(pair);
+}
+
+// sums += 16 lines (low, high: the two halves) x 8 columns, over 16 values of k.
+template <typename T>
+__device__ inline void multiply(float (&sums)[4], uint2 low, uint2 high, unsigned b0, unsigned b1) {
+  if constexpr (std::is_same_v<T, __half>) {
+    FUSEOPT_SM80_ASM("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(low.x), "r"(high.x), "r"(low.y), "r"(high.y), "r"(b0), "r"(b1));
+  } else {
+    FUSEOPT_SM80_ASM("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(low.x), "r"(high.x), "r"(low.y), "r"(high.y), "r"(b0), "r"(b1));
+  }
+}
+
+}  // namespace fuseopt

@@ -1,0 +1,107 @@
+// How decode_linear's kernel of tiles reads its input and its weight: a block has a ring of stages of K in shared
+// memory, which its threads fill by copies that they do not wait for.
+#pragma once
+
+#include "cuda/common/async_copy.cuh"
+#include "cuda/decode/linear/weight_fragments.cuh"
+
+namespace fuseopt {
+
+constexpr int kTileThreads = 256;
+constexpr int kProductK = 16;  // of one product on the tensor cores
+
+// 8 warps, each with 32 rows and 32 columns of a block's tile, and where a tile has fewer of these, a part of a
+// stage's K.
+template <int kRowWarps>
+struct TileShape {
+  static constexpr int kColumnWarps = 2, kPartWarps = kTileThreads / kWarpSize / (kRowWarps * kColumnWarps);
+  static constexpr int kWarpTile = 32, kRows = kRowWarps * kWarpTile, kColumns = kColumnWarps * kWarpTile;
+  static constexpr int kStageK = 64;
+  static constexpr int kLineBytes = kStageK * 2;  // of a stage's rows, and of its columns or k
+  static constexpr int kStageBytes = (kRows + kColumns) * kLineBytes;
+  // Of low tiles two fit on a multiprocessor. There are too few high ones for that, so each has more on its way.
+  static constexpr int kBlocks = kRowWarps <= 2 ? 2 : 1;
+  static constexpr int kStages = (kBlocks == 2 ? 96 : 168) * 1024 / kStageBytes;
+  static constexpr int kRingBytes = kStages * kStageBytes;
+  static_assert(kColumns * 2 == kLineBytes && kPartWarps * kRowWarps * kColumnWarps * kWarpSize == kTileThreads);
+};
+
+// The lines of a stage are swizzled so that neither copies nor `load_lines` and `load_transposed` have bank conflicts.
+template <typename T, Layout kLayout, typename Shape>
+class TileRing {
+  static constexpr int kLineParts = Shape::kLineBytes / kAccessBytes, kCopiedLines = kTileThreads / kLineParts;
+
+ public:
+  // For rows from `first_row` on, columns from `strip` on and k in [first_k, end_k).
+  __device__ TileRing(const MmaLayer<T>& layer, char* stages, int first_row, int strip, int first_k, int end_k)
+      : layer_(layer), stages_(stages), end_k_(end_k) {
+    const int first_part = part() * kLaneValues;
+    row_ = first_row + line();
+    row_k_ = first_k + first_part;
+    input_ = static_cast<const T*>(layer.input) + row_ * layer.columns + row_k_;
+    column_ = strip + (kLayout == Layout::kRowMajorNK ? line() : first_part);
+    weight_k_ = first_k + (kLayout == Layout::kRowMajorNK ? first_part : line());
+    const int outer = kLayout == Layout::kRowMajorNK ? column_ : weight_k_;
+    const int inner = kLayout == Layout::kRowMajorNK ? weight_k_ : column_;
+    weight_ = layer.weights[blockIdx.y] + outer * layer.weight_stride + inner;
+  }
+
+  // Of the next stage, which goes to the given place in the ring.
+  __device__ void fetch_rows(int place) {
+    char* const to = stages_ + place * Shape::kStageBytes + at(line(), part());
+#pragma unroll
+    for (int i = 0; i < Shape::kRows / kCopiedLines; ++i) {
+      const int further = i * kCopiedLines;
+      copy_async(to + further * Shape::kLineBytes, input_ + further * layer_.columns,
+                 row_ + further < layer_.rows && row_k_ < end_k_);
+    }
+    row_k_ += Shape::kStageK;
+    input_ += Shape::kStageK;
+  }
+
+  __device__ void fetch_weight(int place) {
+    char* const to = weight_stage(place) + at(line(), part());
+#pragma unroll
+    for (int i = 0; i < Shape::kColumns / kCopiedLines; ++i) {
+      const int further = i * kCopiedLines;
+      const bool is_column = column_ + (kLayout == Layout::kRowMajorNK ? further : 0) < layer_.outputs;
+      const bool is_k = weight_k_ + (kLayout == Layout::kRowMajorNK ? 0 : further) < end_k_;
+      copy_async(to + further * Shape::kLineBytes, weight_ + further * layer_.weight_stride, is_column && is_k);
+    }
+    weight_k_ += Shape::kStageK;
+    weight_ += kLayout == Layout::kRowMajorNK ? Shape::kStageK : Shape::kStageK * layer_.weight_stride;
+  }
+
+  // 16 rows from `row` of the tile on, as `multiply` takes them: low {x, z} and high {y, w}.
+  __device__ uint4 rows(int place, int row, int product) const {
+    const int lane = threadIdx.x % kWarpSize;
+    return load_lines(stages_ + place * Shape::kStageBytes + at(row + lane % 16, product * 2 + lane / 16));
+  }
+
+  // 16 columns from `column` of the tile on, 8 of them {x, y} and 8 {z, w}.
+  __device__ uint4 columns(int place, int column, int product) const {
+    const int lane = threadIdx.x % kWarpSize;
+    const char* const stage = weight_stage(place);
+    if constexpr (kLayout == Layout::kRowMajorNK) {
+      return load_lines(stage + at(column + lane % 8 + lane / 16 * 8, product * 2 + lane / 8 % 2));
+    } else {
+      return load_transposed(stage + at(product * kProductK + lane % 16, column / kLaneValues + lane / 16));
+    }
+  }
+
+ private:
+  static __device__ int line() { return threadIdx.x / kLineParts; }
+  static __device__ int part() { return threadIdx.x % kLineParts; }
+  static __device__ int at(int line, int part) { return line * Shape::kLineBytes + (part ^ line % 8) * kAccessBytes; }
+  __device__ char* weight_stage(int place) const {
+    return stages_ + place * Shape::kStageBytes + Shape::kRows * Shape::kLineBytes;
+  }
+
+  const MmaLayer<T>& layer_;
+  char* const stages_;
+  const int end_k_;
+  int row_, row_k_, column_, weight_k_;
+  const T *input_, *weight_;
+};
+
+}  // namespace fuseopt

@@ -1,0 +1,325 @@
+// Attention of one query a row over a static cache whose filled length is on the device: in plain multiply-adds, for
+// any dtype, head size and alignment, and the choice between this kernel and the one of the tensor cores.
+//
+// A (row, head) has up to 8 blocks, which share out its places evenly whatever the length. A key takes a group of lanes,
+// 8 dimensions a lane; every group runs the online softmax over places of its own. What the groups of a warp found is
+// merged by shuffles; the warps of all blocks leave theirs in the shared memory of the first block, which merges them
+// in a fixed order. The blocks are one cluster, so no memory and no counters are needed.
+#include "cuda/decode/attention/mma.cuh"
+#include "cuda/common/vector.cuh"
+
+namespace fuseopt::decode_attention {
+
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kLaneDims = 8;
+constexpr int kUnroll = 4;  // keys of a group under way
+constexpr int kMaxSplits = 8;
+constexpr int kPlacesPerSplit = 64;
+constexpr int kMaxHeadDim = kWarpSize * kLaneDims;
+
+struct SplitAttention {
+  DecodeAttention attention;
+  unsigned splits;  // blocks of a (row, head)
+  bool aligned;
+};
+
+template <typename T>
+using AccFor = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+__device__ inline int64_t integer_at(const DecodeAttention::Integers& integers, int64_t index) {
+  if (integers.data == nullptr) return 0;
+  // Past the L1 cache: it may be read before and after the kernel ahead wrote it.
+  const int64_t i = index * integers.stride;
+  return integers.bytes == 4 ? __ldcg(static_cast<const int*>(integers.data) + i)
+                             : __ldcg(static_cast<const long long*>(integers.data) + i);
+}
+
+// A lane's 8 dimensions of one head's vector; zeros past its end.
+template <typename T>
+struct alignas(16) LaneVector {
+  T values[kLaneDims];
+
+  __device__ void load(const T* vector, int dim, int head_dim, bool aligned) {
+    *this = {};
+    if (aligned) {
+      if (dim < head_dim) *this = *reinterpret_cast<const LaneVector*>(vector + dim);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) {
+        if (dim + i < head_dim) values[i] = vector[dim + i];
+      }
+    }
+  }
+
+  __device__ void store(T* vector, int dim, int head_dim, bool aligned) const {
+    if (aligned) {
+      if (dim < head_dim) *reinterpret_cast<LaneVector*>(vector + dim) = *this;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) {
+        if (dim + i < head_dim) vector[dim + i] = values[i];
+      }
+    }
+  }
+
+  __device__ AccFor<T> operator[](int i) const {
+    if constexpr (std::is_same_v<T, double>) return values[i];
+    else return reinterpret_cast<const Vector<T, kLaneDims>&>(*this)[i];
+  }
+};
+
+// Places [first, last) of a row's cache that one block attends to, of [start, end) in all.
+struct Places {
+  int end, first, last;
+
+  __device__ Places(const SplitAttention& split, int item, int rank) {
+    const DecodeAttention& attention = split.attention;
+    const int64_t length = integer_at(attention.lengths, item) + (attention.key.data != nullptr ? 1 : 0);
+    const int64_t begin = integer_at(attention.starts, item);
+    end = static_cast<int>(max(min(length, attention.capacity), int64_t(0)));
+    const int start = static_cast<int>(min(max(begin, int64_t(0)), int64_t(end)));
+    const int each = static_cast<int>(static_cast<unsigned>(end - start + split.splits - 1) / split.splits);
+    first = min(start + rank * each, end);
+    last = min(first + each, end);
+  }
+};
+
+// The softmax so far: the largest score (in powers of two), the sum of exponentials, and the values weighted by them.
+template <typename Acc>
+struct Partial {
+  Acc largest = -INFINITY, sum = 0;
+  Acc values[kLaneDims] = {};
+
+  // Makes room for scores up to `score`.
+  __device__ void raise(Acc score) {
+    const Acc raised = fmax(largest, score), factor = factor_of_part(largest, raised);
+    sum *= factor;
+#pragma unroll
+    for (int i = 0; i < kLaneDims; ++i) values[i] *= factor;
+    largest = raised;
+  }
+};
+
+template <typename T, int kGroup>
+__global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid_constant__ SplitAttention split) {
+  using Acc = AccFor<T>;
+  constexpr int kGroups = kWarpSize / kGroup;  // of a warp: keys at a time
+  const DecodeAttention& attention = split.attention;
+  const int head_dim = static_cast<int>(attention.head_dim);
+  const int rank = static_cast<int>(blockIdx.x % split.splits);
+  const unsigned heads = static_cast<unsigned>(attention.heads), row = blockIdx.x / split.splits / heads;
+  const unsigned head = blockIdx.x / split.splits % heads;
+  const int item = static_cast<int>(row / static_cast<unsigned>(attention.rows_per_item));
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int dim = lane % kGroup * kLaneDims;
+  const int64_t cache = (item * attention.heads + head) * attention.capacity * head_dim;
+  T* const keys = static_cast<T*>(attention.key_cache) + cache;
+  T* const values = static_cast<T*>(attention.value_cache) + cache;
+
+  // For each warp of each block: largest, sum, and the values.
+  extern __shared__ __align__(16) char shared[];
+  Acc* const partials = reinterpret_cast<Acc*>(shared);
+
+  let_successor_start();
+  if (split.splits > 1) arrive_at_cluster_barrier();
+  if (attention.overlap && attention.ancestry == nullptr) {
+    // A hint, which needs no more than a guess at the length: what is in the L2 cache is never out of date.
+    constexpr int kLine = 128 / sizeof(T);
+    const Places guess(split, item, rank);
+    for (int64_t i = int64_t(guess.first) * head_dim + threadIdx.x * kLine; i < int64_t(guess.last) * head_dim; i += kThreads * kLine) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(keys + i));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(values + i));
+    }
+  }
+  wait_for_predecessor();
+
+  const auto vector_of = [&](const DecodeAttention::Heads& heads) {
+    return static_cast<const T*>(heads.data) + row * heads.row_stride + head * heads.head_stride;
+  };
+  LaneVector<T> query;
+  query.load(vector_of(attention.query), dim, head_dim, split.aligned);
+  const Places places(split, item, rank);
+  // The place of the new key, if it has one; it is the last.
+  const int written =
+      attention.key.data != nullptr && integer_at(attention.lengths, item) < attention.capacity ? places.end - 1 : -1;
+  const T* const new_key = attention.key.data != nullptr ? vector_of(attention.key) : nullptr;
+  const T* const new_value = attention.key.data != nullptr ? vector_of(attention.value) : nullptr;
+  if (written >= 0 && rank == 0 && threadIdx.x < kGroup) {
+    LaneVector<T> vector;
+    vector.load(new_key, dim, head_dim, split.aligned);
+    vector.store(keys + int64_t(written) * head_dim, dim, head_dim, split.aligned);
+    vector.load(new_value, dim, head_dim, split.aligned);
+    vector.store(values + int64_t(written) * head_dim, dim, head_dim, split.aligned);
+  }
+
+  // Where a place's key and value lie, from those of the row itself.
+  const auto offset_of = [&](int place) {
+    int64_t rows = 0;
+    if (attention.ancestry != nullptr) {
+      const auto source = static_cast<unsigned>(attention.ancestry[row * attention.capacity + place]);
+      rows = int64_t(min(source, static_cast<unsigned>(attention.rows - 1))) - row;
+    }
+    return (rows * attention.heads * attention.capacity + place) * head_dim;
+  };
+  const Acc scale = static_cast<Acc>(attention.scale * 1.4426950408889634);
+  Partial<Acc> partial;
+  constexpr int kStep = kWarps * kGroups;
+  for (int base = places.first + warp * kGroups + lane / kGroup; base - lane / kGroup < places.last;
+       base += kUnroll * kStep) {
+    LaneVector<T> key[kUnroll], value[kUnroll];
+    Acc scores[kUnroll];
+    bool attended[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int place = base + u * kStep;
+      attended[u] = place < places.last;
+      const int bounded_dim = attended[u] ? dim : head_dim;
+      const int64_t offset = attended[u] && place != written ? offset_of(place) : 0;
+      key[u].load(place == written ? new_key : keys + offset, bounded_dim, head_dim, split.aligned);
+      value[u].load(place == written ? new_value : values + offset, bounded_dim, head_dim, split.aligned);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int place = base + u * kStep;
+      scores[u] = 0;
+      if (attended[u] && attention.mask != nullptr) attended[u] = attention.mask[item * attention.capacity + place];
+      if (attended[u] && attention.bias.data != nullptr) {
+        const int64_t distance = min(int64_t(places.end - 1 - place), attention.bias_columns - 1);
+        scores[u] = load_as<Acc>(attention.bias, head * attention.bias_columns + distance) *
+                    static_cast<Acc>(1.4426950408889634);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      Acc product = 0;
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) product += query[i] * key[u][i];
+#pragma unroll
+      for (int distance = kGroup / 2; distance > 0; distance /= 2) {
+        product += __shfl_xor_sync(kFullWarp, product, distance);
+      }
+      scores[u] = attended[u] ? product * scale + scores[u] : Acc(-INFINITY);
+    }
+    Acc largest = scores[0];
+#pragma unroll
+    for (int u = 1; u < kUnroll; ++u) largest = fmax(largest, scores[u]);
+    partial.raise(largest);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (!attended[u]) continue;
+      const Acc weight = exp2_as(scores[u] - origin_of(partial.largest));
+      partial.sum += weight;
+#pragma unroll
+      for (int i = 0; i < kLaneDims; ++i) partial.values[i] += weight * value[u][i];
+    }
+  }
+
+#pragma unroll
+  for (int distance = kGroup; distance < kWarpSize; distance *= 2) {
+    partial.raise(__shfl_xor_sync(kFullWarp, partial.largest, distance));
+    partial.sum += __shfl_xor_sync(kFullWarp, partial.sum, distance);
+#pragma unroll
+    for (int i = 0; i < kLaneDims; ++i) {
+      partial.values[i] += __shfl_xor_sync(kFullWarp, partial.values[i], distance);
+    }
+  }
+  const int columns = 2 + head_dim;
+  Acc* const own = partials + (rank * kWarps + warp) * columns;
+  if (split.splits > 1) wait_at_cluster_barrier();  // the first block has started
+  if (lane < kGroup) {
+    if (lane == 0) {
+      store_to_block(own, 0, partial.largest);
+      store_to_block(own + 1, 0, partial.sum);
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneDims; ++i) {
+      if (dim + i < head_dim) store_to_block(own + 2 + dim + i, 0, partial.values[i]);
+    }
+  }
+  if (split.splits > 1) {
+    __syncwarp();
+    arrive_at_cluster_barrier();
+    wait_at_cluster_barrier();
+    if (rank != 0) return;
+  } else {
+    __syncthreads();
+  }
+
+  // A lane a part: how much it counts for, which every warp works out for itself.
+  static_assert(kMaxSplits * kWarps <= kWarpSize);
+  const int parts = static_cast<int>(split.splits) * kWarps;
+  const bool has_part = lane < parts;
+  const Acc share = share_of_part<kWarpSize>(has_part ? partials[lane * columns] : Acc(-INFINITY),
+                                             has_part ? partials[lane * columns + 1] : Acc(0));
+  for (int d = threadIdx.x; d < (head_dim + kWarpSize - 1) / kWarpSize * kWarpSize; d += kThreads) {
+    Acc total = 0;
+#pragma unroll 8
+    for (int part = 0; part < parts; ++part) {
+      const Acc share_of = __shfl_sync(kFullWarp, share, part);
+      if (d < head_dim) total += share_of * partials[part * columns + 2 + d];
+    }
+    if (d < head_dim) {
+      static_cast<T*>(attention.output)[(row * attention.heads + head) * head_dim + d] = from_acc<T>(total);
+    }
+  }
+}
+
+// As many blocks a (row, head) as there are places for, while the device has room for them.
+unsigned splits_for(const DecodeAttention& attention) {
+  if (!is_sm90_or_newer()) return 1;
+  constexpr int kBlocksPerMultiprocessor = 4;
+  unsigned splits = kMaxSplits;
+  while (splits > 1 && ((splits - 1) * kPlacesPerSplit >= attention.capacity ||
+                        attention.rows * attention.heads * splits > kBlocksPerMultiprocessor * multiprocessor_count())) {
+    splits /= 2;
+  }
+  return splits;
+}
+
+template <typename T>
+cudaError_t launch_as(const DecodeAttention& attention, cudaStream_t stream) {
+  SplitAttention split{attention, splits_for(attention), attention.head_dim % kLaneDims == 0};
+  for (const void* data : {attention.query.data, attention.key.data, attention.value.data,
+                           static_cast<const void*>(attention.key_cache),
+                           static_cast<const void*>(attention.value_cache)}) {
+    split.aligned &= is_aligned(data);
+  }
+  for (const auto& heads : {attention.query, attention.key, attention.value}) {
+    split.aligned &= heads.row_stride * sizeof(T) % kAccessBytes == 0;
+    split.aligned &= heads.head_stride * sizeof(T) % kAccessBytes == 0;
+  }
+  if constexpr (sizeof(T) == 2) {
+    cudaError_t error = cudaSuccess;
+    if (split.aligned && launch_decode_attention_mma<T>(attention, stream, error)) return error;
+  }
+  const LaunchShape shape{static_cast<unsigned>(attention.rows * attention.heads) * split.splits, kThreads,
+                          split.splits * kWarps * (2 + attention.head_dim) * sizeof(AccFor<T>),
+                          split.splits};
+  const auto launch = [&](auto kernel) { return launch_dependent(kernel, split, shape, attention.overlap, stream); };
+  if constexpr (!std::is_same_v<T, double>) {  // which is for comparing with, not for speed
+    if (attention.head_dim <= 4 * kLaneDims) return launch(decode_attention_kernel<T, 4>);
+    if (attention.head_dim <= 8 * kLaneDims) return launch(decode_attention_kernel<T, 8>);
+    if (attention.head_dim <= 16 * kLaneDims) return launch(decode_attention_kernel<T, 16>);
+  }
+  if (attention.head_dim <= kMaxHeadDim) return launch(decode_attention_kernel<T, 32>);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+extern "C" cudaError_t fuseopt_decode_attention(DecodeAttention attention, cudaStream_t stream) {
+  if (attention.rows == 0 || attention.heads == 0 || attention.head_dim == 0) return cudaSuccess;
+  attention.score_scale = static_cast<float>(attention.scale) * kLog2E;
+  switch (static_cast<DType>(attention.dtype)) {
+    case kFloat16: return launch_as<__half>(attention, stream);
+    case kBFloat16: return launch_as<__nv_bfloat16>(attention, stream);
+    case kFloat64: return launch_as<double>(attention, stream);
+    case kFloat32: return launch_as<float>(attention, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace fuseopt::decode_attention

@@ -1,0 +1,113 @@
+#include "cuda/decode/attention/decode_attention_binding.h"
+
+namespace fuseopt::decode_attention_binding {
+namespace {
+
+// Of [rows, heads, head_dim] with neighbouring head_dim.
+DecodeAttention::Heads heads_of(const Tensor& tensor) {
+  return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1)};
+}
+
+struct NewToken {
+  Tensor key, value;
+};
+
+Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>& token, const Tensor& key_cache,
+              const Tensor& value_cache, const Tensor& lengths, const std::optional<Tensor>& starts,
+              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
+              const std::optional<Tensor>& ancestry, double scale, bool may_overlap) {
+  constexpr int64_t kMaxHeadDim = 256;
+  FUSEOPT_CHECK(query.dim() == 3 && key_cache.dim() == 4 && value_cache.dim() == 4, "fuseopt::", op,
+                ": query must be [rows, heads, head_dim], the caches [batch, heads, capacity, head_dim]");
+  FUSEOPT_CHECK(query.size(2) <= kMaxHeadDim, "fuseopt::", op, ": head_dim must be ", kMaxHeadDim, " at most, not ",
+                query.size(2));
+  const int64_t rows = query.size(0), batch = key_cache.size(0);
+  FUSEOPT_CHECK(rows == 0 || (batch > 0 && rows % batch == 0), "fuseopt::", op, ": ", rows,
+                " rows cannot be divided among ", batch, " rows of the cache");
+  const int64_t heads = query.size(1), capacity = key_cache.size(2);
+  FUSEOPT_CHECK(key_cache.size(1) == heads && key_cache.size(3) == query.size(2), "fuseopt::", op,
+                ": key_cache must have the heads and head_dim of query");
+  check_same(op, "value_cache", value_cache, key_cache);
+  FUSEOPT_CHECK(!mask.has_value() || mask->numel() == batch * capacity, "fuseopt::", op, ": mask must be [", batch, ", ",
+                capacity, "]");
+  FUSEOPT_CHECK(!bias.has_value() || (bias->dim() == 2 && bias->size(0) == heads && bias->size(1) > 0), "fuseopt::", op,
+                ": bias must be [", heads, ", distances]");
+  if (token.has_value()) {
+    check_same(op, "key", token->key, query);
+    check_same(op, "value", token->value, query);
+    FUSEOPT_CHECK(rows == batch, "fuseopt::", op, ": the caches must have a row for each of the ", rows, " rows");
+  }
+  const Launch launch(op, query);
+  Overlap overlap(may_overlap);
+  const Tensor q = overlap.with_unit_stride(query);
+
+  DecodeAttention attention = {};
+  attention.dtype = dtype_code(op, dtype_of(query));
+  attention.query = heads_of(q);
+  attention.rows = rows;
+  attention.heads = heads;
+  attention.head_dim = query.size(2);
+  attention.capacity = capacity;
+  attention.rows_per_item = rows == 0 ? 1 : rows / batch;
+  attention.lengths = integers_of(op, "lengths", lengths, batch);
+  attention.starts = integers_of(op, "starts", starts, batch);
+  const Tensor keys = overlap.contiguous(key_cache), values = overlap.contiguous(value_cache);
+  attention.key_cache = keys.data_ptr();
+  attention.value_cache = values.data_ptr();
+  std::optional<NewToken> readable;
+  if (token.has_value()) {
+    FUSEOPT_CHECK(key_cache.is_contiguous() && value_cache.is_contiguous(), "fuseopt::", op,
+                  ": the caches must be contiguous, as they are written to");
+    readable = NewToken{overlap.with_unit_stride(token->key), overlap.with_unit_stride(token->value)};
+    attention.key = heads_of(readable->key);
+    attention.value = heads_of(readable->value);
+  }
+  const auto places = overlap.contiguous(mask);
+  attention.mask = static_cast<const bool*>(data_of(places));
+  const auto distances = overlap.contiguous(bias);
+  attention.bias = pointer(op, distances);
+  attention.bias_columns = distances.has_value() ? distances->size(1) : 0;
+  const auto sources = overlap.contiguous(ancestry);
+  if (sources.has_value()) {
+    FUSEOPT_CHECK(sources->numel() == rows * attention.capacity, "fuseopt::", op, ": ancestry must be [", rows, ", ",
+                  attention.capacity, "]");
+  }
+  attention.ancestry = static_cast<const int*>(data_of(sources));
+  attention.scale = scale;
+  attention.overlap = overlap.allowed();
+  Tensor output = allocate(q, {rows, attention.heads * attention.head_dim}, dtype_of(query));
+  attention.output = output.data_ptr();
+  launch.check(fuseopt_decode_attention(attention, launch.stream()));
+  return output;
+}
+
+Tensor decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor lengths,
+                        std::optional<Tensor> starts, std::optional<Tensor> mask, std::optional<Tensor> bias,
+                        double scale, bool overlap) {
+  return attend("decode_attention", query, std::nullopt, key_cache, value_cache, lengths, starts, mask, bias,
+                std::nullopt, scale, overlap);
+}
+
+Tensor decode_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache,
+                         Tensor positions, std::optional<Tensor> starts, std::optional<Tensor> mask,
+                         std::optional<Tensor> bias, std::optional<Tensor> ancestry, double scale, bool overlap) {
+  return attend("decode_attention_", query, NewToken{key, value}, key_cache, value_cache, positions, starts, mask, bias,
+                ancestry, scale, overlap);
+}
+
+constexpr auto kDecodeAttention = arguments("decode_attention", {
+    {"query", kFloats}, {"key_cache", kFloats, "query"}, {"value_cache", kFloats, "query"}, {"lengths", kIntegers},
+    {"starts", kIntegers}, {"mask", kOnlyBool}, {"bias", kFloats}});
+constexpr auto kDecodeAttentionInPlace = arguments("decode_attention_", {
+    {"query", kFloats}, {"key", kFloats, "query"}, {"value", kFloats, "query"}, {"key_cache", kFloats, "query"},
+    {"value_cache", kFloats, "query"}, {"positions", kIntegers}, {"starts", kIntegers}, {"mask", kOnlyBool},
+    {"bias", kFloats}, {"ancestry", kOnlyInt}});
+
+}  // namespace
+}  // namespace fuseopt::decode_attention_binding
+
+STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
+  using namespace fuseopt::decode_attention_binding;
+  library.impl("decode_attention", TORCH_BOX((fuseopt::checked<decode_attention, kDecodeAttention>)));
+  library.impl("decode_attention_", TORCH_BOX((fuseopt::checked<decode_attention_, kDecodeAttentionInPlace>)));
+}

@@ -1,0 +1,57 @@
+// What the kernels of decode_linear share.
+#pragma once
+
+#include "cuda/common/dependent_launch.cuh"
+#include "cuda/common/vector.cuh"
+
+namespace fuseopt {
+
+constexpr int kTileColumns = 8;  // output columns of one tile: the width of a 16-byte access to a 16-bit Conv1D weight
+
+// The kernels for weights of a 16-bit type T; false where they cannot take the arguments.
+template <typename T>
+bool launch_decode_linear_mma(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
+template <typename T>
+int64_t decode_linear_parts(const DecodeLinear& layer);  // as fuseopt_decode_linear_parts
+template <typename T>
+bool leaves_addends(const DecodeLinear& layer);  // as fuseopt_leaves_addends
+template <typename T>
+bool takes_addends(const DecodeLinear& layer);  // as fuseopt_takes_addends
+template <typename T>
+bool takes_embeddings(const DecodeLinear& layer);  // as fuseopt_takes_embeddings
+template <typename T>
+bool launch_decode_linear_many_rows(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
+template <typename T>
+bool launch_decode_linear_tiles(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
+
+extern template bool launch_decode_linear_mma<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+extern template bool launch_decode_linear_mma<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+extern template int64_t decode_linear_parts<__half>(const DecodeLinear&);
+extern template int64_t decode_linear_parts<__nv_bfloat16>(const DecodeLinear&);
+extern template bool leaves_addends<__half>(const DecodeLinear&);
+extern template bool leaves_addends<__nv_bfloat16>(const DecodeLinear&);
+extern template bool takes_addends<__half>(const DecodeLinear&);
+extern template bool takes_addends<__nv_bfloat16>(const DecodeLinear&);
+extern template bool takes_embeddings<__half>(const DecodeLinear&);
+extern template bool takes_embeddings<__nv_bfloat16>(const DecodeLinear&);
+extern template bool launch_decode_linear_many_rows<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+extern template bool launch_decode_linear_many_rows<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+extern template bool launch_decode_linear_tiles<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+extern template bool launch_decode_linear_tiles<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+
+// Acc is float or double.
+template <typename Acc>
+__device__ inline Acc activate(int activation, Acc x) {
+  constexpr Acc kRootHalf = 0.70710678118654752, kRootTwoOverPi = 0.79788456080286536;
+  switch (static_cast<Activation>(activation)) {
+    case kIdentity: return x;
+    case kRelu: return x > 0 || isnan(x) ? x : 0;
+    case kGelu: return Acc(0.5) * x * (1 + erf(x * kRootHalf));
+    case kGeluTanh: return Acc(0.5) * x * (1 + tanh(kRootTwoOverPi * (x + Acc(0.044715) * x * x * x)));
+    case kSilu: break;  // no layer has it
+  }
+  __trap();
+  return x;
+}
+
+}  // namespace fuseopt

@@ -1,0 +1,30 @@
+#include "cuda/decode/linear/decode_linear_binding.h"
+
+namespace fuseopt::decode_linear_binding {
+namespace {
+
+constexpr const char* kOp = "decode_linear";
+
+Tensor decode_linear(Tensor input, std::vector<Tensor> weights, std::vector<Tensor> biases,
+                     std::optional<Tensor> residual, std::string norm, std::optional<Tensor> norm_weight,
+                     std::optional<Tensor> norm_bias, double eps, std::string activation, bool gated, bool overlap,
+                     std::vector<Tensor> ahead) {
+  Overlap overlapping(overlap);
+  const LinearCall call = linear_call(kOp, input, weights, biases, residual, norm, norm_weight, norm_bias, eps,
+                                      activation, gated, overlapping, ahead);
+  const Launch launch(kOp, call.output);
+  launch.check(fuseopt_decode_linear(call.layer, launch.stream()));
+  return call.output;
+}
+
+constexpr auto kDecodeLinear = arguments("decode_linear", {
+    {"input", kFloats}, {"weights", kFloats}, {"biases", kFloats}, {"residual", kFloats}, {"norm_weight", kFloats},
+    {"norm_bias", kFloats}, {"ahead", kFloats}});
+
+}  // namespace
+}  // namespace fuseopt::decode_linear_binding
+
+STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
+  using namespace fuseopt::decode_linear_binding;
+  library.impl("decode_linear", TORCH_BOX((fuseopt::checked<decode_linear, kDecodeLinear>)));
+}

@@ -1,0 +1,153 @@
+// From tensors to a DecodeLinear, for the ops that have one.
+#pragma once
+
+#include "cuda/common/overlap.h"
+
+namespace fuseopt {
+
+inline int norm_code(const char* op, const std::string& name) {
+  if (name == "") return kNoNorm;
+  FUSEOPT_CHECK(name == "layer_norm" || name == "t5_rms_norm", "fuseopt::", op, ": unknown norm '", name, "'");
+  return name == "layer_norm" ? kLayerNorm : kT5RmsNorm;
+}
+
+inline int activation_code(const char* op, const std::string& name) {
+  if (name == "") return kIdentity;
+  if (name == "relu") return kRelu;
+  FUSEOPT_CHECK(name == "gelu" || name == "gelu_tanh", "fuseopt::", op, ": unknown activation '", name, "'");
+  return name == "gelu" ? kGelu : kGeluTanh;
+}
+
+// Where the neighbours of a weight [N, K] lie: along K, along N, or nowhere. A dimension of one element counts as either.
+inline std::optional<Layout> layout_of(const Tensor& weight) {
+  if (weight.size(1) <= 1 || weight.stride(1) == 1) return Layout::kRowMajorNK;
+  if (weight.size(0) <= 1 || weight.stride(0) == 1) return Layout::kColMajorKN;
+  return std::nullopt;
+}
+
+inline int64_t stride_of(const Tensor& weight) {
+  return weight.stride(layout_of(weight) == Layout::kRowMajorNK ? 0 : 1);
+}
+
+constexpr int64_t kPrefetchBytes = 16;
+
+inline int64_t element_size(ScalarType type) {
+  if (type == ScalarType::Double) return 8;
+  return type == ScalarType::Float ? 4 : 2;
+}
+
+// Whether a matrix fills one aligned piece of memory.
+inline bool is_dense(const Tensor& matrix) {
+  const bool fills = matrix.is_contiguous() ||
+                     (matrix.dim() == 2 && matrix.stride(0) == 1 && matrix.stride(1) == matrix.size(0));
+  return fills && reinterpret_cast<uintptr_t>(matrix.data_ptr()) % kPrefetchBytes == 0;
+}
+
+// The weights as they are, where one layout and stride serves them all; else copies.
+inline std::vector<Tensor> readable(const char* op, const std::vector<Tensor>& weights, Overlap& overlap) {
+  bool alike = layout_of(weights[0]).has_value();
+  for (const Tensor& weight : weights) {
+    FUSEOPT_CHECK(weight.dim() == 2 && weight.size(0) == weights[0].size(0) && weight.size(1) == weights[0].size(1) &&
+                      dtype_of(weight) == dtype_of(weights[0]),
+                  "fuseopt::", op, ": weights must share one shape [N, K] and one dtype");
+    alike = alike && layout_of(weight) == layout_of(weights[0]) && stride_of(weight) == stride_of(weights[0]);
+  }
+  if (alike) return weights;
+  std::vector<Tensor> copies;
+  for (const Tensor& weight : weights) copies.push_back(overlap.copy_of(weight));
+  return copies;
+}
+
+// What torch.promote_types gives for two floating point types.
+inline ScalarType promoted(ScalarType type, const std::optional<Tensor>& other) {
+  if (!other.has_value() || dtype_of(*other) == type) return type;
+  const ScalarType second = dtype_of(*other);
+  return type == ScalarType::Double || second == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+inline std::vector<Tensor> as_list(const std::optional<Tensor>& bias) {
+  return bias.has_value() ? std::vector<Tensor>{*bias} : std::vector<Tensor>{};
+}
+
+// `layer` points into the call's arguments and into copies that the call's `Overlap` owns.
+struct LinearCall {
+  DecodeLinear layer;
+  Tensor output;
+};
+
+inline LinearCall linear_call(const char* op, const Tensor& input, const std::vector<Tensor>& weights,
+                              const std::vector<Tensor>& biases, const std::optional<Tensor>& residual,
+                              const std::string& norm, const std::optional<Tensor>& norm_weight,
+                              const std::optional<Tensor>& norm_bias, double eps, const std::string& activation,
+                              bool gated, Overlap& overlap, const std::vector<Tensor>& ahead) {
+  FUSEOPT_CHECK(!weights.empty() && weights.size() <= DecodeLinear::kMaxWeights, "fuseopt::", op,
+                ": one to three weights, not ", weights.size());
+  FUSEOPT_CHECK(biases.empty() || biases.size() == weights.size(), "fuseopt::", op, ": ", biases.size(),
+                " biases for ", weights.size(), " weights");
+  FUSEOPT_CHECK(!gated || weights.size() == 2, "fuseopt::", op, ": gated takes two weights");
+  const Matrix shape = matrix_of(op, input);
+  const std::vector<Tensor> read = readable(op, weights, overlap);
+  FUSEOPT_CHECK(read[0].size(1) == shape.columns, "fuseopt::", op, ": weight has ", read[0].size(1),
+                " columns, the input ", shape.columns);
+  const Tensor x = overlap.contiguous(input);
+  const auto norm_scale = parameter(op, "norm_weight", overlap.contiguous(norm_weight), input);
+  const auto norm_shift = parameter(op, "norm_bias", overlap.contiguous(norm_bias), input);
+  const ScalarType weight_type = dtype_of(read[0]);
+  const auto added = overlap.contiguous(residual);
+
+  DecodeLinear layer = {};
+  layer.input = pointer(op, x);
+  layer.rows = shape.rows;
+  layer.columns = shape.columns;
+  layer.weight_count = static_cast<int>(read.size());
+  layer.weight_dtype = dtype_code(op, weight_type);
+  layer.weight_stride = stride_of(read[0]);
+  layer.weights_are_transposed = layout_of(read[0]) == Layout::kColMajorKN;
+  layer.outputs = read[0].size(0);
+  for (size_t i = 0; i < read.size(); ++i) {
+    layer.weights[i] = read[i].data_ptr();
+    if (biases.empty()) continue;
+    FUSEOPT_CHECK(biases[i].numel() == layer.outputs, "fuseopt::", op, ": bias has ", biases[i].numel(),
+                  " elements for ", layer.outputs, " outputs");
+    layer.biases[i] = pointer(op, overlap.contiguous(biases[i]));
+  }
+  layer.residual = pointer(op, added);
+  layer.norm_weight = pointer(op, norm_scale);
+  layer.norm_bias = pointer(op, norm_shift);
+  layer.norm = norm_code(op, norm);
+  layer.eps = eps;
+  layer.activation = activation_code(op, activation);
+  layer.gated = gated;
+  layer.overlap = overlap.allowed();
+  FUSEOPT_CHECK(ahead.size() <= DecodeLinear::kMaxWeights, "fuseopt::", op, ": at most three tensors ahead, not ",
+                ahead.size());
+  for (size_t i = 0; i < ahead.size(); ++i) {
+    FUSEOPT_CHECK(ahead[i].numel() == ahead[0].numel() && dtype_of(ahead[i]) == dtype_of(ahead[0]), "fuseopt::", op,
+                  ": tensors ahead must have one size and dtype");
+    if (is_dense(ahead[i])) layer.ahead[i] = ahead[i].data_ptr();
+    layer.ahead_bytes = ahead[0].numel() * element_size(dtype_of(ahead[0])) / kPrefetchBytes * kPrefetchBytes;
+  }
+
+  const auto sizes = x.sizes();
+  std::vector<int64_t> output_sizes(sizes.begin(), sizes.end());
+  output_sizes.back() = layer.outputs * (gated ? 1 : layer.weight_count);
+  Tensor output = allocate(x, output_sizes, promoted(weight_type, added));
+  FUSEOPT_CHECK(!added.has_value() || added->numel() == output.numel(), "fuseopt::", op, ": residual has ",
+                added->numel(), " elements, the output ", output.numel());
+  layer.output = pointer(op, output);
+  return {layer, output};
+}
+
+// Lets the call's input be that and `addends`.
+inline void add_to_input(const char* op, LinearCall& call, const Tensor& input, const Tensor& addends,
+                         Overlap& overlap) {
+  FUSEOPT_CHECK(fuseopt_takes_addends(call.layer), "fuseopt::", op,
+                ": the kernel does not take addends of such a layer");
+  const Tensor sums = overlap.contiguous(addends);
+  FUSEOPT_CHECK(is_dense(sums) && sums.numel() == DecodeLinear::kAddends * input.numel(), "fuseopt::", op,
+                ": addends must begin at a multiple of 16 bytes and be two of the input's size");
+  call.layer.addends = static_cast<const float*>(sums.data_ptr());
+  call.layer.overlap = overlap.allowed();
+}
+
+}  // namespace fuseopt

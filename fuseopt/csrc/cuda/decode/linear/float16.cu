@@ -1,0 +1,12 @@
+// decode_linear's tensor core kernels for float16 weights, in a file of their own for the sake of build time.
+#include "cuda/decode/linear/dispatch.cuh"
+
+namespace fuseopt {
+
+template bool launch_decode_linear_mma<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+template int64_t decode_linear_parts<__half>(const DecodeLinear&);
+template bool leaves_addends<__half>(const DecodeLinear&);
+template bool takes_addends<__half>(const DecodeLinear&);
+template bool takes_embeddings<__half>(const DecodeLinear&);
+
+}  // namespace fuseopt

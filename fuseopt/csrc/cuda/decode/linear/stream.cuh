@@ -1,0 +1,331 @@
+// decode_linear for 16-bit weights [N, K] too large to wait in registers for the kernel ahead. A block has a ring of
+// shared memory for the weight, so small that the next kernel's block finds room beside it and reads meanwhile: memory
+// has little rest between kernels. It takes one strip of output columns after another, and its warps share out K: what a
+// device reads at a time lies together. Where strips are few, the blocks of a cluster share out K. All is in loops: a
+// block has to fetch its instructions, too.
+#pragma once
+
+#include "cuda/common/cluster.cuh"
+#include "cuda/common/stream_rows.cuh"
+#include "cuda/decode/select/token_rules.cuh"
+
+namespace fuseopt {
+
+constexpr int kMaxStreamCluster = 8;
+constexpr int kSumsStride = kStreamColumns + 4;  // 4: rows of sums start in different banks
+
+// kSums: whether the input is a sum.
+template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums>
+__global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStages == 2 ? 3 : 2)
+    decode_linear_stream_kernel(const __grid_constant__ StreamLayer<T> layer) {
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int rows = layer.rows, columns = layer.columns;
+  const int rank = cluster_rank(), blocks = cluster_size();
+  const int part = rank * kStreamWarps + warp, parts = blocks * kStreamWarps;
+  const int part_columns = layer.part_stages * kStageK;
+  const int own_stages = WeightStream<T>::stages_of(layer, part);
+  const int held_stages = blocks > 1 ? layer.part_stages : own_stages;
+
+  // Stages [ring_warps][kStages]; the block's rows [kHalves]; of a norm, parameters [2][block_columns]; sums
+  // [warps][rows][kSumsStride], of the cluster's other blocks [blocks - 1][rows][kSumsStride]; of a norm, moments
+  // [parts][rows].
+  extern __shared__ __align__(kRingAlignment) char rings[];
+  __shared__ Mailbox mailbox;
+  const int half_bytes = StreamRows<T, X>::bytes(layer.slot_bits, layer.block_columns);
+  char* const stages = rings + warp * kStages * kStageBytes;
+  char* const rows_at = rings + layer.ring_warps * kStages * kStageBytes;
+  T* const params = reinterpret_cast<T*>(rows_at + kHalves * half_bytes);
+  T *const scale = params + warp * part_columns, *const shift = scale + layer.block_columns;
+  float* const sums_of = reinterpret_cast<float*>(params + (kNorm ? 2 * layer.block_columns : 0));
+  float* const inbox = sums_of + kStreamWarps * rows * kSumsStride;
+  Moments* const moments = reinterpret_cast<Moments*>(inbox + (blocks - 1) * rows * kSumsStride);
+
+  let_successor_start();
+  int strip = static_cast<int>(cluster_index());
+  WeightStream<T> weight(layer, strip, part);
+#pragma unroll 1
+  for (int k = lane * kLaneValues; kNorm && k < held_stages * kStageK; k += kWarpSize * kLaneValues) {
+    const int64_t at = part * part_columns + k;
+    if (at < columns && layer.norm_weight != nullptr) copy_async(scale + k, layer.norm_weight + at, true);
+    if (at < columns && layer.norm_bias != nullptr) copy_async(shift + k, layer.norm_bias + at, true);
+  }
+  end_copy_group();
+#pragma unroll 1
+  for (int s = 0; s < kStages; ++s) weight.fetch(stages + s * kStageBytes);
+  if (blocks > 1) {
+    if (rank == 0) mailbox.open((blocks - 1) * rows * kStreamColumns * sizeof(float));
+    arrive_relaxed_at_cluster_barrier();
+  }
+  // A head reads more than the L2 cache holds, and memory rests behind it.
+  const bool has_several_strips = layer.strips > layer.step;
+  if (!has_several_strips) prefetch_ahead(layer);
+
+  // Of a head, behind a norm: when outputs are stored, a warp has a row of them.
+  constexpr bool kGivesBest = kNorm && kHalves == 1;
+  static_assert(kHalfRows <= kStreamWarps && kStreamColumns == kWarpSize);
+  // What the thread finishes first of a strip's outputs.
+  const int width_bits = layer.is_gated ? 4 : 5, width = 1 << width_bits;
+  static_assert(kStreamColumns == 32);
+  const auto column_of = [&](int i) { return strip * width + (i & width - 1); };
+  const auto output_index = [&](int i) {
+    return static_cast<int64_t>(i >> width_bits) * layer.output_stride + blockIdx.y * layer.outputs + column_of(i);
+  };
+  // Converted where they are used: not waited for before.
+  T bias, gate_bias, residual;
+  float wide_residual;
+  unsigned rules_of_column = 0;
+  const auto load_biases = [&](int i) {
+    const int column = column_of(i);
+    bias = gate_bias = from_acc<T>(0.f);
+    if (kGivesBest && layer.rules.of_tokens != nullptr && column < layer.outputs) {
+      rules_of_column = layer.rules.of_tokens[column];
+    }
+    if (layer.biases[0] == nullptr || i >= rows * width || column >= layer.outputs) return;
+    bias = layer.biases[layer.is_gated ? 0 : blockIdx.y][column];
+    if (layer.is_gated) gate_bias = layer.biases[1][column];
+  };
+  const auto load_residual = [&](int i) {
+    residual = from_acc<T>(0.f), wide_residual = 0.f;
+    if (layer.residual == nullptr || i >= rows * width || column_of(i) >= layer.outputs) return;
+    if (layer.is_wide) wide_residual = static_cast<const float*>(layer.residual)[output_index(i)];
+    else residual = static_cast<const T*>(layer.residual)[output_index(i)];
+  };
+  load_biases(threadIdx.x);
+  wait_for_predecessor();
+  load_residual(threadIdx.x);
+  RulesInForce rules;
+  if (kGivesBest && layer.rules.of_tokens != nullptr) rules = RulesInForce(layer.rules, *layer.sequence_length);
+
+  const auto rows_of = [&](int half) {
+    char* const at = rows_at + half * half_bytes + StreamRows<T, X>::bytes(layer.slot_bits, warp * part_columns);
+    return StreamRows<T, X>(at, layer, held_stages * kStageK, half * kHalfRows);
+  };
+  // Each block of a cluster takes the moments of whole rows, of its own part at last.
+#pragma unroll 1
+  for (int other = kNorm ? parts - kStreamWarps : 0; other >= 0; other -= kStreamWarps) {
+    const int of_part = part + other < parts ? part + other : part + other - parts, first_k = of_part * part_columns;
+#pragma unroll 1
+    for (int h = 0; h < kHalves; ++h) {
+      StreamRows<T, X> x = rows_of(h);
+      x.template load<kSums>(layer, first_k, kSums && layer.sum != nullptr && blockIdx.x == 0);
+      if constexpr (kNorm) {
+        const Moments of_row = x.moments(max(min(columns - first_k, part_columns), 0));
+        const bool is_first_of_row = lane % 4 == 0 && lane < 4 << layer.slot_bits;
+        if (is_first_of_row && x.row() < rows) moments[of_part * rows + x.row()] = of_row;
+      }
+    }
+  }
+  if constexpr (kNorm) {
+    await_copy_groups<kStages>();
+    __syncthreads();
+#pragma unroll 1
+    for (int h = 0; h < kHalves; ++h) {
+      StreamRows<T, X> x = rows_of(h);
+      if (x.row() >= rows) continue;
+      const float2 norm =
+          normalisation(moments + x.row(), rows, parts, part_columns, columns, layer.is_layer_norm, layer.eps);
+      x.normalise(layer, norm, scale, shift, columns - part * part_columns);
+    }
+  }
+  __syncwarp();
+
+  int stage = 0;
+  Candidate<float> best;
+#pragma unroll 1
+  while (true) {
+    float sums[kHalves][kStreamTiles / 2][4] = {};
+#pragma unroll 1
+    for (int s = 0; s < own_stages; ++s) {
+      await_copy_groups<kStages - 1>();
+      __syncwarp();
+#pragma unroll
+      for (int c = 0; c < kStageChunks; ++c) {
+        uint4 words[kStreamTiles];
+        weight.load(stages + stage, c, words);
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h) {
+          const uint4 x = rows_of(h)[s * kStageChunks + c];
+#pragma unroll
+          for (int j = 0; j < kStreamTiles; j += 2) {
+            const uint4 &low = words[j], &high = words[j + 1];
+            multiply<T>(sums[h][j / 2], {low.x, low.y}, {high.x, high.y}, x.x, x.y);
+            multiply<T>(sums[h][j / 2], {low.z, low.w}, {high.z, high.w}, x.z, x.w);
+          }
+        }
+      }
+      __syncwarp();
+      weight.fetch(stages + stage);
+      stage = stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
+    }
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+      for (int j = 0; j < kStreamTiles / 2; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = lane % 4 * 2 + i % 2 + h * kHalfRows, place = (2 * j + i / 2) * kTileColumns + lane / 4;
+          if (row < rows) sums_of[(warp * rows + row) * kSumsStride + place] = sums[h][j][i];
+        }
+      }
+    }
+    __syncthreads();
+
+    if (blocks > 1) {
+      wait_at_cluster_barrier();  // the first block has started
+      if (rank > 0) {
+        constexpr int kVectors = kStreamColumns / 4;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < rows * kVectors; i += blockDim.x) {
+          float4 sum = {};
+#pragma unroll
+          for (int w = 0; w < kStreamWarps; ++w) {
+            const float* const of_warp = sums_of + (w * rows + i / kVectors) * kSumsStride + i % kVectors * 4;
+            const float4 of_part = *reinterpret_cast<const float4*>(of_warp);
+            sum = {sum.x + of_part.x, sum.y + of_part.y, sum.z + of_part.z, sum.w + of_part.w};
+          }
+          float* const row_at = inbox + ((rank - 1) * rows + i / kVectors) * kSumsStride;
+          mailbox.send(reinterpret_cast<float4*>(row_at) + i % kVectors, sum);
+        }
+        return;
+      }
+      mailbox.wait();
+    }
+    bool is_done = false;
+#pragma unroll 1
+    for (int i = threadIdx.x; !is_done;) {
+      if (i < rows * width && column_of(i) < layer.outputs) {
+        float value = 0.f;
+#pragma unroll 1
+        for (int place = i & width - 1; place < kStreamColumns; place += width) {
+          const int at = (i >> width_bits) * kSumsStride + place;
+          float sum = to_float(place < width ? bias : gate_bias);
+#pragma unroll
+          for (int w = 0; w < kStreamWarps; ++w) sum += sums_of[w * rows * kSumsStride + at];
+#pragma unroll 1
+          for (int b = 0; b < blocks - 1; ++b) sum += inbox[b * rows * kSumsStride + at];
+          value = place < width ? activate_quickly(layer.activation, sum) : value * sum;
+        }
+        value += to_float(residual) + wide_residual;
+        layer.store(output_index(i), value);
+        if (kGivesBest && layer.best != nullptr) {
+          best.consider(rules.edited(to_float(from_acc<T>(value)), rules_of_column), column_of(i));
+        }
+      }
+      i += blockDim.x;
+      is_done = i >= rows * width;
+      if (is_done) i = threadIdx.x, strip += layer.step;
+      load_biases(i);
+      load_residual(i);
+    }
+    if (strip >= layer.strips) break;
+    __syncthreads();
+  }
+  if (has_several_strips) prefetch_ahead(layer);
+  if (!kGivesBest || layer.best == nullptr) return;
+  best.reduce();
+  if (lane == 0 && warp < rows) layer.best[warp * layer.step + static_cast<int>(cluster_index())] = best;
+}
+
+// How a layer's work is shared out, if it is for these kernels.
+struct StreamPlan {
+  int strips, weights;  // strips of each of these
+  int slot_bits, halves;
+  int blocks = 1;       // that share out K
+  int stages = 3;
+  int part_stages, ring_warps, block_columns;
+  size_t shared_bytes;
+
+  explicit StreamPlan(const DecodeLinear& layer)
+      : strips(static_cast<int>(ceil_div(layer.outputs, layer.gated ? kStreamColumns / 2 : kStreamColumns))),
+        weights(layer.gated ? 1 : layer.weight_count),
+        slot_bits(0),
+        halves(layer.rows > kHalfRows ? 2 : 1) {
+    while (1 << slot_bits < std::min<int64_t>(layer.rows, kHalfRows)) ++slot_bits;
+    // A few blocks for a strip, where there are few strips.
+    split(layer);
+    while (is_sm90_or_newer() && blocks < kMaxStreamCluster &&
+           (2 * all_strips() * blocks <= multiprocessor_count() ||
+            (all_strips() * blocks < multiprocessor_count() && part_stages > kLongPart))) {
+      blocks *= 2;
+      split(layer);
+    }
+    if (halves == 2 || per_multiprocessor() < 2) {
+      stages = 2;
+      split(layer);
+    }
+  }
+
+  int all_strips() const { return strips * weights; }
+  int per_multiprocessor() const {
+    constexpr size_t kReserved = 1024 + kRingAlignment;  // for each block, by the system and what the kernel declares
+    return static_cast<int>(shared_bytes_of_multiprocessor() / (shared_bytes + kReserved));
+  }
+  // Of a weight: as many as there is room for, with as many strips each; a cluster adds up one strip only.
+  int clusters() const {
+    if (blocks > 1) return strips;
+    const int64_t room = std::max<int64_t>(multiprocessor_count() * std::min(per_multiprocessor(), 2) / weights, 1);
+    return static_cast<int>(ceil_div(strips, ceil_div(strips, room)));
+  }
+
+ private:
+  static constexpr int kLongPart = 4;
+
+  void split(const DecodeLinear& layer) {
+    const int all_stages = static_cast<int>(ceil_div(layer.columns, kStageK)), parts = blocks * kStreamWarps;
+    const size_t x_bytes = layer.input.dtype == kFloat32 ? sizeof(float) : sizeof(uint16_t);
+    part_stages = static_cast<int>(ceil_div(all_stages, parts));
+    ring_warps = blocks == 1 ? static_cast<int>(ceil_div(all_stages, part_stages)) : kStreamWarps;
+    block_columns = (blocks == 1 ? all_stages : part_stages * kStreamWarps) * kStageK;
+    shared_bytes = ring_warps * stages * kStageBytes + halves * (block_columns << slot_bits) * x_bytes +
+                   sizeof(float) * layer.rows * (kStreamWarps + blocks - 1) * kSumsStride;
+    if (layer.norm != kNoNorm) {
+      shared_bytes += 2 * block_columns * sizeof(uint16_t) + parts * layer.rows * sizeof(Moments);
+    }
+  }
+};
+
+inline bool streams(const DecodeLinear& layer) {
+  return is_large(layer) && StreamPlan(layer).per_multiprocessor() > 0;
+}
+
+template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums = false>
+cudaError_t launch_stream_as(const DecodeLinear& layer, const StreamPlan& plan, cudaStream_t stream) {
+  StreamLayer<T> of{mma_layer<T>(layer)};
+  of.is_gated = layer.gated;
+  of.strips = plan.strips;
+  of.step = plan.clusters();
+  of.part_stages = plan.part_stages;
+  of.ring_warps = plan.ring_warps;
+  of.block_columns = plan.block_columns;
+  of.slot_bits = plan.slot_bits;
+  of.best = static_cast<Candidate<float>*>(layer.best);
+  of.rules = layer.rules;
+  of.sequence_length = layer.sequence_length;
+  const LaunchShape shape{static_cast<unsigned>(of.step * plan.blocks), kStreamWarps * kWarpSize, plan.shared_bytes,
+                          static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.weights)};
+  of.share_ahead(shape);
+  return launch_dependent(decode_linear_stream_kernel<T, X, kNorm, kHalves, kStages, kSums>, of, shape, layer.overlap,
+                          stream);
+}
+
+template <typename T, typename X, bool kNorm>
+cudaError_t launch_stream(const DecodeLinear& layer, cudaStream_t stream) {
+  const StreamPlan plan(layer);
+  if constexpr (kNorm && std::is_same_v<T, X>) {
+    if (layer.addends != nullptr) return launch_stream_as<T, T, true, 1, 3, true>(layer, plan, stream);
+  }
+  if (plan.halves == 2) return launch_stream_as<T, X, kNorm, 2, 2>(layer, plan, stream);
+  return plan.stages == 2 ? launch_stream_as<T, X, kNorm, 1, 2>(layer, plan, stream)
+                          : launch_stream_as<T, X, kNorm, 1, 3>(layer, plan, stream);
+}
+
+template <typename T>
+cudaError_t launch_stream(const DecodeLinear& layer, cudaStream_t stream) {
+  if (layer.input.dtype != kDType<T>) return launch_stream<T, float, true>(layer, stream);
+  return layer.norm == kNoNorm ? launch_stream<T, T, false>(layer, stream) : launch_stream<T, T, true>(layer, stream);
+}
+
+extern template cudaError_t launch_stream<__half>(const DecodeLinear&, cudaStream_t);
+extern template cudaError_t launch_stream<__nv_bfloat16>(const DecodeLinear&, cudaStream_t);
+
+}  // namespace fuseopt

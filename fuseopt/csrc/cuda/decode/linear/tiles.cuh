@@ -1,0 +1,284 @@
+// decode_linear for 16-bit weights and so many rows that their way from the L2 cache counts: a block has a tile of 64
+// or 128 rows and 64 columns, and reads what it takes of both once, through a ring of shared memory. What fits into the
+// ring of the weight is on its way before the kernel waits for the one ahead. The blocks of a cluster share out a long
+// K. The one norm is T5's: each block would work out a LayerNorm's sums over its weight anew.
+#pragma once
+
+#include "cuda/common/cluster.cuh"
+#include "cuda/decode/linear/dispatch.cuh"
+#include "cuda/common/sum_quad.cuh"
+#include "cuda/common/tile_ring.cuh"
+
+namespace fuseopt {
+
+template <typename T>
+struct TileLayer {
+  MmaLayer<T> layer;
+  int parts;         // of K: the blocks of a cluster
+  int part_columns;  // of K, in each
+};
+
+// What a block has in shared memory beside its ring, in bytes from its start.
+template <typename Shape>
+struct TilePlaces {
+  static constexpr int kStride = Shape::kColumns + 8;  // of rows of sums, in banks of their own
+  static constexpr int kSumBytes = Shape::kPartWarps * Shape::kRows * kStride * static_cast<int>(sizeof(float));
+  static_assert(kSumBytes <= Shape::kRingBytes);  // sums lie where the stages did
+  // Of a norm: its weight [padded], and sums of parts of rows' squares [kPartWarps][kRows].
+  int scale = Shape::kRingBytes, padded, squares;
+  // Of a cluster: each block's sums for the rows that this one finishes [parts][kRows / parts][kColumns], and the
+  // mailbox that they come by.
+  int received = Shape::kRingBytes, mailbox, end = Shape::kRingBytes;
+
+  __host__ __device__ TilePlaces(int columns, bool has_norm, bool is_cluster) {
+    constexpr int kFloat = static_cast<int>(sizeof(float));
+    padded = (columns + Shape::kStageK - 1) / Shape::kStageK * Shape::kStageK;
+    squares = scale + padded * 2;
+    mailbox = received + Shape::kRows * Shape::kColumns * kFloat;
+    if (has_norm) end = squares + Shape::kPartWarps * Shape::kRows * kFloat;
+    if (is_cluster) end = mailbox + static_cast<int>(sizeof(Mailbox));
+  }
+};
+
+template <typename T, Layout kLayout, bool kNorm, int kRowWarps>
+__global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
+    decode_linear_tiles_kernel(const __grid_constant__ TileLayer<T> argument) {
+  using Shape = TileShape<kRowWarps>;
+  using Places = TilePlaces<Shape>;
+  constexpr int kStages = Shape::kStages, kColumns = Shape::kColumns, kHalf = Shape::kWarpTile / 16;
+  const MmaLayer<T>& layer = argument.layer;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int column_warp = warp % Shape::kColumnWarps, row_warp = warp / Shape::kColumnWarps % kRowWarps;
+  const int part_warp = warp / (Shape::kColumnWarps * kRowWarps);
+  const int parts = kNorm ? 1 : argument.parts, part = blockIdx.x % parts, strip = blockIdx.x / parts * kColumns;
+  const int first_row = blockIdx.z * Shape::kRows, rows = min(layer.rows - first_row, Shape::kRows);
+  const int first_k = part * argument.part_columns, end_k = min(layer.columns, first_k + argument.part_columns);
+  const int stages = max((end_k - first_k + Shape::kStageK - 1) / Shape::kStageK, 0);
+
+  extern __shared__ __align__(kRingAlignment) char shared[];
+  const Places places(layer.columns, kNorm, parts > 1);
+  T* const scale = reinterpret_cast<T*>(shared + places.scale);
+  float* const squares = reinterpret_cast<float*>(shared + places.squares);
+  float* const received = reinterpret_cast<float*>(shared + places.received);
+  Mailbox& mailbox = *reinterpret_cast<Mailbox*>(shared + places.mailbox);
+  const auto sums_at = [&](int p, int r, int c) {
+    return reinterpret_cast<float*>(shared) + (p * Shape::kRows + r) * Places::kStride + c;
+  };
+
+  let_successor_start();
+  TileRing<T, kLayout, Shape> ring(layer, shared, first_row, strip, first_k, end_k);
+#pragma unroll 1
+  for (int s = 0; s < min(kStages - 1, stages); ++s) ring.fetch_weight(s);
+  if (blockIdx.z == 0) prefetch_ahead(layer);
+  const int share = Shape::kRows / parts;  // of a tile's rows, that each block of a cluster finishes
+  if (parts > 1) {
+    mailbox.open((parts - 1) * share * kColumns * sizeof(float));
+    arrive_relaxed_at_cluster_barrier();
+  }
+  if constexpr (kNorm) {
+    for (int k = threadIdx.x * kLaneValues; k < places.padded; k += kTileThreads * kLaneValues) {
+      const bool is_there = layer.norm_weight != nullptr && k < layer.columns;
+      *reinterpret_cast<uint4*>(scale + k) =
+          is_there ? load_once<uint4>(layer.norm_weight + k) : uint4{kOnes<T>, kOnes<T>, kOnes<T>, kOnes<T>};
+    }
+  }
+  // Four neighbouring outputs of a row are finished by one thread, always of the same columns.
+  constexpr int kQuads = kColumns / kQuad, kStep = kTileThreads / kQuads, kMost = Shape::kRows / kStep;
+  const int place_of_quad = threadIdx.x % kQuads * kQuad, column = strip + place_of_quad;
+  const int first_own = part * share + threadIdx.x / kQuads;
+  const int end_own = column < layer.outputs ? min((part + 1) * share, rows) : 0;
+  Vector<T, kQuad> bias = {}, residuals[kMost] = {};
+  if (layer.biases[0] != nullptr && column < layer.outputs) {
+    bias = *reinterpret_cast<const Vector<T, kQuad>*>(layer.biases[blockIdx.y] + column);
+  }
+  const auto output_index = [&](int row) {
+    return (first_row + row) * layer.output_stride + blockIdx.y * layer.outputs + column;
+  };
+  wait_for_predecessor();
+
+#pragma unroll 1
+  for (int s = 0; s < kStages - 1; ++s) {
+    if (s < stages) ring.fetch_rows(s);
+    end_copy_group();
+  }
+  float sums[kHalf][2 * kHalf][4] = {};  // of 16 rows and 8 columns
+  float products[2][4] = {};             // of 16 rows with 8 of them, for their squares
+  // Of a warp's rows those 16 come first whose squares it finds.
+  const auto row_of = [&](int half) { return row_warp * Shape::kWarpTile + (half ^ column_warp) * 16; };
+  const auto column_of = [&](int half) { return column_warp * Shape::kWarpTile + half * 16; };
+  int place = 0, free_place = kStages - 1;
+#pragma unroll 1
+  for (int s = 0; s < stages; ++s) {
+    await_copy_groups<kStages - 2>();
+    __syncthreads();
+    if (s + kStages - 1 < stages) {
+      ring.fetch_weight(free_place);
+      ring.fetch_rows(free_place);
+    }
+    end_copy_group();
+#pragma unroll
+    for (int i = 0; i < Shape::kStageK / kProductK / Shape::kPartWarps; ++i) {
+      const int product = i * Shape::kPartWarps + part_warp;
+      uint4 x[kHalf], w[kHalf];
+#pragma unroll
+      for (int h = 0; h < kHalf; ++h) x[h] = ring.rows(place, row_of(h), product);
+#pragma unroll
+      for (int h = 0; h < kHalf; ++h) w[h] = ring.columns(place, column_of(h), product);
+      if constexpr (kNorm) {
+        // w is scaled by g; of the products of rows with one another the diagonal counts.
+        const T* const scale_at = scale + s * Shape::kStageK + product * kProductK + lane % 4 * 2;
+        const unsigned low = *reinterpret_cast<const unsigned*>(scale_at);
+        const unsigned high = *reinterpret_cast<const unsigned*>(scale_at + 8);
+#pragma unroll
+        for (uint4& v : w) {
+          v = {multiply_pair<T>(v.x, low), multiply_pair<T>(v.y, high), multiply_pair<T>(v.z, low),
+               multiply_pair<T>(v.w, high)};
+        }
+        multiply<T>(products[0], {x[0].x, x[0].z}, {x[0].y, x[0].w}, x[0].x, x[0].z);
+        multiply<T>(products[1], {x[0].x, x[0].z}, {x[0].y, x[0].w}, x[0].y, x[0].w);
+      }
+#pragma unroll
+      for (int h = 0; h < kHalf; ++h) {
+#pragma unroll
+        for (int j = 0; j < kHalf; ++j) {
+          multiply<T>(sums[h][2 * j], {x[h].x, x[h].z}, {x[h].y, x[h].w}, w[j].x, w[j].y);
+          multiply<T>(sums[h][2 * j + 1], {x[h].x, x[h].z}, {x[h].y, x[h].w}, w[j].z, w[j].w);
+        }
+      }
+    }
+    place = place + 1 < kStages ? place + 1 : 0;
+    free_place = free_place + 1 < kStages ? free_place + 1 : 0;
+  }
+  if (layer.residual != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      const int row = first_own + i * kStep;
+      if (row >= end_own) continue;
+      const T* const at = static_cast<const T*>(layer.residual) + output_index(row);
+      residuals[i] = *reinterpret_cast<const Vector<T, kQuad>*>(at);
+    }
+  }
+  await_copy_groups<0>();
+  __syncthreads();  // all warps have read the stages
+
+#pragma unroll
+  for (int h = 0; h < kHalf; ++h) {
+#pragma unroll
+    for (int j = 0; j < 2 * kHalf; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int r = row_of(h) + lane / 4 + i * 8, c = column_of(j / 2) + j % 2 * 8 + lane % 4 * 2;
+        float* const at = sums_at(part_warp, r, c);
+        *reinterpret_cast<float2*>(at) = {sums[h][j][2 * i], sums[h][j][2 * i + 1]};
+      }
+    }
+  }
+  if (kNorm && lane / 8 == lane % 4) {
+    const bool is_odd = lane / 4 % 2;
+    float* const at = squares + part_warp * Shape::kRows + row_of(0) + lane / 4;
+    at[0] = is_odd ? products[0][1] : products[0][0];
+    at[8] = is_odd ? products[1][3] : products[1][2];
+  }
+  __syncthreads();
+  const auto sum_of = [&](const float* first, int count, int stride) {
+    SumQuad total = {};
+#pragma unroll 2
+    for (int i = 0; i < count; ++i) add_quad(total, first + i * stride);
+    return total;
+  };
+  const auto sum_of_warps = [&](int r, int c) {
+    return sum_of(sums_at(0, r, c), Shape::kPartWarps, Shape::kRows * Places::kStride);
+  };
+  const auto received_at = [&](int from, int r, int c) { return received + (from * share + r % share) * kColumns + c; };
+  if (parts > 1) {
+    wait_at_cluster_barrier();
+    for (int r = threadIdx.x / kQuads; r < Shape::kRows; r += kStep) {
+      const int to = r / share;
+      const SumQuad quad = sum_of_warps(r, place_of_quad);
+      float4* const at = reinterpret_cast<float4*>(received_at(part, r, place_of_quad));
+      if (to == part) *reinterpret_cast<SumQuad*>(at) = quad;
+      else mailbox.send(at, reinterpret_cast<const float4&>(quad), to);
+    }
+    __syncthreads();
+    mailbox.wait();
+  }
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    const int row = first_own + i * kStep;
+    if (row >= end_own) continue;
+    const SumQuad quad = parts == 1 ? sum_of_warps(row, place_of_quad)
+                                    : sum_of(received_at(0, row, place_of_quad), parts, share * kColumns);
+    float factor = 1.f;
+    if constexpr (kNorm) {
+      float sum = 0.f;
+#pragma unroll
+      for (int p = 0; p < Shape::kPartWarps; ++p) sum += squares[p * Shape::kRows + row];
+      factor = rsqrtf(__fdividef(sum, layer.columns) + layer.eps);
+    }
+    float values[kQuad];
+#pragma unroll
+    for (int j = 0; j < kQuad; ++j) values[j] = factor * quad.values[j] + bias[j];
+    activate_quickly(layer.activation, values);
+#pragma unroll
+    for (int j = 0; j < kQuad; ++j) values[j] += residuals[i][j];
+    store_floats_as<T>(static_cast<T*>(layer.output) + output_index(row), 0, values);
+  }
+}
+
+template <typename T, Layout kLayout, bool kNorm, int kRowWarps>
+cudaError_t launch_tiles_as(const DecodeLinear& layer, cudaStream_t stream) {
+  using Shape = TileShape<kRowWarps>;
+  constexpr int64_t kMostParts = 8, kLeastColumns = 256;  // blocks that any cluster may have; of K, in each of them
+  const int64_t strips = ceil_div(layer.outputs, Shape::kColumns), row_tiles = ceil_div(layer.rows, Shape::kRows);
+  const int64_t tiles = strips * layer.weight_count * row_tiles, most_blocks = Shape::kBlocks * multiprocessor_count();
+  int64_t parts = 1;
+  while (!kNorm && parts < kMostParts && tiles * parts * 2 <= most_blocks &&
+         layer.columns >= parts * 2 * kLeastColumns) {
+    parts *= 2;
+  }
+  const int64_t part_columns = ceil_div(layer.columns, parts * Shape::kStageK) * Shape::kStageK;
+  TileLayer<T> tiled{mma_layer<T>(layer), static_cast<int>(parts), static_cast<int>(part_columns)};
+  const TilePlaces<Shape> places(tiled.layer.columns, kNorm, parts > 1);
+  const LaunchShape shape{static_cast<unsigned>(strips * parts),
+                          kTileThreads,
+                          static_cast<size_t>(places.end),
+                          static_cast<unsigned>(parts),
+                          static_cast<unsigned>(layer.weight_count),
+                          static_cast<unsigned>(row_tiles)};
+  tiled.layer.share_ahead(shape);
+  const auto kernel = decode_linear_tiles_kernel<T, kLayout, kNorm, kRowWarps>;
+  return launch_dependent(kernel, tiled, shape, layer.overlap, stream);
+}
+
+template <typename T>
+bool launch_decode_linear_tiles(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
+  // Multiply-adds, of fewer than which the kernel of many rows waits less: with several weights, which the BLAS library
+  // takes one after another, and with one of a long K. What is beyond its reach ops/decode/linear.py says.
+  constexpr int64_t kLeastWork = 200'000'000, kLeastLongWork = 140'000'000;
+  constexpr int64_t kMostLowRows = 128;         // of several weights, in low tiles
+  constexpr int64_t kLongestNormalised = 1536;  // as ops/decode/linear.py has it
+  constexpr size_t kSharedBytes = 208 * 1024;   // which not every device with clusters has for a block
+  const bool has_norm = layer.norm != kNoNorm, is_single = layer.weight_count == 1;
+  const int64_t work = layer.rows * layer.columns * layer.outputs * layer.weight_count;
+  const bool is_long = !has_norm && layer.columns >= 2 * layer.outputs;
+  const bool gains = is_single ? is_long && work >= kLeastLongWork
+                               : !layer.gated && layer.norm != kLayerNorm && work >= kLeastWork;
+  if (!gains || (has_norm && layer.columns > kLongestNormalised) || !suits_many_rows<T>(layer) ||
+      shared_bytes_of_block() < kSharedBytes) {
+    return false;
+  }
+  const auto launch_as = [&](auto layout, auto norm) {
+    constexpr Layout kLayout = decltype(layout)::value;
+    constexpr bool kNorm = decltype(norm)::value;
+    return is_single || layer.rows <= kMostLowRows ? launch_tiles_as<T, kLayout, kNorm, 2>(layer, stream)
+                                                   : launch_tiles_as<T, kLayout, kNorm, 4>(layer, stream);
+  };
+  const auto launch = [&](auto layout) {
+    return has_norm ? launch_as(layout, std::true_type{}) : launch_as(layout, std::false_type{});
+  };
+  error = layer.weights_are_transposed ? launch(std::integral_constant<Layout, Layout::kColMajorKN>{})
+                                       : launch(std::integral_constant<Layout, Layout::kRowMajorNK>{});
+  return true;
+}
+
+}  // namespace fuseopt

@@ -1,0 +1,32 @@
+// Rules that ban tokens, or all but some tokens, for as long as sequences have certain lengths.
+#pragma once
+
+#include "cuda/common/launchers.h"
+
+namespace fuseopt {
+
+// Of the rules for tokens those that hold at a sequence's length. A rule that forces makes those before it void.
+struct RulesInForce {
+  unsigned bans = 0;
+  unsigned forced = 0;  // the bit of the last rule that forces, or none
+
+  RulesInForce() = default;
+  __device__ RulesInForce(const TokenRules& rules, int64_t length) {
+    for (int r = 0; r < rules.count; ++r) {
+      if (length < rules.bounds[2 * r] || length >= rules.bounds[2 * r + 1]) continue;
+      const unsigned rule = 1u << r;
+      if (rules.forcing & rule) forced = rule, bans = 0;
+      else bans |= rule;
+    }
+  }
+  __device__ bool any() const { return (bans | forced) != 0; }
+  // A token's score: as it is, 0 if it is forced, or -inf.
+  __device__ float edited(float score, unsigned rules_of_token) const {
+    return ban(rules_of_token) ? -INFINITY : forced != 0 ? 0.f : score;
+  }
+  __device__ bool ban(unsigned rules_of_token) const {
+    return (rules_of_token & bans) != 0 || (forced != 0 && (rules_of_token & forced) == 0);
+  }
+};
+
+}  // namespace fuseopt

@@ -1,0 +1,84 @@
+// RMSNorm forward: the kernel of rows in registers, and its launch, for files that each compile a part of it for the sake
+// of build time.
+#pragma once
+
+#include "cuda/norm/norm.cuh"
+
+namespace fuseopt::rms_norm {
+
+constexpr int kBlockElements = 16;  // of a row in a thread, where a block has the row
+
+// Holds the kernel to as few registers as let three quarters of the threads be resident that a multiprocessor may have.
+template <typename T, typename Shape>
+constexpr int kFwdMinBlocks = sizeof(T) == 2 && std::is_same_v<Shape, RowShape<kBlockElements, Team::kBlock>> ? 3 : 1;
+
+template <typename T, typename R, typename W, typename Shape, int kWidth>
+__global__ void __launch_bounds__(Shape::kMaxThreads, (kFwdMinBlocks<T, Shape>))
+    rms_norm_fwd_kernel(Stream<T, R> stream, TypedPointer weight, TypedPointer output, float* __restrict__ rstd,
+                        int64_t rows, int columns, float inverse_columns, float eps, float offset, int norm_dtype) {
+  constexpr int kVectors = Shape::kElements / kWidth;
+  RowTeam<Shape::kTeam> team;
+  const int vectors_in_row = columns / kWidth;
+  const int64_t row = team.index;
+  if (row >= rows) return;
+  follow_predecessor();
+
+  RowPart<T, kVectors, kWidth> x;
+  stream.load(x, row * columns, team, vectors_in_row);
+  Columns<W, kWidth> scale[kVectors];
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const int v = team.lane + k * team.size;
+    if (v < vectors_in_row) scale[k].load_or(weight, v * kWidth, 1.0f);
+  }
+
+  float sum_of_squares = 0;
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) sum_of_squares += x.vectors[k][j] * x.vectors[k][j];
+  }
+  const float row_rstd = rsqrtf(team.template reduce<Sum>(sum_of_squares) * inverse_columns + eps);
+  if (team.lane == 0 && rstd != nullptr) rstd[row] = row_rstd;
+
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const int v = team.lane + k * team.size;
+    float result[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) result[j] = x.vectors[k][j] * row_rstd;
+    round_floats(norm_dtype, result);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) result[j] *= scale[k][j] + offset;
+    if (v < vectors_in_row) store_floats(output, row * vectors_in_row + v, result);
+  }
+}
+
+struct FwdArguments {
+  TypedPointer input, residual, weight, output, sum, rstd;
+  int64_t rows, columns;
+  double eps, offset;
+  int norm_dtype;
+};
+
+// `vectors`: as dispatch_fwd has it. False where no kernel of rows in registers takes the arguments.
+template <bool kOfSum>
+bool launch_fwd(const FwdArguments& of, bool vectors, cudaStream_t stream) {
+  return dispatch_fwd<kBlockElements, true, kOfSum>(
+      of.input, of.residual, of.weight, of.rows, of.columns, vectors,
+      [&](auto types, auto shape, auto width, int threads, TypedPointer wide, TypedPointer narrow) {
+        using Types = decltype(types);
+        using T = typename Types::T;
+        using Shape = decltype(shape);
+        using Kernel = FollowingKernel<rms_norm_fwd_kernel<T, typename Types::R, typename Types::W, Shape, width>>;
+        Kernel::launch_evenly(row_blocks<Shape>(of.rows, threads), threads, stream,
+                              {static_cast<const T*>(wide.data), narrow, static_cast<T*>(of.sum.data)}, of.weight,
+                              of.output, static_cast<float*>(of.rstd.data), of.rows, static_cast<int>(of.columns),
+                              1.0f / of.columns, static_cast<float>(of.eps), static_cast<float>(of.offset),
+                              of.norm_dtype);
+      });
+}
+
+extern template bool launch_fwd<true>(const FwdArguments&, bool, cudaStream_t);
+
+}  // namespace fuseopt::rms_norm

@@ -1,0 +1,171 @@
+// The backward of RMSNorm, in a file of its own for the sake of build time.
+#include "cuda/norm/norm.cuh"
+#include "cuda/norm/norm_odd_rows.cuh"
+
+namespace fuseopt::rms_norm_bwd {
+namespace {
+
+constexpr int kBwdRingThreads = 512;  // of a multiprocessor, where blocks have rows on their way
+
+// grad_input = rstd * (g - xhat * mean(g * xhat)) + grad_sum with g = grad_output * (weight + offset); grad_weight = sum
+// over rows of grad_output * xhat, left as one row of partial sums a block. grad_sum is what reaches a fused residual
+// sum, here `input`, from elsewhere.
+template <typename T, typename Shape, int kWidth, bool kHasGradSum>
+__global__ void __launch_bounds__(kBwdMaxThreads<Shape>)
+    rms_norm_bwd_kernel(const T* grad_output, const T* grad_sum, const T* input,
+                        TypedPointer weight, const float* rstd, T* __restrict__ grad_input,
+                        Partials<float> partials, int64_t rows, int columns, float offset, int stages) {
+  follow_predecessor();
+  constexpr int kVectors = Shape::kElements / kWidth;
+  RowTeam<Shape::kTeam> team;
+  const int vectors_in_row = columns / kWidth;
+
+  extern __shared__ __align__(kAccessBytes) float shared[];
+  const SharedColumns<kWidth> scale(shared, weight, 1.0f, offset, columns);
+  constexpr int kTensors = kHasGradSum ? 3 : 2;
+  const T* tensors[kTensors] = {input, grad_output};
+  if constexpr (kHasGradSum) tensors[2] = grad_sum;
+  WalkedRows<T, kTensors, (kWidth > 1), Shape::kTeam> walk(tensors, rows, columns,
+                                                           reinterpret_cast<char*>(shared + columns), stages);
+  __syncthreads();
+  walk.start(team);
+  float weight_sums[kVectors][kWidth] = {};
+
+  for (int64_t row = team.index; team.walks(row, rows); row += team.count) {
+    const bool is_row = row < rows;
+    const int vectors = is_row ? vectors_in_row : 0;
+    const float row_rstd = is_row ? rstd[row] : 0.0f;
+    RowPart<T, kVectors, kWidth> parts[kTensors];
+    walk.load(parts, row, team, vectors);
+    const auto &x = parts[0], &grad = parts[1];
+
+    float dot = 0;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (v >= vectors) continue;
+      float weights[kWidth];
+      scale.load(v, weights);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const float grad_times_xhat = grad.vectors[k][j] * (x.vectors[k][j] * row_rstd);
+        weight_sums[k][j] += grad_times_xhat;
+        dot += grad_times_xhat * weights[j];
+      }
+    }
+    const float mean_dot = team.template reduce<Sum>(dot) / columns;
+    walk.advance(row, team);
+
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (v >= vectors) continue;
+      float result[kWidth], weights[kWidth];
+      scale.load(v, weights);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const float xhat = x.vectors[k][j] * row_rstd;
+        result[j] = row_rstd * (grad.vectors[k][j] * weights[j] - xhat * mean_dot);
+        if constexpr (kHasGradSum) result[j] += parts[2].vectors[k][j];
+      }
+      store_floats_as<T>(grad_input + row * columns, v, result);
+    }
+  }
+  if (partials.data != nullptr) store_block_partials(weight_sums, partials.of(0), columns, team);
+}
+
+template <typename Acc>
+__global__ void __launch_bounds__(kAnyThreads)
+    rms_norm_bwd_any_kernel(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input, TypedPointer weight,
+                            TypedPointer rstd, TypedPointer grad_input, int64_t rows, int64_t columns, Acc offset) {
+  RowTeam<Team::kBlock, Acc> team;
+  const auto grad_times_weight = [&](int64_t row, int64_t c) {
+    return load_as<Acc>(grad_output, row * columns + c) *
+           ((weight.data != nullptr ? load_as<Acc>(weight, c) : Acc(1)) + offset);
+  };
+  for (int64_t row = team.index; row < rows; row += team.count) {
+    const Acc row_rstd = load_as<Acc>(rstd, row);
+    Acc dot = 0;
+    for (int64_t c = team.lane; c < columns; c += team.size) {
+      dot += grad_times_weight(row, c) * (load_as<Acc>(input, row * columns + c) * row_rstd);
+    }
+    const Acc mean_dot = team.template reduce<Sum>(dot) / columns;
+    for (int64_t c = team.lane; c < columns; c += team.size) {
+      const Acc xhat = load_as<Acc>(input, row * columns + c) * row_rstd;
+      const Acc added = grad_sum.data != nullptr ? load_as<Acc>(grad_sum, row * columns + c) : Acc(0);
+      store_as(grad_input, row * columns + c, row_rstd * (grad_times_weight(row, c) - xhat * mean_dot) + added);
+    }
+  }
+}
+
+}  // namespace
+
+template <typename Acc>
+cudaError_t rms_norm_bwd_any(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input, TypedPointer weight,
+                             TypedPointer rstd, TypedPointer grad_input, TypedPointer grad_weight, void* workspace,
+                             int64_t rows, int64_t columns, double offset, cudaStream_t stream) {
+  if (rows > 0) {
+    rms_norm_bwd_any_kernel<<<any_grid(rows), kAnyThreads, 0, stream>>>(grad_output, grad_sum, input, weight, rstd,
+                                                                        grad_input, rows, columns,
+                                                                        static_cast<Acc>(offset));
+  }
+  if (grad_weight.data == nullptr || columns == 0) return cudaGetLastError();
+  const Partials<Acc> partials{static_cast<Acc*>(workspace), any_partials(rows, columns), columns};
+  column_partials_any(grad_output, input, TypedPointer{}, rstd, partials, rows, stream);
+  return reduce_partials(partials, {grad_weight}, stream);
+}
+
+extern "C" cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input,
+                                            TypedPointer weight, TypedPointer rstd, TypedPointer grad_input,
+                                            TypedPointer grad_weight, void* workspace, int64_t rows, int64_t columns,
+                                            double offset, cudaStream_t stream) {
+  bool launched = false;
+  Partials<float> partials{static_cast<float*>(grad_weight.data != nullptr ? workspace : nullptr), 0, columns};
+  if (rows > 0 && !any_has(kFloat64, {weight}) && have_dtype(input.dtype, {grad_output, grad_sum})) {
+    const bool vectors = are_vectors(input.dtype, columns, {grad_output, grad_sum, input, grad_input});
+    if (vectors && are_few_rows(rows) &&
+        launch_few_rows_bwd({grad_output, grad_sum, input, weight, nullptr, static_cast<const float*>(rstd.data),
+                             grad_input, grad_weight, TypedPointer{}, static_cast<int>(rows), static_cast<int>(columns),
+                             1.0f / columns, static_cast<float>(offset)},
+                            stream)) {
+      return cudaGetLastError();
+    }
+    launched = !vectors && launch_odd_rows_bwd({grad_output, grad_sum, input, weight, grad_input,
+                                                static_cast<const float*>(rstd.data), rows, columns,
+                                                static_cast<float>(offset)},
+                                               partials, stream);
+    if (!launched) dispatch_fast_dtype(input.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      const auto launch = [&](auto shape, auto width, int threads, auto has_grad_sum) {
+        using Shape = decltype(shape);
+        const BwdLaunch form = bwd_launch<T, Shape, width>(threads, columns, has_grad_sum ? 3 : 2, kBwdRingThreads);
+        static ResidentBlocks resident;
+        using Kernel = FollowingKernel<rms_norm_bwd_kernel<T, Shape, width, has_grad_sum>>;
+        constexpr auto kernel = Kernel::kFunction;
+        launched = form.fits();
+        if (!launched) return;
+        permit_shared_bytes(reinterpret_cast<const void*>(kernel), form.shared_bytes);  // or none would be resident
+        partials.count = row_blocks<Shape>(rows, threads,
+                                           std::min<int64_t>(resident(kernel, threads, form.shared_bytes),
+                                                             form.blocks_per_processor * multiprocessor_count()));
+        Kernel::launch(static_cast<unsigned>(partials.count), threads, form.shared_bytes, stream,
+                       static_cast<const T*>(grad_output.data), static_cast<const T*>(grad_sum.data),
+                       static_cast<const T*>(input.data), weight, static_cast<const float*>(rstd.data),
+                       static_cast<T*>(grad_input.data), partials, rows, static_cast<int>(columns),
+                       static_cast<float>(offset), form.stages);
+      };
+      dispatch_bwd_row<T, ElementwiseWarp>(columns, vectors, [&](auto shape, auto width, int threads) {
+        if (grad_sum.data != nullptr) launch(shape, width, threads, std::true_type{});
+        else launch(shape, width, threads, std::false_type{});
+      });
+    });
+  }
+  if (launched)
+    return grad_weight.data == nullptr ? cudaGetLastError()
+                                       : reduce_partials(partials, {grad_weight}, stream);
+  const auto any = any_has(kFloat64, {input, weight}) ? rms_norm_bwd_any<double> : rms_norm_bwd_any<float>;
+  return any(grad_output, grad_sum, input, weight, rstd, grad_input, grad_weight, workspace, rows, columns, offset,
+             stream);
+}
+
+}  // namespace fuseopt::rms_norm_bwd

@@ -1,0 +1,167 @@
+// What the kernels of softmax share: logits, and their mask.
+#pragma once
+
+#include "cuda/common/dependent_launch.cuh"
+#include "cuda/common/math.cuh"
+#include "cuda/common/row_span.cuh"
+#include "cuda/common/vector.cuh"
+
+namespace fuseopt {
+
+// Launch the kernels for rows wider than a team's registers, of tensors that are aligned to vectors.
+void launch_softmax_fwd_wide(TypedPointer input, const SoftmaxMask& mask, TypedPointer output, int64_t rows,
+                             int columns, float scale, cudaStream_t stream);
+void launch_softmax_bwd_wide(TypedPointer grad_output, TypedPointer output, TypedPointer grad_input, int64_t rows,
+                             int columns, float scale, cudaStream_t stream);
+
+// A mask whose rows are found without dividing.
+struct IndexedMask : SoftmaxMask {
+  uint64_t reciprocals[kMaxDims];  // 2^64 / size, rounded up; 0 for a size of one
+
+  explicit IndexedMask(const SoftmaxMask& mask) : SoftmaxMask(mask) {
+    for (int dim = 0; dim < dims; ++dim) reciprocals[dim] = UINT64_MAX / static_cast<uint64_t>(sizes[dim]) + 1;
+  }
+
+  // Exact for 32 bits (Lemire, Kaser and Kurz, 2019).
+  __device__ uint32_t divide(uint32_t index, int dim) const {
+    return reciprocals[dim] == 0 ? index : static_cast<uint32_t>(__umul64hi(reciprocals[dim], index));
+  }
+  __device__ int64_t divide(int64_t index, int dim) const { return index / sizes[dim]; }
+
+  template <typename Index>
+  __device__ int64_t offset_of(Index row) const {
+    int64_t offset = 0;
+    for (int dim = dims - 1; dim > 0; --dim) {
+      const Index rest = divide(row, dim);
+      offset += static_cast<int64_t>(row - rest * static_cast<Index>(sizes[dim])) * strides[dim];
+      row = rest;
+    }
+    return dims > 0 ? offset + static_cast<int64_t>(row) * strides[0] : 0;
+  }
+
+  // The offset of a row's first element.
+  __device__ int64_t row_offset(int64_t row) const {
+    return row <= UINT32_MAX ? offset_of(static_cast<uint32_t>(row)) : offset_of(row);
+  }
+};
+
+// The additive mask of one row, of elements M; void where there is none.
+template <typename M>
+struct RowMask {
+  using Source = IndexedMask;
+
+  const M* row;
+  int64_t column_stride;
+
+  __device__ RowMask(const Source& mask, int64_t row_index)
+      : row(static_cast<const M*>(mask.values.data) + mask.row_offset(row_index)),
+        column_stride(mask.column_stride) {}
+
+  // The elements from `column` on, as they lie in memory: so that several loads can be under way.
+  template <int kWidth>
+  __device__ void load(Vector<M, kWidth>& values, int64_t column) const {
+    const M* const first = row + column * column_stride;
+    if (column_stride == 1 && reinterpret_cast<uintptr_t>(first) % alignof(Vector<M, kWidth>) == 0) {
+      values = *reinterpret_cast<const Vector<M, kWidth>*>(first);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values.values[j] = first[j * column_stride];
+    }
+  }
+
+  template <int kWidth>
+  __device__ void add_to(float (&logits)[kWidth], int64_t column) const {
+    Vector<M, kWidth> added;
+    load(added, column);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) logits[j] += added[j];
+  }
+};
+
+template <>
+struct RowMask<void> {
+  struct Source {
+    explicit Source(const SoftmaxMask&) {}
+  };
+
+  __device__ RowMask(const Source&, int64_t) {}
+  template <int kWidth>
+  __device__ void load(Vector<float, kWidth>&, int64_t) const {}
+  template <int kWidth>
+  __device__ void add_to(float (&)[kWidth], int64_t) const {}
+};
+
+// scale * x + mask for a vector of the row.
+template <int kWidth, typename T, typename Mask>
+__device__ void logits_of(float (&logits)[kWidth], const Vector<T, kWidth>& x, float scale, const Mask& mask,
+                          int64_t column) {
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) logits[j] = x[j] * scale;
+  mask.add_to(logits, column);
+}
+
+// The same for this lane's element outside the vectors; minus infinity, the neutral element, where it has none.
+template <int kWidth, typename T, typename Mask>
+__device__ float edge_logit(const T* input, const RowSpan<kWidth>& span, float scale, const Mask& mask) {
+  if (span.edge == span.kNone) return -INFINITY;
+  float logit[1] = {to_float(input[span.edge]) * scale};
+  mask.add_to(logit, span.edge - span.begin);
+  return logit[0];
+}
+
+// The logits of a thread's first kVectors vectors of a row. In 16 bits and without a mask they are made anew from the
+// input every time: half the registers, so that more rows are on their way, for a multiplication each.
+template <typename T, typename M, int kVectors>
+struct RowLogits {
+  static constexpr int kWidth = kVectorWidth<T>;
+  static constexpr bool kRemade = sizeof(T) == 2 && std::is_void_v<M>;
+  Vector<T> x[kVectors];
+  Vector<std::conditional_t<std::is_void_v<M>, float, M>, kWidth> added[kVectors];
+  float values[kRemade ? 1 : kVectors][kWidth];
+  float scale;
+
+  template <typename Span, typename RowTeam>
+  __device__ RowLogits(const T* input, const Span& span, const RowTeam& team, float scale) : scale(scale) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (span.has(v)) x[k] = load_vector(input, span.first + v);
+    }
+  }
+
+  template <typename Span, typename RowTeam>
+  __device__ void load(const RowMask<M>& mask, const Span& span, const RowTeam& team) {
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int v = team.lane + k * team.size;
+      if (span.has(v)) mask.load(added[k], span.column(v));
+    }
+  }
+
+  // To be called once before `at`, and late: it waits for input and mask.
+  __device__ void make(int k) {
+    if constexpr (!kRemade) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[k][j] = x[k][j] * scale + (std::is_void_v<M> ? 0.0f : added[k][j]);
+    }
+  }
+
+  __device__ float at(int k, int j) const {
+    if constexpr (kRemade) return x[k][j] * scale;
+    else return values[k][j];
+  }
+};
+
+inline unsigned block_per_row(int64_t rows) { return static_cast<unsigned>(std::min<int64_t>(rows, INT32_MAX)); }
+
+// Calls `launch(TypeTag<M>)` for the mask dtypes compiled for input T: none, T and float32. False for others.
+template <typename T, typename Launch>
+bool dispatch_mask(const SoftmaxMask& mask, Launch launch) {
+  if (mask.values.data == nullptr) launch(TypeTag<void>{});
+  else if (mask.values.dtype == kFloat32) launch(TypeTag<float>{});
+  else if (mask.values.dtype == kDType<T>) launch(TypeTag<T>{});
+  else return false;
+  return true;
+}
+
+}  // namespace fuseopt

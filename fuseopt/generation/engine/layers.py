@@ -1,0 +1,380 @@
+"""What decode steps are made of: plain functions on the model's own tensors, a token a row."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import NewGELUActivation
+
+from fuseopt import ops
+from fuseopt.modules.base import source_class
+from fuseopt.ops import registry
+from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, is_fast
+from fuseopt.ops.decode.linear_of_embeddings import takes_embeddings
+from fuseopt.ops.decode.linear_partials import leaves_addends, takes_addends
+
+# A name in `ACTIVATIONS`, or a module that is called.
+Activation = str | Callable[[Tensor], Tensor]
+HALVES = (torch.float16, torch.bfloat16)
+# Of more, a norm takes less time by itself than in each block that multiplies some of them by some of a weight.
+_MOST_ROWS_TO_NORMALISE = 128
+
+
+class Norm(NamedTuple):
+    """`kind` as `ops.decode_linear` has it; `bias` is None for an RMSNorm."""
+
+    kind: str
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    @property
+    def of_op(self) -> dict[str, Any]:
+        """As an op takes it, but for `eps`."""
+        return {"norm": self.kind, "norm_weight": self.weight, "norm_bias": self.bias}
+
+
+@dataclass(eq=False)
+class Linear:
+    """Linear layers with a common input.
+
+    Attributes:
+        weights: [N, K] each, of any strides.
+        biases: [N] for each weight, or none.
+        ahead: weights for a launch to come, which the kernel brings into the L2 cache.
+    """
+
+    weights: tuple[Tensor, ...]
+    biases: tuple[Tensor, ...] = ()
+    ahead: tuple[Tensor, ...] = ()
+
+    @functools.cached_property
+    def no_bias(self) -> Tensor:
+        """Zeros [N], for what the BLAS library does only to a product with a bias."""
+        return self.weights[0].new_zeros(len(self.weights[0]))
+
+
+def look_ahead(layers: Sequence[Linear], head: Linear) -> None:
+    """Lets each of a step's linear layers, in the order they run in, bring in the weights of the one after the next.
+
+    Large layers do not, as memory has no rest before they are there themselves, but for a part of the one behind where
+    that is large: it finds room late. The head, which reads more than the cache holds, brings in the weights of the
+    next step's first layer at its end.
+    """
+    for layer, following, later in zip(layers, [*layers[1:], head], [*layers[2:], head, head], strict=True):
+        layer.ahead = later.weights
+        if _is_large(layer):
+            layer.ahead = _part_ahead(following.weights[0]) if _is_large(following) else ()
+    head.ahead = layers[0].weights
+
+
+def _is_large(layer: Linear) -> bool:
+    """Whether it has as many bytes as an H100's multiprocessors hold: `most_held_bytes` of decode_linear_rows.cuh."""
+    return sum(weight.nbytes for weight in layer.weights) >= 92 * 1024 * 132
+
+
+def _part_ahead(weight: Tensor) -> tuple[Tensor, ...]:
+    """A quarter of the lines of a weight [N, K] that lies as [K, N]."""
+    lines = weight.T
+    return (lines[: len(lines) // 4],) if lines.is_contiguous() else ()
+
+
+def linear_of(*modules: nn.Linear) -> Linear:
+    """The Linear of torch.nn.Linear modules. If one of them has a bias, those without get a bias of zeros."""
+    weights, biases = tuple(module.weight for module in modules), [module.bias for module in modules]
+    if all(bias is None for bias in biases):
+        return Linear(weights)
+    filled = (w.new_zeros(len(w)) if bias is None else bias for w, bias in zip(weights, biases, strict=True))
+    return Linear(weights, tuple(filled))
+
+
+def activation_of(module: nn.Module) -> Activation:
+    """The name of what `module`, or what it stands in for, computes; or `module` itself."""
+    return {NewGELUActivation: "gelu_tanh", nn.ReLU: "relu"}.get(source_class(module), module)
+
+
+class Embedding(NamedTuple):
+    """Embeddings of tokens, and those of their positions added if there are any.
+
+    Attributes:
+        tokens, positions: [tokens] int64.
+        weight, position_weight: [vocabulary, hidden] and [positions, hidden].
+        overlap: a linear layer's kernel may read its weights before what is ahead has ended.
+    """
+
+    tokens: Tensor
+    weight: Tensor
+    positions: Tensor | None = None
+    position_weight: Tensor | None = None
+    overlap: bool = False
+
+    def total(self) -> Tensor:
+        """[tokens, hidden]"""
+        if has_kernel("decode_embedding", self.weight):
+            return ops.decode_embedding(*self[:4], overlap=True)
+        embeddings = F.embedding(self.tokens, self.weight)
+        if self.positions is None or self.position_weight is None:
+            return embeddings
+        return embeddings + F.embedding(self.positions, self.position_weight)
+
+    def linear(self, layer: Linear, norm: Norm) -> tuple[Tensor, Tensor] | None:
+        """`layer(norm(total))` and that total, if there is a kernel for both together."""
+        if self.positions is None or self.position_weight is None or len(layer.weights) > 1:
+            return None
+        if len(self.tokens) > FEW_ROWS:
+            return None
+        rows = self.tokens, self.weight, self.positions, self.position_weight
+        weight, of_norm = layer.weights[0], norm.of_op
+        if not has_kernel("decode_linear_of_embeddings", weight):
+            return None
+        if not takes_embeddings(*rows, weight, *layer.biases, **of_norm):
+            return None
+        return ops.decode_linear_of_embeddings(
+            *rows, weight, *layer.biases, **of_norm, eps=norm.eps, overlap=self.overlap, ahead=layer.ahead
+        )
+
+
+def normalised(input: Tensor, norm: Norm) -> Tensor:
+    if norm.kind == "t5_rms_norm":
+        return ops.rms_norm(input, norm.weight, norm.eps, cast_order="t5")
+    if not input.is_cuda:
+        # PyTorch's kernel overflows to NaN earlier than fuseopt's, and beams and samples depend on those NaN.
+        return F.layer_norm(input, norm.weight.shape, norm.weight, norm.bias, norm.eps)
+    return ops.layer_norm(input, norm.weight.shape, norm.weight, norm.bias, norm.eps)
+
+
+def linear(
+    input: Tensor,
+    layer: Linear,
+    *,
+    norm: Norm | None = None,
+    activation: Activation | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`residual + activation(layer(norm(input)))`; few rows on a GPU in one kernel, others by the BLAS library.
+
+    Args:
+        input: [rows, K].
+        gated: the activated product with the first weight times that with the second.
+        residual: of the result's shape; may be overwritten with it.
+
+    Returns:
+        [rows, N * number of weights] ([rows, N] if gated), in the weights' dtype or what that and `residual`'s give;
+        neighbouring columns, and rows that may lie apart.
+    """
+    weight = layer.weights[0]
+    if norm is not None and len(layer.weights) == 1 and len(input) > _MOST_ROWS_TO_NORMALISE:
+        input, norm = normalised(input, norm), None
+    kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
+    if takes_kernel(input, layer, residual, kind) and not callable(activation):
+        return ops.decode_linear(
+            input,
+            layer.weights,
+            layer.biases or None,
+            residual=residual,
+            norm=kind,
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
+            eps=eps,
+            activation=activation,
+            gated=gated,
+            overlap=True,
+            ahead=layer.ahead,
+        )
+    if norm is not None:
+        input = normalised(input, norm)
+    return _by_library(input.to(weight.dtype), layer, activation, gated, residual)
+
+
+def takes_kernel(input: Tensor, layer: Linear, residual: Tensor | None = None, norm: str | None = None) -> bool:
+    """Whether `linear` runs by `ops.decode_linear`, unless the activation is a module."""
+    return has_kernel("decode_linear", layer.weights[0]) and is_fast(input, layer.weights, residual, norm)
+
+
+class BeforeHead(NamedTuple):
+    """What a step leaves to who needs its logits, or no more than the likeliest of them.
+
+    Attributes:
+        hidden: [rows, hidden], before the final norm.
+        addends: [2, rows, hidden] float32, which the kernel that reads `hidden` adds to it; or None.
+    """
+
+    hidden: Tensor
+    head: Linear
+    norm: Norm
+    addends: Tensor | None = None
+
+    def logits(self) -> Tensor:
+        """[rows, vocab] in the weight's dtype."""
+        if self.addends is not None:
+            return _linear_of_sum(self.hidden, self.addends, self.head, self.norm)[0]
+        return linear(self.hidden, self.head, norm=self.norm)
+
+    @property
+    def has_kernel_to_select(self) -> bool:
+        """Whether `ops.decode_head_select_` is faster than the logits and a look through them."""
+        few = len(self.hidden) <= FEW_ROWS and not self.head.biases
+        return few and has_kernel("decode_head_select_", self.head.weights[0])
+
+
+class ResidualStream:
+    """What the sublayers of a pre-norm transformer add to, and read normalised.
+
+    A sum that only the next norm asks for is taken along by that.
+
+    Args:
+        begin: what it begins with, [rows, hidden]; may be overwritten.
+    """
+
+    def __init__(self, begin: Tensor | Embedding) -> None:
+        self._embedding: Embedding | None = None
+        if isinstance(begin, Tensor):
+            self._sum = begin
+        else:
+            self._embedding = begin
+        self._added: Tensor | None = None
+        self._addends: Tensor | None = None
+
+    def total(self) -> Tensor:
+        assert self._addends is None, "the layer that they were left for takes them first"
+        if self._embedding is not None:
+            self._sum, self._embedding = self._embedding.total(), None
+        if self._added is not None:
+            self._sum, self._added = self._sum + self._added, None
+        return self._sum
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether `total` is there, and not yet to be looked up or added up."""
+        return self._embedding is None and self._added is None and self._addends is None
+
+    def of(self, rows: Tensor) -> ResidualStream:
+        """What these rows of it go on as."""
+        return ResidualStream(self.total()[rows])
+
+    def linear(self, layer: Linear, norm: Norm, activation: Activation | None = None) -> Tensor:
+        """`activation(layer(norm(total)))`, by a LayerNorm."""
+        if self._embedding is not None and activation is None and (both := self._embedding.linear(layer, norm)):
+            (output, self._sum), self._embedding = both, None
+            return output
+        if self._addends is not None:
+            assert activation is None
+            output, self._sum = _linear_of_sum(self._sum, self._addends, layer, norm)
+            self._addends = None
+            return output
+        if self._added is None or not self._added.is_cuda:
+            return linear(self.total(), layer, norm=norm, activation=activation)
+        normed, self._sum = ops.add_layer_norm(self._added, self._sum, norm.weight, norm.bias, norm.eps)
+        self._added = None
+        return linear(normed, layer, activation=activation)
+
+    def before(self, head: Linear, norm: Norm) -> BeforeHead:
+        """What `head(norm(total))` is made of."""
+        if self._addends is not None:
+            return BeforeHead(self._sum, head, norm, self._addends)
+        return BeforeHead(self.total(), head, norm)
+
+    def add(self, input: Tensor, layer: Linear, following: tuple[Linear, Norm] | None = None) -> None:
+        """Adds `layer(input)`.
+
+        Args:
+            following: what `linear` or `before` is called with next, without an activation and before any `total`.
+        """
+        if following is not None and self._hands_on_addends(input, layer, *following):
+            weight, self._sum = layer.weights[0], self.total()
+            self._addends = ops.decode_linear_addends(input, weight, *layer.biases, overlap=True, ahead=layer.ahead)
+        elif not layer.biases or takes_kernel(input, layer, self.total()):
+            self._sum = linear(input, layer, residual=self.total())
+        else:
+            # A product with a bias takes nothing else along.
+            self._sum, self._added = self.total(), linear(input, layer)
+
+    def _hands_on_addends(self, input: Tensor, layer: Linear, following: Linear, norm: Norm) -> bool:
+        weight, next_weight = layer.weights[0], following.weights[0]
+        if not (has_kernel("decode_linear_addends", weight) and has_kernel("decode_linear_of_sum", next_weight)):
+            return False
+        if not leaves_addends(input, weight, *layer.biases):
+            return False
+        return takes_addends(self.total(), next_weight, *following.biases, **norm.of_op)
+
+
+def _linear_of_sum(input: Tensor, addends: Tensor, layer: Linear, norm: Norm) -> tuple[Tensor, Tensor]:
+    return ops.decode_linear_of_sum(
+        input,
+        addends,
+        layer.weights[0],
+        *layer.biases,
+        **norm.of_op,
+        eps=norm.eps,
+        overlap=True,
+        ahead=layer.ahead,
+    )
+
+
+def _by_library(
+    input: Tensor, layer: Linear, activation: Activation | None, gated: bool, residual: Tensor | None
+) -> Tensor:
+    """`linear` without a norm by the BLAS library, with what that can do beside a product left to it."""
+    weight, *others = layer.weights
+    bias = layer.biases[0] if layer.biases else None
+    if residual is not None and not others and bias is None and activation is None and residual.dtype is weight.dtype:
+        return residual.addmm_(input, weight.T)
+    is_gelu = activation == "gelu_tanh" and bias is not None
+    if (is_gelu or activation == "relu") and not others and weight.is_cuda and weight.dtype in HALVES:
+        # The GELU is the tanh approximation on CUDA.
+        bias = layer.no_bias if bias is None else bias
+        output = torch._addmm_activation(bias, input, weight.T, use_gelu=is_gelu)
+    else:
+        output = _products(input, layer)
+        if gated:
+            output = _activated(output[:, : len(weight)], activation) * output[:, len(weight) :]
+        else:
+            output = _activated(output, activation)
+    return output if residual is None else residual + output
+
+
+def _activated(input: Tensor, activation: Activation | None) -> Tensor:
+    if activation is None:
+        return input
+    return activation(input) if callable(activation) else ACTIVATIONS[activation](input)
+
+
+def _products(input: Tensor, layer: Linear) -> Tensor:
+    """[rows, N * number of weights]; on a GPU rows are aligned to 16 bytes.
+
+    There BLAS libraries take several times as long for an odd number of columns, as GPT-2's vocabulary has:
+    the last few are a product of their own.
+    """
+    columns, count = len(layer.weights[0]), len(layer.weights)
+    biases = layer.biases or (None,) * count
+    aligned = columns // 8 * 8 if input.is_cuda else columns
+    if count == 1 and aligned == columns:
+        return F.linear(input, layer.weights[0], biases[0])
+    output = input.new_empty(len(input), -(-columns * count // 8) * 8)[:, : columns * count]
+    for part, weight, bias in zip(output.split(columns, dim=1), layer.weights, biases, strict=True):
+        for begin, end in ((0, aligned), (aligned, columns)):
+            if begin == end:
+                continue
+            factor, out = weight[begin:end].T, part[:, begin:end]
+            if bias is None:
+                torch.mm(input, factor, out=out)
+            else:
+                torch.addmm(bias[begin:end], input, factor, out=out)
+    return output
+
+
+def has_kernel(op: str, like: Tensor) -> bool:
+    """Whether a decoding op has a GPU kernel for tensors like this one; its reference is not made for speed."""
+    return like.is_cuda and registry.pick(op, "auto", like.device, (like.dtype,)) == "cuda"
+
+
+def causal_mask(length: int, device: torch.device) -> Tensor:
+    """[length, length] bool: True where the key is not after the query."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril_()

@@ -1,0 +1,117 @@
+"""Survey: what a decode step stands on, looked at in every call: modules that it knows, and where weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fuseopt.blocks.causal_attention import CausalStackForward
+from fuseopt.blocks.gpt2_inference import GPT2InferenceForward, GPT2StackForward
+from fuseopt.blocks.relative_attention import RelativeStackForward
+from fuseopt.blocks.residual import GPT2BlockForward, T5BlockForward
+from fuseopt.blocks.t5_inference import T5InferenceForward, T5StackForward
+from fuseopt.modules.base import has_hooks
+from fuseopt.modules.children import Children, unexpected_modules
+from fuseopt.runtime.module_watch import (
+    CONSTANTS,
+    Watch,
+    is_special,
+    is_without_parameters,
+    modules_below,
+    only_captures_outputs,
+)
+from fuseopt.training.forward import TrainingForward
+
+# fuseopt's own, which compute what the class's forward does.
+_FORWARDS = (
+    CausalStackForward,
+    GPT2BlockForward,
+    GPT2InferenceForward,
+    GPT2StackForward,
+    RelativeStackForward,
+    T5BlockForward,
+    T5InferenceForward,
+    T5StackForward,
+    TrainingForward,
+)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """One walk over modules.
+
+    Attributes:
+        reason: why a decode step would not compute what they do, or None.
+        key: changes when a module or a constant is another, or a weight has another address, dtype or layout. Values
+            are read in place and take no part.
+        watch: tells whether another walk would find the same, unless something needed a closer look.
+    """
+
+    reason: str | None
+    key: tuple[Hashable, ...] = ()
+    watch: Watch | None = None
+
+    def is_in_place(self) -> bool:
+        """Whether weights are where they were, and used as they are: what reads them can run, though what comes of it
+        may be void.
+        """
+        watch = self.watch
+        return watch is not None and not torch.is_autocast_enabled(watch.device_type) and watch.is_in_place()
+
+
+def survey(model: nn.Module, roots: Sequence[nn.Module], children: Children, before: Survey | None = None) -> Survey:
+    """Checks `model` itself and the trees below `roots`, which are children of it.
+
+    Written for speed: transformers' models have hundreds of modules.
+
+    Args:
+        children: the class that each module must have, see `fuseopt.modules.children`.
+        before: of an earlier call with the same arguments.
+    """
+    if before is not None and before.watch is not None and before.watch.is_unchanged():
+        return before
+    for path, module in unexpected_modules(model, children, roots):
+        return Survey(f"{path} is a {type(module).__name__}, which the decode step does not know")
+    key: list[Hashable] = []
+    modules, special = [model, *modules_below(*roots)], False
+    parameters = []
+    for module in modules:
+        state = module.__dict__
+        if is_special(module) or "forward" in state or is_without_parameters(module):
+            reason = _module_reason(module)
+            if reason:
+                path = next(path for path, other in model.named_modules() if other is module)
+                return Survey(f"{path or 'the model'} {reason}")
+            special = special or is_special(module)
+        key.append((id(module), type(module), *map(state.get, CONSTANTS)))
+        parameters += [parameter for parameter in state["_parameters"].values() if parameter is not None]
+    for parameter in parameters:
+        if type(parameter) is not nn.Parameter:
+            return Survey("it has parameters of a tensor subclass, such as sharded or quantised ones")
+        key.append((parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()))
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) > 1:
+        return Survey("its parameters are on several devices")
+    (device,) = devices
+    if device.type not in ("cpu", "cuda"):
+        return Survey(f"it is on {device}")
+    if torch.is_autocast_enabled(device.type):
+        return Survey("autocast is on")
+    return Survey(None, (device, *key), None if special else Watch(modules, parameters))
+
+
+def _module_reason(module: nn.Module) -> str | None:
+    if module.training:
+        return "is in training mode"
+    if has_hooks(module) and not only_captures_outputs(module):
+        return "carries hooks"
+    if "_hf_hook" in module.__dict__:
+        return "is dispatched or offloaded by accelerate"
+    if "forward" in module.__dict__ and type(module.__dict__["forward"]) not in _FORWARDS:
+        return "has had its forward replaced"
+    if is_without_parameters(module):
+        return "has weights that are not Parameters, or an embedding's max_norm"
+    return None

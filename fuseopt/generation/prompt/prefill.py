@@ -1,0 +1,179 @@
+"""Prefill: from the prompt to a filled static cache and first logits; and back to transformers' caches at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from fuseopt.generation.engine.beam_state import along_ancestry
+from fuseopt.generation.engine.graphs import StepGraphs
+from fuseopt.generation.engine.state import DecodeState
+from fuseopt.generation.prompt.early_prefill import Ahead
+from fuseopt.generation.prompt.prompts import run_encoded, run_forward
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """What a prefill left in a DecodeState.
+
+    Attributes:
+        slots: slots that are filled when the first logits are there.
+        cross_slots: likewise of the cross-attention cache.
+        pending: the first logits are not there: the state is ready for a step that takes the only token of the prompt.
+        has_ids: the state has the prompt's tokens.
+        had_run: all of this was so before the call was prepared.
+        note: why something could not be captured.
+    """
+
+    slots: int
+    cross_slots: int = 0
+    pending: bool = False
+    has_ids: bool = False
+    had_run: bool = False
+    note: str = ""
+
+
+def prefill(
+    step: Any,
+    model: nn.Module,
+    graphs: StepGraphs,
+    state: DecodeState,
+    input_ids: Tensor,
+    config: Any,
+    model_kwargs: dict[str, Any],
+    ahead: Ahead | None = None,
+) -> Prefilled:
+    """Fills `state` by the decode step's own means where the call is plain, else by the model's own forward.
+
+    Args:
+        step: a decode step built on `model`, which then can begin.
+        graphs: where captured prompts are kept.
+        config, model_kwargs: as transformers prepared them; `model_kwargs` is brought up to date.
+        ahead: the caller's prompt, if it has run already.
+    """
+    length = input_ids.shape[1]
+    encodes = model.config.is_encoder_decoder
+    keep = None if encodes else model_kwargs.get("attention_mask")
+    took_mask = ahead is not None and keep is not None and keep is ahead.attention_mask
+    if not took_mask and keep is not None and keep.shape == input_ids.shape and bool(keep.all()):
+        keep = None
+    if not is_plain(model, input_ids, config, model_kwargs) or (keep is not None and length == 1):
+        step.begin()
+        prefilled = _by_the_model(model, state, input_ids, config, model_kwargs)
+        if encodes:
+            step.fold(state)
+        return prefilled
+    if encodes:
+        encoded, mask = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
+        has_run = ahead is not None and ahead.state is state and ahead.inputs is encoded
+        if ahead is not None and has_run and ahead.stands_for(mask, config.decoder_start_token_id):
+            return Prefilled(1, encoded[0].shape[1], had_run=True, note=ahead.note)
+        per_item = slice(None, None, state.sizes.rows_per_item)
+        mask = None if mask is None else mask[per_item]
+        note = run_encoded(step, graphs, state, encoded[0][per_item], mask, input_ids[:, 0])
+        return Prefilled(1, encoded[0].shape[1], note=note)
+    model.warn_if_padding_and_no_attention_mask(input_ids, model_kwargs.get("attention_mask"))
+    step.begin()
+    has_run = ahead is not None and ahead.inputs is input_ids and (keep is None or took_mask)
+    if ahead is not None and has_run and state is ahead.state:
+        return Prefilled(length, has_ids=True, had_run=True, note=ahead.note)
+    positions = model_kwargs.get("position_ids")
+    positions = None if positions is None else positions[:, -length:]
+    if length == 1:
+        state.tokens.copy_(input_ids[:, 0])
+        state.begin(0, None, None if positions is None else positions[:, -1])
+        return Prefilled(1, pending=True)
+    if ahead is not None and has_run:
+        state.begin(length, keep, None if positions is None else positions[:, -1] + 1)
+        ahead.load(state)
+        return Prefilled(length, note=ahead.note)
+    state.load_prompt(input_ids, keep, positions)
+    note = run_forward(step.prefill, graphs, state, state.sizes.rows, length, masked=keep is not None)
+    return Prefilled(length, has_ids=True, note=note)
+
+
+def store_cache(state: DecodeState, past_key_values: Any, slots: int, cross_slots: int) -> None:
+    """Makes transformers' cache hold what the first slots of the static one do."""
+    if isinstance(past_key_values, EncoderDecoderCache):
+        cross = past_key_values.cross_attention_cache
+        if not cross.get_seq_length():
+            _store(state.cross_cache, cross, cross_slots, state.sizes.rows_per_item)
+            past_key_values.is_updated.update(dict.fromkeys(range(len(state.cross_cache)), True))
+        past_key_values = past_key_values.self_attention_cache
+    ancestry = None if state.beams is None else state.beams.ancestry[0, :, :slots]
+    _store(state.cache, past_key_values, slots, ancestry=ancestry)
+
+
+def is_plain(model: nn.Module, input_ids: Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> bool:
+    """Whether there is nothing but a prompt of tokens, and attention is of the kind that the step's prefill has."""
+    cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
+    masked, positions = input_ids, model_kwargs.get("position_ids")
+    if model.config.is_encoder_decoder:
+        masked = model_kwargs["encoder_outputs"][0][..., 0]
+        masked_too = model_kwargs.get("decoder_attention_mask") is not None
+        if input_ids.shape[1] != 1 or masked_too or cache.cross_attention_cache.get_seq_length():
+            return False
+    elif model.config._attn_implementation != "sdpa":
+        return False
+    return (
+        input_ids.shape[1] > 0
+        and (mask is None or mask.shape == masked.shape)
+        and (positions is None or _are_of(positions, input_ids))
+        and model_kwargs.get("inputs_embeds") is None
+        and cache.get_seq_length() == 0
+        and config.prefill_chunk_size is None
+    )
+
+
+def _are_of(positions: Tensor, input_ids: Tensor) -> bool:
+    """Whether there is a position for each token."""
+    rows, length = positions.shape
+    return rows in (1, input_ids.shape[0]) and length >= input_ids.shape[1] and not positions.is_floating_point()
+
+
+def _by_the_model(
+    model: nn.Module, state: DecodeState, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any]
+) -> Prefilled:
+    encodes = model.config.is_encoder_decoder
+    outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
+    model_kwargs.update(model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=encodes))
+    cache, cross_slots = model_kwargs["past_key_values"], 0
+    if encodes:
+        cross_slots = _load(state.cross_cache, cache.cross_attention_cache, state.sizes.rows_per_item)
+        mask = model_kwargs.get("attention_mask")
+        state.load_cross(cross_slots, None if mask is None else mask[:: state.sizes.rows_per_item])
+        cache = cache.self_attention_cache
+    slots = _load(state.cache, cache)
+    keep = model_kwargs.get("decoder_attention_mask" if encodes else "attention_mask")
+    positions = model_kwargs.get("position_ids")
+    state.begin(slots, keep, None if positions is None else positions[:, -1])
+    state.logits.copy_(outputs.logits[:, -1])
+    return Prefilled(slots, cross_slots)
+
+
+def _load(static: Tensor, cache: DynamicCache, rows_per_item: int = 1) -> int:
+    """Copies keys and values into [layers, 2, items, heads, capacity, head_dim]; returns how many slots they fill."""
+    slots = cache.get_seq_length()
+    # transformers makes as many layers as the encoder has.
+    for target, layer in zip(static, cache.layers[: len(static)], strict=True):
+        target[0, :, :, :slots] = layer.keys[::rows_per_item]
+        target[1, :, :, :slots] = layer.values[::rows_per_item]
+    return slots
+
+
+def _store(
+    static: Tensor, cache: DynamicCache, slots: int, rows_per_item: int = 1, ancestry: Tensor | None = None
+) -> None:
+    empty = not cache.get_seq_length()
+    for index, source in enumerate(static):
+        if ancestry is not None:
+            source = along_ancestry(source, ancestry)
+        keys, values = source[:, :, :, :slots].repeat_interleave(rows_per_item, dim=1)
+        if empty:
+            cache.update(keys, values, index)
+        else:
+            cache.layers[index].keys, cache.layers[index].values = keys, values

@@ -1,0 +1,185 @@
+"""BeamSelection: from logits to the beams of the next step and the best finished ones so far, without the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fuseopt import ops
+from fuseopt.generation.engine.beam_state import BeamState
+from fuseopt.generation.engine.device_constants import KeptTensors
+from fuseopt.generation.engine.state import DecodeState
+from fuseopt.generation.select.device_processors import DeviceProcessor
+from fuseopt.generation.select.selection import Selection
+from fuseopt.ops.decode.beam_candidates import MAX_COUNT
+
+
+class BeamSelection(Selection):
+    """Call: a DecodeState and logits [rows, vocab] -> nothing; writes `beams`, `tokens`, `ids` and flags, counts on.
+
+    Upstream: the loop of `GenerationMixin._beam_search` from the logits on, with ties that fall as there. From the step
+    on that ends the search nothing changes any more that is returned.
+
+    Args:
+        processors, eos, keep_logits, keep_scores: as for Selection.
+        config: the call's GenerationConfig.
+        length: of the prompts.
+        limit: the length at which all sequences end.
+        state: the one that is going to be passed.
+        kept: what earlier calls have put on the device.
+    """
+
+    def __init__(
+        self,
+        processors: tuple[DeviceProcessor, ...],
+        config: Any,
+        eos: Tensor | None,
+        length: int,
+        limit: int,
+        state: DecodeState,
+        kept: KeptTensors,
+        *,
+        keep_logits: bool = False,
+        keep_scores: bool = False,
+    ) -> None:
+        super().__init__(processors, bool(config.do_sample), eos, keep_logits=keep_logits, keep_scores=keep_scores)
+        self._takes_likeliest = False
+        self.candidates = candidates(config)
+        # Any other value, "never" included, makes itself felt in the penalties alone.
+        self.stops_when_full = config.early_stopping is True
+        self.key = ("beams", self.candidates, self.stops_when_full, self.key)
+        device = state.ids.device
+        self.limit = kept.to_device(torch.tensor([limit], device="cpu"), device)
+        # The best still to come may be as long as the longest, or get no better.
+        longest = config.max_length - length if config.early_stopping == "never" else None
+        penalties = _penalties(config.length_penalty, longest, state.sizes.capacity + 2)
+        self.penalties = kept.to_device(penalties, device)
+
+    @property
+    def not_captured(self) -> str:
+        if self.candidates <= MAX_COUNT:
+            return ""
+        return f"the kernels look at up to {MAX_COUNT} continuations of an item, not at {self.candidates}"
+
+    @property
+    def may_end_early(self) -> bool:
+        return True
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors, self.limit, self.penalties)
+
+    def _clone_tensors(self) -> None:
+        super()._clone_tensors()
+        self.limit, self.penalties = self.limit.clone(), self.penalties.clone()
+
+    def begin(self, state: DecodeState, input_ids: Tensor, pad: Tensor | None, has_ids: bool = False) -> None:
+        super().begin(state, input_ids, pad, has_ids=True)
+        _beams_of(state).begin(input_ids)
+
+    def __call__(self, state: DecodeState, logits: Tensor, *, advance: bool = True) -> None:
+        beams = _beams_of(state)
+        if self.keep_logits:
+            state.logits.copy_(logits)
+        values, places = self._continuations(state, beams, logits)
+        ops.decode_beams_(
+            values,
+            places,
+            beams.running_scores,
+            beams.scores,
+            beams.is_finished,
+            beams.lengths,
+            beams.improvable,
+            beams.ids,
+            beams.ancestry,
+            state.tokens,
+            state.going,
+            state.length,
+            beams.generated,
+            state.counters,
+            beams.arrived,
+            self.limit,
+            self.penalties,
+            self.eos,
+            vocabulary=logits.shape[1],
+            stops_when_full=self.stops_when_full,
+            advance=advance,
+            overlap=True,
+        )
+
+    def _continuations(self, state: DecodeState, beams: BeamState, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Accumulated scores of an item's candidates, and where they stand, both [items, candidates]."""
+        in_one = not (self.do_sample or self.keep_scores or self._processors_before)
+        scores = logits
+        if not in_one:
+            scores = self._processed(state, F.log_softmax(logits, dim=-1, dtype=torch.float32))
+        if not self.do_sample:
+            edits, running_scores = self._edits_left(state), beams.running_scores
+            return ops.beam_candidates(
+                scores, running_scores, self.candidates, log_softmax=in_one, edits=edits, overlap=True
+            )
+        accumulated = scores.unflatten(0, beams.shape) + beams.running_scores[:, :, None]
+        accumulated = accumulated.flatten(1)
+        places = torch.multinomial(nn.functional.softmax(accumulated, dim=-1), num_samples=self.candidates)
+        return torch.gather(accumulated, 1, places), places
+
+
+def candidates(config: Any) -> int:
+    """How many continuations of an item are looked at: enough that as many as it has beams do not end."""
+    eos = config._eos_token_tensor
+    return max(2, 1 + (0 if eos is None else eos.shape[0])) * config.num_beams
+
+
+def not_on_device(config: Any, vocab: int, named_vocab: int, length: int, limit: int) -> Iterator[str]:
+    """Why transformers' beam search has to run on the host: mostly, to raise what it raises."""
+    penalty, eos, pad = config.length_penalty, config._eos_token_tensor, config._pad_token_tensor
+    if config.low_memory:
+        yield "low_memory is refused by beam search"
+    if eos is not None and not eos.shape[0] and (pad is None or pad == 0):
+        yield "no token ends sequences and none fills them up"
+    if vocab != named_vocab:
+        yield f"the logits are of {vocab} tokens, the model's config says {named_vocab}"
+    if candidates(config) > config.num_beams * vocab:
+        yield f"there are fewer than {candidates(config)} continuations of an item"
+    if type(config.max_length) is not int:
+        yield f"max_length is a {type(config.max_length).__name__}"
+    elif config.max_length <= length:
+        yield f"max_length, {config.max_length}, is not beyond the prompt"
+    elif limit > config.max_length:
+        yield f"a criterion lets sequences get longer than max_length, {config.max_length}"
+    elif not isinstance(penalty, int | float):
+        yield f"length_penalty is a {type(penalty).__name__}"
+    elif not abs(penalty) * (max(limit, config.max_length) - length).bit_length() < 62:
+        yield f"length_penalty {penalty} makes numbers that are out of range"
+
+
+def fill_of(config: Any) -> Tensor:
+    """[]: the id that stands behind sequences which end early."""
+    pad, eos = config._pad_token_tensor, config._eos_token_tensor
+    if eos is None:
+        return torch.tensor(-1)
+    if pad is None or not eos.shape[0]:
+        return eos[0] if pad is None else pad
+    return torch.where(pad != 0, pad, eos[0])
+
+
+@functools.lru_cache(maxsize=16)
+def _penalties(penalty: float, longest: int | None, count: int) -> Tensor:
+    """[2, count] float64: what scores are divided by after so many tokens, and what the best still to come may be.
+
+    Args:
+        longest: of which length that is taken to be, or None for the present one.
+    """
+    own = [float(max(1, generated) ** penalty) for generated in range(count)]
+    best = own if longest is None or penalty <= 0.0 else [float(longest**penalty)] * count
+    return torch.tensor([own, best], dtype=torch.float64, device="cpu")
+
+
+def _beams_of(state: DecodeState) -> BeamState:
+    assert state.beams is not None
+    return state.beams

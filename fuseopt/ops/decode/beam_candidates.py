@@ -1,0 +1,148 @@
+"""The likeliest continuations of each item's beams: from logits to the best of all beams' vocabularies.
+
+Upstream: `GenerationMixin._beam_search` of transformers from the logits on, up to the candidates of
+`_get_top_k_continuations` and where they stand.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fuseopt.ops import registry
+from fuseopt.ops.decode.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, edited, for_kernel
+from fuseopt.ops.library import define
+
+# A warp sorts the candidates of an item.
+MAX_COUNT = 32
+_KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _fake(
+    scores: Tensor, running_scores: Tensor, count: int, log_softmax: bool, overlap: bool, *edits: object
+) -> tuple[Tensor, Tensor]:
+    values = running_scores.new_empty((running_scores.shape[0], count))
+    return values, values.new_empty(values.shape, dtype=torch.int64)
+
+
+RAW = define(
+    "beam_candidates(Tensor scores, Tensor running_scores, int count, bool log_softmax, bool overlap,"
+    f" {OPTIONAL_EDITS}) -> (Tensor, Tensor)",
+    _fake,
+)
+
+
+def _reference(
+    scores: Tensor, running_scores: Tensor, count: int, log_softmax: bool, edits: LogitsEdits | None
+) -> tuple[Tensor, Tensor]:
+    scores = F.log_softmax(scores, dim=-1, dtype=torch.float32) if log_softmax else scores.float()
+    if edits is not None:
+        scores = edited(scores, edits)
+    accumulated = scores.unflatten(0, running_scores.shape) + running_scores.float()[:, :, None]
+    return torch.topk(accumulated.flatten(1), count)
+
+
+def _check(scores: Tensor, running_scores: Tensor, count: int, edits: LogitsEdits | None) -> None:
+    if running_scores.dim() != 2 or scores.dim() != 2 or scores.shape[0] != running_scores.numel():
+        raise ValueError(
+            "running_scores must be [items, beams] and scores [items * beams, vocabulary], not"
+            f" {tuple(running_scores.shape)} and {tuple(scores.shape)}"
+        )
+    continuations = running_scores.shape[1] * scores.shape[1]
+    if not 0 < count <= continuations:
+        raise ValueError(f"count must be between 1 and the {continuations} continuations of an item, not {count}")
+    if edits is not None:
+        check_edits(edits, *scores.shape)
+
+
+def beam_candidates_reference(
+    scores: Tensor,
+    running_scores: Tensor,
+    count: int,
+    *,
+    log_softmax: bool = False,
+    edits: LogitsEdits | None = None,
+    overlap: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`beam_candidates` in plain PyTorch."""
+    _check(scores, running_scores, count, edits)
+    return _reference(scores, running_scores, count, log_softmax, edits)
+
+
+def beam_candidates(
+    scores: Tensor,
+    running_scores: Tensor,
+    count: int,
+    *,
+    log_softmax: bool = False,
+    edits: LogitsEdits | None = None,
+    overlap: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`torch.topk` of each item's `scores + running_scores` over its beams and the vocabulary, in float32.
+
+    Args:
+        scores: [items * beams, V], log-probabilities, any strides; float32, or what is converted to it.
+        log_softmax: `scores` are logits instead, whose log-softmax in float32 is taken first.
+        edits: what is done to the log-probabilities before they are added; None for nothing.
+        running_scores: [items, beams], what the beams have gathered up to now.
+        count: how many; "auto" takes the reference above 32.
+        overlap: launch the CUDA kernels programmatically dependent on their predecessors on the stream; that of the
+            first must not be what writes the tensors of `edits`.
+        backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
+            transforms, need the reference, which "auto" then takes.
+
+    Returns:
+        Values [items, count] float32, from the highest down, and places [items, count] int64 in beams x V. NaN counts
+        as the highest. Where scores are equal, those are taken, and in that order, that torch.topk takes on the device.
+
+    Raises:
+        ValueError: shapes that do not fit together, or more continuations than there are.
+        BackendError: the backend named cannot run here; the message says why.
+    """
+    _check(scores, running_scores, count, edits)
+    if backend == "auto" and count > MAX_COUNT:
+        backend = "reference"
+    dtypes = (scores.dtype, running_scores.dtype)
+    chosen = registry.pick_without_gradient("beam_candidates", backend, dtypes, scores, running_scores)
+    if chosen == "reference":
+        return _reference(scores, running_scores, count, log_softmax, edits)
+    logits = scores if scores.dtype in _KERNEL_DTYPES else scores.float()
+    running = running_scores.float()
+    overlap = overlap and logits is scores and running is running_scores  # a cast is the previous kernel then
+    return RAW[chosen](logits, running, count, log_softmax, overlap, *for_kernel(edits))
+
+
+def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    for items, beams, vocabulary, count in ((2, 3, 11, 6), (1, 1, 5, 5), (3, 4, 1030, 12), (0, 2, 5, 4)):
+        # The best differ in any dtype, for each device takes equal ones in an order of its own.
+        rows = torch.arange(items * beams, device=device)[:, None]
+        best = torch.arange(min(count, vocabulary), device=device) + rows % beams / 8
+        scores = -20 - torch.rand(items * beams, vocabulary, device=device)
+        scores.scatter_(1, torch.rand_like(scores).argsort(1)[:, : best.shape[1]], best)
+        running_scores = (-torch.arange(beams, device=device) / 32).repeat(items, 1)
+        yield registry.SampleInput((scores.to(dtype), running_scores.to(dtype), count))
+
+
+def bench_input(
+    device: torch.device, dtype: torch.dtype, items: int, beams: int, vocabulary: int
+) -> registry.SampleInput:
+    scores = torch.randn(items * beams, vocabulary, device=device, dtype=dtype)
+    return registry.SampleInput((scores, torch.randn(items, beams, device=device, dtype=dtype), 2 * beams))
+
+
+def _two_operations(scores: Tensor, running_scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    return _reference(scores, running_scores, count, False, None)
+
+
+registry.register(
+    registry.Op(
+        name="beam_candidates",
+        function=beam_candidates,
+        reference=beam_candidates_reference,
+        sample_inputs=sample_inputs,
+        backends=(registry.CUDA, registry.REFERENCE),
+        benchmarks=(registry.Benchmark(bench_input, shapes=("32x4x32128", "8x4x50257"), eager=_two_operations),),
+    )
+)

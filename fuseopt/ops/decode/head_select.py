@@ -1,0 +1,165 @@
+"""The end of a greedy decoding step whose scores nobody else wants: the head, then the likeliest token of each row."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseopt.ops import registry
+from fuseopt.ops.decode.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, for_kernel
+from fuseopt.ops.decode.linear import FEW_ROWS, check_layer, decode_linear
+from fuseopt.ops.decode.linear_partials import ADDENDS, check_addends, summed, takes_addends
+from fuseopt.ops.decode.select import check_state, decode_select_
+from fuseopt.ops.library import define
+
+
+def _fake(
+    input: Tensor,
+    addends: Tensor | None,
+    weight: Tensor,
+    norm: str,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    ahead: Sequence[Tensor],
+    tokens: Tensor,
+    ids: Tensor,
+    length: Tensor,
+    unfinished: Tensor,
+    going: Tensor,
+    pad: Tensor,
+    eos: Tensor | None,
+    counters: Sequence[Tensor],
+    overlap: bool,
+    *edits: object,
+) -> None:
+    return None
+
+
+RAW = define(
+    "decode_head_select_(Tensor input, Tensor? addends, Tensor weight, str norm, Tensor? norm_weight,"
+    " Tensor? norm_bias, float eps, Tensor[] ahead, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length,"
+    " Tensor(d!) unfinished, Tensor(e!) going, Tensor pad, Tensor? eos, Tensor(f!)[] counters, bool overlap,"
+    f" {OPTIONAL_EDITS}) -> ()",
+    _fake,
+)
+
+
+def decode_head_select_reference(*arguments: Tensor | None, **options: object) -> None:
+    """`decode_head_select_` in plain PyTorch."""
+    decode_head_select_(*arguments, **options, backend="reference")  # type: ignore[arg-type]
+
+
+def decode_head_select_(
+    input: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    ids: Tensor,
+    length: Tensor,
+    unfinished: Tensor,
+    going: Tensor,
+    pad: Tensor,
+    eos: Tensor | None = None,
+    *,
+    addends: Tensor | None = None,
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    counters: Sequence[Tensor] = (),
+    edits: LogitsEdits | None = None,
+    overlap: bool = False,
+    ahead: Sequence[Tensor] = (),
+    backend: str = "auto",
+) -> None:
+    """`decode_select_(decode_linear(input, weight, norm=norm, ...), tokens, ids, ...)`, to the bit.
+
+    Where the linear layer's CUDA kernel streams a large weight of 16 bits, behind a norm and with at most 8 rows, and
+    edits are rules for tokens alone, its blocks keep the highest of the scores that they make, and no launch looks for
+    it.
+
+    More than `FEW_ROWS` rows are left to those two.
+
+    Args:
+        input: [rows, K], as `decode_linear` takes it.
+        addends: [2, rows, K], to be added to `input` as `decode_linear_of_sum` does; that needs a norm.
+        weight: [V, K], V > 0, as `decode_linear` takes it.
+        tokens, ids, length, unfinished, going, pad, eos, counters, edits: as `decode_select_` takes them.
+        norm, norm_weight, norm_bias, eps, ahead: as `decode_linear` takes them.
+        overlap: of both: the predecessor on the stream must write none of the parameters, nor of the edits' tensors
+            any but `length`.
+        backend: "auto", "cuda" or "reference".
+
+    Raises:
+        ValueError: shapes or options that do not fit together.
+        TypeError: dtypes other than these.
+        BackendError: the backend named cannot run here, or tensors that require a gradient under grad mode.
+    """
+    if input.dim() != 2 or len(weight) == 0:
+        raise ValueError(
+            f"input must be [rows, K] and weight [V, K] with V > 0, not {tuple(input.shape)} and {tuple(weight.shape)}"
+        )
+    check_layer(input, [weight], [], None, norm, norm_weight, norm_bias, None, False)
+    check_state(len(input), tokens, ids, length, unfinished, going, pad)
+    if edits is not None:
+        check_edits(edits, len(input), len(weight))
+    if addends is not None:
+        check_addends(input, addends, norm)
+    state = (tokens, ids, length, unfinished, going, pad, eos)
+    chosen = registry.pick_without_gradient(
+        "decode_head_select_", backend, (input.dtype, weight.dtype), input, addends, weight, norm_weight, norm_bias
+    )
+    if addends is not None and norm is not None:
+        of_norm: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
+        if chosen == "reference" or len(input) > FEW_ROWS or not takes_addends(input, weight, **of_norm):
+            input, addends = summed(input, addends), None
+    if chosen == "reference" or len(input) > FEW_ROWS:
+        each = "reference" if chosen == "reference" else backend
+        scores = decode_linear(
+            input,
+            weight,
+            norm=norm,
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
+            eps=eps,
+            overlap=overlap,
+            ahead=ahead,
+            backend=each,
+        )
+        decode_select_(scores, *state, counters=counters, edits=edits, overlap=overlap, backend=each)
+    else:
+        head = (input, addends, weight, norm or "", norm_weight, norm_bias, eps, list(ahead))
+        RAW[chosen](*head, *state, list(counters), overlap, *for_kernel(edits))
+
+
+def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    def integers(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    for rows, vocabulary, eos in ((1, 40, None), (3, 300, integers(2, 5))):
+        input = torch.randn(rows, 48, device=device, dtype=dtype)
+        weight = torch.randn(vocabulary, 48, device=device, dtype=dtype)
+        unfinished = torch.arange(rows, device=device) != 1
+        ids = torch.zeros(rows, 6, dtype=torch.int64, device=device)
+        going = torch.ones((), dtype=torch.bool, device=device)
+        norm = {"norm": "t5_rms_norm", "norm_weight": torch.randn(48, device=device, dtype=dtype)}
+        counters = (integers(4), integers(*range(rows)))
+        written = (ids[:, 0].clone(), ids, integers(4), unfinished, going)
+        yield registry.SampleInput((input, weight, *written, integers(0), eos), {**norm, "counters": counters})
+        addends = torch.randn(ADDENDS, rows, 48, device=device, dtype=torch.promote_types(dtype, torch.float32))
+        yield registry.SampleInput(
+            (input, weight, *(tensor.clone() for tensor in written), integers(0), eos), {**norm, "addends": addends}
+        )
+
+
+registry.register(
+    registry.Op(
+        name="decode_head_select_",
+        function=decode_head_select_,
+        reference=decode_head_select_reference,
+        sample_inputs=sample_inputs,
+        backends=(registry.CUDA, registry.REFERENCE),
+        in_place=True,
+    )
+)

@@ -1,0 +1,195 @@
+"""Self-attention of a decoding step up to its output projection: norm, query, key and value, cache, attention.
+
+The projection's outputs are a head's query, key and value, which nobody but that head's attention needs. So the CUDA
+kernel keeps them on the multiprocessors that have made them, and a wait for a kernel's end is gone from each layer.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseopt.ops import registry
+from fuseopt.ops.decode.attention import check_update, decode_attention_
+from fuseopt.ops.decode.linear import NORMS, check_layer, decode_linear
+from fuseopt.ops.decode.linear_partials import is_at_an_address
+from fuseopt.ops.library import check_shape, define
+
+LEAST_FAST_COLUMNS = 1024
+"""Of GPT-2's K, 768, the projection's own kernel and that of the attention are faster on an H200, of 1024, which is the
+next that its sizes have, they are not."""
+
+
+def _fake(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    norm: str,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    overlap: bool,
+) -> Tensor:
+    return weight.new_empty((input.shape[0], weight.shape[0] // 3))
+
+
+_LAYER = "Tensor input, Tensor weight, Tensor? bias"
+_NORM = "str norm, Tensor? norm_weight, Tensor? norm_bias"
+RAW = define(
+    f"decode_qkv_attention_({_LAYER}, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor positions, Tensor? mask,"
+    f" float scale, {_NORM}, float eps, bool overlap) -> Tensor",
+    _fake,
+)
+# Of tensors without an address nobody knows.
+RAW_TAKES = define(
+    f"takes_qkv_attention({_LAYER}, Tensor key_cache, Tensor value_cache, {_NORM}) -> bool", lambda *arguments: False
+)
+
+
+def takes_qkv_attention(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    norm: str,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+) -> bool:
+    """Whether the CUDA kernel of `decode_qkv_attention_`, which must be there, takes these: one row, a weight that lies
+    as [K, N], 1664 columns at most, heads of 64 dimensions, and caches of 512 places at most; of fewer where a
+    multiprocessor has less shared memory than an H100's."""
+    caches = (key_cache, value_cache)
+    return is_at_an_address(input) and RAW_TAKES["cuda"](input, weight, bias, *caches, norm, norm_weight, norm_bias)
+
+
+def is_fast(input: Tensor, weight: Tensor, bias: Tensor | None, *caches: Tensor, **norm: Any) -> bool:
+    """Whether that kernel, which must be there, takes them, of as many columns as it is worth it for
+    (`LEAST_FAST_COLUMNS`)."""
+    return input.shape[-1] >= LEAST_FAST_COLUMNS and takes_qkv_attention(input, weight, bias, *caches, **norm)
+
+
+def decode_qkv_attention_reference(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    **options: Any,
+) -> Tensor:
+    """`decode_qkv_attention_` in plain PyTorch, for any number of rows."""
+    arguments = (input, weight, bias, key_cache, value_cache, positions)
+    return decode_qkv_attention_(*arguments, **options, backend="reference")
+
+
+def decode_qkv_attention_(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
+    norm: str,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    overlap: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """`decode_attention_` of query, key and value, the thirds of `decode_linear(input, weight, bias, norm=norm, ...)`.
+
+    Upstream: `ln_1`, `c_attn` and the attention of `GPT2Block`, for one token a row.
+
+    Args:
+        input: [rows, K], float32, float16, bfloat16 or float64.
+        weight: [3 * heads * head_dim, K], `input`'s dtype, any strides: queries, keys, then values.
+        bias: [3 * heads * head_dim] or None.
+        key_cache, value_cache: [rows, heads, capacity, head_dim], `weight`'s dtype, contiguous. Written to.
+        positions, mask, scale: as `decode_attention_` takes them.
+        norm, norm_weight, norm_bias, eps: as `decode_linear` takes them.
+        overlap: as in both. Places of the caches before `positions`, `positions` itself and `mask` are read while
+            kernels ahead still run.
+        backend: "auto", "cuda" or "reference". What the kernel does not take (`takes_qkv_attention`) is left to
+            `decode_linear` and `decode_attention_`. Tensors that require a gradient under grad mode, and torch.func
+            transforms, need the reference, which "auto" then takes.
+
+    Returns:
+        [rows, heads * head_dim], contiguous, `weight`'s dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together, or a cache that is not contiguous.
+        TypeError: positions that are no int32 or int64, a mask that is not bool.
+        BackendError: the backend named cannot run here; the message says why.
+    """
+    if input.dim() != 2 or key_cache.dim() != 4:
+        raise ValueError(
+            "input must be [rows, K] and key_cache [rows, heads, capacity, head_dim], not"
+            f" {tuple(input.shape)} and {tuple(key_cache.shape)}"
+        )
+    if input.dtype != weight.dtype:
+        raise ValueError(f"weight must have input's dtype {input.dtype}, not {weight.dtype}")
+    if norm not in NORMS:
+        raise ValueError(f"norm must be {' or '.join(map(repr, NORMS))}, not {norm!r}")
+    biases = [] if bias is None else [bias]
+    check_layer(input, [weight], biases, None, norm, norm_weight, norm_bias, None, False)
+    heads, head_dim = key_cache.shape[1], key_cache.shape[3]
+    check_shape("weight", weight, torch.Size((3 * heads * head_dim, input.shape[1])))
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.dtype != weight.dtype:
+            raise ValueError(f"{name} must have weight's dtype {weight.dtype}, not {cache.dtype}")
+    vector = weight.new_empty(input.shape[0], heads, head_dim, device="meta")
+    check_update(vector, vector, vector, key_cache, value_cache, positions, mask)
+    parameters = (input, weight, bias, key_cache, value_cache, norm_weight, norm_bias)
+    chosen = registry.pick_without_gradient("decode_qkv_attention_", backend, (input.dtype,), *parameters)
+    layer, caches = (input, weight, bias), (key_cache, value_cache)
+    of_norm: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
+    if chosen != "reference" and takes_qkv_attention(*layer, *caches, **of_norm):
+        return RAW[chosen](*layer, *caches, positions, mask, scale, norm, norm_weight, norm_bias, eps, overlap)
+    each = "reference" if chosen == "reference" else backend
+    qkv = decode_linear(*layer, **of_norm, eps=eps, overlap=overlap, backend=each)
+    query, key, value = qkv.view(-1, 3, heads, head_dim).unbind(1)
+    return decode_attention_(
+        query, key, value, *caches, positions, mask=mask, scale=scale, overlap=overlap, backend=each
+    )
+
+
+def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    def make(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    for rows, heads, head_dim, columns, capacity, position in (
+        (1, 2, 64, 96, 40, 33),
+        (1, 16, 64, 1024, 300, 299),
+        (3, 2, 5, 12, 9, 0),
+        (0, 1, 4, 8, 3, 0),
+    ):
+        outputs = 3 * heads * head_dim
+        norm = {"norm": "layer_norm", "norm_weight": make(columns), "norm_bias": make(columns)}
+        layer = (make(rows, columns), (columns**-0.5 * make(columns, outputs)).T, make(outputs))
+        caches = (make(rows, heads, capacity, head_dim), make(rows, heads, capacity, head_dim))
+        positions = torch.full((1,), position, device=device)
+        yield registry.SampleInput((*layer, *caches, positions), {**norm, "scale": head_dim**-0.5})
+
+
+registry.register(
+    registry.Op(
+        name="decode_qkv_attention_",
+        raw=("decode_qkv_attention_", "takes_qkv_attention"),
+        function=decode_qkv_attention_,
+        reference=decode_qkv_attention_reference,
+        sample_inputs=sample_inputs,
+        backends=(registry.CUDA, registry.REFERENCE),
+        in_place=True,
+    )
+)

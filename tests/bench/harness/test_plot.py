@@ -1,0 +1,48 @@
+"""A result file as a picture."""
+
+import sys
+
+import pytest
+
+from fuseopt.bench.harness import plot
+from fuseopt.bench.harness.records import Record, Results
+from fuseopt.cli import main
+from fuseopt.errors import ConfigError
+
+RESULTS = Results(
+    "generate",
+    {"cpu": "a processor", "gpu": "none", "threads": "2"},
+    {"torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.7"},
+    "2026-11-20",
+    "0123456789ab",
+    (
+        Record("gpt2", "stock", (4.0, 4.6, 5.0)),
+        Record("gpt2", "generation", (0.1, 0.13, 0.2)),
+        Record("gpt2", "static cache", note="cannot"),
+        Record("t5", "stock", (9.0, 9.3, 10.0)),
+    ),
+    "us",
+)
+
+
+def test_without_matplotlib_it_says_how_to_get_it(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'fuseopt\[plot\]'"):
+        plot.save(RESULTS, tmp_path / "a.png")
+    # Before anything is timed.
+    assert main(["bench", "generate", "--device", "cpu", "--plot", str(tmp_path / "a.png")]) == 2
+    assert "a plot needs matplotlib" in capsys.readouterr().err
+
+
+def test_what_was_timed_is_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    results, picture = tmp_path / "results.json", tmp_path / "picture.svg"
+    RESULTS.save(results)
+    assert main(["bench", "show", str(results), "--plot", str(picture)]) == 0
+    assert f"drawn in {picture}" in capsys.readouterr().out
+    drawn = picture.read_text()
+    for text in ("gpt2", "t5", "stock", "generation", "4600", "130", "9300", "a processor"):
+        assert f"<!-- {text}" in drawn or text in drawn
+    assert "static cache" not in drawn
+    with pytest.raises(ConfigError, match="cannot be written"):
+        plot.save(RESULTS, tmp_path / "picture.what")

@@ -1,0 +1,139 @@
+"""bench generate: each row as a first token and as all of them, stock beside fuseopt and the static cache."""
+
+import functools
+import json
+import subprocess
+from dataclasses import asdict
+
+import pytest
+import torch
+
+import fuseopt
+from fuseopt.bench.harness import plot
+from fuseopt.bench.suites import first_call, generate
+from fuseopt.bench.suites.first_call import FirstCall
+from fuseopt.bench.suites.generate import CONFIGS, STATIC, Row
+from fuseopt.cli import main
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_rows_are_timed_per_token_and_keep_their_tokens(monkeypatch):
+    requests = []
+    monkeypatch.setattr(FirstCall, "measured", lambda request: requests.append(request) or FirstCall(1.5, None))
+    sampled = Row("gpt2-tiny", 2, prompt=5, new=3, sampling={"top_k": 4})
+    rows = [sampled, Row("t5-tiny", 1, prompt=4, new=4, beams=2, ngram=2)]
+    results = generate.run(device=CPU, rows=rows, compile=True, first_calls=True)
+    assert results.benchmark == "generate" and results.unit == "us"
+    assert list(dict.fromkeys(row.case for row in results.rows)) == [
+        "a token of gpt2-tiny generate, 2 x (5 + 3), sampled top_k=4, float32",
+        "a token of t5-tiny generate, 1 x (4 + 4), 2 beams, ngram 2, float32",
+    ]
+    variants = [row.variant.split(" [")[0] for row in results.rows]
+    # Beam search has no static cache in transformers.
+    assert variants == ["stock", STATIC, *CONFIGS, "stock", *CONFIGS]
+    assert {row.difference for row in results.rows if row.variant != "stock"} == {"tokens equal"}
+    for row in results.rows:
+        assert row.first_token_us > 0
+        assert row.tokens_per_second == pytest.approx((2 if "gpt2" in row.case else 1) / row.milliseconds[1] * 1e3)
+        assert 0 < row.of_floor < 1 and row.first_seconds == 1.5
+    assert [request["config"] for request in requests] == [None, None, *CONFIGS.values(), None, *CONFIGS.values()]
+    options = [request["options"] for request in requests]
+    assert options[1] == {"cache_implementation": "static"} and not any(options[:1] + options[2:])
+    common = {"row": asdict(sampled), "dtype": "float32", "device": "cpu"}
+    assert requests[0] == {**common, "config": None, "options": {}}
+
+
+def interrupting(call, at):
+    """What `call` does until its turn number `at`, counted from 0, which is interrupted."""
+    turns = iter(range(at))
+
+    def interrupted(*args, **kwargs):
+        if next(turns, None) is None:
+            raise KeyboardInterrupt
+        return call(*args, **kwargs)
+
+    return interrupted
+
+
+def test_rows_are_kept_when_first_calls_are_interrupted(monkeypatch, capsys):
+    rows = [Row("gpt2-tiny", batch, prompt=5, new=2) for batch in (1, 2)]
+    run = functools.partial(
+        generate.run, device=CPU, rows=rows, configs={"generation": generate.GENERATION}, first_calls=True
+    )
+    monkeypatch.setattr(FirstCall, "measured", interrupting(lambda request: FirstCall(1.5, None), 3))
+    assert [record.first_seconds for record in run().rows] == [1.5, 1.5, 1.5, None]
+    assert "the first call of generation, a token of gpt2-tiny generate, 2 x" in capsys.readouterr().err
+    monkeypatch.setattr(FirstCall, "measured", interrupting(None, 0))
+    assert [record.first_seconds for record in run().rows] == [None] * 4
+    # Who interrupts the rows does not wait for first calls.
+    monkeypatch.setattr(generate, "_records", interrupting(generate._records, 1))
+    assert [(record.case[-25:], record.first_seconds) for record in run().rows] == [
+        (rows[0].name(torch.float32)[-25:], None)
+    ] * 2
+
+
+def test_calls_may_have_an_eos_token(monkeypatch):
+    """The vocabulary's last, in calls of all systems."""
+    given = []
+    monkeypatch.setattr(generate, "generate", lambda prompts, **options: given.append(options))
+    device, sizes = torch.device("cpu"), {"prompt": 4, "new": 3}
+    Row("gpt2-tiny", 1, **sizes, eos=True).work(device, 3)
+    Row("gpt2-tiny", 1, **sizes).work(device, 3)
+    assert given[0] == {**given[1], "eos_token_id": generate.load_config("gpt2-tiny").vocab_size - 1}
+    assert Row("gpt2-tiny", 1, eos=True).name(torch.float32).endswith("greedy, eos, float32")
+
+
+def test_a_first_call_has_a_process_of_its_own(capsys):
+    row = asdict(Row("gpt2-tiny", 1, prompt=4, new=2))
+    request = {"row": row, "dtype": "float32", "device": "cpu", "options": {"use_cache": True}}
+    measured = FirstCall.measured({**request, "config": CONFIGS["generation"]})
+    assert isinstance(measured, FirstCall) and 0 < measured.seconds < 60 and measured.peak_mib is None
+    # Without a config it does the same without initialize, for which this process will do.
+    first_call.main({**request, "config": None})
+    assert 0 < FirstCall(**json.loads(capsys.readouterr().out)).seconds < 60
+
+
+def test_a_first_call_that_fails_says_why(monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback ...\ntorch.OutOfMemoryError: no memory\n")
+    monkeypatch.setattr(first_call.subprocess, "run", lambda *args, **kwargs: failed)
+    assert FirstCall.measured({}) == "first call: torch.OutOfMemoryError: no memory"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--new", "3", "--batch", "2"], "--new, --batch: of which model? Name it with --model"),
+        (["--sample"], "--sample: of which model?"),
+        (["--model", "gpt2-tiny", "--top-k", "0"], "--top-k: nothing is drawn without --sample"),
+    ],
+)
+def test_arguments_that_go_nowhere_are_refused(given, said, capsys):
+    assert main(["bench", "generate", "--device", "cpu", *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_command_line_makes_the_rows(monkeypatch, tmp_path):
+    seen, drawn = {}, []
+
+    def run(**options):
+        seen.update(options)
+        return generate.Results.measured_here("generate", [], unit="us")
+
+    monkeypatch.setattr(generate, "run", run)
+    monkeypatch.setattr(plot, "check_available", lambda: None)
+    monkeypatch.setattr(plot, "save", lambda results, path: drawn.append(path))
+    sizes = ["--model", "gpt2-tiny", "--model", "t5-tiny", "--batch", "1", "8", "--prompt", "6", "--beams", "2"]
+    others = ["--sample", "--temperature", "0.7", "--first-call", "--plot", str(tmp_path / "a.svg")]
+    others += ["--config", "inference", "--eos", "--no-compile"]
+    assert main(["bench", "generate", "--device", "cpu", "--dtype", "float16", *sizes, *others]) == 0
+    expected = [
+        Row(model, batch, prompt=6, beams=2, sampling={"temperature": 0.7}, eos=True)
+        for model in ("gpt2-tiny", "t5-tiny")
+        for batch in (1, 8)
+    ]
+    assert seen["rows"] == expected
+    assert seen["configs"] == {"inference": fuseopt.Config.load("inference").to_dict()}
+    assert (seen["dtype"], seen["compile"], seen["first_calls"], seen["device"]) == (torch.float16, False, True, CPU)
+    assert drawn == [tmp_path / "a.svg"]

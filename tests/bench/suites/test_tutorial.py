@@ -1,0 +1,42 @@
+"""OSLO's tutorial row: the old processor bans what transformers' bans, and every variant gives the same tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import NoRepeatNGramLogitsProcessor
+
+from fuseopt.bench.suites import tutorial
+from fuseopt.bench.suites.tutorial import PerRowNoRepeatNGram
+
+
+@given(
+    rows=st.integers(1, 5),
+    length=st.integers(1, 30),
+    vocab=st.integers(2, 6),
+    ngram_size=st.integers(1, 4),
+    seed=st.integers(0, 2**16),
+)
+def test_row_by_row_bans_the_same(rows, length, vocab, ngram_size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(vocab, (rows, length), generator=generator)
+    scores = torch.randn(rows, vocab, generator=generator)
+    before = scores.clone()
+    banned = PerRowNoRepeatNGram(ngram_size)(input_ids, scores)
+    assert torch.equal(banned, NoRepeatNGramLogitsProcessor(ngram_size)(input_ids, scores))
+    assert torch.equal(scores, before)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_every_variant_is_timed_against_both_processors(monkeypatch):
+    calls = []
+    call = PerRowNoRepeatNGram.__call__
+    monkeypatch.setattr(PerRowNoRepeatNGram, "__call__", lambda *arguments: calls.append(1) or call(*arguments))
+    results = tutorial.run(device=torch.device("cpu"), name="t5-tiny", batch=3)
+    assert calls and len(calls) % 19 == 0
+    assert [row.variant.split(" [")[0] for row in results.rows] == ["stock", "three kernels", "preset inference"] * 4
+    assert {row.difference for row in results.rows if row.variant != "stock"} == {"tokens equal"}
+    assert {row.case.split(", ")[3] for row in results.rows} == {"float32", "bfloat16"}
+    assert results.unit == "us"

@@ -1,0 +1,55 @@
+"""The key of Inductor's disk cache changes with every file that decides what is compiled."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import fuseopt
+from fuseopt.training import code_key, partitioner
+from fuseopt.training.passes import joint_patterns
+
+PACKAGE = Path(fuseopt.__file__).parent
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> Path:
+    """A copy of the package's sources, from which the keys are computed."""
+    copy = tmp_path / "fuseopt"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("csrc", "_lib", "__pycache__", "*.so"))
+    monkeypatch.setattr(code_key, "_PACKAGE", copy)
+    return copy
+
+
+KEYS: dict[str, Callable[[], object]] = {
+    "partitioner": lambda: partitioner.Partitioner(in_parts=True).uuid(),
+    "joint graph pass": lambda: joint_patterns._Pass(lambda graph: None).uuid(),
+}
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=list(KEYS))
+def test_every_file_of_ops_and_traced_modules_is_in_the_key_of_compiled_code(package, key):
+    def fresh() -> object:
+        code_key.get_hash_for_files.cache_clear()  # a process reads its files once
+        return key()
+
+    files = [
+        path
+        for folder in ("blocks", "modules", "ops", "runtime", "training")
+        for path in (package / folder).rglob("*.py")
+    ]
+    assert len(files) > 80 and package / "ops" / "triton" / "rms_norm.py" in files
+    before = fresh()
+    assert fresh() == before
+    for file in files:
+        content = file.read_bytes()
+        file.write_bytes(content + b"\n")
+        assert fresh() != before, file
+        file.write_bytes(content)
+    assert fresh() == before
+    new = package / "training" / "deeper" / "new_pass.py"
+    new.parent.mkdir()
+    new.touch()
+    new.write_text("x = 1\n")
+    assert fresh() != before
