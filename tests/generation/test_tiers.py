@@ -136,9 +136,9 @@ def test_a_model_s_last_position_is_used_and_none_after_it():
     with pytest.raises(IndexError):
         model.generate(inputs, max_new_tokens=7, **arguments)
     assert served(model).reason == "13 tokens are more than the model's 12 positions"
-    head_start, step = model.generate._head_start, model.generate._step
-    assert head_start._expected(step, {"max_new_tokens": 6}, inputs).steps == 6
-    assert head_start._expected(step, {"max_new_tokens": 7}, inputs) is None
+    early_prefill = model.generate.early_prefill
+    assert early_prefill._expected_sizes({"max_new_tokens": 6}, inputs)[1] == 6
+    assert early_prefill._expected_sizes({"max_new_tokens": 7}, inputs) is None
 
 
 def test_hooks_that_transformers_leaves_behind_cost_nothing():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fuseopt.generation.engine.beam_state import BeamState
-from fuseopt.generation.engine.device_constants import Copied
+from fuseopt.generation.engine.device_constants import TrackedCopy
 from fuseopt.ops.decode.linear import FEW_ROWS
 
 # Cache capacities are powers of two up to this one, then multiples of it: few classes, and little waste in long ones.
@@ -45,8 +45,8 @@ class Sizes(NamedTuple):
     def items(self) -> int:
         return self.rows // self.rows_per_item
 
-    def of_class(self) -> Sizes:
-        """With the capacities of the classes that they are in."""
+    def rounded_up(self) -> Sizes:
+        """With both capacities rounded up to their class, see `capacity_for`."""
         cross = capacity_for(self.cross_capacity) if self.cross_capacity else 0
         return self._replace(capacity=capacity_for(self.capacity), cross_capacity=cross)
 
@@ -143,7 +143,7 @@ class DecodeState:
                 self.beams = BeamState(rows // sizes.beams, sizes.beams, capacity, shape.device)
             self.ids = zeros(rows, capacity + 1) if self.beams is None else self.beams.ids[0]
             self.prompt_positions = zeros(rows, capacity)
-            self.load_pad = Copied(self.pad)
+            self.load_pad = TrackedCopy(self.pad)
             self.logits = zeros(rows, vocab, dtype=torch.float32)
             self.scores = zeros(rows, vocab, dtype=torch.float32)
 
@@ -156,8 +156,8 @@ class DecodeState:
     def device(self) -> torch.device:
         return self.ids.device
 
-    def forget(self) -> None:
-        """Zeros the caches, for attention that multiplies masked values by a weight of 0, which leaves NaN as it is."""
+    def zero_caches(self) -> None:
+        """Zeros the caches of an earlier call. Attention multiplies masked values by 0, and 0 * NaN is NaN."""
         if self.used:
             self.cache.zero_()
             self.cross_cache.zero_()

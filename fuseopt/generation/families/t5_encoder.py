@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fuseopt.blocks.t5_inference import clamped
-from fuseopt.generation.engine.graphs import Prompt, StepGraphs
+from fuseopt.generation.engine.graphs import PromptWork, StepGraphs
 from fuseopt.generation.engine.layers import Embedding, linear, normalised
 from fuseopt.generation.engine.state import prompt_length_for
 from fuseopt.generation.families.t5_layers import fed_forward, feed_forward_of, norm_of, self_attention_of
@@ -81,7 +81,7 @@ class T5Encoder:
         state.last.fill_(length - 1)
         if keep is not None:
             state.keep[:, :length] = keep.bool()
-        note = graphs.run_prompt(Prompt(self.encode, state, len(state.slots), keep is not None))
+        note = graphs.run_prompt(PromptWork(self.encode, state, len(state.slots), keep is not None))
         return state.encoded[:, :length], note
 
     def encode(self, state: EncoderState, length: int, masked: bool) -> None:

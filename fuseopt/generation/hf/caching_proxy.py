@@ -1,4 +1,4 @@
-"""RememberingModel: what transformers' generate() is given as the model, so that a call asks only what may be new."""
+"""CachingModelProxy: what transformers' generate() is given as the model, so that a call asks only what may be new."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fuseopt.generation.engine.device_constants import place_of, to_device
+from fuseopt.generation.engine.device_constants import device_and_stream, to_device
 from fuseopt.generation.hf.prepared_configs import PreparedConfigs
 from fuseopt.runtime.references import weak_attribute
 
@@ -21,7 +21,7 @@ _PARTS = ("encoder", "decoder")
 _IDS_KEPT = 32
 
 
-class RememberingModel:
+class CachingModelProxy:
     """Passes for a model in `GenerationMixin.generate`, called as a function of its class.
 
     All that this asks of the model is the model's own. Only, a question that has been answered is not asked again as
@@ -154,7 +154,11 @@ class RememberingModel:
         where = torch.device(device) if on_host else device
         # With these it has nothing to say; otherwise it may have a warning for every call.
         is_quiet = on_host and (kwargs_has_attention_mask or generation_config.pad_token_id is not None)
-        key = (prepare, place_of(where), *(tuple(i) if isinstance(i, list) else i for i in ids)) if is_quiet else ()
+        key = (
+            (prepare, device_and_stream(where), *(tuple(i) if isinstance(i, list) else i for i in ids))
+            if is_quiet
+            else ()
+        )
         known = self._special_tokens.get(key, {})
         if not known or any(tensor._version for tensor in known.values() if tensor is not None):
             prepare(

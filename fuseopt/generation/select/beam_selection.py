@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from fuseopt import ops
 from fuseopt.generation.engine.beam_state import BeamState
-from fuseopt.generation.engine.device_constants import KeptTensors
+from fuseopt.generation.engine.device_constants import DeviceConstantCache
 from fuseopt.generation.engine.state import DecodeState
+from fuseopt.generation.prepared_call import PreparedCall
 from fuseopt.generation.select.device_processors import DeviceProcessor
 from fuseopt.generation.select.selection import Selection
 from fuseopt.ops.decode.beam_candidates import MAX_COUNT
@@ -42,7 +44,7 @@ class BeamSelection(Selection):
         length: int,
         limit: int,
         state: DecodeState,
-        kept: KeptTensors,
+        kept: DeviceConstantCache,
         *,
         keep_logits: bool = False,
         keep_scores: bool = False,
@@ -127,6 +129,30 @@ class BeamSelection(Selection):
         accumulated = accumulated.flatten(1)
         places = torch.multinomial(nn.functional.softmax(accumulated, dim=-1), num_samples=self.candidates)
         return torch.gather(accumulated, 1, places), places
+
+
+def selection_of(
+    prepared: PreparedCall,
+    processors: tuple[DeviceProcessor, ...],
+    state: DecodeState,
+    constants: DeviceConstantCache,
+    *,
+    keep_scores: bool,
+    keep_logits: bool,
+) -> Selection:
+    """The selection that transformers' decoding method would make in a prepared call.
+
+    Args:
+        state: that the call decodes in.
+        keep_scores, keep_logits: as for Selection.
+    """
+    config, (length, limit) = prepared.config, prepared.bounds
+    eos = next((c.eos_token_id for c in prepared.criteria if type(c) is EosTokenCriteria), None)
+    eos = None if eos is None else eos.to(prepared.input_ids.device)
+    keep = {"keep_logits": keep_logits, "keep_scores": keep_scores}
+    if state.beams is None:
+        return Selection(processors, bool(config.do_sample), eos, **keep)
+    return BeamSelection(processors, config, eos, length, limit, state, constants, **keep)
 
 
 def candidates(config: Any) -> int:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers.generation import logits_process
 
 from fuseopt import ops
-from fuseopt.generation.engine.device_constants import KeptTensors, to_device
+from fuseopt.generation.engine.device_constants import DeviceConstantCache, to_device
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.select.logits_processors import FusedEncoderNoRepeatNGram, FusedNoRepeatNGram
 from fuseopt.ops.decode.edit_logits import MAX_RULES
@@ -72,7 +72,7 @@ class Edit(NamedTuple):
 class Edits:
     """A chain of processors, in the order of `ops.LogitsEdits`, that one op runs."""
 
-    def __init__(self, chain: Iterable[Edit], vocab: int, kept: KeptTensors) -> None:
+    def __init__(self, chain: Iterable[Edit], vocab: int, kept: DeviceConstantCache) -> None:
         self.fields: dict[str, Any] = {}
         rules = []
         for edit in chain:
@@ -99,7 +99,7 @@ class Edits:
         return ops.edit_logits(scores, self.of(state), overlap=True)
 
 
-def _table(rules: list[Rule], vocab: int, kept: KeptTensors) -> dict[str, Any]:
+def _table(rules: list[Rule], vocab: int, kept: DeviceConstantCache) -> dict[str, Any]:
     table = kept.members([rule.tokens for rule in rules], vocab)
     bounds = torch.tensor([[rule.first, rule.end] for rule in rules], device="cpu")
     return {
@@ -109,7 +109,9 @@ def _table(rules: list[Rule], vocab: int, kept: KeptTensors) -> dict[str, Any]:
     }
 
 
-def chained(processors: Iterable[Edit | WithoutSequence], vocab: int, kept: KeptTensors) -> tuple[DeviceProcessor, ...]:
+def chained(
+    processors: Iterable[Edit | WithoutSequence], vocab: int, kept: DeviceConstantCache
+) -> tuple[DeviceProcessor, ...]:
     """The same processors, as many neighbours as possible run by one op."""
     chains: list[list[Edit] | WithoutSequence] = []
     for processor in processors:
@@ -138,7 +140,7 @@ class _Target(NamedTuple):
     rows: int
     vocab: int
     device: torch.device
-    kept: KeptTensors
+    kept: DeviceConstantCache
 
     def rule(self, tokens: Any, first: int, end: int, force: bool = False) -> Edit:
         if not isinstance(tokens, Tensor):
@@ -147,7 +149,7 @@ class _Target(NamedTuple):
 
 
 def device_processor(
-    processor: Any, rows: int, vocab: int, device: torch.device, kept: KeptTensors
+    processor: Any, rows: int, vocab: int, device: torch.device, kept: DeviceConstantCache
 ) -> Edit | WithoutSequence | None:
     """The same as `processor` for `chained`, or None where there is no such thing; decided by exact type."""
     make = _MAKERS.get(type(processor))

@@ -62,7 +62,7 @@ _KEEP_NOTHING = {
 """Processors that return their scores, or new ones, and hold on to neither."""
 
 
-class FusedRun:
+class ProcessorGroup:
     """Processors that follow each other in one list, as a single `ops.process_logits`; bit for bit what they compute.
 
     Their attributes are read at each call. What the op does not take (three dimensions, sizes that do not fit) goes to
@@ -176,7 +176,7 @@ class FusedLogitsProcessorList(LogitsProcessorList):
         self._generation_config, self._encoder_input_ids = generation_config, encoder_input_ids
         self._backend = backend
         self._planned: list[LogitsProcessor] = []
-        self._steps: list[FusedRun | LogitsProcessor] = []
+        self._steps: list[ProcessorGroup | LogitsProcessor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         """As upstream's: `input_ids` [rows, length], `scores` [rows, vocab] -> processed scores [rows, vocab]."""
@@ -184,7 +184,7 @@ class FusedLogitsProcessorList(LogitsProcessorList):
             self._planned, self._steps = list(self), list(self._plan())
         is_free = self._is_given_up_by(sys._getframe(1).f_code, scores)
         for step in self._steps:
-            if isinstance(step, FusedRun):
+            if isinstance(step, ProcessorGroup):
                 processed = step(input_ids, scores, is_free)
                 is_free = is_free or processed is not scores
             else:
@@ -203,20 +203,20 @@ class FusedLogitsProcessorList(LogitsProcessorList):
         is_kept = config.return_dict_in_generate and config.output_logits
         return caller is GenerationMixin._sample.__code__ and not is_kept
 
-    def _plan(self) -> Iterable[FusedRun | LogitsProcessor]:
+    def _plan(self) -> Iterable[ProcessorGroup | LogitsProcessor]:
         run: list[LogitsProcessor] = []
         for processor in self:
             stage = _STAGES.get(type(processor)) if _contains(self._made, processor) else None
             continues = stage is not None and (not run or _STAGES[type(run[-1])] <= stage)
             if run and (not continues or any(type(processor) is type(other) for other in run)):
-                yield FusedRun(run, self._encoder_input_ids, self._backend)
+                yield ProcessorGroup(run, self._encoder_input_ids, self._backend)
                 run = []
             if stage is not None:
                 run.append(processor)
             else:
                 yield processor
         if run:
-            yield FusedRun(run, self._encoder_input_ids, self._backend)
+            yield ProcessorGroup(run, self._encoder_input_ids, self._backend)
 
 
 def _contains(processors: Iterable[LogitsProcessor], processor: LogitsProcessor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
-from fuseopt.generation.engine.device_constants import Copied
+from fuseopt.generation.engine.device_constants import TrackedCopy
 from fuseopt.generation.engine.layers import BeforeHead
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.select.device_processors import DeviceProcessor, Edits
@@ -75,7 +75,7 @@ class Selection:
         with torch.inference_mode(False), torch.no_grad():
             self._clone_tensors()
         for copy, source in zip(self._copies, sources, strict=True):
-            copy.trust(source)
+            copy.mark_equal(source)
 
     def _clone_tensors(self) -> None:
         self.eos = None if self.eos is None else self.eos.clone()
@@ -94,8 +94,8 @@ class Selection:
             copy(value)
 
     @functools.cached_property
-    def _copies(self) -> tuple[Copied, ...]:
-        return tuple(map(Copied, self.tensors))
+    def _copies(self) -> tuple[TrackedCopy, ...]:
+        return tuple(map(TrackedCopy, self.tensors))
 
     def begin(self, state: DecodeState, input_ids: Tensor, pad: Tensor | None, has_ids: bool = False) -> None:
         """Before the first call.
