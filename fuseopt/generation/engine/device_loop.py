@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from fuseopt.generation.engine.decode_run import DecodeRun
@@ -33,10 +35,10 @@ class DeviceLoop:
 
     def start(self) -> None:
         """Queues steps that need no capture: two captured ones, or those before the capture."""
-        run = self.run
+        run, queue_next = self.run, self._queue_next
         first = run.without_forward + _STEPS_BEFORE_CHECK if self._was_captured else self._capture_at
         while run.queued < first and not run.is_over:
-            self._queue_next()
+            queue_next()
 
     def finish(self) -> tuple[int, str]:
         """Queues the remaining steps, capturing the step on its way, and waits for the last.
@@ -44,13 +46,13 @@ class DeviceLoop:
         Returns:
             how many steps count; and why the step could not be captured, empty if it could.
         """
-        run, work, graphs, note = self.run, self.run.work, self.graphs, ""
+        run, work, graphs, queue_next, note = self.run, self.run.work, self.graphs, self._queue_next, ""
         if self._was_captured and self._limit is None and not run.is_over:
             note = graphs.capture_multi_step(work, run.max_steps - run.without_forward)
         while not run.is_over:
             if run.queued == self._capture_at:
                 note = graphs.capture(work) or note
-            self._queue_next()
+            queue_next()
         if run.queued > run.without_forward:
             graphs.mark_seen(work)
         valid = run.count_valid()
@@ -59,7 +61,11 @@ class DeviceLoop:
                 del record[valid:]
         return valid, note
 
-    def _queue_next(self) -> None:
+    @property
+    def _queue_next(self) -> Callable[[], None]:
+        return self.run.queue_next if self._limit is None else self._queue_and_record
+
+    def _queue_and_record(self) -> None:
         self.run.queue_next(self._limit)
         if self.scores is not None:
             self.scores.append(self.run.state.scores.clone())

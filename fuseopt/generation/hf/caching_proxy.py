@@ -60,7 +60,7 @@ class CachingModelProxy:
         self._generation_parameters: dict[str, Any] = {}
         self._text_configs: dict[bool | None, Any] = {}
         self._special_tokens: dict[Hashable, dict[str, Tensor | None]] = {}
-        self._forwards: tuple[Any, ...] = ()
+        self._forwards: list[Any] = []
         self._signature: inspect.Signature | None = None
         self._supported: dict[str, bool] = {}
         self._accepted: set[Hashable] = set()
@@ -185,11 +185,12 @@ class CachingModelProxy:
         return torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
 
     def _forget_other_forwards(self) -> None:
-        modules = (self.model, *map(self.model._modules.get, _PARTS))
-        forwards = tuple(None if module is None else vars(module).get("forward", type(module)) for module in modules)
+        model = self.model
+        modules = (model, *map(model._modules.get, _PARTS))
+        forwards = [None if module is None else vars(module).get("forward", type(module)) for module in modules]
         if self._forwards != forwards:
             self._forwards, self._accepted, self._supported = forwards, set(), {}
-            self._signature = inspect.signature(self.model.forward)
+            self._signature = inspect.signature(model.forward)
 
 
 class _Instead:

@@ -20,6 +20,7 @@ from fuseopt.generation.hf.checked_step import CheckedStep
 from fuseopt.generation.prompt.call_outcomes import CallOutcomes, call_key
 from fuseopt.generation.prompt.early_work import EarlyPrompt, EarlyWork
 from fuseopt.generation.prompt.prompts import run_encoded, run_forward
+from fuseopt.runtime.references import weak_attribute
 
 # A prompt whose final cache size is unknown gets a state of its own, up to this many bytes of keys and values.
 _MAX_PROMPT_BYTES = 64 * 2**20
@@ -69,13 +70,12 @@ class EarlyPrefill:
         outcomes: how earlier calls ended; the caller records them.
     """
 
+    model = weak_attribute("model")
+
     def __init__(self, checked: CheckedStep, graphs: StepGraphs, max_batch: int, max_length: int) -> None:
+        self.model = checked.model
         self.checked, self.graphs, self.max_batch, self.max_length = checked, graphs, max_batch, max_length
         self.outcomes = CallOutcomes()
-
-    @property
-    def model(self) -> nn.Module:
-        return self.checked.model
 
     def start(self, arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> EarlyWork | None:
         """Queues the prompt of a call that looks like an earlier one whose prompt had no token masked.

@@ -146,13 +146,13 @@ def selection_of(
         state: that the call decodes in.
         keep_scores, keep_logits: as for Selection.
     """
-    config, (length, limit) = prepared.config, prepared.bounds
+    config = prepared.config
     eos = next((c.eos_token_id for c in prepared.criteria if type(c) is EosTokenCriteria), None)
     eos = None if eos is None else eos.to(prepared.input_ids.device)
     keep = {"keep_logits": keep_logits, "keep_scores": keep_scores}
     if state.beams is None:
         return Selection(processors, bool(config.do_sample), eos, **keep)
-    return BeamSelection(processors, config, eos, length, limit, state, constants, **keep)
+    return BeamSelection(processors, config, eos, *prepared.bounds, state, constants, **keep)
 
 
 def candidates(config: Any) -> int:
