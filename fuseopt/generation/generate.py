@@ -186,7 +186,7 @@ class GenerateCall:
         self.fused, self.model, self.arguments, self.extra = fused, model, arguments, extra
         self.checked, self.graphs = fused.checked, fused.graphs
         self.early = EarlyWork(extra)
-        self.record = CallRecord(Tier.STOCK, "it raised before decoding began")
+        self.record = CallRecord(Tier.STOCK, "an error was raised before decoding began")
         self.outcome: CallOutcome | None = None
 
     def prepare(self, has_lock: bool) -> str | None:
@@ -291,7 +291,7 @@ class GenerateCall:
             vocabs = step.vocab, self.model.config.vocab_size
             reason = next(beam_selection.not_on_device(config, *vocabs, *prepared.bounds), None)
         tier = Tier.DEVICE_LOOP if reason is None else Tier.FAST_FORWARD
-        self.record = CallRecord(tier, reason or "", note="it raised")
+        self.record = CallRecord(tier, reason or "", note="an error was raised")
         if reason is not None:
             self._discard_queued_steps()
         if reason is not None or not self._may_start_unchecked(state, prepared):

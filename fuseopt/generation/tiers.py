@@ -105,9 +105,9 @@ def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator
     """Reasons for T2 that the caller's arguments tell, before transformers prepares them."""
     setting = functools.partial(setting_of, model, arguments)
     if arguments.get("custom_generate") is not None:
-        yield "a custom_generate of the caller's decodes"
+        yield "custom_generate replaces the decoding method"
     if arguments.get("assistant_model") is not None:
-        yield "assisted decoding runs another model beside this one"
+        yield "assistant_model asks for assisted decoding"
     for name, method in _OTHER_METHODS.items():
         if setting(name) is not None and setting(name) is not False:
             yield f"{name} asks for {method}"
@@ -116,21 +116,21 @@ def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator
     if arguments.get("streamer") is not None and setting("num_beams") not in (None, 1):
         yield "beam search takes no streamer"
     if setting("stop_strings") is not None and not CachingModelProxy.METHODS.isdisjoint(vars(model)):
-        yield "methods of its own prepare the call, and may want the tokenizer of stop_strings"
+        yield "the model overrides preparation methods, which may need the tokenizer of stop_strings"
     if arguments.get("synced_gpus"):
-        yield "synced_gpus keeps several processes in step"
+        yield "synced_gpus synchronises several processes"
     if setting("cache_implementation") is not None:
-        yield "a cache_implementation is asked for by name"
+        yield "cache_implementation selects a class of caches"
     if torch.compiler.is_compiling():
         yield "torch.compile is tracing the call"
     if _has_modes():
-        yield "a torch dispatch or function mode is active, which has to see every operation"
+        yield "a torch dispatch or function mode is active and has to see every operation"
     if (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()
         and torch.distributed.get_world_size() > 1
     ):
-        yield "several processes take part (torch.distributed)"
+        yield "torch.distributed runs several processes"
 
 
 def model_reasons(model: nn.Module, step_class: Any) -> Iterator[str]:
@@ -141,14 +141,14 @@ def model_reasons(model: nn.Module, step_class: Any) -> Iterator[str]:
     yield from step_class.not_supported_reasons(model)
     for name in _METHODS:
         if name in model.__dict__:
-            yield f"its {name} has been replaced"
+            yield f"the model's {name} has been replaced"
     attention = model.config._attn_implementation
     if attention not in _ATTENTIONS:
-        yield f"attention is set to {attention!r}"
+        yield f"attn_implementation is {attention!r}"
     if model._compiled_call_impl is not None:
-        yield "it is compiled by model.compile()"
+        yield "the model is compiled by model.compile()"
     if nn.modules.module._has_any_global_hook():
-        yield "hooks are registered on every module"
+        yield "global module hooks are registered"
 
 
 def early_prefill_reasons(
@@ -164,24 +164,24 @@ def early_prefill_reasons(
     encodes = model.config.is_encoder_decoder
     inputs = [arguments[name] for name in ("inputs", "input_ids") if arguments.get(name) is not None]
     if model.config._attn_implementation != "sdpa":
-        yield f"attention is set to {model.config._attn_implementation!r}"
+        yield f"attn_implementation is {model.config._attn_implementation!r}"
     if len(inputs) != 1 or not is_token_ids(inputs[0], device):
         yield "the prompt is not one tensor of token ids on the model's device"
         return
     mask = arguments.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and (mask.shape, mask.device) == (inputs[0].shape, device)):
-        yield "the attention mask is not of the prompt's shape, or elsewhere"
+        yield "the attention mask does not have the prompt's shape, or is on another device"
     for name in ("output_attentions", "output_hidden_states", *(() if encodes else _NOT_EARLY)):
         if setting_of(model, arguments, name):
-            yield f"{name} is asked for"
+            yield f"{name} is set"
     for name in () if encodes else _COPIES:
         if (setting_of(model, arguments, name) or 1) != 1:
-            yield f"{name} multiplies the prompts"
+            yield f"{name} repeats the prompts"
     known = _KNOWN_TO_ENCODE if encodes else _KNOWN_EARLY
     for name in names:
         decodes = name in known or hasattr(model.generation_config, name) or (encodes and name.startswith("decoder_"))
         if not decodes and arguments[name] is not None:
-            yield f"{name} may be meant for it"
+            yield f"{name} may be an argument of its forward"
     for name in _PREPARATIONS:
         if name in model.__dict__:
             yield f"the model's {name} has been replaced"
@@ -192,22 +192,22 @@ def call_reasons(
 ) -> Iterator[str]:
     """Reasons for T2 in the arguments that transformers prepared."""
     if config.output_attentions:
-        yield "output_attentions is asked for"
+        yield "output_attentions is set"
     if config.output_hidden_states:
-        yield "output_hidden_states is asked for"
+        yield "output_hidden_states is set"
     if config.is_assistant:
-        yield "the model assists another one"
+        yield "is_assistant is set"
     if config.num_beams is not None and config.num_beams < 1:
         yield f"num_beams is {config.num_beams}"
     if not config.use_cache:
-        yield "use_cache is off"
+        yield "use_cache is False"
     elif not _is_plain_cache(model_kwargs.get("past_key_values"), model_kwargs.get("encoder_outputs") is not None):
-        yield f"the cache is a {type(model_kwargs.get('past_key_values')).__name__} of its own kind"
+        yield f"the cache is a {type(model_kwargs.get('past_key_values')).__name__}, not the one that transformers makes"
     for name, value in model_kwargs.items():
         if name not in _MODEL_KWARGS and value is not None:
             yield f"{name} is passed to the model's forward"
     if not isinstance(model_kwargs.get("logits_to_keep", 1), int):
-        yield "logits_to_keep is not one number"
+        yield "logits_to_keep is not an int"
     rows = input_ids.shape[0]
     for name, dimensions in _DIMENSIONS.items():
         value = model_kwargs.get(name)
@@ -216,9 +216,9 @@ def call_reasons(
         elif value is not None and value.shape[0] != rows and (name, value.shape[0]) != ("position_ids", 1):
             yield f"{name} has {value.shape[0]} rows, the prompt {rows}"
     if length_limit(criteria) is None:
-        yield "no maximal length, in whole tokens, bounds the cache"
+        yield "no integer maximal length bounds the cache"
     if input_ids.dtype not in _TOKEN_DTYPES:
-        yield f"the tokens are {input_ids.dtype}"
+        yield f"input_ids are {input_ids.dtype}"
 
 
 def size_reasons(prepared: PreparedCall, sizes: Sizes, step: Any, max_batch: int, max_length: int) -> Iterator[str]:
@@ -262,12 +262,12 @@ def mask_reasons(prepared: PreparedCall, *, encoder_mask_is_known: bool) -> Iter
     if own is not None and own.shape[1] != length and own.shape[1] < past + length:
         yield f"a mask of {own.shape[1]} tokens is shorter than the prompt"
     if own is not None and own.shape[1] > past + length and not own[:, : past + length].any(dim=1).all():
-        yield "a prompt is masked as a whole, and perhaps what comes next"
+        yield "the attention mask excludes a whole prompt and is longer than the prompt"
     if encoded is not None and mask is not None and not encoder_mask_is_known:
         if mask.shape != encoded[0].shape[:2]:
-            yield "the attention mask is not of the shape of the encoder's output"
+            yield "the attention mask does not have the shape of the encoder's output"
         elif not mask.any(dim=1).all():
-            yield "all of what the encoder says of a prompt is masked"
+            yield "the attention mask excludes a whole prompt of the encoder"
 
 
 def device_loop_reasons(
@@ -275,7 +275,7 @@ def device_loop_reasons(
 ) -> Iterator[str]:
     """Reasons for T1: what has to run on the host between steps."""
     if streamer is not None:
-        yield "a streamer wants every token in time"
+        yield "a streamer takes each token as it is generated"
     for processor, on_device in zip(processors, device_processors, strict=True):
         if on_device is None:
             yield f"{type(processor).__name__} runs on the host"
@@ -284,12 +284,12 @@ def device_loop_reasons(
         if type(criterion) is not EosTokenCriteria:
             yield f"{type(criterion).__name__} runs on the host"
     if len(stops) > 1:
-        yield "there are several criteria beside the length"
+        yield "there are several stopping criteria besides the length"
     pad = config._pad_token_tensor
     if stops and pad is None and (config.num_beams or 1) == 1:
         yield "there is no pad token"
     if pad is not None and pad.dim():
-        yield "pad_token_id is not one number"
+        yield "pad_token_id is not a single id"
 
 
 def setting_of(model: nn.Module, arguments: Mapping[str, Any], name: str) -> Any:

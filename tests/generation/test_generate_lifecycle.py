@@ -264,7 +264,7 @@ def test_an_interrupted_call_leaves_nothing_behind(model, tier):
     original = StepWork.__call__
     with mock.patch.object(StepWork, "__call__", interrupt), pytest.raises(KeyboardInterrupt):
         generate(model, **kwargs)
-    assert model.generate.calls[-1].tier is tier and model.generate.calls[-1].note == "it raised"
+    assert model.generate.calls[-1].tier is tier and model.generate.calls[-1].note == "an error was raised"
     assert_as_stock(model)
 
 

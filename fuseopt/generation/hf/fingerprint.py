@@ -94,14 +94,14 @@ def fingerprint(
         parameters += [parameter for parameter in state["_parameters"].values() if parameter is not None]
     for parameter in parameters:
         if type(parameter) is not nn.Parameter:
-            return ModelFingerprint("it has parameters of a tensor subclass, such as sharded or quantised ones")
+            return ModelFingerprint("the model has parameters of a tensor subclass, such as sharded or quantised ones")
         key.append((parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()))
     devices = {parameter.device for parameter in parameters}
     if len(devices) > 1:
-        return ModelFingerprint("its parameters are on several devices")
+        return ModelFingerprint("the model's parameters are on several devices")
     (device,) = devices
     if device.type not in ("cpu", "cuda"):
-        return ModelFingerprint(f"it is on {device}")
+        return ModelFingerprint(f"the model is on {device}")
     if torch.is_autocast_enabled(device.type):
         return ModelFingerprint("autocast is on")
     return ModelFingerprint(None, (device, *key), None if special else Watch(modules, parameters))

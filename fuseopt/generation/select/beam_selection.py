@@ -66,7 +66,7 @@ class BeamSelection(Selection):
     def not_captured(self) -> str:
         if self.candidates <= MAX_COUNT:
             return ""
-        return f"the kernels look at up to {MAX_COUNT} continuations of an item, not at {self.candidates}"
+        return f"the beam search kernels take up to {MAX_COUNT} candidates an item, not {self.candidates}"
 
     @property
     def may_end_early(self) -> bool:
@@ -167,21 +167,21 @@ def not_on_device(config: Any, vocab: int, named_vocab: int, length: int, limit:
     if config.low_memory:
         yield "low_memory is refused by beam search"
     if eos is not None and not eos.shape[0] and (pad is None or pad == 0):
-        yield "no token ends sequences and none fills them up"
+        yield "eos_token_id is empty and there is no pad token other than 0"
     if vocab != named_vocab:
-        yield f"the logits are of {vocab} tokens, the model's config says {named_vocab}"
+        yield f"the logits have {vocab} tokens, the model's config says {named_vocab}"
     if candidates(config) > config.num_beams * vocab:
-        yield f"there are fewer than {candidates(config)} continuations of an item"
+        yield f"an item has fewer than {candidates(config)} candidates"
     if type(config.max_length) is not int:
         yield f"max_length is a {type(config.max_length).__name__}"
     elif config.max_length <= length:
-        yield f"max_length, {config.max_length}, is not beyond the prompt"
+        yield f"max_length, {config.max_length}, does not exceed the prompt's length"
     elif limit > config.max_length:
-        yield f"a criterion lets sequences get longer than max_length, {config.max_length}"
+        yield f"the stopping criteria allow sequences longer than max_length, {config.max_length}"
     elif not isinstance(penalty, int | float):
         yield f"length_penalty is a {type(penalty).__name__}"
     elif not abs(penalty) * (max(limit, config.max_length) - length).bit_length() < 62:
-        yield f"length_penalty {penalty} makes numbers that are out of range"
+        yield f"length_penalty {penalty} leads to numbers out of range"
 
 
 def fill_of(config: Any) -> Tensor:

@@ -293,7 +293,7 @@ def hooked(model):
 
 
 def hidden_states(model):
-    return {"generation_config": GenerationConfig(output_hidden_states=True)}, "output_hidden_states is asked for"
+    return {"generation_config": GenerationConfig(output_hidden_states=True)}, "output_hidden_states is set"
 
 
 def replaced(model):
