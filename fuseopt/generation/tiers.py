@@ -202,7 +202,8 @@ def call_reasons(
     if not config.use_cache:
         yield "use_cache is False"
     elif not _is_plain_cache(model_kwargs.get("past_key_values"), model_kwargs.get("encoder_outputs") is not None):
-        yield f"the cache is a {type(model_kwargs.get('past_key_values')).__name__}, not the one that transformers makes"
+        kind = type(model_kwargs.get("past_key_values")).__name__
+        yield f"the cache is a {kind}, not the one that transformers makes"
     for name, value in model_kwargs.items():
         if name not in _MODEL_KWARGS and value is not None:
             yield f"{name} is passed to the model's forward"

@@ -241,7 +241,7 @@ def steps(processors):
     """How a list is run: the classes of each fused run, or the processor that is called as it is."""
     return [
         [type(processor) for processor in step.processors] if isinstance(step, ProcessorGroup) else step
-        for step in processors._plan()
+        for step in processors._group()
     ]
 
 
