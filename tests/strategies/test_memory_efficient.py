@@ -31,7 +31,7 @@ from transformers import (
 )
 
 import fuseopt
-from fuseopt import modules
+from fuseopt import training
 from fuseopt.errors import CompileError, PlanError
 from fuseopt.strategies import memory_efficient
 from fuseopt.training import forward, partitioner
@@ -518,7 +518,7 @@ def test_without_what_is_private_to_torch_it_is_skipped(gone, monkeypatch):
     elif gone == "an option of AOT Autograd":
         monkeypatch.setitem(partitioner._OPTIONS, "gone_by_now", True)
     else:
-        monkeypatch.delattr(modules, "partitioner")
+        monkeypatch.delattr(training, "partitioner")
         monkeypatch.delitem(sys.modules, partitioner.__name__)
         monkeypatch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
         reason = "has changed what it stands on: import of torch._inductor.custom_graph_pass"
