@@ -127,10 +127,10 @@ def _captured(
     """The compiled graph, or the step that launches it as CUDA graphs."""
     if captured is None or not captured_steps.can_capture(inputs):
         return compiled
-    if captured_steps.draws_again(graph):
-        captured.say("gradient checkpointing draws by generators of its own")
+    if captured_steps.uses_checkpointing(graph):
+        captured.say("gradient checkpointing draws random numbers with generators of its own")
         return compiled
-    return captured_steps.Step(compiled, captured)
+    return captured_steps.CapturableStep(compiled, captured)
 
 
 class Partitioner(CustomPartitionerFn):

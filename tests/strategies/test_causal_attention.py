@@ -13,7 +13,7 @@ from fuseopt import ops
 from fuseopt.blocks.causal_attention import fused_attention
 from tests import tiny
 from tests.pairs import stock_and_fused
-from tests.training import assert_slope
+from tests.training_steps import assert_slope
 
 pytestmark = pytest.mark.usefixtures("each_device")
 CONFIG = {"kernel_fusion": {"triton_kernels": ["FusedAttention"], "jit": False}}

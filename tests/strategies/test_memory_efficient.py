@@ -37,7 +37,7 @@ from fuseopt.strategies import memory_efficient
 from fuseopt.training import forward, partitioner
 from fuseopt.training.forward import TrainingForward
 from tests import tiny
-from tests.training import assert_slope, saved_bytes
+from tests.training_steps import assert_slope, saved_bytes
 
 CONFIG = {"kernel_fusion": {"enable": True, "memory_efficient_fusion": True}}
 LABELS = torch.arange(14).view(2, 7) + 3

@@ -13,7 +13,7 @@ from fuseopt import ops
 from fuseopt.blocks.relative_attention import FusedRelativeAttention
 from tests import tiny
 from tests.pairs import stock_and_fused
-from tests.training import assert_slope, norms_in_float64
+from tests.training_steps import assert_slope, norms_in_float64
 
 pytestmark = pytest.mark.usefixtures("each_device")
 CONFIG = {"kernel_fusion": {"triton_kernels": ["FusedRelativeAttention"], "jit": False}}
