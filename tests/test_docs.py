@@ -10,15 +10,10 @@ import runpy
 from collections.abc import Callable
 from pathlib import Path
 
-from fuseopt.config import (
-    CUSTOM_KERNELS,
-    KERNEL_BACKENDS,
-    PRESETS,
-    TRITON_KERNELS,
-    Config,
-    GenerationOptions,
-    KernelFusion,
-)
+import pytest
+
+from fuseopt.config import KERNEL_BACKENDS, Config, GenerationOptions, KernelFusion
+from fuseopt.kernel_table import CUSTOM, PRESETS, kernels, listed
 
 ROOT = Path(__file__).parents[1]
 RESULT_PAGES = ROOT / "docs" / "results"
@@ -160,7 +155,7 @@ def test_lab_notes_are_indexed_and_say_what_they_must():
 def test_the_config_page_covers_the_config():
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     fields = (*KernelFusion.__dataclass_fields__, *GenerationOptions.__dataclass_fields__)
-    for name in (*fields, *CUSTOM_KERNELS, *TRITON_KERNELS, *PRESETS, *KERNEL_BACKENDS):
+    for name in (*fields, *kernels(), *PRESETS, *KERNEL_BACKENDS):
         assert f"`{name}`" in page, name
     (example,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     Config.load(json.loads(example))
@@ -168,5 +163,5 @@ def test_the_config_page_covers_the_config():
 
 def test_the_readme_covers_keys_and_presets():
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in (*KernelFusion.__dataclass_fields__, *CUSTOM_KERNELS, *PRESETS):
+    for name in (*KernelFusion.__dataclass_fields__, *listed(CUSTOM), *PRESETS):
         assert f"`{name}`" in page, name

@@ -16,6 +16,8 @@ LAYERS = (
     {
         "_version",
         "errors",
+        "dotted_path",
+        "kernel_table",
         "config",
         "report",
         "csrc",

@@ -23,13 +23,13 @@ from fuseopt.bench.harness.workloads import (
     random_tokens,
 )
 from fuseopt.bench.suites.first_call import FirstCall
-from fuseopt.config import CUSTOM_KERNELS
+from fuseopt.kernel_table import CUSTOM, listed
 
 GENERATION = {"generation": {"enable": True}}
 CONFIGS: dict[str, FusionConfig] = {
     "preset inference": "inference",
     "generation": GENERATION,
-    "generation and kernels": {**GENERATION, "kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS)}},
+    "generation and kernels": {**GENERATION, "kernel_fusion": {"custom_cuda_kernels": list(listed(CUSTOM))}},
 }
 _STATIC_CACHE = {"cache_implementation": "static"}
 
