@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fuseopt import apply
+from fuseopt import apply, moved_modules
 from fuseopt._version import __version__
 from fuseopt.build import loader
 from fuseopt.config import Config
@@ -41,6 +41,9 @@ __all__ = [
     "restore",
     "verify",
 ]
+
+
+moved_modules.install()
 
 
 def initialize(model: ModelT, config: ConfigSource = None, *, strict: bool = False) -> ModelT:

@@ -16,6 +16,7 @@ PACKAGE = Path(fuseopt.__file__).parent
 LAYERS = (
     {
         "_version",
+        "moved_modules",
         "errors",
         "dotted_path",
         "kernel_table",
