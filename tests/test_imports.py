@@ -31,7 +31,7 @@ LAYERS = (
     {"blocks", "training"},
     {"generation", "models", "plan", "apply"},
     {"strategies"},
-    {"__init__", "verify"},
+    {"__init__", "verify", "extend"},
     {"bench", "cli", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
