@@ -49,8 +49,8 @@ def propose(context: ProposalContext) -> Iterator[Replacement | Skip]:
         if found:
             yield context.skip(sites, name, rule.target_name, "; ".join(found))
             continue
-        chain = None if isinstance(runner, str) else runner
-        build = functools.partial(target, candidate.module, context.wanted, **rule.options, runner=chain)
+        found_runner = None if isinstance(runner, str) else runner
+        build = functools.partial(target, candidate.module, context.wanted, **rule.options, runner=found_runner)
         yield context.replacement(sites, name, rule.target_name, _REASON, build)
     yield from of_stacks
 
@@ -73,11 +73,11 @@ def _propose_stack(
         of_blocks = "the forward of its stack has been replaced on the instance"
         return context.skip(sites, name, rule.target_name, FORWARD_REPLACED), of_blocks
     cuda_graphs = context.options.get("cuda_graphs", True)
-    chain = StackRunner(stack.module, rule.options["blocks"], cuda_graphs)
-    build = functools.partial(rule.target_class, stack.module, chain)
+    runner = StackRunner(stack.module, rule.options["blocks"], cuda_graphs)
+    build = functools.partial(rule.target_class, stack.module, runner)
     requires = tuple(site for block in container for site in forward_sites(context.index.candidate(block)))
     why = _CAPTURED if cuda_graphs else _EAGER
-    return context.replacement(sites, name, rule.target_name, why, build, requires=requires), chain
+    return context.replacement(sites, name, rule.target_name, why, build, requires=requires), runner
 
 
 def _target(rule: Rule) -> type[InferenceForward]:
