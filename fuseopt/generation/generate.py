@@ -11,7 +11,6 @@ import inspect
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,8 +25,7 @@ from fuseopt.generation.engine.device_loop import DeviceLoop
 from fuseopt.generation.engine.graphs import StepGraphs, StepWork
 from fuseopt.generation.engine.layers import has_kernel
 from fuseopt.generation.engine.state import DecodeState, Sizes
-from fuseopt.generation.families.gpt2 import GPT2Step
-from fuseopt.generation.families.t5 import T5Step
+from fuseopt.generation.families.step_interface import StepName, decode_step_class
 from fuseopt.generation.hf.caching_proxy import CachingModelProxy
 from fuseopt.generation.hf.checked_step import CheckedStep, ModelChanged
 from fuseopt.generation.hf.step_proxy import StepModelProxy
@@ -41,7 +39,6 @@ from fuseopt.generation.select import beam_selection
 from fuseopt.generation.select.device_processors import DeviceProcessor, chained, device_processor
 from fuseopt.generation.tiers import CallRecord, Tier
 
-STEPS: Mapping[str, Any] = {"GPT2Step": GPT2Step, "T5Step": T5Step}
 _MAX_RECORDS = 8
 
 
@@ -57,25 +54,25 @@ class FusedGenerate:
 
     Args:
         model: an instance of the step's `model_class`.
-        step: a name in `STEPS`.
+        step: a class that fulfils DecodeStep, or its dotted path.
 
     Attributes:
         calls: records of the last calls.
         graphs, checked, early_prefill, constants, proxy: what is kept from call to call.
     """
 
-    def __init__(self, model: nn.Module, step: str, options: GenerationOptions) -> None:
+    def __init__(self, model: nn.Module, step: StepName, options: GenerationOptions) -> None:
         self.__setstate__({"model": model, "step": step, "options": options})
         self._release(model)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "step": self.step_name, "options": self.options}
+        return {"model": self.model, "step": self._step_name, "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A deepcopy or unpickled model has no attributes yet. It is held strongly until its first call can read them.
         self._held: nn.Module | None = state["model"]
         self._attributes: dict[str, Any] = {}
-        self.step_name: str = state["step"]
+        self._step_name: StepName = state["step"]
         self.options: GenerationOptions = state["options"]
         self.graphs = StepGraphs(self.options.max_graphs)
         self.constants = DeviceConstantCache()
@@ -104,7 +101,7 @@ class FusedGenerate:
 
     def _bind(self, model: nn.Module) -> None:
         self._model, self._class = weakref.ref(model), type(model)
-        self.checked = CheckedStep(model, STEPS[self.step_name], self.graphs)
+        self.checked = CheckedStep(model, decode_step_class(self._step_name), self.graphs)
         self.early_prefill = EarlyPrefill(self.checked, self.graphs, self.options.max_batch, self.options.max_length)
         self.proxy = CachingModelProxy(model)
 
@@ -135,7 +132,7 @@ class FusedGenerate:
         finally:
             if has_lock:
                 # Queued work reads the caller's tensors, which may be freed from here on.
-                if self.checked.step is not None:
+                if self.checked.is_built:
                     self.graphs.join(self.checked.step.shape.device)
                 self._lock.release()
         self.calls.append(CallRecord(Tier.STOCK, reason))

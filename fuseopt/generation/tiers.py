@@ -16,8 +16,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from fuseopt.generation.engine.state import Sizes
+from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.hf.caching_proxy import CachingModelProxy
 from fuseopt.generation.prepared_call import PreparedCall, length_limit
+from fuseopt.modules.base import full_name
 from fuseopt.ops.library import Observer
 
 
@@ -133,10 +135,10 @@ def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator
         yield "torch.distributed runs several processes"
 
 
-def model_reasons(model: nn.Module, step_class: Any) -> Iterator[str]:
+def model_reasons(model: nn.Module, step_class: type[DecodeStep]) -> Iterator[str]:
     """Reasons for T2 in the model's own attributes; the `fingerprint` of its modules may find more."""
-    if type(model) is not step_class.model_class:
-        yield f"{type(model).__name__} is not exactly {step_class.model_class.__name__}"
+    if full_name(type(model)) != step_class.model_class:
+        yield f"{type(model).__name__} is not exactly {step_class.model_class.rpartition('.')[2]}"
         return
     yield from step_class.not_supported_reasons(model)
     for name in _METHODS:
@@ -222,7 +224,9 @@ def call_reasons(
         yield f"input_ids are {input_ids.dtype}"
 
 
-def size_reasons(prepared: PreparedCall, sizes: Sizes, step: Any, max_batch: int, max_length: int) -> Iterator[str]:
+def size_reasons(
+    prepared: PreparedCall, sizes: Sizes, step: DecodeStep, max_batch: int, max_length: int
+) -> Iterator[str]:
     """Reasons for T2 in the sizes of a prepared call.
 
     Args:

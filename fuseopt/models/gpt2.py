@@ -11,7 +11,7 @@ GPT2 = ModelPolicy(
     model_types=("gpt2",),
     kernels=(LAYER_NORM, *GELU_KERNELS, SOFTMAX),
     regions=(
-        Rule(f"{_GPT2}.GPT2MLP", "FusedMLP", absorbs=("act",), reads={"c_fc": (CONV1D,)}),
+        Rule(f"{_GPT2}.GPT2MLP", "FusedMLP", claims=("act",), reads={"c_fc": (CONV1D,)}),
         *ACTIVATION_REGIONS,
     ),
     eager_attention=(f"{_GPT2}.GPT2Attention",),
@@ -40,5 +40,5 @@ GPT2 = ModelPolicy(
     ),
     stacks=(Rule(f"{_GPT2}.GPT2Model", "fuseopt.blocks.gpt2_inference.GPT2StackForward", {"blocks": "h"}),),
     heads=(Rule(f"{_GPT2}.GPT2LMHeadModel", "FusedLinearCrossEntropy", {"head": "lm_head"}),),
-    decode_steps={f"{_GPT2}.GPT2LMHeadModel": "GPT2Step"},
+    decode_steps={f"{_GPT2}.GPT2LMHeadModel": "fuseopt.generation.families.gpt2.GPT2Step"},
 )

@@ -9,14 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from fuseopt.generation.engine.layers import BeforeHead
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.engine.stop_flags import STEPS_PER_COPY
+from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.select.selection import Selection
 from fuseopt.runtime.cuda_graphs import Captures, State, Work, stream_on
 from fuseopt.runtime.references import weak_attribute
 
-Forward = Callable[[DecodeState], BeforeHead]
 _PROMPTS_PER_STEP = 2
 # Steps in one graph. Fewer if an EOS token may end the call early, since surplus steps run for nothing.
 _STEPS_PER_GRAPH, _STEPS_PER_GRAPH_WITH_EOS = 8, STEPS_PER_COPY
@@ -38,7 +37,7 @@ class StepWork(Work[DecodeState]):
         may_capture_multi_step: False once a capture of `multi_step` has been tried.
     """
 
-    def __init__(self, forward: Forward, state: DecodeState, selection: Selection | None) -> None:
+    def __init__(self, forward: DecodeStep, state: DecodeState, selection: Selection | None) -> None:
         super().__init__(_key(state, selection), state)
         self.forward, self.selection = forward, selection
         self.calls = 0
@@ -137,7 +136,7 @@ class StepGraphs(Captures):
         kept = (work.state for work in self._works() if work.state.sizes == sizes)
         return next(kept, None) or make()
 
-    def step(self, forward: Forward, state: DecodeState, selection: Selection | None) -> StepWork:
+    def step(self, forward: DecodeStep, state: DecodeState, selection: Selection | None) -> StepWork:
         """The captured step for this state and kind of selection, with the selection's values loaded; or a new step."""
         new = StepWork(forward, state, selection)
         step = self._steps.get(new.key, new)

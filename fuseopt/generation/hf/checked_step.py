@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from fuseopt.generation.engine.graphs import StepGraphs
+from fuseopt.generation.families.step_interface import DecodeStep, EncoderStep
 from fuseopt.generation.hf.fingerprint import ModelFingerprint, fingerprint
 from fuseopt.runtime.references import weak_attribute
 
@@ -46,20 +47,21 @@ class CheckedStep:
 
     Args:
         model: an instance of the step's `model_class`; referenced weakly.
-        step_class: a `DecodeStep`.
         graphs: cleared when a step is rebuilt.
 
     Attributes:
-        step: built from `model`; None before the first check.
+        step: built from `model` by the first check that finds no reason against it; unset before.
+        is_built: whether there is a `step`.
         encoder: the step of the model's encoder; None before its first use and for decoder-only models.
     """
 
     model = weak_attribute("model")
+    step: DecodeStep
 
-    def __init__(self, model: nn.Module, step_class: Any, graphs: StepGraphs) -> None:
+    def __init__(self, model: nn.Module, step_class: type[DecodeStep], graphs: StepGraphs) -> None:
         self.model, self.step_class, self.graphs = model, step_class, graphs
-        self.step: Any = None
-        self.encoder: Any = None
+        self.is_built = False
+        self.encoder: EncoderStep | None = None
         self._fingerprint: ModelFingerprint | None = None
         self._encoder_fingerprint: ModelFingerprint | None = None
         self._key: tuple[Hashable, ...] = ()
@@ -68,7 +70,7 @@ class CheckedStep:
 
     def is_in_place(self) -> bool:
         """Whether there is a step and its weights have their addresses, so that it can run before a check."""
-        return self.step is not None and self._fingerprint is not None and self._fingerprint.is_in_place()
+        return self.is_built and self._fingerprint is not None and self._fingerprint.is_in_place()
 
     def is_encoder_in_place(self) -> bool:
         """As `is_in_place`, of the encoder's step."""
@@ -98,10 +100,10 @@ class CheckedStep:
         if found.reason is not None:
             return ModelCheck(found.reason)
         self._key = (*found.key, *step_class.constants(self.model))
-        is_rebuilt = self.step is None or self._key != key
+        is_rebuilt = not self.is_built or self._key != key
         if is_rebuilt:
             self.graphs.clear()
-            self.step = step_class(self.model)
+            self.step, self.is_built = step_class(self.model), True
         encoder_is_unchanged = self._confirm_encoder()
         return ModelCheck(None, found is before and not is_rebuilt and encoder_is_unchanged)
 
@@ -130,6 +132,7 @@ class CheckedStep:
         if found.reason is not None:
             return found.reason
         encoder_class = self.step_class.encoder_class
+        assert encoder_class is not None
         key = (*found.key, *encoder_class.constants(self.model))
         if self.encoder is None or key != self._encoder_key:
             self.graphs.clear()

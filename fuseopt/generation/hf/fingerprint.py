@@ -17,11 +17,11 @@ from fuseopt.modules.base import has_hooks
 from fuseopt.modules.children import Children, unexpected_modules
 from fuseopt.runtime.module_watch import (
     CONSTANTS,
-    Watch,
-    is_special,
-    is_without_parameters,
+    ModuleWatch,
+    has_other_weights,
     modules_below,
     only_captures_outputs,
+    trains_or_has_hooks,
 )
 from fuseopt.training.forward import TrainingForward
 
@@ -53,7 +53,7 @@ class ModelFingerprint:
 
     reason: str | None
     key: tuple[Hashable, ...] = ()
-    watch: Watch | None = None
+    watch: ModuleWatch | None = None
 
     def is_in_place(self) -> bool:
         """Whether the weights have their addresses and autocast is off, so that a step can read them.
@@ -84,12 +84,12 @@ def fingerprint(
     parameters = []
     for module in modules:
         state = module.__dict__
-        if is_special(module) or "forward" in state or is_without_parameters(module):
+        if trains_or_has_hooks(module) or "forward" in state or has_other_weights(module):
             reason = _module_reason(module)
             if reason:
                 path = next(path for path, other in model.named_modules() if other is module)
                 return ModelFingerprint(f"{path or 'the model'} {reason}")
-            special = special or is_special(module)
+            special = special or trains_or_has_hooks(module)
         key.append((id(module), type(module), *map(state.get, CONSTANTS)))
         parameters += [parameter for parameter in state["_parameters"].values() if parameter is not None]
     for parameter in parameters:
@@ -104,7 +104,7 @@ def fingerprint(
         return ModelFingerprint(f"the model is on {device}")
     if torch.is_autocast_enabled(device.type):
         return ModelFingerprint("autocast is on")
-    return ModelFingerprint(None, (device, *key), None if special else Watch(modules, parameters))
+    return ModelFingerprint(None, (device, *key), None if special else ModuleWatch(modules, parameters))
 
 
 def _module_reason(module: nn.Module) -> str | None:
@@ -116,6 +116,6 @@ def _module_reason(module: nn.Module) -> str | None:
         return "is dispatched or offloaded by accelerate"
     if "forward" in module.__dict__ and type(module.__dict__["forward"]) not in _FORWARDS:
         return "has had its forward replaced"
-    if is_without_parameters(module):
+    if has_other_weights(module):
         return "has weights that are not Parameters, or an embedding's max_norm"
     return None

@@ -185,6 +185,7 @@ class EarlyPrefill:
 
     def _queue_encoder(self, request: _Request, keep: Tensor | None) -> EarlyWork:
         step, encoder, ids, first_token = self.checked.step, self.checked.encoder, request.ids, request.first_token
+        assert encoder is not None, "start and take have prepared it"
         buffers = encoder.state_for(self.graphs, *ids.shape)
         if buffers is None:
             return EarlyWork(request.extra)
@@ -197,7 +198,7 @@ class EarlyPrefill:
                 decoder_note = run_encoded(step, self.graphs, state, encoded, keep, first_token)
                 run = self._queue_steps(request, state, state.tokens.unsqueeze(1))
                 prompt = EarlyPrompt(output, request.mask, state, decoder_note, first_token, run)
-        if state is None or state.sizes.rows_per_item > 1:
+        if state is None or state.sizes.queries_per_kv > 1:
             # transformers goes on to copy the output, on the current stream.
             self.graphs.join(ids.device)
         extra = {**request.extra, "encoder_outputs": output}

@@ -1,4 +1,4 @@
-"""DecodeLoop looks at the model while the device works, if nobody can tell; what had begun on another model is void."""
+"""The model is checked while the device works, if nobody can tell; what had begun on another model is discarded."""
 
 from unittest import mock
 
