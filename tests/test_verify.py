@@ -82,7 +82,7 @@ def test_nan_and_another_dtype_fail(inputs, monkeypatch, wrong):
 def test_other_tokens_fail_although_the_logits_pass(gpt2, inputs, monkeypatch):
     ngram = {"kernel_fusion": {"custom_cuda_kernels": ["FusedNoRepeatNGram"], "backend": "reference", "jit": False}}
     generation = pytest.importorskip("fuseopt.generation.select.logits_processor_list")
-    monkeypatch.setattr(generation.FusedRun, "__call__", lambda self, input_ids, scores, inplace: -scores)
+    monkeypatch.setattr(generation.ProcessorGroup, "__call__", lambda self, input_ids, scores, inplace: -scores)
     found = fuseopt.verify(gpt2, ngram, inputs, generate={"max_new_tokens": 6, "no_repeat_ngram_size": 2})
     assert found.tokens_agree is False
     assert found.fused_error <= found.tolerance

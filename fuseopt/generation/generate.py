@@ -1,4 +1,8 @@
-"""FusedGenerate: stands in for `generate` on one model instance."""
+"""One generate() call, top to bottom: fingerprint of the model, tier and reason, prompt, loop, output.
+
+`FusedGenerate` stands in for `generate` on a model instance. Each call makes a `GenerateCall`, whose methods are the
+steps in order; README.md in this folder numbers them.
+"""
 
 from __future__ import annotations
 
@@ -7,64 +11,78 @@ import inspect
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fuseopt.config import GenerationOptions
 from fuseopt.generation import tiers
-from fuseopt.generation.engine.device_constants import KeptTensors
-from fuseopt.generation.engine.graphs import StepGraphs
-from fuseopt.generation.families.step_interface import DecodeStep, StepName, decode_step_class
-from fuseopt.generation.hf.caching_proxy import RememberingModel
-from fuseopt.generation.hf.fingerprint import Survey, survey
-from fuseopt.generation.loop import DecodeLoop, Looked
-from fuseopt.generation.prompt.early_prefill import HeadStart, Started
-from fuseopt.generation.tiers import Call, Tier
+from fuseopt.generation.engine.decode_run import DecodeRun
+from fuseopt.generation.engine.device_constants import DeviceConstantCache
+from fuseopt.generation.engine.device_loop import DeviceLoop
+from fuseopt.generation.engine.graphs import StepGraphs, StepWork
+from fuseopt.generation.engine.layers import has_kernel
+from fuseopt.generation.engine.state import DecodeState, Sizes
+from fuseopt.generation.families.step_interface import StepName, decode_step_class
+from fuseopt.generation.hf.caching_proxy import CachingModelProxy
+from fuseopt.generation.hf.checked_step import CheckedStep, ModelChanged
+from fuseopt.generation.hf.step_proxy import StepModelProxy
+from fuseopt.generation.output import output_of, step_records
+from fuseopt.generation.prepared_call import PreparedCall
+from fuseopt.generation.prompt.call_outcomes import CallOutcome
+from fuseopt.generation.prompt.early_prefill import EarlyPrefill
+from fuseopt.generation.prompt.early_work import EarlyWork
+from fuseopt.generation.prompt.prefill import is_token_prompt, prefill, store_cache
+from fuseopt.generation.select import beam_selection
+from fuseopt.generation.select.device_processors import DeviceProcessor, chained, device_processor
+from fuseopt.generation.tiers import CallRecord, Tier
 
-_CALLS_KEPT = 8
+_MAX_RECORDS = 8
 
 
 class FusedGenerate:
     """Call: `generate()`'s arguments -> its result, errors and warnings, by the fastest tier that is exact for them.
 
     transformers' own generate() runs, with all of its preparation and validation; only the decoding method is
-    exchanged (https://huggingface.co/docs/transformers/en/generation_strategies). Every call checks the model for
-    changes, if possible while the device works. Deepcopy and pickle rebind it to the copy, without captured steps.
+    exchanged (https://huggingface.co/docs/transformers/en/generation_strategies). Deepcopy and pickle rebind this
+    object to the copy of the model, without captured steps.
 
-    The model holds this object, which refers to the model weakly, so `del model` frees both at once. If a caller has
+    The model holds this object, which references the model weakly, so `del model` frees both at once. If a caller has
     kept only the method (`load().generate(...)`), `model` is a new module of the same class with the same attributes.
 
     Args:
         model: an instance of the step's `model_class`.
         step: a class that fulfils DecodeStep, or its dotted path.
+
+    Attributes:
+        calls: records of the last calls.
+        graphs, checked, early_prefill, constants, proxy: what is kept from call to call.
     """
 
     def __init__(self, model: nn.Module, step: StepName, options: GenerationOptions) -> None:
         self.__setstate__({"model": model, "step": step, "options": options})
-        self._let_go(model)
+        self._release(model)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self.model, "step": self._step_name, "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy has no attributes yet, so it is held strongly up to its first call, which reads them.
+        # A deepcopy or unpickled model has no attributes yet. It is held strongly until its first call can read them.
         self._held: nn.Module | None = state["model"]
-        self._parts: dict[str, Any] = {}
+        self._attributes: dict[str, Any] = {}
         self._step_name: StepName = state["step"]
-        self._step_class = decode_step_class(self._step_name)
         self.options: GenerationOptions = state["options"]
         self.graphs = StepGraphs(self.options.max_graphs)
-        self._bind(state["model"])
-        self._kept = KeptTensors()
-        self.calls: deque[Call] = deque(maxlen=_CALLS_KEPT)
+        self.constants = DeviceConstantCache()
+        self.calls: deque[CallRecord] = deque(maxlen=_MAX_RECORDS)
         self._lock = threading.Lock()
+        self._bind(state["model"])
         functools.update_wrapper(self, type(self.model).generate, updated=())
         self.__signature__ = inspect.signature(type(self.model).generate.__get__(self.model))
         parameters = self.__signature__.parameters.values()
-        # Of the rest generate() passes on to whom it may concern.
+        # All other arguments are generation settings, or are passed on to the model.
         self._names = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
     @property
@@ -72,7 +90,7 @@ class FusedGenerate:
         model = self._model()
         if model is None:
             model = self._held = object.__new__(self._class)
-            vars(model).update(self._parts)
+            vars(model).update(self._attributes)
             model.training = any(child.training for child in model.children())
             self._bind(model)
         return model
@@ -83,111 +101,287 @@ class FusedGenerate:
 
     def _bind(self, model: nn.Module) -> None:
         self._model, self._class = weakref.ref(model), type(model)
-        self._head_start = HeadStart(model, self.graphs, self.options.max_batch, self.options.max_length)
-        self._remembering = RememberingModel(model)
-        self._step: DecodeStep | None = None
-        self._key: tuple[Hashable, ...] = ()
-        self._survey: Survey | None = None
+        self.checked = CheckedStep(model, decode_step_class(self._step_name), self.graphs)
+        self.early_prefill = EarlyPrefill(self.checked, self.graphs, self.options.max_batch, self.options.max_length)
+        self.proxy = CachingModelProxy(model)
 
-    def _let_go(self, model: nn.Module) -> None:
+    def _release(self, model: nn.Module) -> None:
         """Holds the model's attributes instead of the model, except fuseopt's own objects, which may hold the model."""
         self._held = None
-        self._parts = {
+        self._attributes = {
             name: part for name, part in vars(model).items() if not type(part).__module__.startswith("fuseopt.")
         }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
-        self._let_go(model)
+        self._release(model)
         stock = type(model).generate
-        given = dict(zip(self._names, args, strict=False))
-        if len(args) > len(self._names) or not given.keys().isdisjoint(kwargs):
-            return stock(model, *args, **kwargs)  # which has its own words for it
-        given |= kwargs
-        # Not waited for: what runs inside generate(), such as a criterion, may call it again.
-        is_free = tiers.runs_unseen() and self._lock.acquire(blocking=False)
+        # 1. Arguments by name, and the lock. transformers words the errors for arguments that cannot be named.
+        arguments = dict(zip(self._names, args, strict=False))
+        if len(args) > len(self._names) or not arguments.keys().isdisjoint(kwargs):
+            return stock(model, *args, **kwargs)
+        arguments |= kwargs
+        extra = {name: value for name, value in arguments.items() if name not in self._names}
+        # Without waiting, since code that generate() calls, such as a stopping criterion, may call it again.
+        has_lock = tiers.is_unobserved() and self._lock.acquire(blocking=False)
         try:
-            reason, output = self._serve(stock, given, is_free)
+            call = GenerateCall(self, model, arguments, extra)
+            reason = call.prepare(has_lock)
+            if reason is None:
+                return call.run(stock)
         finally:
-            if is_free:
-                # Of the caller's tensors, nothing that is still to run may read any: they may be gone by then.
-                if self._step is not None:
-                    self.graphs.join(self._step.shape.device)
+            if has_lock:
+                # Queued work reads the caller's tensors, which may be freed from here on.
+                if self.checked.is_built:
+                    self.graphs.join(self.checked.step.shape.device)
                 self._lock.release()
-        if not reason:
-            return output
-        self.calls.append(Call(Tier.STOCK, reason))
+        self.calls.append(CallRecord(Tier.STOCK, reason))
         return stock(model, *args, **kwargs)
 
-    def _serve(self, stock: Any, given: dict[str, Any], is_free: bool) -> tuple[str, Any]:
-        """Why the call has to be transformers' own, or nothing, and else what it comes to."""
-        others = {name: value for name, value in given.items() if name not in self._names}
-        is_in_place = is_free and self._is_in_place()
-        guess = None
-        if is_in_place and self._step is not None:
-            guess = self._head_start.guess(self._step, given, others)
-        reason = next(tiers.argument_reasons(self.model, given), None)
-        reason = reason or next(tiers.model_reasons(self.model, self._step_class), None)
-        if reason is None and not is_free:
-            reason = "another call of generate() was running on this model"
-        if reason is not None:
-            return reason, None
-        look = self._look if is_in_place else None
-        if look is None:
-            reason = self._look().reason
-            if reason:
-                return reason, None
-        assert self._step is not None
-        started = self._head_start(self._step, given, others, guess, looks=look is None)
-        return "", self._decode(self._step, stock, given, started, look)
-
-    def _decode(
-        self, step: DecodeStep, stock: Any, given: dict[str, Any], started: Started, look: Callable[[], Looked] | None
-    ) -> Any:
-        options = self.options
-        loop = DecodeLoop(
-            self.model,
-            step,
-            self.graphs,
-            self._kept,
-            options.max_batch,
-            options.max_length,
-            given.get("streamer"),
-            started,
-            look,
-        )
-        own_methods = RememberingModel.METHODS.isdisjoint(vars(self.model))
-        self._remembering.full_mask = given.get("attention_mask") if started.is_whole else None
-        self._remembering.device = step.shape.device
-        model = self._remembering if own_methods else self.model
-        try:
-            return stock(model, **{**given, **started.others, "custom_generate": loop})
-        finally:
-            self._head_start.remember(started.likeness, loop.plan)
-            self._remembering.full_mask = None
-            self.calls.append(replace(loop.served, note=loop.served.note or loop.started.note))
-
-    def _is_in_place(self) -> bool:
-        """Whether there is a step whose weights are where they were: it can run, though what it makes may be void."""
-        return self._step is not None and self._survey is not None and self._survey.is_in_place()
-
-    def _look(self) -> Looked:
-        """Looks at what a step stands on, and makes one, and drops all graphs, where that has changed."""
-        step_class, before, key = self._step_class, self._survey, self._key
-        found = self._survey = survey(self.model, step_class.roots(self.model), step_class.children, before)
-        if found.reason is not None:
-            return Looked(self._step, found.reason)
-        self._key = (*found.key, *step_class.constants(self.model))
-        step, is_another = self._step, self._key != key
-        if step is None or is_another:
-            self.graphs.clear()
-            step = self._step = step_class(self.model)
-        is_confirmed = self._head_start.is_confirmed(step)
-        return Looked(step, is_as_before=found is before and not is_another and is_confirmed)
-
     def report_lines(self) -> tuple[str, ...]:
-        """What the report says of the last calls and of what is kept."""
+        """Tier and reason of the last calls, and what is kept on the device, for the report."""
         graphs = self.graphs
         size = f"{graphs.bytes / 2**20:.1f} MiB of static tensors"
         kept = f"{graphs.steps} captured steps and {graphs.prompts} captured prompts, {size}"
         return (*(f"generate(): {call}" for call in self.calls), f"generate(): {kept}")
+
+
+class _Decoded(NamedTuple):
+    """What a decode loop returns; `slots` and `cross_slots` are how many slots of the caches are filled."""
+
+    output: Any
+    work: StepWork
+    slots: int
+    cross_slots: int
+    note: str
+
+
+class GenerateCall:
+    """One call of generate(). Call: what transformers hands to a decoding method -> what generate() returns.
+
+    The model is checked for changes in every call, before anything runs that can be observed from outside: code of the
+    caller's or of transformers, random numbers, a capture. If the first steps are none of these, they are queued first
+    and the check runs on the host while the device works (`CheckedStep.confirm`). Upstream: `GenerationMixin._sample`
+    and `_beam_search`.
+
+    Args:
+        fused: what is kept from call to call.
+        arguments: of generate(), by name.
+        extra: those of them that are not parameters of generate().
+
+    Attributes:
+        record: how the call was served.
+        outcome: what to expect of the next call with such arguments; None for nothing.
+    """
+
+    # transformers inspects it twice a call.
+    __signature__: inspect.Signature
+
+    def __init__(
+        self, fused: FusedGenerate, model: nn.Module, arguments: dict[str, Any], extra: dict[str, Any]
+    ) -> None:
+        self.fused, self.model, self.arguments, self.extra = fused, model, arguments, extra
+        self.checked, self.graphs = fused.checked, fused.graphs
+        self.early = EarlyWork(extra)
+        self.record = CallRecord(Tier.STOCK, "an error was raised before decoding began")
+        self.outcome: CallOutcome | None = None
+
+    def prepare(self, has_lock: bool) -> str | None:
+        """Everything before transformers; returns why transformers has to serve the whole call, or None."""
+        checked, early_prefill = self.checked, self.fused.early_prefill
+        # 2. Speculation: queue the prompt, before it is known who serves the call, if an earlier call was like this.
+        is_in_place = has_lock and checked.is_in_place()
+        speculated = early_prefill.start(self.arguments, self.extra) if is_in_place else None
+        # 3. Tier: reasons for T2 in the arguments and in the model's attributes.
+        reason = next(tiers.argument_reasons(self.model, self.arguments), None)
+        reason = reason or next(tiers.model_reasons(self.model, checked.step_class), None)
+        if reason is None and not has_lock:
+            reason = "another call of generate() was running on this model"
+        # 4. Fingerprint: check the model now, or later if the step's weights are where they were.
+        if reason is None and not is_in_place:
+            reason = checked.check().reason
+        if reason is not None:
+            return reason
+        if is_in_place:
+            checked.defer()
+        # 5. Prompt: keep or discard what was queued; without any, queue it now if the arguments allow.
+        self.early = early_prefill.take(self.arguments, self.extra, speculated, check_encoder=not is_in_place)
+        return None
+
+    def run(self, stock: Any) -> Any:
+        """transformers' generate(), which prepares the call and then calls this object as its decoding method."""
+        # 6. Preparation, on a proxy that caches transformers' answers unless the model overrides the methods.
+        proxy, model = self.fused.proxy, self.model
+        proxy.full_mask = self.arguments.get("attention_mask") if self.early.is_unmasked else None
+        proxy.device = self.checked.step.shape.device
+        prepared_on = proxy if CachingModelProxy.METHODS.isdisjoint(vars(model)) else model
+        try:
+            return stock(prepared_on, **{**self.arguments, **self.early.extra, "custom_generate": self})
+        finally:
+            # 13. Memory of the call: its outcome for the next one, its record for the report.
+            self.fused.early_prefill.outcomes.record(self.early.call_key, self.outcome)
+            proxy.full_mask = None
+            self.fused.calls.append(replace(self.record, note=self.record.note or self.early.note))
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        tokenizer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Decodes the prepared call. `model` and `tokenizer` are unused: only the preparation needs them."""
+        streamer = self.arguments.get("streamer")
+        prepared = PreparedCall(
+            input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
+        )
+        try:
+            return self._decode(prepared, None)
+        except ModelChanged as change:
+            reason = change.reason
+        # Outside the handler, so that errors from here on have no context.
+        self._discard_early_work(prepared, reason)
+        return self._decode(prepared, reason)
+
+    def _decode(self, prepared: PreparedCall, reason: str | None) -> Any:
+        """Chooses between the fast tiers and T2, and gets the static tensors for the former."""
+        graphs, options, device = self.graphs, self.fused.options, prepared.input_ids.device
+        # 7. Tier: reasons for T2 in what transformers prepared.
+        reason = reason or next(
+            tiers.call_reasons(prepared.config, prepared.input_ids, prepared.criteria, prepared.model_kwargs), None
+        )
+        if reason is None:
+            sizes, step = prepared.sizes(), self.checked.step
+            is_known = self.early.encoder_inputs is not None
+            reason = next(tiers.size_reasons(prepared, sizes, step, options.max_batch, options.max_length), None)
+            reason = reason or next(tiers.mask_reasons(prepared, encoder_mask_is_known=is_known), None)
+        if reason is None:
+            # 8. State: the static tensors of this size.
+            with graphs.in_stream_order(device):
+                try:
+                    state = self._state(sizes.rounded_up())
+                except torch.OutOfMemoryError:
+                    reason = f"there was no memory for a cache of {sizes.rows} rows and {sizes.capacity} slots"
+                else:
+                    return self._decode_in(state, prepared)
+        self.record = CallRecord(Tier.STOCK, reason)
+        graphs.join(self.checked.step.shape.device)
+        self.checked.confirm()
+        return prepared.run_decoding_method(type(self.model), self.model)
+
+    def _decode_in(self, state: DecodeState, prepared: PreparedCall) -> Any:
+        """Chooses between T0 and T1, and decodes."""
+        # 9. Tier: reasons for T1, what has to run on the host between steps.
+        config, step, constants = prepared.config, self.checked.step, self.fused.constants
+        on_device = [
+            device_processor(processor, state.sizes.rows, step.vocab, step.shape.device, constants)
+            for processor in prepared.processors
+        ]
+        reason = next(
+            tiers.device_loop_reasons(config, prepared.processors, on_device, prepared.criteria, prepared.streamer),
+            None,
+        )
+        if reason is None and state.beams is not None:
+            vocabs = step.vocab, self.model.config.vocab_size
+            reason = next(beam_selection.not_on_device(config, *vocabs, *prepared.bounds), None)
+        tier = Tier.DEVICE_LOOP if reason is None else Tier.FAST_FORWARD
+        self.record = CallRecord(tier, reason or "", note="an error was raised")
+        if reason is not None:
+            self._discard_queued_steps()
+        if reason is not None or not self._may_start_unchecked(state, prepared):
+            self.checked.confirm()
+        if not has_kernel("decode_attention", state.cache):
+            state.zero_caches()
+        if reason is None:
+            decoded = self._device_loop(state, prepared, chained(filter(None, on_device), step.vocab, constants))
+        else:
+            decoded = self._fast_forward(state, prepared)
+        self.record = CallRecord(tier, reason or "", "eager" if decoded.work.graph is None else "graph", decoded.note)
+        # 12. Cache: copied back to transformers' cache if anybody can read it.
+        if config.return_dict_in_generate or prepared.has_user_cache:
+            store_cache(state, prepared.model_kwargs["past_key_values"], decoded.slots, decoded.cross_slots)
+        return decoded.output
+
+    def _device_loop(
+        self, state: DecodeState, prepared: PreparedCall, processors: tuple[DeviceProcessor, ...]
+    ) -> _Decoded:
+        """Tier T0: processors and selection run inside the step."""
+        graphs, config, (length, limit) = self.graphs, prepared.config, prepared.bounds
+        records = step_records(config)
+        keep = {"keep_scores": records.scores is not None, "keep_logits": records.logits is not None}
+        selection = beam_selection.selection_of(prepared, processors, state, self.fused.constants, **keep)
+        pad, max_steps, prompt = config._pad_token_tensor, max(1, limit - length), self.early.prompt
+        # If the captured step lacks values of this call, the next such call will bring values of its own as well.
+        is_repeatable = prompt is not None and prompt.state is state and graphs.holds(state, selection)
+        if prompt is not None and prompt.run is not None and not prompt.run.matches(state, selection, pad, max_steps):
+            self._discard_queued_steps()
+            self.checked.confirm()
+        # 10. Prompt: taken from the early prefill if it ran, else run now.
+        work = graphs.step(self.checked.step, state, selection)
+        called_with = prepared.input_ids, config, prepared.model_kwargs
+        prefilled = prefill(self.checked.step, self.model, graphs, state, *called_with, self.early.prompt)
+        run = self.early.prompt.run if self.early.prompt is not None and prefilled.was_early else None
+        if run is None:
+            ready = {"pending": prefilled.pending, "has_ids": prefilled.has_ids}
+            run = DecodeRun(work, prepared.input_ids, pad, max_steps, **ready)
+        # 11. Loop: first steps, the model's check while the device runs them, then the others.
+        loop = DeviceLoop(graphs, run, *records)
+        loop.start()
+        self.checked.confirm()
+        steps, note = loop.finish()
+        if is_repeatable and state.beams is None and not (config.do_sample or config.return_dict_in_generate):
+            self.outcome = CallOutcome(self.early.is_unmasked, work.key, pad, steps)
+        elif prefilled.was_early:
+            self.outcome = CallOutcome(self.early.is_unmasked)
+        encodes = bool(self.model.config.is_encoder_decoder)
+        output = output_of(prepared, state, steps, prefilled.slots, records, is_encoder_decoder=encodes)
+        return _Decoded(output, work, prefilled.slots + steps - 1, prefilled.cross_slots, prefilled.note or note)
+
+    def _fast_forward(self, state: DecodeState, prepared: PreparedCall) -> _Decoded:
+        """Tier T1: transformers' decoding method, on a proxy of the model whose forward is the step."""
+        work = self.graphs.step(self.checked.step, state, None)
+        # 10. and 11.: the proxy's `_prefill`, then its call for each token.
+        proxy = StepModelProxy(self.model, self.graphs, work, self.early.prompt)
+        try:
+            output = prepared.run_decoding_method(type(self.model), proxy)
+        except BaseException:
+            if prepared.has_user_cache and proxy.slots:
+                cache = prepared.model_kwargs["past_key_values"]
+                store_cache(state, cache, proxy.slots, proxy.prefilled.cross_slots)
+            raise
+        if proxy.prefilled.was_early:
+            self.outcome = CallOutcome(self.early.is_unmasked)
+        return _Decoded(output, work, proxy.slots, proxy.prefilled.cross_slots, proxy.note)
+
+    def _state(self, sizes: Sizes) -> DecodeState:
+        early, step = self.early.prompt, self.checked.step
+        if early is not None and early.state.sizes == sizes:
+            return early.state
+        return self.graphs.state(sizes, lambda: DecodeState(sizes, step.shape, step.vocab))
+
+    def _may_start_unchecked(self, state: DecodeState, prepared: PreparedCall) -> bool:
+        """Whether first steps can run before the check: they cannot be observed, and their prompt is queued."""
+        early = self.early.prompt
+        if early is None or early.state is not state or prepared.config.do_sample or state.beams is not None:
+            return False
+        return is_token_prompt(self.model, prepared.input_ids, prepared.config, prepared.model_kwargs)
+
+    def _discard_queued_steps(self) -> None:
+        """Discards the early prompt if steps are queued after it, since they have changed its state."""
+        if self.early.prompt is not None and self.early.prompt.run is not None:
+            self.early = self.early._replace(prompt=None)
+
+    def _discard_early_work(self, prepared: PreparedCall, reason: str | None) -> None:
+        """Discards the early prompt; an encoder's output is computed anew by the model."""
+        self.early = self.early._replace(prompt=None)
+        if self.early.encoder_inputs is None:
+            return
+        prepared.run_encoder(self.model, *self.early.encoder_inputs)
+        if reason is None:
+            self.early = self.early._replace(note="transformers ran the encoder: the model had changed")
+
+
+GenerateCall.__signature__ = inspect.Signature(list(inspect.signature(GenerateCall.__call__).parameters.values())[1:])

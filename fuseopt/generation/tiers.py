@@ -1,10 +1,9 @@
-"""Which tier serves a call of generate(), decided before anything runs, on exact types, and the reason."""
+"""Which tier serves a call of generate(), and why: decided on exact types, before anything observable runs."""
 
 from __future__ import annotations
 
 import enum
 import functools
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +15,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from fuseopt.generation.engine.state import Sizes
 from fuseopt.generation.families.step_interface import DecodeStep
-from fuseopt.generation.hf.caching_proxy import RememberingModel
+from fuseopt.generation.hf.caching_proxy import CachingModelProxy
+from fuseopt.generation.prepared_call import PreparedCall, length_limit
 from fuseopt.modules.base import full_name
 from fuseopt.ops.library import Observer
 
 
 class Tier(enum.Enum):
-    """How a call was served; the value is how reports name it."""
+    """How a call was served; the value is its name in reports."""
 
     DEVICE_LOOP = "T0"
     FAST_FORWARD = "T1"
@@ -31,14 +32,14 @@ class Tier(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Call:
-    """What is kept of a call of generate().
+class CallRecord:
+    """How one call of generate() was served, for the report.
 
     Attributes:
         tier: which loop ran.
         reason: why not a faster one; empty for the fastest.
-        steps: "graph" where steps were captured in a CUDA graph, "eager" where they were launched one operation at a
-            time, "" in stock transformers.
+        steps: "graph" if steps were replayed from a CUDA graph, "eager" if their kernels were launched one by one, ""
+            in stock transformers.
         note: what else happened, such as a capture that ran out of memory.
     """
 
@@ -53,7 +54,7 @@ class Call:
         return f"{self.tier.value} {names[self.tier]}" + (f": {details}" if details else "")
 
 
-# Arguments of generate(), or settings of a GenerationConfig, that choose another decoding method than the loop's own.
+# Arguments or settings of generate() that select a decoding method which the loop does not implement.
 _OTHER_METHODS = {
     "prompt_lookup_num_tokens": "assisted decoding",
     "assistant_early_exit": "assisted decoding",
@@ -63,14 +64,14 @@ _OTHER_METHODS = {
     "constraints": "constrained beam search",
     "force_words_ids": "constrained beam search",
 }
-# What the fast tiers do in place of the model, or take from its class.
+# Methods of the model that the fast tiers replace, or call on its class.
 _METHODS = (
     "prepare_inputs_for_generation",
     "_prefill",
     "_update_model_kwargs_for_generation",
     "_reorder_cache",
 )
-# What transformers passes prompts through; of the last two, each version has one.
+# Methods that transformers prepares prompts with. Each version has one of the last two.
 _PREPARATIONS = (
     "get_encoder",
     "_prepare_model_inputs",
@@ -80,10 +81,10 @@ _PREPARATIONS = (
     "_prepare_encoder_decoder_kwargs_for_generation",
     "_maybe_prepare_encoder_kwargs_for_generation",
 )
-_NOT_AHEAD = ("prefill_chunk_size", "token_healing")
+_NOT_EARLY = ("prefill_chunk_size", "token_healing")
 _COPIES = ("num_beams", "num_return_sequences")
-_KNOWN_AHEAD = frozenset(("input_ids", "attention_mask", "stop_strings", "tokenizer"))
-_KNOWN_TO_ENCODE = _KNOWN_AHEAD | {"past_key_values"}
+_KNOWN_EARLY = frozenset(("input_ids", "attention_mask", "stop_strings", "tokenizer"))
+_KNOWN_TO_ENCODE = _KNOWN_EARLY | {"past_key_values"}
 _ATTENTIONS = ("eager", "sdpa")
 _MODEL_KWARGS = frozenset(
     (
@@ -97,18 +98,18 @@ _MODEL_KWARGS = frozenset(
         "use_cache",
     )
 )
-_TOKEN_DTYPES = (torch.int64, torch.int32)  # that an embedding looks up
-# Of what has a row for each of the prompt's; positions may be the same in all.
+_TOKEN_DTYPES = (torch.int64, torch.int32)  # that nn.Embedding accepts
+# Dimensions of the arguments that have one row per prompt. Positions may have a single row for all.
 _DIMENSIONS = {"attention_mask": 2, "decoder_attention_mask": 2, "position_ids": 2, "inputs_embeds": 3}
 
 
 def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Why generate() has to be transformers' own whatever its preparation comes to, from the arguments as given."""
+    """Reasons for T2 that the caller's arguments tell, before transformers prepares them."""
     setting = functools.partial(setting_of, model, arguments)
     if arguments.get("custom_generate") is not None:
-        yield "a custom_generate of the caller's decodes"
+        yield "custom_generate replaces the decoding method"
     if arguments.get("assistant_model") is not None:
-        yield "assisted decoding runs another model beside this one"
+        yield "assistant_model asks for assisted decoding"
     for name, method in _OTHER_METHODS.items():
         if setting(name) is not None and setting(name) is not False:
             yield f"{name} asks for {method}"
@@ -116,73 +117,73 @@ def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator
         yield "num_beam_groups asks for group beam search"
     if arguments.get("streamer") is not None and setting("num_beams") not in (None, 1):
         yield "beam search takes no streamer"
-    if setting("stop_strings") is not None and not RememberingModel.METHODS.isdisjoint(vars(model)):
-        yield "methods of its own prepare the call, and may want the tokenizer of stop_strings"
+    if setting("stop_strings") is not None and not CachingModelProxy.METHODS.isdisjoint(vars(model)):
+        yield "the model overrides preparation methods, which may need the tokenizer of stop_strings"
     if arguments.get("synced_gpus"):
-        yield "synced_gpus keeps several processes in step"
+        yield "synced_gpus synchronises several processes"
     if setting("cache_implementation") is not None:
-        yield "a cache_implementation is asked for by name"
+        yield "cache_implementation selects a class of caches"
     if torch.compiler.is_compiling():
         yield "torch.compile is tracing the call"
     if _has_modes():
-        yield "a torch dispatch or function mode is active, which has to see every operation"
+        yield "a torch dispatch or function mode is active and has to see every operation"
     if (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()
         and torch.distributed.get_world_size() > 1
     ):
-        yield "several processes take part (torch.distributed)"
+        yield "torch.distributed runs several processes"
 
 
 def model_reasons(model: nn.Module, step_class: type[DecodeStep]) -> Iterator[str]:
-    """Why `step_class` would not compute what the model's forward does, but for what a survey of its modules finds."""
+    """Reasons for T2 in the model's own attributes; the `fingerprint` of its modules may find more."""
     if full_name(type(model)) != step_class.model_class:
         yield f"{type(model).__name__} is not exactly {step_class.model_class.rpartition('.')[2]}"
         return
     yield from step_class.not_supported_reasons(model)
     for name in _METHODS:
         if name in model.__dict__:
-            yield f"its {name} has been replaced"
+            yield f"the model's {name} has been replaced"
     attention = model.config._attn_implementation
     if attention not in _ATTENTIONS:
-        yield f"attention is set to {attention!r}"
+        yield f"attn_implementation is {attention!r}"
     if model._compiled_call_impl is not None:
-        yield "it is compiled by model.compile()"
+        yield "the model is compiled by model.compile()"
     if nn.modules.module._has_any_global_hook():
-        yield "hooks are registered on every module"
+        yield "global module hooks are registered"
 
 
-def ahead_reasons(
+def early_prefill_reasons(
     model: nn.Module, device: torch.device, arguments: Mapping[str, Any], names: Iterable[str]
 ) -> Iterator[str]:
-    """Why the prompt, or the encoder of one that has it, cannot run before transformers has prepared the call.
+    """Reasons against running the prompt, or its encoder if there is one, before transformers prepares the call.
 
     Args:
-        device: the model's, which by itself looks for that through its modules.
-        arguments: of generate(), as given.
-        names: those of them that it passes on to whom they may concern.
+        device: of the model, since `model.device` searches the modules.
+        arguments: of generate(), by name.
+        names: those of them that are not parameters of generate().
     """
     encodes = model.config.is_encoder_decoder
     inputs = [arguments[name] for name in ("inputs", "input_ids") if arguments.get(name) is not None]
     if model.config._attn_implementation != "sdpa":
-        yield f"attention is set to {model.config._attn_implementation!r}"
+        yield f"attn_implementation is {model.config._attn_implementation!r}"
     if len(inputs) != 1 or not is_token_ids(inputs[0], device):
         yield "the prompt is not one tensor of token ids on the model's device"
         return
     mask = arguments.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and (mask.shape, mask.device) == (inputs[0].shape, device)):
-        yield "the attention mask is not of the prompt's shape, or elsewhere"
-    for name in ("output_attentions", "output_hidden_states", *(() if encodes else _NOT_AHEAD)):
+        yield "the attention mask does not have the prompt's shape, or is on another device"
+    for name in ("output_attentions", "output_hidden_states", *(() if encodes else _NOT_EARLY)):
         if setting_of(model, arguments, name):
-            yield f"{name} is asked for"
+            yield f"{name} is set"
     for name in () if encodes else _COPIES:
         if (setting_of(model, arguments, name) or 1) != 1:
-            yield f"{name} multiplies the prompts"
-    known = _KNOWN_TO_ENCODE if encodes else _KNOWN_AHEAD
+            yield f"{name} repeats the prompts"
+    known = _KNOWN_TO_ENCODE if encodes else _KNOWN_EARLY
     for name in names:
         decodes = name in known or hasattr(model.generation_config, name) or (encodes and name.startswith("decoder_"))
         if not decodes and arguments[name] is not None:
-            yield f"{name} may be meant for it"
+            yield f"{name} may be an argument of its forward"
     for name in _PREPARATIONS:
         if name in model.__dict__:
             yield f"the model's {name} has been replaced"
@@ -191,24 +192,25 @@ def ahead_reasons(
 def call_reasons(
     config: Any, input_ids: Tensor, criteria: Sequence[Any], model_kwargs: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Why the prepared arguments of a call need transformers' own decoding method."""
+    """Reasons for T2 in the arguments that transformers prepared."""
     if config.output_attentions:
-        yield "output_attentions is asked for"
+        yield "output_attentions is set"
     if config.output_hidden_states:
-        yield "output_hidden_states is asked for"
+        yield "output_hidden_states is set"
     if config.is_assistant:
-        yield "the model assists another one"
+        yield "is_assistant is set"
     if config.num_beams is not None and config.num_beams < 1:
         yield f"num_beams is {config.num_beams}"
     if not config.use_cache:
-        yield "use_cache is off"
+        yield "use_cache is False"
     elif not _is_plain_cache(model_kwargs.get("past_key_values"), model_kwargs.get("encoder_outputs") is not None):
-        yield f"the cache is a {type(model_kwargs.get('past_key_values')).__name__} of its own kind"
+        kind = type(model_kwargs.get("past_key_values")).__name__
+        yield f"the cache is a {kind}, not the one that transformers makes"
     for name, value in model_kwargs.items():
         if name not in _MODEL_KWARGS and value is not None:
             yield f"{name} is passed to the model's forward"
     if not isinstance(model_kwargs.get("logits_to_keep", 1), int):
-        yield "logits_to_keep is not one number"
+        yield "logits_to_keep is not an int"
     rows = input_ids.shape[0]
     for name, dimensions in _DIMENSIONS.items():
         value = model_kwargs.get(name)
@@ -217,17 +219,68 @@ def call_reasons(
         elif value is not None and value.shape[0] != rows and (name, value.shape[0]) != ("position_ids", 1):
             yield f"{name} has {value.shape[0]} rows, the prompt {rows}"
     if length_limit(criteria) is None:
-        yield "no maximal length, in whole tokens, bounds the cache"
+        yield "no integer maximal length bounds the cache"
     if input_ids.dtype not in _TOKEN_DTYPES:
-        yield f"the tokens are {input_ids.dtype}"
+        yield f"input_ids are {input_ids.dtype}"
+
+
+def size_reasons(
+    prepared: PreparedCall, sizes: Sizes, step: DecodeStep, max_batch: int, max_length: int
+) -> Iterator[str]:
+    """Reasons for T2 in the sizes of a prepared call.
+
+    Args:
+        sizes: of `prepared`.
+        step: the decode step.
+        max_batch, max_length: rows, and slots of the cache, up to which the fast tiers serve.
+    """
+    longest, device = step.max_length, prepared.input_ids.device
+    if device != step.shape.device:
+        yield f"the inputs are on {device}, the model on {step.shape.device}"
+    if sizes.rows > max_batch:
+        yield f"{sizes.rows} rows are more than max_batch, {max_batch}"
+    if max(sizes.capacity, sizes.cross_capacity) > max_length:
+        yield f"{max(sizes.capacity, sizes.cross_capacity)} cache slots are more than max_length, {max_length}"
+    if longest is not None and sizes.capacity > longest:
+        yield f"{sizes.capacity} tokens are more than the model's {longest} positions"
+    if not sizes.rows:
+        yield "the batch is empty"
+    encoded = prepared.model_kwargs.get("encoder_outputs")
+    if encoded is not None and encoded[0].shape[0] != sizes.rows:
+        yield f"the encoder's output has {encoded[0].shape[0]} rows, the decoder {sizes.rows}"
+    cache = prepared.decoder_cache
+    if 0 < len(cache.layers) < step.shape.layers:
+        yield f"the cache has {len(cache.layers)} layers, the decoder {step.shape.layers}"
+
+
+def mask_reasons(prepared: PreparedCall, *, encoder_mask_is_known: bool) -> Iterator[str]:
+    """Reasons for T2 in the masks of a prepared call.
+
+    Args:
+        encoder_mask_is_known: early prefill has checked the encoder's mask; checking it waits for the device.
+    """
+    length, past = prepared.input_ids.shape[1], prepared.decoder_cache.get_seq_length()
+    mask, encoded = prepared.model_kwargs.get("attention_mask"), prepared.model_kwargs.get("encoder_outputs")
+    own = mask if encoded is None else prepared.model_kwargs.get("decoder_attention_mask")
+    embeds = prepared.model_kwargs.get("inputs_embeds")
+    length = length if embeds is None else max(length, embeds.shape[1])
+    if own is not None and own.shape[1] != length and own.shape[1] < past + length:
+        yield f"a mask of {own.shape[1]} tokens is shorter than the prompt"
+    if own is not None and own.shape[1] > past + length and not own[:, : past + length].any(dim=1).all():
+        yield "the attention mask excludes a whole prompt and is longer than the prompt"
+    if encoded is not None and mask is not None and not encoder_mask_is_known:
+        if mask.shape != encoded[0].shape[:2]:
+            yield "the attention mask does not have the shape of the encoder's output"
+        elif not mask.any(dim=1).all():
+            yield "the attention mask excludes a whole prompt of the encoder"
 
 
 def device_loop_reasons(
     config: Any, processors: Sequence[Any], device_processors: Sequence[Any], criteria: Sequence[Any], streamer: Any
 ) -> Iterator[str]:
-    """Why transformers' own decoding method has to run on the host between steps."""
+    """Reasons for T1: what has to run on the host between steps."""
     if streamer is not None:
-        yield "a streamer wants every token in time"
+        yield "a streamer takes each token as it is generated"
     for processor, on_device in zip(processors, device_processors, strict=True):
         if on_device is None:
             yield f"{type(processor).__name__} runs on the host"
@@ -236,38 +289,29 @@ def device_loop_reasons(
         if type(criterion) is not EosTokenCriteria:
             yield f"{type(criterion).__name__} runs on the host"
     if len(stops) > 1:
-        yield "there are several criteria beside the length"
+        yield "there are several stopping criteria besides the length"
     pad = config._pad_token_tensor
     if stops and pad is None and (config.num_beams or 1) == 1:
         yield "there is no pad token"
     if pad is not None and pad.dim():
-        yield "pad_token_id is not one number"
-
-
-def length_limit(criteria: Sequence[Any]) -> int | None:
-    """The length at which the sequences end at the latest, or None when no criterion says in whole tokens."""
-    limits = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
-    try:
-        return min(map(operator.index, limits), default=None)
-    except TypeError:
-        return None
+        yield "pad_token_id is not a single id"
 
 
 def setting_of(model: nn.Module, arguments: Mapping[str, Any], name: str) -> Any:
-    """As given to generate(), or as its config or the model's has it."""
+    """A setting: as an argument of generate(), else from its `generation_config`, else from the model's."""
     if name in arguments:
         return arguments[name]
     value = getattr(arguments.get("generation_config"), name, None)
     return getattr(getattr(model, "generation_config", None), name, None) if value is None else value
 
 
-def runs_unseen() -> bool:
-    """Whether nothing looks on at what a call does before it is known who serves it."""
+def is_unobserved() -> bool:
+    """True if no dispatch mode, function mode or compiler is observing."""
     return not torch.compiler.is_compiling() and not _has_modes()
 
 
 def is_token_ids(value: Any, device: torch.device) -> bool:
-    """Whether `value` is a prompt [rows, length] that can run ahead on this device."""
+    """Whether `value` is a prompt [rows, length], not empty, of int64 ids on this device."""
     return (
         isinstance(value, Tensor)
         and value.dtype is torch.int64

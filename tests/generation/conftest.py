@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fuseopt.generation import loop
+from fuseopt.generation import generate
 from fuseopt.generation.engine import attention, layers
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.prompt import early_prefill, prompts
@@ -13,7 +13,7 @@ from fuseopt.generation.prompt import early_prefill, prompts
 @pytest.fixture
 def starts_ahead(monkeypatch):
     """Lets a CPU take the paths of a GPU, with the ops' references, and a step that runs for a captured one."""
-    for module in (attention, layers, prompts, early_prefill, loop):
+    for module in (attention, layers, prompts, early_prefill, generate):
         monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
     capture = StepGraphs.capture
 

@@ -152,7 +152,7 @@ def compare(model, inputs, tier, **kwargs):
         assert_same(generate(model, inputs, **kwargs), wanted)
         (call,) = calls_of(model)
         assert call.tier == tier
-        assert call.note == "" or ("32 continuations" in call.note and kwargs["num_beams"] > 1)
+        assert call.note == "" or ("32 candidates" in call.note and kwargs["num_beams"] > 1)
 
 
 FAMILIES = ("gpt2", "t5", "t5_gated")

@@ -123,7 +123,7 @@ def test_stop_strings_of_a_model_with_methods_of_its_own(checkpoint):
     stock, _ = generate(model, tokenizer, PROMPTS[:2], **kwargs)
     with fuseopt.fused(model, CONFIGS["generation"]):
         fused, _ = generate(model, tokenizer, PROMPTS[:2], **kwargs)
-        assert "methods of its own" in model.generate.calls[-1].reason
+        assert "overrides preparation methods" in model.generate.calls[-1].reason
     assert torch.equal(fused.sequences, stock.sequences)
 
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StoppingCriteria
 import fuseopt
 from fuseopt import ops
 from fuseopt.generation.engine import attention, layers
-from fuseopt.generation.engine.graphs import Step
+from fuseopt.generation.engine.graphs import StepWork
 from fuseopt.generation.families.gpt2 import GPT2Step
 from fuseopt.generation.families.t5 import T5Step
 from fuseopt.generation.prompt import early_prefill, prompts
@@ -86,7 +86,7 @@ def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch):
 
         monkeypatch.setattr(ops, name, counting)
     step_class = T5Step if model.config.is_encoder_decoder else GPT2Step
-    call_step, run_forward, replays, forwards = Step.__call__, step_class.__call__, 0, 0
+    call_step, run_forward, replays, forwards = StepWork.__call__, step_class.__call__, 0, 0
 
     def counting_call(step):
         nonlocal replays
@@ -98,7 +98,7 @@ def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch):
         forwards += 1
         return run_forward(step, state)
 
-    monkeypatch.setattr(Step, "__call__", counting_call)
+    monkeypatch.setattr(StepWork, "__call__", counting_call)
     monkeypatch.setattr(step_class, "__call__", counting_forward)
     compare(model, prompt(model, 3, 9, 5), Tier.DEVICE_LOOP, max_new_tokens=12, **kwargs)
     assert forwards + replays >= 11 and (replays > 0) == (model.device.type == "cuda")

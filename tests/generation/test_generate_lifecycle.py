@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fuseopt
-from fuseopt.generation.engine.graphs import Step, StepGraphs
+from fuseopt.generation.engine.graphs import StepGraphs, StepWork
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.tiers import Tier
 from fuseopt.kernel_table import CUSTOM, listed
@@ -261,10 +261,10 @@ def test_an_interrupted_call_leaves_nothing_behind(model, tier):
             raise KeyboardInterrupt
         return original(step)
 
-    original = Step.__call__
-    with mock.patch.object(Step, "__call__", interrupt), pytest.raises(KeyboardInterrupt):
+    original = StepWork.__call__
+    with mock.patch.object(StepWork, "__call__", interrupt), pytest.raises(KeyboardInterrupt):
         generate(model, **kwargs)
-    assert model.generate.calls[-1].tier is tier and model.generate.calls[-1].note == "it raised"
+    assert model.generate.calls[-1].tier is tier and model.generate.calls[-1].note == "an error was raised"
     assert_as_stock(model)
 
 
@@ -282,7 +282,7 @@ def test_no_memory_for_the_cache(model):
 @on_a_gpu
 def test_no_memory_for_a_graph(model):
     fuseopt.initialize(model, GENERATION)
-    with mock.patch.object(Step, "capture", side_effect=torch.OutOfMemoryError("no memory")):
+    with mock.patch.object(StepWork, "capture", side_effect=torch.OutOfMemoryError("no memory")):
         assert_as_stock(model)
     call = model.generate.calls[-1]
     assert call.steps == "eager" and call.note.endswith("could not be captured: no memory")
@@ -293,14 +293,14 @@ def test_no_memory_for_a_graph(model):
 @on_a_gpu
 def test_a_capture_that_cuda_gives_up(model):
     fuseopt.initialize(model, GENERATION)
-    run, stream = Step.run, torch.cuda.current_stream()
+    run, stream = StepWork.run, torch.cuda.current_stream()
 
     def waiting_run(step):
         run(step)
         if torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
 
-    with mock.patch.object(Step, "run", waiting_run):
+    with mock.patch.object(StepWork, "run", waiting_run):
         assert_as_stock(model, do_sample=True)
     call = model.generate.calls[-1]
     assert call.steps == "eager" and "could not be captured" in call.note
@@ -321,7 +321,7 @@ def test_a_capture_that_cuda_gives_up(model):
 def test_a_replay_waits_for_what_torch_does_ahead_of_a_capture(model, monkeypatch):
     """Which sets the offset of random numbers to 0, on the stream of the capture."""
     fuseopt.initialize(model, GENERATION)
-    begin, capture, waits = torch.cuda.CUDAGraph.capture_begin, Step.capture, []
+    begin, capture, waits = torch.cuda.CUDAGraph.capture_begin, StepWork.capture, []
 
     def late(graph, *args, **kwargs):
         # Longer than the capture takes, beside other tests too.
@@ -333,7 +333,7 @@ def test_a_replay_waits_for_what_torch_does_ahead_of_a_capture(model, monkeypatc
         waits.append(not torch.cuda.current_stream().query())
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
-    monkeypatch.setattr(Step, "capture", captured)
+    monkeypatch.setattr(StepWork, "capture", captured)
     assert_as_stock(model, do_sample=True)
     assert waits == [True]
 
@@ -341,8 +341,8 @@ def test_a_replay_waits_for_what_torch_does_ahead_of_a_capture(model, monkeypatc
 @on_a_gpu
 def test_graphs_are_reused_bounded_and_freed(model):
     fuseopt.initialize(model, {"generation": {"max_graphs": 2}})
-    captures, capture = [], Step.capture
-    with mock.patch.object(Step, "capture", lambda step, *args: captures.append(args) or capture(step, *args)):
+    captures, capture = [], StepWork.capture
+    with mock.patch.object(StepWork, "capture", lambda step, *args: captures.append(args) or capture(step, *args)):
         for length in (3, 7, 9, 5):
             inputs = tiny.inputs(model, batch=2, length=length)["input_ids"]
             assert_as_stock(model, inputs=inputs, attention_mask=torch.ones_like(inputs))

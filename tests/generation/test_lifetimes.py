@@ -12,7 +12,7 @@ import torch
 
 import fuseopt
 from fuseopt.generation.engine.decode_run import DecodeRun
-from fuseopt.generation.engine.graphs import Step, StepGraphs
+from fuseopt.generation.engine.graphs import StepGraphs, StepWork
 from fuseopt.generation.tiers import Tier
 from tests import tiny
 
@@ -44,7 +44,7 @@ class Graphs(StepGraphs):
 
     def keep(self, number):
         state = SimpleNamespace(sizes=number, device=torch.device("cuda"), bytes=0, __del__=None)
-        step = Step(lambda state: None, state, None)
+        step = StepWork(lambda state: None, state, None)
         test = self
 
         class Freed:
@@ -145,8 +145,8 @@ def test_a_model_goes_with_its_last_user(family, calls):
         model = fuseopt.initialize(tiny.FAMILIES[family](), FUSED, strict=True)
         for kwargs in CALLS[calls]:
             call(model, kwargs)
-        kept = [model, model.generate, model.generate.graphs, model.generate._remembering, model.generate._head_start]
-        kept += [model.get_input_embeddings().weight, *filter(None, [model.generate._step])]
+        kept = [model, model.generate, model.generate.graphs, model.generate.proxy, model.generate.early_prefill]
+        kept += [model.get_input_embeddings().weight, *filter(None, [getattr(model.generate.checked, "step", None)])]
         refs = [weakref.ref(part) for part in kept]
         del model, kept
         assert [ref() for ref in refs] == [None] * len(refs)

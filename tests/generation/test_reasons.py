@@ -204,15 +204,15 @@ def ends(*starts):
 NO_LOCK = "nor does such a call take the lock, which the report would name"
 PASSED_ON = "transformers also passes it on as an argument of the forward"
 CASES = {
-    "a custom_generate of the caller's decodes": Call(decoded),
-    "assisted decoding runs another model beside this one": Call(assistant),
+    "custom_generate replaces the decoding method": Call(decoded),
+    "assistant_model asks for assisted decoding": Call(assistant),
     "num_beam_groups asks for group beam search": Call(lambda model, seen: {"num_beam_groups": 2, "num_beams": 2}),
     "beam search takes no streamer": Call(lambda model, seen: {"num_beams": 2, "streamer": Streamer(seen)}),
-    "methods of its own prepare the call, and may want the tokenizer of stop_strings": Call(
+    "the model overrides preparation methods, which may need the tokenizer of stop_strings": Call(
         lambda model, seen: {"stop_strings": ["a"], "tokenizer": Tokenizer(seen)}, change=own_methods
     ),
-    "synced_gpus keeps several processes in step": Call(lambda model, seen: {"synced_gpus": True}),
-    "a cache_implementation is asked for by name": Call(
+    "synced_gpus synchronises several processes": Call(lambda model, seen: {"synced_gpus": True}),
+    "cache_implementation selects a class of caches": Call(
         lambda model, seen: {"cache_implementation": "static", "disable_compile": True},
         not_wrong="the class of the cache tells as much, but only after the prompt has run in vain",
     ),
@@ -220,26 +220,26 @@ CASES = {
         around=lambda model, seen: patched(torch.compiler, "is_compiling", lambda: True),
         not_wrong=NO_LOCK,
     ),
-    "a torch dispatch or function mode is active, which has to see every operation": Call(
+    "a torch dispatch or function mode is active and has to see every operation": Call(
         around=lambda model, seen: Counts(seen), not_wrong=NO_LOCK
     ),
-    "several processes take part (torch.distributed)": Call(around=two_processes),
+    "torch.distributed runs several processes": Call(around=two_processes),
     "{} asks for {}": Call(lambda model, seen: {"penalty_alpha": 0.5, "top_k": 4}),
     "{} is not exactly {}": Call(
         change=lambda model: setattr(model, "__class__", Mine),
         not_wrong="a look at the modules finds it as well; what comes between reads the attributes of the class",
     ),
-    "attention is set to {}": Call(change=attention),
-    "it is compiled by model.compile()": Call(change=compiled),
-    "hooks are registered on every module": Call(around=global_hook),
-    "its {} has been replaced": Call(change=other_inputs),
-    "output_attentions is asked for": Call(
+    "attn_implementation is {}": Call(change=attention),
+    "the model is compiled by model.compile()": Call(change=compiled),
+    "global module hooks are registered": Call(around=global_hook),
+    "the model's {} has been replaced": Call(change=other_inputs),
+    "output_attentions is set": Call(
         in_config(output_attentions=True),
         change=lambda model: model.set_attn_implementation("eager"),
         not_wrong=PASSED_ON,
     ),
-    "output_hidden_states is asked for": Call(in_config(output_hidden_states=True), not_wrong=PASSED_ON),
-    "the model assists another one": Call(
+    "output_hidden_states is set": Call(in_config(output_hidden_states=True), not_wrong=PASSED_ON),
+    "is_assistant is set": Call(
         lambda model, seen: {
             "is_assistant": True,
             "assistant_confidence_threshold": 0.0,
@@ -248,11 +248,11 @@ CASES = {
         not_wrong="a few tokens with a cache of the caller's, whose copies cost more than the steps",
     ),
     "num_beams is {}": Call(lambda model, seen: {"num_beams": 0}),
-    "use_cache is off": Call(lambda model, seen: {"use_cache": False}),
-    "logits_to_keep is not one number": Call(lambda model, seen: {"logits_to_keep": None}),
-    "no maximal length, in whole tokens, bounds the cache": Call(lambda model, seen: {"max_new_tokens": 2.0}),
-    "the tokens are {}": Call(lambda model, seen: {"inputs": torch.full((2, 7), 3.5)}),
-    "the cache is a {} of its own kind": Call(own_cache),
+    "use_cache is False": Call(lambda model, seen: {"use_cache": False}),
+    "logits_to_keep is not an int": Call(lambda model, seen: {"logits_to_keep": None}),
+    "no integer maximal length bounds the cache": Call(lambda model, seen: {"max_new_tokens": 2.0}),
+    "input_ids are {}": Call(lambda model, seen: {"inputs": torch.full((2, 7), 3.5)}),
+    "the cache is a {}, not the one that transformers makes": Call(own_cache),
     "{} is passed to the model's forward": Call(
         lambda model, seen: {"token_type_ids": torch.full((2, 7), 5)},
     ),
@@ -260,10 +260,10 @@ CASES = {
     "{} has {} rows, the prompt {}": Call(
         lambda model, seen: {"num_beams": 2, "decoder_attention_mask": torch.tensor([[1]])}, make=tiny.t5
     ),
-    "a streamer wants every token in time": Call(lambda model, seen: {"streamer": Streamer(seen)}),
-    "there are several criteria beside the length": Call(ends(1, 0)),
+    "a streamer takes each token as it is generated": Call(lambda model, seen: {"streamer": Streamer(seen)}),
+    "there are several stopping criteria besides the length": Call(ends(1, 0)),
     "there is no pad token": Call(ends(0), change=no_eos),
-    "pad_token_id is not one number": Call(
+    "pad_token_id is not a single id": Call(
         lambda model, seen: {"num_beams": 2, "pad_token_id": torch.tensor([4]), "eos_token_id": list(range(0, 60, 2))}
     ),
     "{} runs on the host": Call(lambda model, seen: {"logits_processor": LogitsProcessorList([Twice()])}),

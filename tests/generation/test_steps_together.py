@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fuseopt
-from fuseopt.generation.engine.graphs import Several, StepGraphs
+from fuseopt.generation.engine.graphs import MultiStepWork, StepGraphs
 from fuseopt.generation.tiers import Tier
 from tests import tiny
 from tests.generation.same_calls import GENERATION, VOCAB, assert_same, prompt
@@ -24,17 +24,17 @@ def model(request, each_device, starts_ahead):
 @pytest.fixture(autouse=True)
 def together(monkeypatch):
     """Counts calls of several steps; on a CPU they run one after the other for a graph."""
-    capture = StepGraphs.capture_several
+    capture = StepGraphs.capture_multi_step
 
     def captured(graphs, step, most):
         note = capture(graphs, step, most)
-        if step.state.device.type == "cpu" and step.calls == 2 and Several(step).count <= most:
-            step.several = Several(step)
-            step.several.graph = SimpleNamespace(replay=step.several.run)
+        if step.state.device.type == "cpu" and step.calls == 2 and MultiStepWork(step).count <= most:
+            step.multi_step = MultiStepWork(step)
+            step.multi_step.graph = SimpleNamespace(replay=step.multi_step.run)
         return note
 
-    monkeypatch.setattr(StepGraphs, "capture_several", captured)
-    with mock.patch.object(Several, "__call__", autospec=True, side_effect=Several.__call__) as calls:
+    monkeypatch.setattr(StepGraphs, "capture_multi_step", captured)
+    with mock.patch.object(MultiStepWork, "__call__", autospec=True, side_effect=MultiStepWork.__call__) as calls:
         yield calls
 
 
@@ -99,7 +99,7 @@ def test_scores_are_recorded_step_by_step(model, together):
 
 
 def test_the_report_says_why_they_run_one_by_one(model, monkeypatch):
-    monkeypatch.setattr(StepGraphs, "capture_several", lambda graphs, step, most: "words of CUDA")
+    monkeypatch.setattr(StepGraphs, "capture_multi_step", lambda graphs, step, most: "words of CUDA")
     fuseopt.initialize(model, GENERATION)
     for seed in range(2):
         wanted, got = both(model, seed, max_new_tokens=12, eos_token_id=[])

@@ -78,12 +78,12 @@ def served(model):
 
 # On a GPU transformers would compile what has a static cache.
 STOCK_CALLS = {
-    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions is asked for"),
-    "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states is asked"),
-    "no cache": ({"use_cache": False}, "use_cache is off"),
+    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions is set"),
+    "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states is set"),
+    "no cache": ({"use_cache": False}, "use_cache is False"),
     "static cache by name": (
         {"cache_implementation": "static", "disable_compile": True},
-        "a cache_implementation is asked for",
+        "cache_implementation selects",
     ),
     "batch": ({"num_return_sequences": 3, "do_sample": True}, "6 rows are more than max_batch, 5"),
     "length": ({"max_new_tokens": 40}, "cache slots are more than max_length, 32"),
@@ -136,9 +136,9 @@ def test_a_model_s_last_position_is_used_and_none_after_it():
     with pytest.raises(IndexError):
         model.generate(inputs, max_new_tokens=7, **arguments)
     assert served(model).reason == "13 tokens are more than the model's 12 positions"
-    head_start, step = model.generate._head_start, model.generate._step
-    assert head_start._expected(step, {"max_new_tokens": 6}, inputs).steps == 6
-    assert head_start._expected(step, {"max_new_tokens": 7}, inputs) is None
+    early_prefill = model.generate.early_prefill
+    assert early_prefill._expected_sizes({"max_new_tokens": 6}, inputs)[1] == 6
+    assert early_prefill._expected_sizes({"max_new_tokens": 7}, inputs) is None
 
 
 def test_hooks_that_transformers_leaves_behind_cost_nothing():
@@ -164,7 +164,7 @@ def test_assisted_decoding_is_transformers_own():
 def test_a_cache_of_another_kind(each_device):
     model = fuseopt.initialize(tiny.gpt2(), GENERATION)
     generate(model, past_key_values=StaticCache(config=model.config, max_cache_len=20), disable_compile=True)
-    assert served(model).reason == "the cache is a StaticCache of its own kind"
+    assert served(model).reason == "the cache is a StaticCache, not the one that transformers makes"
     generate(model, past_key_values=DynamicCache())
     assert served(model).tier is Tier.DEVICE_LOOP
 
@@ -205,7 +205,7 @@ def offload(model):
 
 STOCK_MODELS = {
     offload: "is dispatched or offloaded by accelerate",
-    prompt_learning: "its prepare_inputs_for_generation has been replaced",
+    prompt_learning: "the model's prepare_inputs_for_generation has been replaced",
     train: "is in training mode",
     hook: "transformer.h.1.mlp carries hooks",
     leaf: "transformer.ln_f is a Mine, which the decode step does not know",
@@ -238,7 +238,7 @@ def global_hook():
         (Passive, "a torch dispatch or function mode is active"),
         (LooksOn, ""),
         (lambda: torch.autocast("cpu", torch.bfloat16), "autocast is on"),
-        (global_hook, "hooks are registered on every module"),
+        (global_hook, "global module hooks are registered"),
         (torch.get_default_device, ""),
         (nullcontext, ""),
     ],
@@ -323,7 +323,7 @@ ODD_CALLS = {
     "a list of padding": (
         tiny.gpt2,
         {"num_beams": 2, "pad_token_id": torch.tensor([4], device="cpu")},
-        "pad_token_id is not one number",
+        "pad_token_id is not a single id",
     ),
     "a criterion beyond the length": (
         tiny.gpt2,
@@ -355,16 +355,16 @@ ODD_CALLS = {
     "a mask of all that is there": (
         tiny.gpt2,
         {"attention_mask": torch.tensor([[0] * 12, [1] * 12], device="cpu")},
-        "a prompt is masked as a whole",
+        "the attention mask excludes a whole prompt and",
     ),
-    "logits of another shape": (tiny.gpt2, {"logits_to_keep": None}, "logits_to_keep is not one number"),
-    "a length with a point": (tiny.gpt2, {"max_new_tokens": 2.0}, "no maximal length, in whole tokens"),
+    "logits of another shape": (tiny.gpt2, {"logits_to_keep": None}, "logits_to_keep is not an int"),
+    "a length with a point": (tiny.gpt2, {"max_new_tokens": 2.0}, "no integer maximal length"),
     "a length of NumPy's": (tiny.t5, {"max_new_tokens": np.int64(2)}, "T0"),
     "a length of NumPy's for beams": (tiny.t5, {"max_new_tokens": np.int64(2), "num_beams": 2}, "T1"),
     "tokens between the numbers": (
         tiny.gpt2,
         {"inputs": torch.full((2, 7), 3.5, device="cpu")},
-        "the tokens are torch.float32",
+        "input_ids are torch.float32",
     ),
     "tokens between the numbers, behind embeddings": (
         tiny.gpt2,
@@ -372,7 +372,7 @@ ODD_CALLS = {
             "inputs": torch.full((2, 7), 3.5, device="cpu"),
             "inputs_embeds": torch.linspace(-1, 1, 2 * 7 * 24, device="cpu").view(2, 7, 24),
         },
-        "the tokens are torch.float32",
+        "input_ids are torch.float32",
     ),
     "positions between the numbers": (
         tiny.gpt2,
@@ -382,12 +382,12 @@ ODD_CALLS = {
     "a cache for an encoder that is not there": (
         tiny.gpt2,
         {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())},
-        "the cache is a EncoderDecoderCache of its own kind",
+        "the cache is a EncoderDecoderCache, not the one that transformers makes",
     ),
     "a cache of a decoder alone": (
         tiny.t5,
         {"past_key_values": DynamicCache()},
-        "the cache is a DynamicCache of its own kind",
+        "the cache is a DynamicCache, not the one that transformers makes",
     ),
     "more layers than the cache": (
         lambda: tiny.t5(num_layers=1, num_decoder_layers=2),

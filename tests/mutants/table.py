@@ -3,7 +3,6 @@
 from tests.mutants.mutant import Mutant
 
 _TIERS = "fuseopt/generation/tiers.py"
-_LOOP = "fuseopt/generation/loop.py"
 _PROCESSOR_LIST_TESTS = "tests/generation/select/test_logits_processor_list.py"
 _TOUCHED_TESTS = "tests/strategies/test_touched_modules.py"
 
@@ -18,7 +17,7 @@ REASONS = (
     _without_reason("assisted decoding", 'if arguments.get("assistant_model") is not None:', "if False:"),
     _without_reason(
         "stop strings and methods of the model's own",
-        'if setting("stop_strings") is not None and not RememberingModel.METHODS.isdisjoint(vars(model)):',
+        'if setting("stop_strings") is not None and not CachingModelProxy.METHODS.isdisjoint(vars(model)):',
         "if False:",
     ),
     _without_reason("synced_gpus", 'if arguments.get("synced_gpus"):', "if False:"),
@@ -46,23 +45,23 @@ GENERATION = (
     ),
     Mutant(
         "max_length ignores the encoder's length",
-        _LOOP,
-        "if max(sizes.capacity, sizes.cross_capacity) > self.max_length:",
-        "if sizes.capacity > self.max_length:",
+        _TIERS,
+        "if max(sizes.capacity, sizes.cross_capacity) > max_length:",
+        "if sizes.capacity > max_length:",
         ("tests/generation/test_tiers.py::test_max_length_bounds_both_caches",),
     ),
     Mutant(
         "one position more than the model has",
-        _LOOP,
+        _TIERS,
         "sizes.capacity > longest:",
         "sizes.capacity > longest + 1:",
         ("tests/generation/test_tiers.py::test_a_model_s_last_position_is_used_and_none_after_it",),
     ),
     Mutant(
         "max_batch is one too many",
-        _LOOP,
-        "if sizes.rows > self.max_batch:",
-        "if sizes.rows > self.max_batch + 1:",
+        _TIERS,
+        "if sizes.rows > max_batch:",
+        "if sizes.rows > max_batch + 1:",
         ("tests/generation/test_tiers.py::test_calls_that_transformers_decodes",),
     ),
     Mutant(

@@ -1,95 +1,102 @@
-"""DecodeRun: the steps of one call, queued one after the other without a wait for any of them."""
+"""DecodeRun: the steps of one call, queued one after another without waiting for the device."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fuseopt.generation.engine.graphs import Step
+from fuseopt.generation.engine.graphs import StepWork
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.engine.stop_flags import StopFlags
 from fuseopt.generation.select.selection import Selection
 
 
 class DecodeRun:
-    """Decodes up to `steps` tokens a row, from the logits in the step's state on.
+    """Decodes up to `max_steps` tokens a row, starting from the logits in the step's state.
 
     Args:
-        step: with a selection.
+        work: one step, with a selection.
         input_ids: [rows, length] int64.
-        pad: the id that finished rows are given, [] int64, or None.
-        steps: how many there are at most.
-        pending: the state has no logits yet, but is ready for a step that makes them.
-        has_ids: the state has `input_ids`.
+        pad: id that finished rows are given, [] int64, or None.
+        max_steps: bound on the tokens a row.
+        pending: the state holds no logits yet; the first step has to compute them.
+        has_ids: the state already holds `input_ids`.
+
+    Attributes:
+        queued: how many steps have been queued.
+        without_forward: how many of the first steps only select from logits that the prefill left: 0 or 1.
     """
 
     def __init__(
         self,
-        step: Step,
+        work: StepWork,
         input_ids: Tensor,
         pad: Tensor | None,
-        steps: int,
+        max_steps: int,
         *,
         pending: bool = False,
         has_ids: bool = False,
     ) -> None:
-        assert step.selection is not None
-        self.step, self.selection, self.state = step, step.selection, step.state
-        self.steps, self.taken = steps, 0
-        self.begins = 0 if pending else 1
+        assert work.selection is not None
+        self.work, self.selection, self.state = work, work.selection, work.state
+        self.max_steps, self.queued = max_steps, 0
+        self.without_forward = 0 if pending else 1
         self.selection.begin(self.state, input_ids, pad, has_ids)
-        # There is a first step in any case.
+        # The first step is always taken, so a flag is needed from the second on.
         self.flags = None
-        if self.selection.may_end_early and steps > 1:
-            self.flags = StopFlags(self.state.going, input_ids.shape[1], steps)
+        if self.selection.may_end_early and max_steps > 1:
+            self.flags = StopFlags(self.state.going, input_ids.shape[1], max_steps)
         self._random_state = _RandomState(self.state.ids.device) if self.selection.do_sample else None
 
-    def serves(self, state: DecodeState, selection: Selection, pad: Tensor | None, steps: int) -> bool:
-        """Whether a run with all this would be the same."""
+    def matches(self, state: DecodeState, selection: Selection, pad: Tensor | None, max_steps: int) -> bool:
+        """Whether a run made with these arguments would queue the same steps."""
         return (
             self.state is state
-            and self.steps == steps
+            and self.max_steps == max_steps
             and self.selection.holds(selection)
             and (pad is None or state.load_pad.holds(pad))
         )
 
-    def take(self, most: int | None = None) -> None:
-        """Queues the next step, or the next few as one, up to `most`."""
-        several, count = self.step.several, 1
-        left = self.steps - self.taken if most is None else most
-        if self.taken < self.begins:
+    def queue_next(self, limit: int | None = None) -> None:
+        """Queues the next step, or the graph of several steps if that has no more than `limit`."""
+        multi_step, count = self.work.multi_step, 1
+        left = self.max_steps - self.queued if limit is None else limit
+        if self.queued < self.without_forward:
             self.selection(self.state, self.state.logits, advance=False)
-        elif several is not None and several.count <= left:
-            several()
-            count = several.count
+        elif multi_step is not None and multi_step.count <= left:
+            multi_step()
+            count = multi_step.count
         else:
-            self.step()
+            self.work()
         if self.flags is not None:
             self.flags.push(count)
-        self.taken += count
+        self.queued += count
 
     @property
     def is_over(self) -> bool:
-        """Whether no step is left, as far as can be told without a wait."""
-        return self.taken == self.steps or (self.flags is not None and self.flags.is_over())
+        """Whether no step is left to queue, as far as the host knows without waiting."""
+        return self.queued == self.max_steps or (self.flags is not None and self.flags.is_over())
 
-    def count(self) -> int:
-        """How many of the steps taken count; waits for them. What the others have drawn is given back."""
-        counted = self.taken if self.flags is None else self.flags.steps()
-        if self._random_state is not None and counted < self.taken:
-            self._random_state.rewind(counted / self.taken)
-        return counted
+    def count_valid(self) -> int:
+        """How many of the queued steps count; waits for them.
+
+        Steps queued after all rows had finished do not. The random numbers that they drew are given back.
+        """
+        valid = self.queued if self.flags is None else self.flags.count_valid()
+        if self._random_state is not None and valid < self.queued:
+            self._random_state.rewind(valid / self.queued)
+        return valid
 
 
 class _RandomState:
-    """The default generator's state, to be put where it would be had the steps in vain not drawn."""
+    """Offset of the device's default generator before a run, to give back what surplus steps have drawn."""
 
     def __init__(self, device: torch.device) -> None:
         self.generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else None
         self.offset = 0 if self.generator is None else self.generator.get_offset()
 
-    def rewind(self, share: float) -> None:
-        """Takes back all but `share` of what has been drawn since; all steps draw the same amount."""
+    def rewind(self, kept: float) -> None:
+        """Keeps this fraction of what was drawn since; every step draws the same amount."""
         if self.generator is not None:
             drawn = self.generator.get_offset() - self.offset
-            self.generator.set_offset(self.offset + round(drawn * share))
+            self.generator.set_offset(self.offset + round(drawn * kept))

@@ -1,4 +1,4 @@
-"""KeptTensors: what a call needs on the device of numbers that the host knows, kept for calls with the same ones."""
+"""DeviceConstantCache: small host constants copied to a device, kept for calls that need the same ones."""
 
 from __future__ import annotations
 
@@ -9,52 +9,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_KEPT = 64
-# As large as a vocabulary.
-_TABLES_KEPT = 16
+_MAX_CONSTANTS = 64
+# Each as large as a vocabulary.
+_MAX_TABLES = 16
 
 
-class KeptTensors:
-    """Tensors on a device that an earlier call on the same stream has made, unless one has been written to since.
+class DeviceConstantCache:
+    """Cache of small host constants copied to a device, by value, device and stream.
 
-    What is returned is for reading, as others may hold it, too.
+    A tensor that has been written to since is made anew. Results are shared: read them only.
     """
 
     def __init__(self) -> None:
-        self._of_host: _Kept = _Kept(_KEPT)
-        self._tables: _Kept = _Kept(_TABLES_KEPT)
+        self._constants = _TensorCache(_MAX_CONSTANTS)
+        self._tables = _TensorCache(_MAX_TABLES)
 
     def to_device(self, values: Tensor, device: torch.device) -> Tensor:
-        """As the function of this name, for few values."""
-        key = (place_of(device), values.dtype, values.shape, *values.flatten().tolist())
-        return self._of_host.get(key, (), lambda: to_device(values, device))
+        """As the function `to_device`, for a tensor of few values on the host."""
+        key = (device_and_stream(device), values.dtype, values.shape, *values.flatten().tolist())
+        return self._constants.get(key, (), lambda: to_device(values, device))
 
     def members(self, sets: Sequence[Tensor], vocab: int) -> Tensor:
         """Which tokens are in which of up to eight sets.
 
         Args:
-            sets: int64 tensors of any number of tokens.
+            sets: int64 tensors of any number of token ids, on one device.
 
         Returns:
-            [vocab] uint8, whose bit i says whether the token is in `sets[i]`.
+            [vocab] uint8; bit i says whether the token is in `sets[i]`.
         """
 
-        def look() -> Tensor:
+        def table_of() -> Tensor:
             vocabulary = torch.arange(vocab, device=sets[0].device)
             table = torch.zeros(vocab, dtype=torch.uint8, device=sets[0].device)
             for i, tokens in enumerate(sets):
                 table += torch.isin(vocabulary, tokens).to(torch.uint8) << i
             return table
 
-        key = (place_of(sets[0].device), vocab, *map(id, sets))
-        return self._tables.get(key, tuple(sets), look)
+        key = (device_and_stream(sets[0].device), vocab, *map(id, sets))
+        return self._tables.get(key, tuple(sets), table_of)
 
 
-class _Kept:
-    """Up to `most` tensors by their keys, each with the tensors that it has been made of."""
+class _TensorCache:
+    """The last tensors by key, up to a limit, each with the tensors that it was computed from.
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    An entry is valid while the version counters of all of these are what they were.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self._entries: OrderedDict[Hashable, tuple[tuple[Tensor, ...], list[Any]]] = OrderedDict()
 
     def get(self, key: Hashable, sources: tuple[Tensor, ...], make: Callable[[], Tensor]) -> Tensor:
@@ -63,23 +66,23 @@ class _Kept:
             if versions == list(map(version_of, tensors)):
                 self._entries.move_to_end(key)
                 return tensors[0]
-        # A tensor made in inference mode would not say whether it has been written to.
+        # A tensor made in inference mode has no version counter.
         with torch.inference_mode(False), torch.no_grad():
             made = make()
         tensors = (made, *sources)
         versions = list(map(version_of, tensors))
         if None not in versions:
             self._entries[key] = tensors, versions
-            if len(self._entries) > self.most:
+            if len(self._entries) > self.limit:
                 self._entries.popitem(last=False)
         return made
 
 
-class Copied:
-    """Call: a tensor -> nothing; copies it to `target`, unless that holds what it does.
+class TrackedCopy:
+    """Call: a tensor -> nothing; copies it to `target` unless version counters show that `target` holds its values.
 
     Args:
-        target: a tensor that only operations of torch write to, none of them in a graph.
+        target: a tensor that only torch operations write to, none of them in a CUDA graph.
     """
 
     def __init__(self, target: Tensor) -> None:
@@ -88,7 +91,7 @@ class Copied:
         self._versions: tuple[int | None, ...] = (None, None)
 
     def holds(self, source: Tensor) -> bool:
-        """Whether the target is known to hold what `source` does."""
+        """Whether `target` is known to hold the values of `source`; never waits for the device."""
         return source is self.target or (source is self._source and self._versions == self._versions_with(source))
 
     def __call__(self, source: Tensor) -> None:
@@ -96,10 +99,10 @@ class Copied:
             return
         self._source = None
         self.target.copy_(source)
-        self.trust(source)
+        self.mark_equal(source)
 
-    def trust(self, source: Tensor) -> None:
-        """Takes it that the target holds what `source` does."""
+    def mark_equal(self, source: Tensor) -> None:
+        """Records that `target` holds the values of `source` now."""
         self._versions = self._versions_with(source)
         self._source = None if None in self._versions else source
 
@@ -108,15 +111,15 @@ class Copied:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's on a device, without waiting for that, as a copy from memory that is not pinned does."""
+    """Copies a host tensor to `device` through pinned memory, so that the host does not wait for the device."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """How often it has been written to, or None where it does not count."""
+    """How often `tensor` has been written to; None for a tensor of inference mode, which does not count."""
     return None if tensor.is_inference() else tensor._version
 
 
-def place_of(device: torch.device) -> Hashable:
-    """Where what is queued finds what has been queued before."""
+def device_and_stream(device: torch.device) -> Hashable:
+    """A device and its current stream: a tensor queued on one stream may be unfinished on another."""
     return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -1,4 +1,4 @@
-"""The device loop: processors, selection and stop flags inside the step; the host queues steps and reads flags late."""
+"""DeviceLoop: tier T0. Processors, selection and stop flags run inside the step; the host only queues steps."""
 
 from __future__ import annotations
 
@@ -9,50 +9,65 @@ from torch import Tensor
 from fuseopt.generation.engine.decode_run import DecodeRun
 from fuseopt.generation.engine.graphs import StepGraphs
 
-# Which keep the device busy while the host does something else.
-_STEPS_BEFORE_CONFIRMING = 2
+# Captured steps that `start` queues: enough to keep the device busy during the host's check of the model.
+_STEPS_BEFORE_CHECK = 2
 
 
-def finish(
-    graphs: StepGraphs,
-    run: DecodeRun,
-    scores: list[Tensor] | None,
-    logits: list[Tensor] | None,
-    confirm: Callable[[], None],
-) -> tuple[int, str]:
-    """Takes the steps of a run that are left.
+class DeviceLoop:
+    """Runs a DecodeRun to its end: `start` queues its first steps, `finish` all others.
+
+    Between the two, the host may do what takes long. Nothing is captured before `finish`, since a capture could be
+    observed from outside.
 
     Args:
-        scores, logits: are given a tensor [rows, vocab] float32 a step, unless None.
-        confirm: called once steps are queued, and before any is captured; raises if what they make is void.
-
-    Returns:
-        How many steps count; and why the step could not be captured, or nothing.
+        scores, logits: lists to append a tensor [rows, vocab] float32 to for each step, or None.
     """
-    step, state = run.step, run.state
-    # A step that an earlier call ran is captured at once: such calls may all be short.
-    note, captured_at = "", run.begins if graphs.has_met(step) else 2
-    confirmed_at = captured_at if step.graph is None else run.begins + _STEPS_BEFORE_CONFIRMING
-    is_confirmed, was_captured = False, step.graph is not None
-    most = None if scores is None and logits is None else 1
-    while not run.is_over:
-        if run.taken >= confirmed_at and not is_confirmed:
-            confirm()
-            is_confirmed = True
-            if was_captured and most is None:
-                note = graphs.capture_several(step, run.steps - run.begins)
-        if run.taken == captured_at:
-            note = graphs.capture(step) or note
-        run.take(most)
-        if scores is not None:
-            scores.append(state.scores.clone())
-        if logits is not None:
-            logits.append(state.logits.clone())
-    confirm()
-    if run.taken > run.begins:
-        graphs.meet(step)
-    counted = run.count()
-    for record in (scores, logits):
-        if record is not None:
-            del record[counted:]
-    return counted, note
+
+    def __init__(
+        self, graphs: StepGraphs, run: DecodeRun, scores: list[Tensor] | None, logits: list[Tensor] | None
+    ) -> None:
+        self.graphs, self.run, self.scores, self.logits = graphs, run, scores, logits
+        self._was_captured = run.work.graph is not None
+        # Every step's records have to be copied before the next step, so graphs of several steps are out.
+        self._limit = None if scores is None and logits is None else 1
+        # A step that an earlier call ran is captured at once, as all such calls may be short.
+        self._capture_at = run.without_forward if graphs.has_seen(run.work) else 2
+
+    def start(self) -> None:
+        """Queues steps that need no capture: two captured ones, or those before the capture."""
+        run, queue_next = self.run, self._queue_next
+        first = run.without_forward + _STEPS_BEFORE_CHECK if self._was_captured else self._capture_at
+        while run.queued < first and not run.is_over:
+            queue_next()
+
+    def finish(self) -> tuple[int, str]:
+        """Queues the remaining steps, capturing the step on its way, and waits for the last.
+
+        Returns:
+            how many steps count; and why the step could not be captured, empty if it could.
+        """
+        run, work, graphs, queue_next, note = self.run, self.run.work, self.graphs, self._queue_next, ""
+        if self._was_captured and self._limit is None and not run.is_over:
+            note = graphs.capture_multi_step(work, run.max_steps - run.without_forward)
+        while not run.is_over:
+            if run.queued == self._capture_at:
+                note = graphs.capture(work) or note
+            queue_next()
+        if run.queued > run.without_forward:
+            graphs.mark_seen(work)
+        valid = run.count_valid()
+        for record in (self.scores, self.logits):
+            if record is not None:
+                del record[valid:]
+        return valid, note
+
+    @property
+    def _queue_next(self) -> Callable[[], None]:
+        return self.run.queue_next if self._limit is None else self._queue_and_record
+
+    def _queue_and_record(self) -> None:
+        self.run.queue_next(self._limit)
+        if self.scores is not None:
+            self.scores.append(self.run.state.scores.clone())
+        if self.logits is not None:
+            self.logits.append(self.run.state.logits.clone())

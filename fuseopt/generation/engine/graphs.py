@@ -10,35 +10,39 @@ from typing import Any, TypeVar
 import torch
 
 from fuseopt.generation.engine.state import DecodeState
-from fuseopt.generation.engine.stop_flags import STEPS_A_COPY
+from fuseopt.generation.engine.stop_flags import STEPS_PER_COPY
 from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.select.selection import Selection
 from fuseopt.runtime.cuda_graphs import Captures, State, Work, stream_on
 from fuseopt.runtime.references import weak_attribute
 
-_PROMPTS_A_STEP = 2
-# As one; fewer where a call may end early, since all that are queued then run in vain.
-_STEPS_TOGETHER, _STEPS_THAT_MAY_END = 8, STEPS_A_COPY
-# A capture takes what it gains in some tens of calls, so the first to find a captured step leaves it at that.
-_CALLS_BEFORE_SEVERAL = 2
-# Of how many steps and prompts it is known that they have run.
-_MET = 64
+_PROMPTS_PER_STEP = 2
+# Steps in one graph. Fewer if an EOS token may end the call early, since surplus steps run for nothing.
+_STEPS_PER_GRAPH, _STEPS_PER_GRAPH_WITH_EOS = 8, STEPS_PER_COPY
+# A capture costs what the graph of several steps saves in some tens of calls, so it waits for the second call that
+# finds the single step captured.
+_CALLS_BEFORE_MULTI_STEP = 2
+# Keys of work that has run and may be captured on its next use.
+_MAX_SEEN = 64
 _S = TypeVar("_S", bound=State)
 
 
-class Step(Work[DecodeState]):
-    """One decode step, which is the forward, the selection if there is one, and the move to the next slot.
+class StepWork(Work[DecodeState]):
+    """One decode step: the forward, the selection if there is one, and the advance to the next slot.
 
-    `selection` is the one that runs: its tensors are at the addresses that a graph reads. `calls`: that found it
-    captured. `several`: a few such steps, where that has been captured; `may_be_several` until it has been tried.
+    Attributes:
+        selection: the one that runs; a graph reads its tensors at their addresses.
+        calls: how many calls of generate() have found the step captured.
+        multi_step: several such steps in one graph; None until captured.
+        may_capture_multi_step: False once a capture of `multi_step` has been tried.
     """
 
     def __init__(self, forward: DecodeStep, state: DecodeState, selection: Selection | None) -> None:
         super().__init__(_key(state, selection), state)
         self.forward, self.selection = forward, selection
         self.calls = 0
-        self.several: Several | None = None
-        self.may_be_several = True
+        self.multi_step: MultiStepWork | None = None
+        self.may_capture_multi_step = True
 
     def run(self) -> None:
         end = self.forward(self.state)
@@ -49,17 +53,17 @@ class Step(Work[DecodeState]):
             self.selection.end(self.state, end)
 
 
-class Several(Work[DecodeState]):
-    """`count` steps, of which all but the first start before the previous one has ended.
+class MultiStepWork(Work[DecodeState]):
+    """`count` steps as one graph, in which each step's first kernel starts before the previous step has ended.
 
-    Refers weakly to its step, which holds it.
+    References its step weakly, since the step holds it.
     """
 
     step = weak_attribute("step")
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: StepWork) -> None:
         may_end = step.selection is not None and step.selection.may_end_early
-        self.step, self.count = step, _STEPS_THAT_MAY_END if may_end else _STEPS_TOGETHER
+        self.step, self.count = step, _STEPS_PER_GRAPH_WITH_EOS if may_end else _STEPS_PER_GRAPH
         super().__init__((step.key, self.count), step.state)
 
     def run(self) -> None:
@@ -75,8 +79,12 @@ def _key(state: DecodeState, selection: Selection | None) -> Hashable:
     return state.sizes, None if selection is None else selection.key
 
 
-class Prompt(Work[_S]):
-    """What `forward` does with the prompts in a state, taken as `length` tokens a row, of which some may be padding."""
+class PromptWork(Work[_S]):
+    """`forward` on the prompts in a state, run as `length` tokens a row, the last of which may be padding.
+
+    Args:
+        forward: takes state, length and whether tokens of the prompts are masked.
+    """
 
     def __init__(self, forward: Callable[[_S, int, bool], None], state: _S, length: int, masked: bool) -> None:
         super().__init__((forward.__name__, state.sizes, length, masked), state)
@@ -87,20 +95,21 @@ class Prompt(Work[_S]):
 
 
 class StepGraphs(Captures):
-    """A model's captured steps and prompts, and their states: what was used longest ago goes first, and with the last
-    step that uses a state the prompts that do.
+    """The captured steps and prompts of one model, with the states that they run on.
+
+    The least recently used is evicted first. With the last step that uses a state, the prompts in that state go too.
 
     Args:
-        max_graphs: how many captured steps are kept, and twice as many prompts, since an encoder's takes two; 0 for
-            none.
+        max_graphs: how many captured steps are kept, and twice as many prompts, since a call of an encoder-decoder
+            uses two; 0 disables capture.
     """
 
     def __init__(self, max_graphs: int) -> None:
         super().__init__()
         self.max_graphs = max_graphs
-        self._steps: OrderedDict[Hashable, Step] = OrderedDict()
-        self._prompts: OrderedDict[Hashable, Prompt[Any]] = OrderedDict()
-        self._met: OrderedDict[Hashable, None] = OrderedDict()
+        self._steps: OrderedDict[Hashable, StepWork] = OrderedDict()
+        self._prompts: OrderedDict[Hashable, PromptWork[Any]] = OrderedDict()
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._side_stream: torch.cuda.Stream | None = None
 
     @property
@@ -113,22 +122,23 @@ class StepGraphs(Captures):
 
     @property
     def bytes(self) -> int:
-        """What the states take; the graphs' own workspace comes on top."""
+        """Size of the states, without the graphs' workspace."""
         return sum(state.bytes for state in {id(work.state): work.state for work in self._works()}.values())
 
     def clear(self) -> None:
+        """Waits for queued work and drops everything that is captured."""
         self.drain()
-        for kept in (self._steps, self._prompts, self._met):
+        for kept in (self._steps, self._prompts, self._seen):
             kept.clear()
 
     def state(self, sizes: Hashable, make: Callable[[], _S]) -> _S:
-        """The state of these sizes that something captured has, or a new one."""
+        """The state of these sizes that captured work uses, or a new one from `make`."""
         kept = (work.state for work in self._works() if work.state.sizes == sizes)
         return next(kept, None) or make()
 
-    def step(self, forward: DecodeStep, state: DecodeState, selection: Selection | None) -> Step:
-        """The captured step that does this, with the selection's values loaded into it, or a new one."""
-        new = Step(forward, state, selection)
+    def step(self, forward: DecodeStep, state: DecodeState, selection: Selection | None) -> StepWork:
+        """The captured step for this state and kind of selection, with the selection's values loaded; or a new step."""
+        new = StepWork(forward, state, selection)
         step = self._steps.get(new.key, new)
         if step is not new:
             self._steps.move_to_end(step.key)
@@ -137,16 +147,16 @@ class StepGraphs(Captures):
         return step
 
     def holds(self, state: DecodeState, selection: Selection) -> bool:
-        """Whether a step is captured that `step` would have nothing to load into."""
+        """Whether a captured step already has the values of this selection, so that `step` would load nothing."""
         step = self._steps.get(_key(state, selection))
         return step is not None and step.selection is not None and step.selection.holds(selection)
 
-    def captured(self, key: Hashable) -> Step | None:
-        """The step of this key, if it is captured and has not gone since."""
+    def captured(self, key: Hashable) -> StepWork | None:
+        """The captured step of this key; None if it has been evicted."""
         return self._steps.get(key)
 
-    def capture(self, step: Step) -> str:
-        """Captures a step on a GPU and keeps it; returns why it could not be done, or nothing."""
+    def capture(self, step: StepWork) -> str:
+        """Captures a step on a GPU and keeps it; returns why it could not be captured, empty if it was."""
         if step.selection is not None and step.graph is None:
             reason = step.selection.not_captured
             if reason and step.state.device.type == "cuda":
@@ -154,82 +164,86 @@ class StepGraphs(Captures):
             step.selection.own_tensors()
         return self._capture(step, self._steps, self.max_graphs, "the step")
 
-    def capture_several(self, step: Step, most: int) -> str:
-        """Captures a few steps as one, if these are at most `most`, of a captured step that calls keep finding.
+    def capture_multi_step(self, step: StepWork, limit: int) -> str:
+        """Captures several steps as one graph, from the second call on that finds `step` captured.
+
+        Args:
+            limit: steps that this call takes; fewer than one such graph has leave it uncaptured.
 
         Returns:
-            why that could not be done, and they run one by one, or nothing.
+            why the capture failed, empty if it succeeded or was not tried.
         """
         step.calls += 1
-        several = Several(step)
-        too_soon = step.calls < _CALLS_BEFORE_SEVERAL or several.count > most
-        if too_soon or not step.may_be_several or step.state.device.type != "cuda":
+        multi_step = MultiStepWork(step)
+        too_soon = step.calls < _CALLS_BEFORE_MULTI_STEP or multi_step.count > limit
+        if too_soon or not step.may_capture_multi_step or step.state.device.type != "cuda":
             return ""
-        step.may_be_several = False
-        note = self.record(several, self._works(), "a graph of several steps")
+        step.may_capture_multi_step = False
+        note = self.record(multi_step, self._works(), "a graph of several steps")
         if not note:
-            step.several = several
+            step.multi_step = multi_step
         return note
 
-    def run_prompt(self, prompt: Prompt[Any]) -> str:
-        """Runs what is captured of it, captures it first if it has run before.
+    def run_prompt(self, prompt: PromptWork[Any]) -> str:
+        """Runs a prompt: replays its graph, or captures it first if such a prompt has run before.
 
         Returns:
-            why it could not be captured, or nothing.
+            why it could not be captured, empty if it was or the capture was not tried.
         """
         note, key = "", prompt.key
         if key in self._prompts:
             self._prompts.move_to_end(key)
             prompt = self._prompts[key]
-        elif self.has_met(prompt):
-            note = self._capture(prompt, self._prompts, _PROMPTS_A_STEP * self.max_graphs, "the prompt")
-        self.meet(prompt)
+        elif self.has_seen(prompt):
+            note = self._capture(prompt, self._prompts, _PROMPTS_PER_STEP * self.max_graphs, "the prompt")
+        self.mark_seen(prompt)
         prompt()
         return note
 
-    def has_met(self, work: Work[Any]) -> bool:
-        return work.key in self._met
+    def has_seen(self, work: Work[Any]) -> bool:
+        """Whether such work has run before."""
+        return work.key in self._seen
 
-    def meet(self, work: Work[Any]) -> None:
-        """Lets it be captured the next time, so that no first call takes longer."""
-        self._met[work.key] = None
-        self._met.move_to_end(work.key)
-        if len(self._met) > _MET:
-            self._met.popitem(last=False)
+    def mark_seen(self, work: Work[Any]) -> None:
+        """Says that the work has run. It is captured on its second use, so that no first call pays for a capture."""
+        self._seen[work.key] = None
+        self._seen.move_to_end(work.key)
+        if len(self._seen) > _MAX_SEEN:
+            self._seen.popitem(last=False)
 
     def _works(self) -> Iterator[Work[Any]]:
         yield from self._steps.values()
         yield from self._prompts.values()
 
-    def _capture(self, work: Any, kept: OrderedDict[Hashable, Any], most: int, what: str) -> str:
+    def _capture(self, work: Any, kept: OrderedDict[Hashable, Any], limit: int, what: str) -> str:
         device = work.state.device
-        if work.graph is not None or device.type != "cuda" or not most:
+        if work.graph is not None or device.type != "cuda" or not limit:
             return ""
-        if len(kept) >= most:
+        if len(kept) >= limit:
             self.drain()
-        while len(kept) >= most:
+        while len(kept) >= limit:
             _, oldest = kept.popitem(last=False)
             if kept is self._steps:
-                self._forget_prompts_in(oldest.state)
+                self._drop_prompts_in(oldest.state)
         note = self.record(work, self._works(), what)
         if not note:
             kept[work.key] = work
         return note
 
-    def _forget_prompts_in(self, state: DecodeState) -> None:
-        """Of a state that no step uses any more: its cache, which may be large, would be kept for them alone."""
+    def _drop_prompts_in(self, state: DecodeState) -> None:
+        """Drops the prompts of a state that no step uses any more, since its cache may be large."""
         if not any(step.state is state for step in self._steps.values()):
             for key in [key for key, prompt in self._prompts.items() if prompt.state is state]:
                 del self._prompts[key]
 
     @contextmanager
-    def beside(self, device: torch.device) -> Iterator[None]:
-        """Queues what happens inside behind all that has been queued, but on a stream that others need not wait for."""
+    def on_side_stream(self, device: torch.device) -> Iterator[None]:
+        """Queues the block's work after all that is queued, on a stream of its own; `join` waits for it."""
         if device.type != "cuda":
             yield
             return
         side = self._side_stream = stream_on(device, self._side_stream)
         side.wait_stream(torch.cuda.current_stream(device.index))
-        # Of the ways to make it the current stream the one that takes least time.
+        # `with side` takes the host less time than torch.cuda.stream(side).
         with side, self.in_order_on(side):
             yield

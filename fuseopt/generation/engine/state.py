@@ -1,4 +1,4 @@
-"""DecodeState: the tensors that decode steps read and write, at addresses that stay the same from call to call."""
+"""DecodeState: the tensors that decode steps read and write, at fixed addresses, so that steps can be captured."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from fuseopt.generation.engine.beam_state import BeamState
-from fuseopt.generation.engine.device_constants import Copied
+from fuseopt.generation.engine.device_constants import TrackedCopy
 from fuseopt.ops.decode.linear import FEW_ROWS
 
-# Cache capacities are powers of two up to this one, then multiples of it: few classes, and little waste in long ones.
+# Cache capacities are powers of two up to this one, then multiples of it: few classes, and little waste when long.
 _LARGEST_POWER = 1024
 _SMALLEST_CAPACITY = 128
-# Prompts of more tokens keep a GPU busy for longer than it takes to launch their kernels one by one.
+# Limits of captured prompts. More tokens keep a GPU busy for longer than the host takes to launch their kernels.
 _MOST_PROMPT_TOKENS = 8192
 _LONGEST_PROMPT = 1024
 _PROMPT_CLASS = 64
-# With more tokens padding is no longer for nothing, so classes are smaller.
+# Up to this many tokens padding is free, as launches dominate. Above, it costs compute, so classes are finer.
 _FEW_PROMPT_TOKENS = 4096
 _SMALL_PROMPT_CLASS = 16
 
 
 class Sizes(NamedTuple):
-    """What the shapes of a DecodeState depend on.
+    """The sizes that determine the shapes of a DecodeState.
 
     Attributes:
         rows: batch x num_return_sequences, or batch x beams.
@@ -46,15 +46,15 @@ class Sizes(NamedTuple):
     def items(self) -> int:
         return self.rows // self.queries_per_kv
 
-    def of_class(self) -> Sizes:
-        """With the capacities of the classes that they are in."""
+    def rounded_up(self) -> Sizes:
+        """With both capacities rounded up to their class, see `capacity_for`."""
         cross = capacity_for(self.cross_capacity) if self.cross_capacity else 0
         return self._replace(capacity=capacity_for(self.capacity), cross_capacity=cross)
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a model's key-value cache looks like, but for rows and slots; and how wide its encoder's output is.
+    """Shape of a model's key-value cache without rows and slots.
 
     Attributes:
         absorbed_slots: the most slots of a cross-attention cache that is kept absorbed too; 0 for none.
@@ -70,7 +70,7 @@ class CacheShape:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Of keys and values of one row."""
+        """Bytes of keys and values of one row in one slot, over all layers."""
         return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
 
 
@@ -96,25 +96,36 @@ class AbsorbedCrossAttention:
 
 
 class DecodeState:
-    """The static tensors of one decode step.
+    """The static tensors of one decode step. Integers are int64 and flags bool; caches have the model's dtype.
 
-    `cache` is [layers, 2, rows, heads, capacity, head_dim] (keys, then values); `cross_cache` likewise, with items for
-    rows. A step reads `tokens` and `positions` [rows], writes keys and values to `slot` [1], and lets each row attend
-    to the slots up to it that `keep` [rows, capacity] allows, and to the first `cross_length` [1] of its item's that
-    `cross_keep` [items, cross_capacity] allows. The device loop has the sequences in `ids` [rows, capacity + 1], of
-    which `length` [1] columns are filled, whether a row goes on in `unfinished` [rows], and in `going` [capacity + 1]
-    whether any does behind each column. Integers are int64, the rest of these is bool; `logits` and `scores` are
-    [rows, vocab] float32. A prompt is read from `ids`, with `prompt_positions` [rows, capacity], as far as `slot` says;
-    an encoder's output from `encoded` [items, cross_capacity, encoder_width].
-    `beams` has what beam search needs beside, or is None; then `ids` are those of its running beams. `absorbed` is the
-    AbsorbedCrossAttention of a single item, or None. `steps_overlap`: a step's first kernel starts before
-    the step ahead has ended.
+    A step reads `tokens` and `positions`, writes keys and values to slot `slot`, and lets each row attend to the slots
+    up to that one. A prefill reads the prompt from `ids` and `prompt_positions`, up to slot `slot`.
+
+    Attributes:
+        cache: [layers, 2, rows, heads, capacity, head_dim]; keys, then values.
+        cross_cache: [layers, 2, items, heads, cross_capacity, head_dim], of the encoder's output.
+        tokens, positions: [rows], of the tokens that the next step takes.
+        slot: [1], the slot that the next step fills.
+        keep: [rows, capacity], the slots that a row may attend to.
+        cross_length: [1], how many slots of `cross_cache` are filled.
+        cross_keep: [items, cross_capacity], those of them that may be attended to.
+        encoded: [items, cross_capacity, encoder_width], the encoder's output.
+        ids: [rows, capacity + 1], the sequences; with beams, those of the running beams.
+        length: [1], how many columns of `ids` are filled.
+        prompt_positions: [rows, capacity], positions of the prompt's tokens.
+        unfinished: [rows], whether a row has met no EOS token.
+        going: [capacity + 1], whether any row continued after the token in this column.
+        pad: [1], the id that finished rows are given.
+        logits, scores: [rows, vocab] float32, before and after the logits processors.
+        beams: static tensors of beam search; None outside it.
+        absorbed: AbsorbedCrossAttention of a single item, or None.
+        steps_overlap: the next step's first kernel starts before the previous step has ended, within one graph.
     """
 
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:
         self.sizes, self.used, self.steps_overlap = sizes, False, False
-        # What the host knows of tensors: nothing is masked, prompts are numbered from 0 on, so many slots of the
-        # encoder's count in all items.
+        # What the host knows of device tensors, to skip writing them again: `keep` is all True, `prompt_positions`
+        # count up from 0, and `cross_keep` is True for so many slots in every item.
         self._keeps_all = self._counts_up = False
         self._cross_length: int | None = None
         rows, capacity, cross_capacity = sizes.rows, sizes.capacity, sizes.cross_capacity
@@ -122,7 +133,7 @@ class DecodeState:
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=shape.device)
 
-        # A tensor made in inference mode could not be written to outside it later.
+        # A tensor made in inference mode cannot be written to outside it.
         with torch.inference_mode(False):
             layers, heads, head_dim = shape.layers, shape.heads, shape.head_dim
             self.cache = zeros(layers, 2, rows, heads, capacity, head_dim, dtype=shape.dtype)
@@ -135,7 +146,7 @@ class DecodeState:
                 self.absorbed = AbsorbedCrossAttention(rows, cross_capacity, shape)
             self.slots = torch.arange(capacity, device=shape.device)
             self.tokens, self.pad, self.cross_length = zeros(rows), zeros(1), zeros(1)
-            # What every forward adds one to, at one stroke.
+            # In one tensor, so that a step advances both by one addition.
             self.counters = zeros(rows + 1)
             self.slot, self.positions = self.counters.split((1, rows))
             self.length = zeros(1)
@@ -146,7 +157,7 @@ class DecodeState:
                 self.beams = BeamState(rows // sizes.beams, sizes.beams, capacity, shape.device)
             self.ids = zeros(rows, capacity + 1) if self.beams is None else self.beams.ids[0]
             self.prompt_positions = zeros(rows, capacity)
-            self.load_pad = Copied(self.pad)
+            self.load_pad = TrackedCopy(self.pad)
             self.logits = zeros(rows, vocab, dtype=torch.float32)
             self.scores = zeros(rows, vocab, dtype=torch.float32)
 
@@ -159,20 +170,19 @@ class DecodeState:
     def device(self) -> torch.device:
         return self.ids.device
 
-    def forget(self) -> None:
-        """Zeros the caches, for attention that multiplies masked values by a weight of 0, which leaves NaN as it is."""
+    def zero_caches(self) -> None:
+        """Zeros the caches of an earlier call. Attention multiplies masked values by 0, and 0 * NaN is NaN."""
         if self.used:
             self.cache.zero_()
             self.cross_cache.zero_()
         self.used = True
 
     def begin(self, filled: int, keep: Tensor | None = None, positions: Tensor | None = None) -> None:
-        """Says where the first step stands, after a prefill that filled the first slots of the cache.
+        """Sets `slot`, `positions` and `keep` for the first step, after `filled` slots of the cache.
 
         Args:
-            filled: slots that hold keys and values.
-            keep: attention mask [rows, any], nonzero where a slot counts, or None where all do.
-            positions: [rows] of the tokens that the first step takes, or None for `filled`.
+            keep: attention mask [rows, any], nonzero where a slot may be attended to; None if all may.
+            positions: [rows] of the tokens that the first step takes; None for `filled`.
         """
         self.counters.fill_(filled)
         if positions is not None:
@@ -183,20 +193,19 @@ class DecodeState:
         if keep is None:
             self._keeps_all = True
         else:
-            # transformers' mask has a column for a next token even where none will follow.
+            # transformers' mask may have a column for a next token where none will follow.
             keep = keep[:, : self.sizes.capacity]
             self.keep[:, : keep.shape[1]] = keep.bool()
         if self.beams is not None:
             self.beams.forget_ancestors()
 
     def load_prompt(self, input_ids: Tensor, keep: Tensor | None, positions: Tensor | None) -> None:
-        """Says what a prefill finds, and where the first step after it stands.
+        """Loads a prompt for `prefill`, and sets where the first step after it starts.
 
         Args:
             input_ids: [rows, length] int64.
-            keep: attention mask [rows, any], nonzero where a token counts, or None where all do.
-            positions: [rows, length] int64, or [1, length] where they are the same in all rows, or None where they
-                are counted from 0 on.
+            keep: attention mask [rows, any], nonzero where a token may be attended to; None if all may.
+            positions: [rows, length] int64, or [1, length] if equal in all rows; None if they count up from 0.
         """
         length = input_ids.shape[1]
         self.begin(length, keep, None if positions is None else positions[:, -1] + 1)
@@ -209,10 +218,10 @@ class DecodeState:
             self._counts_up = True
 
     def load_cross(self, length: int, keep: Tensor | None) -> None:
-        """Says which of the first `length` slots of the cross-attention cache count.
+        """Sets which of the first `length` slots of the cross-attention cache may be attended to.
 
         Args:
-            keep: attention mask [items, any], nonzero where a slot counts, or None where all do.
+            keep: attention mask [items, any], nonzero where a slot may be attended to; None if all may.
         """
         if keep is None and self._cross_length == length:
             return
@@ -223,7 +232,7 @@ class DecodeState:
             self.cross_keep[:, :length] = True
             self._cross_length = length
         else:
-            # As transformers takes a mask of another length: cut, or zeros for what is missing.
+            # As in transformers, a longer mask is cut and a shorter one is padded with zeros.
             keep = keep[:, :length]
             self.cross_keep[:, : keep.shape[1]] = keep.bool()
 
@@ -236,7 +245,7 @@ def capacity_for(length: int) -> int:
 
 
 def prompt_length_for(rows: int, length: int) -> int | None:
-    """The smallest length class that holds `length` tokens a row, or None where there would be too many tokens."""
+    """The smallest length class that holds `length` tokens a row; None for prompts that are not captured."""
     padded = -(-length // _PROMPT_CLASS) * _PROMPT_CLASS if length > _PROMPT_CLASS else 1 << (length - 1).bit_length()
     if rows * padded > _FEW_PROMPT_TOKENS:
         padded = -(-length // _SMALL_PROMPT_CLASS) * _SMALL_PROMPT_CLASS

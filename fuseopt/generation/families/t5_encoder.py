@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fuseopt.generation.engine.graphs import Prompt, StepGraphs
+from fuseopt.generation.engine.graphs import PromptWork, StepGraphs
 from fuseopt.generation.engine.layers import Embedding, ResidualStream, normalised
 from fuseopt.generation.engine.state import prompt_length_for
 from fuseopt.generation.families.spec_step import add_feed_forward
@@ -82,7 +82,7 @@ class T5Encoder(EncoderStep):
         state.last.fill_(length - 1)
         if keep is not None:
             state.keep[:, :length] = keep.bool()
-        note = graphs.run_prompt(Prompt(self.encode, state, len(state.slots), keep is not None))
+        note = graphs.run_prompt(PromptWork(self.encode, state, len(state.slots), keep is not None))
         return state.encoded[:, :length], note
 
     def encode(self, state: EncoderState, length: int, masked: bool) -> None:

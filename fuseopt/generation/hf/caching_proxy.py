@@ -1,4 +1,4 @@
-"""RememberingModel: what transformers' generate() is given as the model, so that a call asks only what may be new."""
+"""CachingModelProxy: stands for the model in transformers' generate() and caches answers that do not change."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fuseopt.generation.engine.device_constants import place_of, to_device
+from fuseopt.generation.engine.device_constants import device_and_stream, to_device
 from fuseopt.generation.hf.prepared_configs import PreparedConfigs
 from fuseopt.runtime.references import weak_attribute
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-# Whose forwards say which arguments generate() takes.
+# Children whose forwards, with the model's, determine which arguments generate() accepts.
 _PARTS = ("encoder", "decoder")
-_IDS_KEPT = 32
+_MAX_SPECIAL_TOKENS = 32
 
 
-class RememberingModel:
-    """Passes for a model in `GenerationMixin.generate`, called as a function of its class.
+class CachingModelProxy:
+    """Proxy of a model for `GenerationMixin.generate`, called as a function of the model's class.
 
-    All that this asks of the model is the model's own. Only, a question that has been answered is not asked again as
-    long as all is the same that the answer depends on; and ids of special tokens are checked before they go to the
-    device, where every look at one is a wait, and where those of earlier calls stay.
+    Every attribute is the model's, but for the methods in `METHODS`. Each of those returns a cached answer while
+    everything that the answer depends on is the same objects; else it calls the model's method. Ids of special tokens
+    are checked on the host, before they are copied to the device, since reading one there waits for the device.
 
     Attributes:
-        full_mask: the caller's attention mask, if it is known to be all ones.
-        device: the model's, where it is known; by itself that looks for it through its modules.
+        full_mask: the caller's attention mask, if it is known to be all ones; else None.
+        device: the model's, since `model.device` searches the modules.
     """
 
-    # Which must be those of the model's class.
+    # A model that overrides any of these on the instance must not be given this proxy.
     METHODS = frozenset(
         (
             "_extract_generation_mode_kwargs",
@@ -54,13 +54,13 @@ class RememberingModel:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.full_mask: Tensor | None = None
-        self._nothing_extracted: set[Hashable] = set()
+        self._names_without_mode_arguments: set[Hashable] = set()
         self._prepared_configs = PreparedConfigs()
         self._config_values: dict[str, Any] = {}
         self._generation_parameters: dict[str, Any] = {}
         self._text_configs: dict[bool | None, Any] = {}
         self._special_tokens: dict[Hashable, dict[str, Tensor | None]] = {}
-        self._forwards: tuple[Any, ...] = ()
+        self._forwards: list[Any] = []
         self._signature: inspect.Signature | None = None
         self._supported: dict[str, bool] = {}
         self._accepted: set[Hashable] = set()
@@ -70,55 +70,55 @@ class RememberingModel:
 
     @property
     def forward(self) -> Any:
-        """The model's, for whoever looks at its signature."""
+        """The model's forward, with a cached `__signature__`."""
         self._forget_other_forwards()
-        return _Instead(self.model.forward, __signature__=self._signature)
+        return _Override(self.model.forward, __signature__=self._signature)
 
     def _extract_generation_mode_kwargs(self, custom_generate: Any, kwargs: dict[str, Any], *others: Any) -> Any:
-        """Arguments by the names of the decoding method's, for which transformers looks at two signatures.
+        """The arguments that are parameters of the decoding method; finding them inspects two signatures.
 
-        With the caller's tokenizer, which transformers keeps for its own decoding methods alone, so that it makes the
-        criterion of stop strings itself.
+        Includes the caller's tokenizer, which transformers drops for a `custom_generate`, although it needs the
+        tokenizer to make the criterion of stop strings.
         """
         tokenizer = kwargs.get("tokenizer")
         names = (type(custom_generate), frozenset(kwargs), *(other is None for other in others))
-        if names in self._nothing_extracted:
+        if names in self._names_without_mode_arguments:
             return {}
         found = type(self.model)._extract_generation_mode_kwargs(self.model, custom_generate, kwargs, *others)
         if not found and kwargs.keys() == names[1]:
-            self._nothing_extracted.add(names)
+            self._names_without_mode_arguments.add(names)
         return found if tokenizer is None else {**found, "tokenizer": tokenizer}
 
     def _prepare_generation_config(self, generation_config: Any = None, **kwargs: Any) -> Any:
         self._forget_other_config()
-        config = _Instead(self.model.config, _get_generation_parameters=lambda: self._generation_parameters)
-        prepare, model = type(self.model)._prepare_generation_config, _Instead(self.model, config=config)
+        config = _Override(self.model.config, _get_generation_parameters=lambda: self._generation_parameters)
+        prepare, model = type(self.model)._prepare_generation_config, _Override(self.model, config=config)
         if self._generation_parameters:
             return prepare(model, generation_config, **kwargs)
         return self._prepared_configs(prepare, model, generation_config, kwargs)
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """With what the cache is made for, a decoder's share of the config, of which one is made for every cache."""
+        """Gives transformers one cached text config, where the model's config would build one for every cache."""
         self._forget_other_config()
-        config = _Instead(self.model.config, get_text_config=self._get_text_config)
-        return type(self.model)._prepare_cache_for_generation(_Instead(self.model, config=config), *args, **kwargs)
+        config = _Override(self.model.config, get_text_config=self._get_text_config)
+        return type(self.model)._prepare_cache_for_generation(_Override(self.model, config=config), *args, **kwargs)
 
     def _get_text_config(self, decoder: bool | None = None) -> Any:
         if decoder not in self._text_configs:
             config = self.model.config.get_text_config(decoder=decoder)
-            again = weakref.proxy(self)
-            own: dict[str, Any] = {"get_text_config": lambda decoder=None: again._get_text_config(decoder)}
+            own_proxy = weakref.proxy(self)
+            own: dict[str, Any] = {"get_text_config": lambda decoder=None: own_proxy._get_text_config(decoder)}
             if hasattr(config, "per_layer_config"):
                 layers = list(config.per_layer_config)
-                remembered = {id(layer): _Remembered(layer) for layer in layers}
-                own["per_layer_config"] = [remembered[id(layer)] for layer in layers]
-            self._text_configs[decoder] = _Remembered(config, **own)
+                cached = {id(layer): _CachedAttributes(layer) for layer in layers}
+                own["per_layer_config"] = [cached[id(layer)] for layer in layers]
+            self._text_configs[decoder] = _CachedAttributes(config, **own)
         return self._text_configs[decoder]
 
     def _forget_other_config(self) -> None:
         values, seen = vars(self.model.config), self._config_values
         if values.keys() != seen.keys() or not all(map(operator.is_, values.values(), seen.values())):
-            # Those that do not belong into a model's config: none, or generate() raises.
+            # Generation settings in the model's config, for which generate() raises.
             self._generation_parameters = self.model.config._get_generation_parameters()
             self._config_values, self._text_configs = dict(values), {}
 
@@ -133,7 +133,7 @@ class RememberingModel:
         return self._supports("_supports_logits_to_keep")
 
     def _maybe_prepare_encoder_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """By itself it asks no more than the question below."""
+        """With this proxy as self, so that its only question, the next method, is cached too."""
         return type(self.model)._maybe_prepare_encoder_kwargs_for_generation(self, *args, **kwargs)
 
     def _supports_mm_encoder_outputs(self) -> bool:
@@ -152,9 +152,13 @@ class RememberingModel:
         ids = [getattr(generation_config, name) for name in _SPECIAL_TOKENS]
         on_host = all(map(_is_plain, ids))
         where = torch.device(device) if on_host else device
-        # With these it has nothing to say; otherwise it may have a warning for every call.
+        # transformers warns of nothing then. Otherwise it may warn in every call.
         is_quiet = on_host and (kwargs_has_attention_mask or generation_config.pad_token_id is not None)
-        key = (prepare, place_of(where), *(tuple(i) if isinstance(i, list) else i for i in ids)) if is_quiet else ()
+        key = (
+            (prepare, device_and_stream(where), *(tuple(i) if isinstance(i, list) else i for i in ids))
+            if is_quiet
+            else ()
+        )
         known = self._special_tokens.get(key, {})
         if not known or any(tensor._version for tensor in known.values() if tensor is not None):
             prepare(
@@ -169,7 +173,7 @@ class RememberingModel:
                 with torch.inference_mode(False):
                     known = {name: None if ids is None else to_device(ids, where) for name, ids in known.items()}
             if is_quiet and not any(tensor is not None and tensor.is_inference() for tensor in known.values()):
-                if len(self._special_tokens) >= _IDS_KEPT:
+                if len(self._special_tokens) >= _MAX_SPECIAL_TOKENS:
                     self._special_tokens.clear()
                 self._special_tokens[key] = known
         vars(generation_config).update(known)
@@ -181,15 +185,16 @@ class RememberingModel:
         return torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
 
     def _forget_other_forwards(self) -> None:
-        modules = (self.model, *map(self.model._modules.get, _PARTS))
-        forwards = tuple(None if module is None else vars(module).get("forward", type(module)) for module in modules)
+        model = self.model
+        modules = (model, *map(model._modules.get, _PARTS))
+        forwards = [None if module is None else vars(module).get("forward", type(module)) for module in modules]
         if self._forwards != forwards:
             self._forwards, self._accepted, self._supported = forwards, set(), {}
-            self._signature = inspect.signature(self.model.forward)
+            self._signature = inspect.signature(model.forward)
 
 
-class _Instead:
-    """`source` with other attributes."""
+class _Override:
+    """Proxy of `source` with some attributes overridden."""
 
     def __init__(self, source: Any, **attributes: Any) -> None:
         vars(self).update(attributes, _source=source)
@@ -201,8 +206,8 @@ class _Instead:
         return self._source(*args, **kwargs)
 
 
-class _Remembered(_Instead):
-    """`source`, which is asked for each attribute once."""
+class _CachedAttributes(_Override):
+    """Proxy of `source` that reads each attribute once, missing ones included."""
 
     def __init__(self, source: Any, **attributes: Any) -> None:
         super().__init__(source, **attributes, _missing=set())
@@ -219,6 +224,6 @@ class _Remembered(_Instead):
 
 
 def _is_plain(token_ids: Any) -> bool:
-    """Whether there is no id that transformers has to look at on the device, or to warn of."""
+    """Whether `token_ids` are None or non-negative ints: neither device tensors nor ids that transformers warns of."""
     ids = token_ids if isinstance(token_ids, list) else [token_ids]
     return all(token is None or (type(token) is int and token >= 0) for token in ids)

@@ -1,4 +1,4 @@
-"""Survey: what a decode step stands on, looked at in every call: modules that it knows, and where weights are."""
+"""ModelFingerprint: what a decode step was built from: module classes, hooks, constants and weight addresses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fuseopt.runtime.module_watch import (
 )
 from fuseopt.training.forward import TrainingForward
 
-# fuseopt's own, which compute what the class's forward does.
+# Forwards that fuseopt sets on modules. They compute what the class's forward does.
 _FORWARDS = (
     CausalStackForward,
     GPT2BlockForward,
@@ -40,14 +40,15 @@ _FORWARDS = (
 
 
 @dataclass(frozen=True)
-class Survey:
-    """One walk over modules.
+class ModelFingerprint:
+    """Result of one walk over a model's modules.
 
     Attributes:
-        reason: why a decode step would not compute what they do, or None.
-        key: changes when a module or a constant is another, or a weight has another address, dtype or layout. Values
-            are read in place and take no part.
-        watch: tells whether another walk would find the same, unless something needed a closer look.
+        reason: why a decode step would not compute what the modules do; None if it would.
+        key: differs if a module or a constant is another, or if a weight has another address, dtype or layout. Weight
+            values are not part of it, since steps read them in place.
+        watch: compares the modules with this walk faster than another walk; None if a module has hooks, which only a
+            walk can examine.
     """
 
     reason: str | None
@@ -55,26 +56,29 @@ class Survey:
     watch: ModuleWatch | None = None
 
     def is_in_place(self) -> bool:
-        """Whether weights are where they were, and used as they are: what reads them can run, though what comes of it
-        may be void.
+        """Whether the weights have their addresses and autocast is off, so that a step can read them.
+
+        Its results may still be invalid, since nothing else is compared.
         """
         watch = self.watch
         return watch is not None and not torch.is_autocast_enabled(watch.device_type) and watch.is_in_place()
 
 
-def survey(model: nn.Module, roots: Sequence[nn.Module], children: Children, before: Survey | None = None) -> Survey:
-    """Checks `model` itself and the trees below `roots`, which are children of it.
+def fingerprint(
+    model: nn.Module, roots: Sequence[nn.Module], children: Children, before: ModelFingerprint | None = None
+) -> ModelFingerprint:
+    """Fingerprint of `model` itself and the trees below `roots`, which are children of it.
 
-    Written for speed: transformers' models have hundreds of modules.
+    Written for speed, since it runs in every call and models have hundreds of modules.
 
     Args:
         children: the class that each module must have, see `fuseopt.modules.children`.
-        before: of an earlier call with the same arguments.
+        before: an earlier result for the same arguments, returned if nothing has changed.
     """
     if before is not None and before.watch is not None and before.watch.is_unchanged():
         return before
     for path, module in unexpected_modules(model, children, roots):
-        return Survey(f"{path} is a {type(module).__name__}, which the decode step does not know")
+        return ModelFingerprint(f"{path} is a {type(module).__name__}, which the decode step does not know")
     key: list[Hashable] = []
     modules, special = [model, *modules_below(*roots)], False
     parameters = []
@@ -84,23 +88,23 @@ def survey(model: nn.Module, roots: Sequence[nn.Module], children: Children, bef
             reason = _module_reason(module)
             if reason:
                 path = next(path for path, other in model.named_modules() if other is module)
-                return Survey(f"{path or 'the model'} {reason}")
+                return ModelFingerprint(f"{path or 'the model'} {reason}")
             special = special or trains_or_has_hooks(module)
         key.append((id(module), type(module), *map(state.get, CONSTANTS)))
         parameters += [parameter for parameter in state["_parameters"].values() if parameter is not None]
     for parameter in parameters:
         if type(parameter) is not nn.Parameter:
-            return Survey("it has parameters of a tensor subclass, such as sharded or quantised ones")
+            return ModelFingerprint("the model has parameters of a tensor subclass, such as sharded or quantised ones")
         key.append((parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()))
     devices = {parameter.device for parameter in parameters}
     if len(devices) > 1:
-        return Survey("its parameters are on several devices")
+        return ModelFingerprint("the model's parameters are on several devices")
     (device,) = devices
     if device.type not in ("cpu", "cuda"):
-        return Survey(f"it is on {device}")
+        return ModelFingerprint(f"the model is on {device}")
     if torch.is_autocast_enabled(device.type):
-        return Survey("autocast is on")
-    return Survey(None, (device, *key), None if special else ModuleWatch(modules, parameters))
+        return ModelFingerprint("autocast is on")
+    return ModelFingerprint(None, (device, *key), None if special else ModuleWatch(modules, parameters))
 
 
 def _module_reason(module: nn.Module) -> str | None:

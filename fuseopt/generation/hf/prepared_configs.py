@@ -1,4 +1,4 @@
-"""PreparedConfigs: what transformers made of the settings of earlier calls of generate()."""
+"""PreparedConfigs: cache of the GenerationConfigs that transformers derives from the settings of a call."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from typing import Any, NamedTuple
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-# Of which two that are the same object are the same, whatever happens in between.
+# Immutable classes: the same object still has the same value.
 PLAIN = frozenset((type(None), bool, int, float, str))
-_KEPT = 16
+_MAX_CONFIGS = 16
 
 Prepared = tuple[GenerationConfig, dict[str, Any]]
 
 
-class _Remembered(NamedTuple):
-    """`sources` are the settings that the call found, `values` those that it came to, `unused` the names of
-    arguments that are no settings."""
+class _Entry(NamedTuple):
+    """Settings and result of an earlier call.
+
+    Attributes:
+        sources: attributes of the model's generation config, and of the caller's if one was passed.
+        values: attributes of the resulting config.
+        unused: names of the arguments that are no settings.
+    """
 
     sources: tuple[dict[str, Any], ...]
     values: dict[str, Any]
@@ -27,15 +32,15 @@ class _Remembered(NamedTuple):
 
 
 class PreparedConfigs:
-    """Call: as `GenerationMixin._prepare_generation_config`, which copies some seventy settings several times over.
+    """Call: as `GenerationMixin._prepare_generation_config`, which copies some seventy settings several times.
 
-    It is asked again unless the arguments' names, their values where they are settings, and all that the model's
-    generation config and the caller's hold are as they were in an earlier call, and none of it can be edited in place.
-    What it warns of it does once in a process.
+    Returns a cached result if an earlier call had the same argument names, the same plain values, and the same values
+    in the model's generation config and the caller's, and if none of them can be edited in place. Warnings about
+    settings need no repetition: transformers gives them once in a process.
     """
 
     def __init__(self) -> None:
-        self._remembered: OrderedDict[Hashable, _Remembered] = OrderedDict()
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
     def __call__(
         self,
@@ -44,10 +49,11 @@ class PreparedConfigs:
         given: GenerationConfig | None,
         arguments: Mapping[str, Any],
     ) -> Prepared:
-        """Settings that are nobody else's, and the arguments that are none.
+        """A new GenerationConfig, and the arguments that are no settings.
 
         Args:
-            prepare: transformers' own method, for `model`, `given` and `arguments`.
+            prepare: transformers' method, called with `model`, `given` and `arguments`.
+            given: the caller's config, or None.
         """
         defaults = model.generation_config
         configs = (defaults,) if given is None else (defaults, given)
@@ -55,20 +61,20 @@ class PreparedConfigs:
             return prepare(model, given, **arguments)
         values = ((name, type(value), value if type(value) in PLAIN else None) for name, value in arguments.items())
         key = (prepare, logging.get_verbosity(), given is None, *values)
-        known = self._remembered.get(key)
+        known = self._entries.get(key)
         if known is not None and all(map(_are_the_same, map(vars, configs), known.sources)):
-            self._remembered.move_to_end(key)
+            self._entries.move_to_end(key)
             config = GenerationConfig.__new__(GenerationConfig)
             vars(config).update(known.values)
             return config, {name: arguments[name] for name in known.unused}
         sources = tuple(dict(vars(config)) for config in configs)
         config, unused = prepare(model, given, **arguments)
         made = dict(vars(config))
-        is_settled = all(name in arguments and arguments[name] is value for name, value in unused.items())
-        if type(config) is GenerationConfig and is_settled and all(map(_are_plain, (*sources, made))):
-            self._remembered[key] = _Remembered(sources, made, tuple(unused))
-            if len(self._remembered) > _KEPT:
-                self._remembered.popitem(last=False)
+        is_unchanged = all(name in arguments and arguments[name] is value for name, value in unused.items())
+        if type(config) is GenerationConfig and is_unchanged and all(map(_are_plain, (*sources, made))):
+            self._entries[key] = _Entry(sources, made, tuple(unused))
+            if len(self._entries) > _MAX_CONFIGS:
+                self._entries.popitem(last=False)
         return config, unused
 
 

@@ -1,4 +1,4 @@
-"""FastModel: what transformers' own decoding methods are given as the model where they have to run on the host."""
+"""StepModelProxy: stands for the model in transformers' decoding methods, with the decode step as its forward."""
 
 from __future__ import annotations
 
@@ -7,31 +7,36 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from fuseopt.generation.engine.graphs import Step, StepGraphs
-from fuseopt.generation.prompt.early_prefill import Ahead
+from fuseopt.generation.engine.graphs import StepGraphs, StepWork
+from fuseopt.generation.prompt.early_work import EarlyPrompt
 from fuseopt.generation.prompt.prefill import Prefilled, prefill
 
 
-class FastModel:
-    """Passes for a model in `GenerationMixin._sample` and `_beam_search`, called as functions of their class.
+class StepModelProxy:
+    """Proxy of a model for `GenerationMixin._sample` and `_beam_search`, called as functions of the model's class.
 
-    All that these ask of the model is the model's own, but for the forward and what feeds it: the static state has the
-    cache, masks and positions, and a step takes the last token of each row. So processors, criteria, streamers and the
-    bookkeeping of beams are transformers' to the letter.
+    Overrides the forward and the methods that feed it; every other attribute is the model's. Cache, masks and positions
+    are in the static state, and a step reads the last token of each row. Processors, criteria, streamers and the
+    bookkeeping of beams are transformers' own code.
 
     Args:
-        step: without a selection, on a state that fits the call.
-        ahead: the caller's prompt, if it has run already.
+        work: a step without a selection, on a state that fits the call.
+        early: the prompt, if it was queued early.
+
+    Attributes:
+        prefilled: what the prefill left.
+        steps: steps run after it.
+        note: why something was not captured in a CUDA graph; empty if everything was.
     """
 
-    def __init__(self, model: nn.Module, graphs: StepGraphs, step: Step, ahead: Ahead | None = None) -> None:
-        self.model, self.graphs, self.step, self.ahead = model, graphs, step, ahead
+    def __init__(self, model: nn.Module, graphs: StepGraphs, work: StepWork, early: EarlyPrompt | None = None) -> None:
+        self.model, self.graphs, self.work, self.early = model, graphs, work, early
         self.prefilled = Prefilled(0)
         self.steps, self.note = 0, ""
 
     @property
     def slots(self) -> int:
-        """How many slots of the cache are filled by now."""
+        """How many slots of the cache are filled."""
         return self.prefilled.slots + self.steps
 
     def __getattr__(self, name: str) -> Any:
@@ -40,13 +45,13 @@ class FastModel:
     def _prefill(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], is_first_iteration: bool = True
     ) -> CausalLMOutput:
-        step = self.step
+        work = self.work
         self.prefilled = prefill(
-            step.forward, self.model, self.graphs, step.state, input_ids, generation_config, model_kwargs, self.ahead
+            work.forward, self.model, self.graphs, work.state, input_ids, generation_config, model_kwargs, self.early
         )
         self.note = self.prefilled.note
         if self.prefilled.pending:
-            step()
+            work()
         return self._output()
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Tensor]:
@@ -57,19 +62,19 @@ class FastModel:
 
     def __call__(self, input_ids: Tensor, return_dict: bool = True) -> CausalLMOutput:
         if self.steps == 1:
-            self.note = self.graphs.capture(self.step) or self.note
-        self.step.state.tokens.copy_(input_ids[:, -1])
-        self.step()
+            self.note = self.graphs.capture(self.work) or self.note
+        self.work.state.tokens.copy_(input_ids[:, -1])
+        self.work()
         self.steps += 1
         return self._output()
 
     def _reorder_cache(self, past_key_values: Any, beam_idx: Tensor) -> Any:
-        """Lets every row go on from a beam of its item, with whom it shares what the encoder said."""
-        state = self.step.state
+        """Makes row i continue beam `beam_idx[i]`, of the same item, so that the encoder's cache stays."""
+        state = self.work.state
         assert state.beams is not None
         state.beams.follow(beam_idx, state.slot)
         return past_key_values
 
     def _output(self) -> CausalLMOutput:
-        # The methods copy the logits before the next step overwrites them.
-        return CausalLMOutput(logits=self.step.state.logits[:, None])
+        # transformers copies the logits before the next step overwrites them.
+        return CausalLMOutput(logits=self.work.state.logits[:, None])

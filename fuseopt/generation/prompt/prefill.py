@@ -1,4 +1,4 @@
-"""Prefill: from the prompt to a filled static cache and first logits; and back to transformers' caches at the end."""
+"""Prefill: fills the static cache and the first logits from the prompt; `store_cache` copies the cache back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fuseopt.generation.engine.beam_state import along_ancestry
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.families.step_interface import DecodeStep
-from fuseopt.generation.prompt.early_prefill import Ahead
+from fuseopt.generation.prompt.early_work import EarlyPrompt
 from fuseopt.generation.prompt.prompts import run_encoded, run_forward
 
 
@@ -22,19 +22,19 @@ class Prefilled:
     """What a prefill left in a DecodeState.
 
     Attributes:
-        slots: slots that are filled when the first logits are there.
-        cross_slots: likewise of the cross-attention cache.
-        pending: the first logits are not there: the state is ready for a step that takes the only token of the prompt.
-        has_ids: the state has the prompt's tokens.
-        had_run: all of this was so before the call was prepared.
-        note: why something could not be captured.
+        slots: filled slots of the cache once the first logits exist.
+        cross_slots: filled slots of the cross-attention cache.
+        pending: the first logits do not exist yet; a step on the prompt's only token has to compute them.
+        has_ids: `state.ids` contains the prompt.
+        was_early: the early prefill did all of this.
+        note: why the prompt was not captured in a CUDA graph; empty if it was.
     """
 
     slots: int
     cross_slots: int = 0
     pending: bool = False
     has_ids: bool = False
-    had_run: bool = False
+    was_early: bool = False
     note: str = ""
 
 
@@ -46,58 +46,59 @@ def prefill(
     input_ids: Tensor,
     config: Any,
     model_kwargs: dict[str, Any],
-    ahead: Ahead | None = None,
+    early: EarlyPrompt | None = None,
 ) -> Prefilled:
-    """Fills `state` by the decode step's own means where the call is plain, else by the model's own forward.
+    """Fills `state` by the decode step's prefill if `is_token_prompt`, else by the model's forward.
 
     Args:
-        step: a decode step built on `model`, which then can begin.
+        step: a decode step built on `model`.
         graphs: where captured prompts are kept.
-        config, model_kwargs: as transformers prepared them; `model_kwargs` is brought up to date.
-        ahead: the caller's prompt, if it has run already.
+        input_ids: [rows, length].
+        config, model_kwargs: as transformers prepared them; the model's forward updates `model_kwargs`.
+        early: the prompt, if it was queued early.
     """
     length = input_ids.shape[1]
     encodes = model.config.is_encoder_decoder
     keep = None if encodes else model_kwargs.get("attention_mask")
-    took_mask = ahead is not None and keep is not None and keep is ahead.attention_mask
-    if not took_mask and keep is not None and keep.shape == input_ids.shape and bool(keep.all()):
+    is_early_mask = early is not None and keep is not None and keep is early.attention_mask
+    if not is_early_mask and keep is not None and keep.shape == input_ids.shape and bool(keep.all()):
         keep = None
-    if not is_plain(model, input_ids, config, model_kwargs) or (keep is not None and length == 1):
+    if not is_token_prompt(model, input_ids, config, model_kwargs) or (keep is not None and length == 1):
         step.begin()
         prefilled = _by_the_model(model, state, input_ids, config, model_kwargs)
         step.cross_cache_filled(state)
         return prefilled
     if encodes:
         encoded, mask = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
-        has_run = ahead is not None and ahead.state is state and ahead.inputs is encoded
-        if ahead is not None and has_run and ahead.stands_for(mask, config.decoder_start_token_id):
-            return Prefilled(1, encoded[0].shape[1], had_run=True, note=ahead.note)
+        has_run = early is not None and early.state is state and early.inputs is encoded
+        if early is not None and has_run and early.matches(mask, config.decoder_start_token_id):
+            return Prefilled(1, encoded[0].shape[1], was_early=True, note=early.note)
         per_item = slice(None, None, state.sizes.queries_per_kv)
         mask = None if mask is None else mask[per_item]
         note = run_encoded(step, graphs, state, encoded[0][per_item], mask, input_ids[:, 0])
         return Prefilled(1, encoded[0].shape[1], note=note)
     model.warn_if_padding_and_no_attention_mask(input_ids, model_kwargs.get("attention_mask"))
     step.begin()
-    has_run = ahead is not None and ahead.inputs is input_ids and (keep is None or took_mask)
-    if ahead is not None and has_run and state is ahead.state:
-        return Prefilled(length, has_ids=True, had_run=True, note=ahead.note)
+    has_run = early is not None and early.inputs is input_ids and (keep is None or is_early_mask)
+    if early is not None and has_run and state is early.state:
+        return Prefilled(length, has_ids=True, was_early=True, note=early.note)
     positions = model_kwargs.get("position_ids")
     positions = None if positions is None else positions[:, -length:]
     if length == 1:
         state.tokens.copy_(input_ids[:, 0])
         state.begin(0, None, None if positions is None else positions[:, -1])
         return Prefilled(1, pending=True)
-    if ahead is not None and has_run:
+    if early is not None and has_run:
         state.begin(length, keep, None if positions is None else positions[:, -1] + 1)
-        ahead.load(state)
-        return Prefilled(length, note=ahead.note)
+        early.copy_to(state)
+        return Prefilled(length, note=early.note)
     state.load_prompt(input_ids, keep, positions)
     note = run_forward(step.prefill, graphs, state, state.sizes.rows, length, masked=keep is not None)
     return Prefilled(length, has_ids=True, note=note)
 
 
 def store_cache(state: DecodeState, past_key_values: Any, slots: int, cross_slots: int) -> None:
-    """Makes transformers' cache hold what the first slots of the static one do."""
+    """Copies the first `slots` and `cross_slots` of the static caches to transformers' cache, in place."""
     if isinstance(past_key_values, EncoderDecoderCache):
         cross = past_key_values.cross_attention_cache
         if not cross.get_seq_length():
@@ -108,8 +109,8 @@ def store_cache(state: DecodeState, past_key_values: Any, slots: int, cross_slot
     _store(state.cache, past_key_values, slots, ancestry=ancestry)
 
 
-def is_plain(model: nn.Module, input_ids: Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> bool:
-    """Whether there is nothing but a prompt of tokens, and attention is of the kind that the step's prefill has."""
+def is_token_prompt(model: nn.Module, input_ids: Tensor, config: Any, model_kwargs: Mapping[str, Any]) -> bool:
+    """Whether the step's prefill can run the prompt: tokens, an empty cache, and masks and positions that fit them."""
     cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
     masked, positions = input_ids, model_kwargs.get("position_ids")
     if model.config.is_encoder_decoder:
@@ -122,15 +123,15 @@ def is_plain(model: nn.Module, input_ids: Tensor, config: Any, model_kwargs: Map
     return (
         input_ids.shape[1] > 0
         and (mask is None or mask.shape == masked.shape)
-        and (positions is None or _are_of(positions, input_ids))
+        and (positions is None or _fit(positions, input_ids))
         and model_kwargs.get("inputs_embeds") is None
         and cache.get_seq_length() == 0
         and config.prefill_chunk_size is None
     )
 
 
-def _are_of(positions: Tensor, input_ids: Tensor) -> bool:
-    """Whether there is a position for each token."""
+def _fit(positions: Tensor, input_ids: Tensor) -> bool:
+    """Whether there is an integer position for each token."""
     rows, length = positions.shape
     return rows in (1, input_ids.shape[0]) and length >= input_ids.shape[1] and not positions.is_floating_point()
 
@@ -158,7 +159,7 @@ def _by_the_model(
 def _load(static: Tensor, cache: DynamicCache, queries_per_kv: int = 1) -> int:
     """Copies keys and values into [layers, 2, items, heads, capacity, head_dim]; returns how many slots they fill."""
     slots = cache.get_seq_length()
-    # transformers makes as many layers as the encoder has.
+    # transformers makes as many layers as the encoder has, which may be more.
     for target, layer in zip(static, cache.layers[: len(static)], strict=True):
         target[0, :, :, :slots] = layer.keys[::queries_per_kv]
         target[1, :, :, :slots] = layer.values[::queries_per_kv]

@@ -1,4 +1,4 @@
-"""Prompts in a DecodeState: run by the decode step's own means, padded where a captured run can serve them."""
+"""Runs prompts that are in a DecodeState by the decode step's prefill, padded to a length class where graphs exist."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fuseopt.generation.engine.graphs import Prompt, StepGraphs
+from fuseopt.generation.engine.graphs import PromptWork, StepGraphs
 from fuseopt.generation.engine.layers import has_kernel
 from fuseopt.generation.engine.state import DecodeState, prompt_length_for
 from fuseopt.generation.families.step_interface import DecodeStep
@@ -21,16 +21,16 @@ def run_forward(
     length: int,
     masked: bool = False,
 ) -> str:
-    """Runs `forward` on the prompts in `state`, padded to their length class where a captured one can serve it.
+    """Runs `forward` on the prompts in `state`, padded to their length class if such prompts are captured.
 
     Returns:
-        why it could not be captured, or nothing.
+        why the prompt could not be captured, empty if it was or no capture was tried.
     """
-    # Without the kernels, masked slots are multiplied by 0, which leaves NaN that padding may put there as it is.
+    # Without the kernels, attention multiplies masked values by 0, and padding may leave NaN, which that keeps.
     captures = graphs.max_graphs and has_kernel("decode_attention", state.cache)
     padded = prompt_length_for(prompts, length) if captures else None
     if padded is not None:
-        return graphs.run_prompt(Prompt(forward, state, padded, masked))
+        return graphs.run_prompt(PromptWork(forward, state, padded, masked))
     forward(state, length, masked)
     return ""
 
@@ -38,16 +38,16 @@ def run_forward(
 def run_encoded(
     step: DecodeStep, graphs: StepGraphs, state: DecodeState, encoded: Tensor, keep: Tensor | None, first: Tensor | int
 ) -> str:
-    """Fills the cross-attention cache of `state`, and lets the decoder take a first token.
+    """Fills the cross-attention cache of `state`, and runs the decoder on its first token.
 
     Args:
-        step: a decode step of an encoder-decoder, before its first step in a call.
+        step: the decode step of an encoder-decoder; `begin` is called on it.
         encoded: an encoder's output [items, length, width].
         keep: attention mask [items, any], nonzero where a slot counts, or None where all do.
-        first: tokens [rows], or one for all.
+        first: tokens [rows], or one for all rows.
 
     Returns:
-        why it could not be captured, or nothing.
+        as `run_forward`.
     """
     length = encoded.shape[1]
     state.encoded[:, :length] = encoded
@@ -61,8 +61,8 @@ def run_encoded(
 def store(cache: Tensor, vectors: Tensor, counts: Tensor | None = None) -> None:
     """`cache.copy_(vectors)` for [..., head_dim] of any strides; writes 0 where `counts`, bool [..., 1], is False.
 
-    Vectors that lie apart are moved 16 bytes at a time where they are aligned to that: a thread of PyTorch's copy moves
-    one element after another, of whatever size.
+    PyTorch's copy of strided tensors moves one element a thread. So tensors aligned to 16 bytes are copied as
+    complex128, whose elements have 16 bytes.
     """
     wide = torch.complex128
     ratio = wide.itemsize // vectors.dtype.itemsize
@@ -75,5 +75,5 @@ def store(cache: Tensor, vectors: Tensor, counts: Tensor | None = None) -> None:
 
 
 def _is_aligned(vectors: Tensor, to: int) -> bool:
-    *apart, within = vectors.stride()
-    return within == 1 and not any(number % to for number in (*apart, vectors.shape[-1], vectors.storage_offset()))
+    *outer, innermost = vectors.stride()
+    return innermost == 1 and not any(number % to for number in (*outer, vectors.shape[-1], vectors.storage_offset()))

@@ -1,8 +1,6 @@
-"""transformers' logits processors for static tensors: what they need of a sequence's length is read on the device.
+"""transformers' logits processors on static tensors: they read the length of the sequences on the device.
 
-A processor here is called with a DecodeState and scores [rows, vocab] and returns new scores in float32. `key` tells
-whether a captured step with another of the same class serves this one as well, once `tensors` have been copied over,
-which are the step's own from `own_tensors` on.
+Neighbouring processors become one `Edits`, which one op applies; a processor that reads no sequences stays as it is.
 """
 
 from __future__ import annotations
@@ -16,30 +14,35 @@ from torch.nn import functional as F
 from transformers.generation import logits_process
 
 from fuseopt import ops
-from fuseopt.generation.engine.device_constants import KeptTensors, to_device
+from fuseopt.generation.engine.device_constants import DeviceConstantCache, to_device
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.select.logits_processors import FusedEncoderNoRepeatNGram, FusedNoRepeatNGram
 from fuseopt.ops.decode.edit_logits import MAX_RULES
 
-_ALWAYS = 2**62
-# The encoder's ids are padded to a multiple of this, so that inputs of similar length share a captured step.
+_ALWAYS = 2**62  # longer than any sequence
+# The encoder's ids are padded to a multiple of this, so that prompts of similar length share a captured step.
 _PADDED_TO = 64
 
 
 class DeviceProcessor(Protocol):
-    @property
-    def key(self) -> Hashable: ...
+    """Call: a DecodeState and scores [rows, vocab] -> new scores [rows, vocab] float32."""
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]: ...
+    def key(self) -> Hashable:
+        """Equal for processors that one captured step can serve, once the values of `tensors` have been copied."""
 
-    def own_tensors(self) -> None: ...
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors whose values a captured step reads."""
+
+    def own_tensors(self) -> None:
+        """Replaces `tensors` by copies before a capture."""
 
     def __call__(self, state: DecodeState, scores: Tensor) -> Tensor: ...
 
 
 class WithoutSequence:
-    """A processor of transformers that looks at scores only."""
+    """A processor of transformers that reads scores only."""
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
@@ -54,7 +57,7 @@ class WithoutSequence:
 
 
 class Rule(NamedTuple):
-    """While sequences are `first` to `end - 1` long: -inf for `tokens`; with `force` for all others, and 0 for them."""
+    """For lengths `first` to `end - 1`: -inf for `tokens`; with `force`, 0 for `tokens` and -inf for all others."""
 
     tokens: Tensor
     first: int
@@ -63,16 +66,16 @@ class Rule(NamedTuple):
 
 
 class Edit(NamedTuple):
-    """A processor as a part of `ops.LogitsEdits`: the fields other than their default, or a rule."""
+    """A processor as part of `ops.LogitsEdits`: field values, or a rule about tokens."""
 
     fields: Mapping[str, Any] = {}
     rule: Rule | None = None
 
 
 class Edits:
-    """A chain of processors, in the order of `ops.LogitsEdits`, that one op runs."""
+    """Neighbouring processors, in the order of `ops.LogitsEdits`, applied by one op."""
 
-    def __init__(self, chain: Iterable[Edit], vocab: int, kept: KeptTensors) -> None:
+    def __init__(self, chain: Iterable[Edit], vocab: int, constants: DeviceConstantCache) -> None:
         self.fields: dict[str, Any] = {}
         rules = []
         for edit in chain:
@@ -80,7 +83,7 @@ class Edits:
             if edit.rule is not None:
                 rules.append(edit.rule)
         if rules:
-            self.fields |= _table(rules, vocab, kept)
+            self.fields |= _table(rules, vocab, constants)
         values = sorted(self.fields.items())
         self.key = (Edits, *((name, value.shape if isinstance(value, Tensor) else value) for name, value in values))
 
@@ -93,24 +96,27 @@ class Edits:
             self.fields[name] = value.clone() if isinstance(value, Tensor) else value
 
     def of(self, state: DecodeState) -> ops.LogitsEdits:
+        """The op's argument for the sequences in `state`."""
         return ops.LogitsEdits(state.ids, state.length, **self.fields)
 
     def __call__(self, state: DecodeState, scores: Tensor) -> Tensor:
         return ops.edit_logits(scores, self.of(state), overlap=True)
 
 
-def _table(rules: list[Rule], vocab: int, kept: KeptTensors) -> dict[str, Any]:
-    table = kept.members([rule.tokens for rule in rules], vocab)
+def _table(rules: list[Rule], vocab: int, constants: DeviceConstantCache) -> dict[str, Any]:
+    table = constants.members([rule.tokens for rule in rules], vocab)
     bounds = torch.tensor([[rule.first, rule.end] for rule in rules], device="cpu")
     return {
         "token_rules": table,
-        "rule_bounds": kept.to_device(bounds, table.device),
+        "rule_bounds": constants.to_device(bounds, table.device),
         "forcing_rules": sum(1 << i for i, rule in enumerate(rules) if rule.force),
     }
 
 
-def chained(processors: Iterable[Edit | WithoutSequence], vocab: int, kept: KeptTensors) -> tuple[DeviceProcessor, ...]:
-    """The same processors, as many neighbours as possible run by one op."""
+def chained(
+    processors: Iterable[Edit | WithoutSequence], vocab: int, constants: DeviceConstantCache
+) -> tuple[DeviceProcessor, ...]:
+    """The same processors, with as many neighbours as possible joined to one op."""
     chains: list[list[Edit] | WithoutSequence] = []
     for processor in processors:
         if isinstance(processor, WithoutSequence):
@@ -119,39 +125,41 @@ def chained(processors: Iterable[Edit | WithoutSequence], vocab: int, kept: Kept
             chains[-1].append(processor)
         else:
             chains.append([processor])
-    return tuple(Edits(chain, vocab, kept) if isinstance(chain, list) else chain for chain in chains)
+    return tuple(Edits(chain, vocab, constants) if isinstance(chain, list) else chain for chain in chains)
 
 
 def _may_follow(chain: list[Edit], edit: Edit) -> bool:
-    """Whether `ops.LogitsEdits` does all of `chain` before `edit`, or the result is the same."""
+    """Whether `ops.LogitsEdits` applies all of `chain` before `edit`, or the order makes no difference."""
     done = {name for other in chain for name in other.fields}
     rules = [other.rule for other in chain if other.rule is not None]
     if "temperature" in done or "repetition_penalty" in edit.fields:
         return False
     if edit.rule is not None:
         return len(rules) < MAX_RULES
-    # A ban stands whatever other bans come before or after it.
+    # Bans may come in any order.
     return not done & set(edit.fields) and ("temperature" in edit.fields or not any(rule.force for rule in rules))
 
 
 class _Target(NamedTuple):
+    """What a processor is translated for: the sizes of the scores, and where they are."""
+
     rows: int
     vocab: int
     device: torch.device
-    kept: KeptTensors
+    constants: DeviceConstantCache
 
     def rule(self, tokens: Any, first: int, end: int, force: bool = False) -> Edit:
         if not isinstance(tokens, Tensor):
-            tokens = self.kept.to_device(torch.tensor(tokens, device="cpu"), self.device)
+            tokens = self.constants.to_device(torch.tensor(tokens, device="cpu"), self.device)
         return Edit(rule=Rule(tokens.to(self.device), first, end, force))
 
 
 def device_processor(
-    processor: Any, rows: int, vocab: int, device: torch.device, kept: KeptTensors
+    processor: Any, rows: int, vocab: int, device: torch.device, constants: DeviceConstantCache
 ) -> Edit | WithoutSequence | None:
-    """The same as `processor` for `chained`, or None where there is no such thing; decided by exact type."""
+    """`processor` for `chained`, by its exact class; None if it has to run on the host."""
     make = _MAKERS.get(type(processor))
-    return None if make is None else make(processor, _Target(rows, vocab, device, kept))
+    return None if make is None else make(processor, _Target(rows, vocab, device, constants))
 
 
 def _forced_bos(processor: Any, target: _Target) -> Edit | None:
@@ -183,7 +191,7 @@ def _encoder_no_repeat_ngram(processor: Any, target: _Target) -> Edit | None:
     ngrams = [[(*prefix, last) for prefix, lasts in item.items() for last in lasts] for item in items]
     if target.rows % len(ngrams) or any(min(ngram) < 0 for item in ngrams for ngram in item):
         return None
-    # A text in which they stand apart.
+    # As an input of the encoder that contains exactly these n-grams, with -1 between them.
     texts = [[token for ngram in item for token in (*ngram, -1)] for item in ngrams]
     longest = max(map(len, texts))
     ids = torch.tensor([text + [-1] * (longest - len(text)) for text in texts], dtype=torch.int64, device="cpu")

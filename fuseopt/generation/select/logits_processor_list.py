@@ -1,4 +1,4 @@
-"""FusedLogitsProcessorList: transformers' own logits processors, neighbours among them run as one op."""
+"""FusedLogitsProcessorList: transformers' own logits processors, with neighbours run as one op."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _STAGES: dict[type, int] = {
     SuppressTokensAtBeginLogitsProcessor: 1,
     TemperatureLogitsWarper: 2,
 }
-"""What `ops.process_logits` can stand for, and when it does it. Bans, stage 1, may come in any order."""
+"""The processors that `ops.process_logits` implements, and its order: bans, stage 1, may come in any order."""
 
 _RETURN_SCORES_WHEN_IDLE = {NoRepeatNGramLogitsProcessor, SuppressTokensAtBeginLogitsProcessor}
 
@@ -59,14 +59,14 @@ _KEEP_NOTHING = {
     PrefixConstrainedLogitsProcessor,
     SequenceBiasLogitsProcessor,
 }
-"""Processors that return their scores, or new ones, and hold on to neither."""
+"""Processors that return their scores or new ones, and keep a reference to neither."""
 
 
-class FusedRun:
-    """Processors that follow each other in one list, as a single `ops.process_logits`; bit for bit what they compute.
+class ProcessorGroup:
+    """Neighbouring processors of a list as one `ops.process_logits`, with bitwise the same result.
 
-    Their attributes are read at each call. What the op does not take (three dimensions, sizes that do not fit) goes to
-    the processors themselves.
+    Their attributes are read in each call. Inputs that the op does not support (three dimensions, sizes that do not
+    fit) go to the processors themselves.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor], encoder_input_ids: Tensor | None, backend: str) -> None:
@@ -85,7 +85,7 @@ class FusedRun:
         self._suppressed: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor, inplace: bool) -> Tensor:
-        """`input_ids` [rows, length], `scores` [rows, vocab] -> processed scores, with `inplace` in `scores` itself."""
+        """`input_ids` [rows, length], `scores` [rows, vocab] -> processed scores; `inplace` writes them to `scores`."""
         if not self._is_supported(input_ids, scores):
             for processor in self.processors:
                 scores = processor(input_ids, scores)
@@ -126,7 +126,7 @@ class FusedRun:
         return self.encoder_input_ids is not None and rows % self.encoder_input_ids.shape[0] == 0
 
     def _suppress_tokens(self, length: int, device: torch.device) -> Tensor | None:
-        """The ids that no row may choose at this length; None where there are none."""
+        """The ids that are banned in all rows at this length; None if none are."""
         minimum, new_minimum, begin = self._minimum, self._new_minimum, self._suppress_at_begin
         parts: list[Tensor] = []
         if minimum is not None and length < minimum.min_length:
@@ -148,18 +148,18 @@ class FusedRun:
 
 
 class FusedLogitsProcessorList(LogitsProcessorList):
-    """A LogitsProcessorList with the elements that transformers gave it, which runs neighbours among them as one op.
+    """A LogitsProcessorList with the elements that transformers put into it; calls neighbours among them as one op.
 
-    Fused are processors that transformers itself made, of the exact classes that `ops.process_logits` can stand for,
-    where they follow each other. What a user passed is called as it is, at its place. Since the elements stay what they
-    were, whoever reads, filters or changes the list finds transformers' own classes.
+    Joined are neighbours that transformers itself made, of the exact classes that `ops.process_logits` implements. A
+    user's processors are called unchanged, in their place. The elements stay transformers' own objects for code that
+    reads, filters or changes the list.
 
-    Scores are edited in place where nobody else can look at them again:
+    Scores are edited in place if nothing else can read them afterwards:
 
-    - those that `GenerationMixin._sample` or `_beam_search` just made and, called directly from there, has no further
-      use for. `_sample` makes a copy of the model's logits that it keeps for `output_logits` only; `_beam_search` keeps
-      clones. Any other caller (assisted decoding, prompt lookup, `custom_generate`) may look at what it passed again.
-    - those that another processor of this list made just before, if it is known to keep nothing.
+    - when called directly from `GenerationMixin._sample` or `_beam_search`, which do not reuse them: `_sample` copies
+      the model's logits and keeps the copy for `output_logits` only; `_beam_search` keeps clones. Any other caller
+      (assisted decoding, prompt lookup, `custom_generate`) may read them again.
+    - after another processor of this list that made them and keeps no reference.
     """
 
     def __init__(
@@ -175,26 +175,27 @@ class FusedLogitsProcessorList(LogitsProcessorList):
         self._made = [processor for processor in self if not _contains(self._passed, processor)]
         self._generation_config, self._encoder_input_ids = generation_config, encoder_input_ids
         self._backend = backend
-        self._planned: list[LogitsProcessor] = []
-        self._steps: list[FusedRun | LogitsProcessor] = []
+        self._grouped: list[LogitsProcessor] = []
+        self._groups: list[ProcessorGroup | LogitsProcessor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         """As upstream's: `input_ids` [rows, length], `scores` [rows, vocab] -> processed scores [rows, vocab]."""
-        if self._planned != self:
-            self._planned, self._steps = list(self), list(self._plan())
-        is_free = self._is_given_up_by(sys._getframe(1).f_code, scores)
-        for step in self._steps:
-            if isinstance(step, FusedRun):
-                processed = step(input_ids, scores, is_free)
+        if self._grouped != self:
+            self._grouped, self._groups = list(self), list(self._group())
+        is_free = self._is_disposable_for(sys._getframe(1).f_code, scores)
+        for part in self._groups:
+            if isinstance(part, ProcessorGroup):
+                processed = part(input_ids, scores, is_free)
                 is_free = is_free or processed is not scores
             else:
-                processed = LogitsProcessorList([step])(input_ids, scores, **kwargs)
-                keeps_nothing = type(step) in _KEEP_NOTHING and _contains(self._made, step)
+                processed = LogitsProcessorList([part])(input_ids, scores, **kwargs)
+                keeps_nothing = type(part) in _KEEP_NOTHING and _contains(self._made, part)
                 is_free = keeps_nothing and (is_free or processed is not scores)
             scores = processed
         return scores
 
-    def _is_given_up_by(self, caller: CodeType, scores: Tensor) -> bool:
+    def _is_disposable_for(self, caller: CodeType, scores: Tensor) -> bool:
+        """Whether the calling code will not read `scores` again."""
         if scores._is_view():
             return False
         if caller is GenerationMixin._beam_search.__code__:
@@ -203,20 +204,20 @@ class FusedLogitsProcessorList(LogitsProcessorList):
         is_kept = config.return_dict_in_generate and config.output_logits
         return caller is GenerationMixin._sample.__code__ and not is_kept
 
-    def _plan(self) -> Iterable[FusedRun | LogitsProcessor]:
+    def _group(self) -> Iterable[ProcessorGroup | LogitsProcessor]:
         run: list[LogitsProcessor] = []
         for processor in self:
             stage = _STAGES.get(type(processor)) if _contains(self._made, processor) else None
             continues = stage is not None and (not run or _STAGES[type(run[-1])] <= stage)
             if run and (not continues or any(type(processor) is type(other) for other in run)):
-                yield FusedRun(run, self._encoder_input_ids, self._backend)
+                yield ProcessorGroup(run, self._encoder_input_ids, self._backend)
                 run = []
             if stage is not None:
                 run.append(processor)
             else:
                 yield processor
         if run:
-            yield FusedRun(run, self._encoder_input_ids, self._backend)
+            yield ProcessorGroup(run, self._encoder_input_ids, self._backend)
 
 
 def _contains(processors: Iterable[LogitsProcessor], processor: LogitsProcessor) -> bool:

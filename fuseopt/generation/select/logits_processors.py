@@ -1,4 +1,4 @@
-"""FusedNoRepeatNGram, its encoder variant, and what makes `generate()` run its logits processors fused."""
+"""FusedNoRepeatNGram, its encoder variant, and FusedLogitsProcessors, which joins the processors of generate()."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FusedEncoderNoRepeatNGram(EncoderNoRepeatNGramLogitsProcessor):
     def __init__(self, encoder_ngram_size: int, encoder_input_ids: Tensor, backend: str = "auto") -> None:
         if encoder_input_ids.dim() == 1:
             encoder_input_ids = encoder_input_ids.unsqueeze(0)
-        # Upstream's constructor validates the size, then tabulates every n-gram of what it is given: give it nothing.
+        # Upstream's constructor validates the size, and tabulates all n-grams of the ids: none are passed.
         super().__init__(encoder_ngram_size, encoder_input_ids[:0])
         self.batch_size = encoder_input_ids.shape[0]
         self.encoder_input_ids = encoder_input_ids
@@ -55,9 +55,9 @@ class FusedEncoderNoRepeatNGram(EncoderNoRepeatNGramLogitsProcessor):
 
 
 class FusedLogitsProcessors:
-    """Stands in for `_get_logits_processor` on one model instance: transformers builds the list, fuseopt runs it.
+    """Replaces `_get_logits_processor` on a model instance: transformers builds the list, fuseopt runs it.
 
-    It refers weakly to the model, and not to a bound method, so that deepcopy and pickle rebind it to the copy.
+    References the model weakly instead of holding a bound method, so that deepcopy and pickle rebind it to the copy.
     """
 
     model = weak_attribute("model")

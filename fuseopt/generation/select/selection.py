@@ -1,4 +1,4 @@
-"""Selection: from logits to the next token of every row, and whether the row goes on, without the host."""
+"""Selection: from logits to the next token of every row and whether the row continues, on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
-from fuseopt.generation.engine.device_constants import Copied
+from fuseopt.generation.engine.device_constants import TrackedCopy
 from fuseopt.generation.engine.layers import BeforeHead
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.select.device_processors import DeviceProcessor, Edits
@@ -17,16 +17,19 @@ from fuseopt.ops import LogitsEdits
 
 
 class Selection:
-    """Call: a DecodeState and logits [rows, vocab] -> nothing; writes `tokens`, `ids` and flags, counts on.
+    """Call: a DecodeState and logits [rows, vocab] -> nothing; writes the state's tokens, ids and flags.
 
-    Upstream: the loop of `GenerationMixin._sample` from the logits on; random numbers are drawn as there, from torch's
-    default generator.
+    Upstream: the loop of `GenerationMixin._sample` from the logits on. Random numbers are drawn from torch's default
+    generator, the same as there.
 
     Args:
         processors: in transformers' order.
-        do_sample: draw from the distribution, or take the likeliest token.
+        do_sample: draw from the distribution; else take the likeliest token.
         eos: token ids [any] after which a row is padded, or None.
-        keep_logits, keep_scores: whether the logits in float32, as they come and as processed, are wanted in the state.
+        keep_logits, keep_scores: write the float32 logits, before and after processing, to the state.
+
+    Attributes:
+        key: equal for selections that one captured step can serve, once `load` has copied their values.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class Selection:
     ) -> None:
         self.processors, self.do_sample, self.eos = processors, do_sample, eos
         self.keep_logits, self.keep_scores = keep_logits, keep_scores
-        # The last edits are left to the op that selects, unless their result is wanted.
+        # The op that selects can apply the last edits itself, unless their result is needed in memory.
         last = processors[-1] if processors else None
         self._last_edits = last if isinstance(last, Edits) and not (do_sample or keep_scores) else None
         self._processors_before = processors if self._last_edits is None else processors[:-1]
@@ -55,27 +58,28 @@ class Selection:
 
     @property
     def not_captured(self) -> str:
-        """Why a step that ends so is left to run eagerly on a GPU, or nothing."""
+        """Why a step with this selection cannot be captured on a GPU; empty if it can."""
         return ""
 
     @property
     def may_end_early(self) -> bool:
-        """Whether `going` can tell that no row is left before the longest sequence is full."""
+        """Whether all rows can finish before the maximal length."""
         return self.eos is not None and self.eos.numel() > 0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors whose values a captured step reads."""
         own = () if self.eos is None else (self.eos,)
         return (*own, *(tensor for processor in self.processors for tensor in processor.tensors))
 
     def own_tensors(self) -> None:
-        """Lets `tensors` be nobody else's, since those of later calls will be written over them."""
+        """Replaces `tensors` by copies before a capture, since `load` will write to them."""
         sources = self.tensors
-        # A tensor made in inference mode would not say whether it has been written to.
+        # A tensor made in inference mode has no version counter.
         with torch.inference_mode(False), torch.no_grad():
             self._clone_tensors()
         for copy, source in zip(self._copies, sources, strict=True):
-            copy.trust(source)
+            copy.mark_equal(source)
 
     def _clone_tensors(self) -> None:
         self.eos = None if self.eos is None else self.eos.clone()
@@ -83,27 +87,27 @@ class Selection:
             processor.own_tensors()
 
     def holds(self, other: Selection) -> bool:
-        """Whether the other one has an equal `key`, and `load` would change nothing."""
+        """Whether the other selection has an equal `key` and `load` would change nothing."""
         return self.key == other.key and all(
             copy.holds(value) for copy, value in zip(self._copies, other.tensors, strict=True)
         )
 
     def load(self, other: Selection) -> None:
-        """Takes over the values of another Selection with an equal `key`."""
+        """Copies the values of another Selection with an equal `key`."""
         for copy, value in zip(self._copies, other.tensors, strict=True):
             copy(value)
 
     @functools.cached_property
-    def _copies(self) -> tuple[Copied, ...]:
-        return tuple(map(Copied, self.tensors))
+    def _copies(self) -> tuple[TrackedCopy, ...]:
+        return tuple(map(TrackedCopy, self.tensors))
 
     def begin(self, state: DecodeState, input_ids: Tensor, pad: Tensor | None, has_ids: bool = False) -> None:
-        """Before the first call.
+        """Prepares the state for the first selection of a generate() call.
 
         Args:
             input_ids: prompts [rows, length].
-            pad: the id [] that finished rows are given.
-            has_ids: the state has the prompts already.
+            pad: id that finished rows are given, [] int64, or None.
+            has_ids: `state.ids` contains the prompts already.
         """
         length = input_ids.shape[1]
         if not has_ids:
@@ -114,7 +118,7 @@ class Selection:
             state.load_pad(pad)
 
     def end(self, state: DecodeState, hidden: BeforeHead) -> None:
-        """The call for a step that ends so, and moves on to its next slot; without logits where nobody reads them."""
+        """Selects at the end of a step and advances to the next slot; writes no logits if nothing reads them."""
         if not (self._takes_likeliest and hidden.has_kernel_to_select):
             self(state, hidden.logits())
             return
@@ -135,13 +139,13 @@ class Selection:
         )
 
     def __call__(self, state: DecodeState, logits: Tensor, *, advance: bool = True) -> None:
-        """With `advance`, the state moves on to its next slot."""
+        """Selects from `logits`; with `advance`, also advances the state to its next slot."""
         counters = (state.counters,) if advance else ()
         if self.keep_logits:
             state.logits.copy_(logits)
         scores, divisors = self._processed(state, logits), None
         if self.do_sample:
-            # What torch.multinomial does for one sample, which looks the probabilities through several times beside.
+            # torch.multinomial draws one sample in this way, after several passes that check the probabilities.
             scores = nn.functional.softmax(scores.float(), dim=-1)
             divisors = torch.empty_like(scores).exponential_()
         ops.decode_select_(
@@ -154,11 +158,11 @@ class Selection:
         )
 
     def _written(self, state: DecodeState) -> tuple[Tensor | None, ...]:
-        """What the ops that end a step take of its state, in their order, and the ids that end a row."""
+        """The tensors of the state that the selecting ops write, and the EOS ids, in the ops' order."""
         return state.tokens, state.ids, state.length, state.unfinished, state.going, state.pad, self.eos
 
     def _processed(self, state: DecodeState, scores: Tensor) -> Tensor:
-        """After all processors but the edits that are left to the op that selects."""
+        """Scores after all processors except the edits that the selecting op applies."""
         for processor in self._processors_before:
             scores = processor(state, scores)
         if self.keep_scores:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fuseopt.generation.engine import device_constants
-from fuseopt.generation.engine.device_constants import Copied, KeptTensors
+from fuseopt.generation.engine.device_constants import DeviceConstantCache, TrackedCopy
 
 pytestmark = pytest.mark.usefixtures("each_device")
 
@@ -24,7 +24,7 @@ def host(*values, dtype=torch.int64):
 
 
 def test_equal_numbers_are_copied_once(copies):
-    kept, device = KeptTensors(), torch.empty(0).device
+    kept, device = DeviceConstantCache(), torch.empty(0).device
     first = kept.to_device(host(3, 5), device)
     assert first.device == device and first.tolist() == [3, 5]
     assert kept.to_device(host(3, 5), device) is first and len(copies) == 1
@@ -37,7 +37,7 @@ def test_equal_numbers_are_copied_once(copies):
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_has_been_written_to_is_made_anew(inference, copies):
-    kept, device = KeptTensors(), torch.empty(0).device
+    kept, device = DeviceConstantCache(), torch.empty(0).device
     values = [host(3, 5) for _ in range(3)]
     with torch.inference_mode(inference):
         first = kept.to_device(values[0], device)
@@ -48,7 +48,7 @@ def test_what_has_been_written_to_is_made_anew(inference, copies):
 
 
 def test_tables_of_tokens_follow_tokens_that_change():
-    kept, tokens, others = KeptTensors(), torch.tensor([4, 0, 4]), torch.tensor([5, 0])
+    kept, tokens, others = DeviceConstantCache(), torch.tensor([4, 0, 4]), torch.tensor([5, 0])
     table = kept.members([tokens], 6)
     assert table.dtype is torch.uint8 and table.tolist() == [1, 0, 0, 0, 1, 0]
     assert kept.members([tokens], 6) is table
@@ -70,7 +70,7 @@ def test_tables_of_tokens_follow_tokens_that_change():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.gpu
 def test_streams_keep_their_own(copies):
-    kept, device = KeptTensors(), torch.device("cuda", torch.cuda.current_device())
+    kept, device = DeviceConstantCache(), torch.device("cuda", torch.cuda.current_device())
     first = kept.to_device(host(3, 5), device)
     with torch.cuda.stream(torch.cuda.Stream()):
         assert kept.to_device(host(3, 5), device) is not first
@@ -78,16 +78,16 @@ def test_streams_keep_their_own(copies):
 
 
 def test_as_many_are_kept_as_may_be(copies):
-    kept, device = KeptTensors(), torch.empty(0).device
-    tensors = [kept.to_device(host(i), device) for i in range(device_constants._KEPT + 1)]
+    kept, device = DeviceConstantCache(), torch.empty(0).device
+    tensors = [kept.to_device(host(i), device) for i in range(device_constants._MAX_CONSTANTS + 1)]
     assert kept.to_device(host(1), device) is tensors[1]
     assert kept.to_device(host(0), device) is not tensors[0]
-    assert len(copies) == device_constants._KEPT + 2
+    assert len(copies) == device_constants._MAX_CONSTANTS + 2
 
 
 def test_a_copy_is_made_again_only_when_source_or_target_has_changed():
     target, source = torch.zeros(2), torch.ones(2)
-    copy, writes = Copied(target), target._version
+    copy, writes = TrackedCopy(target), target._version
     for _ in range(3):
         copy(source)
         assert target.tolist() == [1, 1] and target._version == writes + 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fuseopt.generation.engine.stop_flags import _STEPS_AHEAD, STEPS_A_COPY, StopFlags
+from fuseopt.generation.engine.stop_flags import _LAG, STEPS_PER_COPY, StopFlags
 
 LENGTH = 5
 pytestmark = pytest.mark.usefixtures("each_device")
@@ -22,8 +22,8 @@ def test_steps_are_counted_up_to_the_first_that_left_no_row(steps, last):
         if flags.is_over():
             break
     counted = steps if last is None else min(steps, last + 1)
-    assert flags.steps() == counted == flags.steps()
-    late = 0 if going.device.type == "cpu" else _STEPS_AHEAD + STEPS_A_COPY - 1
+    assert flags.count_valid() == counted == flags.count_valid()
+    late = 0 if going.device.type == "cpu" else _LAG + STEPS_PER_COPY - 1
     assert run <= min(steps, counted + late)
 
 
@@ -34,7 +34,7 @@ def test_a_flag_is_read_as_of_its_step():
     going[LENGTH + 1] = False
     flags.push()
     flags.push()
-    assert flags.steps() == 2
+    assert flags.count_valid() == 2
 
 
 @pytest.mark.gpu
@@ -47,8 +47,8 @@ def test_the_host_asks_for_no_step_queued_last(monkeypatch):
     for step in range(1, 65):
         before = len(waited)
         flags.push()
-        copies += [step] if step % STEPS_A_COPY == 0 else []
+        copies += [step] if step % STEPS_PER_COPY == 0 else []
         assert not flags.is_over()
         if len(waited) > before:
-            assert copies[len(waited) - 1] <= step - _STEPS_AHEAD
+            assert copies[len(waited) - 1] <= step - _LAG
     assert waited

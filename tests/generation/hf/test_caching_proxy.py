@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin
 
 import fuseopt
-from fuseopt.generation.hf.caching_proxy import RememberingModel
+from fuseopt.generation.hf.caching_proxy import CachingModelProxy
 from tests import tiny
 from tests.generation.same_calls import GENERATION, assert_same, generate, prompt
 
@@ -120,7 +120,7 @@ def test_a_forward_that_is_replaced_is_looked_at(each_device):
         generate(model, inputs, max_new_tokens=4, another=1)
 
 
-@pytest.mark.parametrize("name", sorted(RememberingModel.METHODS & set(dir(GenerationMixin))))
+@pytest.mark.parametrize("name", sorted(CachingModelProxy.METHODS & set(dir(GenerationMixin))))
 def test_a_method_of_the_instance_is_taken(model, name):
     inputs = prompt(model, 2, 6, 0)
     wanted = generate(model, inputs, max_new_tokens=4)
@@ -146,7 +146,7 @@ def test_a_method_of_the_instance_is_taken(model, name):
 )
 def test_special_tokens_errors_and_warnings_equal_transformers(model, ids, caplog):
     prepared, messages = [], []
-    for owner in (model, RememberingModel(model)):
+    for owner in (model, CachingModelProxy(model)):
         config = GenerationConfig(**{"decoder_start_token_id": 0, **ids})
         caplog.clear()
         try:
@@ -167,7 +167,7 @@ def test_special_tokens_errors_and_warnings_equal_transformers(model, ids, caplo
 
 @pytest.mark.parametrize("ids", [{"eos_token_id": 7, "pad_token_id": 0}, {"eos_token_id": [7, 9]}], ids=str)
 def test_special_tokens_are_prepared_once(model, ids, monkeypatch):
-    passes, calls, prepare = RememberingModel(model), [], type(model)._prepare_special_tokens
+    passes, calls, prepare = CachingModelProxy(model), [], type(model)._prepare_special_tokens
     monkeypatch.setattr(
         type(model), "_prepare_special_tokens", lambda *args, **kwargs: calls.append(args) or prepare(*args, **kwargs)
     )
@@ -187,7 +187,7 @@ def test_special_tokens_are_prepared_once(model, ids, monkeypatch):
 
 
 def test_a_warning_that_comes_with_every_call_does(model, caplog):
-    passes = RememberingModel(model)
+    passes = CachingModelProxy(model)
     caplog.set_level("WARNING")
     for owner in (model, passes, passes, passes):
         caplog.clear()
@@ -197,7 +197,7 @@ def test_a_warning_that_comes_with_every_call_does(model, caplog):
 
 
 def test_what_passes_for_the_model_shows_its_forward(model):
-    passes = RememberingModel(model)
+    passes = CachingModelProxy(model)
     assert inspect.signature(passes.forward) == inspect.signature(model.forward)
     ids = prompt(model, 1, 3, 0)["input_ids"]
     more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}

@@ -1,16 +1,16 @@
-"""survey(): what has changed since an earlier one is found, whichever way it looks again."""
+"""fingerprint(): what has changed since an earlier one is found, whichever way it looks again."""
 
 import pytest
 import torch
 from torch import nn
 
 from fuseopt.generation.families.gpt2 import GPT2Step
-from fuseopt.generation.hf.fingerprint import survey
+from fuseopt.generation.hf.fingerprint import fingerprint
 from tests import tiny
 
 
 def look(model, before=None):
-    return survey(model, GPT2Step.roots(model), GPT2Step.children, before)
+    return fingerprint(model, GPT2Step.roots(model), GPT2Step.children, before)
 
 
 def move(model):

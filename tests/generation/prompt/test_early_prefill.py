@@ -19,9 +19,11 @@ from transformers.generation.streamers import BaseStreamer
 import fuseopt
 from fuseopt.generation import tiers
 from fuseopt.generation.engine.decode_run import DecodeRun
-from fuseopt.generation.engine.graphs import Step
+from fuseopt.generation.engine.graphs import StepWork
+from fuseopt.generation.hf.checked_step import CheckedStep
 from fuseopt.generation.prompt import early_prefill
-from fuseopt.generation.prompt.early_prefill import _PLANS_KEPT, HeadStart
+from fuseopt.generation.prompt.call_outcomes import _MAX_OUTCOMES
+from fuseopt.generation.prompt.early_prefill import EarlyPrefill
 from fuseopt.generation.select.selection import Selection
 from fuseopt.generation.tiers import Tier
 from tests import tiny
@@ -54,16 +56,16 @@ def model(request, each_device, starts_ahead):
 @pytest.fixture
 def queued(monkeypatch):
     """Of each call, how many steps were queued ahead; None where there was no plan to take them by."""
-    monkeypatch.setattr(early_prefill, "_STEPS", STEPS_AHEAD)
+    monkeypatch.setattr(early_prefill, "_MAX_QUEUED_STEPS", STEPS_AHEAD)
     counts = []
-    queue = HeadStart._queued
+    queue = EarlyPrefill._queue_steps
 
     def counting(*args, **kwargs):
         run = queue(*args, **kwargs)
-        counts.append(None if run is None else run.taken)
+        counts.append(None if run is None else run.queued)
         return run
 
-    monkeypatch.setattr(HeadStart, "_queued", counting)
+    monkeypatch.setattr(EarlyPrefill, "_queue_steps", counting)
     return counts
 
 
@@ -98,13 +100,13 @@ def test_calls_that_look_alike(model, queued):
 def test_they_are_not_in_vain(model, mode, with_config, kwargs, monkeypatch):
     """Whatever a call brings along of its own."""
     served = []
-    serves = DecodeRun.serves
+    matches = DecodeRun.matches
 
     def noting(*args):
-        served.append(serves(*args))
+        served.append(matches(*args))
         return served[-1]
 
-    monkeypatch.setattr(DecodeRun, "serves", noting)
+    monkeypatch.setattr(DecodeRun, "matches", noting)
     fuseopt.initialize(model, GENERATION)
     config = GenerationConfig(**kwargs, eos_token_id=[7, 9], pad_token_id=0, decoder_start_token_id=0)
     given = {"generation_config": config} if with_config else kwargs
@@ -153,9 +155,9 @@ def test_when_they_are_queued(model, noted, monkeypatch):
     seen, note = noted
     note(type(model), "_prepare_generated_length", "p")
     note(Selection, "__call__", "t", lambda *args, advance=True: not advance)
-    note(Step, "__call__", "s")
-    note(HeadStart, "is_confirmed", "l")
-    monkeypatch.setattr(early_prefill, "_STEPS", STEPS_AHEAD)
+    note(StepWork, "__call__", "s")
+    note(CheckedStep, "check", "l")
+    monkeypatch.setattr(early_prefill, "_MAX_QUEUED_STEPS", STEPS_AHEAD)
     fuseopt.initialize(model, GENERATION)
     inputs = prompt(model, 2, 6, 0)
     calls = []
@@ -171,8 +173,8 @@ def test_they_come_before_anything_is_asked(model, noted, monkeypatch):
     seen, note = noted
     note(tiers, "argument_reasons", "r")
     note(Selection, "__call__", "t", lambda *args, advance=True: not advance)
-    note(Step, "__call__", "s")
-    monkeypatch.setattr(early_prefill, "_STEPS", STEPS_AHEAD)
+    note(StepWork, "__call__", "s")
+    monkeypatch.setattr(early_prefill, "_MAX_QUEUED_STEPS", STEPS_AHEAD)
     fuseopt.initialize(model, GENERATION)
     calls = []
     for seed in range(4):
@@ -199,7 +201,7 @@ def test_a_prompt_comes_before_anything_is_asked(kwargs, tier, model, noted, que
     p: a prompt is queued; r: reasons are asked for.
     """
     seen, note = noted
-    note(HeadStart, "_start", "p")
+    note(EarlyPrefill, "_queue", "p")
     note(tiers, "argument_reasons", "r")
     fuseopt.initialize(model, GENERATION)
     calls = []
@@ -219,13 +221,13 @@ def test_a_prompt_comes_before_anything_is_asked(kwargs, tier, model, noted, que
 @pytest.fixture
 def starts(monkeypatch):
     """The masks of prompts that were queued, or None, in the order of that."""
-    masks, start = [], HeadStart._start
+    masks, queue = [], EarlyPrefill._queue
 
-    def noting(head_start, step, call, keep):
+    def noting(early_prefill, request, keep):
         masks.append(keep)
-        return start(head_start, step, call, keep)
+        return queue(early_prefill, request, keep)
 
-    monkeypatch.setattr(HeadStart, "_start", noting)
+    monkeypatch.setattr(EarlyPrefill, "_queue", noting)
     return masks
 
 
@@ -457,9 +459,9 @@ def test_calls_in_any_order(model, data):
 
 def test_plans_are_bounded(model):
     fuseopt.initialize(model, {"generation": {"enable": True, "max_graphs": 2}})
-    for steps in range(3, 3 + _PLANS_KEPT + 4):
+    for steps in range(3, 3 + _MAX_OUTCOMES + 4):
         check(model, steps, max_new_tokens=steps, eos_token_id=[])
-    assert len(model.generate._head_start._plans) == _PLANS_KEPT
+    assert len(model.generate.early_prefill.outcomes) == _MAX_OUTCOMES
 
 
 @pytest.mark.gpu

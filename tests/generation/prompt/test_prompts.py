@@ -14,14 +14,14 @@ from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, Stop
 import fuseopt
 from fuseopt import ops
 from fuseopt.generation.engine import attention, layers, state
-from fuseopt.generation.engine.graphs import Step, StepGraphs
+from fuseopt.generation.engine.graphs import StepGraphs, StepWork
 from fuseopt.generation.engine.state import DecodeState, Sizes, prompt_length_for
 from fuseopt.generation.families import spec_step
 from fuseopt.generation.families.gpt2 import GPT2Step
 from fuseopt.generation.families.t5 import T5Step
 from fuseopt.generation.families.t5_encoder import T5Encoder
 from fuseopt.generation.prompt import early_prefill, prompts
-from fuseopt.generation.prompt.early_prefill import HeadStart
+from fuseopt.generation.prompt.early_prefill import EarlyPrefill
 from fuseopt.generation.tiers import Tier
 from fuseopt.ops import registry
 from fuseopt.ops.decode.prompt_attention import prompt_attention_reference
@@ -160,7 +160,7 @@ def test_what_keeps_a_prompt_from_running_ahead(ran, name, each_device):
     }[name]
     wanted = generate(model, inputs, max_new_tokens=5, **{name: copy.deepcopy(value)})
     fuseopt.initialize(model, GENERATION)
-    with mock.patch.object(HeadStart, "_prefill") as started:
+    with mock.patch.object(EarlyPrefill, "_queue_prompt") as started:
         assert_same(generate(model, inputs, max_new_tokens=5, **{name: value}), wanted)
     assert not started.called and model.generate.calls[-1].tier is Tier.DEVICE_LOOP
 
@@ -171,12 +171,12 @@ def test_a_large_prompt_is_not_kept_twice(ran, room, monkeypatch, each_device):
     inputs = prompt(model, 2, 9, 0)
     wanted = generate(model, inputs, max_new_tokens=5)
     fuseopt.initialize(model, GENERATION)
-    monkeypatch.setattr(HeadStart, "_expected", lambda *args: None)
+    monkeypatch.setattr(EarlyPrefill, "_expected_sizes", lambda *args: None)
     shape, started = GPT2Step(model).shape, []
     assert shape.bytes_per_slot == DecodeState(Sizes(1, 128), shape, 1).cache.nbytes / 128
-    monkeypatch.setattr(early_prefill, "_MOST_BYTES", room * shape.bytes_per_slot)
-    run = HeadStart._prefill
-    monkeypatch.setattr(HeadStart, "_prefill", lambda *args: started.append(run(*args)) or started[-1])
+    monkeypatch.setattr(early_prefill, "_MAX_PROMPT_BYTES", room * shape.bytes_per_slot)
+    run = EarlyPrefill._queue_prompt
+    monkeypatch.setattr(EarlyPrefill, "_queue_prompt", lambda *args: started.append(run(*args)) or started[-1])
     assert_same(generate(model, inputs, max_new_tokens=5), wanted)
     assert ran == [(GPT2Step, 16, True)] and [result is not None for result in started] == [room == 32]
 
@@ -293,7 +293,7 @@ def hooked(model):
 
 
 def hidden_states(model):
-    return {"generation_config": GenerationConfig(output_hidden_states=True)}, "output_hidden_states is asked for"
+    return {"generation_config": GenerationConfig(output_hidden_states=True)}, "output_hidden_states is set"
 
 
 def replaced(model):
@@ -428,8 +428,8 @@ def test_a_step_is_captured_at_the_third_token_or_in_the_second_call(new_tokens,
     inputs = prompt(model, 2, 9, 0)
     wanted = generate(model, inputs, max_new_tokens=new_tokens)
     fuseopt.initialize(model, GENERATION)
-    events, run, capture = [], Step.__call__, StepGraphs.capture
-    monkeypatch.setattr(Step, "__call__", lambda step: events.append("step") or run(step))
+    events, run, capture = [], StepWork.__call__, StepGraphs.capture
+    monkeypatch.setattr(StepWork, "__call__", lambda step: events.append("step") or run(step))
     monkeypatch.setattr(StepGraphs, "capture", lambda *pair: events.append("capture") or capture(*pair))
     steps = ["step"] * (new_tokens - 1)
     at_third = [*steps[:-1], "capture", "step"] if new_tokens == 3 else steps
@@ -494,8 +494,8 @@ def test_a_prompt_that_is_too_large_to_be_captured_runs_ahead_all_the_same(ran, 
     inputs = prompt(model, 2, 9, 0)
     wanted = generate(model, inputs, max_new_tokens=5)
     fuseopt.initialize(model, GENERATION)
-    started, run = [], HeadStart._prefill
-    monkeypatch.setattr(HeadStart, "_prefill", lambda *args: started.append(run(*args)) or started[-1])
+    started, run = [], EarlyPrefill._queue_prompt
+    monkeypatch.setattr(EarlyPrefill, "_queue_prompt", lambda *args: started.append(run(*args)) or started[-1])
     with mock.patch.object(GPT2Step, "prefill", autospec=True, side_effect=GPT2Step.prefill) as prefilled:
         assert_same(generate(model, inputs, max_new_tokens=5), wanted)
     assert not ran and started[0] is not None
@@ -524,7 +524,7 @@ def test_nothing_waits_for_what_runs_beside(each_device):
     graphs, value = StepGraphs(1), torch.zeros(1)
     beside, before_it = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    with graphs.beside(value.device):
+    with graphs.on_side_stream(value.device):
         torch.cuda._sleep(10**9)
         value += 1
         beside.record()

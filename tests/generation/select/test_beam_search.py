@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, EncoderDecoderCache
 
 import fuseopt
-from fuseopt.generation.engine.graphs import Step
+from fuseopt.generation.engine.graphs import StepWork
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.engine.stop_flags import StopFlags
 from fuseopt.generation.tiers import Tier
@@ -134,7 +134,7 @@ def test_the_search_ends_in_time(model):
     kwargs = {"num_beams": 3, "max_new_tokens": 40, "eos_token_id": list(range(30)), "no_repeat_ngram_size": 2}
     stock, _ = generate(model, inputs, **kwargs)
     fuseopt.initialize(model, GENERATION)
-    with mock.patch.object(Step, "__call__", autospec=True, side_effect=Step.__call__) as steps:
+    with mock.patch.object(StepWork, "__call__", autospec=True, side_effect=StepWork.__call__) as steps:
         generate(model, inputs, **kwargs)
     assert steps.call_count <= len(stock.scores) + (5 if model.device.type == "cuda" else 0) < 20
 
@@ -280,8 +280,8 @@ def test_settings_that_happen_to_be_the_same_number(model):
 @pytest.mark.parametrize("each_device", ["cuda"], indirect=True)
 def test_a_step_captured_once_serves_other_prompts_and_settings(model):
     fuseopt.initialize(model, GENERATION)
-    captures, capture = [], Step.capture
-    with mock.patch.object(Step, "capture", lambda step, *where: captures.append(step) or capture(step, *where)):
+    captures, capture = [], StepWork.capture
+    with mock.patch.object(StepWork, "capture", lambda step, *where: captures.append(step) or capture(step, *where)):
         for length, kwargs in (
             (3, {}),
             (7, {"length_penalty": 2.0, "eos_token_id": 9}),

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process
 
-from fuseopt.generation.engine.device_constants import KeptTensors
+from fuseopt.generation.engine.device_constants import DeviceConstantCache
 from fuseopt.generation.engine.state import CacheShape, DecodeState, Sizes, capacity_for
 from fuseopt.generation.select.device_processors import Edits, chained, device_processor
 from fuseopt.generation.select.logits_processors import FusedEncoderNoRepeatNGram, FusedNoRepeatNGram
@@ -35,7 +35,7 @@ def encoder_ids():
 
 def on_device(*processors):
     """What a selection is given for these."""
-    kept = KeptTensors()
+    kept = DeviceConstantCache()
     return chained((device_processor(each, ROWS, VOCAB, device(), kept) for each in processors), VOCAB, kept)
 
 
@@ -166,7 +166,7 @@ def test_padding_that_is_not_to_be_penalised():
 
 
 def test_what_a_captured_step_writes_over_is_its_own():
-    kept, eos = KeptTensors(), torch.tensor([3, 4])
+    kept, eos = DeviceConstantCache(), torch.tensor([3, 4])
     ignoring = logits_process.RepetitionPenaltyLogitsProcessor(2.0)
     ignoring.prompt_ignore_length = torch.tensor([0, 2, 6, 4])
     processors = (
@@ -198,7 +198,7 @@ def test_what_the_device_does_not_know():
         logits_process.EncoderNoRepeatNGramLogitsProcessor(2, torch.zeros(3, 5, dtype=torch.long)),
         FusedEncoderNoRepeatNGram(2, torch.zeros(3, 5, dtype=torch.long)),
     )
-    known = [device_processor(each, ROWS, VOCAB, device(), KeptTensors()) for each in refused]
+    known = [device_processor(each, ROWS, VOCAB, device(), DeviceConstantCache()) for each in refused]
     assert known == [None] * len(refused)
 
 

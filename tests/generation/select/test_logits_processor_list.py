@@ -14,7 +14,7 @@ from transformers.generation import logits_process as stock_processors
 
 import fuseopt
 from fuseopt import ops
-from fuseopt.generation.select.logits_processor_list import FusedLogitsProcessorList, FusedRun
+from fuseopt.generation.select.logits_processor_list import FusedLogitsProcessorList, ProcessorGroup
 from tests import tiny
 from tests.generation.same_calls import sweep
 
@@ -240,8 +240,8 @@ def test_the_elements_stay_transformers_own(models):
 def steps(processors):
     """How a list is run: the classes of each fused run, or the processor that is called as it is."""
     return [
-        [type(processor) for processor in step.processors] if isinstance(step, FusedRun) else step
-        for step in processors._plan()
+        [type(processor) for processor in step.processors] if isinstance(step, ProcessorGroup) else step
+        for step in processors._group()
     ]
 
 

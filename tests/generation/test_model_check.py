@@ -1,4 +1,4 @@
-"""DecodeLoop looks at the model while the device works, if nobody can tell; what had begun on another model is void."""
+"""The model is checked while the device works, if nobody can tell; what had begun on another model is discarded."""
 
 from unittest import mock
 
@@ -8,8 +8,8 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fuseopt
-from fuseopt.generation.engine.graphs import Step, StepGraphs
-from fuseopt.generation.generate import FusedGenerate
+from fuseopt.generation.engine.graphs import StepGraphs, StepWork
+from fuseopt.generation.hf.checked_step import CheckedStep
 from fuseopt.generation.select.selection import Selection
 from fuseopt.generation.tiers import Tier
 from tests import tiny
@@ -28,11 +28,11 @@ def model(request, each_device, starts_ahead):
 def events(noted, model):
     """What happens in a call, one letter each: look, prepare, token of the prompt, capture, step."""
     seen, note = noted
-    note(FusedGenerate, "_look", "l")
+    note(CheckedStep, "check", "l")
     note(type(model), "_prepare_generated_length", "p")
     note(Selection, "__call__", "t", lambda *args, advance=True: not advance)
     note(StepGraphs, "capture", "c", lambda graphs, step: step.graph is None)
-    note(Step, "__call__", "s")
+    note(StepWork, "__call__", "s")
     return seen
 
 

@@ -1,0 +1,140 @@
+"""CheckedStep: the decode step of one model, checked against the model in every call and rebuilt when that changed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from torch import nn
+
+from fuseopt.generation.engine.graphs import StepGraphs
+from fuseopt.generation.families.step_interface import DecodeStep, EncoderStep
+from fuseopt.generation.hf.fingerprint import ModelFingerprint, fingerprint
+from fuseopt.runtime.references import weak_attribute
+
+
+class ModelCheck(NamedTuple):
+    """Result of comparing a model with what its decode step was built from.
+
+    Attributes:
+        reason: why no decode step computes what the model's forward does; None if the step does.
+        is_unchanged: whether the step, and the encoder's if this call uses it, are the same objects as before the
+            check. If so, whatever they have run in this call is valid.
+    """
+
+    reason: str | None
+    is_unchanged: bool = False
+
+
+class ModelChanged(Exception):
+    """The model is not what the work already queued for this call was built on.
+
+    Attributes:
+        reason: why transformers has to decode the call; None if the rebuilt step can.
+    """
+
+    def __init__(self, reason: str | None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class CheckedStep:
+    """A decode step, the encoder's step beside it, and the fingerprints of the modules that they replace.
+
+    A full check takes the host up to a few hundred microseconds. A call may therefore queue work on the GPU first, if
+    `is_in_place`: the work reads no freed memory, and is discarded if the check finds any other change. Such a call
+    says `defer`, and `confirm` before it does anything that can be observed from outside.
+
+    Args:
+        model: an instance of the step's `model_class`; referenced weakly.
+        graphs: cleared when a step is rebuilt.
+
+    Attributes:
+        step: built from `model` by the first check that finds no reason against it; unset before.
+        is_built: whether there is a `step`.
+        encoder: the step of the model's encoder; None before its first use and for decoder-only models.
+    """
+
+    model = weak_attribute("model")
+    step: DecodeStep
+
+    def __init__(self, model: nn.Module, step_class: type[DecodeStep], graphs: StepGraphs) -> None:
+        self.model, self.step_class, self.graphs = model, step_class, graphs
+        self.is_built = False
+        self.encoder: EncoderStep | None = None
+        self._fingerprint: ModelFingerprint | None = None
+        self._encoder_fingerprint: ModelFingerprint | None = None
+        self._key: tuple[Hashable, ...] = ()
+        self._encoder_key: tuple[Hashable, ...] = ()
+        self._is_deferred = self._is_encoder_deferred = False
+
+    def is_in_place(self) -> bool:
+        """Whether there is a step and its weights have their addresses, so that it can run before a check."""
+        return self.is_built and self._fingerprint is not None and self._fingerprint.is_in_place()
+
+    def is_encoder_in_place(self) -> bool:
+        """As `is_in_place`, of the encoder's step."""
+        return self._encoder_fingerprint is not None and self._encoder_fingerprint.is_in_place()
+
+    def defer(self) -> None:
+        """Leaves this call's check to `confirm`."""
+        self._is_deferred, self._is_encoder_deferred = True, False
+
+    def confirm(self) -> None:
+        """Makes the check of this call if it was deferred and has not been made.
+
+        Raises:
+            ModelChanged: what this call has queued is invalid; `step` is the one to decode with.
+        """
+        if not self._is_deferred:
+            return
+        check = self.check()
+        if not check.is_unchanged:
+            raise ModelChanged(check.reason)
+
+    def check(self) -> ModelCheck:
+        """Compares the model with its fingerprint; rebuilds the step and drops all captured graphs if it changed."""
+        self._is_deferred = False
+        step_class, before, key = self.step_class, self._fingerprint, self._key
+        found = self._fingerprint = fingerprint(self.model, step_class.roots(self.model), step_class.children, before)
+        if found.reason is not None:
+            return ModelCheck(found.reason)
+        self._key = (*found.key, *step_class.constants(self.model))
+        is_rebuilt = not self.is_built or self._key != key
+        if is_rebuilt:
+            self.graphs.clear()
+            self.step, self.is_built = step_class(self.model), True
+        encoder_is_unchanged = self._confirm_encoder()
+        return ModelCheck(None, found is before and not is_rebuilt and encoder_is_unchanged)
+
+    def use_encoder(self, *, check_now: bool) -> str | None:
+        """Prepares `encoder` for this call.
+
+        Args:
+            check_now: make the full check now, instead of in `check` if the encoder's weights are in place.
+
+        Returns:
+            why the model's own encoder has to run; None if `encoder` can.
+        """
+        self._is_encoder_deferred = not check_now and self.is_encoder_in_place()
+        return None if self._is_encoder_deferred else self._check_encoder()
+
+    def _confirm_encoder(self) -> bool:
+        if not self._is_encoder_deferred:
+            return True
+        self._is_encoder_deferred, before = False, self.encoder
+        return self._check_encoder() is None and self.encoder is before
+
+    def _check_encoder(self) -> str | None:
+        found = self._encoder_fingerprint = fingerprint(
+            self.model, (self.model.encoder,), self.step_class.children, self._encoder_fingerprint
+        )
+        if found.reason is not None:
+            return found.reason
+        encoder_class = self.step_class.encoder_class
+        assert encoder_class is not None
+        key = (*found.key, *encoder_class.constants(self.model))
+        if self.encoder is None or key != self._encoder_key:
+            self.graphs.clear()
+            self.encoder, self._encoder_key = encoder_class(self.model), key
+        return None
