@@ -7,7 +7,7 @@ import inspect
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +17,13 @@ from fuseopt.config import GenerationOptions
 from fuseopt.generation import tiers
 from fuseopt.generation.engine.device_constants import KeptTensors
 from fuseopt.generation.engine.graphs import StepGraphs
-from fuseopt.generation.families.gpt2 import GPT2Step
-from fuseopt.generation.families.t5 import T5Step
+from fuseopt.generation.families.step_interface import DecodeStep, StepName, decode_step_class
 from fuseopt.generation.hf.caching_proxy import RememberingModel
 from fuseopt.generation.hf.fingerprint import Survey, survey
 from fuseopt.generation.loop import DecodeLoop, Looked
 from fuseopt.generation.prompt.early_prefill import HeadStart, Started
 from fuseopt.generation.tiers import Call, Tier
 
-STEPS: Mapping[str, Any] = {"GPT2Step": GPT2Step, "T5Step": T5Step}
 _CALLS_KEPT = 8
 
 
@@ -41,21 +39,22 @@ class FusedGenerate:
 
     Args:
         model: an instance of the step's `model_class`.
-        step: a name in `STEPS`.
+        step: a class that fulfils DecodeStep, or its dotted path.
     """
 
-    def __init__(self, model: nn.Module, step: str, options: GenerationOptions) -> None:
+    def __init__(self, model: nn.Module, step: StepName, options: GenerationOptions) -> None:
         self.__setstate__({"model": model, "step": step, "options": options})
         self._let_go(model)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "step": self.step_name, "options": self.options}
+        return {"model": self.model, "step": self._step_name, "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy has no attributes yet, so it is held strongly up to its first call, which reads them.
         self._held: nn.Module | None = state["model"]
         self._parts: dict[str, Any] = {}
-        self.step_name: str = state["step"]
+        self._step_name: StepName = state["step"]
+        self._step_class = decode_step_class(self._step_name)
         self.options: GenerationOptions = state["options"]
         self.graphs = StepGraphs(self.options.max_graphs)
         self._bind(state["model"])
@@ -86,7 +85,7 @@ class FusedGenerate:
         self._model, self._class = weakref.ref(model), type(model)
         self._head_start = HeadStart(model, self.graphs, self.options.max_batch, self.options.max_length)
         self._remembering = RememberingModel(model)
-        self._step: Any = None
+        self._step: DecodeStep | None = None
         self._key: tuple[Hashable, ...] = ()
         self._survey: Survey | None = None
 
@@ -124,9 +123,11 @@ class FusedGenerate:
         """Why the call has to be transformers' own, or nothing, and else what it comes to."""
         others = {name: value for name, value in given.items() if name not in self._names}
         is_in_place = is_free and self._is_in_place()
-        guess = self._head_start.guess(self._step, given, others) if is_in_place else None
+        guess = None
+        if is_in_place and self._step is not None:
+            guess = self._head_start.guess(self._step, given, others)
         reason = next(tiers.argument_reasons(self.model, given), None)
-        reason = reason or next(tiers.model_reasons(self.model, STEPS[self.step_name]), None)
+        reason = reason or next(tiers.model_reasons(self.model, self._step_class), None)
         if reason is None and not is_free:
             reason = "another call of generate() was running on this model"
         if reason is not None:
@@ -136,14 +137,17 @@ class FusedGenerate:
             reason = self._look().reason
             if reason:
                 return reason, None
+        assert self._step is not None
         started = self._head_start(self._step, given, others, guess, looks=look is None)
-        return "", self._decode(stock, given, started, look)
+        return "", self._decode(self._step, stock, given, started, look)
 
-    def _decode(self, stock: Any, given: dict[str, Any], started: Started, look: Callable[[], Looked] | None) -> Any:
+    def _decode(
+        self, step: DecodeStep, stock: Any, given: dict[str, Any], started: Started, look: Callable[[], Looked] | None
+    ) -> Any:
         options = self.options
         loop = DecodeLoop(
             self.model,
-            self._step,
+            step,
             self.graphs,
             self._kept,
             options.max_batch,
@@ -154,7 +158,7 @@ class FusedGenerate:
         )
         own_methods = RememberingModel.METHODS.isdisjoint(vars(self.model))
         self._remembering.full_mask = given.get("attention_mask") if started.is_whole else None
-        self._remembering.device = self._step.shape.device
+        self._remembering.device = step.shape.device
         model = self._remembering if own_methods else self.model
         try:
             return stock(model, **{**given, **started.others, "custom_generate": loop})
@@ -169,17 +173,17 @@ class FusedGenerate:
 
     def _look(self) -> Looked:
         """Looks at what a step stands on, and makes one, and drops all graphs, where that has changed."""
-        step_class, before, key = STEPS[self.step_name], self._survey, self._key
+        step_class, before, key = self._step_class, self._survey, self._key
         found = self._survey = survey(self.model, step_class.roots(self.model), step_class.children, before)
         if found.reason is not None:
             return Looked(self._step, found.reason)
         self._key = (*found.key, *step_class.constants(self.model))
-        is_another = self._step is None or self._key != key
-        if is_another:
+        step, is_another = self._step, self._key != key
+        if step is None or is_another:
             self.graphs.clear()
-            self._step = step_class(self.model)
-        is_confirmed = self._head_start.is_confirmed(self._step)
-        return Looked(self._step, is_as_before=found is before and not is_another and is_confirmed)
+            step = self._step = step_class(self.model)
+        is_confirmed = self._head_start.is_confirmed(step)
+        return Looked(step, is_as_before=found is before and not is_another and is_confirmed)
 
     def report_lines(self) -> tuple[str, ...]:
         """What the report says of the last calls and of what is kept."""

@@ -25,6 +25,7 @@ from fuseopt.generation.engine.device_constants import KeptTensors
 from fuseopt.generation.engine.graphs import Step, StepGraphs
 from fuseopt.generation.engine.layers import has_kernel
 from fuseopt.generation.engine.state import DecodeState, Sizes
+from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.hf.step_proxy import FastModel
 from fuseopt.generation.prompt.early_prefill import Plan, Started
 from fuseopt.generation.prompt.prefill import is_plain, prefill, store_cache
@@ -62,7 +63,7 @@ class Looked(NamedTuple):
         is_as_before: all that has run of this call counts.
     """
 
-    step: Any
+    step: DecodeStep | None
     reason: str = ""
     is_as_before: bool = False
 
@@ -98,7 +99,7 @@ class DecodeLoop:
     def __init__(
         self,
         model: nn.Module,
-        step: Any,
+        step: DecodeStep,
         graphs: StepGraphs,
         kept: KeptTensors,
         max_batch: int,
@@ -159,7 +160,7 @@ class DecodeLoop:
         look, self._look = self._look, None
         looked = None if look is None else look()
         if looked is not None and not looked.is_as_before:
-            self.step, self._reason = looked.step, looked.reason
+            self.step, self._reason = looked.step or self.step, looked.reason
             raise _Changed
 
     def _take_back(self, call: _PreparedCall) -> None:

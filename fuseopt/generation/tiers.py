@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.hf.caching_proxy import RememberingModel
+from fuseopt.modules.base import full_name
 from fuseopt.ops.library import Observer
 
 
@@ -132,10 +134,10 @@ def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator
         yield "several processes take part (torch.distributed)"
 
 
-def model_reasons(model: nn.Module, step_class: Any) -> Iterator[str]:
+def model_reasons(model: nn.Module, step_class: type[DecodeStep]) -> Iterator[str]:
     """Why `step_class` would not compute what the model's forward does, but for what a survey of its modules finds."""
-    if type(model) is not step_class.model_class:
-        yield f"{type(model).__name__} is not exactly {step_class.model_class.__name__}"
+    if full_name(type(model)) != step_class.model_class:
+        yield f"{type(model).__name__} is not exactly {step_class.model_class.rpartition('.')[2]}"
         return
     yield from step_class.not_supported_reasons(model)
     for name in _METHODS:

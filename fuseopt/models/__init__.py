@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from fuseopt import modules
+from fuseopt.generation.families.step_interface import unknown_step
 from fuseopt.models.common import COMMON
 from fuseopt.models.gpt2 import GPT2
 from fuseopt.models.policy import REGION_TARGETS, ModelPolicy, Rule, full_name
@@ -32,17 +33,15 @@ def register_policy(policy: ModelPolicy) -> None:
 
 def unknown_names(policy: ModelPolicy) -> Iterator[str]:
     """A message for each target and decode step of a policy that does not exist."""
-    # Imported here: the package's own policies are registered when it is imported, without it.
-    from fuseopt.generation.generate import STEPS
-
     for field in dataclasses.fields(policy):
         value = getattr(policy, field.name)
         for rule in value if isinstance(value, tuple) else ():
             if isinstance(rule, Rule):
                 yield from (f"{field.name} {message}" for message in _unknown_target(rule, field.name))
     for model_class, step in policy.decode_steps.items():
-        if step not in STEPS:
-            yield f"decode_steps names the step {step!r} for {model_class}; known are {', '.join(sorted(STEPS))}"
+        unknown = unknown_step(model_class, step)
+        if unknown is not None:
+            yield f"decode_steps names {unknown}"
 
 
 def _unknown_target(rule: Rule, field: str) -> Iterator[str]:

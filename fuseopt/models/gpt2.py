@@ -40,5 +40,5 @@ GPT2 = ModelPolicy(
     ),
     stacks=(Rule(f"{_GPT2}.GPT2Model", "fuseopt.blocks.gpt2_inference.GPT2StackForward", {"blocks": "h"}),),
     heads=(Rule(f"{_GPT2}.GPT2LMHeadModel", "FusedLinearCrossEntropy", {"head": "lm_head"}),),
-    decode_steps={f"{_GPT2}.GPT2LMHeadModel": "GPT2Step"},
+    decode_steps={f"{_GPT2}.GPT2LMHeadModel": "fuseopt.generation.families.gpt2.GPT2Step"},
 )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fuseopt.generation.families.step_interface import StepName
 from fuseopt.modules.base import full_name
 
 REGION_TARGETS = ("FusedActivation", "FusedGatedMLP", "FusedMLP")
@@ -97,7 +98,8 @@ class ModelPolicy:
             `Rule.options` is their full name.
         rotary_attentions: attentions whose queries and keys can be rotated by one op; `Rule.options` say what their
             forward does besides.
-        decode_steps: full name of a model class -> the decode step that `generation` runs it by.
+        decode_steps: full name of a model class -> the decode step that `generation` runs it by, a class that fulfils
+            `fuseopt.generation.families.step_interface.DecodeStep` or its dotted path.
     """
 
     name: str
@@ -113,4 +115,4 @@ class ModelPolicy:
     heads: tuple[Rule, ...] = ()
     relative_attention: tuple[Rule, ...] = ()
     rotary_attentions: tuple[Rule, ...] = ()
-    decode_steps: Mapping[str, str] = field(default_factory=dict)
+    decode_steps: Mapping[str, StepName] = field(default_factory=dict)

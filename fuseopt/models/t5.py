@@ -66,5 +66,5 @@ T5 = ModelPolicy(
             _full_names("Stack", _ALIKE), _full_names("Attention", _ALIKE), _BLOCKS.values(), strict=True
         )
     ),
-    decode_steps={modeling_name("t5.T5ForConditionalGeneration"): "T5Step"},
+    decode_steps={modeling_name("t5.T5ForConditionalGeneration"): "fuseopt.generation.families.t5.T5Step"},
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from fuseopt.build import loader
 from fuseopt.config import Config, GenerationOptions
+from fuseopt.generation.families.step_interface import StepName, registered_step
 from fuseopt.models import ModelPolicy, full_name
 from fuseopt.ops import registry
 from fuseopt.plan import ModelIndex, Replacement, Site, Skip
@@ -31,7 +32,8 @@ class GenerationStrategy:
             return
         model_class = type(index.model)
         sites = (Site(index.model, _METHOD, _METHOD),)
-        step = policy.decode_steps.get(full_name(model_class))
+        name = full_name(model_class)
+        step = registered_step(name) or policy.decode_steps.get(name)
         reason = None
         if not hasattr(model_class, _METHOD):
             reason = f"{model_class.__name__} has no generate() of transformers"
@@ -55,7 +57,7 @@ def _libraries(index: ModelIndex) -> tuple[loader.Kind, ...]:
     return tuple(kind for kind in loader.KINDS if kind in chosen)
 
 
-def _build(index: ModelIndex, step: str, options: GenerationOptions) -> object:
+def _build(index: ModelIndex, step: StepName, options: GenerationOptions) -> object:
     from fuseopt.generation.generate import FusedGenerate
 
     return FusedGenerate(index.model, step, options)

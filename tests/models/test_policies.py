@@ -313,7 +313,7 @@ def test_policies_of_the_package_name_known_targets_and_steps():
     [
         (
             {"decode_steps": {"my.Model": "GPT3Step"}},
-            "decode_steps names the step 'GPT3Step' for my.Model; known are GPT2",
+            "decode_steps names the decode step 'GPT3Step' for my.Model does not exist",
         ),
         (
             {"kernels": (Rule("my.Norm", "FusedNorm"),)},

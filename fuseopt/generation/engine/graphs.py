@@ -9,14 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from fuseopt.generation.engine.layers import BeforeHead
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.engine.stop_flags import STEPS_A_COPY
+from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.select.selection import Selection
 from fuseopt.runtime.cuda_graphs import Captures, State, Work, stream_on
 from fuseopt.runtime.references import weak_attribute
 
-Forward = Callable[[DecodeState], BeforeHead]
 _PROMPTS_A_STEP = 2
 # As one; fewer where a call may end early, since all that are queued then run in vain.
 _STEPS_TOGETHER, _STEPS_THAT_MAY_END = 8, STEPS_A_COPY
@@ -34,7 +33,7 @@ class Step(Work[DecodeState]):
     captured. `several`: a few such steps, where that has been captured; `may_be_several` until it has been tried.
     """
 
-    def __init__(self, forward: Forward, state: DecodeState, selection: Selection | None) -> None:
+    def __init__(self, forward: DecodeStep, state: DecodeState, selection: Selection | None) -> None:
         super().__init__(_key(state, selection), state)
         self.forward, self.selection = forward, selection
         self.calls = 0
@@ -127,7 +126,7 @@ class StepGraphs(Captures):
         kept = (work.state for work in self._works() if work.state.sizes == sizes)
         return next(kept, None) or make()
 
-    def step(self, forward: Forward, state: DecodeState, selection: Selection | None) -> Step:
+    def step(self, forward: DecodeStep, state: DecodeState, selection: Selection | None) -> Step:
         """The captured step that does this, with the selection's values loaded into it, or a new one."""
         new = Step(forward, state, selection)
         step = self._steps.get(new.key, new)

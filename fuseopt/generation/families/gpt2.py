@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.models.gpt2 import modeling_gpt2
 
 from fuseopt import ops
 from fuseopt.generation.engine.attention import StepAttention
@@ -25,6 +24,7 @@ from fuseopt.generation.engine.layers import (
     look_ahead,
 )
 from fuseopt.generation.engine.state import CacheShape, DecodeState
+from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.prompt.prompts import store
 from fuseopt.modules.children import GPT2_CHILDREN
 from fuseopt.ops.decode.prompt_attention import is_fast
@@ -45,16 +45,15 @@ class _Layer(NamedTuple):
 _AttentionFunction = Callable[[ResidualStream, _Layer, Tensor], Tensor]
 
 
-class GPT2Step:
+class GPT2Step(DecodeStep):
     """Call: a DecodeState -> what the head's logits are made of, with the step's keys and values written.
 
     Upstream: `GPT2LMHeadModel.forward` for one token a row. Weights are read where they are, so editing them in place
     shows.
     """
 
-    model_class = modeling_gpt2.GPT2LMHeadModel
+    model_class = "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel"
     children = GPT2_CHILDREN
-    encoder_class = None
 
     def __init__(self, model: nn.Module) -> None:
         transformer = model.transformer
@@ -76,11 +75,6 @@ class GPT2Step:
         return model.transformer, model.lm_head
 
     @staticmethod
-    def constants(model: nn.Module) -> tuple[Any, ...]:
-        """What a step takes from the model beside modules' weights and the constants that a survey looks at."""
-        return ()
-
-    @staticmethod
     def not_supported_reasons(model: nn.Module) -> list[str]:
         """Why this step would not compute what the model's forward does; `children` are checked elsewhere."""
         if model.config.add_cross_attention:
@@ -88,9 +82,6 @@ class GPT2Step:
         if model.config.reorder_and_upcast_attn:
             return ["reorder_and_upcast_attn computes attention in a float32 order of its own"]
         return []
-
-    def begin(self) -> None:
-        """Works out, before the first step of a call, what is the same for all of them: nothing."""
 
     def __call__(self, state: DecodeState) -> BeforeHead:
         slots, head = StepAttention(state), (self.head, self.final_norm)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.models.t5 import modeling_t5
 
 from fuseopt import ops
 from fuseopt.blocks.t5_inference import clamped
@@ -26,6 +25,7 @@ from fuseopt.generation.engine.layers import (
     look_ahead,
 )
 from fuseopt.generation.engine.state import CacheShape, DecodeState, FoldedCross
+from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.families.t5_encoder import T5Encoder
 from fuseopt.generation.families.t5_layers import (
     FeedForward,
@@ -70,14 +70,14 @@ class _Layer(NamedTuple):
         )
 
 
-class T5Step:
+class T5Step(DecodeStep):
     """Call: a DecodeState -> logits [rows, vocab], with the step's keys and values written.
 
     Upstream: the decoder of `T5ForConditionalGeneration.forward` for one token a row. Weights are read where they are,
     so editing them in place shows.
     """
 
-    model_class = modeling_t5.T5ForConditionalGeneration
+    model_class = "transformers.models.t5.modeling_t5.T5ForConditionalGeneration"
     children = t5_children("transformers.models.t5.modeling_t5.T5")
     encoder_class = T5Encoder
     # Relative positions go on for ever.
@@ -128,11 +128,6 @@ class T5Step:
         buckets = (attention.relative_attention_num_buckets, attention.relative_attention_max_distance)
         return (*buckets, model.model_dim if model.config.scale_decoder_outputs else None)
 
-    @staticmethod
-    def not_supported_reasons(model: nn.Module) -> list[str]:
-        """Why this step would not compute what the model's forward does; `children` are checked elsewhere."""
-        return []
-
     def begin(self) -> None:
         """Works out, before the first step of a call, what is the same for all of them."""
         self.bias.copy_(F.embedding(self._buckets_by_distance, self.relative_bias).T)
@@ -157,7 +152,7 @@ class T5Step:
             hidden = fed_forward(hidden, feed_forward)
         return BeforeHead(hidden, self.head, self.final_norm)
 
-    def fold(self, state: DecodeState) -> None:
+    def cross_cache_filled(self, state: DecodeState) -> None:
         """Brings `state.folded`, if there is one, up to what the cross-attention cache holds of its item."""
         if state.folded is None:
             return
@@ -182,7 +177,7 @@ class T5Step:
         for layer, cache in zip(self.layers, state.cross_cache, strict=True):
             projected = self._heads(linear(flat, layer.cross_attention.key_and_value), 2).unflatten(0, (items, length))
             store(cache[:, :, :, :length], projected.permute(2, 0, 3, 1, 4))
-        self.fold(state)
+        self.cross_cache_filled(state)
         state.logits.copy_(self(state).logits())
         state.counters += 1
 

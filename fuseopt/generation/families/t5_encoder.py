@@ -10,6 +10,7 @@ from fuseopt.blocks.t5_inference import clamped
 from fuseopt.generation.engine.graphs import Prompt, StepGraphs
 from fuseopt.generation.engine.layers import Embedding, linear, normalised
 from fuseopt.generation.engine.state import prompt_length_for
+from fuseopt.generation.families.step_interface import EncoderStep
 from fuseopt.generation.families.t5_layers import fed_forward, feed_forward_of, norm_of, self_attention_of
 
 
@@ -36,7 +37,7 @@ class EncoderState:
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
 
-class T5Encoder:
+class T5Encoder(EncoderStep):
     """What `encode` computes is `T5Stack.forward` of the encoder in eval mode; weights are read where they are."""
 
     def __init__(self, model: nn.Module) -> None:

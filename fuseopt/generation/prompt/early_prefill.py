@@ -18,6 +18,7 @@ from fuseopt.generation.engine.decode_run import DecodeRun
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.layers import has_kernel
 from fuseopt.generation.engine.state import DecodeState, Sizes, prompt_length_for
+from fuseopt.generation.families.step_interface import DecodeStep, EncoderStep
 from fuseopt.generation.hf.fingerprint import Survey, survey
 from fuseopt.generation.hf.prepared_configs import PLAIN
 from fuseopt.generation.prompt.prompts import run_encoded, run_forward
@@ -150,13 +151,13 @@ class HeadStart:
 
     def __init__(self, model: nn.Module, graphs: StepGraphs, max_batch: int, max_length: int) -> None:
         self.model, self.graphs, self.max_batch, self.max_length = model, graphs, max_batch, max_length
-        self._encoder: Any = None
+        self._encoder: EncoderStep | None = None
         self._key: tuple[Hashable, ...] = ()
         self._survey: Survey | None = None
         self._has_looked = True
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
 
-    def guess(self, step: Any, arguments: Mapping[str, Any], others: Mapping[str, Any]) -> Started | None:
+    def guess(self, step: DecodeStep, arguments: Mapping[str, Any], others: Mapping[str, Any]) -> Started | None:
         """What a call comes to that looks like one with a plan, if nothing speaks against it and no token is masked.
 
         That is queued before any of it is asked, which takes the host longer than all this. Where it turns out
@@ -181,7 +182,7 @@ class HeadStart:
 
     def __call__(
         self,
-        step: Any,
+        step: DecodeStep,
         arguments: Mapping[str, Any],
         others: Mapping[str, Any],
         guess: Started | None = None,
@@ -225,14 +226,14 @@ class HeadStart:
         except torch.OutOfMemoryError:
             return Started(others, note="there was no memory to run the prompt ahead")
 
-    def _call_of(self, step: Any, arguments: Mapping[str, Any], others: Mapping[str, Any], ids: Tensor) -> _Call:
+    def _call_of(self, step: DecodeStep, arguments: Mapping[str, Any], others: Mapping[str, Any], ids: Tensor) -> _Call:
         expected, first = self._expected(step, arguments, ids), None
         if step.encoder_class is not None:
             first = _first_token(self.model, arguments)
         likeness = None if expected is None else (expected.sizes, *map(_likeness, sorted(arguments.items())))
         return _Call(ids, arguments.get("attention_mask"), others, expected, first, likeness)
 
-    def _start(self, step: Any, call: _Call, keep: Tensor | None) -> Started:
+    def _start(self, step: DecodeStep, call: _Call, keep: Tensor | None) -> Started:
         if step.encoder_class is not None:
             return self._encode(step, call, keep)
         ahead = self._prefill(step, call, keep)
@@ -246,23 +247,25 @@ class HeadStart:
             if len(self._plans) > _PLANS_KEPT:
                 self._plans.popitem(last=False)
 
-    def is_confirmed(self, step: Any) -> bool:
+    def is_confirmed(self, step: DecodeStep) -> bool:
         """Whether a look at all that the encoder stands on finds it as it was when a call began."""
         before = self._encoder
         return self._has_looked or (self._prepare_encoder(step) is None and self._encoder is before)
 
-    def _prepare_encoder(self, step: Any) -> str | None:
+    def _prepare_encoder(self, step: DecodeStep) -> str | None:
         """Makes the encoder, anew where what it stands on has changed, or says why it has to be transformers' own."""
         found = self._survey = survey(self.model, (self.model.encoder,), step.children, self._survey)
         if found.reason is not None:
             return found.reason
-        key = (*found.key, *step.encoder_class.constants(self.model))
+        encoder_class = step.encoder_class
+        assert encoder_class is not None
+        key = (*found.key, *encoder_class.constants(self.model))
         if self._encoder is None or key != self._key:
             self.graphs.clear()
-            self._encoder, self._key = step.encoder_class(self.model), key
+            self._encoder, self._key = encoder_class(self.model), key
         return None
 
-    def _expected(self, step: Any, arguments: Mapping[str, Any], ids: Tensor) -> _Expected | None:
+    def _expected(self, step: DecodeStep, arguments: Mapping[str, Any], ids: Tensor) -> _Expected | None:
         """None where the arguments do not tell, or the loop is not going to serve the call."""
         encodes, (items, length) = step.encoder_class is not None, ids.shape
         setting = functools.partial(tiers.setting_of, self.model, arguments)
@@ -283,18 +286,19 @@ class HeadStart:
         sizes = Sizes(rows, capacity, length if encodes else 0, rows // items, beams).of_class()
         return _Expected(sizes, limit - prompt)
 
-    def _state(self, step: Any, sizes: Sizes) -> DecodeState:
+    def _state(self, step: DecodeStep, sizes: Sizes) -> DecodeState:
         return self.graphs.state(sizes, lambda: DecodeState(sizes, step.shape, step.vocab))
 
-    def _encode(self, step: Any, call: _Call, keep: Tensor | None) -> Started:
-        ids, expected, first = call.ids, call.expected, call.first
-        own = self._encoder.state_for(self.graphs, *ids.shape)
+    def _encode(self, step: DecodeStep, call: _Call, keep: Tensor | None) -> Started:
+        ids, expected, first, encoder = call.ids, call.expected, call.first, self._encoder
+        assert encoder is not None, "guess and __call__ have prepared it"
+        own = encoder.state_for(self.graphs, *ids.shape)
         if own is None:
             return Started(call.others)
         state = None if expected is None or first is None else self._state(step, expected.sizes)
         ahead = None
         with self.graphs.beside(ids.device):
-            encoded, note = self._encoder(self.graphs, own, ids, keep)
+            encoded, note = encoder(self.graphs, own, ids, keep)
             output = BaseModelOutput(encoded)
             if state is not None and first is not None and expected is not None:
                 ran = run_encoded(step, self.graphs, state, encoded, keep, first)
@@ -306,7 +310,7 @@ class HeadStart:
         others = {**call.others, "encoder_outputs": output}
         return Started(others, ahead, note, own, keep is None, (ids, call.mask), call.likeness)
 
-    def _prefill(self, step: Any, call: _Call, keep: Tensor | None) -> Ahead | None:
+    def _prefill(self, step: DecodeStep, call: _Call, keep: Tensor | None) -> Ahead | None:
         input_ids, expected = call.ids, call.expected
         rows, length = input_ids.shape
         padded, longest = prompt_length_for(rows, length), step.max_length

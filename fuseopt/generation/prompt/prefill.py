@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from fuseopt.generation.engine.beam_state import along_ancestry
 from fuseopt.generation.engine.graphs import StepGraphs
 from fuseopt.generation.engine.state import DecodeState
+from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.prompt.early_prefill import Ahead
 from fuseopt.generation.prompt.prompts import run_encoded, run_forward
 
@@ -38,7 +39,7 @@ class Prefilled:
 
 
 def prefill(
-    step: Any,
+    step: DecodeStep,
     model: nn.Module,
     graphs: StepGraphs,
     state: DecodeState,
@@ -64,8 +65,7 @@ def prefill(
     if not is_plain(model, input_ids, config, model_kwargs) or (keep is not None and length == 1):
         step.begin()
         prefilled = _by_the_model(model, state, input_ids, config, model_kwargs)
-        if encodes:
-            step.fold(state)
+        step.cross_cache_filled(state)
         return prefilled
     if encodes:
         encoded, mask = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")

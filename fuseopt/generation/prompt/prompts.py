@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from fuseopt.generation.engine.graphs import Prompt, StepGraphs
 from fuseopt.generation.engine.layers import has_kernel
 from fuseopt.generation.engine.state import DecodeState, prompt_length_for
+from fuseopt.generation.families.step_interface import DecodeStep
 
 
 def run_forward(
@@ -36,7 +36,7 @@ def run_forward(
 
 
 def run_encoded(
-    step: Any, graphs: StepGraphs, state: DecodeState, encoded: Tensor, keep: Tensor | None, first: Tensor | int
+    step: DecodeStep, graphs: StepGraphs, state: DecodeState, encoded: Tensor, keep: Tensor | None, first: Tensor | int
 ) -> str:
     """Fills the cross-attention cache of `state`, and lets the decoder take a first token.
 

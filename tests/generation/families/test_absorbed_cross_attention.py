@@ -92,7 +92,7 @@ def test_what_is_masked_may_be_anything(folding, each_device):
     state.begin(0)
     with torch.no_grad():
         step.begin()
-        step.fold(state)
+        step.cross_cache_filled(state)
         logits = step(state).logits()
     assert folding and logits.isfinite().all()
 

@@ -1,0 +1,189 @@
+"""DecodeStep: what the decode engine calls on a model family's step; and which step runs which model class."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+
+from fuseopt.modules.children import Children
+
+if TYPE_CHECKING:
+    from fuseopt.generation.engine.graphs import StepGraphs
+    from fuseopt.generation.engine.layers import BeforeHead
+    from fuseopt.generation.engine.state import CacheShape, DecodeState
+
+logger = logging.getLogger(__name__)
+
+
+class EncoderStep(Protocol):
+    """The encoder of an encoder-decoder, run on prompts of token ids without the model's own forward."""
+
+    def __init__(self, model: nn.Module) -> None: ...
+
+    @staticmethod
+    def constants(model: nn.Module) -> tuple[Hashable, ...]:
+        """As `DecodeStep.constants`, of the encoder."""
+        return ()
+
+    def state_for(self, graphs: StepGraphs, items: int, length: int) -> Any | None:
+        """Static tensors for prompts [items, length]; None if such prompts gain nothing from this encoder."""
+
+    def __call__(self, graphs: StepGraphs, state: Any, input_ids: Tensor, keep: Tensor | None) -> tuple[Tensor, str]:
+        """Encodes prompts.
+
+        Args:
+            state: from `state_for`, of the prompts' size.
+            input_ids: [items, length] int64.
+            keep: attention mask [items, length], nonzero where a token counts; None if all do.
+
+        Returns:
+            [items, length, width], valid until the next call; and why no CUDA graph was captured, or "".
+        """
+        ...
+
+
+class DecodeStep(Protocol):
+    """One token a row through a model's decoder, on the model's own weights and a static key-value cache.
+
+    An instance is made for one model and is made anew when a weight's address, dtype or layout, or a value in
+    `constants`, has changed. It holds references to the weights, never copies, so that weights edited in place show.
+    All methods may be captured in a CUDA graph: they launch work on the current stream and never wait for the device.
+
+    A step may derive from this class, and then need not write what has a body here.
+
+    Attributes:
+        model_class: full name of the only class whose instances it runs, such as
+            "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel". A subclass is not served.
+        children: the classes that modules below `roots` must have, see `fuseopt.modules.children`.
+        encoder_class: the encoder's step; None for decoder-only models.
+        token_embedding: [vocab, width], whose dtype and device tell whether the engine's kernels apply.
+        shape: of the key-value cache, from which the engine makes a `DecodeState`.
+        vocab: width of the logits.
+        max_length: how many positions there are in a sequence; None if there is no bound.
+    """
+
+    model_class: ClassVar[str]
+    children: ClassVar[Children]
+    encoder_class: ClassVar[type[EncoderStep] | None] = None
+
+    token_embedding: Tensor
+    shape: CacheShape
+    vocab: int
+    max_length: int | None
+
+    def __init__(self, model: nn.Module) -> None: ...
+
+    @staticmethod
+    def roots(model: nn.Module) -> tuple[nn.Module, ...]:
+        """The children of `model` whose forwards the step replaces; changes below them are looked for in each call."""
+        ...
+
+    @staticmethod
+    def constants(model: nn.Module) -> tuple[Hashable, ...]:
+        """Values that `__init__` reads from `model` and the check of each call does not see: neither parameters nor the
+        attributes in `fuseopt.runtime.module_watch.CONSTANTS`."""
+        return ()
+
+    @staticmethod
+    def not_supported_reasons(model: nn.Module) -> list[str]:
+        """Why the step would compute something else than the model's forward; `children` are checked elsewhere."""
+        return []
+
+    def begin(self) -> None:
+        """Computes what is the same for all steps of one generate() call, into tensors that the step owns."""
+
+    def prefill(self, state: DecodeState, length: int, masked: bool) -> None:
+        """Runs the prompts: fills the caches and `state.logits` [rows, vocab] of each row's last token.
+
+        A decoder-only step reads the prompts from `state.ids` [rows, capacity + 1] and `state.prompt_positions`, and
+        their length from `state.slot`. The step of an encoder-decoder reads `state.encoded` [items, cross_capacity,
+        width], fills the cross-attention cache, and runs the decoder on `state.tokens` [rows].
+
+        Args:
+            length: tokens a row to run, at least the prompts' length. The rest is padding that no token may attend to.
+            masked: whether `state.keep` excludes any token of the prompts.
+        """
+        ...
+
+    def cross_cache_filled(self, state: DecodeState) -> None:
+        """Updates what the step derives from `state.cross_cache`, after the model's own forward has filled that."""
+
+    def __call__(self, state: DecodeState) -> BeforeHead:
+        """Runs `state.tokens` [rows], writes their keys and values at `state.slot`, and returns the head's input.
+
+        The engine advances `state.slot` and `state.positions` afterwards.
+        """
+        ...
+
+
+StepName = str | type[DecodeStep]
+"""A step's class or the dotted path of it."""
+
+_REGISTERED: dict[str, StepName] = {}
+_OWN_MEMBERS = ("model_class", "children", "roots", "prefill", "__call__")
+
+
+def register_decode_step(model_class: str, step: StepName) -> None:
+    """Lets `generation` run instances of a model class by a step, in place of one that a policy may name.
+
+    Registering a class again replaces its step and logs so.
+
+    Args:
+        model_class: full name of the model's class.
+        step: a class that fulfils `DecodeStep`, or its dotted path, which is imported to check it.
+
+    Raises:
+        ValueError: there is no such step, it lacks members, or it is written for another model class.
+    """
+    unknown = unknown_step(model_class, step)
+    if unknown is not None:
+        raise ValueError(unknown)
+    if _REGISTERED.get(model_class, step) != step:
+        logger.warning("fuseopt: the decode step of %s is now %s", model_class, step_name(step))
+    _REGISTERED[model_class] = step
+
+
+def registered_step(model_class: str) -> StepName | None:
+    """What `register_decode_step` was last given for a model class, by its full name."""
+    return _REGISTERED.get(model_class)
+
+
+def decode_step_class(step: StepName) -> type[DecodeStep]:
+    """The class of a step, imported on first use.
+
+    Raises:
+        ImportError, AttributeError: there is none at this path.
+    """
+    if not isinstance(step, str):
+        return step
+    module, _, name = step.rpartition(".")
+    if not module:
+        raise ImportError(f"{step!r} is not a dotted path")
+    return getattr(importlib.import_module(module), name)
+
+
+def step_name(step: StepName) -> str:
+    """The dotted path of a step."""
+    return step if isinstance(step, str) else f"{step.__module__}.{step.__qualname__}"
+
+
+def unknown_step(model_class: str, step: StepName) -> str | None:
+    """Why `step` cannot be the decode step of a model class, or None. Imports the step."""
+    names = f"the decode step {step_name(step)!r} for {model_class}"
+    try:
+        step_class = decode_step_class(step)
+    except (ImportError, AttributeError) as error:
+        return f"{names} does not exist: {error}"
+    if not isinstance(step_class, type):
+        return f"{names} is not a class"
+    bases = {member: (None, getattr(DecodeStep, member, None)) for member in _OWN_MEMBERS}
+    missing = [member for member, inherited in bases.items() if getattr(step_class, member, None) in inherited]
+    if missing:
+        return f"{names} lacks {', '.join(missing)} of DecodeStep (fuseopt/generation/families/step_interface.py)"
+    if step_class.model_class != model_class:
+        return f"{names} is written for {step_class.model_class}"
+    return None
