@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers.activations import NewGELUActivation
 
 from fuseopt import ops
+from fuseopt.blocks.t5_inference import clamped
 from fuseopt.modules.base import source_class
 from fuseopt.ops import registry
 from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, is_fast
@@ -47,12 +48,12 @@ class Linear:
     Attributes:
         weights: [N, K] each, of any strides.
         biases: [N] for each weight, or none.
-        ahead: weights for a launch to come, which the kernel brings into the L2 cache.
+        prefetch: weights of a later launch, which the kernel reads into the L2 cache.
     """
 
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor, ...] = ()
-    ahead: tuple[Tensor, ...] = ()
+    prefetch: tuple[Tensor, ...] = ()
 
     @functools.cached_property
     def no_bias(self) -> Tensor:
@@ -60,18 +61,18 @@ class Linear:
         return self.weights[0].new_zeros(len(self.weights[0]))
 
 
-def look_ahead(layers: Sequence[Linear], head: Linear) -> None:
-    """Lets each of a step's linear layers, in the order they run in, bring in the weights of the one after the next.
+def plan_l2_prefetch(layers: Sequence[Linear], head: Linear) -> None:
+    """Sets `prefetch` of a step's linear layers, given in the order they run in.
 
-    Large layers do not, as memory has no rest before they are there themselves, but for a part of the one behind where
-    that is large: it finds room late. The head, which reads more than the cache holds, brings in the weights of the
-    next step's first layer at its end.
+    Each prefetches the weights of the layer after the next. Large layers skip that, since their own weight loads
+    already saturate memory bandwidth; if the next layer is large too, they prefetch a part of its weight, late. The
+    head reads more than the L2 cache holds; at its end it prefetches the weights of the next step's first layer.
     """
     for layer, following, later in zip(layers, [*layers[1:], head], [*layers[2:], head, head], strict=True):
-        layer.ahead = later.weights
+        layer.prefetch = later.weights
         if _is_large(layer):
-            layer.ahead = _part_ahead(following.weights[0]) if _is_large(following) else ()
-    head.ahead = layers[0].weights
+            layer.prefetch = _first_quarter(following.weights[0]) if _is_large(following) else ()
+    head.prefetch = layers[0].weights
 
 
 def _is_large(layer: Linear) -> bool:
@@ -79,7 +80,7 @@ def _is_large(layer: Linear) -> bool:
     return sum(weight.nbytes for weight in layer.weights) >= 92 * 1024 * 132
 
 
-def _part_ahead(weight: Tensor) -> tuple[Tensor, ...]:
+def _first_quarter(weight: Tensor) -> tuple[Tensor, ...]:
     """A quarter of the lines of a weight [N, K] that lies as [K, N]."""
     lines = weight.T
     return (lines[: len(lines) // 4],) if lines.is_contiguous() else ()
@@ -136,7 +137,7 @@ class Embedding(NamedTuple):
         if not takes_embeddings(*rows, weight, *layer.biases, **of_norm):
             return None
         return ops.decode_linear_of_embeddings(
-            *rows, weight, *layer.biases, **of_norm, eps=norm.eps, overlap=self.overlap, ahead=layer.ahead
+            *rows, weight, *layer.biases, **of_norm, eps=norm.eps, overlap=self.overlap, ahead=layer.prefetch
         )
 
 
@@ -186,7 +187,7 @@ def linear(
             activation=activation,
             gated=gated,
             overlap=True,
-            ahead=layer.ahead,
+            ahead=layer.prefetch,
         )
     if norm is not None:
         input = normalised(input, norm)
@@ -227,13 +228,15 @@ class BeforeHead(NamedTuple):
 class ResidualStream:
     """What the sublayers of a pre-norm transformer add to, and read normalised.
 
-    A sum that only the next norm asks for is taken along by that.
+    A sum that only the next norm reads is computed in that norm's kernel.
 
     Args:
         begin: what it begins with, [rows, hidden]; may be overwritten.
+        clamps_float16: each sum in float16 is clamped as T5Block does.
     """
 
-    def __init__(self, begin: Tensor | Embedding) -> None:
+    def __init__(self, begin: Tensor | Embedding, *, clamps_float16: bool = False) -> None:
+        self.clamps_float16 = clamps_float16
         self._embedding: Embedding | None = None
         if isinstance(begin, Tensor):
             self._sum = begin
@@ -247,8 +250,12 @@ class ResidualStream:
         if self._embedding is not None:
             self._sum, self._embedding = self._embedding.total(), None
         if self._added is not None:
-            self._sum, self._added = self._sum + self._added, None
+            self.replace(self._sum + self._added)
         return self._sum
+
+    def replace(self, total: Tensor) -> None:
+        """Goes on with a sum that was computed elsewhere."""
+        self._sum, self._added = clamped(total) if self.clamps_float16 else total, None
 
     @property
     def is_stored(self) -> bool:
@@ -257,10 +264,10 @@ class ResidualStream:
 
     def of(self, rows: Tensor) -> ResidualStream:
         """What these rows of it go on as."""
-        return ResidualStream(self.total()[rows])
+        return ResidualStream(self.total()[rows], clamps_float16=self.clamps_float16)
 
-    def linear(self, layer: Linear, norm: Norm, activation: Activation | None = None) -> Tensor:
-        """`activation(layer(norm(total)))`, by a LayerNorm."""
+    def linear(self, layer: Linear, norm: Norm, activation: Activation | None = None, *, gated: bool = False) -> Tensor:
+        """`activation(layer(norm(total)))`; `gated` as in `linear`."""
         if self._embedding is not None and activation is None and (both := self._embedding.linear(layer, norm)):
             (output, self._sum), self._embedding = both, None
             return output
@@ -269,11 +276,12 @@ class ResidualStream:
             output, self._sum = _linear_of_sum(self._sum, self._addends, layer, norm)
             self._addends = None
             return output
-        if self._added is None or not self._added.is_cuda:
-            return linear(self.total(), layer, norm=norm, activation=activation)
+        is_layer_norm = norm.kind == "layer_norm" and not self.clamps_float16
+        if self._added is None or not self._added.is_cuda or not is_layer_norm:
+            return linear(self.total(), layer, norm=norm, activation=activation, gated=gated)
         normed, self._sum = ops.add_layer_norm(self._added, self._sum, norm.weight, norm.bias, norm.eps)
         self._added = None
-        return linear(normed, layer, activation=activation)
+        return linear(normed, layer, activation=activation, gated=gated)
 
     def before(self, head: Linear, norm: Norm) -> BeforeHead:
         """What `head(norm(total))` is made of."""
@@ -289,9 +297,9 @@ class ResidualStream:
         """
         if following is not None and self._hands_on_addends(input, layer, *following):
             weight, self._sum = layer.weights[0], self.total()
-            self._addends = ops.decode_linear_addends(input, weight, *layer.biases, overlap=True, ahead=layer.ahead)
+            self._addends = ops.decode_linear_addends(input, weight, *layer.biases, overlap=True, ahead=layer.prefetch)
         elif not layer.biases or takes_kernel(input, layer, self.total()):
-            self._sum = linear(input, layer, residual=self.total())
+            self.replace(linear(input, layer, residual=self.total()))
         else:
             # A product with a bias takes nothing else along.
             self._sum, self._added = self.total(), linear(input, layer)
@@ -314,7 +322,7 @@ def _linear_of_sum(input: Tensor, addends: Tensor, layer: Linear, norm: Norm) ->
         **norm.of_op,
         eps=norm.eps,
         overlap=True,
-        ahead=layer.ahead,
+        ahead=layer.prefetch,
     )
 
 

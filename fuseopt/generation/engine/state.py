@@ -31,19 +31,20 @@ class Sizes(NamedTuple):
         rows: batch x num_return_sequences, or batch x beams.
         capacity: slots of the self-attention cache.
         cross_capacity: slots of the cross-attention cache; 0 without an encoder.
-        rows_per_item: neighbouring rows that share an item of the encoder's: beams, or sequences sampled for it.
+        queries_per_kv: neighbouring rows that share one item's keys and values of the encoder's output: its beams, or
+            the sequences sampled for it.
         beams: neighbouring rows that are beams of one item; 1 outside beam search.
     """
 
     rows: int
     capacity: int
     cross_capacity: int = 0
-    rows_per_item: int = 1
+    queries_per_kv: int = 1
     beams: int = 1
 
     @property
     def items(self) -> int:
-        return self.rows // self.rows_per_item
+        return self.rows // self.queries_per_kv
 
     def of_class(self) -> Sizes:
         """With the capacities of the classes that they are in."""
@@ -56,7 +57,7 @@ class CacheShape:
     """What a model's key-value cache looks like, but for rows and slots; and how wide its encoder's output is.
 
     Attributes:
-        folded_slots: of how many slots a cross-attention cache may at most be, to be kept folded as well.
+        absorbed_slots: the most slots of a cross-attention cache that is kept absorbed too; 0 for none.
     """
 
     layers: int
@@ -65,7 +66,7 @@ class CacheShape:
     dtype: torch.dtype
     device: torch.device
     encoder_width: int = 0
-    folded_slots: int = 0
+    absorbed_slots: int = 0
 
     @property
     def bytes_per_slot(self) -> int:
@@ -73,13 +74,15 @@ class CacheShape:
         return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
 
 
-class FoldedCross:
-    """Cross-attention to the few slots of one item: what each layer's projections and its keys and values come to.
+class AbsorbedCrossAttention:
+    """Cross-attention to the few slots of one item, with its keys and values multiplied into the projections.
 
-    With x what a layer's norm gives, the scores of a head are x times (keys times query weight), and the output is
-    their softmax times (values times output weight), summed over heads. `keys` and `values` [layers, heads * slots,
-    width] are these products; `mask` [rows, heads * slots] float32 is added to the scores: 0, or the lowest number for
-    what is masked, whose keys and values are zeros here.
+    For the norm's output x, the scores of a head are x @ (keys @ query weight).T, and the output is the sum over heads
+    of softmax(scores) @ (values @ output weight). Both products are computed once a prompt.
+
+    Attributes:
+        keys, values: the products [layers, heads * slots, width]; zeros for masked slots.
+        mask: [rows, heads * slots] float32, added to the scores: 0, or the lowest number for masked slots.
     """
 
     def __init__(self, rows: int, slots: int, shape: CacheShape) -> None:
@@ -103,8 +106,8 @@ class DecodeState:
     whether any does behind each column. Integers are int64, the rest of these is bool; `logits` and `scores` are
     [rows, vocab] float32. A prompt is read from `ids`, with `prompt_positions` [rows, capacity], as far as `slot` says;
     an encoder's output from `encoded` [items, cross_capacity, encoder_width].
-    `beams` has what beam search needs beside, or is None; then `ids` are those of its running beams. `folded` is the
-    cross-attention of a single item as two linear layers, or None. `steps_overlap`: a step's first kernel starts before
+    `beams` has what beam search needs beside, or is None; then `ids` are those of its running beams. `absorbed` is the
+    AbsorbedCrossAttention of a single item, or None. `steps_overlap`: a step's first kernel starts before
     the step ahead has ended.
     """
 
@@ -127,9 +130,9 @@ class DecodeState:
             self.keep = zeros(rows, capacity, dtype=torch.bool)
             self.cross_keep = zeros(sizes.items, cross_capacity, dtype=torch.bool)
             self.encoded = zeros(sizes.items, cross_capacity, shape.encoder_width, dtype=shape.dtype)
-            self.folded: FoldedCross | None = None
-            if sizes.items == 1 and rows <= FEW_ROWS and 0 < cross_capacity <= shape.folded_slots:
-                self.folded = FoldedCross(rows, cross_capacity, shape)
+            self.absorbed: AbsorbedCrossAttention | None = None
+            if sizes.items == 1 and rows <= FEW_ROWS and 0 < cross_capacity <= shape.absorbed_slots:
+                self.absorbed = AbsorbedCrossAttention(rows, cross_capacity, shape)
             self.slots = torch.arange(capacity, device=shape.device)
             self.tokens, self.pad, self.cross_length = zeros(rows), zeros(1), zeros(1)
             # What every forward adds one to, at one stroke.
@@ -150,7 +153,7 @@ class DecodeState:
     @property
     def bytes(self) -> int:
         own = sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor) and value._base is None)
-        return own + sum(part.bytes for part in (self.beams, self.folded) if part is not None)
+        return own + sum(part.bytes for part in (self.beams, self.absorbed) if part is not None)
 
     @property
     def device(self) -> torch.device:

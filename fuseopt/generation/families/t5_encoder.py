@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fuseopt.blocks.t5_inference import clamped
 from fuseopt.generation.engine.graphs import Prompt, StepGraphs
-from fuseopt.generation.engine.layers import Embedding, linear, normalised
+from fuseopt.generation.engine.layers import Embedding, ResidualStream, normalised
 from fuseopt.generation.engine.state import prompt_length_for
+from fuseopt.generation.families.spec_step import add_feed_forward
 from fuseopt.generation.families.step_interface import EncoderStep
-from fuseopt.generation.families.t5_layers import fed_forward, feed_forward_of, norm_of, self_attention_of
+from fuseopt.generation.families.t5_layers import feed_forward_of, norm_of, self_attention_of
 
 
 class EncoderState:
@@ -100,9 +100,10 @@ class T5Encoder(EncoderStep):
             bias = torch.where(state.keep[:, None, None], bias, torch.finfo(bias.dtype).min)
         # A prompt whose tokens are all masked attends to itself, but not to the padding after it.
         bias = torch.where(in_prompt, bias, -torch.inf).expand(items, -1, -1, -1)
-        hidden = Embedding(state.ids.index_select(1, source).flatten(), self.token_embedding).total()
+        embedding = Embedding(state.ids.index_select(1, source).flatten(), self.token_embedding)
+        stream = ResidualStream(embedding, clamps_float16=True)
         for attention, feed_forward in self.layers:
-            qkv = linear(hidden, attention.qkv, norm=attention.norm)
+            qkv = stream.linear(attention.qkv, attention.norm)
             query, keys, values = qkv.view(items, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind()
             # A token alone attends to itself, for which PyTorch has no fast kernel.
             attended = values
@@ -110,9 +111,9 @@ class T5Encoder(EncoderStep):
                 attended = F.scaled_dot_product_attention(
                     query, keys, values, bias.to(query.dtype), scale=attention.scale
                 )
-            attended = attended.transpose(1, 2).reshape(items * length, -1)
-            hidden = fed_forward(clamped(linear(attended, attention.out, residual=hidden)), feed_forward)
-        state.encoded.copy_(normalised(hidden, self.final_norm).view_as(state.encoded))
+            stream.add(attended.transpose(1, 2).reshape(items * length, -1), attention.out)
+            add_feed_forward(stream, feed_forward)
+        state.encoded.copy_(normalised(stream.total(), self.final_norm).view_as(state.encoded))
 
     def _state(self, items: int, length: int) -> EncoderState:
         slots = torch.arange(length, device=self.token_embedding.device)

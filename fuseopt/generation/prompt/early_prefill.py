@@ -304,7 +304,7 @@ class HeadStart:
                 ran = run_encoded(step, self.graphs, state, encoded, keep, first)
                 run = self._queued(call.likeness, state, state.tokens.unsqueeze(1), expected.steps)
                 ahead = Ahead(output, call.mask, state, ran, first, run)
-        if state is None or state.sizes.rows_per_item > 1:
+        if state is None or state.sizes.queries_per_kv > 1:
             # transformers goes on to copy it.
             self.graphs.join(ids.device)
         others = {**call.others, "encoder_outputs": output}

@@ -72,7 +72,7 @@ def prefill(
         has_run = ahead is not None and ahead.state is state and ahead.inputs is encoded
         if ahead is not None and has_run and ahead.stands_for(mask, config.decoder_start_token_id):
             return Prefilled(1, encoded[0].shape[1], had_run=True, note=ahead.note)
-        per_item = slice(None, None, state.sizes.rows_per_item)
+        per_item = slice(None, None, state.sizes.queries_per_kv)
         mask = None if mask is None else mask[per_item]
         note = run_encoded(step, graphs, state, encoded[0][per_item], mask, input_ids[:, 0])
         return Prefilled(1, encoded[0].shape[1], note=note)
@@ -101,7 +101,7 @@ def store_cache(state: DecodeState, past_key_values: Any, slots: int, cross_slot
     if isinstance(past_key_values, EncoderDecoderCache):
         cross = past_key_values.cross_attention_cache
         if not cross.get_seq_length():
-            _store(state.cross_cache, cross, cross_slots, state.sizes.rows_per_item)
+            _store(state.cross_cache, cross, cross_slots, state.sizes.queries_per_kv)
             past_key_values.is_updated.update(dict.fromkeys(range(len(state.cross_cache)), True))
         past_key_values = past_key_values.self_attention_cache
     ancestry = None if state.beams is None else state.beams.ancestry[0, :, :slots]
@@ -143,9 +143,9 @@ def _by_the_model(
     model_kwargs.update(model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=encodes))
     cache, cross_slots = model_kwargs["past_key_values"], 0
     if encodes:
-        cross_slots = _load(state.cross_cache, cache.cross_attention_cache, state.sizes.rows_per_item)
+        cross_slots = _load(state.cross_cache, cache.cross_attention_cache, state.sizes.queries_per_kv)
         mask = model_kwargs.get("attention_mask")
-        state.load_cross(cross_slots, None if mask is None else mask[:: state.sizes.rows_per_item])
+        state.load_cross(cross_slots, None if mask is None else mask[:: state.sizes.queries_per_kv])
         cache = cache.self_attention_cache
     slots = _load(state.cache, cache)
     keep = model_kwargs.get("decoder_attention_mask" if encodes else "attention_mask")
@@ -155,24 +155,24 @@ def _by_the_model(
     return Prefilled(slots, cross_slots)
 
 
-def _load(static: Tensor, cache: DynamicCache, rows_per_item: int = 1) -> int:
+def _load(static: Tensor, cache: DynamicCache, queries_per_kv: int = 1) -> int:
     """Copies keys and values into [layers, 2, items, heads, capacity, head_dim]; returns how many slots they fill."""
     slots = cache.get_seq_length()
     # transformers makes as many layers as the encoder has.
     for target, layer in zip(static, cache.layers[: len(static)], strict=True):
-        target[0, :, :, :slots] = layer.keys[::rows_per_item]
-        target[1, :, :, :slots] = layer.values[::rows_per_item]
+        target[0, :, :, :slots] = layer.keys[::queries_per_kv]
+        target[1, :, :, :slots] = layer.values[::queries_per_kv]
     return slots
 
 
 def _store(
-    static: Tensor, cache: DynamicCache, slots: int, rows_per_item: int = 1, ancestry: Tensor | None = None
+    static: Tensor, cache: DynamicCache, slots: int, queries_per_kv: int = 1, ancestry: Tensor | None = None
 ) -> None:
     empty = not cache.get_seq_length()
     for index, source in enumerate(static):
         if ancestry is not None:
             source = along_ancestry(source, ancestry)
-        keys, values = source[:, :, :, :slots].repeat_interleave(rows_per_item, dim=1)
+        keys, values = source[:, :, :, :slots].repeat_interleave(queries_per_kv, dim=1)
         if empty:
             cache.update(keys, values, index)
         else:

@@ -131,7 +131,7 @@ class Selection:
             counters=(state.counters,),
             edits=self._edits_left(state),
             overlap=True,
-            ahead=hidden.head.ahead,
+            ahead=hidden.head.prefetch,
         )
 
     def __call__(self, state: DecodeState, logits: Tensor, *, advance: bool = True) -> None:

@@ -12,9 +12,17 @@ from fuseopt import ops
 from fuseopt.bench.harness.architectures import random_model
 from fuseopt.generation.engine import attention, layers
 from fuseopt.generation.engine.attention import StepAttention
-from fuseopt.generation.engine.layers import Embedding, Linear, Norm, ResidualStream, linear, linear_of, look_ahead
+from fuseopt.generation.engine.layers import (
+    Embedding,
+    Linear,
+    Norm,
+    ResidualStream,
+    linear,
+    linear_of,
+    plan_l2_prefetch,
+)
 from fuseopt.generation.engine.state import DecodeState, Sizes
-from fuseopt.generation.families import t5, t5_layers
+from fuseopt.generation.families import spec_step
 from fuseopt.generation.families.gpt2 import GPT2Step
 from fuseopt.generation.families.t5 import T5Step
 from fuseopt.ops.decode.linear import MAX_ROWS, decode_linear_reference
@@ -34,9 +42,9 @@ class AtenCalls(TorchDispatchMode):
 def test_a_layer_brings_in_the_one_after_the_next() -> None:
     body = [linear_of(nn.Linear(2, 3)) for _ in range(4)]
     head = linear_of(nn.Linear(2, 5))
-    look_ahead(body, head)
-    assert [layer.ahead for layer in body] == [body[2].weights, body[3].weights, head.weights, head.weights]
-    assert head.ahead == body[0].weights
+    plan_l2_prefetch(body, head)
+    assert [layer.prefetch for layer in body] == [body[2].weights, body[3].weights, head.weights, head.weights]
+    assert head.prefetch == body[0].weights
 
 
 def test_a_large_layer_brings_in_a_part_of_a_large_one_behind_it() -> None:
@@ -46,17 +54,17 @@ def test_a_large_layer_brings_in_a_part_of_a_large_one_behind_it() -> None:
     qkv, out, up, down = layer(1600, 4800), layer(1600, 1600), layer(1600, 6400), layer(6400, 1600)
     last = layer(1600, 4800)
     head = Linear((torch.empty(50257, 1600, dtype=torch.bfloat16, device="meta"),))
-    look_ahead([qkv, out, up, down, last], head)
-    assert (qkv.ahead, out.ahead, last.ahead, head.ahead) == ((), down.weights, (), qkv.weights)
+    plan_l2_prefetch([qkv, out, up, down, last], head)
+    assert (qkv.prefetch, out.prefetch, last.prefetch, head.prefetch) == ((), down.weights, (), qkv.weights)
     for large, behind in ((up, down), (down, last)):
-        (part,) = large.ahead
+        (part,) = large.prefetch
         lines = behind.weights[0].T
         assert part.shape == (len(lines) // 4, lines.shape[1]) and part.is_contiguous() and part._base is lines._base
 
 
 @pytest.mark.parametrize(
     ("name", "step_class", "modules"),
-    [("gpt2-tiny", GPT2Step, (layers,)), ("t5-tiny", T5Step, (t5, t5_layers, layers))],
+    [("gpt2-tiny", GPT2Step, (layers,)), ("t5-tiny", T5Step, (spec_step, layers))],
 )
 def test_steps_read_ahead_in_the_order_they_run_in(
     name: str, step_class: type, modules: tuple[ModuleType, ...], monkeypatch: pytest.MonkeyPatch
@@ -80,8 +88,8 @@ def test_steps_read_ahead_in_the_order_they_run_in(
     assert len(ran) > 4
     *body, head = ran
     for layer, later in zip(body, body[2:], strict=False):
-        assert layer.ahead is later.weights
-    assert head.ahead is body[0].weights
+        assert layer.prefetch is later.weights
+    assert head.prefetch is body[0].weights
 
 
 def first_logits(step: GPT2Step, state: DecodeState) -> Tensor:
@@ -110,7 +118,9 @@ def test_layers_hand_on_addends_where_both_have_kernels_for_that(monkeypatch: py
     monkeypatch.setattr(ops, "decode_linear_addends", recorded)
     torch.testing.assert_close(first_logits(step, state), expected)
     assert len(step.layers) > 1
-    assert all(a is b for a, b in zip(handed_on, [layer.down.weights[0] for layer in step.layers], strict=True))
+    assert all(
+        a is b for a, b in zip(handed_on, [layer.feed_forward.down.weights[0] for layer in step.layers], strict=True)
+    )
 
 
 def test_the_first_layer_looks_up_its_input_where_it_has_a_kernel_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +133,7 @@ def test_the_first_layer_looks_up_its_input_where_it_has_a_kernel_for_that(monke
 
     def recorded(*arguments: Any, overlap: bool, **options: Any) -> tuple[Tensor, Tensor]:
         overlaps.append(overlap)
-        assert arguments[4] is step.layers[0].qkv.weights[0]
+        assert arguments[4] is step.layers[0].self_attention.qkv.weights[0]
         return look_up(*arguments, overlap=overlap, **options)
 
     monkeypatch.setattr(layers, "has_kernel", lambda op, _: op == "decode_linear_of_embeddings")
@@ -195,8 +205,9 @@ def test_layers_attend_where_they_project_if_that_is_fast(
     wanted_calls = step.layers[1:] * len(logits) if is_fast and is_there else []
     assert len(calls) == len(wanted_calls)
     for ((_, weight, bias, *_), options), layer in zip(calls, wanted_calls, strict=True):
-        assert weight is layer.qkv.weights[0] and bias is layer.qkv.biases[0]
-        assert options["overlap"] and options["eps"] == layer.norm_1.eps
+        own = layer.self_attention
+        assert weight is own.qkv.weights[0] and bias is own.qkv.biases[0]
+        assert options["overlap"] and options["eps"] == own.norm.eps
 
 
 def test_a_stream_is_stored_once_it_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +252,7 @@ def test_what_that_kernel_is_not_for(against: str, monkeypatch: pytest.MonkeyPat
         stream = ResidualStream(embedding if against == "looked up" else hidden[0].clone())
         if against in ("added up", "addends"):
             stream.add(hidden[1], out, (layer, norm))
-        sizes = Sizes(rows, 8, rows_per_item=2, beams=2) if against == "beams" else Sizes(rows, 8)
+        sizes = Sizes(rows, 8, queries_per_kv=2, beams=2) if against == "beams" else Sizes(rows, 8)
         state = DecodeState(sizes, shape, 9)
         state.begin(5)
         cache = torch.randn(state.cache[0].shape, generator=torch.Generator().manual_seed(1))

@@ -97,7 +97,7 @@ def test_a_registered_step_goes_before_a_policys():
         ("my.Model", "GPT2Step", "'GPT2Step' for my.Model does not exist: 'GPT2Step' is not a dotted path"),
         ("my.Model", "no_such_package.Step", "does not exist: No module named 'no_such_package'"),
         ("my.Model", "fuseopt.generation.families.gpt2.GPT3Step", "does not exist: module .* has no attribute 'GPT3"),
-        ("my.Model", "fuseopt.generation.families.gpt2.ops", "is not a class"),
+        ("my.Model", "fuseopt.generation.families.gpt2.spec_of", "is not a class"),
         ("my.Model", GPT2_PATH, "is written for transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel"),
         ("my.Model", HalfStep, "lacks prefill, __call__ of DecodeStep"),
         ("my.Model", torch.nn.Module, "lacks model_class, roots, prefill of DecodeStep"),

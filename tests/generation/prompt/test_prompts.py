@@ -16,7 +16,7 @@ from fuseopt import ops
 from fuseopt.generation.engine import attention, layers, state
 from fuseopt.generation.engine.graphs import Step, StepGraphs
 from fuseopt.generation.engine.state import DecodeState, Sizes, prompt_length_for
-from fuseopt.generation.families import gpt2
+from fuseopt.generation.families import spec_step
 from fuseopt.generation.families.gpt2 import GPT2Step
 from fuseopt.generation.families.t5 import T5Step
 from fuseopt.generation.families.t5_encoder import T5Encoder
@@ -115,8 +115,8 @@ def test_one_op_for_attention_and_cache_of_short_prompts(
     fuseopt.initialize(model, GENERATION)
     with (
         mock.patch.object(ops, "prompt_attention_", wraps=prompt_attention_reference) as op,
-        mock.patch.object(gpt2, "store", wraps=gpt2.store) as store,
-        mock.patch.object(gpt2, "F", wraps=gpt2.F) as functional,
+        mock.patch.object(spec_step, "store", wraps=spec_step.store) as store,
+        mock.patch.object(spec_step, "F", wraps=spec_step.F) as functional,
     ):
         assert_same(generate(model, inputs, max_new_tokens=5), wanted)
     counts = [function.call_count for function in (op, store, functional.scaled_dot_product_attention)]

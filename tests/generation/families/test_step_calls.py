@@ -1,0 +1,146 @@
+"""The ops that a step of GPT-2 and of T5 calls, in order, at sizes of real models, for each set of kernels."""
+
+import re
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel, T5ForConditionalGeneration
+
+from fuseopt.bench.harness.architectures import load_config
+from fuseopt.generation.families import spec_step
+from fuseopt.generation.families.gpt2 import GPT2Step
+from fuseopt.generation.families.t5 import T5Step
+from tests.generation.families.step_recorder import as_recorded, recording, state_of
+
+LAYERS = 2
+# What launches nothing, and the masks of attention without kernels.
+VIEWS = ("unflatten", "__getitem__", "permute", "unbind", "transpose", "flatten", "view", "unsqueeze")
+NOT_COUNTED = {*VIEWS, "__len__", "stride", "to", "add"}
+
+
+def model_of(name: str) -> torch.nn.Module:
+    encodes = name.startswith("t5")
+    counts = {"num_layers": LAYERS, "num_decoder_layers": LAYERS} if encodes else {"n_layer": LAYERS}
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model = (T5ForConditionalGeneration if encodes else GPT2LMHeadModel)(load_config(name, **counts))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return as_recorded(model)
+
+
+def short(call: str) -> str | None:
+    """ "decode_linear [1, 768] c_attn ln_1 +residual": op, first shape, weights by their modules, what else it does."""
+    op, _, rest = call.partition("(")
+    if op in NOT_COUNTED:
+        return None
+    arguments = rest.partition(", ahead=")[0]
+    modules: list[str] = []
+    for module in re.findall(r"(\w+)\.(?:weight|bias)(?:\.T)?\[", arguments):
+        modules += [module] if module not in modules else []
+    extras = [
+        f"+{name}"
+        for name in ("residual", "bias", "gelu_tanh", "relu")
+        if re.search(rf"(?<![._]){name}(?!\[)", arguments)
+    ]
+    extras += ["+gated"] if "gated=True" in arguments else []
+    return " ".join([op, re.search(r"\[[\d, ]*\]", arguments)[0], *modules, *extras])
+
+
+def calls_of(name: str, kernels: str, rows: int, beams: int = 1) -> list[str]:
+    model, encodes = model_of(name), name.startswith("t5")
+    with recording(model, kernels, [spec_step]) as calls:
+        step = (T5Step if encodes else GPT2Step)(model)
+        state = state_of(step, rows, beams, encodes)
+        calls.clear()
+        step(state).logits()
+    return [call for call in map(short, calls) if call is not None]
+
+
+GPT2_SIZES = [("gpt2-tiny", 64, 2), ("gpt2", 768, 12), ("gpt2-xl", 1600, 25)]
+T5_SIZES = [("t5-tiny", 64, 2), ("t5-small", 512, 8), ("t5-base", 768, 12)]
+ROWS = [(1, 1), (8, 1), (4, 4)]
+
+
+@pytest.mark.parametrize(("name", "width", "heads"), GPT2_SIZES)
+@pytest.mark.parametrize(("rows", "beams"), ROWS)
+def test_gpt2(name: str, width: int, heads: int, rows: int, beams: int) -> None:
+    """With all kernels a layer is five launches: split-K sums end in the next norm, embeddings where they are read."""
+    x, inner = f"[{rows}, {width}]", f"[{rows}, {4 * width}]"
+    rest = [
+        f"decode_attention_ [{rows}, {heads}, {width // heads}]",
+        f"decode_linear {x} c_proj +residual",
+        f"decode_linear {x} c_fc ln_2 +gelu_tanh",
+    ]
+    assert calls_of(name, "fused", rows, beams) == [
+        f"decode_linear_of_embeddings [{rows}] wte wpe c_attn ln_1",
+        *rest,
+        f"decode_linear_addends {inner} c_proj",
+        f"decode_linear_of_sum {x} c_attn ln_1",
+        *rest,
+        f"decode_linear_addends {inner} c_proj",
+        f"decode_linear_of_sum {x} wte ln_f",
+    ]
+    layer = [f"decode_linear {x} c_attn ln_1", *rest, f"decode_linear {inner} c_proj +residual"]
+    assert calls_of(name, "plain", rows, beams) == [
+        f"decode_embedding [{rows}] wte wpe",
+        *layer * LAYERS,
+        f"decode_linear {x} wte ln_f",
+    ]
+
+
+@pytest.mark.parametrize(("name", "width", "heads"), T5_SIZES)
+@pytest.mark.parametrize(("rows", "beams"), ROWS)
+def test_t5(name: str, width: int, heads: int, rows: int, beams: int) -> None:
+    """A single item's cross-attention is absorbed: two launches instead of three."""
+    config = load_config(name)
+    inner, x = heads * config.d_kv, f"[{rows}, {width}]"
+    own = [
+        f"decode_linear {x} q k v layer_norm",
+        f"decode_attention_ [{rows}, {heads}, {config.d_kv}] +bias",
+        f"decode_linear [{rows}, {inner}] o +residual",
+    ]
+    cross = [
+        f"decode_linear {x} q layer_norm",
+        f"decode_attention [{rows}, {heads}, {config.d_kv}]",
+        f"decode_linear [{rows}, {inner}] o +residual",
+    ]
+    absorbed = [
+        f"decode_linear {x} layer_norm +residual",
+        f"decode_softmax_linear [{rows}, {128 * heads}] +residual",
+    ]
+    feed_forward = [
+        f"decode_linear {x} wi layer_norm +relu",
+        f"decode_linear [{rows}, {config.d_ff}] wo +residual",
+    ]
+    one_item = rows // beams == 1
+    begin, end = f"decode_embedding [{rows}] shared", f"decode_linear {x} shared"
+    layer = [*own, *(absorbed if one_item else cross), *feed_forward]
+    assert calls_of(name, "fused", rows, beams) == [begin, *layer * LAYERS, end]
+    assert calls_of(name, "plain", rows, beams) == [begin, *[*own, *cross, *feed_forward] * LAYERS, end]
+
+
+def test_t5_gated() -> None:
+    calls = calls_of("t5-v1_1-base", "plain", 8)
+    assert calls.count("decode_linear [8, 768] wi_0 wi_1 layer_norm +gelu_tanh +gated") == LAYERS
+    assert calls[-1] == "decode_linear [8, 768] shared final_layer_norm"
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+def test_without_kernels(rows: int) -> None:
+    """By the BLAS library and PyTorch's attention, with norms that take in the sum before them."""
+    x, inner, cache = f"[{rows}, 768]", f"[{rows}, 3072]", f"[2, {rows}, 12, 128, 64]"
+    attention = [f"index_copy_ {cache}", f"scaled_dot_product_attention [{rows}, 12, 1, 64]"]
+    rest = [
+        f"linear {x} c_attn",
+        *attention,
+        f"linear {x} c_proj",
+        f"add_layer_norm {x} ln_2",
+        "_addmm_activation [3072] c_fc",
+        f"linear {inner} c_proj",
+    ]
+    calls = calls_of("gpt2", "none", rows)
+    assert calls[:3] == [f"embedding [{rows}] wte", f"embedding [{rows}] wpe", f"layer_norm {x} ln_1"]
+    assert calls[3:-5] == [*rest, f"add_layer_norm {x} ln_1", *rest]
+    assert calls[-5:] == [f"layer_norm {x} ln_f", f"new_empty {x}", f"split [{rows}, 50257]", *[f"mm {x}"] * 2]
