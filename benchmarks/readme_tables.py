@@ -1,6 +1,6 @@
-"""Writes the tables of result files into README.md and pages of docs/, between the markers that name the files.
+"""Writes the tables of result files into README.md and the pages of docs/, between markers that name the files.
 
-A marker that says "auto" after the file's name stands for the rows of what `backend: auto` takes.
+A marker with "auto" after the file's name selects the rows that `backend: auto` takes.
 
 python benchmarks/readme_tables.py
 """
@@ -13,12 +13,16 @@ from pathlib import Path
 from fuseopt.bench.harness.records import Results
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("performance", "generation", "training")))
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{page}.md" for page in ("performance", "training")),
+    *sorted((ROOT / "docs" / "results").glob("[a-z]*.md")),
+)
 SLOT = re.compile(r"(<!-- results: (\S+?)( auto)? -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 
 def filled(text: str) -> str:
-    """`text` with every slot holding the table of its file, or nothing where there is no such file."""
+    """`text` with the table of its file in every slot; a slot whose file is missing becomes empty."""
 
     def fill(slot: re.Match[str]) -> str:
         start, name, auto, end = slot.groups()

@@ -11,11 +11,11 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from fuseopt import apply
+from fuseopt import apply, moved_modules
 from fuseopt._version import __version__
 from fuseopt.build import loader
 from fuseopt.config import Config
@@ -25,22 +25,42 @@ from fuseopt.report import Report
 from fuseopt.strategies import STRATEGIES
 from fuseopt.verify import Verification, verify
 
+if TYPE_CHECKING:
+    from fuseopt.extend import Op, op, unregister
+
 ModelT = TypeVar("ModelT", bound=nn.Module)
 ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str] | None
 
 __all__ = [
     "Config",
+    "Op",
     "Plan",
     "Report",
     "Verification",
     "__version__",
     "fused",
     "initialize",
+    "op",
     "plan",
     "report",
     "restore",
+    "unregister",
     "verify",
 ]
+
+_OF_EXTEND = ("Op", "op", "unregister")
+"""What `fuseopt.extend` has for users' own kernels, imported when it is first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_EXTEND:
+        raise AttributeError(f"module 'fuseopt' has no attribute {name!r}")
+    from fuseopt import extend
+
+    return getattr(extend, name)
+
+
+moved_modules.install()
 
 
 def initialize(model: ModelT, config: ConfigSource = None, *, strict: bool = False) -> ModelT:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fuseopt.errors import ConfigError, shown, shown_name
+from fuseopt.kernel_table import CUSTOM, PRESETS, TRITON, kernels, listed, preset_block
 
 JIT_BACKENDS = ("torchscript", "inductor")
 MEMORY_BACKENDS = ("inductor", "aot_eager")
@@ -21,33 +22,6 @@ AUTO = "auto"
 _MOST_DIGITS = 20
 _LARGEST = 2**31 - 1
 KERNEL_BACKENDS = (AUTO, "cuda", "triton", "cpu", "reference")
-
-# Kernel name -> the options its entry may carry beside "name".
-CUSTOM_KERNELS: Mapping[str, tuple[str, ...]] = {
-    "FusedRMSNorm": ("fuse_residual",),
-    "FusedLayerNorm": ("fuse_residual",),
-    "FusedGatedGELU": (),
-    "FusedSwiGLU": (),
-    "FusedGELU": ("fold_bias",),
-    "FusedSoftmax": (),
-    "FusedBlock": ("cuda_graphs",),
-    "FusedLMHead": (),
-    "FusedNoRepeatNGram": (),
-}
-TRITON_KERNELS: Mapping[str, tuple[str, ...]] = {
-    "FusedAttention": ("where_it_pays",),
-    "FusedCrossEntropy": (),
-    "FusedDropoutAdd": (),
-    "FusedGELU": ("fold_bias",),
-    "FusedGatedGELU": (),
-    "FusedLayerNorm": (),
-    "FusedLinearCrossEntropy": (),
-    "FusedRMSNorm": (),
-    "FusedRelativeAttention": ("where_it_pays",),
-    "FusedRotaryEmbedding": (),
-    "FusedSoftmax": (),
-    "FusedSwiGLU": (),
-}
 
 _NOT_BUILT = {
     "kernel_fusion.compile": "not built yet; use `jit: {'backend': 'inductor'}` for the elementwise regions, "
@@ -162,7 +136,7 @@ class Config:
         if isinstance(source, Config):
             return source
         if isinstance(source, str) and source in PRESETS:
-            return cls(_kernel_fusion(PRESETS[source]["kernel_fusion"]), preset=source)
+            return cls(_kernel_fusion(preset_block(source)), preset=source)
         if isinstance(source, (str, os.PathLike)):
             return cls.load(_read_json(source))
         if not isinstance(source, Mapping):
@@ -188,24 +162,6 @@ class Config:
                 "backend": fusion.backend,
             },
         }
-
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "inference": {"kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS), "jit": True}},
-    "training": {
-        "kernel_fusion": {
-            "memory_efficient_fusion": True,
-            "triton_kernels": [
-                "FusedLinearCrossEntropy",
-                {"name": "FusedAttention", "where_it_pays": True},
-                {"name": "FusedRelativeAttention", "where_it_pays": True},
-            ],
-        }
-    },
-    "reference": {
-        "kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS), "jit": False, "backend": "reference"},
-    },
-}
 
 
 def _read_json(source: str | os.PathLike[str]) -> Any:
@@ -288,8 +244,7 @@ def _generation(block: Mapping[str, Any]) -> GenerationOptions:
 def _kernel_fusion(block: Mapping[str, Any]) -> KernelFusion:
     _check_keys("kernel_fusion", block, tuple(KernelFusion.__dataclass_fields__))
     memory_efficient = _memory_efficient(block.get("memory_efficient_fusion", False))
-    custom = _kernels("custom_cuda_kernels", block.get("custom_cuda_kernels", ()), CUSTOM_KERNELS)
-    triton = _kernels("triton_kernels", block.get("triton_kernels", ()), TRITON_KERNELS)
+    custom, triton = (_kernels(key, block.get(key, ())) for key in (CUSTOM, TRITON))
     if "jit" in block:
         jit = _jit(block["jit"])
     else:
@@ -336,11 +291,11 @@ def _memory_efficient(value: Any) -> MemoryEfficientOptions | None:
     )
 
 
-def _kernels(key: str, value: Any, known: Mapping[str, tuple[str, ...]]) -> tuple[KernelRequest, ...]:
+def _kernels(key: str, value: Any) -> tuple[KernelRequest, ...]:
     where = f"kernel_fusion.{key}"
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ConfigError(f"{where}: expected a list of kernel names, got {type(value).__name__}")
-    requests = tuple(_kernel(f"{where}[{position}]", entry, known) for position, entry in enumerate(value))
+    requests = tuple(_kernel(f"{where}[{position}]", entry, key) for position, entry in enumerate(value))
     names = [request.name for request in requests]
     for name in names:
         if names.count(name) > 1:
@@ -348,7 +303,7 @@ def _kernels(key: str, value: Any, known: Mapping[str, tuple[str, ...]]) -> tupl
     return requests
 
 
-def _kernel(where: str, entry: Any, known: Mapping[str, tuple[str, ...]]) -> KernelRequest:
+def _kernel(where: str, entry: Any, key: str) -> KernelRequest:
     if isinstance(entry, Mapping):
         if "name" not in entry:
             raise ConfigError(f"{where}: a kernel given as a dict needs a 'name'")
@@ -357,15 +312,17 @@ def _kernel(where: str, entry: Any, known: Mapping[str, tuple[str, ...]]) -> Ker
         name, options = entry, {}
     if not isinstance(name, str):
         raise ConfigError(f"{where}: expected the name of a kernel, got {type(name).__name__}")
+    known = listed(key)
     if name not in known:
-        if name in (*CUSTOM_KERNELS, *TRITON_KERNELS):
+        if name in kernels():
             raise ConfigError(f"{where}: {name!r} is not built yet for this list; it takes {', '.join(known)}")
         raise ConfigError(f"{where}: unknown kernel {shown(name)}; {_nearest(name, known)}known: {', '.join(known)}")
-    if options and not known[name]:
+    types = known[name].lists[key]
+    if options and not types:
         raise ConfigError(f"{where}: {name} takes no options, got {', '.join(map(shown, options))}")
-    _check_keys(where, options, known[name])
-    for key, value in options.items():
-        _boolean(f"{where}.{key}", value)
+    _check_keys(where, options, types)
+    for option, value in options.items():
+        _option(f"{where}.{option}", value, types[option])
     return KernelRequest(name, options)
 
 
@@ -387,6 +344,13 @@ def _boolean(where: str, value: Any, others: str = "") -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{where}: expected true or false{others}, got {shown(value)} ({type(value).__name__})")
     return value
+
+
+def _option(where: str, value: Any, kind: type) -> None:
+    if kind is bool:
+        _boolean(where, value)
+    elif isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+        raise ConfigError(f"{where}: expected {kind.__name__}, got {shown(value)} ({type(value).__name__})")
 
 
 def _count(where: str, value: Any, least: int) -> int:

@@ -33,6 +33,10 @@ class BackendError(FuseoptError, RuntimeError):
     """An op was asked to run on a backend that cannot run it; the message lists why."""
 
 
+class OpError(FuseoptError, ValueError):
+    """An op of the user's own is defined wrongly, or one of its functions does not do what its signature says."""
+
+
 class NativeBuildError(FuseoptError, RuntimeError):
     """The native library could not be compiled; the message holds the compiler's own words."""
 

@@ -50,8 +50,8 @@ class Replacement:
         libraries: the native libraries it needs loaded.
         refused: why the backend that was asked for, or that fits the device best, will not run it.
         by_size: what takes over from `backend` at some sizes.
-        absorbs: inner sites whose work the target does itself.
-        needs: sites that the same request has to have been given, for the target to do anything.
+        claims: inner sites whose work the target does too, so that no other replacement may have them.
+        requires: sites that the same request must have been given, or the target would do nothing.
         op: name of the op that the target calls; None if there is no choice of backends.
         wanted: the backend that the target passes to `op` in every call, such as "auto".
     """
@@ -67,8 +67,8 @@ class Replacement:
     libraries: tuple[loader.Kind, ...] = ()
     refused: str | None = None
     by_size: str | None = None
-    absorbs: tuple[Site, ...] = ()
-    needs: tuple[Site, ...] = ()
+    claims: tuple[Site, ...] = ()
+    requires: tuple[Site, ...] = ()
     op: str | None = None
     wanted: str = "auto"
 
@@ -219,14 +219,14 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
             if isinstance(proposal, Skip):
                 skips.append(proposal)
                 continue
-            sites = (*proposal.sites, *proposal.absorbs)
+            sites = (*proposal.sites, *proposal.claims)
             winner = next((claimed[site.key] for site in sites if site.key in claimed), None)
             if winner is not None:
                 skips.append(_lost_to(winner, proposal))
                 if winner.strategy == proposal.strategy:
                     covered.add((proposal.strategy, proposal.request))
                 continue
-            holders = ((site, claimed.get(site.key)) for site in proposal.needs)
+            holders = ((site, claimed.get(site.key)) for site in proposal.requires)
             missing = next((held for held in holders if held[1] is None or held[1].request != proposal.request), None)
             if missing is not None:
                 skips.append(_without(*missing, proposal))

@@ -363,7 +363,7 @@ def test_a_fusion_that_lands_nowhere_warns_and_raises_under_strict():
 
 
 def test_softmax_inside_sdpa_is_said_to_be_there():
-    with pytest.warns(UserWarning, match=r"'sdpa', which has its softmax inside"):
+    with pytest.warns(UserWarning, match=r"'sdpa', whose softmax cannot be replaced"):
         fuseopt.initialize(
             tiny.gpt2(attn_implementation="sdpa"),
             {"kernel_fusion": {"custom_cuda_kernels": ["FusedSoftmax"], "jit": False}},

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from fuseopt.config import (
-    CUSTOM_KERNELS,
-    PRESETS,
     Config,
     GenerationOptions,
     JitOptions,
@@ -16,6 +14,7 @@ from fuseopt.config import (
     MemoryEfficientOptions,
 )
 from fuseopt.errors import ConfigError
+from fuseopt.kernel_table import CUSTOM, PRESETS, listed
 
 OSLO = {
     "kernel_fusion": {
@@ -214,7 +213,7 @@ def test_json_that_is_no_config(tmp_path, content, message):
 
 
 def test_a_preset_that_names_every_kernel_stays_complete():
-    assert {r.name for r in Config.load("inference").kernel_fusion.custom_cuda_kernels} == set(CUSTOM_KERNELS)
+    assert {r.name for r in Config.load("inference").kernel_fusion.custom_cuda_kernels} == set(listed(CUSTOM))
 
 
 DEEP = "[" * 100_000 + "]" * 100_000

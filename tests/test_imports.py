@@ -1,6 +1,7 @@
 """Which layer may import which, and that importing fuseopt stays light."""
 
 import ast
+import graphlib
 import json
 import subprocess
 import sys
@@ -15,7 +16,10 @@ PACKAGE = Path(fuseopt.__file__).parent
 LAYERS = (
     {
         "_version",
+        "moved_modules",
         "errors",
+        "dotted_path",
+        "kernel_table",
         "config",
         "report",
         "csrc",
@@ -27,7 +31,7 @@ LAYERS = (
     {"blocks", "training"},
     {"generation", "models", "plan", "apply"},
     {"strategies"},
-    {"__init__", "verify"},
+    {"__init__", "verify", "extend"},
     {"bench", "cli", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -39,10 +43,13 @@ def layer(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-def imported(path: Path) -> set[str]:
-    """Full names of the modules a file imports, inside functions too."""
+def imported(path: Path, *, for_types: bool = True) -> set[str]:
+    """Full names of the modules a file imports, inside functions too, and with `for_types` under TYPE_CHECKING."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    if not for_types:
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -63,6 +70,19 @@ def test_imports_point_one_way(path):
         parts = name.split(".")
         if parts[0] == "fuseopt" and len(parts) > 1 and parts[1] in LEVEL:
             assert LEVEL[parts[1]] <= own, f"{path} imports {name} from a layer above its own"
+
+
+def test_the_benchmark_harness_knows_no_benchmark():
+    for path in FILES:
+        if modules_of(path).startswith("fuseopt.bench.harness"):
+            assert not any(name.startswith("fuseopt.bench.suites") for name in imported(path)), path
+
+
+def test_no_modules_import_each_other():
+    """Packages are left out: each imports its modules. So are imports for type checkers alone."""
+    modules = {modules_of(path): path for path in FILES if path.name != "__init__.py"}
+    graph = {name: imported(path, for_types=False) & modules.keys() - {name} for name, path in modules.items()}
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(modules) > 100
 
 
 @pytest.mark.parametrize("layer_name", ["build", "ops", "runtime", "modules"])

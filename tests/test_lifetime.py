@@ -91,8 +91,8 @@ def test_a_model_whose_blocks_run_at_once_is_freed_without_the_garbage_collector
     device = torch.get_default_device().type
     monkeypatch.setattr(stack_runner, "DEVICE_TYPES", (device,))
     runs = []
-    work = stack_runner.ChainWork
-    monkeypatch.setattr(stack_runner, "ChainWork", lambda *arguments: runs.append(1) or work(*arguments))
+    work = stack_runner.StackWork
+    monkeypatch.setattr(stack_runner, "StackWork", lambda *arguments: runs.append(1) or work(*arguments))
     blocks = {"kernel_fusion": {"custom_cuda_kernels": ["FusedBlock"], "backend": "reference", "jit": False}}
     model = fuseopt.initialize(tiny.gpt2(), blocks)
     stock = tiny.logits(fuseopt.restore(copy.deepcopy(model)))

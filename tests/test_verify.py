@@ -159,11 +159,11 @@ def test_what_is_captured_is_judged_too(gpt2, inputs, monkeypatch):
     monkeypatch.setattr(verify_module, "_CALLS", {"cpu": 4})
     blocks = {"kernel_fusion": {"custom_cuda_kernels": ["FusedBlock"], "backend": "reference", "jit": False}}
     assert fuseopt.verify(gpt2, blocks, inputs).ok
-    run = stack_runner.ChainWork.run
+    run = stack_runner.StackWork.run
 
     def wrong(work):
         run(work)
         work.state.output = 1.01 * work.state.output
 
-    monkeypatch.setattr(stack_runner.ChainWork, "run", wrong)
+    monkeypatch.setattr(stack_runner.StackWork, "run", wrong)
     assert not fuseopt.verify(gpt2, blocks, inputs).ok

@@ -18,12 +18,12 @@ from fuseopt.blocks.inference_blocks import (
     attention_function,
     sdpa_attention_function,
 )
-from fuseopt.blocks.stack_runner import BlockChain, Inputs
+from fuseopt.blocks.stack_runner import BlockInputs, StackRunner
 from fuseopt.modules.base import full_name, source_class
 from fuseopt.modules.children import GPT2_CHILDREN, Children
 from fuseopt.ops.library import is_unobserved
 from fuseopt.ops.short_attention import is_fast
-from fuseopt.runtime.module_watch import is_special, modules_below, only_captures_outputs
+from fuseopt.runtime.module_watch import modules_below, only_captures_outputs, trains_or_has_hooks
 
 # Arguments that make no difference to attention by "sdpa" alone.
 _NOT_READ = frozenset(("encoder_attention_mask", "position_ids", "use_cache"))
@@ -51,9 +51,9 @@ class GPT2InferenceForward(InferenceForward):
         *,
         children: Children = GPT2_CHILDREN,
         tanh_gelus: Collection[str] = (),
-        chain: BlockChain | None = None,
+        runner: StackRunner | None = None,
     ) -> None:
-        super().__init__(block, backend, children=children, chain=chain)
+        super().__init__(block, backend, children=children, runner=runner)
         self.tanh_gelus = tanh_gelus
 
     def __call__(
@@ -68,16 +68,16 @@ class GPT2InferenceForward(InferenceForward):
             return type(self.block).forward(
                 self.block, hidden_states, past_key_values, attention_mask, encoder_hidden_states, **kwargs
             )
-        if self.chain is not None and encoder_hidden_states is None and _NOT_READ.issuperset(kwargs):
-            output = self.chain(self, hidden_states, past_key_values, Inputs(attention_mask))
+        if self.runner is not None and encoder_hidden_states is None and _NOT_READ.issuperset(kwargs):
+            output = self.runner(self, hidden_states, past_key_values, BlockInputs(attention_mask))
             if output is not None:
                 return output
         return super().__call__(hidden_states, past_key_values, attention_mask, encoder_hidden_states, **kwargs)
 
-    def can_chain(self, hidden_states: Tensor, inputs: Inputs) -> bool:
+    def can_run(self, hidden_states: Tensor, inputs: BlockInputs) -> bool:
         return self._is_plain(hidden_states) and self.block.attn.config._attn_implementation == "sdpa"
 
-    def shared(self, hidden_states: Tensor, inputs: Inputs, constants: None) -> Tensor | None:
+    def shared(self, hidden_states: Tensor, inputs: BlockInputs, constants: None) -> Tensor | None:
         """What attentions add to scores."""
         mask = inputs.mask
         if mask is None or mask.dtype is not torch.bool:
@@ -166,7 +166,7 @@ class GPT2InferenceForward(InferenceForward):
     def _only_captures(self) -> bool:
         attention: Any = self.block.attn
         others = (module for module in modules_below(*self.block.children()) if module is not attention)
-        return not attention.training and only_captures_outputs(attention) and not any(map(is_special, others))
+        return not attention.training and only_captures_outputs(attention) and not any(map(trains_or_has_hooks, others))
 
 
 class GPT2StackForward(StackForward):
@@ -175,8 +175,8 @@ class GPT2StackForward(StackForward):
     In training it hands attentions the padding that it is told of, as `CausalStackForward` does.
     """
 
-    def __init__(self, stack: nn.Module, chain: BlockChain) -> None:
-        super().__init__(stack, chain)
+    def __init__(self, stack: nn.Module, runner: StackRunner) -> None:
+        super().__init__(stack, runner)
         self._told = CausalStackForward(stack)
 
     def _class_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,7 +192,7 @@ class GPT2StackForward(StackForward):
         hidden = stack.drop(stack.wte(input_ids) + stack.wpe(positions[None]))
         caches = stack.config.use_cache if use_cache is None else use_cache
         cache = modeling.DynamicCache(config=stack.config) if caches else None
-        output = self.chain.at_once(hidden, cache, Inputs())
+        output = self.runner.at_once(hidden, cache, BlockInputs())
         if output is None:
             return None
         return modeling.BaseModelOutputWithPastAndCrossAttentions(

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
-from fuseopt.blocks.stack_runner import BlockChain
+from fuseopt.blocks.stack_runner import StackRunner
 from fuseopt.modules.base import BlockForward, source_class
 from fuseopt.modules.children import Children, unexpected_modules
 from fuseopt.ops.tuned_matmul import ACTIVATIONS, is_fast
-from fuseopt.runtime.module_watch import Structure, modules_below
+from fuseopt.runtime.module_watch import ModuleSnapshot, modules_below
 from fuseopt.runtime.references import refer, weak_attribute
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -30,10 +30,10 @@ class InferenceForward(BlockForward):
     Args:
         block: a module of the class that the subclass is written for.
         children: the classes that the modules inside must have, see `fuseopt.modules.children`.
-        chain: runs all blocks of the stack at once; referred to weakly.
+        runner: runs all blocks of the stack at once; referred to weakly.
     """
 
-    needs_chain: ClassVar[bool] = False
+    needs_runner: ClassVar[bool] = False
     """Whether that is the only way it runs."""
 
     read: tuple[str, ...] = ()
@@ -44,22 +44,22 @@ class InferenceForward(BlockForward):
         backend: str = "auto",
         *,
         children: Children,
-        chain: BlockChain | None = None,
+        runner: StackRunner | None = None,
     ) -> None:
         super().__init__(block, backend)
-        self.children, self._chain = children, refer(chain)
-        self._structure: Structure | None = None
+        self.children, self._runner = children, refer(runner)
+        self._snapshot: ModuleSnapshot | None = None
         self._is_known = False
 
     def __getstate__(self) -> dict[str, Any]:
         # What there is to compare with would be of the modules that are copied.
-        return {**self.__dict__, "_structure": None}
+        return {**self.__dict__, "_snapshot": None}
 
     @property
-    def chain(self) -> BlockChain | None:
-        """The chain, which the stack's forward holds; None once that is gone."""
-        chain: BlockChain | None = self._chain()
-        return chain
+    def runner(self) -> StackRunner | None:
+        """The runner, which the stack's forward holds; None once that is gone."""
+        runner: StackRunner | None = self._runner()
+        return runner
 
     @classmethod
     def backend_reasons(cls, block: nn.Module, backend: str) -> list[str]:
@@ -67,8 +67,8 @@ class InferenceForward(BlockForward):
         return []
 
     def settings(self) -> Hashable:
-        assert self.chain is not None
-        config: Any = self.chain.stack.config
+        assert self.runner is not None
+        config: Any = self.runner.stack.config
         return config._attn_implementation, attention_function(self.block, config)
 
     def constants(self, hidden_states: Tensor) -> Any:
@@ -95,15 +95,15 @@ class InferenceForward(BlockForward):
 
     def _is_untouched(self) -> bool:
         """Whether calling the block means no more than the forwards of its class, and of known classes inside."""
-        if self._structure is None or not self._structure.is_unchanged():
-            self._structure = Structure(modules_below(self.block))
+        if self._snapshot is None or not self._snapshot.is_unchanged():
+            self._snapshot = ModuleSnapshot(modules_below(self.block))
             self._is_known = not unexpected_modules(self.block, self.children) and not any(
-                "forward" in state for state in self._structure.states
+                "forward" in state for state in self._snapshot.states
             )
         # Hooks on the block itself run around its forward, whichever that is.
         if not self._is_known or self.block.training:
             return False
-        return not self._structure.is_special_inside() or self._only_captures()
+        return not self._snapshot.inner_trains_or_has_hooks() or self._only_captures()
 
     def _only_captures(self) -> bool:
         """Whether hooks inside are none but those that `run` calls."""
@@ -111,21 +111,21 @@ class InferenceForward(BlockForward):
 
     def _is_of_one_dtype(self, hidden_states: Tensor) -> bool:
         """Whether all weights are plain Parameters in the dtype of the stream."""
-        assert self._structure is not None
+        assert self._snapshot is not None
         dtype = hidden_states.dtype
         return (
             type(hidden_states) is Tensor
             and not torch.is_autocast_enabled(hidden_states.device.type)
             and all(
                 parameter is None or (type(parameter) is nn.Parameter and parameter.dtype is dtype)
-                for state in (self.block.__dict__, *self._structure.states)
+                for state in (self.block.__dict__, *self._snapshot.states)
                 for parameter in state["_parameters"].values()
             )
         )
 
 
 class StackForward:
-    """The `forward` of a stack whose blocks are chained: the class's own, during which the chain may run them.
+    """The `forward` of a stack whose blocks are chained: the class's own, during which the runner may run them.
 
     A call with tokens and little else, of a size that has been captured, passes that forward by, which waits for the
     GPU to learn what is in the masks.
@@ -137,8 +137,8 @@ class StackForward:
     tensors: frozenset[str] = frozenset()
     """Names of arguments beside tokens that `_of_tokens` takes."""
 
-    def __init__(self, stack: nn.Module, chain: BlockChain) -> None:
-        self.stack, self.chain, self._source = stack, chain, type(stack)
+    def __init__(self, stack: nn.Module, runner: StackRunner) -> None:
+        self.stack, self.runner, self._source = stack, runner, type(stack)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -147,12 +147,12 @@ class StackForward:
             outputs = self._of_tokens(*args, **kwargs)
             if outputs is not None:
                 return outputs
-        with self.chain.in_stack():
+        with self.runner.in_stack():
             return self._class_forward(*args, **kwargs)
 
     def report_lines(self) -> tuple[str, ...]:
-        """What the report says of the chain."""
-        return self.chain.report_lines()
+        """What the report says of the runner."""
+        return self.runner.report_lines()
 
     def _class_forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.stack).forward(self.stack, *args, **kwargs)
@@ -168,7 +168,7 @@ class StackForward:
         **kwargs: Any,
     ) -> bool:
         """Whether a call has no other arguments than `tensors` and tokens of a size that has been captured."""
-        if type(input_ids) is not Tensor or input_ids.dim() != 2 or not self.chain.has_captured(*input_ids.shape):
+        if type(input_ids) is not Tensor or input_ids.dim() != 2 or not self.runner.has_captured(*input_ids.shape):
             return False
         given = {name for name, value in kwargs.items() if value is not None}
         if args or output_attentions or output_hidden_states or not given <= self.tensors:

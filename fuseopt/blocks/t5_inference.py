@@ -16,7 +16,7 @@ from fuseopt.blocks.inference_blocks import (
     sdpa_attention_function,
 )
 from fuseopt.blocks.relative_attention import RelativeStackForward, distance_bias, distance_buckets
-from fuseopt.blocks.stack_runner import BlockChain, Inputs
+from fuseopt.blocks.stack_runner import BlockInputs, StackRunner
 from fuseopt.modules.base import source_class
 from fuseopt.ops import registry
 from fuseopt.ops.relative_attention import has_kernel
@@ -51,7 +51,7 @@ class T5InferenceForward(InferenceForward):
     A block of T5 hands a position bias of another form on, so all blocks of the stack run at once or none.
     """
 
-    needs_chain = True
+    needs_runner = True
     read: tuple[str, ...] = (
         "has_relative_attention_bias",
         "is_decoder",
@@ -74,8 +74,8 @@ class T5InferenceForward(InferenceForward):
         masks = kwargs.get("seen_keys")
         if not torch.compiler.is_compiling() and masks is not None and _NOT_READ.issuperset(kwargs):
             inputs = _inputs(self.block, encoder_hidden_states, *masks)
-            if self.chain is not None and _fills(past_key_values, inputs):
-                output = self.chain(self, hidden_states, past_key_values, inputs)
+            if self.runner is not None and _fills(past_key_values, inputs):
+                output = self.runner(self, hidden_states, past_key_values, inputs)
                 if output is not None:
                     return output, None, None
         return type(self.block).forward(
@@ -101,7 +101,7 @@ class T5InferenceForward(InferenceForward):
         reasons = "; ".join(f"{name}: {', '.join(found)}" for name, found in refused.items())
         return ["its attention has no kernel here, which keeps no scores" + (f" ({reasons})" if reasons else "")]
 
-    def can_chain(self, hidden_states: Tensor, inputs: Inputs) -> bool:
+    def can_run(self, hidden_states: Tensor, inputs: BlockInputs) -> bool:
         if not self._is_untouched() or not self._is_of_one_dtype(hidden_states):
             return False
         block: Any = self.block
@@ -116,7 +116,7 @@ class T5InferenceForward(InferenceForward):
         """The buckets of distances, [2 * max_distance + 1] int64."""
         return distance_buckets(self.block.layer[0].SelfAttention, hidden_states.device)
 
-    def shared(self, hidden_states: Tensor, inputs: Inputs, buckets: Tensor) -> Shared:
+    def shared(self, hidden_states: Tensor, inputs: BlockInputs, buckets: Tensor) -> Shared:
         attention = self.block.layer[0].SelfAttention
         bias = distance_bias(attention, buckets) if attention.has_relative_attention_bias else None
         encoded = inputs.encoded
@@ -210,10 +210,10 @@ class T5StackForward(StackForward):
     tensors = frozenset(("attention_mask", "encoder_hidden_states", "encoder_attention_mask"))
 
     def report_lines(self) -> tuple[str, ...]:
-        return self.chain.report_lines("decoder blocks" if self.stack.is_decoder else "encoder blocks")
+        return self.runner.report_lines("decoder blocks" if self.stack.is_decoder else "encoder blocks")
 
-    def __init__(self, stack: nn.Module, chain: BlockChain) -> None:
-        super().__init__(stack, chain)
+    def __init__(self, stack: nn.Module, runner: StackRunner) -> None:
+        super().__init__(stack, runner)
         self._told = RelativeStackForward(stack)
 
     def _class_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +241,7 @@ class T5StackForward(StackForward):
         inputs = _inputs(stack, encoder_hidden_states, attention_mask, encoder_attention_mask)
         if not _fills(cache, inputs):
             return None
-        output = self.chain.at_once(stack.dropout(stack.embed_tokens(input_ids)), cache, inputs)
+        output = self.runner.at_once(stack.dropout(stack.embed_tokens(input_ids)), cache, inputs)
         if output is None:
             return None
         return modeling.BaseModelOutputWithPastAndCrossAttentions(
@@ -258,12 +258,12 @@ def clamped(hidden: Tensor) -> Tensor:
     return torch.clamp(hidden, min=-limit, max=limit)
 
 
-def _inputs(module: Any, encoded: Tensor | None, mask: Tensor | None, encoded_mask: Tensor | None) -> Inputs:
+def _inputs(module: Any, encoded: Tensor | None, mask: Tensor | None, encoded_mask: Tensor | None) -> BlockInputs:
     """Of a stack or a block, of which only a decoder's reads what was encoded."""
-    return Inputs(mask) if encoded is None or not module.is_decoder else Inputs(mask, encoded, encoded_mask)
+    return BlockInputs(mask) if encoded is None or not module.is_decoder else BlockInputs(mask, encoded, encoded_mask)
 
 
-def _fills(cache: Any, inputs: Inputs) -> bool:
+def _fills(cache: Any, inputs: BlockInputs) -> bool:
     """Whether there is no cache, or one with a part for each kind of attention."""
     return cache is None or inputs.encoded is None or hasattr(cache, "cross_attention_cache")
 
@@ -273,7 +273,7 @@ def _seen(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.bool()[:, None, None, :]
 
 
-def _fit(hidden: Tensor, inputs: Inputs) -> bool:
+def _fit(hidden: Tensor, inputs: BlockInputs) -> bool:
     """Whether masks and encoded states are of the shapes, and the latter of the dtype, that blocks take."""
     mask, encoded, encoded_mask = inputs
     if hidden.dim() != 3 or len(hidden) == 0 or (mask is not None and mask.shape != hidden.shape[:2]):

@@ -11,7 +11,7 @@ GPT2 = ModelPolicy(
     model_types=("gpt2",),
     kernels=(LAYER_NORM, *GELU_KERNELS, SOFTMAX),
     regions=(
-        Rule(f"{_GPT2}.GPT2MLP", "FusedMLP", absorbs=("act",), reads={"c_fc": (CONV1D,)}),
+        Rule(f"{_GPT2}.GPT2MLP", "FusedMLP", claims=("act",), reads={"c_fc": (CONV1D,)}),
         *ACTIVATION_REGIONS,
     ),
     eager_attention=(f"{_GPT2}.GPT2Attention",),

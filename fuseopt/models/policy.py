@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+from fuseopt.dotted_path import imported
 from fuseopt.generation.families.step_interface import StepName
 from fuseopt.modules.base import full_name
 
@@ -26,11 +26,11 @@ class Rule:
     """Modules of exactly one class may be replaced by a fused module.
 
     Attributes:
-        source: the class's full name, as a string so that naming it imports nothing.
-        target: the class that does the work instead: itself, its dotted path, or its name in `fuseopt.modules`.
+        source: full name of the class, a string so that naming it imports nothing.
+        target: the class that does the work instead, its dotted path, or its name in `fuseopt.modules`.
         options: keyword arguments for `target.from_module`.
-        absorbs: names of the source's children whose work the target does itself, so that no other strategy may claim
-            them too.
+        claims: names of the source's children whose work the target does too, so that no other replacement may have
+            them. Called `absorbs` before; that name is still accepted, with a DeprecationWarning.
         reads: path of a module inside whose weights the target reads, or whose forward it bypasses -> full names of
             the classes that it may have.
     """
@@ -38,8 +38,14 @@ class Rule:
     source: str
     target: str | type
     options: Mapping[str, Any] = field(default_factory=dict)
-    absorbs: tuple[str, ...] = ()
+    claims: tuple[str, ...] = ()
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    absorbs: InitVar[tuple[str, ...] | None] = None
+
+    def __post_init__(self, absorbs: tuple[str, ...] | None) -> None:
+        if absorbs is not None:
+            warnings.warn("Rule(absorbs=...) is now Rule(claims=...)", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "claims", absorbs)
 
     @property
     def target_name(self) -> str:
@@ -53,24 +59,20 @@ class Rule:
         Raises:
             ImportError, AttributeError: there is none.
         """
-        return _class_at(self.target) if isinstance(self.target, str) else self.target
+        if not isinstance(self.target, str):
+            return self.target
+        return imported(self.target if "." in self.target else f"fuseopt.modules.{self.target}")
 
     def names(self, cls: type) -> bool:
-        """Whether `cls` is the very class that the rule is about."""
+        """True if `cls` is the source itself, not a subclass."""
         return full_name(cls) == self.source
 
 
-@functools.cache
-def _class_at(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module or "fuseopt.modules"), name)
-
-
 def rules(
-    sources: str, target: str | type, options: Mapping[str, Any], absorbs: tuple[str, ...] = ()
+    sources: str, target: str | type, options: Mapping[str, Any], claims: tuple[str, ...] = ()
 ) -> tuple[Rule, ...]:
     """One rule for each class of transformers in `sources`, as "llama.LlamaMLP mistral.MistralMLP"."""
-    return tuple(Rule(modeling_name(source), target, options, absorbs) for source in sources.split())
+    return tuple(Rule(modeling_name(source), target, options, claims) for source in sources.split())
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ __all__ = [
     "pick_by_size",
     "pick_without_gradient",
     "register",
+    "unregister",
 ]
 
 
@@ -310,6 +311,13 @@ def register(op: Op) -> Op:
         raise ValueError(f"an op named {op.name!r} is registered already")
     _OPS[op.name] = op
     return op
+
+
+def unregister(name: str) -> None:
+    """Remove an op; nothing happens where there is none of that name."""
+    _OPS.pop(name, None)
+    for key in [key for key in _CHOSEN if key[1] == name]:
+        del _CHOSEN[key]
 
 
 def get(name: str) -> Op:

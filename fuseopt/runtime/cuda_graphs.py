@@ -1,4 +1,4 @@
-"""Work captured as CUDA graphs: what runs once and is replayed from then on, on static tensors."""
+"""Capture of work on static tensors as CUDA graphs, and stream order among a model's works."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from fuseopt.runtime import gc_pause
 
-# A capture begins with a wait for the whole device, which is an error, and ruins the other one, while any stream of it
-# is being captured.
+# A capture starts with a device synchronisation, which is illegal while another stream is capturing and would
+# invalidate that capture.
 _one_capture_at_a_time = threading.Lock()
 
 
 class State(Protocol):
-    """Tensors at addresses that stay, and what their shapes depend on."""
+    """Static tensors that a captured work reads and writes; `sizes` identifies their shapes."""
 
     @property
     def sizes(self) -> Hashable: ...
@@ -33,11 +33,11 @@ _S = TypeVar("_S", bound=State)
 
 
 class Work(Generic[_S]):
-    """Call: does what `run` does, which is replayed once it has been captured.
+    """A function on static tensors. A call runs it, or replays its CUDA graph after `capture`.
 
     Args:
-        key: of all that `run` depends on but values of tensors.
-        state: the tensors that it reads and writes.
+        key: everything that `run` depends on apart from the values of tensors.
+        state: the tensors that `run` reads and writes.
     """
 
     def __init__(self, key: Hashable, state: _S) -> None:
@@ -54,28 +54,29 @@ class Work(Generic[_S]):
             self.graph.replay()
 
     def capture(self, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
-        """Records on `stream` what a call does, to be replayed from then on; the same has run once before.
+        """Captures `run`, which must have run once before, on `stream`; later calls replay the graph.
 
         Raises:
-            RuntimeError: it cannot be captured; torch.OutOfMemoryError is one.
+            RuntimeError: the capture failed; torch.OutOfMemoryError is a subclass.
         """
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        # Other threads may go on allocating; but a graph of a model that nobody has any more must not be freed now.
+        # "thread_local" lets other threads allocate. The collector is paused because freeing another graph during the
+        # capture would invalidate it.
         recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         try:
-            with gc_pause.not_collected(), recording:
+            with gc_pause.paused(), recording:
                 self.run()
         except RuntimeError:
             torch.cuda.set_stream(current)
             _end_lost_capture(graph, pool, stream)
             raise
-        # Before it records, torch sets the offset of random numbers back to 0 there; a replay sets its own here.
+        # torch resets the generator's offset on the capture stream; each replay sets its own on the current stream.
         current.wait_stream(stream)
         self.graph = graph
 
 
 class Captures:
-    """Captures the works of one model, and keeps what uses their tensors in order."""
+    """Captures the works of one model, and serialises their use of static tensors across streams."""
 
     def __init__(self) -> None:
         self._last_use: torch.cuda.Event | None = None
@@ -83,33 +84,32 @@ class Captures:
         self._capture_stream: torch.cuda.Stream | None = None
 
     def record(self, work: Work[Any], others: Iterable[Work[Any]], what: str) -> str:
-        """Captures `work`, which has run before; returns why that could not be done, or nothing.
+        """Captures `work`, which must have run once; returns the reason of a failure, or "".
 
         Args:
-            others: that have been captured; none of them ever runs at the same time.
-            what: the work is, for the reason.
+            others: captured works that never run at the same time as `work`, whose memory pool it may share.
+            what: name of the work in the reason, such as "the blocks".
         """
-        # Graphs that never run at the same time can share their workspace.
         pools = (other.graph.pool() for other in others if other.graph is not None)
-        # torch's default is on the device of the process's first capture. This one serves captures alone: a graph goes
-        # on to use the workspace that the BLAS library has for its stream, which has to be memory of the pool.
+        # Not torch's default capture stream, which is on the device of the process's first capture. The stream is used
+        # for captures only: its cuBLAS workspace is baked into the graph, so it has to be allocated from the pool.
         self._capture_stream = stream_on(work.state.device, self._capture_stream)
         try:
             with _one_capture_at_a_time:
                 work.capture(next(pools, None) or torch.cuda.graph_pool_handle(), self._capture_stream)
         except RuntimeError as error:
-            # The end of a capture that something has spoiled raises, too.
+            # Ending an invalidated capture raises as well; the first error is the cause.
             cause = error.__context__ or error
             return f"{what} could not be captured: {str(cause).splitlines()[0]}"
         return ""
 
     def join(self, device: torch.device) -> None:
-        """Lets the current stream wait for the last block of `in_stream_order`."""
+        """Makes the current stream wait for the work that the last `in_stream_order` block queued."""
         if device.type == "cuda" and self._last_use is not None:
             torch.cuda.current_stream(device.index).wait_event(self._last_use)
 
     def drain(self) -> None:
-        """Blocks the host until all work queued in `in_stream_order` blocks is done, so that its tensors can be freed.
+        """Blocks the host until all work queued in `in_stream_order` blocks is done; then its tensors can be freed.
 
         The caching allocator tracks only the stream that memory was allocated on: it reuses freed memory even while
         another stream still reads it.
@@ -120,7 +120,7 @@ class Captures:
 
     @contextmanager
     def in_stream_order(self, device: torch.device) -> Iterator[None]:
-        """Keeps what happens inside behind what the previous such block queued, whichever streams they are on."""
+        """Orders the work queued inside after the work of the previous such block, also across streams."""
         if device.type != "cuda":
             yield
             return
@@ -129,7 +129,7 @@ class Captures:
 
     @contextmanager
     def in_order_on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """As `in_stream_order`, where the current stream is this one."""
+        """`in_stream_order` for a caller that knows the current stream."""
         if self._last_use is not None:
             stream.wait_event(self._last_use)
         before, self._in_use_on = self._in_use_on, stream
@@ -145,10 +145,13 @@ def stream_on(device: torch.device, stream: torch.cuda.Stream | None) -> torch.c
 
 
 def _end_lost_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
-    """Does what torch leaves undone where CUDA gave the capture up: its allocator would go on to keep memory that other
-    streams have used, and its generator to refuse to draw, up to the end of another capture."""
+    """Cleans up after an invalidated capture, which torch does not do.
+
+    Without it the caching allocator keeps routing memory to the pool, and the generator refuses to draw random numbers,
+    until another capture ends. So an empty one is run here.
+    """
     graph.reset()
-    with suppress(RuntimeError):  # of an allocator that knows
+    with suppress(RuntimeError):  # the allocator may have ended it already
         torch._C._cuda_endAllocateToPool(stream.device.index, pool)
     something = torch.empty((), device=stream.device)
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):

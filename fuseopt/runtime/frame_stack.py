@@ -1,7 +1,7 @@
-"""Memory for the frames of Python's calls.
+"""`in_one_chunk`: avoids repeated allocation of Python's frame stack while a step compiles.
 
-CPython 3.11 and later takes it in chunks of 16 KiB and gives each back when its last frame has returned. Where a chunk
-is full, every call that a loop makes maps memory, touches it for the first time and unmaps it.
+CPython 3.11 and later allocates frames in chunks of 16 KiB and frees a chunk when its last frame returns. If a loop
+runs at the end of a full chunk, each call in it maps, faults in and unmaps a new chunk.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import TypeVar, cast
 
 Function = TypeVar("Function")
 
-# In values of 8 bytes. A chunk is the power of two that has room for a frame: this one's is 2 MiB, half of it free.
+# In slots of 8 bytes: a frame of 1 MiB. CPython rounds the chunk up to 2 MiB, so 1 MiB stays free for the callees.
 _STACK = 2**17
 
 
-def with_room(function: Function) -> Function:
-    """Decorates a plain function: the frames of what it calls, some thousand one in another, lie in one chunk."""
+def in_one_chunk(function: Function) -> Function:
+    """Decorator that gives a plain function a large frame, so that about 1000 nested calls fit in its chunk."""
     plain = cast(FunctionType, function)
     plain.__code__ = plain.__code__.replace(co_stacksize=_STACK)
     return function

@@ -1,4 +1,4 @@
-"""Holding back Python's garbage collector, which is one for all threads."""
+"""`paused`: turns off Python's garbage collector while a step is compiled or a CUDA graph is captured."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import gc
 import threading
 from collections.abc import Iterator
 
-# Python 3.12 puts its immortal objects among the frozen ones, some hundreds. A process that has imported torch, and
-# froze what it has, keeps many times as many.
+# Python 3.12 counts its immortal objects, some hundreds, as frozen. After `gc.freeze()` in a process that has imported
+# torch, the count is far higher.
 _MOST_IMMORTAL = 10_000
 
 _lock = threading.Lock()
@@ -18,11 +18,12 @@ _keeps_frozen = False
 
 
 @contextlib.contextmanager
-def not_collected() -> Iterator[None]:
-    """Garbage waits until the last thread has left: a search goes over all objects, and frees some of any thread's.
+def paused() -> Iterator[None]:
+    """Disables garbage collection until the last thread has left the context.
 
-    What is there then counts as old: the next search of all generations goes over it, none of the young one, which
-    would come at once. Where the process keeps objects frozen, that is left alone, and the search comes.
+    The collector is shared by all threads. On exit, objects made inside are moved to the oldest generation, so that no
+    collection of the young generation starts at once. If the process has frozen objects itself (`gc.freeze`), they
+    stay frozen, and that collection runs.
     """
     global _inside, _was_enabled, _keeps_frozen
     with _lock:
@@ -36,8 +37,8 @@ def not_collected() -> Iterator[None]:
         with _lock:
             _inside -= 1
             if not _inside and _was_enabled:
-                # Asked only where a search is due, not behind every step, and until the answer is yes: Python counts
-                # what is frozen one by one.
+                # `get_freeze_count` walks all frozen objects, so it is called only if a collection is due, and no more
+                # once the process is known to freeze objects.
                 if gc.get_count()[0] > gc.get_threshold()[0] and not _keeps_frozen:
                     _keeps_frozen = gc.get_freeze_count() >= _MOST_IMMORTAL
                     if not _keeps_frozen:
@@ -47,9 +48,9 @@ def not_collected() -> Iterator[None]:
 
 
 def drop_tracebacks(kind: type[BaseException]) -> None:
-    """Of young exceptions of this kind, which are garbage or soon will be and which nobody is going to show.
+    """Removes the tracebacks of young exceptions of this class.
 
-    A traceback has frames, these their callers', and each frame what its variables hold.
+    A traceback keeps its frames and their callers' frames alive, and with them all local variables, such as tensors.
     """
     for found in gc.get_objects(generation=0):
         if issubclass(type(found), kind):

@@ -1,4 +1,8 @@
-"""Whether modules, and their weights, are what they were: for whatever goes past the modules' own forwards."""
+"""Checks that modules, hooks and weight addresses have not changed, for code that bypasses the modules' forwards.
+
+A captured CUDA graph or a decode step reads weights by address. `ModuleWatch` is compared with the model in every call,
+so its checks are a few C-level passes over lists.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ from torch import nn
 from fuseopt.build import loader
 
 CONSTANTS = ("eps", "variance_epsilon", "scaling", "is_causal", "max_norm")
-"""Plain attributes of modules that are read when their forwards are bypassed."""
+"""Plain attributes of modules that bypassing code reads."""
 
 _SPECIAL = ("training", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-# What the library for Python has functions of these names for.
+# Python versions of the functions `has_true` and `places` of the native library `csrc/python`.
 def _has_true(states: Sequence[dict[str, Any]], names: tuple[str, ...]) -> bool:
     return any(chain.from_iterable(map(operator.itemgetter(*names), states)))
 
@@ -29,17 +33,17 @@ def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
 
 
 def _are_the_same(those: Sequence[Any], others: Sequence[Any]) -> bool:
-    """By identity: tensors compare themselves element by element."""
+    """Element-wise `is`: `==` on tensors would compare their elements."""
     return len(those) == len(others) and all(map(operator.is_, those, others))
 
 
-class Structure:
-    """Compares modules with what they were, in a few passes at the speed of C.
+class ModuleSnapshot:
+    """Classes, children and instance-level forwards of modules, and a check that they are still the same.
 
-    It refers weakly to the first module, which indirectly holds this, and to the forward that was set on that module.
+    References to the first module and to its instance-level forward are weak: that module owns this object.
 
     Args:
-        modules: all modules of one or more trees; the first must not be below another.
+        modules: all modules of one or more trees; the first must not be a descendant of another.
 
     Attributes:
         states: the `__dict__` of each module but the first.
@@ -49,28 +53,28 @@ class Structure:
         top, *self._others = modules
         self._top, self.states = weakref.ref(top), [module.__dict__ for module in self._others]
         children = (top._modules, *(state["_modules"] for state in self.states))
-        # What has none makes no use of one that is added.
+        # A leaf module would not call a child that is added to it.
         self._children_of = [those for those in children if those]
         self._has_true = getattr(loader.python_library(), "has_true", _has_true)
         self._seen, self._forward = self._look(), _weakly(top.__dict__.get("forward"))
 
     @property
     def top(self) -> nn.Module:
-        """The first module, which must not have been freed."""
+        """The first module, which must still exist."""
         module = self._top()
         assert module is not None
         return module
 
     def is_unchanged(self) -> bool:
-        """Whether classes, children and forwards that were set on instances are the same."""
+        """Whether classes, children and instance-level forwards are the same as at construction."""
         return self._look() == self._seen and self.top.__dict__.get("forward") is self._forward()
 
-    def is_special(self) -> bool:
-        """Whether any module is in training mode or carries hooks."""
-        return self.is_special_inside() or is_special(self.top)
+    def trains_or_has_hooks(self) -> bool:
+        """Whether any module is in training mode or has hooks."""
+        return self.inner_trains_or_has_hooks() or trains_or_has_hooks(self.top)
 
-    def is_special_inside(self) -> bool:
-        """Whether any module but the first is in training mode or carries hooks."""
+    def inner_trains_or_has_hooks(self) -> bool:
+        """Whether any module except the first is in training mode or has hooks."""
         return bool(self._has_true(self.states, _SPECIAL))
 
     def _look(self) -> tuple[list[Any], ...]:
@@ -84,25 +88,25 @@ class Structure:
 def _weakly(forward: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(forward)
-    except TypeError:  # None, and what cannot be referred to weakly
+    except TypeError:  # None, or an object without weak references
         return lambda: forward
 
 
-class Watch:
-    """Compares what there is of some plain modules, and of their parameters, with what there was.
+class ModuleWatch:
+    """Modules and parameters of a captured step, and a check that they are still the same.
 
     Args:
-        modules: a module, referred to weakly, and all modules of the trees below some of its children.
-        parameters: theirs, without None.
-        constants: names of plain attributes that are to stay.
+        modules: a module, referenced weakly, and all modules of the trees below some of its children.
+        parameters: the parameters of `modules`, without None; at least one.
+        constants: names of plain attributes that must keep their values.
     """
 
     def __init__(
         self, modules: list[nn.Module], parameters: list[nn.Parameter], constants: Sequence[str] = CONSTANTS
     ) -> None:
-        self.structure = Structure(modules)
-        states, top = self.structure.states, modules[0].__dict__
-        # What has none makes no use of one that is added.
+        self.snapshot = ModuleSnapshot(modules)
+        states, top = self.snapshot.states, modules[0].__dict__
+        # A module without parameters would not read one that is added to it.
         self.parameters_of = [held for held in (top["_parameters"], *(s["_parameters"] for s in states)) if held]
         self.constants_of = [(state, name) for state in states for name in constants if name in state]
         self.constants_of_top = [name for name in constants if name in top]
@@ -112,21 +116,22 @@ class Watch:
         self.places = self._places_of(parameters)
 
     def is_in_place(self) -> bool:
-        """Whether parameters have the addresses, dtypes and layouts that they had."""
+        """Whether the addresses, dtypes, shapes and strides of all parameters are the same as at construction."""
         return bool(self._places_of(self.parameters) == self.places)
 
     def is_unchanged(self) -> bool:
+        """Whether a captured step is still valid; False in training mode, with hooks and under autocast."""
         return (
-            not self.structure.is_special()
+            not self.snapshot.trains_or_has_hooks()
             and not torch.is_autocast_enabled(self.device_type)
-            and self.structure.is_unchanged()
+            and self.snapshot.is_unchanged()
             and self._constants() == self.seen_constants
             and _are_the_same(self._held(), self.seen_parameters)
             and self.is_in_place()
         )
 
     def _constants(self) -> list[Any]:
-        top = self.structure.top.__dict__
+        top = self.snapshot.top.__dict__
         return [top.get(name) for name in self.constants_of_top] + [s.get(name) for s, name in self.constants_of]
 
     def _held(self) -> list[nn.Parameter | None]:
@@ -134,7 +139,7 @@ class Watch:
 
 
 def modules_below(*roots: nn.Module) -> list[nn.Module]:
-    """The roots and everything below them, each once."""
+    """The roots and all their descendants, each once."""
     modules, stack = {}, list(roots)
     while stack:
         module = stack.pop()
@@ -153,19 +158,19 @@ def config_of(module: nn.Module) -> Any:
 
 
 def parameters_below(*roots: nn.Module) -> list[nn.Parameter]:
-    """Those of the roots and everything below them, each once; in less than half of the time of `parameters()`."""
+    """Parameters of the roots and their descendants, each once; takes less than half the time of `parameters()`."""
     held = chain.from_iterable(module._parameters.values() for module in modules_below(*roots) if module._parameters)
-    # By identity: to hash a tensor is a call of Python's.
+    # Keyed by id, because hashing a tensor is a slow Python call.
     return list({id(parameter): parameter for parameter in held if parameter is not None}.values())
 
 
-def is_special(module: nn.Module) -> bool:
-    """Whether `module` is in training mode or carries hooks."""
+def trains_or_has_hooks(module: nn.Module) -> bool:
+    """Whether `module` is in training mode or has hooks."""
     return _has_true([module.__dict__], _SPECIAL)
 
 
-def is_without_parameters(module: nn.Module) -> bool:
-    """Whether a leaf module keeps weights outside its Parameters, or renormalises them (an Embedding's `max_norm`)."""
+def has_other_weights(module: nn.Module) -> bool:
+    """Whether a leaf module has weights outside of its Parameters, or renormalises them (an Embedding's `max_norm`)."""
     state = module.__dict__
     if state["_modules"]:
         return False
@@ -173,7 +178,7 @@ def is_without_parameters(module: nn.Module) -> bool:
 
 
 def only_captures_outputs(module: nn.Module) -> bool:
-    """Whether its hooks are those that transformers leaves behind once it was asked for hidden states or attentions."""
+    """Whether the only hooks are those of transformers that record outputs (hidden states, attentions)."""
     others = (module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     hooks = module._forward_hooks.values()
     captures = "transformers.utils.output_capturing"

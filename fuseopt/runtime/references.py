@@ -1,7 +1,7 @@
 """Weak references from what fuseopt sets on a module back to that module.
 
-A forward that is set on a block needs the block. With a strong reference the two would form a cycle, which only the
-garbage collector frees. With a weak one a model is freed with its last reference, as a stock model is.
+A forward that is set on a block refers to that block. A strong reference would form a cycle, which only the garbage
+collector frees. With a weak one, a fused model is freed with its last reference, as a stock model is.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 class Reference:
     """A weak reference. Calling it returns the object, or None once that has been freed.
 
-    A deepcopy or pickle of it refers to the copy of the object. It holds a `weakref.ref`, as Dynamo cannot trace a
-    subclass of that.
+    A deepcopy or pickle of it refers to the copy of the object. It holds a `weakref.ref` instead of subclassing it,
+    because Dynamo cannot trace a subclass.
     """
 
     def __init__(self, to: Any) -> None:
@@ -32,7 +32,7 @@ class _Nothing:
 
 
 def refer(to: Any) -> Reference:
-    """A reference to `to`; for None, a reference whose object is gone."""
+    """A weak reference to `to`; for None, a reference that returns None."""
     return Reference(_Nothing() if to is None else to)
 
 

@@ -1,4 +1,4 @@
-"""FusedAttention: causal attention of padded batches in training, told which keys are padding."""
+"""FusedAttention: causal attention in training on padded batches, by an op that is given the padding mask."""
 
 from __future__ import annotations
 
@@ -9,42 +9,39 @@ from typing import Any
 from torch import nn
 
 from fuseopt.blocks.causal_attention import CausalStackForward, fused_attention
-from fuseopt.models import ModelPolicy, Rule
+from fuseopt.models import Rule
 from fuseopt.ops.relative_attention import MOST_DIM
-from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
+from fuseopt.plan import Candidate, Replacement, Site, Skip
 from fuseopt.runtime.references import refer
 from fuseopt.strategies.attention_config import AttentionConfig
+from fuseopt.strategies.context import ProposalContext
 from fuseopt.strategies.propose import (
+    FORWARD_REPLACED,
     PAYS_ON_GPU,
-    Offer,
     forward_name,
     forward_sites,
-    replacement,
     runs_on_gpu,
-    skip,
     stacks_of,
+    subclass_reason,
 )
 
 _TARGET = "FusedAttention"
 
 
-def propose(
-    index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str, where_it_pays: bool
-) -> Iterator[Replacement | Skip]:
-    """One site an attention, the `config` that it reads its implementation from, and the `forward` of their stack.
+def propose(context: ProposalContext) -> Iterator[Replacement | Skip]:
+    """The `config` that each attention reads its implementation from, and the `forward` of the stack around them.
 
-    Args:
-        where_it_pays: on a GPU alone.
+    The option `where_it_pays` limits it to models on a GPU.
     """
-    for stack, rule in stacks_of(index, policy.causal_attention):
-        if where_it_pays and not runs_on_gpu(index):
-            yield skip(forward_sites(stack), forward_name(stack), _TARGET, offer, PAYS_ON_GPU)
+    for stack, rule in stacks_of(context.index, context.policy.causal_attention):
+        if context.options.get("where_it_pays") and not runs_on_gpu(context.index):
+            yield context.skip(forward_sites(stack), forward_name(stack), _TARGET, PAYS_ON_GPU)
         else:
-            yield from _propose_stack(index, stack, rule, offer, backend)
+            yield from _propose_stack(context, stack, rule)
 
 
 class FusedAttentionConfig(AttentionConfig):
-    """In which "sdpa" reads as `fused_attention` while the attention is in training mode."""
+    """The config of one attention, in which "sdpa" reads as `fused_attention` while that is in training mode."""
 
     stands_for, name = "sdpa", "fuseopt_attention"
     function = staticmethod(fused_attention)
@@ -55,7 +52,7 @@ class FusedAttentionConfig(AttentionConfig):
 
     @property
     def attention(self) -> nn.Module | None:
-        """The module; None once it is freed, when another module may have taken over its attributes."""
+        """The attention module; None after it was freed, as when another module has taken over its attributes."""
         module: nn.Module | None = self._attention()
         return module
 
@@ -63,47 +60,43 @@ class FusedAttentionConfig(AttentionConfig):
         return self.attention is not None and bool(self.attention.training)
 
 
-def _propose_stack(
-    index: ModelIndex, stack: Candidate, rule: Rule, offer: Offer, backend: str
-) -> Iterator[Replacement | Skip]:
-    sites, name, told = forward_sites(stack), forward_name(stack), False
+def _propose_stack(context: ProposalContext, stack: Candidate, rule: Rule) -> Iterator[Replacement | Skip]:
+    sites, name, any_replaced = forward_sites(stack), forward_name(stack), False
     reason = None
     if not stack.is_exactly(rule.source):
-        reason = f"it is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ"
+        reason = subclass_reason(rule.source)
     elif "forward" in stack.module.__dict__:
-        reason = "its forward has been replaced on the instance"
+        reason = FORWARD_REPLACED
     within = {id(module) for module in stack.module.modules()}
-    for attention in index.of_class(rule.options["attention"]):
+    for attention in context.index.of_class(rule.options["attention"]):
         if id(attention.module) not in within:
             continue
-        reasons = ["its stack cannot tell it of padding"] if reason else _not_supported_reasons(attention, rule)
+        reasons = ["its stack cannot pass the padding mask on"] if reason else _not_supported_reasons(attention, rule)
         if reasons:
-            yield skip(attention.sites, attention.class_name, _TARGET, offer, "; ".join(reasons))
+            yield context.skip(attention.sites, attention.class_name, _TARGET, "; ".join(reasons))
             continue
-        told = True
+        any_replaced = True
         config = Site(attention.module, "config", f"{attention.sites[0].path}.config")
-        build = functools.partial(FusedAttentionConfig, attention.module, attention.module.config, backend)
-        why = "attention runs as SDPA, which padding costs its flash kernel"
-        yield replacement((config,), attention.class_name, _TARGET, offer, why, build)
+        build = functools.partial(FusedAttentionConfig, attention.module, attention.module.config, context.wanted)
+        why = "attention runs as SDPA, which cannot use a flash kernel with a padding mask"
+        yield context.replacement((config,), attention.class_name, _TARGET, why, build)
     if reason:
-        yield skip(sites, name, rule.target_name, offer, reason)
-    elif told:
-        tell = functools.partial(CausalStackForward, stack.module)
-        yield replacement(
-            sites, name, rule.target_name, offer, "hands its attentions the padding that it is told of", tell
+        yield context.skip(sites, name, rule.target_name, reason)
+    elif any_replaced:
+        forward = functools.partial(CausalStackForward, stack.module)
+        yield context.replacement(
+            sites, name, rule.target_name, "passes its padding mask on to its attentions", forward
         )
 
 
 def _not_supported_reasons(attention: Candidate, rule: Rule) -> list[str]:
     if not attention.is_exactly(rule.options["attention"]):
-        return [f"it is a subclass of {rule.options['attention'].rpartition('.')[2]}, so its forward may differ"]
+        return [subclass_reason(rule.options["attention"])]
     if getattr(attention.module, "is_cross_attention", False):
         return ["cross-attention is not causal"]
     if attention.module.head_dim > MOST_DIM:
-        return [f"its heads have {attention.module.head_dim} elements, and the kernel takes at most {MOST_DIM}"]
+        return [f"its head size is {attention.module.head_dim}, and the kernel takes at most {MOST_DIM}"]
     implementation = attention.module.config._attn_implementation
     if implementation != "sdpa":
-        return [
-            f"attention runs as {implementation!r}; model.set_attn_implementation('sdpa') would let it be exchanged"
-        ]
+        return [f"attention runs as {implementation!r}; after model.set_attn_implementation('sdpa') it can be replaced"]
     return []

@@ -10,26 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
-from fuseopt.models import ModelPolicy
-from fuseopt.plan import ModelIndex, Replacement, Site, Skip
+from fuseopt.plan import Replacement, Site, Skip
 from fuseopt.strategies.attention_config import AttentionConfig
-from fuseopt.strategies.propose import Offer, replacement, skip
+from fuseopt.strategies.context import ProposalContext
 
 _TARGET = "FusedSoftmax"
 
 
-def propose(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) -> Iterator[Replacement | Skip]:
-    """One site an attention module: the `config` that it reads its attention implementation from."""
-    for candidate in index.candidates:
-        if not any(candidate.is_exactly(name) for name in policy.eager_attention):
+def propose(context: ProposalContext) -> Iterator[Replacement | Skip]:
+    """The `config` that each attention module reads its attention implementation from."""
+    for candidate in context.index.candidates:
+        if not any(candidate.is_exactly(name) for name in context.policy.eager_attention):
             continue
         reasons = _not_supported_reasons(candidate.module)
         if reasons:
-            yield skip(candidate.sites, candidate.class_name, _TARGET, offer, "; ".join(reasons))
+            yield context.skip(candidate.sites, candidate.class_name, _TARGET, "; ".join(reasons))
             continue
         site = Site(candidate.module, "config", f"{candidate.sites[0].path}.config")
-        build = functools.partial(FusedSoftmaxConfig, candidate.module.config, backend)
-        yield replacement((site,), candidate.class_name, _TARGET, offer, "attention is transformers' eager one", build)
+        build = functools.partial(FusedSoftmaxConfig, candidate.module.config, context.wanted)
+        yield context.replacement((site,), candidate.class_name, _TARGET, "attention runs as 'eager'", build)
 
 
 def fused_softmax_attention(
@@ -43,13 +42,13 @@ def fused_softmax_attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """transformers' `eager_attention_forward` of GPT-2 and T5, with one op between the two products.
+    """transformers' `eager_attention_forward` of GPT-2 and T5, with one op between the two matmuls.
 
     Args:
         module: the attention module; its config is a `FusedSoftmaxConfig`.
         query, key, value: [batch, heads, length, head size], any floating dtype.
         attention_mask: additive, broadcastable to [batch, heads, query length, key length], or None.
-        position_bias: T5's, likewise.
+        position_bias: T5's bias by relative position, with the same shape rule, or None.
 
     Returns:
         [batch, query length, heads, head size] and the attention weights [batch, heads, query length, key length].
@@ -61,14 +60,14 @@ def fused_softmax_attention(
     scores = torch.matmul(query, key.transpose(-1, -2))
     weights = ops.softmax(scores, mask, scale=scale, backend=module.config.backend)
     if position_bias is None:
-        # GPT-2 takes the weights back to value's dtype, which matters under autocast; T5 does not.
+        # GPT-2 casts the weights to value's dtype, which differs under autocast; T5 does not.
         weights = weights.type(value.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
 class FusedSoftmaxConfig(AttentionConfig):
-    """In which "eager" reads as `fused_softmax_attention`."""
+    """The config of one attention, in which "eager" reads as `fused_softmax_attention`."""
 
     stands_for, name = "eager", "fuseopt_softmax"
     function = staticmethod(fused_softmax_attention)
@@ -78,9 +77,9 @@ def _not_supported_reasons(attention: nn.Module) -> list[str]:
     implementation = attention.config._attn_implementation
     if implementation != "eager":
         return [
-            f"attention runs as {implementation!r}, which has its softmax inside; "
-            "model.set_attn_implementation('eager') would bring it out"
+            f"attention runs as {implementation!r}, whose softmax cannot be replaced; "
+            "after model.set_attn_implementation('eager') it can"
         ]
     if getattr(attention, "reorder_and_upcast_attn", False):
-        return ["reorder_and_upcast_attn computes attention in a float32 order of its own"]
+        return ["reorder_and_upcast_attn computes attention in another order and in float32"]
     return []

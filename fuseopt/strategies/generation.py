@@ -11,12 +11,12 @@ from fuseopt.generation.families.step_interface import StepName, registered_step
 from fuseopt.models import ModelPolicy, full_name
 from fuseopt.ops import registry
 from fuseopt.plan import ModelIndex, Replacement, Site, Skip
-from fuseopt.strategies.propose import Offer, replacement, skip
+from fuseopt.strategies.context import BackendChoice, ProposalContext
 
 _REQUEST = "generation"
 _TARGET = "FusedGenerate"
 _METHOD = "generate"
-_REASON = "transformers prepares each call; the tier that decodes it is chosen call by call"
+_REASON = "transformers prepares each call; the tier that decodes is chosen in each call"
 
 
 class GenerationStrategy:
@@ -40,17 +40,17 @@ class GenerationStrategy:
         elif step is None:
             reason = f"no decode step is written for {model_class.__name__}"
         elif _METHOD in index.model.__dict__:
-            reason = f"the instance has a {_METHOD} of its own already"
-        offer = Offer(_REQUEST, self.name, libraries=_libraries(index))
+            reason = f"{_METHOD} has been set on the instance"
+        context = ProposalContext(index, policy, _REQUEST, self.name, choice=BackendChoice(libraries=_libraries(index)))
         if step is None or reason is not None:
-            yield skip(sites, model_class.__name__, _TARGET, offer, reason or "")
+            yield context.skip(sites, model_class.__name__, _TARGET, reason or "")
             return
         build = functools.partial(_build, index, step, config.generation)
-        yield replacement(sites, "GenerationMixin", _TARGET, offer, _REASON, build)
+        yield context.replacement(sites, "GenerationMixin", _TARGET, _REASON, build)
 
 
 def _libraries(index: ModelIndex) -> tuple[loader.Kind, ...]:
-    """The native libraries that the step's norms run fastest on, where they can be had."""
+    """The native libraries that run the step's norms, if they are available."""
     norm = registry.get("rms_norm")
     devices = (device for device in index.devices if device.type != "meta")
     chosen = {norm.choose("auto", device, [index.dtype], may_build=True).backend for device in devices}

@@ -1,69 +1,83 @@
-"""FusedBlock: the forward of a block without gradients, past those of the modules inside; on a GPU all at once."""
+"""FusedBlock: blocks in inference without the forwards of the modules inside; on a GPU a whole stack at once."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
 
+from torch import nn
+
 from fuseopt.blocks import stack_runner
 from fuseopt.blocks.inference_blocks import InferenceForward
-from fuseopt.blocks.stack_runner import BlockChain
-from fuseopt.models import ModelPolicy, Rule
+from fuseopt.blocks.stack_runner import StackRunner
+from fuseopt.models import Rule
 from fuseopt.modules.children import unexpected_modules
-from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
-from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip
+from fuseopt.plan import Candidate, Replacement, Skip
+from fuseopt.strategies.context import ProposalContext
+from fuseopt.strategies.propose import EXACT_MATCH, FORWARD_REPLACED, forward_name, forward_sites, subclass_reason
 
-_REASON = "exactly the class that the policy names, with nothing but known classes inside"
-_CHAINED = "its blocks are launched as one CUDA graph, for each size that comes often"
-_AT_ONCE = "its blocks run at once, past their own forwards"
-_NOT_ON_GPU = "it runs with all blocks of its stack at once, which is done on a GPU"
-_NOT_NAMED = "it runs with all blocks of its stack at once, and the policy names no such stack around it"
+_REASON = f"{EXACT_MATCH}, and every module inside has its expected class"
+_CAPTURED = "its blocks are launched as one CUDA graph for each input size that repeats"
+_EAGER = "all of its blocks run together, without the forwards of the modules inside"
+_NOT_ON_GPU = "it runs with all blocks of its stack together, on a GPU only"
+_NOT_NAMED = "it runs with all blocks of its stack together, and the policy names no such stack around it"
 
 
-def propose(
-    index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str, cuda_graphs: bool
-) -> Iterator[Replacement | Skip]:
-    """One site a block, its `forward`; and that of a stack of nothing but such blocks, where the model is on a GPU."""
+def propose(context: ProposalContext) -> Iterator[Replacement | Skip]:
+    """The `forward` of each block and, if the model is on a GPU, that of each stack of such blocks only."""
+    index, policy = context.index, context.policy
     blocks = [(rule, candidate) for rule in policy.inference_blocks for candidate in index.of_class(rule.source)]
     on_gpu = any(device.type in stack_runner.DEVICE_TYPES for device in index.devices)
-    reasons = {id(block.module): _not_supported_reasons(block, rule, backend, on_gpu) for rule, block in blocks}
-    chains: dict[int, BlockChain] = {}
-    unchained: dict[int, str] = {}
-    stacks = {rule.source: rule for rule in policy.stacks} if on_gpu else {}
+    reasons = {id(block.module): _not_supported_reasons(context, block, rule, on_gpu) for rule, block in blocks}
+    rules = {rule.source: rule for rule in policy.stacks} if on_gpu else {}
+    root = Candidate(index.model, ())
+    stacks = [candidate for candidate in (root, *index.candidates) if candidate.lineage[0] in rules]
+    # The ModuleList that the blocks of a stack are in -> what runs them together, or why they do not run so.
+    runners: dict[int, StackRunner | str] = {}
     of_stacks: list[Replacement | Skip] = []
-    for stack in (Candidate(index.model, ()), *index.candidates):
-        rule = stacks.get(stack.lineage[0])
-        if rule is None:
-            continue
+    for stack in stacks:
+        rule = rules[stack.lineage[0]]
         container = getattr(stack.module, rule.options["blocks"])
-        sites, name = forward_sites(stack), forward_name(stack)
-        left = [path for path, block in container.named_children() if reasons.get(id(block), ["it is another block"])]
-        if left:
-            unchained[id(container)] = f"block {left[0]} of its stack stays as it is, and all run at once or none"
-            reason = f"its block {left[0]} stays as it is, and all run at once or none"
-            of_stacks.append(skip(sites, name, rule.target_name, offer, reason))
-        elif "forward" in stack.module.__dict__:
-            unchained[id(container)] = "the forward of its stack has been replaced on the instance"
-            reason = "its forward has been replaced on the instance"
-            of_stacks.append(skip(sites, name, rule.target_name, offer, reason))
-        else:
-            chains[id(container)] = BlockChain(stack.module, rule.options["blocks"], cuda_graphs)
-            build = functools.partial(rule.target_class, stack.module, chains[id(container)])
-            needs = tuple(site for block in container for site in forward_sites(index.candidate(block)))
-            reason = _CHAINED if cuda_graphs else _AT_ONCE
-            of_stacks.append(replacement(sites, name, rule.target_name, offer, reason, build, needs=needs))
+        proposal, runners[id(container)] = _propose_stack(context, stack, rule, container, reasons)
+        of_stacks.append(proposal)
     for rule, candidate in blocks:
         sites, name = forward_sites(candidate), forward_name(candidate)
-        target, container = _target(rule), candidate.sites[0].owner
-        chain, found = chains.get(id(container)), reasons[id(candidate.module)]
-        if target.needs_chain and chain is None and not found:
-            found = [unchained.get(id(container), _NOT_NAMED)]
+        target, found = _target(rule), reasons[id(candidate.module)]
+        runner = runners.get(id(candidate.sites[0].owner), _NOT_NAMED)
+        if target.needs_runner and isinstance(runner, str) and not found:
+            found = [runner]
         if found:
-            yield skip(sites, name, rule.target_name, offer, "; ".join(found))
+            yield context.skip(sites, name, rule.target_name, "; ".join(found))
             continue
-        build = functools.partial(target, candidate.module, backend, **rule.options, chain=chain)
-        yield replacement(sites, name, rule.target_name, offer, _REASON, build)
+        chain = None if isinstance(runner, str) else runner
+        build = functools.partial(target, candidate.module, context.wanted, **rule.options, runner=chain)
+        yield context.replacement(sites, name, rule.target_name, _REASON, build)
     yield from of_stacks
+
+
+def _propose_stack(
+    context: ProposalContext, stack: Candidate, rule: Rule, container: nn.Module, reasons: dict[int, list[str]]
+) -> tuple[Replacement | Skip, StackRunner | str]:
+    """The proposal for the stack, and what runs its blocks together or the reason why they do not run so.
+
+    Args:
+        reasons: id of a block -> why that cannot be replaced.
+    """
+    sites, name = forward_sites(stack), forward_name(stack)
+    left = [path for path, block in container.named_children() if reasons.get(id(block), ["it is another block"])]
+    if left:
+        why = f"its block {left[0]} cannot be replaced, and all of its blocks run together or none"
+        of_blocks = f"block {left[0]} of its stack cannot be replaced, and all run together or none"
+        return context.skip(sites, name, rule.target_name, why), of_blocks
+    if "forward" in stack.module.__dict__:
+        of_blocks = "the forward of its stack has been replaced on the instance"
+        return context.skip(sites, name, rule.target_name, FORWARD_REPLACED), of_blocks
+    cuda_graphs = context.options.get("cuda_graphs", True)
+    chain = StackRunner(stack.module, rule.options["blocks"], cuda_graphs)
+    build = functools.partial(rule.target_class, stack.module, chain)
+    requires = tuple(site for block in container for site in forward_sites(context.index.candidate(block)))
+    why = _CAPTURED if cuda_graphs else _EAGER
+    return context.replacement(sites, name, rule.target_name, why, build, requires=requires), chain
 
 
 def _target(rule: Rule) -> type[InferenceForward]:
@@ -71,16 +85,16 @@ def _target(rule: Rule) -> type[InferenceForward]:
     return target
 
 
-def _not_supported_reasons(candidate: Candidate, rule: Rule, backend: str, on_gpu: bool) -> list[str]:
+def _not_supported_reasons(context: ProposalContext, candidate: Candidate, rule: Rule, on_gpu: bool) -> list[str]:
     if not candidate.is_exactly(rule.source):
-        return [f"it is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ"]
+        return [subclass_reason(rule.source)]
     target = _target(rule)
-    if target.needs_chain and not on_gpu:
+    if target.needs_runner and not on_gpu:
         return [_NOT_ON_GPU]
-    # Hooks on the block run around its forward, whichever that is.
-    reasons = ["its forward has been replaced on the instance"] if "forward" in candidate.module.__dict__ else []
+    # Hooks on the block are no obstacle: they run around its forward, stock or fused.
+    reasons = [FORWARD_REPLACED] if "forward" in candidate.module.__dict__ else []
     unexpected = unexpected_modules(candidate.module, rule.options.get("children", {}))
     if unexpected:
         others = [f"{path} ({type(module).__name__})" for path, module in unexpected]
         reasons.append(f"the policy does not name the classes of {', '.join(others)}")
-    return reasons or target.backend_reasons(candidate.module, backend)
+    return reasons or target.backend_reasons(candidate.module, context.wanted)

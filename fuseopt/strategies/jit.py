@@ -10,11 +10,12 @@ from fuseopt.models import ModelPolicy, Rule
 from fuseopt.modules import regions
 from fuseopt.modules.regions import GatedRegion, Region
 from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
-from fuseopt.strategies.propose import Offer, Options, child_rule, propose_rule
+from fuseopt.strategies.context import BackendChoice, ProposalContext
+from fuseopt.strategies.propose import Options, child_rule, propose_rule
 
 
 class JitStrategy:
-    """Swaps activations, and the feed-forward blocks whose elementwise middle is more than the activation alone."""
+    """Replaces activations, and feed-forward blocks whose activation has a bias or a gate to fuse with."""
 
     name = "jit"
 
@@ -28,11 +29,11 @@ class JitStrategy:
             return
         backend = fusion.jit.backend
         reasons = regions.not_supported_reasons(backend)
-        refused = f"{backend} refused, so it runs eagerly: {'; '.join(reasons)}" if reasons else None
+        refused = f"{backend} is not available, so it runs eagerly: {'; '.join(reasons)}" if reasons else None
         backend = "eager" if reasons else backend
-        offer = Offer("jit", self.name, backend, refused=refused)
+        context = ProposalContext(index, policy, "jit", self.name, choice=BackendChoice(backend, refused=refused))
         for rule in policy.regions:
-            yield from propose_rule(index, rule, offer, _options(rule, policy, backend))
+            yield from propose_rule(context, rule, _options(rule, policy, backend))
 
 
 def _options(rule: Rule, policy: ModelPolicy, backend: str) -> Options:

@@ -1,32 +1,31 @@
-"""FusedNoRepeatNGram: has one model instance run the logits processors of its own `generate()` fused."""
+"""FusedNoRepeatNGram: the logits processors of one model instance's `generate()`, several of them as one op."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 from fuseopt.plan import ModelIndex, Replacement, Site, Skip
-from fuseopt.strategies.propose import Offer, replacement, skip
+from fuseopt.strategies.context import ProposalContext
 
 _METHOD = "_get_logits_processor"
 
 
-def propose(index: ModelIndex, offer: Offer, backend: str) -> Replacement | Skip:
-    """One site: the method by which a model builds its logits processors, on the instance."""
-    sites = (Site(index.model, _METHOD, _METHOD),)
-    source, target = "GenerationMixin", "FusedNoRepeatNGram"
-    if not hasattr(type(index.model), _METHOD):
-        reason = f"{type(index.model).__name__} has no generate() of transformers"
-        return skip(sites, type(index.model).__name__, target, offer, reason)
-    if _METHOD in index.model.__dict__:
-        return skip(sites, source, target, offer, f"the instance has a {_METHOD} of its own already")
-    return replacement(
-        sites,
-        source,
-        target,
-        offer,
-        "generate() runs its n-gram bans and their neighbours as one op",
-        functools.partial(_build, index, backend),
-    )
+def propose(context: ProposalContext) -> Iterator[Replacement | Skip]:
+    """The method that builds the model's logits processors, set on the instance."""
+    model = context.index.model
+    sites = (Site(model, _METHOD, _METHOD),)
+    source, target, reason = "GenerationMixin", "FusedNoRepeatNGram", None
+    if not hasattr(type(model), _METHOD):
+        source = type(model).__name__
+        reason = f"{source} has no generate() of transformers"
+    elif _METHOD in model.__dict__:
+        reason = f"{_METHOD} has been set on the instance"
+    if reason is not None:
+        yield context.skip(sites, source, target, reason)
+        return
+    why = "generate() runs its n-gram bans and adjacent logits processors as one op"
+    yield context.replacement(sites, source, target, why, functools.partial(_build, context.index, context.wanted))
 
 
 def _build(index: ModelIndex, backend: str) -> object:

@@ -1,4 +1,4 @@
-"""FusedCrossEntropy: the loss of causal language models. And which models transformers gives that loss."""
+"""FusedCrossEntropy: the loss of causal language models, and which models get that loss from transformers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from typing import Any
 
 from torch import nn
 
-from fuseopt.models import ModelPolicy
 from fuseopt.modules import FusedCausalLMLoss
-from fuseopt.plan import ModelIndex, Replacement, Site, Skip
-from fuseopt.strategies.propose import Offer, replacement
+from fuseopt.plan import Replacement, Site, Skip
+from fuseopt.strategies.context import ProposalContext
 
 CAUSAL_LM = "ForCausalLM"
 
 
-def propose(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) -> Iterator[Replacement | Skip]:
-    """One replacement for the loss of the model, and of those inside it, as of an adapter's."""
-    sites = loss_sites(index.model, lambda module: has_causal_lm_loss(module) or guesses_its_loss(module))
+def propose(context: ProposalContext) -> Iterator[Replacement | Skip]:
+    """One replacement for the losses of the model and of models inside it, such as a peft model's base model."""
+    sites = loss_sites(context.index.model, lambda module: has_causal_lm_loss(module) or guesses_its_loss(module))
     if sites:
-        build = functools.partial(FusedCausalLMLoss, causal_lm_loss(), backend)
-        reason = "the loss is transformers' for causal language models"
-        yield replacement(sites, f"{CAUSAL_LM}Loss", FusedCausalLMLoss.__name__, offer, reason, build)
+        build = functools.partial(FusedCausalLMLoss, causal_lm_loss(), context.wanted)
+        reason = "the loss is transformers' ForCausalLMLoss"
+        yield context.replacement(sites, f"{CAUSAL_LM}Loss", FusedCausalLMLoss.__name__, reason, build)
 
 
 def loss_sites(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> tuple[Site, ...]:
-    """Where the losses of the `wanted` models are set: of `model`, and of those inside it."""
+    """The loss attribute of `model` and of the modules inside it for which `wanted` is true."""
     return tuple(
         Site(module, "_loss_function", f"{path}.loss_function".lstrip("."))
         for path, module in model.named_modules()
@@ -36,14 +35,14 @@ def loss_sites(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> tuple[S
 
 
 def has_causal_lm_loss(model: nn.Module) -> bool:
-    """Whether PreTrainedModel found that loss for its class name, and it was not set to another."""
+    """True if PreTrainedModel chose ForCausalLMLoss by the class name, and no other loss has been set."""
     return model.__dict__.get("loss_type") == CAUSAL_LM and "_loss_function" not in model.__dict__
 
 
 def guesses_its_loss(model: nn.Module) -> bool:
-    """Whether `model` takes labels and PreTrainedModel found no loss for its class name, as for GPT2LMHeadModel.
+    """True if `model` takes labels but PreTrainedModel found no loss for its class name, as with GPT2LMHeadModel.
 
-    transformers takes that for causal language models then, and warns.
+    transformers then uses ForCausalLMLoss, with a warning.
     """
     return (
         model.__dict__.get("loss_type", "") is None

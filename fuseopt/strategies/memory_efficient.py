@@ -14,17 +14,17 @@ from fuseopt.modules import regions
 from fuseopt.ops import registry
 from fuseopt.plan import ModelIndex, Replacement, Site, Skip
 from fuseopt.strategies import losses
-from fuseopt.strategies.propose import Offer, replacement, skip
+from fuseopt.strategies.context import BackendChoice, ProposalContext
 from fuseopt.training.forward import TrainingForward, not_captured_reason, not_supported_reasons
 
 _REQUEST = "memory_efficient_fusion"
 _TARGET = "TrainingForward"
 _LOSS = "ForCausalLMLoss"
-_LOSS_REASON = "the loss transformers takes for None, but with a warning that would break the graph"
+_LOSS_REASON = "transformers would use this loss too, but its warning would break the graph"
 
 
 class MemoryEfficientStrategy:
-    """Swaps `forward` on the model instance, and sets the loss where transformers would warn before guessing it."""
+    """Sets `forward` on the model instance, and the loss if transformers would warn before it guesses that."""
 
     name = "memory_efficient"
 
@@ -38,10 +38,11 @@ class MemoryEfficientStrategy:
         model = index.model
         source = f"{type(model).__name__}.forward"
         sites = (Site(model, "forward", "forward"),)
-        offer = _offer(self.name, options.backend, index)
+        choice = _backend_choice(options.backend, index)
+        context = ProposalContext(index, policy, _REQUEST, self.name, choice=choice)
         reasons = not_supported_reasons(model) + regions.not_supported_reasons(options.backend)
         if reasons:
-            yield skip(sites, source, _TARGET, offer, "; ".join(reasons))
+            yield context.skip(sites, source, _TARGET, "; ".join(reasons))
             return
         uncaptured = not_captured_reason(model) if options.cuda_graphs else None
         build = functools.partial(
@@ -51,23 +52,23 @@ class MemoryEfficientStrategy:
             budget=options.budget,
             cuda_graphs=options.cuda_graphs if uncaptured is None else False,
         )
-        yield replacement(sites, source, _TARGET, offer, _reason(options, uncaptured), build)
+        yield context.replacement(sites, source, _TARGET, _reason(options, uncaptured), build)
         guessed = losses.loss_sites(model, losses.guesses_its_loss)
         if guessed:
-            offer = Offer(_REQUEST, self.name)
-            # Not by `loss_type`: Trainer looks at that to decide by what it divides the loss.
-            yield replacement(guessed, "None", _LOSS, offer, _LOSS_REASON, losses.causal_lm_loss)
+            context = ProposalContext(index, policy, _REQUEST, self.name)
+            # `loss_type` stays as it is: Trainer reads it to decide what it divides the loss by.
+            yield context.replacement(guessed, "None", _LOSS, _LOSS_REASON, losses.causal_lm_loss)
 
 
-def _offer(strategy: str, backend: str, index: ModelIndex) -> Offer:
-    """With the native library that large products run by on a GPU, or why they do not."""
+def _backend_choice(backend: str, index: ModelIndex) -> BackendChoice:
+    """The compiler, and the native library for large matmuls on a GPU or the reason why that is not used."""
     op = registry.get("tuned_matmul")
     devices = [device for device in index.devices if device.type == "cuda" and backend == "inductor"]
     choices = [op.choose("auto", device, [torch.bfloat16], may_build=True) for device in devices]
     libraries = tuple(kind for kind in loader.KINDS if any(kind == choice.backend for choice in choices))
     reasons = dict.fromkeys(reason for choice in choices for found in choice.refused.values() for reason in found)
-    refused = f"products as cuBLAS chooses: {'; '.join(reasons)}" if reasons else None
-    return Offer(_REQUEST, strategy, backend, libraries, refused)
+    refused = f"matmuls by cuBLAS's default algorithm: {'; '.join(reasons)}" if reasons else None
+    return BackendChoice(backend, libraries, refused)
 
 
 def _reason(options: MemoryEfficientOptions, uncaptured: str | None) -> str:
@@ -76,6 +77,6 @@ def _reason(options: MemoryEfficientOptions, uncaptured: str | None) -> str:
     if uncaptured is not None:
         captured = f", without CUDA graphs ({uncaptured})"
     elif options.cuda_graphs:
-        captured = f", in CUDA graphs {'where a GPU waits for the host' if options.cuda_graphs == AUTO else 'on a GPU'}"
+        captured = f", in CUDA graphs {'if a GPU waits for the host' if options.cuda_graphs == AUTO else 'on a GPU'}"
     kept = f"cheap activations recomputed{budgeted}{captured}"
-    return f"training steps as one graph, {kept}; eval and generate() stay as they are"
+    return f"training steps as one graph, {kept}; eval mode and generate() are unchanged"

@@ -1,4 +1,4 @@
-"""FusedRotaryEmbedding: the rotation of queries and keys inside attentions, which stay modules of their own class."""
+"""FusedRotaryEmbedding: the rotary embedding inside attention modules, whose class stays."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ import inspect
 from collections.abc import Iterator
 
 from fuseopt.blocks.rotary_embedding import RotaryAttentionForward
-from fuseopt.models import ModelPolicy, Rule
-from fuseopt.plan import Candidate, ModelIndex, Replacement, Skip
-from fuseopt.strategies.propose import Offer, forward_name, forward_sites, replacement, skip
+from fuseopt.models import Rule
+from fuseopt.plan import Candidate, Replacement, Skip
+from fuseopt.strategies.context import ProposalContext
+from fuseopt.strategies.propose import EXACT_MATCH, FORWARD_REPLACED, forward_name, forward_sites, subclass_reason
 
 
-def propose(index: ModelIndex, policy: ModelPolicy, offer: Offer, backend: str) -> Iterator[Replacement | Skip]:
-    """One site an attention: its `forward`. Attentions that rotate, but that the policy does not name, are Skips."""
-    rules = {rule.source: rule for rule in policy.rotary_attentions}
-    for candidate in index.candidates:
+def propose(context: ProposalContext) -> Iterator[Replacement | Skip]:
+    """The `forward` of each attention; a Skip for attentions with a rotary embedding that the policy does not name."""
+    rules = {rule.source: rule for rule in context.policy.rotary_attentions}
+    for candidate in context.index.candidates:
         rule = next((rules[name] for name in candidate.lineage if name in rules), None)
         if rule is None and not _calls_a_rotation(candidate):
             continue
         sites, name = forward_sites(candidate), forward_name(candidate)
         reasons = _not_supported_reasons(candidate, rule)
         if rule is None or reasons:
-            yield skip(sites, name, rule.target_name if rule else offer.request, offer, "; ".join(reasons))
+            yield context.skip(sites, name, rule.target_name if rule else context.request, "; ".join(reasons))
             continue
-        build = functools.partial(RotaryAttentionForward, candidate.module, backend=backend, **rule.options)
-        yield replacement(sites, name, rule.target_name, offer, "exactly the class that the policy names", build)
+        build = functools.partial(RotaryAttentionForward, candidate.module, backend=context.wanted, **rule.options)
+        yield context.replacement(sites, name, rule.target_name, EXACT_MATCH, build)
 
 
 def _not_supported_reasons(candidate: Candidate, rule: Rule | None) -> list[str]:
     if rule is None:
-        return ["it rotates, but not by a forward and a function that compute what Llama's do"]
+        return ["it has a rotary embedding, but its class is not known to compute what Llama's does"]
     if not candidate.is_exactly(rule.source):
-        return [f"it is a subclass of {rule.source.rpartition('.')[2]}, so its forward may differ"]
-    # Hooks on the attention run around its forward, whichever that is.
-    return ["its forward has been replaced on the instance"] if "forward" in candidate.module.__dict__ else []
+        return [subclass_reason(rule.source)]
+    # Hooks on the attention are no obstacle: they run around its forward, stock or fused.
+    return [FORWARD_REPLACED] if "forward" in candidate.module.__dict__ else []
 
 
 def _calls_a_rotation(candidate: Candidate) -> bool:

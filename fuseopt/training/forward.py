@@ -238,7 +238,7 @@ def _unbound(
             attentions[model] = bias_gradients.attentions(model)
         try:
             # Most of what compiling makes stays until it is done: seconds would go into looking for garbage there.
-            with gc_pause.not_collected(), bias_gradients.left_out(attentions[model]):
+            with gc_pause.paused(), bias_gradients.left_out(attentions[model]):
                 outputs = whole_rows.without_cache(step(model, *args, **{**kwargs, **changed}))
             usual[:] = usual or sizes
             return outputs
@@ -314,7 +314,7 @@ def _tried_once(run: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal tried
         if tried:
             return run(*inputs)
-        with stock_fallback.generators_kept(inputs):
+        with stock_fallback.rng_restored_on_error(inputs):
             outputs = run(*inputs)
         tried = True
         return outputs

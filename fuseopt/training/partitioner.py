@@ -81,7 +81,7 @@ def missing_options() -> list[str]:
     return missing + second_backward.missing_from_torch()
 
 
-@frame_stack.with_room
+@frame_stack.in_one_chunk
 def compile_graph(
     graph: fx.GraphModule,
     inputs: Sequence[Tensor],
@@ -103,7 +103,7 @@ def compile_graph(
     with (
         early_kernels.pool(),
         # Also, Inductor applies indices of donated inputs of the whole graph to each part that it is cut into.
-        second_backward.nothing_donated(),
+        second_backward.no_donated_buffers(),
         functorch_config.patch({**_OPTIONS, _BUDGET: max(budget, _SMALLEST_BUDGET)}),
     ):
         if backend == "inductor":
@@ -127,10 +127,10 @@ def _captured(
     """The compiled graph, or the step that launches it as CUDA graphs."""
     if captured is None or not captured_steps.can_capture(inputs):
         return compiled
-    if captured_steps.draws_again(graph):
-        captured.say("gradient checkpointing draws by generators of its own")
+    if captured_steps.uses_checkpointing(graph):
+        captured.say("gradient checkpointing draws random numbers with generators of its own")
         return compiled
-    return captured_steps.Step(compiled, captured)
+    return captured_steps.CapturableStep(compiled, captured)
 
 
 class Partitioner(CustomPartitionerFn):

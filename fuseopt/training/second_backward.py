@@ -22,7 +22,7 @@ def missing_from_torch() -> list[str]:
 
 
 @contextlib.contextmanager
-def nothing_donated() -> Iterator[None]:
+def no_donated_buffers() -> Iterator[None]:
     """Makes AOT Autograd compile backward graphs that do not overwrite their inputs, so that they can run again.
 
     Its option `donated_buffer=False` does that too, but such a graph runs again only while the option is off.

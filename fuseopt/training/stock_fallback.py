@@ -68,7 +68,7 @@ def reason_of(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def generators_kept(inputs: Iterable[object]) -> Iterator[None]:
+def rng_restored_on_error(inputs: Iterable[object]) -> Iterator[None]:
     """Restores the states of random generators if the with block raises.
 
     Args:

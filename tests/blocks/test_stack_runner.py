@@ -1,4 +1,4 @@
-"""BlockChain: which calls of a stack run all blocks at once, with what result, and what is left to the blocks."""
+"""StackRunner: which calls of a stack run all blocks at once, with what result, and what is left to the blocks."""
 
 import copy
 import functools
@@ -14,7 +14,7 @@ from torch import nn
 
 import fuseopt
 from fuseopt.blocks import stack_runner
-from fuseopt.blocks.stack_runner import BlockChain, ChainWork
+from fuseopt.blocks.stack_runner import StackRunner, StackWork
 from tests import tiny
 from tests.changes import edit, replace
 from tests.pairs import stock_and_fused
@@ -24,30 +24,30 @@ LAYERS = 2
 
 
 @pytest.fixture(autouse=True)
-def chains_everywhere(each_device, monkeypatch):
+def runners_on_each_device(each_device, monkeypatch):
     """On a CPU the works run on the same static tensors, only that they are not captured."""
     monkeypatch.setattr(stack_runner, "DEVICE_TYPES", ("cpu", "cuda"))
 
 
-def chain_of(model):
-    return model.transformer.forward.chain
+def runner_of(model):
+    return model.transformer.forward.runner
 
 
-def chained(run, *args):
+def replays_of(run, *args):
     """How often what was captured gives a result in `run(*args)`, and what that returns."""
     results = []
 
-    def counted(chain, *args):
-        output = replay(chain, *args)
+    def counted(runner, *args):
+        output = replay(runner, *args)
         results.extend([] if output is None else [output])
         return output
 
-    with mock.patch.object(BlockChain, "_replayed", autospec=True, side_effect=counted):
+    with mock.patch.object(StackRunner, "_replayed", autospec=True, side_effect=counted):
         result = run(*args)
     return len(results), result
 
 
-replay = BlockChain._replayed
+replay = StackRunner._replayed
 
 
 def forward(model, ids=None, **options):
@@ -59,12 +59,12 @@ def forward(model, ids=None, **options):
 def meet(model, ids=None, **options):
     """Has the size come as often as it has to before it is captured."""
     for _ in range(2):
-        count, _ = chained(lambda: forward(model, ids, **options))
+        count, _ = replays_of(lambda: forward(model, ids, **options))
         assert count == 0
 
 
-def assert_chained(expected, stock, fused, ids=None, **options):
-    count, outputs = chained(lambda: forward(fused, ids, **options))
+def assert_run_at_once(expected, stock, fused, ids=None, **options):
+    count, outputs = replays_of(lambda: forward(fused, ids, **options))
     assert count == expected
     torch.testing.assert_close(outputs.logits, forward(stock, ids, **options).logits, rtol=1e-5, atol=1e-5)
     return outputs
@@ -76,10 +76,10 @@ def assert_chained(expected, stock, fused, ids=None, **options):
 def test_a_size_runs_at_once_when_it_comes_for_the_third_time(options):
     stock, fused = stock_and_fused(tiny.gpt2(**options), CONFIG)
     for expected in (0, 0, 1, 1):
-        assert_chained(expected, stock, fused)
+        assert_run_at_once(expected, stock, fused)
     ids = tiny.inputs(stock, length=5)["input_ids"]
-    assert_chained(0, stock, fused, ids)
-    assert_chained(1, stock, fused)
+    assert_run_at_once(0, stock, fused, ids)
+    assert_run_at_once(1, stock, fused)
     assert "1 captured sizes" in fuseopt.report(fused).since[0]
 
 
@@ -89,7 +89,7 @@ def test_another_prompt_of_the_size_and_results_that_stay():
     kept = []
     for seed in range(4):
         ids = tiny.inputs(stock, seed=seed)["input_ids"]
-        kept.append((assert_chained(1, stock, fused, ids), forward(stock, ids)))
+        kept.append((assert_run_at_once(1, stock, fused, ids), forward(stock, ids)))
     for got, expected in kept:
         torch.testing.assert_close(got.logits, expected.logits, rtol=1e-5, atol=1e-5)
         for layer, wanted in zip(got.past_key_values.layers, expected.past_key_values.layers, strict=True):
@@ -99,7 +99,7 @@ def test_another_prompt_of_the_size_and_results_that_stay():
 def test_tokens_alone_pass_by_the_stack_s_own_forward():
     stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
-    assert_chained(1, stock, fused)
+    assert_run_at_once(1, stock, fused)
     labels = tiny.inputs(stock)["input_ids"]
     positions = torch.arange(7)[None]
     modeling = sys.modules[type(stock).__module__]
@@ -131,7 +131,7 @@ def test_tokens_alone_pass_by_the_stack_s_own_forward():
 def test_tokens_that_stock_refuses_or_warns_of():
     stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
-    assert_chained(1, stock, fused)
+    assert_run_at_once(1, stock, fused)
     ids = tiny.inputs(stock)["input_ids"]
     for model in (stock, fused):
         model.config.pad_token_id = int(ids[0, 0])
@@ -153,20 +153,20 @@ def test_prompts_padded_on_either_side_run_as_captured_and_equal_stock(cache):
     masks[1][2, :5] = 0
     meet(fused, ids, attention_mask=masks[0], use_cache=cache)
     for mask in masks:
-        count, outputs = chained(lambda mask=mask: forward(fused, ids, attention_mask=mask, use_cache=cache))
+        count, outputs = replays_of(lambda mask=mask: forward(fused, ids, attention_mask=mask, use_cache=cache))
         expected = forward(stock, ids, attention_mask=mask, use_cache=cache).logits
         assert count == 1 and (outputs.past_key_values is not None) is cache
         torch.testing.assert_close(outputs.logits[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
     # All ones are no mask to transformers.
-    assert_chained(0, stock, fused, ids, attention_mask=torch.ones_like(ids), use_cache=cache)
+    assert_run_at_once(0, stock, fused, ids, attention_mask=torch.ones_like(ids), use_cache=cache)
 
 
-def test_a_cache_goes_on_where_the_chain_has_left_it():
+def test_a_cache_goes_on_where_the_runner_has_left_it():
     stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     ids = tiny.inputs(stock)["input_ids"]
     meet(fused, ids[:, :4])
-    start = assert_chained(1, stock, fused, ids[:, :4])
-    count, end = chained(lambda: forward(fused, ids[:, 4:], past_key_values=start.past_key_values))
+    start = assert_run_at_once(1, stock, fused, ids[:, :4])
+    count, end = replays_of(lambda: forward(fused, ids[:, 4:], past_key_values=start.past_key_values))
     assert count == 0
     torch.testing.assert_close(end.logits, forward(stock, ids).logits[:, 4:], rtol=1e-5, atol=1e-5)
 
@@ -176,7 +176,7 @@ def test_prompts_of_transformers_own_generate():
     ids = tiny.inputs(stock)["input_ids"]
     arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     for expected in (0, 0, 1):
-        count, tokens = chained(lambda: fused.generate(ids, **arguments))
+        count, tokens = replays_of(lambda: fused.generate(ids, **arguments))
         assert count == expected and torch.equal(tokens, stock.generate(ids, **arguments))
 
 
@@ -190,7 +190,7 @@ def test_error_in_half_precision_is_no_larger_than_stock(dtype, padded):
     stock = forward(model.to(dtype), attention_mask=mask).logits[mask.bool()]
     fuseopt.initialize(model, CONFIG)
     meet(model, attention_mask=mask)
-    count, outputs = chained(lambda: forward(model, attention_mask=mask))
+    count, outputs = replays_of(lambda: forward(model, attention_mask=mask))
     assert count == 1
     allowed = (stock.double() - exact).norm()
     error = (outputs.logits[mask.bool()].double() - exact).norm()
@@ -200,11 +200,11 @@ def test_error_in_half_precision_is_no_larger_than_stock(dtype, padded):
 def test_a_block_that_is_called_by_itself_does_its_own_work():
     stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
-    assert_chained(1, stock, fused)
+    assert_run_at_once(1, stock, fused)
     hidden = torch.randn(2, 7, 24)
     with torch.no_grad():
         for block, wanted in zip(fused.transformer.h, stock.transformer.h, strict=True):
-            count, result = chained(block, hidden)
+            count, result = replays_of(block, hidden)
             assert count == 0
             hidden = wanted(hidden)
             torch.testing.assert_close(result, hidden, rtol=1e-5, atol=1e-5)
@@ -216,7 +216,7 @@ def test_inference_mode_and_no_grad_take_turns():
     expected = forward(stock, ids).logits
     for call in range(6):
         with torch.inference_mode(call % 2 == 0), torch.no_grad():
-            count, outputs = chained(lambda: fused(ids))
+            count, outputs = replays_of(lambda: fused(ids))
         assert count == (call > 1)
         torch.testing.assert_close(outputs.logits, expected, rtol=1e-5, atol=1e-5)
 
@@ -264,13 +264,13 @@ def shorten_the_stack(model):
 def test_what_changes_between_calls_shows(change):
     stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
-    before = assert_chained(1, stock, fused).logits
+    before = assert_run_at_once(1, stock, fused).logits
     for model in (stock, fused):
         change(model)
     if change is not edit:
-        assert_chained(0, stock, fused)
-        assert_chained(0, stock, fused)
-    after = assert_chained(1, stock, fused).logits
+        assert_run_at_once(0, stock, fused)
+        assert_run_at_once(0, stock, fused)
+    after = assert_run_at_once(1, stock, fused).logits
     assert not torch.allclose(after, before, rtol=1e-3, atol=1e-3)
 
 
@@ -312,18 +312,18 @@ def exchange_a_block(model):
 def test_what_is_left_to_the_blocks(change):
     stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
-    assert_chained(1, stock, fused)
+    assert_run_at_once(1, stock, fused)
     for model in (stock, fused):
         change(model)
     for _ in range(4):
-        assert_chained(0, stock, fused)
+        assert_run_at_once(0, stock, fused)
 
 
 @pytest.mark.parametrize("options", [{"is_causal": False}, {"output_hidden_states": True}], ids=str)
 def test_arguments_that_are_left_to_the_blocks(options):
     stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     for _ in range(4):
-        outputs = assert_chained(0, stock, fused, **options)
+        outputs = assert_run_at_once(0, stock, fused, **options)
     if "output_hidden_states" in options:
         expected = forward(stock, **options).hidden_states
         torch.testing.assert_close(outputs.hidden_states, expected, rtol=1e-5, atol=1e-5)
@@ -335,7 +335,7 @@ def test_gradients_are_left_to_the_blocks():
     ids = tiny.inputs(stock)
     gradients = []
     for model in (stock, fused):
-        count, outputs = chained(lambda model=model: model(**ids, labels=ids["input_ids"]))
+        count, outputs = replays_of(lambda model=model: model(**ids, labels=ids["input_ids"]))
         assert count == 0
         outputs.loss.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
@@ -350,20 +350,20 @@ def test_sizes_that_come_seldom_do_not_drive_out_others(monkeypatch):
     for ids in prompts:
         meet(fused, ids)
     for ids, expected in zip(prompts, (1, 1, 0), strict=True):
-        assert_chained(expected, stock, fused, ids)
-    assert "take turns" in fuseopt.report(fused).since[0]
+        assert_run_at_once(expected, stock, fused, ids)
+    assert "sizes are in use" in fuseopt.report(fused).since[0]
     for _ in range(6):
-        assert_chained(1, stock, fused, prompts[1])
-    assert_chained(1, stock, fused, prompts[2])
-    assert_chained(0, stock, fused, prompts[0])
-    assert len(chain_of(fused)._works) == 2
+        assert_run_at_once(1, stock, fused, prompts[1])
+    assert_run_at_once(1, stock, fused, prompts[2])
+    assert_run_at_once(0, stock, fused, prompts[0])
+    assert len(runner_of(fused)._works) == 2
 
 
 def test_many_tokens_are_left_to_the_blocks(monkeypatch):
     monkeypatch.setattr(stack_runner, "_MOST_TOKENS", 13)
     stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     for _ in range(4):
-        assert_chained(0, stock, fused)
+        assert_run_at_once(0, stock, fused)
 
 
 @pytest.mark.parametrize("each_device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
@@ -371,11 +371,11 @@ def test_what_cannot_be_captured_runs_as_it_is(monkeypatch):
     monkeypatch.setattr(stack_runner, "_CALLS_KEPT", 0)
     stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
-    with mock.patch.object(ChainWork, "capture", side_effect=torch.OutOfMemoryError("no memory")):
-        assert_chained(0, stock, fused)
+    with mock.patch.object(StackWork, "capture", side_effect=torch.OutOfMemoryError("no memory")):
+        assert_run_at_once(0, stock, fused)
     assert "could not be captured" in fuseopt.report(fused).since[0]
     meet(fused)
-    assert_chained(1, stock, fused)
+    assert_run_at_once(1, stock, fused)
     assert "could not" not in fuseopt.report(fused).since[0]
 
 
@@ -421,19 +421,19 @@ def test_threads_get_their_own_results(each_device):
 def test_copies_and_pickles_begin_anew():
     stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
-    assert_chained(1, stock, fused)
+    assert_run_at_once(1, stock, fused)
     others = copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))
     edit(fused)
     for other in others:
-        assert chain_of(other).stack is other.transformer
+        assert runner_of(other).stack is other.transformer
         meet(other)
-        assert_chained(1, stock, other)
+        assert_run_at_once(1, stock, other)
 
 
-def test_restore_drops_the_chain():
+def test_restore_drops_the_runner():
     stock, fused = stock_and_fused(tiny.gpt2(), CONFIG)
     meet(fused)
-    assert_chained(1, stock, fused)
+    assert_run_at_once(1, stock, fused)
     fuseopt.restore(fused)
     assert "forward" not in fused.transformer.__dict__
     assert torch.equal(forward(fused).logits, forward(stock).logits)
@@ -452,10 +452,10 @@ def test_a_stack_by_itself_and_other_heads():
 
     stock = tiny.gpt2().transformer
     fused = fuseopt.initialize(copy.deepcopy(stock), CONFIG, strict=True)
-    assert isinstance(stock, GPT2Model) and isinstance(fused.forward.chain, BlockChain)
+    assert isinstance(stock, GPT2Model) and isinstance(fused.forward.runner, StackRunner)
     ids = torch.arange(3, 10)[None]
     for expected in (0, 0, 1):
-        count, outputs = chained(forward, fused, ids)
+        count, outputs = replays_of(forward, fused, ids)
         assert count == expected
         wanted = forward(stock, ids).last_hidden_state
         torch.testing.assert_close(outputs.last_hidden_state, wanted, rtol=1e-5, atol=1e-5)
@@ -463,7 +463,7 @@ def test_a_stack_by_itself_and_other_heads():
     head.config.pad_token_id = 0
     fused = fuseopt.initialize(copy.deepcopy(head), CONFIG, strict=True)
     for expected in (0, 0, 1):
-        assert_chained(expected, head, fused, ids)
+        assert_run_at_once(expected, head, fused, ids)
 
 
 def test_without_cuda_graphs():
@@ -472,8 +472,8 @@ def test_without_cuda_graphs():
     fused = copy.deepcopy(stock)
     fuseopt.initialize(fused, {"kernel_fusion": {"custom_cuda_kernels": kernels, "jit": False}})
     for _ in range(4):
-        with mock.patch.object(stack_runner, "passed", wraps=stack_runner.passed) as at_once:
-            assert_chained(0, stock, fused)
+        with mock.patch.object(stack_runner, "run_blocks", wraps=stack_runner.run_blocks) as at_once:
+            assert_run_at_once(0, stock, fused)
         assert at_once.call_count == 1
 
 
@@ -485,8 +485,8 @@ def test_training_steps_that_are_compiled_and_evaluations_in_between():
     fused = fuseopt.initialize(copy.deepcopy(stock), {"kernel_fusion": fusion}, strict=True)
     ids = tiny.inputs(stock)["input_ids"]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (stock, fused)]
-    for chains in (0, 0, 1, 1):
-        assert_chained(chains, stock, fused)
+    for replays in (0, 0, 1, 1):
+        assert_run_at_once(replays, stock, fused)
         for model, optimizer in zip((stock, fused), optimizers, strict=True):
             model.train()
             loss = model(ids, labels=ids, use_cache=False).loss

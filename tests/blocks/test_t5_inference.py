@@ -19,7 +19,7 @@ from transformers import (
 
 import fuseopt
 from fuseopt.blocks import stack_runner, t5_inference
-from fuseopt.blocks.stack_runner import BlockChain
+from fuseopt.blocks.stack_runner import StackRunner
 from tests import tiny
 from tests.changes import edit, replace
 from tests.pairs import stock_and_fused
@@ -45,20 +45,20 @@ def counted(run, *args):
     """How many stacks run their blocks at once in `run(*args)`, how many from what was captured, and what comes."""
     replays = []
 
-    def replayed(chain, *args):
-        output = replay(chain, *args)
+    def replayed(runner, *args):
+        output = replay(runner, *args)
         replays.extend([] if output is None else [output])
         return output
 
     with (
-        mock.patch.object(stack_runner, "passed", wraps=stack_runner.passed) as passes,
-        mock.patch.object(BlockChain, "_replayed", autospec=True, side_effect=replayed),
+        mock.patch.object(stack_runner, "run_blocks", wraps=stack_runner.run_blocks) as passes,
+        mock.patch.object(StackRunner, "_replayed", autospec=True, side_effect=replayed),
     ):
         result = run(*args)
     return (passes.call_count, len(replays)), result
 
 
-replay = BlockChain._replayed
+replay = StackRunner._replayed
 
 
 def assert_runs(expected, stock, fused, run=forward):
@@ -99,7 +99,7 @@ def test_on_a_gpu_the_triton_op_is_captured(family):
     assert "fuseopt::relative_attention_fwd" in [event.key for event in profile.key_averages()]
     assert_runs((0, 2), stock, fused)
     for part in (fused.encoder, fused.decoder):
-        assert all(work.graph is not None for work in part.forward.chain._works.values())
+        assert all(work.graph is not None for work in part.forward.runner._works.values())
 
 
 def masked(model, sides, decoder_sides):
@@ -519,7 +519,7 @@ def test_copies_and_pickles_begin_anew():
     others = copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))
     edit(fused)
     for other in others:
-        assert other.decoder.forward.chain.stack is other.decoder
+        assert other.decoder.forward.runner.stack is other.decoder
         assert_runs((2, 0), stock, other)
 
 

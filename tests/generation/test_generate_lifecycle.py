@@ -12,10 +12,10 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fuseopt
-from fuseopt.config import CUSTOM_KERNELS
 from fuseopt.generation.engine.graphs import Step, StepGraphs
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.tiers import Tier
+from fuseopt.kernel_table import CUSTOM, listed
 from tests import tiny
 from tests.changes import edit, replace
 
@@ -371,7 +371,7 @@ def test_restore_frees_what_is_kept(model):
 @pytest.mark.parametrize(
     "kernels",
     [
-        list(CUSTOM_KERNELS),
+        list(listed(CUSTOM)),
         [{"name": name, "fuse_residual": True} for name in ("FusedRMSNorm", "FusedLayerNorm")],
         [{"name": "FusedGELU", "fold_bias": True}],
     ],

@@ -10,14 +10,14 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import fuseopt
-from fuseopt.config import CUSTOM_KERNELS, TRITON_KERNELS
+from fuseopt.kernel_table import CUSTOM, TRITON, listed
 from tests import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 CONFIGS = (
     "inference",
-    {"kernel_fusion": {"triton_kernels": list(TRITON_KERNELS)}},
-    {"generation": {"enable": True}, "kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS)}},
+    {"kernel_fusion": {"triton_kernels": list(listed(TRITON))}},
+    {"generation": {"enable": True}, "kernel_fusion": {"custom_cuda_kernels": list(listed(CUSTOM))}},
 )
 LARGEST = 3_000_000  # parameters
 # What configs and models raise at sizes that do not go together.

@@ -1,5 +1,7 @@
 """A sample module for each kind of drop-in, and a function that builds the drop-in."""
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +16,28 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5Attention, T5DenseGatedActDense, T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
-from fuseopt import modules, ops
+from fuseopt import blocks, modules, ops
 from fuseopt.models import COMMON, full_name
 from fuseopt.models.gpt2 import GPT2
 from fuseopt.models.t5 import T5
+from fuseopt.modules.base import FusedModule
 from fuseopt.modules.regions import GatedRegion, Region
 
 WIDTH = 6
+
+
+def _defined_in(package: object) -> dict[str, type[FusedModule]]:
+    files = [
+        importlib.import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)
+    ]
+    classes = [(file, value) for file in files for value in vars(file).values() if isinstance(value, type)]
+    return {
+        cls.__name__: cls for file, cls in classes if issubclass(cls, FusedModule) and cls.__module__ == file.__name__
+    }
+
+
+KINDS = {name: cls for name, cls in {**_defined_in(modules), **_defined_in(blocks)}.items() if cls is not FusedModule}
+"""Every drop-in class of the package by its name."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +52,7 @@ class DropIn:
         """(the source, its drop-in), which share parameters."""
         torch.manual_seed(0)
         source = self.source().to(dtype)
-        return source, getattr(modules, self.kind).from_module(source, **self.options)
+        return source, KINDS[self.kind].from_module(source, **self.options)
 
 
 def _by_rule(source: Callable[[], nn.Module], kind: str, **options: object) -> DropIn:

@@ -373,7 +373,7 @@ TRAINING = (
     Mutant(
         "a compiled step that failed has drawn random numbers",
         "fuseopt/training/forward.py",
-        "        with stock_fallback.generators_kept(inputs):\n            outputs = run(*inputs)\n",
+        "        with stock_fallback.rng_restored_on_error(inputs):\n            outputs = run(*inputs)\n",
         "        outputs = run(*inputs)\n",
         (
             "tests/training/test_stock_fallback.py"

@@ -34,7 +34,7 @@ def faults():
 
 
 def test_no_loop_maps_memory_for_each_call():
-    assert frame_stack.with_room(lambda: faults())() < CALLS / 2
+    assert frame_stack.in_one_chunk(lambda: faults())() < CALLS / 2
 
 
 def test_nor_while_a_step_compiles(monkeypatch):

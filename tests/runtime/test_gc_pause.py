@@ -34,16 +34,16 @@ def test_the_last_to_leave_lets_it_go_on(enabled):
     inside, leave, seen = threading.Event(), threading.Event(), []
 
     def other():
-        with gc_pause.not_collected():
+        with gc_pause.paused():
             inside.set()
             leave.wait(10)
             seen.append(gc.isenabled())
 
-    with gc_pause.not_collected():
+    with gc_pause.paused():
         thread = threading.Thread(target=other)
         thread.start()
         assert inside.wait(10)
-        with contextlib.suppress(KeyError), gc_pause.not_collected():
+        with contextlib.suppress(KeyError), gc_pause.paused():
             raise KeyError
     assert not gc.isenabled()
     leave.set()
@@ -67,7 +67,7 @@ def test_what_was_made_meanwhile_is_searched_with_the_oldest(monkeypatch, frozen
     if frozen == "a few by Python":
         monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)
     are_others_frozen = frozen == "all"
-    with gc_pause.not_collected():
+    with gc_pause.paused():
         node = Node()
         found = weakref.ref(node)
         del node
@@ -90,7 +90,7 @@ def test_where_no_search_is_due_what_is_frozen_is_not_counted(monkeypatch):
     gc.collect()
     gc.enable()
     kept = Node()
-    with gc_pause.not_collected():
+    with gc_pause.paused():
         found = weakref.ref(Node())
     gc.collect(0)
     assert found() is None and kept
@@ -103,7 +103,7 @@ def test_what_is_frozen_is_counted_until_it_is_much(monkeypatch):
     monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.pop(0))
     kept = []
     for _ in range(4):
-        with gc_pause.not_collected():
+        with gc_pause.paused():
             kept += [Node() for _ in range(5000)]
     assert counts == []
 
@@ -114,7 +114,7 @@ def test_no_search_behind_a_compilation(monkeypatch):
     gc.unfreeze()
     model = nn.Linear(4, 4)
     step = TrainingForward(model, backend="aot_eager")
-    with gc_pause.not_collected():
+    with gc_pause.paused():
         step(torch.ones(2, 4)).sum().backward()
     assert searched == []
 
@@ -141,7 +141,7 @@ def test_what_a_first_step_returned_goes_without_a_search():
         output.sum().backward()
         returned.append(weakref.ref(output))
 
-    with gc_pause.not_collected():
+    with gc_pause.paused():
         first_step()
         assert returned[0]() is None
 

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 import fuseopt
-from fuseopt.config import CUSTOM_KERNELS
+from fuseopt.kernel_table import CUSTOM, listed
 from tests import tiny
 
-KERNELS = {"custom_cuda_kernels": list(CUSTOM_KERNELS)}
+KERNELS = {"custom_cuda_kernels": list(listed(CUSTOM))}
 HEAD = {"triton_kernels": ["FusedLinearCrossEntropy"]}
 BLOCKS = {
     "kernels": KERNELS | {"jit": False},

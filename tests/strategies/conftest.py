@@ -5,7 +5,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from fuseopt.training import partitioner
-from tests.training import Graphs
+from tests.training_steps import Graphs
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from fuseopt import ops
 from fuseopt.blocks.causal_attention import fused_attention
 from tests import tiny
 from tests.pairs import stock_and_fused
-from tests.training import assert_slope
+from tests.training_steps import assert_slope
 
 pytestmark = pytest.mark.usefixtures("each_device")
 CONFIG = {"kernel_fusion": {"triton_kernels": ["FusedAttention"], "jit": False}}
@@ -219,10 +219,10 @@ def test_the_plan_says_what_is_exchanged_and_why_not():
     eager = tiny.gpt2(attn_implementation="eager")
     assert all("attention runs as 'eager'" in reason for *_, reason in rows(eager))
     wide = rows(tiny.llama(head_dim=136, attn_implementation="sdpa"))
-    assert {reason for *_, reason in wide} == {"its heads have 136 elements, and the kernel takes at most 128"}
+    assert {reason for *_, reason in wide} == {"its head size is 136, and the kernel takes at most 128"}
     model.transformer.forward = model.transformer.forward
     assert {reason for *_, reason in rows(model)} == {
-        "its stack cannot tell it of padding",
+        "its stack cannot pass the padding mask on",
         "its forward has been replaced on the instance",
     }
 
@@ -234,6 +234,8 @@ def test_the_preset_takes_it_on_a_gpu(each_device):
 
     if each_device.type == "cuda":
         for size in (64, 128):
-            assert "attention runs as SDPA, which padding costs its flash kernel" in reasons(head_dim=size)
+            assert "attention runs as SDPA, which cannot use a flash kernel with a padding mask" in reasons(
+                head_dim=size
+            )
     else:
-        assert reasons() == {"it pays on a GPU alone"}
+        assert reasons() == {"it is faster on a GPU only"}

@@ -254,7 +254,7 @@ def test_what_stays_and_why() -> None:
     model = tiny.gpt2()
     targets = [row.target for row in fuseopt.plan(model, CONFIG).rows if row.replaced]
     assert targets == ["GPT2DropoutAddForward", "DeferredDropout"] * 2
-    assert any("policy 'common' knows no block" in reason for reason in reasons(tiny.llama(), CONFIG, False))
+    assert any("policy 'common' names no block" in reason for reason in reasons(tiny.llama(), CONFIG, False))
     assert reasons(tiny.gpt2(resid_pdrop=0.0), CONFIG, False) == {"its dropouts drop nothing"}
     model.transformer.h[0].attn.resid_dropout.register_forward_hook(lambda *_: None)
     assert any("one of its dropouts carries hooks" in reason for reason in reasons(model, CONFIG, False))

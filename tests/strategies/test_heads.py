@@ -414,7 +414,7 @@ def rows(model):
 def test_the_plan_names_the_head_and_the_reason():
     (row,) = rows(tiny.gpt2())
     assert row.replaced and row.paths == ("lm_head",) and row.source == "Linear"
-    assert "GPT2LMHeadModel takes its logits straight to the loss" in row.reason
+    assert "GPT2LMHeadModel passes its logits to the loss only" in row.reason
     if torch.get_default_device().type == "cpu":
         assert row.backend == "reference" and "triton: runs on cuda tensors" in row.reason
     else:
@@ -427,7 +427,7 @@ def test_what_stays_and_why():
     assert "it carries hooks" in rows(model)[0].reason
     model = tiny.gpt2()
     model.lm_head = type("MyLinear", (nn.Linear,), {})(24, tiny.VOCAB, bias=False)
-    assert "no torch.nn.Linear" in rows(model)[0].reason
+    assert "not a torch.nn.Linear" in rows(model)[0].reason
     model = tiny.gpt2()
     model.__class__ = type("MyGPT2", (type(model),), {})
     assert "subclass of GPT2LMHeadModel" in rows(model)[0].reason

@@ -31,13 +31,13 @@ from transformers import (
 )
 
 import fuseopt
-from fuseopt import modules
+from fuseopt import training
 from fuseopt.errors import CompileError, PlanError
 from fuseopt.strategies import memory_efficient
 from fuseopt.training import forward, partitioner
 from fuseopt.training.forward import TrainingForward
 from tests import tiny
-from tests.training import assert_slope, saved_bytes
+from tests.training_steps import assert_slope, saved_bytes
 
 CONFIG = {"kernel_fusion": {"enable": True, "memory_efficient_fusion": True}}
 LABELS = torch.arange(14).view(2, 7) + 3
@@ -518,7 +518,7 @@ def test_without_what_is_private_to_torch_it_is_skipped(gone, monkeypatch):
     elif gone == "an option of AOT Autograd":
         monkeypatch.setitem(partitioner._OPTIONS, "gone_by_now", True)
     else:
-        monkeypatch.delattr(modules, "partitioner")
+        monkeypatch.delattr(training, "partitioner")
         monkeypatch.delitem(sys.modules, partitioner.__name__)
         monkeypatch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
         reason = "has changed what it stands on: import of torch._inductor.custom_graph_pass"
@@ -553,17 +553,17 @@ def test_wrong_input_raises_what_the_class_own_forward_raises(graphs):
 
 
 def test_the_plan_says_by_what_large_products_run_on_a_gpu():
-    def offer(backend: str, *devices: str):
+    def choice(backend: str, *devices: str):
         index = types.SimpleNamespace(devices=tuple(map(torch.device, devices)))
-        return memory_efficient._offer("memory_efficient", backend, index)
+        return memory_efficient._backend_choice(backend, index)
 
-    assert offer("inductor", "cpu").libraries == () == offer("aot_eager", "cuda").libraries
-    assert offer("inductor", "cpu").refused is None is offer("aot_eager", "cuda").refused
-    on_gpu = offer("inductor", "cpu", "cuda")
+    assert choice("inductor", "cpu").libraries == () == choice("aot_eager", "cuda").libraries
+    assert choice("inductor", "cpu").refused is None is choice("aot_eager", "cuda").refused
+    on_gpu = choice("inductor", "cpu", "cuda")
     if torch.cuda.is_available():
         assert on_gpu.libraries == ("cuda",) and on_gpu.refused is None
     else:
-        assert on_gpu.libraries == () and on_gpu.refused.startswith("products as cuBLAS chooses: its native library is")
+        assert on_gpu.libraries == () and on_gpu.refused.startswith("matmuls by cuBLAS's default algorithm: its native")
 
 
 # All on machines with a GPU, which have the processors for it: Inductor's C++ for GPT-2, a file for each of 51 loops,

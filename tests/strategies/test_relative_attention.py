@@ -13,7 +13,7 @@ from fuseopt import ops
 from fuseopt.blocks.relative_attention import FusedRelativeAttention
 from tests import tiny
 from tests.pairs import stock_and_fused
-from tests.training import assert_slope, norms_in_float64
+from tests.training_steps import assert_slope, norms_in_float64
 
 pytestmark = pytest.mark.usefixtures("each_device")
 CONFIG = {"kernel_fusion": {"triton_kernels": ["FusedRelativeAttention"], "jit": False}}
@@ -106,7 +106,7 @@ def test_the_preset_takes_it_in_training_on_a_gpu(each_device):
     if device == "cuda":
         assert "as all self-attentions of its stack, in training" in reasons
     else:
-        assert reasons == {"it pays on a GPU alone"}
+        assert reasons == {"it is faster on a GPU only"}
 
 
 @pytest.mark.gpu
@@ -320,7 +320,7 @@ def test_the_plan_takes_all_self_attentions_of_a_stack_or_none():
     )
     assert found["encoder.block.0.layer.0.SelfAttention"] == (
         False,
-        "encoder.block.1.layer.0.SelfAttention stays as it is, and hands a matrix on",
+        "encoder.block.1.layer.0.SelfAttention cannot be replaced, and passes the position bias on as a matrix",
     )
     assert found["decoder.block.0.layer.0.SelfAttention"][0]
     with pytest.warns(UserWarning, match="FusedRelativeAttention"):

@@ -285,8 +285,8 @@ def skip_reason(model, config):
 
 
 def test_what_stays_and_why():
-    assert "policy 't5' knows no block" in skip_reason(tiny.umt5(), T5)
-    assert "policy 'gpt2' knows no block" in skip_reason(tiny.gpt2(), T5)
+    assert "policy 't5' names no block" in skip_reason(tiny.umt5(), T5)
+    assert "policy 'gpt2' names no block" in skip_reason(tiny.gpt2(), T5)
 
     model = tiny.gpt2()
     model.transformer.h[1].ln_2.register_forward_hook(lambda *_: None)

@@ -243,7 +243,7 @@ def test_the_plan_names_each_attention_and_why_not(each_device):
 def test_attentions_that_rotate_otherwise_are_left_with_the_reason():
     sizes = {"vocab_size": tiny.VOCAB, "hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2}
     model = GPTNeoXForCausalLM(GPTNeoXConfig(intermediate_size=40, **sizes))
-    reason = "it rotates, but not by a forward and a function that compute what Llama's do"
+    reason = "it has a rotary embedding, but its class is not known to compute what Llama's does"
     found = rows(model)
     assert len(found) == 2 and all((row.replaced, row.reason) == (False, reason) for row in found)
     with pytest.warns(UserWarning, match=f"FusedRotaryEmbedding.*{reason}"):

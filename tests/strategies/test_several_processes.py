@@ -17,7 +17,7 @@ from fuseopt.training.forward import not_supported_reasons
 from tests import tiny
 from tests.ops.cases import Graphs
 from tests.strategies import combined
-from tests.training import capture_on_cpu
+from tests.training_steps import capture_on_cpu
 from tests.two_processes import start_two
 
 KERNELS = {

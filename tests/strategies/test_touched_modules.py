@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 import fuseopt
 from fuseopt.blocks import stack_runner
-from fuseopt.config import CUSTOM_KERNELS, TRITON_KERNELS
+from fuseopt.kernel_table import CUSTOM, TRITON, listed
 from fuseopt.modules import FusedMLP
 from fuseopt.modules.base import fused_class
 from tests import tiny
@@ -40,18 +40,16 @@ FAMILIES = {
     "phi3": tiny.phi3,
     "qwen3": tiny.qwen3,
 }
-KERNELS = [
-    {"name": name, **dict.fromkeys(set(options) - {"where_it_pays"}, True)} for name, options in CUSTOM_KERNELS.items()
-]
+KERNELS = [{"name": name, **dict.fromkeys(kernel.lists[CUSTOM], True)} for name, kernel in listed(CUSTOM).items()]
 # Of two names for one kernel the custom one has it.
-TRITON = [name for name in TRITON_KERNELS if name not in CUSTOM_KERNELS]
+TRITON_ONLY = [name for name in listed(TRITON) if name not in listed(CUSTOM)]
 CONFIGS = {
     "inference": "inference",
     "jit": {"kernel_fusion": {"enable": True}},
     "kernels": {"kernel_fusion": {"custom_cuda_kernels": KERNELS, "jit": False}},
     "reference": "reference",
-    "training_kernels": {"kernel_fusion": {"triton_kernels": TRITON, "jit": False}},
-    "all_kernels": {"kernel_fusion": {"custom_cuda_kernels": KERNELS, "triton_kernels": TRITON, "jit": True}},
+    "training_kernels": {"kernel_fusion": {"triton_kernels": TRITON_ONLY, "jit": False}},
+    "all_kernels": {"kernel_fusion": {"custom_cuda_kernels": KERNELS, "triton_kernels": TRITON_ONLY, "jit": True}},
     "generation": {"generation": {"enable": True}},
 }
 ATTENTIONS = {"kernels": "eager", "all_kernels": "eager"}
@@ -209,8 +207,8 @@ def test_the_plan_says_that_an_adapted_c_fc_is_called_and_only_that(config):
     SURGERIES["lora"](model, C_FC, Conv1D)
     plan = fuseopt.plan(model, CONFIGS[config])
     reasons = {row.paths[0]: row.reason for row in plan.rows if row.target == "FusedMLP"}
-    assert "c_fc is called as the source calls it: it is a peft.tuners.lora" in reasons["transformer.h.1.mlp"]
-    assert reasons["transformer.h.0.mlp"] == "exactly the class that the policy names"
+    assert "c_fc is called as the source class calls it: it is a peft.tuners.lora" in reasons["transformer.h.1.mlp"]
+    assert reasons["transformer.h.0.mlp"] == "exact class match"
 
 
 @pytest.mark.parametrize("surgery", [None, "lora", "subclass", "misplaced", "hook", "tensor_subclass", "parametrised"])

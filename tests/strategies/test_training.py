@@ -16,7 +16,7 @@ import fuseopt
 from fuseopt.training import partitioner
 from tests import tiny
 from tests.pairs import stock_and_fused
-from tests.training import assert_slope, capture_on_cpu
+from tests.training_steps import assert_slope, capture_on_cpu
 
 CONFIG = {"kernel_fusion": {"memory_efficient_fusion": {"budget": 0.5, "cuda_graphs": True}}}
 SMALL = {

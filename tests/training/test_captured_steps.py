@@ -17,9 +17,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 import fuseopt
 from fuseopt.errors import CompileError
 from fuseopt.modules.lazy_logits import LazyLogits
-from fuseopt.training import captured_steps, forward, partitioner
+from fuseopt.training import captured_steps, forward, partitioner, step_timing
 from tests import tiny
-from tests.training import HostSpan, capture_on_cpu
+from tests.training_steps import HostSpan, capture_on_cpu
 
 CAPTURED = {"kernel_fusion": {"memory_efficient_fusion": {"cuda_graphs": True}}}
 NO_DROPOUT = {
@@ -43,11 +43,11 @@ class Scaled(nn.Module):
         return hidden.sum() + (hidden * kept).sum(), hidden, kept, None
 
 
-def step_of(model: Scaled, when: bool | str = True) -> captured_steps.Step:
-    return captured_steps.Step(model.compiled, captured_steps.CapturedSteps(model, when))
+def step_of(model: Scaled, when: bool | str = True) -> captured_steps.CapturableStep:
+    return captured_steps.CapturableStep(model.compiled, captured_steps.CapturedSteps(model, when))
 
 
-def train(step: captured_steps.Step, model: Scaled, x: torch.Tensor, **kwargs: bool) -> torch.Tensor:
+def train(step: captured_steps.CapturableStep, model: Scaled, x: torch.Tensor, **kwargs: bool) -> torch.Tensor:
     """The loss, after a backward pass."""
     loss = step(model.weight, x)[0]
     loss.backward(**kwargs)
@@ -132,7 +132,7 @@ class OneBuffer(torch.autograd.Function):
 def test_gradients_in_one_buffer_are_accumulated(captured):
     model = nn.ParameterList([torch.ones(3), torch.ones(3)])
     steps = captured_steps.CapturedSteps(model, True)
-    step = captured_steps.Step(lambda *inputs: (OneBuffer.apply(*inputs),), steps)
+    step = captured_steps.CapturableStep(lambda *inputs: (OneBuffer.apply(*inputs),), steps)
     for count in range(1, 5):
         step(*model, torch.ones(3))[0].backward()
         assert all(weight.grad.tolist() == [count] * 3 for weight in model)
@@ -201,7 +201,7 @@ def test_steps_with_several_backward_passes_are_not_captured(captured):
     model = Scaled()
     step = step_of(model)
     train(step, model, torch.ones(3), retain_graph=True)
-    with pytest.warns(UserWarning, match=r"not captured, as a step has several backward passes \(retain_graph\)"):
+    with pytest.warns(UserWarning, match=r"not captured: a step has several backward passes \(retain_graph\)"):
         train(step, model, torch.ones(3))
     assert captured == []
 
@@ -258,7 +258,7 @@ def test_a_weight_that_moves_is_captured_anew_a_few_times(captured):
                 assert torch.equal(model.weight.grad, 4 * model.weight.detach())
                 model.zero_grad()
     assert captured == ["captured", "replayed", "replayed"] * 4
-    assert ["parameters move time and again" in str(warning.message) for warning in caught] == [True]
+    assert ["addresses of parameters have changed 4 times" in str(warning.message) for warning in caught] == [True]
 
 
 def test_a_step_that_writes_to_what_it_is_given_is_not_captured(captured):
@@ -271,7 +271,7 @@ def test_a_step_that_writes_to_what_it_is_given_is_not_captured(captured):
     for when in (True, "auto"):
         captured.clear()
         steps = captured_steps.CapturedSteps(model, when)
-        step, x = captured_steps.Step(compiled, steps), torch.zeros(3)
+        step, x = captured_steps.CapturableStep(compiled, steps), torch.zeros(3)
         train(step, model, x)
         if when is True:
             with pytest.raises(CompileError, match="writes to its inputs is not captured; ask for"):
@@ -331,7 +331,7 @@ def test_in_somebodys_own_graph_nothing_is_replayed(captured, monkeypatch):
 @pytest.mark.parametrize("gpu_over_host, has_room", [(1.0, True), (2.0, True), (1.0, False)])
 def test_auto_captures_where_the_gpu_waits_and_there_is_room(gpu_over_host, has_room, captured, monkeypatch):
     monkeypatch.setattr(HostSpan, "device_over_host", gpu_over_host)
-    monkeypatch.setattr(captured_steps, "_has_room", lambda device: has_room)
+    monkeypatch.setattr(captured_steps, "_fits_in_memory", lambda device: has_room)
     model = Scaled()
     step = step_of(model, "auto")
     for _ in range(5):
@@ -487,9 +487,9 @@ def test_steps_with_gradient_checkpointing_are_not_captured(when, device, monkey
         warnings.simplefilter("always")
         for _ in range(5):
             model(input_ids=ids, labels=ids).loss.backward()
-    note = "training steps are not captured, as gradient checkpointing draws"
+    note = "training steps are not captured: gradient checkpointing draws"
     assert any(note in str(warning.message) for warning in caught) == (when is True)
-    assert "not captured, as gradient checkpointing" in str(fuseopt.report(model)) and not events
+    assert "not captured: gradient checkpointing" in str(fuseopt.report(model)) and not events
 
 
 def test_compiled_steps_go_with_restore(monkeypatch):
@@ -694,7 +694,7 @@ def pooled_bytes() -> int:
 def test_small_steps_are_captured_unasked_and_give_their_memory_back(replayed, monkeypatch):
     torch._dynamo.reset()
     # Whoever shares the GPU takes time on it.
-    monkeypatch.setattr(captured_steps, "_Span", HostSpan)
+    monkeypatch.setattr(step_timing, "_Span", HostSpan)
     model = tiny.FAMILIES["t5"](d_model=512, d_kv=64).train().cuda()
     ids = tiny.inputs(model, batch=64)["input_ids"].repeat(1, 16)
     gc.collect()
@@ -747,7 +747,7 @@ def test_a_step_in_somebodys_own_graph(steps):
 def test_steps_that_cannot_be_captured_go_on(replayed, monkeypatch):
     """T5 makes a number on the host into a tensor, which Inductor's code does not."""
     torch._dynamo.reset()
-    monkeypatch.setattr(captured_steps, "_GPU_OVER_HOST", float("inf"))
+    monkeypatch.setattr(step_timing, "_GPU_OVER_HOST", float("inf"))
     model = tiny.FAMILIES["t5"](**NO_DROPOUT["t5"]).train().cuda()
     stock = copy.deepcopy(model)
     fuseopt.initialize(model, {"kernel_fusion": {"memory_efficient_fusion": {"backend": "aot_eager"}}}, strict=True)

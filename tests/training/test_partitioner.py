@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import fuseopt
 from fuseopt.training import partitioner
 from tests import tiny
-from tests.training import assert_slope, norms_in_float64, saved_bytes, saved_tensors
+from tests.training_steps import assert_slope, norms_in_float64, saved_bytes, saved_tensors
 
 aten = torch.ops.aten
 each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuseopt
 from fuseopt.training import partitioner, region_boundaries, regional_compile
-from tests.training import assert_slope
+from tests.training_steps import assert_slope
 
 aten = torch.ops.aten
 INVOKE = torch.ops.higher_order.invoke_subgraph

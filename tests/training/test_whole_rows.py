@@ -11,7 +11,7 @@ import fuseopt
 from fuseopt.training import partitioner, whole_rows
 from fuseopt.training.whole_rows import NoCache
 from tests import tiny
-from tests.training import Graphs
+from tests.training_steps import Graphs
 
 CONFIG = {"kernel_fusion": {"memory_efficient_fusion": True}}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attention_dropout": 0.0}

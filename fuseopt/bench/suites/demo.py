@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 import fuseopt
-from fuseopt.bench.harness import continuations
-from fuseopt.bench.harness.cases import CPU, GPU, QUICK, demo_cases
 from fuseopt.bench.harness.machine import machine, versions
 from fuseopt.bench.harness.measure import against_stock, measure
 from fuseopt.bench.harness.records import Results
+from fuseopt.bench.suites import demo_continuations
+from fuseopt.bench.suites.demo_cases import CPU, GPU, QUICK, demo_cases
 
 CHECKPOINTS = Path(fuseopt.__file__).resolve().parents[1] / "examples" / "checkpoints"
 # (number of prompts, new tokens for each) of a checkpoint.
@@ -51,4 +51,4 @@ def _show_checkpoints(checkpoints: Path, device: torch.device, count: int, new_t
         return
     lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     for folder in folders:
-        continuations.show(folder, lines[:count], new_tokens, device)
+        demo_continuations.show(folder, lines[:count], new_tokens, device)

@@ -1,4 +1,4 @@
-"""First generate() of a fresh process: `python -m fuseopt.bench.suites.first_call`, a row and a config as JSON."""
+"""Times the first generate() call of a fresh process: `python -m fuseopt.bench.suites.first_call REQUEST_AS_JSON`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 
 @dataclass(frozen=True)
 class FirstCall:
-    """What the user of a fresh process waits for, and the memory that it comes to.
+    """Time and memory of the first call in a fresh process, with the model already on its device.
 
     Attributes:
-        seconds: of `initialize`, if there is a config, and the first call, beside a model on its device.
-        peak_mib: most memory allocated on the GPU above the model's; None on a CPU.
+        seconds: time of `initialize`, if there is a config, and of the first call.
+        peak_mib: peak GPU memory in MiB above what the model takes; None on a CPU.
     """
 
     seconds: float
@@ -27,10 +27,10 @@ class FirstCall:
 
     @classmethod
     def measured(cls, request: Mapping[str, Any]) -> FirstCall | str:
-        """In a process of its own, with the libraries that this one has built; or the last line of its error.
+        """Measures in a new process, which finds the native libraries in the cache; on failure, its last error line.
 
         Args:
-            request: what `main` takes.
+            request: as `main` takes it.
         """
         command = [sys.executable, "-W", "ignore", "-m", "fuseopt.bench.suites.first_call", json.dumps(request)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -43,12 +43,12 @@ def main(request: Mapping[str, Any]) -> None:
     """Prints a FirstCall as JSON.
 
     Args:
-        request: `row`, the fields of a bench.generate.Row; `config`, None for transformers' own; `options`, more
-            arguments of generate(); `dtype`; `device`.
+        request: `row`, the fields of a `Row`; `config`, None for stock transformers; `options`, further arguments of
+            generate(); `dtype` and `device`, by name.
     """
     import fuseopt
     from fuseopt.bench.harness.architectures import random_model
-    from fuseopt.bench.suites.generate import Row
+    from fuseopt.bench.harness.generate_rows import Row
 
     device, row = torch.device(request["device"]), Row(**request["row"])
     on_gpu = device.type == "cuda"

@@ -1,106 +1,38 @@
-"""`fuseopt bench generate`: the model's own `generate()`, stock and with the decode loop behind it, per new token."""
+"""`fuseopt bench generate`: microseconds per new token of `generate()`, stock and under several configs."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from fuseopt.bench.harness.architectures import load_config, random_model
+from fuseopt.bench.harness.architectures import random_model
 from fuseopt.bench.harness.bytes_floor import cache_bytes, copy_bandwidth, weight_bytes
+from fuseopt.bench.harness.generate_rows import CPU_ROWS, GENERATION, GPU_ROWS, Row
 from fuseopt.bench.harness.measure import against_stock, measure
 from fuseopt.bench.harness.records import STATIC, Record, Results
-from fuseopt.bench.harness.workloads import (
-    FusionConfig,
-    ModelCase,
-    Work,
-    beams_name,
-    dtype_name,
-    generate,
-    random_tokens,
-)
+from fuseopt.bench.harness.workloads import FusionConfig, ModelCase, dtype_name
 from fuseopt.bench.suites.first_call import FirstCall
-from fuseopt.config import CUSTOM_KERNELS
+from fuseopt.kernel_table import CUSTOM, listed
 
-GENERATION = {"generation": {"enable": True}}
 CONFIGS: dict[str, FusionConfig] = {
     "preset inference": "inference",
     "generation": GENERATION,
-    "generation and kernels": {**GENERATION, "kernel_fusion": {"custom_cuda_kernels": list(CUSTOM_KERNELS)}},
+    "generation and kernels": {**GENERATION, "kernel_fusion": {"custom_cuda_kernels": list(listed(CUSTOM))}},
 }
 _STATIC_CACHE = {"cache_implementation": "static"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One use of `generate()`.
-
-    Attributes:
-        model: an architecture by name, a folder with a config.json, or a model id; weights are random.
-        prompt: tokens a row that are given; the encoder's, of a T5.
-        new: tokens a row that are generated.
-        beams: 1 for none.
-        ngram: `no_repeat_ngram_size`; 0 for no ban.
-        sampling: `temperature`, `top_k`, `top_p`, as generate() takes them; None for the likeliest tokens.
-        eos: whether there is an EOS token, as most models have one: the vocabulary's last, which random weights hardly
-            ever choose.
-    """
-
-    model: str
-    batch: int
-    prompt: int = 128
-    new: int = 128
-    beams: int = 1
-    ngram: int = 0
-    sampling: Mapping[str, float] | None = field(default=None, hash=False)
-    eos: bool = False
-
-    def name(self, dtype: torch.dtype) -> str:
-        how = [beams_name(self.beams) if self.sampling is None or self.beams > 1 else ""]
-        if self.sampling is not None:
-            how.append(" ".join(["sampled", *(f"{name}={value:g}" for name, value in self.sampling.items())]))
-        how += [f"ngram {self.ngram}" if self.ngram else "", "eos" if self.eos else "", dtype_name(dtype)]
-        sizes = f"{self.batch} x ({self.prompt} + {self.new})"
-        return f"a token of {self.model} generate, {sizes}, {', '.join(filter(None, how))}"
-
-    def work(self, device: torch.device, new: int, **others: Any) -> Work:
-        """What each system does with its model: `new` tokens a row."""
-        options: dict[str, Any] = {"num_beams": self.beams, "do_sample": self.sampling is not None}
-        if self.ngram:
-            options["no_repeat_ngram_size"] = self.ngram
-        vocabulary = load_config(self.model).vocab_size
-        if self.eos:
-            options["eos_token_id"] = vocabulary - 1
-        prompts = random_tokens(device, vocabulary, self.batch, self.prompt)
-        return generate(prompts, max_new_tokens=new, **{**options, **(self.sampling or {}), **others})
-
-
-# The rows of the targets.
-GPU_ROWS = (
-    Row("gpt2", 1),
-    Row("gpt2", 8),
-    Row("gpt2", 64),
-    Row("gpt2", 64, ngram=3),
-    Row("gpt2-xl", 1),
-    Row("t5-base", 1),
-    Row("t5-base", 32, ngram=3),
-    Row("t5-base", 32, ngram=3, beams=4),
-    Row("t5-base", 256, prompt=1, new=19, ngram=3),
-)
-CPU_ROWS = (Row("gpt2", 1, prompt=32, new=8), Row("t5-base", 1, prompt=32, new=8))
-# Calls for one token in a row, of which a sample is the mean: the first after another model's finds cold caches.
+# A first-token sample is the mean of this many calls: the first call after another model's finds cold caches.
 _FIRST_TOKENS = 4
-# Samples of those, and of whole calls. First tokens wait for the host, which others slow down for tenths of a second to
-# seconds at a time: what a sample says is what it happened to meet.
+# Rounds for first-token calls and for whole calls. A first token is bound by the host, which other processes slow down
+# for 0.1 s to seconds at a time, so it takes more samples.
 _FIRST_TOKEN_ROUNDS, _ROUNDS = 15, 3
 
 
 @dataclass(frozen=True)
 class _RowCase:
-    """A row as its first token alone, and as all of them."""
+    """One row as two cases: a call for one token, and a call for all tokens."""
 
     row: Row
     dtype: torch.dtype
@@ -122,15 +54,15 @@ def run(
     compile: bool | None = None,
     first_calls: bool = False,
 ) -> Results:
-    """Times whole calls, host included.
+    """Times whole calls, host time included.
 
     Args:
         rows: `GPU_ROWS` by default, `CPU_ROWS` on a CPU.
         dtype: bfloat16 by default, float32 on a CPU.
-        configs: `CONFIGS` by default; of what JSON can say.
-        compile: also transformers' static cache with torch.compile, which takes up to 20 s a row to begin; by default
-            on a GPU, as on a CPU it takes minutes.
-        first_calls: also the first call of a fresh process, one for every row of the table.
+        configs: `CONFIGS` by default; JSON types only, because first calls run in another process.
+        compile: also time transformers' static cache with torch.compile, which compiles for up to 20 s per row. The
+            default is True on a GPU; on a CPU it takes minutes.
+        first_calls: also time the first call of a fresh process, for every row of the table.
 
     Raises:
         ConfigError: a model is no architecture by name, folder with a config.json or model id.
@@ -193,7 +125,7 @@ def _records(case: _RowCase, device: torch.device, bandwidth: float) -> list[Rec
 
 @dataclass(frozen=True)
 class _FirstCallCase:
-    """A row as one system's first call."""
+    """The first call of one system for one row."""
 
     record: Record
     row: _RowCase
@@ -220,7 +152,7 @@ class _FirstCallCase:
 
 
 def _with_first_calls(records: Sequence[Record], rows: Sequence[_RowCase], device: torch.device) -> list[Record]:
-    """The records with their first calls, of which an interruption leaves out the rest."""
+    """The records with `first_seconds` filled in; after an interruption, the remaining records stay as they were."""
     row_of = {row.name: row for row in rows}
     cases = [_FirstCallCase(record, row_of[record.case]) for record in records]
     done = measure(cases, lambda case: case.records(device), is_more=True)

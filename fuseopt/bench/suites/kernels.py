@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from fuseopt.bench.harness.architectures import load_config, random_model
 from fuseopt.bench.harness.bytes_floor import cache_bytes, copy_bandwidth, weight_bytes
+from fuseopt.bench.harness.generate_rows import GENERATION, GPU_ROWS, Row
 from fuseopt.bench.harness.measure import measure
 from fuseopt.bench.harness.records import Record, Results
 from fuseopt.bench.harness.timer import Call, Spread
 from fuseopt.bench.harness.workloads import FusionConfig, fuse
-from fuseopt.bench.suites.generate import GENERATION, GPU_ROWS, Row
 from fuseopt.errors import ConfigError
 from fuseopt.ops.library import Observer
 
@@ -69,7 +69,7 @@ def run(
 
     Args:
         device: a GPU.
-        rows: `bench.generate.GPU_ROWS` by default.
+        rows: `GPU_ROWS` by default.
         dtype: bfloat16 by default.
         configs: generation alone by default.
 

@@ -17,8 +17,8 @@ from fuseopt.bench.harness.measure import SECONDS_PER_CASE, measure, peak_mib, t
 from fuseopt.bench.harness.records import STOCK, Record, Results
 from fuseopt.bench.harness.timer import sustained_seconds, time_in_turns
 from fuseopt.bench.harness.workloads import FusionConfig, dtype_name, failed, fuse, random_tokens
-from fuseopt.config import PRESETS
 from fuseopt.errors import CompileError
+from fuseopt.kernel_table import preset_block
 
 COMPILE = "torch.compile"
 PRECISIONS = {"autocast": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -164,7 +164,7 @@ def default_configs(device: torch.device) -> dict[str, FusionConfig]:
 
 def budget_configs(budgets: Sequence[float]) -> dict[str, FusionConfig]:
     """The preset "training" at each of these budgets."""
-    fusion = PRESETS["training"]["kernel_fusion"]
+    fusion = preset_block("training")
     return {
         f"preset training, budget {budget:g}": {
             "kernel_fusion": {**fusion, "memory_efficient_fusion": {"budget": budget}}

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from fuseopt.bench.harness.architectures import load_config, random_model
-from fuseopt.bench.harness.cases import NGRAM
 from fuseopt.bench.harness.measure import against_stock, measure
 from fuseopt.bench.harness.records import Results
 from fuseopt.bench.harness.workloads import FusionConfig, ModelCase, dtype_name, generate, random_tokens
+from fuseopt.bench.suites.demo_cases import NGRAM
 
 MAX_LENGTH = 20
 KERNELS = ["FusedRMSNorm", "FusedNoRepeatNGram", "FusedGELU"]

@@ -17,11 +17,11 @@ from fuseopt.modules.base import has_hooks
 from fuseopt.modules.children import Children, unexpected_modules
 from fuseopt.runtime.module_watch import (
     CONSTANTS,
-    Watch,
-    is_special,
-    is_without_parameters,
+    ModuleWatch,
+    has_other_weights,
     modules_below,
     only_captures_outputs,
+    trains_or_has_hooks,
 )
 from fuseopt.training.forward import TrainingForward
 
@@ -52,7 +52,7 @@ class Survey:
 
     reason: str | None
     key: tuple[Hashable, ...] = ()
-    watch: Watch | None = None
+    watch: ModuleWatch | None = None
 
     def is_in_place(self) -> bool:
         """Whether weights are where they were, and used as they are: what reads them can run, though what comes of it
@@ -80,12 +80,12 @@ def survey(model: nn.Module, roots: Sequence[nn.Module], children: Children, bef
     parameters = []
     for module in modules:
         state = module.__dict__
-        if is_special(module) or "forward" in state or is_without_parameters(module):
+        if trains_or_has_hooks(module) or "forward" in state or has_other_weights(module):
             reason = _module_reason(module)
             if reason:
                 path = next(path for path, other in model.named_modules() if other is module)
                 return Survey(f"{path or 'the model'} {reason}")
-            special = special or is_special(module)
+            special = special or trains_or_has_hooks(module)
         key.append((id(module), type(module), *map(state.get, CONSTANTS)))
         parameters += [parameter for parameter in state["_parameters"].values() if parameter is not None]
     for parameter in parameters:
@@ -100,7 +100,7 @@ def survey(model: nn.Module, roots: Sequence[nn.Module], children: Children, bef
         return Survey(f"it is on {device}")
     if torch.is_autocast_enabled(device.type):
         return Survey("autocast is on")
-    return Survey(None, (device, *key), None if special else Watch(modules, parameters))
+    return Survey(None, (device, *key), None if special else ModuleWatch(modules, parameters))
 
 
 def _module_reason(module: nn.Module) -> str | None:
@@ -112,6 +112,6 @@ def _module_reason(module: nn.Module) -> str | None:
         return "is dispatched or offloaded by accelerate"
     if "forward" in module.__dict__ and type(module.__dict__["forward"]) not in _FORWARDS:
         return "has had its forward replaced"
-    if is_without_parameters(module):
+    if has_other_weights(module):
         return "has weights that are not Parameters, or an embedding's max_norm"
     return None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fuseopt
-from fuseopt.bench.harness import plot
+from fuseopt.bench.harness import generate_rows, plot
 from fuseopt.bench.suites import first_call, generate
 from fuseopt.bench.suites.first_call import FirstCall
 from fuseopt.bench.suites.generate import CONFIGS, STATIC, Row
@@ -77,11 +77,11 @@ def test_rows_are_kept_when_first_calls_are_interrupted(monkeypatch, capsys):
 def test_calls_may_have_an_eos_token(monkeypatch):
     """The vocabulary's last, in calls of all systems."""
     given = []
-    monkeypatch.setattr(generate, "generate", lambda prompts, **options: given.append(options))
+    monkeypatch.setattr(generate_rows, "generate", lambda prompts, **options: given.append(options))
     device, sizes = torch.device("cpu"), {"prompt": 4, "new": 3}
     Row("gpt2-tiny", 1, **sizes, eos=True).work(device, 3)
     Row("gpt2-tiny", 1, **sizes).work(device, 3)
-    assert given[0] == {**given[1], "eos_token_id": generate.load_config("gpt2-tiny").vocab_size - 1}
+    assert given[0] == {**given[1], "eos_token_id": generate_rows.load_config("gpt2-tiny").vocab_size - 1}
     assert Row("gpt2-tiny", 1, eos=True).name(torch.float32).endswith("greedy, eos, float32")
 
 

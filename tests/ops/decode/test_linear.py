@@ -555,7 +555,7 @@ def test_what_is_read_ahead_changes_nothing() -> None:
     expected = decode_linear(x, weight)
     for ahead in ([later], [later.T, later], [later[:, ::2]], [later[:, 3]], [later[:0]]):
         assert torch.equal(decode_linear(x, weight, ahead=ahead), expected)
-    with pytest.raises(RuntimeError, match="of one size and dtype"):
+    with pytest.raises(RuntimeError, match="must have one size and dtype"):
         decode_linear(x, weight, ahead=[later, weight])
     with pytest.raises(RuntimeError, match="at most three"):
         decode_linear(x, weight, ahead=[later] * 4)

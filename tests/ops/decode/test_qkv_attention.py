@@ -574,7 +574,7 @@ def test_tensors_on_another_device_are_refused() -> None:
     caches = caches_of(1, 3, 40, HEAD_DIM, layer[0])
     before, positions = caches.clone(), torch.tensor([5])
     for keys, place, mask, message in (
-        (caches[0], positions, None, "positions is not on"),
+        (caches[0], positions, None, "positions must be int64 or int32 on cuda"),
         (caches[0], positions.cuda(), torch.ones(1, 40, dtype=torch.bool), "mask must be bool"),
         (caches[0].cpu(), positions.cuda(), None, "the caches must be"),
     ):

@@ -11,7 +11,7 @@ import fuseopt
 from fuseopt.ops.philox import philox_pair
 from fuseopt.training.passes import dropout_masks
 from fuseopt.training.passes.dropout_masks import MASK, keep_mask
-from tests.training import assert_slope, saved_tensors
+from tests.training_steps import assert_slope, saved_tensors
 
 aten, prims = torch.ops.aten, torch.ops.prims
 SEED = 0x0123456789ABCDEF

@@ -1,4 +1,4 @@
-"""transformers' caches for keys and values, while they are empty: which can be filled later, and what stands in."""
+"""A stand-in for an empty key-value cache of transformers, which records what is written to it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 
-class KeptLayers:
-    """Passes for a cache of one kind of attention: `written` are keys and values, and of which layer."""
+class RecordingLayers:
+    """The part of a cache for one kind of attention. `written` lists (keys, values, layer index)."""
 
     def __init__(self) -> None:
         self.written: list[tuple[Tensor, Tensor, int]] = []
@@ -19,15 +19,15 @@ class KeptLayers:
         return keys, values
 
 
-class KeptCache:
-    """Passes for an empty cache of transformers', of whichever kind, and keeps what is written to it."""
+class RecordingCache:
+    """Stands in for an empty transformers cache of any kind; `fill` copies what was written to a real one."""
 
     def __init__(self) -> None:
-        self.self_attention_cache, self.cross_attention_cache = KeptLayers(), KeptLayers()
+        self.self_attention_cache, self.cross_attention_cache = RecordingLayers(), RecordingLayers()
         self.is_updated: dict[int, bool] = {}
 
     def fill(self, cache: Any) -> None:
-        """Writes the same to an empty cache, which copies it."""
+        """Writes the recorded keys and values to an empty cache, which copies them."""
         for name in ("self_attention_cache", "cross_attention_cache"):
             for keys_values in getattr(self, name).written:
                 getattr(cache, name, cache).update(*keys_values)
@@ -36,7 +36,7 @@ class KeptCache:
 
 
 def is_empty_cache(cache: Any) -> bool:
-    """Whether it is none, or one of transformers' plain caches without a token, which copy what they are given."""
+    """True for None and for an empty dynamic cache of transformers, the kind that copies what is written to it."""
     if cache is None:
         return True
     caches = sys.modules["transformers.cache_utils"]

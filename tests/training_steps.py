@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from fuseopt.runtime.cuda_graphs import Captures
-from fuseopt.training import captured_steps, partitioner
-from fuseopt.training.captured_steps import StepGraphs
+from fuseopt.training import captured_steps, partitioner, step_graphs, step_timing
+from fuseopt.training.step_graphs import StepGraphs
 
 
 class HostSpan:
@@ -39,7 +39,7 @@ def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         What has happened: "captured" and "replayed", once a step.
     """
     events: list[str] = []
-    record, forward, backward = StepGraphs.record, StepGraphs.forward, captured_steps._Backward.run
+    record, forward, backward = StepGraphs.record, StepGraphs.forward, step_graphs._Backward.run
 
     def counted_record(graphs: StepGraphs) -> str:
         events.append("captured")
@@ -70,10 +70,10 @@ def capture_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(StepGraphs, "record", counted_record)
     monkeypatch.setattr(StepGraphs, "forward", counted_forward)
-    monkeypatch.setattr(captured_steps._Backward, "run", run_backward)
+    monkeypatch.setattr(step_graphs._Backward, "run", run_backward)
     monkeypatch.setattr(captured_steps, "can_capture", has_one_size)
-    monkeypatch.setattr(captured_steps, "_Span", HostSpan)
-    monkeypatch.setattr(captured_steps, "_has_room", lambda device: True)
+    monkeypatch.setattr(step_timing, "_Span", HostSpan)
+    monkeypatch.setattr(captured_steps, "_fits_in_memory", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Captures, "record", run_once)
     return events

@@ -1,0 +1,74 @@
+"""The rows of `bench generate` and `bench kernels`: which `generate()` calls are timed, on which models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fuseopt.bench.harness.architectures import load_config
+from fuseopt.bench.harness.workloads import Work, beams_name, dtype_name, generate, random_tokens
+
+GENERATION = {"generation": {"enable": True}}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of `generate()` call on one model.
+
+    Attributes:
+        model: an architecture by name, a folder with a config.json, or a model id; weights are random.
+        batch: prompts.
+        prompt: tokens per prompt; for a T5, tokens of the encoder's input.
+        new: tokens generated per prompt.
+        beams: number of beams; 1 means greedy or sampled decoding.
+        ngram: `no_repeat_ngram_size`; 0 means no ban.
+        sampling: `temperature`, `top_k`, `top_p`, as generate() takes them; None means greedy decoding.
+        eos: whether generation has an EOS token, as most models do. It is the last id of the vocabulary, which random
+            weights hardly ever choose.
+    """
+
+    model: str
+    batch: int
+    prompt: int = 128
+    new: int = 128
+    beams: int = 1
+    ngram: int = 0
+    sampling: Mapping[str, float] | None = field(default=None, hash=False)
+    eos: bool = False
+
+    def name(self, dtype: torch.dtype) -> str:
+        how = [beams_name(self.beams) if self.sampling is None or self.beams > 1 else ""]
+        if self.sampling is not None:
+            how.append(" ".join(["sampled", *(f"{name}={value:g}" for name, value in self.sampling.items())]))
+        how += [f"ngram {self.ngram}" if self.ngram else "", "eos" if self.eos else "", dtype_name(dtype)]
+        sizes = f"{self.batch} x ({self.prompt} + {self.new})"
+        return f"a token of {self.model} generate, {sizes}, {', '.join(filter(None, how))}"
+
+    def work(self, device: torch.device, new: int, **others: Any) -> Work:
+        """The `generate()` call to time, for `new` tokens per prompt; `others` are further arguments of it."""
+        options: dict[str, Any] = {"num_beams": self.beams, "do_sample": self.sampling is not None}
+        if self.ngram:
+            options["no_repeat_ngram_size"] = self.ngram
+        vocabulary = load_config(self.model).vocab_size
+        if self.eos:
+            options["eos_token_id"] = vocabulary - 1
+        prompts = random_tokens(device, vocabulary, self.batch, self.prompt)
+        return generate(prompts, max_new_tokens=new, **{**options, **(self.sampling or {}), **others})
+
+
+# The rows that the performance targets are set for.
+GPU_ROWS = (
+    Row("gpt2", 1),
+    Row("gpt2", 8),
+    Row("gpt2", 64),
+    Row("gpt2", 64, ngram=3),
+    Row("gpt2-xl", 1),
+    Row("t5-base", 1),
+    Row("t5-base", 32, ngram=3),
+    Row("t5-base", 32, ngram=3, beams=4),
+    Row("t5-base", 256, prompt=1, new=19, ngram=3),
+)
+CPU_ROWS = (Row("gpt2", 1, prompt=32, new=8), Row("t5-base", 1, prompt=32, new=8))

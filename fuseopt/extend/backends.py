@@ -1,0 +1,133 @@
+"""The backends of a user's op: in which order they are asked, and why one cannot run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fuseopt.errors import BackendError
+from fuseopt.ops import registry
+
+REFERENCE, COMPILE = "reference", "compile"
+PLAIN = (COMPILE, REFERENCE)
+"""Those that compute the function itself: autograd and torch.compile see through them."""
+
+KERNELS = ("cuda", "cpu", "triton", COMPILE)
+"""Those that a kernel can be given for."""
+
+_ORDER = ("cuda", "cpu", "triton", COMPILE, REFERENCE)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute an op.
+
+    Attributes:
+        backend: its name.
+        function: with the op's signature.
+        supports: called with the arguments of a call: True, or False or a reason for the next backend to run it.
+        missing: why it cannot run at all, as a library that could not be built; None if it can.
+    """
+
+    backend: str
+    function: Callable
+    supports: Callable | None = None
+    missing: str | None = None
+
+    def refuses(self, arguments: Sequence[Any]) -> str | None:
+        """Why it does not take a call; None if it does."""
+        if self.supports is None:
+            return None
+        answer = self.supports(*arguments)
+        if answer is True or answer is None:
+            return None
+        return answer if isinstance(answer, str) else "its `supports` says no to these arguments"
+
+    def supporting(self, predicate: Callable) -> Kernel:
+        """The kernel with `predicate` to be asked as well."""
+        if self.supports is None:
+            return replace(self, supports=predicate)
+        first = self.supports
+
+        def both(*arguments: Any) -> Any:
+            answer = first(*arguments)
+            return predicate(*arguments) if answer is True else answer
+
+        return replace(self, supports=both)
+
+    def not_supported_reasons(self, device: str, *, by_name: bool) -> list[str]:
+        """Why it cannot run on a type of device; empty if it can.
+
+        Args:
+            by_name: whether the backend was named: torch.compile takes seconds on a CPU, where "auto" leaves it.
+        """
+        if self.missing is not None:
+            return [self.missing]
+        if self.backend == "triton":
+            return registry.TRITON.not_supported_reasons(torch.device(device), [])
+        if self.backend in ("cuda", "cpu") and device != self.backend:
+            return [f"runs on {self.backend} tensors, not on {device}"]
+        if self.backend == COMPILE and device != "cuda" and not by_name:
+            return ["on a CPU only when it is named, as compiling takes seconds"]
+        return []
+
+    def as_backend(self) -> registry.Backend:
+        """The kernel as the registry of ops knows backends."""
+        return OwnBackend(self.backend, kernel=self)
+
+
+@dataclass(frozen=True)
+class OwnBackend(registry.Backend):
+    """A backend of a user's op, for plans and reports: of any dtype, which only a call can tell."""
+
+    kernel: Kernel | None = None
+
+    def runs_on(self, device: torch.device) -> bool:
+        assert self.kernel is not None
+        return not self.kernel.not_supported_reasons(device.type, by_name=True)
+
+    def not_supported_reasons(
+        self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
+    ) -> list[str]:
+        assert self.kernel is not None
+        return self.kernel.not_supported_reasons(device.type, by_name=False)
+
+
+def in_order(kernels: Mapping[str, Kernel]) -> list[Kernel]:
+    """The kernels in the order in which "auto" asks them."""
+    return [kernels[backend] for backend in _ORDER if backend in kernels]
+
+
+def order_on(
+    name: str, kernels: Mapping[str, Kernel], backend: str, device: str
+) -> tuple[tuple[Kernel, ...], dict[str, list[str]]]:
+    """The kernels that can run on a type of device, in order, and the reasons of those that cannot.
+
+    Raises:
+        BackendError: `backend` names one that the op has not.
+    """
+    asked = [kernel for kernel in in_order(kernels) if backend in ("auto", kernel.backend)]
+    if not asked:
+        raise BackendError(f"{name} has no backend {backend!r}; it has auto, {', '.join(kernels)}")
+    reasons = {k.backend: k.not_supported_reasons(device, by_name=backend != "auto") for k in asked}
+    able = tuple(kernel for kernel in asked if not reasons[kernel.backend])
+    return able, {name: found for name, found in reasons.items() if found}
+
+
+def with_reason(refused: Mapping[str, Sequence[str]]) -> str:
+    """Lines of backends and why each does not run."""
+    return "".join(f"\n  {backend}: {'; '.join(reasons)}" for backend, reasons in refused.items())
+
+
+def compiled_on_first_call(function: Callable) -> Callable:
+    """`torch.compile(function)`, made when it is first called: that imports Dynamo."""
+
+    @functools.cache
+    def compiled() -> Callable:
+        return torch.compile(function)
+
+    return lambda *arguments: compiled()(*arguments)

@@ -1,0 +1,168 @@
+"""Gradients of a user's op: by the formula given for it, else by autograd of its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fuseopt.errors import OpError
+from fuseopt.extend.backends import Kernel
+from fuseopt.extend.signature import as_results, tensors_of, with_tensors
+from fuseopt.ops.library import is_differentiated_again
+
+if TYPE_CHECKING:
+    from fuseopt.extend.op import Op
+
+
+class Call(torch.autograd.Function):
+    """One eager call of a kernel of an op, differentiable; without lists of tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, kernel: Kernel, *arguments: Any) -> Any:
+        output = op.run(kernel, arguments)
+        save(ctx, op, kernel.backend, arguments, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        arguments, outputs = saved(ctx)
+        is_tensor = [argument is _SAVED for argument in ctx.arguments]
+        needed = [needs for needs, is_one in zip(ctx.needs_input_grad[2:], is_tensor, strict=True) if is_one]
+        following = iter(gradients(ctx.op, ctx.backend, arguments, outputs, grads, needed))
+        return None, None, *(next(following) if is_one else None for is_one in is_tensor)
+
+
+_SAVED = object()  # stands for a saved tensor among the arguments
+
+
+def save(ctx: Any, op: Op, backend: str, arguments: Sequence[Any], output: Any) -> None:
+    """Save on an autograd context what `gradients` takes."""
+    tensors = list(tensors_of(arguments))
+    results = as_results(output) if op.formula(backend) is not None else ()
+    ctx.op, ctx.backend, ctx.inputs = op, backend, len(tensors)
+    ctx.arguments = with_tensors(arguments, [_SAVED] * len(tensors))
+    ctx.save_for_backward(*tensors, *results)
+
+
+def saved(ctx: Any) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    """(arguments, results) of the call that `save` was given; no results where no formula reads them."""
+    tensors = ctx.saved_tensors
+    following = iter(tensors)
+
+    def restored(argument: Any) -> Any:
+        if isinstance(argument, list):
+            return [next(following) if item is _SAVED else item for item in argument]
+        return next(following) if argument is _SAVED else argument
+
+    return tuple(map(restored, ctx.arguments)), tensors[ctx.inputs :]
+
+
+def gradients(
+    op: Op,
+    backend: str,
+    arguments: Sequence[Any],
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    needed: Sequence[bool],
+    *,
+    formula: Callable | None = None,
+) -> list[Tensor | None]:
+    """The gradient of each tensor among `arguments`; None where it is not needed.
+
+    A second derivative is always that of the reference.
+
+    Args:
+        formula: called in place of the one that was given to the op, with the same arguments.
+    """
+    by_hand = op.formula(backend)
+    if by_hand is None or is_differentiated_again():
+        return of_reference(op.function, arguments, grads, needed)
+    if formula is not None:
+        return _scattered(formula(arguments, outputs, grads, needed), needed)
+    return by_formula(op, by_hand, arguments, outputs, grads, needed)
+
+
+def by_formula(
+    op: Op,
+    formula: Callable,
+    arguments: Sequence[Any],
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients that a `.backward` of the op gives, each in the shape and dtype of its tensor.
+
+    Raises:
+        OpError: it gives another number of gradients.
+    """
+    one = op.signature.results == 1
+    given = formula(tuple(arguments), outputs[0] if one else tuple(outputs), grads[0] if one else tuple(grads))
+    given = list(given) if isinstance(given, (tuple, list)) else [given]
+    tensors = list(tensors_of(arguments))
+    if len(given) == len(arguments) and len(given) != len(tensors):
+        pairs = zip(arguments, given, strict=True)
+        given = [
+            item
+            for argument, gradient in pairs
+            for item in (
+                [gradient]
+                if isinstance(argument, Tensor)
+                else (gradient or [None] * len(argument))
+                if isinstance(argument, (list, tuple))
+                else []
+            )
+        ]
+    if len(given) != len(tensors):
+        raise OpError(
+            f"{op.name}: its backward gave {len(given)} gradients; it has {len(arguments)} arguments, "
+            f"of which {len(tensors)} are tensors here, and must give one for each, or None"
+        )
+    return [
+        None if not needs else torch.zeros_like(tensor) if gradient is None else _like(gradient, tensor)
+        for gradient, tensor, needs in zip(given, tensors, needed, strict=True)
+    ]
+
+
+def _like(gradient: Tensor, tensor: Tensor) -> Tensor:
+    if gradient.shape != tensor.shape:
+        gradient = gradient.sum_to_size(tensor.shape)
+    return gradient.to(tensor.dtype).contiguous()
+
+
+def of_reference(
+    function: Callable, arguments: Sequence[Any], grads: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients by autograd of `function`, which is computed again; differentiable where autograd records."""
+    tensors = list(tensors_of(arguments))
+    if is_differentiated_again():
+        wanted = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
+
+        def of_wanted(*varied: Tensor) -> tuple[Tensor, ...]:
+            merged = iter(varied)
+            given = [next(merged) if needs else t for t, needs in zip(tensors, needed, strict=True)]
+            return tuple(r for r in as_results(function(*with_tensors(arguments, given))) if _varies(r))
+
+        _, pull_back = torch.func.vjp(of_wanted, *wanted)
+        kept = tuple(g for g, r in zip(grads, as_results(function(*arguments)), strict=True) if _varies(r))
+        return _scattered(pull_back(kept), needed)
+    varied = [t.detach().requires_grad_(needs) if _varies(t) else t for t, needs in zip(tensors, needed, strict=True)]
+    with torch.enable_grad():
+        results = as_results(function(*with_tensors(arguments, varied)))
+    pairs = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad and g is not None]
+    wanted = [tensor for tensor, needs in zip(varied, needed, strict=True) if needs]
+    if not pairs:
+        return [torch.zeros_like(t) if needs else None for t, needs in zip(tensors, needed, strict=True)]
+    found = torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs], materialize_grads=True)
+    return _scattered(found, needed)
+
+
+def _varies(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _scattered(found: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    following = iter(found)
+    return [next(following) if needs else None for needs in needed]

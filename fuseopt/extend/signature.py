@@ -1,0 +1,145 @@
+"""The signature of a user's op: its schema, read from a function's annotations, and the tensors among its arguments."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseopt.errors import OpError
+
+_NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
+_NAMESPACES_OF_TORCH = ("aten", "prim", "prims", "quantized", "torch", "torchvision", "fuseopt")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What calls of an op look like.
+
+    Attributes:
+        schema: `(arguments) -> results`, as torch writes it.
+        names: of the arguments, in order.
+        defaults: by name, of the arguments that have one.
+        has_lists: whether an argument is a list of tensors.
+        results: how many tensors the op gives; None for a list of them, whose length is the function's.
+    """
+
+    schema: str
+    names: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    has_lists: bool
+    results: int | None
+
+    @classmethod
+    def of(cls, name: str, function: Callable) -> Signature:
+        """The signature of an annotated function.
+
+        Raises:
+            OpError: an annotation is missing, or of a type that no op takes.
+        """
+        try:
+            schema = torch.library.infer_schema(function, mutates_args=())
+        except (ValueError, NameError) as error:
+            raise OpError(_annotation_message(name, function, error)) from error
+        parameters = inspect.signature(function).parameters
+        if "backend" in parameters:
+            raise OpError(f"{name}: an argument cannot be called 'backend', by which a call names one; rename it")
+        if any(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in parameters.values()):
+            raise OpError(
+                f"{name}: keyword-only arguments have no place in an op's schema; leave out the * before them"
+            )
+        results = schema.partition(" -> ")[2]
+        if "Tensor" not in results or results.replace("Tensor[]", "").replace("Tensor", "").strip("(), "):
+            raise OpError(f"{name} must return a Tensor, a tuple of Tensors or a list of them, not {results or 'None'}")
+        return cls(
+            schema,
+            tuple(parameters),
+            {key: p.default for key, p in parameters.items() if p.default is not inspect.Parameter.empty},
+            any(argument.startswith(("Tensor[]", "Tensor?[]")) for argument in arguments_of(schema)),
+            None if results == "Tensor[]" else results.count("Tensor"),
+        )
+
+    def bind(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Every argument in order, defaults filled in.
+
+        Raises:
+            TypeError: as a call of the function with these arguments would.
+        """
+        if len(args) > len(self.names):
+            raise TypeError(f"{name} takes {len(self.names)} arguments, got {len(args)}")
+        bound = list(args)
+        for key in self.names[len(args) :]:
+            if key in kwargs:
+                bound.append(kwargs[key])
+            elif key in self.defaults:
+                bound.append(self.defaults[key])
+            else:
+                raise TypeError(f"{name} lacks the argument {key!r}; it takes {', '.join(self.names)}")
+        if len(bound) != len(args) + len(kwargs):
+            for key in kwargs:
+                if key not in self.names[len(args) :]:
+                    problem = "was given twice" if key in self.names else "is unknown"
+                    raise TypeError(f"{name}: the argument {key!r} {problem}; it takes {', '.join(self.names)}")
+        return tuple(bound)
+
+
+def check_name(name: str) -> None:
+    """Raise OpError unless `name` is "namespace::op", in a namespace that is no package's own."""
+    if not _NAME.fullmatch(name):
+        raise OpError(f"{name!r} is no name of an op; give one with a namespace of your own, such as 'mine::scale'")
+    namespace = name.partition("::")[0]
+    if namespace in _NAMESPACES_OF_TORCH:
+        raise OpError(f"{name!r}: the namespace {namespace!r} is taken; use one of your own, such as 'mine'")
+
+
+def arguments_of(schema: str) -> list[str]:
+    """The arguments of a schema without their defaults, as ["Tensor a", "float scale"]."""
+    without_defaults = re.sub(r'="[^"]*"|=\[[^]]*\]|=[^,)]+', "", schema.partition(") -> ")[0][1:])
+    return [argument for argument in without_defaults.split(", ") if argument]
+
+
+def _annotation_message(name: str, function: Callable, error: Exception) -> str:
+    file, line = inspect.getsourcefile(function), function.__code__.co_firstlineno
+    takes = "Tensor, list[Tensor], Tensor | None, int, float, bool or str"
+    if isinstance(error, NameError):
+        return f"{name} ({file}:{line}): {error}; annotations must name what the file imports"
+    for key, parameter in inspect.signature(function).parameters.items():
+        if parameter.annotation is inspect.Parameter.empty:
+            return f"{name} ({file}:{line}): the argument {key!r} has no annotation; give {takes}"
+    if inspect.signature(function).return_annotation is inspect.Signature.empty:
+        return f"{name} ({file}:{line}): the result has no annotation; give -> Tensor, or -> tuple[Tensor, Tensor]"
+    reason = str(error).partition("): ")[2].partition(". The valid types")[0].partition(". Got func")[0]
+    return f"{name} ({file}:{line}): {reason}; an op takes {takes}"
+
+
+def tensors_of(arguments: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments or results, those in lists too, in order."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from (item for item in argument if isinstance(item, Tensor))
+
+
+def with_tensors(arguments: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """`arguments` with each tensor, those in lists too, replaced by the next of `tensors`."""
+    following = iter(tensors)
+
+    def replaced(argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return next(following)
+        if isinstance(argument, (list, tuple)):
+            return [next(following) if isinstance(item, Tensor) else item for item in argument]
+        return argument
+
+    return tuple(map(replaced, arguments))
+
+
+def as_results(output: Any) -> tuple[Tensor, ...]:
+    """An op's results as a tuple, of one where it gives one tensor."""
+    return (output,) if isinstance(output, Tensor) else tuple(output)

@@ -1,0 +1,158 @@
+"""What `torch.ops` has of a user's op: the op, and `name__backend` for each backend, with fakes and gradients.
+
+Calls that torch has to see come here: under torch.compile, modes, profilers, and from `torch.ops` itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from fuseopt.errors import BackendError, OpError
+from fuseopt.extend import gradients
+from fuseopt.extend.backends import REFERENCE
+from fuseopt.extend.signature import arguments_of, as_results, tensors_of
+from fuseopt.ops.library import without_autocast
+
+if TYPE_CHECKING:
+    from fuseopt.extend.op import Op
+
+_DEVICES = ("CPU", "CUDA")
+
+
+class TorchOp:
+    """`torch.ops.<namespace>.<name>`, which is backend "auto", and `<name>__<backend>` for each backend.
+
+    They are ops of their own, not overloads: torch cannot take away two overloads of one op.
+
+    Raises:
+        OpError: torch has an op of that name already, from elsewhere.
+    """
+
+    def __init__(self, op: Op) -> None:
+        self._op = op
+        self._namespace, _, self._name = op.name.partition("::")
+        present = torch._C._jit_get_schemas_for_operator(op.name)
+        if present:
+            raise OpError(f"{op.name} is taken: another package has {present[0]}; use a namespace of your own")
+        self._library = torch.library.Library(self._namespace, "FRAGMENT")
+        self._overloads: dict[str, OpOverload] = {}
+        self._backward = self._define_backward()
+
+    def overload(self, backend: str) -> OpOverload:
+        """What runs `backend`.
+
+        Raises:
+            BackendError: the op has none of that name.
+        """
+        if backend not in self._overloads:
+            raise BackendError(f"{self._op.name} has no backend {backend!r}; it has {', '.join(self._overloads)}")
+        return self._overloads[backend]
+
+    def define(self, backend: str) -> None:
+        """Define what runs a backend, unless it is there."""
+        if backend in self._overloads:
+            return
+        name = self._name if backend == "auto" else f"{self._name}__{backend}"
+        overload = self._overloads[backend] = self._defined(f"{name}{self._op.signature.schema}")
+        qualified = f"{self._namespace}::{name}"
+        for key in _DEVICES:
+            self._library.impl(overload, functools.partial(self._run, backend), key)
+        torch.library.register_fake(qualified, self._run_fake, lib=self._library)
+        save = functools.partial(self._save, backend)
+        torch.library.register_autograd(qualified, self._differentiate, setup_context=save, lib=self._library)
+
+    def close(self) -> None:
+        """Take it out of `torch.ops`."""
+        self._library._destroy()
+
+    def _defined(self, schema: str) -> OpOverload:
+        self._library.define(schema)
+        return getattr(getattr(torch.ops, self._namespace), schema.partition("(")[0]).default
+
+    def _run(self, backend: str, *given: Any, **named: Any) -> Any:
+        op, arguments = self._op, self._bound(given, named)
+        chosen = op.choose(*arguments, backend=backend).backend
+        with without_autocast(next(tensors_of(arguments))):
+            output = op.checked(op.eager_function(chosen)(*arguments), chosen)
+        return _unshared(output, tensors_of(arguments))
+
+    def _run_fake(self, *given: Any, **named: Any) -> Any:
+        op, arguments = self._op, self._bound(given, named)
+        if op.fake_function is not None:
+            return op.fake_function(*arguments)
+        with torch.no_grad(), without_autocast(next(tensors_of(arguments))):
+            output = op.checked(op.function(*arguments), REFERENCE)
+        empty = [torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in as_results(output)]
+        return empty[0] if isinstance(output, Tensor) else type(output)(empty)
+
+    def _bound(self, given: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...]:
+        return self._op.signature.bind(self._op.name, given, named)
+
+    def _save(self, backend: str, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        gradients.save(ctx, self._op, backend, inputs, output)
+
+    def _differentiate(self, ctx: Any, *grads: Any) -> Any:
+        op = self._op
+        arguments, outputs = gradients.saved(ctx)
+        if op.signature.results is None:
+            (grads,) = grads
+        given = len(ctx.needs_input_grad)  # arguments at their defaults are not, if they are the last
+        needed = []
+        for argument, asked in zip(arguments[:given], ctx.needs_input_grad, strict=True):
+            pairs = zip(argument, asked, strict=True) if isinstance(argument, list) else [(argument, asked)]
+            needed += [needs for item, needs in pairs if isinstance(item, Tensor)]
+        backend = op.choose(*arguments).backend if ctx.backend == "auto" else ctx.backend
+        opaque = functools.partial(self._call_backward, backend)
+        following = iter(gradients.gradients(op, backend, arguments, outputs, grads, needed, formula=opaque))
+
+        def gradient(argument: Any) -> Any:
+            if isinstance(argument, list):
+                return [gradient(item) for item in argument]
+            return next(following) if isinstance(argument, Tensor) else None
+
+        return tuple(map(gradient, arguments[:given]))
+
+    def _define_backward(self) -> OpOverload:
+        """Define the op that a formula given for the gradient is to torch.compile: its fake is all that it sees."""
+        op, name = self._op, f"{self._name}__backward"
+        listed = ", ".join(["str backend", *arguments_of(op.signature.schema), "Tensor[] results", "Tensor[] grads"])
+        overload = self._defined(f"{name}({listed}, bool[] needed) -> Tensor[]")
+
+        def run(backend: str, *given: Any) -> list[Tensor]:
+            *arguments, outputs, grads, needed = given
+            formula = op.formula(backend)
+            assert formula is not None
+            with torch.no_grad():
+                found = gradients.by_formula(op, formula, arguments, outputs, grads, needed)
+            return _unshared([g for g in found if g is not None], [*tensors_of(arguments), *outputs, *grads])
+
+        def fake(backend: str, *given: Any) -> list[Tensor]:
+            *arguments, _, _, needed = given
+            pairs = zip(tensors_of(arguments), needed, strict=True)
+            return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t, needs in pairs if needs]
+
+        for key in _DEVICES:
+            self._library.impl(overload, run, key)
+        torch.library.register_fake(f"{self._namespace}::{name}", fake, lib=self._library)
+        return overload
+
+    def _call_backward(
+        self, backend: str, arguments: Sequence[Any], outputs: Sequence[Tensor], grads: Sequence[Any], needed: Any
+    ) -> list[Tensor]:
+        return self._backward(backend, *arguments, list(outputs), list(grads), list(needed))
+
+
+def _unshared(output: Any, inputs: Any) -> Any:
+    """`output` with a copy of each tensor that shares memory with an input: torch.compile counts on none doing so."""
+    given = {tensor.untyped_storage()._cdata for tensor in inputs}
+    results = as_results(output)
+    if not any(result.untyped_storage()._cdata in given for result in results):
+        return output
+    fresh = [r.clone() if r.untyped_storage()._cdata in given else r for r in results]
+    return fresh[0] if isinstance(output, Tensor) else type(output)(fresh)

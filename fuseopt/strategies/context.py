@@ -1,0 +1,141 @@
+"""ProposalContext: what a proposer is given, and how it states what it proposes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fuseopt.build import loader
+from fuseopt.errors import BackendError
+from fuseopt.models import ModelPolicy
+from fuseopt.ops import registry
+from fuseopt.plan import ModelIndex, Replacement, Site, Skip
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """What runs a replacement on the model's device and in its dtype.
+
+    Attributes:
+        backend: shown in the plan; None if there is no choice.
+        libraries: the native libraries that it needs.
+        refused: why the backend that was asked for, or that fits the device best, will not run it.
+        by_size: what takes over from `backend` at some sizes.
+        op: name of the op that the replacement calls; None if there is no choice or the model is on the meta device.
+        wanted: the `backend` argument for the fused module, which passes it to the op in every call.
+    """
+
+    backend: str | None = None
+    libraries: tuple[loader.Kind, ...] = ()
+    refused: str | None = None
+    by_size: str | None = None
+    op: str | None = None
+    wanted: str = "auto"
+
+
+@dataclass(frozen=True)
+class ProposalContext:
+    """The model and its policy, who asks for what, and what will run it.
+
+    Attributes:
+        index: the model's modules.
+        policy: the rules of the model's family.
+        request: the config name that asks.
+        strategy: the strategy's name.
+        options: the options that the config gives with the name.
+        configured: the backend that the config names.
+        choice: what that comes to for this model.
+    """
+
+    index: ModelIndex
+    policy: ModelPolicy
+    request: str
+    strategy: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    configured: str = "auto"
+    choice: BackendChoice = BackendChoice()
+
+    @property
+    def wanted(self) -> str:
+        """The `backend` argument for a fused module."""
+        return self.choice.wanted
+
+    def for_op(self, op: str) -> ProposalContext:
+        """The same, with the backend chosen for `op`.
+
+        Raises:
+            KeyError: there is no such op.
+        """
+        return dataclasses.replace(self, choice=choose_backend(op, self.configured, self.index))
+
+    def skip(self, sites: tuple[Site, ...], source: str, target: str, reason: str) -> Skip:
+        return Skip(sites, source, target, self.request, self.strategy, reason)
+
+    def replacement(
+        self,
+        sites: tuple[Site, ...],
+        source: str,
+        target: str,
+        reason: str,
+        build: Callable[[], Any],
+        claims: tuple[Site, ...] = (),
+        requires: tuple[Site, ...] = (),
+    ) -> Replacement:
+        return Replacement(
+            sites,
+            source,
+            target,
+            self.request,
+            self.strategy,
+            reason,
+            build,
+            claims=claims,
+            requires=requires,
+            **vars(self.choice),
+        )
+
+
+def choose_backend(op_name: str, wanted: str, index: ModelIndex) -> BackendChoice:
+    """What `wanted` comes to for the model's devices and dtype; "auto" if nothing of that name can run here."""
+    if torch.device("meta") in index.devices:
+        return BackendChoice(wanted, wanted=wanted)
+    op = registry.get(op_name)
+    refused = []
+    try:
+        choices = _choices(op, wanted, index)
+    except BackendError as error:
+        wanted, refused = "auto", [str(error)]
+        choices = _choices(op, wanted, index)
+    if wanted == "auto" and not refused:
+        for device, choice in choices.items():
+            if choice.backend != device:
+                reasons = choice.refused.get(device, [f"there is no {device} backend"])
+                refused.append(f"not on {device}: {'; '.join(reasons)}")
+    backends = {choice.backend for choice in choices.values()}
+    libraries = tuple(kind for kind in loader.KINDS if kind in backends)
+    # Where the device of the input decides between several, the plan can name none of them.
+    backend = backends.pop() if len(backends) == 1 else wanted
+    return BackendChoice(backend, libraries, "; ".join(refused) or None, _by_size(op, wanted, index), op.name, wanted)
+
+
+def _choices(op: registry.Op, wanted: str, index: ModelIndex) -> dict[str, registry.Choice]:
+    """The choice for each type of device that `wanted` can run on; BackendError where there is none."""
+    choices, refusals = {}, []
+    for device in index.devices:
+        try:
+            choices[device.type] = op.choose(wanted, device, [index.dtype], may_build=True)
+        except BackendError as error:
+            refusals.append(str(error))
+    if not choices:
+        raise BackendError("\n".join(dict.fromkeys(refusals)))
+    return choices
+
+
+def _by_size(op: registry.Op, wanted: str, index: ModelIndex) -> str | None:
+    """What `wanted` takes at some sizes in the place of the op's first backend."""
+    preferred = [str(p) for device in index.devices for p in op.preferred(wanted, device, [index.dtype])]
+    return f"by size {', '.join(dict.fromkeys(preferred))}" if preferred else None
