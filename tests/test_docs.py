@@ -10,8 +10,6 @@ import runpy
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from fuseopt.config import KERNEL_BACKENDS, Config, GenerationOptions, KernelFusion
 from fuseopt.kernel_table import CUSTOM, PRESETS, kernels, listed
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from fuseopt import ops
 from fuseopt.generation.engine.attention import StepAttention, additive
 from fuseopt.generation.engine.layers import (
-    BeforeHead,
     Embedding,
+    HeadInput,
     Linear,
     Norm,
     ResidualStream,
@@ -90,7 +90,7 @@ class SpecStep(DecodeStep):
         if spec.head_scale is not None:
             self.final_norm.weight.copy_(spec.final_norm.weight * spec.head_scale)
 
-    def __call__(self, state: DecodeState) -> BeforeHead:
+    def __call__(self, state: DecodeState) -> HeadInput:
         slots = StepAttention(state, self.bias)
 
         embedding = self._embedding(state.tokens, state.positions, state.steps_overlap)

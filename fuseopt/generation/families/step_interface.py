@@ -13,7 +13,7 @@ from fuseopt.modules.children import Children
 
 if TYPE_CHECKING:
     from fuseopt.generation.engine.graphs import StepGraphs
-    from fuseopt.generation.engine.layers import BeforeHead
+    from fuseopt.generation.engine.layers import HeadInput
     from fuseopt.generation.engine.state import CacheShape, DecodeState
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class DecodeStep(Protocol):
     def cross_cache_filled(self, state: DecodeState) -> None:
         """Updates what the step derives from `state.cross_cache`, after the model's own forward has filled that."""
 
-    def __call__(self, state: DecodeState) -> BeforeHead:
+    def __call__(self, state: DecodeState) -> HeadInput:
         """Runs `state.tokens` [rows], writes their keys and values at `state.slot`, and returns the head's input.
 
         The engine advances `state.slot` and `state.positions` afterwards.
