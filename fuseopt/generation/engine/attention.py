@@ -1,4 +1,4 @@
-"""StepAttention: what all layers of one decode step share for attending to the static caches."""
+"""StepAttention: attention of one decode step to the static caches, with what all layers share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fuseopt.ops.decode.qkv_attention import is_fast
 
 
 class StepAttention:
-    """Attention of one token a row, by the kernels of `ops.decode_attention` or by PyTorch's with masks.
+    """Attention of one token a row, by the kernels of `ops.decode_attention` or by PyTorch's attention with masks.
 
     Args:
-        state: the step's.
-        bias: [heads, distances], added to the scores of keys by how many slots they lie back, the last column beyond;
-            or None.
+        state: the step's tensors.
+        bias: [heads, distances], added to the score of a key that many slots back; keys further back take the last
+            column. None for no bias.
     """
 
     def __init__(self, state: DecodeState, bias: Tensor | None = None) -> None:
@@ -29,7 +29,7 @@ class StepAttention:
         if self.by_kernel:
             return
         dtype = state.cache.dtype
-        # A CPU reads only filled slots, whose number it can get without a synchronisation. A GPU masks the others.
+        # On a CPU attention reads only the filled slots. On a GPU the host does not know how many.
         is_on_cpu = state.device.type == "cpu"
         self.filled = int(state.slot) + 1 if is_on_cpu else state.sizes.capacity
         self.cross_filled = int(state.cross_length) if is_on_cpu else state.sizes.cross_capacity
@@ -41,7 +41,7 @@ class StepAttention:
             self.mask = self.mask + bias[:, distances][None, :, None, :]
 
     def to_slots(self, qkv: Tensor, cache: Tensor, scale: float) -> Tensor:
-        """Writes the step's keys and values into a layer's cache, and attends to all slots up to them.
+        """Self-attention: writes the step's keys and values into a layer's cache, and attends to all filled slots.
 
         Args:
             qkv: [rows, 3, heads, head_dim].
@@ -75,8 +75,7 @@ class StepAttention:
     def project_to_slots(
         self, stream: ResidualStream, layer: Linear, norm: Norm, cache: Tensor, scale: float
     ) -> Tensor:
-        """`to_slots` of query, key and value, which `layer` makes of the normalised stream: in one kernel if there is
-        one that is fast."""
+        """`to_slots` of `layer(norm(stream))`, in one kernel if that is fast."""
         weight, *others = layer.weights
         if self.by_kernel and self.bias is None and self.ancestry is None and not others and stream.is_stored:
             parts = stream.total(), weight, layer.biases[0] if layer.biases else None, cache[0], cache[1]
@@ -94,7 +93,7 @@ class StepAttention:
         return self.to_slots(qkv, cache, scale)
 
     def to_encoder(self, query: Tensor, cache: Tensor, scale: float) -> Tensor:
-        """Attends to a layer's cross-attention cache.
+        """Cross-attention to the keys and values in a layer's cache.
 
         Args:
             query: [rows, heads, head_dim].
@@ -113,7 +112,7 @@ class StepAttention:
 
 
 def _attend(query: Tensor, cache: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Queries [items, rows an item, heads, head_dim] -> [rows, heads * head_dim]."""
+    """Queries [items, queries_per_kv, heads, head_dim] -> [rows, heads * head_dim]."""
     attended = F.scaled_dot_product_attention(query.transpose(1, 2), cache[0], cache[1], mask, scale=scale)
     return attended.transpose(1, 2).flatten(0, 1).flatten(1)
 

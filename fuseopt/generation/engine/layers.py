@@ -1,4 +1,7 @@
-"""What decode steps are made of: plain functions on the model's own tensors, a token a row."""
+"""Parts of a decode step: linear layers with norms, the residual stream and the head's input; one token a row.
+
+All read the model's own tensors. Few rows on a GPU run on the kernels of `ops.decode`, others by the BLAS library.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,13 @@ class Norm(NamedTuple):
 
     @property
     def of_op(self) -> dict[str, Any]:
-        """As an op takes it, but for `eps`."""
+        """Keyword arguments of the decode ops; `eps` is one of its own."""
         return {"norm": self.kind, "norm_weight": self.weight, "norm_bias": self.bias}
 
 
 @dataclass(eq=False)
 class Linear:
-    """Linear layers with a common input.
+    """Linear layers that read the same input.
 
     Attributes:
         weights: [N, K] each, of any strides.
@@ -57,7 +60,7 @@ class Linear:
 
     @functools.cached_property
     def no_bias(self) -> Tensor:
-        """Zeros [N], for what the BLAS library does only to a product with a bias."""
+        """Zeros [N], for a cuBLAS epilogue that needs a bias."""
         return self.weights[0].new_zeros(len(self.weights[0]))
 
 
@@ -96,17 +99,17 @@ def linear_of(*modules: nn.Linear) -> Linear:
 
 
 def activation_of(module: nn.Module) -> Activation:
-    """The name of what `module`, or what it stands in for, computes; or `module` itself."""
+    """The name in `ACTIVATIONS` of what a module computes, also if it is a drop-in; else the module."""
     return {NewGELUActivation: "gelu_tanh", nn.ReLU: "relu"}.get(source_class(module), module)
 
 
 class Embedding(NamedTuple):
-    """Embeddings of tokens, and those of their positions added if there are any.
+    """Token embeddings, plus position embeddings if there are any; not yet looked up.
 
     Attributes:
         tokens, positions: [tokens] int64.
         weight, position_weight: [vocabulary, hidden] and [positions, hidden].
-        overlap: a linear layer's kernel may read its weights before what is ahead has ended.
+        overlap: the first linear layer's kernel may start before the previous step has ended (PDL).
     """
 
     tokens: Tensor
@@ -125,7 +128,7 @@ class Embedding(NamedTuple):
         return embeddings + F.embedding(self.positions, self.position_weight)
 
     def linear(self, layer: Linear, norm: Norm) -> tuple[Tensor, Tensor] | None:
-        """`layer(norm(total))` and that total, if there is a kernel for both together."""
+        """`layer(norm(total))` and the total in one kernel; None if there is none for such a layer."""
         if self.positions is None or self.position_weight is None or len(layer.weights) > 1:
             return None
         if len(self.tokens) > FEW_ROWS:
@@ -195,43 +198,43 @@ def linear(
 
 
 def takes_kernel(input: Tensor, layer: Linear, residual: Tensor | None = None, norm: str | None = None) -> bool:
-    """Whether `linear` runs by `ops.decode_linear`, unless the activation is a module."""
+    """Whether `linear` runs on `ops.decode_linear`; it never does if the activation is a module."""
     return has_kernel("decode_linear", layer.weights[0]) and is_fast(input, layer.weights, residual, norm)
 
 
-class BeforeHead(NamedTuple):
-    """What a step leaves to who needs its logits, or no more than the likeliest of them.
+class HeadInput(NamedTuple):
+    """The output of a step's last layer, from which either logits or only the likeliest token are computed.
 
     Attributes:
         hidden: [rows, hidden], before the final norm.
-        addends: [2, rows, hidden] float32, which the kernel that reads `hidden` adds to it; or None.
+        split_k_partials: [2, rows, hidden] float32, which the kernel that reads `hidden` adds to it; or None.
     """
 
     hidden: Tensor
     head: Linear
     norm: Norm
-    addends: Tensor | None = None
+    split_k_partials: Tensor | None = None
 
     def logits(self) -> Tensor:
         """[rows, vocab] in the weight's dtype."""
-        if self.addends is not None:
-            return _linear_of_sum(self.hidden, self.addends, self.head, self.norm)[0]
+        if self.split_k_partials is not None:
+            return _linear_of_sum(self.hidden, self.split_k_partials, self.head, self.norm)[0]
         return linear(self.hidden, self.head, norm=self.norm)
 
     @property
     def has_kernel_to_select(self) -> bool:
-        """Whether `ops.decode_head_select_` is faster than the logits and a look through them."""
+        """Whether `ops.decode_head_select_` is faster than computing all logits and taking their maximum."""
         few = len(self.hidden) <= FEW_ROWS and not self.head.biases
         return few and has_kernel("decode_head_select_", self.head.weights[0])
 
 
 class ResidualStream:
-    """What the sublayers of a pre-norm transformer add to, and read normalised.
+    """The residual stream of a pre-norm transformer: sublayers read it normalised and add their outputs to it.
 
-    A sum that only the next norm reads is computed in that norm's kernel.
+    Additions are deferred: if only the next norm reads a sum, that norm's kernel computes it.
 
     Args:
-        begin: what it begins with, [rows, hidden]; may be overwritten.
+        begin: the initial value [rows, hidden], which may be overwritten.
         clamps_float16: each sum in float16 is clamped as T5Block does.
     """
 
@@ -243,10 +246,11 @@ class ResidualStream:
         else:
             self._embedding = begin
         self._added: Tensor | None = None
-        self._addends: Tensor | None = None
+        self._partials: Tensor | None = None
 
     def total(self) -> Tensor:
-        assert self._addends is None, "the layer that they were left for takes them first"
+        """The current value [rows, hidden]."""
+        assert self._partials is None, "the next linear layer adds them up"
         if self._embedding is not None:
             self._sum, self._embedding = self._embedding.total(), None
         if self._added is not None:
@@ -254,16 +258,16 @@ class ResidualStream:
         return self._sum
 
     def replace(self, total: Tensor) -> None:
-        """Goes on with a sum that was computed elsewhere."""
+        """Continues with a sum that an op outside this class has computed."""
         self._sum, self._added = clamped(total) if self.clamps_float16 else total, None
 
     @property
     def is_stored(self) -> bool:
-        """Whether `total` is there, and not yet to be looked up or added up."""
-        return self._embedding is None and self._added is None and self._addends is None
+        """Whether `total` is a tensor already: no lookup and no addition is deferred."""
+        return self._embedding is None and self._added is None and self._partials is None
 
     def of(self, rows: Tensor) -> ResidualStream:
-        """What these rows of it go on as."""
+        """A stream of some of the rows."""
         return ResidualStream(self.total()[rows], clamps_float16=self.clamps_float16)
 
     def linear(self, layer: Linear, norm: Norm, activation: Activation | None = None, *, gated: bool = False) -> Tensor:
@@ -271,10 +275,10 @@ class ResidualStream:
         if self._embedding is not None and activation is None and (both := self._embedding.linear(layer, norm)):
             (output, self._sum), self._embedding = both, None
             return output
-        if self._addends is not None:
+        if self._partials is not None:
             assert activation is None
-            output, self._sum = _linear_of_sum(self._sum, self._addends, layer, norm)
-            self._addends = None
+            output, self._sum = _linear_of_sum(self._sum, self._partials, layer, norm)
+            self._partials = None
             return output
         is_layer_norm = norm.kind == "layer_norm" and not self.clamps_float16
         if self._added is None or not self._added.is_cuda or not is_layer_norm:
@@ -283,28 +287,29 @@ class ResidualStream:
         self._added = None
         return linear(normed, layer, activation=activation, gated=gated)
 
-    def before(self, head: Linear, norm: Norm) -> BeforeHead:
-        """What `head(norm(total))` is made of."""
-        if self._addends is not None:
-            return BeforeHead(self._sum, head, norm, self._addends)
-        return BeforeHead(self.total(), head, norm)
+    def before(self, head: Linear, norm: Norm) -> HeadInput:
+        """The input of `head(norm(.))`."""
+        if self._partials is not None:
+            return HeadInput(self._sum, head, norm, self._partials)
+        return HeadInput(self.total(), head, norm)
 
     def add(self, input: Tensor, layer: Linear, following: tuple[Linear, Norm] | None = None) -> None:
         """Adds `layer(input)`.
 
         Args:
-            following: what `linear` or `before` is called with next, without an activation and before any `total`.
+            following: the layer and norm of the next call of `linear` or `before`, if that comes before any `total` and
+                has no activation. The layer may then leave split-K partial sums to it.
         """
-        if following is not None and self._hands_on_addends(input, layer, *following):
+        if following is not None and self._emits_partials(input, layer, *following):
             weight, self._sum = layer.weights[0], self.total()
-            self._addends = ops.decode_linear_addends(input, weight, *layer.biases, overlap=True, ahead=layer.prefetch)
+            self._partials = ops.decode_linear_addends(input, weight, *layer.biases, overlap=True, ahead=layer.prefetch)
         elif not layer.biases or takes_kernel(input, layer, self.total()):
             self.replace(linear(input, layer, residual=self.total()))
         else:
-            # A product with a bias takes nothing else along.
+            # cuBLAS adds either a bias or a residual to a product.
             self._sum, self._added = self.total(), linear(input, layer)
 
-    def _hands_on_addends(self, input: Tensor, layer: Linear, following: Linear, norm: Norm) -> bool:
+    def _emits_partials(self, input: Tensor, layer: Linear, following: Linear, norm: Norm) -> bool:
         weight, next_weight = layer.weights[0], following.weights[0]
         if not (has_kernel("decode_linear_addends", weight) and has_kernel("decode_linear_of_sum", next_weight)):
             return False
@@ -329,7 +334,7 @@ def _linear_of_sum(input: Tensor, addends: Tensor, layer: Linear, norm: Norm) ->
 def _by_library(
     input: Tensor, layer: Linear, activation: Activation | None, gated: bool, residual: Tensor | None
 ) -> Tensor:
-    """`linear` without a norm by the BLAS library, with what that can do beside a product left to it."""
+    """`linear` without a norm, by the BLAS library with its epilogues where they fit."""
     weight, *others = layer.weights
     bias = layer.biases[0] if layer.biases else None
     if residual is not None and not others and bias is None and activation is None and residual.dtype is weight.dtype:
@@ -357,17 +362,16 @@ def _activated(input: Tensor, activation: Activation | None) -> Tensor:
 def _products(input: Tensor, layer: Linear) -> Tensor:
     """[rows, N * number of weights]; on a GPU rows are aligned to 16 bytes.
 
-    There BLAS libraries take several times as long for an odd number of columns, as GPT-2's vocabulary has:
-    the last few are a product of their own.
+    cuBLAS takes several times as long if N is odd, as GPT-2's vocabulary is: the last few columns are a second product.
     """
-    columns, count = len(layer.weights[0]), len(layer.weights)
+    out_features, count = len(layer.weights[0]), len(layer.weights)
     biases = layer.biases or (None,) * count
-    aligned = columns // 8 * 8 if input.is_cuda else columns
-    if count == 1 and aligned == columns:
+    aligned = out_features // 8 * 8 if input.is_cuda else out_features
+    if count == 1 and aligned == out_features:
         return F.linear(input, layer.weights[0], biases[0])
-    output = input.new_empty(len(input), -(-columns * count // 8) * 8)[:, : columns * count]
-    for part, weight, bias in zip(output.split(columns, dim=1), layer.weights, biases, strict=True):
-        for begin, end in ((0, aligned), (aligned, columns)):
+    output = input.new_empty(len(input), -(-out_features * count // 8) * 8)[:, : out_features * count]
+    for part, weight, bias in zip(output.split(out_features, dim=1), layer.weights, biases, strict=True):
+        for begin, end in ((0, aligned), (aligned, out_features)):
             if begin == end:
                 continue
             factor, out = weight[begin:end].T, part[:, begin:end]
@@ -379,7 +383,7 @@ def _products(input: Tensor, layer: Linear) -> Tensor:
 
 
 def has_kernel(op: str, like: Tensor) -> bool:
-    """Whether a decoding op has a GPU kernel for tensors like this one; its reference is not made for speed."""
+    """Whether a decode op has a CUDA kernel for the device and dtype of `like`. The references are slow."""
     return like.is_cuda and registry.pick(op, "auto", like.device, (like.dtype,)) == "cuda"
 
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from fuseopt import ops
 from fuseopt.generation.engine.attention import StepAttention, additive
 from fuseopt.generation.engine.layers import (
-    BeforeHead,
     Embedding,
+    HeadInput,
     Linear,
     Norm,
     ResidualStream,
@@ -41,10 +41,14 @@ from fuseopt.ops.decode.softmax_linear import GROUP, MOST_GROUPS
 class SpecStep(DecodeStep):
     """One token a row through the decoder that `spec_of(model)` describes.
 
-    A family derives from this class and writes `spec_of`, and the static members of DecodeStep. Three paths depend on
-    the spec: a decoder-only model has a prompt pass, and hands split-K partial sums on to the next norm if that is a
-    LayerNorm; behind an encoder the prompt fills the cross-attention cache, which a single short item gets as
-    AbsorbedCrossAttention.
+    A family derives from this class and writes `spec_of` and the static members of DecodeStep. The spec selects these
+    paths:
+
+    - Decoder-only models run the prompt through all layers. Behind an encoder, the prompt is its output, which
+      fills the cross-attention cache; for a single short item that is also computed as AbsorbedCrossAttention.
+    - With learned positions the first layer's kernel looks up the embeddings itself, if there is one for its size.
+    - Before a LayerNorm a linear layer may leave split-K partial sums, which the next layer's kernel adds up.
+    - With one weight for queries, keys and values and no bias by distance, projection and attention may be one kernel.
 
     Raises:
         ValueError: the spec has something that `not_built_reasons` names.
@@ -90,9 +94,8 @@ class SpecStep(DecodeStep):
         if spec.head_scale is not None:
             self.final_norm.weight.copy_(spec.final_norm.weight * spec.head_scale)
 
-    def __call__(self, state: DecodeState) -> BeforeHead:
+    def __call__(self, state: DecodeState) -> HeadInput:
         slots = StepAttention(state, self.bias)
-
         embedding = self._embedding(state.tokens, state.positions, state.steps_overlap)
         stream = ResidualStream(embedding, clamps_float16=self.spec.clamps_float16)
         layers = self.layers if state.absorbed is None else self._absorbed_layers(state.absorbed)
@@ -108,8 +111,9 @@ class SpecStep(DecodeStep):
         return stream.before(self.head, self.final_norm)
 
     def prefill(self, state: DecodeState, length: int, masked: bool) -> None:
-        """See DecodeStep. In a decoder-only model tokens after the prompt, which no token of it attends to, leave
-        keys and values in the cache that steps overwrite before they read them."""
+        """See DecodeStep. In a decoder-only model the padding after a prompt leaves keys and values in the cache; no
+        token of the prompt attends to them, and steps overwrite them before they read them.
+        """
         if self.spec.has_encoder:
             self._prefill_from_encoder(state, length)
         else:

@@ -13,7 +13,7 @@ from fuseopt.modules.children import Children
 
 if TYPE_CHECKING:
     from fuseopt.generation.engine.graphs import StepGraphs
-    from fuseopt.generation.engine.layers import BeforeHead
+    from fuseopt.generation.engine.layers import HeadInput
     from fuseopt.generation.engine.state import CacheShape, DecodeState
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ class DecodeStep(Protocol):
 
     An instance is made for one model and is made anew when a weight's address, dtype or layout, or a value in
     `constants`, has changed. It holds references to the weights, never copies, so that weights edited in place show.
-    All methods may be captured in a CUDA graph: they launch work on the current stream and never wait for the device.
+    `prefill` and `__call__` are captured in CUDA graphs: on a GPU they launch work on the current stream, never wait
+    for the device, and read what differs from call to call from the state's tensors.
 
     A step may derive from this class, and then need not write what has a body here.
 
@@ -84,8 +85,10 @@ class DecodeStep(Protocol):
 
     @staticmethod
     def constants(model: nn.Module) -> tuple[Hashable, ...]:
-        """Values that `__init__` reads from `model` and the check of each call does not see: neither parameters nor the
-        attributes in `fuseopt.runtime.module_watch.CONSTANTS`."""
+        """Other values that `__init__` reads from `model`. If one changes, the step is made anew.
+
+        Parameters, and the attributes in `fuseopt.runtime.module_watch.CONSTANTS`, are compared in any case.
+        """
         return ()
 
     @staticmethod
@@ -101,7 +104,8 @@ class DecodeStep(Protocol):
 
         A decoder-only step reads the prompts from `state.ids` [rows, capacity + 1] and `state.prompt_positions`, and
         their length from `state.slot`. The step of an encoder-decoder reads `state.encoded` [items, cross_capacity,
-        width], fills the cross-attention cache, and runs the decoder on `state.tokens` [rows].
+        width], fills the cross-attention cache, runs the decoder on `state.tokens` [rows], and adds one to
+        `state.counters`.
 
         Args:
             length: tokens a row to run, at least the prompts' length. The rest is padding that no token may attend to.
@@ -112,7 +116,7 @@ class DecodeStep(Protocol):
     def cross_cache_filled(self, state: DecodeState) -> None:
         """Updates what the step derives from `state.cross_cache`, after the model's own forward has filled that."""
 
-    def __call__(self, state: DecodeState) -> BeforeHead:
+    def __call__(self, state: DecodeState) -> HeadInput:
         """Runs `state.tokens` [rows], writes their keys and values at `state.slot`, and returns the head's input.
 
         The engine advances `state.slot` and `state.positions` afterwards.

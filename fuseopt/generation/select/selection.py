@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fuseopt import ops
 from fuseopt.generation.engine.device_constants import TrackedCopy
-from fuseopt.generation.engine.layers import BeforeHead
+from fuseopt.generation.engine.layers import HeadInput
 from fuseopt.generation.engine.state import DecodeState
 from fuseopt.generation.select.device_processors import DeviceProcessor, Edits
 from fuseopt.ops import LogitsEdits
@@ -117,7 +117,7 @@ class Selection:
         if pad is not None:
             state.load_pad(pad)
 
-    def end(self, state: DecodeState, hidden: BeforeHead) -> None:
+    def end(self, state: DecodeState, hidden: HeadInput) -> None:
         """Selects at the end of a step and advances to the next slot; writes no logits if nothing reads them."""
         if not (self._takes_likeliest and hidden.has_kernel_to_select):
             self(state, hidden.logits())
@@ -127,7 +127,7 @@ class Selection:
             hidden.hidden,
             hidden.head.weights[0],
             *self._written(state),
-            addends=hidden.addends,
+            addends=hidden.split_k_partials,
             norm=kind,
             norm_weight=weight,
             norm_bias=bias,

@@ -13,15 +13,16 @@ from fuseopt.generation.families.t5 import T5Step
 from tests.generation.families.step_recorder import as_recorded, recording, state_of
 
 LAYERS = 2
+CLAMP = ["isinf", "any", "where", "neg", "clamp"]
 # What launches nothing, and the masks of attention without kernels.
 VIEWS = ("unflatten", "__getitem__", "permute", "unbind", "transpose", "flatten", "view", "unsqueeze")
 NOT_COUNTED = {*VIEWS, "__len__", "stride", "to", "add"}
 
 
-def model_of(name: str) -> torch.nn.Module:
+def model_of(name: str, dtype: torch.dtype) -> torch.nn.Module:
     encodes = name.startswith("t5")
     counts = {"num_layers": LAYERS, "num_decoder_layers": LAYERS} if encodes else {"n_layer": LAYERS}
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
             model = (T5ForConditionalGeneration if encodes else GPT2LMHeadModel)(load_config(name, **counts))
@@ -48,8 +49,8 @@ def short(call: str) -> str | None:
     return " ".join([op, re.search(r"\[[\d, ]*\]", arguments)[0], *modules, *extras])
 
 
-def calls_of(name: str, kernels: str, rows: int, beams: int = 1) -> list[str]:
-    model, encodes = model_of(name), name.startswith("t5")
+def calls_of(name: str, kernels: str, rows: int, beams: int = 1, dtype: torch.dtype = torch.bfloat16) -> list[str]:
+    model, encodes = model_of(name, dtype), name.startswith("t5")
     with recording(model, kernels, [spec_step]) as calls:
         step = (T5Step if encodes else GPT2Step)(model)
         state = state_of(step, rows, beams, encodes)
@@ -125,6 +126,16 @@ def test_t5_gated() -> None:
     calls = calls_of("t5-v1_1-base", "plain", 8)
     assert calls.count("decode_linear [8, 768] wi_0 wi_1 layer_norm +gelu_tanh +gated") == LAYERS
     assert calls[-1] == "decode_linear [8, 768] shared final_layer_norm"
+
+
+def test_t5_clamps_each_sum_in_float16() -> None:
+    plain = calls_of("t5-small", "plain", 8)
+    calls = calls_of("t5-small", "plain", 8, dtype=torch.float16)
+    sums = [index for index, call in enumerate(calls) if call.endswith("+residual")]
+    assert len(sums) == 3 * LAYERS
+    for index in sums:
+        assert [call.partition(" ")[0] for call in calls[index + 1 : index + 6]] == CLAMP
+    assert [call for call in calls if call.startswith("decode")] == plain
 
 
 @pytest.mark.parametrize("rows", [8, 64])
