@@ -35,6 +35,16 @@ LAYERS = (
     {"bench", "cli", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+# Inside of a layer: what a module or folder never imports.
+NEVER = {
+    "fuseopt.bench.harness": ("fuseopt.bench.suites",),
+    "fuseopt.blocks": ("fuseopt.training",),
+    "fuseopt.training": ("fuseopt.blocks",),
+    "fuseopt.training.passes": tuple(
+        f"fuseopt.training.{driver}"
+        for driver in ("captured_steps", "early_kernels", "forward", "partitioner", "regional_compile", "step_graphs")
+    ),
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -72,10 +82,17 @@ def test_imports_point_one_way(path):
             assert LEVEL[parts[1]] <= own, f"{path} imports {name} from a layer above its own"
 
 
-def test_the_benchmark_harness_knows_no_benchmark():
-    for path in FILES:
-        if modules_of(path).startswith("fuseopt.bench.harness"):
-            assert not any(name.startswith("fuseopt.bench.suites") for name in imported(path)), path
+def is_inside(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+@pytest.mark.parametrize("package", NEVER)
+def test_what_a_folder_never_imports(package):
+    paths = [path for path in FILES if is_inside(modules_of(path), package)]
+    assert len(paths) > 5
+    for path in paths:
+        for name in imported(path):
+            assert not any(is_inside(name, other) for other in NEVER[package]), f"{path} imports {name}"
 
 
 def test_no_modules_import_each_other():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
-from fuseopt.blocks.inference_blocks import sdpa_attention_function
+from fuseopt.blocks.attention_functions import sdpa_attention_function
 from fuseopt.modules.base import source_class
 from fuseopt.ops.philox import draw_seed
 from fuseopt.runtime.references import weak_attribute

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
+from fuseopt.blocks.attention_functions import attention_function, sdpa_attention_function
 from fuseopt.blocks.causal_attention import CausalStackForward
 from fuseopt.blocks.inference_blocks import (
     HALVES,
     InferenceForward,
     StackForward,
-    attention_function,
-    sdpa_attention_function,
 )
 from fuseopt.blocks.stack_runner import BlockInputs, StackRunner
 from fuseopt.modules.base import full_name, source_class

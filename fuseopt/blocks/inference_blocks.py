@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
+from fuseopt.blocks.attention_functions import attention_function
 from fuseopt.blocks.stack_runner import StackRunner
-from fuseopt.modules.base import BlockForward, source_class
+from fuseopt.modules.base import BlockForward
 from fuseopt.modules.children import Children, unexpected_modules
 from fuseopt.ops.tuned_matmul import ACTIVATIONS, is_fast
 from fuseopt.runtime.module_watch import ModuleSnapshot, modules_below
@@ -183,14 +183,3 @@ class StackForward:
     def _of_tokens(self, input_ids: Tensor, *, use_cache: bool | None = None, **kwargs: Any) -> Any:
         """What the class's forward returns, or None where that has to run."""
         raise NotImplementedError
-
-
-def attention_function(module: nn.Module, config: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """transformers' function by the name in the config, for a module of the model."""
-    modeling: Any = sys.modules[source_class(module).__module__]
-    return modeling.ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, modeling.eager_attention_forward)
-
-
-def sdpa_attention_function() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """transformers' own function of the name "sdpa"."""
-    return sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward

@@ -6,13 +6,13 @@ The attention stays the module it is, of its own class, since transformers recor
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from fuseopt import ops
+from fuseopt.blocks.attention_functions import attention_function
 from fuseopt.runtime.references import weak_attribute
 
 
@@ -76,11 +76,7 @@ class RotaryAttentionForward:
         query, key = ops.rotary_embedding(query, key, *position_embeddings, backend=self.backend)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, attention.layer_idx)
-        modeling: Any = sys.modules[type(attention).__module__]
-        attend = modeling.ALL_ATTENTION_FUNCTIONS.get_interface(
-            attention.config._attn_implementation, modeling.eager_attention_forward
-        )
-        output, weights = attend(
+        output, weights = attention_function(attention, attention.config)(
             attention,
             query,
             key,

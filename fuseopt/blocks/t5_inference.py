@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fuseopt import ops
+from fuseopt.blocks.attention_functions import attention_function, sdpa_attention_function
 from fuseopt.blocks.inference_blocks import (
     InferenceForward,
     StackForward,
-    attention_function,
-    sdpa_attention_function,
 )
 from fuseopt.blocks.relative_attention import RelativeStackForward, distance_bias, distance_buckets
 from fuseopt.blocks.stack_runner import BlockInputs, StackRunner
