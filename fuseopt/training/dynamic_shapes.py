@@ -1,4 +1,4 @@
-"""Sizes that change from call to call, which a traced graph reads here and there from the tensors that it makes."""
+"""Symbolic sizes in a traced graph: which symbols nodes depend on, and computing all sizes at the graph's start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-# The latter is torch 2.11's name for it.
+# `size_hint` is its name in torch 2.11.
 _HINT: Callable[..., int] = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.size_hint
 
 
@@ -22,35 +22,35 @@ def is_size(node: fx.Node) -> bool:
 
 
 def symbols(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
-    """The sizes that a graph is given, by the symbols in which all of its sizes are expressed."""
+    """The graph's inputs that are sizes, by their symbols."""
     sizes = {_expression(node): node for node in graph.find_nodes(op="placeholder") if is_size(node)}
     return {size: node for size, node in sizes.items() if isinstance(size, sympy.Symbol)}
 
 
 def symbols_of(nodes: Iterable[fx.Node]) -> set[sympy.Symbol]:
-    """Those in which the sizes of what the nodes return are expressed."""
+    """The symbols in the shapes of the nodes' results."""
     values = (node.meta.get("val") for node in nodes)
     changing = (value for value in values if not isinstance(value, Tensor) or value._has_symbolic_sizes_strides)
     return set().union(*map(free_symbols, changing))
 
 
 def hint(size: torch.SymInt | int) -> int:
-    """The size in the call that is traced; nothing is made to depend on it."""
+    """The size in the traced call, without a guard on it."""
     return _HINT(size)
 
 
 def hints(graph: fx.Graph) -> dict[sympy.Symbol, int]:
-    """The value of each of a graph's `symbols` in the call that is being traced."""
+    """The values of a graph's `symbols` in the traced call."""
     return {symbol: hint(node.meta["val"]) for symbol, node in symbols(graph).items()}
 
 
 def at(size: torch.SymInt | int, values: Mapping[sympy.Symbol, int]) -> int:
-    """A size as a number, with `values` for its symbols."""
+    """A size as an integer, with `values` for its symbols."""
     return int(size.node.expr.xreplace(values)) if isinstance(size, torch.SymInt) else size
 
 
 def compute_first(graph: fx.Graph) -> bool:
-    """Has a graph compute its sizes in front, from those that it is given; False where these do not suffice."""
+    """Moves the computation of all sizes to the start of the graph, from input sizes; False if those do not suffice."""
     given = symbols(graph)
     if not symbols_of(graph.nodes) <= given.keys():
         return False

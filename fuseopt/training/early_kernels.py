@@ -1,9 +1,13 @@
-"""Triton kernels of a step compiled while Inductor works, not one after the other when the step first runs.
+"""Compiles fuseopt's own Triton kernels of a step while Inductor compiles the rest, not at their first launch.
 
-Triton compiles a kernel for the strides and constants that it is launched with, so each op is called on tensors laid
-out as its inputs will be. Half of that is Python, which would hold up Inductor in this process: the processes do it
-that Inductor has for its own kernels, without data or a GPU, and leave it in Triton's cache. Where they are not there
-yet, threads do it here, in which passes and ptxas at least go on beside Inductor.
+Triton specialises a kernel by strides and constants, so each op is called on tensors with the layout of its inputs.
+Half of the time is Python code, which would block Inductor in this process. So Inductor's worker processes do it,
+without data or a GPU (`ops/triton/compile_only.py`), and leave the kernels in Triton's disk cache; threads of this
+process then run each op on zeros, which loads them. If the workers have not started yet, the threads compile.
+
+A worker's cache entry is found only under the same cache key as in this process. So a job carries the device's
+properties (some kernel constants depend on the number of multiprocessors) and Triton's settings, such as the version of
+ptxas.
 """
 
 from __future__ import annotations
@@ -26,20 +30,21 @@ from torch._ops import OpOverload
 
 from fuseopt.ops.layout import Layout
 from fuseopt.ops.library import triton_function
-from fuseopt.training import changing_sizes
+from fuseopt.training import dynamic_shapes
 
-_ELSEWHERE = "fuseopt.ops.triton.compile_only"
-# More of them would take the lock from Inductor more often than they gain.
+_WORKER_MODULE = "fuseopt.ops.triton.compile_only"
+# More threads would slow Inductor down through the interpreter lock.
 _THREADS = 2
-# Triton compiles another kernel for sizes that are a multiple of 16 (alignment), and of a kernel's tile. For each of
-# these numbers a size is compiled that is an odd multiple of it, and so no multiple of the next number.
+# Triton specialises kernels for sizes that are a multiple of 16, and fuseopt's for multiples of a tile. For each of
+# these numbers a size is compiled that is an odd multiple of it, and so no multiple of the next.
 _MULTIPLES = (16, 64, 128)
 _POOL: ContextVar[Executor] = ContextVar("early_kernels")
 
 
 def start() -> None:
-    """Has begin beside the trace what Inductor would else begin when it is called: its processes, which take seconds to
-    be there, and a hash of Triton's files, which takes most of one.
+    """Starts, in parallel to the trace, what Inductor would start when called: worker processes and a hash of Triton.
+
+    Starting the workers takes seconds, hashing Triton's files most of a second.
     """
     maybe_warm_pool()
     if HAS_TRITON:
@@ -48,7 +53,7 @@ def start() -> None:
 
 @contextlib.contextmanager
 def pool() -> Iterator[None]:
-    """Where `begin` may be called; waits for what it has begun."""
+    """Context in which `begin` may be called. On exit waits for all compilations."""
     with ThreadPoolExecutor(_THREADS, "fuseopt-kernels") as threads:
         token = _POOL.set(threads)
         try:
@@ -58,28 +63,27 @@ def pool() -> Iterator[None]:
 
 
 def begin(graph: fx.Graph) -> None:
-    """Compiles the Triton ops of a graph on a GPU beside this thread, and runs each once a layout of its inputs.
+    """Starts compiling the Triton ops of a graph, once for each op and layout of its inputs.
 
-    Ops of changing sizes run with the sizes of the traced call. Inductor's processes, if there are any, also compile
-    them for sizes of other divisibility, so that later batches find their kernels. Errors are ignored here: the step
-    calls the same ops and raises them.
+    Ops with dynamic sizes run with the sizes of the traced call. Worker processes also compile them for sizes of other
+    divisibility, for later batches. Errors are ignored: the step calls the same ops and raises them.
     """
     calls: dict[str, tuple[OpOverload, tuple[Any, ...]]] = {}
     others: dict[str, tuple[OpOverload, tuple[Any, ...]]] = {}
-    traced = changing_sizes.hints(graph)
+    traced = dynamic_shapes.hints(graph)
     for node in graph.nodes:
         given = node.all_input_nodes
         if not _is_triton(node) or not all(_is_given_on_gpu(value) for value in given):
             continue
-        changing = changing_sizes.symbols_of(given)
+        changing = dynamic_shapes.symbols_of(given)
         if changing <= traced.keys():
             _add(calls, node, traced)
             for multiple in _MULTIPLES if changing else ():
                 _add(others, node, {symbol: (size // multiple | 1) * multiple for symbol, size in traced.items()})
-    # All processes have something to do before a thread here waits for one.
-    begun = [(_compiled_elsewhere(*call), *call) for call in calls.values()]
+    # All jobs are submitted before a thread waits for the first.
+    begun = [(_compile_in_worker(*call), *call) for call in calls.values()]
     for key in others.keys() - calls.keys():
-        _compiled_elsewhere(*others[key])
+        _compile_in_worker(*others[key])
     for compiled, op, arguments in begun:
         _POOL.get().submit(_run_when, compiled, op, arguments)
 
@@ -87,14 +91,14 @@ def begin(graph: fx.Graph) -> None:
 def _add(calls: dict[str, Any], node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> None:
     def given(input: fx.Node) -> Layout | int:
         value = input.meta["val"]
-        return _layout(value, sizes) if isinstance(value, Tensor) else changing_sizes.at(value, sizes)
+        return _layout(value, sizes) if isinstance(value, Tensor) else dynamic_shapes.at(value, sizes)
 
     arguments = fx.node.map_arg(node.args, given)
     calls.setdefault(f"{node.target}{arguments}", (node.target, arguments))
 
 
 def _layout(value: Tensor, sizes: Mapping[sympy.Symbol, int]) -> Layout:
-    shape, strides = ([changing_sizes.at(size, sizes) for size in given] for given in (value.shape, value.stride()))
+    shape, strides = ([dynamic_shapes.at(size, sizes) for size in given] for given in (value.shape, value.stride()))
     return Layout(tuple(shape), tuple(strides), value.dtype, value.device)
 
 
@@ -108,12 +112,12 @@ def _is_given_on_gpu(node: fx.Node) -> bool:
     return value.is_cuda if isinstance(value, Tensor) else isinstance(value, (torch.SymInt, int))
 
 
-def _compiled_elsewhere(op: OpOverload, arguments: tuple[Any, ...]) -> Future[Any] | None:
-    """Done when Inductor's processes have left the kernels of a call in Triton's cache; None where there are none."""
+def _compile_in_worker(op: OpOverload, arguments: tuple[Any, ...]) -> Future[Any] | None:
+    """A future that is done when a worker has put the call's kernels into Triton's cache; None without workers."""
     if torch.version.cuda is None or not AsyncCompile.use_process_pool():
         return None
     device = next(argument.device for argument in arguments if isinstance(argument, Layout))
-    work = importlib.import_module(_ELSEWHERE)
+    work = importlib.import_module(_WORKER_MODULE)
     call = triton_function(op), arguments, work.Target.of(device)
     job: Future[Any] = AsyncCompile.process_pool().submit(work.compile_call, *call)
     return job

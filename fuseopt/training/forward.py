@@ -1,6 +1,7 @@
-"""TrainingForward: a model's forward, compiled for training steps and as its class has it for everything else.
+"""TrainingForward: replaces a model's forward; training steps run compiled, all other calls run the class's own
+forward.
 
-Dynamo traces the whole step; `fuseopt.training.partitioner` decides what the backward pass recomputes.
+Dynamo traces the whole step as one graph. `training/partitioner.py` compiles it. `_unbound` is the path of one call.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from fuseopt.errors import CompileError
 from fuseopt.runtime import gc_pause
 from fuseopt.runtime.module_watch import config_of, parameters_below
 from fuseopt.runtime.references import weak_attribute
-from fuseopt.training import captured_steps, stock_fallback, whole_rows
-from fuseopt.training.passes import bias_gradients
+from fuseopt.training import captured_steps, stock_fallback, t5_checkpointing, unpadded_batches
 
-# Dynamo by default does not notice a hook registered after compilation, and gives up at the 9th variant of a call,
-# which unfreezing a model layer by layer reaches. Under DistributedDataParallel it cuts the graph into one for each
-# bucket of gradients; what a cut crosses has to be kept, and a mask that crosses one is no longer known to be causal.
-# Behind a compilation it would search all that came of it for garbage, for seconds.
 _DYNAMO_OPTIONS = {
+    # Recompile when a hook is registered after compilation; by default Dynamo does not notice.
     "skip_nnmodule_hook_guards": False,
+    # The default, 8 variants of a call, is too few for unfreezing a model layer by layer.
     "recompile_limit": 64,
+    # Under DistributedDataParallel Dynamo would cut the graph at each bucket of gradients. Tensors that cross a cut
+    # must be kept, and a mask that crosses one is no longer recognised as causal.
     "optimize_ddp": False,
+    # A garbage collection of everything that a compilation made takes seconds.
     "run_gc_after_compile": False,
 }
 
 _NUMBERS = itertools.count()
 
-# What a caller, or for the latter two the model's config, asks transformers to return beside loss and logits.
+# Arguments that ask transformers for more than loss and logits. The config may set those of `_CAPTURES` too.
 _CACHES = ("use_cache", "past_key_values")
 _CAPTURES = ("output_attentions", "output_hidden_states")
 
@@ -44,36 +45,43 @@ _CAPTURES = ("output_attentions", "output_hidden_states")
 class TrainingForward:
     """Stands in for `model.forward` on one instance, with that method's signature, `__self__` and `__func__`.
 
-    Call: whatever the class's forward takes -> what it returns, of the same type. A call is compiled when the model is
-    in training mode and grad mode is on. It goes to the class's own forward in eval mode; without gradients, as in
-    `generate()`; inside somebody else's torch.compile or torch.export; and when `use_cache=True`, `past_key_values`,
-    `output_attentions` or `output_hidden_states` is asked for (the latter two in the model's config as well).
+    Takes and returns what the class's forward does. A call runs compiled if the model is in training mode with
+    gradients enabled. The class's own forward runs
 
-    What a compiled call does differently: `use_cache` is off, so `past_key_values` is None and sequences packed into a
-    row by their `position_ids` are told apart; dropout draws other numbers from the same seed; a parameter behind
-    outputs that the loss does not use gets a gradient of zeros, not None; there is no double backward. Gradient
-    checkpointing stays in force inside the compiled graph.
+    - in eval mode and without gradients, as in `generate()`;
+    - inside another torch.compile or torch.export;
+    - with `use_cache=True`, `past_key_values`, `output_attentions` or `output_hidden_states` (the last two also if set
+      in the model's config).
 
-    Every combination of arguments, dtypes, hooks and frozen parameters is compiled once, at its first call; a dimension
-    that changes is compiled once more, for all its later values but the first, which keeps its own code. Copies and
-    pickles hold no compiled code.
+    A compiled call differs in these ways:
 
-    If a step cannot be compiled, that step and all later ones run the class's own forward, with one warning and the
-    reason in the report. If that forward raises on the same arguments, its error is raised, and later steps are
+    - `use_cache` is off: `past_key_values` is None, and sequences packed into a row by `position_ids` do not attend to
+      each other;
+    - dropout draws other numbers from the same seed;
+    - a parameter on which only unused outputs depend gets a gradient of zeros, not None;
+    - double backward raises.
+
+    Gradient checkpointing remains in effect inside the compiled graph.
+
+    Every combination of arguments, dtypes, hooks and frozen parameters is compiled at its first call. A dimension that
+    changes is compiled a second time with a dynamic size, for all values but the first. Copies and pickles hold no
+    compiled code.
+
+    If a step cannot be compiled, this and all later steps run the class's own forward, with one warning and the reason
+    in the report. If the class's forward raises on the same arguments, that error is raised, and later steps are
     compiled again. A failed attempt leaves random generators, buffers and gradients unchanged.
 
     Args:
-        model: any module, referred to weakly. Its step is compiled if Dynamo traces its forward without a graph break.
+        model: any module that Dynamo traces without a graph break; referenced weakly.
         backend: "inductor", or "aot_eager" for the same graph on torch's own kernels.
-        budget: of the activations, in bytes, that are kept when only what is cheap is recomputed: the part that may be
-            kept, 0 to 1.
-        cuda_graphs: whether steps on a GPU, of the first size that comes, are launched as two CUDA graphs, one forward
-            and one backward; "auto" for steps in which the GPU waited for the host. Gradients that the next step finds
-            are copied before it: theirs is memory of the graphs.
+        budget: fraction, 0 to 1, of the activation bytes that are kept when no matmul is recomputed.
+        cuda_graphs: True to launch steps on a GPU, of the first size seen, as two CUDA graphs, forward and backward;
+            "auto" to do so only if the GPU waits for the host. Gradients still held at the next step are then copied,
+            because they are in the graphs' memory.
         strict: raise if a step cannot be compiled, instead of falling back.
 
     Raises:
-        CompileError: with `strict`, by a call that cannot be compiled.
+        CompileError: in a call, with `strict`, if the step cannot be compiled.
     """
 
     model = weak_attribute("model")
@@ -109,9 +117,9 @@ class TrainingForward:
         self.__dict__.update((name, value) for name, value in state.items() if name not in ("model", "strict"))
         self.model = state["model"]
         self._fallback = stock_fallback.StockFallback(type(self.model).__name__, self.backend, state["strict"])
-        # accelerate wraps the function of a bound method and binds the result again, so there has to be one.
         self._captured = captured_steps.CapturedSteps(self.model, self.cuda_graphs)
         options = {"backend": self.backend, "budget": self.budget}
+        # accelerate wraps `forward.__func__` and binds the result again, so it must exist.
         self.__func__ = _unbound(type(self.model).forward, options, self._captured, self._fallback)
         self.__signature__ = inspect.signature(types.MethodType(self.__func__, self.model))
 
@@ -123,7 +131,7 @@ class TrainingForward:
     def strict(self, strict: bool) -> None:
         self._fallback.strict = strict
         if strict:
-            # A model that has fallen back tries to compile again, and then raises.
+            # Steps that fell back are compiled again, and raise.
             self._fallback.reason = ""
 
     def report_lines(self) -> tuple[str, ...]:
@@ -131,46 +139,46 @@ class TrainingForward:
 
 
 def not_supported_reasons(model: nn.Module) -> list[str]:
-    """Why the forward of `model` cannot be exchanged for a TrainingForward; empty when it can."""
+    """Why the forward of `model` cannot be replaced by a TrainingForward; empty if it can."""
     if TorchVersion(torch.__version__) < (2, 11):
         return [f"it needs torch 2.11 or later, and this is {torch.__version__}"]
     if isinstance(model, torch.jit.ScriptModule):
         return ["it is a TorchScript module, which Dynamo cannot trace"]
     reasons = []
     if "forward" in model.__dict__:
-        reasons.append("its forward has been replaced on the instance, as torch.compile and accelerate's hooks do")
+        reasons.append("its forward is replaced on the instance, as torch.compile and accelerate's hooks do")
     if model._compiled_call_impl is not None:
-        reasons.append("it is compiled already, by model.compile()")
+        reasons.append("it is already compiled by model.compile()")
     if type(model).forward is nn.Module.forward:
         reasons.append("its class has no forward")
     if _has_sharded_parts(model):
-        reasons.append("fully_shard gathers its parts one by one, which no graph holds; shard it as a whole")
+        reasons.append(
+            "fully_shard shards its submodules separately, which cannot be traced as one graph; shard the whole model"
+        )
     return reasons or _missing_from_torch()
 
 
 def _missing_from_torch() -> list[str]:
-    """What compiling stands on is private to torch and may be gone from a later version."""
+    """Reasons if this version of torch lacks private functions or options that compilation uses."""
     try:
         from torch._dynamo import config as dynamo_config
         from torch._dynamo import eval_frame
 
         from fuseopt.training import partitioner
     except (ImportError, AttributeError, TypeError) as error:
-        return [f"torch {torch.__version__} has changed what it stands on: {error}"]
+        return [f"torch {torch.__version__} lacks a private module or function that it uses: {error}"]
     missing = _missing(_DYNAMO_OPTIONS, dynamo_config) + _missing(["remove_from_cache"], eval_frame)
     missing += partitioner.missing_options()
     return [_gone(missing)] if missing else []
 
 
 def not_captured_reason(model: nn.Module) -> str | None:
-    """Why the steps of a TrainingForward of `model` are launched kernel by kernel, whatever `cuda_graphs` asks for.
-
-    None where they can be captured, as soon as the model is on a GPU.
-    """
+    """Why training steps of `model` cannot be captured as CUDA graphs, whatever `cuda_graphs` says; None if they
+    can."""
     missing = captured_steps.missing_from_torch()
     if missing:
         return _gone(missing)
-    return "fully_shard puts the weights elsewhere in every step" if _is_sharded(model) else None
+    return "fully_shard changes the addresses of the weights in every step" if _is_sharded(model) else None
 
 
 def _missing(names: Iterable[str], config: object) -> list[str]:
@@ -178,7 +186,7 @@ def _missing(names: Iterable[str], config: object) -> list[str]:
 
 
 def _gone(options: Iterable[str]) -> str:
-    return f"torch {torch.__version__} no longer has its options {', '.join(options)}"
+    return f"torch {torch.__version__} lacks {', '.join(options)}"
 
 
 def _has_sharded_parts(model: nn.Module) -> bool:
@@ -199,22 +207,23 @@ def _unbound(
     captured: captured_steps.CapturedSteps,
     fallback: stock_fallback.StockFallback,
 ) -> Callable[..., Any]:
-    """The function of (model, *args, **kwargs) that compiles training steps and leaves the rest to `forward`.
+    """The function `(model, *args, **kwargs)` that compiles training steps and passes all other calls to `forward`.
 
     Args:
-        options: of `partitioner.compile_graph`.
-        captured: what steps on a GPU are handed to.
+        forward: the class's own.
+        options: keyword arguments of `partitioner.compile_graph`.
+        captured: the model's captured steps.
         fallback: records that a step cannot be compiled.
     """
     signature = inspect.signature(forward)
-    # Dynamo remembers by the code's name which sizes change.
+    # Dynamo stores which sizes are dynamic by the name of the code object, so each model needs its own.
     title = f"{forward.__qualname__}_{next(_NUMBERS)}"
     names = list(signature.parameters)[1:]
-    # By which parameters take gradients: torch 2.11 does not guard on that, and an unfrozen one would get none. And by
-    # whether sizes are the first that came: of what fits a call Dynamo takes what ran last, and after a batch of
-    # another size would go on by what was compiled for any.
+    # Compiled steps by (which parameters require gradients, whether sizes are those of the first call). torch 2.11 does
+    # not guard on the former, so an unfrozen parameter would get no gradient. The latter keeps the code for static
+    # sizes in use: Dynamo prefers the variant that ran last, which after another size is the one for dynamic sizes.
     steps: dict[tuple[tuple[bool, ...], bool], Callable[..., Any]] = {}
-    usual: list[torch.Size] = []
+    first_sizes: list[torch.Size] = []
     attentions: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
     def training_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -222,33 +231,33 @@ def _unbound(
         if fallback.reason or not _is_training_step(model) or _asks_for_more(model, given):
             return forward(model, *args, **kwargs)
         open_names = set(names[len(args) :])
-        changed = {"use_cache": False} if "use_cache" in open_names or _hands_on_use_cache(model) else {}
-        rows = whole_rows.arguments(model, given)
+        changed = {"use_cache": False} if "use_cache" in open_names or _passes_on_use_cache(model) else {}
+        rows = unpadded_batches.arguments(model, given)
         changed |= rows if open_names.issuperset(rows) else {}
         parameters = parameters_below(model)
         trained = tuple(parameter.requires_grad for parameter in parameters)
         sizes = [value.shape for value in (*args, *{**kwargs, **changed}.values()) if isinstance(value, torch.Tensor)]
-        key = trained, sizes == (usual or sizes)
+        key = trained, sizes == (first_sizes or sizes)
         step = steps.get(key)
         if step is None:
-            # fully_shard may have come after `initialize`.
+            # Checked here as well, because `fully_shard` may be called after `initialize`.
             may_capture = captured.when and key[1] and not _is_sharded(model)
             step = steps[key] = _compile(forward, title, {**options, "captured": captured if may_capture else None})
         if model not in attentions:
-            attentions[model] = bias_gradients.attentions(model)
+            attentions[model] = t5_checkpointing.attentions(model)
         try:
-            # Most of what compiling makes stays until it is done: seconds would go into looking for garbage there.
-            with gc_pause.paused(), bias_gradients.left_out(attentions[model]):
-                outputs = whole_rows.without_cache(step(model, *args, **{**kwargs, **changed}))
-            usual[:] = usual or sizes
+            # Compilation makes many long-lived objects; collections among them would take seconds.
+            with gc_pause.paused(), t5_checkpointing.without_bias_gradients(attentions[model]):
+                outputs = unpadded_batches.without_cache(step(model, *args, **{**kwargs, **changed}))
+            first_sizes[:] = first_sizes or sizes
             return outputs
         except Exception as error:
             root = stock_fallback.root_of(error)
             if isinstance(root, (torch.OutOfMemoryError, CompileError)):
                 raise root from None
-            # Not the error itself: its traceback has frames, whose variables keep tensors alive.
+            # The error itself is kept only if strict: its traceback keeps frames, and their tensors, alive.
             reason, cause = stock_fallback.reason_of(error), error if fallback.strict else None
-        # Wrong arguments make the trace fail too: then the error to show is the one that `forward` has for them.
+        # Wrong arguments make the trace fail too. Then `forward` raises here with the model's own error message.
         outputs = forward(model, *args, **kwargs)
         fallback.begin(reason, cause)
         steps.clear()
@@ -259,21 +268,22 @@ def _unbound(
 
 
 def _is_training_step(model: nn.Module) -> bool:
-    # Dynamo cannot be entered from inside torch.func's transforms.
+    # Dynamo cannot be called inside of torch.func's transforms.
     transformed = torch._C._are_functorch_transforms_active()
     return model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed
 
 
-def _hands_on_use_cache(model: nn.Module) -> bool:
-    """Whether it is one of peft's models around one that takes `use_cache`."""
+def _passes_on_use_cache(model: nn.Module) -> bool:
+    """Whether `model` is a peft wrapper around a model whose forward takes `use_cache`."""
     inner = getattr(model, "get_base_model", None)
     return inner is not None and "use_cache" in inspect.signature(inner().forward).parameters
 
 
 def _asks_for_more(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether the call asks for a cache, attentions or hidden states."""
     config = config_of(model)
     asked = [given.get(name) for name in _CACHES]
-    # transformers registers its capturing hooks under a lock at the first such call, which breaks the graph.
+    # At the first such call transformers registers hooks under a lock, which breaks the graph.
     asked += [given.get(name, getattr(config, name, None)) for name in _CAPTURES]
     return any(value is not None and value is not False for value in asked)
 
@@ -291,17 +301,17 @@ def _compile(forward: Callable[..., Any], title: str, options: Mapping[str, Any]
     def step(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(model, *args, **kwargs)
 
-    # Dynamo keeps what it compiles, and counts it, by code object, which models must not share.
+    # Dynamo stores and counts compiled variants by code object, so each model gets its own.
     step = types.FunctionType(step.__code__.replace(co_name=title), step.__globals__, title, None, step.__closure__)
 
     def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # Those that Dynamo met with while it traced: by way of frames they would keep what the caller's hold, the first
-        # step's outputs too, until Python searches everything.
+        # Tracebacks of exceptions that Dynamo observed during the trace keep the callers' frames, and the first step's
+        # outputs, alive until a full garbage collection.
         gc_pause.drop_tracebacks(exc.ObservedException)
         return _tried_once(partitioner.compile_graph(graph, inputs, **options))
 
     compiled = dynamo_config.patch(_DYNAMO_OPTIONS)(torch.compile(step, backend=compile_graph, fullgraph=True))
-    # What Dynamo keeps by this code object refers to it, and would outlive it with all that was compiled.
+    # Dynamo's cache entries refer to the code object, so without this they would outlive the model.
     weakref.finalize(compiled, remove_from_cache, step.__code__).atexit = False
     return compiled
 

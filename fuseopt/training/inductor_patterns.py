@@ -1,8 +1,8 @@
-"""Inductor's patterns over a joint graph, left out where they would find nothing.
+"""Skips Inductor's pattern matcher over a joint graph if its patterns cannot match there.
 
-They put kernels in the place of attention, softmax and losses that are written out, and pad products of sizes that no
-fast kernel has. Looking for them takes seconds of a first step, and one of fused kernels has none. What else they do,
-take views of views and casts of casts together, costs nothing where it is left as it is.
+The patterns replace written-out attention, softmax and losses by kernels, and pad products of unaligned sizes.
+Searching for them takes seconds of a first step, and a step of fused kernels contains none. The patterns also merge
+nested views and casts, which cost nothing if left unmerged.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fuseopt.training.graph_nodes import is_tensor
 
 aten = torch.ops.aten
 
-# Of Inductor's options: passes over a joint graph ahead of the patterns, and behind them.
+# Inductor's options for custom passes over a joint graph, before and after the patterns.
 PLACES = ("joint_custom_pre_pass", "joint_custom_post_pass")
-# Of attention, softmax, a loss's gradient, and rows taken in random order.
-_WRITTEN_OUT = (
+# Nodes of written-out attention, softmax, a loss's gradient, and random row selection.
+_PATTERN_NODES = (
     aten.bmm.default,
     aten.baddbmm.default,
     aten.amax.default,
@@ -33,26 +33,26 @@ _WRITTEN_OUT = (
     aten.randperm.default,
 )
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
-# In elements. No product is padded to more.
+# In elements. No product is padded beyond a multiple of this.
 _ALIGNMENT = 8
 
 
 @contextlib.contextmanager
-def where_they_pay() -> Iterator[None]:
-    """Has graphs without work for them pass by the patterns; none where a pass of the caller's has one of `PLACES`."""
+def only_where_useful() -> Iterator[None]:
+    """Skips the patterns for graphs that contain none of them; does nothing if the caller has set one of `PLACES`."""
     if any(getattr(inductor_config, place) for place in PLACES):
         yield
         return
-    with contextlib.ExitStack() as left_out:
+    with contextlib.ExitStack() as skipped:
 
-        def look(graph: fx.Graph) -> None:
-            if not _has_work(graph):
-                left_out.enter_context(inductor_config.patch(pattern_matcher=False))
+        def before(graph: fx.Graph) -> None:
+            if not _may_match(graph):
+                skipped.enter_context(inductor_config.patch(pattern_matcher=False))
 
-        def go_on(graph: fx.Graph) -> None:
-            left_out.close()
+        def after(graph: fx.Graph) -> None:
+            skipped.close()
 
-        with inductor_config.patch(dict(zip(PLACES, (_Pass(look), _Pass(go_on)), strict=True))):
+        with inductor_config.patch(dict(zip(PLACES, (_Pass(before), _Pass(after)), strict=True))):
             yield
 
 
@@ -67,11 +67,11 @@ class _Pass(CustomGraphPass):
         return code_key()
 
 
-def _has_work(graph: fx.Graph) -> bool:
-    # Numbers that index another device's tensor are made there.
+def _may_match(graph: fx.Graph) -> bool:
+    # With several devices, Inductor moves index tensors to the device of the tensor that they index.
     devices = {node.meta["val"].device for node in graph.nodes if is_tensor(node)}
     return len(devices) > 1 or any(
-        node.target in _WRITTEN_OUT or (node.target in _PRODUCTS and not _is_aligned(node)) for node in graph.nodes
+        node.target in _PATTERN_NODES or (node.target in _PRODUCTS and not _is_aligned(node)) for node in graph.nodes
     )
 
 

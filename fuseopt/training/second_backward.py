@@ -1,4 +1,4 @@
-"""More than one backward pass of a compiled step (`retain_graph=True`), and errors for second derivatives."""
+"""Several backward passes of a compiled step (`retain_graph=True`), and an error for second derivatives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLLECT = "collect_bw_donated_buffer_idxs"
 
 
 def missing_from_torch() -> list[str]:
-    """The names of private functions that this version of torch does not have."""
+    """Names of the private functions used here that this version of torch lacks."""
     from torch._functorch._aot_autograd import graph_compile
 
     return [] if hasattr(graph_compile, _COLLECT) else [_COLLECT]
@@ -23,9 +23,9 @@ def missing_from_torch() -> list[str]:
 
 @contextlib.contextmanager
 def no_donated_buffers() -> Iterator[None]:
-    """Makes AOT Autograd compile backward graphs that do not overwrite their inputs, so that they can run again.
+    """Makes AOT Autograd compile backward graphs that do not overwrite their inputs, so that they can run twice.
 
-    Its option `donated_buffer=False` does that too, but such a graph runs again only while the option is off.
+    torch's option `donated_buffer=False` has the same effect on compilation, but has to be off during each run as well.
     """
     from torch._functorch._aot_autograd import graph_compile
 
@@ -38,7 +38,7 @@ def no_donated_buffers() -> Iterator[None]:
 
 
 def without_second_derivatives(run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-    """`run`, a compiled graph, whose gradients raise CompileError when they are differentiated."""
+    """Wraps a compiled graph so that differentiating its gradients raises CompileError."""
 
     def step(*inputs: Any) -> Sequence[Any]:
         outputs = run(*inputs)
@@ -51,7 +51,7 @@ def without_second_derivatives(run: Callable[..., Sequence[Any]]) -> Callable[..
 
 
 def _made_by(output: Any) -> Any:
-    """The autograd node that runs the compiled backward of `output`, which may be a view of the node's own output."""
+    """The autograd node of the compiled backward that `output`, or the tensor of which it is a view, comes from."""
     node = output.grad_fn if isinstance(output, Tensor) else None
     while node is not None and not hasattr(node, "_forward_cls"):
         node = node.next_functions[0][0] if node.next_functions else None

@@ -1,4 +1,4 @@
-"""The fallback of training steps that cannot be compiled: the class's own forward, a warning, a line in the report."""
+"""State of the fallback to the class's own forward, for training steps that cannot be compiled."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ _ADVICE = (
 
 
 class StockFallback:
-    """Whether, and why, the training steps of one model run its class's own forward.
+    """Records whether and why the training steps of one model run its class's own forward.
 
     Args:
-        model: name of the model's class.
-        backend: the compiler backend of its steps.
-        strict: see below.
+        model: name of the model's class, for messages.
+        backend: compiler backend, for messages.
+        strict: raise instead of falling back.
 
     Attributes:
-        strict: raise instead of falling back.
-        reason: why the first such step could not be compiled; empty as long as all could.
+        reason: why the first failed step could not be compiled; empty if none has failed.
     """
 
     def __init__(self, model: str, backend: str, strict: bool) -> None:
@@ -35,10 +34,10 @@ class StockFallback:
         self._model, self._backend = model, backend
 
     def begin(self, reason: str, cause: Exception | None) -> None:
-        """Records the failure of a step, after which later steps fall back too; warns the first time.
+        """Records the failure of a step, so that later steps fall back too; warns the first time.
 
         Raises:
-            CompileError: under `strict`, from `cause`.
+            CompileError: with `strict`, from `cause`.
         """
         what = f"the training step of {self._model} cannot be compiled as one graph with {self._backend!r}: {reason}"
         if self.strict:
@@ -61,7 +60,7 @@ def root_of(error: Exception) -> Exception:
 
 
 def reason_of(error: Exception) -> str:
-    """Class and first line of the message of `root_of(error)`."""
+    """Class name and first line of the message of `root_of(error)`."""
     root = root_of(error)
     lines = (line.strip() for line in str(root).splitlines())
     return f"{type(root).__name__}: {next(filter(None, lines), '')}".rstrip(": ")
@@ -72,7 +71,7 @@ def rng_restored_on_error(inputs: Iterable[object]) -> Iterator[None]:
     """Restores the states of random generators if the with block raises.
 
     Args:
-        inputs: of the step; the generators are those of the CPU and of the GPUs that its tensors are on.
+        inputs: inputs of the step. The generators are those of the CPU and of the GPUs of these tensors.
     """
     devices = {value.device for value in inputs if isinstance(value, Tensor) and value.is_cuda}
     host, states = torch.get_rng_state(), {device: torch.cuda.get_rng_state(device) for device in devices}

@@ -1,9 +1,10 @@
-"""Batches whose every row is one sequence without padding, told to transformers so that a trace knows it too.
+"""Keeps transformers from building an attention mask for batches without padding, so that flash attention can run.
 
-In eager mode transformers looks into `attention_mask` and `position_ids`, finds nothing to mask but the future, and
-attention runs as a flash kernel. In a trace it cannot look, and makes a mask [batch, 1, length, length] that rules out
-flash. No attention mask, and a cache, where transformers expects no packed sequences, say the same without a look.
-Without the cache, for versions that make a mask whatever they are told, it is one that `causal_masks` can see through.
+In eager mode transformers reads the values of `attention_mask` and `position_ids`, finds that only the future is
+masked, and runs a flash kernel. In a trace it cannot read values, and builds a mask [batch, 1, length, length] that
+rules out flash. Two arguments have the same effect without reading values: no `attention_mask`, and a key-value cache,
+with which transformers assumes that no row holds several sequences. transformers before 5.18 builds a mask regardless;
+then only the attention mask is dropped, and `passes/causal_masks.py` recognises the mask that is built.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.torch_version import TorchVersion
 
 from fuseopt.runtime.module_watch import config_of
 
-# Decoders that take `NoCache`, and to which an attention mask of ones says nothing.
+# Model types that accept `NoCache`, and for which an attention mask of ones is the same as none.
 # fmt: off
 _FAMILIES = (
     "apertus", "arcee", "bitnet", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm",
@@ -31,7 +32,7 @@ _FAMILIES = (
 
 
 class NoCache:
-    """A key-value cache that holds nothing; methods as transformers.Cache has them."""
+    """A key-value cache that stores nothing, with the methods of transformers.Cache."""
 
     def get_seq_length(self, *_: Any) -> int:
         return 0
@@ -47,15 +48,15 @@ class NoCache:
 
 
 @functools.cache
-def takes_no_cache() -> bool:
-    """Whether transformers leaves out a causal mask in a trace at all; before 5.18 it makes one whatever it is told."""
+def can_skip_mask() -> bool:
+    """Whether transformers can be kept from building a causal mask in a trace; before 5.18 it cannot."""
     return TorchVersion(torch.__version__) >= (2, 13) and TorchVersion(version("transformers")) >= (5, 18)
 
 
 def arguments(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What to call the forward of `model` with instead, where `given` is a batch of whole rows; else nothing.
+    """Arguments that replace those of the call if the batch has no padding; {} if it has, or may have.
 
-    An attention mask is looked at, for which the host waits, as it does in eager mode.
+    Reads the attention mask's values, so the host waits for the GPU, as it does in eager mode.
     """
     if getattr(config_of(model), "model_type", None) not in _FAMILIES:
         return {}
@@ -64,15 +65,15 @@ def arguments(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     mask = given.get("attention_mask")
     if mask is not None and (mask.dim() != 2 or not mask.all()):
         return {}
-    # Checkpointed layers warn when they are given a cache, which breaks the graph.
+    # Checkpointed layers warn about a cache, and the warning breaks the graph.
     checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    if checkpoints or not takes_no_cache():
+    if checkpoints or not can_skip_mask():
         return {"attention_mask": None}
     return {"attention_mask": None, "past_key_values": NoCache()}
 
 
 def without_cache(outputs: Any) -> Any:
-    """`outputs` as the class's own forward returns them: some families hand back the cache they were given."""
+    """`outputs` without the `NoCache`, which some families return."""
     if type(outputs) is tuple:
         return tuple(value for value in outputs if not isinstance(value, NoCache))
     if isinstance(outputs, Mapping) and isinstance(outputs.get("past_key_values"), NoCache):

@@ -419,7 +419,7 @@ def test_a_compiled_step_has_its_gradients_side_by_side(
     monkeypatch.setattr(merge_projections, "_is_half", lambda value: value.dtype == torch.bfloat16)
     nodes: list[torch.fx.Node] = []
 
-    def join(graph: torch.fx.Graph, plain: Any = merge_projections.join) -> None:
+    def join(graph: torch.fx.Graph, plain: Any = merge_projections.run) -> None:
         plain(graph)
         graph.lint()
         nodes.extend(graph.nodes)
@@ -435,9 +435,9 @@ def test_a_compiled_step_has_its_gradients_side_by_side(
         grad = torch.ones_like(output)
         return output, *torch.autograd.grad(output, [*given, *model.parameters()], grad)
 
-    monkeypatch.setattr(merge_projections, "join", lambda graph: None)
+    monkeypatch.setattr(merge_projections, "run", lambda graph: None)
     expected = step()
-    monkeypatch.setattr(merge_projections, "join", join)
+    monkeypatch.setattr(merge_projections, "run", join)
     found = step()
     assert sum(node.target in MATMULS for node in nodes) == products
     assert [node.args[-1] for node in nodes if node.target is BWD_JOINED["triton"]] == [with_query]

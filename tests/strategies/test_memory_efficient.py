@@ -512,7 +512,7 @@ def test_without_a_compiler_it_is_skipped(monkeypatch):
 
 @pytest.mark.parametrize("gone", ["an option of Dynamo", "an option of AOT Autograd", "a module of Inductor"])
 def test_without_what_is_private_to_torch_it_is_skipped(gone, monkeypatch):
-    reason = "no longer has its options gone_by_now"
+    reason = "lacks gone_by_now"
     if gone == "an option of Dynamo":
         monkeypatch.setitem(forward._DYNAMO_OPTIONS, "gone_by_now", True)
     elif gone == "an option of AOT Autograd":
@@ -521,7 +521,7 @@ def test_without_what_is_private_to_torch_it_is_skipped(gone, monkeypatch):
         monkeypatch.delattr(training, "partitioner")
         monkeypatch.delitem(sys.modules, partitioner.__name__)
         monkeypatch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
-        reason = "has changed what it stands on: import of torch._inductor.custom_graph_pass"
+        reason = "lacks a private module or function that it uses: import of torch._inductor.custom_graph_pass"
     model = model_of("gpt2")
     with pytest.warns(UserWarning, match=f"memory_efficient_fusion .* lands nowhere: .*{reason}"):
         fuseopt.initialize(model, CONFIG)

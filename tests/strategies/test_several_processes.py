@@ -145,7 +145,7 @@ def test_two_processes_have_the_losses_and_the_gradients_of_one(device, tmp_path
     for name, (spread, _, graphs) in CASES.items():
         (first, compiled, reasons), (second, _, _) = (of_rank[name] for of_rank in found)
         assert first != second and compiled == graphs, name
-        assert any("fully_shard gathers its parts one by one" in reason for reason in reasons) == (
+        assert any("fully_shard shards its submodules separately" in reason for reason in reasons) == (
             spread is sharded_by_block
         )
         averages = [sum(losses) / 2 for losses in zip(first, second, strict=True)]

@@ -5,7 +5,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fuseopt.training import changing_sizes
+from fuseopt.training import dynamic_shapes
 
 aten = torch.ops.aten
 
@@ -39,15 +39,15 @@ def test_sizes_are_computed_in_front_and_are_what_they_were():
         with module.graph.inserting_after(node):
             size = module.graph.call_function(aten.sym_size.int, (node, 0))
             size.meta["val"] = node.meta["val"].shape[0]
-    assert changing_sizes.compute_first(module.graph)
+    assert dynamic_shapes.compute_first(module.graph)
     module.graph.lint()
     module.recompile()
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
-    are_sizes = [changing_sizes.is_size(node) for node in calls]
+    are_sizes = [dynamic_shapes.is_size(node) for node in calls]
     assert sum(are_sizes) >= 4 and are_sizes == sorted(are_sizes, reverse=True)
     assert not module.graph.find_nodes(op="call_function", target=aten.sym_size.int)
     given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    symbols = list(changing_sizes.symbols(module.graph))
+    symbols = list(dynamic_shapes.symbols(module.graph))
     for rows in ((3, 5), (4, 7), (9, 2)):
         inputs = [torch.randn(number, 8) for number in rows]
         tensors, sizes = iter(inputs), dict(zip(symbols, _in_order(given, inputs), strict=True))
@@ -69,11 +69,11 @@ def _in_order(given, inputs):
 def test_sizes_that_only_tensors_have_are_left_alone():
     graph = make_fx(reshaped, tracing_mode="symbolic")(torch.randn(3, 8), torch.randn(5, 8)).graph
     before = [node.target for node in graph.nodes]
-    assert not changing_sizes.compute_first(graph)
+    assert not dynamic_shapes.compute_first(graph)
     assert [node.target for node in graph.nodes] == before
 
 
 def test_a_graph_of_constant_sizes_stays_as_it_is():
     graph = make_fx(reshaped, tracing_mode="fake")(torch.randn(3, 8), torch.randn(5, 8)).graph
     before = list(graph.nodes)
-    assert changing_sizes.compute_first(graph) and list(graph.nodes) == before
+    assert dynamic_shapes.compute_first(graph) and list(graph.nodes) == before

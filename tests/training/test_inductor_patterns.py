@@ -9,7 +9,7 @@ from torch._inductor.fx_passes import joint_graph
 
 import fuseopt
 from fuseopt.errors import CompileError
-from fuseopt.training.passes import joint_patterns
+from fuseopt.training import inductor_patterns
 from tests.training.graphs import traced
 
 aten = torch.ops.aten
@@ -29,8 +29,8 @@ def on_two_devices():
 
 
 def looks(graph):
-    with joint_patterns.where_they_pay():
-        first, last = (getattr(inductor_config, place) for place in joint_patterns.PLACES)
+    with inductor_patterns.only_where_useful():
+        first, last = (getattr(inductor_config, place) for place in inductor_patterns.PLACES)
         first(graph)
         during = inductor_config.pattern_matcher
         last(graph)
@@ -103,10 +103,10 @@ def test_a_step_is_searched_where_it_pays(searched, kind):
     with torch.no_grad():
         torch.testing.assert_close(output, fuseopt.restore(model)(x))
     assert bool(searched) == (kind is Attending) and inductor_config.pattern_matcher
-    assert not any(getattr(inductor_config, place) for place in joint_patterns.PLACES)
+    assert not any(getattr(inductor_config, place) for place in inductor_patterns.PLACES)
 
 
-@pytest.mark.parametrize("place", joint_patterns.PLACES)
+@pytest.mark.parametrize("place", inductor_patterns.PLACES)
 def test_a_pass_of_the_users_stays(searched, place):
     class Pass(CustomGraphPass):
         called = 0
@@ -122,7 +122,7 @@ def test_a_pass_of_the_users_stays(searched, place):
     own = Pass()
     with inductor_config.patch({place: own}), pytest.raises(CompileError):
         fused(Block())(torch.randn(2, 8, 16))
-    assert own.called == 1 and bool(searched) == (place == joint_patterns.PLACES[1])
+    assert own.called == 1 and bool(searched) == (place == inductor_patterns.PLACES[1])
 
 
 def test_a_failure_leaves_the_patterns_as_they_were(searched, monkeypatch):

@@ -62,11 +62,11 @@ def test_gradients_of_dropout_at_every_budget(budget, device):
 
 
 def test_the_key_of_cached_code_has_what_autocast_casts_to():
-    keys = [partitioner.Partitioner(in_parts=True).uuid()]
+    keys = [partitioner.Partitioner(in_regions=True).uuid()]
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype):
-            keys.append(partitioner.Partitioner(in_parts=True).uuid())
-    assert len(set(keys)) == 3 and keys[0] == partitioner.Partitioner(in_parts=True).uuid()
+            keys.append(partitioner.Partitioner(in_regions=True).uuid())
+    assert len(set(keys)) == 3 and keys[0] == partitioner.Partitioner(in_regions=True).uuid()
 
 
 @each_device
@@ -160,7 +160,7 @@ class Products(Net):
 @pytest.mark.parametrize("known", [True, False])
 def test_under_a_budget_ops_that_multiply_matrices_are_not_computed_again(known, monkeypatch):
     if known:
-        monkeypatch.setattr(partitioner, "_PRODUCTS", partitioner._PRODUCTS | {PRODUCT})
+        monkeypatch.setattr(partitioner, "_EXPENSIVE_OPS", partitioner._EXPENSIVE_OPS | {PRODUCT})
     model, x = fused(Products(3), 0.3), torch.randn(64, 16, dtype=torch.float64)
     model(x).sum().backward()
     products.clear()
@@ -192,7 +192,7 @@ def test_rows_of_a_parameter_are_looked_up_again():
     ],
 )
 def test_what_random_ops_return_is_kept(op, args, kwargs, draws):
-    assert partitioner._draws(fx.Graph().call_function(op, args, kwargs)) == draws
+    assert partitioner._is_random(fx.Graph().call_function(op, args, kwargs)) == draws
 
 
 # With an autograd function of fuseopt's in the graph.

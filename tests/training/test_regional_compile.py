@@ -293,7 +293,7 @@ def test_forward_and_backward_of_a_step(outlined):
     torch.manual_seed(0)
     model, x = Net(8, 0.0), torch.randn(3, 16)
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    backend = aot_autograd(fw_compiler=partitioner._run_as_it_is, partition_fn=partitioner.Partitioner(in_parts=True))
+    backend = aot_autograd(fw_compiler=partitioner._run_as_it_is, partition_fn=partitioner.Partitioner(in_regions=True))
     step = torch.compile(model, backend=backend, fullgraph=True)
     gradients = torch.autograd.grad(step(x).square().sum(), list(model.parameters()))
     torch.testing.assert_close(gradients, expected)

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fuseopt
-from fuseopt.training import partitioner, whole_rows
-from fuseopt.training.whole_rows import NoCache
+from fuseopt.training import partitioner, unpadded_batches
+from fuseopt.training.unpadded_batches import NoCache
 from tests import tiny
 from tests.training_steps import Graphs
 
@@ -24,11 +24,11 @@ def model_of(family: str) -> nn.Module:
     return getattr(tiny, family)(**NO_DROPOUT, **{layers: 1}).train()
 
 
-@pytest.mark.parametrize(("family", "takes_no_cache"), [("gpt2", False), *((family, True) for family in KINDS)])
-def test_whole_rows_have_no_mask_and_others_have_theirs(family, takes_no_cache, monkeypatch):
-    if takes_no_cache and not whole_rows.takes_no_cache():
+@pytest.mark.parametrize(("family", "can_skip_mask"), [("gpt2", False), *((family, True) for family in KINDS)])
+def test_whole_rows_have_no_mask_and_others_have_theirs(family, can_skip_mask, monkeypatch):
+    if can_skip_mask and not unpadded_batches.can_skip_mask():
         pytest.skip("transformers makes a mask in every trace")
-    monkeypatch.setattr(whole_rows, "takes_no_cache", lambda: takes_no_cache)
+    monkeypatch.setattr(unpadded_batches, "can_skip_mask", lambda: can_skip_mask)
     torch._dynamo.reset()
     graphs = Graphs("aot_eager")
     monkeypatch.setattr(partitioner, "compile_graph", graphs)
@@ -52,20 +52,23 @@ def test_whole_rows_have_no_mask_and_others_have_theirs(family, takes_no_cache, 
     assert [type(value) for value in outputs] == [type(value) for value in expected]
 
 
-needed = pytest.mark.skipif(not whole_rows.takes_no_cache(), reason="transformers makes a mask in every trace")
+needed = pytest.mark.skipif(not unpadded_batches.can_skip_mask(), reason="transformers makes a mask in every trace")
 
 
 @needed
-@pytest.mark.parametrize("family", whole_rows._FAMILIES)
+@pytest.mark.parametrize("family", unpadded_batches._FAMILIES)
 def test_a_mask_of_ones_and_a_cache_say_nothing_to_these(family):
     model = tiny.decoder(family)
     windowed = [tiny.decoder(family, sliding_window=3)] if hasattr(model.config, "sliding_window") else []
     ids = tiny.inputs(model)["input_ids"]
     given = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     for decoder in (model, *windowed):
-        changed = whole_rows.arguments(decoder, given)
+        changed = unpadded_batches.arguments(decoder, given)
         assert isinstance(changed["past_key_values"], NoCache) and changed["attention_mask"] is None
-        outputs, expected = whole_rows.without_cache(decoder(**given | changed)), decoder(**given, use_cache=False)
+        outputs, expected = (
+            unpadded_batches.without_cache(decoder(**given | changed)),
+            decoder(**given, use_cache=False),
+        )
         assert list(outputs) == list(expected)
         assert torch.equal(outputs.loss, expected.loss) and torch.equal(outputs.logits, expected.logits)
 
@@ -75,14 +78,14 @@ def test_a_mask_of_ones_and_a_cache_say_nothing_to_these(family):
 def test_checkpointed_layers_are_given_no_cache(family):
     model = model_of(family)
     ids = tiny.inputs(model)["input_ids"]
-    assert isinstance(whole_rows.arguments(model, {"input_ids": ids})["past_key_values"], NoCache)
+    assert isinstance(unpadded_batches.arguments(model, {"input_ids": ids})["past_key_values"], NoCache)
     model.gradient_checkpointing_enable()
-    assert whole_rows.arguments(model, {"input_ids": ids}) == {"attention_mask": None}
+    assert unpadded_batches.arguments(model, {"input_ids": ids}) == {"attention_mask": None}
 
 
 def test_versions_that_make_a_mask_whatever_they_are_told_are_told_of_no_cache(monkeypatch):
-    monkeypatch.setattr(whole_rows, "takes_no_cache", lambda: False)
-    assert whole_rows.arguments(model_of("gpt2"), {}) == {"attention_mask": None}
+    monkeypatch.setattr(unpadded_batches, "can_skip_mask", lambda: False)
+    assert unpadded_batches.arguments(model_of("gpt2"), {}) == {"attention_mask": None}
 
 
 @needed
@@ -90,7 +93,11 @@ def test_positions_that_are_given_are_left_to_transformers():
     model = model_of("gpt2")
     ids = tiny.inputs(model)["input_ids"]
     positions = torch.arange(7).expand(2, 7)
-    assert whole_rows.arguments(model, {"input_ids": ids, "position_ids": positions}) == {}
-    assert whole_rows.arguments(model, {"input_ids": ids, "attention_mask": torch.ones(2, 1, 7, 7)}) == {}
-    assert whole_rows.arguments(model, {"input_ids": ids, "encoder_hidden_states": torch.ones(2, 3, 24)}) == {}
-    assert whole_rows.arguments(tiny.t5(), {"input_ids": ids}) == whole_rows.arguments(nn.Linear(2, 2), {}) == {}
+    assert unpadded_batches.arguments(model, {"input_ids": ids, "position_ids": positions}) == {}
+    assert unpadded_batches.arguments(model, {"input_ids": ids, "attention_mask": torch.ones(2, 1, 7, 7)}) == {}
+    assert unpadded_batches.arguments(model, {"input_ids": ids, "encoder_hidden_states": torch.ones(2, 3, 24)}) == {}
+    assert (
+        unpadded_batches.arguments(tiny.t5(), {"input_ids": ids})
+        == unpadded_batches.arguments(nn.Linear(2, 2), {})
+        == {}
+    )

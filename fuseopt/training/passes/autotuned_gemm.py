@@ -1,7 +1,12 @@
-"""Large matrix products of a compiled step on a GPU by the fastest of cuBLASLt's algorithms, measured in its first run.
+"""Calls `ops.tuned_matmul` for large matrix products: the fastest of cuBLASLt's algorithms, timed in the first run.
 
-The library's own choice goes by rules that do not know of the GPU's power limit, nor how short sums leave a kernel
-waiting for its stores.
+Matches: `mm` and `addmm` of 16-bit matrices on a GPU with static sizes and at least 2**32 multiplications.
+Writes: one call of `fuseopt::tuned_matmul` in place of the product.
+Does not fire: on products with alpha or beta, a two-dimensional bias or dynamic sizes; under deterministic
+    algorithms; without the native library.
+
+cuBLASLt's own heuristics know neither the GPU's power limit nor how long a kernel with a short inner dimension waits
+for its stores.
 """
 
 from __future__ import annotations
@@ -14,34 +19,31 @@ from torch import Tensor, fx
 from fuseopt.ops import registry
 from fuseopt.ops.tuned_matmul import RAW as TUNED_MATMUL
 from fuseopt.training.graph_nodes import MATMULS
-from fuseopt.training.passes import gelu_epilogues
 
 aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
-# Of fewer multiplications the host takes as long to call.
-_LEAST_WORK = 2**32
+# A smaller product runs no longer than the host takes to launch it.
+_LEAST_MULTIPLICATIONS = 2**32
 
 
-def exchange(graph: fx.Graph) -> None:
-    """Has products of 16-bit matrices call `ops.tuned_matmul`; those with a scale, or sizes that change, stay."""
+def run(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
-        arguments = _arguments(node) if node.target in MATMULS and not node.kwargs else None
-        if arguments is None:
-            continue
-        left, right, bias, *_ = arguments
-        if bias is None or not gelu_epilogues.fuse(node, left, right, bias):
+        arguments = arguments_of(node)
+        if arguments is not None:
             node.target, node.args = TUNED_MATMUL["cuda"], arguments
 
 
 def is_available() -> bool:
-    """Whether code that calls the op can run here; the native library is loaded if that takes no building."""
+    """Whether the op can run here. Loads the native library, but never builds it."""
     if torch.are_deterministic_algorithms_enabled():
         return False
     return registry.pick("tuned_matmul", "auto", torch.device("cuda"), _HALVES) == "cuda"
 
 
-def _arguments(node: fx.Node) -> tuple[Any, ...] | None:
-    """The op's, for a product that it can compute and that is worth it."""
+def arguments_of(node: fx.Node) -> tuple[Any, ...] | None:
+    """Arguments of `ops.tuned_matmul` for a product that matches, else None."""
+    if node.target not in MATMULS or node.kwargs:
+        return None
     bias, float_result = None, False
     if node.target is aten.addmm.default:
         bias, left, right = node.args
@@ -56,14 +58,14 @@ def _arguments(node: fx.Node) -> tuple[Any, ...] | None:
         left, right = node.args
     else:
         return None
-    if not _is_large(left.meta["val"], right.meta["val"]):
+    if not _is_worth_it(left.meta["val"], right.meta["val"]):
         return None
     return left, right, bias, "", float_result, True
 
 
-def _is_large(left: Tensor, right: Tensor) -> bool:
+def _is_worth_it(left: Tensor, right: Tensor) -> bool:
     if left.device.type != "cuda" or left.dtype not in _HALVES:
         return False
     if left._has_symbolic_sizes_strides or right._has_symbolic_sizes_strides:
         return False
-    return left.shape[0] * left.shape[1] * right.shape[1] >= _LEAST_WORK
+    return left.shape[0] * left.shape[1] * right.shape[1] >= _LEAST_MULTIPLICATIONS

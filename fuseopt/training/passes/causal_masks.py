@@ -1,7 +1,12 @@
-"""Attention masks of a traced step that hide nothing but the future, said in a way that lets flash kernels run.
+"""Replaces causal attention masks by `is_causal=True`, so that flash attention can run.
 
-transformers before 5.18 makes a mask [batch, 1, length, length] in every trace, whatever it is told. Where rows are
-whole it is computed from sizes alone, and so is known before the step runs.
+Matches: in a graph of Dynamo, `scaled_dot_product_attention` with a boolean mask that is computed from sizes alone
+    and has the values of the causal mask.
+Writes: the same call with `attn_mask=None, is_causal=True`.
+Does not fire: on masks that depend on tensors, or, with dynamic sizes, that are not causal for every size tried.
+
+transformers before 5.18 builds a mask [batch, 1, length, length] in every trace. For a batch without padding it
+depends on sizes only, so its values are known before the step runs.
 """
 
 from __future__ import annotations
@@ -12,19 +17,14 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-# Of the numbers in a mask's computation that depends on changing sizes. It is computed for more positions than any, as
-# a window of so many, for instance, is no causal mask from there on.
-_LARGEST = 256
+# A sliding window of w positions is causal for lengths up to w. So with dynamic sizes a mask is evaluated for a length
+# above every integer in its computation; those integers must not be larger than this.
+_LARGEST_CONSTANT = 256
 
 
-def drop(graph: fx.GraphModule) -> None:
-    """Exchanges, in a graph that Dynamo traced, every mask that is the causal one for `is_causal`.
-
-    A mask that depends on anything but sizes is left alone. If these change from call to call, it has to be the causal
-    one for several of them.
-    """
+def run(module: fx.GraphModule) -> None:
     causal: dict[fx.Node, bool] = {}
-    for node in graph.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
+    for node in module.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
         mask = node.kwargs.get("attn_mask")
         if not isinstance(mask, fx.Node):
             continue
@@ -33,7 +33,7 @@ def drop(graph: fx.GraphModule) -> None:
             causal[mask] = bool(values) and all(map(_is_causal, values))
         if causal[mask]:
             node.kwargs = {**node.kwargs, "attn_mask": None, "is_causal": True}
-    graph.recompile()
+    module.recompile()
 
 
 def _is_causal(mask: object) -> bool:
@@ -45,7 +45,7 @@ def _is_causal(mask: object) -> bool:
 
 
 def _values(node: fx.Node) -> list[object]:
-    """What the graph computes at `node` for some of the sizes that may change; nothing if it takes other inputs."""
+    """Values of `node` for a few dynamic sizes, or its one value without any; [] if it depends on tensor inputs."""
     needed, waiting = {node}, [node]
     while waiting:
         new = set(waiting.pop().all_input_nodes) - needed
@@ -57,7 +57,7 @@ def _values(node: fx.Node) -> list[object]:
     if any(other.op not in ("call_function", "call_method") for other in needed.difference(changing)):
         return []
     largest = _largest_number(ordered)
-    if changing and largest > _LARGEST:
+    if changing and largest > _LARGEST_CONSTANT:
         return []
     part = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -1,8 +1,12 @@
-"""Gradients that the forward has made but for a factor, multiplied by it where a backward next reads them.
+"""Moves the multiplication of a precomputed gradient by a scalar to just before the node that reads it.
 
-That of a head's weight is one: `ops.linear_cross_entropy` makes it with the loss. At the beginning of the backward,
-where all that was kept is there, it would be there twice; read at the end, to be added to that of the embeddings it is
-tied to, it is multiplied on the way.
+Matches: in a backward graph, `mul` of a graph input and a one-element tensor.
+Writes: the same node, moved before its first user.
+Does not fire: on products of two tensors, or of a tensor that the backward computes.
+
+`ops.linear_cross_entropy` computes the gradient of the head's weight in the forward, and the backward only scales it.
+Scaled at the start of the backward, where memory use peaks, it would exist twice. Scaled just before it is added to
+the gradient of the tied embedding, Inductor fuses the multiplication with that addition.
 """
 
 from __future__ import annotations
@@ -11,12 +15,10 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
-# Shapes of what is one number.
-_NUMBERS = ((), (1,))
+_SCALAR_SHAPES = ((), (1,))
 
 
-def defer(graph: fx.Graph) -> None:
-    """Moves products of an input of a backward graph and a number to ahead of the first node that reads them."""
+def run(graph: fx.Graph) -> None:
     places = {node: place for place, node in enumerate(graph.nodes)}
     for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         if _is_scaled_input(node) and node.users:
@@ -25,4 +27,4 @@ def defer(graph: fx.Graph) -> None:
 
 def _is_scaled_input(node: fx.Node) -> bool:
     inputs = sorted(node.all_input_nodes, key=lambda given: given.meta["val"].dim())
-    return len(inputs) == 2 and tuple(inputs[0].meta["val"].shape) in _NUMBERS and inputs[1].op == "placeholder"
+    return len(inputs) == 2 and tuple(inputs[0].meta["val"].shape) in _SCALAR_SHAPES and inputs[1].op == "placeholder"

@@ -1,7 +1,13 @@
-"""Losses of a traced training step that are computed without their logits, which stay lazy to whoever gets them.
+"""Computes the loss from the head's input and weight, so that the compiled step never has the logits.
 
-Dynamo takes a torch.nn.CrossEntropyLoss for a call on tensors, so `LazyLogits` are no use while it traces. A head's
-logits are a tensor there, known by the op that makes it.
+Matches: in a graph of Dynamo, `head_logits` (see `modules/linear_cross_entropy.py`) whose result goes only to cross
+    entropy over all rows with class indices, and to the caller.
+Writes: `head_loss`, which is `ops.linear_cross_entropy`, in place of head and loss. The graph returns the head's
+    input in place of the logits; a wrapper makes `LazyLogits` of it for the caller.
+Does not fire: if anything else reads the logits, the loss has class weights or class probabilities, or the weight is
+    computed inside the graph.
+
+`LazyLogits` alone cannot do this: Dynamo treats a `torch.nn.CrossEntropyLoss` as a call on tensors.
 """
 
 from __future__ import annotations
@@ -42,14 +48,14 @@ _LOSS = define_node(
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 
 
-class _Unseen(NamedTuple):
+class _DroppedLogits(NamedTuple):
     """Logits that a graph no longer returns.
 
     Attributes:
-        output: the place among the graph's outputs where what the head reads now is.
-        weight: the place of the head's weight among the graph's inputs.
-        bias: likewise, or None.
-        backend: of `ops.linear_cross_entropy`.
+        output: position among the graph's outputs, which now holds the head's input.
+        weight: position of the head's weight among the graph's inputs.
+        bias: position of its bias, or None.
+        backend: option of `ops.linear_cross_entropy`.
     """
 
     output: int
@@ -58,22 +64,16 @@ class _Unseen(NamedTuple):
     backend: str
 
     def lazy(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> LazyLogits:
-        """What is returned instead, by a call with these."""
+        """The `LazyLogits` for a call with these inputs and outputs."""
         hidden, weight = outputs[self.output], inputs[self.weight]
         bias = None if self.bias is None else inputs[self.bias]
         shape = (*hidden.shape[:-1], len(weight))
         return LazyLogits(LinearOutput(hidden, weight, bias, self.backend), hidden.dtype, shape)
 
 
-def drop(module: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Exchanges, in a graph that Dynamo traced, heads whose logits go to cross-entropy and to the caller alone.
-
-    The losses become `ops.linear_cross_entropy`, and what is returned what the head reads.
-
-    Returns:
-        What makes of the compiled graph one that returns `LazyLogits` in the place of the logits.
-    """
-    graph, unseen = module.graph, []
+def run(module: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Runs the pass; returns a wrapper for the compiled graph, which puts `LazyLogits` in place of the logits."""
+    graph, dropped = module.graph, []
     inputs: dict[Any, int] = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
     for logits in graph.find_nodes(op="call_function", target=LOGITS.func):
         _, input, weight, bias, backend = logits.args
@@ -86,7 +86,7 @@ def drop(module: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[...,
         _erase_readers(logits)
         for place, returned in enumerate(graph.output_node().args[0]):
             if returned is logits:
-                unseen.append(_Unseen(place, inputs[weight], inputs.get(bias), backend))
+                dropped.append(_DroppedLogits(place, inputs[weight], inputs.get(bias), backend))
         logits.replace_all_uses_with(hidden)
         graph.erase_node(logits)
     module.recompile()
@@ -94,17 +94,17 @@ def drop(module: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[...,
     def with_lazy_logits(run: Callable[..., Any]) -> Callable[..., Any]:
         def step(*inputs: Any) -> list[Any]:
             outputs = list(run(*inputs))
-            for each in unseen:
+            for each in dropped:
                 outputs[each.output] = each.lazy(inputs, outputs)
             return outputs
 
-        return step if unseen else run
+        return step if dropped else run
 
     return with_lazy_logits
 
 
 def _losses(logits: fx.Node) -> dict[fx.Node, dict[str, Any]] | None:
-    """Calls of cross-entropy on all rows of the logits, and their arguments; None where something else reads them."""
+    """Calls of cross-entropy on the logits, with their arguments; None if anything else reads the logits."""
     rows = _rows(logits)
     if rows is None:
         return None
@@ -122,7 +122,8 @@ def _losses(logits: fx.Node) -> dict[fx.Node, dict[str, Any]] | None:
 
 
 def _rows(logits: fx.Node) -> list[fx.Node] | None:
-    """The logits as [rows, classes], in their own dtype or float32; None where something else reads them."""
+    """Nodes that are the logits as [rows, classes], possibly cast to float32; None if anything else reads the
+    logits."""
     found: list[fx.Node] = []
     for user in logits.users:
         if user.op == "output":
@@ -145,13 +146,13 @@ def _rows(logits: fx.Node) -> list[fx.Node] | None:
 def _is_plain(
     rows: fx.Node, input: Any, target: Any, weight: Any, size_average: Any, reduce: Any, **options: Any
 ) -> bool:
-    """Whether `ops.linear_cross_entropy` computes it."""
+    """Whether `ops.linear_cross_entropy` supports a loss with these arguments."""
     of_classes = target is not rows and _value(target).dtype == torch.int64 and _value(target).dim() == 1
     return input is rows and of_classes and weight is None and size_average is None and reduce is None
 
 
 def _cast(input: fx.Node, logits: fx.Node) -> fx.Node:
-    """`input` in the dtype of the product, as the logits have it under autocast."""
+    """`input` in the dtype of the logits, which differs from its own under autocast."""
     dtype = _value(logits).dtype
     if _value(input).dtype == dtype:
         return input
@@ -171,7 +172,7 @@ def _exchange(loss: fx.Node, head: tuple[Any, ...], given: dict[str, Any]) -> No
 
 
 def _erase_readers(logits: fx.Node) -> None:
-    """Views and casts, whose losses are gone."""
+    """Erases the views and casts that only the replaced losses read."""
     for reader in [user for user in logits.users if user.op == "call_method"]:
         _erase_readers(reader)
         logits.graph.erase_node(reader)

@@ -1,8 +1,12 @@
-"""Dropout masks of a compiled step on a GPU, each a short function of a seed and of where an element stands.
+"""Draws dropout masks with Philox2x32-7 from a seed and the element's position, in the forward and in the backward.
 
-Inductor draws by Philox4x32-10 and uses one of its four numbers, which takes longer than the memory traffic of the
-kernel around it. Philox2x32-7 takes a third of the instructions, so that the backward pass can afford to draw again
-what it would else have to keep: a byte an element.
+Matches: in a joint graph on an NVIDIA GPU, `inductor_prims.random` whose only use is a comparison with p.
+Writes: `fuseopt::dropout_mask(seed, size, p)`, marked for recomputation together with its seed.
+Does not fire: on random numbers with any other use.
+
+Inductor's own generator, Philox4x32-10, yields four numbers of which it uses one; that takes longer than the kernel's
+memory traffic. Philox2x32-7 takes a third of the instructions, so recomputing a mask in the backward is cheaper than
+keeping it (one byte an element).
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from fuseopt.ops.library import LIBRARY, define
 from fuseopt.ops.philox import PAIR_FACTOR, PAIR_KEY, PAIR_ROUNDS, philox_pair
 
 _ROUND = f"mul.wide.u32 p, c, {PAIR_FACTOR}; mov.b64 {{l, h}}, p; xor.b32 c, h, k; xor.b32 c, c, r; mov.u32 r, l; "
-# `philox_pair`'s first number at position $1 for the seed $2, less 2**31.
+# PTX for `philox_pair(seed=$2, position=$1)[0] - 2**31`.
 DRAW = (
     "{ .reg .u32 c, r, k, l, h; .reg .u64 p; mov.u32 c, $1; mov.b64 {k, r}, $2; "
     + f"add.u32 k, k, {PAIR_KEY}; ".join([_ROUND] * PAIR_ROUNDS)
@@ -35,15 +39,15 @@ def _fake(seed: Tensor, size: Sequence[int], p: float) -> Tensor:
 
 
 def keep_mask(seed: Tensor, size: Sequence[int], p: float) -> Tensor:
-    """Which elements of a contiguous tensor of `size` dropout keeps.
+    """Reference of `dropout_mask`: True for the elements that dropout keeps.
 
     Args:
         seed: [], int64.
-        size: of fewer than 2**32 elements; of more, numbers repeat in the compiled form.
-        p: the share that is dropped.
+        size: of a contiguous tensor. Above 2**32 elements the compiled form repeats its numbers.
+        p: probability of dropping an element.
 
     Returns:
-        [*size], boolean, on the device of `seed`.
+        [*size], bool, on the device of `seed`.
     """
     position = torch.arange(torch.Size(size).numel(), device=seed.device)
     number, _ = philox_pair(seed, position)
@@ -70,18 +74,17 @@ def _lower(seed: ir.TensorBox, size: Sequence[Any], p: float) -> ir.TensorBox:
         return ops.ge(number, ops.constant(_threshold(p), torch.int32))
 
     mask = ir.Pointwise.create(device=device, dtype=torch.bool, inner_fn=keep, ranges=size)
-    # A buffer of its own, as Inductor's random numbers have: inlined, it is not fused with the norm's backward.
+    # Realised, as Inductor's random numbers are. Inlined, it would keep the norm's backward from being fused.
     mask.realize()
     return mask
 
 
 def _threshold(p: float) -> int:
-    """An element is kept where its number, of 32 bits with a sign, is no less."""
+    """An element is kept if its number, as a signed 32-bit integer, is at least this."""
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
-def shorten(graph: fx.Graph) -> None:
-    """Exchanges the masks that a joint graph draws on a GPU for `dropout_mask`, to be drawn anew by the backward."""
+def run(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=inductor_prims.random):
         size, seed, mode = node.args
         comparison = _comparison(node)
@@ -91,14 +94,14 @@ def shorten(graph: fx.Graph) -> None:
         with graph.inserting_before(comparison):
             mask = graph.call_function(MASK, (seed, size, comparison.args[1]))
         mask.meta = dict(comparison.meta)
-        # The seed too: each would be kept as a tensor of its own, by a kernel of its own.
+        # Keeping each looked-up seed would take one tensor and one kernel per dropout.
         mask.meta["recompute"] = seed.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         comparison.replace_all_uses_with(mask)
     graph.eliminate_dead_code()
 
 
 def _comparison(node: fx.Node) -> fx.Node | None:
-    """Where the one use of what `node` draws, in whatever dtype, is to ask which of it is greater than p."""
+    """The comparison with p that is the only use of the random numbers, after casts; None if there is another use."""
     while len(node.users) == 1:
         (node,) = node.users
         if node.target is torch.ops.aten.gt.Scalar:

@@ -1,7 +1,12 @@
-"""Gradients of float32 weights under autocast on a GPU, in float32 straight from their matmul.
+"""Lets matrix products write gradients of float32 weights in float32, instead of a 16-bit result and a cast.
 
-Its result would be rounded to 16 bits, and a kernel of its own for each weight would read it and write it in float32.
-The sums are in float32 anyway.
+Matches: in a joint graph, a 16-bit `mm` on a GPU that is, after views and a cast to float32, only returned.
+Writes: `mm.dtype` with a float32 result, without the cast.
+Does not fire: if the float32 result is used in a computation. There the cast is fused with its user, which reads half
+    as many bytes.
+
+The product accumulates in float32 anyway. The 16-bit result would be rounded, and each weight would need a kernel
+that reads it and writes it again in float32.
 """
 
 from __future__ import annotations
@@ -15,16 +20,12 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _VIEWS = (aten.permute.default, aten.t.default, aten.transpose.int, aten.view.default)
 
 
-def widen(graph: fx.Graph) -> None:
-    """Has every matmul of 16-bit numbers on a GPU that a joint graph only returns, in float32, return that.
-
-    What is worked with in float32 is converted by the kernel that does so, out of half the bytes.
-    """
+def run(graph: fx.Graph) -> None:
     for conversion in graph.find_nodes(op="call_function", target=prims.convert_element_type.default):
         chain = list(_chain(conversion))
         matmul = chain[-1]
-        returned = conversion.args[1] == torch.float32 and all(user.op == "output" for user in conversion.users)
-        if not returned or matmul.target is not aten.mm.default or not _is_half(matmul):
+        is_returned = conversion.args[1] == torch.float32 and all(user.op == "output" for user in conversion.users)
+        if not is_returned or matmul.target is not aten.mm.default or not _is_half(matmul):
             continue
         with graph.inserting_before(matmul):
             wide = graph.call_function(aten.mm.dtype, (*matmul.args, torch.float32))
@@ -38,7 +39,7 @@ def widen(graph: fx.Graph) -> None:
 
 
 def _chain(node: fx.Node) -> Iterator[fx.Node]:
-    """The node, what it is made of through views that nothing else uses, and what these are views of."""
+    """`node`, the views that it is computed through, and the node behind them, as far as each has one user."""
     yield node
     source = node.args[0]
     while source.target in _VIEWS and len(source.users) == 1:

@@ -1,8 +1,19 @@
-"""Products of one matrix with several weights, as the projections to queries, keys and values, as one with all of them.
+"""Merges matrix products of one input with several weights, such as the query, key and value projections, into one.
 
-Under autocast on a GPU the weights of a step are cast in any case, and as well into one matrix. Forward one product
-makes what several did. In the backward, what the gradients come out of writes them side by side too. One product then
-makes the gradient of the matrix, whose parts were rounded and added up by a kernel, and one those of the weights.
+Matches: in a joint graph under 16-bit autocast on a GPU, consecutive `mm` or `addmm` nodes with the same left
+    operand, whose weights and biases are casts of parameters, with static sizes.
+Writes: forward, one product with the concatenated weights, and slices of it. Backward, one product for the gradient
+    of the input (was: several, rounded to 16 bits and added) and one for the gradients of the weights.
+Does not fire: if a view needs a projection's rows to be contiguous; if another library's op reads one; if the
+    backward needs only some of the projections; on nodes of gradient checkpointing. The backward's products stay
+    apart if more than a third of the gradients would have to be copied to be concatenated.
+
+Under autocast the weights are cast in every step, and casting them into one matrix costs nothing more. The pass runs
+on the joint graph, because the partitioner can only keep the merged product as a whole and has to know its size.
+Strides change, so metadata of the following nodes is recomputed (`_update_layouts`); strides of what the caller gets
+do not.
+
+Read `run`, `_merge_forward`, `_merge_backward`; the rest are conditions.
 """
 
 from __future__ import annotations
@@ -19,46 +30,47 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fuseopt.ops.relative_attention import BWD as ATTENTION_BWD
 from fuseopt.ops.relative_attention import BWD_JOINED as ATTENTION_BWD_JOINED
-from fuseopt.training.graph_nodes import MATMULS, is_addition, is_free, is_fused, roots
+from fuseopt.training.graph_nodes import MATMULS, is_addition, is_fusible, is_view_or_constant, materialized_inputs
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 _CAST = prims.convert_element_type.default
-# With a multiple of that each part begins at an address from which 16 bytes are read at a time.
+# A weight must have a multiple of this many rows, so that each slice of the product is aligned to 16 bytes.
 _COLUMNS = 8
-# Of ops that take any strides; nobody knows of others.
+# Namespaces of ops that are known to accept any strides.
 _NAMESPACES = ("aten", "prims", "fuseopt")
-# The share of the gradients that may have to be copied to stand side by side.
-_COPIED = 1 / 3
+# Largest share of the gradients that may be copied to concatenate them.
+_MOST_COPIED = 1 / 3
 _OF_RESULT = ("val", "tensor_meta", "eager_input_vals")
 
 
 class _Projection(NamedTuple):
-    """`product = source @ weight.t() + bias`."""
+    """Nodes of one projection, `product = source @ weight.t() + bias`."""
 
     product: fx.Node  # [rows, columns]
     source: fx.Node  # [rows, inner]
-    weight: fx.Node  # [columns, inner], a parameter, cast
-    bias: fx.Node | None  # [columns], likewise
+    weight: fx.Node  # [columns, inner], cast of a parameter
+    bias: fx.Node | None  # [columns], cast of a parameter
 
 
 class _Backward(NamedTuple):
+    """Nodes of a projection's backward."""
+
     grad: fx.Node  # of the product
     of_source: fx.Node  # grad @ weight
     of_weight: fx.Node | None  # grad.t() @ source; None where the weight is frozen
 
 
-def join(graph: fx.Graph) -> None:
-    """Joins products of a joint graph that take the same matrix, with no other product between them."""
+def run(graph: fx.Graph) -> None:
     restrided: list[fx.Node] = []
     for group in _groups(graph):
-        weight, parts = _join_forward(graph, group)
-        restrided += parts + _join_backward(graph, group, weight)
+        weight, parts = _merge_forward(graph, group)
+        restrided += parts + _merge_backward(graph, group, weight)
     if restrided:
         stable_topological_sort(graph)
         graph.eliminate_dead_code()
-        _lay_out_again(graph, restrided)
+        _update_layouts(graph, restrided)
 
 
 def _groups(graph: fx.Graph) -> list[list[_Projection]]:
@@ -69,30 +81,30 @@ def _groups(graph: fx.Graph) -> list[list[_Projection]]:
 
 
 def _are_kept_alike(group: Sequence[_Projection]) -> bool:
-    """Whether the backward takes all of these products, or of none it takes the product itself.
+    """Whether the backward reads all of these products themselves, or none.
 
-    Where it takes values, but of queries and keys what a kernel made of them, as with rotary embeddings, all three
-    would be kept for the values' sake.
+    With rotary embeddings it reads the values, but not queries and keys before rotation. Merged, all three would be
+    kept.
     """
-    return len({_is_taken_as_it_is(member.product) for member in group}) == 1
+    return len({_is_kept_itself(member.product) for member in group}) == 1
 
 
 def _projection(product: fx.Node) -> _Projection | None:
-    # What gradient checkpointing recomputes is marked.
+    # Nodes that gradient checkpointing recomputes are marked.
     if product.target not in (aten.mm.default, aten.addmm.default) or product.kwargs or "recompute" in product.meta:
         return None
-    *biases, source, turned = product.args
-    if not _is_turned(turned) or not all(map(_is_cast_parameter, (turned.args[0], *biases))):
+    *biases, source, transposed = product.args
+    if not _is_transpose(transposed) or not all(map(_is_cast_parameter, (transposed.args[0], *biases))):
         return None
-    weight, rows = turned.args[0], source.meta["val"]
+    weight, rows = transposed.args[0], source.meta["val"]
     is_fixed = not (rows._has_symbolic_sizes_strides or weight.meta["val"]._has_symbolic_sizes_strides)
-    if not is_fixed or not _is_half(rows) or len(weight.meta["val"]) % _COLUMNS or not _can_be_a_part(product):
+    if not is_fixed or not _is_half(rows) or len(weight.meta["val"]) % _COLUMNS or not _can_be_a_slice(product):
         return None
     return _Projection(product, source, weight, *biases or [None])
 
 
-def _can_be_a_part(product: fx.Node) -> bool:
-    """Whether its rows may be apart: no view goes across them, and callers and their ops are given it as before."""
+def _can_be_a_slice(product: fx.Node) -> bool:
+    """Whether `product` may become a column slice: no view merges its rows, and no unknown op or caller reads it."""
     rows = len(product.meta["val"])
     for user in (user for node in _views_of(product) for user in node.users):
         is_known = getattr(user.target, "namespace", None) in _NAMESPACES or user.target is operator.getitem
@@ -104,10 +116,10 @@ def _can_be_a_part(product: fx.Node) -> bool:
 
 
 def _views_of(node: fx.Node) -> list[fx.Node]:
-    """The node, and all views of it."""
+    """The node and all views of it."""
     found = [node]
     for view in found:
-        found += (user for user in view.users if user.op == "call_function" and is_free(user))
+        found += (user for user in view.users if user.op == "call_function" and is_view_or_constant(user))
     return found
 
 
@@ -120,7 +132,7 @@ def _is_half(value: Tensor) -> bool:
 
 
 def _origin(node: fx.Node) -> tuple[Any, ...]:
-    """The same for nodes made of one by the same casts and views, of which a trace has one for each product."""
+    """A key that is equal for nodes with the same source, casts and views; a trace repeats those for each product."""
     steps = []
     while node.target in (*_VIEWS, _CAST):
         steps.append((node.target, str(node.args[1:])))
@@ -128,58 +140,58 @@ def _origin(node: fx.Node) -> tuple[Any, ...]:
     return node, *steps
 
 
-def _is_turned(node: fx.Node) -> bool:
+def _is_transpose(node: fx.Node) -> bool:
     return node.target is aten.permute.default and list(node.args[1]) == [1, 0]
 
 
-def _join_forward(graph: fx.Graph, group: Sequence[_Projection]) -> tuple[fx.Node, list[fx.Node]]:
-    """The weights side by side, and the parts of the product with them, which are in the place of the products."""
+def _merge_forward(graph: fx.Graph, group: Sequence[_Projection]) -> tuple[fx.Node, list[fx.Node]]:
+    """Replaces the products by slices of one; returns the concatenated weights and the slices."""
     first = group[0]
     with graph.inserting_before(first.product):
-        weight = _cast_side_by_side([member.weight for member in group])
-        bias = [] if first.bias is None else [_cast_side_by_side([member.bias for member in group])]
-        turned = _call(weight, aten.permute.default, weight, [1, 0])
-        product = _call(first.product, first.product.target, *bias, first.source, turned)
+        weight = _concatenated_casts([member.weight for member in group])
+        bias = [] if first.bias is None else [_concatenated_casts([member.bias for member in group])]
+        transposed = _call(weight, aten.permute.default, weight, [1, 0])
+        product = _call(first.product, first.product.target, *bias, first.source, transposed)
         parts = [_call(first.product, aten.slice.Tensor, product, 1, *span) for span in _spans(group)]
     for member, part in zip(group, parts, strict=True):
         member.product.replace_all_uses_with(part)
-    # Kept would be all of the product, whichever part of it the partitioner counts.
+    # Keeping a slice would keep the whole product, while the partitioner counts only the slice.
     for view in _views_of(product)[1:]:
         view.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     return weight, parts
 
 
-def _is_taken_as_it_is(product: fx.Node) -> bool:
-    """Whether something that is no kernel's part takes it, or a copy of it."""
+def _is_kept_itself(product: fx.Node) -> bool:
+    """Whether a node that Inductor cannot fuse reads the product, a view or a copy of it."""
     found = _views_of(product)
     for node in found:
         found += (view for user in node.users if user.target is aten.clone.default for view in _views_of(user))
     users = {user for node in found for user in node.users if user not in found}
-    return not all(is_fused(user) for user in users)
+    return not all(is_fusible(user) for user in users)
 
 
-def _cast_side_by_side(parameters: Sequence[fx.Node]) -> fx.Node:
+def _concatenated_casts(parameters: Sequence[fx.Node]) -> fx.Node:
     casts = [_call(node, _CAST, *node.args) for node in parameters]
     joined = _call(casts[0], aten.cat.default, casts)
-    # As each cast by itself: it takes less time than memory.
+    # Recomputed in the backward like each single cast: that is cheaper than keeping it.
     joined.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     return joined
 
 
 def _spans(group: Sequence[_Projection]) -> list[tuple[int, int]]:
-    """Of each member's columns among those of all."""
+    """Each member's range of columns in the merged product."""
     ends = list(itertools.accumulate(len(member.weight.meta["val"]) for member in group))
     return list(zip([0, *ends], ends, strict=False))
 
 
 def _backward(member: _Projection) -> _Backward | None:
-    """What there is of the product's backward, where it is that of one call; None without a gradient of the source."""
-    turned_back = _turned(_turned([member.weight]))
-    of_source = _only(user for node in turned_back for user in node.users if user.args[1:] == (node,))
+    """The backward of one projection; None if there is no single product that is the gradient of the source."""
+    transposed_twice = _transposes(_transposes([member.weight]))
+    of_source = _only(user for node in transposed_twice for user in node.users if user.args[1:] == (node,))
     if of_source is None or of_source.target is not aten.mm.default:
         return None
     grad: fx.Node = of_source.args[0]
-    of_weight = _only(user for node in _turned([grad]) for user in node.users if user.args[:1] == (node,))
+    of_weight = _only(user for node in _transposes([grad]) for user in node.users if user.args[:1] == (node,))
     if of_weight is not None:
         is_product = of_weight.target in (aten.mm.default, aten.mm.dtype)
         if not is_product or _origin(of_weight.args[1]) != _origin(member.source):
@@ -187,8 +199,8 @@ def _backward(member: _Projection) -> _Backward | None:
     return _Backward(grad, of_source, of_weight)
 
 
-def _turned(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    return [user for node in nodes for user in node.users if _is_turned(user)]
+def _transposes(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    return [user for node in nodes for user in node.users if _is_transpose(user)]
 
 
 def _only(nodes: Iterator[fx.Node]) -> fx.Node | None:
@@ -196,43 +208,43 @@ def _only(nodes: Iterator[fx.Node]) -> fx.Node | None:
     return found[0] if len(found) == 1 else None
 
 
-def _join_backward(graph: fx.Graph, group: Sequence[_Projection], weight: fx.Node) -> list[fx.Node]:
-    """Joins the gradients; returns what is laid out otherwise than before."""
+def _merge_backward(graph: fx.Graph, group: Sequence[_Projection], weight: fx.Node) -> list[fx.Node]:
+    """Merges the products of the backward; returns the nodes whose strides have changed."""
     backwards = [backward for backward in map(_backward, group) if backward is not None]
     if len(backwards) < len(group):
         return []
-    added = _in_order([_Addend.of(backward.of_source) for backward in backwards])
-    learnt = [backward.of_weight for backward in backwards if backward.of_weight is not None]
-    if len(learnt) < len(group) or len({(node.target, *node.args[2:]) for node in learnt}) > 1:
-        learnt = []
-    if not (added or learnt):
+    addends = _in_order([_Addend.of(backward.of_source) for backward in backwards])
+    of_weights = [backward.of_weight for backward in backwards if backward.of_weight is not None]
+    if len(of_weights) < len(group) or len({(node.target, *node.args[2:]) for node in of_weights}) > 1:
+        of_weights = []
+    if not (addends or of_weights):
         return []
     places = {node: place for place, node in enumerate(graph.nodes)}
-    last = max((*learnt, *(backward.of_source for backward in backwards)), key=places.__getitem__)
+    last = max((*of_weights, *(backward.of_source for backward in backwards)), key=places.__getitem__)
     with graph.inserting_before(last):
-        grad, restrided = _side_by_side([backward.grad for backward in backwards])
+        grad, restrided = _concatenated([backward.grad for backward in backwards])
         if grad is None:
             return []
-        if added:
-            _add_once(graph, added, _call(backwards[0].of_source, aten.mm.default, grad, weight))
-        if learnt:
-            first = learnt[0]
-            turned = _call(grad, aten.permute.default, grad, [1, 0])
-            whole = _call(first, first.target, turned, group[0].source, *first.args[2:])
-            for node, span in zip(learnt, _spans(group), strict=True):
+        if addends:
+            _replace_addends(graph, addends, _call(backwards[0].of_source, aten.mm.default, grad, weight))
+        if of_weights:
+            first = of_weights[0]
+            transposed = _call(grad, aten.permute.default, grad, [1, 0])
+            whole = _call(first, first.target, transposed, group[0].source, *first.args[2:])
+            for node, span in zip(of_weights, _spans(group), strict=True):
                 node.replace_all_uses_with(_call(node, aten.slice.Tensor, whole, 0, *span))
     return restrided
 
 
 class _Addend(NamedTuple):
-    """What a gradient is added to others as: a product, behind views and casts."""
+    """A product that is addends to others after `steps`, its views and casts; `node` is the last of them."""
 
     steps: tuple[tuple[Any, ...], ...]
     node: fx.Node
 
     @classmethod
     def of(cls, product: fx.Node) -> _Addend | None:
-        """None where the product becomes something else."""
+        """None if the product is used in any other way."""
         steps, node = [], product
         while len(node.users) == 1:
             (user,) = node.users
@@ -249,14 +261,14 @@ class _Addend(NamedTuple):
 
 
 def _is_plain_addition(node: fx.Node) -> bool:
-    """Whether it adds up two tensors like the one that it returns."""
+    """Whether the node adds two tensors of its own shape and dtype."""
     if not is_addition(node) or node.kwargs:
         return False
     return len({given.meta["val"].dtype for given in (*node.all_input_nodes, node)}) == 1
 
 
 def _in_order(addends: Sequence[_Addend | None]) -> list[_Addend]:
-    """These as they are added up, one after the other, to a sum that nothing else takes a part of; else none."""
+    """The addends in the order in which one chain of additions sums them; [] if they are not summed in one chain."""
     known = [addend for addend in addends if addend is not None]
     if len(known) < len(addends) or len({str(addend.steps) for addend in known}) > 1:
         return []
@@ -274,8 +286,8 @@ def _chain(addition: fx.Node) -> Iterator[fx.Node]:
         yield addition
 
 
-def _add_once(graph: fx.Graph, addends: Sequence[_Addend], product: fx.Node) -> None:
-    """Has the sum of these take `product` in the place of the last, and none of the others."""
+def _replace_addends(graph: fx.Graph, addends: Sequence[_Addend], product: fx.Node) -> None:
+    """Replaces the last addend by `product`, and removes the additions of the others."""
     *others, last = addends
     for addend in others:
         addition = addend.addition
@@ -287,25 +299,25 @@ def _add_once(graph: fx.Graph, addends: Sequence[_Addend], product: fx.Node) -> 
     last.node.replace_all_uses_with(product)
 
 
-def _side_by_side(grads: Sequence[fx.Node]) -> tuple[fx.Node | None, list[fx.Node]]:
-    """These as one matrix, unless too much would be copied for it; and what is laid out otherwise than before."""
+def _concatenated(grads: Sequence[fx.Node]) -> tuple[fx.Node | None, list[fx.Node]]:
+    """The gradients concatenated, or None if too much would be copied; and the nodes whose strides have changed."""
     found = _attention_grads(grads)
     if found is not None:
         return found
     sizes = [grad.meta["val"].numel() for grad in grads]
-    copied = sum(size for grad, size in zip(grads, sizes, strict=True) if not is_fused(_made_by(grad)))
-    if copied > _COPIED * sum(sizes):
+    copied = sum(size for grad, size in zip(grads, sizes, strict=True) if not is_fusible(_producer(grad)))
+    if copied > _MOST_COPIED * sum(sizes):
         return None, []
     return _call(grads[-1], aten.cat.default, list(grads), 1), []
 
 
-def _made_by(grad: fx.Node) -> fx.Node:
-    return roots([grad])[0] if is_free(grad) else grad
+def _producer(grad: fx.Node) -> fx.Node:
+    return materialized_inputs([grad])[0] if is_view_or_constant(grad) else grad
 
 
 def _attention_grads(grads: Sequence[fx.Node]) -> tuple[fx.Node, list[fx.Node]] | None:
-    """Likewise of gradients that are results of one `relative_attention`, in other shapes."""
-    results = [_seen_through(grad) for grad in grads]
+    """The same for views of the results of one `relative_attention` backward, which can write them concatenated."""
+    results = [_contiguous_source(grad) for grad in grads]
     if not all(node.target is operator.getitem for node in results) or len({node.args[0] for node in results}) > 1:
         return None
     attention: fx.Node = results[0].args[0]
@@ -326,8 +338,8 @@ def _attention_grads(grads: Sequence[fx.Node]) -> tuple[fx.Node, list[fx.Node]] 
         return _call(attention, aten.view.default, joined, [rows, len(parts) * columns]), parts
 
 
-def _seen_through(node: fx.Node) -> fx.Node:
-    """What this is a view of, where it is all of that as it is in memory."""
+def _contiguous_source(node: fx.Node) -> fx.Node:
+    """The node that this is a view of, if both are contiguous and have the same elements; else the node itself."""
     source = node
     while source.target in (*_VIEWS, aten.permute.default):
         source = source.args[0]
@@ -336,8 +348,8 @@ def _seen_through(node: fx.Node) -> fx.Node:
     return source if is_all and values[0].numel() == values[1].numel() else node
 
 
-def _lay_out_again(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Has what is made of these nodes, whose strides are no longer those of the trace, say what its own are."""
+def _update_layouts(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Recomputes the metadata of all nodes whose strides change because those of `nodes` did."""
     changed = set(nodes)
     for node in graph.nodes:
         if node.op != "call_function" or changed.isdisjoint(node.all_input_nodes):
@@ -360,7 +372,7 @@ def _value(target: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _call(like: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A node that is traced as `like` was."""
+    """A new node with the metadata of `like`, apart from its value."""
     node = like.graph.call_function(target, args)
     node.meta = {name: value for name, value in like.meta.items() if name not in _OF_RESULT}
     node.meta["val"] = _value(target, args, {})

@@ -1,7 +1,16 @@
-"""The backward of LayerNorms over a residual stream that is not kept, each as one call of `ops.layer_norm_of_sum_bwd`.
+"""Computes the backward of LayerNorms over a recomputed residual stream with `ops.layer_norm_of_sum_bwd`.
 
-Inductor's kernels for it read what the stream is added up from, too. But sums that several kernels read it writes out
-first, and the gradients of biases before the norm it computes from what it has just written.
+Matches: in a backward graph on a GPU, torch's decomposition of LayerNorm's backward, node by node, where the norm's
+    input is a float32 sum of 16-bit tensors (the residual stream) and the matrix has at least 2**20 elements.
+Writes: one call of the op, which recomputes the sum from its addends and returns the gradients of input, weight, bias
+    and of the addends' biases; views and casts of its results.
+Does not fire: on any other decomposition, dynamic sizes, strides that the kernel does not read, a norm whose base sum
+    no other norm reads, or without the native library.
+
+Inductor can recompute the sum as well. But it writes a sum that several kernels read to memory first, and computes
+bias gradients from results that it has just written.
+
+Read `run`, `_norm_of` (what is matched), `_call_for` (arguments and results of the call), `_replace`.
 """
 
 from __future__ import annotations
@@ -16,26 +25,26 @@ from torch import Tensor, fx
 
 from fuseopt.ops import registry
 from fuseopt.ops.layer_norm_of_sum_bwd import ALIGNMENT, RAW, fits
-from fuseopt.training.graph_nodes import MATMULS, RESHAPES, is_addition, is_free, roots
+from fuseopt.training.graph_nodes import MATMULS, RESHAPES, is_addition, is_view_or_constant, materialized_inputs
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _HALVES = (torch.float16, torch.bfloat16)
 _CASTS = (prims.convert_element_type.default,)
-# What a norm reads of the stream beside where it begins: to write it out at every third addition costs less than to add
-# up more.
-ADDENDS_A_CALL = 3
-# Over smaller matrices it is launches that count, and those are as many.
+# Most addends that a call sums. For more, the partial sum is written to memory once for every third addition, which
+# costs less than summing more addends in each call.
+ADDENDS_PER_CALL = 3
+# For smaller matrices launches dominate, and the op needs as many.
 _LEAST_ELEMENTS = 2**20
 
 
 class _Norm(NamedTuple):
-    """A norm's part of a backward graph.
+    """Nodes of one norm's backward.
 
     Attributes:
-        grad: that of the output, in float32.
+        grad: gradient of the output, float32.
         x: the norm's input.
         xhat: `(x - mean) * rstd`.
-        grad_input: without what reaches the input from elsewhere.
+        grad_input: gradient of `x` through the norm alone.
     """
 
     grad: fx.Node
@@ -48,7 +57,7 @@ class _Norm(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What a call of the op takes, the shape of its matrices, and the nodes whose places its results take."""
+    """Arguments of a call, the shape of its matrices, and for each result the nodes that it replaces."""
 
     given: tuple[Any, ...]
     shape: tuple[int, ...]
@@ -59,30 +68,33 @@ class _Call(NamedTuple):
         return self.given[2]
 
 
-def exchange(graph: fx.Graph) -> None:
-    """Has LayerNorms of a backward graph call the op, where it reads no more than what replaces it did."""
-    calls = [call for node in graph.nodes if (norm := _norm(node)) and (call := _call(norm))]
+def run(graph: fx.Graph) -> None:
+    calls = [call for node in graph.nodes if (norm := _norm_of(node)) and (call := _call_for(norm))]
     bases = collections.Counter(call.base for call in calls)
     made: dict[fx.Node, fx.Node] = {}
     for call in calls:
-        # What only one norm begins with would be written for it alone.
-        if _is_there(call.base) or bases[call.base] > 1:
+        # A base sum that only one norm reads would have to be written to memory for it alone.
+        if _is_in_memory(call.base) or bases[call.base] > 1:
             _replace(graph, call, made)
     graph.eliminate_dead_code()
 
 
 def is_available() -> bool:
-    """Whether code that calls the op can run here; the native library is loaded if that takes no building."""
+    """Whether the op can run here. Loads the native library, but never builds it."""
     return registry.pick("layer_norm_of_sum_bwd", "auto", torch.device("cuda"), _HALVES) == "cuda"
 
 
 def _added_up(x: fx.Node) -> tuple[fx.Node, list[fx.Node], list[fx.Node]]:
-    """What the float32 sum `x` begins with, the 16-bit tensors added to it one by one, and what each sum is."""
+    """Decomposes the float32 sum `x`: its first operand, the 16-bit addends in order, and the node of each sum."""
     addends: list[fx.Node] = []
     sums: list[fx.Node] = []
     while is_addition(x) and not x.kwargs:
         narrow, wide = sorted(map(_uncast, x.args), key=lambda node: node.meta["val"].dtype not in _HALVES)
-        if narrow.meta["val"].dtype not in _HALVES or wide.meta["val"].dtype != torch.float32 or not _is_there(narrow):
+        if (
+            narrow.meta["val"].dtype not in _HALVES
+            or wide.meta["val"].dtype != torch.float32
+            or not _is_in_memory(narrow)
+        ):
             break
         addends.insert(0, narrow)
         sums.insert(0, x)
@@ -91,17 +103,17 @@ def _added_up(x: fx.Node) -> tuple[fx.Node, list[fx.Node], list[fx.Node]]:
 
 
 def normalised_sums(x: fx.Node) -> list[fx.Node]:
-    """The sums that `x`, the last one of a stream in a joint graph, is added up from, itself included.
+    """The sums of a residual stream in a joint graph, up to its last one, `x`.
 
-    None unless the backward of the norm over each will be a call of the op.
+    [] unless the backward of the norm over each of them will be a call of the op.
     """
     *_, sums = _added_up(x)
     is_normalised = all(any(user.target is aten.var_mean.correction for user in sum.users) for sum in sums)
-    return sums if is_normalised and _is_taken(x.meta["val"]) and is_available() else []
+    return sums if is_normalised and _is_supported(x.meta["val"]) and is_available() else []
 
 
-def _norm(grad_input: fx.Node) -> _Norm | None:
-    """The norm, if the node is what torch's decomposition makes of the gradient of its input."""
+def _norm_of(grad_input: fx.Node) -> _Norm | None:
+    """The norm whose input gradient, as torch decomposes it, is this node; else None."""
     scale, inner = _arguments(grad_input, aten.mul.Tensor)
     rstd, columns = _arguments(scale, aten.div.Tensor)
     centred, along = _arguments(inner, aten.sub.Tensor)
@@ -125,7 +137,7 @@ def _norm(grad_input: fx.Node) -> _Norm | None:
 
 
 def _arguments(node: Any, op: Any) -> tuple[Any, Any]:
-    """Those of a call of `op`; nothing of anything else."""
+    """The two arguments of a call of `op`; (None, None) for any other node."""
     is_call = isinstance(node, fx.Node) and node.target is op and len(node.args) == 2 and not node.kwargs
     return node.args if is_call else (None, None)
 
@@ -135,18 +147,18 @@ def _sums_rows_of(node: Any, summand: fx.Node) -> bool:
     return isinstance(node, fx.Node) and node.target is aten.sum.dim_IntList and node.args == (summand, [last], True)
 
 
-def _call(norm: _Norm) -> _Call | None:
-    """The op's call for the norm, or None where it has none."""
+def _call_for(norm: _Norm) -> _Call | None:
+    """The call of the op for a norm, or None if the op does not support it."""
     x, grad = norm.x.meta["val"], _uncast(norm.grad)
     dtype = grad.meta["val"].dtype
     base, addends, sums = _added_up(norm.x)
-    kept = max(len(addends) - 1, 0) // ADDENDS_A_CALL * ADDENDS_A_CALL
+    kept = max(len(addends) - 1, 0) // ADDENDS_PER_CALL * ADDENDS_PER_CALL
     base, addends = sums[kept - 1] if kept else base, addends[kept:]
-    is_taken = (
-        _is_taken(x)
+    is_supported = (
+        _is_supported(x)
         and dtype in _HALVES
         and {addend.meta["val"].dtype for addend in addends} <= {dtype}
-        and _is_there(grad)
+        and _is_in_memory(grad)
         and norm.mean.meta["val"].shape == norm.rstd.meta["val"].shape == (*x.shape[:-1], 1)
     )
     totals = [user for user in norm.grad_input.users if is_addition(user) and user.meta["val"].dtype == torch.float32]
@@ -157,7 +169,7 @@ def _call(norm: _Norm) -> _Call | None:
         for other, bias in [_arguments(node, aten.add.Tensor)]
         if other is scaled and _is_parameter(bias, x)
     ]
-    if not is_taken or not _is_parameter(norm.weight, x):
+    if not is_supported or not _is_parameter(norm.weight, x):
         return None
     if len(norm.grad_input.users) != 1 or len(totals) != 1 or len(shifted) != 1:
         return None
@@ -182,7 +194,7 @@ def _call(norm: _Norm) -> _Call | None:
     )
 
 
-def _is_taken(x: Tensor) -> bool:
+def _is_supported(x: Tensor) -> bool:
     is_fixed = x.dtype == torch.float32 and not x._has_symbolic_sizes_strides
     return is_fixed and _is_on_gpu(x) and x.numel() >= _LEAST_ELEMENTS and fits(x.shape[-1], torch.bfloat16)
 
@@ -193,7 +205,7 @@ def _is_parameter(node: Any, x: Tensor) -> bool:
 
 
 def _is_readable(node: fx.Node) -> bool:
-    """Whether the kernel takes a tensor that lies like this."""
+    """Whether the kernel supports the tensor's strides and alignment."""
     value = node.meta["val"]
     return value.is_contiguous() and value.storage_offset() * value.itemsize % ALIGNMENT == 0
 
@@ -207,7 +219,7 @@ def _calls(left: fx.Node, right: fx.Node, op: Any) -> list[fx.Node]:
 
 
 def _uncast(node: fx.Node) -> fx.Node:
-    """The 16-bit tensor, whatever its shape, of which this is a view or a cast; else the node itself."""
+    """The 16-bit tensor of which this node is a view or a cast; else the node itself."""
     source = node
     while source.target in (*RESHAPES, *_CASTS):
         is_half = source.meta["val"].dtype in _HALVES
@@ -217,14 +229,14 @@ def _uncast(node: fx.Node) -> fx.Node:
     return source if source.meta["val"].dtype in _HALVES else node
 
 
-def _is_there(node: fx.Node) -> bool:
-    """Whether no kernel of Inductor's has to write it for the op to read."""
-    sources = roots([node]) if is_free(node) else [node]
+def _is_in_memory(node: fx.Node) -> bool:
+    """Whether the tensor is in memory anyway: an input, or the result of a matmul or another opaque op."""
+    sources = materialized_inputs([node]) if is_view_or_constant(node) else [node]
     return all(source.op == "placeholder" or source.target in (*MATMULS, operator.getitem) for source in sources)
 
 
 def _casts(node: fx.Node, dtype: torch.dtype) -> Iterator[fx.Node]:
-    """What views and casts make of the node in that dtype, of as many columns."""
+    """Casts of the node, or of row-preserving views of it, to `dtype`."""
     for user in node.users:
         if user.target in _CASTS and user.args[1] == dtype:
             yield user
@@ -237,7 +249,7 @@ def _keeps_columns(node: fx.Node) -> bool:
 
 
 def _column_sums(node: fx.Node) -> Iterator[fx.Node]:
-    """The sums over all rows of a matrix, whatever its rows are viewed as."""
+    """Sums of the node over all dimensions but the last, also through row-preserving views."""
     value = node.meta["val"]
     for user in node.users:
         if user.target is aten.sum.dim_IntList and user.kwargs.keys() <= {"dtype"}:
@@ -248,7 +260,7 @@ def _column_sums(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _readers(nodes: Sequence[fx.Node], counts: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """Those that count among what reads the nodes, directly or through others that do."""
+    """Users of the nodes, direct or through other such users, for which `counts` is true."""
     found: set[fx.Node] = set()
     waiting = list(nodes)
     while waiting:
@@ -259,10 +271,10 @@ def _readers(nodes: Sequence[fx.Node], counts: Callable[[fx.Node], bool]) -> set
 
 
 def _replace(graph: fx.Graph, call: _Call, made: dict[fx.Node, fx.Node]) -> None:
-    """Has the op take the place of what it computes; what reads that and came ahead of what the op takes follows it.
+    """Inserts the call after its last argument, and moves users of its results that came earlier behind it.
 
     Args:
-        made: what has taken the place of which node; added to.
+        made: node -> its replacement, of earlier calls; updated.
     """
     call = call._replace(given=fx.node.map_arg(call.given, lambda node: made.get(node, node)))
     inputs = [node for given in call.given for node in (given if isinstance(given, Sequence) else [given])]

@@ -1,9 +1,13 @@
-"""Where a step keeps the residual stream: in the same place of every layer, so that equal layers stay equal.
+"""Marks at which residual adds the residual stream is kept for the backward: at the same one of every layer.
 
-The partitioner keeps it wherever a chain of 100 operations ends, as every fourth addition. In layers with three, as
-those of T5's decoder, that is another place in each of four layers, and nothing repeats but all four. Below a budget
-of 1 it keeps none of it: the backward's first layer then has to have the stream computed again from its start, and all
-layers' parts of it stay until they are needed, more than the budget spares.
+Matches: in the forward part of a joint graph, chains of additions with at least three equal layers between them.
+Writes: `recompute` marks on additions, MUST_SAVE or MUST_RECOMPUTE; no node changes.
+Does not fire: on layers of few nodes, which the partitioner handles well by itself; on nodes that are marked already.
+
+The min-cut partitioner saves the stream after every chain of 100 nodes, which is about every fourth addition. T5's
+decoder layers have three, so the saved place would differ among four consecutive layers, and `regional_compile` would
+find no equal layers. With a budget below 1 the partitioner saves none of the stream: the backward would recompute all
+of it before its first layer, and hold every layer's part at once, which takes more memory than the budget saves.
 """
 
 from __future__ import annotations
@@ -17,31 +21,31 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fuseopt.training.graph_nodes import is_addition
 from fuseopt.training.passes import recomputed_norms
 
-# At a budget of 1 layers of fewer nodes are left to the partitioner, which keeps less than once a layer. Below it the
-# stream of layers of few operations would be a good part of all that is kept.
+# Fewest nodes of a layer whose stream is kept. For shorter layers the partitioner saves the stream less than once a
+# layer, at a budget of 1; below 1 the stream of very short layers would be a large share of everything kept.
 _LONG = 90
 _LONG_UNDER_BUDGET = 30
-# The first of them may have more nodes than the others.
+# Fewest layers in a chain; the first may have more nodes than the others.
 _FEWEST_LAYERS = 3
-# Between two that are kept the backward writes out one more.
-_RARELY = 2 * recomputed_norms.ADDENDS_A_CALL
+# One sum in so many is saved if `recomputed_norms` runs; the backward writes out one more between two saved ones.
+_SAVED_EVERY = 2 * recomputed_norms.ADDENDS_PER_CALL
 
 
-def keep(graph: fx.Graph, *, under_budget: bool = False) -> None:
-    """Marks the last addition of every long layer of a joint graph as what is kept for the backward.
+def run(graph: fx.Graph, *, under_budget: bool = False) -> None:
+    """Marks the last addition of every layer as saved.
 
-    Where `recomputed_norms` read what a stream is added up from, one addition in `_RARELY` is, and none of the others.
+    If `recomputed_norms` will recompute the sums from their addends, only one addition in `_SAVED_EVERY` is saved.
 
     Args:
-        under_budget: less is kept than by a budget of 1, and layers are long from fewer nodes on.
+        under_budget: whether the activation budget is below 1.
     """
     shortest = _LONG_UNDER_BUDGET if under_budget else _LONG
     places = {node: place for place, node in enumerate(graph.nodes)}
     for chain in _chains(_forward(graph)):
         sums = [] if under_budget else recomputed_norms.normalised_sums(chain[-1])
-        if len(sums) > _RARELY:
+        if len(sums) > _SAVED_EVERY:
             for place, node in enumerate(sums, 1):
-                is_kept = place % _RARELY == 0 and place < len(sums)
+                is_kept = place % _SAVED_EVERY == 0 and place < len(sums)
                 policy = CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.MUST_RECOMPUTE
                 node.meta.setdefault("recompute", policy)
             continue
@@ -51,7 +55,7 @@ def keep(graph: fx.Graph, *, under_budget: bool = False) -> None:
 
 
 def _forward(graph: fx.Graph) -> list[fx.Node]:
-    """What the graph does without the gradients of what it returns."""
+    """The nodes that do not depend on tangents (gradients of outputs)."""
     backward: set[fx.Node] = set()
     for node in graph.nodes:
         is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
@@ -61,7 +65,7 @@ def _forward(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _chains(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Additions to what another one returned, one after the other."""
+    """Chains of additions, each of which has the previous one as an operand."""
     follows: dict[fx.Node, fx.Node] = {}
     for node in filter(is_addition, nodes):
         sources = [source for source in node.all_input_nodes if is_addition(source) and source not in follows]
@@ -75,9 +79,9 @@ def _chains(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def _layer(places: Sequence[int], shortest: int) -> int:
-    """After how many additions at these places the nodes between them repeat.
+    """Number of additions per layer, from the positions of a chain's additions in the graph.
 
-    0 where they do not, or do so in layers of fewer than `shortest` nodes.
+    0 if the distances between them do not repeat, or a layer has fewer than `shortest` nodes.
     """
     lengths = [end - start for start, end in itertools.pairwise(places)]
     for additions in range(1, len(places) // _FEWEST_LAYERS + 1):

@@ -22,7 +22,7 @@ def graph_of(op, *shapes, device="cuda", dtype=torch.bfloat16, more=(), **kwargs
 
 
 def exchanged(graph: fx.Graph) -> fx.Node:
-    autotuned_gemm.exchange(graph)
+    autotuned_gemm.run(graph)
     graph.lint()
     (node,) = (node for node in graph.nodes if node.op == "call_function")
     return node
@@ -63,7 +63,7 @@ def test_what_can_run_is_part_of_the_key_of_cached_code(monkeypatch):
     keys = []
     for available in (True, False):
         monkeypatch.setattr(autotuned_gemm, "is_available", lambda available=available: available)
-        keys.append(partitioner.Partitioner(in_parts=True).uuid())
+        keys.append(partitioner.Partitioner(in_regions=True).uuid())
     assert keys[0] != keys[1]
 
 

@@ -75,7 +75,7 @@ def graph_of(device: str, mode: str = "rand", dtype: torch.dtype | None = torch.
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_mask_is_drawn_by_the_backward_too(dtype):
     graph = graph_of("cuda", dtype=dtype)
-    dropout_masks.shorten(graph)
+    dropout_masks.run(graph)
     seed, mask = (node for node in graph.nodes if node.op == "call_function")
     assert mask.target is MASK and mask.args == (seed, [4, 6], 0.25) and mask.meta["from"] == "dropout"
     assert seed.meta["recompute"] is mask.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE
@@ -84,7 +84,7 @@ def test_a_mask_is_drawn_by_the_backward_too(dtype):
 @pytest.mark.parametrize("others", [{"device": "cpu"}, {"mode": "randn"}, {"twice": True}])
 def test_other_random_numbers_stay(others):
     graph = graph_of(**{"device": "cuda", **others})
-    dropout_masks.shorten(graph)
+    dropout_masks.run(graph)
     assert graph.find_nodes(op="call_function", target=inductor_prims.random)
     assert not graph.find_nodes(op="call_function", target=MASK)
 
@@ -109,5 +109,5 @@ def test_no_mask_is_kept_and_gradients_are_of_what_was_dropped():
     assert_slope(model, lambda: model(x).square().mean())
     kept = saved_tensors(model, x)
     assert not any(tensor.dtype == torch.bool for tensor in kept)
-    # Seeds stand two apart, see repeated_parts.py.
+    # Seeds stand two apart, see regional_compile.py.
     assert any(tensor.dtype == torch.int64 and tensor.numel() == 8 for tensor in kept)

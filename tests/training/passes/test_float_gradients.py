@@ -24,7 +24,7 @@ def as_float(call, node):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_returned_product_is_in_float32(dtype):
     graph = traced(lambda call, a, b: (as_float(call, product(call, a, b)),), (3, 4), (4, 5), dtype=dtype)
-    float_gradients.widen(graph)
+    float_gradients.run(graph)
     assert targets(graph) == [aten.mm.dtype]
     (matmul,) = graph.find_nodes(op="call_function", target=aten.mm.dtype)
     assert matmul.args[2] is torch.float32 and matmul.meta["val"].dtype is torch.float32
@@ -38,7 +38,7 @@ def test_through_views_with_the_strides_that_they_had():
     graph = traced(transposed, (3, 4), (4, 5))
     (old,) = graph.find_nodes(op="call_function", target=prims.convert_element_type.default)
     expected = old.meta["val"]
-    float_gradients.widen(graph)
+    float_gradients.run(graph)
     assert targets(graph) == [aten.mm.dtype, aten.permute.default]
     (view,) = graph.find_nodes(op="call_function", target=aten.permute.default)
     found = view.meta["val"]
@@ -60,7 +60,7 @@ OTHERS = {
 def test_gradients_that_need_no_widening_stay_as_traced(name):
     graph = traced(OTHERS[name], (4, 4), (4, 4))
     before = targets(graph)
-    float_gradients.widen(graph)
+    float_gradients.run(graph)
     assert targets(graph) == before
 
 
@@ -68,7 +68,7 @@ def test_gradients_that_need_no_widening_stay_as_traced(name):
 def test_on_a_cpu_and_in_other_dtypes_all_stays(options):
     graph = traced(lambda call, a, b: (as_float(call, product(call, a, b)),), (4, 4), (4, 4), **options)
     before = targets(graph)
-    float_gradients.widen(graph)
+    float_gradients.run(graph)
     assert targets(graph) == before
 
 

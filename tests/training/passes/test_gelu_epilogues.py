@@ -10,7 +10,7 @@ from transformers.activations import NewGELUActivation
 
 import fuseopt
 from fuseopt.ops.tuned_matmul import RAW, WITH_GELU
-from fuseopt.training.passes import autotuned_gemm
+from fuseopt.training.passes import autotuned_gemm, gelu_epilogues
 from tests.training.graphs import targets, traced
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -30,6 +30,12 @@ def gelu(call, x, *, cubic: float = 0.044715, alpha: int = 1):
     return call(aten.mul.Tensor, half, call(aten.mul.Tensor, sigmoid, 2.0))
 
 
+def run(graph):
+    """Both passes, in the order in which the partitioner runs them."""
+    gelu_epilogues.run(graph)
+    autotuned_gemm.run(graph)
+
+
 def layer(call, bias, left, right, activation=gelu):
     """The sum, and what a layer behind it gets, through views as transformers has them."""
     kept = call(aten.addmm.default, bias, left, right)
@@ -42,7 +48,7 @@ def layer(call, bias, left, right, activation=gelu):
 def test_sum_and_gelu_come_of_one_operation(dtype):
     graph = traced(layer, *SHAPES, dtype=dtype)
     before = [node.meta["val"] for node in graph.output_node().args[0]]
-    autotuned_gemm.exchange(graph)
+    run(graph)
     graph.lint()
     (both,) = graph.find_nodes(op="call_function", target=WITH_GELU["cuda"])
     assert [str(argument) for argument in both.args] == ["input_1", "input_2", "input_0", "True"]
@@ -88,7 +94,7 @@ OTHERS = {
 def test_products_without_a_gelu_of_their_own_get_no_epilogue(name):
     graph = traced(OTHERS[name], *SHAPES)
     before = targets(graph)
-    autotuned_gemm.exchange(graph)
+    run(graph)
     graph.lint()
     products = (aten.addmm.default, aten.mm.default)
     assert targets(graph) == [RAW["cuda"] if target in products else target for target in before]
@@ -100,7 +106,7 @@ def test_what_else_the_sum_goes_to_still_gets_it():
         return kept, activated, call(aten.mul.Tensor, kept, 3.0)
 
     graph = traced(forward, *SHAPES)
-    autotuned_gemm.exchange(graph)
+    run(graph)
     graph.lint()
     kept, _, tripled = graph.output_node().args[0]
     assert tripled.args == (kept, 3.0)
@@ -114,7 +120,7 @@ def test_a_sum_that_the_library_cannot_keep_has_a_gelu_of_its_own(columns):
 
     for width, target in ((COLUMNS, WITH_GELU["cuda"]), (columns, RAW["cuda"])):
         graph = traced(forward, (width,), (ROWS, INNER), (INNER, width))
-        autotuned_gemm.exchange(graph)
+        run(graph)
         assert target in targets(graph)
 
 

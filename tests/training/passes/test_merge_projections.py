@@ -84,13 +84,13 @@ def counted(monkeypatch):
     def products(graph):
         return sum(node.target in MATMULS for node in graph.nodes)
 
-    def join(graph, plain=merge_projections.join):
+    def join(graph, plain=merge_projections.run):
         before = products(graph)
         plain(graph)
         graph.lint()
         counts.append((before, products(graph)))
 
-    monkeypatch.setattr(merge_projections, "join", join)
+    monkeypatch.setattr(merge_projections, "run", join)
     return counts
 
 
@@ -119,7 +119,7 @@ def assert_as_exact(model, inputs, monkeypatch, **options):
     """As the same step with each product by itself, in norm."""
     exact, joined = in_float64(model, inputs), step(model, inputs, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(merge_projections, "join", lambda graph: None)
+        patch.setattr(merge_projections, "run", lambda graph: None)
         plain = step(model, inputs, **options)
     for found, other, expected in zip(joined, plain, exact, strict=True):
         assert (found.shape, found.dtype, found.stride()) == (other.shape, other.dtype, other.stride())
@@ -145,7 +145,7 @@ STEPS = {
 @pytest.mark.usefixtures("each_device")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", STEPS)
-def test_joined_products_save_products_and_keep_outputs_and_gradients(name, backend, counted, monkeypatch):
+def test_merged_projections_save_products_and_keep_outputs_and_gradients(name, backend, counted, monkeypatch):
     make, before, after = STEPS[name]
     torch.manual_seed(0)
     assert_as_exact(make(), [random(3, LENGTH, SIZE)], monkeypatch, backend=backend)
@@ -200,7 +200,7 @@ def not_contiguous(q, k, v):
     return q + k.transpose(1, 2).reshape(-1).cumsum(0).view(k.transpose(1, 2).shape).transpose(1, 2) + v
 
 
-@torch.library.custom_op("test_joined_products::contiguous_only", mutates_args=())
+@torch.library.custom_op("test_merged_projections::contiguous_only", mutates_args=())
 def contiguous_only(x: torch.Tensor) -> torch.Tensor:
     assert x.is_contiguous()
     return x * 2
@@ -291,8 +291,8 @@ def test_views_across_rows(counted, monkeypatch):
 def test_no_more_is_kept(make, monkeypatch):
     """Of a part that is kept for the backward, all of the product would be."""
     model, kept = make(), []
-    for join in (merge_projections.join, lambda graph: None):
-        monkeypatch.setattr(merge_projections, "join", join)
+    for join in (merge_projections.run, lambda graph: None):
+        monkeypatch.setattr(merge_projections, "run", join)
         storages = {}
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, storages=storages: (storages.update({t.untyped_storage().data_ptr(): t.untyped_storage()}), t)[1],

@@ -79,7 +79,7 @@ def gradients(model: nn.Module, tokens, *, compiled: bool, autocast: bool = True
     torch._dynamo.reset()
     step = model
     if compiled:
-        split = partitioner.Partitioner(in_parts=True)
+        split = partitioner.Partitioner(in_regions=True)
         backend = aot_autograd(
             fw_compiler=partitioner._run_as_it_is, partition_fn=split, decompositions=select_decomp_table
         )
@@ -107,7 +107,7 @@ def test_gradients_and_what_is_read(calls, count, bias):
     # What only one norm begins with is not written out for it: the embeddings of a single block.
     assert len(calls) == (count if count > 1 else 0)
     read = [len(addends) for _, _, _, addends, *_ in reversed(calls)]
-    most = recomputed_norms.ADDENDS_A_CALL
+    most = recomputed_norms.ADDENDS_PER_CALL
     # A sum that is kept is read as it is; those in between begin at each third one.
     kept = [place for place in range(count) if place % (2 * most) == 0]
     if count > 2 * most:

@@ -47,24 +47,24 @@ def kept(monkeypatch):
     """Of each joint graph the places of what is marked, and the parts that forward and backward are calls of."""
     marks, parts = [], []
 
-    def keep(graph, plain=residual_stream.keep, **options):
+    def keep(graph, plain=residual_stream.run, **options):
         plain(graph, **options)
         nodes = list(graph.nodes)
         marks.append([n for n, node in enumerate(nodes) if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE])
 
-    def outline(module, plain=partitioner.repeated_parts.outline):
+    def outline(module, plain=partitioner.regional_compile.outline):
         result = plain(module)
         calls = result.graph.find_nodes(op="call_function", target=INVOKE)
         parts.append([node.args[1] for node in calls])
         return result
 
-    monkeypatch.setattr(residual_stream, "keep", keep)
-    monkeypatch.setattr(partitioner.repeated_parts, "outline", outline)
+    monkeypatch.setattr(residual_stream, "run", keep)
+    monkeypatch.setattr(partitioner.regional_compile, "outline", outline)
     return marks, parts
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    split = partitioner.Partitioner(in_parts=True)
+    split = partitioner.Partitioner(in_regions=True)
     backend = aot_autograd(
         fw_compiler=partitioner._run_as_it_is, partition_fn=split, decompositions=select_decomp_table
     )
@@ -149,7 +149,7 @@ def test_a_lower_budget_lowers_the_peak_of_the_backward(keeps, monkeypatch):
 
     monkeypatch.setattr(partitioner, "min_cut_rematerialization_partition", cut)
     if not keeps:
-        monkeypatch.setattr(residual_stream, "keep", lambda graph, **_: None)
+        monkeypatch.setattr(residual_stream, "run", lambda graph, **_: None)
     for budget in (1, 0.3):
         model, x = step(2, 2, 7)
         with partitioner.functorch_config.patch(activation_memory_budget=budget):
@@ -171,5 +171,5 @@ def test_values_that_nobody_knows_are_no_stream():
     x = graph.placeholder("x")
     for _ in range(9):
         x = graph.call_function(torch.ops.aten.add.Tensor, (x, graph.get_attr("constant")))
-    residual_stream.keep(graph)
+    residual_stream.run(graph)
     assert not any(node.meta for node in graph.nodes)
