@@ -165,15 +165,15 @@ MODULES = (
     Mutant(
         "the key of compiled code lacks the traced modules",
         "fuseopt/training/code_key.py",
-        '_FOLDERS = ("blocks", "modules", "ops", "runtime", "training")',
+        '_FOLDERS = ("blocks", "modules", "ops", "runtime", "training", "tuning")',
         '_FOLDERS = ("ops",)',
         ("tests/training/test_code_key.py",),
     ),
     Mutant(
         "the key of compiled code lacks kernels in folders of ops",
         "fuseopt/training/code_key.py",
-        '.rglob("*.py")',
-        '.glob("*.py")',
+        '.rglob("*")',
+        '.glob("*")',
         ("tests/training/test_code_key.py",),
     ),
     Mutant(

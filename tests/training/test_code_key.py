@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import fuseopt
-from fuseopt.training import code_key, partitioner
-from fuseopt.training.passes import joint_patterns
+from fuseopt.training import code_key, inductor_patterns, partitioner
 
 PACKAGE = Path(fuseopt.__file__).parent
 
@@ -23,8 +22,8 @@ def package(tmp_path, monkeypatch) -> Path:
 
 
 KEYS: dict[str, Callable[[], object]] = {
-    "partitioner": lambda: partitioner.Partitioner(in_parts=True).uuid(),
-    "joint graph pass": lambda: joint_patterns._Pass(lambda graph: None).uuid(),
+    "partitioner": lambda: partitioner.Partitioner(in_regions=True).uuid(),
+    "joint graph pass": lambda: inductor_patterns._Pass(lambda graph: None).uuid(),
 }
 
 
@@ -36,8 +35,9 @@ def test_every_file_of_ops_and_traced_modules_is_in_the_key_of_compiled_code(pac
 
     files = [
         path
-        for folder in ("blocks", "modules", "ops", "runtime", "training")
-        for path in (package / folder).rglob("*.py")
+        for folder in ("blocks", "modules", "ops", "runtime", "training", "tuning")
+        for path in (package / folder).rglob("*")
+        if path.is_file()
     ]
     assert len(files) > 80 and package / "ops" / "triton" / "rms_norm.py" in files
     before = fresh()
@@ -48,8 +48,10 @@ def test_every_file_of_ops_and_traced_modules_is_in_the_key_of_compiled_code(pac
         assert fresh() != before, file
         file.write_bytes(content)
     assert fresh() == before
-    new = package / "training" / "deeper" / "new_pass.py"
-    new.parent.mkdir()
-    new.touch()
-    new.write_text("x = 1\n")
-    assert fresh() != before
+    for new in ("training/deeper/new_pass.py", "ops/new_op.py", "tuning/sm_90.py", "tuning/sm_90.json"):
+        path = package / new
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x = 1\n")
+        assert fresh() != before, new
+        path.unlink()
+        assert fresh() == before
