@@ -3,6 +3,7 @@ import gc
 import importlib.util
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -105,3 +106,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    """Counts the compiled training steps, and has them compiled without code generation unless told otherwise."""
+    from fuseopt.training import partitioner
+    from tests.training_steps import Graphs
+
+    torch._dynamo.reset()
+    record = Graphs(getattr(request, "param", "aot_eager"))
+    monkeypatch.setattr(partitioner, "compile_graph", record)
+    return record
