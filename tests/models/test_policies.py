@@ -22,7 +22,17 @@ from fuseopt import modules, ops
 from fuseopt.blocks.inference_blocks import InferenceForward, StackForward
 from fuseopt.blocks.residual import ResidualForward
 from fuseopt.blocks.rotary_embedding import RotaryAttentionForward
-from fuseopt.models import COMMON, ModelPolicy, Rule, policy_for, register_policy, unknown_names
+from fuseopt.kernel_table import CUSTOM, Kernel, register_kernel, unregister_kernel
+from fuseopt.models import (
+    COMMON,
+    ModelPolicy,
+    Rule,
+    extend_policy,
+    policy_for,
+    register_policy,
+    registration,
+    unknown_names,
+)
 from fuseopt.models.gpt2 import GPT2
 from fuseopt.models.t5 import T5
 from fuseopt.modules import FusedGatedMLP, FusedLinearCrossEntropy, FusedRMSNorm
@@ -258,15 +268,23 @@ def test_every_model_type_finds_its_policy():
     assert policy_for(torch.nn.Linear(2, 2)) is COMMON
 
 
-def test_a_policy_of_one_s_own_can_be_registered(monkeypatch):
-    from fuseopt import models
+@pytest.fixture
+def registrations_are_undone(monkeypatch):
+    monkeypatch.setattr(registration, "_policies", dict(registration._policies))
+    monkeypatch.setattr(registration, "_extensions", list(registration._extensions))
 
-    monkeypatch.setattr(models, "_POLICIES", dict(models._POLICIES))
+
+def of_type(model_type):
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(model_type=model_type)
+    return model
+
+
+@pytest.mark.usefixtures("registrations_are_undone")
+def test_a_policy_of_one_s_own_can_be_registered():
     mine = ModelPolicy("mine", ("my-model",), (Rule("my.Norm", "FusedLayerNorm"),), ())
     register_policy(mine)
-    model = torch.nn.Linear(2, 2)
-    model.config = type("Config", (), {"model_type": "my-model"})()
-    assert policy_for(model) is mine
+    assert policy_for(of_type("my-model")) is mine
     register_policy(mine)
     with pytest.raises(ValueError, match="covered by policy 'gpt2'"):
         register_policy(ModelPolicy("other", ("gpt2",), (), ()))
@@ -286,12 +304,10 @@ def _without(options, **replaced):
 
 
 def test_a_policy_without_classes_of_children_is_planned_with_reasons(monkeypatch):
-    from fuseopt import models
-
     old = _without({"children"}, regions=GPT2.regions, inference_blocks=GPT2.inference_blocks)
     old_t5 = _without({"children"}, relative_attention=T5.relative_attention)
     policies = {"gpt2": dataclasses.replace(GPT2, **old), "t5": dataclasses.replace(T5, **old_t5)}
-    monkeypatch.setattr(models, "_POLICIES", models._POLICIES | policies)
+    monkeypatch.setattr(registration, "_policies", registration._policies | policies)
     model = tiny.gpt2()
     expected = tiny.logits(model)
     config = {"kernel_fusion": {"custom_cuda_kernels": [{"name": "FusedGELU", "fold_bias": True}, "FusedBlock"]}}
@@ -319,7 +335,24 @@ def test_policies_of_the_package_name_known_targets_and_steps():
             {"kernels": (Rule("my.Norm", "FusedNorm"),)},
             "kernels names the target 'FusedNorm' for my.Norm; give a class",
         ),
-        ({"kernels": (Rule("my.Norm", "norms"),)}, "kernels names the target 'norms'"),
+        (
+            {"kernels": (Rule("my.Norm", "norms"),)},
+            "kernels names the target 'norms' for my.Norm, which is not a class",
+        ),
+        (
+            {"kernels": (Rule("my.Norm", nn.LayerNorm),)},
+            "kernels names the target .* for my.Norm, which is not a fuseopt.modules.FusedModule",
+        ),
+        (
+            {"kernels": (Rule("my.MLP", "FusedGatedMLP"),)},
+            "kernels names the target 'FusedGatedMLP' for my.MLP, but no kernel has that name",
+        ),
+        ({"kernels": (Rule("Norm", "FusedLayerNorm"),)}, "kernels names the source 'Norm'; give the full name"),
+        ({"kernels": ("my.Norm",)}, "kernels has 'my.Norm', which is not a Rule"),
+        (
+            {"regions": (Rule("my.Act", "FusedActivation", {"region": "mish"}),)},
+            "regions names the region 'mish' for my.Act; known are relu",
+        ),
         ({"regions": (Rule("my.MLP", "FusedLayerNorm"),)}, "regions names the target 'FusedLayerNorm' for my.MLP"),
         *(
             ({field: (Rule("my.Part", "Nothing"),)}, f"{field} names the target 'Nothing' for my.Part")
@@ -337,12 +370,116 @@ def test_policies_of_the_package_name_known_targets_and_steps():
     ],
     ids=lambda part: part if isinstance(part, str) else None,
 )
-def test_a_policy_with_an_unknown_target_or_step_is_refused_when_registered(parts, message, monkeypatch):
+@pytest.mark.usefixtures("registrations_are_undone")
+def test_a_policy_or_extension_with_an_unknown_name_is_refused_when_registered(parts, message):
     """Registration refuses it; otherwise a user's `initialize` would fail."""
-    from fuseopt import models
-
-    monkeypatch.setattr(models, "_POLICIES", dict(models._POLICIES))
     policy = ModelPolicy("mine", ("my-model",), **{"kernels": (), "regions": (), **parts})
     with pytest.raises(ValueError, match=f"policy 'mine': {message}"):
         register_policy(policy)
-    assert "my-model" not in models._POLICIES
+    for model_types in ("all", "gpt2"):
+        with pytest.raises(ValueError, match=f"extend_policy: {message}"):
+            extend_policy(model_types, **parts)
+    assert "my-model" not in registration._policies and not registration._extensions
+
+
+class MyNorm(nn.LayerNorm):
+    """A class that no policy names."""
+
+
+class FusedMine(modules.FusedModule):
+    def forward(self, input):
+        return self._source_forward(input)
+
+
+MY_NORM = f"{__name__}.MyNorm"
+
+
+@pytest.fixture
+def my_kernel(registrations_are_undone):
+    register_kernel(Kernel("FusedMine", "fuseopt.strategies.drop_ins.propose", None, {CUSTOM: {}}, {"inference": {}}))
+    yield
+    unregister_kernel("FusedMine")
+
+
+def with_my_norm(model_type):
+    model = nn.Sequential(MyNorm(8), nn.LayerNorm(8))
+    if model_type is not None:
+        model.config = SimpleNamespace(model_type=model_type)
+    return model
+
+
+def my_targets(model):
+    return [row.target for row in fuseopt.plan(model, "inference").rows if row.replaced and row.paths[0] == "0"]
+
+
+@pytest.mark.usefixtures("my_kernel")
+@pytest.mark.parametrize(
+    ("model_types", "covered"),
+    [
+        ("all", {None, "gpt2", "llama", "unheard-of"}),
+        ("gpt2", {"gpt2"}),
+        (["llama", "gpt2"], {"llama", "gpt2"}),
+        (["unheard-of"], {"unheard-of"}),
+    ],
+)
+def test_an_extension_is_planned_for_its_models_until_it_is_removed(model_types, covered):
+    every = {None, "gpt2", "llama", "unheard-of"}
+    extension = extend_policy(model_types, kernels=[Rule(MY_NORM, FusedMine)])
+    assert {model_type for model_type in every if my_targets(with_my_norm(model_type)) == ["FusedMine"]} == covered
+    model = with_my_norm(next(iter(covered)))
+    stock, expected = model[0], model(torch.arange(8.0))
+    assert isinstance(fuseopt.initialize(model, "inference")[0], FusedMine)
+    assert torch.equal(model(torch.arange(8.0)), expected)
+    extension.remove()
+    extension.remove()
+    assert isinstance(model[0], FusedMine) and fuseopt.restore(model)[0] is stock
+    assert not any(my_targets(with_my_norm(model_type)) for model_type in every)
+    assert policy_for(tiny.gpt2()) is GPT2
+
+
+@pytest.mark.usefixtures("my_kernel")
+def test_a_rule_replaces_that_for_the_same_class_and_the_later_extension_counts():
+    first = extend_policy("gpt2", kernels=[Rule(MY_NORM, FusedMine)], eager_attention=["my.Attention"])
+    again = extend_policy("gpt2", kernels=[Rule(MY_NORM, FusedMine, {"eps": 1})])
+    policy = policy_for(of_type("gpt2"))
+    (rule,) = (rule for rule in policy.kernels if rule.source == MY_NORM)
+    assert rule.options == {"eps": 1}
+    assert policy.kernels[1:] == GPT2.kernels and policy.eager_attention == ("my.Attention", *GPT2.eager_attention)
+    again.remove()
+    (rule,) = (rule for rule in policy_for(of_type("gpt2")).kernels if rule.source == MY_NORM)
+    assert rule.options == {}
+    first.remove()
+    # For another kernel, both rules for torch's LayerNorm stay; a head has one rule.
+    layer_norm, head = GPT2.kernels[0].source, GPT2.heads[0].source
+    extend_policy("gpt2", kernels=[Rule(layer_norm, FusedMine)], heads=[Rule(head, "FusedLMHead", {"head": "other"})])
+    policy = policy_for(of_type("gpt2"))
+    assert [rule.target_name for rule in policy.kernels if rule.source == layer_norm] == ["FusedMine", "FusedLayerNorm"]
+    assert [rule.options["head"] for rule in policy.heads] == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kernel": []}, "ModelPolicy has no rules 'kernel'; known are kernels, regions"),
+        ({"name": "mine"}, "ModelPolicy has no rules 'name'"),
+        ({}, "give at least one model type and one rule"),
+        ({"kernels": []}, "give at least one model type and one rule"),
+        ({"model_types": [], "kernels": [Rule(MY_NORM, "FusedLayerNorm")]}, "give at least one model type"),
+        ({"kernels": Rule(MY_NORM, "FusedLayerNorm")}, "kernels takes a list, got Rule"),
+        ({"eager_attention": "my.Attention"}, "eager_attention takes a list, got 'my.Attention'"),
+        ({"decode_steps": ["my.Step"]}, "decode_steps takes a dict, got"),
+    ],
+)
+@pytest.mark.usefixtures("registrations_are_undone")
+def test_an_extension_of_nothing_or_of_unknown_fields_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=f"extend_policy: {message}"):
+        extend_policy(**{"model_types": "all", **arguments})
+    assert not registration._extensions
+
+
+def test_the_old_name_of_what_a_rule_claims_is_accepted_with_a_warning():
+    with pytest.warns(DeprecationWarning, match="claims") as caught:
+        rule = Rule("my.MLP", "FusedMLP", absorbs=("act",))
+    assert caught[0].filename == __file__
+    assert rule == Rule("my.MLP", "FusedMLP", claims=("act",)) == dataclasses.replace(rule)
+    assert rule.claims == ("act",)
