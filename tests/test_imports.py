@@ -20,6 +20,8 @@ LAYERS = (
         "errors",
         "dotted_path",
         "kernel_table",
+        "config_checks",
+        "config_file",
         "config",
         "report",
         "csrc",

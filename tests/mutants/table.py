@@ -384,7 +384,7 @@ TRAINING = (
 CONFIG = (
     Mutant(
         "of a key that is given twice the last value counts",
-        "fuseopt/config.py",
+        "fuseopt/config_file.py",
         "object_pairs_hook=_unique",
         "object_pairs_hook=dict",
         ("tests/test_config.py",),

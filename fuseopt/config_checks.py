@@ -1,0 +1,86 @@
+"""Checks of single config values. Each raises a ConfigError that names the key, the fault and what is accepted.
+
+In all of them `where` is the path of the key, such as "generation.max_batch".
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from fuseopt.errors import ConfigError, shown, shown_name
+
+LARGEST = 2**31 - 1
+
+_NOT_BUILT = {
+    "kernel_fusion.compile": "not built yet; use `jit: {'backend': 'inductor'}` for the elementwise regions, "
+    "or call torch.compile(model) yourself after initialize",
+}
+_ELSEWHERE = {
+    "model_parallelism": "fuseopt leaves parallelism to transformers: load with from_pretrained(..., tp_plan='auto') "
+    "or device_map='auto'",
+    "activation_checkpointing": "fuseopt leaves checkpointing to transformers: call "
+    "model.gradient_checkpointing_enable()",
+}
+
+
+def check_keys(where: str, block: Mapping[Any, Any], known: Iterable[str]) -> None:
+    """Refuses a key of `block` that is not in `known`, with the nearest one that is."""
+    for key in block:
+        name = shown_name(key)
+        path = f"{where}.{name}" if where else name
+        if path in _NOT_BUILT:
+            raise ConfigError(f"{path}: {_NOT_BUILT[path]}")
+        if path in _ELSEWHERE:
+            raise ConfigError(f"{path}: {_ELSEWHERE[path]}")
+        if key not in known:
+            raise ConfigError(
+                f"{path}: unknown key; {nearest(name, known)}known keys here: {', '.join(map(repr, known))}"
+            )
+
+
+def boolean(where: str, value: Any, others: str = "") -> bool:
+    """`value`, if it is a bool. `others` says what else the key accepts."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}: expected true or false{others}, got {shown(value)} ({type(value).__name__})")
+    return value
+
+
+def typed(where: str, value: Any, kind: type) -> None:
+    """Refuses a value that is not of type `kind`, one of `kernel_table.OPTION_TYPES`; an int is a float too."""
+    if kind is bool:
+        boolean(where, value)
+    elif isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+        raise ConfigError(f"{where}: expected {kind.__name__}, got {shown(value)} ({type(value).__name__})")
+
+
+def count(where: str, value: Any, least: int) -> int:
+    """`value`, if it is an int from `least` to `LARGEST`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
+        raise ConfigError(
+            f"{where}: expected an integer of at least {least} and at most {LARGEST}, got {shown(value)} "
+            f"({type(value).__name__})"
+        )
+    return value
+
+
+def fraction(where: str, value: Any) -> float:
+    """`value` as a float, if it is a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ConfigError(f"{where}: expected a number from 0 to 1, got {shown(value)} ({type(value).__name__})")
+    return float(value)
+
+
+def choice(where: str, value: Any, choices: Sequence[str]) -> str:
+    """`value`, if it is one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        hint = nearest(value, choices) if isinstance(value, str) else ""
+        raise ConfigError(f"{where}: {shown(value)} is not one of {', '.join(choices)}; {hint}".rstrip("; "))
+    return value
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint that ends in a space, with the known word that is most like `word`; "" if none is like it."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"did you mean {matches[0]!r}? " if matches else ""

@@ -1,0 +1,68 @@
+"""Reading a config from a JSON file, which may come from anyone: whatever is wrong with it, the message is short."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from fuseopt.config_checks import LARGEST, nearest
+from fuseopt.errors import ConfigError, shown, shown_name
+from fuseopt.kernel_table import PRESETS
+
+_MOST_DIGITS = 20
+
+
+def read_json(source: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The JSON object in the file `source`.
+
+    Raises:
+        ConfigError: the file is missing, cannot be read, or is not JSON; or it has a key twice in one object or a
+            number of more than 20 digits.
+    """
+    if not os.path.isfile(source):
+        if str(source).lstrip().startswith(("{", "[")):
+            raise ConfigError("config: this is JSON text; give the dict, json.loads(text), or the path of a file")
+        raise ConfigError(
+            f"config: {shown(source)} is neither a file nor a preset; {nearest(str(source), PRESETS)}presets are "
+            f"{', '.join(PRESETS)}"
+        )
+    path = shown_name(source)
+    try:
+        with open(source, encoding="utf-8") as file:
+            content = json.load(file, object_pairs_hook=_unique, parse_int=_integer)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except _Unusable as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply; a config has at most four levels") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path}: expected a JSON object at the top level, got {type(content).__name__}")
+    return content
+
+
+class _Unusable(Exception):
+    """JSON that Python can parse but that no config may contain."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _Unusable(f"the key {shown(key)} is there twice in one object; remove one of them")
+        found[key] = value
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise _Unusable(f"a number of {len(digits)} digits; no value of a config is above {LARGEST}")
+    return int(digits)
