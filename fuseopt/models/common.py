@@ -1,4 +1,4 @@
-"""Rules for classes that many families share: activations, torch.nn norms, and the RMSNorm classes of transformers."""
+"""The policy of every model that no other policy covers, and rules that families share."""
 
 from fuseopt.models.gated_mlps import GATED_MLPS
 from fuseopt.models.lm_heads import LM_HEADS
@@ -8,7 +8,7 @@ from fuseopt.models.rotary_attentions import ROTARY_ATTENTIONS
 
 _ACTIVATIONS = "transformers.activations"
 
-# class -> (approximate, whether its Python formula is autocast to float32)
+# class -> (approximate, whether autocast runs its Python formula in float32)
 _GELUS = {
     f"{_ACTIVATIONS}.NewGELUActivation": ("tanh", True),
     f"{_ACTIVATIONS}.AccurateGELUActivation": ("tanh", True),

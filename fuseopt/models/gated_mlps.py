@@ -1,4 +1,4 @@
-"""Rules for gated feed-forwards, by what their forward does: one class of transformers after another says the same."""
+"""Rules for gated feed-forwards, grouped by the names of their children."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from fuseopt.models.policy import Rule, rules
 
 
 def gated_mlps(sources: str, **options: str | bool) -> tuple[Rule, ...]:
-    """Rules for classes, as "llama.LlamaMLP mistral.MistralMLP", with the options of `modules.FusedGatedMLP`."""
+    """Rules for classes, written as "llama.LlamaMLP mistral.MistralMLP", with options of `modules.FusedGatedMLP`."""
     return rules(sources, "FusedGatedMLP", options, (str(options["act"]),))
 
 
@@ -31,8 +31,8 @@ _T5_STYLE_MLPS = gated_mlps(
     keeps_down_dtype=True,
 )
 
-# down_proj(act_fn(gate_proj(x)) * up_proj(x)). Left out: classes that some version from 5.17 on has under the same name
-# with another forward (DINOv2's SwiGLUFFN and its relatives).
+# down_proj(act_fn(gate_proj(x)) * up_proj(x)). Left out: classes whose forward differs between supported versions of
+# transformers (DINOv2's SwiGLUFFN and its relatives).
 _LLAMA_STYLE_MLPS = gated_mlps(
     """
     afmoe.AfmoeMLP aimv2.Aimv2MLP aria.AriaSharedExpertsMLP axk1.AXK1MLP axk2.AXK2MLP
@@ -76,7 +76,7 @@ _LLAMA_STYLE_MLPS_WITH_DROPOUT = gated_mlps(
     "gte.GteMLP t5gemma.T5GemmaMLP t5gemma2.T5Gemma2MLP", **_LLAMA, dropout="dropout"
 )
 
-# One projection whose output holds the gate, then the other half.
+# One projection, whose output is the gate and the other factor, in this order.
 _PACKED_MLPS = (
     *gated_mlps(
         """

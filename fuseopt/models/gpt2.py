@@ -1,4 +1,4 @@
-"""GPT-2, every head (transformers.models.gpt2)."""
+"""GPT-2 with any head (transformers.models.gpt2)."""
 
 from fuseopt.models.common import ACTIVATION_REGIONS, GELU_KERNELS, LAYER_NORM, SOFTMAX, TANH_GELUS
 from fuseopt.models.policy import ModelPolicy, Rule
@@ -27,7 +27,7 @@ GPT2 = ModelPolicy(
         Rule(
             f"{_GPT2}.GPT2Block",
             "fuseopt.blocks.dropout_add.GPT2DropoutAddForward",
-            # Their dropout is deferred until after they return, so it must be the last thing they do.
+            # The target defers their last dropout until they have returned, so nothing may come after it.
             reads=dict.fromkeys(("attn", "crossattention"), (f"{_GPT2}.GPT2Attention",)),
         ),
     ),

@@ -1,18 +1,18 @@
-"""Rules for language models whose head makes logits that go nowhere but into the loss and the output."""
+"""Rules for language models that use the logits of their head for nothing but the loss and the output."""
 
 from fuseopt.models.policy import Rule, rules
 
 
 def _heads(path: str, sources: str, *, traces: bool = True) -> tuple[Rule, ...]:
-    """Of classes whose head is the module at `path`.
+    """Rules for classes, written as "llama.LlamaForCausalLM", whose head is the module at `path`.
 
     Args:
-        traces: whether the loss is F.cross_entropy's; else the forward makes a torch.nn.CrossEntropyLoss.
+        traces: True if they compute the loss by F.cross_entropy, False if by a torch.nn.CrossEntropyLoss.
     """
     return rules(sources, "FusedLinearCrossEntropy", {"head": path, "traces": traces})
 
 
-# Some, as Mixtral's, add a loss of their router's to that of the logits.
+# Some, such as Mixtral, add the loss of their router.
 _OF_DECODERS = (
     *_heads(
         "lm_head",

@@ -1,4 +1,4 @@
-"""ModelPolicy: which modules of a model family may be replaced, as data."""
+"""Rule and ModelPolicy: which modules of a model family may be replaced, as data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fuseopt.generation.families.step_interface import StepName
 from fuseopt.modules.base import full_name
 
 REGION_TARGETS = ("FusedActivation", "FusedGatedMLP", "FusedMLP")
-"""The targets that `ModelPolicy.regions` may name."""
+"""Names of the classes that a rule in `ModelPolicy.regions` may have as its target."""
 
 
 def modeling_name(source: str) -> str:
@@ -71,37 +71,37 @@ class Rule:
 def rules(
     sources: str, target: str | type, options: Mapping[str, Any], claims: tuple[str, ...] = ()
 ) -> tuple[Rule, ...]:
-    """One rule for each class of transformers in `sources`, as "llama.LlamaMLP mistral.MistralMLP"."""
+    """One rule for each transformers class in `sources`, which is written as "llama.LlamaMLP mistral.MistralMLP"."""
     return tuple(Rule(modeling_name(source), target, options, claims) for source in sources.split())
 
 
 @dataclass(frozen=True)
 class ModelPolicy:
-    """What is known about a model family.
+    """What may be replaced in the models of one family.
 
     Attributes:
         name: shown in the plan.
-        model_types: the `config.model_type` values it covers; empty for the policy of last resort.
-        kernels: rules behind the kernel names of a config (the target's name is the kernel's).
-        regions: rules for the `jit` strategy; the feed-forward blocks among them serve kernels too.
-        eager_attention: full names of the attention classes whose eager softmax can be fused.
-        causal_attention: stacks that make a mask of padding for causal attentions; "attention" of `Rule.options` is the
-            full name of these, `Rule.target` the class that tells them of padding.
-        residual_blocks: blocks whose inner residual adds can be fused with the norm after them; `Rule.target` is the
-            `fuseopt.blocks.residual` class that does it, exactly.
-        dropout_add_blocks: likewise with the dropouts before the adds, by a class of `fuseopt.blocks.dropout_add`.
-        inference_blocks: blocks that run without gradients past the forwards of the modules inside; `Rule.target` is
-            the class that does it, `Rule.options` its own.
-        stacks: classes whose forward calls such blocks one after the other, with the same arguments but for what each
-            hands on; "blocks" of `Rule.options` names the ModuleList that they are in.
-        heads: model classes whose logits go straight into a cross-entropy; `Rule.options` are those of the module that
-            stands in for their head, and "head" is the path to it.
-        relative_attention: stacks of layers whose self-attentions share one bias of the distance; "attention" of
-            `Rule.options` is their full name.
-        rotary_attentions: attentions whose queries and keys can be rotated by one op; `Rule.options` say what their
-            forward does besides.
-        decode_steps: full name of a model class -> the decode step that `generation` runs it by, a class that fulfils
-            `fuseopt.generation.families.step_interface.DecodeStep` or its dotted path.
+        model_types: the `config.model_type` values that it covers; empty for the policy of all other models.
+        kernels: modules that a kernel replaces by a drop-in. The target's class has the kernel's name.
+        regions: activations and feed-forwards that `jit` compiles. Kernels for feed-forwards read these rules too.
+        eager_attention: full names of attention classes whose softmax can be fused when they run as "eager".
+        causal_attention: stacks around causal attentions. The target passes the padding mask on to these; the option
+            "attention" is the full name of their class.
+        residual_blocks: blocks whose residual adds can be fused with the norm after them. The target is a class in
+            `fuseopt.blocks.residual`.
+        dropout_add_blocks: the same with the dropout before each add; targets in `fuseopt.blocks.dropout_add`.
+        inference_blocks: blocks whose forward can run in inference without the forwards of the modules inside. The
+            options are keyword arguments of the target.
+        stacks: modules whose forward calls such blocks in a row, each with the output of the one before and otherwise
+            the same arguments. The option "blocks" is the name of the ModuleList that holds the blocks.
+        heads: model classes that use their logits for nothing but a cross-entropy and the output. The option "head" is
+            the path of the head; the others are for the drop-in that replaces it.
+        relative_attention: stacks whose self-attentions share one bias by relative position. The option "attention" is
+            the full name of their class.
+        rotary_attentions: attentions whose rotary embedding one op can compute. The options say what else their forward
+            does.
+        decode_steps: full name of a model class -> the decode step that `generation` runs for it: a class that fulfils
+            `fuseopt.generation.families.step_interface.DecodeStep`, or its dotted path.
     """
 
     name: str

@@ -1,14 +1,14 @@
-"""Rules for RMSNorm classes, by what their forward does: one class of transformers after another says the same.
+"""Rules for RMSNorm classes, grouped by what their forward computes.
 
-Left out: classes that some version from 5.17 on has under the same name with another forward (DeepSeek-V4, Nemotron-H),
-and those that also gate, group, or have no weight in some layers.
+Left out: classes whose forward differs between supported versions of transformers (DeepSeek-V4, Nemotron-H), and those
+that also gate, normalise in groups, or have no weight in some layers.
 """
 
 from fuseopt.models.policy import Rule, rules
 
 
 def rms_norms(sources: str, *, cast_order: str, eps: str, offset: float = 0.0) -> tuple[Rule, ...]:
-    """Rules for classes, as "llama.LlamaRMSNorm", with the options of `modules.FusedRMSNorm`; see `ops.rms_norm`."""
+    """Rules for classes, written as "llama.LlamaRMSNorm", with options of `modules.FusedRMSNorm` (`ops.rms_norm`)."""
     return rules(sources, "FusedRMSNorm", {"cast_order": cast_order, "eps": eps, "offset": offset})
 
 
@@ -64,7 +64,7 @@ _LLAMA_STYLE_NORMS = rms_norms(
     cast_order="llama",
     eps="variance_epsilon",
 )
-# In float32 until the end.
+# Computed in float32 up to the product with the weight, then cast.
 _WEIGHT_BEFORE_CAST_NORMS = rms_norms(
     """
     afmoe.AfmoeRMSNorm beam.BeamRMSNorm flex_olmo.FlexOlmoRMSNorm flint.FlintRMSNorm gpt_oss.GptOssRMSNorm

@@ -1,15 +1,15 @@
-"""Rules for attentions that rotate queries and keys by the halves of a head, by what their forward does besides.
+"""Rules for attentions with Llama's rotary embedding, which rotates the two halves of a head, by what else they do.
 
-Left out, with another forward: those that rotate in some layers only (SmolLM3, Exaone 4), drop out after the last
-projection (StarCoder2, Seed-OSS), gate their output (Qwen3-Next), or pass positions on (Qwen2-VL). With another
-rotation: of neighbours (GPT-J, Cohere, GLM, Ernie 4.5), or with a result that is rounded elsewhere (OLMo 2).
+Left out because of their forward: attentions that rotate in some layers only (SmolLM3, Exaone 4), have dropout after
+the last projection (StarCoder2, Seed-OSS), gate their output (Qwen3-Next), or pass positions on (Qwen2-VL). Left out
+because of their rotation: adjacent elements (GPT-J, Cohere, GLM, Ernie 4.5), or other roundings (OLMo 2).
 """
 
 from fuseopt.models.policy import Rule, rules
 
 
 def rotary_attentions(sources: str, **options: object) -> tuple[Rule, ...]:
-    """Rules for classes, as "llama.LlamaAttention", with options of `RotaryAttentionForward`."""
+    """Rules for classes, written as "llama.LlamaAttention", with options of `RotaryAttentionForward`."""
     return rules(sources, "fuseopt.blocks.rotary_embedding.RotaryAttentionForward", options)
 
 

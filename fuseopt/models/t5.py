@@ -1,4 +1,4 @@
-"""T5 v1.0 and v1.1, every head, and the families that share its classes: mT5, UMT5, LongT5."""
+"""T5 v1.0 and v1.1 with any head, and families whose classes compute the same: mT5, UMT5, LongT5."""
 
 from collections.abc import Iterable
 
@@ -10,8 +10,8 @@ from fuseopt.modules.children import t5_children
 
 # model_type -> the prefix of its classes
 _FAMILIES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", "longt5": "LongT5"}
-# Those whose blocks and stacks are the same but for their names.
-_ALIKE = ("t5", "mt5")
+# Families whose blocks and stacks differ in name only. UMT5's and LongT5's blocks call their layers differently.
+_SAME_BLOCKS = ("t5", "mt5")
 
 
 def _full_names(suffix: str, models: Iterable[str] = _FAMILIES) -> tuple[str, ...]:
@@ -20,12 +20,12 @@ def _full_names(suffix: str, models: Iterable[str] = _FAMILIES) -> tuple[str, ..
 
 _BLOCKS = {
     modeling_name(f"{model}.{_FAMILIES[model]}Block"): t5_children(modeling_name(f"{model}.{_FAMILIES[model]}"))
-    for model in _ALIKE
+    for model in _SAME_BLOCKS
 }
 
 
 def _residual_blocks(target: str) -> tuple[Rule, ...]:
-    """Rules for blocks whose `target` bypasses the forwards of their layers."""
+    """Rules for blocks whose `target` does not call the forwards of their layers."""
     return tuple(
         Rule(source, target, reads={path: of for path, of in children[source].items() if path != "layer"})
         for source, children in _BLOCKS.items()
@@ -37,9 +37,8 @@ T5 = ModelPolicy(
     model_types=tuple(_FAMILIES),
     kernels=(*T5_NORMS, *GELU_KERNELS, SOFTMAX),
     regions=(*T5_MLPS, *ACTIVATION_REGIONS),
-    # LongT5's local and transient-global attention have a softmax of their own; its full attention is the class named.
+    # LongT5Attention is its full attention. Its local and transient-global ones compute their softmax differently.
     eager_attention=_full_names("Attention"),
-    # UMT5's and LongT5's blocks call their layers otherwise.
     residual_blocks=_residual_blocks("fuseopt.blocks.residual.T5BlockForward"),
     dropout_add_blocks=_residual_blocks("fuseopt.blocks.dropout_add.T5DropoutAddForward"),
     inference_blocks=tuple(
@@ -48,14 +47,14 @@ T5 = ModelPolicy(
     ),
     stacks=tuple(
         Rule(source, "fuseopt.blocks.t5_inference.T5StackForward", {"blocks": "block"})
-        for source in _full_names("Stack", _ALIKE)
+        for source in _full_names("Stack", _SAME_BLOCKS)
     ),
-    # These call a torch.nn.CrossEntropyLoss.
+    # Their forward makes a torch.nn.CrossEntropyLoss.
     heads=tuple(
         Rule(source, "FusedLinearCrossEntropy", {"head": "lm_head", "traces": False})
         for source in _full_names("ForConditionalGeneration")
     ),
-    # UMT5's layers each have a bias of their own.
+    # Not UMT5: each of its layers has a bias of its own.
     relative_attention=tuple(
         Rule(
             stack,
@@ -63,7 +62,7 @@ T5 = ModelPolicy(
             {"attention": attention, "children": children},
         )
         for stack, attention, children in zip(
-            _full_names("Stack", _ALIKE), _full_names("Attention", _ALIKE), _BLOCKS.values(), strict=True
+            _full_names("Stack", _SAME_BLOCKS), _full_names("Attention", _SAME_BLOCKS), _BLOCKS.values(), strict=True
         )
     ),
     decode_steps={modeling_name("t5.T5ForConditionalGeneration"): "fuseopt.generation.families.t5.T5Step"},

@@ -1,4 +1,4 @@
-"""Strategies: HOW a fusion is done. The order of this tuple is the order in which they claim sites."""
+"""Strategies: HOW a fusion is done. They claim sites in the order of this tuple; see README.md."""
 
 from fuseopt.plan import Strategy
 from fuseopt.strategies.generation import GenerationStrategy

@@ -1,4 +1,4 @@
-"""How an attention module is given another attention function: its own view of the model's config."""
+"""AttentionConfig: a view of the model's config by which one attention module gets another attention function."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 class AttentionConfig:
-    """The config of one attention module, in which one attention implementation reads as a function of fuseopt.
+    """A live view of the model's config for one attention module, with one attention implementation exchanged.
 
-    A live view: everything else, and any other attention implementation set later, is read from the model's own config,
-    which stays as it is. The function is made known to transformers under a name of its own, which no other model uses
-    (https://huggingface.co/docs/transformers/en/attention_interface).
+    If the model's config says `stands_for`, the view says `name`, under which transformers finds `function`
+    (https://huggingface.co/docs/transformers/en/attention_interface). Everything else, and any attention implementation
+    that is set later, is read from the model's config, which does not change.
 
     Attributes:
-        stands_for: the implementation, as `model.set_attn_implementation` has it.
-        name: under which `function` is known.
-        function: with the arguments and results of transformers' own, `eager_attention_forward` for instance.
+        stands_for: an implementation, as `model.set_attn_implementation` takes it.
+        name: the name under which `function` is registered in transformers; no other code uses it.
+        function: has the arguments and results of transformers' functions, such as `eager_attention_forward`.
     """
 
     stands_for: ClassVar[str]

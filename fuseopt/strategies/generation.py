@@ -20,7 +20,7 @@ _REASON = "transformers prepares each call; the tier that decodes is chosen in e
 
 
 class GenerationStrategy:
-    """Swaps `generate` on the model instance."""
+    """Sets `generate` on the model instance."""
 
     name = "generation"
 

@@ -1,4 +1,4 @@
-"""From a policy's rule to Replacements and Skips: shared by the strategies that swap modules."""
+"""From a policy's rule to Replacements and Skips, for all proposers; and the reasons that several of them give."""
 
 from __future__ import annotations
 

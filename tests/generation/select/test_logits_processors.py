@@ -116,6 +116,6 @@ def test_an_instance_with_its_own_method_is_left_alone():
     model = tiny.gpt2()
     model._get_logits_processor = FusedLogitsProcessors(model)
     mine = model._get_logits_processor
-    with pytest.warns(UserWarning, match="of its own already"):
+    with pytest.warns(UserWarning, match="has been set on the instance"):
         fuseopt.initialize(model, NGRAM)
     assert model._get_logits_processor is mine
