@@ -49,7 +49,6 @@ class Replacement:
         backend: what will run it, where there is a choice.
         libraries: the native libraries it needs loaded.
         refused: why the backend that was asked for, or that fits the device best, will not run it.
-        by_size: what takes over from `backend` at some sizes.
         claims: inner sites whose work the target does too, so that no other replacement may have them.
         requires: sites that the same request must have been given, or the target would do nothing.
         op: name of the op that the target calls; None if there is no choice of backends.
@@ -66,7 +65,6 @@ class Replacement:
     backend: str | None = None
     libraries: tuple[loader.Kind, ...] = ()
     refused: str | None = None
-    by_size: str | None = None
     claims: tuple[Site, ...] = ()
     requires: tuple[Site, ...] = ()
     op: str | None = None
@@ -299,7 +297,7 @@ def _without(site: Site, holder: Replacement | None, loser: Replacement) -> Skip
 
 
 def _replacement_row(r: Replacement) -> Row:
-    reason = "; ".join(filter(None, (r.reason, r.refused, r.by_size)))
+    reason = "; ".join(filter(None, (r.reason, r.refused)))
     paths = tuple(site.path for site in r.sites)
     return Row(paths, r.source, r.target, r.backend, r.strategy, reason, replaced=True, op=r.op, wanted=r.wanted)
 

@@ -21,7 +21,6 @@ from fuseopt.ops.library import (
     needs_autograd,
     reference_vjp,
 )
-from fuseopt.ops.preferences import MANY_ELEMENTS
 
 
 def _fake(
@@ -124,12 +123,12 @@ class _LayerNorm(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(backend: str, bwd_backend: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(backend: str, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         return FWD[backend](*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        _, ctx.backend, input, weight, bias, *ctx.scalars = inputs
+        ctx.backend, input, weight, bias, *ctx.scalars = inputs
         _, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
@@ -138,10 +137,10 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if grad_output is None:
-            return (None,) * 7
+            return (None,) * 6
         input, weight, bias, mean, rstd = ctx.saved_tensors
         eps, output_dtype = ctx.scalars
-        _, _, _, need_weight_grad, need_bias_grad, *_ = ctx.needs_input_grad
+        _, _, need_weight_grad, need_bias_grad, *_ = ctx.needs_input_grad
         if is_differentiated_again():
             reference = partial(normalise, eps=eps, output_dtype=output_dtype)
             grad_input, grad_weight, grad_bias = reference_vjp(reference, grad_output, (input, weight, bias))
@@ -158,7 +157,7 @@ class _LayerNorm(torch.autograd.Function):
             )
         grad_weight = grad_weight if need_weight_grad else None
         grad_bias = grad_bias if need_bias_grad else None
-        return None, None, grad_input, grad_weight, grad_bias, None, None
+        return None, grad_input, grad_weight, grad_bias, None, None
 
 
 def layer_norm(
@@ -196,11 +195,11 @@ def layer_norm(
     rows, weight, bias = _checked(input, normalized_shape, weight, bias)
     output_dtype = autocast_dtype(input)
     dtypes = (input.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
-    chosen, chosen_bwd = registry.pick_by_size("layer_norm", backend, input.device, dtypes, rows.shape)
+    chosen = registry.pick("layer_norm", backend, input.device, dtypes)
     if chosen == "reference":
         output = normalise(rows, weight, bias, eps, output_dtype)
     elif needs_autograd(input, weight, bias):
-        output = apply(_LayerNorm, chosen, chosen_bwd, rows, weight, bias, eps, output_dtype)[0]
+        output = apply(_LayerNorm, chosen, rows, weight, bias, eps, output_dtype)[0]
     else:
         output = INFERENCE[chosen](rows, weight, bias, eps, output_dtype)
     return output if rows is input else output.view(input.shape)
@@ -247,12 +246,5 @@ registry.register(
             ),
         ),
         # Where `fuseopt bench ops` found the CUDA kernels slower by a hundredth or more, on an H200 or an H100.
-        preferences=(
-            registry.Preference("triton", False, torch.bfloat16, (1600, 1600), MANY_ELEMENTS),
-            registry.Preference("triton", False, torch.float32, (4096, 4096), MANY_ELEMENTS),
-            registry.Preference("triton", True, torch.float32, (768, 768), MANY_ELEMENTS, gpu="H200"),
-            registry.Preference("triton", True, torch.float32, (1600, 1600), MANY_ELEMENTS, gpu="H200"),
-            registry.Preference("triton", True, torch.float32, (4096, 4096), MANY_ELEMENTS, gpu="H100"),
-        ),
     )
 )

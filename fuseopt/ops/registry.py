@@ -21,7 +21,6 @@ from fuseopt.ops.backends import (
     TritonBackend,
 )
 from fuseopt.ops.library import in_forward_mode, needs_autograd
-from fuseopt.ops.preferences import Limits, Preference, by_size
 
 __all__ = [
     "CPU",
@@ -35,14 +34,12 @@ __all__ = [
     "Direct",
     "NativeBackend",
     "Op",
-    "Preference",
     "SampleInput",
     "TritonBackend",
     "Upstream",
     "get",
     "names",
     "pick",
-    "pick_by_size",
     "pick_without_gradient",
     "register",
     "unregister",
@@ -114,7 +111,6 @@ class Op:
             odd and empty shapes included. An op without gradients ignores `requires_grad`.
         backends: in the order in which "auto" tries them.
         benchmarks: what `fuseopt bench ops` times.
-        preferences: calls for which "auto" takes another backend; `function` asks `pick_by_size`.
         raw: names of the raw ops that a native backend needs kernels for; it is skipped if one is missing. By default
             the raw op of this op's name, if there is one.
         in_place: it writes into its arguments, so what holds for functions of tensors does not hold for it.
@@ -126,7 +122,6 @@ class Op:
     sample_inputs: Callable[[torch.device, torch.dtype, bool], Iterator[SampleInput]]
     backends: tuple[Backend, ...]
     benchmarks: tuple[Benchmark, ...] = ()
-    preferences: tuple[Preference, ...] = ()
     in_place: bool = False
     raw: tuple[str, ...] = ()
 
@@ -159,85 +154,49 @@ class Op:
             f"{self.name} cannot run on {device} with {', '.join(map(str, dtypes))}; backends tried:{listed}"
         )
 
-    def preferred(self, backend: str, device: torch.device, dtypes: Sequence[torch.dtype]) -> list[Preference]:
-        """Those of `preferences` that hold for some size of a call like this; none where a backend is named."""
-        if backend != "auto":
-            return []
-        return [
-            preference
-            for preference in self.preferences
-            if set(dtypes) == {preference.dtype}
-            and preference.holds_on(device)
-            and not any(b.not_supported_reasons(device, dtypes) for b in self.candidates(preference.backend))
-        ]
-
 
 _OPS: dict[str, Op] = {}
-_CHOSEN: dict[tuple[Any, ...], tuple[str, tuple[Limits, ...]]] = {}
+_CHOSEN: dict[tuple[Any, ...], str] = {}
 
 
 def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...]) -> str:
     """`get(name).choose(backend, device, dtypes).backend`, remembered until another native library is loaded.
 
-    Every call of an op comes through here, through `pick_by_size` or `Direct`. In forward-mode AD, which no kernel
-    supports, it is always "reference".
+    Every call of an op comes through here, or through `Direct`. In forward-mode AD, which no kernel supports, the
+    backend is always "reference".
 
     Args:
         dtypes: of the op's floating point arguments; None for one that is absent.
     """
-    return "reference" if in_forward_mode() else _chosen(name, backend, device, dtypes)[0]
+    return "reference" if in_forward_mode() else _chosen(name, backend, device, dtypes)
 
 
-def pick_by_size(
-    name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...], shape: torch.Size
-) -> tuple[str, str]:
-    """The backends of an op's forward and of its backward: what it prefers for that size, else what `pick` gives.
-
-    torch.compile has a guard for each comparison of a size that changes.
-
-    Args:
-        shape: of the op's first tensor.
-    """
-    if in_forward_mode():
-        return "reference", "reference"
-    picked, preferred = _chosen(name, backend, device, dtypes)
-    return by_size(picked, preferred, shape)
-
-
-def _chosen(
-    name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...]
-) -> tuple[str, tuple[Limits, ...]]:
-    """What `pick` gives, and when another backend is preferred to it. torch.compile takes both for constants."""
+def _chosen(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...]) -> str:
+    """`pick` outside forward-mode AD. torch.compile takes it for a constant."""
     key = (len(torch.ops.loaded_libraries), name, backend, device, dtypes)
     chosen = _CHOSEN.get(key)
     if chosen is None:
-        op, present = get(name), [dtype for dtype in dtypes if dtype is not None]
-        picked = op.choose(backend, device, present).backend
-        chosen = picked, tuple(preference.limits for preference in op.preferred(backend, device, present))
+        chosen = get(name).choose(backend, device, [dtype for dtype in dtypes if dtype is not None]).backend
         _CHOSEN[(len(torch.ops.loaded_libraries), *key[1:])] = chosen  # choosing may have loaded a library
     return chosen
 
 
-_ANY = 2**63 - 1  # more elements than a tensor has
-
-
 class Direct:
-    """Calls of one op that need no more than a raw op: eager, without gradient, outside an autocast that concerns it.
+    """Shortcut for an op's calls that need nothing but its raw op: eager, without gradient, without autocast.
 
     Attributes:
-        run: `run(backend, *arguments)`, those of the raw op, a tensor first. Gives NotImplemented, and has done
-            nothing, where the public function has to see to the call itself: the choice falls on the reference, a
-            gradient or a transform is asked for, a tensor is of a subclass or on another device, or the kernel refuses
-            what it is given, which the function can say in its own words.
+        run: called as `run(backend, *arguments)` with the raw op's arguments, a tensor first. It returns the result, or
+            NotImplemented without having done anything if the public function has to handle the call: the chosen
+            backend is the reference; a gradient or a torch.func transform is active; a tensor is of a subclass or on
+            another device; or the kernel refuses its arguments, for which the public function has the error message.
 
-    Once a choice is settled, `run` is the shortest way to the raw op. It is not settled while a better backend of the
-    device cannot run: a native library may be loaded yet. Dtypes have no part in it: a kernel refuses those that it
-    does not take. Nor is it for as many elements as the least of the op's preferences asks for: such a call is chosen
-    for each time, and is one of the backend that it names then.
+    The first call of a backend on a device settles the choice; later calls skip it and go straight to the raw op. The
+    choice stays open while a better backend of the device cannot run, because a native library may be loaded later.
+    Dtypes are not part of the choice: a kernel refuses those that it does not take.
 
     Args:
         overloads: the raw op of each backend.
-        autocasts: whether CUDA's autocast has a say in the op.
+        autocasts: whether CUDA's autocast changes the op's result.
     """
 
     def __init__(self, name: str, overloads: Mapping[str, OpOverload], autocasts: bool = False) -> None:
@@ -248,15 +207,10 @@ class Direct:
         if self._autocasts and torch.is_autocast_enabled("cuda"):
             return NotImplemented
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        input, dtypes = tensors[0], tuple(tensor.dtype for tensor in tensors if tensor.is_floating_point())
-        device = input.device
-        chosen, _ = pick_by_size(self._name, backend, device, dtypes, input.shape)
+        device, dtypes = tensors[0].device, tuple(tensor.dtype for tensor in tensors if tensor.is_floating_point())
+        chosen = pick(self._name, backend, device, dtypes)
         if chosen not in self._overloads:
             return NotImplemented
-        preferences = [p for p in get(self._name).preferences if not p.backward and p.holds_on(device)]
-        settled_elements = min((preference.elements for preference in preferences), default=_ANY)
-        if backend == "auto" and input.numel() >= settled_elements:
-            return self.run(chosen, *arguments)
         op = self._overloads[chosen]
         library = loader.python_library()
         candidates = get(self._name).candidates(backend)
@@ -264,8 +218,7 @@ class Direct:
             return _call_overload(op, tensors, arguments)
         if not isinstance(self.run, library.DirectCalls):
             self.run = library.DirectCalls(self._choose_and_call, self._autocasts)
-        elements = settled_elements if backend == "auto" else _ANY
-        self.run.settle(backend, device.type, op._schema.name, op._schema.overload_name, elements)
+        self.run.settle(backend, device.type, op._schema.name, op._schema.overload_name)
         return self.run(backend, *arguments)
 
 

@@ -23,7 +23,6 @@ from fuseopt.ops.library import (
     needs_autograd,
     reference_vjp,
 )
-from fuseopt.ops.preferences import MANY_ELEMENTS
 
 CAST_ORDERS = {"input": 0, "t5": 1, "llama": 2}
 """The codes by which raw ops know them: a dtype costs a call several times what an integer does."""
@@ -107,12 +106,12 @@ class _RMSNorm(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(backend: str, bwd_backend: str, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(backend: str, *arguments: Any) -> tuple[Tensor, Tensor]:
         return FWD[backend](*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        _, ctx.backend, input, weight, *ctx.scalars = inputs
+        ctx.backend, input, weight, *ctx.scalars = inputs
         _, rstd = output
         ctx.mark_non_differentiable(rstd)
         ctx.set_materialize_grads(False)
@@ -121,16 +120,16 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if grad_output is None:
-            return (None,) * 7
+            return (None,) * 6
         input, weight, rstd = ctx.saved_tensors
         eps, cast_order, offset = ctx.scalars
-        need_weight_grad = ctx.needs_input_grad[3]
+        need_weight_grad = ctx.needs_input_grad[2]
         if is_differentiated_again():
             reference = partial(normalise, eps=eps, cast_order=cast_order, offset=offset)
             grad_input, grad_weight = reference_vjp(reference, grad_output, (input, weight))
         else:
             grad_input, grad_weight = BWD[ctx.backend](grad_output, input, weight, rstd, offset, need_weight_grad)
-        return None, None, grad_input, grad_weight if need_weight_grad else None, None, None, None
+        return None, grad_input, grad_weight if need_weight_grad else None, None, None, None
 
 
 def rms_norm(
@@ -172,11 +171,11 @@ def rms_norm(
     if weight is not None:
         check_shape("weight", weight, input.shape[-1:])
     dtypes = (input.dtype, None if weight is None else weight.dtype)
-    chosen, chosen_bwd = registry.pick_by_size("rms_norm", backend, input.device, dtypes, input.shape)
+    chosen = registry.pick("rms_norm", backend, input.device, dtypes)
     if chosen == "reference":
         return normalise(input, weight, eps, code, offset)
     if needs_autograd(input, weight):
-        return apply(_RMSNorm, chosen, chosen_bwd, input, weight, eps, code, offset)[0]
+        return apply(_RMSNorm, chosen, input, weight, eps, code, offset)[0]
     return INFERENCE[chosen](input, weight, eps, code, offset)
 
 
@@ -231,14 +230,5 @@ registry.register(
             ),
         ),
         # Where `fuseopt bench ops` found the CUDA kernels slower by a hundredth or more, on an H200 or an H100.
-        preferences=(
-            registry.Preference("triton", False, torch.bfloat16, (1600, 1600), MANY_ELEMENTS, gpu="H200"),
-            registry.Preference("triton", False, torch.float32, (4096, 4096), MANY_ELEMENTS),
-            registry.Preference("triton", True, torch.bfloat16, (768, 768), MANY_ELEMENTS),
-            registry.Preference("triton", True, torch.bfloat16, (1600, 1600), MANY_ELEMENTS),
-            registry.Preference("triton", True, torch.bfloat16, (4096, 4096), MANY_ELEMENTS, gpu="H200"),
-            registry.Preference("triton", True, torch.float32, (1600, 1600), MANY_ELEMENTS),
-            registry.Preference("triton", True, torch.float32, (4096, 4096), MANY_ELEMENTS),
-        ),
     )
 )

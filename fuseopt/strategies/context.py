@@ -24,7 +24,6 @@ class BackendChoice:
         backend: shown in the plan; None if there is no choice.
         libraries: the native libraries that it needs.
         refused: why the backend that was asked for, or that fits the device best, will not run it.
-        by_size: what takes over from `backend` at some sizes.
         op: name of the op that the replacement calls; None if there is no choice or the model is on the meta device.
         wanted: the `backend` argument for the fused module, which passes it to the op in every call.
     """
@@ -32,7 +31,6 @@ class BackendChoice:
     backend: str | None = None
     libraries: tuple[loader.Kind, ...] = ()
     refused: str | None = None
-    by_size: str | None = None
     op: str | None = None
     wanted: str = "auto"
 
@@ -119,7 +117,7 @@ def choose_backend(op_name: str, wanted: str, index: ModelIndex) -> BackendChoic
     libraries = tuple(kind for kind in loader.KINDS if kind in backends)
     # Where the device of the input decides between several, the plan can name none of them.
     backend = backends.pop() if len(backends) == 1 else wanted
-    return BackendChoice(backend, libraries, "; ".join(refused) or None, _by_size(op, wanted, index), op.name, wanted)
+    return BackendChoice(backend, libraries, "; ".join(refused) or None, op.name, wanted)
 
 
 def _choices(op: registry.Op, wanted: str, index: ModelIndex) -> dict[str, registry.Choice]:
@@ -133,9 +131,3 @@ def _choices(op: registry.Op, wanted: str, index: ModelIndex) -> dict[str, regis
     if not choices:
         raise BackendError("\n".join(dict.fromkeys(refusals)))
     return choices
-
-
-def _by_size(op: registry.Op, wanted: str, index: ModelIndex) -> str | None:
-    """What `wanted` takes at some sizes in the place of the op's first backend."""
-    preferred = [str(p) for device in index.devices for p in op.preferred(wanted, device, [index.dtype])]
-    return f"by size {', '.join(dict.fromkeys(preferred))}" if preferred else None

@@ -211,16 +211,6 @@ def test_what_is_not_settled_is_chosen(device: str) -> None:
             calls(*arguments, **keywords)
 
 
-def test_what_has_too_many_elements_is_chosen_for(device: str) -> None:
-    calls = direct_calls(lambda *arguments: arguments)
-    calls.settle("auto", device, "fuseopt::gelu_fwd", "", 24)
-    calls.settle("cpu", device, "fuseopt::gelu_fwd", "")
-    few, many = (torch.randn(rows, 8, device=device) for rows in (2, 3))
-    assert torch.equal(calls("auto", few), torch.ops.fuseopt.gelu_fwd(few))
-    assert calls("auto", many, True) == ("auto", many, True)
-    assert torch.equal(calls("cpu", many), torch.ops.fuseopt.gelu_fwd(many))
-
-
 def test_threads_run_at_the_same_time(device: str) -> None:
     gelu = direct("gelu_fwd", device)
     input = torch.randn(64, 512, device=device)

@@ -89,7 +89,7 @@ def test_a_settled_choice_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> 
     settled, still_open = (registry.Direct(name, overloads) for name in ("settled", "open"))
     for direct in (settled, still_open):
         assert direct.run("auto", torch.ones(2)).tolist() == [-1, -1]
-    monkeypatch.setattr(registry, "pick_by_size", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr(registry, "pick", lambda *_: pytest.fail("asked again"))
     assert settled.run("auto", torch.ones(2)).tolist() == [-1, -1]
     # A better backend is missing, and may come yet.
     with pytest.raises(pytest.fail.Exception, match="asked again"):

@@ -1,7 +1,6 @@
 """The `kernels` strategy: which path runs, with what result, in every dtype and mode that users run."""
 
 import copy
-import dataclasses
 from collections import Counter
 from unittest import mock
 
@@ -13,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fuseopt
 from fuseopt import ops
 from fuseopt.modules import FusedMLP
-from fuseopt.ops import registry
 from fuseopt.strategies.eager_attention import FusedSoftmaxConfig
 from tests import tiny
 
@@ -108,19 +106,6 @@ def test_triton_kernels_run_on_a_gpu_and_fall_back_elsewhere(case):
         assert ran.counts[getattr(torch.ops.fuseopt, f"{op}_bwd").triton] == calls
     else:
         assert row.backend == "cpu" and "triton: runs on cuda tensors" in row.reason
-
-
-def test_the_report_says_what_auto_takes_by_size(monkeypatch):
-    preferred = registry.Preference("reference", True, torch.float32, (24, 24), 100)
-    norm = dataclasses.replace(registry.get("rms_norm"), preferences=(preferred,))
-    monkeypatch.setitem(registry._OPS, "rms_norm", norm)
-    monkeypatch.setattr(registry.Preference, "holds_on", lambda self, device: True)
-    reasons = {}
-    for backend, dtype in (("auto", torch.float32), ("auto", torch.bfloat16), ("cpu", torch.float32)):
-        model = fuseopt.initialize(tiny.t5().cpu().to(dtype), config("FusedRMSNorm", backend=backend))
-        reasons[backend, dtype], *_ = {row.reason for row in fuseopt.report(model).replaced}
-    by_size = "; by size reference backward over 24 columns from 100 elements on"
-    assert [reason.endswith(by_size) for reason in reasons.values()] == [True, False, False]
 
 
 @cases

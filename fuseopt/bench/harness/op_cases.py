@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fuseopt.bench.harness.timer import Call
 from fuseopt.bench.harness.workloads import dtype_name
 from fuseopt.ops import registry
-from fuseopt.ops.preferences import by_size
 from fuseopt.ops.registry import SampleInput
 
 
@@ -149,11 +148,9 @@ def contenders(case: OpCase, device: torch.device, compile: bool) -> dict[str, C
 
 
 def auto_choice(case: OpCase, device: torch.device) -> str:
-    """The backend that `backend="auto"` takes for calls of this size, in this direction."""
-    arguments = tensors(case.sample(torch.device("meta")))
-    dtypes = [tensor.dtype for tensor in arguments if tensor.is_floating_point()]
-    limits = [preference.limits for preference in case.op.preferred("auto", device, dtypes)]
-    return by_size(case.op.choose("auto", device, dtypes).backend, limits, arguments[0].shape)[case.backward]
+    """The backend that `backend="auto"` takes for the case's dtypes."""
+    dtypes = [tensor.dtype for tensor in tensors(case.sample(torch.device("meta"))) if tensor.is_floating_point()]
+    return case.op.choose("auto", device, dtypes).backend
 
 
 def _bound(upstream: registry.Upstream) -> Callable:

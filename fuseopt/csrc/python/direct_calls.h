@@ -1,6 +1,5 @@
 // `DirectCalls(choose, autocasts=False)(backend, *arguments)`: an op's calls, each of which goes straight to the raw op
-// that `settle` named for its backend and device, and to `choose(backend, *arguments)` where none is settled, or not for
-// so many elements as the first tensor has.
+// that `settle` named for its backend and device, and to `choose(backend, *arguments)` where none is settled.
 //
 // An OpOverload asks of each argument what it could stand for, in every overload; this takes the few types that the
 // schemas of fuseopt/ops have, reads them in place and hands them to PyTorch's dispatcher, which does with them what it
@@ -24,7 +23,6 @@
 
 #include <deque>
 #include <exception>
-#include <limits>
 #include <memory>
 #include <new>
 #include <optional>
@@ -34,8 +32,6 @@
 namespace {
 
 using c10::IValue;
-
-constexpr int64_t kAnyElements = std::numeric_limits<int64_t>::max();
 
 enum class Type { kTensor, kDtype, kInt, kFloat, kBool };
 
@@ -49,7 +45,6 @@ struct Parameter {
 struct RawOp {
   PyObject* backend;  // for which it is settled, an interned string
   c10::DeviceType device;
-  int64_t elements;  // for fewer than so many
   c10::OperatorHandle handle;
   std::vector<Parameter> parameters;
 };
@@ -154,11 +149,6 @@ PyObject* results_of(torch::jit::Stack& stack) {
   return results;
 }
 
-// Whether it is settled for a call with this first tensor. Sizes that are no numbers are left to the raw op.
-bool is_settled_for(const RawOp& op, const at::Tensor& input) {
-  return op.elements == kAnyElements || input.sym_numel().maybe_as_int().value_or(0) < op.elements;
-}
-
 const RawOp* find(const DirectCalls& calls, PyObject* backend, c10::DeviceType device) {
   for (const RawOp& op : calls.settled) {
     if (op.device == device && (op.backend == backend || PyUnicode_Compare(op.backend, backend) == 0)) return &op;
@@ -213,9 +203,8 @@ PyObject* call(PyObject* self, PyObject* const* arguments, size_t flagged_count,
   if (!THPVariable_CheckExact(arguments[1]) || (calls.autocasts && is_cuda_autocast_enabled())) {
     Py_RETURN_NOTIMPLEMENTED;
   }
-  const at::Tensor& input = THPVariable_Unpack(arguments[1]);
-  const RawOp* op = find(calls, arguments[0], input.device().type());
-  if (op == nullptr || !is_settled_for(*op, input)) return PyObject_Vectorcall(calls.choose, arguments, count, nullptr);
+  const RawOp* op = find(calls, arguments[0], THPVariable_Unpack(arguments[1]).device().type());
+  if (op == nullptr) return PyObject_Vectorcall(calls.choose, arguments, count, nullptr);
   return call_raw(*op, arguments + 1, count - 1);
 }
 
@@ -251,8 +240,7 @@ PyObject* settle(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject* backend = nullptr;
   const char *device = nullptr, *name = nullptr, *overload = nullptr;
-  long long elements = kAnyElements;
-  if (!PyArg_ParseTuple(arguments, "Usss|L", &backend, &device, &name, &overload, &elements)) return nullptr;
+  if (!PyArg_ParseTuple(arguments, "Usss", &backend, &device, &name, &overload)) return nullptr;
   auto& calls = *reinterpret_cast<DirectCalls*>(self);
   const c10::DeviceType device_type = c10::Device(device).type();
   if (find(calls, backend, device_type) != nullptr) Py_RETURN_NONE;  // by another thread
@@ -260,7 +248,7 @@ PyObject* settle(PyObject* self, PyObject* arguments) {
   auto parameters = parameters_of(handle.schema());
   Py_INCREF(backend);
   PyUnicode_InternInPlace(&backend);
-  calls.settled.push_back({backend, device_type, elements, std::move(handle), std::move(parameters)});
+  calls.settled.push_back({backend, device_type, std::move(handle), std::move(parameters)});
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -288,8 +276,7 @@ void deallocate(PyObject* self) {
 
 PyMethodDef methods[] = {
     {"settle", settle, METH_VARARGS,
-     "settle(backend, device, name, overload, elements=any): calls of that backend whose first tensor has fewer elements "
-     "go to the raw op"},
+     "settle(backend, device, name, overload): calls of that backend on that device go to the raw op"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyTypeObject* direct_calls_type() {
