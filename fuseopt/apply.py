@@ -1,8 +1,8 @@
-"""Acting: the only file that sets attributes on a user's model, and the one that puts them back.
+"""Applying and undoing plans: the only file that sets attributes on a user's model, and that restores them.
 
-One C call sets every site and the record, so a model switches between stock and fused at once. Python delivers
-asynchronous exceptions, such as KeyboardInterrupt, only between bytecodes, never inside that call. So at any time the
-model is either stock or fused, and its record says which.
+One C call sets all sites and the record of what is applied. Python delivers asynchronous exceptions, such as
+KeyboardInterrupt, only between bytecodes and never inside that call. So a model is either stock or fused at any time,
+and its record says which.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _STATE = "_fuseopt"
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 Step = functools.partial[Any]
-"""A C call that runs no Python code and cannot fail."""
+"""A call of a C function that runs no Python code and cannot fail."""
 
 
 class Absent:
-    """Marks an attribute that the instance does not have. The class is the mark: deepcopy and pickle keep it."""
+    """Stands for an attribute that the instance lacks. The class itself is the mark: deepcopy and pickle keep it."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """The value of one site while the model is stock, `before`, and while it is fused, `after`."""
+    """One site with its value in the stock model, `before`, and in the fused model, `after`."""
 
     holder: Reference
     name: str
@@ -61,20 +61,20 @@ class Change:
 
     @property
     def is_drop_in(self) -> bool:
-        """Whether a fused module replaces a module whose state it shares."""
+        """Whether a FusedModule replaces a module and shares its state."""
         return isinstance(self.after, FusedModule) and isinstance(self.before, nn.Module)
 
     def current(self) -> Any:
-        """The value that the site has now; `Absent` if it has none, or if its module has been freed."""
+        """The current value of the site; `Absent` if it has none, or if its module has been freed."""
         owner = self.owner
         return Absent if owner is None else _slot(owner, self.name).get(self.name, Absent)
 
     def is_at(self, value: Any) -> bool:
-        """Whether `value` stands at the site, and can be exchanged for the other of the two."""
+        """Whether the site holds `value` and may be set to the other value."""
         return self.current() is value and not (self.is_drop_in and not self.after.is_exchangeable(self.before))
 
     def steps(self, old: Any, new: Any) -> Iterator[Step]:
-        """The steps that replace `old` by `new` and copy what was set on `old` since, such as the training flag."""
+        """The steps that set `new` in place of `old` and copy what was set on `old` since, such as `training`."""
         owner = self.owner
         if owner is None:
             return
@@ -88,25 +88,25 @@ class Change:
 
 @dataclass(frozen=True)
 class Applied:
-    """What stays on a model while it is fused."""
+    """The record that a model carries while it is fused."""
 
     report: Report
     changes: tuple[Change, ...] = ()
 
     def report_now(self, model: nn.Module) -> Report:
-        """The report, with backends that differ from the plan by now and the lines of the replacements themselves."""
+        """The report, with a line for each backend that now differs from the plan, and the replacements' own lines."""
         lines = (c.after.report_lines() for c in self.changes if isinstance(c.after, Reporting))
         said = (line for found in lines for line in found)
         return replace(self.report, since=(*_changed_backends(self.report, model), *said))
 
 
 def lock(model: nn.Module) -> AbstractContextManager[Any]:
-    """A reentrant lock, one per model, held while it is changed."""
+    """The model's reentrant lock, to be held while the model is changed."""
     return _locks.setdefault(model, threading.RLock())
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> Report:
-    """Builds every new object, then sets them all on a model that is stock.
+    """Builds every new object, then sets all of them at once. The model must be stock.
 
     Raises:
         ApplyError: naming the site; the error that caused it is chained. The model is as it was.
@@ -132,9 +132,9 @@ def applied_to(model: nn.Module) -> Applied | None:
 
 
 def put(model: nn.Module, wanted: Applied | None) -> None:
-    """Applies the record `wanted` to `model`, or restores the stock model for None. Does nothing if that is its state.
+    """Applies the record `wanted`; None restores the stock model. Does nothing if that is the state already.
 
-    A site that someone else has set since is left unchanged, with a warning.
+    A site that other code has set in between is left unchanged, with a warning.
     """
     current = applied_to(model)
     if current is wanted:
@@ -147,13 +147,13 @@ def put(model: nn.Module, wanted: Applied | None) -> None:
     for path, kind in dict.fromkeys((change.path, type(change.current()).__name__) for change in left):
         warnings.warn(
             f"fuseopt.restore: {printable(path)} is left as it is, a {kind}: it, its class or a method of it was set "
-            "after fuseopt.initialize; set it yourself if you want the original back",
+            "after fuseopt.initialize. To get the original back, set it yourself",
             stacklevel=3,
         )
 
 
 def be_strict(model: nn.Module, strict: bool) -> None:
-    """Sets whether replacements that fail in a later call, such as a training step, raise there or fall back."""
+    """Sets whether replacements that fail in a later call, such as a training step, raise or fall back to stock."""
     applied = applied_to(model)
     for change in applied.changes if applied is not None else ():
         if isinstance(change.after, LateStrict):
@@ -162,7 +162,7 @@ def be_strict(model: nn.Module, strict: bool) -> None:
 
 @contextmanager
 def as_found_after(model: nn.Module) -> Iterator[None]:
-    """Restores, at the end of a with block, the record that `model` had at its start."""
+    """At the end of a with block, restores the record that `model` had at its start."""
     before = applied_to(model)
 
     def put_back() -> None:
@@ -175,7 +175,7 @@ def as_found_after(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def put_back_after(put_back: Callable[[], object]) -> Iterator[None]:
-    """Calls `put_back` at the end of a with block, and again if an exception ends that, such as KeyboardInterrupt."""
+    """Calls `put_back` at the end of a with block, and again if an exception such as KeyboardInterrupt cuts it off."""
     try:
         try:
             yield
@@ -192,10 +192,10 @@ def run_at_once(steps: Iterable[Step]) -> None:
 
 
 def stock_view(model: nn.Module) -> nn.Module:
-    """A read-only view of `model` as it is when stock; a stock model is returned itself.
+    """A read-only view of the stock model; a model that is stock is returned itself.
 
-    Modules with nothing applied in or below them are the model's own. The others are stand-ins of the same class, with
-    the stock values of attributes that fuseopt has set.
+    Modules with nothing applied in or below them are shared with `model`. The others are stand-ins of the same class
+    that hold the stock values of the attributes that fuseopt has set.
     """
     applied = applied_to(model)
     if applied is None:
@@ -234,7 +234,7 @@ def stock_view(model: nn.Module) -> nn.Module:
 
 
 def _changed_backends(report: Report, model: nn.Module) -> Iterator[str]:
-    """A line with the reason for each op that no longer runs on the planned backend, such as after `.to("cuda")`."""
+    """A line, with the reason, for each op whose backend is no longer the planned one, such as after `.to("cuda")`."""
     tensors = [*model.parameters(), *model.buffers()]
     device = tensors[0].device if tensors else torch.device("meta")
     dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.get_default_dtype())
@@ -254,7 +254,7 @@ def _changed_backends(report: Report, model: nn.Module) -> Iterator[str]:
 
 
 def _children(module: nn.Module, stock: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """The children that a module has while the model is stock."""
+    """The children of a module in the stock model."""
     there = stock.get(id(module), {})
     return {name: there.get(name, child) for name, child in module._modules.items()}
 

@@ -1,4 +1,4 @@
-"""Deciding: which objects of a model would be replaced by what, and why or why not. Nothing here changes the model."""
+"""Planning: which objects of a model would be replaced, by what, and why or why not. Nothing here changes the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fuseopt.report import Row, render, rows_to_json
 
 @dataclass(frozen=True)
 class Site:
-    """A place in a model that can be set and put back: attribute `name` of `owner`, reached from the root by `path`."""
+    """A settable attribute of a module: `name` of `owner`; `path` is its full name from the model's root."""
 
     owner: nn.Module
     name: str
@@ -36,19 +36,19 @@ class Site:
 
 @dataclass(frozen=True)
 class Replacement:
-    """One object that will be put in at every site of another.
+    """One new object, and the sites where it will replace an existing one.
 
     Attributes:
-        sites: where; several when the same object is known by several names.
-        source: class name of what stands there.
-        target: class name of what will.
+        sites: where it goes; several if the existing object has several names in the model.
+        source: class name of the existing object.
+        target: class name of the new object.
         request: the config name that asked for it.
-        strategy: the strategy that proposed it.
-        reason: why it may.
-        build: makes the new object; touches nothing.
-        backend: what will run it, where there is a choice.
-        libraries: the native libraries it needs loaded.
-        refused: why the backend that was asked for, or that fits the device best, will not run it.
+        strategy: name of the strategy that proposed it.
+        reason: why the replacement is allowed.
+        build: returns the new object; changes nothing.
+        backend: the backend that will run it; None if there is no choice.
+        libraries: native libraries that must be loaded before it runs.
+        refused: why the backend that was asked for, or that fits the device best, cannot run it.
         claims: inner sites whose work the target does too, so that no other replacement may have them.
         requires: sites that the same request must have been given, or the target would do nothing.
         op: name of the op that the target calls; None if there is no choice of backends.
@@ -73,7 +73,7 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Skip:
-    """A candidate that stays as it is, and why."""
+    """A candidate that is not replaced, with the reason."""
 
     sites: tuple[Site, ...]
     source: str
@@ -85,7 +85,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A module and every site it is known by."""
+    """A module and all of its sites."""
 
     module: nn.Module
     sites: tuple[Site, ...]
@@ -103,7 +103,7 @@ class Candidate:
         return self.lineage[0] == source
 
     def blocked_reasons(self) -> list[str]:
-        """Why this object must not be exchanged, whatever for."""
+        """Why this module must not be replaced by anything."""
         reasons = []
         if has_hooks(self.module):
             reasons.append("it carries hooks, which expect the module they were registered on")
@@ -113,9 +113,9 @@ class Candidate:
 
 
 class ModelIndex:
-    """One walk over a model: its candidates, and the devices and dtype that a backend is chosen for.
+    """All candidates of a model, and the devices and dtype that a backend is chosen for. Made in one walk.
 
-    A model without parameters and buffers runs wherever its input is, so every device of this machine counts.
+    A model without parameters and buffers runs on its input's device, so `devices` is then every device of the machine.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -144,7 +144,7 @@ def _devices_of_machine() -> tuple[torch.device, ...]:
 
 
 class Strategy(Protocol):
-    """HOW a fusion is done. `name` stands in plans and reports."""
+    """Proposes replacements of one kind. `name` is shown in plans and reports."""
 
     @property
     def name(self) -> str: ...
@@ -158,7 +158,7 @@ class Strategy(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """What `initialize` would do to one model, whole: `print(plan)`, `plan.to_dict()`, `plan.to_json()`."""
+    """Everything that `initialize` would do to one model: `print(plan)`, `plan.to_dict()`, `plan.to_json()`."""
 
     model_class: str
     policy: str
@@ -170,7 +170,7 @@ class Plan:
 
     @property
     def native_libraries(self) -> tuple[loader.Kind, ...]:
-        """The native libraries that have to be loaded, and built if need be, before the plan is applied."""
+        """The native libraries to load, and to build if necessary, before the plan is applied."""
         return tuple(sorted({kind for r in self.replacements for kind in r.libraries}))
 
     @property
@@ -191,20 +191,20 @@ class Plan:
         return render(f"plan for {self.title}", self.rows, self.kept, self.unmet)
 
     def check_strict(self) -> None:
-        """Raises PlanError when something asked for by name would not be done, or not by the backend asked for."""
+        """Raises PlanError if something asked for by name will not be done, or not by the backend asked for."""
         problems = list(self.unmet)
         problems += dict.fromkeys(
             f"{r.request}: would run on {r.backend}: {r.refused}" for r in self.replacements if r.refused
         )
         if problems and self.config.preset is None:
             raise PlanError(
-                f"strict: {printable(self.model_class)} cannot be given what the config asks for:\n  "
+                f"strict: {printable(self.model_class)} cannot be fused as the config asks:\n  "
                 + "\n  ".join(map(printable, problems))
             )
 
 
 def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy]) -> Plan:
-    """Walks `model` and decides. Where two strategies claim a site, the earlier one in `strategies` has it."""
+    """The plan for `model`. If two strategies claim a site, the earlier one in `strategies` gets it."""
     policy = policy_for(model)
     index = ModelIndex(model)
     replacements: list[Replacement] = []
@@ -236,7 +236,7 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
         unmet = [
             _unmet(strategy, name, skips)
             for strategy, name in requested
-            if not _landed(name, strategy, replacements) and (strategy, name) not in covered
+            if not _is_met(name, strategy, replacements) and (strategy, name) not in covered
         ]
     return Plan(
         model_class=type(model).__name__,
@@ -252,7 +252,7 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
 def _candidates(model: nn.Module) -> Iterator[Candidate]:
     modules: dict[int, nn.Module] = {}
     sites: dict[int, list[Site]] = defaultdict(list)
-    # Each module once, even if it has several names: with shared modules nested `depth` deep there are 2 ** depth.
+    # Each module is visited once, even if it has several names: shared modules nested `depth` deep have 2 ** depth.
     for path, module in model.named_modules():
         modules[id(module)] = module
         for name, child in module._modules.items():
@@ -268,13 +268,14 @@ def _kept(index: ModelIndex, claimed: dict[tuple[int, str], Replacement]) -> dic
     return dict(Counter(c.class_name for c in leaves if not any(site.key in claimed for site in c.sites)).most_common())
 
 
-def _landed(name: str, strategy: str, replacements: list[Replacement]) -> bool:
+def _is_met(name: str, strategy: str, replacements: list[Replacement]) -> bool:
     return any(r.request == name and r.strategy == strategy for r in replacements)
 
 
 def _unmet(strategy: str, name: str, skips: list[Skip]) -> str:
     reasons = list(dict.fromkeys(s.reason for s in skips if s.request == name and s.strategy == strategy))
-    return f"{name} ({strategy}) lands nowhere: {'; '.join(reasons) or 'this model has no module that it replaces'}"
+    why = "; ".join(reasons) or "there is no module that it replaces"
+    return f"{name} ({strategy}) matches nothing in the model: {why}"
 
 
 def _lost_to(winner: Replacement, loser: Replacement) -> Skip:

@@ -1,4 +1,4 @@
-"""Rows, tables and JSON: how a Plan is shown, and the Report that stays on a model after it was applied."""
+"""Rows of plans and reports, their table and JSON, and the Report that stays on a model after a plan is applied."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fuseopt.errors import printable
 
 @dataclass(frozen=True)
 class Row:
-    """One object of the model: replaced by `target`, or not replaced by it although that was considered.
+    """One object of the model that was considered for replacement by `target`; `replaced` says whether it was.
 
-    `op` and `wanted` are those of `Replacement`.
+    `op` and `wanted` are as in `fuseopt.plan.Replacement`.
     """
 
     paths: tuple[str, ...]
@@ -50,9 +50,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What was done to a model: plain data, copied and pickled with it. `print(report)`, `to_dict()`, `to_json()`.
+    """What was done to a model: `print(report)`, `to_dict()`, `to_json()`. Plain data; copied and pickled with it.
 
-    `since` is what the replacements have to say of the time since, up to when the report was asked for.
+    `since` has lines about events after `initialize`, such as calls served by another backend than planned.
     """
 
     model: str
@@ -83,14 +83,14 @@ class Report:
 
 @runtime_checkable
 class Reporting(Protocol):
-    """A replacement that goes on having something to say."""
+    """A replacement that adds lines to the report each time it is asked for."""
 
     def report_lines(self) -> tuple[str, ...]: ...
 
 
 @runtime_checkable
 class LateStrict(Protocol):
-    """A replacement that finds out only in a call whether it works; with `strict` that call raises if it does not."""
+    """A replacement that may fail in a later call. If `strict`, that call raises; else it falls back to stock code."""
 
     strict: bool
 
@@ -111,7 +111,7 @@ def rows_to_json(
 
 
 def render(title: str, rows: Sequence[Row], kept: Mapping[str, int], unmet: Sequence[str]) -> str:
-    """An aligned table; rows that differ in layer numbers only are shown as one, with how many there are."""
+    """An aligned table. Rows that differ only in layer numbers are merged into one row with a count."""
     header = ("module", "count", "change", "strategy", "reason")
     table = [header, *(tuple(map(printable, line)) for line in _grouped(rows))]
     widths = [max(len(line[column]) for line in table) for column in range(len(header) - 1)]

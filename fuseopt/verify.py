@@ -1,4 +1,4 @@
-"""Verifying: the fused model against the stock one on the user's own inputs, with a float64 copy as judge."""
+"""verify(): compares the fused model with the stock one on the user's inputs; the reference is a float64 copy."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ import fuseopt
 from fuseopt import apply
 from fuseopt.errors import printable
 
-# The fused model may be this many times further from the judge than the stock model is,
+# The largest error allowed to the fused model, as a multiple of the stock model's error,
 ERROR_FACTOR = 2.0
-# or this many units of the output's dtype at its largest value, if that is more.
+# or in units in the last place of the output's largest value, whichever is more.
 FLOOR_ULPS = 2.0
 
-# How often the fused model runs, each time being judged: what comes often is captured as a CUDA graph.
+# Calls of the fused model by device type, each compared: on a GPU later calls are captured as CUDA graphs.
 _CALLS = {"cuda": 4}
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found, for the output tensor that comes off worst.
+    """Result of `verify`, for the output tensor with the largest error relative to its tolerance.
 
     Attributes:
-        output: its name, "logits" say.
+        output: name of the tensor, such as "logits".
         difference: largest absolute difference between the fused and the stock model.
-        stock_error, fused_error: largest absolute difference of each from the float64 copy of the stock model.
-        tolerance: the most that `fused_error` may be.
-        tokens_agree: whether both generate the same tokens; None when `verify` was not asked to generate.
-        tokens_count: whether `ok` asks for that. It does in float32 and float64; in half precision the last bit decides
-            near-ties between two tokens.
-        replaced: how many objects the config replaced.
+        stock_error, fused_error: largest absolute difference of each model from the float64 reference.
+        tolerance: largest `fused_error` allowed.
+        tokens_agree: whether both models generate the same tokens; None if `verify` was not asked to generate.
+        tokens_count: whether `ok` requires `tokens_agree`. True in float32 and float64; in half precision near-ties
+            between two tokens are decided by the last bit.
+        replaced: number of objects that the config replaced.
     """
 
     output: str
@@ -71,29 +71,29 @@ class Verification:
 def verify(
     model: nn.Module, config: Any, inputs: Mapping[str, Any], *, generate: Mapping[str, Any] | None = None
 ) -> Verification:
-    """Runs `model` on `inputs` stock, fused under `config`, and as a stock copy that computes in float64 throughout.
+    """Compares the stock and the fused model on `inputs` with a copy of the stock model that computes in float64.
 
-    All three run in eval mode and without gradients, so this says nothing of what a config does in training only. The
-    model is left as it was found, fused or not. On a GPU the fused model runs four times, so that what is captured when
-    it comes often is judged too. The copy takes the memory of a float64 model while it is looked at.
+    All three run in eval mode and without gradients, so parts of a config that act in training only are not checked.
+    Afterwards the model is stock or fused as before. On a GPU the fused model runs four times, so that calls captured
+    as CUDA graphs are compared too. The float64 copy needs memory for a second model, with 8 bytes per parameter.
 
     Args:
-        model: on any device, in any floating dtype.
+        model: on any device, in any floating-point dtype.
         config: as for `initialize`.
         inputs: keyword arguments of the model's forward, such as a tokenizer returns.
-        generate: keyword arguments of `model.generate`, which is then called on `inputs` too, greedily unless they say
-            otherwise; random numbers are the same for stock and fused.
+        generate: keyword arguments of `model.generate`. If given, both models also generate from `inputs`, greedily by
+            default, with the same random seed.
 
     Raises:
         NotAModelError, ConfigError: as `initialize`.
         ValueError: the model returns no floating-point tensor.
     """
-    fuseopt.plan(model, config)  # Refuses a bad model or config before anything is run.
+    fuseopt.plan(model, config)  # raises for a bad model or config before anything runs
     with apply.lock(model), apply.as_found_after(model):
         apply.put(model, None)
         with _evaluating(model), torch.no_grad():
             stock, stock_tokens = _outputs(model, inputs), _tokens(model, inputs, generate)
-            judge = _run_in_float64(model, inputs)
+            reference = _run_in_float64(model, inputs)
             with fuseopt.fused(model, config):
                 replaced = len(fuseopt.report(model).replaced)
                 calls = max((_CALLS.get(parameter.device.type, 1) for parameter in model.parameters()), default=1)
@@ -101,7 +101,7 @@ def verify(
                 fused_tokens = _tokens(model, inputs, generate)
     if not stock:
         raise ValueError(f"verify: {type(model).__name__} returned no floating-point tensor to compare")
-    compared = [(name, _compare(stock[name], run.get(name), judge[name])) for run in fused for name in stock]
+    compared = [(name, _compare(stock[name], run.get(name), reference[name])) for run in fused for name in stock]
     worst, comparison = max(compared, key=lambda named: named[1].fused_error / named[1].tolerance)
     dtype = next(iter(model.parameters()), next(iter(stock.values()))).dtype
     return Verification(
@@ -121,22 +121,23 @@ class _Comparison:
     tolerance: float
 
 
-def _compare(stock: Tensor, fused: Tensor | None, judge: Tensor) -> _Comparison:
-    stock_error = _largest_difference(stock, judge)
-    finite = judge[judge.isfinite()].abs()
+def _compare(stock: Tensor, fused: Tensor | None, reference: Tensor) -> _Comparison:
+    stock_error = _largest_difference(stock, reference)
+    finite = reference[reference.isfinite()].abs()
     largest = finite.max().item() if finite.numel() else 0.0
     info = torch.finfo(stock.dtype)
     tolerance = max(ERROR_FACTOR * stock_error, FLOOR_ULPS * info.eps * largest, info.tiny)
     if fused is None or fused.shape != stock.shape or fused.dtype != stock.dtype:
         return _Comparison(math.inf, stock_error, math.inf, tolerance)
-    return _Comparison(_largest_difference(fused, stock), stock_error, _largest_difference(fused, judge), tolerance)
+    fused_error = _largest_difference(fused, reference)
+    return _Comparison(_largest_difference(fused, stock), stock_error, fused_error, tolerance)
 
 
 def _largest_difference(one: Tensor, other: Tensor) -> float:
     if not one.numel():
         return 0.0
     one, other = one.double(), other.double()
-    # Infinities of one sign, and NaN on both sides, are no difference; NaN on one side is as large as one gets.
+    # Equal infinities, and NaN on both sides, differ by 0; NaN on one side differs by infinity.
     same = (one == other) | (one.isnan() & other.isnan())
     return torch.where(same, 0.0, (one - other).abs()).nan_to_num(nan=math.inf).max().item()
 
@@ -157,14 +158,14 @@ def _tokens(model: nn.Module, inputs: Mapping[str, Any], generate: Mapping[str, 
 
 
 def _run_in_float64(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    judge = copy.deepcopy(model).double()
+    reference = copy.deepcopy(model).double()
     widened = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, dict(inputs))
     with _InFloat64():
-        return _outputs(judge, widened)
+        return _outputs(reference, widened)
 
 
 class _InFloat64(TorchDispatchMode):
-    """Makes of every cast to a narrower floating dtype one to float64: norms and softmaxes ask for float32 by name."""
+    """Turns casts to narrower floating dtypes into casts to float64: norms and softmaxes ask for float32 by name."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         narrow = (torch.float32, torch.float16, torch.bfloat16)
@@ -175,7 +176,7 @@ class _InFloat64(TorchDispatchMode):
 
 
 def _floating_tensors(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors in nested mappings and sequences, each with a name; caches are passed over."""
+    """The floating-point tensors in nested mappings and sequences, with names. Other objects are skipped."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield name, output

@@ -101,7 +101,7 @@ def test_strict_fails_after_the_plan(capsys, tmp_path):
     code, out, err = run(capsys, "plan", "gpt2-tiny", "--config", str(config), "--strict", "--json")
     assert code == 2
     assert "FusedRMSNorm" in err
-    assert "lands nowhere" in err
+    assert "matches nothing in the model" in err
     assert json.loads(out)["unmet"]
 
 

@@ -30,7 +30,7 @@ CONFIGS = {
 AOT = {"kernel_fusion": {"memory_efficient_fusion": {"backend": "aot_eager"}, "triton_kernels": TRITON}}
 pytestmark = [
     pytest.mark.usefixtures("each_device"),
-    pytest.mark.filterwarnings("ignore:fuseopt. .* lands nowhere"),
+    pytest.mark.filterwarnings("ignore:fuseopt. .* matches nothing in the model"),
 ]
 families = pytest.mark.parametrize("family", ["gpt2", "t5", "llama"])
 

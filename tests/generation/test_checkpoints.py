@@ -37,7 +37,7 @@ OF_DECODING = ("generation", "inference")
 OF_MODULES = ("greedy", "beams without repeats")
 pytestmark = [
     pytest.mark.usefixtures("each_device"),
-    pytest.mark.filterwarnings("ignore:fuseopt. .* lands nowhere"),
+    pytest.mark.filterwarnings("ignore:fuseopt. .* matches nothing in the model"),
 ]
 
 

@@ -367,7 +367,7 @@ def test_restore_frees_what_is_kept(model):
     assert kept() is None and "generate" not in model.__dict__
 
 
-@pytest.mark.filterwarnings("ignore:fuseopt. .* lands nowhere")
+@pytest.mark.filterwarnings("ignore:fuseopt. .* matches nothing in the model")
 @pytest.mark.parametrize(
     "kernels",
     [

@@ -23,7 +23,7 @@ from tests.strategies.combined import (
 
 pytestmark = [
     # A block asks for every kernel, and no model has a place for all of them.
-    pytest.mark.filterwarnings("ignore:fuseopt. .* lands nowhere:UserWarning"),
+    pytest.mark.filterwarnings("ignore:fuseopt. .* matches nothing in the model:UserWarning"),
     pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
 ]
 

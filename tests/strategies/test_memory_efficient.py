@@ -495,7 +495,7 @@ def compiled_in_place() -> nn.Module:
 )
 def test_what_cannot_be_compiled_is_skipped_with_the_reason(make, reason):
     model = make()
-    with pytest.warns(UserWarning, match=f"memory_efficient_fusion .* lands nowhere: .*{reason}"):
+    with pytest.warns(UserWarning, match=f"memory_efficient_fusion .* matches nothing in the model: .*{reason}"):
         fuseopt.initialize(model, CONFIG)
     with pytest.raises(PlanError, match=reason):
         fuseopt.initialize(model, CONFIG, strict=True)
@@ -523,7 +523,7 @@ def test_without_what_is_private_to_torch_it_is_skipped(gone, monkeypatch):
         monkeypatch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
         reason = "lacks a private module or function that it uses: import of torch._inductor.custom_graph_pass"
     model = model_of("gpt2")
-    with pytest.warns(UserWarning, match=f"memory_efficient_fusion .* lands nowhere: .*{reason}"):
+    with pytest.warns(UserWarning, match=f"memory_efficient_fusion .* matches nothing in the model: .*{reason}"):
         fuseopt.initialize(model, CONFIG)
     assert "forward" not in model.__dict__ and "_loss_function" not in model.__dict__
 

@@ -1,4 +1,4 @@
-"""From a case to records: what is run, what is compared, and what is said of a config that lands nowhere."""
+"""From a case to records: what is run, what is compared, and what is said of a config that matches nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_case_becomes_a_row_a_variant():
     low, median, high = fused.milliseconds
     assert 0 < low <= median <= high
     assert (nowhere.variant, nowhere.milliseconds) == ("FusedRMSNorm", None)
-    assert "lands nowhere" in nowhere.note
+    assert "matches nothing in the model" in nowhere.note
 
 
 def test_a_step_that_cannot_be_compiled_is_a_row_that_says_why():
