@@ -1,8 +1,8 @@
 """The cache folder for compiled libraries, and the checks before a library is loaded.
 
-Anyone who can write there can run code in every process that loads a library. So a folder or file is refused if a user
-other than this one or root owns it or can write it, or if its path leads through such a folder. Each library has its
-SHA-256 beside it, in the format of `sha256sum`, because loading a truncated file kills the process.
+Whoever can write to the folder can run code in every process that loads a library. So a folder or file is refused if
+a user other than this one or root owns it or can write it, or if its path leads through such a folder. Each library has
+a SHA-256 file beside it, in the format of `sha256sum`, because loading a truncated library kills the process.
 """
 
 import contextlib

@@ -1,11 +1,11 @@
-"""Finds, builds and loads the native libraries: two that implement `torch.ops.fuseopt`, for the CPU and for CUDA, and
-one that calls these ops from Python.
+"""Finds, builds and loads the native libraries.
 
-Looked for in this order: a prebuilt library in the package (`fuseopt/_lib`, from a wheel), one built earlier in the
-user's cache folder, else it is compiled into the cache. Nothing is compiled at import or unasked, or written into the
-package.
+There are three: "cpu" and "cuda" implement `torch.ops.fuseopt`; "python" calls these ops from Python with less host
+time. The loader takes the first of these: the prebuilt library in the package (`fuseopt/_lib`, from a wheel); the
+library built earlier in the user's cache folder; a new build in the cache folder. Importing fuseopt compiles nothing,
+and nothing is written into the package.
 
-A library in the cache is loaded only if no other user can write it and it matches its digest
+A library in the cache is loaded only if no other user can write it and if it matches its digest
 (`fuseopt.build.library_cache`). A library that is damaged, or that cannot be loaded, is built again.
 
 Environment: `FUSEOPT_CACHE_DIR` names the cache folder (default `$XDG_CACHE_HOME/fuseopt`, `~/.cache/fuseopt`);
@@ -29,41 +29,41 @@ from typing import Literal
 
 import torch
 
-from fuseopt.build import library_cache, prebuilt, toolchain
+from fuseopt.build import compilation, library_cache, prebuilt, toolchain
 from fuseopt.errors import NativeBuildError
 
 Kind = Literal["cpu", "cuda"]
 KINDS: tuple[Kind, ...] = ("cpu", "cuda")
-"""The libraries of kernels, by the type of device that they are for."""
+"""The libraries of kernels, named after the device type that they are for."""
 
 Library = Literal["cpu", "cuda", "python"]
 LIBRARIES: tuple[Library, ...] = (*KINDS, "python")
-"""All native libraries. The last makes calls shorter, comes along with any other, and is not missed without."""
+"""All native libraries. "python" saves host time per call. It is loaded with any other library, and is optional."""
 
 _LOCK_TIMEOUT_SECONDS = 900
 _PYTHON_MODULE = "fuseopt_python"  # what csrc/python calls itself
 
 _process_lock = threading.Lock()
 _settled: dict[str, "LibraryState"] = {}
-# (path, inode, time of change) of files that could not be loaded -> reason. A new file at the path is tried again.
+# (path, inode, change time) of files that could not be loaded -> reason. A new file at the same path is tried again.
 _not_loadable: dict[tuple[Path, int, int], str] = {}
 _python_library: ModuleType | None = None
 
 
 @dataclass(frozen=True)
 class LibraryState:
-    """Where one native library stands.
+    """State of one native library.
 
     Attributes:
         kind: "cpu", "cuda" or "python".
-        status: "loaded"; "available": a file is there, not loaded yet; "buildable": sources and compilers are there;
-            "absent": `reason` says why.
-        origin: "prebuilt", "cache" or "built" (by this process); None where there is no file.
-        path: the file, or where building would put it.
+        status: "loaded"; "available", a file exists but is not loaded; "buildable", sources and compilers exist;
+            "absent", for the reason in `reason`.
+        origin: "prebuilt", "cache" or "built" (by this process); None if there is no file.
+        path: the file, or the path that a build would write.
         reason: why it is absent; None otherwise.
-        passed_over: why the prebuilt library in the package was not taken; None where it was, or where there is none.
+        passed_over: why the prebuilt library in the package was not used; None if it was, or if there is none.
         damage: why the library in the cache cannot be used; None if it can, or if there is none.
-        seconds: what building and loading took.
+        seconds: time of building and loading.
     """
 
     kind: Library
@@ -77,24 +77,24 @@ class LibraryState:
 
 
 def state(kind: Library) -> LibraryState:
-    """Where the library stands, from a look at the disk; nothing is loaded or compiled."""
+    """State of the library according to the disk; nothing is loaded or compiled."""
     return _settled.get(kind) or _find(kind)
 
 
 def load(kind: Kind, *, build: bool = True) -> LibraryState:
-    """Load the library into the process, compiled first where that is needed and `build` allows it.
+    """Loads the library into the process. If there is none yet and `build` allows it, compiles it first.
 
-    Never raises for a library that cannot be had: the state is "absent" and holds the reason, with the compiler's own
-    words where it failed. A loaded library and a failed build are remembered: later calls cost nothing.
+    Never raises: if the library cannot be built or loaded, the state is "absent" with the reason, such as the
+    compiler's message. A loaded library and a failed build are remembered, so later calls cost nothing.
     """
     return load_all([kind], build=build)[0]
 
 
 def load_all(kinds: Sequence[Kind], *, build: bool = True) -> list[LibraryState]:
-    """`load` for each of `kinds`; what has to be compiled is compiled at the same time."""
+    """`load` for each of `kinds`; builds run in parallel."""
     with _process_lock:
         start = time.perf_counter()
-        # In one order in every process, for the sake of the locks on files.
+        # Every process takes the file locks in the same order.
         wanted = [kind for kind in LIBRARIES if kind in kinds or (kind == "python" and kinds)]
         found = {kind: _find_working(kind) for kind in wanted if kind not in _settled}
         if build:
@@ -110,7 +110,7 @@ def load_all(kinds: Sequence[Kind], *, build: bool = True) -> list[LibraryState]
 
 
 def python_library() -> ModuleType | None:
-    """The module of `csrc/python`, once it is loaded."""
+    """The module of `csrc/python` if it is loaded, else None."""
     return _python_library
 
 
@@ -215,7 +215,7 @@ def _build(wanted: Sequence[LibraryState]) -> dict[Library, LibraryState]:
 
 
 def _lock(wanted: LibraryState, locks: contextlib.ExitStack) -> LibraryState:
-    """The state once no other process can be building the library: "buildable" if it is still to be built."""
+    """Takes the lock on building the library. The state is "buildable" if no other process has built it meanwhile."""
     import filelock
 
     path = wanted.path
@@ -237,7 +237,7 @@ def _lock(wanted: LibraryState, locks: contextlib.ExitStack) -> LibraryState:
 
 
 def _compile(missing: Sequence[LibraryState]) -> dict[Library, LibraryState]:
-    """What becomes of libraries that this process alone builds, at the same time and with one line of progress."""
+    """Builds libraries, whose locks this process holds, in parallel and with one progress line; their new states."""
     what = f"compiling {' and '.join(f'the {state.kind} library' for state in missing)}, once"
     for state in missing:
         if state.passed_over is not None:
@@ -251,13 +251,13 @@ def _compile(missing: Sequence[LibraryState]) -> dict[Library, LibraryState]:
         recipes.append(recipe)
     with (
         contextlib.suppress(NativeBuildError, OSError),
-        toolchain.progress_line(what, recipes) as progress,
+        compilation.progress_line(what, recipes) as progress,
         ThreadPoolExecutor(len(missing)) as pool,
     ):
         builds = []
         for state, recipe in zip(missing, recipes, strict=True):
             assert state.path is not None
-            builds.append(pool.submit(toolchain.build, recipe, state.path, progress, library_cache.publish))
+            builds.append(pool.submit(compilation.build, recipe, state.path, progress, library_cache.publish))
         wait(builds)
         for build in builds:
             build.result()

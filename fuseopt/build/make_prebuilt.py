@@ -1,8 +1,8 @@
 """`python -m fuseopt.build.make_prebuilt`: builds the native libraries that a wheel ships into `fuseopt/_lib`.
 
-The CPU library for any x86-64-v3 processor; the library for Python, for the torch and the Python at hand; and where
-there is an nvcc, the CUDA library for those compute capabilities of SHIPPED_ARCHITECTURES that it knows, with PTX of
-the last for newer devices.
+Builds the CPU library for any x86-64-v3 processor, and the library for Python for the torch and Python at hand. If
+nvcc exists, it also builds the CUDA library for those compute capabilities of SHIPPED_ARCHITECTURES that nvcc knows,
+with PTX of the last one for newer devices.
 """
 
 import argparse
@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fuseopt.build import loader, prebuilt, toolchain
+from fuseopt.build import compilation, loader, prebuilt, toolchain
 
 SHIPPED_ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
 
 
 def build(folder: Path, architectures: Sequence[str] = SHIPPED_ARCHITECTURES) -> str | None:
-    """Build the libraries and their descriptions into `folder`, in place of what it holds of them.
+    """Builds the libraries and their descriptions into `folder`, replacing those that it holds.
 
     Returns:
-        why there is no CUDA library; None when there is one.
+        why there is no CUDA library; None if there is one.
 
     Raises:
         toolchain.ToolchainError: no C++ compiler.
@@ -52,8 +52,8 @@ def build(folder: Path, architectures: Sequence[str] = SHIPPED_ARCHITECTURES) ->
 
 def _build(recipe: toolchain.Recipe, library: Path, **made_for: Any) -> None:
     made = prebuilt.Contents(toolchain.sources_digest(library.stem), platform.machine(), size=0, **made_for)
-    with toolchain.progress_line(f"compiling {library.name} for {made}", [recipe]) as progress:
-        toolchain.build(recipe, library, progress)
+    with compilation.progress_line(f"compiling {library.name} for {made}", [recipe]) as progress:
+        compilation.build(recipe, library, progress)
     made = dataclasses.replace(made, size=library.stat().st_size)
     library.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(made), indent=2) + "\n", encoding="utf-8")
 

@@ -1,6 +1,6 @@
-"""Native libraries that a wheel ships: what stands in `fuseopt/_lib`, and whether it fits this machine.
+"""Prebuilt native libraries of a wheel: what `fuseopt/_lib` holds, and whether it fits this machine.
 
-A JSON file beside each library says what it was made from and for. `fuseopt.build.make_prebuilt` makes both.
+A JSON file beside each library describes what it was made from and for. `fuseopt.build.make_prebuilt` writes both.
 """
 
 import dataclasses
@@ -14,21 +14,21 @@ import torch
 from fuseopt.build import toolchain
 
 FOLDER = Path(__file__).parents[1] / "_lib"
-# From here on kernels are launched as clusters, for which code compiled for anything older has no instructions.
+# From this compute capability on kernels launch as clusters; code compiled for older ones lacks the instructions.
 _FIRST_WITH_CLUSTERS = (9, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What one shipped library was made from and for.
+    """Description of one shipped library: what it was made from and for.
 
     Attributes:
         sources: `toolchain.sources_digest` of the sources compiled.
-        machine: processor architecture, as "x86_64".
+        machine: processor architecture, such as "x86_64".
         size: bytes of the library. Loading a truncated file would kill the process.
-        cuda: release of nvcc, None for the CPU library.
-        architectures: compute capabilities with machine code; PTX of the last is there too.
-        interpreter: `toolchain.interpreter` of the library for Python, None for those that any torch and Python take.
+        cuda: release of nvcc; None for the other libraries.
+        architectures: compute capabilities with machine code; PTX of the last is included.
+        interpreter: `toolchain.interpreter()` of the library for Python; None for the others.
     """
 
     sources: str
@@ -51,7 +51,7 @@ def path_of(kind: str) -> Path:
 
 
 def contents(kind: str) -> Contents | str | None:
-    """What the library in the package was made for; None where there is none, a reason where that cannot be told."""
+    """The description of the library in the package; None if there is no library, a reason if it cannot be read."""
     library = path_of(kind)
     if not library.exists():
         return None
@@ -64,7 +64,7 @@ def contents(kind: str) -> Contents | str | None:
 
 
 def not_usable_reason(kind: str) -> str | None:
-    """Why the library in the package, which is there, cannot serve this process; None when it can."""
+    """Why the library in the package cannot be used in this process; None if it can. The library must exist."""
     found = contents(kind)
     assert found is not None
     if isinstance(found, str):
@@ -96,7 +96,10 @@ def _is_below_x86_64_v3() -> bool:
 
 
 def _not_run_reason(architectures: Sequence[str], capability: tuple[int, int]) -> str | None:
-    """Machine code runs on later minor versions of its major one, PTX on everything later."""
+    """Why code for `architectures` does not run on a GPU of this compute capability; None if it does.
+
+    Machine code runs on later minor versions of the same major version; PTX runs on every later version.
+    """
     compiled = [divmod(int(architecture), 10) for architecture in architectures]
     name = f"sm_{capability[0]}{capability[1]}"
     if any(major == capability[0] and minor <= capability[1] for major, minor in compiled):

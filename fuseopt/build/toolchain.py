@@ -1,14 +1,14 @@
-"""Compilers, flags and commands: how a folder of `csrc` becomes one shared library.
+"""Recipes of the native libraries: which compilers, flags, commands and sources make a shared library of `csrc`.
 
-CPU code is C++ against the LibTorch stable ABI. CUDA code is torch-free `.cu` compiled by nvcc, and a thin binding on
-the stable ABI compiled by the C++ compiler. Neither needs Python or a header outside the stable ABI. The one file that
-calls them from Python needs both, and is a library of its own, for one release of torch and of Python.
+The CPU library is C++ on the LibTorch stable ABI. The CUDA library is `.cu` files without torch, compiled by nvcc, and
+thin bindings on the stable ABI, compiled by the C++ compiler. Neither needs Python or a header outside the stable ABI.
+The file that calls raw ops from Python needs both, so it is a third library, for one release of torch and of Python.
+
+`fuseopt.build.compilation` runs recipes.
 """
 
-import contextlib
 import functools
 import hashlib
-import itertools
 import os
 import platform
 import re
@@ -16,56 +16,49 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from fuseopt.errors import NativeBuildError
-
 CSRC = Path(__file__).parents[1] / "csrc"
 _TORCH = Path(torch.__file__).parent
-# The oldest supported release: only what its stable ABI has may be used, whichever release's headers are compiled.
+# The oldest supported release. Code may use only what the stable ABI of that release has, whichever headers compile it.
 _TORCH_TARGET_VERSION = "0x020b000000000000"
-# A switch that does not handle every value of its enum does not compile.
+# -Werror=switch: a switch must handle every value of its enum.
 _CXX_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Werror=switch")
-# Without masked arithmetic, as in AVX2, a loop with a choice in it is only vectorised where that may raise the
-# processor's floating-point flags, which nobody reads. No result depends on it.
+# -fno-trapping-math: without masked arithmetic, as in AVX2, a loop with a condition is vectorised only if it may raise
+# floating-point flags. Nobody reads those flags, and no result depends on them.
 _SIMD_FLAGS = ("-O3", "-fopenmp-simd", "-fno-trapping-math")
-# A file costs its compiler a second or more before the first line of ours, for the headers of torch or CUDA: so all
-# bindings are compiled as one, and the others as no more than keep every processor busy until the end.
+# The headers of torch or CUDA cost each compiler run a second or more. So all bindings are compiled as one unit, and
+# the other sources as this many units per processor.
 _UNITS_A_PROCESSOR = 2
 _BINDING_SUFFIX = "_binding.cpp"
 QUERY_SECONDS = 60
-"""Timeout of queries for a compiler's version, folder or flags; long enough for a cold network file system."""
+"""Timeout of a query for a compiler's version, folder or flags; long enough for a cold network file system."""
 
 MANY_KERNELS = ("rms_norm.cu", "rms_norm_of_sum.cu", "softmax.cu")
-"""Sources that take longer to compile than their size tells, for the many dtypes and shapes of their kernels."""
+"""Sources that compile for longer than their size suggests: their kernels have many dtypes and shapes."""
 
 
 class ToolchainError(Exception):
-    """No library of this kind can be compiled on this machine; the message says why."""
+    """This kind of library cannot be compiled on this machine; the message says why."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that one shared library is made from.
+    """What one shared library is made from, and by which commands.
 
     Attributes:
-        sources: the files to compile, those first that take longest.
-        compile_commands: by suffix of a source, the command that compiles it when `-c SOURCE -o OBJECT` follows.
-        link_command, link_libraries: the command that links it, when objects and `-o LIBRARY` come between.
-        stub: name of a library that this torch lacks and that the result asks for when it is loaded elsewhere.
-        key: a hash of sources, headers, flags, compiler versions and the minor version of torch. Patch releases change
-            neither headers nor ABI. A minor release may change inline code of the headers, so a library is not shared
-            between two of them although the ABI would allow it. Folders are no part of it.
+        sources: the files to compile, longest compilation first.
+        compile_commands: compile command by suffix of the source; `-c SOURCE -o OBJECT` is appended.
+        link_command, link_libraries: link command; objects and `-o LIBRARY` go between the two.
+        key: hash of sources, headers, flags, compiler versions and torch's minor version. Patch releases of torch
+            change neither headers nor ABI. Minor releases may change inline code of headers, so two of them do not
+            share a library, although the ABI would allow it. Folder names are not part of the key.
+        stub: name of a shared library that this torch lacks but that the result must link with.
     """
 
     sources: tuple[Path, ...]
@@ -77,18 +70,18 @@ class Recipe:
 
     @property
     def units(self) -> tuple[tuple[Path, ...], ...]:
-        """The sources in the order to compile them in; those of a tuple are compiled as one file."""
+        """The sources in compile order; those of one tuple are compiled as one file."""
         bindings = tuple(source for source in self.sources if source.name.endswith(_BINDING_SUFFIX))
         others = [source for source in self.sources if source not in bindings]
         count = min(len(others), _UNITS_A_PROCESSOR * (os.cpu_count() or 1))
-        # Dealt out, so that each has its share of the longest.
+        # Sources are dealt out in turn, so that no unit gets all of the longest.
         units = [tuple(others[first::count]) for first in range(count)]
-        # Together they take about as long as the longest of the others.
+        # The bindings together take about as long as the longest other unit.
         return (bindings, *units) if bindings else tuple(units)
 
 
 def cpu_recipe(*, portable: bool = False) -> Recipe:
-    """The CPU library, for this machine's processor, or (`portable`) for any x86-64-v3 one.
+    """The recipe of the CPU library, for this machine's processor or, if `portable`, for any x86-64-v3 processor.
 
     Raises:
         ToolchainError: no working C++ compiler.
@@ -106,14 +99,14 @@ def cpu_recipe(*, portable: bool = False) -> Recipe:
 
 
 def cuda_recipe(architectures: Sequence[str], *, ptx: bool = False) -> Recipe:
-    """The CUDA library.
+    """The recipe of the CUDA library.
 
     Args:
-        architectures: compute capabilities to compile for, as "90".
-        ptx: keep PTX of the last of them as well.
+        architectures: compute capabilities to compile for, such as "90".
+        ptx: also keep PTX of the last of them.
 
     Raises:
-        ToolchainError: no C++ compiler, no nvcc, or one of another major version than torch's CUDA.
+        ToolchainError: no C++ compiler, no nvcc, or nvcc's major version is not that of torch's CUDA.
     """
     sources = _sources("cuda")
     cxx = _cxx_compiler()
@@ -129,7 +122,7 @@ def cuda_recipe(architectures: Sequence[str], *, ptx: bool = False) -> Recipe:
     cxx_flags = (*_CXX_FLAGS, "-O2", f"-DTORCH_TARGET_VERSION={_TORCH_TARGET_VERSION}", "-DUSE_CUDA")
     nvcc_flags = (*NVCC_FLAGS, *gencode_flags(architectures, ptx=ptx))
     if len(architectures) > 1:
-        nvcc_flags += ("--threads=0",)  # one architecture a processor, else the largest file is compiled alone at last
+        nvcc_flags += ("--threads=0",)  # architectures in parallel, or the largest file would end up alone
     include = (*include_flags(), "-isystem", str(_TORCH / "include"), "-isystem", str(root / "include"))
     libraries = ("torch_cpu",) if torch_cuda is None else ("torch_cpu", "torch_cuda")
     return Recipe(
@@ -138,13 +131,13 @@ def cuda_recipe(architectures: Sequence[str], *, ptx: bool = False) -> Recipe:
         link_command=(*cxx, "-shared"),
         link_libraries=(*_torch_libraries(*libraries), str(_cuda_runtime(root))),
         key=_key("cuda", *cxx_flags, *nvcc_flags, nvcc_version, _cxx_fingerprint(cxx, cxx_flags)),
-        # A CPU build of torch has no such library to link with; a wheel can be made with it all the same.
+        # A CPU build of torch has no libtorch_cuda to link with, but can still make a wheel.
         stub=None if torch_cuda else "libtorch_cuda.so",
     )
 
 
 def python_recipe() -> Recipe:
-    """The library that calls raw ops from Python, for this torch and this Python.
+    """The recipe of the library that calls raw ops from Python, for this torch and this Python.
 
     Raises:
         ToolchainError: no C++ compiler, or no headers of Python.
@@ -153,8 +146,8 @@ def python_recipe() -> Recipe:
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").exists():
         raise ToolchainError(f"there is no Python.h in {headers}: the headers of this Python are not installed")
-    # Of a cold build this one file takes longest, for torch's headers: it does without those of every operator, and
-    # without what -O2 does to them.
+    # In a cold build this file takes longest, because of torch's headers. So it leaves out those of the operators, and
+    # is compiled with -O1.
     flags = (*_CXX_FLAGS, "-O1", "-DAT_PER_OPERATOR_HEADERS")
     include = (*include_flags(), "-isystem", str(_TORCH / "include"), "-isystem", str(headers))
     return Recipe(
@@ -167,12 +160,12 @@ def python_recipe() -> Recipe:
 
 
 def interpreter() -> str:
-    """The torch and the Python of this process, as a library that needs both must have been compiled for."""
+    """The torch and Python of this process. The library for Python must have been compiled for exactly these."""
     return f"torch {torch.__version__}, {sysconfig.get_config_var('SOABI')}"
 
 
-# -O1 is for the host's code, which only launches; the device's is optimised in full whatever it says. As C++17 the
-# headers of the standard library compile faster; nvcc takes lambdas with template parameters (3288) there as well.
+# -O1 is for host code, which only launches kernels; device code is fully optimised in any case. The standard library's
+# headers compile faster as C++17, in which nvcc accepts lambdas with template parameters too (diagnostic 3288).
 NVCC_FLAGS = (
     "-std=c++17",
     "-diag-suppress=3288",
@@ -183,7 +176,7 @@ NVCC_FLAGS = (
 
 
 def gencode_flags(architectures: Sequence[str], *, ptx: bool = False) -> list[str]:
-    """nvcc's flags for machine code of each compute capability, and PTX of the last."""
+    """nvcc's flags for machine code of each compute capability and, if `ptx`, for PTX of the last."""
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures]
     if ptx:
         flags.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
@@ -191,7 +184,7 @@ def gencode_flags(architectures: Sequence[str], *, ptx: bool = False) -> list[st
 
 
 def find_nvcc() -> str:
-    """nvcc of CUDA_HOME, else of PATH, else of /usr/local/cuda.
+    """Path of nvcc: from CUDA_HOME, else from PATH, else from /usr/local/cuda.
 
     Raises:
         ToolchainError: there is none.
@@ -206,7 +199,7 @@ def find_nvcc() -> str:
 
 @functools.cache
 def nvcc_release(nvcc: str) -> str:
-    """nvcc's release, as "13.0"."""
+    """nvcc's release, such as "13.0"."""
     match = re.search(r"release (\d+\.\d+)", _output_of([nvcc, "--version"]))
     if match is None:
         raise ToolchainError(f"{nvcc} --version names no release")
@@ -215,106 +208,21 @@ def nvcc_release(nvcc: str) -> str:
 
 @functools.cache
 def known_architectures(nvcc: str) -> frozenset[str]:
-    """The compute capabilities that nvcc compiles for, as "90"."""
+    """The compute capabilities that nvcc can compile for, such as "90"."""
     return frozenset(re.findall(r"sm_(\d+)\b", _output_of([nvcc, "--list-gpu-code"])))
 
 
 @functools.cache
 def toolkit_root(nvcc: str) -> Path:
-    """The toolkit's folder, asked from nvcc itself: the one on PATH may be a wrapper that lives elsewhere."""
+    """The toolkit's folder. nvcc itself is asked, because the nvcc on PATH may be a wrapper in another folder."""
     match = re.search(r"TOP=(.+)", _output_of([nvcc, "--dryrun", "-x", "cu", os.devnull]))
     if match is None:
         raise ToolchainError(f"{nvcc} --dryrun names no toolkit folder")
     return Path(match[1].strip()).resolve()
 
 
-def build(
-    recipe: Recipe,
-    library: Path,
-    progress: Callable[[str], None] = lambda name: None,
-    publish: Callable[[Path, Path], None] = os.replace,
-) -> None:
-    """Compile and link in a new folder beside `library`, then move the result there in one step.
-
-    Uses ninja where it is installed, else calls the compilers itself, as many at a time as there are processors.
-
-    Args:
-        progress: called with the name of each unit of the recipe when it is compiled.
-        publish: called as `publish(built, library)` to move the linked file to its place.
-
-    Raises:
-        NativeBuildError: a compiler failed; the message is its own.
-        OSError: the folder of `library` cannot be written.
-    """
-    with tempfile.TemporaryDirectory(prefix=f"{library.stem}.", dir=library.parent) as name:
-        folder = Path(name)
-        folder.chmod(0o700)  # whatever the umask
-        compilations = {
-            source.name: [*recipe.compile_commands[source.suffix], "-c", str(source), "-o", f"{folder / source.name}.o"]
-            for source in (as_one_file(unit, folder) for unit in recipe.units)
-        }
-        objects = [command[-1] for command in compilations.values()]
-        built = folder / library.name
-        link = [*recipe.link_command, *objects, "-o", str(built), *recipe.link_libraries]
-        if recipe.stub is not None:
-            _run(
-                [
-                    *recipe.link_command,
-                    f"-Wl,-soname,{recipe.stub}",
-                    "-o",
-                    str(folder / recipe.stub),
-                    "-x",
-                    "c++",
-                    os.devnull,
-                ]
-            )
-            link += ["-Wl,--no-as-needed", str(folder / recipe.stub)]
-        ninja = _ninja()
-        if ninja is not None:
-            (folder / "build.ninja").write_text(_ninja_file(compilations, objects, link, built))
-            for description in _run_ninja([ninja, "-C", str(folder)]):
-                if description in compilations:
-                    progress(description)
-        else:
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                pending = {pool.submit(_run, command): source for source, command in compilations.items()}
-                for done in as_completed(pending):
-                    done.result()
-                    progress(pending[done])
-            _run(link)
-        publish(built, library)
-
-
-@contextlib.contextmanager
-def progress_line(what: str, recipes: Sequence[Recipe]) -> Iterator[Callable[[str], None]]:
-    """One line on stderr that grows: what begins, each file that is done and how many there are, and how it ended.
-
-    Yields what `build` takes as `progress`; several builds may call it at the same time.
-    """
-    start = time.perf_counter()
-    total, done, one_at_a_time = sum(len(recipe.units) for recipe in recipes), itertools.count(1), threading.Lock()
-
-    def progress(name: str) -> None:
-        with one_at_a_time:
-            _say(f"{next(done)}/{total} {name} ")
-
-    _say(f"fuseopt: {what}: ")
-    try:
-        yield progress
-    finally:
-        outcome = "failed" if sys.exc_info()[0] else "done"
-        _say(f"{outcome} after {time.perf_counter() - start:.1f} s\n")
-
-
-def _say(text: str) -> None:
-    """Write progress to stderr; a build goes on if that fails."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):  # full, closed
-            print(text, end="", file=sys.stderr, flush=True)
-
-
 def sources_digest(kind: str) -> str:
-    """A hash of the sources and headers of a library: their names and content."""
+    """Hash of the names and contents of a library's sources and headers."""
     digest = hashlib.sha256()
     for path in sorted((*CSRC.glob("*.*"), *(CSRC / kind).rglob("*.*"))):
         digest.update(f"{path.relative_to(CSRC).as_posix()}\0".encode() + path.read_bytes() + b"\0")
@@ -322,7 +230,7 @@ def sources_digest(kind: str) -> str:
 
 
 def include_flags() -> tuple[str, ...]:
-    """Includes are written as paths below `csrc`, so that a file can move without edits to its own includes."""
+    """Include paths in sources are relative to `csrc`, so a file can move without changes to its own includes."""
     return ("-I", str(CSRC))
 
 
@@ -331,9 +239,9 @@ def _sources(kind: str) -> tuple[Path, ...]:
     if not sources:
         raise ToolchainError(f"there are no sources in {CSRC / kind}")
 
-    # The longest first: begun last, it would be compiled alone at the end.
+    # Longest first: a long file started last would be compiled alone at the end.
     def order(path: Path) -> tuple[bool, int, str]:
-        # Kernels are in headers: a source of 8 lines can include several thousand.
+        # Kernels are in headers: a source of 8 lines can include thousands of lines.
         size = sum(file.stat().st_size for file in with_headers(path))
         return path.name not in MANY_KERNELS, -size, path.name
 
@@ -341,7 +249,7 @@ def _sources(kind: str) -> tuple[Path, ...]:
 
 
 def with_headers(source: Path) -> set[Path]:
-    """A source and all files of this package that it includes, directly or not."""
+    """A source and all files of this package that it includes, directly or indirectly."""
     seen: set[Path] = set()
     waiting = [source]
     while waiting:
@@ -353,15 +261,6 @@ def with_headers(source: Path) -> set[Path]:
     return seen
 
 
-def as_one_file(unit: Sequence[Path], folder: Path) -> Path:
-    """The file that stands for a unit; one in `folder` where it has several."""
-    if len(unit) == 1:
-        return unit[0]
-    file = folder / f"{unit[0].stem}+{len(unit) - 1}{unit[0].suffix}"
-    file.write_text("".join(f'#include "{source}"\n' for source in unit), encoding="utf-8")
-    return file
-
-
 def _key(kind: str, *facts: str) -> str:
     digest = hashlib.sha256(sources_digest(kind).encode())
     for fact in (*facts, ".".join(torch.__version__.split(".")[:2])):
@@ -370,7 +269,7 @@ def _key(kind: str, *facts: str) -> str:
 
 
 def _cxx_compiler() -> tuple[str, ...]:
-    """The command in CXX, which may have arguments, else the first compiler on PATH."""
+    """The command in CXX, which may contain arguments; else the first compiler found on PATH."""
     if os.environ.get("CXX", "").strip():
         try:
             command = shlex.split(os.environ["CXX"])
@@ -387,14 +286,14 @@ def _cxx_compiler() -> tuple[str, ...]:
 
 @functools.cache
 def _cxx_fingerprint(cxx: tuple[str, ...], flags: tuple[str, ...]) -> str:
-    """What the compiler would run, unabridged: its version, and the processor that `-march=native` stands for."""
+    """The compiler's full command line: it names its version, and the processor that `-march=native` stands for."""
     return _output_of([*cxx, *flags, "-###", "-S", "-x", "c++", os.devnull, "-o", os.devnull])
 
 
 def _machine_flags(portable: bool) -> tuple[str, ...]:
     machine = platform.machine()
     if machine in ("x86_64", "AMD64"):
-        # Compilers prefer 256-bit vectors; these loops gain up to 1.5x from 512-bit ones where the processor has them.
+        # Compilers prefer 256-bit vectors; with 512-bit vectors these loops are up to 1.5 times faster.
         return ("-march=x86-64-v3",) if portable else ("-march=native", "-mprefer-vector-width=512")
     return () if portable else ("-mcpu=native",)
 
@@ -404,72 +303,22 @@ def _torch_libraries(*names: str) -> tuple[str, ...]:
 
 
 def _cuda_runtime(root: Path) -> Path:
-    # The pip packages of the toolkit ship libcudart.so.13 without the plain name that -lcudart needs.
+    # The toolkit's pip packages ship libcudart.so.13 without the name libcudart.so that -lcudart needs.
     for folder in ("lib64", "lib", f"targets/{platform.machine()}-linux/lib"):
         for path in sorted((root / folder).glob("libcudart.so*")):
             return path
     raise ToolchainError(f"no libcudart.so in {root}")
 
 
-def _ninja() -> str | None:
-    try:
-        import ninja
-    except ImportError:
-        return shutil.which("ninja")
-    return str(Path(ninja.BIN_DIR) / "ninja")
-
-
-def _ninja_file(compilations: dict[str, list[str]], objects: list[str], link: list[str], library: Path) -> str:
-    def statement(description: str, command: list[str], output: str, inputs: list[str]) -> str:
-        paths = [re.sub(r"([$ :])", r"$\1", path) for path in (output, *inputs)]
-        written = shlex.join(command).replace("$", "$$")
-        return f"build {paths[0]}: run {' '.join(paths[1:])}\n  description = {description}\n  command = {written}\n"
-
-    rule = "rule run\n  command = $command\n  description = $description\n"
-    compile_statements = [statement(name, command, command[-1], []) for name, command in compilations.items()]
-    return "".join([rule, *compile_statements, statement("link", link, str(library), objects)])
-
-
-def _run_ninja(command: Sequence[str]) -> Iterator[str]:
-    """Runs ninja; yields the description of each statement that is over."""
-    marker = "fuseopt-done:"
-    said = []
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=os.environ | {"NINJA_STATUS": marker},
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(marker):
-                yield line.removeprefix(marker).strip()
-            else:
-                said.append(line)
-    if process.returncode != 0:
-        raise NativeBuildError(f"{shlex.join(command)} failed with exit status {process.returncode}:\n{''.join(said)}")
-
-
-def _run(command: Sequence[str]) -> None:
-    try:
-        process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    except OSError as error:
-        raise NativeBuildError(f"{command[0]} cannot be started: {error}") from error
-    if process.returncode != 0:
-        raise NativeBuildError(f"{shlex.join(command)} failed with exit status {process.returncode}:\n{process.stdout}")
-
-
 def _output_of(command: Sequence[str]) -> str:
     """stdout and stderr of a query to a compiler.
 
     Raises:
-        ToolchainError: it cannot be started, fails, or does not answer in time.
+        ToolchainError: the compiler cannot be started, fails, or exceeds `QUERY_SECONDS`.
     """
     try:
-        # In a fixed folder, as clang prints the current one. In a new session, so that after a timeout the whole group
-        # of processes can be killed: the child of a compiler wrapper would keep the pipe open.
+        # cwd is fixed because clang prints the current folder. A new session lets a timeout kill the whole process
+        # group: the child of a compiler wrapper would keep the pipe open.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

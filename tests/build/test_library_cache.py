@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from fuseopt.bench.harness import machine
-from fuseopt.build import library_cache, loader, toolchain
+from fuseopt.build import compilation, library_cache, loader, toolchain
 from tests.build.processes import compilations, output_of, start_process
 
 OTHER_USER = 4242
@@ -30,7 +30,7 @@ def built(csrc, monkeypatch) -> Path:
     monkeypatch.setenv("FUSEOPT_CACHE_DIR", str(csrc.parent / "outer" / "inner" / "cache"))
     path = loader.state("cpu").path
     library_cache.create(path.parent)
-    toolchain.build(toolchain.cpu_recipe(), path, publish=library_cache.publish)
+    compilation.build(toolchain.cpu_recipe(), path, publish=library_cache.publish)
     return path
 
 

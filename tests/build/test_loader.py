@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from fuseopt.bench.harness import machine
-from fuseopt.build import library_cache, loader, make_prebuilt, prebuilt, toolchain
+from fuseopt.build import compilation, library_cache, loader, make_prebuilt, prebuilt, toolchain
 from tests.build.processes import compilations, output_of, start_process
 
 
@@ -58,7 +58,7 @@ def test_import_compiles_nothing_and_is_light(csrc):
 
 
 def test_without_ninja_the_compilers_are_called_directly(csrc, monkeypatch, logging_compiler, capfd):
-    monkeypatch.setattr(toolchain, "_ninja", lambda: None)
+    monkeypatch.setattr(compilation, "_ninja", lambda: None)
     assert loader.load("cpu").origin == "built"
     assert compilations(logging_compiler) == 2
     assert re.search(r": 1/2 \w+\.cpp 2/2 \w+\.cpp done after", capfd.readouterr().err)
@@ -69,7 +69,7 @@ def test_a_failed_build_keeps_the_compilers_words_and_is_not_tried_again(
     csrc, monkeypatch, logging_compiler, with_ninja
 ):
     if not with_ninja:
-        monkeypatch.setattr(toolchain, "_ninja", lambda: None)
+        monkeypatch.setattr(compilation, "_ninja", lambda: None)
     (csrc / "cpu" / "other.cpp").write_text('#error "words of the compiler"\n')
     failed = loader.load("cpu")
     assert (failed.status, failed.origin) == ("absent", None)
@@ -206,7 +206,7 @@ def test_few_processors_compile_few_files(csrc, monkeypatch, logging_compiler, c
 @pytest.mark.parametrize("with_ninja", [True, False])
 def test_bindings_are_compiled_as_one_file(csrc, monkeypatch, logging_compiler, capfd, with_ninja):
     if not with_ninja:
-        monkeypatch.setattr(toolchain, "_ninja", lambda: None)
+        monkeypatch.setattr(compilation, "_ninja", lambda: None)
     for number in range(7):
         (csrc / "cpu" / f"op{number}_binding.cpp").write_text(
             f'#include "../dtypes.h"\nnamespace op{number}_binding {{ static int value() {{ return {number}; }} }}\n'
@@ -266,7 +266,7 @@ def test_files_that_are_done_at_the_same_time_follow_each_other_in_the_line(monk
 
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write, flush=lambda: None))
     recipe = SimpleNamespace(units=range(4))
-    with toolchain.progress_line("compiling", [recipe]) as progress, ThreadPoolExecutor(4) as builds:
+    with compilation.progress_line("compiling", [recipe]) as progress, ThreadPoolExecutor(4) as builds:
         list(builds.map(progress, ["file"] * 4))
     assert re.fullmatch(r"fuseopt: compiling: 1/4 file 2/4 file 3/4 file 4/4 file done after .* s\n", "".join(written))
 
@@ -513,7 +513,7 @@ def test_cuda_builds_the_same_way(cuda_csrc, monkeypatch, tmp_path, nvcc):
     assert recipe.key != toolchain.cuda_recipe(["90"]).key
     # This torch may have no libtorch_cuda to link with: a stub takes its place, which leaves its name in the library.
     recipe = replace(recipe, link_libraries=recipe.link_libraries[-1:], stub="libtorch_cuda.so")
-    toolchain.build(recipe, tmp_path / "cuda.so")
+    compilation.build(recipe, tmp_path / "cuda.so")
     needed = subprocess.run(["readelf", "-d", str(tmp_path / "cuda.so")], capture_output=True, text=True, check=True)
     assert "[libtorch_cuda.so]" in needed.stdout
 

@@ -10,7 +10,7 @@ from typing import TextIO
 import pytest
 import torch
 
-from fuseopt.build import loader, toolchain
+from fuseopt.build import compilation, loader, toolchain
 
 
 def full_file() -> TextIO:
@@ -27,7 +27,7 @@ def closed_file() -> TextIO:
 @pytest.mark.parametrize("stderr", [lambda: None, closed_file, full_file], ids=["None", "closed", "full"])
 def test_a_build_succeeds_where_its_progress_cannot_be_written(csrc, monkeypatch, capsys, stderr, with_ninja):
     if not with_ninja:
-        monkeypatch.setattr(toolchain, "_ninja", lambda: None)
+        monkeypatch.setattr(compilation, "_ninja", lambda: None)
     with monkeypatch.context() as replaced:
         replaced.setattr(sys, "stderr", stderr())
         loaded = loader.load("cpu")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fuseopt.build import toolchain
+from fuseopt.build import compilation, toolchain
 
 RECIPES: dict[str, Callable[[], toolchain.Recipe]] = {
     "cpu": toolchain.cpu_recipe,
@@ -27,7 +27,7 @@ def test_all_sources_compile_as_one_file(tmp_path: Path, kind: str, suffix: str)
         pytest.skip(str(error))
     sources = [source for source in recipe.sources if source.suffix == suffix]
     assert len(sources) > 1
-    file = toolchain.as_one_file(sources[::-1], tmp_path)
+    file = compilation.as_one_file(sources[::-1], tmp_path)
     command = [*recipe.compile_commands[suffix], *SYNTAX_ONLY[suffix], str(file)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
