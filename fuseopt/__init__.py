@@ -26,7 +26,7 @@ from fuseopt.strategies import STRATEGIES
 from fuseopt.verify import Verification, verify
 
 if TYPE_CHECKING:
-    from fuseopt.extend import Op, op, unregister
+    from fuseopt.extend import Op, check, op, unregister
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str] | None
@@ -38,6 +38,7 @@ __all__ = [
     "Report",
     "Verification",
     "__version__",
+    "check",
     "fused",
     "initialize",
     "op",
@@ -48,7 +49,7 @@ __all__ = [
     "verify",
 ]
 
-_OF_EXTEND = ("Op", "op", "unregister")
+_OF_EXTEND = ("Op", "check", "op", "unregister")
 """What `fuseopt.extend` has for users' own kernels, imported when it is first asked for."""
 
 

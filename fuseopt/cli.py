@@ -1,4 +1,4 @@
-"""The command line: `fuseopt demo | bench | plan | env`, also as `python -m fuseopt`."""
+"""The command line: `fuseopt demo | bench | plan | check | env`, also as `python -m fuseopt`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
-    Returns the exit code: 0; 1 where `bench --against` finds something slower than it was; 2 for anything the user can
-    put right, said on stderr. Whoever runs jobs ends them by SIGTERM: a benchmark then keeps what it has, as it does
-    when interrupted from the keyboard.
+    Returns the exit code: 0; 1 where `bench --against` finds something slower than it was or `check` an op wrong; 2 for
+    anything the user can put right, said on stderr. Whoever runs jobs ends them by SIGTERM: a benchmark then keeps what
+    it has, as it does when interrupted from the keyboard.
     """
     arguments = _parser().parse_args(argv)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -188,6 +188,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--strict", action="store_true", help="fail where something the config names cannot be done")
     plan.set_defaults(run=_plan)
+
+    check = commands.add_parser("check", help="try the contract of every op that a Python file registers")
+    check.add_argument("file", type=Path, metavar="FILE")
+    check.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    check.set_defaults(run=_check)
 
     env = commands.add_parser("env", help="show versions, hardware, compilers and the state of the native libraries")
     env.add_argument("--json", action="store_true", help="print JSON")
@@ -397,6 +402,14 @@ def _plan(arguments: argparse.Namespace) -> None:
     print(decided.to_json() if arguments.json else decided)
     if arguments.strict:
         decided.check_strict()
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from fuseopt.extend.checking import check_file
+
+    reports = check_file(arguments.file, _device(arguments.device))
+    print("\n\n".join(map(str, reports)))
+    return 0 if all(report.ok for report in reports) else 1
 
 
 def _env(arguments: argparse.Namespace) -> None:

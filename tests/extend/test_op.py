@@ -1,7 +1,6 @@
 """Ops of the user's own: schema, fake, gradient, choice of a kernel, and what torch's transforms make of them."""
 
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,15 +8,7 @@ from torch import Tensor
 
 import fuseopt
 from fuseopt.errors import BackendError, OpError
-from fuseopt.extend import registered
 from fuseopt.ops import registry
-
-
-@pytest.fixture(autouse=True)
-def no_ops_left() -> Iterator[None]:
-    yield
-    for name in registered():
-        fuseopt.unregister(name)
 
 
 def mul_add_relu(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

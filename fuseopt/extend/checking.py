@@ -1,0 +1,428 @@
+"""`fuseopt.check`: the contract of a user's op, tried on every kernel that can run here."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.gradcheck import GradcheckError
+
+from fuseopt.errors import OpError
+from fuseopt.extend.inputs import Arguments, copied, resized, to_dtype, variants
+from fuseopt.extend.op import Op, registered
+from fuseopt.extend.signature import as_results, tensors_of, with_tensors
+from fuseopt.ops.library import without_autocast
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+# A kernel may be this many times as far from float64 as the reference in the same dtype is, and some roundings beside.
+_LENIENCE, _ROUNDINGS = 4, 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check of one backend; its `status` is "ok", "FAIL", or "-" where it does not apply, as `detail` says."""
+
+    backend: str
+    check: str
+    status: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `check` found. `print(report)` is a table."""
+
+    name: str
+    device: str
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return not self.failures
+
+    @property
+    def failures(self) -> tuple[Row, ...]:
+        """The rows that failed."""
+        return tuple(row for row in self.rows if row.status == "FAIL")
+
+    def __str__(self) -> str:
+        widths = [max(len(getattr(row, field)) for row in self.rows) for field in ("backend", "check", "status")]
+        lines = [
+            "  ".join(
+                text.ljust(width) for text, width in zip((row.backend, row.check, row.status), widths, strict=True)
+            )
+            + f"  {row.detail}"
+            for row in self.rows
+        ]
+        verdict = "ok" if self.ok else f"{len(self.failures)} of {len(self.rows)} checks FAIL"
+        return "\n".join([f"{self.name} on {self.device}: {verdict}", *(line.rstrip() for line in lines)])
+
+
+class _Wrong(Exception):
+    """A check found the op wrong; the message says how."""
+
+
+class _DoesNotApply(Exception):
+    """The check has no meaning for this op or this machine; the message says why."""
+
+
+def check(op: Op, *, device: str | torch.device | None = None, dtypes: Sequence[torch.dtype] = DTYPES) -> CheckReport:
+    """Try an op's contract with its samples, on every kernel that can run here.
+
+    Values are held against the function in float64, in the samples' sizes and odd ones, with gaps and swapped strides,
+    broadcast, empty and 0-d, where the function takes such arguments. A kernel that does not take them must say so in
+    `supports`. Values may be 4 times as far from float64 as the function's own in the same dtype are.
+
+    Args:
+        op: with samples.
+        device: where; by default a GPU if there is one.
+        dtypes: of the samples.
+
+    Raises:
+        OpError: the op has no samples.
+    """
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if not isinstance(op, Op):
+        raise OpError(f"fuseopt.check takes an op made by fuseopt.op or fuseopt.elementwise, not {type(op).__name__}")
+    torch.manual_seed(0)
+    with torch.random.fork_rng(), torch.enable_grad():
+        samples = {dtype: list(op.sample_arguments(where, dtype)) for dtype in dtypes}
+        backends, refused = op.backends_on(where.type)
+        rows = [Row(backend, "runs here", "-", "; ".join(reasons)) for backend, reasons in refused.items()]
+        for backend in backends:
+            rows += _Checks(op, backend, where, samples).rows()
+    return CheckReport(op.name, str(where), tuple(rows))
+
+
+def check_file(file: Path, device: torch.device) -> list[CheckReport]:
+    """`check` of each op that running a Python file registers.
+
+    Raises:
+        OpError: it registers none, or cannot be run; the error that it raised is chained.
+    """
+    before = set(registered())
+    try:
+        runpy.run_path(str(file))
+    except Exception as error:
+        raise OpError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
+    made = [op for name, op in registered().items() if name not in before]
+    if not made:
+        raise OpError(f"{file} registers no op; it should have a function under @fuseopt.op('mine::name')")
+    return [check(op, device=device) for op in made]
+
+
+class _Checks:
+    """The checks of one backend."""
+
+    def __init__(self, op: Op, backend: str, device: torch.device, samples: dict[torch.dtype, list[Arguments]]) -> None:
+        self.op, self.backend, self.device, self.samples = op, backend, device, samples
+        self.first = next(iter(samples.values()))[0]
+
+    def rows(self) -> Iterator[Row]:
+        for dtype, samples in self.samples.items():
+            kinds = dict.fromkeys(kind for kind, _ in variants(samples[0]))
+            for kind in kinds:
+                yield self._row(f"{kind}, {_SHORT.get(dtype, str(dtype))}", self._values, kind, dtype)
+        for dtype in self.samples:
+            yield self._row(f"gradient, {_SHORT.get(dtype, str(dtype))}", self._gradient, dtype)
+        for name, run in (
+            ("gradcheck", self._gradcheck),
+            ("second derivative", self._second_derivative),
+            ("fake", self._fake),
+            ("writes no input", self._writes),
+            ("same bits again", self._repeats),
+            ("opcheck", self._opcheck),
+            ("torch.compile, fullgraph", self._compiles),
+            ("autocast", self._autocast),
+            ("vmap", self._vmap),
+            ("CUDA graph", self._captures),
+        ):
+            yield self._row(name, run)
+
+    def _row(self, name: str, run: Callable, *arguments: Any) -> Row:
+        try:
+            return Row(self.backend, name, "ok", run(*arguments) or "")
+        except _DoesNotApply as reason:
+            return Row(self.backend, name, "-", str(reason))
+        except _Wrong as error:
+            return Row(self.backend, name, "FAIL", str(error))
+        except Exception as error:  # whatever a user's kernel raises is a finding
+            return Row(self.backend, name, "FAIL", f"{type(error).__name__}: {_first_line(error)}")
+
+    def _call(self, arguments: Sequence[Any]) -> Any:
+        return self.op(*arguments, backend=self.backend)
+
+    def _takes(self, arguments: Sequence[Any]) -> str | None:
+        """Why the backend's `supports` refuses the call; None if it takes it."""
+        refused = self.op.choose(*arguments).refused.get(self.backend)
+        return refused[0] if refused else None
+
+    def _values(self, kind: str, dtype: torch.dtype) -> str:
+        taken, reasons = 0, []
+        for sample in self.samples[dtype]:
+            for name, arguments in variants(sample):
+                if name != kind:
+                    continue
+                wanted = _in_float64(self.op, arguments)
+                if isinstance(wanted, str):
+                    reasons.append(f"the function does not take it: {wanted}")
+                elif (refusal := self._takes(arguments)) is not None:
+                    reasons.append(f"not taken: {refusal}")
+                else:
+                    taken += 1
+                    self._compare(arguments, wanted)
+        if not taken:
+            raise _DoesNotApply(reasons[0] if reasons else "the samples have none")
+        return ""
+
+    def _compare(self, arguments: Arguments, wanted: Sequence[Tensor]) -> None:
+        own = as_results(self.op.function(*arguments))
+        given = as_results(self._call(arguments))
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(arguments))
+        for place, (found, reference, exact) in enumerate(zip(given, own, wanted, strict=True)):
+            which = f"result {place}" if len(given) > 1 else "the result"
+            if (found.shape, found.dtype) != (reference.shape, reference.dtype):
+                raise _Wrong(f"{which} of {shapes} is {_kind(found)}, the function's is {_kind(reference)}")
+            _check_close(found, reference, exact, f"{which} of {shapes}")
+
+    def _differentiable(self, arguments: Arguments) -> tuple[Arguments, list[Tensor]]:
+        varied = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in tensors_of(arguments)]
+        if not any(tensor.requires_grad for tensor in varied):
+            raise _DoesNotApply("no argument is floating point")
+        return with_tensors(arguments, varied), [tensor for tensor in varied if tensor.requires_grad]
+
+    def _gradient(self, dtype: torch.dtype) -> str:
+        done = False
+        for sample in self.samples[dtype]:
+            for kind, arguments in variants(sample):
+                if isinstance(_in_float64(self.op, arguments), str) or self._takes(arguments) is not None:
+                    continue
+                if kind in ("as sampled", "odd shapes", "broadcast"):
+                    self._compare_gradients(arguments, kind)
+                    done = True
+        if not done:
+            raise _DoesNotApply("the backend takes none of the samples")
+        return ""
+
+    def _compare_gradients(self, arguments: Arguments, kind: str) -> None:
+        given, inputs = self._differentiable(arguments)
+        outputs = [r for r in as_results(self._call(given)) if r.requires_grad]
+        if not outputs:
+            raise _DoesNotApply("no result has a gradient")
+        cotangents = [torch.randn_like(output) for output in outputs]
+        found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+        own = self._gradients_of_function(arguments, cotangents)
+        exact = self._gradients_of_function(to_dtype(arguments, torch.float64, "cpu"), cotangents)
+        for place, (one, reference, precise) in enumerate(zip(found, own, exact, strict=True)):
+            if one is None:
+                one = torch.zeros_like(reference)
+            _check_close(one, reference, precise, f"the gradient of tensor {place} ({kind})")
+
+    def _gradients_of_function(self, arguments: Arguments, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        given, inputs = self._differentiable(arguments)
+        with without_autocast(inputs[0]):
+            results = as_results(self.op.function(*given))
+        outputs = [result for result in results if result.requires_grad]
+        same = [c.to(o.device, o.dtype) for o, c in zip(outputs, cotangents, strict=True)]
+        return list(torch.autograd.grad(outputs, inputs, same, materialize_grads=True))
+
+    def _tiny(self) -> tuple[Arguments, list[Tensor]]:
+        tiny = to_dtype(resized(self.first, lambda size: min(size, 3)), torch.float64)
+        if isinstance(reason := _in_float64(self.op, tiny), str):
+            tiny = to_dtype(self.first, torch.float64)
+            if sum(tensor.numel() for tensor in tensors_of(tiny)) > 4096:
+                raise _DoesNotApply(f"the samples are large, and the function does not take smaller ones: {reason}")
+        if (refusal := self._takes(tiny)) is not None:
+            raise _DoesNotApply(f"not taken in float64: {refusal}")
+        return self._differentiable(tiny)
+
+    def _gradcheck(self) -> str:
+        arguments, _ = self._tiny()
+        try:
+            torch.autograd.gradcheck(self._of_given, arguments, nondet_tol=1e-9)
+        except GradcheckError as error:
+            raise _Wrong(_first_line(error)) from error
+        return ""
+
+    def _second_derivative(self) -> str:
+        arguments, _ = self._tiny()
+        try:
+            torch.autograd.gradgradcheck(self._of_given, arguments, nondet_tol=1e-9)
+        except GradcheckError as error:
+            raise _Wrong(_first_line(error)) from error
+        except RuntimeError as error:
+            raise _DoesNotApply(f"no second derivative: {_first_line(error)}") from error
+        return ""
+
+    def _of_given(self, *arguments: Any) -> Any:
+        return tuple(r for r in as_results(self._call(arguments)) if r.is_floating_point())
+
+    def _taken(self) -> Arguments:
+        for samples in self.samples.values():
+            for sample in samples:
+                if self._takes(sample) is None:
+                    return copied(sample)
+        raise _DoesNotApply("the backend takes none of the samples")
+
+    def _fake(self) -> str:
+        arguments = self._taken()
+        real = as_results(self._call(arguments))
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(tensor) for tensor in tensors_of(arguments)]
+            fake = as_results(self.op.overload(self.backend)(*with_tensors(arguments, fakes)))
+        for place, (one, other) in enumerate(zip(fake, real, strict=True)):
+            if (one.shape, one.dtype, one.stride()) != (other.shape, other.dtype, other.stride()):
+                raise _Wrong(f"the fake of result {place} is {_kind(one)}, the real one is {_kind(other)}")
+        return ""
+
+    def _writes(self) -> str:
+        arguments, _ = self._differentiable(self._taken())
+        before = [tensor.detach().clone() for tensor in tensors_of(arguments)]
+        outputs = [result for result in as_results(self._call(arguments)) if result.requires_grad]
+        self._check_unwritten(arguments, before, "the call")
+        if outputs:
+            grads = [torch.randn_like(output) for output in outputs]
+            kept, results = [g.clone() for g in grads], [o.detach().clone() for o in outputs]
+            inputs = [tensor for tensor in tensors_of(arguments) if tensor.requires_grad]
+            torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
+            self._check_unwritten((*arguments, *grads, *outputs), [*before, *kept, *results], "the backward")
+        return ""
+
+    def _check_unwritten(self, arguments: Sequence[Any], before: Sequence[Tensor], who: str) -> None:
+        for place, (tensor, kept) in enumerate(zip(tensors_of(arguments), before, strict=True)):
+            if not torch.equal(tensor.detach().nan_to_num(), kept.nan_to_num()):
+                raise _Wrong(f"{who} writes into tensor {place} of its inputs")
+
+    def _repeats(self) -> str:
+        arguments = self._taken()
+        with torch.no_grad():
+            first, second = as_results(self._call(arguments)), as_results(self._call(arguments))
+        if all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True)):
+            return ""
+        return "no: two runs differ in their last bits"
+
+    def _opcheck(self) -> str:
+        arguments, _ = self._differentiable(self._taken())
+        found = torch.library.opcheck(self.op.overload(self.backend), arguments, raise_exception=False)
+        for name, result in found.items():
+            if result != "SUCCESS":
+                raise _Wrong(f"{name}: {_first_line(result)}")
+        return ""
+
+    def _compiles(self) -> str:
+        arguments, inputs = self._differentiable(self._taken())
+        how = "inductor" if self.device.type == "cuda" else "aot_eager"
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *given: self._of_given(*given), fullgraph=True, backend=how)
+        found, wanted = compiled(*arguments), self._of_given(*arguments)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+        outputs = [output for output in wanted if output.requires_grad]
+        if outputs:
+            cotangents = [torch.randn_like(output) for output in outputs]
+            compiled_outputs = [output for output in found if output.requires_grad]
+            pairs = zip(
+                torch.autograd.grad(compiled_outputs, inputs, cotangents, materialize_grads=True),
+                torch.autograd.grad(outputs, inputs, cotangents, materialize_grads=True),
+                strict=True,
+            )
+            for one, other in pairs:
+                torch.testing.assert_close(one, other)
+        return how
+
+    def _autocast(self) -> str:
+        arguments = self._taken()
+        with torch.no_grad():
+            wanted = as_results(self._call(arguments))
+            with torch.autocast(self.device.type, torch.bfloat16):
+                found = as_results(self._call(arguments))
+        for one, other in zip(found, wanted, strict=True):
+            if one.dtype != other.dtype:
+                raise _Wrong(f"under autocast the result is {one.dtype}, without it {other.dtype}")
+        return ""
+
+    def _vmap(self) -> str:
+        arguments = self._taken()
+        stacked = with_tensors(arguments, [torch.stack((t, t)) for t in tensors_of(arguments)])
+        if self.op.signature.has_lists:
+            raise _DoesNotApply("an op of a list of tensors is not mapped")
+        dims = tuple(0 if isinstance(argument, Tensor) else None for argument in arguments)
+        try:
+            with torch.no_grad():
+                mapped = as_results(torch.vmap(lambda *given: self._call(given), in_dims=dims)(*stacked))
+        except RuntimeError as error:
+            raise _DoesNotApply(f"refused: {_first_line(error)}") from error
+        for one, other in zip(mapped, as_results(self.op.function(*arguments)), strict=True):
+            torch.testing.assert_close(one[1], other)
+        return "by the function"
+
+    def _captures(self) -> str:
+        if self.device.type != "cuda":
+            raise _DoesNotApply("needs a GPU")
+        arguments = to_dtype(self._taken(), next(iter(self.samples)))
+        with torch.no_grad():
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                self._call(arguments)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                captured = as_results(self._call(arguments))
+            for tensor in tensors_of(arguments):
+                tensor.copy_(tensor.flip(0) if tensor.dim() else tensor)
+            graph.replay()
+            torch.cuda.synchronize()
+            wanted = as_results(self._call(arguments))
+        for one, other in zip(captured, wanted, strict=True):
+            if not torch.equal(one.nan_to_num(), other.nan_to_num()):
+                raise _Wrong("a captured call gives another result when it is replayed with new values")
+        return ""
+
+
+def _in_float64(op: Op, arguments: Arguments) -> list[Tensor] | str:
+    """The function's results in float64 on the CPU, or why it does not take these arguments."""
+    try:
+        with torch.no_grad():
+            return list(as_results(op.function(*to_dtype(arguments, torch.float64, "cpu"))))
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        return _first_line(error)
+
+
+def _check_close(found: Tensor, reference: Tensor, exact: Tensor, what: str) -> None:
+    """Raise _Wrong where `found` is further from float64 than the reference in the same dtype explains."""
+    if not found.is_floating_point():
+        if not torch.equal(found, reference):
+            raise _Wrong(f"{what} differs from the function's")
+        return
+    given, own, exact = found.detach().double().cpu(), reference.detach().double().cpu(), exact.detach().double()
+    counts = own.isfinite() & exact.isfinite()
+    if not torch.equal(given.isfinite() | ~counts, torch.ones_like(counts)):
+        raise _Wrong(f"{what} is not finite where the function's is")
+    if not counts.any():
+        return
+    error, own_error = (given - exact).abs()[counts], (own - exact).abs()[counts]
+    eps = torch.finfo(found.dtype).eps
+    allowed = _LENIENCE * own_error.max() + _ROUNDINGS * eps * exact.abs()[counts].clamp_min(eps) + eps * eps
+    worst = (error / allowed).argmax()
+    if error[worst] > allowed[worst]:
+        place = counts.nonzero()[worst].tolist()
+        raise _Wrong(
+            f"{what} is off by {error[worst]:.2e} at {place}, where {allowed[worst]:.2e} is allowed "
+            f"(the function in this dtype: {own_error.max():.2e})"
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} with strides {tensor.stride()}"
+
+
+def _first_line(error: object) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]

@@ -1,0 +1,101 @@
+"""Variants of an op's sample arguments: other sizes, strides and broadcasts, from what the user's samples give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseopt.extend.signature import tensors_of, with_tensors
+
+Arguments = tuple[Any, ...]
+
+
+def resized(arguments: Sequence[Any], sizes: Callable[[int], int]) -> Arguments:
+    """The arguments with every dimension of every tensor mapped by `sizes`; the same size always to the same.
+
+    Floating point values are drawn anew where a tensor grows; other tensors repeat what they have.
+    """
+    return with_tensors(
+        arguments, [_resized(tensor, [sizes(n) for n in tensor.shape]) for tensor in tensors_of(arguments)]
+    )
+
+
+def by_table(table: Mapping[int, int]) -> Callable[[int], int]:
+    """Sizes by a table, and those that it lacks as they are."""
+    return lambda size: table.get(size, size)
+
+
+def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    if tensor.is_floating_point():
+        fresh = torch.randn(shape, dtype=torch.float32, device=tensor.device)
+        spread = tensor.float().std() if tensor.numel() > 1 else torch.ones((), device=tensor.device)
+        middle = tensor.float().mean() if tensor.numel() else torch.zeros((), device=tensor.device)
+        is_positive = tensor.numel() > 0 and bool((tensor >= 0).all())
+        values = fresh * spread + middle
+        return (values.abs() if is_positive else values).to(tensor.dtype)
+    if tensor.numel() == 0 or 0 in shape:
+        return tensor.new_zeros(shape)
+    flat, wanted = tensor.flatten(), torch.Size(shape).numel()
+    return flat.repeat(-(-wanted // flat.numel()))[:wanted].reshape(shape).clone()
+
+
+def variants(arguments: Arguments) -> Iterator[tuple[str, Arguments]]:
+    """(kind, arguments): the sample in other sizes, strides and broadcasts. Not every function takes all of them."""
+    arguments = copied(arguments)  # a kernel that writes into them must not spoil the samples
+    yield "as sampled", arguments
+    yield (
+        "odd shapes",
+        resized(
+            arguments, lambda size: size if size == 1 else size + 1 - size % 2 if size < 8 else size - 1 - size % 2
+        ),
+    )
+    yield "odd shapes", resized(arguments, lambda size: min(size, 3))
+    tensors = list(tensors_of(arguments))
+    yield "non-contiguous", with_tensors(arguments, list(map(_spaced, tensors)))
+    yield "non-contiguous", with_tensors(arguments, list(map(_turned, tensors)))
+    if any(tensor.dim() for tensor in tensors):
+        yield (
+            "broadcast",
+            with_tensors(arguments, [t[:1].expand(t.shape) if t.dim() and len(t) else t for t in tensors]),
+        )
+    for place, tensor in enumerate(tensors):
+        if tensor.dim() and len(tensor) > 1 and len(tensors) > 1:
+            narrow = [t[:1] if place == other else t for other, t in enumerate(tensors)]
+            yield "broadcast", with_tensors(arguments, narrow)
+    leading = next((len(tensor) for tensor in tensors if tensor.dim()), None)
+    if leading is not None:
+        yield "empty", resized(arguments, by_table({leading: 0}))
+    yield "0-d", with_tensors(arguments, [_resized(tensor, ()) for tensor in tensors])
+
+
+def _spaced(tensor: Tensor) -> Tensor:
+    """The same values with a gap after each along the last dimension."""
+    if tensor.dim() == 0:
+        return tensor
+    room = tensor.new_empty((*tensor.shape[:-1], 2 * tensor.shape[-1]))
+    room.fill_(float("nan") if tensor.is_floating_point() else 0)
+    view = room[..., ::2]
+    view.copy_(tensor)
+    return view
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    """The same values, with the last two dimensions swapped in memory."""
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2) if tensor.dim() > 1 else tensor
+
+
+def copied(arguments: Sequence[Any]) -> Arguments:
+    """The arguments with their tensors in new memory."""
+    return with_tensors(arguments, [tensor.detach().clone() for tensor in tensors_of(arguments)])
+
+
+def to_dtype(arguments: Sequence[Any], dtype: torch.dtype, device: str | None = None) -> Arguments:
+    """Floating point tensors in another dtype, all of them on `device` where that is given; in new memory."""
+    moved = [
+        tensor.detach().to(device or tensor.device, dtype if tensor.is_floating_point() else tensor.dtype).clone()
+        for tensor in tensors_of(arguments)
+    ]
+    return with_tensors(arguments, moved)

@@ -1,0 +1,174 @@
+"""`fuseopt.check` passes an op that keeps its contract, and names what is wrong with one that does not."""
+
+import textwrap
+
+import pytest
+import torch
+from torch import Tensor
+
+import fuseopt
+from fuseopt.cli import main
+from fuseopt.errors import OpError
+
+
+@pytest.fixture
+def op() -> fuseopt.Op:
+    """An op with a right kernel and a right gradient."""
+
+    @fuseopt.op("mine::mul_add_relu")
+    def mul_add_relu(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return torch.relu(a * b + c)
+
+    @mul_add_relu.samples
+    def _(device, dtype):
+        yield tuple(torch.randn(4, 24, device=device, dtype=dtype) for _ in range(3))
+
+    @mul_add_relu.kernel("cpu")
+    def _(a, b, c):
+        return torch.addcmul(c, a, b).clamp_min(0)
+
+    @mul_add_relu.backward
+    def _(inputs, output, grad_output):
+        a, b, _ = inputs
+        grad = torch.where(output > 0, grad_output, 0)
+        return grad * b, grad * a, grad
+
+    return mul_add_relu
+
+
+def failures(op: fuseopt.Op, **options) -> dict[str, str]:
+    report = fuseopt.check(op, device="cpu", **options)
+    assert report.ok == (not report.failures)
+    return {row.check: row.detail for row in report.failures if row.backend == "cpu"}
+
+
+def test_a_right_op_is_ok_and_the_table_says_what_was_tried(op):
+    report = fuseopt.check(op, device="cpu")
+    assert report.ok, str(report)
+    tried = {row.check for row in report.rows if row.backend == "cpu" and row.status == "ok"}
+    assert tried >= {
+        *(f"{kind}, {dtype}" for kind in ("as sampled", "odd shapes", "non-contiguous") for dtype in ("fp32", "bf16")),
+        *(f"{kind}, {dtype}" for kind in ("broadcast", "empty", "0-d", "gradient") for dtype in ("fp32", "fp16")),
+        *("gradcheck", "second derivative", "fake", "writes no input", "same bits again", "opcheck"),
+        *("torch.compile, fullgraph", "autocast", "vmap"),
+    }
+    assert str(report).startswith("mine::mul_add_relu on cpu: ok\n")
+
+
+def test_a_wrong_backward_fails(op):
+    @op.backward
+    def _(inputs, output, grad_output):
+        a, b, _ = inputs
+        return grad_output * b, grad_output * a, grad_output  # without the ReLU
+
+    found = failures(op)
+    assert {"gradient, fp32", "gradient, bf16", "gradcheck"} <= found.keys()
+    assert "the gradient of tensor 0" in found["gradient, fp32"] and "Jacobian mismatch" in found["gradcheck"]
+
+
+def test_a_kernel_wrong_in_the_last_column_fails(op):
+    @op.kernel("cpu")
+    def _(a, b, c):
+        output = op.function(a, b, c)
+        output[..., output.shape[-1] // 8 * 8 :] = 0
+        return output
+
+    found = failures(op, dtypes=(torch.float32,))
+    assert "as sampled, fp32" not in found and "off by" in found["odd shapes, fp32"]
+
+
+@pytest.mark.parametrize("what", ["dtype", "shape"])
+def test_a_fake_of_another_dtype_or_shape_fails(op, what):
+    @op.fake
+    def _(a, b, c):
+        return torch.empty_like(a, dtype=torch.float64) if what == "dtype" else a.new_empty(a.shape[:1])
+
+    expected = "is float64 (4, 24)" if what == "dtype" else "is float32 (4,)"
+    assert expected in failures(op)["fake"]
+
+
+def test_a_kernel_that_writes_an_input_fails(op):
+    @op.kernel("cpu")
+    def _(a, b, c):
+        output = op.function(a, b, c)
+        c.detach().zero_()
+        return output
+
+    assert "the call writes into tensor 2" in failures(op)["writes no input"]
+
+
+def test_a_backward_that_writes_its_gradient_fails(op):
+    @op.backward
+    def _(inputs, output, grad_output):
+        a, b, _ = inputs
+        grad_output.mul_(output > 0)
+        return grad_output * b, grad_output * a, grad_output.clone()
+
+    assert "the backward writes into tensor" in failures(op)["writes no input"]
+
+
+def test_a_kernel_that_assumes_contiguous_inputs_fails_unless_supports_says_so(op):
+    def flat(a, b, c):
+        def memory(t):
+            return torch.as_strided(t, (t.numel(),), (1,))
+
+        output = torch.empty(a.shape, dtype=a.dtype)
+        output.view(-1).copy_(op.function(memory(a), memory(b), memory(c)))
+        return output
+
+    op.kernel("cpu")(flat)
+    found = failures(op, dtypes=(torch.float32,))
+    assert "non-contiguous, fp32" in found and "as sampled, fp32" not in found
+    op.supports(
+        lambda *given: all(t.is_contiguous() and t.shape == given[0].shape for t in given) or "contiguous alone"
+    )
+    report = fuseopt.check(op, device="cpu")
+    assert report.ok, str(report)
+    assert ("non-contiguous, fp32", "-", "not taken: contiguous alone") in {
+        (row.check, row.status, row.detail) for row in report.rows
+    }
+
+
+def test_what_a_kernel_raises_is_a_finding(op):
+    @op.kernel("cpu")
+    def _(a, b, c):
+        raise RuntimeError("no luck")
+
+    assert failures(op)["as sampled, fp32"] == "RuntimeError: no luck"
+
+
+def test_without_samples_it_says_how_to_give_them():
+    @fuseopt.op("mine::bare")
+    def bare(a: Tensor) -> Tensor:
+        return a + 1
+
+    with pytest.raises(OpError, match=r"@bare.samples"):
+        fuseopt.check(bare)
+    with pytest.raises(OpError, match="takes an op made by"):
+        fuseopt.check(torch.relu)
+
+
+def test_the_command_checks_all_ops_of_a_file(tmp_path, capsys):
+    source = """
+        import torch, fuseopt
+        from torch import Tensor
+
+        @fuseopt.op("file::double")
+        def double(a: Tensor) -> Tensor:
+            return 2 * a
+
+        @double.samples
+        def _(device, dtype):
+            yield torch.randn(3, 8, device=device, dtype=dtype)
+    """
+    file = tmp_path / "ops.py"
+    file.write_text(textwrap.dedent(source))
+    assert main(["check", str(file), "--device", "cpu"]) == 0
+    assert "file::double on cpu: ok" in capsys.readouterr().out
+    fuseopt.unregister("file::double")
+    file.write_text(textwrap.dedent(source) + "\n@double.kernel('cpu')\ndef _(a): return 3 * a\n")
+    assert main(["check", str(file), "--device", "cpu"]) == 1
+    assert "FAIL" in capsys.readouterr().out
+    file.write_text("x = 1\n")
+    assert main(["check", str(file)]) == 2
+    assert "registers no op" in capsys.readouterr().err
