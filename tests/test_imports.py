@@ -26,6 +26,7 @@ LAYERS = (
         "report",
         "csrc",
         "build",
+        "tuning",
     },
     {"ops"},
     {"runtime"},

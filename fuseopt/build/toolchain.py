@@ -224,8 +224,9 @@ def toolkit_root(nvcc: str) -> Path:
 def sources_digest(kind: str) -> str:
     """Hash of the names and contents of a library's sources and headers."""
     digest = hashlib.sha256()
-    for path in sorted((*CSRC.glob("*.*"), *(CSRC / kind).rglob("*.*"))):
-        digest.update(f"{path.relative_to(CSRC).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    measured = (CSRC.parent / "tuning").glob("*.inc") if kind == "cuda" else ()
+    for path in sorted((*CSRC.glob("*.*"), *(CSRC / kind).rglob("*.*"), *measured)):
+        digest.update(f"{os.path.relpath(path, CSRC)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 

@@ -245,6 +245,5 @@ registry.register(
                 torch=F.layer_norm,
             ),
         ),
-        # Where `fuseopt bench ops` found the CUDA kernels slower by a hundredth or more, on an H200 or an H100.
     )
 )

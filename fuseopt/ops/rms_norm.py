@@ -229,6 +229,5 @@ registry.register(
                 torch=_torch_rms_norm,
             ),
         ),
-        # Where `fuseopt bench ops` found the CUDA kernels slower by a hundredth or more, on an H200 or an H100.
     )
 )

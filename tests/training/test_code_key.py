@@ -39,6 +39,7 @@ def test_every_file_of_ops_and_traced_modules_is_in_the_key_of_compiled_code(pac
         for path in (package / folder).rglob("*")
         if path.is_file()
     ]
+    files += [*(package / "tuning").glob("*.py"), *(package / "tuning").glob("*.inc")]
     assert len(files) > 80 and package / "ops" / "triton" / "rms_norm.py" in files
     before = fresh()
     assert fresh() == before

@@ -22,12 +22,11 @@ from fuseopt.ops import registry
 from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, is_fast
 from fuseopt.ops.decode.linear_of_embeddings import takes_embeddings
 from fuseopt.ops.decode.linear_partials import leaves_addends, takes_addends
+from fuseopt.tuning import multiprocessors, tuned
 
 # A name in `ACTIVATIONS`, or a module that is called.
 Activation = str | Callable[[Tensor], Tensor]
 HALVES = (torch.float16, torch.bfloat16)
-# Of more, a norm takes less time by itself than in each block that multiplies some of them by some of a weight.
-_MOST_ROWS_TO_NORMALISE = 128
 
 
 class Norm(NamedTuple):
@@ -73,20 +72,27 @@ def plan_l2_prefetch(layers: Sequence[Linear], head: Linear) -> None:
     """
     for layer, following, later in zip(layers, [*layers[1:], head], [*layers[2:], head, head], strict=True):
         layer.prefetch = later.weights
-        if _is_large(layer):
-            layer.prefetch = _first_quarter(following.weights[0]) if _is_large(following) else ()
+        if _skips_prefetch(layer):
+            layer.prefetch = _first_part(following.weights[0]) if _skips_prefetch(following) else ()
     head.prefetch = layers[0].weights
 
 
-def _is_large(layer: Linear) -> bool:
-    """Whether it has as many bytes as an H100's multiprocessors hold: `most_held_bytes` of decode_linear_rows.cuh."""
-    return sum(weight.nbytes for weight in layer.weights) >= 92 * 1024 * 132
+def _skips_prefetch(layer: Linear) -> bool:
+    """True if a layer has more bytes than a GPU's blocks hold: its own weight loads already saturate bandwidth.
+
+    The kernels decide so too (`most_held_bytes` in csrc/cuda/decode/linear/params.cuh). Which kernel takes a layer is
+    another question, with a lower limit for a long K: `exceeds_registers` there.
+    """
+    device = layer.weights[0].device
+    held_bytes = tuned("decode_linear_held_bytes", device) * multiprocessors(device)
+    return sum(weight.nbytes for weight in layer.weights) >= held_bytes
 
 
-def _first_quarter(weight: Tensor) -> tuple[Tensor, ...]:
-    """A quarter of the lines of a weight [N, K] that lies as [K, N]."""
+def _first_part(weight: Tensor) -> tuple[Tensor, ...]:
+    """The first rows of a weight [N, K] that is stored as [K, N], as many as a large layer prefetches."""
     lines = weight.T
-    return (lines[: len(lines) // 4],) if lines.is_contiguous() else ()
+    count = len(lines) // tuned("decode_linear_prefetch_divisor", weight.device)
+    return (lines[:count],) if lines.is_contiguous() else ()
 
 
 def linear_of(*modules: nn.Linear) -> Linear:
@@ -174,7 +180,8 @@ def linear(
         neighbouring columns, and rows that may lie apart.
     """
     weight = layer.weights[0]
-    if norm is not None and len(layer.weights) == 1 and len(input) > _MOST_ROWS_TO_NORMALISE:
+    most_rows = tuned("decode_linear_max_rows_to_normalise", input.device)
+    if norm is not None and len(layer.weights) == 1 and len(input) > most_rows:
         input, norm = normalised(input, norm), None
     kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
     if takes_kernel(input, layer, residual, kind) and not callable(activation):

@@ -14,6 +14,7 @@ from torch import Tensor
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
 from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
+from fuseopt.tuning import table_of
 
 FEW_ROWS = 16
 """Of as many rows the CUDA kernels take any layer; of more, those that `is_fast` names."""
@@ -24,9 +25,6 @@ MAX_ROWS = 256
 _HALVES = (torch.float16, torch.bfloat16)
 # As far as the kernel of many rows goes: in one block, and in a cluster.
 _LONGEST_NORMALISED, _LONGEST = 1536, 6144
-# Multiply-adds with one weight, from which on launches count for less than what the BLAS library makes of tensor cores:
-# of any weight, and of one whose K is long, for which the kernel of tiles shares out K.
-_MOST_WORK, _MOST_LONG_WORK = 160_000_000, 640_000_000
 
 NORMS = ("layer_norm", "t5_rms_norm")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -177,11 +175,10 @@ def is_fast(input: Tensor, weights: Sequence[Tensor], residual: Tensor | None = 
         and input.is_cuda
     ):
         return False
-    capability, work = torch.cuda.get_device_capability(input.device), rows * outputs * columns
     is_long = norm is None and len(weights) == 1 and columns >= 2 * outputs
-    # From sm_120 on a block has too little shared memory for tiles.
-    most_work = _MOST_LONG_WORK if is_long and capability < (12, 0) else _MOST_WORK
-    return capability >= (9, 0) and work <= most_work
+    capability = torch.cuda.get_device_capability(input.device)
+    most_work = table_of(capability[0])["decode_linear_max_long_work" if is_long else "decode_linear_max_work"]
+    return capability >= (9, 0) and rows * outputs * columns <= most_work
 
 
 def decode_linear_reference(

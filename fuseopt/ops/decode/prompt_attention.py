@@ -14,13 +14,11 @@ from torch.compiler import is_dynamo_compiling
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
 from fuseopt.ops.library import check_shape, define, without_autocast
+from fuseopt.tuning import tuned
 
 MAX_HEAD_DIM = 128
 _HEAD_DIM_MULTIPLE = 16
 _ALIGNMENT = 16  # bytes
-# Tokens of a prompt up to which the CUDA kernel takes less time than a copy and PyTorch's attention, on an H200 with
-# any number of rows and heads that was timed.
-_LONGEST_FAST = 256
 
 
 def _fake(qkv: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, overlap: bool) -> Tensor:
@@ -86,7 +84,7 @@ def is_fast(qkv: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
     Args:
         qkv, key_cache, value_cache: as `prompt_attention_` takes them.
     """
-    if qkv.shape[1] > _LONGEST_FAST:
+    if qkv.shape[1] > tuned("prompt_attention_max_length", qkv.device):
         return False
     tensors = qkv, key_cache, value_cache
     chosen = registry.pick_without_gradient("prompt_attention_", "auto", (qkv.dtype,), *tensors)

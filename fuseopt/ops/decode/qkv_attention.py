@@ -15,10 +15,7 @@ from fuseopt.ops.decode.attention import check_update, decode_attention_
 from fuseopt.ops.decode.linear import NORMS, check_layer, decode_linear
 from fuseopt.ops.decode.linear_partials import is_at_an_address
 from fuseopt.ops.library import check_shape, define
-
-LEAST_FAST_COLUMNS = 1024
-"""Of GPT-2's K, 768, the projection's own kernel and that of the attention are faster on an H200, of 1024, which is the
-next that its sizes have, they are not."""
+from fuseopt.tuning import tuned
 
 
 def _fake(
@@ -71,9 +68,9 @@ def takes_qkv_attention(
 
 
 def is_fast(input: Tensor, weight: Tensor, bias: Tensor | None, *caches: Tensor, **norm: Any) -> bool:
-    """Whether that kernel, which must be there, takes them, of as many columns as it is worth it for
-    (`LEAST_FAST_COLUMNS`)."""
-    return input.shape[-1] >= LEAST_FAST_COLUMNS and takes_qkv_attention(input, weight, bias, *caches, **norm)
+    """True if that kernel, which must be there, takes these and is faster than two kernels (it is for a long K)."""
+    least = tuned("qkv_attention_min_columns", input.device)
+    return input.shape[-1] >= least and takes_qkv_attention(input, weight, bias, *caches, **norm)
 
 
 def decode_qkv_attention_reference(

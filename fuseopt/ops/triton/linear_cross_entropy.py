@@ -17,11 +17,10 @@ from fuseopt.ops.cross_entropy_grad import RAW as CROSS_ENTROPY_GRAD
 from fuseopt.ops.triton.cross_entropy import check_targets, cross_entropy_grad_
 from fuseopt.ops.triton.rows import compute_dtype
 from fuseopt.ops.tuned_matmul import multiply_into
+from fuseopt.tuning import tuned
 
 # Bytes of the buffer. Few chunks: each adds to the whole gradient of the weight, and wants enough rows to fill a GPU.
-# Of GPT-2's vocabulary in half precision it holds 5632 rows, whose gradient is 132 tiles of 128 x 256: one for each
-# multiprocessor of an H200.
-CHUNK_BYTES = 544 * 2**20
+CHUNK_BYTES = tuned("linear_cross_entropy_chunk_bytes")
 # A chunk has a multiple of so many rows where it can.
 CHUNK_ROWS = 128
 # The CUDA kernel has a block for a row; over narrower ones Triton's, of a warp or two, is faster.

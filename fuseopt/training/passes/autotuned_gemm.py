@@ -19,11 +19,10 @@ from torch import Tensor, fx
 from fuseopt.ops import registry
 from fuseopt.ops.tuned_matmul import RAW as TUNED_MATMUL
 from fuseopt.training.graph_nodes import MATMULS
+from fuseopt.tuning import tuned
 
 aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
-# A smaller product runs no longer than the host takes to launch it.
-_LEAST_MULTIPLICATIONS = 2**32
 
 
 def run(graph: fx.Graph) -> None:
@@ -68,4 +67,4 @@ def _is_worth_it(left: Tensor, right: Tensor) -> bool:
         return False
     if left._has_symbolic_sizes_strides or right._has_symbolic_sizes_strides:
         return False
-    return left.shape[0] * left.shape[1] * right.shape[1] >= _LEAST_MULTIPLICATIONS
+    return left.shape[0] * left.shape[1] * right.shape[1] >= tuned("autotuned_gemm_min_work", left.device)

@@ -15,7 +15,6 @@ constexpr int kColumns = 4;         // that a lane reads at once
 constexpr int kGroups = 2;          // of columns that a lane has results of at a time
 constexpr int kLoads = 6;           // of 16 bytes in flight a lane
 constexpr int kMaxWarps = 4;        // of a block whose warps have nothing in common
-constexpr int kFewHeads = 4;        // a multiprocessor, up to which several warps have a head
 
 template <typename T>
 using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -397,7 +396,7 @@ cudaError_t launch_as(ShortAttention& attention, cudaStream_t stream) {
 template <typename T, int kKeys>
 cudaError_t launch_as(ShortAttention& attention, cudaStream_t stream) {
   constexpr int kFewWarps = kKeys / kQueryLanes, kManyWarps = kFewWarps / 4;
-  const bool are_few = attention.batch * attention.heads <= kFewHeads * multiprocessor_count();
+  const bool are_few = attention.batch * attention.heads <= tuning().short_attention_few_heads * multiprocessor_count();
   return are_few ? launch_as<T, kKeys, kFewWarps>(attention, stream) : launch_as<T, kKeys, kManyWarps>(attention, stream);
 }
 

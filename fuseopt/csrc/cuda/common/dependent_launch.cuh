@@ -75,8 +75,6 @@ __device__ inline void prefetch_share(const void* data, const void* end, int sha
 #endif
 }
 
-inline int compute_capability_major() { return cached_attribute<cudaDevAttrComputeCapabilityMajor>(); }
-
 // Whether the current device has programmatic dependent launch and clusters of blocks.
 inline bool is_sm90_or_newer() { return compute_capability_major() >= 9; }
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/common/device.h"
 #include "cuda/common/row_team.cuh"
+#include "cuda/common/tuning.h"
 
 namespace fuseopt {
 

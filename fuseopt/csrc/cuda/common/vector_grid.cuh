@@ -7,7 +7,6 @@ namespace fuseopt {
 
 constexpr int kVectorGridThreads = 128;
 constexpr int kFewWidth = 2;  // elements a thread where there are few
-constexpr int kFewThreadsPerProcessor = 1024;
 
 // A tensor as rows of vectors, of which a thread has one column: the tensor's own rows, where the column matters (a bias
 // is then read once a thread) or the rows lie apart; else any cut of the flattened tensor. Neighbouring blocks have
@@ -43,7 +42,7 @@ void launch_vectors(int64_t vectors, int64_t vectors_in_row, int rows_per_thread
 // spread thin, since what counts is then what a thread does one after the other.
 template <typename T, int kMost, typename Launch>
 void dispatch_vector_width(int64_t elements, Launch launch) {
-  if (elements <= int64_t{kFewWidth} * kFewThreadsPerProcessor * multiprocessor_count()) {
+  if (elements <= kFewWidth * tuning().elementwise_few_threads * multiprocessor_count()) {
     launch(IntTag<kFewWidth>{}, IntTag<1>{});
   } else {
     launch(IntTag<kVectorWidth<T>>{}, IntTag<kMost>{});

@@ -12,7 +12,6 @@ constexpr int kThreads = kVectorGridThreads;
 constexpr int kFwdLoads = 2;  // of 16 bytes in flight a thread
 constexpr int kBwdLoads = 2;  // of each of two tensors
 constexpr int kBiasThreads = 256;
-constexpr int kBiasBlocksPerProcessor = 4;
 constexpr int kFewRows = 64;
 
 // A bias is of T, the input's dtype, or float32.
@@ -271,8 +270,8 @@ cudaError_t launch_bias_bwd(TypedPointer grad_output, TypedPointer input, TypedP
     const auto launch = [&](auto kernel, int64_t strip, int64_t row_lanes) {
       const int64_t strips = ceil_div(columns, strip);
       if (partials.data != nullptr) {
-        partials.count = std::min({ceil_div(rows, row_lanes), max_partials(rows),
-                                   std::max<int64_t>(1, kBiasBlocksPerProcessor * multiprocessor_count() / strips)});
+        const int64_t blocks = tuning().gelu_bias_bwd_blocks * multiprocessor_count();
+        partials.count = std::min({ceil_div(rows, row_lanes), max_partials(rows), std::max<int64_t>(1, blocks / strips)});
       }
       kernel.launch(dim3(static_cast<unsigned>(strips), static_cast<unsigned>(partials.count)), kBiasThreads, 0, stream,
                     static_cast<const T*>(grad_output.data), static_cast<const T*>(input.data), bias,

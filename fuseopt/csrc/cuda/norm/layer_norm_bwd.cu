@@ -4,7 +4,6 @@
 namespace fuseopt::layer_norm_bwd {
 namespace {
 
-constexpr int kBwdRingThreads = 768;  // of a multiprocessor, where blocks have rows on their way
 
 // Holds the kernel to as few registers as let kBwdThreadsPerProcessor threads be resident, where that spills next to none.
 template <typename T, typename Shape, int kWidth, bool kHasGradSum>
@@ -149,7 +148,7 @@ extern "C" cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPoi
       using T = typename decltype(tag)::type;
       const auto launch = [&](auto shape, auto width, int threads, auto has_grad_sum) {
         using Shape = decltype(shape);
-        const BwdLaunch form = bwd_launch<T, Shape, width>(threads, columns, has_grad_sum ? 3 : 2, kBwdRingThreads);
+        const BwdLaunch form = bwd_launch<T, Shape, width>(threads, columns, has_grad_sum ? 3 : 2, tuning().layer_norm_bwd_ring_threads);
         static ResidentBlocks resident;
         using Kernel = FollowingKernel<layer_norm_bwd_kernel<T, Shape, width, has_grad_sum>>;
         constexpr auto kernel = Kernel::kFunction;

@@ -10,7 +10,6 @@ namespace {
 
 constexpr int kWidth = 4;
 constexpr int kMostAddends = LayerNormOfSumBwd::kMostAddends;
-constexpr int kRingThreads = 960;  // of a multiprocessor
 
 // Where the tensors' rows lie in a stage.
 template <typename T>
@@ -139,7 +138,8 @@ extern "C" cudaError_t fuseopt_layer_norm_of_sum_bwd(const LayerNormOfSumBwd& ca
       using T = typename decltype(tag)::type;
       using Kernel = FollowingKernel<layer_norm_of_sum_bwd_kernel<T>>;
       const int threads = static_cast<int>(ceil_div(call.columns, kWidth * kWarpSize)) * kWarpSize;
-      int blocks = std::clamp(kRingThreads / threads, 1, kPartialsPerProcessor), stages = 0;
+      const int64_t most_blocks = tuning().layer_norm_of_sum_bwd_ring_threads / threads;
+      int blocks = static_cast<int>(std::clamp<int64_t>(most_blocks, 1, kPartialsPerProcessor)), stages = 0;
       size_t shared_bytes = 0;
       if (is_sm90_or_newer()) {
         const int stage_bytes = Stage<T>{static_cast<int>(call.columns)}.addend(call.addend_count);

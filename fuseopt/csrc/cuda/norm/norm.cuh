@@ -36,9 +36,6 @@ using ElementwiseBlock = RowShape<8, Team::kBlock>;  // where elements are read 
 using ElementwiseSum = RowShape<4, Team::kBlock>;    // and two of float32 are added up
 using ElementwiseWarp = RowShape<32, Team::kWarp>;   // and a warp has the row
 
-constexpr int kLightBlockRow = 768;       // columns from which on a block has such a row
-constexpr int kLightBlockMostRow = 1536;  // and up to which it has few elements a thread
-
 // Backward, a block leaves one row of partial sums, however many warps it has. Hence larger blocks than forward, and no
 // more of them to a multiprocessor than its memory bandwidth needs.
 constexpr int kBwdWarpTeamBlock = 256;
@@ -49,7 +46,6 @@ constexpr int kBwdShortRowsBlocksPerProcessor = sizeof(T) == 2 ? 4 : 3;
 constexpr int kBwdThreadsPerProcessor = 1024;
 constexpr int kPartialsPerProcessor = 8;
 constexpr int kBwdStaticShared = 2048;  // at least what a block has beside the weight and the ring
-constexpr int kEnoughRingStages = 3;
 
 // Whether one of the tensors present has `dtype`.
 inline bool any_has(int dtype, std::initializer_list<TypedPointer> tensors) {
@@ -71,7 +67,7 @@ inline bool are_vectors(int dtype, int64_t columns, std::initializer_list<TypedP
 
 // Calls `launch(RowShape, IntTag<kWidth>, threads)` for a forward over rows of `columns` elements of T in vectors. Where
 // all tensors have one dtype every shape is compiled that pays, else one for narrow rows and one for wide ones. False when
-// no shape holds them. Of float32, from kLightBlockRow to kLightBlockMostRow columns, a block with few elements a thread
+// no shape holds them. Of float32, from norm_block_min_columns to norm_block_max_columns, a block with few elements a thread
 // beats a warp, or a smaller block, with many.
 template <typename T, int kBlockElements, bool kOneDType, typename Launch>
 bool dispatch_fwd_row(int64_t rows, int64_t columns, Launch launch) {
@@ -87,7 +83,7 @@ bool dispatch_fwd_row(int64_t rows, int64_t columns, Launch launch) {
     if (are_few_rows(rows) && dispatch_shape<RowShape<kWidth, Team::kBlock>>(columns, launch_shape)) return true;
     if constexpr (std::is_same_v<T, float>) {
       using Light = RowShape<kLightBlockElements, Team::kBlock>;
-      const bool is_between = columns >= kLightBlockRow && columns <= kLightBlockMostRow;
+      const bool is_between = columns >= tuning().norm_block_min_columns && columns <= tuning().norm_block_max_columns;
       if (is_between && dispatch_shape<Light>(columns, launch_shape)) return true;
     }
     return dispatch_shape<RowShape<kShortElements, Team::kQuarterWarp>, RowShape<kShortElements, Team::kHalfWarp>,
@@ -212,9 +208,9 @@ struct BwdLaunch {
 };
 
 // `ring_threads`: of a multiprocessor, where blocks have rows on their way; fewer than else, and as few as leave room for
-// kEnoughRingStages.
+// norm_bwd_min_ring_stages.
 template <typename T, typename Shape, int kWidth>
-BwdLaunch bwd_launch(int threads, int64_t columns, int tensors, int ring_threads) {
+BwdLaunch bwd_launch(int threads, int64_t columns, int tensors, int64_t ring_threads) {
   const size_t weight_bytes = columns * sizeof(float), stage_bytes = columns * sizeof(T) * tensors;
   if (kHasShortRows<Shape>) return {kBwdShortRowsBlocksPerProcessor<T>, 0, weight_bytes};
   if (Shape::kWithinWarp) return {kBwdWarpTeamBlocksPerProcessor, 0, weight_bytes};
@@ -226,8 +222,8 @@ BwdLaunch bwd_launch(int threads, int64_t columns, int tensors, int ring_threads
     const int64_t room = shared / blocks - kBwdStaticShared - static_cast<int64_t>(weight_bytes);
     return static_cast<int>(std::clamp<int64_t>(room / static_cast<int64_t>(stage_bytes), 1, kMaxRingStages));
   };
-  int blocks = std::clamp(ring_threads / threads, 1, kPartialsPerProcessor);
-  while (blocks > 1 && stages_of(blocks) < kEnoughRingStages) --blocks;
+  int blocks = static_cast<int>(std::clamp<int64_t>(ring_threads / threads, 1, kPartialsPerProcessor));
+  while (blocks > 1 && stages_of(blocks) < tuning().norm_bwd_min_ring_stages) --blocks;
   return {blocks, stages_of(blocks), weight_bytes + stages_of(blocks) * stage_bytes};
 }
 

@@ -7,7 +7,6 @@ namespace {
 constexpr int kSummedColumns = kWarpSize;
 constexpr int kSummedGroups = 32;  // warps of a block, each summing its own rows of the same columns
 constexpr int kLoads = 8;          // in flight a thread
-constexpr int kAnyBlocksPerProcessor = 8;
 
 // Adds up `value` over the row groups of a block; the result is in row group 0.
 template <typename Acc>
@@ -79,7 +78,8 @@ __global__ void __launch_bounds__(kSummedColumns* kSummedGroups)
 // Without rows there is nothing to add up: reduce_partials then writes zeros.
 int64_t any_partials(int64_t rows, int64_t columns) {
   if (rows == 0) return 0;
-  const int64_t enough = ceil_div(kAnyBlocksPerProcessor * multiprocessor_count(), ceil_div(columns, kSummedColumns));
+  const int64_t blocks = tuning().norm_column_sums_blocks * multiprocessor_count();
+  const int64_t enough = ceil_div(blocks, ceil_div(columns, kSummedColumns));
   return std::min(enough, max_partials(rows));
 }
 

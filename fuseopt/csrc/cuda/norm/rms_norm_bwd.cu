@@ -5,7 +5,6 @@
 namespace fuseopt::rms_norm_bwd {
 namespace {
 
-constexpr int kBwdRingThreads = 512;  // of a multiprocessor, where blocks have rows on their way
 
 // grad_input = rstd * (g - xhat * mean(g * xhat)) + grad_sum with g = grad_output * (weight + offset); grad_weight = sum
 // over rows of grad_output * xhat, left as one row of partial sums a block. grad_sum is what reaches a fused residual
@@ -138,7 +137,7 @@ extern "C" cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPoint
       using T = typename decltype(tag)::type;
       const auto launch = [&](auto shape, auto width, int threads, auto has_grad_sum) {
         using Shape = decltype(shape);
-        const BwdLaunch form = bwd_launch<T, Shape, width>(threads, columns, has_grad_sum ? 3 : 2, kBwdRingThreads);
+        const BwdLaunch form = bwd_launch<T, Shape, width>(threads, columns, has_grad_sum ? 3 : 2, tuning().rms_norm_bwd_ring_threads);
         static ResidentBlocks resident;
         using Kernel = FollowingKernel<rms_norm_bwd_kernel<T, Shape, width, has_grad_sum>>;
         constexpr auto kernel = Kernel::kFunction;

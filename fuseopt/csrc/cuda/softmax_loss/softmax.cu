@@ -11,7 +11,6 @@ namespace {
 
 constexpr int kBlockElements = 32;  // of a row in the registers of a thread, where a block has the row
 constexpr int kLightElements = 8;   // in a backward over rows of whole vectors, while they suffice
-constexpr int kLightRow = 2048;     // and of more elements than these
 constexpr int kFewRowsThreads = 256;  // a row at most, where there are few
 constexpr int kAnyThreads = 256;
 
@@ -241,7 +240,7 @@ extern "C" cudaError_t fuseopt_softmax_bwd(TypedPointer grad_output, TypedPointe
       };
       using Light = RowShape<kLightElements, Team::kBlock>;
       const auto launch_light = [&](auto shape, int threads) { launch(shape, threads, std::true_type{}); };
-      if (columns > kLightRow && columns % kVectorWidth<T> == 0 && dispatch_shape<Light>(columns, launch_light)) return;
+      if (columns > tuning().softmax_bwd_light_min_columns && columns % kVectorWidth<T> == 0 && dispatch_shape<Light>(columns, launch_light)) return;
       if (dispatch_softmax_row<T>(rows, columns, launch)) return;
       launch_softmax_bwd_wide(grad_output, output, grad_input, rows, row_columns, factor, stream);
     });

@@ -270,10 +270,9 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
 // As many blocks a (row, head) as there are places for, while the device has room for them.
 unsigned splits_for(const DecodeAttention& attention) {
   if (!is_sm90_or_newer()) return 1;
-  constexpr int kBlocksPerMultiprocessor = 4;
   unsigned splits = kMaxSplits;
   while (splits > 1 && ((splits - 1) * kPlacesPerSplit >= attention.capacity ||
-                        attention.rows * attention.heads * splits > kBlocksPerMultiprocessor * multiprocessor_count())) {
+                        attention.rows * attention.heads * splits > tuning().decode_attention_blocks * multiprocessor_count())) {
     splits /= 2;
   }
   return splits;

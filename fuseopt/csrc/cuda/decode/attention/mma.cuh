@@ -136,16 +136,15 @@ struct Split {
   unsigned parts, blocks;
 
   Split(const DecodeAttention& attention, int64_t units, size_t bytes_of_part, unsigned most_warps) {
-    constexpr unsigned kWarpsPerMultiprocessor = 16;  // by their registers
     constexpr size_t kSharedBytes = 96 * 1024;
     static_assert(kSharedBytes + sizeof(float4) <= kLeastSharedBytesOfSm80);
-    constexpr int64_t kManyHeads = 24;
     parts = is_sm90_or_newer() ? most_warps * kMaxAttentionBlocks : most_warps;
     while (parts > 4 && (parts / 2 * kTileKeys >= attention.capacity || parts * bytes_of_part > kSharedBytes ||
-                         units * parts > kWarpsPerMultiprocessor * multiprocessor_count())) {
+                         units * parts > tuning().decode_attention_warps * multiprocessor_count())) {
       parts /= 2;
     }
-    if (is_sm90_or_newer() && attention.rows == 1 && attention.heads >= kManyHeads && parts == most_warps) parts *= 2;
+    const bool has_many_heads = attention.heads >= tuning().decode_attention_many_heads;
+    if (is_sm90_or_newer() && attention.rows == 1 && has_many_heads && parts == most_warps) parts *= 2;
     blocks = (parts + most_warps - 1) / most_warps;
   }
 

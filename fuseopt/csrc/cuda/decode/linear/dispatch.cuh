@@ -47,7 +47,7 @@ inline int64_t tiles_of(const DecodeLinear& layer) {
 
 // Whether a layer with a norm has enough strips of 64 columns.
 inline bool has_widest_strips(const DecodeLinear& layer) {
-  return tiles_of(layer) >= 8 * (multiprocessor_count() / 6);
+  return tiles_of(layer) >= 8 * (multiprocessor_count() / tuning().decode_linear_wide_strips_divisor);
 }
 
 // Wide strips read a weight [K, N] in longer pieces, and few blocks leave multiprocessors to the kernels that wait
@@ -56,8 +56,9 @@ inline bool has_widest_strips(const DecodeLinear& layer) {
 // or two. Activations without a norm have narrow strips.
 template <typename T, Layout kLayout, bool kNorm, bool kGated, int kHalves>
 cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
-  const int64_t tiles = tiles_of(layer), few_blocks = multiprocessor_count() / 4;
+  const int64_t tiles = tiles_of(layer), few_blocks = multiprocessor_count() / tuning().decode_linear_few_blocks_divisor;
   const bool is_plain = layer.activation == kIdentity;
+  const bool are_narrow_rows = layer.rows <= tuning().decode_linear_max_narrow_rows;
   const auto launch = [&]<int kTiles, int kChunks>(bool is_enough, cudaError_t& error) {
     constexpr bool kHasPlain = !kGated && (!kNorm || (kHalves == 1 && kTiles >= 4)), kHasOthers = kNorm || kTiles == 2;
     if (!is_enough || layer.columns > kMostColumns<T, T, kTiles, kChunks, kHalves>) return false;
@@ -93,10 +94,10 @@ cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
     if (launch.template operator()<2, 4>(true, error)) return error;
   }
   if constexpr (!kNorm && !kGated && kLayout == Layout::kRowMajorNK && kHalves == 1) {
-    if (launch.template operator()<2, 8>(layer.rows <= 2, error)) return error;
+    if (launch.template operator()<2, 8>(are_narrow_rows, error)) return error;
   }
   if constexpr (!kNorm && !kGated) {
-    const bool gains = kLayout == Layout::kColMajorKN || layer.rows > 2;
+    const bool gains = kLayout == Layout::kColMajorKN || !are_narrow_rows;
     if (is_sm90_or_newer() && is_plain && gains && layer.columns <= kMostTogether * kMostColumns<T, T, 4, 4, kHalves>) {
       return launch_mma_as<T, T, kLayout, kNorm, kGated, 4, 4, kHalves, Along::kTogether, false>(layer, stream);
     }

@@ -366,7 +366,8 @@ static_assert(PatientGemvStages::kAll == MostGemvStages::kAll);
 
 // Whether it is an output projection beside large layers.
 inline bool is_beside_large(const DecodeLinear& layer) {
-  return layer.norm == kNoNorm && layer.columns <= layer.outputs && 4 * weight_bytes(layer) >= most_held_bytes();
+  return layer.norm == kNoNorm && layer.columns <= layer.outputs && 
+         tuning().decode_linear_gemv_beside_large * weight_bytes(layer) >= most_held_bytes();
 }
 
 // How a layer's work is shared out. A smaller layer than those behind it leaves them multiprocessors to start on.
@@ -379,7 +380,7 @@ struct GemvPlan {
   explicit GemvPlan(const DecodeLinear& layer) : strips(static_cast<int>(ceil_div(layer.outputs, kLineColumns))) {
     const auto share = [&] { stages = static_cast<int>(ceil_div(layer.columns, blocks * kLineWarps * kLineK)); };
     share();
-    while (is_sm90_or_newer() && blocks < kMaxLineCluster && (is_large(layer) || stages > MostGemvStages::kAll) &&
+    while (is_sm90_or_newer() && blocks < kMaxLineCluster && (exceeds_registers(layer) || stages > MostGemvStages::kAll) &&
            2 * blocks * strips * layer.weight_count <= multiprocessor_count()) {
       blocks *= 2;
       share();
@@ -388,15 +389,17 @@ struct GemvPlan {
     // still waits for. In GPT-2 XL that pays for the output projection and for queries, keys and values; the up projection
     // is late as it is.
     const bool has_norm = layer.norm != kNoNorm, has_activation = layer.activation != kIdentity;
-    const int company = !has_norm ? 5 : has_activation ? 1 : 3;
-    cluster = is_sm90_or_newer() && blocks == 1 && strips % company == 0 ? company : blocks;
+    const int64_t company = !has_norm        ? tuning().decode_linear_gemv_output_cluster
+                            : has_activation ? tuning().decode_linear_gemv_up_cluster
+                                             : tuning().decode_linear_gemv_qkv_cluster;
+    cluster = is_sm90_or_newer() && blocks == 1 && strips % company == 0 ? static_cast<int>(company) : blocks;
   }
 };
 
 // Whether a layer with such a weight is for this kernel: large, or the output projection beside such layers, whose lines
 // of half a strip would wait for what these read; and all of a strip has room.
 inline bool takes_gemv(const DecodeLinear& layer) {
-  return layer.rows == 1 && (is_large(layer) || is_beside_large(layer)) &&
+  return layer.rows == 1 && (exceeds_registers(layer) || is_beside_large(layer)) &&
          GemvPlan(layer).stages <= MostGemvStages::kAll;
 }
 

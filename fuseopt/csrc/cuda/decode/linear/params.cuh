@@ -16,19 +16,16 @@ constexpr int kHalfRows = 8;
 // What the input is: a tensor, or a sum of one and addends, or of embeddings.
 enum class Input { kStored, kSummed, kEmbedded };
 
-// Layers of more read their weights while they run, and need nobody to read ahead for them.
-inline int64_t most_held_bytes() {
-  constexpr int64_t kOfMultiprocessor = 92 * 1024;
-  return kOfMultiprocessor * multiprocessor_count();
-}
+// Bytes of weights that blocks, one a multiprocessor, hold in registers before they wait. Layers with more skip prefetch.
+inline int64_t most_held_bytes() { return tuning().decode_linear_held_bytes * multiprocessor_count(); }
 
 inline int64_t weight_bytes(const DecodeLinear& layer) { return layer.outputs * layer.columns * layer.weight_count * 2; }
 
-// Whether a layer has more bytes, or a longer K, than blocks, one a multiprocessor, hold in registers before they wait.
-inline bool is_large(const DecodeLinear& layer) {
-  constexpr int64_t kLongK = 3072, kBytesOfLongK = 37 * 1024;  // the latter for each multiprocessor
+// Whether the streaming kernels take a layer: it has more bytes, or a longer K, than blocks hold in registers.
+inline bool exceeds_registers(const DecodeLinear& layer) {
   const int64_t bytes = weight_bytes(layer);
-  return bytes >= most_held_bytes() || (layer.columns > kLongK && bytes >= kBytesOfLongK * multiprocessor_count());
+  return bytes >= most_held_bytes() || (layer.columns > tuning().decode_linear_long_k &&
+                                        bytes >= tuning().decode_linear_long_k_held_bytes * multiprocessor_count());
 }
 
 // DecodeLinear, in fewer words: each that a kernel touches may be a miss of the constant cache.

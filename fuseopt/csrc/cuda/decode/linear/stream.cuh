@@ -285,7 +285,7 @@ struct StreamPlan {
 };
 
 inline bool streams(const DecodeLinear& layer) {
-  return is_large(layer) && StreamPlan(layer).per_multiprocessor() > 0;
+  return exceeds_registers(layer) && StreamPlan(layer).per_multiprocessor() > 0;
 }
 
 template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums = false>

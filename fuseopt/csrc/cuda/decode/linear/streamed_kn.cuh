@@ -278,7 +278,7 @@ struct LinePlan {
 // Whether a layer with such a weight is for this kernel: large, and with strips, shared out or not, for half a device.
 inline bool streams_lines(const DecodeLinear& layer) {
   const LinePlan plan(layer);
-  return is_large(layer) && plan.per_multiprocessor() > 0 &&
+  return exceeds_registers(layer) && plan.per_multiprocessor() > 0 &&
          2 * plan.blocks * plan.strips * layer.weight_count >= multiprocessor_count();
 }
 

@@ -228,12 +228,12 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
 template <typename T, Layout kLayout, bool kNorm, int kRowWarps>
 cudaError_t launch_tiles_as(const DecodeLinear& layer, cudaStream_t stream) {
   using Shape = TileShape<kRowWarps>;
-  constexpr int64_t kMostParts = 8, kLeastColumns = 256;  // blocks that any cluster may have; of K, in each of them
+  constexpr int64_t kMostParts = 8;  // blocks that any cluster may have
   const int64_t strips = ceil_div(layer.outputs, Shape::kColumns), row_tiles = ceil_div(layer.rows, Shape::kRows);
   const int64_t tiles = strips * layer.weight_count * row_tiles, most_blocks = Shape::kBlocks * multiprocessor_count();
   int64_t parts = 1;
   while (!kNorm && parts < kMostParts && tiles * parts * 2 <= most_blocks &&
-         layer.columns >= parts * 2 * kLeastColumns) {
+         layer.columns >= parts * 2 * tuning().decode_linear_tiles_min_k_of_block) {
     parts *= 2;
   }
   const int64_t part_columns = ceil_div(layer.columns, parts * Shape::kStageK) * Shape::kStageK;
@@ -252,17 +252,14 @@ cudaError_t launch_tiles_as(const DecodeLinear& layer, cudaStream_t stream) {
 
 template <typename T>
 bool launch_decode_linear_tiles(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
-  // Multiply-adds, of fewer than which the kernel of many rows waits less: with several weights, which the BLAS library
-  // takes one after another, and with one of a long K. What is beyond its reach ops/decode/linear.py says.
-  constexpr int64_t kLeastWork = 200'000'000, kLeastLongWork = 140'000'000;
-  constexpr int64_t kMostLowRows = 128;         // of several weights, in low tiles
+  // With several weights, which the BLAS library takes one after another, and with one of a long K.
   constexpr int64_t kLongestNormalised = 1536;  // as ops/decode/linear.py has it
   constexpr size_t kSharedBytes = 208 * 1024;   // which not every device with clusters has for a block
   const bool has_norm = layer.norm != kNoNorm, is_single = layer.weight_count == 1;
   const int64_t work = layer.rows * layer.columns * layer.outputs * layer.weight_count;
   const bool is_long = !has_norm && layer.columns >= 2 * layer.outputs;
-  const bool gains = is_single ? is_long && work >= kLeastLongWork
-                               : !layer.gated && layer.norm != kLayerNorm && work >= kLeastWork;
+  const bool gains = is_single ? is_long && work >= tuning().decode_linear_tiles_min_long_work
+                               : !layer.gated && layer.norm != kLayerNorm && work >= tuning().decode_linear_tiles_min_work;
   if (!gains || (has_norm && layer.columns > kLongestNormalised) || !suits_many_rows<T>(layer) ||
       shared_bytes_of_block() < kSharedBytes) {
     return false;
@@ -270,7 +267,7 @@ bool launch_decode_linear_tiles(const DecodeLinear& layer, cudaStream_t stream, 
   const auto launch_as = [&](auto layout, auto norm) {
     constexpr Layout kLayout = decltype(layout)::value;
     constexpr bool kNorm = decltype(norm)::value;
-    return is_single || layer.rows <= kMostLowRows ? launch_tiles_as<T, kLayout, kNorm, 2>(layer, stream)
+    return is_single || layer.rows <= tuning().decode_linear_tiles_max_low_rows ? launch_tiles_as<T, kLayout, kNorm, 2>(layer, stream)
                                                    : launch_tiles_as<T, kLayout, kNorm, 4>(layer, stream);
   };
   const auto launch = [&](auto layout) {

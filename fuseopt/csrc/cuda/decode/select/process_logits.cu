@@ -10,7 +10,6 @@ constexpr int kThreads = 256;
 constexpr int kPenaltyThreads = 512;
 constexpr int kLoads = 4;  // 16-byte loads in flight a thread
 constexpr int kWindows = 4;  // of n ids, where a kernel does nothing but look for those that ban
-constexpr int kBlocksPerProcessor = 3;
 constexpr int64_t kMinChunkBytes = kThreads * kAccessBytes;
 constexpr int64_t kMaxChunkBytes = 64 * 1024;
 constexpr int64_t kMaxTokenBits = 48 * 1024 * 8;  // of the shared memory that every kernel may have
@@ -148,7 +147,7 @@ void launch(const LogitsEdits& edits, ScoreMatrix scores, ScoreMatrix output, in
   // fill the device; of one size as near as can be.
   const int64_t row_bytes = columns * static_cast<int64_t>(sizeof(Score));
   int64_t chunk_bytes = kMaxChunkBytes;
-  const int64_t enough_blocks = kBlocksPerProcessor * multiprocessor_count();
+  const int64_t enough_blocks = tuning().process_logits_blocks * multiprocessor_count();
   while (chunk_bytes > kMinChunkBytes && rows * ceil_div(row_bytes, chunk_bytes) < enough_blocks) chunk_bytes /= 2;
   const int64_t chunks_per_row = ceil_div(row_bytes, chunk_bytes);
   constexpr int64_t kWidth = kVectorWidth<Score>;

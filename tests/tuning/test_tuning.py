@@ -1,0 +1,118 @@
+"""The tables of measured numbers: what Python and C++ read, for which GPU, and what `write` changes."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuseopt import tuning
+from fuseopt.build import toolchain
+
+PACKAGE = tuning.FOLDER.parent
+FILES = sorted(tuning.FOLDER.glob("sm_*.inc"))
+SOURCES = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".cu", ".cuh", ".h", ".cpp")]
+PRINT_ALL = """
+#include <cstdio>
+#include <initializer_list>
+#include "cuda/common/tuning.h"
+#define TUNED(name, value) std::printf("%s %lld\\n", #name, static_cast<long long>(table.name));
+int main() {
+  for (const auto& table : {fuseopt::kTuningOfSm80, fuseopt::kTuningOfSm90, fuseopt::kTuningOfSm100,
+                            fuseopt::kTuningOfSm120}) {
+#include "../tuning/sm_90.inc"
+  }
+}
+"""
+
+
+def test_cpp_and_python_read_the_same_numbers(tmp_path: Path) -> None:
+    try:
+        include = toolchain.toolkit_root(toolchain.find_nvcc()) / "include"
+    except toolchain.ToolchainError as error:
+        pytest.skip(str(error))
+    source, program = tmp_path / "print.cpp", tmp_path / "print"
+    source.write_text(PRINT_ALL)
+    # What the header asks of a device is not called.
+    command = ["g++", "-std=c++17", f"-I{toolchain.CSRC}", f"-isystem{include}", str(source), "-o", str(program)]
+    subprocess.run([*command, "-no-pie", "-Wl,--unresolved-symbols=ignore-all"], check=True)
+    printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines()
+    read = [f"{name} {value}" for major in (8, 9, 10, 12) for name, value in tuning.table_of(major).items()]
+    assert printed == read and len(read) > 100
+
+
+def test_cpp_includes_the_file_of_every_capability() -> None:
+    header = (toolchain.CSRC / "cuda/common/tuning.h").read_text()
+    assert re.findall(r'#include "../tuning/(sm_\d+\.inc)"', header) == sorted(
+        (path.name for path in FILES), key=lambda name: (name != "sm_90.inc", int(name[3:-4]))
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((7, 5), 640), ((8, 9), 640), ((9, 0), 640), ((11, 0), 640), ((12, 1), 160)]
+)
+def test_a_gpu_reads_the_newest_file_that_is_not_newer(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert tuning.tuned("decode_linear_max_long_work", torch.device("cuda")) == expected * 10**6
+    assert tuning.tuned("decode_linear_max_long_work", torch.device("cpu")) == 640 * 10**6
+    assert tuning.tuned("decode_linear_max_long_work") == 640 * 10**6
+
+
+def test_an_unknown_name_raises() -> None:
+    with pytest.raises(KeyError, match="no_such"):
+        tuning.tuned("no_such")
+
+
+def test_every_number_is_read_and_says_how_it_was_found() -> None:
+    text = "\n".join(path.read_text() for path in SOURCES)
+    for name in tuning.table_of(tuning.BASE):
+        assert re.search(rf"tuning\(\)\.{name}\b|\"{name}\"", text), name
+    for path in FILES:
+        is_explained = False
+        for line in path.read_text().splitlines():
+            is_explained = line.startswith("// TUNED: ") or (is_explained and line.startswith(("//", "TUNED")))
+            assert is_explained or not line.startswith("TUNED"), line
+
+
+def test_no_other_place_counts_multiprocessors() -> None:
+    """132 is an H200's number of them: code asks the device."""
+    found = [path.name for path in SOURCES if re.search(r"\b132\b", path.read_text())]
+    assert found == ["__init__.py"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for path in FILES:
+        (tmp_path / path.name).write_text(path.read_text())
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def test_write_replaces_a_number_and_how_it_was_found(folder: Path) -> None:
+    before = tuning.read_table(folder / "sm_90.inc")
+    tuning.write(9, {"decode_linear_long_k": 2048}, "by a test")
+    tuning.write(9, {"decode_linear_long_k": 1024}, "again")
+    assert tuning.read_table(folder / "sm_90.inc") == before | {"decode_linear_long_k": 1024}
+    text = (folder / "sm_90.inc").read_text()
+    assert "// TUNED: again\nTUNED(decode_linear_long_k, 1024)" in text and "by a test" not in text
+    assert text.count("// TUNED:") == (PACKAGE / "tuning" / "sm_90.inc").read_text().count("// TUNED:")
+
+
+def test_write_adds_to_the_file_of_another_capability(folder: Path) -> None:
+    tuning.write(10, {"decode_linear_max_work": 7, "decode_linear_long_k": 8}, "by a test")
+    assert tuning.read_table(folder / "sm_100.inc") == {"decode_linear_max_work": 7, "decode_linear_long_k": 8}
+    tuning.write(13, {"decode_linear_max_work": 9}, "by a test")
+    assert tuning.read_table(folder / "sm_130.inc") == {"decode_linear_max_work": 9}
+    with pytest.raises(KeyError, match="no_such"):
+        tuning.write(9, {"no_such": 1}, "by a test")
+
+
+def test_a_name_that_occurs_twice_raises(folder: Path) -> None:
+    with (folder / "sm_120.inc").open("a") as file:
+        file.write("TUNED(decode_linear_max_long_work, 1)\n")
+    with pytest.raises(ValueError, match="occurs twice"):
+        tuning.read_table(folder / "sm_120.inc")
