@@ -172,6 +172,11 @@ def _parser() -> argparse.ArgumentParser:
         benchmark.add_argument(
             "--against", metavar="FILE", help="an earlier result file: exit with 1 if slower than it"
         )
+    tune = benchmarks.add_parser("tune", help="measure again where one kernel overtakes another; propose the numbers")
+    tune.add_argument("--write", action="store_true", help="write them into fuseopt/tuning, for this kind of GPU")
+    tune.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    tune.add_argument("--out", type=_new_file, metavar="FILE", help="write the results as JSON")
+    tune.set_defaults(run=_bench_tune, against=None)
     show = benchmarks.add_parser("show", help="print the table of a result file")
     show.add_argument("file", metavar="FILE")
     show.add_argument("--auto", action="store_true", help="of ops: only what `backend: auto` takes")
@@ -374,6 +379,12 @@ def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
     comparison = compare(results, earlier)
     print(f"\nagainst {arguments.against}: {comparison}")
     return 1 if comparison.slower or failures else 0
+
+
+def _bench_tune(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench.suites import tune
+
+    return _bench(arguments, functools.partial(tune.run, save=arguments.write))
 
 
 def _bench_show(arguments: argparse.Namespace) -> None:
