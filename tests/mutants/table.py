@@ -436,7 +436,7 @@ NATIVE = (
     ),
     Mutant(
         "a build needs stderr",
-        "fuseopt/build/toolchain.py",
+        "fuseopt/build/compilation.py",
         "with contextlib.suppress(OSError, ValueError):  # full, closed",
         "with contextlib.suppress():",
         ("tests/build/test_toolchain_faults.py",),
