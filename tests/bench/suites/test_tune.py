@@ -53,12 +53,16 @@ def test_value_of_a_threshold(is_faster: tuple[bool, ...], is_minimum: bool, exp
 
 def test_run_proposes_and_leaves_the_files(folder: Path) -> None:
     before = {path.name: path.read_text() for path in folder.iterdir()}
-    thresholds = [crossing(25), crossing(25, "decode_linear_long_k", is_minimum=True), crossing(5, "decode_attention_warps")]
+    thresholds = [
+        crossing(25),
+        crossing(25, "decode_linear_max_work", is_minimum=True),
+        crossing(5, "decode_attention_warps"),
+    ]
     results = tune.run(device=CPU, thresholds=thresholds, sample=lambda call: call())
     notes = {row.case: row.note for row in results.rows if row.variant == "value"}
     assert notes == {
         "decode_linear_long_k": "3072 -> 20",
-        "decode_linear_long_k": f"{2**24} -> 30",
+        "decode_linear_max_work": "160000000 -> 30",
         "decode_attention_warps": "16: the kernel is not faster at any end",
     }
     (row,) = [row for row in results.rows if row.case == "decode_linear_long_k at 40" and row.variant == KERNEL]
