@@ -1,5 +1,8 @@
 """The ops: functions on tensors, each with several backends. `fuseopt.ops.registry` lists them."""
 
+import warnings
+from typing import Any
+
 from fuseopt.ops.add_layer_norm import add_layer_norm
 from fuseopt.ops.add_rms_norm import add_rms_norm
 from fuseopt.ops.cross_entropy import cross_entropy
@@ -12,7 +15,7 @@ from fuseopt.ops.decode.embedding import decode_embedding
 from fuseopt.ops.decode.head_select import decode_head_select_
 from fuseopt.ops.decode.linear import decode_linear
 from fuseopt.ops.decode.linear_of_embeddings import decode_linear_of_embeddings
-from fuseopt.ops.decode.linear_partials import decode_linear_addends, decode_linear_of_sum
+from fuseopt.ops.decode.linear_partials import decode_linear_of_sum, decode_linear_partials
 from fuseopt.ops.decode.prompt_attention import prompt_attention_
 from fuseopt.ops.decode.qkv_attention import decode_qkv_attention_
 from fuseopt.ops.decode.select import decode_select_
@@ -46,9 +49,9 @@ __all__ = [
     "decode_embedding",
     "decode_head_select_",
     "decode_linear",
-    "decode_linear_addends",
     "decode_linear_of_embeddings",
     "decode_linear_of_sum",
+    "decode_linear_partials",
     "decode_qkv_attention_",
     "decode_select_",
     "decode_softmax_linear",
@@ -71,3 +74,9 @@ __all__ = [
     "softmax",
     "tuned_matmul",
 ]
+
+
+def decode_linear_addends(*arguments: Any, overlap: bool = False, ahead: Any = (), **options: Any) -> Any:
+    """`decode_linear_partials`, under the names of earlier versions."""
+    warnings.warn("decode_linear_addends is called decode_linear_partials", DeprecationWarning, stacklevel=2)
+    return decode_linear_partials(*arguments, pdl=overlap, prefetch=ahead, **options)

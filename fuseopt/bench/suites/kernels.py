@@ -33,12 +33,12 @@ _WARM_UP = 3
 _READING = ("decode_linear", "decode_softmax_linear", "decode_attention", "decode_qkv_attention")
 # Ops by another one's kernels, for whose calls they are taken.
 _BY_KERNELS_OF = dict.fromkeys(
-    ("decode_linear_addends", "decode_linear_of_sum", "decode_linear_of_embeddings"), "decode_linear"
+    ("decode_linear_partials", "decode_linear_of_sum", "decode_linear_of_embeddings"), "decode_linear"
 )
 _TABLES = ("token_weight", "position_weight")
 _LAST = ("decode_select", "decode_beams")
 # An op of two, with the arguments that the first reads.
-_HEAD, _OF_HEAD = "decode_head_select", ("input", "addends", "weight", "norm_weight", "norm_bias")
+_HEAD, _OF_HEAD = "decode_head_select", ("input", "split_k_partials", "weight", "norm_weight", "norm_bias")
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def _many_rows(k: int, n: int, has_norm: bool, work: int, device: torch.device) 
         return F.linear(F.layer_norm(x, (k,), norm_weight, norm_bias) if has_norm else x, weight, bias)
 
     return {
-        KERNEL: lambda: ops.decode_linear(x, weight, bias, **norm, overlap=True, backend="cuda"),
+        KERNEL: lambda: ops.decode_linear(x, weight, bias, **norm, pdl=True, backend="cuda"),
         ALTERNATIVE: alternative,
     }
 
@@ -151,10 +151,10 @@ def _normalised_rows(rows: int, device: torch.device) -> dict[str, Call]:
 
     def alternative() -> Tensor:
         normalised = ops.layer_norm(x, (k,), *norm.values())
-        return ops.decode_linear(normalised, weight, overlap=True, backend="cuda")
+        return ops.decode_linear(normalised, weight, pdl=True, backend="cuda")
 
     return {
-        KERNEL: lambda: ops.decode_linear(x, weight, norm="layer_norm", **norm, overlap=True, backend="cuda"),
+        KERNEL: lambda: ops.decode_linear(x, weight, norm="layer_norm", **norm, pdl=True, backend="cuda"),
         ALTERNATIVE: alternative,
     }
 
@@ -167,13 +167,13 @@ def _qkv_attention(k: int, device: torch.device) -> dict[str, Call]:
     norm = {"norm": "layer_norm", "norm_weight": _random(device, k), "norm_bias": _random(device, k)}
 
     def alternative() -> Tensor:
-        qkv = ops.decode_linear(x, weight, bias, **norm, overlap=True, backend="cuda")
+        qkv = ops.decode_linear(x, weight, bias, **norm, pdl=True, backend="cuda")
         query, key, value = qkv.view(-1, 3, heads, 64).unbind(1)
-        return ops.decode_attention_(query, key, value, keys, values, positions, scale=0.125, overlap=True)
+        return ops.decode_attention_(query, key, value, keys, values, positions, scale=0.125, pdl=True)
 
     return {
         KERNEL: lambda: ops.decode_qkv_attention_(
-            x, weight, bias, keys, values, positions, scale=0.125, **norm, overlap=True, backend="cuda"
+            x, weight, bias, keys, values, positions, scale=0.125, **norm, pdl=True, backend="cuda"
         ),
         ALTERNATIVE: alternative,
     }
@@ -191,7 +191,7 @@ def _prompt_attention(length: int, device: torch.device) -> dict[str, Call]:
         return attended.transpose(1, 2)
 
     return {
-        KERNEL: lambda: ops.prompt_attention_(qkv, keys, values, 0.125, overlap=True, backend="cuda"),
+        KERNEL: lambda: ops.prompt_attention_(qkv, keys, values, 0.125, pdl=True, backend="cuda"),
         ALTERNATIVE: alternative,
     }
 

@@ -64,7 +64,7 @@ class StepAttention:
                 bias=self.bias,
                 ancestry=self.ancestry,
                 scale=scale,
-                overlap=True,
+                pdl=True,
             )
         cache.index_copy_(3, state.slot, qkv[:, 1:].transpose(0, 1).unsqueeze(3))
         cache = cache[:, :, :, : self.filled]
@@ -87,7 +87,7 @@ class StepAttention:
                     scale=scale,
                     **norm.of_op,
                     eps=norm.eps,
-                    overlap=True,
+                    pdl=True,
                 )
         qkv = stream.linear(layer, norm).unflatten(1, (3, cache.shape[2], cache.shape[4]))
         return self.to_slots(qkv, cache, scale)
@@ -105,7 +105,7 @@ class StepAttention:
         state = self.state
         if self.by_kernel:
             return ops.decode_attention(
-                query, cache[0], cache[1], state.cross_length, mask=state.cross_keep, scale=scale, overlap=True
+                query, cache[0], cache[1], state.cross_length, mask=state.cross_keep, scale=scale, pdl=True
             )
         cache = cache[:, :, :, : self.cross_filled]
         return _attend(query.unflatten(0, (state.sizes.items, -1)), cache, self.cross_mask, scale)

@@ -21,7 +21,7 @@ from fuseopt.modules.base import source_class
 from fuseopt.ops import registry
 from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, is_fast
 from fuseopt.ops.decode.linear_of_embeddings import takes_embeddings
-from fuseopt.ops.decode.linear_partials import leaves_addends, takes_addends
+from fuseopt.ops.decode.linear_partials import accepts_partials, emits_partials
 from fuseopt.tuning import multiprocessors, tuned
 
 # A name in `ACTIVATIONS`, or a module that is called.
@@ -115,19 +115,19 @@ class Embedding(NamedTuple):
     Attributes:
         tokens, positions: [tokens] int64.
         weight, position_weight: [vocabulary, hidden] and [positions, hidden].
-        overlap: the first linear layer's kernel may start before the previous step has ended (PDL).
+        pdl: the first linear layer's kernel may start before the previous step has ended (PDL).
     """
 
     tokens: Tensor
     weight: Tensor
     positions: Tensor | None = None
     position_weight: Tensor | None = None
-    overlap: bool = False
+    pdl: bool = False
 
     def total(self) -> Tensor:
         """[tokens, hidden]"""
         if has_kernel("decode_embedding", self.weight):
-            return ops.decode_embedding(*self[:4], overlap=True)
+            return ops.decode_embedding(*self[:4], pdl=True)
         embeddings = F.embedding(self.tokens, self.weight)
         if self.positions is None or self.position_weight is None:
             return embeddings
@@ -146,7 +146,7 @@ class Embedding(NamedTuple):
         if not takes_embeddings(*rows, weight, *layer.biases, **of_norm):
             return None
         return ops.decode_linear_of_embeddings(
-            *rows, weight, *layer.biases, **of_norm, eps=norm.eps, overlap=self.overlap, ahead=layer.prefetch
+            *rows, weight, *layer.biases, **of_norm, eps=norm.eps, pdl=self.pdl, prefetch=layer.prefetch
         )
 
 
@@ -196,8 +196,8 @@ def linear(
             eps=eps,
             activation=activation,
             gated=gated,
-            overlap=True,
-            ahead=layer.prefetch,
+            pdl=True,
+            prefetch=layer.prefetch,
         )
     if norm is not None:
         input = normalised(input, norm)
@@ -309,7 +309,7 @@ class ResidualStream:
         """
         if following is not None and self._emits_partials(input, layer, *following):
             weight, self._sum = layer.weights[0], self.total()
-            self._partials = ops.decode_linear_addends(input, weight, *layer.biases, overlap=True, ahead=layer.prefetch)
+            self._partials = ops.decode_linear_partials(input, weight, *layer.biases, pdl=True, prefetch=layer.prefetch)
         elif not layer.biases or takes_kernel(input, layer, self.total()):
             self.replace(linear(input, layer, residual=self.total()))
         else:
@@ -318,23 +318,23 @@ class ResidualStream:
 
     def _emits_partials(self, input: Tensor, layer: Linear, following: Linear, norm: Norm) -> bool:
         weight, next_weight = layer.weights[0], following.weights[0]
-        if not (has_kernel("decode_linear_addends", weight) and has_kernel("decode_linear_of_sum", next_weight)):
+        if not (has_kernel("decode_linear_partials", weight) and has_kernel("decode_linear_of_sum", next_weight)):
             return False
-        if not leaves_addends(input, weight, *layer.biases):
+        if not emits_partials(input, weight, *layer.biases):
             return False
-        return takes_addends(self.total(), next_weight, *following.biases, **norm.of_op)
+        return accepts_partials(self.total(), next_weight, *following.biases, **norm.of_op)
 
 
-def _linear_of_sum(input: Tensor, addends: Tensor, layer: Linear, norm: Norm) -> tuple[Tensor, Tensor]:
+def _linear_of_sum(input: Tensor, split_k_partials: Tensor, layer: Linear, norm: Norm) -> tuple[Tensor, Tensor]:
     return ops.decode_linear_of_sum(
         input,
-        addends,
+        split_k_partials,
         layer.weights[0],
         *layer.biases,
         **norm.of_op,
         eps=norm.eps,
-        overlap=True,
-        ahead=layer.prefetch,
+        pdl=True,
+        prefetch=layer.prefetch,
     )
 
 

@@ -191,7 +191,7 @@ class SpecStep(DecodeStep):
         rows, length = size
         qkv = self._split_heads(stream.linear(attention.qkv, attention.norm), 3).unflatten(0, size)
         if mask is None and is_fast(qkv, cache[0], cache[1]):
-            return ops.prompt_attention_(qkv, cache[0], cache[1], attention.scale, overlap=True).flatten(0, 1)
+            return ops.prompt_attention_(qkv, cache[0], cache[1], attention.scale, pdl=True).flatten(0, 1)
         qkv = qkv.permute(2, 0, 3, 1, 4)
         # PyTorch's attention multiplies masked values by 0, and 0 * NaN is NaN, so padding gets zeros.
         store(cache[:, :, :, :length], qkv[1:], in_prompt[:, None])
@@ -224,11 +224,11 @@ class SpecStep(DecodeStep):
             norm=cross.norm.kind,
             norm_weight=cross.norm.weight,
             eps=cross.norm.eps,
-            overlap=True,
-            ahead=cross.query.prefetch,
+            pdl=True,
+            prefetch=cross.query.prefetch,
         )
         return ops.decode_softmax_linear(
-            scores, cross.out.weights[0], self.spec.heads, residual=hidden, overlap=True, ahead=cross.out.prefetch
+            scores, cross.out.weights[0], self.spec.heads, residual=hidden, pdl=True, prefetch=cross.out.prefetch
         )
 
     def _absorbed_layers(self, absorbed: AbsorbedCrossAttention) -> Sequence[Layer]:

@@ -111,7 +111,7 @@ class BeamSelection(Selection):
             vocabulary=logits.shape[1],
             stops_when_full=self.stops_when_full,
             advance=advance,
-            overlap=True,
+            pdl=True,
         )
 
     def _continuations(self, state: DecodeState, beams: BeamState, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ class BeamSelection(Selection):
         if not self.do_sample:
             edits, running_scores = self._edits_left(state), beams.running_scores
             return ops.beam_candidates(
-                scores, running_scores, self.candidates, log_softmax=fuses_softmax, edits=edits, overlap=True
+                scores, running_scores, self.candidates, log_softmax=fuses_softmax, edits=edits, pdl=True
             )
         accumulated = scores.unflatten(0, beams.shape) + beams.running_scores[:, :, None]
         accumulated = accumulated.flatten(1)

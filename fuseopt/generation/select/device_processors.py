@@ -100,7 +100,7 @@ class Edits:
         return ops.LogitsEdits(state.ids, state.length, **self.fields)
 
     def __call__(self, state: DecodeState, scores: Tensor) -> Tensor:
-        return ops.edit_logits(scores, self.of(state), overlap=True)
+        return ops.edit_logits(scores, self.of(state), pdl=True)
 
 
 def _table(rules: list[Rule], vocab: int, constants: DeviceConstantCache) -> dict[str, Any]:

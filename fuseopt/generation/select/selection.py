@@ -127,15 +127,15 @@ class Selection:
             hidden.hidden,
             hidden.head.weights[0],
             *self._written(state),
-            addends=hidden.split_k_partials,
+            split_k_partials=hidden.split_k_partials,
             norm=kind,
             norm_weight=weight,
             norm_bias=bias,
             eps=eps,
             counters=(state.counters,),
             edits=self._edits_left(state),
-            overlap=True,
-            ahead=hidden.head.prefetch,
+            pdl=True,
+            prefetch=hidden.head.prefetch,
         )
 
     def __call__(self, state: DecodeState, logits: Tensor, *, advance: bool = True) -> None:
@@ -154,7 +154,7 @@ class Selection:
             counters=counters,
             divisors=divisors,
             edits=self._edits_left(state),
-            overlap=True,
+            pdl=True,
         )
 
     def _written(self, state: DecodeState) -> tuple[Tensor | None, ...]:

@@ -23,7 +23,7 @@ def _fake(
     mask: Tensor | None,
     bias: Tensor | None,
     scale: float,
-    overlap: bool,
+    pdl: bool,
 ) -> Tensor:
     return query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
 
@@ -40,19 +40,19 @@ def _update_fake(
     bias: Tensor | None,
     ancestry: Tensor | None,
     scale: float,
-    overlap: bool,
+    pdl: bool,
 ) -> Tensor:
     return query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
 
 
 RAW = define(
     "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor lengths, Tensor? starts, Tensor? mask,"
-    " Tensor? bias, float scale, bool overlap) -> Tensor",
+    " Tensor? bias, float scale, bool pdl) -> Tensor",
     _fake,
 )
 UPDATE_RAW = define(
     "decode_attention_(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
-    " Tensor positions, Tensor? starts, Tensor? mask, Tensor? bias, Tensor? ancestry, float scale, bool overlap)"
+    " Tensor positions, Tensor? starts, Tensor? mask, Tensor? bias, Tensor? ancestry, float scale, bool pdl)"
     " -> Tensor",
     _update_fake,
 )
@@ -162,7 +162,7 @@ def decode_attention_reference(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     scale: float = 1.0,
-    overlap: bool = False,
+    pdl: bool = False,
 ) -> Tensor:
     """`decode_attention` in plain PyTorch."""
     _check(query, key_cache, value_cache, lengths, starts, mask, bias)
@@ -179,7 +179,7 @@ def decode_attention(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     scale: float = 1.0,
-    overlap: bool = False,
+    pdl: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Softmax attention of one query a row over the places `starts <= place < lengths` of a cache, in float32.
@@ -197,9 +197,9 @@ def decode_attention(
         bias: [heads, distances], added to the score of the key that lies `distance` places before the last, or None;
             past its end its last column counts.
         scale: multiplies the scores before `bias` is added.
-        overlap: launch the CUDA kernel programmatically dependent on its predecessor on the stream. Caches, lengths,
-            starts, mask and bias are then read while kernels ahead still run: what writes these must have ended before
-            a kernel that was launched without overlap started.
+        pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream. Caches, lengths,
+            starts, mask and bias are then read while previous kernels still run: what writes these must have ended
+            before a kernel that was launched without pdl started.
         backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
 
@@ -217,7 +217,7 @@ def decode_attention(
     )
     if chosen == "reference":
         return _reference(query, key_cache, value_cache, lengths, starts, mask, bias, scale)
-    return RAW[chosen](query, key_cache, value_cache, lengths, starts, mask, bias, scale, overlap)
+    return RAW[chosen](query, key_cache, value_cache, lengths, starts, mask, bias, scale, pdl)
 
 
 def decode_attention_(
@@ -233,7 +233,7 @@ def decode_attention_(
     bias: Tensor | None = None,
     ancestry: Tensor | None = None,
     scale: float = 1.0,
-    overlap: bool = False,
+    pdl: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Writes `key` and `value` into place `positions` of the caches, then attends to all up to and including it.
@@ -247,7 +247,7 @@ def decode_attention_(
         ancestry: [rows, capacity], int32: the row of the caches in which a row's key and value for a place lie, or None
             for its own. So beams change places without their caches being copied. A row writes into its own row, and
             finds its new key there: entries from `positions` on, which must be one for all rows, are not looked at.
-        overlap: as in `decode_attention`, of places before `positions`, and of `ancestry` too.
+        pdl: as in `decode_attention`, of places before `positions`, and of `ancestry` too.
 
     Returns:
         [rows, heads * head_dim], contiguous, `query`'s dtype.
@@ -270,7 +270,7 @@ def decode_attention_(
     )
     if chosen != "reference":
         return UPDATE_RAW[chosen](
-            query, key, value, key_cache, value_cache, positions, starts, mask, bias, ancestry, scale, overlap
+            query, key, value, key_cache, value_cache, positions, starts, mask, bias, ancestry, scale, pdl
         )
     rows = torch.arange(query.shape[0], device=query.device)
     places = positions.reshape(-1).expand(query.shape[0]).long()

@@ -20,14 +20,14 @@ _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _fake(
-    scores: Tensor, running_scores: Tensor, count: int, log_softmax: bool, overlap: bool, *edits: object
+    scores: Tensor, running_scores: Tensor, count: int, log_softmax: bool, pdl: bool, *edits: object
 ) -> tuple[Tensor, Tensor]:
     values = running_scores.new_empty((running_scores.shape[0], count))
     return values, values.new_empty(values.shape, dtype=torch.int64)
 
 
 RAW = define(
-    "beam_candidates(Tensor scores, Tensor running_scores, int count, bool log_softmax, bool overlap,"
+    "beam_candidates(Tensor scores, Tensor running_scores, int count, bool log_softmax, bool pdl,"
     f" {OPTIONAL_EDITS}) -> (Tensor, Tensor)",
     _fake,
 )
@@ -63,7 +63,7 @@ def beam_candidates_reference(
     *,
     log_softmax: bool = False,
     edits: LogitsEdits | None = None,
-    overlap: bool = False,
+    pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`beam_candidates` in plain PyTorch."""
     _check(scores, running_scores, count, edits)
@@ -77,7 +77,7 @@ def beam_candidates(
     *,
     log_softmax: bool = False,
     edits: LogitsEdits | None = None,
-    overlap: bool = False,
+    pdl: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`torch.topk` of each item's `scores + running_scores` over its beams and the vocabulary, in float32.
@@ -88,7 +88,7 @@ def beam_candidates(
         edits: what is done to the log-probabilities before they are added; None for nothing.
         running_scores: [items, beams], what the beams have gathered up to now.
         count: how many; "auto" takes the reference above 32.
-        overlap: launch the CUDA kernels programmatically dependent on their predecessors on the stream; that of the
+        pdl: launch the CUDA kernels programmatically dependent on their predecessors on the stream; that of the
             first must not be what writes the tensors of `edits`.
         backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
@@ -110,8 +110,8 @@ def beam_candidates(
         return _reference(scores, running_scores, count, log_softmax, edits)
     logits = scores if scores.dtype in _KERNEL_DTYPES else scores.float()
     running = running_scores.float()
-    overlap = overlap and logits is scores and running is running_scores  # a cast is the previous kernel then
-    return RAW[chosen](logits, running, count, log_softmax, overlap, *for_kernel(edits))
+    pdl = pdl and logits is scores and running is running_scores  # a cast is the previous kernel then
+    return RAW[chosen](logits, running, count, log_softmax, pdl, *for_kernel(edits))
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

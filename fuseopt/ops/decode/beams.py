@@ -31,9 +31,7 @@ def _fake(*arguments: object) -> None:
     return None
 
 
-RAW = define(
-    f"decode_beams_({_TENSORS}, int vocabulary, bool stops_when_full, bool advance, bool overlap) -> ()", _fake
-)
+RAW = define(f"decode_beams_({_TENSORS}, int vocabulary, bool stops_when_full, bool advance, bool pdl) -> ()", _fake)
 
 
 def _reference(
@@ -194,7 +192,7 @@ def decode_beams_(
     vocabulary: int,
     stops_when_full: bool = False,
     advance: bool = True,
-    overlap: bool = False,
+    pdl: bool = False,
     backend: str = "auto",
 ) -> None:
     """One step of beam search. `ids` and `ancestry` are of the running beams, then of the best finished ones.
@@ -224,7 +222,7 @@ def decode_beams_(
         eos: [any number] int64: tokens that end a candidate, or None.
         vocabulary: by which `places` divide into beams and tokens.
         stops_when_full: as transformers' `early_stopping=True`.
-        overlap: launch the CUDA kernel programmatically dependent on its predecessor on the stream.
+        pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream.
         backend: "auto", "cuda" or "reference"; "auto" takes the reference for more than 32 candidates.
 
     Raises:
@@ -242,7 +240,7 @@ def decode_beams_(
     if chosen == "reference":
         _reference(values, places, *tensors, *one_each, limit, penalties, eos, *options)
     else:
-        RAW[chosen](values, places, *tensors, *one_each, arrived, limit, penalties, eos, *options, overlap)
+        RAW[chosen](values, places, *tensors, *one_each, arrived, limit, penalties, eos, *options, pdl)
 
 
 def decode_beams_reference(*arguments: Tensor | None, **options: object) -> None:

@@ -68,7 +68,7 @@ def _fake(logits: Tensor, *arguments: object) -> Tensor:
     return logits.new_empty(logits.shape, dtype=torch.float32)
 
 
-RAW = define(f"edit_logits(Tensor logits, bool overlap, {OPTIONAL_EDITS}) -> Tensor", _fake)
+RAW = define(f"edit_logits(Tensor logits, bool pdl, {OPTIONAL_EDITS}) -> Tensor", _fake)
 
 
 def edited(scores: Tensor, edits: LogitsEdits) -> Tensor:
@@ -169,18 +169,18 @@ def for_kernel(edits: LogitsEdits | None) -> tuple[object, ...]:
     return () if edits is None else tuple(edits)
 
 
-def edit_logits_reference(logits: Tensor, edits: LogitsEdits, *, overlap: bool = False) -> Tensor:
+def edit_logits_reference(logits: Tensor, edits: LogitsEdits, *, pdl: bool = False) -> Tensor:
     """`edit_logits` in plain PyTorch."""
     return edit_logits(logits, edits, backend="reference")
 
 
-def edit_logits(logits: Tensor, edits: LogitsEdits, *, overlap: bool = False, backend: str = "auto") -> Tensor:
+def edit_logits(logits: Tensor, edits: LogitsEdits, *, pdl: bool = False, backend: str = "auto") -> Tensor:
     """`logits` in float32 after `edits`, with the roundings of upstream's chain.
 
     Args:
         logits: [rows, V], any strides; float32, float16, bfloat16 or float64.
         edits: with tensors on the same device.
-        overlap: launch the CUDA kernel programmatically dependent on its predecessor on the stream, which must not be
+        pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream, which must not be
             what writes the tensors of `edits`.
         backend: "auto", "cuda" or "reference".
 
@@ -199,7 +199,7 @@ def edit_logits(logits: Tensor, edits: LogitsEdits, *, overlap: bool = False, ba
     if chosen == "reference":
         scores = edited(logits, edits)
         return scores.clone() if scores is logits else scores.contiguous()
-    return RAW[chosen](logits, overlap, *for_kernel(edits))
+    return RAW[chosen](logits, pdl, *for_kernel(edits))
 
 
 def sample_edits(device: torch.device, rows: int, vocab: int) -> LogitsEdits:

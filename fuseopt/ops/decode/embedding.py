@@ -11,14 +11,13 @@ from fuseopt.ops.library import check_shape, define
 
 
 def _fake(
-    tokens: Tensor, weight: Tensor, positions: Tensor | None, position_weight: Tensor | None, overlap: bool
+    tokens: Tensor, weight: Tensor, positions: Tensor | None, position_weight: Tensor | None, pdl: bool
 ) -> Tensor:
     return weight.new_empty((*tokens.shape, weight.shape[1]))
 
 
 RAW = define(
-    "decode_embedding(Tensor tokens, Tensor weight, Tensor? positions, Tensor? position_weight, bool overlap)"
-    " -> Tensor",
+    "decode_embedding(Tensor tokens, Tensor weight, Tensor? positions, Tensor? position_weight, bool pdl) -> Tensor",
     _fake,
 )
 
@@ -52,7 +51,7 @@ def decode_embedding_reference(
     positions: Tensor | None = None,
     position_weight: Tensor | None = None,
     *,
-    overlap: bool = False,
+    pdl: bool = False,
 ) -> Tensor:
     """`decode_embedding` in plain PyTorch."""
     check_embedding(tokens, weight, positions, position_weight)
@@ -65,7 +64,7 @@ def decode_embedding(
     positions: Tensor | None = None,
     position_weight: Tensor | None = None,
     *,
-    overlap: bool = False,
+    pdl: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """`F.embedding(tokens, weight) + F.embedding(positions, position_weight)`, rounded as those are.
@@ -76,7 +75,7 @@ def decode_embedding(
         weight: [vocabulary, H]; float32, float16, bfloat16 or float64.
         positions: like `tokens`, or None for no position embedding.
         position_weight: [positions, H], of `weight`'s dtype, or None.
-        overlap: launch the CUDA kernel programmatically dependent on its predecessor on the stream.
+        pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream.
         backend: "auto", "cuda" or "reference". Weights that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
 
@@ -92,7 +91,7 @@ def decode_embedding(
     chosen = registry.pick_without_gradient("decode_embedding", backend, (weight.dtype,), weight, position_weight)
     if chosen == "reference":
         return _reference(tokens, weight, positions, position_weight)
-    return RAW[chosen](tokens, weight, positions, position_weight, overlap)
+    return RAW[chosen](tokens, weight, positions, position_weight, pdl)
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

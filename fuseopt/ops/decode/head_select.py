@@ -9,20 +9,20 @@ from torch import Tensor
 from fuseopt.ops import registry
 from fuseopt.ops.decode.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, for_kernel
 from fuseopt.ops.decode.linear import FEW_ROWS, check_layer, decode_linear
-from fuseopt.ops.decode.linear_partials import ADDENDS, check_addends, summed, takes_addends
+from fuseopt.ops.decode.linear_partials import SPLIT_K, accepts_partials, check_partials, summed
 from fuseopt.ops.decode.select import check_state, decode_select_
 from fuseopt.ops.library import define
 
 
 def _fake(
     input: Tensor,
-    addends: Tensor | None,
+    split_k_partials: Tensor | None,
     weight: Tensor,
     norm: str,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     eps: float,
-    ahead: Sequence[Tensor],
+    prefetch: Sequence[Tensor],
     tokens: Tensor,
     ids: Tensor,
     length: Tensor,
@@ -31,16 +31,16 @@ def _fake(
     pad: Tensor,
     eos: Tensor | None,
     counters: Sequence[Tensor],
-    overlap: bool,
+    pdl: bool,
     *edits: object,
 ) -> None:
     return None
 
 
 RAW = define(
-    "decode_head_select_(Tensor input, Tensor? addends, Tensor weight, str norm, Tensor? norm_weight,"
-    " Tensor? norm_bias, float eps, Tensor[] ahead, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length,"
-    " Tensor(d!) unfinished, Tensor(e!) going, Tensor pad, Tensor? eos, Tensor(f!)[] counters, bool overlap,"
+    "decode_head_select_(Tensor input, Tensor? split_k_partials, Tensor weight, str norm, Tensor? norm_weight,"
+    " Tensor? norm_bias, float eps, Tensor[] prefetch, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length,"
+    " Tensor(d!) unfinished, Tensor(e!) going, Tensor pad, Tensor? eos, Tensor(f!)[] counters, bool pdl,"
     f" {OPTIONAL_EDITS}) -> ()",
     _fake,
 )
@@ -62,15 +62,15 @@ def decode_head_select_(
     pad: Tensor,
     eos: Tensor | None = None,
     *,
-    addends: Tensor | None = None,
+    split_k_partials: Tensor | None = None,
     norm: str | None = None,
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     eps: float = 1e-5,
     counters: Sequence[Tensor] = (),
     edits: LogitsEdits | None = None,
-    overlap: bool = False,
-    ahead: Sequence[Tensor] = (),
+    pdl: bool = False,
+    prefetch: Sequence[Tensor] = (),
     backend: str = "auto",
 ) -> None:
     """`decode_select_(decode_linear(input, weight, norm=norm, ...), tokens, ids, ...)`, to the bit.
@@ -83,11 +83,11 @@ def decode_head_select_(
 
     Args:
         input: [rows, K], as `decode_linear` takes it.
-        addends: [2, rows, K], to be added to `input` as `decode_linear_of_sum` does; that needs a norm.
+        split_k_partials: [2, rows, K], to be added to `input` as `decode_linear_of_sum` does; that needs a norm.
         weight: [V, K], V > 0, as `decode_linear` takes it.
         tokens, ids, length, unfinished, going, pad, eos, counters, edits: as `decode_select_` takes them.
-        norm, norm_weight, norm_bias, eps, ahead: as `decode_linear` takes them.
-        overlap: of both: the predecessor on the stream must write none of the parameters, nor of the edits' tensors
+        norm, norm_weight, norm_bias, eps, prefetch: as `decode_linear` takes them.
+        pdl: of both: the predecessor on the stream must write none of the parameters, nor of the edits' tensors
             any but `length`.
         backend: "auto", "cuda" or "reference".
 
@@ -104,16 +104,15 @@ def decode_head_select_(
     check_state(len(input), tokens, ids, length, unfinished, going, pad)
     if edits is not None:
         check_edits(edits, len(input), len(weight))
-    if addends is not None:
-        check_addends(input, addends, norm)
+    if split_k_partials is not None:
+        check_partials(input, split_k_partials, norm)
     state = (tokens, ids, length, unfinished, going, pad, eos)
-    chosen = registry.pick_without_gradient(
-        "decode_head_select_", backend, (input.dtype, weight.dtype), input, addends, weight, norm_weight, norm_bias
-    )
-    if addends is not None and norm is not None:
+    dtypes, tensors = (input.dtype, weight.dtype), (input, split_k_partials, weight, norm_weight, norm_bias)
+    chosen = registry.pick_without_gradient("decode_head_select_", backend, dtypes, *tensors)
+    if split_k_partials is not None and norm is not None:
         of_norm: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
-        if chosen == "reference" or len(input) > FEW_ROWS or not takes_addends(input, weight, **of_norm):
-            input, addends = summed(input, addends), None
+        if chosen == "reference" or len(input) > FEW_ROWS or not accepts_partials(input, weight, **of_norm):
+            input, split_k_partials = summed(input, split_k_partials), None
     if chosen == "reference" or len(input) > FEW_ROWS:
         each = "reference" if chosen == "reference" else backend
         scores = decode_linear(
@@ -123,14 +122,14 @@ def decode_head_select_(
             norm_weight=norm_weight,
             norm_bias=norm_bias,
             eps=eps,
-            overlap=overlap,
-            ahead=ahead,
+            pdl=pdl,
+            prefetch=prefetch,
             backend=each,
         )
-        decode_select_(scores, *state, counters=counters, edits=edits, overlap=overlap, backend=each)
+        decode_select_(scores, *state, counters=counters, edits=edits, pdl=pdl, backend=each)
     else:
-        head = (input, addends, weight, norm or "", norm_weight, norm_bias, eps, list(ahead))
-        RAW[chosen](*head, *state, list(counters), overlap, *for_kernel(edits))
+        head = (input, split_k_partials, weight, norm or "", norm_weight, norm_bias, eps, list(prefetch))
+        RAW[chosen](*head, *state, list(counters), pdl, *for_kernel(edits))
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
@@ -147,10 +146,9 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
         counters = (integers(4), integers(*range(rows)))
         written = (ids[:, 0].clone(), ids, integers(4), unfinished, going)
         yield registry.SampleInput((input, weight, *written, integers(0), eos), {**norm, "counters": counters})
-        addends = torch.randn(ADDENDS, rows, 48, device=device, dtype=torch.promote_types(dtype, torch.float32))
-        yield registry.SampleInput(
-            (input, weight, *(tensor.clone() for tensor in written), integers(0), eos), {**norm, "addends": addends}
-        )
+        partials = torch.randn(SPLIT_K, rows, 48, device=device, dtype=torch.promote_types(dtype, torch.float32))
+        copies = tuple(tensor.clone() for tensor in written)
+        yield registry.SampleInput((input, weight, *copies, integers(0), eos), {**norm, "split_k_partials": partials})
 
 
 registry.register(

@@ -1,8 +1,7 @@
-"""A linear layer of few rows with what stands around it in a decoding step: norm before, activation and residual after.
+"""A linear layer of few rows, with the norm before it and the activation and residual after it, for decode steps.
 
-With few rows a linear layer is bound by reading its weight, or, where that is small, by what launches wait for one
-another. So the weight is read in place, before the launch ahead has ended, and the neighbours that would be launches of
-their own are done on the way in and on the way out.
+With few rows a linear layer is bound by reading its weight, or, if that is small, by launch latency. So the CUDA
+kernels read the weight in place, before the previous kernel has ended, and compute the neighbouring operations too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +16,13 @@ from fuseopt.ops.library import check_shape, compute_dtype, define, without_auto
 from fuseopt.tuning import table_of
 
 FEW_ROWS = 16
-"""Of as many rows the CUDA kernels take any layer; of more, those that `is_fast` names."""
+"""Up to this number of rows the CUDA kernels take any layer; above, those for which `is_fast` is true."""
 
 MAX_ROWS = 256
-"""More rows than this are no work for these kernels: a matrix product of the BLAS library is as fast."""
+"""The CUDA kernels take no more rows; the BLAS library is as fast there."""
 
 _HALVES = (torch.float16, torch.bfloat16)
-# As far as the kernel of many rows goes: in one block, and in a cluster.
+# Longest K of the many-rows kernel: with a norm, which one block computes, and without, in a cluster.
 _LONGEST_NORMALISED, _LONGEST = 1536, 6144
 
 NORMS = ("layer_norm", "t5_rms_norm")
@@ -49,8 +48,8 @@ def _fake(
     eps: float,
     activation: str,
     gated: bool,
-    overlap: bool,
-    ahead: Sequence[Tensor],
+    pdl: bool,
+    prefetch: Sequence[Tensor],
 ) -> Tensor:
     columns = weights[0].shape[0] * (1 if gated else len(weights))
     return input.new_empty((*input.shape[:-1], columns), dtype=output_dtype(weights[0], residual))
@@ -58,8 +57,8 @@ def _fake(
 
 RAW = define(
     "decode_linear(Tensor input, Tensor[] weights, Tensor[] biases, Tensor? residual, str norm, Tensor? norm_weight,"
-    " Tensor? norm_bias, float eps, str activation, bool gated, bool overlap,"
-    " Tensor[] ahead) -> Tensor",
+    " Tensor? norm_bias, float eps, str activation, bool gated, bool pdl,"
+    " Tensor[] prefetch) -> Tensor",
     _fake,
 )
 
@@ -155,9 +154,10 @@ def check_layer(
 
 
 def is_fast(input: Tensor, weights: Sequence[Tensor], residual: Tensor | None = None, norm: str | None = None) -> bool:
-    """Whether the CUDA kernels are faster than the BLAS library with launches for what stands around the product.
+    """True if the CUDA kernels are faster than the BLAS library plus a launch for each neighbouring operation.
 
-    With more than `FEW_ROWS` rows they are for 16-bit numbers on devices from sm_90 on.
+    With more than `FEW_ROWS` rows that takes 16-bit tensors, sm_90 or newer, and no more work than
+    `decode_linear_max_work` (of a long K `decode_linear_max_long_work`) in `fuseopt/tuning`.
 
     Args:
         input: [..., K] on a GPU.
@@ -193,8 +193,8 @@ def decode_linear_reference(
     eps: float = 1e-5,
     activation: str | None = None,
     gated: bool = False,
-    overlap: bool = False,
-    ahead: Sequence[Tensor] = (),
+    pdl: bool = False,
+    prefetch: Sequence[Tensor] = (),
 ) -> Tensor:
     """`decode_linear` in plain PyTorch, for any number of rows."""
     weights, biases = _as_list(weight), _as_list(bias)
@@ -216,15 +216,15 @@ def decode_linear(
     eps: float = 1e-5,
     activation: str | None = None,
     gated: bool = False,
-    overlap: bool = False,
-    ahead: Sequence[Tensor] = (),
+    pdl: bool = False,
+    prefetch: Sequence[Tensor] = (),
     backend: str = "auto",
 ) -> Tensor:
-    """`residual + activation(F.linear(norm(input), weight, bias))`, for the few rows of a decoding step.
+    """`residual + activation(F.linear(norm(input), weight, bias))`, for the few rows of a decode step.
 
-    All is float32 (float64 where a tensor is float64) with one rounding at the end, but for one on the way in: the
-    norm's result is rounded to the weight's dtype, as the upstream modules leave it, or, where the kernels of the
-    tensor cores serve, the product of norm weight and linear weight is. Autocast has no say in it.
+    Computed in float32 (float64 if a tensor is float64) and rounded once at the end. The norm's result is rounded to
+    the weight's dtype too, as upstream; the tensor core kernels round norm weight times linear weight instead. Autocast
+    does not apply.
 
     Args:
         input: [..., K], any strides; float32, float16, bfloat16 or float64. Cast to `weight`'s dtype, after the norm
@@ -241,11 +241,10 @@ def decode_linear(
         eps: the norm's.
         activation: None, "relu", "gelu" (by the error function) or "gelu_tanh".
         gated: of two weights, `activation(first) * second`, as in T5 v1.1.
-        overlap: let the CUDA kernel read its weights while its predecessor on the stream still runs, by programmatic
-            dependent launch. Not to be asked for where that predecessor writes one of the parameters.
-        ahead: what launches to come will read, at most three tensors of one size and dtype: brought into the L2 cache
-            meanwhile on devices from sm_90 on, where the kernels of the tensor cores serve, unless they are so large
-            that their own launch reads them while it runs.
+        pdl: programmatic dependent launch: the CUDA kernel reads its weights while the previous kernel on the stream
+            still runs. That kernel must not write any of the parameters.
+        prefetch: tensors that later launches read, at most three of one size and dtype. The tensor core kernels load
+            them into the L2 cache from sm_90 on, unless they are so large that their own launch saturates bandwidth.
         backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
 
@@ -281,7 +280,7 @@ def decode_linear(
     arguments = (input, weights, biases, residual, norm or "", norm_weight, norm_bias, eps, activation or "", gated)
     if chosen == "reference":
         return _reference(*arguments)
-    return RAW[chosen](*arguments, overlap, list(ahead))
+    return RAW[chosen](*arguments, pdl, list(prefetch))
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

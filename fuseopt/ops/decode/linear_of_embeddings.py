@@ -24,8 +24,8 @@ def _fake(
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     eps: float,
-    overlap: bool,
-    ahead: Sequence[Tensor],
+    pdl: bool,
+    prefetch: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     sum = token_weight.new_empty((*tokens.shape, token_weight.shape[1]))
     return weight.new_empty((*tokens.shape, weight.shape[0])), sum
@@ -34,7 +34,7 @@ def _fake(
 _TABLES = "Tensor tokens, Tensor token_weight, Tensor positions, Tensor position_weight"
 _LAYER = "Tensor weight, Tensor? bias, str norm, Tensor? norm_weight, Tensor? norm_bias"
 RAW = define(
-    f"decode_linear_of_embeddings({_TABLES}, {_LAYER}, float eps, bool overlap, Tensor[] ahead) -> (Tensor, Tensor)",
+    f"decode_linear_of_embeddings({_TABLES}, {_LAYER}, float eps, bool pdl, Tensor[] prefetch) -> (Tensor, Tensor)",
     _fake,
 )
 # Of tensors without an address nobody knows.
@@ -88,8 +88,8 @@ def decode_linear_of_embeddings(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     eps: float = 1e-5,
-    overlap: bool = False,
-    ahead: Sequence[Tensor] = (),
+    pdl: bool = False,
+    prefetch: Sequence[Tensor] = (),
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`decode_linear(sum, weight, bias, norm=norm, ...)`, and `sum`, which is
@@ -99,7 +99,7 @@ def decode_linear_of_embeddings(
         tokens, positions: of one shape [...], int32 or int64. An index outside its table fails a device-side assertion
             on a GPU, and raises IndexError on a CPU.
         token_weight, position_weight: [vocabulary, K] and [positions, K].
-        weight, bias, norm, norm_weight, norm_bias, eps, overlap, ahead: as `decode_linear` takes them, one weight.
+        weight, bias, norm, norm_weight, norm_bias, eps, pdl, prefetch: as `decode_linear` takes them, one weight.
         backend: "auto", "cuda" or "reference". Layers that the kernel does not take (`takes_embeddings`) are left to
             `decode_embedding` and `decode_linear`. Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
@@ -121,11 +121,11 @@ def decode_linear_of_embeddings(
     chosen = registry.pick_without_gradient("decode_linear_of_embeddings", backend, dtypes, *parameters)
     of_norm: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
     if chosen != "reference" and takes_embeddings(*embedding, weight, bias, **of_norm):
-        of_layer = (weight, bias, norm, norm_weight, norm_bias, eps, overlap, list(ahead))
+        of_layer = (weight, bias, norm, norm_weight, norm_bias, eps, pdl, list(prefetch))
         return RAW[chosen](*embedding, *of_layer)
     each = "reference" if chosen == "reference" else backend
-    sum = decode_embedding(*embedding, overlap=overlap, backend=each)
-    return decode_linear(sum, weight, bias, **of_norm, eps=eps, overlap=overlap, ahead=ahead, backend=each), sum
+    sum = decode_embedding(*embedding, pdl=pdl, backend=each)
+    return decode_linear(sum, weight, bias, **of_norm, eps=eps, pdl=pdl, prefetch=prefetch, backend=each), sum
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

@@ -1,8 +1,8 @@
-"""Two linear layers of a decoding step that hand on a sum in parts.
+"""Split-K over two linear layers of a decode step.
 
-The blocks of the first share out a long K and leave what each has, and the second adds that up with the residual
-stream while it reads its input. Blocks that share out K and add up themselves have to meet, in a cluster, and such
-blocks do not start before the layer ahead has ended.
+The first layer splits a long K over blocks and stores their partial sums. The second adds the partial sums and the
+residual stream while it reads its input. Blocks that add up among themselves would have to form a cluster, and a
+cluster does not start before the previous kernel has ended.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,59 +16,61 @@ from fuseopt.ops import registry
 from fuseopt.ops.decode.linear import check_layer, decode_linear
 from fuseopt.ops.library import check_shape, compute_dtype, define
 
-ADDENDS = 2
-_OF_WARP = 128  # of K, in a block that leaves addends
+SPLIT_K = 2
+_OF_WARP = 128  # of K, in a block that emits partial sums
 
 
-def _fake_addends(input: Tensor, weight: Tensor, bias: Tensor | None, overlap: bool, ahead: Sequence[Tensor]) -> Tensor:
-    return input.new_empty((ADDENDS, *input.shape[:-1], weight.shape[0]), dtype=torch.float32)
+def _fake_partials(input: Tensor, weight: Tensor, bias: Tensor | None, pdl: bool, prefetch: Sequence[Tensor]) -> Tensor:
+    return input.new_empty((SPLIT_K, *input.shape[:-1], weight.shape[0]), dtype=torch.float32)
 
 
-RAW_ADDENDS = define(
-    "decode_linear_addends(Tensor input, Tensor weight, Tensor? bias, bool overlap, Tensor[] ahead) -> Tensor",
-    _fake_addends,
+RAW_PARTIALS = define(
+    "decode_linear_partials(Tensor input, Tensor weight, Tensor? bias, bool pdl, Tensor[] prefetch) -> Tensor",
+    _fake_partials,
 )
 
 
 def _fake_of_sum(
     input: Tensor,
-    addends: Tensor,
+    split_k_partials: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     norm: str,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     eps: float,
-    overlap: bool,
-    ahead: Sequence[Tensor],
+    pdl: bool,
+    prefetch: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     output = input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=weight.dtype)
     return output, input.new_empty(input.shape)
 
 
 RAW_OF_SUM = define(
-    "decode_linear_of_sum(Tensor input, Tensor addends, Tensor weight, Tensor? bias, str norm, Tensor? norm_weight,"
-    " Tensor? norm_bias, float eps, bool overlap, Tensor[] ahead) -> (Tensor, Tensor)",
+    "decode_linear_of_sum(Tensor input, Tensor split_k_partials, Tensor weight, Tensor? bias, str norm,"
+    " Tensor? norm_weight, Tensor? norm_bias, float eps, bool pdl, Tensor[] prefetch) -> (Tensor, Tensor)",
     _fake_of_sum,
 )
 
 
 # Of tensors without an address nobody knows.
-RAW_LEAVES = define("leaves_addends(Tensor input, Tensor weight, Tensor? bias) -> bool", lambda *arguments: False)
-RAW_TAKES = define(
-    "takes_addends(Tensor input, Tensor weight, Tensor? bias, str norm, Tensor? norm_weight, Tensor? norm_bias)"
+RAW_EMITS = define("emits_partials(Tensor input, Tensor weight, Tensor? bias) -> bool", lambda *arguments: False)
+RAW_ACCEPTS = define(
+    "accepts_partials(Tensor input, Tensor weight, Tensor? bias, str norm, Tensor? norm_weight, Tensor? norm_bias)"
     " -> bool",
     lambda *arguments: False,
 )
 
 
-def leaves_addends(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether the CUDA kernel of `decode_linear_addends`, which must be there, takes such a layer: one of few rows, and
-    too long a K for a block."""
-    return is_at_an_address(input) and RAW_LEAVES["cuda"](input, weight, bias)
+def emits_partials(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """True if the CUDA kernel of `decode_linear_partials` takes this layer: few rows, and a K too long for one block.
+
+    The kernel must be there.
+    """
+    return is_at_an_address(input) and RAW_EMITS["cuda"](input, weight, bias)
 
 
-def takes_addends(
+def accepts_partials(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -77,9 +79,9 @@ def takes_addends(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
 ) -> bool:
-    """Whether those of `decode_linear_of_sum` and `decode_head_select_` do: one of few rows, and a short K with many
-    outputs, or a head."""
-    return is_at_an_address(input) and RAW_TAKES["cuda"](input, weight, bias, norm, norm_weight, norm_bias)
+    """True if the kernels of `decode_linear_of_sum` and `decode_head_select_` take it: few rows, and a short K with
+    many outputs, or a head."""
+    return is_at_an_address(input) and RAW_ACCEPTS["cuda"](input, weight, bias, norm, norm_weight, norm_bias)
 
 
 def is_at_an_address(input: Tensor) -> bool:
@@ -88,22 +90,22 @@ def is_at_an_address(input: Tensor) -> bool:
 
 
 def first_share(columns: int) -> int:
-    """How many of `columns` the first addend is the sum over: whole chunks of all warps of a block."""
-    return -(-columns // (ADDENDS * _OF_WARP)) * _OF_WARP
+    """How many of `columns` the first partial sum is over: whole chunks of all warps of a block."""
+    return -(-columns // (SPLIT_K * _OF_WARP)) * _OF_WARP
 
 
-def decode_linear_addends_reference(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`decode_linear_addends` in plain PyTorch, for any number of rows."""
-    return decode_linear_addends(input, weight, bias, backend="reference")
+def decode_linear_partials_reference(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`decode_linear_partials` in plain PyTorch, for any number of rows."""
+    return decode_linear_partials(input, weight, bias, backend="reference")
 
 
-def decode_linear_addends(
+def decode_linear_partials(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    overlap: bool = False,
-    ahead: Sequence[Tensor] = (),
+    pdl: bool = False,
+    prefetch: Sequence[Tensor] = (),
     backend: str = "auto",
 ) -> Tensor:
     """Two tensors whose sum is `F.linear(input, weight, bias)`, not rounded.
@@ -111,8 +113,8 @@ def decode_linear_addends(
     The first is the sum over the first `first_share(K)` columns, and the bias; the second that over the others.
 
     Args:
-        input, weight, bias, overlap, ahead: as `decode_linear` takes them, one weight.
-        backend: "auto", "cuda" or "reference". Layers that the kernel does not take (`leaves_addends`) are left to
+        input, weight, bias, pdl, prefetch: as `decode_linear` takes them, one weight.
+        backend: "auto", "cuda" or "reference". Layers that the kernel does not take (`emits_partials`) are left to
             `decode_linear`, twice. Tensors that require a gradient under grad mode, and torch.func transforms, need the
             reference, which "auto" then takes.
 
@@ -125,43 +127,43 @@ def decode_linear_addends(
     """
     check_layer(input, [weight], [] if bias is None else [bias], None, None, None, None, None, False)
     dtypes = (input.dtype, weight.dtype)
-    chosen = registry.pick_without_gradient("decode_linear_addends", backend, dtypes, input, weight, bias)
-    if chosen != "reference" and leaves_addends(input, weight, bias):
-        return RAW_ADDENDS[chosen](input, weight, bias, overlap, list(ahead))
+    chosen = registry.pick_without_gradient("decode_linear_partials", backend, dtypes, input, weight, bias)
+    if chosen != "reference" and emits_partials(input, weight, bias):
+        return RAW_PARTIALS[chosen](input, weight, bias, pdl, list(prefetch))
     share, each = first_share(weight.shape[1]), "reference" if chosen == "reference" else backend
     # With a residual in float32 sums are not rounded.
     none = input.new_zeros((*input.shape[:-1], len(weight)), dtype=compute_dtype(input, weight))
-    addends = [decode_linear(input[..., :share], weight[:, :share], bias, residual=none, backend=each), none]
+    split_k_partials = [decode_linear(input[..., :share], weight[:, :share], bias, residual=none, backend=each), none]
     if weight.shape[1] > share:
-        addends[1] = decode_linear(input[..., share:], weight[:, share:], residual=none, backend=each)
-    return torch.stack(addends)
+        split_k_partials[1] = decode_linear(input[..., share:], weight[:, share:], residual=none, backend=each)
+    return torch.stack(split_k_partials)
 
 
 def decode_linear_of_sum_reference(
-    input: Tensor, addends: Tensor, weight: Tensor, bias: Tensor | None = None, **norm: Any
+    input: Tensor, split_k_partials: Tensor, weight: Tensor, bias: Tensor | None = None, **norm: Any
 ) -> tuple[Tensor, Tensor]:
     """`decode_linear_of_sum` in plain PyTorch, for any number of rows."""
-    return decode_linear_of_sum(input, addends, weight, bias, **norm, backend="reference")
+    return decode_linear_of_sum(input, split_k_partials, weight, bias, **norm, backend="reference")
 
 
-def summed(input: Tensor, addends: Tensor) -> Tensor:
-    """`input + addends[0] + addends[1]`, rounded to `input`'s dtype."""
-    return (addends.sum(0) + input.to(compute_dtype(input))).to(input.dtype)
+def summed(input: Tensor, split_k_partials: Tensor) -> Tensor:
+    """`input + split_k_partials[0] + split_k_partials[1]`, rounded to `input`'s dtype."""
+    return (split_k_partials.sum(0) + input.to(compute_dtype(input))).to(input.dtype)
 
 
-def check_addends(input: Tensor, addends: Tensor, norm: str | None) -> None:
+def check_partials(input: Tensor, split_k_partials: Tensor, norm: str | None) -> None:
     """Raises what `decode_linear_of_sum` does."""
     if norm is None:
-        raise ValueError("addends need a norm: 'layer_norm' or 't5_rms_norm'")
-    check_shape("addends", addends, torch.Size((ADDENDS, *input.shape)))
+        raise ValueError("split_k_partials need a norm: 'layer_norm' or 't5_rms_norm'")
+    check_shape("split_k_partials", split_k_partials, torch.Size((SPLIT_K, *input.shape)))
     dtype = compute_dtype(input)
-    if addends.dtype != dtype:
-        raise TypeError(f"addends must be {dtype}, not {addends.dtype}")
+    if split_k_partials.dtype != dtype:
+        raise TypeError(f"split_k_partials must be {dtype}, not {split_k_partials.dtype}")
 
 
 def decode_linear_of_sum(
     input: Tensor,
-    addends: Tensor,
+    split_k_partials: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -169,17 +171,17 @@ def decode_linear_of_sum(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     eps: float = 1e-5,
-    overlap: bool = False,
-    ahead: Sequence[Tensor] = (),
+    pdl: bool = False,
+    prefetch: Sequence[Tensor] = (),
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`decode_linear(sum, weight, bias, norm=norm, ...)`, and `sum`, which is `input + addends[0] + addends[1]`.
+    """`decode_linear(sum, weight, bias, norm=norm, ...)`, and `sum`: `input` plus both partial sums.
 
     Args:
         input: [..., K], as `decode_linear` takes it.
-        addends: [2, ..., K] float32, of a float64 input float64. The sum is rounded to the input's dtype.
-        weight, bias, norm, norm_weight, norm_bias, eps, overlap, ahead: as `decode_linear` takes them, one weight.
-        backend: "auto", "cuda" or "reference". Layers that the kernel does not take (`takes_addends`) are left to
+        split_k_partials: [2, ..., K] float32, of a float64 input float64. The sum is rounded to the input's dtype.
+        weight, bias, norm, norm_weight, norm_bias, eps, pdl, prefetch: as `decode_linear` takes them, one weight.
+        backend: "auto", "cuda" or "reference". Layers that the kernel does not take (`accepts_partials`) are left to
             PyTorch's sum and `decode_linear`. Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
 
@@ -188,23 +190,25 @@ def decode_linear_of_sum(
 
     Raises:
         ValueError: shapes that do not fit together.
-        TypeError: addends of another dtype.
+        TypeError: split_k_partials of another dtype.
         BackendError: the backend named cannot run here; the message says why.
     """
     check_layer(input, [weight], [] if bias is None else [bias], None, norm, norm_weight, norm_bias, None, False)
-    check_addends(input, addends, norm)
+    check_partials(input, split_k_partials, norm)
     dtypes, parameters = (input.dtype, weight.dtype), (weight, bias, norm_weight, norm_bias)
-    chosen = registry.pick_without_gradient("decode_linear_of_sum", backend, dtypes, input, addends, *parameters)
+    tensors = input, split_k_partials, *parameters
+    chosen = registry.pick_without_gradient("decode_linear_of_sum", backend, dtypes, *tensors)
     of_norm: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
-    if chosen != "reference" and takes_addends(input, weight, bias, **of_norm):
-        return RAW_OF_SUM[chosen](input, addends, weight, bias, norm, norm_weight, norm_bias, eps, overlap, list(ahead))
-    sum = summed(input, addends)
+    if chosen != "reference" and accepts_partials(input, weight, bias, **of_norm):
+        options = norm, norm_weight, norm_bias, eps, pdl, list(prefetch)
+        return RAW_OF_SUM[chosen](input, split_k_partials, weight, bias, *options)
+    sum = summed(input, split_k_partials)
     each = "reference" if chosen == "reference" else backend
     output = decode_linear(sum, weight, bias, **of_norm, eps=eps, backend=each)
     return output, sum
 
 
-def _addends_samples(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+def _partials_samples(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
     def make(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
@@ -220,25 +224,25 @@ def _of_sum_samples(device: torch.device, dtype: torch.dtype, requires_grad: boo
 
     for rows, columns, outputs in ((1, 96, 1536), (3, 40, 24), (0, 8, 4)):
         norm = {"norm": "layer_norm", "norm_weight": make(columns), "norm_bias": make(columns)}
-        addends = make(ADDENDS, rows, columns, dtype=torch.promote_types(dtype, torch.float32))
-        arguments = (make(rows, columns), addends, make(columns, outputs).T, make(outputs))
+        split_k_partials = make(SPLIT_K, rows, columns, dtype=torch.promote_types(dtype, torch.float32))
+        arguments = (make(rows, columns), split_k_partials, make(columns, outputs).T, make(outputs))
         yield registry.SampleInput(arguments, norm)
 
 
 registry.register(
     registry.Op(
-        name="decode_linear_addends",
-        raw=("decode_linear_addends", "leaves_addends"),
-        function=decode_linear_addends,
-        reference=decode_linear_addends_reference,
-        sample_inputs=_addends_samples,
+        name="decode_linear_partials",
+        raw=("decode_linear_partials", "emits_partials"),
+        function=decode_linear_partials,
+        reference=decode_linear_partials_reference,
+        sample_inputs=_partials_samples,
         backends=(registry.CUDA, registry.REFERENCE),
     )
 )
 registry.register(
     registry.Op(
         name="decode_linear_of_sum",
-        raw=("decode_linear_of_sum", "takes_addends"),
+        raw=("decode_linear_of_sum", "accepts_partials"),
         function=decode_linear_of_sum,
         reference=decode_linear_of_sum_reference,
         sample_inputs=_of_sum_samples,

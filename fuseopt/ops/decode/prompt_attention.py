@@ -21,13 +21,13 @@ _HEAD_DIM_MULTIPLE = 16
 _ALIGNMENT = 16  # bytes
 
 
-def _fake(qkv: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, overlap: bool) -> Tensor:
+def _fake(qkv: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, pdl: bool) -> Tensor:
     rows, length, _, heads, head_dim = qkv.shape
     return qkv.new_empty((rows, length, heads * head_dim))
 
 
 RAW = define(
-    "prompt_attention_(Tensor qkv, Tensor(a!) key_cache, Tensor(b!) value_cache, float scale, bool overlap) -> Tensor",
+    "prompt_attention_(Tensor qkv, Tensor(a!) key_cache, Tensor(b!) value_cache, float scale, bool pdl) -> Tensor",
     _fake,
 )
 
@@ -92,7 +92,7 @@ def is_fast(qkv: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
 
 
 def prompt_attention_reference(
-    qkv: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, *, overlap: bool = False
+    qkv: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, *, pdl: bool = False
 ) -> Tensor:
     """`prompt_attention_` by torch's own."""
     return prompt_attention_(qkv, key_cache, value_cache, scale, backend="reference")
@@ -104,7 +104,7 @@ def prompt_attention_(
     value_cache: Tensor,
     scale: float,
     *,
-    overlap: bool = False,
+    pdl: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Writes keys and values into the first slots of the caches, and attends from each token to those up to it.
@@ -120,7 +120,7 @@ def prompt_attention_(
         key_cache, value_cache: [rows, heads, capacity, head_dim], `qkv`'s dtype, unit stride in the last dimension and
             any other strides; vectors of 16 whole bytes for the CUDA kernel. Written to: slots [0, length).
         scale: multiplies the scores.
-        overlap: launch the CUDA kernel programmatically dependent on its predecessor on the stream. It reads and writes
+        pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream. It reads and writes
             nothing before that has ended.
         backend: "auto", "cuda" or "reference". "auto" takes the reference for what the kernel does not take, which are
             also tensors that require a gradient under grad mode, and torch.func transforms.
@@ -139,7 +139,7 @@ def prompt_attention_(
         return _reference(*tensors, scale)
     refusal = _refusal(*tensors)
     if not refusal:
-        return RAW[chosen](*tensors, scale, overlap)
+        return RAW[chosen](*tensors, scale, pdl)
     if backend == "auto":
         return _reference(*tensors, scale)
     raise BackendError(f"prompt_attention_: {backend!r} {refusal}")

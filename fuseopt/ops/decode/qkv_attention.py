@@ -31,7 +31,7 @@ def _fake(
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     eps: float,
-    overlap: bool,
+    pdl: bool,
 ) -> Tensor:
     return weight.new_empty((input.shape[0], weight.shape[0] // 3))
 
@@ -40,7 +40,7 @@ _LAYER = "Tensor input, Tensor weight, Tensor? bias"
 _NORM = "str norm, Tensor? norm_weight, Tensor? norm_bias"
 RAW = define(
     f"decode_qkv_attention_({_LAYER}, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor positions, Tensor? mask,"
-    f" float scale, {_NORM}, float eps, bool overlap) -> Tensor",
+    f" float scale, {_NORM}, float eps, bool pdl) -> Tensor",
     _fake,
 )
 # Of tensors without an address nobody knows.
@@ -101,7 +101,7 @@ def decode_qkv_attention_(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     eps: float = 1e-5,
-    overlap: bool = False,
+    pdl: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """`decode_attention_` of query, key and value, the thirds of `decode_linear(input, weight, bias, norm=norm, ...)`.
@@ -115,8 +115,8 @@ def decode_qkv_attention_(
         key_cache, value_cache: [rows, heads, capacity, head_dim], `weight`'s dtype, contiguous. Written to.
         positions, mask, scale: as `decode_attention_` takes them.
         norm, norm_weight, norm_bias, eps: as `decode_linear` takes them.
-        overlap: as in both. Places of the caches before `positions`, `positions` itself and `mask` are read while
-            kernels ahead still run.
+        pdl: as in both. Places of the caches before `positions`, `positions` itself and `mask` are read while
+            previous kernels still run.
         backend: "auto", "cuda" or "reference". What the kernel does not take (`takes_qkv_attention`) is left to
             `decode_linear` and `decode_attention_`. Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
@@ -152,13 +152,11 @@ def decode_qkv_attention_(
     layer, caches = (input, weight, bias), (key_cache, value_cache)
     of_norm: dict[str, Any] = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias}
     if chosen != "reference" and takes_qkv_attention(*layer, *caches, **of_norm):
-        return RAW[chosen](*layer, *caches, positions, mask, scale, norm, norm_weight, norm_bias, eps, overlap)
+        return RAW[chosen](*layer, *caches, positions, mask, scale, norm, norm_weight, norm_bias, eps, pdl)
     each = "reference" if chosen == "reference" else backend
-    qkv = decode_linear(*layer, **of_norm, eps=eps, overlap=overlap, backend=each)
+    qkv = decode_linear(*layer, **of_norm, eps=eps, pdl=pdl, backend=each)
     query, key, value = qkv.view(-1, 3, heads, head_dim).unbind(1)
-    return decode_attention_(
-        query, key, value, *caches, positions, mask=mask, scale=scale, overlap=overlap, backend=each
-    )
+    return decode_attention_(query, key, value, *caches, positions, mask=mask, scale=scale, pdl=pdl, backend=each)
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

@@ -24,7 +24,7 @@ def _fake(
     eos: Tensor | None,
     counters: Sequence[Tensor],
     divisors: Tensor | None,
-    overlap: bool,
+    pdl: bool,
     *edits: object,
 ) -> None:
     return None
@@ -32,7 +32,7 @@ def _fake(
 
 RAW = define(
     "decode_select_(Tensor scores, Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length, Tensor(d!) unfinished,"
-    " Tensor(e!) going, Tensor pad, Tensor? eos, Tensor(f!)[] counters, Tensor? divisors, bool overlap,"
+    " Tensor(e!) going, Tensor pad, Tensor? eos, Tensor(f!)[] counters, Tensor? divisors, bool pdl,"
     f" {OPTIONAL_EDITS}) -> ()",
     _fake,
 )
@@ -123,7 +123,7 @@ def decode_select_(
     counters: Sequence[Tensor] = (),
     divisors: Tensor | None = None,
     edits: LogitsEdits | None = None,
-    overlap: bool = False,
+    pdl: bool = False,
     backend: str = "auto",
 ) -> None:
     """Puts `torch.argmax(scores, -1)` into `tokens` and column `length` of `ids`, or `pad` in rows that are finished.
@@ -146,7 +146,7 @@ def decode_select_(
             `torch.multinomial(scores, 1)` where the numbers are what `exponential_()` has drawn in its place. None for
             nothing.
         edits: what is done to the scores in float32 first; None for nothing.
-        overlap: launch the CUDA kernel programmatically dependent on its predecessor on the stream, which must not be
+        pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream, which must not be
             what writes the tensors of `edits`.
         backend: "auto", "cuda" or "reference".
 
@@ -163,7 +163,7 @@ def decode_select_(
     if chosen == "reference":
         _reference(*tensors, counters, divisors, edits)
     else:
-        RAW[chosen](*tensors, list(counters), divisors, overlap, *for_kernel(edits))
+        RAW[chosen](*tensors, list(counters), divisors, pdl, *for_kernel(edits))
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

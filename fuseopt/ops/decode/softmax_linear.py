@@ -24,13 +24,13 @@ MOST_GROUPS = 16
 
 
 def _fake(
-    scores: Tensor, weight: Tensor, residual: Tensor | None, groups: int, overlap: bool, ahead: Sequence[Tensor]
+    scores: Tensor, weight: Tensor, residual: Tensor | None, groups: int, pdl: bool, prefetch: Sequence[Tensor]
 ) -> Tensor:
     return scores.new_empty((*scores.shape[:-1], weight.shape[0]), dtype=output_dtype(weight, residual))
 
 
 RAW = define(
-    "decode_softmax_linear(Tensor scores, Tensor weight, Tensor? residual, int groups, bool overlap, Tensor[] ahead)"
+    "decode_softmax_linear(Tensor scores, Tensor weight, Tensor? residual, int groups, bool pdl, Tensor[] prefetch)"
     " -> Tensor",
     _fake,
 )
@@ -42,8 +42,8 @@ def decode_softmax_linear_reference(
     groups: int,
     *,
     residual: Tensor | None = None,
-    overlap: bool = False,
-    ahead: Sequence[Tensor] = (),
+    pdl: bool = False,
+    prefetch: Sequence[Tensor] = (),
 ) -> Tensor:
     """`decode_softmax_linear` in plain PyTorch, for any number of rows."""
     _check(scores, weight, groups, residual)
@@ -73,8 +73,8 @@ def decode_softmax_linear(
     groups: int,
     *,
     residual: Tensor | None = None,
-    overlap: bool = False,
-    ahead: Sequence[Tensor] = (),
+    pdl: bool = False,
+    prefetch: Sequence[Tensor] = (),
     backend: str = "auto",
 ) -> Tensor:
     """`residual + F.linear(softmax of each group of scores, weight)`, for the few rows of a decoding step.
@@ -91,7 +91,7 @@ def decode_softmax_linear(
             from sm_80 on, up to `MOST_GROUPS` of `GROUP` float32 scores, of up to 16 rows, are one launch with a 16-bit
             weight whose first dimension has unit stride.
         residual: [..., N] added at the end, or None. May have another dtype.
-        overlap, ahead: as `decode_linear` has them.
+        pdl, prefetch: as `decode_linear` has them.
         backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
 
@@ -113,7 +113,7 @@ def decode_softmax_linear(
         chosen = registry.pick_without_gradient("decode_softmax_linear", backend, dtypes, scores, weight, residual)
     if chosen == "reference":
         return decode_softmax_linear_reference(scores, weight, groups, residual=residual)
-    return RAW[chosen](scores, weight, residual, groups, overlap, list(ahead))
+    return RAW[chosen](scores, weight, residual, groups, pdl, list(prefetch))
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

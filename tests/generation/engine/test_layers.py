@@ -106,16 +106,16 @@ def test_layers_hand_on_addends_where_both_have_kernels_for_that(monkeypatch: py
     step = GPT2Step(model)
     state = DecodeState(Sizes(2, 8), step.shape, step.vocab)
     expected = first_logits(step, state)
-    for name in ("has_kernel", "leaves_addends", "takes_addends"):
+    for name in ("has_kernel", "emits_partials", "accepts_partials"):
         monkeypatch.setattr(layers, name, lambda *_, **of_norm: True)
     handed_on = []
-    leave = ops.decode_linear_addends
+    leave = ops.decode_linear_partials
 
     def recorded(*arguments: Any, **options: Any) -> Tensor:
         handed_on.append(arguments[1])
         return leave(*arguments, **options)
 
-    monkeypatch.setattr(ops, "decode_linear_addends", recorded)
+    monkeypatch.setattr(ops, "decode_linear_partials", recorded)
     torch.testing.assert_close(first_logits(step, state), expected)
     assert len(step.layers) > 1
     assert all(
@@ -131,10 +131,10 @@ def test_the_first_layer_looks_up_its_input_where_it_has_a_kernel_for_that(monke
     expected, overlaps = first_logits(step, state), []
     look_up = ops.decode_linear_of_embeddings
 
-    def recorded(*arguments: Any, overlap: bool, **options: Any) -> tuple[Tensor, Tensor]:
-        overlaps.append(overlap)
+    def recorded(*arguments: Any, pdl: bool, **options: Any) -> tuple[Tensor, Tensor]:
+        overlaps.append(pdl)
         assert arguments[4] is step.layers[0].self_attention.qkv.weights[0]
-        return look_up(*arguments, overlap=overlap, **options)
+        return look_up(*arguments, pdl=pdl, **options)
 
     monkeypatch.setattr(layers, "has_kernel", lambda op, _: op == "decode_linear_of_embeddings")
     monkeypatch.setattr(layers, "takes_embeddings", lambda *_, **of_norm: True)
@@ -207,7 +207,7 @@ def test_layers_attend_where_they_project_if_that_is_fast(
     for ((_, weight, bias, *_), options), layer in zip(calls, wanted_calls, strict=True):
         own = layer.self_attention
         assert weight is own.qkv.weights[0] and bias is own.qkv.biases[0]
-        assert options["overlap"] and options["eps"] == own.norm.eps
+        assert options["pdl"] and options["eps"] == own.norm.eps
 
 
 def test_a_stream_is_stored_once_it_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_a_stream_is_stored_once_it_is_added_up(monkeypatch: pytest.MonkeyPatch)
     assert not stream.is_stored
     stream.linear(layer, norm)
     assert stream.is_stored
-    for name in ("has_kernel", "leaves_addends", "takes_addends"):
+    for name in ("has_kernel", "emits_partials", "accepts_partials"):
         monkeypatch.setattr(layers, name, lambda *_, **of_norm: True)
     stream.add(torch.randn(1, WIDTH), layer, (layer, norm))
     assert not stream.is_stored
@@ -244,7 +244,7 @@ def test_what_that_kernel_is_not_for(against: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
     monkeypatch.setattr(attention, "is_fast", lambda *_, **of_norm: True)
     if against == "addends":
-        for name in ("has_kernel", "leaves_addends", "takes_addends"):
+        for name in ("has_kernel", "emits_partials", "accepts_partials"):
             monkeypatch.setattr(layers, name, lambda *_, **of_norm: True)
 
     def begun() -> tuple[StepAttention, ResidualStream, Tensor]:

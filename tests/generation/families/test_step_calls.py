@@ -36,7 +36,7 @@ def short(call: str) -> str | None:
     op, _, rest = call.partition("(")
     if op in NOT_COUNTED:
         return None
-    arguments = rest.partition(", ahead=")[0]
+    arguments = rest.partition(", prefetch=")[0]
     modules: list[str] = []
     for module in re.findall(r"(\w+)\.(?:weight|bias)(?:\.T)?\[", arguments):
         modules += [module] if module not in modules else []
@@ -77,10 +77,10 @@ def test_gpt2(name: str, width: int, heads: int, rows: int, beams: int) -> None:
     assert calls_of(name, "fused", rows, beams) == [
         f"decode_linear_of_embeddings [{rows}] wte wpe c_attn ln_1",
         *rest,
-        f"decode_linear_addends {inner} c_proj",
+        f"decode_linear_partials {inner} c_proj",
         f"decode_linear_of_sum {x} c_attn ln_1",
         *rest,
-        f"decode_linear_addends {inner} c_proj",
+        f"decode_linear_partials {inner} c_proj",
         f"decode_linear_of_sum {x} wte ln_f",
     ]
     layer = [f"decode_linear {x} c_attn ln_1", *rest, f"decode_linear {inner} c_proj +residual"]

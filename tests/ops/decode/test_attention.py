@@ -218,7 +218,7 @@ def assert_kernel_is_accurate(
     keys, values = unwritten(key_cache, lengths), unwritten(value_cache, lengths)
     output = decode_attention(query, keys, values, lengths, **options, backend="cuda")
     assert_accurate(output, query, keys, values, lengths)
-    overlapping = decode_attention(query, keys, values, lengths, **options, overlap=True, backend="cuda")
+    overlapping = decode_attention(query, keys, values, lengths, **options, pdl=True, backend="cuda")
     assert torch.equal(output, overlapping)
 
     query, key, value = make(batch, 3, heads, head_dim).unbind(1)
@@ -232,7 +232,7 @@ def assert_kernel_is_accurate(
         (rows[:, None], torch.arange(heads, device="cuda"), positions[:, None]), value
     )
     output = decode_attention_(
-        query, key, value, key_cache, value_cache, positions, ancestry=ancestry, **options, overlap=True, backend="cuda"
+        query, key, value, key_cache, value_cache, positions, ancestry=ancestry, **options, pdl=True, backend="cuda"
     )
     for cache, expected in ((key_cache, expected_keys), (value_cache, expected_values)):
         torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
@@ -330,7 +330,7 @@ def test_a_graph_serves_every_length() -> None:
     qkv = torch.zeros(rows, 3, heads, head_dim, device="cuda", dtype=torch.bfloat16)
 
     def step() -> Tensor:
-        output = decode_attention_(*qkv.unbind(1), keys, values, position, scale=0.125, overlap=True)
+        output = decode_attention_(*qkv.unbind(1), keys, values, position, scale=0.125, pdl=True)
         position.add_(1)
         return output
 

@@ -91,7 +91,7 @@ def test_captured_in_a_graph() -> None:
     beam_candidates(scores, running, 6)
     graph = torch.cuda.CUDAGraph()
     with RawCalls() as raw, torch.cuda.graph(graph):
-        values, places = beam_candidates(scores, running, 6, overlap=True)
+        values, places = beam_candidates(scores, running, 6, pdl=True)
     assert raw.names() == ["beam_candidates.default"]
     for _ in range(20):
         scores.normal_()

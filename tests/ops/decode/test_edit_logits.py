@@ -208,9 +208,9 @@ def test_a_captured_step_serves_every_length() -> None:
     graph = torch.cuda.CUDAGraph()
 
     def select() -> tuple[Tensor, Tensor, Tensor]:
-        decode_select_(logits, *state.values(), edits=edits, overlap=True)
-        best = beam_candidates(logits, running, 4, edits=edits, overlap=True)
-        return (*best, edit_logits(logits, edits, overlap=True))
+        decode_select_(logits, *state.values(), edits=edits, pdl=True)
+        best = beam_candidates(logits, running, 4, edits=edits, pdl=True)
+        return (*best, edit_logits(logits, edits, pdl=True))
 
     select()
     with RawCalls() as raw, torch.cuda.graph(graph):

@@ -46,7 +46,7 @@ def check(
     def edits_of(state: dict[str, Tensor]) -> dict[str, LogitsEdits]:
         return {} if edits is None else {"edits": LogitsEdits(state["ids"], state["length"], **edits)}
 
-    case(input, weight, *got.values(), ends, addends=addends, **norm, counters=got_counters, **edits_of(got))
+    case(input, weight, *got.values(), ends, split_k_partials=addends, **norm, counters=got_counters, **edits_of(got))
     decode_select_(scores, *wanted.values(), ends, counters=counters, **edits_of(wanted), backend=case.backend)
     for name, value in wanted.items():
         assert torch.equal(got[name], value), name
@@ -189,7 +189,7 @@ def test_no_launch_looks_for_what_blocks_have_found(rows: int, kernels: int, are
     weight = torch.randn(50257, 768, device="cuda", dtype=torch.bfloat16)
     state, norm = state_of(rows, input.device), norm_of("layer_norm", 768, weight)
     if are_sums and rows <= 8:
-        norm["addends"] = torch.randn(2, rows, 768, device="cuda")
+        norm["split_k_partials"] = torch.randn(2, rows, 768, device="cuda")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         decode_head_select_(input, weight, *state.values(), **norm, backend="cuda")
         torch.cuda.synchronize()

@@ -270,7 +270,7 @@ def assert_kernel_is_accurate(*args: object, **kwargs: object) -> None:
         return to_float64(value) if isinstance(value, Tensor) else value
 
     output = decode_linear(*args, **kwargs, backend="cuda")
-    assert torch.equal(output, decode_linear(*args, **kwargs, overlap=True, backend="cuda"))
+    assert torch.equal(output, decode_linear(*args, **kwargs, pdl=True, backend="cuda"))
     plain = decode_linear_reference(*args, **kwargs)
     judge = decode_linear_reference(*map(exact, args), **{name: exact(value) for name, value in kwargs.items()})
     assert output.dtype == plain.dtype
@@ -480,8 +480,8 @@ def test_a_layer_too_large_for_registers(
     }
     biases = [make(outputs) for _ in weights]
     assert_kernel_is_accurate(x, weights, biases, **parameters, **options)
-    of_lines = "decode_linear_gemv_kernel" if rows == 1 else "decode_linear_lines_kernel"
-    assert (of_lines if transposed else "decode_linear_stream_kernel") in kernels_of(
+    of_lines = "decode_linear_gemv_kernel" if rows == 1 else "decode_linear_streamed_kn_kernel"
+    assert (of_lines if transposed else "decode_linear_streamed_nk_kernel") in kernels_of(
         lambda: decode_linear(x, weights, biases, **parameters, **options, backend="cuda")
     )
 
@@ -529,7 +529,7 @@ def test_an_infinite_weight_is_counted_once(rows: int, outputs: int) -> None:
     expected = torch.full((rows, outputs), columns, device="cuda", dtype=torch.bfloat16)
     expected[:, outputs // 2] = torch.inf
     assert torch.equal(decode_linear(x, weight.T, backend="cuda"), expected)
-    assert "decode_linear_mma_kernel" in kernels_of(lambda: decode_linear(x, weight.T, backend="cuda"))
+    assert "decode_linear_skinny_mma_kernel" in kernels_of(lambda: decode_linear(x, weight.T, backend="cuda"))
 
 
 @pytest.mark.gpu
@@ -554,11 +554,11 @@ def test_what_is_read_ahead_changes_nothing() -> None:
     x, weight, later = (torch.randn(n, 256, device="cuda", dtype=torch.bfloat16) for n in (2, 64, 512))
     expected = decode_linear(x, weight)
     for ahead in ([later], [later.T, later], [later[:, ::2]], [later[:, 3]], [later[:0]]):
-        assert torch.equal(decode_linear(x, weight, ahead=ahead), expected)
+        assert torch.equal(decode_linear(x, weight, prefetch=ahead), expected)
     with pytest.raises(RuntimeError, match="must have one size and dtype"):
-        decode_linear(x, weight, ahead=[later, weight])
+        decode_linear(x, weight, prefetch=[later, weight])
     with pytest.raises(RuntimeError, match="at most three"):
-        decode_linear(x, weight, ahead=[later] * 4)
+        decode_linear(x, weight, prefetch=[later] * 4)
 
 
 def large_lines(columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -674,7 +674,7 @@ def test_weights_are_read_in_place() -> None:
         assert torch.cuda.max_memory_allocated() - before < read.numel()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            output = decode_linear(x, read, overlap=True)
+            output = decode_linear(x, read, pdl=True)
         edited.mul_(2)
         graph.replay()
         torch.testing.assert_close(output, decode_linear_reference(x, read), rtol=2e-2, atol=2e-2)
@@ -706,7 +706,7 @@ def test_a_chain_in_a_graph_waits_for_each_predecessor(rows: int, width: int, co
         for i in range(200):
             weight = weights[i % 8]
             layer = (weight if i % 2 else weight.T).chunk(count)
-            y = decode_linear(y, layer, norm=norm, residual=y, overlap=overlap)
+            y = decode_linear(y, layer, norm=norm, residual=y, pdl=overlap)
         return y
 
     chain(True)

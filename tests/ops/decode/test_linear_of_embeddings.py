@@ -81,7 +81,7 @@ def assert_same_bits_as_one_after_the_other(
     assert takes_embeddings(*rows, *arguments, **of_norm)
     with poisoned_allocations():
         output, sum = decode_linear_of_embeddings(*rows, *arguments, **of_norm, backend="cuda")
-        overlapping = decode_linear_of_embeddings(*rows, *arguments, **of_norm, overlap=True, backend="cuda")
+        overlapping = decode_linear_of_embeddings(*rows, *arguments, **of_norm, pdl=True, backend="cuda")
     assert torch.equal(output, overlapping[0]) and torch.equal(sum, overlapping[1])
     assert torch.equal(sum, decode_embedding(*rows, backend="cuda"))
     assert torch.equal(output, decode_linear(sum, *arguments, **of_norm, backend="cuda"))
@@ -167,10 +167,10 @@ def test_steps_that_overlap_in_a_graph(columns: int, outputs: int) -> None:
     def results_of(overlap: bool) -> list[Tensor]:
         results = []
         for _ in range(steps):
-            output, sum = decode_linear_of_embeddings(*of_rows, *arguments, **of_norm, overlap=overlap, backend="cuda")
-            results += [output, sum, decode_linear(sum, square, overlap=overlap, backend="cuda")]
+            output, sum = decode_linear_of_embeddings(*of_rows, *arguments, **of_norm, pdl=overlap, backend="cuda")
+            results += [output, sum, decode_linear(sum, square, pdl=overlap, backend="cuda")]
             end = (tokens, ids, length, unfinished, going, pad)
-            decode_select_(output, *end, counters=[positions], overlap=overlap, backend="cuda")
+            decode_select_(output, *end, counters=[positions], pdl=overlap, backend="cuda")
         return results
 
     def start(token: int) -> None:

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fuseopt import ops
 from fuseopt.bench.suites.kernels import launches_of
-from fuseopt.ops import decode_linear, decode_linear_addends, decode_linear_of_sum
+from fuseopt.ops import decode_linear, decode_linear_of_sum, decode_linear_partials
 from fuseopt.ops.decode.linear_partials import (
-    decode_linear_addends_reference,
-    leaves_addends,
-    takes_addends,
+    accepts_partials,
+    decode_linear_partials_reference,
+    emits_partials,
 )
 from tests.ops.cases import error, examples, to_float64
 from tests.ops.variations import poisoned_allocations
@@ -35,7 +36,7 @@ def test_both_are_a_layer_a_residual_and_the_next_layer(
     inner, down, bias = (torch.randn(size).to(dtype) for size in ((3, 40), (24, 40), (24,)))
     stream, weight, next_bias = (torch.randn(size).to(dtype) for size in ((3, 24), (16, 24), (16,)))
     parameters = {"norm": norm, "norm_weight": torch.randn(24).to(dtype), "eps": 1e-5}
-    addends = decode_linear_addends(inner, down, bias)
+    addends = decode_linear_partials(inner, down, bias)
     assert addends.shape == (2, 3, 24) and addends.dtype == torch.float32
     output, sum = decode_linear_of_sum(stream, addends, weight, next_bias, **parameters)
     expected_sum = decode_linear(inner, down, bias, residual=stream)
@@ -47,15 +48,15 @@ def test_wrong_addends_and_weights_are_refused_by_name() -> None:
     input, weight = torch.randn(2, 12), torch.randn(5, 12)
     addends = torch.randn(2, 2, 12)
     for arguments, exception, words in (
-        ((input, addends[:1], weight), ValueError, "addends"),
-        ((input, torch.randn(2, 12), weight), ValueError, "addends"),
-        ((input, addends.double(), weight), TypeError, "addends must be torch.float32, not torch.float64"),
+        ((input, addends[:1], weight), ValueError, "split_k_partials"),
+        ((input, torch.randn(2, 12), weight), ValueError, "split_k_partials"),
+        ((input, addends.double(), weight), TypeError, "split_k_partials must be torch.float32, not torch.float64"),
         ((input, addends, torch.randn(5, 13)), ValueError, "weight"),
     ):
         with pytest.raises(exception, match=re.escape(words)):
             decode_linear_of_sum(*arguments, norm=LAYER_NORM)
     with pytest.raises(ValueError, match="weight"):
-        decode_linear_addends(input, torch.randn(5, 13))
+        decode_linear_partials(input, torch.randn(5, 13))
 
 
 def make(*size: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -75,7 +76,7 @@ def test_what_lies_askew_is_left_to_other_kernels(name: str, shift: int) -> None
         tensors[key] = flat[begin : begin + math.prod(size)].view(size)
     input, weight = tensors.pop("input"), tensors.pop("weight").T
     norm = {"norm": LAYER_NORM, **tensors}
-    assert takes_addends(input, weight, **norm) == (shift == 0)
+    assert accepts_partials(input, weight, **norm) == (shift == 0)
     addends = make(2, 1, 768, dtype=torch.float32)
     output, sum = decode_linear_of_sum(input, addends, weight, **norm, backend="cuda")
     assert torch.equal(output, decode_linear(sum, weight, **norm, backend="cuda"))
@@ -85,12 +86,12 @@ def test_what_lies_askew_is_left_to_other_kernels(name: str, shift: int) -> None
 @pytest.mark.parametrize("other", [torch.float16, torch.float32])
 def test_parameters_of_another_dtype_are_left_to_other_kernels(other: torch.dtype) -> None:
     input, weight = make(1, 3072, dtype=torch.bfloat16), make(3072, 768, dtype=torch.bfloat16).T
-    assert leaves_addends(input, weight, make(768, dtype=torch.bfloat16))
-    assert not leaves_addends(input, weight, make(768, dtype=other))
+    assert emits_partials(input, weight, make(768, dtype=torch.bfloat16))
+    assert not emits_partials(input, weight, make(768, dtype=other))
     stream, next_weight = make(1, 768, dtype=torch.bfloat16), make(768, 2304, dtype=torch.bfloat16).T
-    assert not takes_addends(stream, next_weight, make(2304, dtype=other), norm=RMS_NORM)
-    assert not takes_addends(stream, next_weight, norm=RMS_NORM, norm_weight=make(768, dtype=other))
-    assert not takes_addends(stream.to(other), next_weight, norm=RMS_NORM)
+    assert not accepts_partials(stream, next_weight, make(2304, dtype=other), norm=RMS_NORM)
+    assert not accepts_partials(stream, next_weight, norm=RMS_NORM, norm_weight=make(768, dtype=other))
+    assert not accepts_partials(stream.to(other), next_weight, norm=RMS_NORM)
 
 
 @pytest.mark.gpu
@@ -98,7 +99,7 @@ def test_only_what_narrows_leaves_addends() -> None:
     """Others with such a K have kernels of their own with one row, if they are large."""
 
     def leaves(columns: int, outputs: int, rows: int = 1) -> bool:
-        return leaves_addends(*(make(*size, dtype=torch.bfloat16).mT for size in ((columns, rows), (columns, outputs))))
+        return emits_partials(*(make(*size, dtype=torch.bfloat16).mT for size in ((columns, rows), (columns, outputs))))
 
     assert leaves(3072, 768) and leaves(2056, 2048) and leaves(3072, 768, MOST_ROWS)
     assert not leaves(2304, 2304) and not leaves(2048, 768) and not leaves(4104, 768)
@@ -112,23 +113,23 @@ def test_of_tensors_without_addresses_nothing_is_known(compiled: bool) -> None:
         input, weight = torch.empty(1, 3072, device="cuda"), torch.empty(768, 3072, device="cuda")
 
         def asked() -> bool:
-            return leaves_addends(input, weight) or takes_addends(input, weight, norm=LAYER_NORM)
+            return emits_partials(input, weight) or accepts_partials(input, weight, norm=LAYER_NORM)
 
         assert (torch.compile(asked, backend="eager") if compiled else asked)() is False
 
 
-def check_addends(rows: int, outputs: int, columns: int, dtype: torch.dtype, has_bias: bool) -> None:
+def check_partials(rows: int, outputs: int, columns: int, dtype: torch.dtype, has_bias: bool) -> None:
     """Against float64, each addend's error is that of float32 sums; and what was not written is nowhere."""
     input, weight = make(rows, columns, dtype=dtype), make(columns, outputs, dtype=dtype).T
     bias = make(outputs, dtype=dtype) if has_bias else None
-    assert leaves_addends(input, weight)
+    assert emits_partials(input, weight)
     with poisoned_allocations():
-        addends = decode_linear_addends(input, weight, bias, backend="cuda")
-        overlapping = decode_linear_addends(input, weight, bias, overlap=True, backend="cuda")
+        addends = decode_linear_partials(input, weight, bias, backend="cuda")
+        overlapping = decode_linear_partials(input, weight, bias, pdl=True, backend="cuda")
     assert torch.equal(addends, overlapping)
     parameters = (input, weight, bias)
-    exact = decode_linear_addends_reference(*(None if t is None else to_float64(t) for t in parameters))
-    plain = decode_linear_addends_reference(*parameters)
+    exact = decode_linear_partials_reference(*(None if t is None else to_float64(t) for t in parameters))
+    plain = decode_linear_partials_reference(*parameters)
     assert (
         error(list(addends), list(exact)) <= 2 * error(list(plain), list(exact)) + 16 * torch.finfo(torch.float32).eps
     )
@@ -146,7 +147,7 @@ def check_addends(rows: int, outputs: int, columns: int, dtype: torch.dtype, has
 )
 def test_addends_against_float64(rows: int, outputs: int, columns: int, seed: int, **case: Any) -> None:
     torch.manual_seed(seed)
-    check_addends(rows, outputs, columns, **case)
+    check_partials(rows, outputs, columns, **case)
 
 
 @pytest.mark.gpu
@@ -175,10 +176,10 @@ def test_of_sum_against_float64(
     bias, norm_weight, norm_bias = (make(size, dtype=dtype) for size in (outputs, columns, columns))
     of_norm = {"norm": norm, "norm_weight": norm_weight, "norm_bias": norm_bias if norm == LAYER_NORM else None}
     arguments, options = (weight, bias if has_bias else None), {**of_norm, "eps": 1e-5}
-    assert takes_addends(input, *arguments, **of_norm)
+    assert accepts_partials(input, *arguments, **of_norm)
     with poisoned_allocations():
         output, sum = decode_linear_of_sum(input, addends, *arguments, **options, backend="cuda")
-        overlapping = decode_linear_of_sum(input, addends, *arguments, **options, overlap=True, backend="cuda")
+        overlapping = decode_linear_of_sum(input, addends, *arguments, **options, pdl=True, backend="cuda")
     assert torch.equal(output, overlapping[0]) and torch.equal(sum, overlapping[1])
     expected_sum = (addends[0] + addends[1] + input.float()).to(dtype)
     assert torch.equal(sum, expected_sum)
@@ -196,11 +197,18 @@ def test_layers_of_gpt2_take_one_launch_each(rows: int, dtype: torch.dtype) -> N
     bias, next_bias = make(768, dtype=dtype), make(2304, dtype=dtype)
 
     def both() -> Tensor:
-        addends = decode_linear_addends(inner, down, bias, overlap=True)
-        return decode_linear_of_sum(stream, addends, weight, next_bias, **norm, overlap=True)[0]
+        addends = decode_linear_partials(inner, down, bias, pdl=True)
+        return decode_linear_of_sum(stream, addends, weight, next_bias, **norm, pdl=True)[0]
 
     output = both()
     expected = decode_linear(decode_linear(inner, down, bias, residual=stream), weight, next_bias, **norm)
     # A sum of two parts may round the other way, which a norm passes on.
     torch.testing.assert_close(output, expected, rtol=0.05, atol=0.05)
-    assert [launch.name.count("decode_linear_mma_kernel") for launch in launches_of(both)] == [1, 1]
+    assert [launch.name.count("decode_linear_skinny_mma_kernel") for launch in launches_of(both)] == [1, 1]
+
+
+def test_the_earlier_name_warns() -> None:
+    input, weight = torch.randn(2, 40), torch.randn(24, 40)
+    with pytest.warns(DeprecationWarning, match="decode_linear_addends is called decode_linear_partials"):
+        earlier = ops.decode_linear_addends(input, weight, overlap=True, ahead=[weight])
+    assert torch.equal(earlier, decode_linear_partials(input, weight))

@@ -84,7 +84,7 @@ def test_kernel_against_float64(dtype: torch.dtype, head_dim: int, rows: int) ->
     for length in LENGTHS:
         qkv = torch.randn(rows, length, 3, 3, head_dim, device="cuda", dtype=dtype)
         output = check(KERNEL, qkv, head_dim**-0.5)
-        assert torch.equal(check(KERNEL, qkv, head_dim**-0.5, overlap=True), output)
+        assert torch.equal(check(KERNEL, qkv, head_dim**-0.5, pdl=True), output)
 
 
 @pytest.mark.gpu
@@ -122,7 +122,7 @@ def test_later_tokens_have_no_part(dtype: torch.dtype, rows: int, head_dim: int,
         qkv = torch.randn(rows, length, 3, 10, head_dim, device="cuda", dtype=dtype)
         before = check(KERNEL, qkv, head_dim**-0.5)
         qkv[:, changed, 1:] = number
-        after = check(KERNEL, qkv, head_dim**-0.5, overlap=True)
+        after = check(KERNEL, qkv, head_dim**-0.5, pdl=True)
         assert after[:, :changed].isfinite().all()
         torch.testing.assert_close(after[:, :changed], before[:, :changed], rtol=0, atol=0)
 
@@ -152,8 +152,8 @@ def test_a_chain_in_a_graph_waits_for_each_predecessor(dtype: torch.dtype) -> No
     def chain(overlap: bool) -> list[Tensor]:
         outputs, input = [], qkv
         for longer, shorter in caches:
-            first = prompt_attention_(input, *longer, 0.125, overlap=overlap, backend="cuda")
-            second = prompt_attention_(first.view_as(short), *shorter, 0.125, overlap=overlap, backend="cuda")
+            first = prompt_attention_(input, *longer, 0.125, pdl=overlap, backend="cuda")
+            second = prompt_attention_(first.view_as(short), *shorter, 0.125, pdl=overlap, backend="cuda")
             outputs += first, second
             input = input + second.flatten()[0]
         return outputs

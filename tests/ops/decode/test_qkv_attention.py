@@ -350,9 +350,7 @@ def check(layer: Layer, of_norm: dict[str, Any], caches: Tensor, positions: Tens
     written, overlapping, plain_caches = (caches.clone() for _ in range(3))
     with poisoned_allocations(), RawCalls() as raw:
         output = decode_qkv_attention_(*layer, *written, positions, **of_norm, **options, backend="cuda")
-        again = decode_qkv_attention_(
-            *layer, *overlapping, positions, **of_norm, **options, overlap=True, backend="cuda"
-        )
+        again = decode_qkv_attention_(*layer, *overlapping, positions, **of_norm, **options, pdl=True, backend="cuda")
     assert raw.names() == ["decode_qkv_attention_.default"] * 2
     assert same_bits(again, output) and same_bits(overlapping, written)
     places = torch.arange(capacity, device=caches.device)
@@ -521,7 +519,7 @@ def test_what_it_does_not_take_is_left_to_two_ops() -> None:
         for backend in ("auto", "cuda"):
             with RawCalls() as raw:
                 output = decode_qkv_attention_(
-                    *layer, *caches, positions, **of_norm, **options, overlap=True, backend=backend
+                    *layer, *caches, positions, **of_norm, **options, pdl=True, backend=backend
                 )
             if raw.names() == TWO_OPS:
                 assert all(map(torch.equal, (output, *caches), (expected, *expected_caches)))
@@ -617,7 +615,7 @@ def test_steps_that_overlap_in_a_graph(columns: int, heads: int) -> None:
     options = {"scale": HEAD_DIM**-0.5}
 
     def results_of(overlap: bool) -> list[Tensor]:
-        results, how = [], {"overlap": overlap, "backend": "cuda"}
+        results, how = [], {"pdl": overlap, "backend": "cuda"}
         for _ in range(steps):
             qkv, stream = decode_linear_of_embeddings(
                 tokens, token_table, positions, position_table, weight, bias, **of_norm, **how

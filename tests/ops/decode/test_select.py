@@ -201,7 +201,7 @@ def test_a_graph_goes_on_from_token_to_token() -> None:
     state["length"].zero_()
     graph = torch.cuda.CUDAGraph()
     with RawCalls() as raw, torch.cuda.graph(graph):
-        decode_select_(scores, *state.values(), overlap=True)
+        decode_select_(scores, *state.values(), pdl=True)
     assert raw.names() == ["decode_select_.default"]
     expected = torch.randint(5000, (2, 12), device="cuda")
     for i in range(12):

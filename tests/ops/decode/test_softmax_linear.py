@@ -154,11 +154,11 @@ def test_which_calls_are_one_launch(change: str, takes: bool) -> None:
 def test_is_the_same_from_run_to_run_and_in_a_graph() -> None:
     scores = torch.randn(5, 12 * GROUP, device="cuda")
     weight = torch.randn(12 * GROUP, 768, device="cuda").bfloat16().T
-    first = decode_softmax_linear(scores, weight, 12, overlap=True)
-    assert all(torch.equal(decode_softmax_linear(scores, weight, 12, overlap=True), first) for _ in range(20))
+    first = decode_softmax_linear(scores, weight, 12, pdl=True)
+    assert all(torch.equal(decode_softmax_linear(scores, weight, 12, pdl=True), first) for _ in range(20))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chained = decode_softmax_linear(scores, weight, 12, overlap=True, ahead=[weight])
+        chained = decode_softmax_linear(scores, weight, 12, pdl=True, prefetch=[weight])
     graph.replay()
     assert torch.equal(chained, first)
 

@@ -14,7 +14,7 @@
 namespace fuseopt {
 
 // Returns when the predecessor has ended and what it wrote can be read. Before it nothing may be read that a kernel
-// ahead writes, and nothing be written.
+// before writes, and nothing be written.
 __device__ inline void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -79,7 +79,7 @@ __device__ inline void prefetch_share(const void* data, const void* end, int sha
 inline bool is_sm90_or_newer() { return compute_capability_major() >= 9; }
 
 // Shared memory that nobody uses, for the blocks of a grid that the device holds at once: so much that a multiprocessor
-// has room for no more of them than its share. They start where those of the kernel ahead have ended, and would else crowd
+// has room for no more of them than its share. They start where those of the previous kernel have ended, and would else crowd
 // where these end first.
 class EvenShare {
  public:
@@ -177,9 +177,9 @@ class FollowingKernel<kKernel, void (*)(Parameters...)> {
   }
 };
 
-// Launches kernel(argument); `overlap`: before its predecessor on the stream has ended.
+// Launches kernel(argument); `pdl`: before its predecessor on the stream has ended.
 template <typename Argument>
-cudaError_t launch_dependent(void (*kernel)(Argument), const Argument& argument, LaunchShape shape, bool overlap,
+cudaError_t launch_dependent(void (*kernel)(Argument), const Argument& argument, LaunchShape shape, bool pdl,
                              cudaStream_t stream) {
   // A multiprocessor divides its memory between L1 cache and shared memory in one way at a time: were the division left
   // to each kernel, a kernel could not start beside another one.
@@ -196,7 +196,7 @@ cudaError_t launch_dependent(void (*kernel)(Argument), const Argument& argument,
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  if (overlap && is_sm90_or_newer()) {
+  if (pdl && is_sm90_or_newer()) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

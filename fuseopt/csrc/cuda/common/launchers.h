@@ -127,16 +127,16 @@ struct EmbeddingTable {
 // residual + activation(norm(input) x weight + bias), for up to three weights side by side, or a gated pair of them.
 struct DecodeLinear {
   static constexpr int kMaxWeights = 3;
-  static constexpr int kAddends = 2;
-  TypedPointer input;  // [rows, columns]
+  static constexpr int kSplitK = 2;
+  TypedPointer input;  // [rows, in_features]
   int64_t rows;
-  int64_t columns;
-  const void* weights[kMaxWeights];  // [outputs, columns]
+  int64_t in_features;
+  const void* weights[kMaxWeights];  // [out_features, in_features]
   int weight_count;
   int weight_dtype;             // DType
   int64_t weight_stride;        // of the dimension whose stride is not one
-  bool weights_are_transposed;  // which is that of `columns`
-  int64_t outputs;
+  bool weights_are_transposed;  // which is that of `in_features`
+  int64_t out_features;
   TypedPointer biases[kMaxWeights];
   TypedPointer residual;  // like `output`
   TypedPointer norm_weight;
@@ -145,20 +145,20 @@ struct DecodeLinear {
   double eps;
   int activation;  // Activation
   bool gated;
-  bool overlap;         // may start before the kernel ahead on the stream has ended
-  const void* ahead[kMaxWeights];  // what is to be brought into the L2 cache, or null
-  int64_t ahead_bytes;             // of each
-  TypedPointer output;  // [rows, outputs * weight_count], or [rows, outputs] if gated
-  const float* addends;  // [kAddends, rows, columns] to be added to `input`; or null
+  bool pdl;         // may start before the previous kernel on the stream has ended
+  const void* prefetch[kMaxWeights];  // what is to be brought into the L2 cache, or null
+  int64_t prefetch_bytes;             // of each
+  TypedPointer output;  // [rows, out_features * weight_count], or [rows, out_features] if gated
+  const float* split_k_partials;  // [kSplitK, rows, in_features] to be added to `input`; or null
   EmbeddingTable tokens, positions;  // the input is the sum of their rows, and `input` nothing; or absent, both
-  void* sum;                         // with either: that sum, [rows, columns] of the input's dtype
-  bool is_apart;         // `output` is [kAddends, rows, outputs] float32, yet to be added up
+  void* sum;                         // with either: that sum, [rows, in_features] of the input's dtype
+  bool is_split_k;         // `output` is [kSplitK, rows, out_features] float32, yet to be added up
   void* best;           // [rows, fuseopt_decode_linear_parts] DecodeSelect's candidates: each part's highest; or null
   TokenRules rules;     // of what is compared for `best`
   const int64_t* sequence_length;  // which says what rules hold
 };
 
-// One query a row of [rows, heads, head_dim] over places [starts, lengths) of the caches, [rows / rows_per_item, heads,
+// One query a row of [rows, heads, head_dim] over places [starts, lengths) of the caches, [rows / queries_per_kv, heads,
 // capacity, head_dim]. With a `key`, that and `value` are written into the last of these places first.
 struct DecodeAttention {
   struct Heads {
@@ -181,15 +181,15 @@ struct DecodeAttention {
   int64_t heads;
   int64_t head_dim;
   int64_t capacity;
-  int64_t rows_per_item;
+  int64_t queries_per_kv;
   Integers lengths;  // with a `key`: without it
   Integers starts;
-  const bool* mask;  // [rows / rows_per_item, capacity], or null
+  const bool* mask;  // [rows / queries_per_kv, capacity], or null
   TypedPointer bias;  // [heads, bias_columns]
   int64_t bias_columns;
   const int* ancestry;  // [rows, capacity]: the row of the caches in which a place before the last lies; null: its own
   double scale;
-  bool overlap;  // may start before the kernel ahead on the stream has ended
+  bool pdl;  // may start before the previous kernel on the stream has ended
   void* output;  // [rows, heads, head_dim]
   float score_scale;  // `scale` for scores in powers of two, which the launcher fills in
 };
@@ -201,7 +201,7 @@ struct DecodeEmbedding {
   int dtype;  // DType
   int64_t rows;
   int64_t columns;
-  bool overlap;  // may start before the kernel ahead on the stream has ended
+  bool pdl;  // may start before the previous kernel on the stream has ended
   void* output;  // [rows, columns]
 };
 
@@ -243,7 +243,7 @@ struct PromptAttention {
   int64_t heads;
   int64_t head_dim;  // a multiple of 16, 128 at most
   double scale;
-  bool overlap;       // may start before the kernel ahead on the stream has ended
+  bool pdl;       // may start before the previous kernel on the stream has ended
   void* output;       // [rows, length, heads, head_dim]
   float score_scale;  // `scale` for scores in powers of two, which the launcher fills in
 };
@@ -254,7 +254,7 @@ struct EditLogits {
   int64_t rows;
   int64_t vocabulary;
   LogitsEdits edits;
-  bool overlap;   // may start before the kernel ahead on the stream has ended
+  bool pdl;   // may start before the previous kernel on the stream has ended
   float* output;  // [rows, vocabulary]
 };
 
@@ -302,7 +302,7 @@ struct DecodeSelect {
   bool has_edits;
   LogitsEdits edits;      // of float32 scores, before all that
   const float* divisors;  // [rows, vocabulary] that probabilities are divided by, the scores being those; or null
-  bool overlap;           // may start before the kernel ahead on the stream has ended
+  bool pdl;           // may start before the previous kernel on the stream has ended
 };
 
 // The `count` best of the continuations of each item's beams.
@@ -321,7 +321,7 @@ struct BeamCandidates {
   int* chunk_tokens;     // likewise
   float* values;         // [items, count]
   int64_t* places;       // [items, count]
-  bool overlap;          // may start before the kernel ahead on the stream has ended
+  bool pdl;          // may start before the previous kernel on the stream has ended
 };
 
 // The end of a beam search step. Tensors of `items` x `beams` rows, of which `ids` and `ancestry` have two.
@@ -356,7 +356,7 @@ struct DecodeBeams {
   int64_t eos_count;
   bool stops_when_full;
   bool advance;
-  bool overlap;  // may start before the kernel ahead on the stream has ended
+  bool pdl;  // may start before the previous kernel on the stream has ended
 };
 
 extern "C" {
@@ -390,8 +390,8 @@ int64_t fuseopt_decode_linear_parts(DecodeLinear layer);
 
 // Whether a layer, of one weight and with nothing around the product, can be left in two parts; and whether one takes
 // the sum of such parts and a row, or of the embeddings that it names, for its input.
-bool fuseopt_leaves_addends(DecodeLinear layer);
-bool fuseopt_takes_addends(DecodeLinear layer);
+bool fuseopt_emits_partials(DecodeLinear layer);
+bool fuseopt_accepts_partials(DecodeLinear layer);
 bool fuseopt_takes_embeddings(DecodeLinear layer);
 
 cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream);

@@ -30,15 +30,15 @@ class StreamRows {
   template <bool kSums>
   __device__ void load(const StreamLayer<T>& layer, int first_k, bool leaves) {
     constexpr int kLoads = kSums ? 2 : 4;  // on the way at a time
-    const int64_t first_of_row = static_cast<int64_t>(row_) * layer.columns;
+    const int64_t first_of_row = static_cast<int64_t>(row_) * layer.in_features;
     const X* const input = static_cast<const X*>(layer.input) + first_of_row;
 #pragma unroll 1
     for (int first = threadIdx.x % kWarpSize; first < count_; first += kLoads * kWarpSize) {
       Piece loaded[kLoads];
-      Vector<float, kLaneValues> added[kSums ? kLoads : 1][kAddends];
+      Vector<float, kLaneValues> added[kSums ? kLoads : 1][kSplitK];
       const auto k_at = [&](int i) { return first_k + k_of(first + i * kWarpSize); };
       const auto is_there = [&](int i) {
-        return first + i * kWarpSize < count_ && row_ < layer.rows && k_at(i) < layer.columns;
+        return first + i * kWarpSize < count_ && row_ < layer.rows && k_at(i) < layer.in_features;
       };
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
@@ -47,9 +47,9 @@ class StreamRows {
         loaded[i] = *reinterpret_cast<const Piece*>(input + k_at(i));
         if constexpr (kSums) {
 #pragma unroll
-          for (int a = 0; a < kAddends; ++a) {
-            const float* const addends = layer.addends + static_cast<int64_t>(a) * layer.rows * layer.columns;
-            added[i][a] = load_fresh(addends + first_of_row + k_at(i));
+          for (int a = 0; a < kSplitK; ++a) {
+            const float* const partials = layer.split_k_partials + static_cast<int64_t>(a) * layer.rows * layer.in_features;
+            added[i][a] = load_fresh(partials + first_of_row + k_at(i));
           }
         }
       }

@@ -38,7 +38,7 @@ class TileRing {
     const int first_part = part() * kLaneValues;
     row_ = first_row + line();
     row_k_ = first_k + first_part;
-    input_ = static_cast<const T*>(layer.input) + row_ * layer.columns + row_k_;
+    input_ = static_cast<const T*>(layer.input) + row_ * layer.in_features + row_k_;
     column_ = strip + (kLayout == Layout::kRowMajorNK ? line() : first_part);
     weight_k_ = first_k + (kLayout == Layout::kRowMajorNK ? first_part : line());
     const int outer = kLayout == Layout::kRowMajorNK ? column_ : weight_k_;
@@ -52,7 +52,7 @@ class TileRing {
 #pragma unroll
     for (int i = 0; i < Shape::kRows / kCopiedLines; ++i) {
       const int further = i * kCopiedLines;
-      copy_async(to + further * Shape::kLineBytes, input_ + further * layer_.columns,
+      copy_async(to + further * Shape::kLineBytes, input_ + further * layer_.in_features,
                  row_ + further < layer_.rows && row_k_ < end_k_);
     }
     row_k_ += Shape::kStageK;
@@ -64,7 +64,7 @@ class TileRing {
 #pragma unroll
     for (int i = 0; i < Shape::kColumns / kCopiedLines; ++i) {
       const int further = i * kCopiedLines;
-      const bool is_column = column_ + (kLayout == Layout::kRowMajorNK ? further : 0) < layer_.outputs;
+      const bool is_column = column_ + (kLayout == Layout::kRowMajorNK ? further : 0) < layer_.out_features;
       const bool is_k = weight_k_ + (kLayout == Layout::kRowMajorNK ? 0 : further) < end_k_;
       copy_async(to + further * Shape::kLineBytes, weight_ + further * layer_.weight_stride, is_column && is_k);
     }

@@ -31,7 +31,7 @@ using AccFor = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 __device__ inline int64_t integer_at(const DecodeAttention::Integers& integers, int64_t index) {
   if (integers.data == nullptr) return 0;
-  // Past the L1 cache: it may be read before and after the kernel ahead wrote it.
+  // Past the L1 cache: it may be read before and after the previous kernel wrote it.
   const int64_t i = index * integers.stride;
   return integers.bytes == 4 ? __ldcg(static_cast<const int*>(integers.data) + i)
                              : __ldcg(static_cast<const long long*>(integers.data) + i);
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
   const int rank = static_cast<int>(blockIdx.x % split.splits);
   const unsigned heads = static_cast<unsigned>(attention.heads), row = blockIdx.x / split.splits / heads;
   const unsigned head = blockIdx.x / split.splits % heads;
-  const int item = static_cast<int>(row / static_cast<unsigned>(attention.rows_per_item));
+  const int item = static_cast<int>(row / static_cast<unsigned>(attention.queries_per_kv));
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int dim = lane % kGroup * kLaneDims;
   const int64_t cache = (item * attention.heads + head) * attention.capacity * head_dim;
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
 
   let_successor_start();
   if (split.splits > 1) arrive_at_cluster_barrier();
-  if (attention.overlap && attention.ancestry == nullptr) {
+  if (attention.pdl && attention.ancestry == nullptr) {
     // A hint, which needs no more than a guess at the length: what is in the L2 cache is never out of date.
     constexpr int kLine = 128 / sizeof(T);
     const Places guess(split, item, rank);
@@ -297,7 +297,7 @@ cudaError_t launch_as(const DecodeAttention& attention, cudaStream_t stream) {
   const LaunchShape shape{static_cast<unsigned>(attention.rows * attention.heads) * split.splits, kThreads,
                           split.splits * kWarps * (2 + attention.head_dim) * sizeof(AccFor<T>),
                           split.splits};
-  const auto launch = [&](auto kernel) { return launch_dependent(kernel, split, shape, attention.overlap, stream); };
+  const auto launch = [&](auto kernel) { return launch_dependent(kernel, split, shape, attention.pdl, stream); };
   if constexpr (!std::is_same_v<T, double>) {  // which is for comparing with, not for speed
     if (attention.head_dim <= 4 * kLaneDims) return launch(decode_attention_kernel<T, 4>);
     if (attention.head_dim <= 8 * kLaneDims) return launch(decode_attention_kernel<T, 8>);

@@ -15,7 +15,7 @@ struct NewToken {
 Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>& token, const Tensor& key_cache,
               const Tensor& value_cache, const Tensor& lengths, const std::optional<Tensor>& starts,
               const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
-              const std::optional<Tensor>& ancestry, double scale, bool may_overlap) {
+              const std::optional<Tensor>& ancestry, double scale, bool pdl) {
   constexpr int64_t kMaxHeadDim = 256;
   FUSEOPT_CHECK(query.dim() == 3 && key_cache.dim() == 4 && value_cache.dim() == 4, "fuseopt::", op,
                 ": query must be [rows, heads, head_dim], the caches [batch, heads, capacity, head_dim]");
@@ -38,8 +38,8 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
     FUSEOPT_CHECK(rows == batch, "fuseopt::", op, ": the caches must have a row for each of the ", rows, " rows");
   }
   const Launch launch(op, query);
-  Overlap overlap(may_overlap);
-  const Tensor q = overlap.with_unit_stride(query);
+  PdlGuard guard(pdl);
+  const Tensor q = guard.with_unit_stride(query);
 
   DecodeAttention attention = {};
   attention.dtype = dtype_code(op, dtype_of(query));
@@ -48,33 +48,33 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
   attention.heads = heads;
   attention.head_dim = query.size(2);
   attention.capacity = capacity;
-  attention.rows_per_item = rows == 0 ? 1 : rows / batch;
+  attention.queries_per_kv = rows == 0 ? 1 : rows / batch;
   attention.lengths = integers_of(op, "lengths", lengths, batch);
   attention.starts = integers_of(op, "starts", starts, batch);
-  const Tensor keys = overlap.contiguous(key_cache), values = overlap.contiguous(value_cache);
+  const Tensor keys = guard.contiguous(key_cache), values = guard.contiguous(value_cache);
   attention.key_cache = keys.data_ptr();
   attention.value_cache = values.data_ptr();
   std::optional<NewToken> readable;
   if (token.has_value()) {
     FUSEOPT_CHECK(key_cache.is_contiguous() && value_cache.is_contiguous(), "fuseopt::", op,
                   ": the caches must be contiguous, as they are written to");
-    readable = NewToken{overlap.with_unit_stride(token->key), overlap.with_unit_stride(token->value)};
+    readable = NewToken{guard.with_unit_stride(token->key), guard.with_unit_stride(token->value)};
     attention.key = heads_of(readable->key);
     attention.value = heads_of(readable->value);
   }
-  const auto places = overlap.contiguous(mask);
+  const auto places = guard.contiguous(mask);
   attention.mask = static_cast<const bool*>(data_of(places));
-  const auto distances = overlap.contiguous(bias);
+  const auto distances = guard.contiguous(bias);
   attention.bias = pointer(op, distances);
   attention.bias_columns = distances.has_value() ? distances->size(1) : 0;
-  const auto sources = overlap.contiguous(ancestry);
+  const auto sources = guard.contiguous(ancestry);
   if (sources.has_value()) {
     FUSEOPT_CHECK(sources->numel() == rows * attention.capacity, "fuseopt::", op, ": ancestry must be [", rows, ", ",
                   attention.capacity, "]");
   }
   attention.ancestry = static_cast<const int*>(data_of(sources));
   attention.scale = scale;
-  attention.overlap = overlap.allowed();
+  attention.pdl = guard.allowed();
   Tensor output = allocate(q, {rows, attention.heads * attention.head_dim}, dtype_of(query));
   attention.output = output.data_ptr();
   launch.check(fuseopt_decode_attention(attention, launch.stream()));
@@ -83,16 +83,16 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
 
 Tensor decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor lengths,
                         std::optional<Tensor> starts, std::optional<Tensor> mask, std::optional<Tensor> bias,
-                        double scale, bool overlap) {
+                        double scale, bool pdl) {
   return attend("decode_attention", query, std::nullopt, key_cache, value_cache, lengths, starts, mask, bias,
-                std::nullopt, scale, overlap);
+                std::nullopt, scale, pdl);
 }
 
 Tensor decode_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache,
                          Tensor positions, std::optional<Tensor> starts, std::optional<Tensor> mask,
-                         std::optional<Tensor> bias, std::optional<Tensor> ancestry, double scale, bool overlap) {
+                         std::optional<Tensor> bias, std::optional<Tensor> ancestry, double scale, bool pdl) {
   return attend("decode_attention_", query, NewToken{key, value}, key_cache, value_cache, positions, starts, mask, bias,
-                ancestry, scale, overlap);
+                ancestry, scale, pdl);
 }
 
 constexpr auto kDecodeAttention = arguments("decode_attention", {

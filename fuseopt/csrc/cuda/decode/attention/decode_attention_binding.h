@@ -1,7 +1,7 @@
 // From tensors to parts of a DecodeAttention, for the ops that have one.
 #pragma once
 
-#include "cuda/common/overlap.h"
+#include "cuda/common/pdl.h"
 
 namespace fuseopt {
 

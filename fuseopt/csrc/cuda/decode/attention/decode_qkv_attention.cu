@@ -1,4 +1,4 @@
-// Attention of one row with what is ahead of it in a layer: the norm, and the projection to query, key and value. A head has
+// Attention of one row with what is before it in a layer: the norm, and the projection to query, key and value. A head has
 // a cluster of three blocks, a strip of columns each: the head's query, key and value. The first block gets the two others'
 // values and attends; what it attends to is in its shared memory by then, asked for behind the weights. So the values
 // take no way through memory, and nobody waits for a kernel to end in between.
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kLineThreads, 1)
   T* const cached = settled((part == kKey ? keys : values) + places.token * kHeadDim + threadIdx.x);
   int is_pair = is_column && threadIdx.x % 2 == 0, is_cached = is_pair && part != kQuery && places.token >= 0;
   settle(takes), settle(is_pair), settle(is_cached);
-  wait_for_predecessor_settled(layer.columns < 0);
+  wait_for_predecessor_settled(layer.in_features < 0);
 
   uint4 words = {};
   if (takes > 0) words = __ldcg(reinterpret_cast<const uint4*>(input));
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kLineThreads, 1)
 }
 
 inline int stages_of_warp(const DecodeLinear& layer) {
-  return static_cast<int>(ceil_div(layer.columns, kLineWarps * kLineK));
+  return static_cast<int>(ceil_div(layer.in_features, kLineWarps * kLineK));
 }
 
 template <typename T, typename Stages>
@@ -190,7 +190,7 @@ bool has_room(const DecodeLinear& layer, const DecodeAttention& attention) {
 
 template <typename T>
 bool takes(const DecodeLinear& layer, const DecodeAttention& attention) {
-  const bool is_head = attention.head_dim == kHeadDim && layer.outputs == kParts * attention.heads * kHeadDim;
+  const bool is_head = attention.head_dim == kHeadDim && layer.out_features == kParts * attention.heads * kHeadDim;
   return is_sm90_or_newer() && layer.rows == 1 && layer.norm != kNoNorm && is_plain_of_lines<T>(layer) && is_head &&
          attention.dtype == layer.weight_dtype && is_aligned(attention.key_cache) &&
          is_aligned(attention.value_cache) && has_room<T>(layer, attention) &&
@@ -203,7 +203,7 @@ cudaError_t launch(const DecodeLinear& layer, const DecodeAttention& attention, 
   return with_gemv_stages<MostGemvStages>(stages_of_warp(layer), [&]<typename Stages>(Stages) {
     const LaunchShape shape{static_cast<unsigned>(kParts * attention.heads), kLineThreads,
                             shared_bytes_of<T, Stages>(attention), kParts};
-    return launch_dependent(decode_qkv_attention_kernel<T, Stages>, both, shape, layer.overlap, stream);
+    return launch_dependent(decode_qkv_attention_kernel<T, Stages>, both, shape, layer.pdl, stream);
   });
 }
 

@@ -15,11 +15,11 @@ struct Call {
 Call call_of(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& key_cache,
              const Tensor& value_cache, const Tensor& positions, const std::optional<Tensor>& mask, double scale,
              const std::string& norm, const std::optional<Tensor>& norm_weight,
-             const std::optional<Tensor>& norm_bias, double eps, Overlap& overlap) {
+             const std::optional<Tensor>& norm_bias, double eps, PdlGuard& guard) {
   Call call{linear_call(kOp, input, {weight}, as_list(bias), std::nullopt, norm, norm_weight, norm_bias, eps, "", false,
-                        overlap, {}),
+                        guard, {}),
             {},
-            overlap.contiguous(mask)};
+            guard.contiguous(mask)};
   for (const Tensor& cache : {key_cache, value_cache}) {
     FUSEOPT_CHECK(cache.dim() == 4 && cache.is_contiguous() && cache.size(0) == call.linear.layer.rows &&
                       cache.size(1) == key_cache.size(1) && cache.size(2) == key_cache.size(2) && cache.size(3) == key_cache.size(3),
@@ -37,18 +37,18 @@ Call call_of(const Tensor& input, const Tensor& weight, const std::optional<Tens
   attention.heads = key_cache.size(1);
   attention.head_dim = key_cache.size(3);
   attention.capacity = key_cache.size(2);
-  attention.rows_per_item = 1;
+  attention.queries_per_kv = 1;
   attention.lengths = integers_of(kOp, "positions", positions, call.linear.layer.rows);
   attention.mask = static_cast<const bool*>(data_of(call.mask));
   attention.scale = scale;
-  call.linear.layer.overlap = attention.overlap = overlap.allowed();
+  call.linear.layer.pdl = attention.pdl = guard.allowed();
   return call;
 }
 
 bool takes_qkv_attention(Tensor input, Tensor weight, std::optional<Tensor> bias, Tensor key_cache, Tensor value_cache,
                          std::string norm, std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias) {
   const Tensor positions = allocate(input, {1}, ScalarType::Long);
-  Overlap none(false);
+  PdlGuard none(false);
   const Call call = call_of(input, weight, bias, key_cache, value_cache, positions, std::nullopt, 0, norm, norm_weight, norm_bias,
                             0, none);
   return fuseopt_takes_qkv_attention(call.linear.layer, call.attention);
@@ -57,10 +57,10 @@ bool takes_qkv_attention(Tensor input, Tensor weight, std::optional<Tensor> bias
 Tensor decode_qkv_attention_(Tensor input, Tensor weight, std::optional<Tensor> bias, Tensor key_cache,
                              Tensor value_cache, Tensor positions, std::optional<Tensor> mask, double scale,
                              std::string norm, std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias,
-                             double eps, bool overlap) {
-  Overlap overlapping(overlap);
+                             double eps, bool pdl) {
+  PdlGuard guard(pdl);
   Call call = call_of(input, weight, bias, key_cache, value_cache, positions, mask, scale, norm, norm_weight, norm_bias, eps,
-                      overlapping);
+                      guard);
   FUSEOPT_CHECK(fuseopt_takes_qkv_attention(call.linear.layer, call.attention), "fuseopt::", kOp,
                 ": the kernel does not take such a layer and caches");
   const Launch launch(kOp, input);

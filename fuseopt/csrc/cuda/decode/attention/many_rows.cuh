@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
   static_assert(sizeof(Result) <= sizeof(Tiles));
   let_successor_start();
   const DecodeAttention& attention = many.attention;
-  const int beams = static_cast<int>(attention.rows_per_item), lane = threadIdx.x % kWarpSize;
+  const int beams = static_cast<int>(attention.queries_per_kv), lane = threadIdx.x % kWarpSize;
   const unsigned item = blockIdx.x * blockDim.y + threadIdx.y, head = blockIdx.y, heads = gridDim.y;
   const unsigned row = item * beams + blockIdx.z * kTileQueries;
   if (row >= attention.rows) return;
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
   const auto ancestor_of_lane = [&](int base) {
     return kAncestry ? ancestor_of(attention, row, place_of_lane(base)) : row;
   };
-  // A step reads the cache once, while weights that were brought in ahead wait there to be read.
+  // A step reads the cache once, while weights that were prefetched wait there to be read.
   const uint64_t policy = evict_first();
   const auto fetch = [&](Tiles& tiles, int base, unsigned ancestor) {
     const int place = base + Tile::own_key();
@@ -285,7 +285,7 @@ cudaError_t launch_many_rows_kernel(const DecodeAttention& attention, int64_t it
                           .threads_y = units_of_block};
   const auto kernel = attention.ancestry != nullptr ? decode_attention_many_rows_kernel<T, kDims, true>
                                                     : decode_attention_many_rows_kernel<T, kDims, false>;
-  return launch_dependent(kernel, many, shape, attention.overlap, stream);
+  return launch_dependent(kernel, many, shape, attention.pdl, stream);
 }
 
 }  // namespace fuseopt

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
   using Tile = Tile<T, kDims>;
   let_successor_start();
   const unsigned item = cluster_index(), head = blockIdx.y, heads = gridDim.y;
-  const int beams = kAlone ? 1 : static_cast<int>(attention.rows_per_item), lane = threadIdx.x % kWarpSize;
+  const int beams = kAlone ? 1 : static_cast<int>(attention.queries_per_kv), lane = threadIdx.x % kWarpSize;
   const unsigned row = item * beams + (kAlone ? 0 : blockIdx.z * kTileQueries);
   const int queries = kAlone ? 1 : min(beams - static_cast<int>(blockIdx.z) * kTileQueries, kTileQueries);
   const Lengths lengths(attention, item);
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
   Tile& tile = tiles[0];
   float addends[1][2];
   bool token_is_kept = false;
-  // All of a tile but the new token, which the kernel ahead makes.
+  // All of a tile but the new token, which the previous kernel makes.
   const auto load_tile = [&](int base) {
     tile.load(keys, values, [&](int key) { return offset_of(base + key); });
     const bool kept_by_lane = mask_of(attention, item, min(base + lane % kTileKeys, capacity - 1)) != 0;
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
 
 // How many warps share out the places of a block's queries, a power of two, and in how many blocks: enough warps to
 // have all places in registers at once, as far as the device has room for them. One row's many heads have a cluster of two
-// each, if only for its sake: blocks of a cluster start when the layer ahead ends, and else they and the layer behind them,
+// each, if only for its sake: blocks of a cluster start when the previous layer ends, and else they and the layer behind them,
 // which starts with them, ask for memory while that one does.
 struct Split {
   unsigned parts, blocks;
@@ -153,12 +153,12 @@ struct Split {
 
 template <typename T, int kDims>
 cudaError_t launch_mma_kernel(const DecodeAttention& attention, cudaStream_t stream) {
-  const int64_t items = attention.rows / attention.rows_per_item;
-  const auto groups = static_cast<unsigned>(ceil_div(attention.rows_per_item, kTileQueries));
+  const int64_t items = attention.rows / attention.queries_per_kv;
+  const auto groups = static_cast<unsigned>(ceil_div(attention.queries_per_kv, kTileQueries));
   if (are_many_rows(items * attention.heads * groups)) {
     return launch_many_rows_kernel<T, kDims>(attention, items, groups, stream);
   }
-  const int64_t queries = std::min<int64_t>(attention.rows_per_item, kTileQueries);
+  const int64_t queries = std::min<int64_t>(attention.queries_per_kv, kTileQueries);
   const Split split(attention, items * attention.heads * groups, Parts::bytes_of_part(queries, kDims),
                     kMmaThreads<kDims> / kWarpSize);
   const LaunchShape shape{static_cast<unsigned>(items) * split.blocks,
@@ -168,12 +168,12 @@ cudaError_t launch_mma_kernel(const DecodeAttention& attention, cudaStream_t str
                           static_cast<unsigned>(attention.heads),
                           groups};
   const bool follows = attention.ancestry != nullptr;
-  const auto kernel = attention.rows_per_item == 1 && split.blocks == 1
+  const auto kernel = attention.queries_per_kv == 1 && split.blocks == 1
                           ? follows ? decode_attention_mma_kernel<T, kDims, true, true>
                                     : decode_attention_mma_kernel<T, kDims, false, true>
                       : follows ? decode_attention_mma_kernel<T, kDims, true, false>
                                 : decode_attention_mma_kernel<T, kDims, false, false>;
-  return launch_dependent(kernel, attention, shape, attention.overlap, stream);
+  return launch_dependent(kernel, attention, shape, attention.pdl, stream);
 }
 
 template <typename T>

@@ -284,7 +284,7 @@ cudaError_t launch_as(const PromptAttention& attention, cudaStream_t stream) {
                           .shared_bytes = sizeof(Memory<kDims, kQueries>),
                           .cluster_blocks = 1,
                           .blocks_y = static_cast<unsigned>(ceil_div(attention.length, kQueries))};
-  return launch_dependent(prompt_attention_kernel<T, kDims, kGroups>, attention, shape, attention.overlap, stream);
+  return launch_dependent(prompt_attention_kernel<T, kDims, kGroups>, attention, shape, attention.pdl, stream);
 }
 
 // Of few blocks what counts is how long one takes, of many how often they read the keys.

@@ -1,4 +1,4 @@
-#include "cuda/common/overlap.h"
+#include "cuda/common/pdl.h"
 
 namespace fuseopt::prompt_attention_binding {
 namespace {
@@ -21,7 +21,7 @@ PromptAttention::Cache cache_of(const char* name, const Tensor& cache, const Ten
   return {cache.data_ptr(), cache.stride(0), cache.stride(1), cache.stride(2)};
 }
 
-Tensor prompt_attention_(Tensor qkv, Tensor key_cache, Tensor value_cache, double scale, bool overlap) {
+Tensor prompt_attention_(Tensor qkv, Tensor key_cache, Tensor value_cache, double scale, bool pdl) {
   FUSEOPT_CHECK(qkv.dim() == 5 && qkv.size(2) == 3 && qkv.size(1) <= kMaxLength, "fuseopt::", kOp,
                 ": qkv must be [rows, length, 3, heads, head_dim] with a length of ", kMaxLength, " at most");
   const int64_t head_dim = qkv.size(4);
@@ -29,8 +29,8 @@ Tensor prompt_attention_(Tensor qkv, Tensor key_cache, Tensor value_cache, doubl
                 ": head_dim must be a multiple of ", kHeadDimMultiple, ", ", kMaxHeadDim, " at most, not ", head_dim);
   const ScalarType type = dtype_of(qkv);
   const Launch launch(kOp, qkv);
-  Overlap overlapping(overlap);
-  const Tensor packed = overlapping.contiguous(qkv);
+  PdlGuard guard(pdl);
+  const Tensor packed = guard.contiguous(qkv);
   FUSEOPT_CHECK(is_aligned(packed), "fuseopt::", kOp, ": vectors of qkv must be aligned to 16 bytes");
   PromptAttention attention = {};
   attention.dtype = dtype_code(kOp, type);
@@ -42,7 +42,7 @@ Tensor prompt_attention_(Tensor qkv, Tensor key_cache, Tensor value_cache, doubl
   attention.heads = qkv.size(3);
   attention.head_dim = head_dim;
   attention.scale = scale;
-  attention.overlap = overlapping.allowed();
+  attention.pdl = guard.allowed();
   Tensor output = allocate(qkv, {attention.rows, attention.length, attention.heads * head_dim}, type);
   attention.output = output.data_ptr();
   launch.check(fuseopt_prompt_attention(attention, launch.stream()));

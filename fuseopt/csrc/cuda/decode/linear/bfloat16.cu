@@ -3,10 +3,10 @@
 
 namespace fuseopt {
 
-template bool launch_decode_linear_mma<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+template bool launch_decode_linear_few_rows<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 template int64_t decode_linear_parts<__nv_bfloat16>(const DecodeLinear&);
-template bool leaves_addends<__nv_bfloat16>(const DecodeLinear&);
-template bool takes_addends<__nv_bfloat16>(const DecodeLinear&);
+template bool emits_partials<__nv_bfloat16>(const DecodeLinear&);
+template bool accepts_partials<__nv_bfloat16>(const DecodeLinear&);
 template bool takes_embeddings<__nv_bfloat16>(const DecodeLinear&);
 
 }  // namespace fuseopt

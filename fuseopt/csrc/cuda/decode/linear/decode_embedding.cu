@@ -48,7 +48,7 @@ cudaError_t launch_as(const DecodeEmbedding& embedding, cudaStream_t stream) {
                           is_aligned(embedding.positions.weight) && is_aligned(embedding.output);
   const LaunchShape shape{static_cast<unsigned>(embedding.rows), kThreads, 0, 1};
   return launch_dependent(in_vectors ? decode_embedding_kernel<T, kWidth> : decode_embedding_kernel<T, 1>, embedding,
-                          shape, embedding.overlap, stream);
+                          shape, embedding.pdl, stream);
 }
 
 }  // namespace

@@ -6,18 +6,18 @@ namespace {
 constexpr const char* kOp = "decode_embedding";
 
 Tensor decode_embedding(Tensor tokens, Tensor weight, std::optional<Tensor> positions,
-                        std::optional<Tensor> position_weight, bool overlap) {
+                        std::optional<Tensor> position_weight, bool pdl) {
   FUSEOPT_CHECK(weight.dim() == 2, "fuseopt::", kOp, ": weight must be [vocabulary, H]");
   FUSEOPT_CHECK(positions.has_value() == position_weight.has_value(), "fuseopt::", kOp,
                 ": positions and position_weight go together");
-  Overlap overlapping(overlap);
-  const Tensor table = overlapping.contiguous(weight), indices = overlapping.contiguous(tokens);
+  PdlGuard guard(pdl);
+  const Tensor table = guard.contiguous(weight), indices = guard.contiguous(tokens);
   const Launch launch(kOp, table);
   DecodeEmbedding embedding = {};
   embedding.tokens = table_of(table, indices);
   std::optional<Tensor> second_table, second_indices;
   if (positions.has_value()) {
-    second_table = overlapping.contiguous(*position_weight), second_indices = overlapping.contiguous(*positions);
+    second_table = guard.contiguous(*position_weight), second_indices = guard.contiguous(*positions);
     FUSEOPT_CHECK(second_table->dim() == 2 && second_table->size(1) == table.size(1) &&
                       second_indices->numel() == indices.numel(),
                   "fuseopt::", kOp, ": positions and position_weight must be like tokens and weight");
@@ -26,7 +26,7 @@ Tensor decode_embedding(Tensor tokens, Tensor weight, std::optional<Tensor> posi
   embedding.dtype = dtype_code(kOp, dtype_of(table));
   embedding.rows = indices.numel();
   embedding.columns = table.size(1);
-  embedding.overlap = overlapping.allowed();
+  embedding.pdl = guard.allowed();
   const auto sizes = indices.sizes();
   std::vector<int64_t> output_sizes(sizes.begin(), sizes.end());
   output_sizes.push_back(embedding.columns);

@@ -1,7 +1,7 @@
 // From tensors to an EmbeddingTable, for the ops that have one.
 #pragma once
 
-#include "cuda/common/overlap.h"
+#include "cuda/common/pdl.h"
 
 namespace fuseopt {
 

@@ -19,14 +19,14 @@ struct Strip {
   int column;
 
   __device__ Strip(const DecodeLinear& layer, unsigned index) {
-    const unsigned strips = (static_cast<unsigned>(layer.outputs) + kTileColumns - 1) / kTileColumns;
+    const unsigned strips = (static_cast<unsigned>(layer.out_features) + kTileColumns - 1) / kTileColumns;
     weight = static_cast<int>(index / strips);
     column = static_cast<int>(index % strips) * kTileColumns;
   }
 };
 
 inline unsigned strip_count(const DecodeLinear& layer) {
-  return static_cast<unsigned>(ceil_div(layer.outputs, kTileColumns) * (layer.gated ? 1 : layer.weight_count));
+  return static_cast<unsigned>(ceil_div(layer.out_features, kTileColumns) * (layer.gated ? 1 : layer.weight_count));
 }
 
 struct PlainLayer {
@@ -42,15 +42,15 @@ __device__ inline void normalisation(const DecodeLinear& layer, int64_t row, Acc
   shift = 0;
   if (layer.norm == kLayerNorm) {
     Acc sum = 0;
-    for (int64_t k = lane; k < layer.columns; k += kWarpSize) sum += load_as<Acc>(layer.input, row * layer.columns + k);
-    shift = warp_reduce<Sum>(sum) / layer.columns;
+    for (int64_t k = lane; k < layer.in_features; k += kWarpSize) sum += load_as<Acc>(layer.input, row * layer.in_features + k);
+    shift = warp_reduce<Sum>(sum) / layer.in_features;
   }
   Acc squares = 0;
-  for (int64_t k = lane; k < layer.columns; k += kWarpSize) {
-    const Acc deviation = load_as<Acc>(layer.input, row * layer.columns + k) - shift;
+  for (int64_t k = lane; k < layer.in_features; k += kWarpSize) {
+    const Acc deviation = load_as<Acc>(layer.input, row * layer.in_features + k) - shift;
     squares += deviation * deviation;
   }
-  rstd = 1 / sqrt(warp_reduce<Sum>(squares) / layer.columns + static_cast<Acc>(layer.eps));
+  rstd = 1 / sqrt(warp_reduce<Sum>(squares) / layer.in_features + static_cast<Acc>(layer.eps));
 }
 
 // 16 bytes of a weight from `element` on; zeros past the first `valid` elements.
@@ -72,7 +72,7 @@ __device__ inline void load_weights(const W* weight, int64_t element, int64_t va
 }
 
 template <typename W, int kRows>
-__global__ void __launch_bounds__(kThreads) decode_linear_kernel(const __grid_constant__ PlainLayer plain) {
+__global__ void __launch_bounds__(kThreads) decode_linear_plain_kernel(const __grid_constant__ PlainLayer plain) {
   using Acc = AccFor<W>;
   constexpr int kWidth = kVectorWidth<W>;
   constexpr int kGroups = kTileColumns / kWidth;  // of columns, in a transposed weight
@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kThreads) decode_linear_kernel(const __grid_co
   constexpr int kLine = 128 / sizeof(W);
   for (int g = 0; g < (layer.gated ? 2 : 1); ++g) {
     const W* const weight = static_cast<const W*>(layer.weights[layer.gated ? g : strip.weight]);
-    const int64_t outer = layer.weights_are_transposed ? layer.columns : min(layer.outputs - strip.column, int64_t(kTileColumns));
-    const int64_t lines = layer.weights_are_transposed ? 1 : (layer.columns + kLine - 1) / kLine;
+    const int64_t outer = layer.weights_are_transposed ? layer.in_features : min(layer.out_features - strip.column, int64_t(kTileColumns));
+    const int64_t lines = layer.weights_are_transposed ? 1 : (layer.in_features + kLine - 1) / kLine;
     for (int64_t i = threadIdx.x; i < outer * lines; i += kThreads) {
       const int64_t element = layer.weights_are_transposed ? i * stride + strip.column
                                                            : (strip.column + i / lines) * stride + i % lines * kLine;
@@ -111,14 +111,14 @@ __global__ void __launch_bounds__(kThreads) decode_linear_kernel(const __grid_co
     const W* const weight = static_cast<const W*>(layer.weights[layer.gated ? g : strip.weight]);
     // Of one column (weight [N, K]: its warp's), or of kWidth neighbours (weight [K, N]).
     Acc sums[kRows][kWidth] = {};
-    for (int64_t begin = 0; begin < layer.columns; begin += kPiece) {
-      const int piece = static_cast<int>(min(layer.columns - begin, int64_t(kPiece)));
+    for (int64_t begin = 0; begin < layer.in_features; begin += kPiece) {
+      const int piece = static_cast<int>(min(layer.in_features - begin, int64_t(kPiece)));
       __syncthreads();
       for (int i = threadIdx.x; i < kRows * kPiece; i += kThreads) {
         const int row = i / kPiece, k = i % kPiece;
         Acc x = 0;
         if (row < rows && k < piece) {
-          x = load_as<Acc>(layer.input, (plain.first_row + row) * layer.columns + begin + k);
+          x = load_as<Acc>(layer.input, (plain.first_row + row) * layer.in_features + begin + k);
           if (layer.norm != kNoNorm) {
             x = (x - shift[row]) * rstd[row];
             if (layer.norm == kT5RmsNorm) x = round_to(kDType<W>, x);
@@ -135,14 +135,14 @@ __global__ void __launch_bounds__(kThreads) decode_linear_kernel(const __grid_co
         const int64_t column = strip.column + threadIdx.x % kGroups * kWidth;
 #pragma unroll 4
         for (int k = threadIdx.x / kGroups; k < piece; k += kThreads / kGroups) {
-          load_weights(weight, (begin + k) * stride + column, layer.outputs - column, plain.weights_aligned, w);
+          load_weights(weight, (begin + k) * stride + column, layer.out_features - column, plain.weights_aligned, w);
 #pragma unroll
           for (int r = 0; r < kRows; ++r) {
 #pragma unroll
             for (int j = 0; j < kWidth; ++j) sums[r][j] += input[r][k] * w[j];
           }
         }
-      } else if (strip.column + warp < layer.outputs) {
+      } else if (strip.column + warp < layer.out_features) {
 #pragma unroll 4
         for (int k = lane * kWidth; k < piece; k += kWarpSize * kWidth) {
           load_weights(weight, (strip.column + warp) * stride + begin + k, piece - k, plain.weights_aligned, w);
@@ -177,16 +177,16 @@ __global__ void __launch_bounds__(kThreads) decode_linear_kernel(const __grid_co
     for (int g = 0; g < (layer.gated ? 2 : 1); ++g) {
       for (int w = 0; w < kWarps; ++w) products[g] += parts[g][w][row][column];
     }
-    if (strip.column + column >= layer.outputs) continue;
+    if (strip.column + column >= layer.out_features) continue;
     const auto biased = [&](int g, int weight) {
       if (layer.biases[0].data == nullptr) return products[g];
       return products[g] + load_as<Acc>(layer.biases[weight], strip.column + column);
     };
     Acc value = activate(layer.activation, biased(0, strip.weight));
     if (layer.gated) value *= biased(1, 1);
-    const int64_t output_columns = layer.outputs * (layer.gated ? 1 : layer.weight_count);
+    const int64_t output_columns = layer.out_features * (layer.gated ? 1 : layer.weight_count);
     const int64_t element =
-        (plain.first_row + row) * output_columns + strip.weight * layer.outputs + strip.column + column;
+        (plain.first_row + row) * output_columns + strip.weight * layer.out_features + strip.column + column;
     if (layer.output.dtype == kFloat64) {  // the weight's, or the residual's alone
       const double added = layer.residual.data == nullptr ? 0 : load_as<double>(layer.residual, element);
       store_as<double>(layer.output, element, value + added);
@@ -206,9 +206,9 @@ cudaError_t launch_as(const DecodeLinear& layer, cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
   for (; plain.first_row < layer.rows && error == cudaSuccess; plain.first_row += kMostRows) {
     // Launches for further rows share no data with the first, but write beside it: only that one overlaps.
-    const bool overlap = layer.overlap && plain.first_row == 0;
-    const auto kernel = layer.rows == 1 ? decode_linear_kernel<W, 1> : decode_linear_kernel<W, kMostRows>;
-    error = launch_dependent(kernel, plain, shape, overlap, stream);
+    const bool pdl = layer.pdl && plain.first_row == 0;
+    const auto kernel = layer.rows == 1 ? decode_linear_plain_kernel<W, 1> : decode_linear_plain_kernel<W, kMostRows>;
+    error = launch_dependent(kernel, plain, shape, pdl, stream);
   }
   return error;
 }
@@ -216,7 +216,7 @@ cudaError_t launch_as(const DecodeLinear& layer, cudaStream_t stream) {
 // On the tensor cores, where the arguments suit them.
 template <typename T>
 bool launch_16_bit(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
-  return launch_decode_linear_mma<T>(layer, stream, error) || launch_decode_linear_tiles<T>(layer, stream, error) ||
+  return launch_decode_linear_few_rows<T>(layer, stream, error) || launch_decode_linear_tiles<T>(layer, stream, error) ||
          launch_decode_linear_many_rows<T>(layer, stream, error);
 }
 
@@ -227,14 +227,14 @@ extern "C" int64_t fuseopt_decode_linear_parts(DecodeLinear layer) {
   return layer.weight_dtype == kBFloat16 ? decode_linear_parts<__nv_bfloat16>(layer) : 0;
 }
 
-extern "C" bool fuseopt_leaves_addends(DecodeLinear layer) {
-  if (layer.weight_dtype == kFloat16) return leaves_addends<__half>(layer);
-  return layer.weight_dtype == kBFloat16 && leaves_addends<__nv_bfloat16>(layer);
+extern "C" bool fuseopt_emits_partials(DecodeLinear layer) {
+  if (layer.weight_dtype == kFloat16) return emits_partials<__half>(layer);
+  return layer.weight_dtype == kBFloat16 && emits_partials<__nv_bfloat16>(layer);
 }
 
-extern "C" bool fuseopt_takes_addends(DecodeLinear layer) {
-  if (layer.weight_dtype == kFloat16) return takes_addends<__half>(layer);
-  return layer.weight_dtype == kBFloat16 && takes_addends<__nv_bfloat16>(layer);
+extern "C" bool fuseopt_accepts_partials(DecodeLinear layer) {
+  if (layer.weight_dtype == kFloat16) return accepts_partials<__half>(layer);
+  return layer.weight_dtype == kBFloat16 && accepts_partials<__nv_bfloat16>(layer);
 }
 
 extern "C" bool fuseopt_takes_embeddings(DecodeLinear layer) {
@@ -243,7 +243,7 @@ extern "C" bool fuseopt_takes_embeddings(DecodeLinear layer) {
 }
 
 extern "C" cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream) {
-  if (layer.rows == 0 || layer.outputs == 0) return cudaSuccess;
+  if (layer.rows == 0 || layer.out_features == 0) return cudaSuccess;
   cudaError_t error = cudaSuccess;
   if (layer.weight_dtype == kFloat16 && launch_16_bit<__half>(layer, stream, error)) return error;
   if (layer.weight_dtype == kBFloat16 && launch_16_bit<__nv_bfloat16>(layer, stream, error)) return error;

@@ -10,13 +10,13 @@ constexpr int kTileColumns = 8;  // output columns of one tile: the width of a 1
 
 // The kernels for weights of a 16-bit type T; false where they cannot take the arguments.
 template <typename T>
-bool launch_decode_linear_mma(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
+bool launch_decode_linear_few_rows(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
 template <typename T>
 int64_t decode_linear_parts(const DecodeLinear& layer);  // as fuseopt_decode_linear_parts
 template <typename T>
-bool leaves_addends(const DecodeLinear& layer);  // as fuseopt_leaves_addends
+bool emits_partials(const DecodeLinear& layer);  // as fuseopt_emits_partials
 template <typename T>
-bool takes_addends(const DecodeLinear& layer);  // as fuseopt_takes_addends
+bool accepts_partials(const DecodeLinear& layer);  // as fuseopt_accepts_partials
 template <typename T>
 bool takes_embeddings(const DecodeLinear& layer);  // as fuseopt_takes_embeddings
 template <typename T>
@@ -24,14 +24,14 @@ bool launch_decode_linear_many_rows(const DecodeLinear& layer, cudaStream_t stre
 template <typename T>
 bool launch_decode_linear_tiles(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
 
-extern template bool launch_decode_linear_mma<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
-extern template bool launch_decode_linear_mma<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+extern template bool launch_decode_linear_few_rows<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+extern template bool launch_decode_linear_few_rows<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template int64_t decode_linear_parts<__half>(const DecodeLinear&);
 extern template int64_t decode_linear_parts<__nv_bfloat16>(const DecodeLinear&);
-extern template bool leaves_addends<__half>(const DecodeLinear&);
-extern template bool leaves_addends<__nv_bfloat16>(const DecodeLinear&);
-extern template bool takes_addends<__half>(const DecodeLinear&);
-extern template bool takes_addends<__nv_bfloat16>(const DecodeLinear&);
+extern template bool emits_partials<__half>(const DecodeLinear&);
+extern template bool emits_partials<__nv_bfloat16>(const DecodeLinear&);
+extern template bool accepts_partials<__half>(const DecodeLinear&);
+extern template bool accepts_partials<__nv_bfloat16>(const DecodeLinear&);
 extern template bool takes_embeddings<__half>(const DecodeLinear&);
 extern template bool takes_embeddings<__nv_bfloat16>(const DecodeLinear&);
 extern template bool launch_decode_linear_many_rows<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);

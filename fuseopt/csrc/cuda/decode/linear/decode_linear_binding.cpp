@@ -7,11 +7,11 @@ constexpr const char* kOp = "decode_linear";
 
 Tensor decode_linear(Tensor input, std::vector<Tensor> weights, std::vector<Tensor> biases,
                      std::optional<Tensor> residual, std::string norm, std::optional<Tensor> norm_weight,
-                     std::optional<Tensor> norm_bias, double eps, std::string activation, bool gated, bool overlap,
-                     std::vector<Tensor> ahead) {
-  Overlap overlapping(overlap);
+                     std::optional<Tensor> norm_bias, double eps, std::string activation, bool gated, bool pdl,
+                     std::vector<Tensor> prefetch) {
+  PdlGuard guard(pdl);
   const LinearCall call = linear_call(kOp, input, weights, biases, residual, norm, norm_weight, norm_bias, eps,
-                                      activation, gated, overlapping, ahead);
+                                      activation, gated, guard, prefetch);
   const Launch launch(kOp, call.output);
   launch.check(fuseopt_decode_linear(call.layer, launch.stream()));
   return call.output;
@@ -19,7 +19,7 @@ Tensor decode_linear(Tensor input, std::vector<Tensor> weights, std::vector<Tens
 
 constexpr auto kDecodeLinear = arguments("decode_linear", {
     {"input", kFloats}, {"weights", kFloats}, {"biases", kFloats}, {"residual", kFloats}, {"norm_weight", kFloats},
-    {"norm_bias", kFloats}, {"ahead", kFloats}});
+    {"norm_bias", kFloats}, {"prefetch", kFloats}});
 
 }  // namespace
 }  // namespace fuseopt::decode_linear_binding

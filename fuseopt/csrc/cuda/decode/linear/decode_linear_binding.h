@@ -1,7 +1,7 @@
 // From tensors to a DecodeLinear, for the ops that have one.
 #pragma once
 
-#include "cuda/common/overlap.h"
+#include "cuda/common/pdl.h"
 
 namespace fuseopt {
 
@@ -44,7 +44,7 @@ inline bool is_dense(const Tensor& matrix) {
 }
 
 // The weights as they are, where one layout and stride serves them all; else copies.
-inline std::vector<Tensor> readable(const char* op, const std::vector<Tensor>& weights, Overlap& overlap) {
+inline std::vector<Tensor> readable(const char* op, const std::vector<Tensor>& weights, PdlGuard& guard) {
   bool alike = layout_of(weights[0]).has_value();
   for (const Tensor& weight : weights) {
     FUSEOPT_CHECK(weight.dim() == 2 && weight.size(0) == weights[0].size(0) && weight.size(1) == weights[0].size(1) &&
@@ -54,7 +54,7 @@ inline std::vector<Tensor> readable(const char* op, const std::vector<Tensor>& w
   }
   if (alike) return weights;
   std::vector<Tensor> copies;
-  for (const Tensor& weight : weights) copies.push_back(overlap.copy_of(weight));
+  for (const Tensor& weight : weights) copies.push_back(guard.copy_of(weight));
   return copies;
 }
 
@@ -69,7 +69,7 @@ inline std::vector<Tensor> as_list(const std::optional<Tensor>& bias) {
   return bias.has_value() ? std::vector<Tensor>{*bias} : std::vector<Tensor>{};
 }
 
-// `layer` points into the call's arguments and into copies that the call's `Overlap` owns.
+// `layer` points into the call's arguments and into copies that the call's `PdlGuard` owns.
 struct LinearCall {
   DecodeLinear layer;
   Tensor output;
@@ -79,37 +79,37 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
                               const std::vector<Tensor>& biases, const std::optional<Tensor>& residual,
                               const std::string& norm, const std::optional<Tensor>& norm_weight,
                               const std::optional<Tensor>& norm_bias, double eps, const std::string& activation,
-                              bool gated, Overlap& overlap, const std::vector<Tensor>& ahead) {
+                              bool gated, PdlGuard& guard, const std::vector<Tensor>& prefetch) {
   FUSEOPT_CHECK(!weights.empty() && weights.size() <= DecodeLinear::kMaxWeights, "fuseopt::", op,
                 ": one to three weights, not ", weights.size());
   FUSEOPT_CHECK(biases.empty() || biases.size() == weights.size(), "fuseopt::", op, ": ", biases.size(),
                 " biases for ", weights.size(), " weights");
   FUSEOPT_CHECK(!gated || weights.size() == 2, "fuseopt::", op, ": gated takes two weights");
   const Matrix shape = matrix_of(op, input);
-  const std::vector<Tensor> read = readable(op, weights, overlap);
+  const std::vector<Tensor> read = readable(op, weights, guard);
   FUSEOPT_CHECK(read[0].size(1) == shape.columns, "fuseopt::", op, ": weight has ", read[0].size(1),
                 " columns, the input ", shape.columns);
-  const Tensor x = overlap.contiguous(input);
-  const auto norm_scale = parameter(op, "norm_weight", overlap.contiguous(norm_weight), input);
-  const auto norm_shift = parameter(op, "norm_bias", overlap.contiguous(norm_bias), input);
+  const Tensor x = guard.contiguous(input);
+  const auto norm_scale = parameter(op, "norm_weight", guard.contiguous(norm_weight), input);
+  const auto norm_shift = parameter(op, "norm_bias", guard.contiguous(norm_bias), input);
   const ScalarType weight_type = dtype_of(read[0]);
-  const auto added = overlap.contiguous(residual);
+  const auto added = guard.contiguous(residual);
 
   DecodeLinear layer = {};
   layer.input = pointer(op, x);
   layer.rows = shape.rows;
-  layer.columns = shape.columns;
+  layer.in_features = shape.columns;
   layer.weight_count = static_cast<int>(read.size());
   layer.weight_dtype = dtype_code(op, weight_type);
   layer.weight_stride = stride_of(read[0]);
   layer.weights_are_transposed = layout_of(read[0]) == Layout::kColMajorKN;
-  layer.outputs = read[0].size(0);
+  layer.out_features = read[0].size(0);
   for (size_t i = 0; i < read.size(); ++i) {
     layer.weights[i] = read[i].data_ptr();
     if (biases.empty()) continue;
-    FUSEOPT_CHECK(biases[i].numel() == layer.outputs, "fuseopt::", op, ": bias has ", biases[i].numel(),
-                  " elements for ", layer.outputs, " outputs");
-    layer.biases[i] = pointer(op, overlap.contiguous(biases[i]));
+    FUSEOPT_CHECK(biases[i].numel() == layer.out_features, "fuseopt::", op, ": bias has ", biases[i].numel(),
+                  " elements for ", layer.out_features, " outputs");
+    layer.biases[i] = pointer(op, guard.contiguous(biases[i]));
   }
   layer.residual = pointer(op, added);
   layer.norm_weight = pointer(op, norm_scale);
@@ -118,19 +118,19 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
   layer.eps = eps;
   layer.activation = activation_code(op, activation);
   layer.gated = gated;
-  layer.overlap = overlap.allowed();
-  FUSEOPT_CHECK(ahead.size() <= DecodeLinear::kMaxWeights, "fuseopt::", op, ": at most three tensors ahead, not ",
-                ahead.size());
-  for (size_t i = 0; i < ahead.size(); ++i) {
-    FUSEOPT_CHECK(ahead[i].numel() == ahead[0].numel() && dtype_of(ahead[i]) == dtype_of(ahead[0]), "fuseopt::", op,
-                  ": tensors ahead must have one size and dtype");
-    if (is_dense(ahead[i])) layer.ahead[i] = ahead[i].data_ptr();
-    layer.ahead_bytes = ahead[0].numel() * element_size(dtype_of(ahead[0])) / kPrefetchBytes * kPrefetchBytes;
+  layer.pdl = guard.allowed();
+  FUSEOPT_CHECK(prefetch.size() <= DecodeLinear::kMaxWeights, "fuseopt::", op, ": at most three tensors to prefetch, not ",
+                prefetch.size());
+  for (size_t i = 0; i < prefetch.size(); ++i) {
+    FUSEOPT_CHECK(prefetch[i].numel() == prefetch[0].numel() && dtype_of(prefetch[i]) == dtype_of(prefetch[0]), "fuseopt::", op,
+                  ": tensors to prefetch must have one size and dtype");
+    if (is_dense(prefetch[i])) layer.prefetch[i] = prefetch[i].data_ptr();
+    layer.prefetch_bytes = prefetch[0].numel() * element_size(dtype_of(prefetch[0])) / kPrefetchBytes * kPrefetchBytes;
   }
 
   const auto sizes = x.sizes();
   std::vector<int64_t> output_sizes(sizes.begin(), sizes.end());
-  output_sizes.back() = layer.outputs * (gated ? 1 : layer.weight_count);
+  output_sizes.back() = layer.out_features * (gated ? 1 : layer.weight_count);
   Tensor output = allocate(x, output_sizes, promoted(weight_type, added));
   FUSEOPT_CHECK(!added.has_value() || added->numel() == output.numel(), "fuseopt::", op, ": residual has ",
                 added->numel(), " elements, the output ", output.numel());
@@ -138,16 +138,16 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
   return {layer, output};
 }
 
-// Lets the call's input be that and `addends`.
-inline void add_to_input(const char* op, LinearCall& call, const Tensor& input, const Tensor& addends,
-                         Overlap& overlap) {
-  FUSEOPT_CHECK(fuseopt_takes_addends(call.layer), "fuseopt::", op,
-                ": the kernel does not take addends of such a layer");
-  const Tensor sums = overlap.contiguous(addends);
-  FUSEOPT_CHECK(is_dense(sums) && sums.numel() == DecodeLinear::kAddends * input.numel(), "fuseopt::", op,
-                ": addends must begin at a multiple of 16 bytes and be two of the input's size");
-  call.layer.addends = static_cast<const float*>(sums.data_ptr());
-  call.layer.overlap = overlap.allowed();
+// Lets the call's input be that and `partials`.
+inline void add_to_input(const char* op, LinearCall& call, const Tensor& input, const Tensor& partials,
+                         PdlGuard& guard) {
+  FUSEOPT_CHECK(fuseopt_accepts_partials(call.layer), "fuseopt::", op,
+                ": the kernel does not take partials of such a layer");
+  const Tensor sums = guard.contiguous(partials);
+  FUSEOPT_CHECK(is_dense(sums) && sums.numel() == DecodeLinear::kSplitK * input.numel(), "fuseopt::", op,
+                ": partials must begin at a multiple of 16 bytes and be two of the input's size");
+  call.layer.split_k_partials = static_cast<const float*>(sums.data_ptr());
+  call.layer.pdl = guard.allowed();
 }
 
 }  // namespace fuseopt

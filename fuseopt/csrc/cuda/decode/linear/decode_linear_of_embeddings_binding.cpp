@@ -20,10 +20,10 @@ EmbeddingTable table_for(const Tensor& sum, const Tensor& weight, const Tensor& 
 LinearCall call_of(const Tensor& sum, const Tensor& tokens, const Tensor& token_weight, const Tensor& positions,
                    const Tensor& position_weight, const Tensor& weight, const std::optional<Tensor>& bias,
                    const std::string& norm, const std::optional<Tensor>& norm_weight,
-                   const std::optional<Tensor>& norm_bias, double eps, Overlap& overlap,
-                   const std::vector<Tensor>& ahead) {
+                   const std::optional<Tensor>& norm_bias, double eps, PdlGuard& guard,
+                   const std::vector<Tensor>& prefetch) {
   LinearCall call = linear_call(kOp, sum, {weight}, as_list(bias), std::nullopt, norm, norm_weight, norm_bias, eps, "", false,
-                                overlap, ahead);
+                                guard, prefetch);
   call.layer.tokens = table_for(sum, token_weight, tokens);
   call.layer.positions = table_for(sum, position_weight, positions);
   call.layer.sum = sum.data_ptr();
@@ -40,7 +40,7 @@ Tensor sum_of(const Tensor& tokens, const Tensor& token_weight) {
 bool takes_embeddings(Tensor tokens, Tensor token_weight, Tensor positions, Tensor position_weight, Tensor weight,
                       std::optional<Tensor> bias, std::string norm, std::optional<Tensor> norm_weight,
                       std::optional<Tensor> norm_bias) {
-  Overlap none(false);
+  PdlGuard none(false);
   const LinearCall call = call_of(sum_of(tokens, token_weight), tokens, token_weight, positions, position_weight, weight,
                                   bias, norm, norm_weight, norm_bias, 0, none, {});
   return fuseopt_takes_embeddings(call.layer);
@@ -50,12 +50,12 @@ std::tuple<Tensor, Tensor> decode_linear_of_embeddings(Tensor tokens, Tensor tok
                                                        Tensor position_weight, Tensor weight,
                                                        std::optional<Tensor> bias, std::string norm,
                                                        std::optional<Tensor> norm_weight,
-                                                       std::optional<Tensor> norm_bias, double eps, bool overlap,
-                                                       std::vector<Tensor> ahead) {
+                                                       std::optional<Tensor> norm_bias, double eps, bool pdl,
+                                                       std::vector<Tensor> prefetch) {
   const Tensor sum = sum_of(tokens, token_weight);
-  Overlap overlapping(overlap);
+  PdlGuard guard(pdl);
   const LinearCall call = call_of(sum, tokens, token_weight, positions, position_weight, weight, bias, norm, norm_weight,
-                                  norm_bias, eps, overlapping, ahead);
+                                  norm_bias, eps, guard, prefetch);
   FUSEOPT_CHECK(fuseopt_takes_embeddings(call.layer), "fuseopt::", kOp,
                 ": the kernel does not take embeddings for such a layer");
   const Launch launch(kOp, call.output);
@@ -70,7 +70,7 @@ constexpr auto kTakesEmbeddings = arguments("takes_embeddings", {
 constexpr auto kDecodeLinearOfEmbeddings = arguments("decode_linear_of_embeddings", {
     {"tokens", kIntegers}, {"token_weight", kFloats}, {"positions", kIntegers},
     {"position_weight", kFloats, "token_weight"}, {"weight", kFloats}, {"bias", kFloats}, {"norm_weight", kFloats},
-    {"norm_bias", kFloats}, {"ahead", kFloats}});
+    {"norm_bias", kFloats}, {"prefetch", kFloats}});
 
 }  // namespace
 }  // namespace fuseopt::decode_linear_of_embeddings_binding

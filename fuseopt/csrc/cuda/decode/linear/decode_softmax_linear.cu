@@ -1,5 +1,5 @@
 // decode_softmax_linear on the tensor cores: a warp has one group of a row's scores, and what they weigh in its registers
-// before it waits for the kernel ahead. So a softmax is among lanes, and warps meet once, to add up.
+// before it waits for the previous kernel. So a softmax is among lanes, and warps meet once, to add up.
 #include "cuda/decode/linear/weight_fragments.cuh"
 #include "cuda/common/math.cuh"
 
@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(kMostGroups* kWarpSize, 1)
   let_successor_start();
   WeightPart<T, Layout::kColMajorKN, false, kTiles, kChunks> weight;
   weight.load(layer, strip, own_k);
-  prefetch_ahead(layer);
-  weight.pair_lines(layer.columns, own_k);
+  prefetch_next_weights(layer);
+  weight.pair_lines(layer.in_features, own_k);
   const float* scores = static_cast<const float*>(layer.input) + first_k + lane * kOwnSlots;
   settle(scores);
   const int column = strip + Pair<Layout::kColMajorKN, false, kTiles>::column_of(lane);  // that the thread finishes
@@ -66,11 +66,11 @@ __global__ void __launch_bounds__(kMostGroups* kWarpSize, 1)
     float4 own[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float* const row = scores + min(first_row + r, rows - 1) * layer.columns;
+      const float* const row = scores + min(first_row + r, rows - 1) * layer.in_features;
       own[r] = __ldcg(reinterpret_cast<const float4*>(row));
     }
     if (first_row == 0) {
-      if (warp < rows && column < layer.outputs) residual = layer.load_residual_bits(warp * layer.outputs + column);
+      if (warp < rows && column < layer.out_features) residual = layer.load_residual_bits(warp * layer.out_features + column);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(kMostGroups* kWarpSize, 1)
     float sum = 0.f;
 #pragma unroll 8
     for (int w = 0; w < warps; ++w) sum = fmaf(sums_at(row, w)[lane], factors[row * warps + w], sum);
-    if (column >= layer.outputs) continue;
-    const int index = row * layer.outputs + column;
+    if (column >= layer.out_features) continue;
+    const int index = row * layer.out_features + column;
     layer.store(index, sum + (row == warp ? layer.residual_from(residual) : layer.load_residual(index)));
   }
 }
@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(kMostGroups* kWarpSize, 1)
 template <typename T>
 bool suits(const DecodeLinear& layer, int64_t groups) {
   return compute_capability_major() >= 8 && layer.rows <= 2 * kHalfRows && groups <= kMostGroups &&
-         layer.columns == groups * kSlots && layer.weights_are_transposed && layer.weight_stride % kLaneValues == 0 &&
-         layer.outputs % kLaneValues == 0 && layer.weight_stride * layer.columns <= INT32_MAX &&
+         layer.in_features == groups * kSlots && layer.weights_are_transposed && layer.weight_stride % kLaneValues == 0 &&
+         layer.out_features % kLaneValues == 0 && layer.weight_stride * layer.in_features <= INT32_MAX &&
          is_aligned(layer.weights[0]) && is_aligned(layer.input.data) && layer.input.dtype == kFloat32 &&
          (layer.residual.data == nullptr || layer.residual.dtype == layer.output.dtype) &&
          (layer.output.dtype == kDType<T> || layer.output.dtype == kFloat32);
@@ -118,10 +118,10 @@ cudaError_t launch_as(const DecodeLinear& layer, int64_t groups, cudaStream_t st
   MmaLayer<T> mma = mma_layer<T>(layer);
   const int64_t floats = mma.rows * (groups * kColumns + kRowGap) + ceil_div(mma.rows * groups, 4) * 4;
   const size_t shared_bytes = sizeof(float) * floats + sizeof(T) * groups * kRows * kPowersStride;
-  const LaunchShape shape{static_cast<unsigned>(ceil_div(layer.outputs, kColumns)),
+  const LaunchShape shape{static_cast<unsigned>(ceil_div(layer.out_features, kColumns)),
                           static_cast<unsigned>(groups * kWarpSize), shared_bytes, 1};
-  mma.share_ahead(shape);
-  return launch_dependent(decode_softmax_linear_kernel<T, kRows>, mma, shape, layer.overlap, stream);
+  mma.share_prefetch(shape);
+  return launch_dependent(decode_softmax_linear_kernel<T, kRows>, mma, shape, layer.pdl, stream);
 }
 
 template <typename T>
@@ -137,7 +137,7 @@ extern "C" bool fuseopt_takes_decode_softmax_linear(DecodeLinear layer, int64_t 
 }
 
 extern "C" cudaError_t fuseopt_decode_softmax_linear(DecodeLinear layer, int64_t groups, cudaStream_t stream) {
-  if (layer.rows == 0 || layer.outputs == 0) return cudaSuccess;
+  if (layer.rows == 0 || layer.out_features == 0) return cudaSuccess;
   return layer.weight_dtype == kFloat16 ? launch<__half>(layer, groups, stream)
                                         : launch<__nv_bfloat16>(layer, groups, stream);
 }

@@ -5,13 +5,13 @@ namespace {
 
 constexpr const char* kOp = "decode_softmax_linear";
 
-Tensor decode_softmax_linear(Tensor scores, Tensor weight, std::optional<Tensor> residual, int64_t groups, bool overlap,
-                             std::vector<Tensor> ahead) {
-  Overlap overlapping(overlap);
+Tensor decode_softmax_linear(Tensor scores, Tensor weight, std::optional<Tensor> residual, int64_t groups, bool pdl,
+                             std::vector<Tensor> prefetch) {
+  PdlGuard guard(pdl);
   LinearCall call = linear_call(kOp, scores, {weight}, {}, residual, "", std::nullopt, std::nullopt, 0, "", false,
-                                overlapping, ahead);
+                                guard, prefetch);
   DecodeLinear& layer = call.layer;
-  FUSEOPT_CHECK(groups > 0 && layer.columns % groups == 0, "fuseopt::", kOp, ": ", layer.columns,
+  FUSEOPT_CHECK(groups > 0 && layer.in_features % groups == 0, "fuseopt::", kOp, ": ", layer.in_features,
                 " scores are no ", groups, " groups of one size");
   const Launch launch(kOp, call.output);
   if (fuseopt_takes_decode_softmax_linear(layer, groups)) {
@@ -19,9 +19,9 @@ Tensor decode_softmax_linear(Tensor scores, Tensor weight, std::optional<Tensor>
     return call.output;
   }
   const Tensor probabilities = allocate_like(scores, dtype_of(weight));
-  if (layer.columns > 0) {
+  if (layer.in_features > 0) {
     launch.check(fuseopt_softmax_fwd(layer.input, {}, pointer(kOp, probabilities), layer.rows * groups,
-                                     layer.columns / groups, 1, launch.stream()));
+                                     layer.in_features / groups, 1, launch.stream()));
   }
   layer.input = pointer(kOp, probabilities);
   launch.check(fuseopt_decode_linear(layer, launch.stream()));
@@ -29,7 +29,7 @@ Tensor decode_softmax_linear(Tensor scores, Tensor weight, std::optional<Tensor>
 }
 
 constexpr auto kDecodeSoftmaxLinear = arguments("decode_softmax_linear", {
-    {"scores", kFloats}, {"weight", kFloats}, {"residual", kFloats}, {"ahead", kFloats}});
+    {"scores", kFloats}, {"weight", kFloats}, {"residual", kFloats}, {"prefetch", kFloats}});
 
 }  // namespace
 }  // namespace fuseopt::decode_softmax_linear_binding

@@ -3,7 +3,7 @@
 
 #include "cuda/decode/linear/gemv.cuh"
 #include "cuda/decode/linear/streamed_kn.cuh"
-#include "cuda/decode/linear/stream.cuh"
+#include "cuda/decode/linear/streamed_nk.cuh"
 #include "cuda/decode/linear/skinny_mma.cuh"
 
 namespace fuseopt {
@@ -16,33 +16,33 @@ constexpr int kMostColumns = kMaxLinearWarps<T, X, kTiles, kChunks, kHalves> * k
 
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
           Along kAlong, bool kActivates, Input kInput = Input::kStored>
-cudaError_t launch_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
+cudaError_t launch_skinny_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
   constexpr int kColumns = kTiles * kTileColumns, kWidth = kGated ? kColumns / 2 : kColumns;
-  const int64_t chunks = ceil_div(layer.columns, kChunk);
+  const int64_t chunks = ceil_div(layer.in_features, kChunk);
   MmaLayer<T> mma = mma_layer<T>(layer);
-  const int64_t parts = ceil_div(layer.columns, kMostColumns<T, X, kTiles, kChunks, kHalves>);
+  const int64_t parts = ceil_div(layer.in_features, kMostColumns<T, X, kTiles, kChunks, kHalves>);
   mma.passes = kAlong == Along::kInPasses ? static_cast<int>(parts) : 1;
   constexpr bool kApart = kAlong == Along::kApart;
   if constexpr (kApart) {
-    for (int a = 0; a < kAddends; ++a) mma.weights[a] = mma.weights[0];
+    for (int a = 0; a < kSplitK; ++a) mma.weights[a] = mma.weights[0];
   }
-  const int64_t warps = ceil_div(chunks, kChunks * (kApart ? kAddends : parts));
+  const int64_t warps = ceil_div(chunks, kChunks * (kApart ? kSplitK : parts));
   const int64_t blocks = kAlong == Along::kTogether ? parts : 1;  // of a cluster
   size_t shared_bytes = sizeof(float) * mma.rows * (summed_warps(static_cast<int>(warps), kSummedWarps) * kColumns + kRowGap);
   if (kNorm) shared_bytes += sizeof(Deviations) * warps * mma.rows + sizeof(float) * 2 * warps * kColumns;
   shared_bytes += sizeof(float4) * (blocks - 1) * finished_pairs(mma.rows, kWidth);
-  const LaunchShape shape{static_cast<unsigned>(ceil_div(layer.outputs, kWidth) * blocks),
+  const LaunchShape shape{static_cast<unsigned>(ceil_div(layer.out_features, kWidth) * blocks),
                           static_cast<unsigned>(warps * kWarpSize), shared_bytes, static_cast<unsigned>(blocks),
-                          kGated ? 1u : static_cast<unsigned>(kApart ? kAddends : layer.weight_count)};
-  mma.share_ahead(shape);
+                          kGated ? 1u : static_cast<unsigned>(kApart ? kSplitK : layer.weight_count)};
+  mma.share_prefetch(shape);
   mma.finishing = static_cast<int>(ceil_div(finished_pairs(mma.rows, kWidth), kWarpSize) * kWarpSize);
   const auto kernel =
-      decode_linear_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kAlong, kActivates, kInput>;
-  return launch_dependent(kernel, mma, shape, layer.overlap, stream);
+      decode_linear_skinny_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kAlong, kActivates, kInput>;
+  return launch_dependent(kernel, mma, shape, layer.pdl, stream);
 }
 
 inline int64_t tiles_of(const DecodeLinear& layer) {
-  return ceil_div(layer.outputs, kTileColumns) * layer.weight_count;
+  return ceil_div(layer.out_features, kTileColumns) * layer.weight_count;
 }
 
 // Whether a layer with a norm has enough strips of 64 columns.
@@ -55,16 +55,16 @@ inline bool has_widest_strips(const DecodeLinear& layer) {
 // wide strips, the blocks of a cluster share it out, unless narrow ones do as well: those of a weight [N, K], with one row
 // or two. Activations without a norm have narrow strips.
 template <typename T, Layout kLayout, bool kNorm, bool kGated, int kHalves>
-cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
+cudaError_t launch_skinny_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
   const int64_t tiles = tiles_of(layer), few_blocks = multiprocessor_count() / tuning().decode_linear_few_blocks_divisor;
   const bool is_plain = layer.activation == kIdentity;
   const bool are_narrow_rows = layer.rows <= tuning().decode_linear_max_narrow_rows;
   const auto launch = [&]<int kTiles, int kChunks>(bool is_enough, cudaError_t& error) {
     constexpr bool kHasPlain = !kGated && (!kNorm || (kHalves == 1 && kTiles >= 4)), kHasOthers = kNorm || kTiles == 2;
-    if (!is_enough || layer.columns > kMostColumns<T, T, kTiles, kChunks, kHalves>) return false;
+    if (!is_enough || layer.in_features > kMostColumns<T, T, kTiles, kChunks, kHalves>) return false;
     if (!kHasOthers && !is_plain) return false;
     const auto launch_as = [&]<bool kActivates>() {
-      return launch_mma_as<T, T, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, Along::kAtOnce, kActivates>(layer,
+      return launch_skinny_mma_as<T, T, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, Along::kAtOnce, kActivates>(layer,
                                                                                                                stream);
     };
     error = kHasPlain && is_plain ? launch_as.template operator()<!kHasPlain>()
@@ -73,17 +73,17 @@ cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
   };
   cudaError_t error = cudaSuccess;
   if constexpr (!kNorm && !kGated && kLayout == Layout::kColMajorKN) {
-    if (layer.is_apart) {
-      return launch_mma_as<T, T, kLayout, false, false, 4, 4, kHalves, Along::kApart, false>(layer, stream);
+    if (layer.is_split_k) {
+      return launch_skinny_mma_as<T, T, kLayout, false, false, 4, 4, kHalves, Along::kApart, false>(layer, stream);
     }
   }
   if constexpr (kNorm && kLayout == Layout::kColMajorKN && kHalves == 1) {
     constexpr auto kAtOnce = Along::kAtOnce;
-    if (layer.addends != nullptr) {
-      return launch_mma_as<T, T, kLayout, true, false, 8, 2, 1, kAtOnce, false, Input::kSummed>(layer, stream);
+    if (layer.split_k_partials != nullptr) {
+      return launch_skinny_mma_as<T, T, kLayout, true, false, 8, 2, 1, kAtOnce, false, Input::kSummed>(layer, stream);
     }
     if (layer.tokens.weight != nullptr) {
-      return launch_mma_as<T, T, kLayout, true, false, 8, 2, 1, kAtOnce, false, Input::kEmbedded>(layer, stream);
+      return launch_skinny_mma_as<T, T, kLayout, true, false, 8, 2, 1, kAtOnce, false, Input::kEmbedded>(layer, stream);
     }
   }
   if constexpr (kNorm && !kGated) {
@@ -98,22 +98,22 @@ cudaError_t launch_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
   }
   if constexpr (!kNorm && !kGated) {
     const bool gains = kLayout == Layout::kColMajorKN || !are_narrow_rows;
-    if (is_sm90_or_newer() && is_plain && gains && layer.columns <= kMostTogether * kMostColumns<T, T, 4, 4, kHalves>) {
-      return launch_mma_as<T, T, kLayout, kNorm, kGated, 4, 4, kHalves, Along::kTogether, false>(layer, stream);
+    if (is_sm90_or_newer() && is_plain && gains && layer.in_features <= kMostTogether * kMostColumns<T, T, 4, 4, kHalves>) {
+      return launch_skinny_mma_as<T, T, kLayout, kNorm, kGated, 4, 4, kHalves, Along::kTogether, false>(layer, stream);
     }
   }
   constexpr int kChunks = kNorm ? 4 : 8;
-  return launch_mma_as<T, T, kLayout, kNorm, kGated, 2, kChunks, kNorm ? 2 : kHalves, Along::kInPasses, true>(layer,
+  return launch_skinny_mma_as<T, T, kLayout, kNorm, kGated, 2, kChunks, kNorm ? 2 : kHalves, Along::kInPasses, true>(layer,
                                                                                                             stream);
 }
 
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated>
-cudaError_t launch_mma(const DecodeLinear& layer, cudaStream_t stream) {
+cudaError_t launch_skinny_mma(const DecodeLinear& layer, cudaStream_t stream) {
   if constexpr (std::is_same_v<T, X>) {
-    return layer.rows <= kHalfRows ? launch_mma_for<T, kLayout, kNorm, kGated, 1>(layer, stream)
-                                   : launch_mma_for<T, kLayout, kNorm, kGated, 2>(layer, stream);
+    return layer.rows <= kHalfRows ? launch_skinny_mma_for<T, kLayout, kNorm, kGated, 1>(layer, stream)
+                                   : launch_skinny_mma_for<T, kLayout, kNorm, kGated, 2>(layer, stream);
   } else {
-    return launch_mma_as<T, X, kLayout, kNorm, kGated, 2, 4, 2, Along::kInPasses, true>(layer, stream);
+    return launch_skinny_mma_as<T, X, kLayout, kNorm, kGated, 2, 4, 2, Along::kInPasses, true>(layer, stream);
   }
 }
 
@@ -121,10 +121,10 @@ cudaError_t launch_mma(const DecodeLinear& layer, cudaStream_t stream) {
 // for.
 template <typename T>
 bool suits_mma(const DecodeLinear& layer, int64_t most_rows = 2 * kHalfRows) {
-  bool suits = layer.rows <= most_rows && layer.columns > 0 && layer.columns % kLaneValues == 0 &&
+  bool suits = layer.rows <= most_rows && layer.in_features > 0 && layer.in_features % kLaneValues == 0 &&
                layer.weight_stride % kLaneValues == 0 && is_aligned(layer.input.data) &&
                (layer.input.dtype == kDType<T> || (layer.input.dtype == kFloat32 && layer.norm != kNoNorm));
-  suits &= std::max(layer.outputs, layer.columns) * layer.weight_stride <= INT32_MAX;
+  suits &= std::max(layer.out_features, layer.in_features) * layer.weight_stride <= INT32_MAX;
   for (int i = 0; i < layer.weight_count; ++i) suits &= is_aligned(layer.weights[i]);
   const auto is_kept = [&](const TypedPointer& parameter) {
     return parameter.data == nullptr || parameter.dtype == kDType<T>;
@@ -136,15 +136,15 @@ bool suits_mma(const DecodeLinear& layer, int64_t most_rows = 2 * kHalfRows) {
   suits &= layer.output.dtype == kDType<T> || layer.output.dtype == kFloat32;
   suits &= layer.residual.data == nullptr || layer.residual.dtype == layer.output.dtype;
   if (layer.gated) suits &= layer.norm != kNoNorm && !layer.weights_are_transposed;
-  return suits && (!layer.weights_are_transposed || layer.outputs % kLaneValues == 0);
+  return suits && (!layer.weights_are_transposed || layer.out_features % kLaneValues == 0);
 }
 
 // Whether the kernels of more rows can take a layer as well, whose accesses are of 8 and 16 bytes throughout.
 template <typename T>
 bool suits_many_rows(const DecodeLinear& layer) {
-  bool suits = is_sm90_or_newer() && suits_mma<T>(layer, INT32_MAX) && layer.outputs % kLaneValues == 0 &&
+  bool suits = is_sm90_or_newer() && suits_mma<T>(layer, INT32_MAX) && layer.out_features % kLaneValues == 0 &&
                layer.input.dtype == kDType<T> && layer.output.dtype == kDType<T> && is_aligned(layer.residual.data) &&
-               layer.rows * std::max(layer.columns, layer.outputs * layer.weight_count) <= INT32_MAX;
+               layer.rows * std::max(layer.in_features, layer.out_features * layer.weight_count) <= INT32_MAX;
   for (const TypedPointer& bias : layer.biases) suits &= is_aligned(bias.data);
   return suits;
 }
@@ -155,13 +155,13 @@ bool takes_mma(const DecodeLinear& layer) {
 }
 
 // Of those, the layers for the kernel that streams.
-inline bool takes_stream(const DecodeLinear& layer) { return !layer.weights_are_transposed && streams(layer); }
+inline bool takes_streamed_nk(const DecodeLinear& layer) { return !layer.weights_are_transposed && fits_streamed_nk(layer); }
 
 template <typename T>
 int64_t decode_linear_parts(const DecodeLinear& layer) {
   const bool has_best = layer.rows > 0 && layer.rows <= kHalfRows && layer.norm != kNoNorm && layer.weight_count == 1 &&
-                        !layer.gated && layer.output.dtype == kDType<T> && takes_mma<T>(layer) && takes_stream(layer);
-  return has_best ? StreamPlan(layer).clusters() : 0;
+                        !layer.gated && layer.output.dtype == kDType<T> && takes_mma<T>(layer) && takes_streamed_nk(layer);
+  return has_best ? StreamedNKPlan(layer).clusters() : 0;
 }
 
 // Whether a layer is one weight [K, N] with nothing behind the product but a bias.
@@ -174,30 +174,30 @@ bool is_plain_of_lines(const DecodeLinear& layer) {
 // Whether the kernel of strips takes it.
 template <typename T>
 bool takes_strips_of_lines(const DecodeLinear& layer) {
-  return is_plain_of_lines<T>(layer) && !takes_gemv(layer) && !streams_lines(layer);
+  return is_plain_of_lines<T>(layer) && !takes_gemv(layer) && !takes_streamed_kn(layer);
 }
 
 template <typename T>
-bool leaves_addends(const DecodeLinear& layer) {
+bool emits_partials(const DecodeLinear& layer) {
   constexpr int64_t kMost = kMostColumns<T, T, 4, 4, 1>;
   return is_sm90_or_newer() && takes_strips_of_lines<T>(layer) && layer.norm == kNoNorm && layer.rows <= kHalfRows &&
-         layer.columns > kMost && layer.columns <= kAddends * kMost;
+         layer.in_features > kMost && layer.in_features <= kSplitK * kMost;
 }
 
-// Whether that kernel adds up what it multiplies, addends or embeddings.
+// Whether that kernel adds up what it multiplies, partials or embeddings.
 template <typename T>
 bool takes_sums_by_strips(const DecodeLinear& layer) {
   return layer.norm != kNoNorm && layer.rows <= kHalfRows && takes_strips_of_lines<T>(layer) &&
-         has_widest_strips(layer) && layer.columns <= kMostColumns<T, T, 8, 2, 1>;
+         has_widest_strips(layer) && layer.in_features <= kMostColumns<T, T, 8, 2, 1>;
 }
 
 template <typename T>
-bool takes_addends(const DecodeLinear& layer) {
+bool accepts_partials(const DecodeLinear& layer) {
   const bool is_streamed = layer.norm != kNoNorm && layer.rows <= kHalfRows && layer.input.dtype == kDType<T> &&
-                           takes_mma<T>(layer) && takes_stream(layer);
+                           takes_mma<T>(layer) && takes_streamed_nk(layer);
   if (!is_streamed) return takes_sums_by_strips<T>(layer);
-  // As launch_stream has a kernel for; each block reads whole rows.
-  const StreamPlan plan(layer);
+  // As launch_streamed_nk has a kernel for; each block reads whole rows.
+  const StreamedNKPlan plan(layer);
   return plan.blocks == 1 && plan.stages == 3;
 }
 
@@ -206,33 +206,33 @@ bool takes_embeddings(const DecodeLinear& layer) {
   const bool by_gemv = layer.norm != kNoNorm && is_plain_of_lines<T>(layer) && takes_gemv(layer);
   bool suits = by_gemv || takes_sums_by_strips<T>(layer);
   for (const EmbeddingTable& table : {layer.tokens, layer.positions}) {
-    suits &= is_aligned(table.weight) && table.index_bytes == sizeof(int64_t) && table.rows * layer.columns <= INT32_MAX;
+    suits &= is_aligned(table.weight) && table.index_bytes == sizeof(int64_t) && table.rows * layer.in_features <= INT32_MAX;
   }
   return suits;
 }
 
 template <typename T>
-bool launch_decode_linear_mma(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
+bool launch_decode_linear_few_rows(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
   if (!takes_mma<T>(layer)) return false;
   const bool is_wide = layer.input.dtype != kDType<T>, has_norm = layer.norm != kNoNorm;
   if (is_wide && layer.weights_are_transposed) return false;
   if (layer.weights_are_transposed && takes_gemv(layer)) {
     error = launch_gemv<T>(layer, stream);
-  } else if (layer.weights_are_transposed && streams_lines(layer)) {
-    error = launch_lines<T>(layer, stream);
-  } else if (takes_stream(layer)) {
-    error = launch_stream<T>(layer, stream);
+  } else if (layer.weights_are_transposed && takes_streamed_kn(layer)) {
+    error = launch_streamed_kn<T>(layer, stream);
+  } else if (takes_streamed_nk(layer)) {
+    error = launch_streamed_nk<T>(layer, stream);
   } else if (layer.weights_are_transposed) {
-    error = has_norm ? launch_mma<T, T, Layout::kColMajorKN, true, false>(layer, stream)
-                     : launch_mma<T, T, Layout::kColMajorKN, false, false>(layer, stream);
+    error = has_norm ? launch_skinny_mma<T, T, Layout::kColMajorKN, true, false>(layer, stream)
+                     : launch_skinny_mma<T, T, Layout::kColMajorKN, false, false>(layer, stream);
   } else if (is_wide) {  // T5 in float16 has a residual stream in float32
-    error = layer.gated ? launch_mma<T, float, Layout::kRowMajorNK, true, true>(layer, stream)
-                        : launch_mma<T, float, Layout::kRowMajorNK, true, false>(layer, stream);
+    error = layer.gated ? launch_skinny_mma<T, float, Layout::kRowMajorNK, true, true>(layer, stream)
+                        : launch_skinny_mma<T, float, Layout::kRowMajorNK, true, false>(layer, stream);
   } else if (layer.gated) {
-    error = launch_mma<T, T, Layout::kRowMajorNK, true, true>(layer, stream);
+    error = launch_skinny_mma<T, T, Layout::kRowMajorNK, true, true>(layer, stream);
   } else {
-    error = has_norm ? launch_mma<T, T, Layout::kRowMajorNK, true, false>(layer, stream)
-                     : launch_mma<T, T, Layout::kRowMajorNK, false, false>(layer, stream);
+    error = has_norm ? launch_skinny_mma<T, T, Layout::kRowMajorNK, true, false>(layer, stream)
+                     : launch_skinny_mma<T, T, Layout::kRowMajorNK, false, false>(layer, stream);
   }
   return true;
 }

@@ -1,5 +1,5 @@
 // Where a thread of decode_linear's tensor core kernels finds what is added to its outputs, and where it puts them: worked
-// out ahead of the wait, so that a load or a store behind it is one instruction.
+// out before the wait, so that a load or a store behind it is one instruction.
 #pragma once
 
 #include "cuda/decode/linear/params.cuh"
@@ -18,13 +18,13 @@ class OutputPlaces {
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       const int r = row + h * kHalfRows;
-      const int place = r * layer.output_stride + blockIdx.y * layer.outputs + column + further;
+      const int place = r * layer.output_stride + blockIdx.y * layer.out_features + column + further;
       const int64_t at = static_cast<int64_t>(place) << shift;
       residuals_[h] = static_cast<const char*>(layer.residual) + at;
       outputs_[h] = static_cast<char*>(layer.output) + at;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const bool is_inside = r < layer.rows && column + i * next < layer.outputs;
+        const bool is_inside = r < layer.rows && column + i * next < layer.out_features;
         const unsigned is_there = !is_inside ? 0 : layer.residual == nullptr ? 1 : 2;
         wide_[h][i] = layer.is_wide ? is_there : 0u;
         narrow_[h][i] = layer.is_wide ? 0u : is_there;
@@ -33,7 +33,7 @@ class OutputPlaces {
     }
   }
 
-  // To be called ahead of the wait.
+  // To be called before the wait.
   __device__ void settle() {
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
@@ -81,7 +81,7 @@ template <typename T>
 class ColumnPlace {
  public:
   __device__ void find(const MmaLayer<T>& layer, int column, bool is_inside) {
-    const int64_t at = static_cast<int64_t>(blockIdx.y * layer.outputs + column) << (layer.is_wide ? 2 : 1);
+    const int64_t at = static_cast<int64_t>(blockIdx.y * layer.out_features + column) << (layer.is_wide ? 2 : 1);
     residual_ = static_cast<const char*>(layer.residual) + at;
     output_ = static_cast<char*>(layer.output) + at;
     const unsigned is_there = !is_inside ? 0 : layer.residual == nullptr ? 1 : 2;
@@ -90,7 +90,7 @@ class ColumnPlace {
     narrow_added_ = 0, wide_added_ = 0.f;
   }
 
-  // To be called ahead of the wait.
+  // To be called before the wait.
   __device__ void settle() {
     fuseopt::settle(residual_), fuseopt::settle(output_), fuseopt::settle(wide_), fuseopt::settle(narrow_);
   }
@@ -118,14 +118,14 @@ template <typename T>
 class QuadPlace {
  public:
   __device__ void find(const MmaLayer<T>& layer, int row, int column, bool is_inside) {
-    const int at = row * layer.output_stride + blockIdx.y * layer.outputs + column;
+    const int at = row * layer.output_stride + blockIdx.y * layer.out_features + column;
     residual_ = static_cast<const T*>(layer.residual) + at;
     output_ = static_cast<T*>(layer.output) + at;
     is_there_ = !is_inside ? 0 : layer.residual == nullptr ? 1 : 2;
     added_ = {};
   }
 
-  // To be called ahead of the wait.
+  // To be called before the wait.
   __device__ void settle() { fuseopt::settle(residual_), fuseopt::settle(output_), fuseopt::settle(is_there_); }
 
   __device__ void load_residual() {

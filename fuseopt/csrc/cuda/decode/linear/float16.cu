@@ -3,10 +3,10 @@
 
 namespace fuseopt {
 
-template bool launch_decode_linear_mma<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
+template bool launch_decode_linear_few_rows<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 template int64_t decode_linear_parts<__half>(const DecodeLinear&);
-template bool leaves_addends<__half>(const DecodeLinear&);
-template bool takes_addends<__half>(const DecodeLinear&);
+template bool emits_partials<__half>(const DecodeLinear&);
+template bool accepts_partials<__half>(const DecodeLinear&);
 template bool takes_embeddings<__half>(const DecodeLinear&);
 
 }  // namespace fuseopt

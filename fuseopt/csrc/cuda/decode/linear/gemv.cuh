@@ -1,4 +1,4 @@
-// decode_linear of one row for 16-bit weights [K, N] too large to wait in registers for the kernel ahead. A block has one
+// decode_linear of one row for 16-bit weights [K, N] too large to wait in registers for the previous kernel. A block has one
 // strip of output columns; its warps, and where strips are few the blocks of a cluster, share out K. All that a warp reads
 // is on its way before the wait: the first stages in registers, the others in shared memory, whose reading takes longest of
 // what is left to do after it. As in decode/linear/skinny_mma.cuh each instruction behind the wait counts.
@@ -48,7 +48,7 @@ struct Float16Range {
 };
 
 // What a warp has of the products of the row with a strip of columns, its part of K, and what its block makes of them. In
-// the order in which to call it: all up to `settle` ahead of the wait.
+// the order in which to call it: all up to `settle` before the wait.
 template <typename T, bool kNorm, typename Stages>
 class GemvStrip {
   static constexpr int kRing = Stages::kInRing, kHeld = Stages::kInRegisters, kStride = Stages::kFactorStride;
@@ -70,7 +70,7 @@ class GemvStrip {
         deviations_of_(deviations),
         weight_(layer, strip, first_stage_, stages_) {
     const int own_k = lane() * kLaneValues;
-    puts_ = own_k < Stages::kOfK, takes_ = own_k < stages_ * kLineK && k() < layer.columns;
+    puts_ = own_k < Stages::kOfK, takes_ = own_k < stages_ * kLineK && k() < layer.in_features;
   }
 
   // The first value of the row that the lane is to `put`, with the 7 behind it, if it has any.
@@ -208,7 +208,7 @@ class GemvStrip {
   // where it lies far from zero.
   template <typename Row>
   __device__ float normalised(const Sum& total, const Deviations& all, Row row) const {
-    const float2 norm = normalisation_of<kWarpSize>(all, row, layer_.columns, layer_.reciprocal, layer_.is_layer_norm, layer_.eps);
+    const float2 norm = normalisation_of<kWarpSize>(all, row, layer_.in_features, layer_.reciprocal, layer_.is_layer_norm, layer_.eps);
     const float mean = layer_.is_layer_norm ? norm.x : 0.f;
     return norm.y * fmaf(-mean, total.x, total.z + total.w) + total.y;
   }
@@ -228,7 +228,7 @@ class GemvStrip {
   static __device__ int warp() { return threadIdx.x / kWarpSize; }
   static __device__ int lane() { return threadIdx.x % kWarpSize; }
   static __device__ int first_stage_of(const LineLayer<T>& layer, int part, int parts) {
-    const unsigned all = (layer.columns + kLineK - 1) / kLineK;
+    const unsigned all = (layer.in_features + kLineK - 1) / kLineK;
     return static_cast<int>(part * all / parts);
   }
 
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
   static_assert(kInput == Input::kStored || (kLooksUp && kNorm));
   using Strip = GemvStrip<T, kNorm, Stages>;
   using Sum = typename Strip::Sum;
-  const int warp = threadIdx.x / kWarpSize, columns = layer.columns, blocks = layer.blocks_of_k;
+  const int warp = threadIdx.x / kWarpSize, columns = layer.in_features, blocks = layer.blocks_of_k;
   const int rank = blocks > 1 ? cluster_rank() : 0, strip = static_cast<int>(blocks > 1 ? cluster_index() : blockIdx.x);
 
   // The strip's; sums of the cluster's other blocks [blocks - 1][kLineColumns], and of a norm a Deviations of each, as a
@@ -268,8 +268,8 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
 
   Strip product(layer, strip, rank * kLineWarps + warp, blocks * kLineWarps, shared, deviations_of);
   product.fetch();
-  // The first layer of a step that overlaps the one ahead: attention reads what that wrote before it waits.
-  const bool lets_start_late = kLooksUp && layer.overlaps;
+  // The first layer of a step that overlaps the previous one: attention reads what that wrote before it waits.
+  const bool lets_start_late = kLooksUp && layer.pdl;
   if (!lets_start_late) let_successor_start();
   if (blocks > 1) {
     if (rank == 0) mailbox.open((blocks - 1) * (sizeof(Sum) * kLineColumns + (kNorm ? sizeof(float4) : 0)));
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
   }
   product.load_norm();
   const int column = strip * kLineColumns + threadIdx.x;
-  const bool is_column = threadIdx.x < kLineColumns && column < layer.outputs;
+  const bool is_column = threadIdx.x < kLineColumns && column < layer.out_features;
   float offset = 0.f;
   if (is_column && layer.biases[blockIdx.y] != nullptr) offset = to_float(layer.biases[blockIdx.y][column]);
   product.hold();
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
   place.load_residual();
   product.put(words);
   product.await_weights();
-  prefetch_ahead(layer);  // by now all weights are there, and memory has rest
+  prefetch_next_weights(layer);  // by now all weights are there, and memory has rest
   product.multiply();
   if constexpr (kLooksUp) {
     if (leaves > 0) *reinterpret_cast<uint4*>(sum) = words;
@@ -360,13 +360,13 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
 // Registers are read at once, and shared memory takes its time: no more of a strip is there than keeps memory busy.
 using MostGemvStages = GemvStages<4, 9>;
 // As many, less of them at a time: layers behind a norm start long before their turn, and what they ask for comes in the
-// way of what kernels ahead do.
+// way of what previous kernels do.
 using PatientGemvStages = GemvStages<3, 10>;
 static_assert(PatientGemvStages::kAll == MostGemvStages::kAll);
 
 // Whether it is an output projection beside large layers.
 inline bool is_beside_large(const DecodeLinear& layer) {
-  return layer.norm == kNoNorm && layer.columns <= layer.outputs && 
+  return layer.norm == kNoNorm && layer.in_features <= layer.out_features && 
          tuning().decode_linear_gemv_beside_large * weight_bytes(layer) >= most_held_bytes();
 }
 
@@ -377,15 +377,15 @@ struct GemvPlan {
   int stages;      // of a warp
   int cluster;     // blocks: those, or some that share nothing
 
-  explicit GemvPlan(const DecodeLinear& layer) : strips(static_cast<int>(ceil_div(layer.outputs, kLineColumns))) {
-    const auto share = [&] { stages = static_cast<int>(ceil_div(layer.columns, blocks * kLineWarps * kLineK)); };
+  explicit GemvPlan(const DecodeLinear& layer) : strips(static_cast<int>(ceil_div(layer.out_features, kLineColumns))) {
+    const auto share = [&] { stages = static_cast<int>(ceil_div(layer.in_features, blocks * kLineWarps * kLineK)); };
     share();
     while (is_sm90_or_newer() && blocks < kMaxLineCluster && (exceeds_registers(layer) || stages > MostGemvStages::kAll) &&
            2 * blocks * strips * layer.weight_count <= multiprocessor_count()) {
       blocks *= 2;
       share();
     }
-    // A cluster starts when there is room for all of it at once: later, so that it does not hold up what the layer ahead
+    // A cluster starts when there is room for all of it at once: later, so that it does not hold up what the previous layer
     // still waits for. In GPT-2 XL that pays for the output projection and for queries, keys and values; the up projection
     // is late as it is.
     const bool has_norm = layer.norm != kNoNorm, has_activation = layer.activation != kIdentity;
@@ -414,8 +414,8 @@ cudaError_t launch_gemv_as(const DecodeLinear& layer, const GemvPlan& plan, cuda
   const size_t shared_bytes = kOfStrip + (plan.blocks - 1) * kOfOther;
   const LaunchShape shape{static_cast<unsigned>(plan.strips * plan.blocks), kLineThreads, shared_bytes,
                           static_cast<unsigned>(plan.cluster), static_cast<unsigned>(layer.weight_count)};
-  of.share_ahead(shape);
-  return launch_dependent(decode_linear_gemv_kernel<T, kNorm, kInput, Stages>, of, shape, layer.overlap, stream);
+  of.share_prefetch(shape);
+  return launch_dependent(decode_linear_gemv_kernel<T, kNorm, kInput, Stages>, of, shape, layer.pdl, stream);
 }
 
 // What `call` says of an instance of the stages for as many of a warp, `Most` the largest of them.

@@ -33,7 +33,7 @@ class LineStream {
   __device__ LineStream(const LineLayer<T>& layer, int strip, int first_stage, int stages)
       : layer_(layer), left_(stages), k_(first_stage * kLineK + line()) {
     const int column = strip * kLineColumns + part() * kLaneValues;
-    is_column_ = column < layer.outputs;
+    is_column_ = column < layer.out_features;
     from_ = layer.weights[blockIdx.y] + static_cast<int64_t>(k_) * layer.weight_stride + column;
   }
 
@@ -49,7 +49,7 @@ class LineStream {
     for (int i = 0; i < kCopies; ++i) {
       const int further = i * kCopiedLines;
       const T* const from = from_ + static_cast<int64_t>(further) * layer_.weight_stride;
-      const bool is_there = left_ > 0 && is_column_ && k_ + further < layer_.columns;
+      const bool is_there = left_ > 0 && is_column_ && k_ + further < layer_.in_features;
       copy_async(stage + place(further + line(), part()), from, is_there);
     }
     --left_;

@@ -1,6 +1,6 @@
 // decode_linear for 16-bit weights and more rows than decode/linear/dispatch.cuh takes. A step still waits for latency, not
 // for arithmetic, so the means are the same: a block has a strip of the weight in registers before it waits for the
-// kernel ahead, addresses and conditions as well, and then all rows of its tile on their way at once. Other tiles of rows
+// previous kernel, addresses and conditions as well, and then all rows of its tile on their way at once. Other tiles of rows
 // are other blocks, for which the weight is in the L2 cache. Warps share out K; where K is long, so do the blocks of a
 // cluster, through shared memory.
 #pragma once
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   const MmaLayer<T>& layer = argument.layer;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
   const int parts = kNorm ? 1 : argument.parts, part = blockIdx.x % parts, strip = blockIdx.x / parts * kWidth;
-  const int columns = layer.columns, first_row = blockIdx.z * kTileRows, rows = min(layer.rows - first_row, kTileRows);
+  const int columns = layer.in_features, first_row = blockIdx.z * kTileRows, rows = min(layer.rows - first_row, kTileRows);
   const int first_k = (part * warps + warp) * kPart + lane % 4 * kLaneValues;
   const int share = kTileRows / parts;  // of a tile's rows, that each block of a cluster finishes
 
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   let_successor_start();
   WeightPart<T, kLayout, kGated, kTiles, kChunks, true> weight;
   weight.load(layer, strip, first_k);
-  if (blockIdx.z == 0) prefetch_ahead(layer);
+  if (blockIdx.z == 0) prefetch_next_weights(layer);
   if (parts > 1) {
     mailbox.open((parts - 1) * share * kColumns * sizeof(float));
     arrive_relaxed_at_cluster_barrier();
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
     const int weight_column = strip + i / kProducts;
     const T* const biases = layer.biases[kGated ? i % kProducts : blockIdx.y];
     float slope = 0.f, offset = 0.f;
-    if (biases != nullptr && weight_column < layer.outputs) offset = to_float(biases[weight_column]);
+    if (biases != nullptr && weight_column < layer.out_features) offset = to_float(biases[weight_column]);
 #pragma unroll 4
     for (int w = 0; w < (kNorm && layer.is_layer_norm ? warps : 0); ++w) {
       const float* const of_warp = sums_of + w * kGroups * kGroupSize + i;
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   int summed_from, deviations_from;
   const auto find_places = [&](int i) {
     const bool is_own = i >= (kTileRows - share) * kQuads;
-    place.find(layer, first_row + row, column, is_own && row < rows && column < layer.outputs);
+    place.find(layer, first_row + row, column, is_own && row < rows && column < layer.out_features);
     summed_from = row / kHalfRows * kGroupSize + row % kHalfRows * kManyRowsStride + quad * kProducts * kQuad;
     deviations_from = quad * kTileRows + row;
   };
@@ -263,7 +263,7 @@ template <typename T, Layout kLayout, bool kNorm, bool kGated, int kGroups>
 bool launch_many_rows_as(const DecodeLinear& layer, int64_t parts, cudaStream_t stream, cudaError_t& error) {
   constexpr int kColumns = kManyRowsTiles * kTileColumns, kWidth = kGated ? kColumns / 2 : kColumns;
   constexpr int kTileRows = kGroups * kHalfRows;
-  const int64_t warps = ceil_div(layer.columns, parts * kManyRowsChunks * kChunk);
+  const int64_t warps = ceil_div(layer.in_features, parts * kManyRowsChunks * kChunk);
   ManyRowsLayer<T> tiled{mma_layer<T>(layer), static_cast<int>(parts)};
   // No more than the tile takes: beside attention's blocks there is little left, and where it suffices a block starts
   // before these end.
@@ -273,16 +273,16 @@ bool launch_many_rows_as(const DecodeLinear& layer, int64_t parts, cudaStream_t 
   if (parts > 1) shared_bytes += sizeof(float) * (parts - 1) * kTileRows / parts * kColumns + sizeof(Mailbox);
   const auto kernel = decode_linear_many_rows_kernel<T, kLayout, kNorm, kGated, kGroups>;
   if (!fits_block(kernel, shared_bytes)) return false;
-  const LaunchShape shape{static_cast<unsigned>(ceil_div(layer.outputs, kWidth) * parts),
+  const LaunchShape shape{static_cast<unsigned>(ceil_div(layer.out_features, kWidth) * parts),
                           static_cast<unsigned>(warps * kWarpSize),
                           shared_bytes,
                           static_cast<unsigned>(parts),
                           static_cast<unsigned>(kGated ? 1 : layer.weight_count),
                           static_cast<unsigned>(ceil_div(layer.rows, kTileRows))};
-  tiled.layer.share_ahead(shape);
+  tiled.layer.share_prefetch(shape);
   const int64_t finished_rows = parts > 1 ? kTileRows : std::min<int64_t>(layer.rows, kTileRows);
   tiled.layer.finishing = static_cast<int>(ceil_div(finished_rows * kWidth / kQuad, kWarpSize) * kWarpSize);
-  error = launch_dependent(kernel, tiled, shape, layer.overlap, stream);
+  error = launch_dependent(kernel, tiled, shape, layer.pdl, stream);
   return true;
 }
 
@@ -291,7 +291,7 @@ bool launch_many_rows_as(const DecodeLinear& layer, int64_t parts, cudaStream_t 
 template <typename T, Layout kLayout, bool kNorm, bool kGated>
 bool launch_many_rows(const DecodeLinear& layer, int64_t parts, cudaStream_t stream, cudaError_t& error) {
   constexpr int kWidth = kManyRowsTiles * kTileColumns / (kGated ? 2 : 1);
-  const int64_t strips = ceil_div(layer.outputs, kWidth) * parts * (kGated ? 1 : layer.weight_count);
+  const int64_t strips = ceil_div(layer.out_features, kWidth) * parts * (kGated ? 1 : layer.weight_count);
   const auto are_few = [&](int groups) {
     return kCopiesRows<kLayout> && strips * ceil_div(layer.rows, groups * kHalfRows) <= multiprocessor_count();
   };
@@ -312,7 +312,7 @@ template <typename T>
 bool launch_decode_linear_many_rows(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error) {
   constexpr int64_t kMostParts = 8;  // blocks that any cluster may have
   const bool has_norm = layer.norm != kNoNorm;
-  const int64_t warps = ceil_div(layer.columns, kManyRowsChunks * kChunk);
+  const int64_t warps = ceil_div(layer.in_features, kManyRowsChunks * kChunk);
   int64_t parts = 1;
   while (!has_norm && parts * kManyRowsWarps / 2 < warps) parts *= 2;
   if (parts > kMostParts || warps > kManyRowsWarps * parts || !suits_many_rows<T>(layer)) return false;

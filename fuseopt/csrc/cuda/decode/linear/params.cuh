@@ -13,18 +13,18 @@ constexpr int kChunk = 32;  // values of k that a warp multiplies at a time: 8 a
 constexpr int kLaneValues = 8;
 constexpr int kHalfRows = 8;
 
-// What the input is: a tensor, or a sum of one and addends, or of embeddings.
+// What the input is: a tensor, or a sum of one and partials, or of embeddings.
 enum class Input { kStored, kSummed, kEmbedded };
 
 // Bytes of weights that blocks, one a multiprocessor, hold in registers before they wait. Layers with more skip prefetch.
 inline int64_t most_held_bytes() { return tuning().decode_linear_held_bytes * multiprocessor_count(); }
 
-inline int64_t weight_bytes(const DecodeLinear& layer) { return layer.outputs * layer.columns * layer.weight_count * 2; }
+inline int64_t weight_bytes(const DecodeLinear& layer) { return layer.out_features * layer.in_features * layer.weight_count * 2; }
 
 // Whether the streaming kernels take a layer: it has more bytes, or a longer K, than blocks hold in registers.
 inline bool exceeds_registers(const DecodeLinear& layer) {
   const int64_t bytes = weight_bytes(layer);
-  return bytes >= most_held_bytes() || (layer.columns > tuning().decode_linear_long_k &&
+  return bytes >= most_held_bytes() || (layer.in_features > tuning().decode_linear_long_k &&
                                         bytes >= tuning().decode_linear_long_k_held_bytes * multiprocessor_count());
 }
 
@@ -39,25 +39,25 @@ struct MmaLayer {
   const T* norm_bias;
   const void* residual;  // T, or float where `output` is
   void* output;
-  const char* ahead[kMaxWeights];
-  int ahead_bytes, ahead_share;  // from each, of each block
-  int rows, columns, outputs, weight_stride;
+  const char* prefetch[kMaxWeights];
+  int prefetch_bytes, prefetch_share_bytes;  // from each, of each block
+  int rows, in_features, out_features, weight_stride;
   int output_stride;  // from row to row
   int passes;         // over K
   int activation;
   int finishing;     // threads of a block, whole warps, of kernels that ask
-  float eps, reciprocal;  // the latter of `columns`
+  float eps, reciprocal;  // the latter of `in_features`
   bool is_layer_norm, is_rms_norm, is_wide;  // if is_wide, residual and output are float
-  const float* addends;  // [kAddends, rows, columns], of kernels that ask
+  const float* split_k_partials;  // [kSplitK, rows, columns], of kernels that ask
   const int64_t *tokens, *positions;  // [rows] each, of kernels that ask; then `input` is the tokens' table
   const T* position_weight;
   unsigned token_count, position_count;  // in the tables
   T* sum;
-  bool overlaps;  // the kernel ahead
+  bool pdl;  // the previous kernel
 
-  void share_ahead(const LaunchShape& shape) {
+  void share_prefetch(const LaunchShape& shape) {
     constexpr int64_t kLine = 128;
-    ahead_share = static_cast<int>(ceil_div(ahead_bytes, shape.blocks * shape.blocks_y * kLine) * kLine);
+    prefetch_share_bytes = static_cast<int>(ceil_div(prefetch_bytes, shape.blocks * shape.blocks_y * kLine) * kLine);
   }
 
   // As it lies in memory: what is converted where it is loaded is waited for there.
@@ -86,29 +86,29 @@ MmaLayer<T> mma_layer(const DecodeLinear& layer) {
     mma.weights[i] = static_cast<const T*>(layer.weights[i]);
     mma.biases[i] = static_cast<const T*>(layer.biases[i].data);
   }
-  int64_t ahead_bytes = 0;
-  for (const void* ahead : layer.ahead) ahead_bytes += ahead != nullptr ? layer.ahead_bytes : 0;
-  for (int i = 0; i < DecodeLinear::kMaxWeights && ahead_bytes < most_held_bytes(); ++i) {
-    mma.ahead[i] = static_cast<const char*>(layer.ahead[i]);
+  int64_t prefetch_bytes = 0;
+  for (const void* prefetch : layer.prefetch) prefetch_bytes += prefetch != nullptr ? layer.prefetch_bytes : 0;
+  for (int i = 0; i < DecodeLinear::kMaxWeights && prefetch_bytes < most_held_bytes(); ++i) {
+    mma.prefetch[i] = static_cast<const char*>(layer.prefetch[i]);
   }
-  mma.ahead_bytes = static_cast<int>(layer.ahead_bytes);
+  mma.prefetch_bytes = static_cast<int>(layer.prefetch_bytes);
   mma.input = layer.input.data;
   mma.norm_weight = static_cast<const T*>(layer.norm_weight.data);
   mma.norm_bias = static_cast<const T*>(layer.norm_bias.data);
   mma.residual = layer.residual.data;
   mma.output = layer.output.data;
   mma.rows = static_cast<int>(layer.rows);
-  mma.columns = static_cast<int>(layer.columns);
-  mma.outputs = static_cast<int>(layer.outputs);
+  mma.in_features = static_cast<int>(layer.in_features);
+  mma.out_features = static_cast<int>(layer.out_features);
   mma.weight_stride = static_cast<int>(layer.weight_stride);
-  mma.output_stride = mma.outputs * (layer.gated ? 1 : layer.weight_count);
+  mma.output_stride = mma.out_features * (layer.gated ? 1 : layer.weight_count);
   mma.activation = layer.activation;
   mma.eps = static_cast<float>(layer.eps);
-  mma.reciprocal = 1.f / static_cast<float>(layer.columns);
+  mma.reciprocal = 1.f / static_cast<float>(layer.in_features);
   mma.is_layer_norm = layer.norm == kLayerNorm;
   mma.is_rms_norm = layer.norm == kT5RmsNorm;
   mma.is_wide = layer.output.dtype == kFloat32;
-  mma.addends = layer.addends;
+  mma.split_k_partials = layer.split_k_partials;
   if (layer.tokens.weight != nullptr) {
     mma.input = layer.tokens.weight;
     mma.position_weight = static_cast<const T*>(layer.positions.weight);
@@ -118,15 +118,15 @@ MmaLayer<T> mma_layer(const DecodeLinear& layer) {
     mma.position_count = static_cast<unsigned>(layer.positions.rows);
   }
   mma.sum = static_cast<T*>(layer.sum);
-  mma.overlaps = layer.overlap;
+  mma.pdl = layer.pdl;
   return mma;
 }
 
 template <typename T>
-__device__ inline void prefetch_ahead(const MmaLayer<T>& layer) {
+__device__ inline void prefetch_next_weights(const MmaLayer<T>& layer) {
   if (threadIdx.x >= MmaLayer<T>::kMaxWeights) return;
-  const char* const ahead = layer.ahead[threadIdx.x];
-  if (ahead != nullptr) prefetch_share(ahead, ahead + layer.ahead_bytes, layer.ahead_share);
+  const char* const prefetch = layer.prefetch[threadIdx.x];
+  if (prefetch != nullptr) prefetch_share(prefetch, prefetch + layer.prefetch_bytes, layer.prefetch_share_bytes);
 }
 
 // Warps that have a place for their sums in shared memory, as these are added up by `together` at a time.
@@ -171,16 +171,16 @@ __device__ inline Vector<T, kLaneValues> rounded_sum(const Vector<T, kLaneValues
   return sum;
 }
 
-// A row's values and two addends of each, rounded to the row's dtype.
+// A row's values and two partials of each, rounded to the row's dtype.
 template <typename X, int kCount>
 __device__ inline Vector<X, kLaneValues> rounded_sum(const Vector<X, kLaneValues>& x,
-                                                     const Vector<float, kLaneValues> (&addends)[kCount]) {
+                                                     const Vector<float, kLaneValues> (&partials)[kCount]) {
   float sums[kLaneValues];
 #pragma unroll
   for (int i = 0; i < kLaneValues; ++i) {
-    sums[i] = addends[0][i];
+    sums[i] = partials[0][i];
 #pragma unroll
-    for (int a = 1; a < kCount; ++a) sums[i] += addends[a][i];
+    for (int a = 1; a < kCount; ++a) sums[i] += partials[a][i];
     sums[i] += x[i];
   }
   Vector<X, kLaneValues> sum;
@@ -234,7 +234,7 @@ struct Deviations {
   }
 };
 
-constexpr int kAddends = DecodeLinear::kAddends;
+constexpr int kSplitK = DecodeLinear::kSplitK;
 
 // A row as it lies in memory.
 template <typename X>
@@ -244,18 +244,18 @@ struct StoredRow {
   __device__ Vector<X, kLaneValues> operator()(int k) const { return load_fresh(values + k); }
 };
 
-// A row, and where the addends of its columns begin, so far apart.
+// A row, and where the partials of its columns begin, so far apart.
 template <typename X>
 struct SummedRow {
   const X* values;
-  const float* addends;
+  const float* partials;
   int apart;
 
   __device__ Vector<X, kLaneValues> operator()(int k) const {
     const Vector<X, kLaneValues> x = load_fresh(values + k);
-    Vector<float, kLaneValues> of[kAddends];
+    Vector<float, kLaneValues> of[kSplitK];
 #pragma unroll
-    for (int a = 0; a < kAddends; ++a) of[a] = load_fresh(addends + a * apart + k);
+    for (int a = 0; a < kSplitK; ++a) of[a] = load_fresh(partials + a * apart + k);
     return rounded_sum(x, of);
   }
 };
@@ -291,12 +291,12 @@ struct Embedding {
 
 template <typename T>
 __device__ Embedding<T> token_embedding(const MmaLayer<T>& layer, int row) {
-  return {static_cast<const T*>(layer.input), layer.token_count, layer.columns, layer.tokens + row};
+  return {static_cast<const T*>(layer.input), layer.token_count, layer.in_features, layer.tokens + row};
 }
 
 template <typename T>
 __device__ Embedding<T> position_embedding(const MmaLayer<T>& layer, int row) {
-  return {layer.position_weight, layer.position_count, layer.columns, layer.positions + row};
+  return {layer.position_weight, layer.position_count, layer.in_features, layer.positions + row};
 }
 
 // A row that is the sum of two embeddings.
@@ -333,14 +333,14 @@ class SumPlaces {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int column = k + c * kChunk;
-      columns_[c] = min(column, layer.columns - kLaneValues);
-      mask_[c] = column < layer.columns ? ~0u : 0u;
-      leaves_[c] = leaves && own_row < layer.rows && column < layer.columns;
-      sums_[c] = layer.sum + row_ * layer.columns + columns_[c];
+      columns_[c] = min(column, layer.in_features - kLaneValues);
+      mask_[c] = column < layer.in_features ? ~0u : 0u;
+      leaves_[c] = leaves && own_row < layer.rows && column < layer.in_features;
+      sums_[c] = layer.sum + row_ * layer.in_features + columns_[c];
     }
   }
 
-  // To be called ahead of the wait.
+  // To be called before the wait.
   __device__ void settle() {
     fuseopt::settle(sums_), fuseopt::settle(mask_), fuseopt::settle(leaves_);
   }
@@ -358,19 +358,19 @@ class SumPlaces {
   int row_, columns_[kChunks];
 };
 
-// Sums of a row and its addends.
+// Sums of a row and its partials.
 template <typename T, int kChunks>
 class SummedInputs : public SumPlaces<T, kChunks> {
  public:
   __device__ void find(const MmaLayer<T>& layer, int k, bool leaves) {
     SumPlaces<T, kChunks>::find(layer, k, leaves);
-    const int apart = layer.rows * layer.columns;
+    const int apart = layer.rows * layer.in_features;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      const int at = this->row_ * layer.columns + this->columns_[c];
+      const int at = this->row_ * layer.in_features + this->columns_[c];
       inputs_[c] = static_cast<const T*>(layer.input) + at;
 #pragma unroll
-      for (int a = 0; a < kAddends; ++a) addends_[c][a] = layer.addends + a * apart + at;
+      for (int a = 0; a < kSplitK; ++a) partials_[c][a] = layer.split_k_partials + a * apart + at;
     }
   }
 
@@ -378,28 +378,28 @@ class SummedInputs : public SumPlaces<T, kChunks> {
     SumPlaces<T, kChunks>::settle();
     fuseopt::settle(inputs_);
 #pragma unroll
-    for (auto& of_chunk : addends_) fuseopt::settle(of_chunk);
+    for (auto& of_chunk : partials_) fuseopt::settle(of_chunk);
   }
 
   __device__ void load(uint4 (&words)[kChunks]) const {
     Vector<T, kLaneValues> inputs[kChunks];
-    Vector<float, kLaneValues> addends[kChunks][kAddends];
+    Vector<float, kLaneValues> partials[kChunks][kSplitK];
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       inputs[c] = load_fresh(inputs_[c]);
 #pragma unroll
-      for (int a = 0; a < kAddends; ++a) addends[c][a] = load_fresh(addends_[c][a]);
+      for (int a = 0; a < kSplitK; ++a) partials[c][a] = load_fresh(partials_[c][a]);
     }
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      const auto sum = masked(rounded_sum(inputs[c], addends[c]), this->mask_[c]);
+      const auto sum = masked(rounded_sum(inputs[c], partials[c]), this->mask_[c]);
       words[c] = reinterpret_cast<const uint4&>(sum);
     }
   }
 
  private:
   const T* inputs_[kChunks];
-  const float* addends_[kChunks][kAddends];
+  const float* partials_[kChunks][kSplitK];
 };
 
 // Sums of a token's embedding and its position's.

@@ -1,7 +1,7 @@
 // decode_linear's kernel for 16-bit weights, on the tensor cores. A step of decoding has 1 to 16 rows, so a product is
-// all latency and reading: each block has its part of the weight in registers before it waits for the kernel ahead, and
+// all latency and reading: each block has its part of the weight in registers before it waits for the previous kernel, and
 // what is left to do after the wait is short. Short in instructions too: a block runs each of them once, so fetching
-// them takes longer than running them. So addresses and conditions are worked out ahead of the wait, whatever differs
+// them takes longer than running them. So addresses and conditions are worked out before the wait, whatever differs
 // from launch to launch is a template argument rather than a branch, and what is hardly ever run stands elsewhere.
 //
 // A block takes a strip of output columns; its warps share out K. Products are m16n8k16 with 16 output columns as M and
@@ -11,7 +11,7 @@
 //
 // Of a long K the blocks of a cluster have a part each, and send their sums to the first one. Or blocks leave the sums
 // of their part, for the layer behind them to add up as it reads its input: no cluster is needed then, whose blocks
-// would not start before the layer ahead has ended.
+// would not start before the previous layer has ended.
 //
 // A norm takes no step of its own. With xhat = (x - mean) * rstd and g, b the norm's weight and bias,
 //   sum_k w * (xhat * g + b) = rstd * (sum_k (w * g) * x - mean * sum_k w * g) + sum_k w * b,
@@ -53,7 +53,7 @@ enum class Along { kAtOnce, kInPasses, kTogether, kApart };
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
           Along kAlong, bool kActivates, Input kInput>
 __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves>* kWarpSize, 1)
-    decode_linear_mma_kernel(const __grid_constant__ MmaLayer<T> layer) {
+    decode_linear_skinny_mma_kernel(const __grid_constant__ MmaLayer<T> layer) {
   constexpr bool kLoops = kAlong == Along::kInPasses, kShares = kAlong == Along::kTogether;
   constexpr bool kApart = kAlong == Along::kApart, kSums = kInput != Input::kStored;
   static_assert(!(kShares || kApart) || (!kNorm && !kGated));
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   constexpr bool kWide = !std::is_same_v<T, X>;  // has to be normalised before it can be multiplied
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
   const int blocks = kShares ? cluster_size() : 1, rank = kShares ? cluster_rank() : kApart ? blockIdx.y : 0;
-  const int rows = layer.rows, columns = layer.columns, strip = blockIdx.x / blocks * kWidth;
+  const int rows = layer.rows, columns = layer.in_features, strip = blockIdx.x / blocks * kWidth;
   const int passes = kLoops ? layer.passes : 1;
   const auto first_k = [&](int pass) { return ((pass + rank) * warps + warp) * kPart; };
   const int own = lane % 4 * kLaneValues;
@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   float4* const inbox = reinterpret_cast<float4*>(sums_of + rows * row_stride);
   const auto sums_at = [&](int r, int w) { return sums_of + r * row_stride + w * kColumns; };
 
-  // The first layer of a step that overlaps the one ahead: attention reads what that wrote before it waits.
-  const bool lets_start_late = kInput == Input::kEmbedded && layer.overlaps;
+  // The first layer of a step that overlaps the previous one: attention reads what that wrote before it waits.
+  const bool lets_start_late = kInput == Input::kEmbedded && layer.pdl;
   if (!lets_start_late) let_successor_start();
   WeightPart<T, kLayout, kGated, kTiles, kChunks> weight;
   weight.load(layer, strip, first_k(0) + own);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   using Pair = Pair<kLayout, kGated, kTiles>;
   int row = threadIdx.x / kPairs;
   const Pair pair(threadIdx.x % kPairs);
-  const auto is_column = [&](int i) { return strip + pair.column + i * Pair::kNext < layer.outputs; };
+  const auto is_column = [&](int i) { return strip + pair.column + i * Pair::kNext < layer.out_features; };
   const auto own_row = [&](int h) { return min(row + h * kHalfRows, rows - 1); };
   T biases[kProducts][2];
   const auto load_biases = [&] {
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) load_norm(0, c);
   }
-  prefetch_ahead(layer);
+  prefetch_next_weights(layer);
 
   const auto fold_norm = [&](int pass) {
     const unsigned ones = lane / 4 == 0 ? kOnes<T> : 0u;
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   int summed_from[kHalves] = {}, deviations_from[kHalves] = {};  // from sums_of and deviations_of on
   constexpr int kLanes = kPairs < kMostWarps ? kPairs : kMostWarps;  // that share a row's deviations
   const auto find_places = [&] {
-    places.find(layer, row, strip + pair.column, Pair::kNext, kApart ? rank * (rows - 1) * layer.outputs : 0);
+    places.find(layer, row, strip + pair.column, Pair::kNext, kApart ? rank * (rows - 1) * layer.out_features : 0);
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
       summed_from[h] = own_row(h) * row_stride + pair.place;
@@ -395,7 +395,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
           const int r = own_row(h);
           norm = normalisation(LazyEmbeddedRow<X>{token_embedding(layer, r), position_embedding(layer, r)});
         } else if constexpr (kSums) {
-          norm = normalisation(SummedRow<X>{input, layer.addends + own_row(h) * columns, rows * columns});
+          norm = normalisation(SummedRow<X>{input, layer.split_k_partials + own_row(h) * columns, rows * columns});
         } else {
           norm = normalisation(StoredRow<X>{input});
         }

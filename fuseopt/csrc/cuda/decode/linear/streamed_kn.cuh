@@ -1,4 +1,4 @@
-// decode_linear for 16-bit weights [K, N] too large to wait in registers for the kernel ahead. A block has one strip of
+// decode_linear for 16-bit weights [K, N] too large to wait in registers for the previous kernel. A block has one strip of
 // output columns; its warps, and where strips are few the blocks of a cluster, share out K. What is there when the kernel
 // ahead ends is what memory has done meanwhile, so a ring has room for all that its warp reads, or as much of it as fits.
 #pragma once
@@ -13,10 +13,10 @@ constexpr int kLineRowGap = kLineK;                // so do rows of the input
 
 template <typename T, bool kNorm, int kHalves, int kStages>
 __global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
-    decode_linear_lines_kernel(const __grid_constant__ LineLayer<T> layer) {
+    decode_linear_streamed_kn_kernel(const __grid_constant__ LineLayer<T> layer) {
   using Piece = Vector<T, kLaneValues>;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int rows = layer.rows, columns = layer.columns, slots = 1 << layer.slot_bits;
+  const int rows = layer.rows, columns = layer.in_features, slots = 1 << layer.slot_bits;
   const int rank = cluster_rank(), blocks = cluster_size(), strip = static_cast<int>(cluster_index());
   const auto first_k_of = [&](int part) {
     const unsigned all = (columns + kLineK - 1) / kLineK;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
     if (rank == 0) mailbox.open((blocks - 1) * rows * kLineColumns * sizeof(float));
     arrive_relaxed_at_cluster_barrier();
   }
-  prefetch_ahead(layer);
+  prefetch_next_weights(layer);
 
   // Of the norm, for the lane's first values of the warp's part of K.
   uint4 scale = {}, shift = {};
@@ -64,12 +64,12 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
   // What the thread finishes first.
   const auto column_of = [&](int i) { return strip * kLineColumns + i % kLineColumns; };
   const auto output_index = [&](int i) {
-    return static_cast<int64_t>(i / kLineColumns) * layer.output_stride + blockIdx.y * layer.outputs + column_of(i);
+    return static_cast<int64_t>(i / kLineColumns) * layer.output_stride + blockIdx.y * layer.out_features + column_of(i);
   };
-  const auto is_output = [&](int i) { return i < rows * kLineColumns && column_of(i) < layer.outputs; };
+  const auto is_output = [&](int i) { return i < rows * kLineColumns && column_of(i) < layer.out_features; };
   const T* const biases = layer.biases[blockIdx.y];
   T bias = from_acc<T>(0.f);
-  if (biases != nullptr && column_of(threadIdx.x) < layer.outputs) bias = biases[column_of(threadIdx.x)];
+  if (biases != nullptr && column_of(threadIdx.x) < layer.out_features) bias = biases[column_of(threadIdx.x)];
 
   // Each slot's row has a team of threads.
   const int team = kLineThreads >> layer.slot_bits, step = team * kLaneValues;
@@ -239,19 +239,19 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
 }
 
 // How a layer's work is shared out.
-struct LinePlan {
+struct StreamedKNPlan {
   int strips;      // of each weight
   int rows, slot_bits = 0, halves;
   int blocks = 1;  // that share out K
   int stages = 12;
   int held_columns;
 
-  explicit LinePlan(const DecodeLinear& layer)
-      : strips(static_cast<int>(ceil_div(layer.outputs, kLineColumns))),
+  explicit StreamedKNPlan(const DecodeLinear& layer)
+      : strips(static_cast<int>(ceil_div(layer.out_features, kLineColumns))),
         rows(static_cast<int>(layer.rows)),
         halves(rows > kHalfRows ? 2 : 1) {
     while (1 << slot_bits < std::min(rows, kHalfRows)) ++slot_bits;
-    const int64_t all_strips = strips * layer.weight_count, all_stages = ceil_div(layer.columns, kLineK);
+    const int64_t all_strips = strips * layer.weight_count, all_stages = ceil_div(layer.in_features, kLineK);
     while (is_sm90_or_newer() && blocks < kMaxLineCluster && 2 * blocks * all_strips <= multiprocessor_count()) {
       blocks *= 2;
     }
@@ -276,41 +276,41 @@ struct LinePlan {
 };
 
 // Whether a layer with such a weight is for this kernel: large, and with strips, shared out or not, for half a device.
-inline bool streams_lines(const DecodeLinear& layer) {
-  const LinePlan plan(layer);
+inline bool takes_streamed_kn(const DecodeLinear& layer) {
+  const StreamedKNPlan plan(layer);
   return exceeds_registers(layer) && plan.per_multiprocessor() > 0 &&
          2 * plan.blocks * plan.strips * layer.weight_count >= multiprocessor_count();
 }
 
 template <typename T, bool kNorm, int kHalves, int kStages>
-cudaError_t launch_lines_as(const DecodeLinear& layer, const LinePlan& plan, cudaStream_t stream) {
+cudaError_t launch_streamed_kn_as(const DecodeLinear& layer, const StreamedKNPlan& plan, cudaStream_t stream) {
   LineLayer<T> of{mma_layer<T>(layer)};
   of.slot_bits = plan.slot_bits;
   of.held_columns = plan.held_columns;
   const LaunchShape shape{static_cast<unsigned>(plan.strips * plan.blocks), kLineThreads, plan.shared_bytes(),
                           static_cast<unsigned>(plan.blocks), static_cast<unsigned>(layer.weight_count)};
-  of.share_ahead(shape);
-  return launch_dependent(decode_linear_lines_kernel<T, kNorm, kHalves, kStages>, of, shape, layer.overlap, stream);
+  of.share_prefetch(shape);
+  return launch_dependent(decode_linear_streamed_kn_kernel<T, kNorm, kHalves, kStages>, of, shape, layer.pdl, stream);
 }
 
 template <typename T, bool kNorm>
-cudaError_t launch_lines(const DecodeLinear& layer, cudaStream_t stream) {
-  const LinePlan plan(layer);
+cudaError_t launch_streamed_kn(const DecodeLinear& layer, cudaStream_t stream) {
+  const StreamedKNPlan plan(layer);
   switch (plan.stages) {
-    case 3: return launch_lines_as<T, kNorm, 2, 3>(layer, plan, stream);
-    case 4: return launch_lines_as<T, kNorm, 1, 4>(layer, plan, stream);
-    case 6: return launch_lines_as<T, kNorm, 1, 6>(layer, plan, stream);
-    case 8: return launch_lines_as<T, kNorm, 1, 8>(layer, plan, stream);
-    default: return launch_lines_as<T, kNorm, 1, 12>(layer, plan, stream);
+    case 3: return launch_streamed_kn_as<T, kNorm, 2, 3>(layer, plan, stream);
+    case 4: return launch_streamed_kn_as<T, kNorm, 1, 4>(layer, plan, stream);
+    case 6: return launch_streamed_kn_as<T, kNorm, 1, 6>(layer, plan, stream);
+    case 8: return launch_streamed_kn_as<T, kNorm, 1, 8>(layer, plan, stream);
+    default: return launch_streamed_kn_as<T, kNorm, 1, 12>(layer, plan, stream);
   }
 }
 
 template <typename T>
-cudaError_t launch_lines(const DecodeLinear& layer, cudaStream_t stream) {
-  return layer.norm == kNoNorm ? launch_lines<T, false>(layer, stream) : launch_lines<T, true>(layer, stream);
+cudaError_t launch_streamed_kn(const DecodeLinear& layer, cudaStream_t stream) {
+  return layer.norm == kNoNorm ? launch_streamed_kn<T, false>(layer, stream) : launch_streamed_kn<T, true>(layer, stream);
 }
 
-extern template cudaError_t launch_lines<__half>(const DecodeLinear&, cudaStream_t);
-extern template cudaError_t launch_lines<__nv_bfloat16>(const DecodeLinear&, cudaStream_t);
+extern template cudaError_t launch_streamed_kn<__half>(const DecodeLinear&, cudaStream_t);
+extern template cudaError_t launch_streamed_kn<__nv_bfloat16>(const DecodeLinear&, cudaStream_t);
 
 }  // namespace fuseopt

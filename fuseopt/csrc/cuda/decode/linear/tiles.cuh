@@ -1,6 +1,6 @@
 // decode_linear for 16-bit weights and so many rows that their way from the L2 cache counts: a block has a tile of 64
 // or 128 rows and 64 columns, and reads what it takes of both once, through a ring of shared memory. What fits into the
-// ring of the weight is on its way before the kernel waits for the one ahead. The blocks of a cluster share out a long
+// ring of the weight is on its way before the kernel waits for the previous one. The blocks of a cluster share out a long
 // K. The one norm is T5's: each block would work out a LayerNorm's sums over its weight anew.
 #pragma once
 
@@ -52,11 +52,11 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
   const int part_warp = warp / (Shape::kColumnWarps * kRowWarps);
   const int parts = kNorm ? 1 : argument.parts, part = blockIdx.x % parts, strip = blockIdx.x / parts * kColumns;
   const int first_row = blockIdx.z * Shape::kRows, rows = min(layer.rows - first_row, Shape::kRows);
-  const int first_k = part * argument.part_columns, end_k = min(layer.columns, first_k + argument.part_columns);
+  const int first_k = part * argument.part_columns, end_k = min(layer.in_features, first_k + argument.part_columns);
   const int stages = max((end_k - first_k + Shape::kStageK - 1) / Shape::kStageK, 0);
 
   extern __shared__ __align__(kRingAlignment) char shared[];
-  const Places places(layer.columns, kNorm, parts > 1);
+  const Places places(layer.in_features, kNorm, parts > 1);
   T* const scale = reinterpret_cast<T*>(shared + places.scale);
   float* const squares = reinterpret_cast<float*>(shared + places.squares);
   float* const received = reinterpret_cast<float*>(shared + places.received);
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
   TileRing<T, kLayout, Shape> ring(layer, shared, first_row, strip, first_k, end_k);
 #pragma unroll 1
   for (int s = 0; s < min(kStages - 1, stages); ++s) ring.fetch_weight(s);
-  if (blockIdx.z == 0) prefetch_ahead(layer);
+  if (blockIdx.z == 0) prefetch_next_weights(layer);
   const int share = Shape::kRows / parts;  // of a tile's rows, that each block of a cluster finishes
   if (parts > 1) {
     mailbox.open((parts - 1) * share * kColumns * sizeof(float));
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
   }
   if constexpr (kNorm) {
     for (int k = threadIdx.x * kLaneValues; k < places.padded; k += kTileThreads * kLaneValues) {
-      const bool is_there = layer.norm_weight != nullptr && k < layer.columns;
+      const bool is_there = layer.norm_weight != nullptr && k < layer.in_features;
       *reinterpret_cast<uint4*>(scale + k) =
           is_there ? load_once<uint4>(layer.norm_weight + k) : uint4{kOnes<T>, kOnes<T>, kOnes<T>, kOnes<T>};
     }
@@ -86,13 +86,13 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
   constexpr int kQuads = kColumns / kQuad, kStep = kTileThreads / kQuads, kMost = Shape::kRows / kStep;
   const int place_of_quad = threadIdx.x % kQuads * kQuad, column = strip + place_of_quad;
   const int first_own = part * share + threadIdx.x / kQuads;
-  const int end_own = column < layer.outputs ? min((part + 1) * share, rows) : 0;
+  const int end_own = column < layer.out_features ? min((part + 1) * share, rows) : 0;
   Vector<T, kQuad> bias = {}, residuals[kMost] = {};
-  if (layer.biases[0] != nullptr && column < layer.outputs) {
+  if (layer.biases[0] != nullptr && column < layer.out_features) {
     bias = *reinterpret_cast<const Vector<T, kQuad>*>(layer.biases[blockIdx.y] + column);
   }
   const auto output_index = [&](int row) {
-    return (first_row + row) * layer.output_stride + blockIdx.y * layer.outputs + column;
+    return (first_row + row) * layer.output_stride + blockIdx.y * layer.out_features + column;
   };
   wait_for_predecessor();
 
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kTileThreads, TileShape<kRowWarps>::kBlocks)
       float sum = 0.f;
 #pragma unroll
       for (int p = 0; p < Shape::kPartWarps; ++p) sum += squares[p * Shape::kRows + row];
-      factor = rsqrtf(__fdividef(sum, layer.columns) + layer.eps);
+      factor = rsqrtf(__fdividef(sum, layer.in_features) + layer.eps);
     }
     float values[kQuad];
 #pragma unroll
@@ -229,25 +229,25 @@ template <typename T, Layout kLayout, bool kNorm, int kRowWarps>
 cudaError_t launch_tiles_as(const DecodeLinear& layer, cudaStream_t stream) {
   using Shape = TileShape<kRowWarps>;
   constexpr int64_t kMostParts = 8;  // blocks that any cluster may have
-  const int64_t strips = ceil_div(layer.outputs, Shape::kColumns), row_tiles = ceil_div(layer.rows, Shape::kRows);
+  const int64_t strips = ceil_div(layer.out_features, Shape::kColumns), row_tiles = ceil_div(layer.rows, Shape::kRows);
   const int64_t tiles = strips * layer.weight_count * row_tiles, most_blocks = Shape::kBlocks * multiprocessor_count();
   int64_t parts = 1;
   while (!kNorm && parts < kMostParts && tiles * parts * 2 <= most_blocks &&
-         layer.columns >= parts * 2 * tuning().decode_linear_tiles_min_k_of_block) {
+         layer.in_features >= parts * 2 * tuning().decode_linear_tiles_min_k_of_block) {
     parts *= 2;
   }
-  const int64_t part_columns = ceil_div(layer.columns, parts * Shape::kStageK) * Shape::kStageK;
+  const int64_t part_columns = ceil_div(layer.in_features, parts * Shape::kStageK) * Shape::kStageK;
   TileLayer<T> tiled{mma_layer<T>(layer), static_cast<int>(parts), static_cast<int>(part_columns)};
-  const TilePlaces<Shape> places(tiled.layer.columns, kNorm, parts > 1);
+  const TilePlaces<Shape> places(tiled.layer.in_features, kNorm, parts > 1);
   const LaunchShape shape{static_cast<unsigned>(strips * parts),
                           kTileThreads,
                           static_cast<size_t>(places.end),
                           static_cast<unsigned>(parts),
                           static_cast<unsigned>(layer.weight_count),
                           static_cast<unsigned>(row_tiles)};
-  tiled.layer.share_ahead(shape);
+  tiled.layer.share_prefetch(shape);
   const auto kernel = decode_linear_tiles_kernel<T, kLayout, kNorm, kRowWarps>;
-  return launch_dependent(kernel, tiled, shape, layer.overlap, stream);
+  return launch_dependent(kernel, tiled, shape, layer.pdl, stream);
 }
 
 template <typename T>
@@ -256,11 +256,11 @@ bool launch_decode_linear_tiles(const DecodeLinear& layer, cudaStream_t stream, 
   constexpr int64_t kLongestNormalised = 1536;  // as ops/decode/linear.py has it
   constexpr size_t kSharedBytes = 208 * 1024;   // which not every device with clusters has for a block
   const bool has_norm = layer.norm != kNoNorm, is_single = layer.weight_count == 1;
-  const int64_t work = layer.rows * layer.columns * layer.outputs * layer.weight_count;
-  const bool is_long = !has_norm && layer.columns >= 2 * layer.outputs;
+  const int64_t work = layer.rows * layer.in_features * layer.out_features * layer.weight_count;
+  const bool is_long = !has_norm && layer.in_features >= 2 * layer.out_features;
   const bool gains = is_single ? is_long && work >= tuning().decode_linear_tiles_min_long_work
                                : !layer.gated && layer.norm != kLayerNorm && work >= tuning().decode_linear_tiles_min_work;
-  if (!gains || (has_norm && layer.columns > kLongestNormalised) || !suits_many_rows<T>(layer) ||
+  if (!gains || (has_norm && layer.in_features > kLongestNormalised) || !suits_many_rows<T>(layer) ||
       shared_bytes_of_block() < kSharedBytes) {
     return false;
   }

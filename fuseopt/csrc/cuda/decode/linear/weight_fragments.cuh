@@ -24,17 +24,17 @@ struct WeightPart {
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
           words[c][t] = {};
-          if (n < layer.outputs && k + c * kChunk < layer.columns) words[c][t] = load_once<uint4>(weight + c * kChunk);
+          if (n < layer.out_features && k + c * kChunk < layer.in_features) words[c][t] = load_once<uint4>(weight + c * kChunk);
         }
       }
     } else {
       // Nothing is asked for under a condition: what the weight lacks is another part of it, of which columns are never
       // stored, and lines are zeros once they are paired. Addresses are one instruction each, not sums of the ones before.
       using Access = std::conditional_t<kTiles == 2, unsigned, std::conditional_t<kTiles == 4, uint2, uint4>>;
-      const T* const first = layer.weights[blockIdx.y] + min(column + g * kTiles, layer.outputs - kTiles);
+      const T* const first = layer.weights[blockIdx.y] + min(column + g * kTiles, layer.out_features - kTiles);
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
-        const int line = min(k + c * kChunk, layer.columns - kLaneValues);
+        const int line = min(k + c * kChunk, layer.in_features - kLaneValues);
         const T* const lines = settled(first + static_cast<int64_t>(line) * stride);
 #pragma unroll
         for (int i = 0; i < kLaneValues; ++i) {
@@ -70,7 +70,7 @@ struct WeightPart {
     }
   }
 
-  // To be called ahead of the wait: has words of a weight [N, K] lie in the registers that products take them from, and
+  // To be called before the wait: has words of a weight [N, K] lie in the registers that products take them from, and
   // not in those that they were loaded into. `never`: 0, which the assembler must not know.
   __device__ void arrange(unsigned never) {
 #pragma unroll

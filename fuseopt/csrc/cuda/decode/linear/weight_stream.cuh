@@ -50,7 +50,7 @@ class WeightStream {
 
   // In one strip.
   static __device__ int stages_of(const StreamLayer<T>& layer, int part) {
-    const int all = (layer.columns + kStageK - 1) / kStageK;
+    const int all = (layer.in_features + kStageK - 1) / kStageK;
     return max(min(all - part * layer.part_stages, layer.part_stages), 0);
   }
 
@@ -62,7 +62,7 @@ class WeightStream {
         const int further = i * kLines;
         const bool is_second = layer_.is_gated && i >= kCopies / 2;
         const int column = column_ + further - (is_second ? kStreamColumns / 2 : 0);
-        const bool is_inside = column < layer_.outputs && k_ < layer_.columns;
+        const bool is_inside = column < layer_.out_features && k_ < layer_.in_features;
         const T* const from = from_ + offset(further) + (is_second ? to_gate_ : 0);
         copy_async(stage + place(further + line(), line_part()), from, is_inside);
       }

@@ -152,14 +152,14 @@ cudaError_t launch_chunks(const ChunkedCandidates& chunked, cudaStream_t stream)
   const BeamCandidates& of = chunked.of;
   const auto rows = static_cast<unsigned>(of.items * of.beams);
   const LaunchShape shape = {rows, kThreads, 0, 1, static_cast<unsigned>(chunked.chunks)};
-  bool overlap = of.overlap;
+  bool pdl = of.pdl;
   if (of.partial_sums != nullptr) {
-    const cudaError_t error = launch_dependent(sum_kernel<T>, chunked, shape, overlap, stream);
+    const cudaError_t error = launch_dependent(sum_kernel<T>, chunked, shape, pdl, stream);
     if (error != cudaSuccess) return error;
-    overlap = true;
+    pdl = true;
   }
   const auto kernel = of.has_edits ? chunk_kernel<T, true> : chunk_kernel<T, false>;
-  return launch_dependent(kernel, chunked, shape, overlap, stream);
+  return launch_dependent(kernel, chunked, shape, pdl, stream);
 }
 
 }  // namespace
@@ -180,7 +180,7 @@ extern "C" cudaError_t fuseopt_beam_candidates(BeamCandidates candidates, cudaSt
   if (error != cudaSuccess) return error;
   const size_t shared_bytes = candidates.beams * chunks * candidates.count * sizeof(unsigned);
   const LaunchShape item_shape = {static_cast<unsigned>(candidates.items), kWarpSize, shared_bytes, 1};
-  return launch_dependent(item_kernel, chunked, item_shape, candidates.overlap, stream);
+  return launch_dependent(item_kernel, chunked, item_shape, candidates.pdl, stream);
 }
 
 }  // namespace fuseopt::beam_candidates

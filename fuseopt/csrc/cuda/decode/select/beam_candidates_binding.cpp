@@ -6,7 +6,7 @@ namespace {
 constexpr const char* kOp = "beam_candidates";
 
 std::tuple<Tensor, Tensor> beam_candidates(Tensor scores, Tensor running_scores, int64_t count, bool log_softmax,
-                                           bool overlap, std::optional<Tensor> edited_ids,
+                                           bool pdl, std::optional<Tensor> edited_ids,
                                            std::optional<Tensor> edited_length, double repetition_penalty,
                                            std::optional<Tensor> prompt_ignore_length, int64_t ngram_size,
                                            std::optional<Tensor> encoder_ids, int64_t encoder_ngram_size,
@@ -19,8 +19,8 @@ std::tuple<Tensor, Tensor> beam_candidates(Tensor scores, Tensor running_scores,
   FUSEOPT_CHECK(running_scores.size(1) * scores.size(1) <= INT32_MAX, "fuseopt::", kOp,
                 ": the continuations of an item are more than 2^31");
   const Launch launch(kOp, scores);
-  Overlap overlapping(overlap);
-  const Tensor running = overlapping.contiguous(running_scores);
+  PdlGuard guard(pdl);
+  const Tensor running = guard.contiguous(running_scores);
   BeamCandidates candidates = {};
   candidates.scores = score_matrix(kOp, scores);
   candidates.vocabulary = scores.size(1);
@@ -42,12 +42,12 @@ std::tuple<Tensor, Tensor> beam_candidates(Tensor scores, Tensor running_scores,
   candidates.partial_sums = static_cast<float*>(data_of(sums));
   candidates.has_edits = edited_ids.has_value();
   if (candidates.has_edits) {
-    candidates.edits = logits_edits(kOp, scores, overlapping,
+    candidates.edits = logits_edits(kOp, scores, guard,
                                     {edited_ids, edited_length, repetition_penalty, prompt_ignore_length, ngram_size,
                                      encoder_ids, encoder_ngram_size, token_rules, rule_bounds, forcing_rules,
                                      temperature});
   }
-  candidates.overlap = overlapping.allowed();
+  candidates.pdl = guard.allowed();
   launch.check(fuseopt_beam_candidates(candidates, launch.stream()));
   return {values, places};
 }

@@ -188,7 +188,7 @@ extern "C" cudaError_t fuseopt_decode_beams(DecodeBeams beams, cudaStream_t stre
   if (beams.items == 0) return cudaSuccess;
   const auto launch = [&](auto kernel, unsigned movers) {
     const LaunchShape shape = {static_cast<unsigned>(beams.items), 2 * movers, 0, 1};
-    return launch_dependent(kernel, beams, shape, beams.overlap, stream);
+    return launch_dependent(kernel, beams, shape, beams.pdl, stream);
   };
   if (beams.beams <= kFewBeams) return launch(decode_beams_kernel<kFewBeams>, kMoversOf<kFewBeams>);
   return launch(decode_beams_kernel<kMaxBeams>, kMoversOf<kMaxBeams>);

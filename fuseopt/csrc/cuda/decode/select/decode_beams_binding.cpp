@@ -1,4 +1,4 @@
-#include "cuda/common/overlap.h"
+#include "cuda/common/pdl.h"
 
 namespace fuseopt::decode_beams_binding {
 namespace {
@@ -22,7 +22,7 @@ int* counts(const char* name, const Tensor& tensor) { return data_as<int>(name, 
 void decode_beams(Tensor values, Tensor places, Tensor running_scores, Tensor scores, Tensor is_finished,
                   Tensor lengths, Tensor improvable, Tensor ids, Tensor ancestry, Tensor tokens, Tensor going,
                   Tensor length, Tensor generated, Tensor counters, Tensor arrived, Tensor limit, Tensor penalties,
-                  std::optional<Tensor> eos, int64_t vocabulary, bool stops_when_full, bool advance, bool overlap) {
+                  std::optional<Tensor> eos, int64_t vocabulary, bool stops_when_full, bool advance, bool pdl) {
   FUSEOPT_CHECK(values.dim() == 2 && running_scores.dim() == 2 && ids.dim() == 3 && ancestry.dim() == 3 &&
                     penalties.dim() == 2,
                 "fuseopt::", kOp, ": values and running_scores must have two dimensions, ids and ancestry three");
@@ -33,8 +33,8 @@ void decode_beams(Tensor values, Tensor places, Tensor running_scores, Tensor sc
   FUSEOPT_CHECK(ids.size(1) == running_scores.numel() && ancestry.size(1) == ids.size(1) && arrived.numel() == 2,
                 "fuseopt::", kOp, ": ids and ancestry must have a row for each beam, arrived two elements");
   const Launch launch(kOp, values);
-  Overlap overlapping(overlap);
-  const Tensor read_values = overlapping.contiguous(values), read_places = overlapping.contiguous(places);
+  PdlGuard guard(pdl);
+  const Tensor read_values = guard.contiguous(values), read_places = guard.contiguous(places);
   DecodeBeams beams = {};
   beams.values = floats("values", read_values);
   beams.places = integers("places", read_places);
@@ -62,12 +62,12 @@ void decode_beams(Tensor values, Tensor places, Tensor running_scores, Tensor sc
   beams.limit = integers("limit", limit);
   beams.penalties = data_as<double>("penalties", penalties);
   beams.best_penalties = beams.penalties + penalties.size(1);
-  const auto ends = overlapping.contiguous(eos);
+  const auto ends = guard.contiguous(eos);
   beams.eos = ends.has_value() ? integers("eos", *ends) : nullptr;
   beams.eos_count = ends.has_value() ? ends->numel() : 0;
   beams.stops_when_full = stops_when_full;
   beams.advance = advance;
-  beams.overlap = overlapping.allowed();
+  beams.pdl = guard.allowed();
   launch.check(fuseopt_decode_beams(beams, launch.stream()));
 }
 

@@ -11,25 +11,25 @@ bool has_only_rules(const LogitsEdits& edits) {
          edits.suppressed_count == 0 && edits.temperature == 1;
 }
 
-void decode_head_select(Tensor input, std::optional<Tensor> addends, Tensor weight, std::string norm,
+void decode_head_select(Tensor input, std::optional<Tensor> partials, Tensor weight, std::string norm,
                         std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias, double eps,
-                        std::vector<Tensor> ahead, Tensor tokens, Tensor ids, Tensor length, Tensor unfinished,
-                        Tensor going, Tensor pad, std::optional<Tensor> eos, std::vector<Tensor> counters, bool overlap,
+                        std::vector<Tensor> prefetch, Tensor tokens, Tensor ids, Tensor length, Tensor unfinished,
+                        Tensor going, Tensor pad, std::optional<Tensor> eos, std::vector<Tensor> counters, bool pdl,
                         std::optional<Tensor> edited_ids, std::optional<Tensor> edited_length,
                         double repetition_penalty, std::optional<Tensor> prompt_ignore_length, int64_t ngram_size,
                         std::optional<Tensor> encoder_ids, int64_t encoder_ngram_size,
                         std::optional<Tensor> token_rules, std::optional<Tensor> rule_bounds, int64_t forcing_rules,
                         double temperature) {
-  Overlap overlapping(overlap);
+  PdlGuard guard(pdl);
   LinearCall head = linear_call(kOp, input, {weight}, {}, std::nullopt, norm, norm_weight, norm_bias, eps, "", false,
-                                overlapping, ahead);
-  if (addends.has_value()) add_to_input(kOp, head, input, *addends, overlapping);
+                                guard, prefetch);
+  if (partials.has_value()) add_to_input(kOp, head, input, *partials, guard);
   const Launch launch(kOp, head.output);
   DecodeSelect select =
-      decode_select_of(kOp, head.output, tokens, ids, length, unfinished, going, pad, eos, counters, overlapping);
+      decode_select_of(kOp, head.output, tokens, ids, length, unfinished, going, pad, eos, counters, guard);
   select.has_edits = edited_ids.has_value();
   if (select.has_edits) {
-    select.edits = logits_edits(kOp, head.output, overlapping,
+    select.edits = logits_edits(kOp, head.output, guard,
                                 {edited_ids, edited_length, repetition_penalty, prompt_ignore_length, ngram_size,
                                  encoder_ids, encoder_ngram_size, token_rules, rule_bounds, forcing_rules, temperature});
   }
@@ -41,15 +41,15 @@ void decode_head_select(Tensor input, std::optional<Tensor> addends, Tensor weig
   head.layer.best = parts > 0 ? select.candidates : nullptr;
   head.layer.rules = parts > 0 ? select.edits.rules : TokenRules{};
   head.layer.sequence_length = select.edits.length;
-  head.layer.overlap = overlapping.allowed();  // by now all that had to be is copied
-  select.overlap = true;                       // with the layer, which reads none of it
+  head.layer.pdl = guard.allowed();  // by now all that had to be is copied
+  select.pdl = true;                       // with the layer, which reads none of it
   launch.check(fuseopt_decode_linear(head.layer, launch.stream()));
   launch.check(fuseopt_decode_select(select, launch.stream()));
 }
 
 constexpr auto kDecodeHeadSelectInPlace = arguments("decode_head_select_", {
-    {"input", kFloats}, {"addends", kOnlyFloat}, {"weight", kFloats}, {"norm_weight", kFloats}, {"norm_bias", kFloats},
-    {"ahead", kFloats}, {"tokens", kOnlyLong}, {"ids", kOnlyLong}, {"length", kOnlyLong}, {"unfinished", kOnlyBool},
+    {"input", kFloats}, {"split_k_partials", kOnlyFloat}, {"weight", kFloats}, {"norm_weight", kFloats}, {"norm_bias", kFloats},
+    {"prefetch", kFloats}, {"tokens", kOnlyLong}, {"ids", kOnlyLong}, {"length", kOnlyLong}, {"unfinished", kOnlyBool},
     {"going", kOnlyBool}, {"pad", kOnlyLong}, {"eos", kOnlyLong}, {"counters", kOnlyLong}}) + kOfEdits;
 
 }  // namespace

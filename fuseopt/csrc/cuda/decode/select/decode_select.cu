@@ -147,10 +147,10 @@ __global__ void __launch_bounds__(kMaxFinishThreads) finish_kernel(const __grid_
 }
 
 template <typename Acc>
-cudaError_t launch_finish(const DecodeSelect& select, bool overlap, cudaStream_t stream) {
+cudaError_t launch_finish(const DecodeSelect& select, bool pdl, cudaStream_t stream) {
   const bool fits = select.rows * lanes_for(select.chunks) <= kThreads;
   const LaunchShape shape{1, static_cast<unsigned>(fits ? kThreads : kMaxFinishThreads), 0, 1};
-  return launch_dependent(finish_kernel<Acc>, select, shape, overlap, stream);
+  return launch_dependent(finish_kernel<Acc>, select, shape, pdl, stream);
 }
 
 template <typename T>
@@ -161,7 +161,7 @@ cudaError_t launch_as(const DecodeSelect& select, cudaStream_t stream) {
   if constexpr (std::is_same_v<T, float>) {
     if (select.divisors != nullptr) kernel = chunk_kernel<T, Kind::kDrawn>;
   }
-  const cudaError_t error = launch_dependent(kernel, chunks, shape, select.overlap, stream);
+  const cudaError_t error = launch_dependent(kernel, chunks, shape, select.pdl, stream);
   if (error != cudaSuccess) return error;
   return launch_finish<AccOf<T>>(select, true, stream);
 }
@@ -172,7 +172,7 @@ extern "C" int64_t fuseopt_decode_select_chunks(int64_t vocabulary) { return chu
 
 extern "C" cudaError_t fuseopt_decode_select(DecodeSelect select, cudaStream_t stream) {
   if (select.rows == 0) return cudaSuccess;
-  if (select.has_candidates) return launch_finish<float>(select, select.overlap, stream);
+  if (select.has_candidates) return launch_finish<float>(select, select.pdl, stream);
   switch (static_cast<DType>(select.scores.dtype)) {
     case kFloat16: return launch_as<__half>(select, stream);
     case kBFloat16: return launch_as<__nv_bfloat16>(select, stream);

@@ -9,7 +9,7 @@ namespace fuseopt {
 inline DecodeSelect decode_select_of(
     const char* op, const Tensor& scores, const Tensor& tokens, const Tensor& ids, const Tensor& length,
     const Tensor& unfinished, const Tensor& going, const Tensor& pad, const std::optional<Tensor>& eos,
-    const std::vector<Tensor>& counters, Overlap& overlap) {
+    const std::vector<Tensor>& counters, PdlGuard& guard) {
   const auto integers = [](const Tensor& tensor) { return static_cast<int64_t*>(tensor.data_ptr()); };
   const auto flags = [op](const char* name, const Tensor& tensor) {
     FUSEOPT_CHECK(tensor.is_contiguous(), "fuseopt::", op, ": ", name, " must be contiguous");
@@ -21,7 +21,7 @@ inline DecodeSelect decode_select_of(
                 DecodeSelect::kMaxCounters, " counters, not ", counters.size());
   FUSEOPT_CHECK(tokens.is_contiguous(), "fuseopt::", op, ": tokens must be contiguous");
   DecodeSelect select = {};
-  select.scores = score_matrix(op, overlap.with_unit_stride(scores));
+  select.scores = score_matrix(op, guard.with_unit_stride(scores));
   select.rows = scores.size(0);
   select.vocabulary = scores.size(1);
   select.tokens = integers(tokens);
@@ -36,7 +36,7 @@ inline DecodeSelect decode_select_of(
   select.going_count = going.numel();
   select.pad = integers(pad);
   if (eos.has_value()) {
-    select.eos = integers(overlap.contiguous(*eos));
+    select.eos = integers(guard.contiguous(*eos));
     select.eos_count = eos->numel();
   }
   select.counter_count = static_cast<int>(counters.size());

@@ -51,7 +51,7 @@ cudaError_t launch_as(const EditLogits& edit, cudaStream_t stream) {
   const EditChunks chunks = {edit, ScoreArithmetic<float>(edit.edits)};
   const auto blocks = static_cast<unsigned>(chunks_of(edit.vocabulary, kChunk));
   const LaunchShape shape{static_cast<unsigned>(edit.rows), kThreads, 0, 1, blocks};
-  return launch_dependent(edit_kernel<T>, chunks, shape, edit.overlap, stream);
+  return launch_dependent(edit_kernel<T>, chunks, shape, edit.pdl, stream);
 }
 
 }  // namespace

@@ -5,7 +5,7 @@ namespace {
 
 constexpr const char* kOp = "edit_logits";
 
-Tensor edit_logits(Tensor logits, bool overlap, std::optional<Tensor> ids, std::optional<Tensor> length,
+Tensor edit_logits(Tensor logits, bool pdl, std::optional<Tensor> ids, std::optional<Tensor> length,
                    double repetition_penalty, std::optional<Tensor> prompt_ignore_length, int64_t ngram_size,
                    std::optional<Tensor> encoder_ids, int64_t encoder_ngram_size, std::optional<Tensor> token_rules,
                    std::optional<Tensor> rule_bounds, int64_t forcing_rules, double temperature) {
@@ -15,11 +15,11 @@ Tensor edit_logits(Tensor logits, bool overlap, std::optional<Tensor> ids, std::
   edit.logits = score_matrix(kOp, logits);
   edit.rows = logits.size(0);
   edit.vocabulary = logits.size(1);
-  Overlap overlapping(overlap);
-  edit.edits = logits_edits(kOp, logits, overlapping,
+  PdlGuard guard(pdl);
+  edit.edits = logits_edits(kOp, logits, guard,
                             {ids, length, repetition_penalty, prompt_ignore_length, ngram_size, encoder_ids,
                              encoder_ngram_size, token_rules, rule_bounds, forcing_rules, temperature});
-  edit.overlap = overlapping.allowed();
+  edit.pdl = guard.allowed();
   edit.output = static_cast<float*>(output.data_ptr());
   launch.check(fuseopt_edit_logits(edit, launch.stream()));
   return output;

@@ -1,7 +1,7 @@
 // What the bindings of ops on logits share: token ids, and the edits that ops of decoding do on the way.
 #pragma once
 
-#include "cuda/common/overlap.h"
+#include "cuda/common/pdl.h"
 
 namespace fuseopt {
 
@@ -35,11 +35,11 @@ struct EditArguments {
   double temperature;
 };
 
-inline LogitsEdits logits_edits(const char* op, const Tensor& scores, Overlap& overlap,
+inline LogitsEdits logits_edits(const char* op, const Tensor& scores, PdlGuard& guard,
                                 const EditArguments& arguments) {
   const auto vector = [&](const char* name, const Tensor& tensor, int64_t elements) {
     FUSEOPT_CHECK(tensor.numel() == elements, "fuseopt::", op, ": ", name, " must have ", elements, " elements");
-    return overlap.contiguous(tensor).data_ptr();
+    return guard.contiguous(tensor).data_ptr();
   };
   const int64_t rows = scores.size(0);
   LogitsEdits edits = {};

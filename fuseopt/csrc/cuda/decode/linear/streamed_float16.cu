@@ -1,12 +1,12 @@
 // decode_linear's kernels that stream weights of float16, in a file of their own for the sake of build time.
 #include "cuda/decode/linear/gemv.cuh"
 #include "cuda/decode/linear/streamed_kn.cuh"
-#include "cuda/decode/linear/stream.cuh"
+#include "cuda/decode/linear/streamed_nk.cuh"
 
 namespace fuseopt {
 
 template cudaError_t launch_gemv<__half>(const DecodeLinear&, cudaStream_t);
-template cudaError_t launch_lines<__half>(const DecodeLinear&, cudaStream_t);
-template cudaError_t launch_stream<__half>(const DecodeLinear&, cudaStream_t);
+template cudaError_t launch_streamed_kn<__half>(const DecodeLinear&, cudaStream_t);
+template cudaError_t launch_streamed_nk<__half>(const DecodeLinear&, cudaStream_t);
 
 }  // namespace fuseopt

@@ -9,21 +9,21 @@ from fuseopt.build import toolchain
 
 CUDA = toolchain.CSRC / "cuda"
 BINDINGS = sorted([*CUDA.rglob("*_binding.cpp"), *CUDA.rglob("*_binding.h")])
-OVERLAPPING = [path for path in BINDINGS if "overlap" in path.read_text()]
+WITH_PDL = [path for path in BINDINGS if "pdl" in path.read_text()]
 
 
-def test_there_are_bindings_that_overlap() -> None:
+def test_there_are_bindings_with_pdl() -> None:
     assert {"decode_linear_binding.h", "decode_attention_binding.cpp", "decode_beams_binding.cpp"} <= {
-        path.name for path in OVERLAPPING
+        path.name for path in WITH_PDL
     }
 
 
-@pytest.mark.parametrize("path", OVERLAPPING, ids=lambda path: path.name)
-def test_an_op_that_overlaps_makes_its_copies_through_overlap(path: Path) -> None:
+@pytest.mark.parametrize("path", WITH_PDL, ids=lambda path: path.name)
+def test_an_op_with_pdl_makes_its_copies_through_the_guard(path: Path) -> None:
     """A kernel reads parameters before it waits for the previous kernel, which must not be one that copies them."""
     source = path.read_text()
     assert "as_contiguous(" not in source and "torch::stable::" not in source
-    assert ".overlap = overlap;" not in source  # what was asked for, whatever has been copied
+    assert ".pdl = pdl;" not in source  # what was asked for, whatever has been copied
 
 
 @pytest.mark.parametrize(

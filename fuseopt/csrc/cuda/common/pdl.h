@@ -8,11 +8,11 @@ namespace fuseopt {
 // Whether an op's kernels may start before the previous kernel on the stream has ended. The caller asks for it, but not
 // knowing of copies: a kernel reads parameters before it waits, and then the previous kernel is one that writes such a
 // copy. So every op that can overlap makes all its copies through this, and asks `allowed` after the last of them.
-class Overlap {
+class PdlGuard {
  public:
-  explicit Overlap(bool is_asked) : allowed_(is_asked) {}
-  Overlap(const Overlap&) = delete;
-  Overlap& operator=(const Overlap&) = delete;
+  explicit PdlGuard(bool is_asked) : allowed_(is_asked) {}
+  PdlGuard(const PdlGuard&) = delete;
+  PdlGuard& operator=(const PdlGuard&) = delete;
 
   // The tensor, or a contiguous copy, which lives as long as this does.
   Tensor contiguous(const Tensor& tensor) { return tensor.is_contiguous() ? tensor : copy_of(tensor); }

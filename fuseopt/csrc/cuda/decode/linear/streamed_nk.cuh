@@ -1,4 +1,4 @@
-// decode_linear for 16-bit weights [N, K] too large to wait in registers for the kernel ahead. A block has a ring of
+// decode_linear for 16-bit weights [N, K] too large to wait in registers for the previous kernel. A block has a ring of
 // shared memory for the weight, so small that the next kernel's block finds room beside it and reads meanwhile: memory
 // has little rest between kernels. It takes one strip of output columns after another, and its warps share out K: what a
 // device reads at a time lies together. Where strips are few, the blocks of a cluster share out K. All is in loops: a
@@ -11,15 +11,15 @@
 
 namespace fuseopt {
 
-constexpr int kMaxStreamCluster = 8;
+constexpr int kMaxStreamedNKCluster = 8;
 constexpr int kSumsStride = kStreamColumns + 4;  // 4: rows of sums start in different banks
 
 // kSums: whether the input is a sum.
 template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums>
 __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStages == 2 ? 3 : 2)
-    decode_linear_stream_kernel(const __grid_constant__ StreamLayer<T> layer) {
+    decode_linear_streamed_nk_kernel(const __grid_constant__ StreamLayer<T> layer) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int rows = layer.rows, columns = layer.columns;
+  const int rows = layer.rows, columns = layer.in_features;
   const int rank = cluster_rank(), blocks = cluster_size();
   const int part = rank * kStreamWarps + warp, parts = blocks * kStreamWarps;
   const int part_columns = layer.part_stages * kStageK;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   }
   // A head reads more than the L2 cache holds, and memory rests behind it.
   const bool has_several_strips = layer.strips > layer.step;
-  if (!has_several_strips) prefetch_ahead(layer);
+  if (!has_several_strips) prefetch_next_weights(layer);
 
   // Of a head, behind a norm: when outputs are stored, a warp has a row of them.
   constexpr bool kGivesBest = kNorm && kHalves == 1;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   static_assert(kStreamColumns == 32);
   const auto column_of = [&](int i) { return strip * width + (i & width - 1); };
   const auto output_index = [&](int i) {
-    return static_cast<int64_t>(i >> width_bits) * layer.output_stride + blockIdx.y * layer.outputs + column_of(i);
+    return static_cast<int64_t>(i >> width_bits) * layer.output_stride + blockIdx.y * layer.out_features + column_of(i);
   };
   // Converted where they are used: not waited for before.
   T bias, gate_bias, residual;
@@ -77,16 +77,16 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
   const auto load_biases = [&](int i) {
     const int column = column_of(i);
     bias = gate_bias = from_acc<T>(0.f);
-    if (kGivesBest && layer.rules.of_tokens != nullptr && column < layer.outputs) {
+    if (kGivesBest && layer.rules.of_tokens != nullptr && column < layer.out_features) {
       rules_of_column = layer.rules.of_tokens[column];
     }
-    if (layer.biases[0] == nullptr || i >= rows * width || column >= layer.outputs) return;
+    if (layer.biases[0] == nullptr || i >= rows * width || column >= layer.out_features) return;
     bias = layer.biases[layer.is_gated ? 0 : blockIdx.y][column];
     if (layer.is_gated) gate_bias = layer.biases[1][column];
   };
   const auto load_residual = [&](int i) {
     residual = from_acc<T>(0.f), wide_residual = 0.f;
-    if (layer.residual == nullptr || i >= rows * width || column_of(i) >= layer.outputs) return;
+    if (layer.residual == nullptr || i >= rows * width || column_of(i) >= layer.out_features) return;
     if (layer.is_wide) wide_residual = static_cast<const float*>(layer.residual)[output_index(i)];
     else residual = static_cast<const T*>(layer.residual)[output_index(i)];
   };
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     bool is_done = false;
 #pragma unroll 1
     for (int i = threadIdx.x; !is_done;) {
-      if (i < rows * width && column_of(i) < layer.outputs) {
+      if (i < rows * width && column_of(i) < layer.out_features) {
         float value = 0.f;
 #pragma unroll 1
         for (int place = i & width - 1; place < kStreamColumns; place += width) {
@@ -220,14 +220,14 @@ __global__ void __launch_bounds__(kStreamWarps* kWarpSize, kHalves == 1 && kStag
     if (strip >= layer.strips) break;
     __syncthreads();
   }
-  if (has_several_strips) prefetch_ahead(layer);
+  if (has_several_strips) prefetch_next_weights(layer);
   if (!kGivesBest || layer.best == nullptr) return;
   best.reduce();
   if (lane == 0 && warp < rows) layer.best[warp * layer.step + static_cast<int>(cluster_index())] = best;
 }
 
 // How a layer's work is shared out, if it is for these kernels.
-struct StreamPlan {
+struct StreamedNKPlan {
   int strips, weights;  // strips of each of these
   int slot_bits, halves;
   int blocks = 1;       // that share out K
@@ -235,15 +235,15 @@ struct StreamPlan {
   int part_stages, ring_warps, block_columns;
   size_t shared_bytes;
 
-  explicit StreamPlan(const DecodeLinear& layer)
-      : strips(static_cast<int>(ceil_div(layer.outputs, layer.gated ? kStreamColumns / 2 : kStreamColumns))),
+  explicit StreamedNKPlan(const DecodeLinear& layer)
+      : strips(static_cast<int>(ceil_div(layer.out_features, layer.gated ? kStreamColumns / 2 : kStreamColumns))),
         weights(layer.gated ? 1 : layer.weight_count),
         slot_bits(0),
         halves(layer.rows > kHalfRows ? 2 : 1) {
     while (1 << slot_bits < std::min<int64_t>(layer.rows, kHalfRows)) ++slot_bits;
     // A few blocks for a strip, where there are few strips.
     split(layer);
-    while (is_sm90_or_newer() && blocks < kMaxStreamCluster &&
+    while (is_sm90_or_newer() && blocks < kMaxStreamedNKCluster &&
            (2 * all_strips() * blocks <= multiprocessor_count() ||
             (all_strips() * blocks < multiprocessor_count() && part_stages > kLongPart))) {
       blocks *= 2;
@@ -271,7 +271,7 @@ struct StreamPlan {
   static constexpr int kLongPart = 4;
 
   void split(const DecodeLinear& layer) {
-    const int all_stages = static_cast<int>(ceil_div(layer.columns, kStageK)), parts = blocks * kStreamWarps;
+    const int all_stages = static_cast<int>(ceil_div(layer.in_features, kStageK)), parts = blocks * kStreamWarps;
     const size_t x_bytes = layer.input.dtype == kFloat32 ? sizeof(float) : sizeof(uint16_t);
     part_stages = static_cast<int>(ceil_div(all_stages, parts));
     ring_warps = blocks == 1 ? static_cast<int>(ceil_div(all_stages, part_stages)) : kStreamWarps;
@@ -284,12 +284,12 @@ struct StreamPlan {
   }
 };
 
-inline bool streams(const DecodeLinear& layer) {
-  return exceeds_registers(layer) && StreamPlan(layer).per_multiprocessor() > 0;
+inline bool fits_streamed_nk(const DecodeLinear& layer) {
+  return exceeds_registers(layer) && StreamedNKPlan(layer).per_multiprocessor() > 0;
 }
 
 template <typename T, typename X, bool kNorm, int kHalves, int kStages, bool kSums = false>
-cudaError_t launch_stream_as(const DecodeLinear& layer, const StreamPlan& plan, cudaStream_t stream) {
+cudaError_t launch_streamed_nk_as(const DecodeLinear& layer, const StreamedNKPlan& plan, cudaStream_t stream) {
   StreamLayer<T> of{mma_layer<T>(layer)};
   of.is_gated = layer.gated;
   of.strips = plan.strips;
@@ -303,29 +303,29 @@ cudaError_t launch_stream_as(const DecodeLinear& layer, const StreamPlan& plan, 
   of.sequence_length = layer.sequence_length;
   const LaunchShape shape{static_cast<unsigned>(of.step * plan.blocks), kStreamWarps * kWarpSize, plan.shared_bytes,
                           static_cast<unsigned>(plan.blocks), static_cast<unsigned>(plan.weights)};
-  of.share_ahead(shape);
-  return launch_dependent(decode_linear_stream_kernel<T, X, kNorm, kHalves, kStages, kSums>, of, shape, layer.overlap,
+  of.share_prefetch(shape);
+  return launch_dependent(decode_linear_streamed_nk_kernel<T, X, kNorm, kHalves, kStages, kSums>, of, shape, layer.pdl,
                           stream);
 }
 
 template <typename T, typename X, bool kNorm>
-cudaError_t launch_stream(const DecodeLinear& layer, cudaStream_t stream) {
-  const StreamPlan plan(layer);
+cudaError_t launch_streamed_nk(const DecodeLinear& layer, cudaStream_t stream) {
+  const StreamedNKPlan plan(layer);
   if constexpr (kNorm && std::is_same_v<T, X>) {
-    if (layer.addends != nullptr) return launch_stream_as<T, T, true, 1, 3, true>(layer, plan, stream);
+    if (layer.split_k_partials != nullptr) return launch_streamed_nk_as<T, T, true, 1, 3, true>(layer, plan, stream);
   }
-  if (plan.halves == 2) return launch_stream_as<T, X, kNorm, 2, 2>(layer, plan, stream);
-  return plan.stages == 2 ? launch_stream_as<T, X, kNorm, 1, 2>(layer, plan, stream)
-                          : launch_stream_as<T, X, kNorm, 1, 3>(layer, plan, stream);
+  if (plan.halves == 2) return launch_streamed_nk_as<T, X, kNorm, 2, 2>(layer, plan, stream);
+  return plan.stages == 2 ? launch_streamed_nk_as<T, X, kNorm, 1, 2>(layer, plan, stream)
+                          : launch_streamed_nk_as<T, X, kNorm, 1, 3>(layer, plan, stream);
 }
 
 template <typename T>
-cudaError_t launch_stream(const DecodeLinear& layer, cudaStream_t stream) {
-  if (layer.input.dtype != kDType<T>) return launch_stream<T, float, true>(layer, stream);
-  return layer.norm == kNoNorm ? launch_stream<T, T, false>(layer, stream) : launch_stream<T, T, true>(layer, stream);
+cudaError_t launch_streamed_nk(const DecodeLinear& layer, cudaStream_t stream) {
+  if (layer.input.dtype != kDType<T>) return launch_streamed_nk<T, float, true>(layer, stream);
+  return layer.norm == kNoNorm ? launch_streamed_nk<T, T, false>(layer, stream) : launch_streamed_nk<T, T, true>(layer, stream);
 }
 
-extern template cudaError_t launch_stream<__half>(const DecodeLinear&, cudaStream_t);
-extern template cudaError_t launch_stream<__nv_bfloat16>(const DecodeLinear&, cudaStream_t);
+extern template cudaError_t launch_streamed_nk<__half>(const DecodeLinear&, cudaStream_t);
+extern template cudaError_t launch_streamed_nk<__nv_bfloat16>(const DecodeLinear&, cudaStream_t);
 
 }  // namespace fuseopt
