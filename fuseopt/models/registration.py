@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,26 @@ from fuseopt.models.gpt2 import GPT2
 from fuseopt.models.policy import REGION_TARGETS, ModelPolicy, Rule
 from fuseopt.models.t5 import T5
 from fuseopt.modules.regions import REGIONS
+from fuseopt.ops.rms_norm import CAST_ORDERS
 from fuseopt.runtime.module_watch import config_of
 
 _MODULES = ", ".join(modules.__all__)
+# Options that a rule must have: by the field that it is in, or by the name of its target.
+_REQUIRED_OPTIONS = {
+    "causal_attention": ("attention",),
+    "heads": ("head",),
+    "relative_attention": ("attention",),
+    "stacks": ("blocks",),
+    "FusedActivation": ("region",),
+    "FusedGatedMLP": ("act", "gate", "down"),
+}
+# (target name, option) -> the values that the option may have.
+_OPTION_VALUES: dict[tuple[str, str], Collection[str | None]] = {
+    ("FusedActivation", "region"): REGIONS,
+    ("FusedGELU", "approximate"): ("none", "tanh"),
+    ("FusedRMSNorm", "cast_order"): CAST_ORDERS,
+    ("RotaryAttentionForward", "norms"): (None, "heads", "projections"),
+}
 _NO_RULES = ("name", "model_types", "eager_attention", "decode_steps")
 
 _policies: dict[str, ModelPolicy] = {model_type: policy for policy in (GPT2, T5) for model_type in policy.model_types}
@@ -30,7 +48,7 @@ def register_policy(policy: ModelPolicy) -> None:
     """Makes `policy` the one for its model types.
 
     Raises:
-        ValueError: it names no model type, one that another policy covers, or a target, region, kernel or decode step
+        ValueError: it names no model type, one that another policy covers, or a target, kernel, option or decode step
             that does not exist.
     """
     if not policy.model_types:
@@ -96,7 +114,7 @@ def extend_policy(model_types: str | Iterable[str], **additions: Any) -> PolicyE
         The extension, whose `remove()` undoes the call.
 
     Raises:
-        ValueError: it names a field, target, region, kernel or decode step that does not exist.
+        ValueError: it names a field, target, kernel, option or decode step that does not exist.
     """
     names = (model_types,) if isinstance(model_types, str) else tuple(model_types)
     fields = [field.name for field in dataclasses.fields(ModelPolicy) if field.name not in ("name", "model_types")]
@@ -128,7 +146,7 @@ def policy_for(model: nn.Module) -> ModelPolicy:
 
 
 def unknown_names(policy: ModelPolicy) -> Iterator[str]:
-    """A message for each source, target, region, kernel and decode step of a policy that does not exist."""
+    """A message for each source, target, kernel, option and decode step of a policy that does not exist."""
     for field in dataclasses.fields(policy):
         value = getattr(policy, field.name)
         for rule in () if field.name in _NO_RULES else value:
@@ -164,9 +182,25 @@ def _unknown_in(rule: Rule, field: str) -> str | None:
         return f"{names}, which is not a fuseopt.modules.FusedModule"
     if field == "kernels" and rule.target_name not in kernels():
         return f"{names}, but no kernel has that name, so no config could ask for it; register_kernel adds one"
-    if rule.target_name == "FusedActivation" and rule.options.get("region") not in REGIONS:
-        region = rule.options.get("region")
-        return f"names the region {region!r} for {rule.source}; known are {', '.join(REGIONS)}"
+    return _wrong_option(rule, field)
+
+
+def _wrong_option(rule: Rule, field: str) -> str | None:
+    """Which option of the rule is missing, unknown or has a value that it cannot have; None if all are right."""
+    required = (*_REQUIRED_OPTIONS.get(field, ()), *_REQUIRED_OPTIONS.get(rule.target_name, ()))
+    missing = next((name for name in required if name not in rule.options), None)
+    if missing is not None:
+        return f"has a rule for {rule.source} without the option {missing!r}"
+    if field in ("kernels", "regions"):
+        try:
+            inspect.signature(rule.target_class._configure).bind_partial(None, **rule.options)
+        except TypeError as error:
+            return f"has a rule for {rule.source} whose options {rule.target_name} does not take: {error}"
+    for name, value in rule.options.items():
+        values = _OPTION_VALUES.get((rule.target_name, name))
+        if values is not None and value not in values:
+            known = ", ".join(map(repr, values))
+            return f"has a rule for {rule.source} with the option {name}={value!r}; known are {known}"
     return None
 
 

@@ -351,8 +351,33 @@ def test_policies_of_the_package_name_known_targets_and_steps():
         ({"kernels": ("my.Norm",)}, "kernels has 'my.Norm', which is not a Rule"),
         (
             {"regions": (Rule("my.Act", "FusedActivation", {"region": "mish"}),)},
-            "regions names the region 'mish' for my.Act; known are relu",
+            "regions has a rule for my.Act with the option region='mish'; known are 'relu'",
         ),
+        (
+            {"regions": (Rule("my.Act", "FusedActivation"),)},
+            "regions has a rule for my.Act without the option 'region'",
+        ),
+        (
+            {"kernels": (Rule("my.Act", "FusedGELU", {"approximate": "tan"}),)},
+            "kernels has a rule for my.Act with the option approximate='tan'; known are 'none', 'tanh'",
+        ),
+        (
+            {"kernels": (Rule("my.Norm", "FusedRMSNorm", {"cast_order": "gemma", "eps": "eps"}),)},
+            "kernels has a rule for my.Norm with the option cast_order='gemma'; known are 'input'",
+        ),
+        (
+            {"kernels": (Rule("my.Norm", "FusedRMSNorm", {"cast_ordr": "t5"}),)},
+            "kernels has a rule for my.Norm whose options FusedRMSNorm does not take: .*'cast_ordr'",
+        ),
+        (
+            {
+                "rotary_attentions": (
+                    Rule("my.Part", "fuseopt.blocks.rotary_embedding.RotaryAttentionForward", {"norms": "head"}),
+                )
+            },
+            "rotary_attentions has a rule for my.Part with the option norms='head'; known are None, 'heads'",
+        ),
+        ({"heads": (Rule("my.Model", "FusedLMHead"),)}, "heads has a rule for my.Model without the option 'head'"),
         ({"regions": (Rule("my.MLP", "FusedLayerNorm"),)}, "regions names the target 'FusedLayerNorm' for my.MLP"),
         *(
             ({field: (Rule("my.Part", "Nothing"),)}, f"{field} names the target 'Nothing' for my.Part")
@@ -387,6 +412,9 @@ class MyNorm(nn.LayerNorm):
 
 
 class FusedMine(modules.FusedModule):
+    def _configure(self, *, scale=1):
+        self.scale = scale
+
     def forward(self, input):
         return self._source_forward(input)
 
@@ -440,10 +468,10 @@ def test_an_extension_is_planned_for_its_models_until_it_is_removed(model_types,
 @pytest.mark.usefixtures("my_kernel")
 def test_a_rule_replaces_that_for_the_same_class_and_the_later_extension_counts():
     first = extend_policy("gpt2", kernels=[Rule(MY_NORM, FusedMine)], eager_attention=["my.Attention"])
-    again = extend_policy("gpt2", kernels=[Rule(MY_NORM, FusedMine, {"eps": 1})])
+    again = extend_policy("gpt2", kernels=[Rule(MY_NORM, FusedMine, {"scale": 1})])
     policy = policy_for(of_type("gpt2"))
     (rule,) = (rule for rule in policy.kernels if rule.source == MY_NORM)
-    assert rule.options == {"eps": 1}
+    assert rule.options == {"scale": 1}
     assert policy.kernels[1:] == GPT2.kernels and policy.eager_attention == ("my.Attention", *GPT2.eager_attention)
     again.remove()
     (rule,) = (rule for rule in policy_for(of_type("gpt2")).kernels if rule.source == MY_NORM)
