@@ -7,6 +7,7 @@ A config is given as a dict, the path of a JSON file, the name of a preset, or a
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 from fuseopt.config_checks import boolean, check_keys, choice, count, fraction, nearest, typed
 from fuseopt.config_file import read_json
 from fuseopt.errors import ConfigError, shown
-from fuseopt.kernel_table import CUSTOM, PRESETS, TRITON, kernels, listed, preset_block
+from fuseopt.kernel_table import CUSTOM, TRITON, kernels, listed, preset_block
+from fuseopt.kernel_table import PRESETS as PRESET_NAMES
 
 JIT_BACKENDS = ("torchscript", "inductor")
 MEMORY_BACKENDS = ("inductor", "aot_eager")
@@ -123,14 +125,14 @@ class Config:
             source = "inference"
         if isinstance(source, Config):
             return source
-        if isinstance(source, str) and source in PRESETS:
+        if isinstance(source, str) and source in PRESET_NAMES:
             return cls(_kernel_fusion(preset_block(source)), preset=source)
         if isinstance(source, (str, os.PathLike)):
             return cls.load(read_json(source))
         if not isinstance(source, Mapping):
             raise ConfigError(
-                f"config: expected a dict, a path to a JSON file, a preset ({', '.join(PRESETS)}) or a fuseopt.Config, "
-                f"got {type(source).__name__}"
+                f"config: expected a dict, a path to a JSON file, a preset ({', '.join(PRESET_NAMES)}) "
+                f"or a fuseopt.Config, got {type(source).__name__}"
             )
         return _top_level(source)
 
@@ -264,3 +266,16 @@ def _kernel(where: str, entry: Any, key: str) -> KernelRequest:
     for option, value in options.items():
         typed(f"{where}.{option}", value, types[option])
     return KernelRequest(name, options)
+
+
+def __getattr__(name: str) -> Any:
+    """Tables that stood here in earlier versions."""
+    if name == "PRESETS":
+        table: dict[str, Any] = {preset: {"kernel_fusion": preset_block(preset)} for preset in PRESET_NAMES}
+    elif name in ("CUSTOM_KERNELS", "TRITON_KERNELS"):
+        key = CUSTOM if name == "CUSTOM_KERNELS" else TRITON
+        table = {kernel.name: tuple(kernel.lists[key]) for kernel in listed(key).values()}
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"fuseopt.config.{name} has moved to fuseopt.kernel_table", DeprecationWarning, stacklevel=2)
+    return table

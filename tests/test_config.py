@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from fuseopt import config as config_module
 from fuseopt.config import (
     Config,
     GenerationOptions,
@@ -14,7 +15,7 @@ from fuseopt.config import (
     MemoryEfficientOptions,
 )
 from fuseopt.errors import ConfigError
-from fuseopt.kernel_table import CUSTOM, PRESETS, listed
+from fuseopt.kernel_table import CUSTOM, PRESETS, TRITON, listed, preset_block
 
 OSLO = {
     "kernel_fusion": {
@@ -210,6 +211,17 @@ def test_json_that_is_no_config(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         Config.load(path)
+
+
+def test_the_tables_of_earlier_versions_are_given_with_a_warning():
+    with pytest.warns(DeprecationWarning, match="fuseopt.kernel_table"):
+        assert config_module.PRESETS["training"]["kernel_fusion"] == preset_block("training")
+    with pytest.warns(DeprecationWarning, match="fuseopt.kernel_table"):
+        assert config_module.CUSTOM_KERNELS["FusedGELU"] == ("fold_bias",)
+    with pytest.warns(DeprecationWarning, match="fuseopt.kernel_table"):
+        assert list(config_module.TRITON_KERNELS) == list(listed(TRITON))
+    with pytest.raises(AttributeError, match="has no attribute 'KERNELS'"):
+        _ = config_module.KERNELS
 
 
 def test_a_preset_that_names_every_kernel_stays_complete():
