@@ -40,6 +40,7 @@ from fuseopt.generation.select.device_processors import DeviceProcessor, chained
 from fuseopt.generation.tiers import CallRecord, Tier
 
 _MAX_RECORDS = 8
+_RAISED_EARLY = CallRecord(Tier.STOCK, "an error was raised before decoding began")
 
 
 class FusedGenerate:
@@ -170,20 +171,21 @@ class GenerateCall:
         extra: those of them that are not parameters of generate().
 
     Attributes:
+        early: what was done for the call before transformers; set by `prepare`.
         record: how the call was served.
         outcome: what to expect of the next call with such arguments; None for nothing.
     """
 
     # transformers inspects it twice a call.
     __signature__: inspect.Signature
+    early: EarlyWork
 
     def __init__(
         self, fused: FusedGenerate, model: nn.Module, arguments: dict[str, Any], extra: dict[str, Any]
     ) -> None:
         self.fused, self.model, self.arguments, self.extra = fused, model, arguments, extra
         self.checked, self.graphs = fused.checked, fused.graphs
-        self.early = EarlyWork(extra)
-        self.record = CallRecord(Tier.STOCK, "an error was raised before decoding began")
+        self.record = _RAISED_EARLY
         self.outcome: CallOutcome | None = None
 
     def prepare(self, has_lock: bool) -> str | None:

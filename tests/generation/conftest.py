@@ -11,8 +11,8 @@ from fuseopt.generation.prompt import early_prefill, prompts
 
 
 @pytest.fixture
-def starts_ahead(monkeypatch):
-    """Lets a CPU take the paths of a GPU, with the ops' references, and a step that runs for a captured one."""
+def as_on_gpu(monkeypatch):
+    """Makes a CPU take the paths of a GPU, with the ops' references, and steps that run in place of captured ones."""
     for module in (attention, layers, prompts, early_prefill, generate):
         monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
     capture = StepGraphs.capture

@@ -156,7 +156,7 @@ def test_a_model_goes_with_its_last_user(family, calls):
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_a_model_that_has_kept_steps_goes_with_its_last_user(family, starts, request):
     if starts:
-        request.getfixturevalue("starts_ahead")
+        request.getfixturevalue("as_on_gpu")
     with no_collector():
         model = fuseopt.initialize(tiny.FAMILIES[family](), GENERATION)
         for _ in range(3):

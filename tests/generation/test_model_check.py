@@ -15,20 +15,20 @@ from fuseopt.generation.tiers import Tier
 from tests import tiny
 from tests.generation.same_calls import GENERATION, assert_same, generate, prompt
 
-pytestmark = pytest.mark.usefixtures("each_device", "starts_ahead")
+pytestmark = pytest.mark.usefixtures("each_device", "as_on_gpu")
 FAMILIES = {"gpt2": tiny.gpt2, "t5": tiny.t5}
 
 
 @pytest.fixture(params=FAMILIES)
-def model(request, each_device, starts_ahead):
+def model(request, each_device, as_on_gpu):
     return FAMILIES[request.param]()
 
 
 @pytest.fixture
 def events(noted, model):
-    """What happens in a call, one letter each: look, prepare, token of the prompt, capture, step."""
+    """Letters for what happens in a call: check (k), prepare (p), token of the prompt (t), capture (c), step (s)."""
     seen, note = noted
-    note(CheckedStep, "check", "l")
+    note(CheckedStep, "check", "k")
     note(type(model), "_prepare_generated_length", "p")
     note(Selection, "__call__", "t", lambda *args, advance=True: not advance)
     note(StepGraphs, "capture", "c", lambda graphs, step: step.graph is None)
@@ -36,7 +36,7 @@ def events(noted, model):
     return seen
 
 
-def test_when_the_host_looks(model, events):
+def test_when_the_model_is_checked(model, events):
     """Before there is a step; then once two steps are queued, before one is captured, and before the call ends."""
     fuseopt.initialize(model, GENERATION)
 
@@ -45,17 +45,17 @@ def test_when_the_host_looks(model, events):
         generate(model, prompt(model, 2, 6, 0), eos_token_id=[], **kwargs)
         return "".join(events)
 
-    assert call(max_new_tokens=6) == "lptscssss"
-    assert call(max_new_tokens=6) == "ptsslsss"
-    assert [call(max_new_tokens=new) for new in (1, 2, 3, 4)] == ["ptl", "ptsl", "ptssl", "ptssls"]
-    assert call(max_new_tokens=2, suppress_tokens=[3]) == "ptsl"
-    assert call(max_new_tokens=2, suppress_tokens=[3]) == "ptlcs"
-    assert call(max_new_tokens=3, do_sample=True) == "plts" + "cs"
-    assert call(max_new_tokens=3, max_time=1e6) == "pls" + "cs"
-    assert call(max_new_tokens=3, output_hidden_states=True) == "pl"
+    assert call(max_new_tokens=6) == "kptscssss"
+    assert call(max_new_tokens=6) == "ptssksss"
+    assert [call(max_new_tokens=new) for new in (1, 2, 3, 4)] == ["ptk", "ptsk", "ptssk", "ptssks"]
+    assert call(max_new_tokens=2, suppress_tokens=[3]) == "ptsk"
+    assert call(max_new_tokens=2, suppress_tokens=[3]) == "ptkcs"
+    assert call(max_new_tokens=3, do_sample=True) == "pkts" + "cs"
+    assert call(max_new_tokens=3, max_time=1e6) == "pks" + "cs"
+    assert call(max_new_tokens=3, output_hidden_states=True) == "pk"
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-    assert call(max_new_tokens=3) == "lptscs"
+    assert call(max_new_tokens=3) == "kptscs"
 
 
 def train(model):
@@ -149,7 +149,7 @@ def test_hooks_are_called_as_often_as_in_transformers(model):
 
 
 def test_code_of_the_caller_s_runs_on_the_model_as_it_is(model):
-    """And once for each token, since it is called after the look."""
+    """And once for each token, since it is called after the check."""
     inputs, lengths = prompt(model, 2, 6, 0), []
 
     class Sees(LogitsProcessor):
@@ -166,7 +166,7 @@ def test_code_of_the_caller_s_runs_on_the_model_as_it_is(model):
         assert len(lengths) == len(set(lengths)) == 4
 
 
-def test_an_error_of_the_preparation_is_no_look(model):
+def test_an_error_of_the_preparation_leaves_the_check_undone(model):
     inputs = prompt(model, 2, 6, 0, padded=False)
     fuseopt.initialize(model, GENERATION)
     generate(model, inputs, max_new_tokens=5)
@@ -183,7 +183,7 @@ def test_an_error_of_the_preparation_is_no_look(model):
 
 
 def test_an_error_of_a_hook_comes_by_itself(model):
-    """Without a word on what had begun before the look."""
+    """Without the context of the check that found the hook."""
     inputs = prompt(model, 2, 6, 0)
     fuseopt.initialize(model, GENERATION)
     generate(model, inputs, max_new_tokens=5)

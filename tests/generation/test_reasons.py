@@ -214,7 +214,7 @@ CASES = {
     "synced_gpus synchronises several processes": Call(lambda model, seen: {"synced_gpus": True}),
     "cache_implementation selects a class of caches": Call(
         lambda model, seen: {"cache_implementation": "static", "disable_compile": True},
-        not_wrong="the class of the cache tells as much, but only after the prompt has run in vain",
+        not_wrong="the class of the cache tells as much, but only after the prompt has run for nothing",
     ),
     "torch.compile is tracing the call": Call(
         around=lambda model, seen: patched(torch.compiler, "is_compiling", lambda: True),
@@ -227,7 +227,7 @@ CASES = {
     "{} asks for {}": Call(lambda model, seen: {"penalty_alpha": 0.5, "top_k": 4}),
     "{} is not exactly {}": Call(
         change=lambda model: setattr(model, "__class__", Mine),
-        not_wrong="a look at the modules finds it as well; what comes between reads the attributes of the class",
+        not_wrong="the check of the modules finds it as well; what comes between reads the attributes of the class",
     ),
     "attn_implementation is {}": Call(change=attention),
     "the model is compiled by model.compile()": Call(change=compiled),

@@ -12,12 +12,12 @@ from fuseopt.generation.tiers import Tier
 from tests import tiny
 from tests.generation.same_calls import GENERATION, VOCAB, assert_same, prompt
 
-pytestmark = pytest.mark.usefixtures("each_device", "starts_ahead")
+pytestmark = pytest.mark.usefixtures("each_device", "as_on_gpu")
 FAMILIES = {"gpt2": lambda: tiny.gpt2(n_positions=150), "t5": tiny.t5}
 
 
 @pytest.fixture(params=FAMILIES)
-def model(request, each_device, starts_ahead):
+def model(request, each_device, as_on_gpu):
     return FAMILIES[request.param]()
 
 
@@ -57,7 +57,7 @@ def test_as_many_as_there_is_room_for(model, new, eos, count, together):
         assert torch.equal(got, wanted)
         assert model.generate.calls[-1].tier is Tier.DEVICE_LOOP
     assert all(call.args[0].count == count for call in together.call_args_list)
-    # A step or two may come ahead of them.
+    # A step or two may come before them.
     assert not together.called if new < count else together.called or new < count + 3
 
 
@@ -74,16 +74,16 @@ def test_as_many_as_there_is_room_for(model, new, eos, count, together):
     ids=str,
 )
 def test_calls_that_end_early(model, kwargs, together):
-    """Steps in vain draw no random numbers and write no tokens."""
+    """Surplus steps draw no random numbers and write no tokens."""
     fuseopt.initialize(model, GENERATION)
-    # Beam search looks at as many continuations more as there are of these, and its kernels at a few.
+    # Each EOS id adds a candidate per beam, and the kernels take few candidates.
     eos = list(range(1, 8 if "num_beams" in kwargs else VOCAB))
     lengths = set()
     for seed in range(12):
         given = {"max_new_tokens": 24, "min_new_tokens": 1 + 2 * seed, **kwargs}
         (wanted, random), (got, got_random) = both(model, seed, eos_token_id=eos, **given)
         assert torch.equal(got, wanted)
-        # A CPU's steps are never run in vain but here, and its generator is not put back.
+        # On a CPU only this test runs surplus steps, and its generator is not put back.
         assert torch.equal(got_random, random) or model.device.type == "cpu"
         lengths.add(got.shape[1])
     assert together.call_count and len(lengths) > 1

@@ -91,7 +91,7 @@ class EarlyPrefill:
             None if there is no such earlier call, or no memory.
         """
         step, ids = self.checked.step, prompt_of(arguments)
-        if not len(self.outcomes) or "encoder_outputs" in extra or not tiers.is_token_ids(ids, step.shape.device):
+        if "encoder_outputs" in extra or not tiers.is_token_ids(ids, step.shape.device):
             return None
         if step.encoder_class is not None and not self.checked.is_encoder_in_place():
             return None

@@ -1,4 +1,4 @@
-"""fingerprint(): what has changed since an earlier one is found, whichever way it looks again."""
+"""fingerprint(): finds every change since an earlier one, by the quick comparison and by another walk."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from fuseopt.generation.hf.fingerprint import fingerprint
 from tests import tiny
 
 
-def look(model, before=None):
+def fingerprint_of(model, before=None):
     return fingerprint(model, GPT2Step.roots(model), GPT2Step.children, before)
 
 
@@ -74,13 +74,13 @@ def remove_a_layer(model):
 )
 def test_a_changed_model_has_another_key(change):
     model = tiny.gpt2()
-    before = look(model)
-    assert before.reason is None and look(model, before) is before and before.is_in_place()
+    before = fingerprint_of(model)
+    assert before.reason is None and fingerprint_of(model, before) is before and before.is_in_place()
     change(model)
     assert not before.is_in_place() or change not in (move, narrow, halve)
-    after = look(model, before)
+    after = fingerprint_of(model, before)
     assert after.reason is None and after.key != before.key
-    assert after.key == look(model).key and look(model, after) is after
+    assert after.key == fingerprint_of(model).key and fingerprint_of(model, after) is after
 
 
 def hook(model):
@@ -106,23 +106,23 @@ def adapt(model):
 @pytest.mark.parametrize("change", [hook, replace_forward, train, subclass, adapt], ids=lambda change: change.__name__)
 def test_a_model_that_a_step_does_not_know_has_a_reason(change):
     model = tiny.gpt2()
-    before = look(model)
+    before = fingerprint_of(model)
     change(model)
-    after = look(model, before)
-    assert after.reason is not None and after == look(model)
+    after = fingerprint_of(model, before)
+    assert after.reason is not None and after == fingerprint_of(model)
 
 
 def test_autocast_is_a_reason_while_it_is_on():
     model = tiny.gpt2()
-    before = look(model)
+    before = fingerprint_of(model)
     with torch.autocast("cpu", torch.bfloat16):
-        assert look(model, before).reason == "autocast is on"
-    assert look(model, before) is before
+        assert fingerprint_of(model, before).reason == "autocast is on"
+    assert fingerprint_of(model, before) is before
 
 
 def test_values_take_no_part():
     model = tiny.gpt2()
-    before = look(model)
+    before = fingerprint_of(model)
     with torch.no_grad():
         model.transformer.ln_f.weight.mul_(2)
-    assert look(model, before) is before
+    assert fingerprint_of(model, before) is before

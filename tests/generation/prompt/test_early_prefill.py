@@ -1,4 +1,4 @@
-"""First steps are queued before transformers prepares a call that looks like an earlier one; and void if it is not."""
+"""First steps are queued before transformers prepares a call like an earlier one, and discarded if it differs."""
 
 import gc
 import weakref
@@ -29,9 +29,9 @@ from fuseopt.generation.tiers import Tier
 from tests import tiny
 from tests.generation.same_calls import GENERATION, VOCAB, prompt, sweep
 
-pytestmark = pytest.mark.usefixtures("each_device", "starts_ahead")
+pytestmark = pytest.mark.usefixtures("each_device", "as_on_gpu")
 FAMILIES = {"gpt2": lambda: tiny.gpt2(n_positions=150), "t5": tiny.t5}
-STEPS_AHEAD = 4
+QUEUED_STEPS = 4
 SETTLED = {"max_new_tokens": 9, "min_new_tokens": 4, "no_repeat_ngram_size": 3}
 
 
@@ -49,14 +49,14 @@ class Listener(BaseStreamer):
 
 
 @pytest.fixture(params=FAMILIES)
-def model(request, each_device, starts_ahead):
+def model(request, each_device, as_on_gpu):
     return FAMILIES[request.param]()
 
 
 @pytest.fixture
 def queued(monkeypatch):
-    """Of each call, how many steps were queued ahead; None where there was no plan to take them by."""
-    monkeypatch.setattr(early_prefill, "_MAX_QUEUED_STEPS", STEPS_AHEAD)
+    """How many steps were queued early in each call; None if no outcome of an earlier call said which."""
+    monkeypatch.setattr(early_prefill, "_MAX_QUEUED_STEPS", QUEUED_STEPS)
     counts = []
     queue = EarlyPrefill._queue_steps
 
@@ -88,7 +88,7 @@ def test_calls_that_look_alike(model, queued):
     fuseopt.initialize(model, GENERATION)
     for seed, length in enumerate((6, 6, 4, 9, 6, 6)):
         assert check(model, seed, length, max_new_tokens=9, eos_token_id=[]) is Tier.DEVICE_LOOP
-    assert queued == [None, None, *[STEPS_AHEAD] * 4]
+    assert queued == [None, None, *[QUEUED_STEPS] * 4]
     for seed in range(6):
         check(model, seed, max_new_tokens=9, eos_token_id=[5, 7, 40])
     assert all(queued[8:])
@@ -97,7 +97,7 @@ def test_calls_that_look_alike(model, queued):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kwargs", [SETTLED, SETTLED | {"suppress_tokens": [3, 5], "forced_eos_token_id": 8}], ids=str)
 @pytest.mark.parametrize("with_config", [False, True])
-def test_they_are_not_in_vain(model, mode, with_config, kwargs, monkeypatch):
+def test_queued_steps_are_used(model, mode, with_config, kwargs, monkeypatch):
     """Whatever a call brings along of its own."""
     served = []
     matches = DecodeRun.matches
@@ -125,7 +125,7 @@ def test_no_more_steps_than_the_call_takes(model, queued, steps):
         check(model, seed, max_new_tokens=steps, eos_token_id=[])
     # A step is captured at the third token or in the second call, if there is one at all; the next call finds it so.
     without_plan = {1: 4, 2: 3}.get(steps, 2)
-    assert queued == [None] * without_plan + [min(steps, STEPS_AHEAD)] * (4 - without_plan)
+    assert queued == [None] * without_plan + [min(steps, QUEUED_STEPS)] * (4 - without_plan)
 
 
 def test_rows_that_end_within_them(model, queued):
@@ -151,13 +151,13 @@ def test_as_many_as_the_call_before_came_to(model, queued):
 
 
 def test_when_they_are_queued(model, noted, monkeypatch):
-    """p: transformers prepares; t: the first token of a prompt; s: a step; l: a look at the model."""
+    """p: transformers prepares; t: the first token of a prompt; s: a step; c: a check of the model."""
     seen, note = noted
     note(type(model), "_prepare_generated_length", "p")
     note(Selection, "__call__", "t", lambda *args, advance=True: not advance)
     note(StepWork, "__call__", "s")
-    note(CheckedStep, "check", "l")
-    monkeypatch.setattr(early_prefill, "_MAX_QUEUED_STEPS", STEPS_AHEAD)
+    note(CheckedStep, "check", "c")
+    monkeypatch.setattr(early_prefill, "_MAX_QUEUED_STEPS", QUEUED_STEPS)
     fuseopt.initialize(model, GENERATION)
     inputs = prompt(model, 2, 6, 0)
     calls = []
@@ -165,7 +165,7 @@ def test_when_they_are_queued(model, noted, monkeypatch):
         seen.clear()
         model.generate(**inputs, max_new_tokens=8, eos_token_id=[], pad_token_id=0)
         calls.append("".join(seen))
-    assert calls == ["lptsssssss", "ptsslsssss", "tssspl" + "ssss", "tssspl" + "ssss"]
+    assert calls == ["cptsssssss", "ptsscsssss", "tssspc" + "ssss", "tssspc" + "ssss"]
 
 
 def test_they_come_before_anything_is_asked(model, noted, monkeypatch):
@@ -174,7 +174,7 @@ def test_they_come_before_anything_is_asked(model, noted, monkeypatch):
     note(tiers, "argument_reasons", "r")
     note(Selection, "__call__", "t", lambda *args, advance=True: not advance)
     note(StepWork, "__call__", "s")
-    monkeypatch.setattr(early_prefill, "_MAX_QUEUED_STEPS", STEPS_AHEAD)
+    monkeypatch.setattr(early_prefill, "_MAX_QUEUED_STEPS", QUEUED_STEPS)
     fuseopt.initialize(model, GENERATION)
     calls = []
     for seed in range(4):
@@ -250,7 +250,7 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_nothing_is_queued_where_somebody_looks_on(model, starts):
+def test_nothing_is_queued_under_a_dispatch_mode(model, starts):
     fuseopt.initialize(model, GENERATION)
     for seed in range(3):
         check(model, seed, max_new_tokens=6)
@@ -345,7 +345,7 @@ def test_what_no_argument_tells(change, model, queued, monkeypatch):
     fuseopt.initialize(model, GENERATION)
     for seed in range(3):
         check(model, seed, max_new_tokens=9)
-    assert queued == [None, None, STEPS_AHEAD]
+    assert queued == [None, None, QUEUED_STEPS]
     change(model)
     for seed in range(4):
         check(model, seed, max_new_tokens=9)
@@ -400,7 +400,7 @@ def test_calls_of_other_kinds_between_plain_ones_equal_transformers(model, queue
             check(model, seed, **{"max_new_tokens": 9, **other})
             count = len(queued)
             check(model, seed, max_new_tokens=9)
-            assert queued[count:] == [STEPS_AHEAD]
+            assert queued[count:] == [QUEUED_STEPS]
 
 
 def test_a_streamer_after_calls_without(model, queued):
@@ -427,7 +427,7 @@ def test_an_error_of_the_preparation(model, queued):
     model.generation_config.temperature, model.generation_config.do_sample = None, None
     for seed in range(3):
         check(model, seed, max_new_tokens=9)
-    assert queued[-1] == STEPS_AHEAD
+    assert queued[-1] == QUEUED_STEPS
 
 
 KINDS = {
@@ -444,7 +444,7 @@ KINDS = {
 @sweep(16)
 @given(st.data())
 def test_calls_in_any_order(model, data):
-    """Of a few kinds, with prompts of their own."""
+    """Of a few kinds, each with its own prompt."""
     kinds = data.draw(st.lists(st.fixed_dictionaries({}, optional=KINDS), min_size=1, max_size=3))
     order = data.draw(st.lists(st.sampled_from(kinds), min_size=2, max_size=7))
     if not hasattr(model.generate, "calls"):
@@ -457,7 +457,7 @@ def test_calls_in_any_order(model, data):
         check(model, data.draw(st.integers(0, 9)), length, rows, data.draw(st.booleans()), **kwargs)
 
 
-def test_plans_are_bounded(model):
+def test_outcomes_are_bounded(model):
     fuseopt.initialize(model, {"generation": {"enable": True, "max_graphs": 2}})
     for steps in range(3, 3 + _MAX_OUTCOMES + 4):
         check(model, steps, max_new_tokens=steps, eos_token_id=[])
@@ -477,7 +477,7 @@ def test_a_step_that_has_gone_is_not_queued(model, queued):
 
 
 def test_what_was_captured_goes_all_the_same(model, queued):
-    """Plans hold on to none of it, nor to what the caller has given."""
+    """Outcomes reference neither graphs and states nor the caller's arguments."""
     fuseopt.initialize(model, GENERATION)
     for seed in range(3):
         check(model, seed, max_new_tokens=9)
@@ -489,4 +489,4 @@ def test_what_was_captured_goes_all_the_same(model, queued):
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
     check(model, 0, max_new_tokens=9)
-    assert queued == [None, None, STEPS_AHEAD, None]
+    assert queued == [None, None, QUEUED_STEPS, None]

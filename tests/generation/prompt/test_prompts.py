@@ -125,7 +125,7 @@ def test_one_op_for_attention_and_cache_of_short_prompts(
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_mask_that_transformers_infers(ran, padded, each_device):
-    """The prompt that has run ahead without one counts only if there is nothing to mask."""
+    """The prompt that was queued without one counts only if there is nothing to mask."""
     model = tiny.gpt2()
     inputs = prompt(model, 3, 9, 0, padded=padded)
     del inputs["attention_mask"]
@@ -149,7 +149,7 @@ def test_padding_that_is_not_on_the_left(ran, mask, each_device):
 
 
 @pytest.mark.parametrize("name", ["position_ids", "past_key_values", "inputs_embeds", "prefill_chunk_size"])
-def test_what_keeps_a_prompt_from_running_ahead(ran, name, each_device):
+def test_what_keeps_a_prompt_from_being_queued_early(ran, name, each_device):
     model = tiny.gpt2()
     inputs = prompt(model, 2, 6, 0)
     value = {
@@ -363,7 +363,7 @@ def first_by_a_method(model):
 )
 @pytest.mark.parametrize("others", [{}, {"num_beams": 2}, {"max_time": 1e6}], ids=str)
 def test_what_a_decoder_begins_with(case, others, ran, each_device, monkeypatch):
-    """Where that is known it runs ahead, and in any case once."""
+    """The decoder begins early if that is known, and in any case once."""
     model, firsts = tiny.t5(), []
     run = early_prefill.run_encoded
     monkeypatch.setattr(early_prefill, "run_encoded", lambda *args: firsts.append(args[-1]) or run(*args))
@@ -520,7 +520,7 @@ def test_what_has_been_queued_is_waited_for_whatever_happens(ran, model, error, 
 
 
 @on_a_gpu
-def test_nothing_waits_for_what_runs_beside(each_device):
+def test_nothing_waits_for_the_side_stream(each_device):
     graphs, value = StepGraphs(1), torch.zeros(1)
     beside, before_it = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -539,7 +539,7 @@ def test_nothing_waits_for_what_runs_beside(each_device):
 @on_a_gpu
 @pytest.mark.parametrize("kwargs", [{}, {"min_new_tokens": 3, "no_repeat_ngram_size": 2}, {"num_beams": 3}], ids=str)
 def test_a_call_waits_for_the_device_where_it_has_to(model, kwargs, monkeypatch):
-    """Which is for the mask before the prompt, and where the shape of the output depends on what has been found."""
+    """For the mask before the prompt, and if the shape of the output depends on values."""
     inputs = prompt(model, 2, 9, 0)
     fuseopt.initialize(model, GENERATION)
 
@@ -566,9 +566,11 @@ def test_a_call_waits_for_the_device_where_it_has_to(model, kwargs, monkeypatch)
         torch.cuda.set_sync_debug_mode("default")
     ours = [name.rpartition("/")[2] for name in waits if "/generation/" in name and "transformers" not in name]
     begins = model.config.is_encoder_decoder or "num_beams" not in kwargs
-    assert [name for name in ours if name == "ahead.py"] == ["ahead.py"] * begins
-    assert {*ours} - {"ahead.py"} <= ({"beam_state.py", "prefill.py"} if kwargs.keys() & {"num_beams"} else set()), ours
-    assert "remembering.py" not in ours and len(waits) - len(ours) <= 1, waits
+    assert [name for name in ours if name == "early_prefill.py"] == ["early_prefill.py"] * begins
+    assert {*ours} - {"early_prefill.py"} <= (
+        {"beam_state.py", "prefill.py"} if kwargs.keys() & {"num_beams"} else set()
+    ), ours
+    assert "caching_proxy.py" not in ours and len(waits) - len(ours) <= 1, waits
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -647,7 +649,7 @@ def hook(module):
     ids=["nothing", "eps", "weights", "train", "hook"],
 )
 @pytest.mark.parametrize("part", ["decoder", "encoder"])
-def test_what_begins_before_the_host_has_looked_counts_only_if_nothing_has_changed(
+def test_what_begins_before_the_check_counts_only_if_nothing_has_changed(
     ran, part, change, begun, is_known, each_device
 ):
     encodes = part == "encoder"

@@ -111,11 +111,11 @@ def test_ties_fall_as_in_transformers(model, share, data):
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("ahead", [0, 3])
-def test_items_that_end_at_different_times(model, early_stopping, ahead, monkeypatch):
-    """Whatever steps are run in vain behind the last one that counts."""
+@pytest.mark.parametrize("lag", [0, 3])
+def test_items_that_end_at_different_times(model, early_stopping, lag, monkeypatch):
+    """Whatever surplus steps run after the last one that counts."""
     if model.device.type == "cpu":
-        monkeypatch.setattr(StopFlags, "is_over", lambda flags: flags._read_up_to(flags.pushed - ahead))
+        monkeypatch.setattr(StopFlags, "is_over", lambda flags: flags._read_up_to(flags.pushed - lag))
     kwargs = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 40, "early_stopping": early_stopping}
     kwargs |= {"eos_token_id": list(range(3, 60, 4)), "no_repeat_ngram_size": 2}
     for seed in range(20):
