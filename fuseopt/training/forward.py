@@ -1,5 +1,4 @@
-"""TrainingForward: replaces a model's forward; training steps run compiled, all other calls run the class's own
-forward.
+"""TrainingForward: a model's forward that runs training steps compiled, and all other calls as the class does.
 
 Dynamo traces the whole step as one graph. `training/partitioner.py` compiles it. `_unbound` is the path of one call.
 """
@@ -146,7 +145,7 @@ def not_supported_reasons(model: nn.Module) -> list[str]:
         return ["it is a TorchScript module, which Dynamo cannot trace"]
     reasons = []
     if "forward" in model.__dict__:
-        reasons.append("its forward is replaced on the instance, as torch.compile and accelerate's hooks do")
+        reasons.append("its forward has been replaced on the instance, as torch.compile and accelerate's hooks do")
     if model._compiled_call_impl is not None:
         reasons.append("it is already compiled by model.compile()")
     if type(model).forward is nn.Module.forward:
@@ -173,8 +172,7 @@ def _missing_from_torch() -> list[str]:
 
 
 def not_captured_reason(model: nn.Module) -> str | None:
-    """Why training steps of `model` cannot be captured as CUDA graphs, whatever `cuda_graphs` says; None if they
-    can."""
+    """Why training steps of `model` cannot be captured as CUDA graphs; None if they can."""
     missing = captured_steps.missing_from_torch()
     if missing:
         return _gone(missing)

@@ -81,8 +81,8 @@ def signature(node: fx.Node) -> str:
 
 
 def layout(value: object) -> str:
-    """Dtype, sizes, strides, device and alignment of a tensor, or of each of several: all that compiled code depends
-    on."""
+    """All that compiled code depends on in a tensor, or in each of several: dtype, sizes, strides, device,
+    alignment."""
     if not isinstance(value, Tensor):
         return str([layout(part) for part in value]) if isinstance(value, (tuple, list)) else str(value)
     aligned = statically_known_true(value.storage_offset() * value.element_size() % _ALIGNMENT == 0)

@@ -42,8 +42,7 @@ aten = torch.ops.aten
 
 
 def spread_seeds(graph: fx.Graph) -> None:
-    """Leaves every second seed of a joint graph unused, so that each region's slice of the seeds is aligned to 16
-    bytes."""
+    """Leaves every second seed of a joint graph unused, so that each region's seeds are aligned to 16 bytes."""
     for seeds in graph.find_nodes(op="call_function", target=inductor_prims.seeds):
         count, device = seeds.args
         seeds.args = (2 * count, device)

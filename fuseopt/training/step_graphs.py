@@ -235,8 +235,7 @@ def _gradient_storages(tensors: StepTensors) -> list[tuple[list[int], torch.Unty
 
 
 class Replay(torch.autograd.Function):
-    """`Replay.apply(graphs, graphs.begin_pass(), *inputs)`: the step's outputs, differentiable by its backward
-    graph."""
+    """`Replay.apply(graphs, graphs.begin_pass(), *inputs)` returns the step's outputs; its backward replays too."""
 
     @staticmethod
     def forward(ctx: Any, graphs: StepGraphs, begun: ForwardPass, *inputs: Any) -> tuple[Any, ...]:

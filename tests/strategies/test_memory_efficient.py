@@ -488,7 +488,7 @@ def compiled_in_place() -> nn.Module:
     [
         (scripted, "TorchScript module"),
         (hooked, "forward has been replaced on the instance"),
-        (compiled_in_place, "compiled already"),
+        (compiled_in_place, "already compiled"),
         (lambda: torch.compile(Net()), "forward has been replaced on the instance"),
         (lambda: nn.ModuleList([Net()]), "no forward"),
     ],

@@ -122,8 +122,7 @@ def _losses(logits: fx.Node) -> dict[fx.Node, dict[str, Any]] | None:
 
 
 def _rows(logits: fx.Node) -> list[fx.Node] | None:
-    """Nodes that are the logits as [rows, classes], possibly cast to float32; None if anything else reads the
-    logits."""
+    """The logits as [rows, classes], possibly cast to float32; None if anything else reads the logits."""
     found: list[fx.Node] = []
     for user in logits.users:
         if user.op == "output":

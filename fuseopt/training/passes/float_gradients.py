@@ -39,7 +39,7 @@ def run(graph: fx.Graph) -> None:
 
 
 def _chain(node: fx.Node) -> Iterator[fx.Node]:
-    """`node`, the views that it is computed through, and the node behind them, as far as each has one user."""
+    """`node`, the views that it is computed through, and the node before them, as far as each has one user."""
     yield node
     source = node.args[0]
     while source.target in _VIEWS and len(source.users) == 1:

@@ -271,7 +271,7 @@ def _readers(nodes: Sequence[fx.Node], counts: Callable[[fx.Node], bool]) -> set
 
 
 def _replace(graph: fx.Graph, call: _Call, made: dict[fx.Node, fx.Node]) -> None:
-    """Inserts the call after its last argument, and moves users of its results that came earlier behind it.
+    """Inserts the call after its last argument, and moves users of its results that came earlier after it.
 
     Args:
         made: node -> its replacement, of earlier calls; updated.

@@ -4,7 +4,7 @@ Matches: in a joint graph, `tanh` of float32 on a GPU whose only users are `1 + 
     and its gradient.
 Writes: `2 * sigmoid(2 * x)` for `1 + tanh(x)`, and `2 * sigmoid(2 * x) - 1` for `tanh(x)`.
 Does not fire: if anything else reads the tanh. The absolute rounding error, about that of numbers near 1, is
-    negligible beside the 1 in GELU's formulas, but a large relative error of the tanh of a small number.
+    negligible compared with the 1 in GELU's formulas, but a large relative error of the tanh of a small number.
 """
 
 from __future__ import annotations
