@@ -1,4 +1,4 @@
-"""Drop-in modules: each holds the state of the module it stands in for, and can be exchanged for it at any time."""
+"""Drop-in modules: each shares the state of the module that it replaces, and can be swapped with it at any time."""
 
 from fuseopt.modules.activations import FusedActivation, FusedGELU, FusedSoftmax
 from fuseopt.modules.base import FusedModule

@@ -1,4 +1,4 @@
-"""FusedGELU and FusedSoftmax on fuseopt's ops, and FusedActivation on a compiled region."""
+"""Drop-ins for activations: FusedGELU and FusedSoftmax on fuseopt's ops, FusedActivation on a compiled function."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ class FusedGELU(FusedModule):
     """GELU (Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415), erf or tanh form.
 
     forward: `input` of any shape and floating dtype -> the same shape and dtype. For other dtypes the source's own
-    forward runs, and raises its errors. Exception: transformers' tanh classes that are written in Python (`torch.pow`)
-    return float32 under CUDA's autocast, and so does the drop-in for them (`float32_under_autocast`). Without
-    `approximate`, the source's attribute of that name decides (torch.nn.GELU has one).
+    forward runs, and raises its errors.
+
+    Options:
+        approximate: "none" or "tanh"; by default the source's attribute of that name (torch.nn.GELU has one).
+        float32_under_autocast: return float32 under CUDA's autocast, as transformers' tanh classes written in Python do
+            (`torch.pow`).
     """
 
     approximate: str
@@ -51,7 +54,9 @@ class FusedSoftmax(FusedModule):
 
     @classmethod
     def not_supported_reasons(cls, source: nn.Module) -> list[str]:
-        return ["it has no dim, so torch guesses one from the input"] if getattr(source, "dim", None) is None else []
+        return (
+            ["it has no dim, so torch picks one by the input's shape"] if getattr(source, "dim", None) is None else []
+        )
 
     def _configure(self, *, backend: str = "auto") -> None:  # type: ignore[override]
         self.backend = backend
@@ -84,7 +89,7 @@ class FusedActivation(FusedModule):
 
 
 def python_formula_reasons(source: nn.Module) -> list[str]:
-    """transformers' `gelu_python` and `gelu_python_tanh` promise the formula op by op, roundings included."""
+    """Refuses transformers' `gelu_python` and `gelu_python_tanh`, which promise the rounding of each operation."""
     if inspect.ismethod(getattr(source, "act", None)):
-        return ["it was asked for as the formula spelled out in Python, whose roundings it keeps"]
+        return ["the config asks for the formula in Python, with its roundings"]
     return []

@@ -1,4 +1,7 @@
-"""FusedModule and BlockForward: what every drop-in module, or forward of a block, shares with what it stands in for."""
+"""Base classes of drop-in modules (FusedModule) and block forwards (BlockForward), and checks on modules.
+
+`runs_untouched` (in each call) and `untouched_reasons` (for plans) say whether bypassing a module is safe.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,24 @@ from fuseopt.errors import BackendError
 from fuseopt.runtime.references import weak_attribute
 
 REFUSALS = (BackendError, IndexError, TypeError, ValueError)
-"""The exceptions of an op that refuses its arguments; it raises them before it computes anything."""
+"""Exceptions by which an op refuses its arguments, raised before it computes anything."""
 
 
 class FusedModule(nn.Module):
-    """A drop-in for another module, holding that module's own state rather than a copy of it.
+    """Replaces another module, the source, and shares its state.
 
-    `from_module` shares the source's `_parameters`, `_buffers`, `_modules` and hook dictionaries by reference. So
-    Parameter objects, state_dict keys, tied weights and hooks are the source's own; whatever is done to one (`.to()`,
-    `load_state_dict(assign=True)`, a hook, an adapter put on a child) is done to both; and giving the source back later
-    loses nothing. Both are copied together by deepcopy and pickle.
+    `from_module` takes over the source's `_parameters`, `_buffers`, `_modules` and hook dictionaries by reference. So
+    Parameters, state_dict keys, tied weights and hooks are the source's own. A change to one module (`.to()`,
+    `load_state_dict(assign=True)`, a hook, an adapter on a child) changes both, and restoring the source copies
+    nothing. deepcopy and pickle copy both together.
 
-    The drop-in's class inherits from the fused class and from the source's class, and has the name of the latter. So
-    code that selects by class treats it as the source: optimizers that group parameters, `_init_weights`,
-    `reset_parameters`, adapters. Its `repr` shows the fused class and the source's `extra_repr`.
+    The drop-in's class inherits from the fused class and from the source's class, and has the latter's name. So code
+    that selects modules by class treats it as the source: optimizers, `_init_weights`, `reset_parameters`, adapters.
+    Its `repr` shows the fused class and the source's `extra_repr`.
 
     Attributes:
-        _fused_class, _source_class: the two classes that the drop-in's class was made of.
-        _stand_in: the drop-in's class. A subclass inherits the attribute, so it is not equal to its `_stand_in`.
+        _fused_class, _source_class: the two bases of the drop-in's class.
+        _stand_in: the drop-in's class itself. A subclass inherits the attribute and so differs from its `_stand_in`.
         _own: names of the attributes that the source does not have.
     """
 
@@ -41,10 +44,10 @@ class FusedModule(nn.Module):
 
     @classmethod
     def from_module(cls, source: nn.Module, **options: Any) -> FusedModule:
-        """Builds the drop-in for `source`; `options` are the keyword arguments of `_configure`.
+        """Makes the drop-in for `source`; `options` are the keyword arguments of `_configure`.
 
         Raises:
-            ValueError: when `not_supported_reasons(source)` is not empty.
+            ValueError: if `not_supported_reasons(source)` is not empty.
         """
         reasons = cls.not_supported_reasons(source)
         if reasons:
@@ -56,9 +59,9 @@ class FusedModule(nn.Module):
         return fused
 
     def is_exchangeable(self, source: nn.Module) -> bool:
-        """Whether the drop-in and its source can still take each other's place.
+        """Whether the drop-in and its source can still be swapped.
 
-        False once one of them has been given another class, as by a parametrization, or a method of its own.
+        False if the class of one was changed, as by a parametrization, or a method was set on one of them.
         """
         cls = type(self)
         return (
@@ -69,10 +72,10 @@ class FusedModule(nn.Module):
         )
 
     def shared_attributes(self, one: nn.Module, other: nn.Module) -> dict[str, Any]:
-        """What `other` is to have of the attributes of `one`, such as the training flag and those set since.
+        """The attributes that `other` gets from `one` when it takes its place, such as the training flag.
 
         Args:
-            one, other: the drop-in and its source, or the source and the drop-in.
+            one, other: the drop-in and its source, in either order.
         """
         shared = ((name, value) for name, value in one.__dict__.items() if name not in self._own)
         return {
@@ -92,16 +95,16 @@ class FusedModule(nn.Module):
 
     @classmethod
     def not_supported_reasons(cls, source: nn.Module) -> list[str]:
-        """Why this class cannot stand in for `source`; empty when it can."""
+        """Why this class cannot replace `source`; empty if it can."""
         return []
 
     def _configure(self, **options: Any) -> None:
-        """Reads what forward needs from the shared state and from the policy's options."""
+        """Sets the drop-in's own attributes from the policy's options."""
         if options:
             raise TypeError(f"{type(self).__name__} takes no options, got {sorted(options)}")
 
     def _source_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The source class's own forward over the shared state: for inputs the fused path would not be exact on."""
+        """Runs the source class's own forward, for inputs that the fused one does not support."""
         return self._source_class.forward(self, *args, **kwargs)
 
     def _get_name(self) -> str:
@@ -120,7 +123,7 @@ _STAND_INS: WeakValueDictionary[tuple[type, type], type[FusedModule]] = WeakValu
 
 
 def _new(fused: type[FusedModule], source: type[nn.Module]) -> FusedModule:
-    """A drop-in without state, of a class made of `fused` and `source`; one class per pair."""
+    """An empty drop-in. Its class inherits from `fused` and `source`, and is created once per pair."""
     cls = _STAND_INS.get((fused, source))
     if cls is None:
         body = {
@@ -145,24 +148,24 @@ def parameter(module: nn.Module, name: str) -> Tensor | None:
 
 
 class BlockForward:
-    """The `forward` of one block of a model, which otherwise stays the module it is.
+    """A `forward` that is set on one block instance; the block keeps its class.
 
-    transformers records hidden states and finds layers by class, so only `forward` is set on the instance. The class's
-    own runs instead wherever something is not plain.
+    transformers records hidden states and finds layers by class, so the block cannot be replaced. The class's own
+    forward runs if `_is_plain` is False.
 
-    It belongs to one block, to which it refers weakly, and is copied and pickled with it. It does not work with
-    torch.nn.DataParallel, whose replicas keep the first device's forward, and raise.
+    Refers weakly to its block, and is copied and pickled with it. Does not work with torch.nn.DataParallel, whose
+    replicas keep the first device's forward, and raise.
 
     Args:
         block: a module of the class that the subclass is written for.
-        backend: of the op with the residual add and the norm after it.
+        backend: backend of the fused op.
     """
 
     block = weak_attribute("block")
 
     def __init__(self, block: nn.Module, backend: str = "auto") -> None:
         self.block, self.backend = block, backend
-        # `block.__class__` may be set later: FSDP sets a subclass with the same forward, others may change it.
+        # `block.__class__` may change: FSDP sets a subclass with the same forward, other code may change the forward.
         self._source = type(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,10 +175,11 @@ class BlockForward:
 
     @classmethod
     def not_supported_reasons(cls, block: nn.Module) -> list[str]:
-        """Why this cannot be the forward of `block`, apart from its children; empty when it can."""
+        """Why this cannot be the forward of `block`, apart from its children; empty if it can."""
         return []
 
     def _is_plain(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> bool:
+        """Whether `_forward` computes what the class's own forward would, for these arguments."""
         raise NotImplementedError
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,19 +190,19 @@ _PLAIN = frozenset((nn.Parameter, Tensor, type(None)))
 
 
 def fused_class(module: nn.Module) -> type[nn.Module]:
-    """The fused class of a drop-in, such as FusedLayerNorm; for all else, subclasses of it too, the class itself."""
+    """The fused class of a drop-in, such as FusedLayerNorm; the module's own class for anything else."""
     cls = type(module)
     return cls._fused_class if _is_stand_in(cls) else cls
 
 
 def source_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a drop-in stands in for; for all else, subclasses of a drop-in's class too, the class itself."""
+    """The class that a drop-in replaces; the module's own class for anything else."""
     cls = type(module)
     return cls._source_class if _is_stand_in(cls) else cls
 
 
 def _is_own_method(module: nn.Module, name: str) -> bool:
-    """Whether the attribute is the method of that name of the module's class, as accelerate leaves it behind."""
+    """Whether the instance attribute is just the class's own bound method, which accelerate leaves behind."""
     value = module.__dict__[name]
     return (
         isinstance(value, types.MethodType)
@@ -219,12 +223,12 @@ def full_name(cls: type) -> str:
 def runs_untouched(module: nn.Module, expected: type[nn.Module]) -> bool:
     """Whether calling `module` does exactly what `expected.forward` does on plain tensors.
 
-    Checked in each call before a replacement reads the weights of a child or bypasses its forward. False if
+    Checked in each call before code reads a child's weights or bypasses its forward. False if
 
-    - the module has another class: an adapter, a subclass, a quantised or parametrised leaf;
+    - the module has another class: an adapter, a subclass, a quantised or parametrised layer;
     - it has forward or backward hooks, or there are global module hooks;
     - its forward has been replaced on the instance, as accelerate's offloading does;
-    - its weights are of a subclass of Tensor.
+    - its weights are instances of a Tensor subclass.
 
     Args:
         expected: the exact class, or the fused class of a drop-in.
@@ -239,10 +243,10 @@ def runs_untouched(module: nn.Module, expected: type[nn.Module]) -> bool:
 
 
 def untouched_reasons(module: Any, names: Collection[str]) -> list[str]:
-    """Why calling `module` does more than its class's forward; empty if it does not. For plans, see `runs_untouched`.
+    """Why calling `module` does more than its class's forward; empty if it does not. `runs_untouched` for plans.
 
     Args:
-        names: full names of the classes that the module may have or, as a drop-in, stand in for.
+        names: full names of the allowed classes; for a drop-in, of its source's class.
     """
     if not isinstance(module, nn.Module) or full_name(source_class(module)) not in names:
         return [f"it is a {full_name(type(module))}"]
@@ -257,17 +261,17 @@ def untouched_reasons(module: Any, names: Collection[str]) -> list[str]:
 
 
 def has_plain_weights(module: nn.Module) -> bool:
-    """Whether the module's own tensors are plain: kernels cannot read subclasses of Tensor."""
+    """Whether the module's own tensors are plain ones; kernels cannot read Tensor subclasses."""
     state = module.__dict__
     if "weight" in state:
-        return False  # a plain attribute in place of a parameter, as torch.nn.utils.weight_norm sets it
+        return False  # torch.nn.utils.weight_norm sets a plain attribute in place of the parameter
     return _PLAIN.issuperset(map(type, state["_parameters"].values())) and _PLAIN.issuperset(
         map(type, state["_buffers"].values())
     )
 
 
 def is_plain_tensor(tensor: Tensor | None) -> bool:
-    """Whether it is None, a Tensor or a Parameter, and not of another subclass of Tensor."""
+    """Whether `tensor` is None, or exactly a Tensor or a Parameter."""
     return type(tensor) in _PLAIN
 
 

@@ -1,4 +1,4 @@
-"""transformers' loss of causal language models, without a float32 copy of the logits."""
+"""transformers' causal language model loss without a float32 copy of the logits."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from fuseopt import ops
 class FusedCausalLMLoss:
     """Stands in for `transformers.loss.loss_utils.ForCausalLMLoss` as a model's `loss_function`.
 
-    Computes what that does, by `ops.cross_entropy`: logits are read in their own dtype, and their gradient is written
-    in it. What the op does not take is left to `source`: logits that are no plain tensor, as FusedLinearCrossEntropy's,
-    labels of another dtype or another number.
+    Computes the same with `ops.cross_entropy`, which reads the logits and writes their gradient in their own dtype.
+    `source` runs for logits that are not a plain tensor, such as LazyLogits, and for labels of another dtype or shape.
 
     Args:
-        source: the function it stands in for.
-        backend: of `ops.cross_entropy`.
+        source: the function that it replaces.
+        backend: option of `ops.cross_entropy`.
     """
 
     def __init__(self, source: Callable[..., Any], backend: str = "auto") -> None:
@@ -37,12 +36,12 @@ class FusedCausalLMLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The mean over labels that are not `ignore_index`, or their sum over `num_items_in_batch`: [], float32.
+        """The mean over labels other than `ignore_index`, or their sum divided by `num_items_in_batch`: [], float32.
 
         Args:
             logits: [batch, length, vocab_size], any floating dtype.
-            labels: [batch, length], int64; each stands for what comes after the token before it.
-            shift_labels: [batch, length], in the place of `labels`, where each stands for what comes next.
+            labels: [batch, length], int64: the token at each position; shifted here by one.
+            shift_labels: [batch, length], int64: the next token at each position; used instead of `labels`.
         """
         targets: Any = labels if shift_labels is None else shift_labels
         if not _is_plain(logits, targets, vocab_size):

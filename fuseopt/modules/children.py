@@ -1,7 +1,7 @@
-"""The exact class of each child in GPT-2 and T5, and a search for modules that have another one.
+"""The exact class of each child in GPT-2 and T5, and a search for modules of another class.
 
-Code that reads a child's weights, or bypasses its forward, relies on these classes: it skips a Dropout in eval mode and
-reads a Conv1D's weight as [in, out], which would be wrong for other classes.
+Code that reads a child's weights or bypasses its forward relies on these classes. For example it skips a Dropout in
+eval mode and reads a Conv1D's weight as [in, out].
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import nn
 from fuseopt.modules.base import full_name, source_class
 
 Children = Mapping[str, Mapping[str, tuple[str, ...]]]
-"""Full name of a class -> name of a child -> full names of the classes that the child may have.
+"""Full class name -> name of a child -> full names of the child's allowed classes.
 
-A name that ends in a dot, such as "transformers.activations.", allows every class of that Python module. The items of a
-ModuleList are listed with the class that has the list: "layer.1" is one item, "layer.*" every item.
+A name that ends in a dot, such as "transformers.activations.", allows every class of that Python module. Items of a
+ModuleList are listed with the owner of the list: "layer.1" is one item, "layer.*" every item.
 """
 
 ACTIVATIONS = ("transformers.activations.", "torch.nn.modules.activation.")
@@ -54,7 +54,11 @@ GPT2_CHILDREN: Children = {
 
 
 def t5_children(prefix: str) -> Children:
-    """The children in T5 and in models that copy its classes; `prefix` as "transformers.models.t5.modeling_t5.T5"."""
+    """The children in T5, or in a model that copies its classes.
+
+    Args:
+        prefix: start of the class names, such as "transformers.models.t5.modeling_t5.T5".
+    """
     norm, attention = f"{prefix}LayerNorm", f"{prefix}Attention"
     feed_forwards = (f"{prefix}DenseActDense", f"{prefix}DenseGatedActDense")
     own, cross, last = (f"{prefix}Layer{kind}" for kind in ("SelfAttention", "CrossAttention", "FF"))
@@ -83,12 +87,12 @@ def t5_children(prefix: str) -> Children:
 def unexpected_modules(
     module: nn.Module, children: Children, roots: Sequence[nn.Module] | None = None
 ) -> list[tuple[str, object]]:
-    """The (path, object) of everything below `module` that is not of the class listed for its place.
+    """The (path, object) of each descendant of `module` whose class is not the one listed for its place.
 
-    What is below such a module is not searched. Written for speed: a decode step checks hundreds of modules.
+    Does not search below such a descendant. Written for speed, because a decode step checks hundreds of modules.
 
     Args:
-        children: of each class below `module`.
+        children: the allowed classes of the children of each class.
         roots: the children of `module` to search; None for all.
     """
     found: list[tuple[str, object]] = []

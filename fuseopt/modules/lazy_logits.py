@@ -1,4 +1,4 @@
-"""Logits that are computed when somebody looks, and whose cross-entropy is computed without them."""
+"""LazyLogits: logits that are computed only if read; their cross-entropy is computed without them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fuseopt.ops.library import without_autocast
 
 
 class LinearOutput:
-    """What F.linear would return, from its arguments as they are now: computed once, and part of the autograd graph.
+    """A deferred `F.linear`, computed at most once, as part of the autograd graph.
 
     Args:
         input: [..., features], in the dtype that the product is computed in.
         weight: [classes, features], in any dtype.
         bias: [classes] in any dtype, or None.
-        backend: of `ops.linear_cross_entropy`.
+        backend: option of `ops.linear_cross_entropy`.
     """
 
     def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None, backend: str) -> None:
@@ -36,18 +36,18 @@ class LinearOutput:
         return self.input._version, self.weight._version
 
     def tensor(self) -> Tensor:
-        """[..., classes].
+        """The product, [..., classes].
 
         Raises:
-            RuntimeError: input or weight have been written to since, as an optimizer's step does.
+            RuntimeError: input or weight have been modified in place since, as by an optimizer's step.
         """
         if self.computed is None:
-            # Dynamo has no real version counters while it traces, and keeps writes and reads of the graph in order.
+            # While Dynamo traces, version counters are not real, and the graph keeps the order of reads and writes.
             versions_known = not torch.compiler.is_dynamo_compiling()
             if versions_known and self._versions() != (self._input_version, self._weight_version):
                 raise RuntimeError(
-                    "these logits were not looked at until their weight, or the hidden states, had been written to, so "
-                    "they can no longer be computed as they were; look at them before optimizer.step()"
+                    "these logits were first read after their weight or the hidden states had been modified in place, "
+                    "so they can no longer be computed; read them before optimizer.step()"
                 )
             dtype = self.input.dtype
             bias = None if self.bias is None else self.bias.to(dtype)
@@ -58,7 +58,7 @@ class LinearOutput:
         return self.computed
 
     def cross_entropy(self, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str) -> Tensor:
-        """Of the rows [*, classes] against `target` [*] flattened, in float32; float64 for float64 input."""
+        """Cross-entropy of the rows [*, classes] against `target` [*], in float32; float64 for float64 input."""
         return ops.linear_cross_entropy(
             self.input.flatten(0, -2),
             self.weight,
@@ -75,16 +75,16 @@ class LinearOutput:
 class LazyLogits:
     """Stands in for the logits [..., classes] of a training step.
 
-    Its shape, dtype and device are there. `float()`, `contiguous()` and a view of all rows, [rows, classes], are as
-    lazy as itself, and `F.cross_entropy` of these against class indices is `ops.linear_cross_entropy`. Whatever else
-    is asked of it (an operator, a method, a function of torch) is asked of the tensor, which is computed for that,
-    once; from then on cross-entropy is torch's own, too. It is no `torch.Tensor` to `isinstance`; `tensor()` is one. A
-    copy or a pickle is that tensor.
+    Reading shape, dtype and device computes nothing. `float()`, `contiguous()` and a view as [rows, classes] return
+    LazyLogits again. `F.cross_entropy` of these against class indices runs `ops.linear_cross_entropy`. Any other
+    operator, method or torch function computes the tensor, once; from then on cross-entropy is torch's own, too.
+
+    It is not a `torch.Tensor` to `isinstance`; `tensor()` returns one, and so does a copy or a pickle.
 
     Args:
-        output: what is looked at.
-        dtype: the dtype that it is to have.
-        shape: the shape that it is to have: `output`'s, or its rows in one dimension.
+        output: the deferred product.
+        dtype: dtype of the logits.
+        shape: shape of the logits: that of `output`, or [rows, classes].
     """
 
     def __init__(self, output: LinearOutput, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -94,7 +94,7 @@ class LazyLogits:
         """The logits, [..., classes].
 
         Raises:
-            RuntimeError: input or weight have been written to since, as an optimizer's step does.
+            RuntimeError: input or weight have been modified in place since, as by an optimizer's step.
         """
         return self.output.tensor().to(self.dtype).view(self.shape)
 
@@ -117,7 +117,7 @@ class LazyLogits:
         return self.shape if dim is None else self.shape[dim]
 
     def register_hook(self, hook: Callable) -> RemovableHandle:
-        """As torch.Tensor's; for the gradient of the tensor, if that is ever computed."""
+        """torch.Tensor.register_hook; the hook runs only if the tensor is ever computed."""
         if self.output.computed is not None:
             return self.tensor().register_hook(hook)
         handle = RemovableHandle(self.output.hooks)
@@ -180,7 +180,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """F.cross_entropy where it can do without the logits, else None."""
+    """F.cross_entropy computed without the logits; None if these arguments need them."""
     lazy = isinstance(input, LazyLogits) and input.ndim == 2 and input.output.computed is None
     of_classes = isinstance(target, Tensor) and target.dtype == torch.int64 and target.shape == input.shape[:1]
     plain = weight is None and size_average is None and reduce is None
@@ -191,7 +191,7 @@ def _cross_entropy(
     return loss if device != "meta" and torch.is_autocast_enabled(device) else loss.to(input.dtype)
 
 
-def _asked_of_the_tensor(name: str) -> Callable:
+def _on_the_tensor(name: str) -> Callable:
     def method(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(LazyLogits, LazyLogits.tensor, (args, kwargs))
         return getattr(self.tensor(), name)(*args, **kwargs)
@@ -206,4 +206,4 @@ _OPERATORS = """
 """
 for _name in _OPERATORS.split():
     if hasattr(Tensor, f"__{_name}__"):
-        setattr(LazyLogits, f"__{_name}__", _asked_of_the_tensor(f"__{_name}__"))
+        setattr(LazyLogits, f"__{_name}__", _on_the_tensor(f"__{_name}__"))

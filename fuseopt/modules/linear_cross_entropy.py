@@ -1,4 +1,4 @@
-"""FusedLinearCrossEntropy: the head of a language model whose training loss does without the logits."""
+"""FusedLinearCrossEntropy: a language model's head, whose training loss is computed without storing the logits."""
 
 from __future__ import annotations
 
@@ -19,26 +19,30 @@ def _logits(input: Tensor, weight: Tensor, bias: Tensor | None, backend: str) ->
 
 HEAD_ARGUMENTS = "Tensor input, Tensor weight, Tensor? bias, str backend"
 LOGITS = define_node(f"head_logits({HEAD_ARGUMENTS}) -> Tensor", _logits)
-"""F.linear of a head, with the backend that `ops.linear_cross_entropy` is to use for its loss.
+"""F.linear of a head as one node of Dynamo's graph, with the backend for its loss.
 
-Node that Dynamo traces where the loss cannot follow `LazyLogits`; `fuseopt.training.passes.drop_logits` finds it.
+Used if Dynamo cannot follow `LazyLogits` to the loss; `fuseopt.training.passes.drop_logits` finds the node.
 """
 
 
 class FusedLinearCrossEntropy(FusedModule, nn.Linear):
-    """Stands in for the torch.nn.Linear that makes the logits; remains one to `isinstance`.
+    """Replaces the torch.nn.Linear that computes the logits; remains a Linear to `isinstance`.
 
-    In training mode with gradients on, its output is `LazyLogits`, of whose cross-entropy `ops.linear_cross_entropy`
-    computes loss and gradients at once. Elsewhere it is the logits: in eval mode; without gradients, as in
-    `generate()`; where hooks are registered on it, which expect a tensor, or its weight is parametrised or of a
-    subclass of Tensor; in torch.nn.DataParallel's replicas, in torch.func's transforms and in forward-mode AD; in
-    torch.export.
+    In training mode with gradients enabled it returns `LazyLogits`; `ops.linear_cross_entropy` computes their loss and
+    gradients at once. It returns the logits themselves
 
-    `traces` says whether Dynamo can follow the lazy logits to the loss. It takes a torch.nn.CrossEntropyLoss, unlike
-    F.cross_entropy, for a call on tensors; a model that calls one has the logits computed inside torch.compile, but for
-    that of memory_efficient_fusion, where `fuseopt.training.passes.drop_logits` takes them out of the graph.
+    - in eval mode and without gradients, as in `generate()`;
+    - if hooks are registered on it, which expect a tensor;
+    - if its weight is parametrised or a Tensor subclass;
+    - in replicas of torch.nn.DataParallel, torch.func's transforms, forward-mode AD and torch.export.
 
     forward: `input` [..., in_features] -> [..., out_features], in the dtype of F.linear.
+
+    Options:
+        traces: whether Dynamo can follow lazy logits to the model's loss. It can for F.cross_entropy, but treats a
+            torch.nn.CrossEntropyLoss as a call on tensors. A model with the latter computes its logits under
+            torch.compile; under memory_efficient_fusion `fuseopt.training.passes.drop_logits` removes them.
+        backend: option of `ops.linear_cross_entropy`.
     """
 
     def _configure(self, *, traces: bool = True, backend: str = "auto") -> None:  # type: ignore[override]
@@ -55,7 +59,7 @@ class FusedLinearCrossEntropy(FusedModule, nn.Linear):
             return linear(input, self.weight, self.bias)
         if torch.compiler.is_compiling() and not self.traces:
             return LOGITS(input, self.weight, self.bias, self.backend)
-        # As F.linear does under autocast. What comes back for logits that nobody looks at takes as many bytes.
+        # F.linear casts its input under autocast as well. The gradient that comes back has the same dtype.
         input = input.to(linear_dtype(input, self.weight))
         output = LinearOutput(input, self.weight, self.bias, self.backend)
         shape = (*input.shape[:-1], self.weight.shape[0])
@@ -65,7 +69,7 @@ class FusedLinearCrossEntropy(FusedModule, nn.Linear):
         is_plain = runs_untouched(self, self._fused_class) and not in_forward_mode()
         if not self.training or not torch.is_grad_enabled() or not is_plain:
             return False
-        # torch.export traces without Dynamo. In older ones is_exporting() is true under torch.compile, too.
+        # torch.export compiles without Dynamo. Older versions set is_exporting() under torch.compile as well.
         if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
             return False
         return not getattr(self, "_is_replica", False) and not torch._C._are_functorch_transforms_active()

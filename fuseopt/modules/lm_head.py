@@ -1,4 +1,4 @@
-"""FusedLMHead: logits of a vocabulary whose size is not what a GPU's matrix products are made for."""
+"""FusedLMHead: fast logits for a vocabulary size that is not a multiple of 8, such as GPT-2's 50257."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch.nn import functional as F
 from fuseopt.modules.base import FusedModule, is_plain_tensor
 from fuseopt.ops.library import is_unobserved
 
-# Numbers of half precision in the 16 bytes that a GPU's matrix product writes at once.
+# 16-bit elements in the 16 bytes that a matrix product writes at a time.
 _ALIGNED = 8
-# Of fewer rows all parts of a product take longer than the whole.
+# With fewer rows the separate products take longer than one unaligned product.
 _FEWEST_ROWS = 512
 
 
 class FusedLMHead(FusedModule, nn.Linear):
-    """Stands in for the torch.nn.Linear that makes the logits; remains one to `isinstance`.
+    """Replaces the torch.nn.Linear that computes the logits; remains a Linear to `isinstance`.
 
-    Without gradients, in half precision on a GPU, its product is `aligned_product`'s.
+    Computes `aligned_product` in half precision on a GPU without gradients, else F.linear.
 
     forward: `input` [..., in_features] -> [..., out_features], in the dtype of F.linear.
     """
@@ -27,7 +27,7 @@ class FusedLMHead(FusedModule, nn.Linear):
     def not_supported_reasons(cls, source: nn.Module) -> list[str]:
         if len(source.weight) % _ALIGNED == 0:
             return [
-                f"its {len(source.weight)} columns are a multiple of {_ALIGNED}, which PyTorch's products are fast for"
+                f"its {len(source.weight)} columns are a multiple of {_ALIGNED}, for which PyTorch's products are fast"
             ]
         return ["it has a bias"] if source.bias is not None else []
 
@@ -36,7 +36,7 @@ class FusedLMHead(FusedModule, nn.Linear):
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear(input, weight, bias)`, by `aligned_product` where that is faster."""
+    """`F.linear(input, weight, bias)`, computed by `aligned_product` if that is faster."""
     if (
         bias is None
         and input.is_cuda
@@ -54,13 +54,18 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def aligned_product(input: Tensor, weight: Tensor) -> Tensor:
-    """[rows, in], [out, in] -> [rows, out], as `F.linear`, in products whose results begin at multiples of 16 bytes.
+    """`F.linear` in half precision, as products whose result rows are aligned to 16 bytes.
 
-    With an odd number of columns rows begin anywhere, and products into them take several times as long. Every eighth
-    row begins alike. So the columns from where such rows reach a multiple of 16 bytes are one product, and what is left
-    of the first and last columns another.
+    With an odd number of columns most rows are unaligned, and a product into them takes several times as long. Every
+    eighth row has the same alignment. So each group of such rows gets one product, into the columns from the first
+    aligned one on. The first and last eight columns are computed by two small products before.
 
-    `out` is at least 16; the dtype of half precision.
+    Args:
+        input: [rows, in].
+        weight: [out, in], `out` at least 16.
+
+    Returns:
+        [rows, out].
     """
     columns = len(weight)
     output = input.new_empty(len(input), columns)

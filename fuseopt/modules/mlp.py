@@ -1,4 +1,4 @@
-"""Feed-forward blocks whose elementwise middle runs as one region or op: bias + activation, and gated activation."""
+"""Drop-ins for feed-forward blocks that fuse the elementwise part: bias and activation, or gated activation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fuseopt.ops.library import float32_under_autocast, is_autocast
 
 
 class FusedMLP(FusedModule):
-    """GPT-2's feed-forward: c_fc, activation, c_proj, dropout, with c_fc's bias added inside the activation.
+    """GPT-2's feed-forward: c_fc, activation, c_proj, dropout; the bias of c_fc is added by the activation's kernel.
 
-    The bias is folded in float32 only: in half precision the product would be rounded once more than in the source,
-    before the bias is added. If `c_fc` is not a plain Conv1D (an adapter, quantised, with hooks), it is called as the
-    source calls it. If the activation is not plain, the source's own forward runs.
+    The bias is fused in float32 only. In half precision the product would be rounded before the bias is added, which
+    the source does not do. If `c_fc` is not a plain Conv1D (an adapter, quantised, with hooks), it is called as the
+    source calls it. If the activation has hooks or has changed its class, the source's own forward runs.
 
     forward: `hidden_states` [..., hidden] of any floating dtype -> [..., hidden], same dtype.
     """
@@ -35,7 +35,7 @@ class FusedMLP(FusedModule):
         reads: Mapping[str, type[nn.Module]] | None = None,
     ) -> None:
         self.activation, self.bias_activation = activation, bias_activation
-        # Policies from outside may have no `reads`: then the class that `c_fc` has now, if that is Conv1D.
+        # A policy from outside of the package may have no `reads`; then `c_fc` must be a Conv1D now.
         known = type(self.c_fc) if full_name(type(self.c_fc)) == CONV1D else None
         self._linear_class = reads["c_fc"] if reads else known
         self._activation = _Activation(self.act)
@@ -61,16 +61,20 @@ class FusedMLP(FusedModule):
 
 
 class FusedGatedMLP(FusedModule):
-    """Gated feed-forwards: down(act(gate(x)) * up(x)) (Shazeer 2020, https://arxiv.org/abs/2002.05202).
+    """Gated feed-forward: down(act(gate(x)) * up(x)) (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 
-    Stands in for T5DenseGatedActDense, LlamaMLP, Phi3MLP and their like. The options name the source's children;
-    without `up`, the output of `gate` holds both halves, the gate first. The children are called as the source calls
-    them, adapters and quantised leaves included; an activation that carries hooks, or is no longer the plain class it
-    was, sends the call through the source's own forward.
-
-    With `keeps_down_dtype` the product is cast to the dtype of `down`'s weight, as T5 does for a `wo` kept in float32.
+    Replaces T5DenseGatedActDense, LlamaMLP, Phi3MLP and similar classes. Linear layers are called as the source calls
+    them, adapters and quantised ones included. If the activation has hooks or has changed its class, the source's own
+    forward runs.
 
     forward: `hidden_states` [..., hidden] of any floating dtype -> [..., hidden], in the dtype the source would return.
+
+    Options:
+        act, gate, up, down, dropout: names of the source's children. Without `up`, the output of `gate` holds both
+            halves, the gate first.
+        gated_activation: computes `act(gate) * up`.
+        keeps_down_dtype: cast the product to the dtype of `down`'s weight, as T5 does for a `wo` kept in float32.
+        float32_under_autocast: compute the activation in float32 under CUDA's autocast.
     """
 
     @classmethod
@@ -115,7 +119,7 @@ class FusedGatedMLP(FusedModule):
 
 
 class _Activation:
-    """Class and `approximate` of an activation that is bypassed, as they were when the module was fused."""
+    """Class and `approximate` of a bypassed activation, recorded when the module was fused."""
 
     def __init__(self, module: nn.Module) -> None:
         self._class, self._approximate = type(module), getattr(module, "approximate", None)

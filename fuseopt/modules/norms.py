@@ -1,4 +1,4 @@
-"""FusedRMSNorm and FusedLayerNorm: normalisation modules on fuseopt's ops."""
+"""Drop-ins for normalisation on fuseopt's ops: FusedRMSNorm and FusedLayerNorm."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from fuseopt import ops
 from fuseopt.modules.base import REFUSALS, FusedModule, is_plain_tensor, parameter
 from fuseopt.ops.library import is_autocast
 
-# If input and weight have these dtypes, RMSNorm's op rounds where the sources do.
+# Dtypes of input and weight, in any combination, for which RMSNorm's op rounds as the sources do.
 _UP_TO_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FusedRMSNorm(FusedModule):
     """Root mean square layer normalisation (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467).
 
-    Stands in for T5LayerNorm, LlamaRMSNorm, GemmaRMSNorm, torch.nn.RMSNorm and their like. They differ in when they
-    cast and in an offset on the weight, which are arguments of the op: see `fuseopt.ops.rms_norm`.
-
-    With `autocasts` the source's own forward runs under autocast, whose casts are its own (torch.nn.RMSNorm).
+    Replaces T5LayerNorm, LlamaRMSNorm, GemmaRMSNorm, torch.nn.RMSNorm and similar classes. They differ in cast order
+    and in an offset on the weight, which are arguments of `fuseopt.ops.rms_norm`.
 
     forward: `hidden_states` [..., hidden] of any floating dtype -> [..., hidden], in the dtype the source would return.
-    For inputs that the op does not take the source's own forward runs, and raises its errors.
+    For inputs that the op refuses, the source's own forward runs, and raises its errors.
+
+    Options:
+        cast_order, offset: arguments of the op.
+        eps: name of the source's attribute.
+        autocasts: run the source's own forward under autocast, which has a rule for it (torch.nn.RMSNorm).
     """
 
     def _configure(  # type: ignore[override]
@@ -39,7 +42,7 @@ class FusedRMSNorm(FusedModule):
         if shape is not None and len(shape) != 1:
             reasons.append(f"it normalises over {len(shape)} dimensions; the op normalises over the last one")
         if isinstance(source, nn.RMSNorm) and source.eps is None:
-            reasons.append("eps=None leaves the epsilon to torch's choice of dtype; set one")
+            reasons.append("with eps=None torch chooses the epsilon by dtype; set one")
         return reasons
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -76,10 +79,10 @@ class FusedRMSNorm(FusedModule):
         )
 
     def _takes(self, input: Tensor, weight: Tensor | None) -> bool:
-        """Whether the op's result, for an `input` of fitting shape, has the source's values and dtype."""
+        """Whether the op returns the source's values and dtype for an `input` of valid shape."""
         if self.autocasts and is_autocast(input):
             return False
-        if weight is None:  # only torch.nn.RMSNorm; without a weight the op does not know the size of the norm
+        if weight is None:  # torch.nn.RMSNorm only; the op cannot check the norm's size without a weight
             return input.shape[-1:] == self.normalized_shape
         if input.dtype is weight.dtype:
             return True
@@ -87,11 +90,11 @@ class FusedRMSNorm(FusedModule):
 
 
 class FusedLayerNorm(FusedModule):
-    """Layer normalisation (Ba et al. 2016, https://arxiv.org/abs/1607.06450); stands in for torch.nn.LayerNorm.
+    """Layer normalisation (Ba et al. 2016, https://arxiv.org/abs/1607.06450); replaces torch.nn.LayerNorm.
 
-    forward: `input` [..., *normalized_shape] -> the same shape; dtype as torch.nn.functional.layer_norm, float32 under
-    autocast included. For an input whose dtype differs from the weight's, and for all else that the op does not take,
-    the source's own forward runs, and raises its errors.
+    forward: `input` [..., *normalized_shape] -> the same shape; dtype as torch.nn.functional.layer_norm, which is
+    float32 under autocast. If the input's dtype differs from the weight's, or the op refuses the input, the source's
+    own forward runs, and raises its errors.
     """
 
     def _configure(self, *, backend: str = "auto") -> None:  # type: ignore[override]
@@ -111,7 +114,7 @@ class FusedLayerNorm(FusedModule):
     def add(self, input: Tensor, residual: Tensor, backend: str) -> tuple[Tensor, Tensor]:
         """`sum = input + residual` and `forward(sum)` in one pass: (norm, sum); see `fuseopt.ops.add_layer_norm`.
 
-        For a norm over one dimension.
+        Only for norms over one dimension.
         """
         dtype = torch.promote_types(input.dtype, residual.dtype)
         fits = input.shape == residual.shape and (self.weight is None or dtype is self.weight.dtype)
@@ -122,5 +125,5 @@ class FusedLayerNorm(FusedModule):
 
 
 def _is_autocast_on_gpu(input: Tensor) -> bool:
-    """Whether autocast casts all arguments of a LayerNorm to float32."""
+    """Whether autocast is on, which on a GPU casts all arguments of a LayerNorm to float32."""
     return input.is_cuda and torch.is_autocast_enabled("cuda")

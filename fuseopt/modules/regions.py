@@ -1,7 +1,7 @@
-"""Elementwise regions compiled as a whole: TorchScript, torch.compile with Inductor, or plain eager.
+"""Small elementwise functions, compiled by TorchScript or Inductor, or run eagerly.
 
-The functions stand at module scope, and a `Region` names one rather than holding its compiled form: a scripted function
-kept as an attribute of a module breaks deepcopy and pickle.
+A `Region` holds a function's name and not its compiled form: a scripted function as a module attribute would break
+deepcopy and pickle.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ REGIONS: Mapping[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True)
 class Region:
-    """A region by name; calling it runs the compiled form, which is made at the first call in each process.
+    """A function of `REGIONS` by name; compiled at the first call in each process.
 
-    Inside somebody else's torch.compile the plain function is traced instead, so that it fuses with its surroundings.
-    It also runs in torch.func's transforms and in forward-mode AD, which compiled functions do not support.
+    The plain function runs under torch.compile, so that it fuses with its surroundings, and in torch.func's transforms
+    and forward-mode AD, which compiled functions do not support.
     """
 
     name: str
@@ -111,14 +111,14 @@ class Region:
 
 @dataclass(frozen=True)
 class GatedRegion(Region):
-    """One of the `gated_` regions, its activation computed in a dtype of the caller's choice."""
+    """One of the `gated_` functions, with the activation computed in `activation_dtype`."""
 
     def __call__(self, gate: Tensor, up: Tensor, *, activation_dtype: torch.dtype) -> Tensor:  # type: ignore[override]
         return super().__call__(gate.to(activation_dtype), up)
 
 
 def not_supported_reasons(backend: str) -> list[str]:
-    """Why nothing can be compiled with `backend` ("torchscript", "inductor", "aot_eager") here; empty when it can."""
+    """Why `backend` ("torchscript", "inductor", "aot_eager") cannot compile here; empty if it can."""
     if backend == "torchscript":
         try:
             _compiled("gelu_tanh", backend)
@@ -138,7 +138,8 @@ def _compiled(name: str, backend: str) -> Callable[..., Tensor]:
     function = REGIONS[name]
     if backend == "torchscript":
         with warnings.catch_warnings():
-            # torch 2.14 and later announce TorchScript's end on every call; the plan's reason says it instead.
+            # torch 2.14 and later warn about TorchScript's deprecation in every call; the plan's reason says it
+            # instead.
             warnings.simplefilter("ignore", category=DeprecationWarning)
             warnings.simplefilter("ignore", category=FutureWarning)
             return torch.jit.script(function)

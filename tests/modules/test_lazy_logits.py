@@ -144,7 +144,7 @@ def test_logits_not_looked_at_before_the_weight_changed_are_refused():
     with torch.no_grad():
         fused.weight.add_(1.0)
     assert torch.equal(seen.tensor(), values)
-    with pytest.raises(RuntimeError, match=r"look at them before optimizer.step\(\)"):
+    with pytest.raises(RuntimeError, match=r"read them before optimizer.step\(\)"):
         late.argmax(-1)
 
 

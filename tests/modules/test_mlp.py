@@ -195,7 +195,7 @@ def test_each_name_takes_its_own_activations_and_names_the_other():
         fuseopt.initialize(model, config("FusedSwiGLU"))
     with pytest.warns(UserWarning, match="its activation is ReLUSquaredActivation"):
         fuseopt.initialize(tiny.llama(hidden_act="relu2"), config("FusedSwiGLU"))
-    with pytest.warns(UserWarning, match="formula spelled out in Python"):
+    with pytest.warns(UserWarning, match="asks for the formula in Python"):
         fuseopt.initialize(tiny.gemma(hidden_act="gelu_python"), config("FusedGatedGELU"))
 
 

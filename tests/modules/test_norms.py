@@ -34,5 +34,5 @@ def test_what_rms_norm_cannot_stand_in_for():
     assert "2 dimensions" in reason
     (reason,) = FusedRMSNorm.not_supported_reasons(nn.RMSNorm(40))
     assert "eps=None" in reason
-    with pytest.raises(ValueError, match="FusedRMSNorm cannot stand in for RMSNorm: eps=None"):
+    with pytest.raises(ValueError, match="FusedRMSNorm cannot stand in for RMSNorm: with eps=None"):
         FusedRMSNorm.from_module(nn.RMSNorm(40), **TORCH)

@@ -271,7 +271,7 @@ def test_frozen_norm_weights_get_no_gradient():
 
 def test_python_spelt_gelus_stay():
     model = tiny.gpt2(activation_function="gelu_python")
-    with pytest.warns(UserWarning, match="formula spelled out in Python"):
+    with pytest.warns(UserWarning, match="asks for the formula in Python"):
         fuseopt.initialize(model, config("FusedGELU"))
 
 
