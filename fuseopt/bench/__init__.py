@@ -1,1 +1,1 @@
-"""What is measured, and with what: timer, machine, result records, and the demo. The package never needs it."""
+"""Benchmarks and the demo, on top of the rest of the package, which never imports them."""

@@ -1,4 +1,4 @@
-"""Models without their weights: well-known architectures by name, and the config.json of any folder or model id."""
+"""Models with random weights or none: architectures by name, or the config.json of a folder or model id."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 from fuseopt.errors import ConfigError
 
 _NO_ENDS: Mapping[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-# Sizes as in the config.json files of the original checkpoints.
+# Sizes are those of the original checkpoints' config.json files.
 ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "gpt2-medium": ("gpt2", {"n_layer": 24, "n_embd": 1024, "n_head": 16}),
@@ -49,7 +49,7 @@ _MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {"gpt2": {}, "t5": {"decoder_start_token_id": 0}}
 
 
-# What the families call their dropout rates.
+# Names of dropout rates in the configs of the families.
 _DROPOUT_RATES = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate", "attention_dropout", "hidden_dropout")
 
 
@@ -105,7 +105,7 @@ def _cached_folder(model_id: str) -> Path:
 
 
 def weightless(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
-    """A model to plan on: its parameters are on `device` and take no memory there.
+    """A model to plan for: its parameters are on `device` but take no memory.
 
     Raises:
         ConfigError: transformers has no model class for it.
@@ -120,7 +120,7 @@ def weightless(config: PreTrainedConfig, device: torch.device) -> PreTrainedMode
 
 
 def random_model(name: str, device: torch.device, dtype: torch.dtype, **overrides: Any) -> PreTrainedModel:
-    """An architecture by name with random weights, in eval mode, that generates as many tokens as it is asked for."""
+    """An architecture by name with random weights, in eval mode. Without an EOS token, generate() never ends early."""
     config = load_config(name, **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, **overrides})
     with torch.device(device), no_init_weights():
         model = _build(config, dtype)

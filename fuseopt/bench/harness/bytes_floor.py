@@ -1,4 +1,4 @@
-"""The floor under a decode step: what it has to read, at the speed of a copy."""
+"""Lower bound on the time of a decode step: the bytes that it must read, at the speed of a copy."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 
 from fuseopt.bench.harness.timer import time_in_turns, work_seconds
 
-# A decoder's layers that run once a call, over the encoder's output.
+# Decoder layers that run once per call, over the encoder's output.
 _ONCE_A_CALL = ("EncDecAttention.k", "EncDecAttention.v")
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the weights that every step reads: the decoder's and the head's, without embeddings looked up by row."""
+    """Bytes of the weights that every step reads: decoder and head, without embeddings, which are looked up by row."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     modules = [
         module
@@ -26,10 +26,10 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def cache_bytes(model: nn.Module, batch: int, beams: int, prompt: int, new: int) -> int:
-    """Bytes of the keys and values that a step reads, on the average of `new` steps.
+    """Bytes of the keys and values that a step reads, averaged over `new` steps.
 
     Args:
-        prompt: tokens a row; an encoder's keys and values are the same for all beams.
+        prompt: tokens per row. All beams share the keys and values of an encoder's prompt.
     """
     config = model.config
     layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
@@ -42,7 +42,7 @@ def cache_bytes(model: nn.Module, batch: int, beams: int, prompt: int, new: int)
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy of a large tensor reads and writes."""
+    """Bytes per second that a copy of a large tensor reads and writes."""
     source = torch.ones(2**30 if device.type == "cuda" else 2**26, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     call = functools.partial(target.copy_, source)

@@ -1,4 +1,4 @@
-"""Calls without the host's share: recorded as one CUDA graph, over data that the caches do not hold."""
+"""Calls without host time: captured as one CUDA graph, over data that the caches do not hold."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import torch
 
 from fuseopt.bench.harness.timer import Call
 
-# Data that calls take turns on are this many times as large as the L2 cache together, if MOST_SETS allow it.
+# The sets of arguments that calls alternate between have this many times the size of the L2 cache, up to MOST_SETS.
 CACHE_MULTIPLE = 4
 MOST_SETS = 32
-# A graph has as many calls as move this many bytes: 0.4 ms on an H200, so that launching it does not show.
+# A graph has as many calls as move this many bytes. That takes 0.4 ms on an H200, so its launch time does not matter.
 BYTES_PER_GRAPH = 1.6e9
 MOST_CALLS = 256
 
 
 def set_count(bytes_per_call: int, device: torch.device) -> int:
-    """How many sets of arguments calls should take turns on."""
+    """How many sets of arguments calls should alternate between."""
     wanted = math.ceil(CACHE_MULTIPLE * _cache_bytes(device) / max(bytes_per_call, 1))
     return min(max(wanted, 2), MOST_SETS)
 
 
 def stay_in_cache(bytes_per_call: int, device: torch.device) -> bool:
-    """Whether `set_count` sets fit into the L2 cache all together, as what a decoding step works on does."""
+    """Whether `set_count` sets of arguments fit into the L2 cache together, as those of a decode step do."""
     return set_count(bytes_per_call, device) * bytes_per_call <= _cache_bytes(device)
 
 
 def calls_per_graph(bytes_per_call: int, sets: int) -> int:
-    """A multiple of `sets`."""
+    """How many calls a graph should have: a multiple of `sets`."""
     calls = min(BYTES_PER_GRAPH / max(bytes_per_call, 1), MOST_CALLS)
     return sets * max(1, round(calls / sets))
 

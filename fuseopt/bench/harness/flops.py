@@ -1,4 +1,4 @@
-"""The least time a model's matmuls can take: their floating-point operations, and the rate that the device reaches."""
+"""Lower bound on the time of a model's matmuls: their floating-point operations, and the rate the device reaches."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fuseopt.bench.harness.timer import Timing, time_in_turns, work_seconds
 
 
 def forward_flops(model: str, batch: int, length: int) -> int:
-    """Operations of the matmuls of a forward, causal attention counted once; a training step has three times as many.
+    """Floating-point operations of a forward's matmuls; causal attention counts half. A training step has 3x as many.
 
     Args:
         model: an architecture by name, a folder with a config.json, or a model id.
-        length: tokens a row, of an encoder and its decoder each.
+        length: tokens per row; of a T5, for encoder and decoder each.
     """
-    # Eager attention multiplies by bmm, and nothing else in these models does.
+    # With eager attention, bmm is used for attention and nothing else in these models.
     config = load_config(model, attn_implementation="eager")
     ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {})}
@@ -31,7 +31,7 @@ def forward_flops(model: str, batch: int, length: int) -> int:
 
 
 def matmul_timing(size: int, device: torch.device, dtype: torch.dtype) -> Timing:
-    """Of a matmul of `size` x `size` x `size`, which is 2 * size**3 operations."""
+    """Timing of a matmul of `size` x `size` x `size`, which is 2 * size**3 operations."""
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(left)
     call = {"matmul": lambda: torch.mm(left, right, out=out)}

@@ -1,4 +1,4 @@
-"""What a measurement was made on: machine, versions, commit."""
+"""The machine, versions and commit that a measurement was made with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHECKOUT = Path(fuseopt.__file__).resolve().parents[1]
 
 
 def machine() -> dict[str, str]:
-    """The processor, its cores, the GPUs, the compilers and the native libraries, as far as they can be found out."""
+    """Processor, cores, GPUs, compilers and native libraries; "none" for what cannot be found out."""
     found = {
         "platform": platform.platform(),
         "cpu": _cpu_name(),
@@ -33,7 +33,7 @@ def machine() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, fuseopt, and the packages it stands on; none of them is imported for it."""
+    """Versions of Python, fuseopt and the packages that it uses; none of these is imported for this."""
     found = {"fuseopt": fuseopt.__version__, "python": platform.python_version(), "torch": torch.__version__}
     found["cuda"] = torch.version.cuda or "none"
     for package in ("triton", "transformers"):
@@ -45,10 +45,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that fuseopt runs from, "-dirty" behind it if files differ; None when installed.
+    """The commit of the checkout that fuseopt runs from, with "-dirty" appended if files differ; None when installed.
 
-    Where FUSEOPT_COMMIT is set, it is what that says: for a copy of a checkout, as on a borrowed machine, whose git
-    folder is missing or older than the files.
+    FUSEOPT_COMMIT, if set, is used instead: for a copy of a checkout whose git folder is missing or out of date.
     """
     if "FUSEOPT_COMMIT" in os.environ:
         return os.environ["FUSEOPT_COMMIT"]
@@ -58,7 +57,7 @@ def commit() -> str | None:
 
 
 def environment() -> dict[str, dict[str, str]]:
-    """`versions`, `machine`, the state of each native library, where it is built, and what the package ships."""
+    """`versions`, `machine`, the state of each native library, the cache folder, and the prebuilt libraries."""
     native_code: dict[str, str] = {kind: _describe(loader.state(kind)) for kind in loader.LIBRARIES}
     shipped = [f"{kind}: {held}" for kind in loader.LIBRARIES if (held := prebuilt.contents(kind)) is not None]
     return {

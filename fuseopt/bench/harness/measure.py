@@ -1,4 +1,4 @@
-"""From cases to records: prepare, compare, time, one case after the other."""
+"""Measures cases one after the other: prepares the calls, compares their results, times them, makes records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fuseopt.bench.harness.timer import Call, time_in_turns, work_seconds
 from fuseopt.bench.harness.workloads import Case, difference, failed
 from fuseopt.errors import CompileError, ConfigError
 
-# No case is timed for longer, once each of its calls has been timed three times.
+# A case ends after this long, once each of its calls has been timed three times.
 SECONDS_PER_CASE = 12.0
 WHOLE_CASE = "every variant"
 
@@ -32,9 +32,9 @@ _Work = TypeVar("_Work", bound=_Named)
 def measure(
     cases: Sequence[_Work], records_of: Callable[[_Work], Iterable[Record]], *, is_more: bool = False
 ) -> list[Record]:
-    """The records of every case, with a progress bar on stderr; after KeyboardInterrupt, of the cases that were done.
+    """The records of every case, with a progress bar on stderr. After KeyboardInterrupt: those of finished cases.
 
-    If a case raises, its record names the exception, and the next case begins.
+    If a case raises an exception, its record names it, and the next case begins.
 
     Raises:
         KeyboardInterrupt, ConfigError: before the first record, unless `is_more`: other records exist already.
@@ -59,18 +59,18 @@ def measure(
 
 
 def _forget_sizes() -> None:
-    """Lets the next case be compiled for its own sizes, not for sizes that change, as they do from case to case."""
+    """Resets Dynamo, so that the next case is compiled for its own sizes and not for dynamic ones."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
 
 def against_stock(case: Case, device: torch.device) -> list[Record]:
-    """Runs every call of a case once for its result and once for its memory, then times them in turns.
+    """Runs every call of a case once for its result and once for its peak memory, then times all in turns.
 
-    A call that cannot be compiled, or raises, becomes a row with the reason.
+    A call that cannot be compiled, or that raises, becomes a row with the reason.
 
     Raises:
-        Exception: what the stock model raises.
+        Exception: any exception of the stock model.
     """
     offered = dict(case.calls())
     calls: dict[str, Call] = {}
@@ -125,22 +125,22 @@ def against_stock(case: Case, device: torch.device) -> list[Record]:
 
 
 def _failures_to_compile() -> tuple[type[Exception], ...]:
-    """torch.compile's own exceptions, which are not there before something has been compiled."""
+    """torch.compile's own exceptions; none before torch._dynamo has been imported."""
     compiler = sys.modules.get("torch._dynamo.exc")
     return () if compiler is None else (compiler.TorchDynamoException,)
 
 
 def not_compiled(failure: Exception) -> str:
-    """What torch.compile says, in a line."""
+    """The first line of torch.compile's message."""
     return f"cannot be compiled: {str(failure).splitlines()[0]}"
 
 
 def peak_mib(call: Call, device: torch.device, above: int | None = None) -> float | None:
-    """Most memory allocated on the GPU during a call, over `above` bytes, by default what is there before it."""
+    """Peak GPU memory of a call in MiB, above `above` bytes or, by default, above what is allocated before it."""
     if device.type != "cuda":
         return None
-    # What goes during the call would count as less than nothing, and the capture of a graph begins by letting go of
-    # what nobody has any more, and of the pools of graphs among it.
+    # Garbage freed during the call would be subtracted from it. The capture of a CUDA graph collects garbage first,
+    # including memory pools of other graphs.
     gc.collect()
     torch.cuda.empty_cache()
     before = taken_bytes(device) if above is None else above
@@ -150,12 +150,12 @@ def peak_mib(call: Call, device: torch.device, above: int | None = None) -> floa
 
 
 def taken_bytes(device: torch.device) -> int:
-    """What is allocated on the GPU, and what CUDA graphs hold on to for when they are launched."""
+    """GPU memory in bytes that is allocated, or held in the memory pools of CUDA graphs."""
     return torch.cuda.memory_allocated(device) + _idle_bytes(device)
 
 
 def _idle_bytes(device: torch.device) -> int:
-    """Of the memory pools of CUDA graphs, what is not allocated now; nobody else can have it."""
+    """Bytes in memory pools of CUDA graphs that are not allocated now, and that nothing else can use."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return sum(
         segment["total_size"] - segment["allocated_size"]

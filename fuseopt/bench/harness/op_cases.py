@@ -1,4 +1,4 @@
-"""One op at one size: what is done, by which contenders, and how far from right each of them is."""
+"""One op at one size: the work, its contenders (ways to compute it), and their errors against float64."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Work:
-    """What is done with one set of arguments: the forward, or the backward to `grad_outputs`.
+    """The forward, or the backward from `grad_outputs`, of one set of arguments.
 
-    All of it is to run under `torch.set_grad_enabled(backward)`.
+    Call its methods under `torch.set_grad_enabled(backward)`.
     """
 
     sample: SampleInput
@@ -72,7 +72,7 @@ class Work:
         return cls(arguments, tuple(torch.randn_like(output) for output in outputs))
 
     def in_float64(self) -> Work:
-        """The same in float64, for a judge."""
+        """The same work in float64, for `Float64Reference`."""
 
         def widened(tensor: Tensor) -> Tensor:
             if not tensor.dtype.is_floating_point:
@@ -85,7 +85,7 @@ class Work:
         return Work(SampleInput(args, kwargs), grads)
 
     def prepare(self, function: Callable) -> Call:
-        """The call that is timed, as often as one likes; it keeps alive what it needs."""
+        """The call to time. It may be repeated, and holds references to everything that it reads."""
         forward = functools.partial(function, *self.sample.args, **self.sample.kwargs)
         if self.grad_outputs is None:
             return forward
@@ -98,7 +98,7 @@ class Work:
         return _tensors_in(self.prepare(function)())
 
     def moved_bytes(self, function: Callable) -> int:
-        """What `function` has to move: arguments and results, or all that the backward is given and returns, once."""
+        """Bytes that `function` has to read or write at least: every argument, saved tensor and result counts once."""
         saved: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:
@@ -113,20 +113,20 @@ class Work:
 
 
 def _bytes(tensor: Tensor) -> int:
-    # What is broadcast is smaller in memory than its shape says.
+    # A broadcast tensor takes less memory than its shape says.
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute an op; `own`: by a backend of it."""
+    """One way to compute an op; `own` says that it is one of the op's backends."""
 
     function: Callable
     own: bool
 
 
 def contenders(case: OpCase, device: torch.device, compile: bool) -> dict[str, Contender | str]:
-    """Every way to compute the op on `device`, by name; in the place of a backend that cannot, the reasons."""
+    """Every way to compute the op on `device`, by name; for a backend that cannot, the reasons instead."""
     dtypes = [tensor.dtype for tensor in tensors(case.sample(torch.device("meta"))) if tensor.is_floating_point()]
     found: dict[str, Contender | str] = {}
     for backend in case.op.backends:
@@ -159,10 +159,13 @@ def _bound(upstream: registry.Upstream) -> Callable:
     return lambda *args, **kwargs: call(target, *args, **kwargs)
 
 
-class Judge:
-    """Says how far a result is from the op's reference in float64, and how far it may be.
+class Float64Reference:
+    """The op's reference in float64, to which results are compared.
 
-    It may be twice as far as the reference itself in the dtype at hand, and some units of rounding more.
+    Attributes:
+        exact: its results.
+        allowed: the largest error allowed: twice the error of the reference in the case's own dtype, and 4 units of
+            rounding.
     """
 
     def __init__(self, case: OpCase, work: Work) -> None:
@@ -171,14 +174,14 @@ class Judge:
         self.allowed = 2 * plain + 4 * torch.finfo(case.dtype).eps
 
     def error(self, results: Sequence[Tensor]) -> float:
-        """The largest difference, each over the largest value of the exact result it belongs to."""
+        """The largest difference from `exact`, each relative to the largest value of its tensor."""
         return max(map(_relative_difference, results, self.exact), default=0.0)
 
 
 def _relative_difference(result: Tensor, exact: Tensor) -> float:
     if result.shape != exact.shape:
         return math.inf
-    # Entries that are equal, infinities among them, differ by nothing; NaN is as far off as one gets.
+    # Equal entries, infinities among them, differ by 0; NaN differs by infinity.
     apart = torch.where(result == exact, 0.0, (result - exact).abs()).nan_to_num(nan=math.inf, posinf=math.inf).max()
     largest = torch.where(exact.isfinite(), exact.abs(), 0.0).max()
     return (apart / largest.clamp(min=1e-2)).item()

@@ -1,4 +1,4 @@
-"""Timing the contenders for one op: verified first, then in turns, beside a copy of as many bytes."""
+"""Times the contenders of one op in turns, beside a copy of as many bytes, after checking their results."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from torch._dynamo.exc import TorchDynamoException
 
 from fuseopt.bench.harness.cuda_graph import calls_per_graph, graph_of, set_count, stay_in_cache
 from fuseopt.bench.harness.measure import not_compiled
-from fuseopt.bench.harness.op_cases import Contender, Judge, OpCase, Work, auto_choice, contenders
+from fuseopt.bench.harness.op_cases import Contender, Float64Reference, OpCase, Work, auto_choice, contenders
 from fuseopt.bench.harness.records import COPY, Record
 from fuseopt.bench.harness.timer import Call, Spread, Timing, device_seconds, host_seconds, time_in_turns, wall_seconds
 from fuseopt.bench.harness.workloads import failed
 
 ROUNDS = 11
 SECONDS_PER_SAMPLE = {"cuda": 0.5e-3, "cpu": 4e-3}
-# No case is timed for longer, once each of its contenders has been timed three times.
+# A case ends after this long, once each of its contenders has been timed three times.
 SECONDS_PER_CASE = 2.0
 PAGE = 4096
-# Plain calls in a row of which one sample of `wall_us` and `host_us` is the mean. The first after others' calls finds
-# nothing in the processor's caches, which no caller in a loop meets with. Of slow ones there are fewer, down to one.
+# One sample of `wall_us` and `host_us` is the mean of this many calls in a row, or of fewer slow ones, down to one. The
+# first call after another contender's finds cold processor caches, unlike a caller in a loop.
 PLAIN_CALLS = 200
 SECONDS_OF_PLAIN_CALLS = 10e-3
-# Others than fuseopt round more often than fuseopt's reference does.
+# Factor on the error allowed to other contenders than fuseopt: they round more often than fuseopt's reference.
 LENIENCE = 8
 
 
 def time_op(case: OpCase, device: torch.device, *, compile: bool) -> list[Record]:
-    """One record per contender; those that give a wrong result, or raise, have a note instead of a time.
+    """One record per contender; a wrong result or an exception gives a note instead of a time.
 
-    On CUDA a time is the device's: calls are recorded as a CUDA graph over arguments that together exceed the L2
-    cache. `host_us` and `wall_us` are of plain calls. On a CPU a time is that of plain calls on the same arguments.
+    On CUDA times are device times: calls are captured as a CUDA graph over several sets of arguments, which together
+    exceed the L2 cache. `host_us` and `wall_us` come from eager calls. On a CPU all times come from eager calls on one
+    set of arguments.
     """
     on_cuda = device.type == "cuda"
     stream = torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else contextlib.nullcontext()
-    # A compiled backward may reuse what its forward saved, unless it is told that it will run again.
+    # By default a compiled backward may overwrite what its forward saved, so it could not run again.
     run_again = torch._functorch.config.patch(donated_buffer=False)
     try:
         with stream, torch.set_grad_enabled(case.backward), run_again:
@@ -73,7 +74,7 @@ def _time_op(case: OpCase, device: torch.device, compile: bool) -> list[Record]:
     others = [name for name, c in offered.items() if isinstance(c, Contender) and not c.own and name in timings]
     baseline = timings[_fastest(others, timings)] if others else None
     if auto in timings:
-        # Whether the others are ahead stands in the speed-up.
+        # Contenders that are not fuseopt's appear in the speed-up already.
         fastest = _fastest([name for name in timings if name not in (*others, COPY)], timings)
         gain = timings[fastest].speed_up_over(timings[auto])
         behind = [f"{fastest} is {gain.median:.3f}x as fast"] if gain.low > 1 else []
@@ -107,22 +108,22 @@ def _time_op(case: OpCase, device: torch.device, compile: bool) -> list[Record]:
 def _verified(
     case: OpCase, work: Work, offered: Mapping[str, Contender | str]
 ) -> tuple[dict[str, Callable], dict[str, float], dict[str, str]]:
-    """The functions of the contenders that are right, the errors of those, and what is wrong with the others."""
-    judge = Judge(case, work)
+    """Functions and errors of the contenders with right results, and notes on the others."""
+    reference = Float64Reference(case, work)
     functions, errors, notes = {}, {}, {}
     for name, contender in offered.items():
         if isinstance(contender, str):
             notes[name] = contender
             continue
         try:
-            error = judge.error(work.results(contender.function))
+            error = reference.error(work.results(contender.function))
         except TorchDynamoException as failure:
             notes[name] = not_compiled(failure)
             continue
         except Exception as error_of_call:
             notes[name] = failed(error_of_call)
             continue
-        allowed = judge.allowed * (1 if contender.own else LENIENCE)
+        allowed = reference.allowed * (1 if contender.own else LENIENCE)
         if error <= allowed:
             functions[name], errors[name] = contender.function, error
         else:
@@ -132,7 +133,7 @@ def _verified(
 
 @dataclass
 class _Run:
-    """Calls made one after the other, or the CUDA graph of them."""
+    """Calls that run one after the other, or a CUDA graph of them."""
 
     calls: Sequence[Call]
     graph: torch.cuda.CUDAGraph | None = None
@@ -151,14 +152,14 @@ class _Run:
                 self.graph.replay()
 
     def lengthen(self, seconds: float, now: float) -> None:
-        """Repeats as often as it takes to last `seconds`, where one repetition takes `now`."""
+        """Sets the number of repetitions so that a run lasts `seconds`, given that one repetition takes `now`."""
         self.repetitions = min(max(math.ceil(seconds / now), 1), 1000)
 
 
 def _runs(
     case: OpCase, work: Work, functions: Mapping[str, Callable], moved: int, device: torch.device
 ) -> tuple[dict[str, _Run], dict[str, str]]:
-    """The runs to time, and a note for each contender that raises while its run is prepared."""
+    """The runs to time, and a note for each contender that raised an exception during preparation."""
     sets = set_count(moved, device) if device.type == "cuda" else 1
     works = [work, *(Work.of(case, device) for _ in range(sets - 1))]
     count = calls_per_graph(moved, sets) if device.type == "cuda" else 0
@@ -169,19 +170,19 @@ def _runs(
             runs[name] = _run([work.prepare(function) for work in works], count)
         except Exception as error:
             notes[name] = failed(error)
-    # Whole pages: the driver copies other sizes at two thirds of the speed.
+    # Whole pages: the driver copies other sizes at 2/3 of the speed.
     pages = math.ceil(moved / 2 / PAGE)
     pairs = [torch.zeros(2, pages * PAGE // 4, device=device) for _ in works]
     runs[COPY] = _run([functools.partial(target.copy_, source) for target, source in pairs], count)
     if device.type == "cuda":
-        # For some sizes a kernel copies faster than the driver; others are compared with the faster of the two.
+        # For some sizes a kernel copies faster than the driver. The faster of the two is the reference.
         by_kernel = _run([functools.partial(torch.neg, source, out=target) for target, source in pairs], count)
         runs[COPY] = min(runs[COPY], by_kernel, key=functools.partial(device_seconds, repetitions=5, ahead=1))
     return runs, notes
 
 
 def _run(calls: Sequence[Call], graph_calls: int) -> _Run:
-    """A run of `calls`, each called once before; as a CUDA graph of `graph_calls` calls, unless that is 0."""
+    """A run of `calls`, each called once as a warm-up; as a CUDA graph of `graph_calls` calls unless that is 0."""
     for call in calls:
         call()
     return _Run(calls, graph_of(calls, graph_calls), graph_calls) if graph_calls else _Run(calls)
@@ -190,7 +191,7 @@ def _run(calls: Sequence[Call], graph_calls: int) -> _Run:
 def _on_cuda(
     runs: Mapping[str, _Run], plain_calls: Mapping[str, Call]
 ) -> tuple[dict[str, Timing], dict[str, Timing], dict[str, Timing]]:
-    """Times on the device, on the wall and of the host."""
+    """Device times, wall times and host times."""
     for run in runs.values():
         run()
         run.lengthen(SECONDS_PER_SAMPLE["cuda"], device_seconds(run))
@@ -218,7 +219,7 @@ def _timed(runs: Mapping[str, _Run], sample: Callable[[Call], float]) -> dict[st
 
 
 def _host_speed_ups(host: Mapping[str, Timing]) -> dict[str, Spread]:
-    """Over torch's own operation, of all but that and the copy."""
+    """Host speed-ups over torch's own operation, for all other contenders but the copy."""
     return {name: timing.speed_up_over(host["torch"]) for name, timing in host.items() if name not in ("torch", COPY)}
 
 

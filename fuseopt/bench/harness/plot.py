@@ -1,4 +1,4 @@
-"""A result file as a picture: a group of bars for each piece of work, a bar for each way of doing it."""
+"""A result file as a bar chart: one group of bars per case, one bar per variant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_available() -> None:
 
 
 def save(results: Results, path: str | os.PathLike[str]) -> None:
-    """Writes the medians of everything that was timed, in the format that the name ends with; lower is better.
+    """Draws all medians into a file whose suffix chooses the format; lower is better.
 
     Raises:
         ConfigError: there is no matplotlib, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""Result files: rows with the machine, versions, date and commit they were measured on, and the table made of them."""
+"""Result files: rows with machine, versions, date and commit, and the table made from them."""
 
 from __future__ import annotations
 
@@ -21,38 +21,37 @@ COPY = "copy"
 FAILED = "failed: "
 STATIC = "static cache and torch.compile"
 CONTROLS = frozenset({STOCK, STATIC, "reference", "eager", "torch", "torch.compile", COPY})
-"""Variants without code of fuseopt's own: where they become slower, it is the machine."""
+"""Variants without fuseopt's code. If they become slower, the machine did."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One variant of one piece of work.
+    """The result of one variant of one case.
 
     Attributes:
-        case: the work: model or op, shapes, dtype.
-        variant: how it was done; "stock" is plain transformers.
-        milliseconds: [lower quartile, median, upper quartile] of the time it takes; None when it was not run.
-        speed_up: likewise, over the variant that the others are held against, round by round; None for that one.
-        difference: of the result from stock's: "1.2e-06", the largest absolute one, or "tokens equal", say. Of an op
-            from its float64 reference, over the largest value.
-        peak_mib: most memory allocated on the GPU by a call, above what was there before it.
-        note: why a variant was not run, or what else there is to say of it.
-        wall_us: median time of one call on an idle GPU until its result is there.
-        host_us: median time until the host may go on.
-        host_speed_up: of a forward, how many times sooner than behind torch's own operation that is, round by round:
-            [lower quartile, median, upper quartile].
-        bytes: what a call has to move at least, each tensor once.
-        of_copy: the time of copying as many bytes, over this time.
+        case: the work, with model or op, shapes and dtype.
+        variant: the way it was done; "stock" is plain transformers.
+        milliseconds: [lower quartile, median, upper quartile] of the time; None if it was not run.
+        speed_up: the same quartiles of the speed-up over the case's baseline, round by round; None for the baseline.
+        difference: of the result from stock's, such as "1.2e-06", the largest absolute difference, or "tokens equal".
+            For an op: from its float64 reference, relative to the largest value.
+        peak_mib: peak GPU memory of a call in MiB, above what was allocated before it.
+        note: why a variant was not run, or another remark.
+        wall_us: median time of one call on an idle GPU until its result is ready.
+        host_us: median time until the call returns to the host.
+        host_speed_up: for a forward, the quartiles of the speed-up of `host_us` over torch's own operation.
+        bytes: bytes that a call must move at least; each tensor counts once.
+        of_copy: the time of a copy of as many bytes, divided by this time.
         auto: whether `backend: auto` takes this variant.
-        tokens: how many a call works on, or makes.
-        of_floor: the time that what bounds the work takes alone, over this time: the matmuls of training at their peak
-            rate, the reading of weights and caches at the speed of a copy.
-        first_seconds: time of the first call, compilation included; of generate(), in a fresh process.
+        tokens: tokens that a call processes or generates.
+        of_floor: the lower bound on the time, divided by this time. The bound is the matmuls at their peak rate for
+            training, and the reading of weights and caches at the speed of a copy for generate().
+        first_seconds: time of the first call, compilation included; for generate(), in a fresh process.
         first_token_us: median time of a call for one token.
-        launches: of a kernel in what is profiled.
-        kernel_us: median time of a kernel from its start to its end, which overlap with others'.
-        share: of all time that is profiled.
-        largest_batch: rows of the largest batch that has been seen to fit.
+        launches: launches of a kernel in a profiled step.
+        kernel_us: median time from a kernel's start to its end. Kernels may overlap.
+        share: share of all profiled time.
+        largest_batch: rows of the largest batch that was tried and fits.
     """
 
     case: str
@@ -80,7 +79,7 @@ class Record:
 
     @classmethod
     def of(cls, case: str, variant: str, timing: Timing, baseline: Timing | None, **others: Any) -> Record:
-        """The record of a timing; `baseline` is what its speed-up is over, None where it has none."""
+        """The record of a timing, with its speed-up over `baseline` if there is one."""
         speed_up = None if baseline is None else timing.speed_up_over(baseline).scaled(1)
         return cls(case, variant, timing.seconds.scaled(1e3), speed_up, len(timing.samples), **others)
 
@@ -104,7 +103,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Results:
-    """What stands in a file under benchmarks/results; `unit` is that of the times in the table, "ms" or "us"."""
+    """Content of a file under benchmarks/results. `unit` is the unit of times in the table, "ms" or "us"."""
 
     benchmark: str
     machine: Mapping[str, str]
@@ -116,7 +115,7 @@ class Results:
 
     @classmethod
     def measured_here(cls, benchmark: str, rows: Sequence[Record], unit: str = "ms") -> Results:
-        """Results of today, of this machine and checkout."""
+        """Results measured today, on this machine and checkout."""
         today = datetime.date.today().isoformat()
         return cls(benchmark, machine.machine(), machine.versions(), today, machine.commit(), tuple(rows), unit)
 
@@ -148,12 +147,12 @@ class Results:
             raise ConfigError(f"{path}: not a result file of fuseopt: {error}") from error
 
     def of_auto(self) -> Results:
-        """The rows of an op's benchmark that `backend: auto` takes, one a case, with a note of what is faster."""
+        """The rows that `backend: auto` takes, one per case of an op's benchmark, with a note on what is faster."""
         rows = tuple(replace(row, note=_behind(row, self.rows) or None) for row in self.rows if row.auto)
         return replace(self, rows=rows)
 
     def to_markdown(self) -> str:
-        """Where and when it was measured, and a table, aligned so that it reads as plain text too."""
+        """Machine, versions and date, and a table that is aligned so that it reads well as plain text."""
         on_gpu = self.machine["gpu"] != "none"
         place = self.machine["gpu"] if on_gpu else f"{self.machine['cpu']}, {self.machine['threads']} threads"
         versions = ", ".join(f"{name} {self.versions[name]}" for name in ("torch", "transformers", "python"))
@@ -163,7 +162,7 @@ class Results:
         )
 
     def _to_json(self) -> str:
-        """A row a line; what a row has nothing to say of is left out."""
+        """JSON with one line per row; empty fields are left out."""
         head = json.dumps({**asdict(self), "rows": []}, indent=1)
         rows = ({key: value for key, value in asdict(row).items() if value not in (None, False)} for row in self.rows)
         listed = ",\n  ".join(map(json.dumps, rows))
@@ -171,7 +170,7 @@ class Results:
 
 
 def _shortened(name: str) -> str:
-    """Names of kernels have no end."""
+    """A name cut in the middle if it is long, as names of kernels are."""
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]} ... {name[-_LONGEST_NAME // 2 :]}"
 
 
@@ -214,7 +213,7 @@ def _table(rows: Sequence[Record], unit: str) -> str:
 
 
 def _behind(row: Record, rows: Sequence[Record]) -> str:
-    """What has been seen to be faster than this row: in three rounds of four, by however little."""
+    """A note on what is faster than this row in at least 3 of 4 rounds, by however little."""
     note = row.note or ""
     others = {
         other.milliseconds[1]: other.variant
@@ -255,7 +254,7 @@ def _speed_up(row: Record) -> str:
 
 
 def _over_static_cache(row: Record, rows: Sequence[Record]) -> str:
-    """How many times as fast by the medians as transformers' static cache with torch.compile."""
+    """Speed-up, by medians, over transformers' static cache with torch.compile."""
     static = next((other for other in rows if other.case == row.case and other.variant == STATIC), None)
     if static is None or static.milliseconds is None or row.milliseconds is None or row is static:
         return ""

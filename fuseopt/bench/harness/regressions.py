@@ -1,4 +1,4 @@
-"""Two result files held against each other: which rows became slower, by more than the noise of both."""
+"""Compares two result files: which rows became slower by more than the noise of both."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _Rows = Mapping[tuple[str, str], Record]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of the rows of an earlier result file.
+    """Result of comparing with an earlier result file.
 
     Attributes:
-        compared: how many rows were timed both times.
-        missing: how many rows of the earlier file were not timed now.
+        compared: number of rows timed in both files.
+        missing: number of rows of the earlier file that were not timed now.
         slower: a line for each row that became slower beyond the noise.
     """
 
@@ -33,10 +33,10 @@ class Comparison:
 
 
 def compare(now: Results, earlier: Results) -> Comparison:
-    """Rows of fuseopt's own variants, by the medians of the same case and variant.
+    """Compares the medians of rows with the same case and variant; only variants with fuseopt's code can be slower.
 
-    The noise of a row is the distance between its quartiles, in the one file and in the other. Where the `CONTROLS` of
-    the case became slower, the machine did, and so may the row.
+    A row may be slower by its noise, the distance between its quartiles in both files. If the `CONTROLS` of its case
+    became slower, so did the machine, and the row may be slower by as much.
 
     Raises:
         ConfigError: results of another benchmark or another device.
@@ -61,7 +61,7 @@ def _timed(results: Results) -> _Rows:
 
 
 def _drift(case: str, before: _Rows, after: _Rows) -> float:
-    """How many times slower the machine became, by its controls; 1 where it did not."""
+    """How many times slower the machine became, judging by the case's controls; at least 1."""
     keys = [(case, variant) for variant in CONTROLS]
     ratios = [_median(after[key]) / _median(before[key]) for key in keys if key in before and key in after]
     return max(1.0, statistics.median(ratios)) if ratios else 1.0

@@ -1,4 +1,4 @@
-"""Timing: competing calls take turns, so that a machine that slows down slows all of them."""
+"""Timing of competing calls in turns, so that a machine that slows down slows all of them alike."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Timing:
         return Spread.of(list(self.samples))
 
     def per(self, count: int) -> Timing:
-        """The time of one piece of work where a call does `count` of them."""
+        """The time of one unit of work, if a call does `count` of them."""
         return Timing(tuple(sample / count for sample in self.samples))
 
     def speed_up_over(self, baseline: Timing) -> Spread:
-        """How many times faster than `baseline`, which took its turns in the same rounds."""
+        """Speed-up over `baseline`, which was sampled in the same rounds."""
         return Spread.of([slow / fast for slow, fast in zip(baseline.samples, self.samples, strict=True)])
 
 
@@ -62,13 +62,13 @@ def time_in_turns(
     warm_up: int = 1,
     seconds: float = float("inf"),
 ) -> dict[str, Timing]:
-    """Times several calls, one sample of each a round.
+    """Times several calls: each round takes one sample of each.
 
     Args:
-        sample: seconds that a call takes: one of the functions below.
-        rounds: samples of each call.
+        sample: measures the seconds of a call; one of the functions below.
+        rounds: samples per call.
         warm_up: untimed calls of each before the first round.
-        seconds: no round starts after this long, but for the first three.
+        seconds: after this long no further round starts, except for the first three.
     """
     for call in calls.values():
         for _ in range(warm_up):
@@ -84,14 +84,14 @@ def time_in_turns(
 
 
 def work_seconds(call: Call, device: torch.device, repetitions: int = 1) -> float:
-    """Seconds per call: of the device on CUDA, unless the host is slower; on the clock elsewhere."""
+    """Seconds per call: between CUDA events on a GPU, host time included if that is longer; wall time elsewhere."""
     return device_seconds(call, repetitions) if device.type == "cuda" else host_seconds(call, repetitions)
 
 
 def sustained_seconds(call: Call, device: torch.device, repetitions: int = 1) -> float:
-    """`work_seconds`, on CUDA once the call alone has kept the device busy for `SETTLING_SECONDS`.
+    """`work_seconds`, measured on CUDA after the call has kept the device busy for `SETTLING_SECONDS`.
 
-    A GPU at its power limit keeps to it over about a second, so what ran before it decides the clock until then.
+    A GPU averages its power limit over about a second, so before that its clock depends on what ran earlier.
     """
     start = time.perf_counter()
     while device.type == "cuda" and time.perf_counter() - start < SETTLING_SECONDS:
@@ -104,7 +104,7 @@ def device_seconds(call: Call, repetitions: int = 1, *, ahead: int = 0) -> float
     """Seconds per call between two events on the current CUDA stream.
 
     Args:
-        ahead: untimed calls before the first event, which keep the device busy until the timed ones are enqueued.
+        ahead: untimed calls before the first event; they keep the device busy while the timed calls are queued.
     """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
@@ -119,7 +119,7 @@ def device_seconds(call: Call, repetitions: int = 1, *, ahead: int = 0) -> float
 
 
 def host_seconds(call: Call, repetitions: int = 1) -> float:
-    """Seconds per call until the host may go on; on CUDA that is once the work is enqueued, on an idle device."""
+    """Seconds per call until it returns to the host; on CUDA that is when the work is queued, on an idle device."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -129,9 +129,9 @@ def host_seconds(call: Call, repetitions: int = 1) -> float:
 
 
 def wall_seconds(call: Call, repetitions: int = 1) -> float:
-    """Seconds from the start of a call on an idle CUDA device until its result is there; after one untimed call.
+    """Seconds from the start of a call on an idle CUDA device until its result is ready. One untimed call precedes it.
 
-    Waiting for the stream costs the host less than a microsecond, `torch.cuda.synchronize` several.
+    Synchronizing the stream costs the host less than 1 us, `torch.cuda.synchronize` several.
     """
     stream = torch.cuda.current_stream()
     call()

@@ -1,4 +1,4 @@
-"""Pieces of work to be timed: a model doing something, under several configs, or a logits processor by itself."""
+"""What is timed: a model doing some work, stock and under several configs, or a logits processor alone."""
 
 from __future__ import annotations
 
@@ -30,8 +30,14 @@ Work = Callable[[nn.Module], Tensor]
 
 
 class Case(Protocol):
-    """One piece of work. `rounds`: see `time_in_turns`; `calls_per_sample`: calls timed as one; `steps`: of a call;
-    `warm_up`: calls before that of which the result is looked at."""
+    """One piece of work to time in several ways.
+
+    Attributes:
+        rounds: samples of each way, see `time_in_turns`.
+        calls_per_sample: calls whose mean is one sample.
+        steps: units of work in a call, such as tokens; times are per unit.
+        warm_up: calls before the one whose result is compared.
+    """
 
     @property
     def name(self) -> str: ...
@@ -49,17 +55,16 @@ class Case(Protocol):
     def warm_up(self) -> int: ...
 
     def calls(self) -> Mapping[str, Call | str]:
-        """The calls to time against each other, stock first; in the place of one that cannot be had, the reason."""
+        """The calls to time against each other, stock first; for one that is not possible, the reason instead."""
 
 
 @dataclass(frozen=True)
 class ModelCase:
-    """`work` on the model that `model` returns, as it is and under each config.
+    """`work` done by the model that `model()` returns: stock, and under each config.
 
     Attributes:
-        stock_work: what the stock model does instead, to the same end.
-        others: other ways to the same end that the stock model has, by name.
-        steps: how many of what is timed `work` does: tokens of a `generate`, say.
+        stock_work: what the stock model does instead, with the same result; by default `work`.
+        others: further ways of the stock model to the same result, by name.
     """
 
     name: str
@@ -92,7 +97,7 @@ class ModelCase:
 
 @dataclass(frozen=True)
 class ProcessorCase:
-    """A logits processor of transformers and its fused form, which runs the op `op`, on the same tokens and scores."""
+    """A logits processor of transformers and its fused form, which calls the op `op`, on the same tokens and scores."""
 
     name: str
     op: str
@@ -119,12 +124,12 @@ class ProcessorCase:
 
 
 def fuse(model: nn.Module, name: str, config: FusionConfig) -> tuple[str, str | None]:
-    """Fuses `model`: `name` with the backends that were taken, and the reason where nothing was replaced."""
+    """Fuses `model`. Returns `name` with the backends used, and the reason if nothing was replaced, else None."""
     with warnings.catch_warnings():
-        # What lands nowhere is shown as a row of its own.
+        # A config that replaces nothing is shown as a row with the reason.
         warnings.simplefilter("ignore", category=UserWarning)
         fuseopt.initialize(model, config)
-    # With strict a step that cannot be compiled raises; without, it would time the stock forward.
+    # Without strict, a step that cannot be compiled would silently time the stock forward.
     apply.be_strict(model, True)
     report = fuseopt.report(model)
     backends = {row.backend for row in report.replaced if row.backend}
@@ -132,13 +137,13 @@ def fuse(model: nn.Module, name: str, config: FusionConfig) -> tuple[str, str | 
 
 
 def failed(error: Exception) -> str:
-    """A one-line note instead of a time, for what raised `error`; writes the traceback to stderr."""
+    """The one-line note for a call that raised `error`; also writes the traceback to stderr."""
     tqdm.write("".join(traceback.format_exception(error)), file=sys.stderr)
     return FAILED + "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
 
 
 def call(input: Tensor) -> Work:
-    """Output of a module of one argument, without gradients."""
+    """Work: a module's output for one argument, without gradients."""
 
     def work(module: nn.Module) -> Tensor:
         with torch.no_grad():
@@ -148,7 +153,7 @@ def call(input: Tensor) -> Work:
 
 
 def forward(**inputs: Any) -> Work:
-    """logits of a forward without gradients."""
+    """Work: the logits of a forward without gradients."""
 
     def work(model: nn.Module) -> Tensor:
         with torch.no_grad():
@@ -158,7 +163,7 @@ def forward(**inputs: Any) -> Work:
 
 
 def training_forward(**inputs: Any) -> Work:
-    """logits of a forward in training mode, which keeps what its backward would need until they are there."""
+    """Work: the logits of a forward in training mode, which saves activations for a backward."""
 
     def work(model: nn.Module) -> Tensor:
         return model.train()(**inputs).logits.detach()
@@ -167,7 +172,7 @@ def training_forward(**inputs: Any) -> Work:
 
 
 def compiled(work: Work) -> Work:
-    """`work` on the model under torch.compile, whose first call compiles."""
+    """`work` by the model under torch.compile; the first call compiles."""
 
     def compiled_work(model: nn.Module) -> Tensor:
         if model._compiled_call_impl is None:
@@ -178,7 +183,7 @@ def compiled(work: Work) -> Work:
 
 
 def generate(input_ids: Tensor, **kwargs: Any) -> Work:
-    """Tokens of a `generate()` over prompts without padding; samples are drawn from the same seed every time."""
+    """Work: the tokens of a `generate()` call on prompts without padding; sampling uses the same seed in every call."""
     options = {"do_sample": False, **kwargs}
 
     def work(model: nn.Module) -> Tensor:
@@ -190,7 +195,7 @@ def generate(input_ids: Tensor, **kwargs: Any) -> Work:
 
 
 def training_step(input_ids: Tensor, dtype: torch.dtype) -> Work:
-    """The loss of a forward under autocast to `dtype`; gradients of all parameters are computed too."""
+    """Work: the loss of a forward under autocast to `dtype`, followed by the backward."""
 
     def work(model: nn.Module) -> Tensor:
         model.train()
@@ -204,13 +209,13 @@ def training_step(input_ids: Tensor, dtype: torch.dtype) -> Work:
 
 
 def random_tokens(device: torch.device, vocab: int, batch: int, length: int) -> Tensor:
-    """Token ids [batch, length] without 0, which is padding; the same in every run."""
+    """Token ids [batch, length], int64, never 0, which is padding; the same in every run."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(1, vocab, (batch, length), generator=generator).to(device)
 
 
 def beams_name(beams: int) -> str:
-    """How a case's name says it."""
+    """The decoding method, as in a case's name."""
     return "greedy" if beams == 1 else f"{beams} beams"
 
 
@@ -219,9 +224,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def difference(result: Tensor, stock: Tensor) -> str:
-    """How far a result is from stock's: the largest absolute difference, or how many tokens are others."""
+    """The largest absolute difference of a result from stock's, or how many tokens differ."""
     if stock.is_floating_point():
-        # Entries that are equal, -inf among them, differ by nothing.
+        # Equal entries, -inf among them, differ by 0.
         apart = torch.where(result == stock, 0.0, (result.double() - stock.double()).abs())
         return f"{apart.max().item():.1e}"
     if result.shape != stock.shape:
@@ -231,7 +236,7 @@ def difference(result: Tensor, stock: Tensor) -> str:
 
 
 def parameter_sharing_copy(model: nn.Module) -> nn.Module:
-    """A copy with modules and config of its own, but the very Parameters and buffers of `model`."""
+    """A copy of `model` with its own modules and config that shares its Parameters and buffers."""
     return copy.deepcopy(model, {id(t): t for t in itertools.chain(model.parameters(), model.buffers())})
 
 

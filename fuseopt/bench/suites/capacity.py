@@ -1,4 +1,4 @@
-"""`fuseopt bench capacity`: the largest batch of which a training step fits on the GPU, by each system."""
+"""`fuseopt bench capacity`: the largest batch whose training step fits on the GPU, for each system."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fuseopt.bench.suites.train import OUT_OF_MEMORY, Row, all_systems, default_
 from fuseopt.errors import ConfigError
 
 GPU_ROWS = (Row("gpt2", 32, 1024, dropout=0.1),)
-# Of the room that a line through two peaks leaves, what is tried in turn.
+# Shares of the predicted largest batch that are tried in turn.
 _SHARES = (0.99, 0.96, 0.92, 0.85, 0.75)
 
 
@@ -27,13 +27,13 @@ def run(
     configs: Mapping[str, FusionConfig] | None = None,
     compile: bool | None = None,
 ) -> Results:
-    """Trains for a few steps on batches of some sizes, each system by itself.
+    """Trains each system alone for a few steps on batches of several sizes.
 
     Args:
-        device: a GPU, which nothing else should use.
-        rows: each with the batch to begin with; `GPU_ROWS` by default.
+        device: a GPU that nothing else uses.
+        rows: each with the batch size to start with; `GPU_ROWS` by default.
         configs: by default those of `bench train`.
-        compile: also torch.compile of the stock model, as by default.
+        compile: also try torch.compile of the stock model; the default is True.
 
     Raises:
         ConfigError: `device` is no GPU; a model is no architecture by name, folder with a config.json or model id; a
@@ -70,13 +70,13 @@ class _Case:
             yield Record(work, self.system, largest_batch=batch, peak_mib=peak, tokens=sized.tokens)
 
     def peak_mib(self, batch: int) -> float | None:
-        """What a step on so many rows has allocated at most; None where there is no room for it."""
+        """Peak memory of a step on `batch` rows in MiB; None if it does not fit."""
         sized = dataclasses.replace(self.row, batch=batch)
         tokens = make_batch(sized, load_config(self.row.model).vocab_size, self.device)
         _, trial = first_steps(sized, self.system, self.config, tokens, self.device)
         peak = trial if isinstance(trial, str) else trial.peak_mib
         del tokens, trial
-        # A compiled step and its model hold on to each other.
+        # A compiled step and its model form a reference cycle.
         gc.collect()
         torch.cuda.empty_cache()
         if isinstance(peak, str) and peak != OUT_OF_MEMORY:
@@ -85,20 +85,20 @@ class _Case:
 
 
 class CannotTrain(Exception):
-    """Whatever the batch."""
+    """The system cannot train at any batch size; the message says why."""
 
 
 def largest_batch(peak_mib: Callable[[int], float | None], batch: int, capacity_mib: float) -> tuple[int, float]:
-    """The largest batch tried that fits, and its peak.
+    """The largest batch that was tried and fits, and its peak memory in MiB.
 
-    A batch and one of half its size say what a row takes, and so how many there is room for; as many then have to fit.
+    The peaks of two batch sizes give the memory per row, and so a prediction of the largest batch, which is then tried.
 
     Args:
-        peak_mib: of a batch; None where it does not fit.
-        capacity_mib: what there is.
+        peak_mib: peak memory of a batch; None if it does not fit.
+        capacity_mib: free memory.
 
     Raises:
-        CannotTrain: not even a row fits.
+        CannotTrain: not even one row fits.
     """
     peaks: dict[int, float] = {}
 

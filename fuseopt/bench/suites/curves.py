@@ -1,4 +1,4 @@
-"""`fuseopt bench curves`: whether a fused model trains as stock does. Loss curves of several seeds, and gradients."""
+"""`fuseopt bench curves`: whether a fused model trains like stock, by loss curves of several seeds and by gradients."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ EXACT_STEPS = 50
 WINDOW = 25
 LEARNING_RATE = 1e-3
 SUCCESSORS = 8
-# Of every weight, about what float32 rounds off.
+# Relative change of every weight, about the rounding error of float32.
 NUDGE = 1e-7
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is trained, from random weights, on text of a random Markov chain that has `SUCCESSORS` for every token.
+    """A training run from random weights on text of a random Markov chain with `SUCCESSORS` successors per token.
 
     Attributes:
         model: an architecture by name, or a folder with a config.json.
-        length: tokens a row; a T5 reads as many and writes the next.
-        dropout: every rate of the model.
-        autocast: to bfloat16.
+        length: tokens per row; a T5 also has as many decoder tokens, the continuation.
+        dropout: value of every dropout rate of the model.
+        autocast: whether to train under autocast to bfloat16.
     """
 
     model: str
@@ -52,12 +52,11 @@ class Row:
 def run(
     *, device: torch.device, rows: Sequence[Row], configs: Mapping[str, FusionConfig], steps: int, seeds: int
 ) -> Results:
-    """Trains stock and every config `steps` steps from the same weights, with the text and the dropout of each seed.
+    """Trains stock and every config for `steps` steps from the same weights; each seed has its own text and dropout.
 
-    Progress bars on stderr show the rows and the steps of each training.
-
-    Then, without dropout: the losses of `EXACT_STEPS` steps in float32, beside those of stock from weights that differ
-    by a rounding, as training makes any difference larger; and the gradients of one step against float64.
+    Then, without dropout, it compares the losses of `EXACT_STEPS` steps in float32, and the gradients of one step with
+    float64. Training amplifies any difference, so the losses are shown beside those of stock from weights that differ
+    by a rounding error. Progress bars on stderr show the rows and the steps of each training.
 
     Raises:
         ConfigError: an unknown model; a config that replaces nothing.
@@ -94,12 +93,12 @@ def _records(
 
 
 def _windows(losses: Sequence[float]) -> list[float]:
-    """The means of `WINDOW` steps each."""
+    """The means of every `WINDOW` steps."""
     return [statistics.fmean(losses[start : start + WINDOW]) for start in range(0, len(losses), WINDOW)]
 
 
 def _inside(fused: Sequence[Sequence[float]], stock: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """In which part of the windows the mean of `fused` is no further out than a seed of `stock`; and its last."""
+    """The share of windows in which the mean of `fused` lies within the seeds of `stock`; and the last mean."""
     means = [statistics.fmean(window) for window in zip(*fused, strict=True)]
     pairs = list(zip(means, zip(*stock, strict=True), strict=True))
     return sum(min(window) <= mean <= max(window) for mean, window in pairs) / len(pairs), means[-1]
@@ -139,7 +138,7 @@ def _loss(model: nn.Module, batch: Mapping[str, Tensor], autocast: bool) -> Tens
 
 
 def _gradient_errors(row: Row, configs: Mapping[str, FusionConfig], device: torch.device) -> dict[str, float]:
-    """The distance of all gradients of one step from float64's, over their size."""
+    """The norm of all gradients' differences from float64, relative to the norm of the gradients, in one step."""
     (batch,) = _batches(row, device, 0, 1)
     models = {STOCK: _model(row, None, device, 0)} | {
         name: _model(row, config, device, 0) for name, config in configs.items()
@@ -158,7 +157,7 @@ def _gradient_errors(row: Row, configs: Mapping[str, FusionConfig], device: torc
 
 
 def _batches(row: Row, device: torch.device, seed: int, count: int) -> Iterator[dict[str, Tensor]]:
-    """Of one chain, whatever the seed; what it goes through is the seed's. Drawn on the CPU: the same on any device."""
+    """Batches of one Markov chain; the seed decides its path. Drawn on the CPU, so they are equal on every device."""
     config = load_config(row.model)
     chain = torch.Generator().manual_seed(0)
     successors = torch.randint(config.vocab_size, (config.vocab_size, SUCCESSORS), generator=chain)

@@ -35,17 +35,17 @@ NGRAM = 3
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the work is; (batch, length) unless said otherwise.
+    """Sizes of the work; (batch, length) unless stated otherwise.
 
     Attributes:
-        ngram: (rows, length, vocabulary) for the logits processor alone.
-        encoder_ngram: (batch, beams, encoder length, vocabulary) for its encoder variant.
-        tokens: for an activation or a norm alone.
+        ngram: (rows, length, vocabulary) of the logits processor alone.
+        encoder_ngram: (batch, beams, encoder length, vocabulary) of its encoder variant.
+        tokens: rows of an activation or a norm alone.
         gpt2_generate, t5_generate: (batch, prompt length, new tokens, beams).
         t5_forward: (batch, encoder length, decoder length).
         training: None leaves the training step out.
         inductor: whether to compile with Inductor too.
-        rounds: number of times that each way to run a model is timed.
+        rounds: samples of each way to run a model.
     """
 
     gpt2: str
@@ -114,7 +114,7 @@ QUICK = Sizes(
 
 
 def demo_cases(sizes: Sizes, device: torch.device) -> list[Case]:
-    """Everything the demo times at these sizes. Models are made when a case first asks for them."""
+    """All cases of the demo at these sizes. A model is made when a case first needs it."""
     return [*_processors(sizes, device), *_modules(sizes, device), *_gpt2(sizes, device), *_t5(sizes, device)]
 
 

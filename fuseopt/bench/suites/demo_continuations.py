@@ -1,4 +1,4 @@
-"""The demo's first part: real text continued by small trained checkpoints, stock and fused."""
+"""First part of the demo: small trained checkpoints continue real text, stock and fused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fuseopt bench forward`: a forward by transformers, torch.compile and fuseopt, in eval mode and in training mode."""
+"""`fuseopt bench forward`: a forward of transformers, torch.compile and fuseopt, in eval and training mode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fuseopt.bench.harness.workloads import (
 )
 
 COMPILE = "torch.compile"
-# A third call of a size captures CUDA graphs.
+# CUDA graphs are captured at the third call of a size.
 _WARM_UP = 3
 EVAL: dict[str, FusionConfig] = {
     "preset inference": "inference",
@@ -38,11 +38,11 @@ TRAINING: dict[str, FusionConfig] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One forward over `batch` x `length` tokens, of a T5 as many for the decoder.
+    """One forward over `batch` x `length` tokens; a T5's decoder gets as many.
 
     Attributes:
         model: an architecture by name, a folder with a config.json, or a model id; weights are random, dropout is off.
-        trains: also in training mode, for which Inductor compiles a T5 for minutes.
+        trains: also time the training mode, for which Inductor compiles a T5 for minutes.
     """
 
     model: str
@@ -52,7 +52,7 @@ class Row:
     trains: bool = True
 
 
-# OSLO's tutorial has the first.
+# The first row is that of OSLO's tutorial.
 GPU_ROWS = (
     Row("gpt2", 256, 16, torch.float32),
     Row("gpt2", 256, 16, torch.bfloat16),
@@ -69,8 +69,8 @@ def run(*, device: torch.device, rows: Sequence[Row] = (), compile: bool | None 
 
     Args:
         rows: `GPU_ROWS` by default, `CPU_ROWS` on a CPU.
-        compile: also what Inductor compiles: torch.compile of the model, jit with Inductor, memory_efficient_fusion;
-            by default on a GPU, as on a CPU it takes minutes.
+        compile: also time what Inductor compiles: torch.compile of the model, jit with Inductor and
+            memory_efficient_fusion. The default is True on a GPU; on a CPU it takes minutes.
 
     Raises:
         ConfigError: a model is no architecture by name, folder with a config.json or model id.
@@ -83,7 +83,7 @@ def run(*, device: torch.device, rows: Sequence[Row] = (), compile: bool | None 
 
 def _cases(row: Row, device: torch.device, compile: bool) -> Iterator[ModelCase]:
     config = load_config(row.model)
-    # Where a config has a token of padding, transformers looks for it in every call, and waits for the GPU.
+    # If the config has a padding token, transformers searches for it in every call, which waits for the GPU.
     overrides = {"use_cache": False, "pad_token_id": config.pad_token_id, **dropout_rates(row.model, 0.0)}
     model = functools.cache(functools.partial(random_model, row.model, device, row.dtype, **overrides))
     ids = random_tokens(device, config.vocab_size, row.batch, row.length)

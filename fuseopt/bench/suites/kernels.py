@@ -1,4 +1,4 @@
-"""`fuseopt bench kernels`: what each kernel of a decoding step adds to it, what it reads, and when the GPU is idle."""
+"""`fuseopt bench kernels`: the time each kernel adds to a decode step, the bytes it reads, and the GPU's idle time."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from fuseopt.ops.library import Observer
 ALL = "all of a step"
 IDLE = "no kernel runs"
 _WARM_UP = 3
-# The ops whose arguments are read whole, caches as far as they are filled and tables a row for each token; a step ends
-# with one of `_LAST`.
+# Ops that read all of their arguments: caches up to the filled slots, tables one row per token. A step ends with one of
+# `_LAST`.
 _READING = ("decode_linear", "decode_softmax_linear", "decode_attention", "decode_qkv_attention")
-# Ops by another one's kernels, for whose calls they are taken.
+# Ops that run the kernels of another op, and are counted as calls of it.
 _BY_KERNELS_OF = dict.fromkeys(
     ("decode_linear_partials", "decode_linear_of_sum", "decode_linear_of_embeddings"), "decode_linear"
 )
 _TABLES = ("token_weight", "position_weight")
 _LAST = ("decode_select", "decode_beams")
-# An op of two, with the arguments that the first reads.
+# An op that runs the kernels of two ops, with the arguments that the first one reads.
 _HEAD, _OF_HEAD = "decode_head_select", ("input", "split_k_partials", "weight", "norm_weight", "norm_bias")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel or a copy that a GPU ran; microseconds from one and the same moment on."""
+    """A kernel or a copy that a GPU ran; times in microseconds from a common start."""
 
     name: str
     start: float
@@ -52,7 +52,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Read:
-    """A call of one of fuseopt's ops in a step, without the underscore of those that work in place, and its bytes."""
+    """A call of one of fuseopt's ops in a step: the name, without the underscore of in-place ops, and its bytes."""
 
     op: str
     bytes: int | None
@@ -65,7 +65,7 @@ def run(
     dtype: torch.dtype | None = None,
     configs: Mapping[str, FusionConfig] | None = None,
 ) -> Results:
-    """Profiles whole calls of `generate()`, in the middle of which every step runs the same kernels.
+    """Profiles whole calls of `generate()`. Steps in the middle of a call all run the same kernels.
 
     Args:
         device: a GPU.
@@ -103,7 +103,7 @@ class _Case:
         _, unmet = fuse(model, self.config_name, self.config)
         if unmet:
             return [Record(self.name, ALL, note=unmet)]
-        # On the average of what is profiled.
+        # Average over the profiled steps.
         filled = row.new // 2 + (0 if load_config(row.model).is_encoder_decoder else row.prompt)
         with Reads(filled) as reads:
             row.work(device, 2)(model)
@@ -115,10 +115,10 @@ class _Case:
 
 
 class Reads(Observer):
-    """Records the raw ops that run inside the context; of a graph that is replayed it would see none.
+    """Records the raw ops that run inside the context. It sees nothing of a replayed CUDA graph.
 
     Args:
-        filled: slots of the cache that a step finds filled, for those that write into it.
+        filled: number of filled cache slots, for ops that write into the cache.
     """
 
     def __init__(self, filled: int) -> None:
@@ -152,13 +152,13 @@ class Reads(Observer):
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
 
     def of_a_step(self) -> list[Read]:
-        """What ran between the first selection of a token and the second, that one included."""
+        """The calls after the first selection of a token, up to and including the second."""
         ends = [i for i, call in enumerate(self.calls) if call.op in _LAST]
         return self.calls[ends[0] + 1 : ends[1] + 1] if len(ends) > 1 else []
 
 
 def launches_of(call: Call) -> list[Launch]:
-    """What a call runs on the GPU, as PyTorch's profiler sees it, in the order of the starts."""
+    """Kernels and copies that a call runs on the GPU, from PyTorch's profiler, ordered by start."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
@@ -170,17 +170,17 @@ def launches_of(call: Call) -> list[Launch]:
 def records_of(
     case: str, launches: Sequence[Launch], reads: Sequence[Read], step_bytes: int, bandwidth: float
 ) -> Iterator[Record]:
-    """A row for a step, one for each kernel and number of bytes, and one for the time when nothing runs.
+    """One row for a step, one for each kernel and number of bytes read, and one for idle time.
 
-    Kernels overlap where one is launched before its predecessor ends. A kernel's time here is what it adds: from the
-    last end before it, or from its start if that is later, to its own end, and what the GPU was idle before it. Copies
-    to the host, as of flags every few steps, count as idle.
+    With programmatic dependent launch kernels overlap. A kernel's time here is what it adds to the step: from the
+    latest end of an earlier kernel to its own end. So idle time before a kernel counts towards it. Copies to the host,
+    such as of flags every few steps, count as idle time.
 
     Args:
-        launches: of a whole call, in the order of their starts.
+        launches: of a whole call, ordered by start.
         reads: of one step.
-        step_bytes: that a step has to read.
-        bandwidth: of a copy, bytes a second.
+        step_bytes: bytes that a step must read.
+        bandwidth: bytes per second of a copy.
     """
     launches = [launch for launch in launches if not launch.name.startswith("Memcpy DtoH")]
     starts = steady_steps(launches)
@@ -222,13 +222,14 @@ def records_of(
             launches=len(added[key]) / len(steps),
             kernel_us=statistics.median(own[key]),
         )
-    yield record(IDLE, idle, note="counted above too, with the kernel behind it")
+    yield record(IDLE, idle, note="counted above too, with the next kernel")
 
 
 def steady_steps(launches: Sequence[Launch]) -> range:
-    """Where steps begin in the middle half of a call: `step` apart, launches have the same names again; or nowhere.
+    """Indices where steps begin in the middle half of a call; the range's `step` is the number of launches per step.
 
-    Of a short call in its third quarter, if the steps that were queued ahead of it end within the second.
+    Launches one step apart have the same names. In a short call, steps queued early may end within the second quarter;
+    then only the third quarter is used. Empty if launches do not repeat.
     """
     end = 3 * len(launches) // 4
     for first in (max(1, len(launches) // 4), max(1, len(launches) // 2)):
@@ -240,9 +241,10 @@ def steady_steps(launches: Sequence[Launch]) -> range:
 
 
 def bytes_of(names: Sequence[str], reads: Sequence[Read]) -> list[int | None]:
-    """Of each kernel of a step, wherever its list begins, the bytes of the op that launched it, or None.
+    """For each kernel of a step, the bytes that its op reads, or None if the op cannot be told.
 
-    A kernel's name contains that of its op. An op that runs once a step says where the lists begin.
+    A kernel's name contains the name of its op. The two lists may begin at different points of a step; an op that runs
+    once per step aligns them.
     """
     times = Counter(read.op for read in reads)
     launched = {op: [place for place, name in enumerate(names) if op in name] for op in times}
@@ -262,7 +264,7 @@ def bytes_of(names: Sequence[str], reads: Sequence[Read]) -> list[int | None]:
 
 
 def short_name(kernel: str) -> str:
-    """Without return type, namespaces and arguments, where it is a C++ function's."""
+    """A kernel's C++ name without return type, namespaces and arguments."""
     name = re.sub(r"^void |\(anonymous namespace\)::|\bfuseopt::|\bat::native::", "", kernel)
     name = name.replace("__nv_bfloat16", "bfloat16").replace("__half", "float16")
     depth = 0

@@ -1,4 +1,4 @@
-"""`fuseopt bench ops`: every op of the registry at its named sizes, beside what else computes it and a copy."""
+"""`fuseopt bench ops`: every registered op at its sizes, beside other ways to compute it and a copy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fuseopt.ops import registry
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 DEFAULT_DTYPES = ("bfloat16", "float32")
-# On a CPU the default sizes are those of at most so many elements in all arguments.
+# On a CPU the default sizes are those whose arguments have at most this many elements together.
 CPU_ELEMENTS = 2**22
 
 
@@ -30,13 +30,13 @@ def run(
     shapes: Sequence[str] = (),
     compile: bool | None = None,
 ) -> Results:
-    """Runs the benchmark and prints nothing but its progress.
+    """Runs the benchmark; prints only progress.
 
     Args:
-        ops: names of ops; all that have benchmarks by default.
-        dtypes: of `DTYPES`; "bfloat16" and "float32" by default.
-        shapes: names of sizes, or "all"; the ops' default sizes by default, on a CPU the small ones of them.
-        compile: whether torch.compile takes part; by default on CUDA, for on a CPU it takes minutes.
+        ops: names of ops; by default all that have benchmarks.
+        dtypes: names in `DTYPES`; by default "bfloat16" and "float32".
+        shapes: names of sizes, or "all"; by default the ops' default sizes, on a CPU only small ones.
+        compile: also time torch.compile. The default is True on CUDA; on a CPU it takes minutes.
 
     Raises:
         ConfigError: an unknown op or size; the message names the nearest known one.
@@ -51,7 +51,7 @@ def run(
 
 
 def select(device: torch.device, ops: Sequence[str], dtypes: Sequence[str], shapes: Sequence[str]) -> list[OpCase]:
-    """The cases that the names stand for; see `run`."""
+    """The cases for these names; see `run`."""
     benched = {name: op for name in registry.names() if (op := registry.get(name)).benchmarks}
     _check_known("op", ops, benched)
     chosen = [op for name, op in benched.items() if not ops or name in ops]

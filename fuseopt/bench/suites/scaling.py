@@ -1,4 +1,4 @@
-"""`fuseopt bench scaling`: a training step in one process, and in several at once by DistributedDataParallel."""
+"""`fuseopt bench scaling`: a training step in one process, and in several by DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ROUNDS = 5
 
 
 def run(*, device: torch.device, row: Row, processes: int, name: str, config: FusionConfig) -> Results:
-    """Times the step of `row` by a model alone, then by one in each process, each with a batch of its own.
+    """Times the step of `row` first without DistributedDataParallel, then with it; each process has its own batch.
 
-    All processes run while one is timed alone, each on a GPU of its own; on CPUs they share the cores. The first
-    process shows a progress bar on stderr.
+    All processes run in both cases, each on its own GPU; on CPUs they share the cores. The first process shows a
+    progress bar on stderr.
 
     Args:
-        processes: as many GPUs, over NCCL; on CPUs over Gloo.
-        name: what `config` is called.
+        processes: number of processes, and of GPUs; over NCCL, on CPUs over Gloo.
+        name: name of `config` in the results.
 
     Raises:
         ConfigError: fewer GPUs than processes; `config` replaces nothing.

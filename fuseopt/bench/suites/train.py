@@ -1,4 +1,4 @@
-"""`fuseopt bench train`: training steps, fused AdamW included, by transformers, torch.compile and fuseopt."""
+"""`fuseopt bench train`: training steps, fused AdamW included, of transformers, torch.compile and fuseopt."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True)
 class Row:
-    """One training step's work.
+    """The work of one training step.
 
     Attributes:
         model: an architecture by name, a folder with a config.json, or a model id; weights are random.
-        length: tokens a row; of a T5 the encoder has as many and the decoder too.
-        dropout: instead of the model's own rates.
+        length: tokens per row; of a T5, for encoder and decoder each.
+        dropout: value for every dropout rate; None keeps the model's own.
         precision: "autocast" to bfloat16 with weights in float32, or "bfloat16" or "float32" for everything.
-        padded: rows end anywhere from half of `length` on, under an attention mask; of a T5 the decoder's, too, under
-            one of their own.
+        padded: rows have random lengths from half of `length` on, with an attention mask. A T5's decoder has lengths
+            and a mask of its own.
     """
 
     model: str
@@ -49,7 +49,7 @@ class Row:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the matmuls."""
+        """dtype of the matmuls."""
         return torch.float32 if self.precision == "float32" else torch.bfloat16
 
     @property
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """Positions of a batch, those of a T5's encoder and decoder."""
+        """Positions in a batch; of a T5, encoder and decoder together."""
         return self.batch * self.length * (2 if load_config(self.model).is_encoder_decoder else 1)
 
     @property
@@ -66,7 +66,7 @@ class Row:
         return self.name_with(str(self.batch))
 
     def name_with(self, batch: str) -> str:
-        """`name`, with something else said of the batch."""
+        """`name`, with other words for the batch."""
         length = f"({self.length} + {self.length})" if load_config(self.model).is_encoder_decoder else self.length
         parts = [
             f"{self.model} training step, {batch} x {length}",
@@ -92,7 +92,7 @@ CPU_ROWS = (
 
 @dataclass(frozen=True)
 class Loop:
-    """One system's model and its optimizer, over one batch; a call is a step and returns its loss."""
+    """One system's model, optimizer and batch. A call does a training step and returns its loss, a scalar tensor."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -110,7 +110,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a system's first steps showed; `step` takes the next ones."""
+    """Result of a system's first steps; `step` does the next ones."""
 
     step: Loop
     losses: tuple[float, ...]
@@ -118,7 +118,7 @@ class Trial:
     peak_mib: float | None
 
     def difference(self, other: Trial) -> float:
-        """The largest between losses of the same step, over the other's."""
+        """The largest difference between losses of the same step, relative to the other's loss."""
         pairs = zip(self.losses, other.losses, strict=True)
         return max(abs(own - others) / others for own, others in pairs)
 
@@ -130,15 +130,15 @@ def run(
     configs: Mapping[str, FusionConfig] | None = None,
     compile: bool | None = None,
 ) -> Results:
-    """Times whole steps of every system, each with a model and an optimizer of its own, in turns.
+    """Times whole steps of every system in turns; each has its own model and optimizer.
 
-    Losses of the first steps on one batch are compared before anything is timed. With dropout they differ by what is
-    drawn, and by more than rounding from then on.
+    Before that, the losses of the first steps on one batch are compared. With dropout they differ by more than
+    rounding, because the random numbers differ.
 
     Args:
         rows: `GPU_ROWS` by default, `CPU_ROWS` on a CPU.
         configs: by default `default_configs`.
-        compile: also torch.compile of the stock model; by default on a GPU, as on a CPU it takes minutes.
+        compile: also time torch.compile of the stock model. The default is True on a GPU; on a CPU it takes minutes.
 
     Raises:
         ConfigError: a model is no architecture by name, folder with a config.json or model id; a config is wrong.
@@ -174,7 +174,7 @@ def budget_configs(budgets: Sequence[float]) -> dict[str, FusionConfig]:
 
 
 def _matmul(device: torch.device, dtype: torch.dtype) -> tuple[float, Record]:
-    """The rate of a large matmul in TFLOP/s, and the row that says so."""
+    """The rate of a large matmul in TFLOP/s, and its record."""
     size = 8192 if device.type == "cuda" else 1024
     timing = matmul_timing(size, device, dtype)
     teraflops = 2 * size**3 / timing.seconds.median / 1e12
@@ -183,7 +183,7 @@ def _matmul(device: torch.device, dtype: torch.dtype) -> tuple[float, Record]:
 
 
 def all_systems(configs: Mapping[str, FusionConfig], compile: bool) -> dict[str, FusionConfig | None]:
-    """What is compared, by name; None stands for transformers' own and for torch.compile of it."""
+    """The systems to compare, by name. The config is None for stock transformers and for torch.compile."""
     return {STOCK: None, **({COMPILE: None} if compile else {}), **configs}
 
 
@@ -197,9 +197,9 @@ def _records(
     running = {name: trial for name, trial in trials.items() if isinstance(trial, Trial)}
     if not running:
         return [Record(row.name, name, note=found) for name, found in trials.items() if isinstance(found, str)]
-    # The others are held against stock, or where that runs out of memory against the next one.
-    first, judge = next(iter(running.items()))
-    refused = {name: _refusal(row, trial, first, judge) for name, trial in trials.items()}
+    # Losses are compared with stock's, or if stock runs out of memory, with those of the next system.
+    first, baseline = next(iter(running.items()))
+    refused = {name: _refusal(row, trial, first, baseline) for name, trial in trials.items()}
     timings = time_in_turns(
         {name: trial.step for name, trial in running.items() if refused[name] is None},
         # A loop does not wait for the GPU after every step.
@@ -216,7 +216,7 @@ def _records(
             name,
             timings[name],
             None if name == STOCK else timings.get(STOCK),
-            difference=None if name == first else f"{trial.difference(judge):.1e}",
+            difference=None if name == first else f"{trial.difference(baseline):.1e}",
             peak_mib=trial.peak_mib,
             tokens=row.tokens,
             of_floor=floor / timings[name].seconds.median,
@@ -224,14 +224,14 @@ def _records(
         )
         for name, trial in trials.items()
     ]
-    del trials, running, judge
-    # A compiled step and its model hold on to each other.
+    del trials, running, baseline
+    # A compiled step and its model form a reference cycle.
     gc.collect()
     return records
 
 
 def make_batch(row: Row, vocab: int, device: torch.device) -> dict[str, Tensor]:
-    """Random tokens, which are their own labels; of a padded row's encoder and decoder each with lengths of its own."""
+    """Random tokens that are their own labels; if padded, with random lengths, a T5's decoder with its own."""
     ids = random_tokens(device, vocab, row.batch, row.length)
     if not row.padded:
         return {"input_ids": ids, "labels": ids}
@@ -245,7 +245,7 @@ def make_batch(row: Row, vocab: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def _seen(row: Row, generator: torch.Generator) -> Tensor:
-    """[batch, length], True for the tokens of rows that end anywhere from the middle on."""
+    """Mask [batch, length], True for tokens; rows have random lengths of at least half of `length`."""
     lengths = torch.randint(row.length // 2, row.length + 1, (row.batch, 1), generator=generator)
     return torch.arange(row.length) < lengths
 
@@ -253,7 +253,7 @@ def _seen(row: Row, generator: torch.Generator) -> Tensor:
 def first_steps(
     row: Row, name: str, config: FusionConfig | None, batch: Mapping[str, Tensor], device: torch.device
 ) -> tuple[str, Trial | str]:
-    """The variant's name, and its first steps or why there are none."""
+    """The variant's name, and the trial of its first steps or the reason why there is none."""
     before = taken_bytes(device) if device.type == "cuda" else 0
     overrides = {} if row.dropout is None else dropout_rates(row.model, row.dropout)
     model = random_model(row.model, device, PRECISIONS[row.precision], **overrides).train()
@@ -283,10 +283,10 @@ def first_steps(
         return name, failed(error)
 
 
-def _refusal(row: Row, trial: Trial | str, first: str, judge: Trial) -> str | None:
-    """Why the system is not timed."""
+def _refusal(row: Row, trial: Trial | str, first: str, baseline: Trial) -> str | None:
+    """Why the system is not timed; None if it is."""
     if isinstance(trial, str):
         return trial
     tolerance = 0.05 if row.dropout != 0 else 1e-4 if row.precision == "float32" else 0.01
-    difference = trial.difference(judge)
+    difference = trial.difference(baseline)
     return None if difference <= tolerance else f"losses differ from {first}'s by {difference:.1e} of them: wrong"

@@ -1,4 +1,4 @@
-"""`fuseopt bench tutorial`: T5 generating under an n-gram ban, as in OSLO's tutorial, with its three kernels."""
+"""`fuseopt bench tutorial`: T5 generates under an n-gram ban, as in OSLO's tutorial, with its three kernels."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CONFIGS: dict[str, FusionConfig] = {
 
 
 class PerRowNoRepeatNGram(LogitsProcessor):
-    """n-gram bans by a loop over rows on the host, as transformers had them when OSLO measured its speed-up of 2.63.
+    """n-gram bans by a loop over rows on the host, as in transformers when OSLO measured its speed-up of 2.63.
 
-    Each row and, once more, its last tokens are fetched from the device; the row's n-grams are tabulated anew at every
-    step; the bans are written row by row.
+    At every step each row and its last tokens are copied to the host, the row's n-grams are tabulated again, and the
+    bans are written row by row.
     """
 
     def __init__(self, ngram_size: int) -> None:
@@ -53,9 +53,9 @@ class PerRowNoRepeatNGram(LogitsProcessor):
 
 
 def run(*, device: torch.device, name: str = "t5-base", batch: int | None = None) -> Results:
-    """Greedy `generate()` from prompts of one token, in float32 and bfloat16, timed per new token.
+    """Times greedy `generate()` per new token, from prompts of one token, in float32 and bfloat16.
 
-    Twice: against transformers as it is, and against transformers with the processor of OSLO's time.
+    The baseline is today's transformers and, in further rows, transformers with `PerRowNoRepeatNGram`.
 
     Args:
         batch: 256 by default, as in the tutorial; 8 on a CPU.

@@ -1,4 +1,4 @@
-"""What is timed of an op: arguments, bytes, contenders, and the judge that lets them take part."""
+"""What is timed of an op: arguments, bytes, contenders, and the float64 reference that they are checked against."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fuseopt.bench.harness import op_timing
-from fuseopt.bench.harness.op_cases import Judge, OpCase, Work, auto_choice, contenders
+from fuseopt.bench.harness.op_cases import Float64Reference, OpCase, Work, auto_choice, contenders
 from fuseopt.bench.harness.op_timing import time_op
 from fuseopt.ops import registry
 from fuseopt.ops.registry import Backend, Benchmark, Op, SampleInput
@@ -148,26 +148,26 @@ def test_auto_is_told_when_another_is_faster():
     assert reference.note is None and reference.speed_up is None
 
 
-def test_the_judge_tells_rounding_from_error():
+def test_the_reference_tells_rounding_from_error():
     case = op_case("layer_norm", "16x32", torch.bfloat16)
     work = Work.of(case, CPU)
     with torch.no_grad():
-        judge = Judge(case, work)
+        reference = Float64Reference(case, work)
         right = work.results(case.op.function)
-    assert judge.error(right) <= judge.allowed < 0.1
-    assert judge.error([torch.full_like(right[0], float("nan"))]) == float("inf")
-    assert judge.error([right[0].float() + 1]) > judge.allowed
-    assert judge.error([right[0][:1]]) == float("inf")
+    assert reference.error(right) <= reference.allowed < 0.1
+    assert reference.error([torch.full_like(right[0], float("nan"))]) == float("inf")
+    assert reference.error([right[0].float() + 1]) > reference.allowed
+    assert reference.error([right[0][:1]]) == float("inf")
 
 
 def test_infinities_have_to_be_where_they_belong():
     case = op_case("no_repeat_ngram", "64x400x50")
     work = Work.of(case, CPU)
-    judge = Judge(case, work)
-    banned = judge.exact[0].isinf()
+    reference = Float64Reference(case, work)
+    banned = reference.exact[0].isinf()
     assert banned.any()
-    assert judge.error(judge.exact) == 0
-    assert judge.error([judge.exact[0].masked_fill(banned, 0.0)]) == float("inf")
+    assert reference.error(reference.exact) == 0
+    assert reference.error([reference.exact[0].masked_fill(banned, 0.0)]) == float("inf")
 
 
 def test_what_cannot_be_compiled_is_said(monkeypatch):

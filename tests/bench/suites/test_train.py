@@ -45,7 +45,7 @@ def test_a_system_that_trains_otherwise_is_not_timed(monkeypatch):
     assert wrong.milliseconds is None and wrong.note.startswith("losses differ from stock's by ")
 
 
-def test_where_stock_runs_out_of_memory_the_next_system_is_the_judge(monkeypatch):
+def test_where_stock_runs_out_of_memory_the_next_system_is_the_baseline(monkeypatch):
     def trial(row, name, fusion, batch, device, plain=train.first_steps):
         return (name, train.OUT_OF_MEMORY) if name == "stock" else plain(row, name, fusion, batch, device)
 
