@@ -1,4 +1,4 @@
-"""The backends of ops: what each asks of a device, of dtypes and of the machine before it runs."""
+"""Backends of ops: what device, dtypes and machine each of them needs."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -12,23 +12,23 @@ from fuseopt.ops.library import FLOATING, TRITON_INTERPRETED
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to run an op. As it stands: plain PyTorch, on any device; subclasses ask for more."""
+    """One way to run an op. The base class is plain PyTorch on any device; subclasses need more."""
 
     name: str
     dtypes: tuple[torch.dtype, ...] = FLOATING
 
     def runs_on(self, device: torch.device) -> bool:
-        """Whether it is meant for tensors on `device`."""
+        """Whether the backend is for tensors on `device`."""
         return True
 
     def not_supported_reasons(
         self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
     ) -> list[str]:
-        """Why tensors of `dtypes` on `device` cannot be computed by this backend; empty when they can.
+        """Why this backend cannot run on tensors of `dtypes` on `device`; empty if it can.
 
         Args:
-            may_build: for planning: a native library that could be compiled counts as there, and nothing is loaded.
-                Without it a library has to be on disk, and is loaded. Neither way is anything compiled.
+            may_build: a native library that could be compiled counts as present, and nothing is loaded (for planning).
+                If False, the library must be on disk, and is loaded. Nothing is compiled in either case.
         """
         return [f"does not take {dtype}" for dtype in dict.fromkeys(dtypes) if dtype not in self.dtypes]
 
@@ -38,7 +38,7 @@ class NativeBackend(Backend):
     """A kernel from the native library of the same name.
 
     Attributes:
-        capability: the least compute capability of a GPU.
+        capability: lowest compute capability of a GPU that it runs on.
     """
 
     name: loader.Kind
@@ -65,7 +65,7 @@ class NativeBackend(Backend):
         return reasons
 
     def missing_kernels(self, raw: Sequence[str]) -> list[str]:
-        """A reason for each raw op in `raw` that the library has no kernel for; empty while it is not loaded."""
+        """One reason for each raw op that the loaded library has no kernel for; empty if no library is loaded."""
         if loader.state(self.name).status != "loaded":
             return []
         key = self.name.upper()
@@ -78,7 +78,7 @@ class NativeBackend(Backend):
 
 
 class TritonBackend(Backend):
-    """A Triton kernel, on CUDA tensors; on CPU tensors in a process started with TRITON_INTERPRET=1."""
+    """A Triton kernel, for CUDA tensors; also for CPU tensors if the process was started with TRITON_INTERPRET=1."""
 
     def runs_on(self, device: torch.device) -> bool:
         return device.type == "cuda" or (device.type == "cpu" and TRITON_INTERPRETED)

@@ -1,4 +1,4 @@
-"""What every op file shares: defining raw ops under `torch.ops.fuseopt`, and the rules for when autograd takes part."""
+"""Helpers of all op files: defining raw ops under `torch.ops.fuseopt`, and when a call needs autograd."""
 
 import contextlib
 import functools
@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 LIBRARY = torch.library.Library("fuseopt", "DEF")
 
-# What implements an op's overload `.triton`, once it is imported, by the op's name.
+# By raw op: returns the function that implements its overload `.triton`, imported on the first call.
 _TRITON_FUNCTIONS: dict[str, Callable[[], Callable]] = {}
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# Name of a tensor in the schemas of Triton ops -> its dtypes. Tensors of other names are floating point.
+# Name of a tensor in the schemas of Triton ops -> its allowed dtypes. Tensors with other names are floating point.
 _TAKES = {
     "target": (torch.int64,),
     "seed": (torch.int64,),
@@ -32,25 +32,25 @@ _TAKES = {
 }
 
 TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton kernels run on CPU tensors in this process, through Triton's interpreter."""
+"""Whether Triton kernels run on CPU tensors in this process, in Triton's interpreter."""
 
 
 class Observer(TorchDispatchMode):
-    """A dispatch mode that looks on and changes nothing: `generate()` decodes under it as it does without."""
+    """A dispatch mode that only observes. `generate()` decodes in the same way with it as without."""
 
 
 def define(schema: str, fake: Callable, *, triton: str | None = None) -> dict[str, OpOverload]:
-    """Define a raw op and return the overload that each backend implements: `{"cpu": ..., "cuda": ..., "triton": ...}`.
+    """Defines a raw op and returns the overload of each backend: `{"cpu": ..., "cuda": ..., "triton": ...}`.
 
-    The native libraries implement the default overload, for the CPU and the CUDA dispatch key. Raw ops have no autograd
-    of their own: a registered formula would slow down every call, also those that need no gradient. They raise a
-    RuntimeError for tensors on several devices, and increment the version counters of tensors that they write to.
+    The native libraries implement the default overload for the CPU and CUDA dispatch keys. Raw ops have no autograd
+    formula, because a registered one would slow down every call, even those without gradient. They raise RuntimeError
+    for tensors on several devices, and increment the version counters of tensors that they write to.
 
     Args:
-        schema: `name(arguments) -> results`, as in `native_functions.yaml`. Functional: fresh contiguous results.
-        fake: the op on tensors without data; same signature as the schema.
-        triton: module holding a function `name` with the schema's signature, imported on the first call; it becomes the
-            overload `.triton`.
+        schema: `name(arguments) -> results`, as in `native_functions.yaml`. Results are new and contiguous.
+        fake: the op on tensors without data; its signature is the schema's.
+        triton: name of a module, imported on the first call, whose function `name` has the schema's signature. It
+            becomes the overload `.triton`.
     """
     name, signature = schema.split("(", 1)
     LIBRARY.define(schema)
@@ -149,7 +149,7 @@ def _imported_on_first_call(module: str, name: str) -> Callable[[], Callable]:
     def function() -> Callable:
         package, *_ = module.rpartition(".")
         if package:
-            # First: a thread in it would wait for a module that another one holds, which waits for the package.
+            # The package first: otherwise two threads could each hold an import lock that the other one waits for.
             importlib.import_module(package)
         return getattr(importlib.import_module(module), name)
 
@@ -157,18 +157,18 @@ def _imported_on_first_call(module: str, name: str) -> Callable[[], Callable]:
 
 
 def define_node(schema: str, function: Callable) -> functools.partial[Any]:
-    """Define an op that is `function`, and return it: what to call while Dynamo traces.
+    """Defines an op that calls `function`, and returns what to call instead of `function` while Dynamo traces.
 
-    It is one node of Dynamo's graph, and AOT Autograd traces what it does. Of an `autograd.Function` itself Dynamo
-    traces forward and backward too, anew for every call.
+    The call is one node in Dynamo's graph; AOT Autograd then traces `function`. Without it, Dynamo would trace the
+    forward and backward of an `autograd.Function` again at every call.
 
     Args:
-        schema: `name(arguments) -> results` of `function`, without defaults. A hash of the file that `function` is in
-            goes ahead of the arguments: caches of compiled graphs know of a node no more than its arguments.
-        function: of tensors and scalars; of an `autograd.Function`, its `apply`.
+        schema: `name(arguments) -> results` of `function`, without defaults. The op gets one more argument in front, a
+            hash of the file of `function`: caches of compiled graphs identify a node by its op and arguments alone.
+        function: takes tensors and scalars; or an `autograd.Function`, whose `apply` is called.
 
     Returns:
-        A `functools.partial` of the op's overload, by which a node is known.
+        A `functools.partial` of the op's overload, which identifies the node.
     """
     name, signature = schema.split("(", 1)
     run = functools.partial(apply, function) if isinstance(function, type) else function
@@ -179,10 +179,10 @@ def define_node(schema: str, function: Callable) -> functools.partial[Any]:
 
 
 def needs_autograd(*tensors: Tensor | None) -> bool:
-    """Whether a call has to go through its `autograd.Function`; where it has not, the raw op alone is cheaper.
+    """Whether a call must go through its `autograd.Function`. If not, calling the raw op directly is cheaper.
 
-    Inside `torch.func` transforms `requires_grad` is no guide (a batched tensor hides it), and forward-mode AD never
-    sets it; a raw op would silently drop the gradient.
+    True inside `torch.func` transforms, where a batched tensor hides `requires_grad`, and in forward-mode AD, which
+    never sets it. There a raw op would silently drop the gradient.
     """
     if in_forward_mode():
         return True
@@ -195,12 +195,12 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode AD is on, as in `torch.func.jvp`, `jacfwd` and `hessian`."""
+    """Whether forward-mode AD is active, as in `torch.func.jvp`, `jacfwd` and `hessian`."""
     return forward_ad._current_level >= 0
 
 
 def is_unobserved() -> bool:
-    """Whether nothing but the results counts of operations that run here: no gradient, trace, transform or mode."""
+    """True if no gradient mode, tracer, compiler, transform or dispatch mode observes the operations that run here."""
     return not (
         torch.is_grad_enabled()
         or in_forward_mode()
@@ -212,16 +212,16 @@ def is_unobserved() -> bool:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)`, without what that spends on binding `args` to a signature: 12 of 21 us a call."""
+    """`function.apply(*args)` without binding `args` to a signature, which takes 12 of its 21 us per call."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)
 
 
 def is_differentiated_again() -> bool:
-    """In a `backward`: whether its result may itself be differentiated (`create_graph=True`).
+    """In a `backward`: whether its result may be differentiated again (`create_graph=True`).
 
-    While compiling the answer is no: AOT Autograd differentiates a graph once, and refuses a second time by itself.
+    False while compiling: AOT Autograd differentiates a graph once, and raises an error itself the second time.
     """
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
@@ -229,7 +229,7 @@ def is_differentiated_again() -> bool:
 def reference_vjp(
     reference: Callable, grad_output: Tensor | tuple[Tensor, ...], inputs: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of `reference(*inputs)` for each input, differentiable once more; None for an input that is None."""
+    """Gradient of `reference(*inputs)` for each input, itself differentiable; None for an input that is None."""
     present = [index for index, tensor in enumerate(inputs) if tensor is not None]
 
     def of_present(*tensors: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ def reference_vjp(
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """The dtype of an op's arithmetic: float64 where a tensor has it, else float32."""
+    """The dtype of an op's arithmetic: float64 if any tensor has it, else float32."""
     for tensor in tensors:
         if tensor is not None and tensor.dtype == torch.float64:
             return torch.float64
@@ -250,37 +250,37 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def autocast_dtype(input: Tensor) -> torch.dtype | None:
-    """float32 for an op that CUDA's autocast runs in float32, where it would; None for `input`'s own dtype.
+    """float32 if CUDA's autocast is on and `input` is a half-precision CUDA tensor; None, for `input`'s dtype, if not.
 
-    CPU's autocast leaves these ops in `input`'s dtype.
+    For ops that CUDA's autocast runs in float32. The CPU's autocast leaves these in `input`'s dtype.
     """
     is_half = input.dtype in (torch.float16, torch.bfloat16)
     return torch.float32 if is_half and input.is_cuda and torch.is_autocast_enabled("cuda") else None
 
 
 def float32_under_autocast(input: Tensor) -> torch.dtype:
-    """The result's dtype of an op that CUDA's autocast runs in float32."""
+    """The result dtype of an op that CUDA's autocast runs in float32."""
     return autocast_dtype(input) or input.dtype
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Autocast switched off on `tensor`'s device, for an op with precision rules of its own."""
+    """A context without autocast on `tensor`'s device, for an op with its own precision rules."""
     return torch.autocast(tensor.device.type, enabled=False) if is_autocast(tensor) else contextlib.nullcontext()
 
 
 def is_autocast(tensor: Tensor) -> bool:
-    """Whether autocast is on where `tensor` is."""
+    """Whether autocast is active on `tensor`'s device."""
     # torch 2.11 cannot compile torch.amp.is_autocast_available. The meta device has no autocast to ask about.
     device_type = tensor.device.type
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def broadcasts(size: int, to: int) -> bool:
-    """Whether a dimension does; Dynamo takes `size in (1, to)` for false wherever one of the two changes."""
+    """Whether a dimension of `size` broadcasts to `to`. Dynamo takes `size in (1, to)` for False if one is dynamic."""
     return bool(size == 1 or size == to)
 
 
 def check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
-    """Raise ValueError unless `tensor` has `shape`: kernels read it without broadcasting."""
+    """Raises ValueError unless `tensor` has `shape`; kernels do not broadcast."""
     if tensor.shape != shape:
         raise ValueError(f"{name} must have shape {tuple(shape)}, not {tuple(tensor.shape)}")

@@ -1,8 +1,8 @@
-"""Which elements dropout keeps, as a function of a seed: Philox (Salmon et al. 2011) in plain PyTorch.
+"""Counter-based random numbers for dropout: Philox (Salmon et al. 2011) in plain PyTorch.
 
-A kernel computes the same numbers where it needs them, forward and backward, so that no mask is kept in memory.
-`dropout_add_layer_norm` uses all numbers of Philox4x32-10; the masks of a compiled step use one of Philox2x32-7, with
-the fewest rounds that pass BigCrush.
+The seed and an element's position decide whether dropout keeps it. Kernels compute the same numbers in the forward and
+in the backward, so no mask is stored. `dropout_add_layer_norm` uses all numbers of Philox4x32-10. The masks of a
+compiled step use one number of Philox2x32-7, which has the fewest rounds that pass BigCrush.
 """
 
 import torch
@@ -12,27 +12,27 @@ _MASK = 0xFFFFFFFF
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
-# Of Philox2x32, whose authors find no flaw from 7 rounds on.
+# Of Philox2x32; its authors find no flaw with 7 or more rounds.
 _ROUND_2, _ROUNDS_2 = 0xD256D193, 7
 
 PAIR_ROUNDS, PAIR_FACTOR, PAIR_KEY = 7, 0xD256D193, 0x9E3779B9
 
-# Numbers of 16 bits in one draw, for so many neighbouring columns.
+# One draw gives this many 16-bit numbers, for as many neighbouring columns.
 COLUMNS = 8
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed [1], int64, for one call that drops, from torch's generator of the device."""
+    """A seed [1], int64, for one call with dropout, drawn from torch's generator of the device."""
     return torch.randint(2**62, (1,), device=device)
 
 
 def threshold(p: float) -> int:
-    """An element is kept where its number, of 16 bits, is no less."""
+    """An element is kept if its 16-bit number is at least this."""
     return round(p * 2**16)
 
 
 def philox(seed: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four numbers of 32 bits, as int64, for each counter (c0, c1, 0, 0).
+    """Philox4x32-10: four 32-bit numbers, as int64, for each counter (c0, c1, 0, 0).
 
     Args:
         seed: [1], int64.
@@ -49,7 +49,7 @@ def philox(seed: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def philox_pair(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Two numbers of 32 bits, as int64, for each counter (position, upper half of the seed), keyed by its lower half.
+    """Philox2x32-7: two 32-bit numbers, as int64, for each counter (position, seed >> 32); key: its low half.
 
     Args:
         seed: [], int64.
@@ -65,7 +65,7 @@ def philox_pair(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _product(number: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """The upper and the lower 32 bits, by halves of `factor`: the whole product is more than int64 holds."""
+    """Upper and lower 32 bits of the product, computed by halves of `factor` because int64 cannot hold all of it."""
     low, high = number * (factor & 0xFFFF), number * (factor >> 16)
     return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & _MASK
 
@@ -82,7 +82,7 @@ def keep_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
 
 
 def philox2(key: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor]:
-    """Philox2x32-7: two numbers of 32 bits, as int64, for each counter (c0, c1); all int64, less than 2**32."""
+    """Philox2x32-7: two 32-bit numbers, as int64, for each counter (c0, c1). Arguments: int64, less than 2**32."""
     for _ in range(_ROUNDS_2):
         high, low = _product(c0, _ROUND_2)
         c0, c1 = high ^ key ^ c1, low
@@ -91,11 +91,11 @@ def philox2(key: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def keep_scores(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
-    """[batch, heads, queries, keys], boolean, on the device of `seed`: which weights of an attention are kept.
+    """Dropout mask of attention weights: [batch, heads, queries, keys], bool, on the device of `seed`.
 
-    A draw is for four elements, two rows and two columns that are 8 apart: in the tiles that tensor cores leave, of
-    [queries, keys] as of [keys, queries], one thread holds all four. Each item and head has a key of its own, and a
-    place from which its counters are.
+    One draw serves four elements: two rows and two columns, each 8 apart. In the tiles of tensor cores, for
+    [queries, keys] and for [keys, queries], one thread holds all four. Each item and head has its own key and its own
+    offsets for the counters.
     """
     batch, heads, queries, keys = shape
     matrix = torch.arange(batch * heads, device=seed.device)

@@ -1,4 +1,4 @@
-"""The registry of ops and the choice of a backend: which exist, which can run here, and why the others cannot."""
+"""Registry of ops, and the choice of a backend for a call: which can run here, and why the others cannot."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +56,8 @@ class SampleInput:
 
 @dataclass(frozen=True)
 class Upstream:
-    """Something of another package that computes what an op does, by name: `ops` imports no other package than torch.
+    """A class or function of another package that computes the same as an op. It is named and imported on use only,
+    because `ops` imports no package but torch.
 
     Attributes:
         name: full name of the class or function.
@@ -69,17 +70,17 @@ class Upstream:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One way of calling an op that `fuseopt bench ops` times, at sizes by name, and what it is held against.
+    """One way of calling an op for `fuseopt bench ops`: sizes by name, and other ways to compute the same.
 
     Attributes:
-        make: `make(device, dtype, *sizes)` returns one call's arguments. Where some of them require a gradient, the
-            backward is timed too. Called on the meta device to find out how large the arguments are.
+        make: `make(device, dtype, *sizes)` returns one call's arguments. If some of them require a gradient, the
+            backward is timed too. It is also called on the meta device, to find out the arguments' sizes.
         shapes: names of sizes: "8x768" stands for `make(device, dtype, 8, 768)`.
-        more_shapes: likewise; left out unless they are asked for.
-        variant: tells several benchmarks of one op apart.
-        eager: takes the op's arguments and computes it as transformers does; None where that is `torch`, or nothing.
-        torch: takes the op's arguments and computes it by one operation of torch; None where there is none.
-        compiles: whether torch.compile can make a graph of `eager`, or else `torch`.
+        more_shapes: further sizes, timed only on request.
+        variant: distinguishes several benchmarks of one op.
+        eager: computes the op from its arguments as transformers does; None if that is `torch`, or if nothing does.
+        torch: computes the op from its arguments by one operation of torch; None if there is none.
+        compiles: whether torch.compile can compile `eager`, or `torch` if there is no `eager`.
     """
 
     make: Callable[..., SampleInput]
@@ -93,7 +94,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that was chosen, and the reasons of each backend that was asked before it and refused."""
+    """The chosen backend, and for each backend asked before it, the reasons why it refused."""
 
     backend: str
     refused: Mapping[str, list[str]]
@@ -105,15 +106,15 @@ class Op:
 
     Attributes:
         name: its key in the registry.
-        function: the public function; takes `backend: str = "auto"` beside its own arguments.
+        function: the public function; it takes `backend: str = "auto"` besides its own arguments.
         reference: the same function in plain differentiable PyTorch, without `backend`.
         sample_inputs: `sample_inputs(device, dtype, requires_grad)` yields small calls that cover the op's arguments,
-            odd and empty shapes included. An op without gradients ignores `requires_grad`.
+            including odd and empty shapes. An op without gradients ignores `requires_grad`.
         backends: in the order in which "auto" tries them.
         benchmarks: what `fuseopt bench ops` times.
-        raw: names of the raw ops that a native backend needs kernels for; it is skipped if one is missing. By default
-            the raw op of this op's name, if there is one.
-        in_place: it writes into its arguments, so what holds for functions of tensors does not hold for it.
+        in_place: whether the op writes into its arguments.
+        raw: names of the raw ops that a native backend must have kernels for; otherwise it is skipped. The default is
+            the raw op of the same name, if there is one.
     """
 
     name: str
@@ -126,7 +127,7 @@ class Op:
     raw: tuple[str, ...] = ()
 
     def candidates(self, backend: str) -> list[Backend]:
-        """The backends to ask, in order: the one named, or for "auto" all."""
+        """The backends to ask, in order: the named one, or all for "auto"."""
         return [candidate for candidate in self.backends if backend in ("auto", candidate.name)]
 
     def choose(
@@ -135,7 +136,7 @@ class Op:
         """The first of `candidates` that can run.
 
         Raises:
-            BackendError: none can; the message lists each backend tried, and why it refused.
+            BackendError: none can run; the message lists each backend and its reasons.
         """
         candidates = self.candidates(backend)
         if not candidates:
@@ -160,19 +161,19 @@ _CHOSEN: dict[tuple[Any, ...], str] = {}
 
 
 def pick(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...]) -> str:
-    """`get(name).choose(backend, device, dtypes).backend`, remembered until another native library is loaded.
+    """`get(name).choose(backend, device, dtypes).backend`, cached until another native library is loaded.
 
     Every call of an op comes through here, or through `Direct`. In forward-mode AD, which no kernel supports, the
     backend is always "reference".
 
     Args:
-        dtypes: of the op's floating point arguments; None for one that is absent.
+        dtypes: dtypes of the op's floating-point arguments; None for an absent one.
     """
     return "reference" if in_forward_mode() else _chosen(name, backend, device, dtypes)
 
 
 def _chosen(name: str, backend: str, device: torch.device, dtypes: tuple[torch.dtype | None, ...]) -> str:
-    """`pick` outside forward-mode AD. torch.compile takes it for a constant."""
+    """`pick` outside forward-mode AD. torch.compile treats the result as a constant."""
     key = (len(torch.ops.loaded_libraries), name, backend, device, dtypes)
     chosen = _CHOSEN.get(key)
     if chosen is None:
@@ -223,7 +224,7 @@ class Direct:
 
 
 def _call_overload(op: OpOverload, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> Any:
-    """What `DirectCalls` of the library for Python does, the long way."""
+    """Does in Python what `DirectCalls` of the library for Python does in C++."""
     if needs_autograd(*tensors):
         return NotImplemented
     try:
@@ -235,12 +236,12 @@ def _call_overload(op: OpOverload, tensors: Sequence[Tensor], arguments: Sequenc
 def pick_without_gradient(
     name: str, backend: str, dtypes: tuple[torch.dtype | None, ...], *tensors: Tensor | None
 ) -> str:
-    """`pick` for an op whose kernels have no gradient, on the device of the first of `tensors`.
+    """`pick` for an op whose kernels have no gradient; the device is that of the first of `tensors`.
 
-    Where a gradient could be asked for, or inside a torch.func transform, "auto" means the reference.
+    If a gradient may be needed, or inside a torch.func transform, "auto" means the reference.
 
     Raises:
-        BackendError: such a call names another backend than the reference.
+        BackendError: such a call names another backend.
     """
     if not needs_autograd(*tensors):
         assert tensors[0] is not None
@@ -250,15 +251,15 @@ def pick_without_gradient(
     raise BackendError(f"{name}: {backend!r} takes no part in autograd or torch.func transforms; use 'reference'")
 
 
-# What torch.compiler.assume_constant_result sets; calling that would import torch._dynamo, and triton with it.
+# The mark that torch.compiler.assume_constant_result sets; calling that would import torch._dynamo and triton.
 _chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def register(op: Op) -> Op:
-    """Add an op, from this package or from outside it; returns it.
+    """Adds an op, from this package or from outside it, and returns it.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: an op of this name exists.
     """
     if op.name in _OPS:
         raise ValueError(f"an op named {op.name!r} is registered already")
