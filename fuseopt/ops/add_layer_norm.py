@@ -66,7 +66,7 @@ def _bwd_fake(
 
 _ARGUMENTS = "Tensor input, Tensor residual, Tensor? weight, Tensor? bias, float eps, ScalarType? output_dtype=None"
 
-# Where nothing will be differentiated: without mean and rstd, whose allocation costs a call more than all arguments.
+# For calls without gradient. It returns no mean and rstd: allocating them takes more host time than all arguments.
 INFERENCE = define(f"add_layer_norm({_ARGUMENTS}) -> (Tensor, Tensor)", _fake)
 FWD = define(f"add_layer_norm_fwd({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _fwd_fake)
 BWD = define(
@@ -105,7 +105,7 @@ class _AddLayerNorm(torch.autograd.Function):
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
         ctx.dtypes = input.dtype, residual.dtype
-        # The sum stands for both addends, in a second derivative too, which reaches them through it.
+        # Both addends have the gradient of the sum. A second derivative reaches them through the sum too.
         ctx.save_for_backward(sum, weight, bias, mean, rstd)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A residual add and the RMSNorm of its sum as one op: what stands between two sublayers of a pre-norm transformer."""
+"""A residual add and the RMSNorm of its sum in one op, as between two sublayers of a pre-norm transformer."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -51,7 +51,7 @@ def _bwd_fake(
 
 _ARGUMENTS = "Tensor input, Tensor residual, Tensor? weight, float eps, int cast_order=0, float offset=0.0"
 
-# Where nothing will be differentiated: without rstd, whose allocation costs a call more than all arguments.
+# For calls without gradient: it does not return rstd, whose allocation takes more host time than all arguments.
 INFERENCE = define(f"add_rms_norm({_ARGUMENTS}) -> (Tensor, Tensor)", _fake)
 FWD = define(f"add_rms_norm_fwd({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _fwd_fake)
 BWD = define(
@@ -92,7 +92,7 @@ class _AddRMSNorm(torch.autograd.Function):
         ctx.mark_non_differentiable(rstd)
         ctx.set_materialize_grads(False)
         ctx.dtypes = input.dtype, residual.dtype
-        # The sum stands for both addends, in a second derivative too, which reaches them through it.
+        # Both addends have the gradient of the sum. A second derivative reaches them through the sum too.
         ctx.save_for_backward(sum, weight, rstd)
 
     @staticmethod

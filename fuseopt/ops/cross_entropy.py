@@ -75,14 +75,14 @@ def plain_losses(logits: Tensor, target: Tensor, ignore_index: int, label_smooth
 
 
 def reduce(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """The mean is over the rows that are not ignored: NaN where all are."""
+    """Reduces the losses of rows; the mean is over rows that are not ignored, and NaN if all are."""
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (target != ignore_index).sum()
 
 
 def check_arguments(target: Tensor, rows: torch.Size, label_smoothing: float, reduction: str) -> None:
-    """Raises for whatever the ops on class indices do not take."""
+    """Raises TypeError or ValueError for arguments that the ops on class indices do not take."""
     if target.dtype != torch.int64:
         raise TypeError(f"target must hold class indices as int64, not {target.dtype}")
     check_shape("target", target, rows)
@@ -149,7 +149,7 @@ def cross_entropy(
 ) -> Tensor:
     """`F.cross_entropy(input.float(), target)` for classes in the last dimension, without a copy of the logits.
 
-    Autocast has no say in it: the arithmetic is in float32 (float64 where `input` is float64).
+    Autocast does not change it: the arithmetic is in float32 (float64 where `input` is float64).
 
     Args:
         input: logits, [*, classes], any strides; float32, float16, bfloat16 or float64.
@@ -182,7 +182,7 @@ def cross_entropy(
 
 
 def random_target(device: torch.device, *shape: int, classes: int, ignore_index: int | None = -100) -> Tensor:
-    """Class indices, the second and every fourth after it `ignore_index` unless that is None."""
+    """Class indices; the second and every fourth after it is `ignore_index`, unless that is None."""
     target = torch.randint(classes, shape, device=device)
     if ignore_index is not None:
         target.view(-1)[1::4] = ignore_index

@@ -10,7 +10,7 @@ from fuseopt.ops import registry
 from fuseopt.ops.cross_entropy import check_arguments, plain_losses, random_target
 from fuseopt.ops.library import check_shape, compute_dtype, define
 
-# Columns past the classes at most: what makes products fast is a multiple of 64 of them.
+# Most columns beyond the classes: matrix products are fast with a multiple of 64 columns.
 _PADDING = 63
 
 
@@ -37,7 +37,7 @@ def _reference(
 ) -> None:
     is_class = (target >= 0) & (target < classes)
     in_range.copy_(is_class | (target == ignore_index))
-    # What is no class raises in torch; here `in_range` says so.
+    # torch raises for a target that is no class; here `in_range` reports it.
     counted = torch.where(in_range, target, 0)
     with torch.enable_grad():
         rows = logits[:, :classes].detach().to(compute_dtype(logits)).requires_grad_()

@@ -68,7 +68,7 @@ BWD = define(
 )
 
 
-# A kernel holds whole rows; "auto" takes longer ones to the reference.
+# Kernels hold whole rows. For longer rows "auto" takes the reference.
 MOST_ROW_BYTES = 32 * 1024
 
 
@@ -81,7 +81,7 @@ def dropout(input: Tensor, seed: Tensor, p: float) -> Tensor:
 
 
 def check_dropout_add(input: Tensor, residual: Tensor, seed: Tensor, p: float) -> None:
-    """Raises ValueError for arguments that do not belong together."""
+    """Raises ValueError for arguments whose shapes do not fit together."""
     check_shape("residual", residual, input.shape)
     check_shape("seed", seed, torch.Size((1,)))
     if not 0.0 <= p < 1.0:
@@ -117,7 +117,7 @@ class _DropoutAddLayerNorm(torch.autograd.Function):
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
         ctx.dtypes = input.dtype, residual.dtype
-        # The sum stands for both addends, in a second derivative too, which reaches them through it.
+        # Both addends have the gradient of the sum. A second derivative reaches them through the sum too.
         ctx.save_for_backward(sum, weight, bias, mean, rstd, seed)
 
     @staticmethod

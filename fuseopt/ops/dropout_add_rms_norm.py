@@ -98,7 +98,7 @@ class _DropoutAddRMSNorm(torch.autograd.Function):
         ctx.mark_non_differentiable(rstd)
         ctx.set_materialize_grads(False)
         ctx.dtypes = input.dtype, residual.dtype
-        # The sum stands for both addends, in a second derivative too, which reaches them through it.
+        # Both addends have the gradient of the sum. A second derivative reaches them through the sum too.
         ctx.save_for_backward(sum, weight, rstd, seed)
 
     @staticmethod

@@ -27,7 +27,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# Raw ops know an activation by its place among them.
+# Raw ops take an activation as its index in this tuple.
 _CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
 _FUNCTIONS = tuple(ACTIVATIONS.values())
 

@@ -46,7 +46,7 @@ BWD = define(
     triton="fuseopt.ops.triton.gelu",
 )
 
-# With the gradient of the bias; the CPU library has none.
+# Also returns the gradient of the bias; the CPU library has no such kernel.
 BIAS_BWD = define(
     "gelu_bias_bwd(Tensor grad_output, Tensor input, bool tanh, Tensor bias) -> (Tensor, Tensor)",
     _bias_bwd_fake,
@@ -106,7 +106,7 @@ class _GELU(torch.autograd.Function):
         elif need_bias_grad and ctx.backend != "cpu":
             grad_input, grad_bias = BIAS_BWD[ctx.backend](grad_output, input, ctx.tanh, bias)
         elif need_bias_grad:
-            # The rows are summed in the wider dtype, before the gradient is rounded to the input's.
+            # Rows are summed in the wider dtype, before the gradient is rounded to the input's dtype.
             wide = torch.promote_types(input.dtype, bias.dtype)
             grad = BWD[ctx.backend](grad_output, input.to(wide), ctx.tanh, bias)
             grad_input, grad_bias = grad.to(input.dtype), grad.sum_to_size(bias.shape).to(bias.dtype)
@@ -125,7 +125,7 @@ def gelu(
 ) -> Tensor:
     """`GELU(input + bias)`, sum and GELU in float32 (float64 where a tensor is float64) with one rounding at the end.
 
-    Autocast has no say in it, as it has none in F.gelu.
+    Autocast does not change it, as it does not change F.gelu.
 
     Args:
         input: [..., H], any strides; float32, float16, bfloat16 or float64.

@@ -1,4 +1,4 @@
-"""The backward of a layer_norm whose input, a sum, is added up again."""
+"""Backward of a layer_norm whose input was a sum. The sum was not stored and is computed again."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from fuseopt.ops.library import check_shape, compute_dtype, define
 MOST_ADDENDS = 6
 MOST_COLUMNS = 2048
 ALIGNMENT = 16
-"""In bytes, of what the kernel reads; a row of each matrix has whole multiples of it."""
+"""Bytes per access of the kernel; a row of each matrix must be a multiple of it."""
 
 
 class LayerNormOfSumGrads(NamedTuple):
-    """What `layer_norm_of_sum_bwd` returns.
+    """Results of `layer_norm_of_sum_bwd`.
 
     Attributes:
         output: the norm's, in the dtype of `grad_output` and of its shape, as the next two.
@@ -129,7 +129,7 @@ def layer_norm_of_sum_bwd(
 
 
 def fits(columns: int, dtype: torch.dtype) -> bool:
-    """Whether the CUDA kernel takes rows of so many columns, `grad_output` having that dtype."""
+    """Whether the CUDA kernel takes rows of this many columns and a `grad_output` of this dtype."""
     return columns <= MOST_COLUMNS and columns * dtype.itemsize % ALIGNMENT == 0
 
 
@@ -164,7 +164,7 @@ def _check(
 def random_arguments(
     device: torch.device, dtype: torch.dtype, addends: int, *shape: int
 ) -> tuple[Tensor | list[Tensor], ...]:
-    """Of a call; the statistics are those of the sum."""
+    """Arguments of a call; the statistics are those of the sum."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     grad_sum, base = (torch.randn(shape, device=device, dtype=wide) for _ in range(2))
     grad_output, *added = (torch.randn(shape, device=device, dtype=dtype) for _ in range(1 + addends))

@@ -73,8 +73,8 @@ BWD = define(
 
 
 def linear_dtype(input: Tensor, weight: Tensor) -> torch.dtype:
-    """What F.linear computes in: autocast's dtype, where that has a say, or the one that both tensors have."""
-    # As in `library.without_autocast`, no question that torch 2.11 cannot compile or the meta device cannot answer.
+    """The dtype that F.linear computes in: autocast's dtype if that is on, else the common dtype of both tensors."""
+    # As in `library.is_autocast`: torch 2.11 cannot compile some queries, and the meta device has no autocast.
     device = input.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and input.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
@@ -117,7 +117,7 @@ def linear_cross_entropy_reference(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss of each row. What comes back for each is known only then, so the logits are computed again."""
+    """The loss of each row. Their incoming gradients are known only in the backward, so that recomputes the logits."""
 
     generate_vmap_rule = True
 
@@ -141,7 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _ReducedLinearCrossEntropy(torch.autograd.Function):
-    """The sum of the losses over `count`. One number comes back, so the forward has every gradient up to that."""
+    """The sum of the losses over `count`. Its gradient is one number, so the forward computes all others up to that."""
 
     generate_vmap_rule = True
 
@@ -166,12 +166,12 @@ class _ReducedLinearCrossEntropy(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 11
         count, *tensors, grad_input, grad_weight, grad_bias = ctx.saved_tensors
-        # Where every row is ignored the loss is NaN, and all gradients are zeros, as torch has it.
+        # If every row is ignored, the loss is NaN and all gradients are zero, as in torch.
         scale = grad_output if count is None else grad_output / count.clamp(min=1)
         if is_differentiated_again():
             gradients = _reference_gradients(scale.expand(tensors[3].shape), *tensors, *ctx.scalars)
         else:
-            # [1] takes part in promotion, so that half precision is scaled in float32 and rounded once; [] does not.
+            # Shape [1] takes part in type promotion and [] does not: half precision is scaled in float32, rounded once.
             gradients = tuple(gradient * scale.reshape(1) for gradient in (grad_input, grad_weight, grad_bias))
         needed = ctx.needs_input_grad[3:6]
         return None, None, None, *_cast(needed, gradients, tensors), None, None, None, None, None

@@ -44,7 +44,7 @@ def no_repeat_ngram(
     """
     if ngram_size <= 0:
         raise ValueError(_NOT_POSITIVE.format(ngram_size))
-    # In place a kernel leaves alone what is too short; whatever is asked ahead of the launch is waited for.
+    # In place, a kernel ignores rows that are too short. A check before the launch would take host time.
     if not is_dynamo_compiling() and (inplace or input_ids.size(-1) >= ngram_size):
         output = (_IN_PLACE if inplace else _ANEW).run(backend, input_ids, scores, ngram_size)
         if output is not NotImplemented:
@@ -116,7 +116,7 @@ def encoder_sample_inputs(
 def bench_input(
     device: torch.device, dtype: torch.dtype, rows: int, length: int, vocab_size: int
 ) -> registry.SampleInput:
-    # Of few tokens, so that about one is banned in each row.
+    # Few distinct tokens, so that about one is banned in each row.
     input_ids = torch.randint(32, (rows, length), device=device)
     return registry.SampleInput((input_ids, torch.randn(rows, vocab_size, device=device, dtype=dtype), 3))
 

@@ -1,4 +1,4 @@
-"""Repetition penalty, banned tokens and temperature in one pass over the scores: a chain of logits processors as one.
+"""Repetition penalty, banned tokens and temperature in one pass over the scores: a chain of logits processors.
 
 Upstream's, in the order in which `generate()` applies them: `RepetitionPenaltyLogitsProcessor`
 (Keskar et al. 2019, arXiv 1909.05858), `NoRepeatNGramLogitsProcessor`, `EncoderNoRepeatNGramLogitsProcessor`,
@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from fuseopt.ops import registry
 from fuseopt.ops.library import define
 
-# The likeliest first: a call leaves out what it does not ask for, and pays for what it gives.
+# Most common options first: a call may leave out trailing ones, and each given one takes host time.
 _ARGUMENTS = (
     "Tensor input_ids, {scores}, int no_repeat_ngram_size=0, float repetition_penalty=1.0, float temperature=1.0,"
     " Tensor? suppress_tokens=None, Tensor? encoder_input_ids=None, int encoder_no_repeat_ngram_size=0,"
@@ -53,7 +53,7 @@ _DIRECT = {
 
 
 def run(name: str, backend: str, inplace: bool, input_ids: Tensor, scores: Tensor, *edits: Any) -> Tensor:
-    """What the op registered as `name` computes.
+    """Computes what the op registered as `name` computes.
 
     Args:
         edits: the arguments of the raw op from its third on; those that are left out mean no edit.
@@ -69,7 +69,7 @@ def run(name: str, backend: str, inplace: bool, input_ids: Tensor, scores: Tenso
 
 
 def run_checked(name: str, backend: str, inplace: bool, input_ids: Tensor, scores: Tensor, *edits: Any) -> Tensor:
-    """`run` for what no direct call takes."""
+    """`run` for calls that the shortcut refuses."""
     check_rows(input_ids, scores, edits[4] if len(edits) > 4 else None, inplace)
     chosen = registry.pick_without_gradient(name, backend, (scores.dtype,), scores)
     if chosen == "reference":
@@ -116,20 +116,20 @@ def _reference(
 
 
 def _named(tokens: Tensor, scores: Tensor, is_left_out: Tensor | None) -> Tensor:
-    """[rows, V]: the tokens of the vocabulary that each row of `tokens` has, but those of `is_left_out`."""
+    """[rows, V], bool: the vocabulary's tokens that occur in each row of `tokens`, except where `is_left_out`."""
     vocab_size = scores.shape[1]
     is_writable = tokens < vocab_size
     if scores.is_cuda:  # a negative index is an error on CPU; on CUDA it would be a device-side assertion
         is_writable = is_writable & (tokens >= 0)
     if is_left_out is not None:
         is_writable = is_writable & ~is_left_out
-    # Whatever is not to be named goes to a spare column past the vocabulary.
+    # Left-out tokens go to a spare column after the vocabulary.
     named = scores.new_zeros((scores.shape[0], vocab_size + 1), dtype=torch.bool)
     return named.scatter(1, torch.where(is_writable, tokens.long(), vocab_size), True)[:, :vocab_size]
 
 
 def _continuations(history: Tensor, input_ids: Tensor, scores: Tensor, ngram_size: int) -> Tensor:
-    """[rows, V]: the tokens that end an n-gram of `history` begun by the last tokens of `input_ids`."""
+    """[rows, V], bool: the tokens that complete an n-gram of `history` begun by the last tokens of `input_ids`."""
     length = input_ids.shape[1]
     if length < ngram_size - 1 or history.shape[1] < ngram_size:
         return scores.new_zeros(scores.shape, dtype=torch.bool)
@@ -140,7 +140,7 @@ def _continuations(history: Tensor, input_ids: Tensor, scores: Tensor, ngram_siz
 
 
 def check_rows(input_ids: Tensor, scores: Tensor, encoder_input_ids: Tensor | None, inplace: bool) -> None:
-    """Raise ValueError where rows do not fit each other, or `scores` cannot be written to."""
+    """Raises ValueError if numbers of rows differ, or if `scores` cannot be written to."""
     rows = scores.shape[0]
     if input_ids.shape[0] != rows:
         raise ValueError(f"input_ids has {input_ids.shape[0]} rows, scores has {rows}")
@@ -245,7 +245,7 @@ def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool)
 def bench_input(
     device: torch.device, dtype: torch.dtype, rows: int, length: int, vocab_size: int
 ) -> registry.SampleInput:
-    # Of few tokens, so that about one n-gram is banned in each row.
+    # Few distinct tokens, so that about one n-gram is banned in each row.
     input_ids = torch.randint(32, (rows, length), device=device)
     options = {
         "repetition_penalty": 1.2,

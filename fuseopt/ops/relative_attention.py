@@ -1,4 +1,4 @@
-"""Softmax attention whose bias is a function of the distance between key and query, as T5's.
+"""Softmax attention with a bias that depends on the distance between key and query, as in T5.
 
 T5: Raffel et al. 2020 (arXiv 1910.10683); the classes are transformers' `T5Attention` and its relatives. The way to do
 without the matrix of scores: Dao 2023 (FlashAttention-2, arXiv 2307.08691).
@@ -27,17 +27,17 @@ from fuseopt.ops.library import (
 )
 from fuseopt.ops.philox import keep_scores
 
-# An additive mask masks where it is no more than this, the lowest finite float16.
+# An additive mask masks a key where it is at most this, the lowest finite float16.
 MASKED = -65504.0
-# Of the last dimension: "auto" takes a longer one to the reference.
+# Largest head size of the kernel; for larger ones "auto" takes the reference.
 MOST_DIM = 128
 _LOWEST = torch.finfo(torch.float32).min
-# A tile of scores has at most so many queries and keys.
+# Most queries and keys in a tile of scores.
 MOST_OF_TILE = 128
 
 
 def reach_of(line: Tensor | None) -> int:
-    """That of the bias which LINE made `line` of; 0 without one."""
+    """The reach of the bias that LINE made `line` from; 0 without a bias."""
     return 0 if line is None else line.shape[1] // 2 - 2 * MOST_OF_TILE
 
 
@@ -72,7 +72,7 @@ def _bwd_joined_fake(
     return query.new_empty(0) if with_query else grad_query, joined, grad_bias
 
 
-# In a compiled step it is there once for all layers that share the bias, forward and backward.
+# In a compiled step all layers that share the bias share one line, forward and backward.
 LINE = define(
     "relative_attention_line(Tensor bias, ScalarType dtype) -> Tensor",
     _line_fake,
@@ -90,7 +90,7 @@ BWD = define(
     _bwd_fake,
     triton="fuseopt.ops.triton.relative_attention_bwd",
 )
-# For compiled steps, whose products take the gradients side by side.
+# For compiled steps, whose matrix products read both gradients as one matrix.
 BWD_JOINED = define(
     f"relative_attention_bwd_joined({_BWD_INPUTS}, bool need_bias_grad, bool with_query) -> (Tensor, Tensor, Tensor)",
     _bwd_joined_fake,
@@ -124,7 +124,7 @@ def relative_attention_reference(
         scores = torch.where(masked, _LOWEST, scores)
     if causal:
         scores = scores.masked_fill(distance > keys - queries, float("-inf"))
-    # Of a query that sees no key softmax would make NaN.
+    # If a query sees no key, softmax would give NaN.
     sees_none = (scores == float("-inf")).all(-1, keepdim=True)
     weights = scores.masked_fill(sees_none, 0.0).softmax(-1).masked_fill(sees_none, 0.0)
     if p > 0.0:
@@ -247,7 +247,7 @@ def _line(backend: str, query: Tensor, bias: Tensor | None) -> Tensor | None:
 
 
 def has_kernel(backend: str, device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Whether queries like that, with a bias, run on a kernel, so that no scores are kept."""
+    """Whether such queries, with a bias, run on a kernel, which stores no scores."""
     dtypes = (dtype, torch.promote_types(dtype, torch.float32))
     return dim <= MOST_DIM and registry.pick("relative_attention", backend, device, dtypes) != "reference"
 
@@ -326,7 +326,7 @@ def bench_input(
 
 
 def _eager(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-    """As T5Attention computes it, from the matrix of biases on."""
+    """The attention as T5Attention computes it, given the matrix of biases."""
     queries, keys = query.shape[2], key.shape[2]
     distance = torch.arange(keys, device=query.device) - torch.arange(queries, device=query.device)[:, None]
     reach = bias.shape[1] // 2

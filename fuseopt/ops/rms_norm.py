@@ -143,7 +143,7 @@ def rms_norm(
 ) -> Tensor:
     """`input / sqrt(mean(input**2) + eps) * (weight + offset)`, in float32 (float64 where a tensor is float64).
 
-    Autocast has no say in it: the arithmetic is never done in a low precision.
+    Autocast does not change it: the arithmetic is never in half precision.
 
     Args:
         input: [..., H], any strides; float32, float16, bfloat16 or float64.

@@ -57,7 +57,7 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 
 def _split(x: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
-    """What is rotated of each head, and the rest."""
+    """The rotated part of each head, and the rest."""
     rotary = cos.shape[-1]
     return x[..., :rotary], x[..., rotary:]
 
@@ -74,7 +74,7 @@ def _plain(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def _plain_bwd(grad: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of query or key [batch, length, heads, dim], in terms that can be differentiated on."""
+    """The gradient of query or key, [batch, length, heads, dim]; it can be differentiated again."""
     turned, rest = _split(grad, cos)
     turned = (turned * cos[:, :, None]).to(dtype) - _rotate_half((turned * sin[:, :, None]).to(dtype))
     return torch.cat((turned, rest.to(dtype)), dim=-1)
@@ -227,7 +227,7 @@ registry.register(
         benchmarks=(
             registry.Benchmark(
                 bench_input,
-                # Llama 3 8B and Qwen2 0.5B; a step of decoding.
+                # Llama 3 8B and Qwen2 0.5B; a decode step.
                 shapes=("4x4096x32x8x128", "8x2048x14x2x64", "8x1x32x8x128"),
                 eager=registry.Upstream(
                     "transformers.models.llama.modeling_llama.apply_rotary_pos_emb", _apply_rotary_pos_emb

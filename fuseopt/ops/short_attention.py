@@ -1,4 +1,4 @@
-"""Attention over sequences so short that a warp has all scores of its queries: `F.scaled_dot_product_attention`'s."""
+"""`F.scaled_dot_product_attention` for sequences so short that one warp holds all scores of its queries."""
 
 from collections.abc import Iterator
 
@@ -98,7 +98,7 @@ def short_attention(
 
 
 def is_fast(query: Tensor) -> bool:
-    """Whether the CUDA kernel runs for queries like these; it takes less time than PyTorch's attention."""
+    """Whether the CUDA kernel takes such queries. It is then faster than PyTorch's attention."""
     _, _, length, head_dim = query.shape
     if length > MAX_LENGTH or head_dim > MAX_HEAD_DIM or not query.is_cuda:
         return False

@@ -81,7 +81,7 @@ class _Softmax(torch.autograd.Function):
         need_mask_grad = ctx.needs_input_grad[2]
         dtype = compute_dtype(output, grad_output)
         if is_differentiated_again():
-            # In terms of the output, which carries the graph: the input need not be kept for it.
+            # Computed from the output, which carries the graph, so the input need not be saved.
             y, grad = output.to(dtype), grad_output.to(dtype)
             grad_scores = y * (grad - (y * grad).sum(-1, keepdim=True))
         elif need_mask_grad:

@@ -1,4 +1,4 @@
-"""A matrix product by the fastest of cuBLASLt's algorithms, as measured: its own choice goes by rules."""
+"""A matrix product by the measured fastest of cuBLASLt's algorithms. cuBLASLt itself chooses one by a heuristic."""
 
 import contextlib
 import ctypes
@@ -34,9 +34,9 @@ WITH_GELU = define(
     "tuned_matmul_gelu(Tensor left, Tensor right, Tensor bias, bool measure) -> (Tensor, Tensor)",
     lambda left, right, bias, measure: tuple(left.new_empty((left.shape[0], right.shape[1])) for _ in range(2)),
 )
-"""`left @ right + bias`, and GELU's tanh approximation of the sum before it was rounded; both in 16 bits."""
+"""`left @ right + bias`, and GELU (tanh approximation) of the unrounded sum; both in 16 bits."""
 GELU_COLUMNS = 8
-"""`WITH_GELU` needs a multiple of this number of columns: for others cuBLASLt does not return the sum."""
+"""`WITH_GELU` needs a multiple of this many columns; for others cuBLASLt does not return the sum."""
 
 _INTO = define(
     "tuned_matmul_(Tensor(a!) output, Tensor left, Tensor right, bool accumulate, bool measure) -> ()",
@@ -47,7 +47,7 @@ _MEASURES: ContextVar[bool] = ContextVar("measures", default=False)
 
 @dataclass(frozen=True)
 class _CublasLt(registry.NativeBackend):
-    """Kernels of the library that torch has loaded, called from the native library."""
+    """The backend: cuBLASLt as loaded by torch, called from the native library."""
 
     def not_supported_reasons(
         self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
@@ -98,7 +98,7 @@ def tuned_matmul_reference(
     float_result: bool = False,
     measure: bool | None = None,
 ) -> Tensor:
-    """`tuned_matmul` in plain PyTorch, with sums and what follows in float32 or float64."""
+    """`tuned_matmul` in plain PyTorch; sums, bias and activation are in float32 or float64."""
     _check(left, right, bias, activation, float_result)
     return _reference(left, right, bias, activation or "", float_result)
 
@@ -143,7 +143,7 @@ def tuned_matmul(
     chosen = registry.pick_without_gradient("tuned_matmul", backend, (left.dtype,), left, right, bias)
     if chosen == "reference" or not left.shape[1]:
         return _reference(left, right, bias, activation or "", float_result)
-    # The library's float32 GELU goes by an approximate tanh.
+    # cuBLASLt's float32 GELU uses an approximate tanh.
     is_coarse = activation == "gelu_tanh" and (float_result or left.dtype is torch.float32)
     if measure is None:
         measure = not is_dynamo_compiling() and _MEASURES.get()
@@ -153,7 +153,7 @@ def tuned_matmul(
 
 
 def is_fast(left: Tensor) -> bool:
-    """Whether the kernels take no more time than PyTorch's products: not where those may use TF32."""
+    """Whether cuBLASLt is at least as fast as PyTorch's products. False if those may use TF32."""
     if left.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return False
     return registry.pick("tuned_matmul", "auto", left.device, (left.dtype,)) == "cuda"
@@ -162,7 +162,7 @@ def is_fast(left: Tensor) -> bool:
 def multiply_into(
     output: Tensor, left: Tensor, right: Tensor, *, accumulate: bool = False, measure: bool = False
 ) -> None:
-    """`output = left @ right`, or added to what is there: on a GPU as `tuned_matmul`, else by torch.
+    """`output = left @ right`, or `output += left @ right`: on a GPU like `tuned_matmul`, elsewhere by torch.
 
     Args:
         output: [rows, columns], contiguous, in the dtype of the factors or a wider one.
@@ -183,7 +183,7 @@ def multiply_into(
 
 @contextlib.contextmanager
 def measuring() -> Iterator[None]:
-    """Lets the calls inside measure, but for those that say otherwise."""
+    """A context in which calls measure algorithms, unless they pass `measure=False`."""
     token = _MEASURES.set(True)
     try:
         yield

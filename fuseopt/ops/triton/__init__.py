@@ -55,10 +55,10 @@ __all__ = [
 
 
 def _name_kernels() -> None:
-    """Has every process find what another one has compiled: Triton's names for it are of the order of first uses.
+    """Makes Triton's cache keys independent of the order of first uses, so that processes share compiled kernels.
 
-    A function's name has the constants in it that it uses, and of those that functions use which it calls the ones that
-    Triton has seen by then.
+    A key covers the constants that a function uses. Of constants used by functions that it calls, it covers only those
+    that Triton has seen by then. So all keys are computed here, in one order.
     """
     for name in sorted(module for module in sys.modules if module.startswith(f"{__name__}.")):
         for member in vars(sys.modules[name]).values():

@@ -1,4 +1,4 @@
-"""Kernels compiled and not launched, for a GPU that need not be there: what another process can do for one that has it.
+"""Compiles kernels without launching them, for a GPU that need not be present: helper processes do this for another.
 
 What is compiled stays in Triton's cache on disk, where a process that launches the same finds it.
 """
@@ -21,7 +21,7 @@ from fuseopt.ops.triton.rows import MULTIPROCESSORS, multiprocessor_count
 
 
 class CompileOnlyDriver:
-    """What Triton asks of a driver in order to compile for a GPU of `capability`: 90 for 9.0."""
+    """The part of a Triton driver that compilation needs, for a GPU of `capability`, such as 90 for 9.0."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -39,7 +39,7 @@ class CompileOnlyDriver:
 
 @contextlib.contextmanager
 def compile_only(capability: int, multiprocessors: int) -> Iterator[list[Any]]:
-    """Where launches in this process, in any thread, do no more than compile; gives the kernels, as they come.
+    """A context in which launches in this process, in any thread, only compile; gives the kernels, as they come.
 
     Args:
         capability: of the GPU, 90 for 9.0.
@@ -61,7 +61,7 @@ def compile_only(capability: int, multiprocessors: int) -> Iterator[list[Any]]:
 
 
 def settings() -> dict[str, str]:
-    """The environment variables that Triton reads: where its cache is, and what compiled code depends on."""
+    """The environment variables that Triton reads: its cache folder, and all that compiled code depends on."""
     return {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
 
 
@@ -84,7 +84,7 @@ class Target(NamedTuple):
 
 
 def compile_call(function: Callable[..., Any], arguments: Sequence[Any], target: Target) -> list[str]:
-    """The names of the kernels that a call launches on `target`, once they are compiled.
+    """Compiles the kernels that a call launches on `target`, and returns their names.
 
     Args:
         function: of a module, as those behind the ops' overloads `.triton`.

@@ -11,7 +11,7 @@ import triton.language as tl
 from fuseopt.ops.triton.rows import TL_DTYPES, as_rows, compute_dtype
 from fuseopt.ops.triton.softmax import LOG2_E, aligned_row, edge_positions, row_alignment, update_online
 
-# Bytes of the arithmetic of a thread's lanes.
+# Bytes per thread that its lanes hold, in the dtype of the arithmetic.
 LANE_BYTES = 32
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -31,7 +31,7 @@ def load_part(
 
 @triton.jit
 def update_statistics(lane_max, lane_sum, lane_excess, x, inside, pivot, SMOOTHED: tl.constexpr):
-    """Takes `x` [STEPS, LANES] into the lanes; `inside` None: all of it."""
+    """Adds `x` [STEPS, LANES] to the lanes' maxima and sums; `inside` masks it, None takes all of it."""
     lane_max, lane_sum = update_online(lane_max, lane_sum, x)
     if SMOOTHED:
         excess = x - pivot
@@ -110,7 +110,7 @@ def gradient_scales(
     z_loss,
     SMOOTHED: tl.constexpr,
 ):
-    """What exp(x - row_max) is multiplied by, what is taken off at the target, and what everywhere."""
+    """Factor of exp(x - row_max) in the gradient, and what is subtracted at the target and everywhere."""
     logsumexp = row_max + tl.log2(row_sum) * LN_2
     probability_scale = grad_output * (1.0 + 2.0 * z_loss * logsumexp) / row_sum
     if SMOOTHED:
@@ -267,7 +267,7 @@ def cross_entropy_grad_kernel(
     probability_scale, target_share, other_share = gradient_scales(
         grad_output, row_max, row_sum, columns, smoothing, z, SMOOTHED
     )
-    # Every thread has read the logit of the target before one of them writes over it.
+    # Every thread must have read the target's logit before any thread overwrites it.
     tl.debug_barrier()
     BLOCK: tl.constexpr = STEPS * LANES
     block = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]

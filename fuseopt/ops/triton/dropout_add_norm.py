@@ -12,7 +12,7 @@ from fuseopt.ops.triton.rows import TL_DTYPES, RowTile, Tiling, as_rows, compute
 FWD_TILING = Tiling(program_bytes=8 * 1024, thread_bytes=64, max_row_bytes=64 * 1024)
 # Five rows are held at once: two gradients, the sum, and the gradients of weight and bias.
 BWD_TILING = Tiling(program_bytes=4 * 1024, thread_bytes=64, max_row_bytes=32 * 1024)
-# Tiles, of two gradients and the sum, that are on their way while one is worked on, if shared memory has room for them.
+# Tiles of two gradients and the sum that are loaded ahead of the one in work, if they fit in shared memory.
 BWD_TILES_AHEAD = 2
 BWD_MOST_BYTES_AHEAD = 96 * 1024
 
@@ -369,7 +369,7 @@ def _backward(
 
 
 def row_tile(tiling: Tiling, columns: int, compute: torch.dtype) -> RowTile:
-    """A tile of whole rows, at least as wide as one draw of numbers."""
+    """A tile of whole rows, at least as wide as the columns of one draw."""
     tile = tiling.row_tile(max(columns, COLUMNS), compute)
     if tile is None:
         raise ValueError(f"rows have at most {tiling.max_row_bytes // compute.itemsize} columns here, not {columns}")

@@ -1,4 +1,4 @@
-"""What elementwise Triton kernels share: the tile of a program, matrices to cut into tiles, and activations."""
+"""Shared by elementwise Triton kernels: matrices cut into tiles, a program's tile, and activations."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ TWICE_ROOT_2_OVER_PI: tl.constexpr = tl.constexpr(1.5957691216057308)
 
 
 class Matrices(NamedTuple):
-    """Tensors of one shape as matrices [rows, columns] with adjacent columns, and the tiles that they are cut into."""
+    """Tensors of one shape as matrices [rows, columns] with adjacent columns, and their tiling."""
 
     tensors: list[torch.Tensor]
     row_strides: list[int]
@@ -57,7 +57,7 @@ def tile_places(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """A tile's rows [BLOCK_ROWS, 1] and columns [1, BLOCK_COLUMNS], int64, and which places the matrix has."""
+    """A tile's rows [BLOCK_ROWS, 1] and columns [1, BLOCK_COLUMNS], int64, and the mask of places inside the matrix."""
     row = (tl.cast(row_tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
     column = (tl.cast(column_tile, tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS))[None, :]
     return row, column, (row < rows) & (column < columns)

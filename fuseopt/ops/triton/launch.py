@@ -1,4 +1,4 @@
-"""A kernel launched again without Triton's look at every argument, which takes several times as long as the launch."""
+"""Launches a compiled kernel again without Triton's check of every argument, which takes longer than the launch."""
 
 import functools
 import operator
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import triton
 
-# A compiled kernel takes all arguments of its function, constants too, which it skips. Of a later Triton nobody knows.
+# In these versions a compiled kernel takes all arguments of its function, and skips constants. Later ones may differ.
 _TAKES_ALL = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 10)
 _ALIGNMENT = 16
 
 
 class Launch:
-    """A kernel, for calls that differ in nothing but where their tensors are.
+    """A kernel for calls that differ only in the addresses of their tensors.
 
     Call: the tensors, on one device, which is the current one, in the order of the kernel's first parameters; each
     has the dtype that it had in the first call, or is None as it was there.
@@ -43,7 +43,7 @@ class Launch:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         is_aligned = functools.reduce(operator.or_, addresses) % _ALIGNMENT == 0
         if is_aligned and self._compiled is not None:
-            # Of a tensor it would ask the driver where that is.
+            # For a tensor it would query the driver for its device.
             self._compiled(*addresses, *self._rest)
             return
         compiled = self._kernel(*tensors, *self._numbers, **self._constants)

@@ -1,4 +1,4 @@
-"""A linear layer and the cross-entropy of its output, which exists for a few thousand rows at a time.
+"""A linear layer and the cross-entropy of its output, in chunks of a few thousand rows whose logits exist at a time.
 
 A chunk of logits is a matrix product into a buffer that every chunk uses; a kernel, CUDA's for wide rows, writes the
 gradient over it; two products take that to the gradients of input and weight. The matrices stay with cuBLAS. The
@@ -21,14 +21,14 @@ from fuseopt.tuning import tuned
 
 # Bytes of the buffer. Few chunks: each adds to the whole gradient of the weight, and wants enough rows to fill a GPU.
 CHUNK_BYTES = tuned("linear_cross_entropy_chunk_bytes")
-# A chunk has a multiple of so many rows where it can.
+# A chunk has a multiple of this many rows if possible.
 CHUNK_ROWS = 128
 # The CUDA kernel has a block for a row; over narrower ones Triton's, of a warp or two, is faster.
 CUDA_ROW_BYTES = 8192
 
 
 class Gradients(NamedTuple):
-    """Sums over all rows, but for `input`; None where none is wanted."""
+    """Gradients summed over all rows, except that of `input`; None for one that is not needed."""
 
     input: torch.Tensor | None  # [rows, features], in the dtype of the products
     weight: torch.Tensor | None  # [width, features], in that of the arithmetic
@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
 
 
 def chunks(rows: int, width: int, itemsize: int) -> Iterator[slice]:
-    """Slices of equal length, but for the last, whose logits fit CHUNK_BYTES."""
+    """Slices of rows whose logits fit in CHUNK_BYTES, of equal length except the last."""
     most = max(CHUNK_BYTES // (width * itemsize) // CHUNK_ROWS, 1) * CHUNK_ROWS
     for start in range(0, rows, most):
         yield slice(start, min(start + most, rows))
@@ -177,7 +177,7 @@ def linear_cross_entropy_bwd(
 
 
 def present(gradients: Gradients, classes: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Without the padding, and with empty tensors for None."""
+    """The gradients without padding, with empty tensors in place of None."""
     input, weight, bias = gradients
     return (
         like.new_empty(0) if input is None else input,

@@ -1,4 +1,4 @@
-"""The backward of `relative_attention`: scores are computed again, and no sum depends on the order of programs."""
+"""The backward of `relative_attention`. It recomputes the scores; no sum depends on the order of programs."""
 
 import functools
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ QUERY_TILES = Tiles(
     half=(Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)),
     single=(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
 )
-# What a mask adds for each query does not fit in the registers of few warps at capability 8.0.
+# At capability 8.0 a mask per query needs more registers than few warps have.
 MASKED_KEY_TILES = Tiles(
     half=(Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
     single=(Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
@@ -98,7 +98,7 @@ def relative_attention_bwd_query_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Each program takes BLOCK_QUERIES queries of one head to all keys. What is not said is as in the forward."""
+    """Each program takes BLOCK_QUERIES queries of one head to all keys. Other arguments are as in the forward."""
     tiles = tl.cdiv(queries, BLOCK_QUERIES)
     row = tl.program_id(0) // tiles
     first = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_QUERIES
@@ -256,7 +256,7 @@ def relative_attention_bwd_key_kernel(
             grad_output_ptr + offset * grad_stride, grad_stride, queries - start, EVEN, DIM, BLOCK_QUERIES, BLOCK_DIM
         ).to(FACTOR)
         index = start + query
-        # Of a query that is not there: no weight.
+        # A query outside the tensor has no weight.
         shift = tl.load(shift_ptr + index, mask=index < queries, other=float("inf"))
         delta = tl.load(delta_ptr + index, mask=index < queries, other=0.0)
         scores = product(k, tl.trans(q), COMPUTE)
@@ -423,5 +423,5 @@ def _launches(call: Call, grad_query_stride: int, grad_key_stride: int, need_bia
         0 if band is None else 2 * rows * tiles,
         of_bias.partials if of_bias else 0,
     )
-    # Each begins where kernels can read several numbers at once.
+    # Each buffer begins at an address that is aligned for vector loads.
     return _Launches(of_query, of_key, of_bias, tuple(triton.cdiv(numbers, 4) * 4 for numbers in scratch))

@@ -1,4 +1,4 @@
-"""What the kernels of `relative_attention` share: a tile of scores, its bias and weights, and how a call is told."""
+"""Shared by the kernels of `relative_attention`: a tile of scores, its bias and weights, and the kind of a call."""
 
 import functools
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ MASKS = tl.constexpr(MASKED)
 MOST = tl.constexpr(MOST_OF_TILE)
 MASK_BLOCK = tl.constexpr(1024)
 _LINE_BLOCK = 256
-# Of how many kinds of calls launches are kept.
+# Number of kinds of calls whose launches are cached.
 KINDS = 256
 
 
 class Tile(NamedTuple):
-    """How many queries and keys a program holds at a time, powers of 2 from 8 on."""
+    """Numbers of queries and keys that a program holds at a time: powers of 2, at least 8."""
 
     queries: int
     keys: int

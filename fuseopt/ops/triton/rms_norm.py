@@ -10,17 +10,17 @@ from fuseopt.ops.triton.rows import TL_DTYPES, RowTile, Tiling, as_rows, compute
 FWD_TILING = Tiling(program_bytes=16 * 1024, thread_bytes=64, max_row_bytes=64 * 1024)
 # Four rows are held at once: both inputs, the weight and its gradient.
 BWD_TILING = Tiling(program_bytes=4 * 1024, thread_bytes=64, max_row_bytes=32 * 1024)
-# Resident backward warps a multiprocessor: with loads under way for BWD_STAGES tiles each they hide the latency of
-# memory, and more would only make more partial sums of the weight gradient.
+# Resident backward warps per multiprocessor. With loads in flight for BWD_STAGES tiles each, they hide memory latency.
+# More warps would only add partial sums of the weight gradient.
 BWD_WARPS = 16
 BWD_STAGES = 3
 # The smallest shared memory of a block among GPUs of compute capability 8.0 and later, less some for reductions.
 BWD_STAGES_BYTES = 96 * 1024
-# Piece of a row, and warps, of the kernels that walk along a wider row.
+# Piece of a row, and warps, of the kernels that loop over a wider row.
 WIDE_BLOCK_BYTES = 32 * 1024
 WIDE_WARPS = 16
-# A forward in float32 walks along rows of more bytes, by smaller pieces as long as they are not wider than those above:
-# what holds no row leaves room for all threads of a multiprocessor.
+# A float32 forward loops over rows of more bytes than this, in smaller pieces than above. As it holds no whole row in
+# registers, a multiprocessor has room for its maximum of threads.
 WALKED_ROW_BYTES = 6 * 1024
 WALKED_BLOCK_BYTES = 8 * 1024
 
@@ -220,7 +220,7 @@ def column_sum_kernel(
 
 
 def bwd_programs(tiles: int, num_warps: int, device: torch.device, *, least: int = 1) -> int:
-    """So many programs that they have BWD_WARPS on each multiprocessor, at least `least` there, at most one a tile."""
+    """Number of programs: BWD_WARPS warps and at least `least` programs per multiprocessor, at most one per tile."""
     return min(tiles, multiprocessor_count(device) * max(least, BWD_WARPS // num_warps))
 
 

@@ -1,4 +1,4 @@
-"""What a row-wise Triton kernel needs on the host: a matrix view of its input, and how much of it a program takes."""
+"""Host code of row-wise Triton kernels: a matrix view of the input, and the tile that each program takes."""
 
 from contextvars import ContextVar
 from functools import lru_cache
@@ -15,7 +15,7 @@ TL_DTYPES = {
 }
 
 MULTIPROCESSORS: ContextVar[int] = ContextVar("multiprocessors", default=4)
-"""Of other devices than CUDA: few, so that persistent programs loop in the interpreter too."""
+"""Assumed multiprocessors of other devices than CUDA; few, so that persistent programs loop in the interpreter too."""
 
 
 class RowTile(NamedTuple):
@@ -65,7 +65,7 @@ def as_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
-    """The dtype of the arithmetic: float64 when any of `tensors` is, else float32."""
+    """The dtype of the arithmetic: float64 if any of `tensors` has it, else float32."""
     for tensor in tensors:
         if tensor is not None and tensor.dtype == torch.float64:
             return torch.float64
