@@ -26,30 +26,55 @@ from fuseopt.strategies import STRATEGIES
 from fuseopt.verify import Verification, verify
 
 if TYPE_CHECKING:
-    from fuseopt.extend import Op, check, op, unregister
+    from fuseopt.extend import (
+        FusedModule,
+        Op,
+        check,
+        elementwise,
+        op,
+        register_decode_step,
+        replaces,
+        replaces_function,
+        unregister,
+    )
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str] | None
 
 __all__ = [
     "Config",
+    "FusedModule",
     "Op",
     "Plan",
     "Report",
     "Verification",
     "__version__",
     "check",
+    "elementwise",
     "fused",
     "initialize",
     "op",
     "plan",
+    "register_decode_step",
+    "replaces",
+    "replaces_function",
     "report",
     "restore",
     "unregister",
     "verify",
 ]
 
-_OF_EXTEND = ("Op", "check", "op", "unregister")
+_OF_EXTEND = (
+    "FusedModule",
+    "Op",
+    "check",
+    "elementwise",
+    "op",
+    "register_decode_step",
+    "replaces",
+    "replaces_function",
+    "unregister",
+)
 """What `fuseopt.extend` has for users' own kernels, imported when it is first asked for."""
 
 

@@ -1,6 +1,22 @@
 """The road for users' own kernels: an op from a function, faster in steps, and into models by `fuseopt.initialize`."""
 
 from fuseopt.extend.checking import CheckReport, check
+from fuseopt.extend.elementwise_op import elementwise
 from fuseopt.extend.op import Op, op, registered, unregister
+from fuseopt.extend.replaced import FusedModule, replaces, replaces_function, unreplace
+from fuseopt.generation.families.step_interface import register_decode_step
 
-__all__ = ["CheckReport", "Op", "check", "op", "registered", "unregister"]
+__all__ = [
+    "CheckReport",
+    "FusedModule",
+    "Op",
+    "check",
+    "elementwise",
+    "op",
+    "register_decode_step",
+    "registered",
+    "replaces",
+    "replaces_function",
+    "unregister",
+    "unreplace",
+]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.fx import operator_schemas
 
 from fuseopt.errors import BackendError, OpError
 from fuseopt.extend import gradients
@@ -70,6 +71,10 @@ class TorchOp:
     def close(self) -> None:
         """Take it out of `torch.ops`."""
         self._library._destroy()
+        # torch.fx remembers signatures by name, and another op may get the name.
+        for overload in (self._backward, *self._overloads.values()):
+            remembered = getattr(operator_schemas, "_SCHEMA_TO_SIGNATURE_CACHE", {})
+            remembered.pop((overload._schema.name, overload._schema.overload_name), None)
 
     def _defined(self, schema: str) -> OpOverload:
         self._library.define(schema)

@@ -1,0 +1,105 @@
+"""`fuseopt.elementwise`: an op from an expression, with a Triton kernel for each direction and no kernel text."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuseopt.errors import OpError
+from fuseopt.extend.expression import computed, inputs_of, parse
+from fuseopt.extend.op import Op
+from fuseopt.extend.signature import check_name
+from fuseopt.ops.library import compute_dtype
+
+_TAKES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, reduce_grad: bool = True) -> Op:
+    """An op that computes an elementwise expression of tensors, which broadcast, in float32 with one rounding.
+
+    It is called with the tensors in the order in which they first appear, and the scalars by keyword. The result has
+    the tensors' promoted dtype. On a GPU one Triton kernel runs each direction; on a CPU the expression runs in
+    PyTorch. Where a tensor is float64, PyTorch computes it, in float64.
+
+    Args:
+        name: "namespace::name", in a namespace of your own.
+        expression: of + - * / **, comparisons, numbers, names, and where, min, max, relu, gelu, gelu_tanh, silu,
+            sigmoid, tanh, exp, log, sqrt, abs, softplus, erf, clamp.
+        scalars: the names that are Python numbers, without gradient; the others are tensors.
+        reduce_grad: sum the gradient of a tensor that broadcasts over rows inside the backward kernel, a share of the
+            rows each, without atomics; False writes the unsummed gradient and leaves the sum to torch.
+
+    Raises:
+        OpError: the expression has something else in it, or a scalar does not appear.
+    """
+    check_name(name)
+    tree = parse(expression)
+    names = list(inputs_of(tree))
+    absent = [scalar for scalar in scalars if scalar not in names]
+    if absent:
+        raise OpError(f"{name}: the scalar {absent[0]!r} is not in {expression!r}")
+    tensors = [each for each in names if each not in scalars]
+    if not tensors:
+        raise OpError(f"{name}: {expression!r} has no tensor; all of its names are scalars")
+    if "backend" in names:
+        raise OpError(f"{name}: an argument cannot be called 'backend', by which a call names one; rename it")
+
+    def compute(*arguments: Any) -> Tensor:
+        given = dict(zip((*tensors, *scalars), arguments, strict=True))
+        present = [given[each] for each in tensors]
+        dtype = compute_dtype(*present)
+        wide = {each: t.to(dtype) if t.is_floating_point() else t for each, t in given.items() if each in tensors}
+        result = functools.reduce(torch.promote_types, (t.dtype for t in present))
+        return computed(tree, {**given, **wide}).to(result)
+
+    op = Op(name, _annotated(name, expression, compute, tensors, scalars))
+    kernels = _Kernels(expression, tuple(tensors), tuple(scalars), reduce_grad)
+    op.kernel("triton", supports=_takes)(kernels.forward)
+    op.backward("triton")(kernels.backward)
+    return op
+
+
+def _takes(*arguments: Any) -> bool | str:
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    other = next((t.dtype for t in tensors if t.dtype not in _TAKES), None)
+    return True if other is None else f"takes float32, float16 and bfloat16, not {other}"
+
+
+def _annotated(
+    name: str, expression: str, compute: Callable, tensors: Sequence[str], scalars: Sequence[str]
+) -> Callable[..., Tensor]:
+    """`compute` with an argument for each tensor and each scalar."""
+    listed = ", ".join([*(f"{each}: Tensor" for each in tensors), *(f"{each}: float" for each in scalars)])
+    short = name.partition("::")[2]
+    call = f"compute({', '.join([*tensors, *scalars])})"
+    source = f"def made(compute):\n    def {short}({listed}) -> Tensor:\n        return {call}\n    return {short}\n"
+    # Names of no module: torch.compile looks its globals up in one of that name.
+    namespace: dict[str, Any] = {"Tensor": Tensor, "__name__": f"fuseopt_elementwise_{short}"}
+    exec(compile(source, f"<elementwise {name}>", "exec"), namespace)
+    function: Callable[..., Tensor] = namespace["made"](compute)
+    function.__doc__ = f"`{expression}`"
+    return function
+
+
+class _Kernels:
+    """The Triton kernels of an expression, written and imported on the first call."""
+
+    def __init__(self, expression: str, tensors: tuple[str, ...], scalars: tuple[str, ...], reduce_grad: bool) -> None:
+        self._description = (expression, tensors, scalars)
+        self._tensors, self._reduce_grad = len(tensors), reduce_grad
+
+    def _module(self) -> Any:
+        from fuseopt.extend import triton_expression
+
+        return triton_expression.kernels_of(*self._description)
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return self._module().forward(arguments[: self._tensors], arguments[self._tensors :])
+
+    def backward(self, inputs: Sequence[Any], output: Tensor, grad_output: Tensor) -> Sequence[Tensor]:
+        tensors, scalars = inputs[: self._tensors], inputs[self._tensors :]
+        return self._module().backward(tensors, scalars, grad_output, self._reduce_grad)

@@ -1,0 +1,331 @@
+"""An elementwise expression as a tree: parsed from text, computed by torch, differentiated, and written for Triton."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fuseopt.errors import OpError
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation of an expression.
+
+    Attributes:
+        kind: "input", "number", or the name of an operation in OPERATIONS.
+        value: an input's name or a number.
+        of: what it is computed from.
+    """
+
+    kind: str
+    value: Any = None
+    of: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation: by torch, in Triton, and its derivative.
+
+    Attributes:
+        torch: of tensors.
+        triton: a format string of {0}, {1} ...
+        gradient: (operands, result) -> the derivative by each operand, or None where it is zero.
+    """
+
+    torch: Callable
+    triton: str
+    gradient: Callable[..., tuple[Node | None, ...]]
+
+
+def number(value: float) -> Node:
+    return Node("number", float(value))
+
+
+def _of(kind: str, *operands: Node) -> Node:
+    """The operation, without what multiplies by one or adds zero."""
+    if kind == "mul":
+        for one, other in (operands, operands[::-1]):
+            if one == number(1):
+                return other
+    return Node(kind, None, operands)
+
+
+_ONE, _ZERO = number(1), number(0)
+
+
+def _sign_where(condition: Node, yes: Node, no: Node) -> Node:
+    return Node("where", None, (condition, yes, no))
+
+
+def _gelu(x: Node, _: Node) -> tuple[Node]:
+    cdf = _of("mul", number(0.5), _of("add", _ONE, _of("erf", _of("mul", x, number(0.7071067811865476)))))
+    density = _of("mul", number(0.3989422804014327), _of("exp", _of("mul", number(-0.5), _of("mul", x, x))))
+    return (_of("add", cdf, _of("mul", x, density)),)
+
+
+def _gelu_tanh(x: Node, _: Node) -> tuple[Node]:
+    # (1 + tanh(u)) / 2 is the sigmoid of 2 u.
+    square = _of("mul", x, x)
+    twice = number(1.5957691216057308)
+    inner = _of("mul", x, _of("add", twice, _of("mul", number(1.5957691216057308 * 0.044715), square)))
+    slope = _of("add", twice, _of("mul", number(1.5957691216057308 * 0.134145), square))
+    s = _of("sigmoid", inner)
+    return (_of("add", s, _of("mul", x, _of("mul", slope, _sigmoid_slope(s)))),)
+
+
+def _sigmoid_slope(s: Node) -> Node:
+    return _of("mul", s, _of("sub", _ONE, s))
+
+
+def _silu(x: Node, _: Node) -> tuple[Node]:
+    s = _of("sigmoid", x)
+    return (_of("add", s, _of("mul", x, _sigmoid_slope(s))),)
+
+
+def _power(operands: Sequence[Node], y: Node) -> tuple[Node | None, ...]:
+    x, n = operands
+    by_x = _of("mul", n, _of("pow", x, _of("sub", n, _ONE)))
+    if n.kind == "number":
+        by_x = _of("mul", n, _of("pow", x, number(n.value - 1)))
+        return by_x, None
+    return by_x, _of("mul", y, _of("log", x))
+
+
+def _chosen(kind: str) -> Callable[..., tuple[Node, ...]]:
+    def gradient(operands: Sequence[Node], _: Node) -> tuple[Node, ...]:
+        # As torch.minimum and torch.maximum: each has half where they are equal.
+        a, b = operands
+        half = number(0.5)
+        wins = _of(kind, a, b)
+        loses = _of(kind, b, a)
+        of_a = _sign_where(wins, _ONE, _sign_where(loses, _ZERO, half))
+        of_b = _sign_where(loses, _ONE, _sign_where(wins, _ZERO, half))
+        return of_a, of_b
+
+    return gradient
+
+
+def _unary(gradient: Callable[[Node, Node], Any]) -> Callable[..., tuple[Node | None, ...]]:
+    def of_one(operands: Sequence[Node], y: Node) -> tuple[Node | None, ...]:
+        found = gradient(operands[0], y)
+        return found if isinstance(found, tuple) else (found,)
+
+    return of_one
+
+
+def _pair(a: Callable, b: Callable) -> Callable[..., tuple[Node | None, ...]]:
+    return lambda operands, y: (a(*operands, y), b(*operands, y))
+
+
+def _compared(symbol: str, function: Callable) -> Operation:
+    return Operation(function, f"({{0}} {symbol} {{1}})", lambda operands, y: (None, None))
+
+
+def _clamp_gradient(operands: Sequence[Node], _: Node) -> tuple[Node | None, ...]:
+    x, low, high = operands
+    inside = _sign_where(_of("lt", x, low), _ZERO, _sign_where(_of("gt", x, high), _ZERO, _ONE))
+    return inside, None, None
+
+
+def _where_gradient(operands: Sequence[Node], _: Node) -> tuple[Node | None, ...]:
+    return None, _sign_where(operands[0], _ONE, _ZERO), _sign_where(operands[0], _ZERO, _ONE)
+
+
+def _tensors(function: Callable) -> Callable:
+    """`function` for operands of which some are numbers."""
+
+    def call(*operands: Any) -> Any:
+        like = next(
+            operand for operand in operands if isinstance(operand, torch.Tensor) and operand.is_floating_point()
+        )
+        return function(*(o if isinstance(o, torch.Tensor) else torch.full_like(like, o) for o in operands))
+
+    return call
+
+
+OPERATIONS: Mapping[str, Operation] = {
+    "add": Operation(lambda a, b: a + b, "({0} + {1})", _pair(lambda a, b, y: _ONE, lambda a, b, y: _ONE)),
+    "sub": Operation(lambda a, b: a - b, "({0} - {1})", _pair(lambda a, b, y: _ONE, lambda a, b, y: number(-1))),
+    "mul": Operation(lambda a, b: a * b, "({0} * {1})", _pair(lambda a, b, y: b, lambda a, b, y: a)),
+    "div": Operation(
+        lambda a, b: a / b,
+        "({0} / {1})",
+        _pair(lambda a, b, y: _of("div", _ONE, b), lambda a, b, y: _of("neg", _of("div", y, b))),
+    ),
+    "pow": Operation(lambda a, b: a**b, "libdevice.pow({0}, {1})", _power),
+    "neg": Operation(lambda a: -a, "(-{0})", _unary(lambda x, y: number(-1))),
+    "lt": _compared("<", lambda a, b: a < b),
+    "le": _compared("<=", lambda a, b: a <= b),
+    "gt": _compared(">", lambda a, b: a > b),
+    "ge": _compared(">=", lambda a, b: a >= b),
+    "eq": _compared("==", lambda a, b: a == b),
+    "ne": _compared("!=", lambda a, b: a != b),
+    "where": Operation(torch.where, "tl.where({0}, {1}, {2})", _where_gradient),
+    "min": Operation(_tensors(torch.minimum), "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", _chosen("lt")),
+    "max": Operation(_tensors(torch.maximum), "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", _chosen("gt")),
+    "clamp": Operation(torch.clamp, "tl.where({0} < {1}, {1}, tl.where({0} > {2}, {2}, {0}))", _clamp_gradient),
+    "relu": Operation(
+        F.relu, "tl.where({0} <= 0, 0.0, {0})", _unary(lambda x, y: _sign_where(_of("le", x, _ZERO), _ZERO, _ONE))
+    ),
+    "gelu": Operation(F.gelu, "({0} * (0.5 + 0.5 * tl.erf({0} * 0.7071067811865476)))", _unary(_gelu)),
+    "gelu_tanh": Operation(
+        lambda x: F.gelu(x, approximate="tanh"),
+        "({0} * tl.sigmoid({0} * (1.5957691216057308 + 0.07135481282629625 * {0} * {0})))",
+        _unary(_gelu_tanh),
+    ),
+    "silu": Operation(F.silu, "({0} * tl.sigmoid({0}))", _unary(_silu)),
+    "sigmoid": Operation(torch.sigmoid, "tl.sigmoid({0})", _unary(lambda x, y: _sigmoid_slope(y))),
+    "tanh": Operation(
+        torch.tanh, "(2 * tl.sigmoid(2 * {0}) - 1)", _unary(lambda x, y: _of("sub", _ONE, _of("mul", y, y)))
+    ),
+    "exp": Operation(torch.exp, "tl.exp({0})", _unary(lambda x, y: y)),
+    "log": Operation(torch.log, "tl.log({0})", _unary(lambda x, y: _of("div", _ONE, x))),
+    "sqrt": Operation(torch.sqrt, "tl.sqrt({0})", _unary(lambda x, y: _of("div", number(0.5), y))),
+    "abs": Operation(
+        torch.abs,
+        "tl.abs({0})",
+        _unary(
+            lambda x, y: _sign_where(_of("gt", x, _ZERO), _ONE, _sign_where(_of("lt", x, _ZERO), number(-1), _ZERO))
+        ),
+    ),
+    # log(1 + exp(x)), which does not overflow.
+    "softplus": Operation(
+        F.softplus, "(tl.maximum({0}, 0.0) + tl.log(1 + tl.exp(-tl.abs({0}))))", _unary(lambda x, y: _of("sigmoid", x))
+    ),
+    "erf": Operation(
+        torch.erf,
+        "tl.erf({0})",
+        _unary(lambda x, y: _of("mul", number(1.1283791670955126), _of("exp", _of("neg", _of("mul", x, x))))),
+    ),
+}
+
+_BINARY = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow"}
+_COMPARED = {ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne"}
+_ARGUMENTS = {"where": 3, "clamp": 3, "min": 2, "max": 2}
+FUNCTIONS = tuple(name for name in OPERATIONS if name not in (*_BINARY.values(), *_COMPARED.values(), "neg"))
+
+
+def parse(text: str) -> Node:
+    """The tree of an expression of + - * / **, comparisons, numbers, names and FUNCTIONS.
+
+    Raises:
+        OpError: naming what it has besides, and where.
+    """
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise OpError(f"the expression {text!r} is no Python: {error.msg} at column {error.offset}") from error
+    return _node(tree, text)
+
+
+def inputs_of(node: Node) -> Iterator[str]:
+    """The names in an expression, in the order in which they first appear."""
+    seen: dict[str, None] = {}
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current.kind == "input":
+            seen.setdefault(current.value)
+        stack += reversed(current.of)
+    return iter(seen)
+
+
+def computed(node: Node, values: Mapping[str, Any]) -> Any:
+    """The expression by torch."""
+    if node.kind == "input":
+        return values[node.value]
+    if node.kind == "number":
+        return node.value
+    return OPERATIONS[node.kind].torch(*(computed(operand, values) for operand in node.of))
+
+
+def derivatives(node: Node, names: Sequence[str]) -> dict[str, Node | None]:
+    """The derivative of an expression by each name; None where it is zero. In reverse, each node once."""
+    order: dict[Node, None] = {}
+
+    def visit(current: Node) -> None:
+        if current not in order:
+            for operand in current.of:
+                visit(operand)
+            order[current] = None
+
+    visit(node)
+    upstream: dict[Node, Node] = {node: _ONE}
+    for current in reversed(order):
+        if current not in upstream or not current.of:
+            continue
+        slopes = OPERATIONS[current.kind].gradient(current.of, current)
+        for operand, slope in zip(current.of, slopes, strict=True):
+            if slope is not None and operand.kind != "number":
+                term = _of("mul", upstream[current], slope)
+                upstream[operand] = _of("add", upstream[operand], term) if operand in upstream else term
+    return {name: upstream.get(Node("input", name)) for name in names}
+
+
+def triton_lines(nodes: Sequence[Node], names: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """(statements, names of the results): `nodes` in Triton, each subexpression computed once.
+
+    Args:
+        names: input -> the variable that holds it.
+    """
+    lines: list[str] = []
+    known: dict[Node, str] = {}
+
+    def written(node: Node) -> str:
+        if node.kind == "input":
+            return names[node.value]
+        if node.kind == "number":
+            return repr(node.value)
+        if node not in known:
+            operands = [written(operand) for operand in node.of]
+            text = _power_text(node, operands[0]) or OPERATIONS[node.kind].triton.format(*operands)
+            known[node] = f"v{len(known)}"
+            lines.append(f"{known[node]} = {text}")
+        return known[node]
+
+    return lines, [written(node) for node in nodes]
+
+
+def _power_text(node: Node, base: str) -> str | None:
+    """A power with a small whole exponent as a product, which is exact for negative bases too."""
+    if node.kind != "pow" or node.of[1].kind != "number":
+        return None
+    exponent = node.of[1].value
+    if exponent != int(exponent) or abs(exponent) > 8:
+        return None
+    product = " * ".join([base] * int(abs(exponent))) or f"({base} * 0 + 1.0)"
+    return f"(1.0 / ({product}))" if exponent < 0 else f"({product})"
+
+
+def _node(tree: ast.expr, text: str) -> Node:
+    def wrong(what: str) -> OpError:
+        return OpError(f"the expression {text!r} has {what} at column {tree.col_offset + 1}")
+
+    if isinstance(tree, ast.Name):
+        return Node("input", tree.id)
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, (int, float)) and not isinstance(tree.value, bool):
+        return number(tree.value)
+    if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
+        inner = _node(tree.operand, text)
+        return number(-inner.value) if inner.kind == "number" else Node("neg", None, (inner,))
+    if isinstance(tree, ast.BinOp) and type(tree.op) in _BINARY:
+        return Node(_BINARY[type(tree.op)], None, (_node(tree.left, text), _node(tree.right, text)))
+    if isinstance(tree, ast.Compare) and len(tree.ops) == 1 and type(tree.ops[0]) in _COMPARED:
+        return Node(_COMPARED[type(tree.ops[0])], None, (_node(tree.left, text), _node(tree.comparators[0], text)))
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.keywords:
+        name = tree.func.id
+        if name not in FUNCTIONS:
+            raise wrong(f"the unknown function {name!r} (there are {', '.join(FUNCTIONS)})")
+        if len(tree.args) != _ARGUMENTS.get(name, 1):
+            raise wrong(f"{len(tree.args)} arguments for {name}, which takes {_ARGUMENTS.get(name, 1)},")
+        operands = tuple(_node(argument, text) for argument in tree.args)
+        if name == "clamp" and any(operand.kind != "number" for operand in operands[1:]):
+            raise wrong("a clamp whose bounds are no numbers (use min and max)")
+        return Node(name, None, operands)
+    raise wrong(f"{ast.unparse(tree)!r}, which is no + - * / **, comparison, name, number or function,")

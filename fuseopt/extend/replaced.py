@@ -1,0 +1,261 @@
+"""`fuseopt.replaces` and `fuseopt.replaces_function`: a user's module or function, put in by `fuseopt.initialize`."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fuseopt.errors import OpError
+from fuseopt.extend.op import Op, registered
+from fuseopt.kernel_table import CUSTOM, TRITON, Kernel, register_kernel, unregister_kernel
+from fuseopt.models import PolicyExtension, Rule, extend_policy, full_name
+from fuseopt.modules import base
+from fuseopt.plan import Candidate, Replacement, Skip
+from fuseopt.runtime.module_watch import config_of
+from fuseopt.strategies.context import ProposalContext
+from fuseopt.strategies.propose import FORWARD_REPLACED, forward_name, forward_sites, propose_rule
+
+ClassT = TypeVar("ClassT", bound=type)
+FunctionT = TypeVar("FunctionT", bound=Callable)
+
+_PRESETS: dict[str, dict[str, Any]] = {"inference": {}, "reference": {}, "training": {}}
+# Kernel name -> the rules behind it, if there are any.
+_registered: dict[str, PolicyExtension | None] = {}
+
+
+class FusedModule(base.FusedModule):
+    """Base of a user's module that stands in for another: it has that module's parameters, buffers and attributes.
+
+    A subclass defines `forward`, with the signature of the class that it replaces. `self.backend` is the config's: a
+    forward that passes it on, as `op(x, backend=self.backend)`, obeys `"backend": "triton"` and the like.
+    """
+
+    backend: str
+
+    def _configure(self, **options: Any) -> None:
+        self.backend = options.pop("backend", "auto")
+        super()._configure(**options)
+
+    @classmethod
+    def not_supported_reasons(cls, source: nn.Module) -> list[str]:
+        return ["it has an attribute `backend` of its own"] if hasattr(source, "backend") else []
+
+
+def replaces(
+    source: type[nn.Module] | str,
+    *,
+    when: Callable[[nn.Module], bool | str] | None = None,
+    model_types: Iterable[str] | None = None,
+    op: Op | None = None,
+) -> Callable[[ClassT], ClassT]:
+    """Decorator for a `FusedModule` that stands in for modules of exactly one class, in any model.
+
+    Its class name is the kernel's: `custom_cuda_kernels` and `triton_kernels` take it, and every preset has it.
+    Decorating a class of the same name again replaces it, with a warning.
+
+    Args:
+        source: the class, or its full name as "package.module.Class".
+        when: called with each module: True, or False or a reason to leave it.
+        model_types: `config.model_type` values of the models that it is for; by default all, also without a config.
+        op: the op that its forward calls, whose backend plans and reports show; by default the one that it names.
+
+    Raises:
+        OpError: the class is no FusedModule, or has the name of one of fuseopt's own kernels.
+    """
+    path = source if isinstance(source, str) else full_name(source)
+
+    def register(cls: ClassT) -> ClassT:
+        if not (isinstance(cls, type) and issubclass(cls, FusedModule)):
+            raise OpError(f"{getattr(cls, '__name__', cls)} must be a subclass of fuseopt.FusedModule")
+        called = op or _op_called_by(cls)
+        propose = functools.partial(_propose, path, cls, when, None if called is None else called.name)
+        lists: dict[str, dict[str, type]] = {CUSTOM: {}} if called is None else {CUSTOM: {}, TRITON: {}}
+        # Without its op, which may be unregistered meanwhile.
+        kernel = Kernel(cls.__name__, propose, None, lists, _PRESETS)
+        _put_in(kernel)
+        _registered[kernel.name] = extend_policy(model_types or "all", kernels=[Rule(path, cls)])
+        return cls
+
+    return register
+
+
+def replaces_function(
+    path: str, *, when: Callable[[nn.Module], bool | str] | None = None, model_types: Iterable[str] | None = None
+) -> Callable[[FunctionT], FunctionT]:
+    """Decorator for a function that modules call in the place of another, in models that `initialize` is given.
+
+    A module whose class calls the function in `forward`, by the name that its file imported, has its own `forward` set
+    on the instance. The function's package stays as it is, and so does every other caller. Modules that call it in
+    another way are left, with the reason in the plan.
+
+    Args:
+        path: full name of the function, as "package.module.function".
+        when, model_types: as those of `replaces`.
+
+    Raises:
+        OpError: there is no such function.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise OpError(f"no function {path!r} to replace: {error}") from error
+    types_ = None if model_types is None else tuple(model_types)
+
+    def register(replacement: FunctionT) -> FunctionT:
+        propose = functools.partial(_propose_function, path, function, replacement, when, types_)
+        _put_in(Kernel(replacement.__name__, propose, None, {CUSTOM: {}}, _PRESETS))
+        return replacement
+
+    return register
+
+
+def unreplace(name: str) -> None:
+    """Take back what `replaces` or `replaces_function` did, by the name of the class or function decorated.
+
+    Raises:
+        KeyError: there is none of that name.
+    """
+    rules = _registered.pop(name)
+    if rules is not None:
+        rules.remove()
+    unregister_kernel(name)
+
+
+def _put_in(kernel: Kernel) -> None:
+    if kernel.name in _registered:
+        warnings.warn(f"fuseopt: {kernel.name} is registered again and replaces the one before", stacklevel=4)
+        unreplace(kernel.name)
+    try:
+        register_kernel(kernel)
+    except ValueError as error:
+        raise OpError(f"{error}; give the class or function another name") from error
+    _registered[kernel.name] = None
+
+
+def _op_called_by(cls: type) -> Op | None:
+    """The op that the class's forward names, if it names exactly one."""
+    ops = [value for value in _globals_of(vars(cls).get("forward")).values() if isinstance(value, Op)]
+    return ops[0] if len(ops) == 1 else None
+
+
+def _propose(
+    path: str, cls: type[FusedModule], when: Callable | None, op: str | None, context: ProposalContext
+) -> Iterator[Replacement | Skip]:
+    is_there = op is None or op in registered()
+    if op is not None and is_there:
+        context = context.for_op(op)
+    passes_backend = "backend" in cls.forward.__code__.co_names
+
+    def options(candidate: Candidate) -> dict[str, str] | str:
+        reason = _refusal(when, candidate.module)
+        if not is_there:
+            return f"its op {op} is not registered any more"
+        if reason is None and context.configured != "auto" and not passes_backend:
+            reason = f"backend {context.configured!r} does not reach its op: pass backend=self.backend in its forward"
+        return {"backend": context.wanted} if reason is None else reason
+
+    for rule in context.policy.kernels:
+        if rule.target is cls and rule.source == path:
+            yield from propose_rule(context, rule, options)
+
+
+def _refusal(when: Callable | None, module: nn.Module) -> str | None:
+    answer = True if when is None else when(module)
+    if answer is True:
+        return None
+    return answer if isinstance(answer, str) else "its `when` says no to this module"
+
+
+def _propose_function(
+    path: str,
+    function: Callable,
+    replacement: Callable,
+    when: Callable | None,
+    model_types: tuple[str, ...] | None,
+    context: ProposalContext,
+) -> Iterator[Replacement | Skip]:
+    model_type = getattr(config_of(context.index.model), "model_type", None)
+    if model_types is not None and model_type not in model_types:
+        return
+    for candidate in (Candidate(context.index.model, ()), *context.index.candidates):
+        forward = type(candidate.module).forward
+        how = _how_called(type(candidate.module), function)
+        if how is None:
+            continue
+        reason = how or _refusal(when, candidate.module)
+        if not reason and "forward" in candidate.module.__dict__:
+            reason = FORWARD_REPLACED
+        sites, source = forward_sites(candidate), forward_name(candidate)
+        if reason:
+            yield context.skip(sites, source, replacement.__name__, reason)
+        else:
+            build = functools.partial(CallsOther, candidate.module, path, replacement)
+            name = next(iter(_names_of(forward, function)))
+            yield context.replacement(sites, source, replacement.__name__, f"its forward calls {name}", build)
+
+
+def _how_called(cls: type[nn.Module], function: Callable) -> str | None:
+    """Empty if the class's forward calls the function by a name of its file; else a reason, or None if it does not."""
+    module, name = function.__module__, function.__name__
+    for attribute in dir(cls):
+        method = getattr(cls, attribute, None)
+        if not isinstance(method, types.FunctionType) or method.__module__.startswith("torch."):
+            continue
+        if _names_of(method, function):
+            return "" if attribute == "forward" else f"it is called in {attribute}, not in forward; call it there"
+        for used, value in _globals_of(method).items():
+            calls_it = name in method.__code__.co_names and getattr(value, name, None) is function
+            if calls_it and isinstance(value, types.ModuleType):
+                return (
+                    f"it calls {used}.{name}, which could only be replaced inside {module} for every caller; "
+                    f"import {name} by name in its file"
+                )
+    return None
+
+
+def _names_of(method: Any, function: Callable) -> list[str]:
+    return [name for name, value in _globals_of(method).items() if value is function]
+
+
+def _globals_of(method: Any) -> dict[str, Any]:
+    """The globals that a function reads, by name."""
+    if not isinstance(method, types.FunctionType):
+        return {}
+    read = (step.argval for step in dis.get_instructions(method) if step.opname == "LOAD_GLOBAL")
+    return {name: method.__globals__[name] for name in read if name in method.__globals__}
+
+
+class CallsOther(base.BlockForward):
+    """The `forward` of a module's class, in which one function is another.
+
+    Args:
+        block: the module.
+        path: full name of the function.
+        replacement: what is called instead.
+    """
+
+    def __init__(self, block: nn.Module, path: str, replacement: Callable) -> None:
+        super().__init__(block)
+        self.path, self.replacement = path, replacement
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _with_other(type(self.block).forward, self.path, self.replacement)(self.block, *args, **kwargs)
+
+
+@functools.cache
+def _with_other(forward: Any, path: str, replacement: Callable) -> Callable:
+    """The function `forward`, which finds `replacement` under the names of the function at `path`."""
+    module, _, name = path.rpartition(".")
+    function = getattr(importlib.import_module(module), name)
+    globals_ = {**forward.__globals__, **dict.fromkeys(_names_of(forward, function), replacement)}
+    made = types.FunctionType(forward.__code__, globals_, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made

@@ -1,0 +1,274 @@
+"""Triton kernels of elementwise expressions: written from the expression's tree, launched over tiles of a matrix."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from fuseopt.extend.expression import Node, derivatives, parse, triton_lines
+from fuseopt.ops.triton.elementwise import NUM_WARPS, PROGRAM_ELEMENTS
+from fuseopt.ops.triton.rows import multiprocessor_count
+
+# Programs a multiprocessor of a backward that sums over rows: enough to hide the latency of memory.
+_PROGRAMS_A_MULTIPROCESSOR = 8
+_FULL, _SUMMED = 1, 2
+
+_HEADER = """import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from fuseopt.ops.triton.elementwise import tile_places
+
+"""
+
+
+class Places(NamedTuple):
+    """Tensors as matrices [rows, columns] of the broadcast shape.
+
+    Attributes:
+        shape: the broadcast shape.
+        tensors: the tensors, some of them copied.
+        strides: (row stride, column stride) of each; 0 where it broadcasts.
+        rows, columns: the matrix; its columns are the last `column_dims` dimensions of the shape.
+    """
+
+    shape: torch.Size
+    tensors: list[Tensor]
+    strides: list[tuple[int, int]]
+    rows: int
+    columns: int
+    column_dims: int
+
+
+def places_of(tensors: Sequence[Tensor]) -> Places:
+    """The tensors as matrices; those that no two strides describe are copied."""
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    expanded = [tensor.expand(shape) for tensor in tensors]
+    found = _matrix(shape, expanded)
+    if found is None:
+        expanded = [tensor.contiguous() for tensor in expanded]
+        found = _matrix(shape, expanded)
+        assert found is not None
+    strides, rows, columns, column_dims = found
+    return Places(shape, expanded, strides, rows, columns, column_dims)
+
+
+def _matrix(shape: torch.Size, tensors: Sequence[Tensor]) -> tuple[list[tuple[int, int]], int, int, int] | None:
+    """(strides, rows, columns, dimensions in a row) if two strides describe all tensors, else None."""
+    groups: list[list[int]] = []  # of dimensions, outermost first, that one stride describes
+    for dim in range(len(shape)):
+        if groups and (shape[dim] == 1 or all(_follows(t, groups[-1], dim) for t in tensors)):
+            groups[-1].append(dim)
+        else:
+            groups.append([dim])
+    if len(groups) > 2:
+        return None
+    strides = [[_stride(tensor, group) for group in groups] for tensor in tensors]
+    sizes = [torch.Size(shape[dim] for dim in group).numel() for group in groups]
+    if len(groups) < 2:
+        return [(0, sum(stride)) for stride in strides], 1, (sizes or [1])[0], len(shape)
+    return [(row, column) for row, column in strides], sizes[0], sizes[1], len(groups[1])
+
+
+def _follows(tensor: Tensor, group: Sequence[int], dim: int) -> bool:
+    """Whether the stride of `dim` continues that of the dimensions before it."""
+    last = next((d for d in reversed(group) if tensor.shape[d] > 1), None)
+    return last is None or tensor.stride(last) == tensor.stride(dim) * tensor.shape[dim]
+
+
+def _stride(tensor: Tensor, group: Sequence[int]) -> int:
+    last = next((d for d in reversed(group) if tensor.shape[d] > 1), None)
+    return 0 if last is None else tensor.stride(last)
+
+
+def sources(expression: str, tensors: Sequence[str], scalars: Sequence[str]) -> Mapping[str, str]:
+    """The text of the kernels `forward_kernel` and `backward_kernel`."""
+    tree = parse(expression)
+    held = {name: f"x{place}" for place, name in enumerate(tensors)} | {
+        name: f"s{place}" for place, name in enumerate(scalars)
+    }
+    slopes = [derivatives(tree, tensors)[name] or Node("number", 0.0) for name in tensors]
+    return {
+        "forward_kernel": _forward_source(tree, held, len(tensors), len(scalars)),
+        "backward_kernel": _backward_source(slopes, held, len(tensors), len(scalars)),
+    }
+
+
+def _parameters(tensors: int, scalars: int) -> list[str]:
+    """Pointers, row and column strides in elements, and scalars."""
+    pointers = [f"x{i}_ptr" for i in range(tensors)]
+    return [
+        *pointers,
+        *(f"x{i}_{part}" for i in range(tensors) for part in ("row", "column")),
+        *(f"s{i}" for i in range(scalars)),
+    ]
+
+
+def _loads(tensors: int) -> list[str]:
+    return [
+        f"x{i} = tl.load(x{i}_ptr + row * x{i}_row + column * x{i}_column, mask=mask, other=1.0).to(tl.float32)"
+        for i in range(tensors)
+    ]
+
+
+def _forward_source(tree: Node, held: Mapping[str, str], tensors: int, scalars: int) -> str:
+    lines, (result,) = triton_lines([tree], held)
+    parameters = ["output_ptr", "rows", "columns", "column_tiles", *_parameters(tensors, scalars)]
+    body = [
+        "tile = tl.program_id(0)",
+        "row, column, mask = tile_places("
+        "tile // column_tiles, tile % column_tiles, rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)",
+        *_loads(tensors),
+        *lines,
+        f"tl.store(output_ptr + row * columns + column, {result}, mask=mask)",
+    ]
+    return _function("forward_kernel", parameters, [], body)
+
+
+def _backward_source(slopes: Sequence[Node], held: Mapping[str, str], tensors: int, scalars: int) -> str:
+    lines, results = triton_lines(slopes, held)
+    grads = [f"g{i}_ptr" for i in range(tensors)]
+    parameters = ["grad_ptr", "rows", "columns", "column_tiles", *_parameters(tensors, scalars), *grads]
+    body = [
+        "share, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles",
+        "row_tiles = tl.cdiv(rows, BLOCK_ROWS)",
+        "tiles = tl.cdiv(row_tiles, tl.num_programs(0) // column_tiles)",
+    ]
+    for i in range(tensors):
+        body.append(f"sum{i} = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)")
+    body.append("for row_tile in tl.range(share * tiles, tl.minimum(share * tiles + tiles, row_tiles)):")
+    inner = [
+        "row, column, mask = tile_places(row_tile, column_tile, rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)",
+        *_loads(tensors),
+        "grad = tl.load(grad_ptr + row * columns + column, mask=mask, other=0.0).to(tl.float32)",
+        *lines,
+    ]
+    for i, result in enumerate(results):
+        inner += [
+            f"if KIND{i} == {_FULL}:",
+            f"    tl.store(g{i}_ptr + row * columns + column, grad * {result}, mask=mask)",
+            f"if KIND{i} == {_SUMMED}:",
+            f"    sum{i} += tl.where(mask, grad * {result}, 0.0)",
+        ]
+    body += [f"    {line}" for line in inner]
+    body.append("place = tl.cast(column_tile, tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)")
+    for i in range(tensors):
+        body += [
+            f"if KIND{i} == {_SUMMED}:",
+            f"    share_ptr = g{i}_ptr + tl.cast(share, tl.int64) * columns",
+            f"    tl.store(share_ptr + place, tl.sum(sum{i}, axis=0), mask=place < columns)",
+        ]
+    return _function("backward_kernel", parameters, [f"KIND{i}" for i in range(tensors)], body)
+
+
+def _function(name: str, parameters: Sequence[str], constants: Sequence[str], body: Sequence[str]) -> str:
+    listed = [*parameters, *(f"{c}: tl.constexpr" for c in (*constants, "BLOCK_ROWS", "BLOCK_COLUMNS"))]
+    lines = [
+        "@triton.jit",
+        f"def {name}(",
+        *(f"    {each}," for each in listed),
+        "):",
+        *(f"    {each}" for each in body),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+class Kernels(NamedTuple):
+    """The kernels of one expression, and how they are launched."""
+
+    forward_kernel: Any
+    backward_kernel: Any
+
+    def forward(self, tensors: Sequence[Tensor], scalars: Sequence[float]) -> Tensor:
+        """The expression; contiguous, in the tensors' promoted dtype."""
+        at = places_of(tensors)
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        output = torch.empty(at.shape, dtype=dtype, device=tensors[0].device)
+        if output.numel():
+            rows, columns, block = _tiles(at)
+            with torch.cuda.device_of(output):
+                self.forward_kernel[(rows * columns,)](
+                    output, at.rows, at.columns, columns, *at.tensors, *_flat(at), *map(float, scalars), **block
+                )
+        return output
+
+    def backward(
+        self, tensors: Sequence[Tensor], scalars: Sequence[float], grad_output: Tensor, reduce_grad: bool
+    ) -> list[Tensor]:
+        """The gradient of each tensor, in its shape and dtype. The same inputs give the same bits."""
+        at = places_of(tensors)
+        if grad_output.numel() == 0:
+            return [torch.zeros_like(tensor) for tensor in tensors]
+        rows, columns, block = _tiles(at)
+        kinds = [
+            _SUMMED if reduce_grad and at.rows > 1 and stride == 0 and t.numel() < grad_output.numel() else _FULL
+            for t, (stride, _) in zip(tensors, at.strides, strict=True)
+        ]
+        shares = rows
+        if _SUMMED in kinds:
+            programs = _PROGRAMS_A_MULTIPROCESSOR * multiprocessor_count(grad_output.device)
+            shares = min(rows, max(programs // columns, 1))
+        grads = [self._room(tensor, kind, shares, at) for tensor, kind in zip(tensors, kinds, strict=True)]
+        with torch.cuda.device_of(grad_output):
+            self.backward_kernel[(shares * columns,)](
+                grad_output.contiguous(), at.rows, at.columns, columns, *at.tensors, *_flat(at),
+                *map(float, scalars), *grads, *kinds, **block,
+            )  # fmt: skip
+        return [_reduced(*each, at) for each in zip(grads, kinds, tensors, strict=True)]
+
+    def _room(self, tensor: Tensor, kind: int, shares: int, at: Places) -> Tensor:
+        if kind == _SUMMED:
+            return tensor.new_empty((shares, at.columns), dtype=torch.float32)
+        is_whole = tensor.shape == at.shape
+        return tensor.new_empty(at.shape, dtype=tensor.dtype if is_whole else torch.float32)
+
+
+def _reduced(grad: Tensor, kind: int, tensor: Tensor, at: Places) -> Tensor:
+    if kind == _SUMMED:
+        dims = len(at.shape) - at.column_dims
+        grad = grad.sum(0).view(*(1 for _ in range(dims)), *at.shape[dims:])
+    return grad.sum_to_size(tensor.shape).to(tensor.dtype)
+
+
+def _flat(at: Places) -> list[int]:
+    return [stride for pair in at.strides for stride in pair]
+
+
+def _tiles(at: Places) -> tuple[int, int, dict[str, int]]:
+    """(tiles of rows, tiles of columns, the constants of a tile)."""
+    block_columns = min(triton.next_power_of_2(at.columns), PROGRAM_ELEMENTS)
+    block_rows = PROGRAM_ELEMENTS // block_columns
+    constants = {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns, "num_warps": NUM_WARPS}
+    return triton.cdiv(at.rows, block_rows), triton.cdiv(at.columns, block_columns), constants
+
+
+@functools.cache
+def _folder() -> Path:
+    """A folder of this process, for the files that Triton reads the kernels' text from."""
+    folder = tempfile.mkdtemp(prefix="fuseopt-elementwise-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+@functools.cache
+def kernels_of(expression: str, tensors: tuple[str, ...], scalars: tuple[str, ...]) -> Kernels:
+    """The kernels of an expression."""
+    text = _HEADER + "\n\n".join(sources(expression, tensors, scalars).values())
+    path = _folder() / f"expression_{hashlib.sha256(text.encode()).hexdigest()[:16]}.py"
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return Kernels(module.forward_kernel, module.backward_kernel)
