@@ -53,8 +53,8 @@ def _propose_stack(
         return
     attentions = [context.index.candidate(block.layer[0].SelfAttention) for block in stack.module.block]
     reasons = [_not_supported_reasons(attention, rule) for attention in attentions]
-    crossing = stack.module.block if stack.module.is_decoder else ()
-    others = [context.index.candidate(block.layer[1].EncDecAttention) for block in crossing]
+    decoder_blocks = stack.module.block if stack.module.is_decoder else ()
+    cross_attentions = [context.index.candidate(block.layer[1].EncDecAttention) for block in decoder_blocks]
     blocked = next((a.sites[0].path for a, found in zip(attentions, reasons, strict=True) if found), None)
     for attention, found in zip(attentions, reasons, strict=True):
         if blocked is None:
@@ -63,7 +63,7 @@ def _propose_stack(
             reason = "; ".join(found) or f"{blocked} cannot be replaced, and passes the position bias on as a matrix"
             yield context.skip(attention.sites, attention.class_name, _TARGET, reason)
     replaced = blocked is None
-    for attention in others:
+    for attention in cross_attentions:
         found = _not_supported_reasons(attention, rule)
         replaced = replaced or not found
         if found:

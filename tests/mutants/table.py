@@ -383,6 +383,20 @@ TRAINING = (
 
 CONFIG = (
     Mutant(
+        "an extension of one family's policy covers every model",
+        "fuseopt/models/registration.py",
+        "self.model_types is None or model_type in self.model_types",
+        "True",
+        ("tests/models/test_policies.py::test_an_extension_is_planned_for_its_models_until_it_is_removed",),
+    ),
+    Mutant(
+        "a kernel's order counts for nothing",
+        "fuseopt/kernel_table.py",
+        "sorted(_kernels.values(), key=lambda kernel: kernel.order)",
+        "_kernels.values()",
+        ("tests/test_kernel_table.py",),
+    ),
+    Mutant(
         "of a key that is given twice the last value counts",
         "fuseopt/config_file.py",
         "object_pairs_hook=_unique",
