@@ -1,4 +1,4 @@
-"""Causal attention of batches with padding, in training, on one op that is told which keys are padding."""
+"""Causal attention for training on padded batches: an op that takes the padding mask instead of a full mask."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fuseopt.runtime.references import weak_attribute
 
 
 class CausalStackForward:
-    """The `forward` of a decoder's stack, which in training also hands its attentions the padding it was told of.
+    """Forward of a decoder's stack, which in training also passes its padding mask to the attentions, as `key_mask`.
 
-    The class's own makes a mask [batch, 1, length, length] of it, which rules out leaving the future out; attentions
-    that do not run by `fused_attention` still get it.
+    The class's own forward expands padding to a mask [batch, 1, length, length], with which no kernel can skip future
+    keys. Attentions that do not use `fused_attention` still get that mask.
 
-    The mask is passed on only while all blocks and attentions are of classes that take further keyword arguments, and
-    that were there when this was made.
+    `key_mask` is passed only if all blocks and attentions have classes that were there at construction and whose
+    forward takes any keyword argument.
 
-    It belongs to one stack and is copied and pickled with it.
+    Belongs to one stack, and is copied and pickled with it.
     """
 
     stack = weak_attribute("stack")
@@ -33,8 +33,8 @@ class CausalStackForward:
         self.stack = stack
         blocks = [block for container in _containers(stack) for block in container]
         self._names = {name for block in blocks for name, child in block.named_children() if _parameters_of(child)[0]}
-        told = {module for block in blocks for module in (block, *map(block._modules.get, self._names)) if module}
-        self._classes = {source_class(module) for module in told if _parameters_of(module)[1]}
+        given_mask = {module for block in blocks for module in (block, *map(block._modules.get, self._names)) if module}
+        self._classes = {source_class(module) for module in given_mask if _parameters_of(module)[1]}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack: Any = self.stack
@@ -59,7 +59,7 @@ def _containers(stack: nn.Module) -> list[nn.ModuleList]:
 
 
 def _parameters_of(module: nn.Module) -> tuple[bool, bool]:
-    """Whether a module's forward takes `attention_mask`, and whether it takes any keyword argument."""
+    """Whether a module's forward takes `attention_mask`, and whether it takes arbitrary keyword arguments."""
     parameters = inspect.signature(module.forward).parameters
     return "attention_mask" in parameters, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -75,17 +75,18 @@ def fused_attention(
     key_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' `sdpa_attention_forward`; where padding is known by itself, without a matrix of mask or scores.
+    """transformers' `sdpa_attention_forward`; with a `key_mask`, an op that stores neither a full mask nor scores.
 
     Args:
-        module: the attention module; its config says by what `backend`.
+        module: the attention module; `module.config.backend` is the op's backend.
         query: [batch, heads, length, head size], any floating dtype.
-        key, value: [batch, heads of keys, length, head size]; fewer heads than the queries' are used by several.
-        attention_mask: broadcastable to [batch, heads, length, length]; None: whole rows, which run by SDPA.
-        key_mask: [batch, 1, 1, length], 0 for keys and -inf for padding, as `CausalStackForward` hands it on.
+        key, value: [batch, kv heads, length, head size]; `heads` is a multiple of `kv heads`.
+        attention_mask: broadcastable to [batch, heads, length, length]; None if there is no padding, then SDPA runs.
+        key_mask: [batch, 1, 1, length], 0 for keys and -inf for padding, from `CausalStackForward`.
 
     Returns:
-        [batch, length, heads, head size], and no attention weights. What padding sees nothing of is 0, as SDPA has it.
+        [batch, length, heads, head size], and None for the attention weights. Rows whose keys are all masked are 0, as
+        with SDPA.
     """
     options = {name: value for name, value in kwargs.items() if value is not None}
     same_length = query.shape[2] == key.shape[2] and key_mask is not None and key_mask.shape[3] == key.shape[2]
@@ -112,7 +113,7 @@ def fused_attention(
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As autocast has SDPA's arguments: norms and rotations of queries and keys leave them in float32."""
+    """Casts as autocast does for SDPA; norms and rotations leave queries and keys in float32."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors

@@ -1,4 +1,4 @@
-"""Blocks that train with dropout, residual add and the norm after them as one op, which keeps no mask."""
+"""Block forwards for training that run dropout, residual add and norm as one op, which stores no mask."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fuseopt.ops.philox import draw_seed
 
 
 class DeferredDropout(FusedModule):
-    """The dropout at the end of an attention, which the forward of the block may take over; stands in for nn.Dropout.
+    """Stands in for the nn.Dropout at the end of an attention, so that the block can apply the dropout itself.
 
-    forward: `input` of any shape and floating dtype -> itself while `is_deferred`, else its dropout.
+    forward: `input` of any shape and floating dtype -> `input` while `is_deferred`, else its dropout.
     """
 
     def _configure(self) -> None:  # type: ignore[override]
@@ -26,11 +26,10 @@ class DeferredDropout(FusedModule):
 
 
 class DropoutAddForward(ResidualForward):
-    """Runs each dropout in front of an inner residual add, the add and the norm after it as one op, in training.
+    """Forward that runs dropout, inner residual add and the norm after it as one op, in training.
 
-    Which elements are dropped follows from a seed that torch's generator gives, so other ones than torch's dropout
-    drops. Not plain, beside what `ResidualForward` names: a dropout or norm with hooks or of another class than the
-    model was made with, no dropout at all.
+    The mask is computed from a seed drawn from torch's generator, so it differs from that of torch's dropout. The
+    class's own forward also runs if a dropout or norm has hooks or has changed its class, and if nothing is dropped.
     """
 
     dropout: type[nn.Module] = nn.Dropout
@@ -41,7 +40,7 @@ class DropoutAddForward(ResidualForward):
 
     @classmethod
     def dropouts(cls, block: nn.Module) -> list[nn.Module]:
-        """The dropout before each of `norms`."""
+        """The dropout before each of `norms(block)`."""
         raise NotImplementedError
 
     @classmethod
@@ -49,7 +48,7 @@ class DropoutAddForward(ResidualForward):
         reasons = super().not_supported_reasons(block)
         dropouts = cls.dropouts(block)
         if not all(runs_untouched(dropout, nn.Dropout) for dropout in dropouts):
-            reasons.append("one of its dropouts carries hooks, or is another class than torch.nn.Dropout")
+            reasons.append("one of its dropouts has hooks, or is not a torch.nn.Dropout")
         elif all(dropout.p == 0.0 for dropout in dropouts):
             reasons.append("its dropouts drop nothing")
         return reasons
@@ -60,6 +59,10 @@ class DropoutAddForward(ResidualForward):
             for dropout in self.dropouts(self.block)
         )
 
+    def _options(self, dropout: nn.Module, added: Tensor) -> dict[str, Any]:
+        """The arguments that both ops have, for a call in this training step."""
+        return {"seed": draw_seed(added.device), "p": dropout.p, "backend": self.backend}
+
     def _has_plain_norms(self) -> bool:
         return all(
             source_class(norm) is expected and runs_untouched(norm, type(norm))
@@ -68,10 +71,10 @@ class DropoutAddForward(ResidualForward):
 
 
 class GPT2DropoutAddForward(DropoutAddForward, GPT2BlockForward):
-    """GPT2Block: dropout and add of each attention with ln_cross_attn or ln_2. Returns [batch, length, hidden].
+    """GPT2Block: dropout and add after each attention with ln_cross_attn or ln_2. Returns [batch, length, hidden].
 
-    The class's own forward runs if an attention has hooks or another class: the attention's dropout is deferred until
-    after it returns, which is only right if dropout is the last thing it does.
+    The attention's dropout is deferred until the attention has returned, which is correct only if dropout is its last
+    operation. So the class's own forward runs if an attention has hooks or another class.
     """
 
     dropout = DeferredDropout
@@ -101,20 +104,12 @@ class GPT2DropoutAddForward(DropoutAddForward, GPT2BlockForward):
             added, _ = attention(*args, **kwargs)
         finally:
             dropout.is_deferred = False
-        return ops.dropout_add_layer_norm(
-            added,
-            residual,
-            norm.weight,
-            norm.bias,
-            seed=draw_seed(added.device),
-            p=dropout.p,
-            eps=norm.eps,
-            backend=self.backend,
-        )
+        weights = added, residual, norm.weight, norm.bias
+        return ops.dropout_add_layer_norm(*weights, eps=norm.eps, **self._options(dropout, added))
 
 
 class T5DropoutAddForward(DropoutAddForward, T5BlockForward):
-    """T5Block: dropout and add of each attention layer with the norm at the start of the layer after it.
+    """T5Block: dropout and add of each attention layer with the norm at the start of the next layer.
 
     Returns hidden states [batch, length, hidden] and the position biases of self- and cross-attention, or None.
     """
@@ -124,13 +119,7 @@ class T5DropoutAddForward(DropoutAddForward, T5BlockForward):
         return [layer.dropout for layer in block.layer[:-1]]
 
     def _add(self, dropout: nn.Module, norm: nn.Module, added: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        options = self._options(dropout, added)
         return ops.dropout_add_rms_norm(
-            added,
-            residual,
-            norm.weight,
-            seed=draw_seed(added.device),
-            p=dropout.p,
-            eps=norm.variance_epsilon,
-            cast_order="t5",
-            backend=self.backend,
+            added, residual, norm.weight, eps=norm.variance_epsilon, cast_order="t5", **options
         )

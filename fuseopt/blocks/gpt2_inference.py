@@ -1,4 +1,7 @@
-"""GPT-2 without gradients: a block as a few operations on its weights, and the stack that runs all of them at once."""
+"""Forwards of a GPT-2 block and stack without gradients, as a few operations on the weights.
+
+`GPT2InferenceForward.run` is the block; read it first.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +27,22 @@ from fuseopt.ops.library import is_unobserved
 from fuseopt.ops.short_attention import is_fast
 from fuseopt.runtime.module_watch import modules_below, only_captures_outputs, trains_or_has_hooks
 
-# Arguments that make no difference to attention by "sdpa" alone.
+# Arguments that "sdpa" attention does not read.
 _NOT_READ = frozenset(("encoder_attention_mask", "position_ids", "use_cache"))
 
 
 class GPT2InferenceForward(InferenceForward):
-    """GPT2Block in eval mode without gradients: [batch, length, hidden] -> the same.
+    """Forward of GPT2Block in eval mode without gradients: [batch, length, hidden] -> the same.
 
-    Computes what the class's own forward computes: the attention function of transformers that the config names, the
-    caller's cache and masks. Each linear layer is one product with its bias, and, in half precision on a GPU, with a
-    tanh GELU behind it, which then sees a sum that was not rounded before. The first residual add is a part of the norm
+    Computes what the class's own forward computes, with the attention function that the config names and the caller's
+    cache and masks. Each linear layer is one product with its bias. In half precision on a GPU the tanh GELU is an
+    epilogue of the first feed-forward product, and reads its sum before rounding. Residual adds are fused with the norm
     that follows.
 
-    Beside what no such forward takes, cross-attention to an encoder is not plain. The hooks by which transformers
-    captures attentions are.
+    The class's own forward also runs for cross-attention. Hooks by which transformers records attentions are supported.
 
     Args:
-        tanh_gelus: full names of activations that compute GELU's tanh form.
+        tanh_gelus: full class names of activations that compute GELU's tanh form.
     """
 
     def __init__(
@@ -77,11 +79,11 @@ class GPT2InferenceForward(InferenceForward):
         return self._is_plain(hidden_states) and self.block.attn.config._attn_implementation == "sdpa"
 
     def shared(self, hidden_states: Tensor, inputs: BlockInputs, constants: None) -> Tensor | None:
-        """What attentions add to scores."""
+        """The mask as numbers that attention adds to its scores, or None."""
         mask = inputs.mask
         if mask is None or mask.dtype is not torch.bool:
             return mask
-        # As numbers, since PyTorch would turn it into numbers in every layer.
+        # PyTorch would convert a boolean mask in every layer.
         return hidden_states.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
 
     def _is_plain(  # type: ignore[override]
@@ -124,14 +126,14 @@ class GPT2InferenceForward(InferenceForward):
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """What the block does with the sum of the first two, as two addends."""
+        """The block on `hidden_states + added`; see `stack_work.RunnableBlock.run`."""
         block: Any = self.block
         attention, mlp = block.attn, block.mlp
         residual = hidden_states.reshape(-1, hidden_states.shape[-1])
         if added is None:
             normed = block.ln_1(residual)
         else:
-            normed, residual = self._added(added.view(residual.shape), residual, block.ln_1)
+            normed, residual = self._add_and_norm(added.view(residual.shape), residual, block.ln_1)
         qkv = self._layer(normed, attention.c_attn)
         qkv = qkv.view(*hidden_states.shape[:-1], 3, -1, attention.head_dim)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
@@ -144,12 +146,12 @@ class GPT2InferenceForward(InferenceForward):
         added = self._layer(attended.reshape(residual.shape), attention.c_proj)
         for capture in attention._forward_hooks.values():
             capture(attention, (), (added, weights))
-        normed, residual = self._added(added, residual, block.ln_2)
+        normed, residual = self._add_and_norm(added, residual, block.ln_2)
         added = self._layer(self._activated(normed), mlp.c_proj)
         return residual.view(hidden_states.shape), added.view(hidden_states.shape)
 
-    def _added(self, added: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-        """The norm of a sum, and the sum."""
+    def _add_and_norm(self, added: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """(norm(added + residual), added + residual)"""
         return ops.add_layer_norm(added, residual, norm.weight, norm.bias, norm.eps, backend=self.backend)
 
     def _layer(self, input: Tensor, layer: Any) -> Tensor:
@@ -169,19 +171,16 @@ class GPT2InferenceForward(InferenceForward):
 
 
 class GPT2StackForward(StackForward):
-    """Of a GPT2Model, whose own forward waits to learn whether positions start anew that it has just counted up.
+    """Forward of GPT2Model.
 
-    In training it hands attentions the padding that it is told of, as `CausalStackForward` does.
+    The class's own forward reads position ids on the host, which waits for the GPU, although it has just made them;
+    with tokens alone `_run_tokens` avoids that. In training it passes padding to attentions, as `CausalStackForward`
+    does.
     """
 
-    def __init__(self, stack: nn.Module, runner: StackRunner) -> None:
-        super().__init__(stack, runner)
-        self._told = CausalStackForward(stack)
+    class_forward = CausalStackForward
 
-    def _class_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._told(*args, **kwargs)
-
-    def _of_tokens(self, input_ids: Tensor, *, use_cache: bool | None = None, **kwargs: Any) -> Any:
+    def _run_tokens(self, input_ids: Tensor, *, use_cache: bool | None = None, **kwargs: Any) -> Any:
         stack: Any = self.stack
         if stack.config.add_cross_attention:
             return None
@@ -202,7 +201,8 @@ class GPT2StackForward(StackForward):
 def _attention_function(
     attention: Any, query: Tensor, key: Tensor, mask: Tensor | None
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """transformers' function by the name in the config; where that is SDPA and sequences are short, our kernel."""
+    """The attention function that the config names; our kernel in place of "sdpa" for short sequences without a
+    mask."""
     attend = attention_function(attention, attention.config)
     if mask is not None or query.shape != key.shape or query.shape[2] == 1 or not is_fast(query):
         return attend
@@ -212,7 +212,7 @@ def _attention_function(
 def _short_attention(
     attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """transformers' "sdpa" without a mask."""
+    """`ops.short_attention` with the signature of transformers' "sdpa" function, without a mask."""
     is_causal = kwargs.get("is_causal")
     causal = bool(attention.is_causal if is_causal is None else is_causal)
     return ops.short_attention(query, key, value, causal=causal, scale=scaling), None

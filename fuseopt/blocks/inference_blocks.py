@@ -1,4 +1,4 @@
-"""What the blocks of a family have in common that run without gradients past the forwards of the modules inside."""
+"""Base classes for block and stack forwards that compute on weights and bypass the modules inside."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class InferenceForward(BlockForward):
-    """A block in eval mode without gradients: a few operations on its weights as they are.
+    """Forward of a block in eval mode without gradients, as a few operations on its weights.
 
-    Not plain, beside training and gradients, is whatever a module inside may do beyond its class's forward, as
-    adapters, quantised leaves and hooks do; autocast, torch.compile and tracing; torch.func's transforms; dispatch
-    modes; weights of several dtypes.
+    The class's own forward runs if any submodule has hooks, adapters or quantised weights; under autocast,
+    torch.compile, tracing, torch.func's transforms or dispatch modes; and if weights have several dtypes.
 
     Args:
         block: a module of the class that the subclass is written for.
-        children: the classes that the modules inside must have, see `fuseopt.modules.children`.
-        runner: runs all blocks of the stack at once; referred to weakly.
+        children: allowed classes of the modules inside, see `fuseopt.modules.children`.
+        runner: runs all blocks of the stack at once; referenced weakly.
     """
 
     needs_runner: ClassVar[bool] = False
-    """Whether that is the only way it runs."""
+    """Whether the block runs only as part of its `StackRunner`, never by itself."""
 
     read: tuple[str, ...] = ()
 
@@ -52,18 +51,18 @@ class InferenceForward(BlockForward):
         self._is_known = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # What there is to compare with would be of the modules that are copied.
+        # The snapshot describes the original's modules, not the copy's.
         return {**self.__dict__, "_snapshot": None}
 
     @property
     def runner(self) -> StackRunner | None:
-        """The runner, which the stack's forward holds; None once that is gone."""
+        """The runner, which the stack's forward owns; None once that has been freed."""
         runner: StackRunner | None = self._runner()
         return runner
 
     @classmethod
     def backend_reasons(cls, block: nn.Module, backend: str) -> list[str]:
-        """Why `block`, where it is, gains nothing by this on that backend; empty when it does."""
+        """Why `block` gains nothing from this forward on its device with `backend`; empty if it does."""
         return []
 
     def settings(self) -> Hashable:
@@ -83,34 +82,35 @@ class InferenceForward(BlockForward):
         """`activation(input @ weight + bias)`, [rows, in] x [in, out].
 
         Args:
-            activation: a name in `tuned_matmul.ACTIVATIONS`; in half precision on a GPU of a sum that was not rounded.
+            activation: a name in `tuned_matmul.ACTIVATIONS`. In half precision on a GPU it reads the sum before
+                rounding.
         """
         if self.backend != "reference" and is_fast(input):
             return ops.tuned_matmul(input, weight, bias, activation=activation)
         if activation == "gelu_tanh" and bias is not None and input.is_cuda and input.dtype in HALVES:
-            # The GELU is the tanh approximation on CUDA.
+            # On CUDA this GELU is the tanh form.
             return torch._addmm_activation(bias, input, weight, use_gelu=True)
         output = torch.mm(input, weight) if bias is None else torch.addmm(bias, input, weight)
         return ACTIVATIONS[activation](output) if activation else output
 
     def _is_untouched(self) -> bool:
-        """Whether calling the block means no more than the forwards of its class, and of known classes inside."""
+        """Whether the block and its submodules have known classes, no replaced forwards and no hooks, in eval mode."""
         if self._snapshot is None or not self._snapshot.is_unchanged():
             self._snapshot = ModuleSnapshot(modules_below(self.block))
             self._is_known = not unexpected_modules(self.block, self.children) and not any(
                 "forward" in state for state in self._snapshot.states
             )
-        # Hooks on the block itself run around its forward, whichever that is.
+        # Hooks on the block itself run around any forward, so they are not checked.
         if not self._is_known or self.block.training:
             return False
         return not self._snapshot.inner_trains_or_has_hooks() or self._only_captures()
 
     def _only_captures(self) -> bool:
-        """Whether hooks inside are none but those that `run` calls."""
+        """Whether the only hooks inside are those that `run` calls itself."""
         return False
 
     def _is_of_one_dtype(self, hidden_states: Tensor) -> bool:
-        """Whether all weights are plain Parameters in the dtype of the stream."""
+        """Whether all weights are plain Parameters with the dtype of `hidden_states`."""
         assert self._snapshot is not None
         dtype = hidden_states.dtype
         return (
@@ -125,37 +125,37 @@ class InferenceForward(BlockForward):
 
 
 class StackForward:
-    """The `forward` of a stack whose blocks are chained: the class's own, during which the runner may run them.
+    """Forward of a stack whose blocks a `StackRunner` runs; the class's own forward does the rest.
 
-    A call with tokens and little else, of a size that has been captured, passes that forward by, which waits for the
-    GPU to learn what is in the masks.
+    A call with tokens and few other arguments, of a captured size, skips the class's own forward, which reads mask
+    values on the host and waits for the GPU to do so.
 
-    It belongs to one stack and is copied and pickled with it.
+    Belongs to one stack, and is copied and pickled with it.
     """
 
     stack = weak_attribute("stack")
+    class_forward: ClassVar[type[Any]]
+    """Called with a stack, makes the class's own forward, which also passes masks to the attentions."""
     tensors: frozenset[str] = frozenset()
-    """Names of arguments beside tokens that `_of_tokens` takes."""
+    """Names of tensor arguments, besides tokens, that `_run_tokens` takes."""
 
     def __init__(self, stack: nn.Module, runner: StackRunner) -> None:
         self.stack, self.runner, self._source = stack, runner, type(stack)
+        self._class_forward = type(self).class_forward(stack)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._class_forward(*args, **kwargs)
         if type(self.stack) is self._source and self._are_captured_tokens(*args, **kwargs):
-            outputs = self._of_tokens(*args, **kwargs)
+            outputs = self._run_tokens(*args, **kwargs)
             if outputs is not None:
                 return outputs
         with self.runner.in_stack():
             return self._class_forward(*args, **kwargs)
 
     def report_lines(self) -> tuple[str, ...]:
-        """What the report says of the runner."""
+        """The runner's lines in the report."""
         return self.runner.report_lines()
-
-    def _class_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.stack).forward(self.stack, *args, **kwargs)
 
     def _are_captured_tokens(
         self,
@@ -167,7 +167,7 @@ class StackForward:
         output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> bool:
-        """Whether a call has no other arguments than `tensors` and tokens of a size that has been captured."""
+        """Whether the call has only `tensors` and tokens of a captured size as arguments."""
         if type(input_ids) is not Tensor or input_ids.dim() != 2 or not self.runner.has_captured(*input_ids.shape):
             return False
         given = {name for name, value in kwargs.items() if value is not None}
@@ -180,6 +180,6 @@ class StackForward:
             and not (config.output_attentions or config.output_hidden_states)
         )
 
-    def _of_tokens(self, input_ids: Tensor, *, use_cache: bool | None = None, **kwargs: Any) -> Any:
-        """What the class's forward returns, or None where that has to run."""
+    def _run_tokens(self, input_ids: Tensor, *, use_cache: bool | None = None, **kwargs: Any) -> Any:
+        """What the class's forward returns, or None if that has to run."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""T5's attentions on one op: its position bias is handed from layer to layer as a number a distance."""
+"""T5's attentions on `ops.relative_attention`, with the position bias as one number a distance and head."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _IMPLEMENTATIONS = ("eager", "sdpa")
 
 
 class SeenKeys(NamedTuple):
-    """Attention masks that a stack was given: [batch, length], 0 for masked keys; None if no key is masked.
+    """The attention masks of a stack: [batch, length], 0 for masked keys; None if no key is masked.
 
-    A mask that is not two-dimensional reaches the attentions unchanged, as an argument.
+    A mask with other than two dimensions reaches the attentions unchanged as their own argument.
     """
 
     own: Tensor | None
@@ -26,15 +26,15 @@ class SeenKeys(NamedTuple):
 
 
 class RelativeStackForward:
-    """The `forward` of a T5 stack, which also hands its attentions the masks that it was given.
+    """Forward of a T5 stack, which also passes its masks to the attentions, as `seen_keys`.
 
-    The class's own makes a mask [batch, 1, length, length] of them, or for a trace even of none. That rules out leaving
-    the future out; attentions that are not `FusedRelativeAttention` still get it.
+    The class's own forward expands them to a mask [batch, 1, length, length], in a trace even if there are none. With
+    that mask no kernel can skip future keys. Attentions other than `FusedRelativeAttention` still get it.
 
-    The masks are passed on only while the stack consists of the classes that it had when this was made: others may take
-    no further arguments, or no position bias of another form.
+    `seen_keys` is passed only while the stack consists of the classes that it had at construction: others may not
+    accept the argument, or the other form of position bias.
 
-    It belongs to one stack and is copied and pickled with it.
+    Belongs to one stack, and is copied and pickled with it.
     """
 
     stack = weak_attribute("stack")
@@ -45,7 +45,7 @@ class RelativeStackForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stack: Any = self.stack
         masks = SeenKeys(kwargs.get("attention_mask"), kwargs.get("encoder_attention_mask"))
-        # Of arguments by position only the first is known to be no mask.
+        # The second positional argument may be a mask; the first is not.
         known = len(args) < 2 and stack.config._attn_implementation in _IMPLEMENTATIONS
         if known and _classes_inside(stack) <= self._classes and _are_alike(stack):
             kwargs["seen_keys"] = masks
@@ -53,16 +53,19 @@ class RelativeStackForward:
 
 
 class FusedRelativeAttention(FusedModule):
-    """Attention of T5 and mT5, of any kind, on `ops.relative_attention`.
+    """Self- or cross-attention of T5 and mT5 on `ops.relative_attention`.
 
-    The first layer of a stack makes the position bias and returns it for the others. Here that is a vector a head,
-    [heads, 2 * max_distance + 1] by the distance of key from query, beyond which buckets do not change, in the place of
-    the source's matrix [1, heads, length, length]. So all self-attentions of a stack are exchanged together. Anything
-    that a matrix was given to falls back. Cross-attention has no bias, where the source makes a matrix of zeros.
+    The first layer of a stack computes the position bias and returns it for the others. Here it has the shape
+    [heads, 2 * max_distance + 1], by the distance of key and query; the source's has [1, heads, length, length]. So all
+    self-attentions of a stack are replaced together. Cross-attention has no bias; the source's is a matrix of zeros.
 
-    The source's own forward runs if the stack passes no `seen_keys`; if attentions are asked for; with a static cache
-    or one that holds tokens; with an attention implementation other than "eager" and "sdpa"; for masks that are no
-    tensors; with `training_only` in eval mode too.
+    The source's own forward runs
+
+    - if the stack passes no `seen_keys`, or the position bias is a matrix;
+    - if attention weights are asked for;
+    - with a static cache, or a cache that holds tokens;
+    - with an attention implementation other than "eager" and "sdpa", or a mask that is not a tensor;
+    - in eval mode, with `training_only`.
 
     forward: `hidden_states` [batch, length, hidden] -> (the same shape, position bias or None, None).
     """
@@ -85,8 +88,8 @@ class FusedRelativeAttention(FusedModule):
             past_key_values, "cross_attention_cache" if crosses else "self_attention_cache", past_key_values
         )
         states = hidden_states if key_value_states is None else key_value_states
-        is_left = seen_keys is None or (self.training_only and not self.training) or hidden_states.dim() != 3
-        if is_left or not self._is_plain(mask, crosses, position_bias, cache, kwargs):
+        falls_back = seen_keys is None or (self.training_only and not self.training) or hidden_states.dim() != 3
+        if falls_back or not self._is_plain(mask, crosses, position_bias, cache, kwargs):
             if position_bias is not None and position_bias.dim() == 2:
                 position_bias = _matrix(position_bias, hidden_states.shape[1])
             return self._source_forward(hidden_states, mask, key_value_states, position_bias, past_key_values, **kwargs)
@@ -98,7 +101,7 @@ class FusedRelativeAttention(FusedModule):
         if position_bias is None and not crosses:
             position_bias = distance_bias(self, distance_buckets(self, hidden_states.device))
         p = self.dropout if self.training else 0.0
-        mask, causal = self._told(mask, crosses, seen_keys, key)
+        mask, causal = self._mask_and_causal(mask, crosses, seen_keys, key)
         output = ops.relative_attention(
             query,
             key,
@@ -113,15 +116,15 @@ class FusedRelativeAttention(FusedModule):
         )
         return self.o(output.transpose(1, 2).flatten(2)), position_bias, None
 
-    def _told(
+    def _mask_and_causal(
         self, mask: Tensor | None, crosses: bool, seen_keys: SeenKeys | None, key: Tensor
     ) -> tuple[Tensor | None, bool]:
-        """The mask that is left, and whether the future is masked beside."""
+        """The mask for the op, and whether it masks future keys in addition."""
         if seen_keys is not None:
             seen = seen_keys.encoder if crosses else seen_keys.own
             if seen is None or seen.shape == (len(key), key.shape[2]):
                 return None if seen is None else seen.bool()[:, None, None, :], self.is_causal
-        # Without a mask SDPA makes the causal one, and eager attention none.
+        # Without a mask, transformers' SDPA masks the future and eager attention does not.
         return mask, mask is None and self.is_causal and self.config._attn_implementation == "sdpa"
 
     def _is_plain(
@@ -148,7 +151,7 @@ class FusedRelativeAttention(FusedModule):
 
 
 def _classes_inside(stack: Any) -> set[type[nn.Module]]:
-    """The classes of the stack's blocks, layers and attentions, which its arguments pass through."""
+    """The classes of the stack's blocks, layers and attentions, which pass its arguments on."""
     classes: set[type[nn.Module]] = set()
     for block in stack.block:
         layers = list(getattr(block, "layer", ()))
@@ -159,12 +162,12 @@ def _classes_inside(stack: Any) -> set[type[nn.Module]]:
 
 
 def _are_alike(stack: Any) -> bool:
-    """Whether all self-attentions have one class, and so pass on a position bias of one form."""
+    """Whether all self-attentions have the same class, and so the same form of position bias."""
     return len({type(block.layer[0].SelfAttention) for block in stack.block}) == 1
 
 
 def distance_buckets(attention: Any, device: torch.device) -> Tensor:
-    """[2 * max_distance + 1] int64, from the key farthest behind its query to the one farthest ahead."""
+    """Bucket of each distance of key from query, -max_distance to max_distance: [2 * max_distance + 1] int64."""
     reach = attention.relative_attention_max_distance
     return attention._relative_position_bucket(
         torch.arange(-reach, reach + 1, device=device),
@@ -176,9 +179,9 @@ def distance_buckets(attention: Any, device: torch.device) -> Tensor:
 
 def distance_bias(attention: Any, buckets: Tensor) -> Tensor:
     """[heads, 2 * max_distance + 1]: the bias of a T5Attention that has one, for its `distance_buckets`."""
-    # Contiguous as the kernel that draws it out takes it: a compiled step writes it so, and else no layer copies it.
+    # Made contiguous once here; otherwise the kernel would copy it in every layer.
     bias = attention.relative_attention_bias(buckets).t().contiguous()
-    # Gradients of half precision are added up in float32.
+    # float32, so that the bias's gradient is summed in float32.
     return bias.to(torch.promote_types(bias.dtype, torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""Blocks whose residual add runs inside the norm that follows it, across the border between two sublayers."""
+"""Block forwards that fuse each inner residual add with the norm after it, which belongs to the next sublayer."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fuseopt.modules.norms import FusedLayerNorm, FusedRMSNorm
 
 
 class ResidualForward(BlockForward):
-    """Runs each inner residual add of a block and the norm after it as one op.
+    """Forward that runs each inner residual add of a block and the norm after it as one op.
 
-    Computes what the class's own forward computes, from the same modules in the same order. Not plain are an inner norm
-    that is no longer the fused module or carries hooks, since its own call would be left out; gradient checkpointing,
-    which some versions of transformers keep inside the class's forward.
+    Calls the same modules in the same order as the class's own forward. That one runs if an inner norm is no longer the
+    fused module or has hooks, because its own call is bypassed; and under gradient checkpointing, which some versions
+    of transformers implement inside of the class's forward.
     """
 
     norm: type[FusedModule]
 
     @classmethod
     def norms(cls, block: nn.Module) -> list[nn.Module]:
-        """The norms of `block` that take a residual add in."""
+        """The norms of `block` that are fused with a residual add."""
         raise NotImplementedError
 
     def _is_plain(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -35,9 +35,9 @@ class ResidualForward(BlockForward):
 
 
 class GPT2BlockForward(ResidualForward):
-    """GPT2Block: the residual add of each attention with ln_cross_attn or ln_2. Returns [batch, length, hidden].
+    """GPT2Block: the add after each attention is fused with ln_cross_attn or ln_2. Returns [batch, length, hidden].
 
-    The add after the feed-forward is left: its norm belongs to the next block, and the block has to return the sum.
+    The add after the feed-forward is not: its norm belongs to the next block, and the block has to return the sum.
     """
 
     norm = FusedLayerNorm
@@ -56,7 +56,7 @@ class GPT2BlockForward(ResidualForward):
         **kwargs: Any,
     ) -> bool:
         if encoder_hidden_states is not None and not hasattr(self.block, "crossattention"):
-            return False  # an error, which the class's forward words
+            return False  # the class's forward raises its error
         return super()._is_plain(hidden_states)
 
     def _forward(
@@ -96,9 +96,9 @@ class GPT2BlockForward(ResidualForward):
 
 
 class T5BlockForward(ResidualForward):
-    """T5Block: the residual add at the end of an attention layer with the norm at the start of the layer after it.
+    """T5Block: the add at the end of an attention layer is fused with the norm at the start of the next layer.
 
-    Layers with hooks are left to the class's forward, as here their own forwards are passed by. So is a float16
+    The class's own forward runs if a layer has hooks, because the layers' forwards are bypassed, and for a float16
     residual, which T5 clamps between add and norm.
 
     Returns hidden states [batch, length, hidden] and the position biases of self- and cross-attention, or None.

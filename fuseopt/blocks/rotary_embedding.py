@@ -1,7 +1,7 @@
-"""Attentions whose queries and keys are rotated by one op: Llama's, and those that compute the same but for details.
+"""Forward for attentions with rotary position embeddings (Llama's and similar), which rotates with one op.
 
-The attention stays the module it is, of its own class, since transformers records attentions by class: only its
-`forward` is set on the instance.
+The attention module keeps its class, because transformers records attentions by class. Only its `forward` is set on the
+instance.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from fuseopt.runtime.references import weak_attribute
 
 
 class RotaryAttentionForward:
-    """The `forward` of one attention, in which `ops.rotary_embedding` rotates queries and keys.
+    """Forward of one attention, in which `ops.rotary_embedding` rotates queries and keys.
 
-    Computes what the class's own forward computes, from the same modules in the same order: projections, rotation, the
-    cache, and the attention function of transformers that the config names.
+    Calls the same modules in the same order as the class's own forward: projections, norms, rotation, cache, and the
+    attention function that the config names.
 
-    It belongs to one attention and is copied and pickled with it. torch.nn.DataParallel copies otherwise: its replicas
-    keep the first device's forward, and raise.
+    Belongs to one attention, and is copied and pickled with it. Does not work with torch.nn.DataParallel, whose
+    replicas keep the first device's forward, and raise.
 
     Args:
-        attention: a module of a class that a rule names; `models.rotary_attentions` has them, and the options below.
+        attention: a module of a class in `models/rotary_attentions.py`, which also has the options below.
         backend: of `ops.rotary_embedding`.
         packed: one projection `qkv_proj` holds queries, keys and values, in this order.
-        norms: where `q_norm` and `k_norm` stand: "projections", [batch, length, heads, dim]; "heads", the transposed
-            view; None, nowhere.
-        passes: what the attention function is given by name beside the rest: attributes of the attention, or of its
-            config, as "config.sliding_window", None where that has none.
+        norms: where `q_norm` and `k_norm` apply: "projections", to [batch, length, heads, dim]; "heads", to
+            [batch, heads, length, dim]; None, nowhere.
+        passes: further keyword arguments of the attention function: name -> attribute of the attention, or of its
+            config ("config.sliding_window"; None if the config lacks it).
     """
 
     attention = weak_attribute("attention")

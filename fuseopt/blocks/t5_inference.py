@@ -1,4 +1,7 @@
-"""T5 without gradients: all blocks of a stack at once, as a few operations on their weights."""
+"""Forwards of T5's blocks and stacks without gradients, as a few operations on the weights.
+
+`T5InferenceForward.run` is the block; read it first.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,22 @@ from fuseopt.blocks.inference_blocks import (
     StackForward,
 )
 from fuseopt.blocks.relative_attention import RelativeStackForward, distance_bias, distance_buckets
-from fuseopt.blocks.stack_runner import BlockInputs, StackRunner
+from fuseopt.blocks.stack_runner import BlockInputs
 from fuseopt.modules.base import source_class
 from fuseopt.ops import registry
 from fuseopt.ops.relative_attention import has_kernel
 
-# Arguments of a block that make no difference, but for the hooks that transformers puts on its modules beforehand.
+# Arguments that the block does not read; recording outputs works by hooks, which are checked separately.
 _NOT_READ = frozenset(("seen_keys", "output_attentions", "output_hidden_states"))
 
 
 class Shared(NamedTuple):
-    """What the blocks of a stack share in a pass.
+    """Tensors that all blocks of a stack use in one pass.
 
     Attributes:
-        bias: [heads, 2 * max_distance + 1], that of self-attention by distance; None: all are 0.
-        mask, encoded_mask: bool, broadcastable to [batch, heads, queries, keys], True for keys that are seen.
-        encoded: [batch * keys, hidden], what cross-attention takes keys and values of, if there is any.
+        bias: [heads, 2 * max_distance + 1], self-attention's position bias by distance; None for no bias.
+        mask, encoded_mask: bool, broadcastable to [batch, heads, queries, keys], False for masked keys.
+        encoded: [batch * keys, hidden], input of cross-attention's keys and values, or None.
     """
 
     bias: Tensor | None
@@ -40,14 +43,14 @@ class Shared(NamedTuple):
 
 
 class T5InferenceForward(InferenceForward):
-    """T5Block, or MT5Block, in eval mode without gradients; returns [batch, length, hidden], None, None.
+    """Forward of T5Block or MT5Block in eval mode without gradients; returns ([batch, length, hidden], None, None).
 
-    Computes what the class's own forward computes with attention by "sdpa", but for queries whose keys are all masked
-    (see `ops.relative_attention`): from the masks [batch, length] that the stack was given, and with the position bias
-    as a number a distance. Residual adds are a part of the norms that follow, but in float16, where sums are clamped.
-    A ReLU is a part of the product before it in half precision on a GPU.
+    Computes what the class's own forward computes with "sdpa" attention, except for queries whose keys are all masked
+    (see `ops.relative_attention`). It reads the stack's masks [batch, length], and a position bias by distance.
+    Residual adds are fused with the norm that follows, except in float16, where T5 clamps the sum in between. In half
+    precision on a GPU a ReLU is an epilogue of the product before it.
 
-    A block of T5 hands a position bias of another form on, so all blocks of the stack run at once or none.
+    A stock block returns the position bias in another form, so either all blocks of a stack run this way or none.
     """
 
     needs_runner = True
@@ -73,7 +76,7 @@ class T5InferenceForward(InferenceForward):
         masks = kwargs.get("seen_keys")
         if not torch.compiler.is_compiling() and masks is not None and _NOT_READ.issuperset(kwargs):
             inputs = _inputs(self.block, encoder_hidden_states, *masks)
-            if self.runner is not None and _fills(past_key_values, inputs):
+            if self.runner is not None and _has_cache_parts(past_key_values, inputs):
                 output = self.runner(self, hidden_states, past_key_values, inputs)
                 if output is not None:
                     return output, None, None
@@ -96,9 +99,11 @@ class T5InferenceForward(InferenceForward):
         if _has_kernel(backend, weight, attention.key_value_proj_dim):
             return []
         op = registry.get("relative_attention")
-        refused = op.choose(_of_attention(backend), weight.device, [weight.dtype]).refused
+        refused = op.choose(_attention_backend(backend), weight.device, [weight.dtype]).refused
         reasons = "; ".join(f"{name}: {', '.join(found)}" for name, found in refused.items())
-        return ["its attention has no kernel here, which keeps no scores" + (f" ({reasons})" if reasons else "")]
+        return [
+            "its attention has no kernel here that avoids storing the scores" + (f" ({reasons})" if reasons else "")
+        ]
 
     def can_run(self, hidden_states: Tensor, inputs: BlockInputs) -> bool:
         if not self._is_untouched() or not self._is_of_one_dtype(hidden_states):
@@ -108,11 +113,11 @@ class T5InferenceForward(InferenceForward):
         return (
             attention_function(block, attention.config) is sdpa_attention_function()
             and _has_kernel(self.backend, hidden_states, attention.key_value_proj_dim)
-            and _fit(hidden_states, inputs)
+            and _has_valid_shapes(hidden_states, inputs)
         )
 
     def constants(self, hidden_states: Tensor) -> Tensor:
-        """The buckets of distances, [2 * max_distance + 1] int64."""
+        """The bucket of each distance, [2 * max_distance + 1] int64."""
         return distance_buckets(self.block.layer[0].SelfAttention, hidden_states.device)
 
     def shared(self, hidden_states: Tensor, inputs: BlockInputs, buckets: Tensor) -> Shared:
@@ -121,9 +126,9 @@ class T5InferenceForward(InferenceForward):
         encoded = inputs.encoded
         return Shared(
             bias,
-            _seen(inputs.mask),
+            _as_bool_mask(inputs.mask),
             None if encoded is None else encoded.reshape(-1, encoded.shape[-1]),
-            _seen(inputs.encoded_mask),
+            _as_bool_mask(inputs.encoded_mask),
         )
 
     def run(
@@ -132,26 +137,26 @@ class T5InferenceForward(InferenceForward):
         batch = len(hidden_states)
         residual = hidden_states.reshape(-1, hidden_states.shape[-1])
         layer, *others = self.block.layer
-        normed, residual = self._normed(added, residual, layer.layer_norm)
+        normed, residual = self._add_and_norm(added, residual, layer.layer_norm)
         attention, cache = layer.SelfAttention, getattr(past_key_values, "self_attention_cache", past_key_values)
         added = self._attended(attention, batch, normed, normed, cache, shared.bias, shared.mask)
         layer = others[-1]
         if shared.encoded is not None:
             cross = others[0]
-            normed, residual = self._normed(added, residual, cross.layer_norm)
+            normed, residual = self._add_and_norm(added, residual, cross.layer_norm)
             attention, cache = cross.EncDecAttention, getattr(past_key_values, "cross_attention_cache", None)
             added = self._attended(attention, batch, normed, shared.encoded, cache, None, shared.encoded_mask)
             if cache is not None:
                 past_key_values.is_updated[attention.layer_idx] = True
-        normed, residual = self._normed(added, residual, layer.layer_norm)
+        normed, residual = self._add_and_norm(added, residual, layer.layer_norm)
         added = self._fed_forward(layer.DenseReluDense, normed)
         return residual.view(hidden_states.shape), added.view(hidden_states.shape)
 
     def total(self, hidden_states: Tensor, added: Tensor) -> Tensor:
         return clamped(hidden_states + added)
 
-    def _normed(self, added: Tensor | None, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-        """The norm of a sum, and the sum."""
+    def _add_and_norm(self, added: Tensor | None, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """(norm(added + residual), added + residual)"""
         weight, eps = norm.weight, norm.variance_epsilon
         if added is not None and residual.dtype is not torch.float16:
             return ops.add_rms_norm(
@@ -171,7 +176,7 @@ class T5InferenceForward(InferenceForward):
         bias: Tensor | None,
         mask: Tensor | None,
     ) -> Tensor:
-        """[rows, hidden], of the rows of `input` to those of `states`."""
+        """Attention from the rows of `input` to the rows of `states`: [rows, hidden]."""
 
         def heads(rows: Tensor, layer: nn.Linear) -> Tensor:
             shape = (batch, len(rows) // batch, -1, attention.key_value_proj_dim)
@@ -188,37 +193,31 @@ class T5InferenceForward(InferenceForward):
             mask=mask,
             scale=attention.scaling,
             causal=attention.is_causal,
-            backend=_of_attention(self.backend),
+            backend=_attention_backend(self.backend),
         )
         return self._linear(attended.transpose(1, 2).flatten(2).flatten(0, 1), attention.o)
 
     def _fed_forward(self, dense: Any, normed: Tensor) -> Tensor:
-        """What a T5DenseActDense or T5DenseGatedActDense gives."""
+        """The output of a T5DenseActDense or T5DenseGatedActDense."""
         if not hasattr(dense, "wi") or source_class(dense.act) is not nn.ReLU:
             return dense(normed)
         return self._linear(self._linear(normed, dense.wi, "relu"), dense.wo)
 
     def _linear(self, input: Tensor, layer: nn.Linear, activation: str | None = None) -> Tensor:
-        """Of [rows, in] -> [rows, out], before the activation."""
+        """activation(layer(input)): [rows, in] -> [rows, out]."""
         return self._product(input, layer.weight.t(), layer.bias, activation)
 
 
 class T5StackForward(StackForward):
-    """Of a T5 stack: also hands its blocks the masks that it was given, as `RelativeStackForward` does."""
+    """Forward of T5Stack, which also passes its masks to the blocks, as `RelativeStackForward` does."""
 
+    class_forward = RelativeStackForward
     tensors = frozenset(("attention_mask", "encoder_hidden_states", "encoder_attention_mask"))
 
     def report_lines(self) -> tuple[str, ...]:
         return self.runner.report_lines("decoder blocks" if self.stack.is_decoder else "encoder blocks")
 
-    def __init__(self, stack: nn.Module, runner: StackRunner) -> None:
-        super().__init__(stack, runner)
-        self._told = RelativeStackForward(stack)
-
-    def _class_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._told(*args, **kwargs)
-
-    def _of_tokens(
+    def _run_tokens(
         self,
         input_ids: Tensor,
         *,
@@ -233,12 +232,12 @@ class T5StackForward(StackForward):
         cache = None
         if stack.config.use_cache if use_cache is None else use_cache:
             if not stack.is_decoder:
-                return None  # an error, which the class's forward words
+                return None  # the class's forward raises its error
             cache = modeling.DynamicCache(config=stack.config)
             if stack.config.is_encoder_decoder:
                 cache = modeling.EncoderDecoderCache(cache, modeling.DynamicCache(config=stack.config))
         inputs = _inputs(stack, encoder_hidden_states, attention_mask, encoder_attention_mask)
-        if not _fills(cache, inputs):
+        if not _has_cache_parts(cache, inputs):
             return None
         output = self.runner.at_once(stack.dropout(stack.embed_tokens(input_ids)), cache, inputs)
         if output is None:
@@ -249,7 +248,7 @@ class T5StackForward(StackForward):
 
 
 def clamped(hidden: Tensor) -> Tensor:
-    """T5Block's clamp of float16 infinities."""
+    """`hidden` with infinities clamped if it is float16, as in T5Block."""
     if hidden.dtype != torch.float16:
         return hidden
     largest = torch.finfo(torch.float16).max
@@ -258,22 +257,22 @@ def clamped(hidden: Tensor) -> Tensor:
 
 
 def _inputs(module: Any, encoded: Tensor | None, mask: Tensor | None, encoded_mask: Tensor | None) -> BlockInputs:
-    """Of a stack or a block, of which only a decoder's reads what was encoded."""
+    """Inputs of a stack's or a block's attentions; only a decoder reads `encoded`."""
     return BlockInputs(mask) if encoded is None or not module.is_decoder else BlockInputs(mask, encoded, encoded_mask)
 
 
-def _fills(cache: Any, inputs: BlockInputs) -> bool:
-    """Whether there is no cache, or one with a part for each kind of attention."""
+def _has_cache_parts(cache: Any, inputs: BlockInputs) -> bool:
+    """Whether `cache` is None, or has a part for each kind of attention that `inputs` need."""
     return cache is None or inputs.encoded is None or hasattr(cache, "cross_attention_cache")
 
 
-def _seen(mask: Tensor | None) -> Tensor | None:
-    """[batch, keys], not 0 for keys that are seen -> [batch, 1, 1, keys] bool"""
+def _as_bool_mask(mask: Tensor | None) -> Tensor | None:
+    """[batch, keys], 0 for masked keys -> [batch, 1, 1, keys] bool, False for masked keys."""
     return None if mask is None else mask.bool()[:, None, None, :]
 
 
-def _fit(hidden: Tensor, inputs: BlockInputs) -> bool:
-    """Whether masks and encoded states are of the shapes, and the latter of the dtype, that blocks take."""
+def _has_valid_shapes(hidden: Tensor, inputs: BlockInputs) -> bool:
+    """Whether masks and `encoded` have the shapes that blocks support, and `encoded` the dtype of `hidden`."""
     mask, encoded, encoded_mask = inputs
     if hidden.dim() != 3 or len(hidden) == 0 or (mask is not None and mask.shape != hidden.shape[:2]):
         return False
@@ -288,9 +287,9 @@ def _fit(hidden: Tensor, inputs: BlockInputs) -> bool:
 
 
 def _has_kernel(backend: str, like: Tensor, dim: int) -> bool:
-    return has_kernel(_of_attention(backend), like.device, like.dtype, dim)
+    return has_kernel(_attention_backend(backend), like.device, like.dtype, dim)
 
 
-def _of_attention(backend: str) -> str:
-    """The backend of attention beside that of norms, which has others."""
+def _attention_backend(backend: str) -> str:
+    """The backend of attention for the block's backend, which names one of the norm ops."""
     return backend if backend == "reference" else "auto"

@@ -586,6 +586,6 @@ def test_blocks_that_cannot_run_at_once_say_why(monkeypatch):
         assert all("on a GPU" in reason for reason in reasons(tiny.t5()).values()) and len(reasons(tiny.t5())) == 4
         monkeypatch.setattr(stack_runner, "DEVICE_TYPES", ("cpu",))
     found = reasons(tiny.t5(), "reference").values()
-    assert len(found) == 4 and all("keeps no scores" in reason for reason in found)
+    assert len(found) == 4 and all("avoids storing the scores" in reason for reason in found)
     with pytest.raises(fuseopt.errors.PlanError, match="FusedBlock"):
         fuseopt.initialize(tiny.umt5(), CONFIG, strict=True)

@@ -257,7 +257,7 @@ def test_what_stays_and_why() -> None:
     assert any("policy 'common' names no block" in reason for reason in reasons(tiny.llama(), CONFIG, False))
     assert reasons(tiny.gpt2(resid_pdrop=0.0), CONFIG, False) == {"its dropouts drop nothing"}
     model.transformer.h[0].attn.resid_dropout.register_forward_hook(lambda *_: None)
-    assert any("one of its dropouts carries hooks" in reason for reason in reasons(model, CONFIG, False))
+    assert any("one of its dropouts has hooks" in reason for reason in reasons(model, CONFIG, False))
     winner = [{"name": "FusedLayerNorm", "fuse_residual": True}]
     both = {"kernel_fusion": CONFIG["kernel_fusion"] | {"custom_cuda_kernels": winner}}
     found = reasons(tiny.gpt2(), both, False)

@@ -237,7 +237,7 @@ def _merge_backward(graph: fx.Graph, group: Sequence[_Projection], weight: fx.No
 
 
 class _Addend(NamedTuple):
-    """A product that is addends to others after `steps`, its views and casts; `node` is the last of them."""
+    """A product that is added to others after `steps`, its views and casts; `node` is the last of them."""
 
     steps: tuple[tuple[Any, ...], ...]
     node: fx.Node
