@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
-    Returns the exit code: 0; 1 where `bench --against` finds something slower than it was or `check` an op wrong; 2 for
-    anything the user can put right, said on stderr. Whoever runs jobs ends them by SIGTERM: a benchmark then keeps what
-    it has, as it does when interrupted from the keyboard.
+    SIGTERM is handled like an interrupt from the keyboard, so a benchmark that a job scheduler ends keeps its results.
+
+    Returns:
+        The exit status: 0; 1 if `bench --against` finds a slower row, or `check` a wrong op; 2 for an error that the
+        user can fix, which is printed to stderr.
     """
     arguments = _parser().parse_args(argv)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -43,45 +45,51 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fuseopt {fuseopt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="show two models fused, and what that gains on this machine")
+    demo = commands.add_parser(
+        "demo", help="fuse two models, compare their tokens with stock, and time both on this machine"
+    )
     demo.add_argument("--quick", action="store_true", help="tiny models: shows that it works, in seconds")
-    demo.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    demo.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     demo.add_argument("--checkpoints", type=Path, metavar="DIR", help="default: examples/checkpoints of the clone")
     demo.add_argument("--out", type=_new_file, metavar="FILE", help="write the results as JSON")
     demo.add_argument("--markdown", metavar="FILE", help="only print the table of a result file")
     demo.set_defaults(run=_demo)
 
-    bench = commands.add_parser("bench", help="time what fuseopt has against what else there is")
+    bench = commands.add_parser("bench", help="run a benchmark against transformers, torch and torch.compile")
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    ops = benchmarks.add_parser("ops", help="each op, beside eager, torch, torch.compile and a copy")
-    ops.add_argument("--op", action="append", default=[], metavar="NAME", help="again for more; default: all")
+    ops = benchmarks.add_parser(
+        "ops", help="each op, beside eager code, torch, torch.compile and a copy of as many bytes"
+    )
+    ops.add_argument("--op", action="append", default=[], metavar="NAME", help="may be repeated; default: all")
     ops.add_argument(
         "--dtype",
         action="append",
         default=[],
         choices=("bfloat16", "float32", "float16"),
-        help="again for more; default: bfloat16 and float32",
+        help="may be repeated; default: bfloat16 and float32",
     )
     ops.add_argument(
-        "--shapes", nargs="+", default=[], metavar="SHAPE", help="8x768, say, or all; default: the main ones"
+        "--shapes", nargs="+", default=[], metavar="SHAPE", help="such as 8x768, or all; default: the main ones"
     )
     ops.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="time torch.compile too; default: on a GPU, as on a CPU it takes minutes",
+        help="also time torch.compile; default: on a GPU only, as on a CPU it takes minutes",
     )
     ops.set_defaults(run=_bench_ops)
-    tutorial = benchmarks.add_parser("tutorial", help="OSLO's: T5-base, batch 256, generate() under an n-gram ban")
+    tutorial = benchmarks.add_parser(
+        "tutorial", help="OSLO's tutorial: T5-base, batch 256, generate() under an n-gram ban"
+    )
     tutorial.set_defaults(run=_bench_tutorial)
-    generate = benchmarks.add_parser("generate", help="generate(), stock and with the decode loop, per new token")
-    kernels = benchmarks.add_parser("kernels", help="the kernels of a step of generate(), and what they read")
+    generate = benchmarks.add_parser("generate", help="generate() per new token, stock and with fuseopt's decode loop")
+    kernels = benchmarks.add_parser("kernels", help="time and bytes read of each kernel in a decode step of generate()")
     for benchmark in (generate, kernels):
         benchmark.add_argument(
             "--model",
             action="append",
             default=[],
             metavar="MODEL",
-            help="a folder with a config.json, a model id, or a name; again for more; default: a table of GPT-2 and T5",
+            help="a folder with a config.json, a model id, or a name; may be repeated; default: GPT-2 and T5",
         )
         benchmark.add_argument("--batch", nargs="+", type=_positive, metavar="ROWS", help="default: 1")
         for option, metavar, what in (
@@ -93,33 +101,35 @@ def _parser() -> argparse.ArgumentParser:
             benchmark.add_argument(option, type=_positive, metavar=metavar, help=what)
         benchmark.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help="default: bfloat16 on a GPU")
         benchmark.add_argument(
-            "--sample", action="store_true", help="draw tokens, from the same seed each time; default: the likeliest"
+            "--sample", action="store_true", help="sample tokens, with the same seed in each call; default: greedy"
         )
         benchmark.add_argument(
             "--eos",
             action="store_true",
-            help="with an EOS token, which random weights hardly ever choose; default: none",
+            help="with an EOS token, which random weights hardly ever produce; default: none",
         )
         for option, kind in (("--temperature", float), ("--top-k", int), ("--top-p", float)):
-            benchmark.add_argument(option, type=kind, metavar="X", help="of --sample; default: transformers'")
+            benchmark.add_argument(option, type=kind, metavar="X", help="for --sample; default: that of transformers")
     generate.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="time transformers' static cache with torch.compile too, up to 20 s a row; default: on a GPU",
+        help="also time transformers' static cache with torch.compile, up to 20 s per row; default: on a GPU only",
     )
     generate.add_argument(
-        "--first-call", action="store_true", help="also the first call of a fresh process: one for each row and system"
+        "--first-call", action="store_true", help="also time the first call of a fresh process, for each row and system"
     )
     generate.set_defaults(run=_bench_generate)
     kernels.set_defaults(run=_bench_kernels)
-    train = benchmarks.add_parser("train", help="training steps: transformers, torch.compile and fuseopt")
-    forward = benchmarks.add_parser("forward", help="forwards: transformers, torch.compile and fuseopt")
-    scaling = benchmarks.add_parser("scaling", help="a training step in one process, and in several by DDP")
+    train = benchmarks.add_parser("train", help="training steps of transformers, torch.compile and fuseopt")
+    forward = benchmarks.add_parser("forward", help="forwards of transformers, torch.compile and fuseopt")
+    scaling = benchmarks.add_parser("scaling", help="a training step in one process, and in several with DDP")
     scaling.add_argument("--model", default="gpt2", metavar="MODEL", help="as above; default: gpt2")
     scaling.add_argument("--config", default="training", metavar="FILE_OR_PRESET", help="default: training")
-    scaling.add_argument("--processes", type=_positive, default=2, metavar="N", help="a GPU each; default: 2")
+    scaling.add_argument("--processes", type=_positive, default=2, metavar="N", help="one GPU each; default: 2")
     scaling.set_defaults(run=_bench_scaling)
-    curves = benchmarks.add_parser("curves", help="losses and gradients of training, fused beside stock, by seeds")
+    curves = benchmarks.add_parser(
+        "curves", help="losses and gradients of training, fused and stock, for several seeds"
+    )
     curves.add_argument("--batch", type=_positive, default=16, metavar="ROWS", help="default: 16")
     curves.add_argument("--length", type=_positive, default=128, metavar="TOKENS", help="default: 128")
     curves.add_argument("--steps", type=_positive, default=500, metavar="N", help="default: 500")
@@ -133,16 +143,16 @@ def _parser() -> argparse.ArgumentParser:
             action="append",
             default=[],
             metavar="MODEL",
-            help="a folder with a config.json, a model id, or a name; again for more; default: a table",
+            help="a folder with a config.json, a model id, or a name; may be repeated; default: a table",
         )
     for benchmark in (train, forward, capacity):
         benchmark.add_argument("--batch", nargs="+", type=_positive, default=[8], metavar="ROWS", help="default: 8")
         benchmark.add_argument(
             "--compile",
             action=argparse.BooleanOptionalAction,
-            help="time torch.compile too; default: on a GPU, as on a CPU it takes minutes",
+            help="also time torch.compile; default: on a GPU only, as on a CPU it takes minutes",
         )
-    scaling.add_argument("--batch", type=_positive, default=8, metavar="ROWS", help="in each process; default: 8")
+    scaling.add_argument("--batch", type=_positive, default=8, metavar="ROWS", help="rows per process; default: 8")
     for benchmark in (train, forward, scaling, capacity):
         benchmark.add_argument("--length", type=_positive, default=1024, metavar="TOKENS", help="default: 1024")
     for benchmark in (train, scaling, capacity):
@@ -151,10 +161,16 @@ def _parser() -> argparse.ArgumentParser:
         benchmark.add_argument(
             "--padded", action="store_true", help="rows of different lengths, under an attention mask"
         )
-    train.add_argument("--budget", nargs="+", type=float, default=[], help="the preset training at each, 0 to 1")
+    train.add_argument(
+        "--budget",
+        nargs="+",
+        type=float,
+        default=[],
+        help="also the preset training with each of these budgets, from 0 to 1",
+    )
     for configured in (generate, kernels, train, curves, capacity):
         configured.add_argument(
-            "--config", action="append", default=[], metavar="FILE_OR_PRESET", help="again for more; default: a few"
+            "--config", action="append", default=[], metavar="FILE_OR_PRESET", help="may be repeated; default: a few"
         )
     train.set_defaults(run=_bench_train)
     capacity.set_defaults(run=_bench_capacity)
@@ -163,40 +179,44 @@ def _parser() -> argparse.ArgumentParser:
         "--training",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="time --model in training mode too, for which a T5 compiles for minutes",
+        help="also time --model in training mode; a T5 compiles for minutes",
     )
     forward.set_defaults(run=_bench_forward)
     for benchmark in (ops, tutorial, generate, kernels, train, forward, scaling, curves, capacity):
-        benchmark.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+        benchmark.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
         benchmark.add_argument("--out", type=_new_file, metavar="FILE", help="write the results as JSON")
         benchmark.add_argument(
-            "--against", metavar="FILE", help="an earlier result file: exit with 1 if slower than it"
+            "--against", metavar="FILE", help="an earlier result file; exit with 1 if a row is slower than there"
         )
     tune = benchmarks.add_parser("tune", help="measure again where one kernel overtakes another; propose the numbers")
     tune.add_argument("--write", action="store_true", help="write them into fuseopt/tuning, for this kind of GPU")
-    tune.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    tune.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     tune.add_argument("--out", type=_new_file, metavar="FILE", help="write the results as JSON")
     tune.set_defaults(run=_bench_tune, against=None)
     show = benchmarks.add_parser("show", help="print the table of a result file")
     show.add_argument("file", metavar="FILE")
-    show.add_argument("--auto", action="store_true", help="of ops: only what `backend: auto` takes")
+    show.add_argument("--auto", action="store_true", help="for ops: only the rows that `backend: auto` takes")
     for drawn in (generate, show):
-        drawn.add_argument("--plot", type=_new_file, metavar="FILE", help="draw the times: a .png, .svg or .pdf")
+        drawn.add_argument(
+            "--plot", type=_new_file, metavar="FILE", help="draw the times into a .png, .svg or .pdf file"
+        )
     show.set_defaults(run=_bench_show)
 
-    plan = commands.add_parser("plan", help="show what would be replaced in a model, and why or why not")
+    plan = commands.add_parser("plan", help="show what would be replaced in a model, with reasons")
     plan.add_argument(
         "model", metavar="MODEL", help="a folder with a config.json, a model id, or a name: gpt2-xl, t5-base"
     )
     plan.add_argument("--config", default="inference", metavar="FILE_OR_PRESET", help="default: inference")
-    plan.add_argument("--device", choices=("cpu", "cuda", "meta"), help="plan for it; default: cuda where there is one")
+    plan.add_argument(
+        "--device", choices=("cpu", "cuda", "meta"), help="device to plan for; default: cuda if there is one"
+    )
     plan.add_argument("--json", action="store_true", help="print JSON")
-    plan.add_argument("--strict", action="store_true", help="fail where something the config names cannot be done")
+    plan.add_argument("--strict", action="store_true", help="fail if something that the config names cannot be done")
     plan.set_defaults(run=_plan)
 
     check = commands.add_parser("check", help="try the contract of every op that a Python file registers")
     check.add_argument("file", type=Path, metavar="FILE")
-    check.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    check.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     check.set_defaults(run=_check)
 
     env = commands.add_parser("env", help="show versions, hardware, compilers and the state of the native libraries")
@@ -259,7 +279,7 @@ def _bench_kernels(arguments: argparse.Namespace) -> int:
 
 
 def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Which calls of `generate()`, under which configs."""
+    """Rows, dtype and configs of `bench generate` and `bench kernels`."""
     from fuseopt.bench.suites.generate import Row
 
     given = {
@@ -269,10 +289,10 @@ def _generate_options(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     flags = {name: "--" + name.replace("_", "-") for name in given}
     if flags and not arguments.model:
-        raise ConfigError(f"{', '.join(flags.values())}: of which model? Name it with --model, such as --model gpt2")
+        raise ConfigError(f"{', '.join(flags.values())}: also name a model, such as --model gpt2")
     sampling = {name: given[name] for name in _SAMPLING if name in given}
     if sampling and not arguments.sample:
-        raise ConfigError(f"{', '.join(flags[name] for name in sampling)}: nothing is drawn without --sample")
+        raise ConfigError(f"{', '.join(flags[name] for name in sampling)}: has an effect only with --sample")
     sizes: dict[str, Any] = {name: given[name] for name in (*_SIZES, "eos") if name in given}
     if arguments.sample:
         sizes["sampling"] = sampling
@@ -350,7 +370,7 @@ def _bench_curves(arguments: argparse.Namespace) -> int:
 
 
 def _configs(sources: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Files and presets, as JSON types, by what the user called them."""
+    """Configs as JSON types, by the file or preset name that the user gave."""
     return {source: fuseopt.Config.load(source).to_dict() for source in sources}
 
 

@@ -104,9 +104,9 @@ def test_a_first_call_that_fails_says_why(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--new", "3", "--batch", "2"], "--new, --batch: of which model? Name it with --model"),
-        (["--sample"], "--sample: of which model?"),
-        (["--model", "gpt2-tiny", "--top-k", "0"], "--top-k: nothing is drawn without --sample"),
+        (["--new", "3", "--batch", "2"], "--new, --batch: also name a model, such as --model"),
+        (["--sample"], "--sample: also name a model"),
+        (["--model", "gpt2-tiny", "--top-k", "0"], "--top-k: has an effect only with --sample"),
     ],
 )
 def test_arguments_that_go_nowhere_are_refused(given, said, capsys):

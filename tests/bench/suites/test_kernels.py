@@ -152,7 +152,7 @@ def test_it_takes_a_gpu(capsys):
         kernels.run(device=torch.device("cpu"))
     assert main(["bench", "kernels", "--device", "cpu", "--model", "gpt2-tiny"]) == 2
     assert main(["bench", "kernels", "--batch", "2"]) == 2
-    assert "--batch: of which model?" in capsys.readouterr().err
+    assert "--batch: also name a model" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
