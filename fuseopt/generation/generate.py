@@ -173,7 +173,7 @@ class GenerateCall:
     Attributes:
         early: what was done for the call before transformers; set by `prepare`.
         record: how the call was served.
-        outcome: what to expect of the next call with such arguments; None for nothing.
+        outcome: what the next call with such arguments may speculate on; None for nothing.
     """
 
     # transformers inspects it twice a call.
@@ -316,7 +316,7 @@ class GenerateCall:
         keep = {"keep_scores": records.scores is not None, "keep_logits": records.logits is not None}
         selection = beam_selection.selection_of(prepared, processors, state, self.fused.constants, **keep)
         pad, max_steps, prompt = config._pad_token_tensor, max(1, limit - length), self.early.prompt
-        # If the captured step lacks values of this call, the next such call will bring values of its own as well.
+        # If the captured step lacks values of this call, steps queued for the next such call would be discarded too.
         is_repeatable = prompt is not None and prompt.state is state and graphs.holds(state, selection)
         if prompt is not None and prompt.run is not None and not prompt.run.matches(state, selection, pad, max_steps):
             self._discard_queued_steps()

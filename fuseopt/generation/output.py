@@ -27,14 +27,14 @@ _OUTPUTS: Mapping[tuple[bool, bool], Any] = {
 
 
 class StepRecords(NamedTuple):
-    """Tensors [rows, vocab] float32, one a step, for `output_scores` and `output_logits`; None if not asked for."""
+    """Tensors [rows, vocab] float32, one a step, for `output_scores` and `output_logits`; None if not requested."""
 
     scores: list[Tensor] | None
     logits: list[Tensor] | None
 
 
 def step_records(config: Any) -> StepRecords:
-    """Empty records for what a GenerationConfig asks for."""
+    """Empty records for what a GenerationConfig requests."""
     detailed = config.return_dict_in_generate
     return StepRecords(
         [] if detailed and config.output_scores else None, [] if detailed and config.output_logits else None
@@ -50,7 +50,7 @@ def output_of(
     *,
     is_encoder_decoder: bool,
 ) -> Any:
-    """Token ids [rows, length + steps], or transformers' output class around them if the config asks for it.
+    """Token ids [rows, length + steps], or transformers' output class around them if the config requests it.
 
     Args:
         steps: tokens a row that were generated.

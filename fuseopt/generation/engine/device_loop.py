@@ -41,7 +41,7 @@ class DeviceLoop:
             queue_next()
 
     def finish(self) -> tuple[int, str]:
-        """Queues the remaining steps, capturing the step on its way, and waits for the last.
+        """Queues the remaining steps, captures the step if it is not captured yet, and waits for the last step.
 
         Returns:
             how many steps count; and why the step could not be captured, empty if it could.

@@ -39,7 +39,7 @@ class ModelChanged(Exception):
 
 
 class CheckedStep:
-    """A decode step, the encoder's step beside it, and the fingerprints of the modules that they replace.
+    """The decode step of a model, its encoder's step, and the fingerprints of the modules that they replace.
 
     A full check takes the host up to a few hundred microseconds. A call may therefore queue work on the GPU first, if
     `is_in_place`: the work reads no freed memory, and is discarded if the check finds any other change. Such a call

@@ -1,4 +1,4 @@
-"""What EarlyPrefill has queued for one call, in the form in which the later steps of the call take it."""
+"""EarlyWork and EarlyPrompt: what EarlyPrefill has queued for one call."""
 
 from __future__ import annotations
 
