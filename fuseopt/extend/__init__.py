@@ -2,7 +2,7 @@
 
 from fuseopt.extend.checking import CheckReport, check
 from fuseopt.extend.elementwise_op import elementwise
-from fuseopt.extend.op import Op, op, registered, unregister
+from fuseopt.extend.own_op import Op, op, registered, unregister
 from fuseopt.extend.replaced import FusedModule, replaces, replaces_function, unreplace
 from fuseopt.generation.families.step_interface import register_decode_step
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import runpy
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.autograd.gradcheck import GradcheckError
 
 from fuseopt.errors import OpError
 from fuseopt.extend.inputs import Arguments, copied, resized, to_dtype, variants
-from fuseopt.extend.op import Op, registered
+from fuseopt.extend.own_op import Op, registered
 from fuseopt.extend.signature import as_results, tensors_of, with_tensors
 from fuseopt.ops.library import without_autocast
 
@@ -110,13 +111,27 @@ def check_file(file: Path, device: torch.device) -> list[CheckReport]:
     """
     before = set(registered())
     try:
-        runpy.run_path(str(file))
+        _import_file(file)
     except Exception as error:
         raise OpError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
     made = [op for name, op in registered().items() if name not in before]
     if not made:
         raise OpError(f"{file} registers no op; it should have a function under @fuseopt.op('mine::name')")
     return [check(op, device=device) for op in made]
+
+
+def _import_file(file: Path) -> None:
+    """Run a file as a module that can be imported, which torch.compile needs of the functions in it."""
+    name = f"fuseopt_checked_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise OpError(f"{file} is no Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(file.resolve().parent))
 
 
 class _Checks:

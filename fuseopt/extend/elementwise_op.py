@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fuseopt.errors import OpError
 from fuseopt.extend.expression import computed, inputs_of, parse
-from fuseopt.extend.op import Op
+from fuseopt.extend.own_op import Op
 from fuseopt.extend.signature import check_name
 from fuseopt.ops.library import compute_dtype
 

@@ -14,7 +14,7 @@ from fuseopt.extend.signature import as_results, tensors_of, with_tensors
 from fuseopt.ops.library import is_differentiated_again
 
 if TYPE_CHECKING:
-    from fuseopt.extend.op import Op
+    from fuseopt.extend.own_op import Op
 
 
 class Call(torch.autograd.Function):

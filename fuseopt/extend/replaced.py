@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fuseopt.errors import OpError
-from fuseopt.extend.op import Op, registered
+from fuseopt.extend.own_op import Op, registered
 from fuseopt.kernel_table import CUSTOM, TRITON, Kernel, register_kernel, unregister_kernel
 from fuseopt.models import PolicyExtension, Rule, extend_policy, full_name
 from fuseopt.modules import base

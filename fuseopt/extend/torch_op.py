@@ -6,7 +6,7 @@ Calls that torch has to see come here: under torch.compile, modes, profilers, an
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from fuseopt.extend.signature import arguments_of, as_results, tensors_of
 from fuseopt.ops.library import without_autocast
 
 if TYPE_CHECKING:
-    from fuseopt.extend.op import Op
+    from fuseopt.extend.own_op import Op
 
 _DEVICES = ("CPU", "CUDA")
 
@@ -43,6 +43,7 @@ class TorchOp:
             raise OpError(f"{op.name} is taken: another package has {present[0]}; use a namespace of your own")
         self._library = torch.library.Library(self._namespace, "FRAGMENT")
         self._overloads: dict[str, OpOverload] = {}
+        self._natives: dict[str, Callable] = {}
         self._backward = self._define_backward()
 
     def overload(self, backend: str) -> OpOverload:
@@ -64,9 +65,15 @@ class TorchOp:
         qualified = f"{self._namespace}::{name}"
         for key in _DEVICES:
             self._library.impl(overload, functools.partial(self._run, backend), key)
-        torch.library.register_fake(qualified, self._run_fake, lib=self._library)
+        torch.library.register_fake(qualified, self.run_fake, lib=self._library)
         save = functools.partial(self._save, backend)
         torch.library.register_autograd(qualified, self._differentiate, setup_context=save, lib=self._library)
+
+    def define_native(self, name: str) -> Callable:
+        """The function that a library has registered as `name`, with the op's schema."""
+        if name not in self._natives:
+            self._natives[name] = self._defined(name + self._op.signature.schema.replace("SymInt", "int"))._op
+        return self._natives[name]
 
     def close(self) -> None:
         """Take it out of `torch.ops`."""
@@ -87,7 +94,8 @@ class TorchOp:
             output = op.checked(op.eager_function(chosen)(*arguments), chosen)
         return _unshared(output, tensors_of(arguments))
 
-    def _run_fake(self, *given: Any, **named: Any) -> Any:
+    def run_fake(self, *given: Any, **named: Any) -> Any:
+        """The op on tensors without data."""
         op, arguments = self._op, self._bound(given, named)
         if op.fake_function is not None:
             return op.fake_function(*arguments)

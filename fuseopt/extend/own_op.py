@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from fuseopt.extend.backends import (
     order_on,
     with_reason,
 )
-from fuseopt.extend.signature import Signature, check_name, tensors_of
+from fuseopt.extend.signature import Signature, as_results, check_name, tensors_of
 from fuseopt.extend.torch_op import TorchOp
 from fuseopt.ops import registry
 from fuseopt.ops.library import Observer, apply, in_forward_mode, without_autocast
@@ -33,7 +34,6 @@ FunctionT = TypeVar("FunctionT", bound=Callable)
 
 _OPS: dict[str, Op] = {}
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-_DEVICES = ("cpu", "cuda")
 
 
 def op(name: str) -> Callable[[Callable], Op]:
@@ -178,19 +178,59 @@ class Op:
         self._samples = function
         return function
 
+    def native(
+        self,
+        *,
+        cuda: str | os.PathLike[str] | None = None,
+        cpu: str | os.PathLike[str] | None = None,
+        kernel: str | None = None,
+        grid: Callable | None = None,
+        block: int | Sequence[int] = 256,
+    ) -> Op:
+        """Give kernels as C++ or CUDA source. They are compiled here, once per machine. Returns the op.
+
+        A source is C++ against torch's stable ABI (`torch/csrc/stable`), with a function of the op's name and
+        arguments, that checks what it is given. With `kernel`, the CUDA source is a bare `__global__` kernel, called
+        with pointers of the tensors, made contiguous, and the numbers, as int and double, in the op's order, then
+        pointers of the results, which are allocated, and the number of elements of the first of them, as int.
+
+        Args:
+            cuda, cpu: the text of a source, or the path of a file.
+            kernel: name of the bare kernel.
+            grid: the op's arguments -> blocks of a launch, in up to three dimensions.
+            block: threads of a block, in up to three dimensions.
+
+        Raises:
+            NativeBuildError: a source does not compile; the message is the compiler's, with file and line. What this
+                machine cannot build, as CUDA without a GPU or nvcc, is a reason in `choose` instead.
+            OpError: there is no such file or kernel, or no source.
+        """
+        from fuseopt.extend import native
+
+        native.add(self, cuda=cuda, cpu=cpu, kernel=kernel, grid=grid, block=block)
+        return self
+
+    def define_native(self, name: str) -> Callable:
+        """The function that a library has registered as `name`, in the op's namespace, with the op's schema."""
+        return self._torch_op.define_native(name)
+
+    def fake_results(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The op on tensors without data."""
+        return as_results(self._torch_op.run_fake(*arguments))
+
     def __call__(self, *args: Any, backend: str = "auto", **kwargs: Any) -> Any:
         arguments = args
         if kwargs or len(args) != len(self.signature.names):
             arguments = self.signature.bind(self.name, args, kwargs)
         if torch.compiler.is_compiling():
             return self._call_traced(backend, arguments)
-        is_plain, needs_grad = _look_at(arguments)
-        if not is_plain:
+        first, needs_grad = _look_at(arguments)
+        if first is None:
             if in_forward_mode() or torch._C._are_functorch_transforms_active():
                 with without_autocast(next(tensors_of(arguments))):
                     return self.function(*arguments)
             return self._torch_op.overload(backend)(*arguments)
-        kernel = self._chosen(backend, arguments)
+        kernel = self._chosen(backend, first, arguments)
         if needs_grad and (kernel.backend not in PLAIN or self.formula(kernel.backend) is not None):
             if self.signature.has_lists:  # autograd.Function does not look into them
                 return self._torch_op.overload(kernel.backend)(*arguments)
@@ -247,8 +287,10 @@ class Op:
 
     def run(self, kernel: Kernel, arguments: Sequence[Any]) -> Any:
         """A kernel's results for plain tensors, as they are promised."""
-        with without_autocast(next(tensors_of(arguments))):
-            return self.checked(kernel.function(*arguments), kernel.backend)
+        if torch._C._is_any_autocast_enabled():
+            with without_autocast(next(tensors_of(arguments))):
+                return self.checked(kernel.function(*arguments), kernel.backend)
+        return self.checked(kernel.function(*arguments), kernel.backend)
 
     def eager_function(self, backend: str) -> Callable:
         """What computes the op on a backend without compiling anything."""
@@ -287,9 +329,8 @@ class Op:
     def __reduce__(self) -> Any:
         return _named, (self.name,)
 
-    def _chosen(self, backend: str, arguments: Sequence[Any]) -> Kernel:
-        first = next(tensors_of(arguments))
-        for kernel in self._order(backend, first.device.type)[0]:
+    def _chosen(self, backend: str, first: Tensor, arguments: Sequence[Any]) -> Kernel:
+        for kernel in self._order(backend, "cuda" if first.is_cuda else "cpu")[0]:
             if kernel.supports is None or kernel.refuses(arguments) is None:
                 return kernel
         return self._kernels[self.choose(*arguments, backend=backend).backend]  # raises, with the reasons
@@ -325,22 +366,40 @@ class Op:
             yield registry.SampleInput(arguments)
 
 
-def _look_at(arguments: Sequence[Any]) -> tuple[bool, bool]:
-    """Whether nothing observes a call on plain tensors of a CPU or a GPU, and whether it needs autograd."""
-    needs_grad, is_plain = False, False
-    for tensor in tensors_of(arguments):
-        is_plain = type(tensor) in _PLAIN_TYPES and tensor.device.type in _DEVICES
-        if not is_plain:
-            break
-        needs_grad = needs_grad or tensor.requires_grad
-    is_plain = is_plain and not (
+def _look_at(arguments: Sequence[Any]) -> tuple[Tensor | None, bool]:
+    """The first tensor of a call and whether that needs autograd; None for it if torch has to see the call.
+
+    So it has if a mode, a transform, a tracer or the profiler observes it, or if a tensor is of a subclass, or on
+    another device than a CPU or a GPU.
+    """
+    first, needs_grad = None, False
+    for argument in arguments:
+        if type(argument) in _PLAIN_TYPES:
+            if not (argument.is_cuda or argument.is_cpu):
+                return None, False
+            if first is None:
+                first = argument
+            if argument.requires_grad:
+                needs_grad = True
+        elif isinstance(argument, Tensor):
+            return None, False
+        elif isinstance(argument, (list, tuple)):
+            inner, needs = _look_at(argument)
+            if inner is None and any(True for _ in tensors_of((argument,))):
+                return None, False
+            first, needs_grad = inner if first is None else first, needs_grad or needs
+    if (
         in_forward_mode()
         or torch._C._are_functorch_transforms_active()
-        or torch.jit.is_tracing()
+        or torch._C._get_tracing_state() is not None
         or torch.autograd._profiler_enabled()
-        or not all(isinstance(mode, Observer) for mode in _get_current_dispatch_mode_stack())
-    )
-    return is_plain, needs_grad and torch.is_grad_enabled()
+        or (
+            torch._C._len_torch_dispatch_stack() > 0
+            and not all(isinstance(mode, Observer) for mode in _get_current_dispatch_mode_stack())
+        )
+    ):
+        return None, False
+    return first, needs_grad and torch.is_grad_enabled()
 
 
 def _is_inlined(op: Op, backend: str, device: str) -> bool:

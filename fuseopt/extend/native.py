@@ -1,0 +1,235 @@
+"""C++ and CUDA sources of the user's own as kernels of an op: built, cached and loaded like the package's libraries.
+
+A source is C++ against torch's stable ABI, with a function that has the op's name and arguments; or, for CUDA, a bare
+`__global__` kernel that is launched with a grid and a block given from Python.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from fuseopt.build import library_cache, toolchain
+from fuseopt.errors import NativeBuildError, OpError
+from fuseopt.extend.backends import Kernel
+from fuseopt.extend.signature import tensors_of, with_tensors
+
+if TYPE_CHECKING:
+    from fuseopt.extend.own_op import Op
+
+Kind = Literal["cpu", "cuda"]
+Grid = Callable[..., Any]
+_SUFFIX = {"cpu": ".cpp", "cuda": ".cu"}
+
+
+class _Missing(Exception):
+    """This machine cannot build or run the source; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A source text, and what compilers are to call it."""
+
+    text: str
+    label: str
+    folder: Path | None
+
+    @classmethod
+    def of(cls, op: str, kind: Kind, given: str | os.PathLike[str]) -> Source:
+        """A source given as text or as the path of a file.
+
+        Raises:
+            OpError: a path, of which there is no file.
+        """
+        path = Path(given) if isinstance(given, os.PathLike) or not re.search(r"[\n;{]", given) else None
+        if path is None:
+            return cls(str(given), f"{op} ({kind} source)", None)
+        if not path.is_file():
+            raise OpError(f"{op}: no file {str(path)!r} for the {kind} source; give its path, or the source's text")
+        return cls(path.read_text(encoding="utf-8"), str(path.resolve()), path.resolve().parent)
+
+    def digest(self) -> str:
+        """A hash of the text, and of the headers beside it that it includes."""
+        found = hashlib.sha256(self.text.encode())
+        if self.folder is not None:
+            for file in sorted(toolchain.with_headers(Path(self.label))):
+                found.update(file.read_bytes())
+        return found.hexdigest()[:16]
+
+
+def add(
+    op: Op,
+    *,
+    cuda: str | os.PathLike[str] | None,
+    cpu: str | os.PathLike[str] | None,
+    kernel: str | None,
+    grid: Grid | None,
+    block: int | Sequence[int],
+) -> None:
+    """See `Op.native`."""
+    if cuda is None and cpu is None:
+        raise OpError(f"{op.name}: give native a source, as cuda=... or cpu=..., text or the path of a file")
+    if (kernel is None) != (grid is None) or (kernel is not None and cuda is None):
+        raise OpError(
+            f"{op.name}: a bare kernel needs cuda=SOURCE, kernel='its name' and grid=function of the arguments"
+        )
+    sources: list[tuple[Kind, str | os.PathLike[str]]] = []
+    sources += [("cpu", cpu)] if cpu is not None else []
+    sources += [("cuda", cuda)] if cuda is not None else []
+    for kind, given in sources:
+        source = Source.of(op.name, kind, given)
+        try:
+            if kind == "cuda":
+                _check_device()
+            if kind == "cuda" and kernel is not None:
+                run: Callable = _BareKernel(op, kernel, cubin(source, kernel, _capability()), grid, block)
+            else:
+                run = _library_function(op, kind, source)
+        except (_Missing, toolchain.ToolchainError, library_cache.CacheError) as reason:
+            op.add_kernel(Kernel(kind, op.function, missing=f"its {kind} source is not built: {reason}"))
+        else:
+            op.add_kernel(Kernel(kind, run))
+
+
+def _check_device() -> None:
+    if torch.version.cuda is None:
+        raise _Missing(f"torch {torch.__version__} is built without CUDA")
+    if not torch.cuda.is_available():
+        raise _Missing("torch sees no CUDA device")
+
+
+def _capability() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}{minor}"
+
+
+def _library_function(op: Op, kind: Kind, source: Source) -> Callable:
+    recipe = toolchain.cpu_recipe() if kind == "cpu" else toolchain.cuda_recipe([_capability()])
+    name = f"{op.name.partition('::')[2]}__native_{kind}_{source.digest()}"
+    torch.ops.load_library(build(op.name, name, kind, source, recipe))
+    return op.define_native(name)
+
+
+def build(op: str, registered: str, kind: Kind, source: Source, recipe: toolchain.Recipe) -> Path:
+    """The library of a source, built unless it is in the cache.
+
+    Args:
+        op: the op's name.
+        registered: the name that its function has in `torch.ops`, in the op's namespace.
+        recipe: for fuseopt's own library of that kind, whose flags are taken.
+
+    Raises:
+        NativeBuildError: the compiler refuses the source; the message is the compiler's, with the source's lines.
+        library_cache.CacheError: the cache folder must not be used.
+    """
+    namespace, _, function = op.partition("::")
+    text = (
+        f'#line 1 "{source.label}"\n{source.text}\n#line 1 "registration of {op}"\n'
+        "#include <torch/csrc/stable/library.h>\n"
+        f"STABLE_TORCH_LIBRARY_IMPL({namespace}, {kind.upper()}, library) {{\n"
+        f'  library.impl("{registered}", TORCH_BOX(&{function}));\n}}\n'
+    )
+    key = hashlib.sha256(f"{recipe.key}{text}{source.digest()}".encode()).hexdigest()[:16]
+    folder = library_cache.folder()
+    library_cache.check_trusted(folder)
+    library = folder / f"own-{kind}-{key}.so"
+    if library.exists() and library_cache.damage(library) is None:
+        return library
+    if os.environ.get("FUSEOPT_NO_BUILD", "0") not in ("", "0"):
+        raise _Missing("it is not in the cache, and FUSEOPT_NO_BUILD forbids building")
+    library_cache.create(folder)
+    with tempfile.TemporaryDirectory(prefix="fuseopt-") as room:
+        file = Path(room) / f"{function}{_SUFFIX[kind]}"
+        file.write_text(text, encoding="utf-8")
+        here = () if source.folder is None else (f"-I{source.folder}",)
+        command = (*compile_command(recipe, kind), *here)
+        own = dataclasses.replace(recipe, sources=(file,), compile_commands={_SUFFIX[kind]: command}, key=key)
+        with toolchain.progress_line(f"compiling {op} for {kind}, once", [own]) as progress:
+            toolchain.build(own, library, progress, library_cache.publish)
+    return library
+
+
+def compile_command(recipe: toolchain.Recipe, kind: Kind) -> tuple[str, ...]:
+    """The recipe's command for one file; for CUDA with the headers and the C++ that the stable ABI needs."""
+    if kind == "cpu":
+        return recipe.compile_commands[".cpp"]
+    nvcc = tuple(flag.replace("-std=c++17", "-std=c++20") for flag in recipe.compile_commands[".cu"])
+    headers = recipe.compile_commands[".cpp"]
+    defines = tuple(flag for flag in headers if flag.startswith("-D"))
+    folders = [headers[place + 1] for place, flag in enumerate(headers) if flag == "-isystem"]
+    return (*nvcc, *defines, *(part for folder in folders for part in ("-isystem", folder)))
+
+
+def cubin(source: Source, kernel: str, architecture: str) -> bytes:
+    """A bare kernel's machine code for a compute capability, as "90".
+
+    Raises:
+        OpError: the source has no kernel of that name.
+        NativeBuildError: nvcc refuses the source.
+        toolchain.ToolchainError: there is no nvcc.
+    """
+    declared = re.search(
+        rf"__global__\s+(?:__launch_bounds__\([^)]*\)\s+)?void\s+(?:[^;{{(]*\s)?{kernel}\s*\(", source.text
+    )
+    if declared is None:
+        raise OpError(f"{source.label} has no `__global__ void {kernel}(...)`")
+    text = source.text
+    if 'extern "C"' not in text[: declared.start()].rpartition("\n")[2]:
+        text = f'{text[: declared.start()]}extern "C" {text[declared.start() :]}'
+    with tempfile.TemporaryDirectory(prefix="fuseopt-") as room:
+        file, output = Path(room) / f"{kernel}.cu", Path(room) / f"{kernel}.cubin"
+        file.write_text(f'#line 1 "{source.label}"\n{text}', encoding="utf-8")
+        command = [toolchain.find_nvcc(), "-cubin", f"-arch=sm_{architecture}", "-O3", str(file), "-o", str(output)]
+        if source.folder is not None:
+            command.append(f"-I{source.folder}")
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        if done.returncode != 0:
+            raise NativeBuildError(f"{source.label} does not compile:\n{done.stdout}")
+        return output.read_bytes()
+
+
+class _BareKernel:
+    """Calls of a bare kernel: contiguous tensors, the numbers as int and double, the results, and their size as int."""
+
+    def __init__(self, op: Op, name: str, code: bytes, grid: Grid | None, block: int | Sequence[int]) -> None:
+        assert grid is not None
+        self._op, self._grid = op, grid
+        self._block = _three(block)
+        self._kernel = torch.cuda._utils._cuda_load_module(code, [name])[name]
+        self._empty: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        given = [argument.contiguous() if isinstance(argument, Tensor) else argument for argument in arguments]
+        tensors = list(tensors_of(given))
+        device = tensors[0].device
+        shapes = self._results(arguments)
+        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+        size = results[0].numel()
+        if size:
+            with torch.cuda.device(device):
+                passed = [argument for argument in given if argument is not None]
+                self._kernel(_three(self._grid(*arguments)), self._block, [*passed, *results, size])
+        return results[0] if self._op.signature.results == 1 else tuple(results)
+
+    def _results(self, arguments: Sequence[Any]) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of each result, which the op's fake knows."""
+        key = tuple((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in arguments)
+        if key not in self._empty:
+            meta = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors_of(arguments)]
+            self._empty[key] = [(r.shape, r.dtype) for r in self._op.fake_results(with_tensors(arguments, meta))]
+        return self._empty[key]
+
+
+def _three(size: int | Sequence[int]) -> tuple[int, int, int]:
+    first, second, third, *_ = (*((size,) if isinstance(size, int) else size), 1, 1)
+    return first, second, third

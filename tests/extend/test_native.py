@@ -1,0 +1,155 @@
+"""Sources of the user's own: built, cached and called; errors in the compiler's words, with file and line."""
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+
+import fuseopt
+from fuseopt.build import library_cache, toolchain
+from fuseopt.errors import NativeBuildError, OpError
+from fuseopt.extend import native
+
+CPU = """
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+using torch::stable::Tensor;
+
+Tensor scale_add(Tensor a, Tensor b, double scale, int64_t times) {
+  a = torch::stable::contiguous(a), b = torch::stable::contiguous(b);
+  Tensor output = torch::stable::empty_like(a);
+  const float *x = a.const_data_ptr<float>(), *y = b.const_data_ptr<float>();
+  float* z = output.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < a.numel(); ++i) z[i] = static_cast<float>(x[i] + scale * y[i] * times);
+  return output;
+}
+"""
+BARE = """
+__global__ void scale_add_kernel(const float* a, const float* b, double scale, int times, float* output, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) output[i] = a[i] + scale * b[i] * times;
+}
+"""
+CUDA = (
+    BARE
+    + """
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+using torch::stable::Tensor;
+
+Tensor scale_add(Tensor a, Tensor b, double scale, int64_t times) {
+  a = torch::stable::contiguous(a), b = torch::stable::contiguous(b);
+  Tensor output = torch::stable::empty_like(a);
+  void* stream = nullptr;
+  aoti_torch_get_current_cuda_stream(a.get_device_index(), &stream);
+  const int n = a.numel();
+  if (n) scale_add_kernel<<<(n + 255) / 256, 256, 0, static_cast<cudaStream_t>(stream)>>>(
+      a.const_data_ptr<float>(), b.const_data_ptr<float>(), scale, times, output.mutable_data_ptr<float>(), n);
+  return output;
+}
+"""
+)
+
+
+@pytest.fixture
+def op() -> fuseopt.Op:
+    @fuseopt.op("mine::scale_add")
+    def scale_add(a: Tensor, b: Tensor, scale: float = 2.0, times: int = 1) -> Tensor:
+        return a + scale * b * times
+
+    @scale_add.samples
+    def _(device, dtype):
+        yield torch.randn(5, 24, device=device, dtype=dtype), torch.randn(5, 24, device=device, dtype=dtype), 1.5, 3
+
+    return scale_add
+
+
+def floats_of_one_shape(a, b, scale, times):
+    return (a.dtype == b.dtype == torch.float32 and a.shape == b.shape) or "takes float32 tensors of one shape"
+
+
+def test_a_source_for_the_cpu_is_built_once_and_passes_check(op, tmp_path, monkeypatch):
+    op.native(cpu=CPU).supports(floats_of_one_shape)
+    a, b = torch.randn(3, 5), torch.randn(3, 5)
+    assert op.choose(a, b).backend == "cpu" and op.choose(a.double(), b).backend == "reference"
+    torch.testing.assert_close(op(a, b, times=3), a + 2 * b * 3)
+    report = fuseopt.check(op, device="cpu")
+    assert report.ok, str(report)
+    monkeypatch.setattr(toolchain, "build", None)  # a second time it is in the cache
+    file = tmp_path / "scale_add.cpp"
+    op.native(cpu=CPU)
+    file.write_text(CPU)
+    monkeypatch.undo()
+    op.native(cpu=file)
+    torch.testing.assert_close(op(a, b), a + 2 * b)
+
+
+def test_a_source_that_does_not_compile_is_shown_with_file_and_line(op, tmp_path):
+    file = tmp_path / "broken.cpp"
+    file.write_text(CPU.replace("a.numel()", "a.number_of_elements()"))
+    with pytest.raises(NativeBuildError, match=rf"{file}:12:\d+: error: .*number_of_elements"):
+        op.native(cpu=file)
+    with pytest.raises(NativeBuildError, match=r"mine::scale_add \(cpu source\):12:"):
+        op.native(cpu=file.read_text())
+    with pytest.raises(OpError, match=r"no file 'absent.cpp' for the cpu source"):
+        op.native(cpu="absent.cpp")
+    with pytest.raises(OpError, match="give native a source"):
+        op.native()
+    with pytest.raises(OpError, match="a bare kernel needs"):
+        op.native(cuda=BARE, kernel="scale_add_kernel")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_cuda_without_a_gpu_is_a_reason(op):
+    op.native(cuda=CUDA)
+    (reason,) = op.choose(torch.ones(2), torch.ones(2)).refused["cuda"]
+    assert reason.startswith("its cuda source is not built: ") and "CUDA" in reason
+
+
+def test_cuda_without_nvcc_is_a_reason(op, monkeypatch):
+    monkeypatch.setattr(native, "_check_device", lambda: None)
+    monkeypatch.setattr(native, "_capability", lambda: "90")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    op.native(cuda=BARE, kernel="scale_add_kernel", grid=lambda *_: 1)
+    (reason,) = op.choose(torch.ones(2), torch.ones(2)).refused["cuda"]
+    assert "no nvcc: not in CUDA_HOME" in reason
+
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+
+@needs_nvcc
+def test_cuda_sources_compile_without_a_gpu(tmp_path):
+    source = native.Source.of("mine::scale_add", "cuda", BARE)
+    assert native.cubin(source, "scale_add_kernel", "90").startswith(b"\x7fELF")
+    broken = native.Source.of("mine::scale_add", "cuda", BARE.replace("threadIdx.x", "threadIdx.w"))
+    with pytest.raises(NativeBuildError, match=r"mine::scale_add \(cuda source\)\(3\): error"):
+        native.cubin(broken, "scale_add_kernel", "90")
+    with pytest.raises(OpError, match="has no `__global__ void other"):
+        native.cubin(source, "other", "90")
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_a_cuda_source_with_launch_code_is_built_without_a_gpu():
+    source = native.Source.of("mine::scale_add", "cuda", CUDA)
+    library = native.build("mine::scale_add", "scale_add__native", "cuda", source, toolchain.cuda_recipe(["90"]))
+    assert library_cache.damage(library) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bare", [False, True])
+def test_cuda_sources_pass_check_on_a_gpu(op, bare):
+    if bare:
+        op.native(cuda=BARE, kernel="scale_add_kernel", grid=lambda a, *_: (a.numel() + 255) // 256)
+    else:
+        op.native(cuda=CUDA)
+    op.supports(floats_of_one_shape, "cuda")
+    a, b = torch.randn(3, 5, device="cuda"), torch.randn(3, 5, device="cuda")
+    assert op.choose(a, b).backend == "cuda"
+    report = fuseopt.check(op, device="cuda")
+    assert report.ok, str(report)
