@@ -29,6 +29,8 @@ def by_table(table: Mapping[int, int]) -> Callable[[int], int]:
 
 
 def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    if tensor.is_meta:
+        return tensor.new_empty(shape)
     if tensor.is_floating_point():
         fresh = torch.randn(shape, dtype=torch.float32, device=tensor.device)
         spread = tensor.float().std() if tensor.numel() > 1 else torch.ones((), device=tensor.device)

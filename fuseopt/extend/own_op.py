@@ -210,6 +210,25 @@ class Op:
         native.add(self, cuda=cuda, cpu=cpu, kernel=kernel, grid=grid, block=block)
         return self
 
+    def bench(self, shapes: Sequence[str] = (), dtypes: Sequence[str] = (), **options: Any) -> Any:
+        """Time each backend, forward and backward, beside eager, torch.compile and a copy of as many bytes.
+
+        Args:
+            shapes: of the samples' first tensor, as "4096x1024"; other tensors follow where they have the same sizes.
+                By default the samples' own.
+            dtypes: of "bfloat16", "float32" and "float16"; by default the first two.
+            options: `device`, and `compile`: whether torch.compile takes part; by default on a GPU.
+
+        Returns:
+            `fuseopt.bench.harness.records.Results`: `to_markdown()` is a table, `save(path)` writes JSON.
+
+        Raises:
+            OpError: there are no samples, or a shape has another number of sizes.
+        """
+        from fuseopt.extend import benching
+
+        return benching.bench(self, shapes, dtypes, **options)
+
     def define_native(self, name: str) -> Callable:
         """The function that a library has registered as `name`, in the op's namespace, with the op's schema."""
         return self._torch_op.define_native(name)

@@ -1,0 +1,57 @@
+"""`Op.bench`: a user's op beside eager, torch.compile and a copy of as many bytes, by the package's own benchmark."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fuseopt.errors import OpError
+from fuseopt.extend.inputs import by_table, resized
+from fuseopt.extend.signature import tensors_of
+from fuseopt.ops import registry
+
+if TYPE_CHECKING:
+    from fuseopt.extend.own_op import Op
+
+
+def bench(
+    op: Op,
+    shapes: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+    *,
+    device: str | torch.device | None = None,
+    compile: bool | None = None,
+) -> Any:
+    """See `Op.bench`."""
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    first = next(tensors_of(next(op.sample_arguments(torch.device("meta"), torch.float32))))
+    named = tuple(shapes) or ("x".join(map(str, first.shape)),)
+    for shape in named:
+        if len(shape.split("x")) != first.dim() or not all(part.isdigit() for part in shape.split("x")):
+            raise OpError(
+                f"{op.name}: the shape {shape!r} must have {first.dim()} sizes, as the first tensor of its samples "
+                f"has, such as {'x'.join(map(str, first.shape))!r}"
+            )
+
+    def make(device: torch.device, dtype: torch.dtype, *sizes: int) -> registry.SampleInput:
+        sample = next(op.sample_arguments(device, dtype))
+        arguments = resized(sample, by_table(dict(zip(first.shape, sizes, strict=True))))
+        for tensor in tensors_of(arguments):
+            tensor.requires_grad_(tensor.is_floating_point())
+        return registry.SampleInput(arguments)
+
+    entry = registry.get(op.name)
+    benchmark = registry.Benchmark(make, shapes=named, eager=op.function)
+    registry.unregister(op.name)
+    registry.register(dataclasses.replace(entry, benchmarks=(benchmark,)))
+    try:
+        # By name: benchmarks stand above this package, which imports nothing of them.
+        suite = importlib.import_module("fuseopt.bench.suites.ops")
+        return suite.run(device=where, ops=[op.name], dtypes=dtypes, shapes=["all"], compile=compile)
+    finally:
+        registry.unregister(op.name)
+        registry.register(entry)
