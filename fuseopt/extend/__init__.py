@@ -1,6 +1,7 @@
 """The road for users' own kernels: an op from a function, faster in steps, and into models by `fuseopt.initialize`."""
 
-from fuseopt.extend.checking import CheckReport, check
+from fuseopt.extend.check_report import CheckReport
+from fuseopt.extend.checking import check
 from fuseopt.extend.elementwise_op import elementwise
 from fuseopt.extend.own_op import Op, op, registered, unregister
 from fuseopt.extend.replaced import FusedModule, replaces, replaces_function, unreplace

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.gradcheck import GradcheckError
 
 from fuseopt.errors import OpError
+from fuseopt.extend.check_report import CheckReport, Row, Wrong, check_close
 from fuseopt.extend.inputs import Arguments, copied, resized, to_dtype, variants
 from fuseopt.extend.own_op import Op, registered
 from fuseopt.extend.signature import as_results, tensors_of, with_tensors
@@ -22,53 +22,6 @@ from fuseopt.ops.library import without_autocast
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-# A kernel may be this many times as far from float64 as the reference in the same dtype is, and some roundings beside.
-_LENIENCE, _ROUNDINGS = 4, 16
-
-
-@dataclass(frozen=True)
-class Row:
-    """One check of one backend; its `status` is "ok", "FAIL", or "-" where it does not apply, as `detail` says."""
-
-    backend: str
-    check: str
-    status: str
-    detail: str = ""
-
-
-@dataclass(frozen=True)
-class CheckReport:
-    """What `check` found. `print(report)` is a table."""
-
-    name: str
-    device: str
-    rows: tuple[Row, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing failed."""
-        return not self.failures
-
-    @property
-    def failures(self) -> tuple[Row, ...]:
-        """The rows that failed."""
-        return tuple(row for row in self.rows if row.status == "FAIL")
-
-    def __str__(self) -> str:
-        widths = [max(len(getattr(row, field)) for row in self.rows) for field in ("backend", "check", "status")]
-        lines = [
-            "  ".join(
-                text.ljust(width) for text, width in zip((row.backend, row.check, row.status), widths, strict=True)
-            )
-            + f"  {row.detail}"
-            for row in self.rows
-        ]
-        verdict = "ok" if self.ok else f"{len(self.failures)} of {len(self.rows)} checks FAIL"
-        return "\n".join([f"{self.name} on {self.device}: {verdict}", *(line.rstrip() for line in lines)])
-
-
-class _Wrong(Exception):
-    """A check found the op wrong; the message says how."""
 
 
 class _DoesNotApply(Exception):
@@ -167,7 +120,7 @@ class _Checks:
             return Row(self.backend, name, "ok", run(*arguments) or "")
         except _DoesNotApply as reason:
             return Row(self.backend, name, "-", str(reason))
-        except _Wrong as error:
+        except Wrong as error:
             return Row(self.backend, name, "FAIL", str(error))
         except Exception as error:  # whatever a user's kernel raises is a finding
             return Row(self.backend, name, "FAIL", f"{type(error).__name__}: {_first_line(error)}")
@@ -205,8 +158,8 @@ class _Checks:
         for place, (found, reference, exact) in enumerate(zip(given, own, wanted, strict=True)):
             which = f"result {place}" if len(given) > 1 else "the result"
             if (found.shape, found.dtype) != (reference.shape, reference.dtype):
-                raise _Wrong(f"{which} of {shapes} is {_kind(found)}, the function's is {_kind(reference)}")
-            _check_close(found, reference, exact, f"{which} of {shapes}")
+                raise Wrong(f"{which} of {shapes} is {_kind(found)}, the function's is {_kind(reference)}")
+            check_close(found, reference, exact, f"{which} of {shapes}")
 
     def _differentiable(self, arguments: Arguments) -> tuple[Arguments, list[Tensor]]:
         varied = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in tensors_of(arguments)]
@@ -239,7 +192,7 @@ class _Checks:
         for place, (one, reference, precise) in enumerate(zip(found, own, exact, strict=True)):
             if one is None:
                 one = torch.zeros_like(reference)
-            _check_close(one, reference, precise, f"the gradient of tensor {place} ({kind})")
+            check_close(one, reference, precise, f"the gradient of tensor {place} ({kind})")
 
     def _gradients_of_function(self, arguments: Arguments, cotangents: Sequence[Tensor]) -> list[Tensor]:
         given, inputs = self._differentiable(arguments)
@@ -264,7 +217,7 @@ class _Checks:
         try:
             torch.autograd.gradcheck(self._of_given, arguments, nondet_tol=1e-9)
         except GradcheckError as error:
-            raise _Wrong(_first_line(error)) from error
+            raise Wrong(_first_line(error)) from error
         return ""
 
     def _second_derivative(self) -> str:
@@ -272,7 +225,7 @@ class _Checks:
         try:
             torch.autograd.gradgradcheck(self._of_given, arguments, nondet_tol=1e-9)
         except GradcheckError as error:
-            raise _Wrong(_first_line(error)) from error
+            raise Wrong(_first_line(error)) from error
         except RuntimeError as error:
             raise _DoesNotApply(f"no second derivative: {_first_line(error)}") from error
         return ""
@@ -295,7 +248,7 @@ class _Checks:
             fake = as_results(self.op.overload(self.backend)(*with_tensors(arguments, fakes)))
         for place, (one, other) in enumerate(zip(fake, real, strict=True)):
             if (one.shape, one.dtype, one.stride()) != (other.shape, other.dtype, other.stride()):
-                raise _Wrong(f"the fake of result {place} is {_kind(one)}, the real one is {_kind(other)}")
+                raise Wrong(f"the fake of result {place} is {_kind(one)}, the real one is {_kind(other)}")
         return ""
 
     def _writes(self) -> str:
@@ -314,7 +267,7 @@ class _Checks:
     def _check_unwritten(self, arguments: Sequence[Any], before: Sequence[Tensor], who: str) -> None:
         for place, (tensor, kept) in enumerate(zip(tensors_of(arguments), before, strict=True)):
             if not torch.equal(tensor.detach().nan_to_num(), kept.nan_to_num()):
-                raise _Wrong(f"{who} writes into tensor {place} of its inputs")
+                raise Wrong(f"{who} writes into tensor {place} of its inputs")
 
     def _repeats(self) -> str:
         arguments = self._taken()
@@ -329,7 +282,7 @@ class _Checks:
         found = torch.library.opcheck(self.op.overload(self.backend), arguments, raise_exception=False)
         for name, result in found.items():
             if result != "SUCCESS":
-                raise _Wrong(f"{name}: {_first_line(result)}")
+                raise Wrong(f"{name}: {_first_line(result)}")
         return ""
 
     def _compiles(self) -> str:
@@ -361,7 +314,7 @@ class _Checks:
                 found = as_results(self._call(arguments))
         for one, other in zip(found, wanted, strict=True):
             if one.dtype != other.dtype:
-                raise _Wrong(f"under autocast the result is {one.dtype}, without it {other.dtype}")
+                raise Wrong(f"under autocast the result is {one.dtype}, without it {other.dtype}")
         return ""
 
     def _vmap(self) -> str:
@@ -398,7 +351,7 @@ class _Checks:
             wanted = as_results(self._call(arguments))
         for one, other in zip(captured, wanted, strict=True):
             if not torch.equal(one.nan_to_num(), other.nan_to_num()):
-                raise _Wrong("a captured call gives another result when it is replayed with new values")
+                raise Wrong("a captured call gives another result when it is replayed with new values")
         return ""
 
 
@@ -409,30 +362,6 @@ def _in_float64(op: Op, arguments: Arguments) -> list[Tensor] | str:
             return list(as_results(op.function(*to_dtype(arguments, torch.float64, "cpu"))))
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         return _first_line(error)
-
-
-def _check_close(found: Tensor, reference: Tensor, exact: Tensor, what: str) -> None:
-    """Raise _Wrong where `found` is further from float64 than the reference in the same dtype explains."""
-    if not found.is_floating_point():
-        if not torch.equal(found, reference):
-            raise _Wrong(f"{what} differs from the function's")
-        return
-    given, own, exact = found.detach().double().cpu(), reference.detach().double().cpu(), exact.detach().double()
-    counts = own.isfinite() & exact.isfinite()
-    if not torch.equal(given.isfinite() | ~counts, torch.ones_like(counts)):
-        raise _Wrong(f"{what} is not finite where the function's is")
-    if not counts.any():
-        return
-    error, own_error = (given - exact).abs()[counts], (own - exact).abs()[counts]
-    eps = torch.finfo(found.dtype).eps
-    allowed = _LENIENCE * own_error.max() + _ROUNDINGS * eps * exact.abs()[counts].clamp_min(eps) + eps * eps
-    worst = (error / allowed).argmax()
-    if error[worst] > allowed[worst]:
-        place = counts.nonzero()[worst].tolist()
-        raise _Wrong(
-            f"{what} is off by {error[worst]:.2e} at {place}, where {allowed[worst]:.2e} is allowed "
-            f"(the function in this dtype: {own_error.max():.2e})"
-        )
 
 
 def _kind(tensor: Tensor) -> str:

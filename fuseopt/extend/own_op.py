@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fuseopt.errors import BackendError, OpError
 from fuseopt.extend import gradients
@@ -25,15 +24,14 @@ from fuseopt.extend.backends import (
     order_on,
     with_reason,
 )
-from fuseopt.extend.signature import Signature, as_results, check_name, tensors_of
+from fuseopt.extend.signature import Signature, as_results, check_name, look_at, tensors_of
 from fuseopt.extend.torch_op import TorchOp
 from fuseopt.ops import registry
-from fuseopt.ops.library import Observer, apply, in_forward_mode, without_autocast
+from fuseopt.ops.library import apply, in_forward_mode, without_autocast
 
 FunctionT = TypeVar("FunctionT", bound=Callable)
 
 _OPS: dict[str, Op] = {}
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def op(name: str) -> Callable[[Callable], Op]:
@@ -243,7 +241,7 @@ class Op:
             arguments = self.signature.bind(self.name, args, kwargs)
         if torch.compiler.is_compiling():
             return self._call_traced(backend, arguments)
-        first, needs_grad = _look_at(arguments)
+        first, needs_grad = look_at(arguments)
         if first is None:
             if in_forward_mode() or torch._C._are_functorch_transforms_active():
                 with without_autocast(next(tensors_of(arguments))):
@@ -383,42 +381,6 @@ class Op:
             for tensor in tensors_of(arguments):
                 tensor.requires_grad_(requires_grad and tensor.is_floating_point())
             yield registry.SampleInput(arguments)
-
-
-def _look_at(arguments: Sequence[Any]) -> tuple[Tensor | None, bool]:
-    """The first tensor of a call and whether that needs autograd; None for it if torch has to see the call.
-
-    So it has if a mode, a transform, a tracer or the profiler observes it, or if a tensor is of a subclass, or on
-    another device than a CPU or a GPU.
-    """
-    first, needs_grad = None, False
-    for argument in arguments:
-        if type(argument) in _PLAIN_TYPES:
-            if not (argument.is_cuda or argument.is_cpu):
-                return None, False
-            if first is None:
-                first = argument
-            if argument.requires_grad:
-                needs_grad = True
-        elif isinstance(argument, Tensor):
-            return None, False
-        elif isinstance(argument, (list, tuple)):
-            inner, needs = _look_at(argument)
-            if inner is None and any(True for _ in tensors_of((argument,))):
-                return None, False
-            first, needs_grad = inner if first is None else first, needs_grad or needs
-    if (
-        in_forward_mode()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
-        or (
-            torch._C._len_torch_dispatch_stack() > 0
-            and not all(isinstance(mode, Observer) for mode in _get_current_dispatch_mode_stack())
-        )
-    ):
-        return None, False
-    return first, needs_grad and torch.is_grad_enabled()
 
 
 def _is_inlined(op: Op, backend: str, device: str) -> bool:

@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fuseopt.errors import OpError
+from fuseopt.ops.library import Observer, in_forward_mode
 
 _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _NAMESPACES_OF_TORCH = ("aten", "prim", "prims", "quantized", "torch", "torchvision", "fuseopt")
 
 
@@ -143,3 +146,39 @@ def with_tensors(arguments: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any,
 def as_results(output: Any) -> tuple[Tensor, ...]:
     """An op's results as a tuple, of one where it gives one tensor."""
     return (output,) if isinstance(output, Tensor) else tuple(output)
+
+
+def look_at(arguments: Sequence[Any]) -> tuple[Tensor | None, bool]:
+    """The first tensor of a call and whether that needs autograd; None for it if torch has to see the call.
+
+    So it has if a mode, a transform, a tracer or the profiler observes it, or if a tensor is of a subclass, or on
+    another device than a CPU or a GPU.
+    """
+    first, needs_grad = None, False
+    for argument in arguments:
+        if type(argument) in _PLAIN_TYPES:
+            if not (argument.is_cuda or argument.is_cpu):
+                return None, False
+            if first is None:
+                first = argument
+            if argument.requires_grad:
+                needs_grad = True
+        elif isinstance(argument, Tensor):
+            return None, False
+        elif isinstance(argument, (list, tuple)):
+            inner, needs = look_at(argument)
+            if inner is None and any(True for _ in tensors_of((argument,))):
+                return None, False
+            first, needs_grad = inner if first is None else first, needs_grad or needs
+    if (
+        in_forward_mode()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()
+        or (
+            torch._C._len_torch_dispatch_stack() > 0
+            and not all(isinstance(mode, Observer) for mode in _get_current_dispatch_mode_stack())
+        )
+    ):
+        return None, False
+    return first, needs_grad and torch.is_grad_enabled()

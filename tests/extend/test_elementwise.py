@@ -9,7 +9,9 @@ import torch.nn.functional as F
 import fuseopt
 from fuseopt.errors import OpError
 from fuseopt.extend.expression import FUNCTIONS
+from fuseopt.ops.library import TRITON_INTERPRETED
 
+compiled = pytest.mark.skipif(TRITON_INTERPRETED, reason="of processes in which Triton compiles")
 ROAD = "relu(a + scale * b + bias)"
 EVERYTHING = (
     "where(a > b, gelu(a) / (1 + abs(b)), min(a, b) ** 3) + silu(a) * b - tanh(c) + softplus(a * c) + max(b, c)"
@@ -27,6 +29,7 @@ def sampled(expression: str, *shapes: tuple[int, ...], **scalars: float) -> fuse
     return op
 
 
+@compiled
 def test_values_are_those_of_torch_in_float32():
     op = fuseopt.elementwise("mine::scale_add_relu", ROAD, scalars=("scale",))
     a, b, bias = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((5, 7), (5, 7), (7,)))
@@ -73,6 +76,7 @@ def test_many_rows_of_a_broadcast_gradient_are_summed(reduce_grad):
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
 
+@compiled
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernels_compile_for_a_gpu(capability):

@@ -29,35 +29,37 @@ class Model(nn.Sequential):
         super().__init__(nn.Linear(8, 8), MulAddReLU(), nn.Linear(8, 8), MulAddReLU())
 
 
-@fuseopt.op("mine::replacing")
-def replacing(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    return torch.relu(a * b + c)
-
-
+replacing: fuseopt.Op
 calls: list[str] = []
 
 
-@replacing.kernel("cpu")
-def _(a, b, c):
-    calls.append("cpu")
-    return torch.relu(a * b + c)
-
-
-@fuseopt.replaces(MulAddReLU, when=lambda module: module.scale.numel() == 8 or "another width")
-class FusedMulAddReLU(fuseopt.FusedModule):
+class FusedScaledReLU(fuseopt.FusedModule):
     def forward(self, x):
         return replacing(x, self.scale, self.shift, backend=self.backend)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def removed_afterwards():
+def registered_for_these_tests():
+    """Registers the op and the module: at import other files' tests would see them."""
+    global replacing
+
+    @fuseopt.op("mine::replacing")
+    def replacing(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return torch.relu(a * b + c)
+
+    @replacing.kernel("cpu")
+    def _(a, b, c):
+        calls.append("cpu")
+        return torch.relu(a * b + c)
+
+    fuseopt.replaces(MulAddReLU, when=lambda module: module.scale.numel() == 8 or "another width")(FusedScaledReLU)
     yield
-    unreplace("FusedMulAddReLU")
+    unreplace("FusedScaledReLU")
     fuseopt.unregister("mine::replacing")
 
 
 def by_name(**block):
-    return {"kernel_fusion": {"custom_cuda_kernels": ["FusedMulAddReLU"], "jit": False, **block}}
+    return {"kernel_fusion": {"custom_cuda_kernels": ["FusedScaledReLU"], "jit": False, **block}}
 
 
 @pytest.mark.parametrize("config", ["inference", by_name()], ids=["preset", "by name"])
@@ -67,12 +69,12 @@ def test_it_is_planned_applied_reported_and_restored(config):
     planned = fuseopt.plan(model, config)
     assert [r.sites[0].path for r in planned.replacements] == ["1", "3"]
     assert {(r.target, r.backend, r.op) for r in planned.replacements} == {
-        ("FusedMulAddReLU", "cpu", "mine::replacing")
+        ("FusedScaledReLU", "cpu", "mine::replacing")
     }
     calls.clear()
     fuseopt.initialize(model, config, strict=not isinstance(config, str))
     assert torch.equal(model(x), wanted) and calls == ["cpu", "cpu"]
-    assert "FusedMulAddReLU" in str(fuseopt.report(model))
+    assert "FusedScaledReLU" in str(fuseopt.report(model))
     assert isinstance(model[1], MulAddReLU) and model[1].scale is originals[1].scale
     fuseopt.restore(model)
     assert all(now is before for now, before in zip(model, originals, strict=True))

@@ -1,0 +1,80 @@
+"""What `fuseopt.check` finds, and how close to float64 a result must be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# A kernel may be this many times as far from float64 as the reference in the same dtype is, and some roundings beside.
+_LENIENCE, _ROUNDINGS = 4, 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check of one backend; its `status` is "ok", "FAIL", or "-" where it does not apply, as `detail` says."""
+
+    backend: str
+    check: str
+    status: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `check` found. `print(report)` is a table."""
+
+    name: str
+    device: str
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return not self.failures
+
+    @property
+    def failures(self) -> tuple[Row, ...]:
+        """The rows that failed."""
+        return tuple(row for row in self.rows if row.status == "FAIL")
+
+    def __str__(self) -> str:
+        widths = [max(len(getattr(row, field)) for row in self.rows) for field in ("backend", "check", "status")]
+        lines = [
+            "  ".join(
+                text.ljust(width) for text, width in zip((row.backend, row.check, row.status), widths, strict=True)
+            )
+            + f"  {row.detail}"
+            for row in self.rows
+        ]
+        verdict = "ok" if self.ok else f"{len(self.failures)} of {len(self.rows)} checks FAIL"
+        return "\n".join([f"{self.name} on {self.device}: {verdict}", *(line.rstrip() for line in lines)])
+
+
+class Wrong(Exception):
+    """A check found the op wrong; the message says how."""
+
+
+def check_close(found: Tensor, reference: Tensor, exact: Tensor, what: str) -> None:
+    """Raise Wrong where `found` is further from float64 than the reference in the same dtype explains."""
+    if not found.is_floating_point():
+        if not torch.equal(found, reference):
+            raise Wrong(f"{what} differs from the function's")
+        return
+    given, own, exact = found.detach().double().cpu(), reference.detach().double().cpu(), exact.detach().double()
+    counts = own.isfinite() & exact.isfinite()
+    if not torch.equal(given.isfinite() | ~counts, torch.ones_like(counts)):
+        raise Wrong(f"{what} is not finite where the function's is")
+    if not counts.any():
+        return
+    error, own_error = (given - exact).abs()[counts], (own - exact).abs()[counts]
+    eps = torch.finfo(found.dtype).eps
+    allowed = _LENIENCE * own_error.max() + _ROUNDINGS * eps * exact.abs()[counts].clamp_min(eps) + eps * eps
+    worst = (error / allowed).argmax()
+    if error[worst] > allowed[worst]:
+        place = counts.nonzero()[worst].tolist()
+        raise Wrong(
+            f"{what} is off by {error[worst]:.2e} at {place}, where {allowed[worst]:.2e} is allowed "
+            f"(the function in this dtype: {own_error.max():.2e})"
+        )
