@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from fuseopt.build import library_cache, toolchain
+from fuseopt.build import compilation, library_cache, toolchain
 from fuseopt.errors import NativeBuildError, OpError
 from fuseopt.extend.backends import Kernel
 from fuseopt.extend.signature import tensors_of, with_tensors
@@ -148,14 +148,14 @@ def build(op: str, registered: str, kind: Kind, source: Source, recipe: toolchai
     if os.environ.get("FUSEOPT_NO_BUILD", "0") not in ("", "0"):
         raise _Missing("it is not in the cache, and FUSEOPT_NO_BUILD forbids building")
     library_cache.create(folder)
-    with tempfile.TemporaryDirectory(prefix="fuseopt-") as room:
-        file = Path(room) / f"{function}{_SUFFIX[kind]}"
+    with tempfile.TemporaryDirectory(prefix="fuseopt-") as folder_name:
+        file = Path(folder_name) / f"{function}{_SUFFIX[kind]}"
         file.write_text(text, encoding="utf-8")
         here = () if source.folder is None else (f"-I{source.folder}",)
         command = (*compile_command(recipe, kind), *here)
         own = dataclasses.replace(recipe, sources=(file,), compile_commands={_SUFFIX[kind]: command}, key=key)
-        with toolchain.progress_line(f"compiling {op} for {kind}, once", [own]) as progress:
-            toolchain.build(own, library, progress, library_cache.publish)
+        with compilation.progress_line(f"compiling {op} for {kind}, once", [own]) as progress:
+            compilation.build(own, library, progress, library_cache.publish)
     return library
 
 
@@ -186,8 +186,8 @@ def cubin(source: Source, kernel: str, architecture: str) -> bytes:
     text = source.text
     if 'extern "C"' not in text[: declared.start()].rpartition("\n")[2]:
         text = f'{text[: declared.start()]}extern "C" {text[declared.start() :]}'
-    with tempfile.TemporaryDirectory(prefix="fuseopt-") as room:
-        file, output = Path(room) / f"{kernel}.cu", Path(room) / f"{kernel}.cubin"
+    with tempfile.TemporaryDirectory(prefix="fuseopt-") as folder_name:
+        file, output = Path(folder_name) / f"{kernel}.cu", Path(folder_name) / f"{kernel}.cubin"
         file.write_text(f'#line 1 "{source.label}"\n{text}', encoding="utf-8")
         command = [toolchain.find_nvcc(), "-cubin", f"-arch=sm_{architecture}", "-O3", str(file), "-o", str(output)]
         if source.folder is not None:
