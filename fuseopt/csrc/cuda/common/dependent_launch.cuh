@@ -21,8 +21,8 @@ __device__ inline void wait_for_predecessor() {
 #endif
 }
 
-// The same; what stands before it in the code is worked out before it, while the assembler would move it behind the wait
-// in straight code, to where it is used. `never`: false, which the compiler must not know.
+// The same as a loop that runs once: ptxas does not move computations across it, while in straight-line code it moves them
+// after the wait, to their use. `never` is false, but opaque to the compiler.
 __device__ inline void wait_for_predecessor_settled(bool never) {
 #pragma unroll 1
   do {
@@ -30,7 +30,7 @@ __device__ inline void wait_for_predecessor_settled(bool never) {
   } while (never);
 }
 
-// Has the compiler work a value out here, and not where it is used; what the assembler makes of that is another matter.
+// Makes the compiler compute a value here and not at its use. ptxas may still move it.
 __device__ inline void settle(unsigned& value) { asm volatile("" : "+r"(value)); }
 __device__ inline void settle(int& value) { asm volatile("" : "+r"(value)); }
 template <typename T>
@@ -49,16 +49,15 @@ __device__ inline T* settled(T* address) {
   return address;
 }
 
-// Lets the successor start once every block of this kernel has said so.
+// Allows the next kernel to start once every block of this kernel has called this.
 __device__ inline void let_successor_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// For a kernel that knows nothing of its predecessor, to be called first: all that is hidden behind the predecessor is
-// the launch. All before the predecessor has ended when a successor starts, so what holds for a kernel that was launched
-// the ordinary way holds for what came before this one.
+// For kernels that read nothing before the wait; called first. It hides only the launch latency. All earlier kernels have
+// ended when the next one starts, so the next kernel may rely on them as after an ordinary launch.
 __device__ inline void follow_predecessor() {
   wait_for_predecessor();
   let_successor_start();

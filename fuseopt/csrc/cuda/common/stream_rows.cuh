@@ -1,6 +1,7 @@
 // The rows of the input in decode_linear's streaming kernel: each warp has its part of them in shared memory.
 #pragma once
 
+#include "cuda/decode/linear/row_moments.cuh"
 #include "cuda/decode/linear/weight_stream.cuh"
 
 namespace fuseopt {

@@ -5,6 +5,8 @@
 #include "cuda/attention/attention_parts.cuh"
 #include "cuda/decode/attention/many_rows.cuh"
 #include "cuda/decode/linear/dispatch.cuh"
+#include "cuda/decode/linear/input_rows.cuh"
+#include "cuda/decode/linear/row_moments.cuh"
 
 namespace fuseopt::decode_qkv_attention {
 namespace {

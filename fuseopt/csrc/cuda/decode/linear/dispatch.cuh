@@ -1,16 +1,18 @@
-// decode_linear for 16-bit weights: which of the tensor core kernels takes a layer, and in which shape.
+// decode_linear for 16-bit weights and up to 16 rows: which tensor core kernel takes a layer, and in which shape. Read
+// launch_decode_linear_few_rows at the end first.
 #pragma once
 
 #include "cuda/decode/linear/gemv.cuh"
+#include "cuda/decode/linear/row_moments.cuh"
+#include "cuda/decode/linear/skinny_mma.cuh"
 #include "cuda/decode/linear/streamed_kn.cuh"
 #include "cuda/decode/linear/streamed_nk.cuh"
-#include "cuda/decode/linear/skinny_mma.cuh"
 
 namespace fuseopt {
 
 constexpr int kMostTogether = 4;  // blocks of a cluster
 
-// What a block of these warps has of K at a time.
+// How much of K a block holds at a time.
 template <typename T, typename X, int kTiles, int kChunks, int kHalves>
 constexpr int kMostColumns = kMaxLinearWarps<T, X, kTiles, kChunks, kHalves> * kChunks * kChunk;
 
@@ -50,10 +52,10 @@ inline bool has_widest_strips(const DecodeLinear& layer) {
   return tiles_of(layer) >= 8 * (multiprocessor_count() / tuning().decode_linear_wide_strips_divisor);
 }
 
-// Wide strips read a weight [K, N] in longer pieces, and few blocks leave multiprocessors to the kernels that wait
-// behind, as a block of many warps leaves no room beside it; narrow strips share out more work. Where K is too long for
-// wide strips, the blocks of a cluster share it out, unless narrow ones do as well: those of a weight [N, K], with one row
-// or two. Activations without a norm have narrow strips.
+// Wide strips read a weight [K, N] in longer pieces, and few blocks leave multiprocessors to the next kernels, since no
+// other block fits beside one of many warps. Narrow strips spread the work over more blocks. A K too long for wide strips is
+// split over a cluster, or read in narrow strips: of a weight [N, K], with up to decode_linear_max_narrow_rows rows.
+// Activations without a norm have narrow strips.
 template <typename T, Layout kLayout, bool kNorm, bool kGated, int kHalves>
 cudaError_t launch_skinny_mma_for(const DecodeLinear& layer, cudaStream_t stream) {
   const int64_t tiles = tiles_of(layer), few_blocks = multiprocessor_count() / tuning().decode_linear_few_blocks_divisor;
@@ -117,8 +119,7 @@ cudaError_t launch_skinny_mma(const DecodeLinear& layer, cudaStream_t stream) {
   }
 }
 
-// Whether the kernels' accesses of 16 bytes reach all of what they read, and rows and dtypes are those they are compiled
-// for.
+// Whether 16-byte accesses reach all that the kernels read, and rows and dtypes are among those compiled.
 template <typename T>
 bool suits_mma(const DecodeLinear& layer, int64_t most_rows = 2 * kHalfRows) {
   bool suits = layer.rows <= most_rows && layer.in_features > 0 && layer.in_features % kLaneValues == 0 &&
@@ -139,7 +140,7 @@ bool suits_mma(const DecodeLinear& layer, int64_t most_rows = 2 * kHalfRows) {
   return suits && (!layer.weights_are_transposed || layer.out_features % kLaneValues == 0);
 }
 
-// Whether the kernels of more rows can take a layer as well, whose accesses are of 8 and 16 bytes throughout.
+// Whether the kernels for more rows can take the layer: all their accesses are of 8 or 16 bytes.
 template <typename T>
 bool suits_many_rows(const DecodeLinear& layer) {
   bool suits = is_sm90_or_newer() && suits_mma<T>(layer, INT32_MAX) && layer.out_features % kLaneValues == 0 &&
@@ -154,7 +155,7 @@ bool takes_mma(const DecodeLinear& layer) {
   return compute_capability_major() >= 8 && suits_mma<T>(layer);
 }
 
-// Of those, the layers for the kernel that streams.
+// Whether the streaming kernel for weights [N, K] takes such a layer.
 inline bool takes_streamed_nk(const DecodeLinear& layer) { return !layer.weights_are_transposed && fits_streamed_nk(layer); }
 
 template <typename T>
@@ -164,14 +165,14 @@ int64_t decode_linear_parts(const DecodeLinear& layer) {
   return has_best ? StreamedNKPlan(layer).clusters() : 0;
 }
 
-// Whether a layer is one weight [K, N] with nothing behind the product but a bias.
+// Whether a layer is one weight [K, N] with nothing after the product but a bias.
 template <typename T>
 bool is_plain_of_lines(const DecodeLinear& layer) {
   return takes_mma<T>(layer) && layer.weights_are_transposed && layer.input.dtype == kDType<T> &&
          layer.weight_count == 1 && layer.activation == kIdentity && !layer.gated && layer.residual.data == nullptr;
 }
 
-// Whether the kernel of strips takes it.
+// Whether skinny_mma takes it.
 template <typename T>
 bool takes_strips_of_lines(const DecodeLinear& layer) {
   return is_plain_of_lines<T>(layer) && !takes_gemv(layer) && !takes_streamed_kn(layer);
@@ -184,7 +185,7 @@ bool emits_partials(const DecodeLinear& layer) {
          layer.in_features > kMost && layer.in_features <= kSplitK * kMost;
 }
 
-// Whether that kernel adds up what it multiplies, partials or embeddings.
+// Whether skinny_mma adds up its input: partial sums, or embeddings.
 template <typename T>
 bool takes_sums_by_strips(const DecodeLinear& layer) {
   return layer.norm != kNoNorm && layer.rows <= kHalfRows && takes_strips_of_lines<T>(layer) &&
@@ -196,7 +197,7 @@ bool accepts_partials(const DecodeLinear& layer) {
   const bool is_streamed = layer.norm != kNoNorm && layer.rows <= kHalfRows && layer.input.dtype == kDType<T> &&
                            takes_mma<T>(layer) && takes_streamed_nk(layer);
   if (!is_streamed) return takes_sums_by_strips<T>(layer);
-  // As launch_streamed_nk has a kernel for; each block reads whole rows.
+  // What launch_streamed_nk has a kernel for: each block reads whole rows.
   const StreamedNKPlan plan(layer);
   return plan.blocks == 1 && plan.stages == 3;
 }

@@ -1,18 +1,20 @@
-// decode_linear of one row for 16-bit weights [K, N] too large to wait in registers for the previous kernel. A block has one
-// strip of output columns; its warps, and where strips are few the blocks of a cluster, share out K. All that a warp reads
-// is on its way before the wait: the first stages in registers, the others in shared memory, whose reading takes longest of
-// what is left to do after it. As in decode/linear/skinny_mma.cuh each instruction behind the wait counts.
+// decode_linear of one row for 16-bit weights [K, N] that exceed the registers of skinny_mma. A block computes one strip of
+// output columns; its warps, and with few strips the blocks of a cluster, split K. All loads of a warp are issued before the
+// wait: the first stages go to registers, the others stay in shared memory, since reading that takes most of the time after
+// the wait. As in skinny_mma.cuh each instruction after the wait counts.
 //
-// A norm is a part of the products. With xhat = (x - mean) * rstd and g, b the norm's weight and bias,
+// The norm is part of the products. With xhat = (x - mean) * rstd and g, b the norm's weight and bias,
 //   sum_k w * (xhat * g + b) = rstd * (sum_k w * (x * g) - mean * sum_k w * g) + sum_k w * b.
-// A product on the tensor cores has room for eight rows of factors, so all three sums are made at once. x * g goes in as two
-// numbers of T, the second what the first has lost in rounding: of a mean that is many deviations from zero little is lost.
-// float16 has no range for that, so each warp multiplies its x * g with a power of two of its own, chosen by the largest.
+// A tensor core product takes eight rows of factors, so all three sums are computed at once. x * g is passed as two numbers
+// of T, the second being the rounding error of the first, so little is lost if the mean is many deviations from zero.
+// float16 lacks the range for that, so each warp scales its x * g by a power of two, chosen by the largest value.
 #pragma once
 
 #include "cuda/common/cluster.cuh"
 #include "cuda/decode/linear/epilogue.cuh"
+#include "cuda/decode/linear/input_rows.cuh"
 #include "cuda/decode/linear/line_stream.cuh"
+#include "cuda/decode/linear/row_moments.cuh"
 
 namespace fuseopt {
 
@@ -364,7 +366,7 @@ using MostGemvStages = GemvStages<4, 9>;
 using PatientGemvStages = GemvStages<3, 10>;
 static_assert(PatientGemvStages::kAll == MostGemvStages::kAll);
 
-// Whether it is an output projection beside large layers.
+// Whether it is an output projection between layers that exceed the registers.
 inline bool is_beside_large(const DecodeLinear& layer) {
   return layer.norm == kNoNorm && layer.in_features <= layer.out_features && 
          tuning().decode_linear_gemv_beside_large * weight_bytes(layer) >= most_held_bytes();
@@ -385,9 +387,8 @@ struct GemvPlan {
       blocks *= 2;
       share();
     }
-    // A cluster starts when there is room for all of it at once: later, so that it does not hold up what the previous layer
-    // still waits for. In GPT-2 XL that pays for the output projection and for queries, keys and values; the up projection
-    // is late as it is.
+    // A cluster starts when all of it fits at once, which is later, so it does not delay loads of the previous layer. In
+    // GPT-2 XL that pays for the output projection and for query, key and value; the up projection starts late anyway.
     const bool has_norm = layer.norm != kNoNorm, has_activation = layer.activation != kIdentity;
     const int64_t company = !has_norm        ? tuning().decode_linear_gemv_output_cluster
                             : has_activation ? tuning().decode_linear_gemv_up_cluster

@@ -1,14 +1,16 @@
-// decode_linear for 16-bit weights and more rows than decode/linear/dispatch.cuh takes. A step still waits for latency, not
-// for arithmetic, so the means are the same: a block has a strip of the weight in registers before it waits for the
-// previous kernel, addresses and conditions as well, and then all rows of its tile on their way at once. Other tiles of rows
-// are other blocks, for which the weight is in the L2 cache. Warps share out K; where K is long, so do the blocks of a
-// cluster, through shared memory.
+// decode_linear for 16-bit weights and 17 to 256 rows. The time is still latency, not arithmetic, so the means are those of
+// skinny_mma.cuh: a block loads a strip of the weight into registers and computes addresses and conditions before it waits
+// for the previous kernel, then loads all rows of its tile at once. Other blocks compute other tiles of rows, with the
+// weight in the L2 cache. Warps split K; a long K is also split over a cluster, whose blocks exchange sums through shared
+// memory.
 #pragma once
 
 #include "cuda/common/async_copy.cuh"
 #include "cuda/common/cluster.cuh"
 #include "cuda/decode/linear/dispatch.cuh"
 #include "cuda/decode/linear/epilogue.cuh"
+#include "cuda/decode/linear/input_rows.cuh"
+#include "cuda/decode/linear/row_moments.cuh"
 
 namespace fuseopt {
 

@@ -1,30 +1,32 @@
-// decode_linear's kernel for 16-bit weights, on the tensor cores. A step of decoding has 1 to 16 rows, so a product is
-// all latency and reading: each block has its part of the weight in registers before it waits for the previous kernel, and
-// what is left to do after the wait is short. Short in instructions too: a block runs each of them once, so fetching
-// them takes longer than running them. So addresses and conditions are worked out before the wait, whatever differs
-// from launch to launch is a template argument rather than a branch, and what is hardly ever run stands elsewhere.
+// decode_linear for 16-bit weights and 1 to 16 rows, on the tensor cores. At this size the time is latency and reading the
+// weight. So a block loads its part of the weight into registers before it waits for the previous kernel, and does little
+// after the wait. Each instruction runs once a block, so fetching instructions takes longer than running them: addresses
+// and conditions are computed before the wait, what differs between launches is a template argument, and rare code is not
+// inlined.
 //
-// A block takes a strip of output columns; its warps share out K. Products are m16n8k16 with 16 output columns as M and
-// 8 rows of the input as N, so that nothing is padded. A lane loads 16 bytes of a weight [N, K], or kTiles neighbours in
-// each of 8 lines of a weight [K, N], and 8 neighbouring inputs: the order of k within a chunk is the same for both, so
-// it does not matter, and neither does the order of columns until the sums are written.
+// A block computes a strip of output columns; its warps split K. Products are m16n8k16 with 16 output columns as M and 8
+// input rows as N, so nothing is padded. A lane loads 16 bytes of a weight [N, K], or kTiles neighbours in each of 8 lines
+// of a weight [K, N], and 8 neighbouring inputs. The order of k within a chunk is the same for both operands, so it does
+// not matter; nor does the order of columns until the sums are written.
 //
-// Of a long K the blocks of a cluster have a part each, and send their sums to the first one. Or blocks leave the sums
-// of their part, for the layer behind them to add up as it reads its input: no cluster is needed then, whose blocks
-// would not start before the previous layer has ended.
+// A long K is split over the blocks of a cluster, which send their sums to the first block. Or blocks store their partial
+// sums, which the next layer adds up as it reads its input. That needs no cluster, and a cluster would not start before the
+// previous kernel has ended.
 //
-// A norm takes no step of its own. With xhat = (x - mean) * rstd and g, b the norm's weight and bias,
-//   sum_k w * (xhat * g + b) = rstd * (sum_k (w * g) * x - mean * sum_k w * g) + sum_k w * b,
-// where all but the sum over x is there before the wait. Sums of x and of its squares are two more products. w * g is
-// rounded to the weight's dtype, once for all that is done with it, as upstream rounds xhat * g + b.
+// A norm needs no pass of its own. With xhat = (x - mean) * rstd and g, b the norm's weight and bias,
+//   sum_k w * (xhat * g + b) = rstd * (sum_k (w * g) * x - mean * sum_k w * g) + sum_k w * b.
+// All but the sum over x is computed before the wait. Sums of x and of its squares are two more products. w * g is rounded
+// once to the weight's dtype, as upstream rounds xhat * g + b.
 //
-// The weight is asked for first of all. With one row one warp of a block finishes its outputs, and the others do nothing
-// that only serves this: warps share the multiprocessor's instructions, of which there are more than there is time for.
+// The weight loads are issued first. With one row, one warp of a block computes the outputs, and the other warps skip what
+// serves only that: all warps of a multiprocessor share its instruction issue, which is the bottleneck.
 #pragma once
 
 #include "cuda/common/block_barrier.cuh"
 #include "cuda/common/cluster.cuh"
 #include "cuda/decode/linear/epilogue.cuh"
+#include "cuda/decode/linear/input_rows.cuh"
+#include "cuda/decode/linear/row_moments.cuh"
 #include "cuda/decode/linear/weight_fragments.cuh"
 
 namespace fuseopt {

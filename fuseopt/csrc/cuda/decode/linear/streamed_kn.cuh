@@ -1,10 +1,11 @@
-// decode_linear for 16-bit weights [K, N] too large to wait in registers for the previous kernel. A block has one strip of
-// output columns; its warps, and where strips are few the blocks of a cluster, share out K. What is there when the kernel
-// ahead ends is what memory has done meanwhile, so a ring has room for all that its warp reads, or as much of it as fits.
+// decode_linear for 16-bit weights [K, N] that exceed the registers (exceeds_registers). A block computes one strip of output
+// columns; its warps, and with few strips the blocks of a cluster, split K. What matters is how much has been loaded when
+// the previous kernel ends, so a ring holds all that its warp reads, or as much as fits.
 #pragma once
 
 #include "cuda/common/cluster.cuh"
 #include "cuda/decode/linear/line_stream.cuh"
+#include "cuda/decode/linear/row_moments.cuh"
 
 namespace fuseopt {
 

@@ -1,12 +1,13 @@
-// decode_linear for 16-bit weights [N, K] too large to wait in registers for the previous kernel. A block has a ring of
-// shared memory for the weight, so small that the next kernel's block finds room beside it and reads meanwhile: memory
-// has little rest between kernels. It takes one strip of output columns after another, and its warps share out K: what a
-// device reads at a time lies together. Where strips are few, the blocks of a cluster share out K. All is in loops: a
-// block has to fetch its instructions, too.
+// decode_linear for 16-bit weights [N, K] that exceed the registers (exceeds_registers). A block loads the weight through a
+// ring of shared memory, small enough for a block of the next kernel to fit beside it and load meanwhile, so that memory is
+// never idle between kernels. A block computes one strip of output columns after another, and its warps split K, so the
+// device reads neighbouring addresses at a time. With few strips, the blocks of a cluster split K. The code is in loops, as
+// each block has to fetch its instructions.
 #pragma once
 
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/stream_rows.cuh"
+#include "cuda/decode/linear/row_moments.cuh"
 #include "cuda/decode/select/token_rules.cuh"
 
 namespace fuseopt {

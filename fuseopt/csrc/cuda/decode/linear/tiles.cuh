@@ -1,7 +1,7 @@
-// decode_linear for 16-bit weights and so many rows that their way from the L2 cache counts: a block has a tile of 64
-// or 128 rows and 64 columns, and reads what it takes of both once, through a ring of shared memory. What fits into the
-// ring of the weight is on its way before the kernel waits for the previous one. The blocks of a cluster share out a long
-// K. The one norm is T5's: each block would work out a LayerNorm's sums over its weight anew.
+// decode_linear for 16-bit weights and so many rows that reading them from the L2 cache counts. A block computes a tile of
+// 64 or 128 rows x 64 columns, and reads its part of both operands once, through a ring of shared memory. The first stages
+// of the weight are loaded before the wait for the previous kernel. A long K is split over the blocks of a cluster. The only
+// norm is T5's: for a LayerNorm each block would compute sums over its weight again.
 #pragma once
 
 #include "cuda/common/cluster.cuh"

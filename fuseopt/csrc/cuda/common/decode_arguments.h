@@ -1,0 +1,214 @@
+// Arguments of the kernels of decode steps and prompts. `pdl`: the kernel may start before the previous kernel on the
+// stream has ended.
+#pragma once
+
+#include "cuda/common/kernel_arguments.h"
+
+namespace fuseopt {
+
+// Rows `indices` of `weight`, [rows, columns]; an absent table has `weight == nullptr`.
+struct EmbeddingTable {
+  const void* weight;
+  int64_t rows;
+  const void* indices;
+  int index_bytes;  // 4 or 8 an index
+};
+
+// residual + activation(norm(input) x weight + bias), for up to three weights side by side, or a gated pair of them.
+struct DecodeLinear {
+  static constexpr int kMaxWeights = 3;
+  static constexpr int kSplitK = 2;
+  TypedPointer input;  // [rows, in_features]
+  int64_t rows;
+  int64_t in_features;
+  const void* weights[kMaxWeights];  // [out_features, in_features]
+  int weight_count;
+  int weight_dtype;             // DType
+  int64_t weight_stride;        // of the dimension whose stride is not one
+  bool weights_are_transposed;  // which is that of `in_features`
+  int64_t out_features;
+  TypedPointer biases[kMaxWeights];
+  TypedPointer residual;  // like `output`
+  TypedPointer norm_weight;
+  TypedPointer norm_bias;
+  int norm;  // Norm
+  double eps;
+  int activation;  // Activation
+  bool gated;
+  bool pdl;         // may start before the previous kernel on the stream has ended
+  const void* prefetch[kMaxWeights];  // what is to be brought into the L2 cache, or null
+  int64_t prefetch_bytes;             // of each
+  TypedPointer output;  // [rows, out_features * weight_count], or [rows, out_features] if gated
+  const float* split_k_partials;  // [kSplitK, rows, in_features] to be added to `input`; or null
+  EmbeddingTable tokens, positions;  // the input is the sum of their rows, and `input` nothing; or absent, both
+  void* sum;                         // with either: that sum, [rows, in_features] of the input's dtype
+  bool is_split_k;         // `output` is [kSplitK, rows, out_features] float32, yet to be added up
+  void* best;           // [rows, fuseopt_decode_linear_parts] DecodeSelect's candidates: each part's highest; or null
+  TokenRules rules;     // of what is compared for `best`
+  const int64_t* sequence_length;  // which says what rules hold
+};
+
+// One query a row of [rows, heads, head_dim] over places [starts, lengths) of the caches, [rows / queries_per_kv, heads,
+// capacity, head_dim]. With a `key`, that and `value` are written into the last of these places first.
+struct DecodeAttention {
+  struct Heads {
+    const void* data;
+    int64_t row_stride;
+    int64_t head_stride;
+  };
+  struct Integers {
+    const void* data;  // null: zeros
+    int bytes;         // 4 or 8 an integer
+    int64_t stride;    // 0 where one serves all rows
+  };
+  int dtype;  // DType
+  Heads query;
+  Heads key;
+  Heads value;
+  void* key_cache;
+  void* value_cache;
+  int64_t rows;
+  int64_t heads;
+  int64_t head_dim;
+  int64_t capacity;
+  int64_t queries_per_kv;
+  Integers lengths;  // with a `key`: without it
+  Integers starts;
+  const bool* mask;  // [rows / queries_per_kv, capacity], or null
+  TypedPointer bias;  // [heads, bias_columns]
+  int64_t bias_columns;
+  const int* ancestry;  // [rows, capacity]: the row of the caches in which a place before the last lies; null: its own
+  double scale;
+  bool pdl;  // may start before the previous kernel on the stream has ended
+  void* output;  // [rows, heads, head_dim]
+  float score_scale;  // `scale` for scores in powers of two, which the launcher fills in
+};
+
+// A token's embedding and a position's, added up.
+struct DecodeEmbedding {
+  EmbeddingTable tokens;
+  EmbeddingTable positions;
+  int dtype;  // DType
+  int64_t rows;
+  int64_t columns;
+  bool pdl;  // may start before the previous kernel on the stream has ended
+  void* output;  // [rows, columns]
+};
+
+// Causal attention of prompts, whose keys and values go to the first slots of a cache.
+struct PromptAttention {
+  struct Cache {
+    void* data;  // [rows, heads, capacity, head_dim], neighbouring head_dim
+    int64_t row_stride;
+    int64_t head_stride;
+    int64_t slot_stride;
+  };
+  int dtype;        // kFloat16 or kBFloat16
+  const void* qkv;  // [rows, length, 3, heads, head_dim]
+  Cache key_cache, value_cache;
+  int64_t rows;
+  int64_t length;
+  int64_t heads;
+  int64_t head_dim;  // a multiple of 16, 128 at most
+  double scale;
+  bool pdl;       // may start before the previous kernel on the stream has ended
+  void* output;       // [rows, length, heads, head_dim]
+  float score_scale;  // `scale` for scores in powers of two, which the launcher fills in
+};
+
+// Edited scores of any dtype as float32, in `edits`' order.
+struct EditLogits {
+  ScoreMatrix logits;  // [rows, vocabulary]
+  int64_t rows;
+  int64_t vocabulary;
+  LogitsEdits edits;
+  bool pdl;   // may start before the previous kernel on the stream has ended
+  float* output;  // [rows, vocabulary]
+};
+
+// The end of a decoding step: argmax of each row of `scores`, `pad` in finished rows, end of sequence, one more everywhere.
+struct DecodeSelect {
+  static constexpr int kMaxCounters = 4;
+  static constexpr int kCandidateBytes = 16;
+  ScoreMatrix scores;  // [rows, vocabulary]
+  int64_t rows;
+  int64_t vocabulary;
+  int64_t* tokens;  // [rows]
+  int64_t* ids;     // [rows, ids_columns]
+  int64_t ids_columns;
+  int64_t ids_row_stride;
+  int64_t ids_column_stride;
+  int64_t* length;  // the column of `ids` to write
+  bool* unfinished;  // [rows]
+  bool* going;       // [going_count], by `length`; the last of them for all from there on
+  int64_t going_count;
+  const int64_t* pad;
+  const int64_t* eos;
+  int64_t eos_count;
+  int64_t* counters[kMaxCounters];
+  int64_t counter_sizes[kMaxCounters];
+  int counter_count;
+  void* candidates;     // [rows, chunks] of kCandidateBytes, written before they are read
+  int64_t chunks;       // fuseopt_decode_select_chunks(vocabulary), or as many as there are
+  bool has_candidates;  // they are those of a linear layer's `best`
+  bool has_edits;
+  LogitsEdits edits;      // of float32 scores, before all that
+  const float* divisors;  // [rows, vocabulary] that probabilities are divided by, the scores being those; or null
+  bool pdl;           // may start before the previous kernel on the stream has ended
+};
+
+// The `count` best of the continuations of each item's beams.
+struct BeamCandidates {
+  static constexpr int kMaxCount = 32;  // a warp sorts them
+  ScoreMatrix scores;                   // [items * beams, vocabulary]
+  int64_t vocabulary;
+  float* partial_sums;  // [items * beams * chunks of a row, 2], written before it is read; null: no log-softmax
+  bool has_edits;
+  LogitsEdits edits;  // of float32 scores, after the log-softmax
+  const float* running_scores;  // [items, beams]
+  int64_t items;
+  int64_t beams;
+  int count;
+  unsigned* chunk_keys;  // [items * beams * chunks of a row, count], written before it is read
+  int* chunk_tokens;     // likewise
+  float* values;         // [items, count]
+  int64_t* places;       // [items, count]
+  bool pdl;          // may start before the previous kernel on the stream has ended
+};
+
+// The end of a beam search step. Tensors of `items` x `beams` rows, of which `ids` and `ancestry` have two.
+struct DecodeBeams {
+  static constexpr int kMaxCandidates = 32;  // a warp sorts them
+  const float* values;                       // [items, candidates]
+  const int64_t* places;                     // [items, candidates], in beams x vocabulary
+  int64_t items;
+  int64_t beams;
+  int candidates;  // twice the beams, or more
+  int64_t vocabulary;
+  float* running_scores;
+  float* scores;
+  bool* is_finished;
+  int64_t* lengths;
+  bool* improvable;  // [items]
+  int64_t* ids;
+  int64_t ids_columns;
+  int32_t* ancestry;
+  int64_t capacity;  // columns of `ancestry`
+  int64_t* tokens;
+  bool* going;  // [going_count], by `length`; the last of them for all from there on
+  int64_t going_count;
+  int64_t* length;
+  int64_t* generated;
+  int64_t* counters;  // [1 + rows]
+  int* arrived;       // [2], zeros when it starts and when it ends
+  const int64_t* limit;
+  const double* penalties;
+  const double* best_penalties;
+  const int64_t* eos;
+  int64_t eos_count;
+  bool stops_when_full;
+  bool advance;
+  bool pdl;  // may start before the previous kernel on the stream has ended
+};
+
+}  // namespace fuseopt

@@ -1,0 +1,149 @@
+// Arguments of kernels that more than one op takes, and of ops outside of decode steps. `rows` x `columns` is the input
+// flattened to two dimensions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "dtypes.h"
+
+namespace fuseopt {
+
+// A tensor whose element type is known only at run time. An absent optional tensor has `data == nullptr`.
+struct TypedPointer {
+  void* data;
+  int dtype;  // DType
+};
+
+// An additive softmax mask seen through broadcasting: the address of row `r` is found from the leading dimensions of
+// the input, of which neighbours that share one stride pattern are merged.
+struct SoftmaxMask {
+  static constexpr int kMaxDims = 8;
+  TypedPointer values;
+  int dims;
+  int64_t sizes[kMaxDims];
+  int64_t strides[kMaxDims];
+  int64_t column_stride;
+};
+
+// Contiguous rows, `row_stride` elements apart.
+struct StridedRows {
+  TypedPointer values;
+  int64_t row_stride;
+};
+
+// Token ids as a strided matrix of int32 or int64.
+struct TokenIds {
+  const void* data;
+  int bytes;  // 4 or 8 an id
+  int64_t length;
+  int64_t row_stride;
+  int64_t column_stride;
+};
+
+// Scores as a strided matrix; `dtype` is a DType.
+struct ScoreMatrix {
+  void* data;
+  int dtype;
+  int64_t row_stride;
+  int64_t column_stride;
+};
+
+// What holds for tokens as long as sequences have certain lengths.
+struct TokenRules {
+  static constexpr int kMost = 8;
+  const uint8_t* of_tokens;  // [vocabulary]: bit i of a token's: rule i is about it; null: there are none
+  const int64_t* bounds;     // [count, 2]: the first length of sequences at which a rule holds, and the end
+  int count;
+  unsigned forcing;          // bit i: rule i sets its tokens to 0 and bans all others; any other bans its tokens
+};
+
+// What is done to row r of the scores; see logits_edits.cuh.
+struct LogitsEdits {
+  TokenIds input_ids;          // [rows, length]
+  const int64_t* length;       // how many of their columns count; null: all
+  TokenIds encoder_input_ids;  // as wide an id as those of `input_ids`; row r belongs to r / rows_per_encoder_row
+  int64_t rows_per_encoder_row;
+  const int64_t* penalty_begin;  // [rows]: the first id that counts for the penalty; null: the first of the row
+  const int64_t* suppressed;     // ids banned in every row
+  int64_t suppressed_count;
+  TokenRules rules;
+  int64_t ngram_size;          // 0: no ban
+  int64_t encoder_ngram_size;  // 0: no ban
+  double repetition_penalty;   // 1: none
+  double temperature;          // 1: none
+};
+
+// The backward of a layer_norm over `base` and `addends`, added up one after the other in float32; see
+// layer_norm_of_sum_bwd.cu. Matrices are [rows, columns], of T (grad_output's dtype) where no type is given.
+struct LayerNormOfSumBwd {
+  static constexpr int kMostAddends = 6;
+  TypedPointer grad_output;
+  const float* grad_sum;
+  const float* base;
+  const void* addends[kMostAddends];
+  int addend_count;
+  const float* weight;  // [columns], as `bias`
+  const float* bias;
+  const float* mean;  // [rows], as `rstd`
+  const float* rstd;
+  void* output;
+  float* grad;
+  void* rounded;
+  float* grad_weight;  // [columns], as the next two
+  float* grad_bias;
+  float* grad_columns;
+  void* workspace;  // fuseopt_norm_bwd_workspace_bytes, of three tensors
+  int64_t rows;
+  int64_t columns;  // whole 16 bytes of T, kMostColumns at most
+  static constexpr int kMostColumns = 2048;
+};
+
+enum GeluApproximation : int { kErf = 0, kTanh = 1 };
+
+enum Activation : int { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3, kIdentity = 4 };
+
+// Where the neighbours of a weight [N, K] lie: along K, or along N, as in a contiguous [K, N].
+enum class Layout { kRowMajorNK, kColMajorKN };
+
+enum Norm : int { kNoNorm = 0, kLayerNorm = 1, kT5RmsNorm = 2 };
+
+// Attention over sequences of up to 32 tokens.
+struct ShortAttention {
+  struct Heads {
+    const void* data;  // [batch, heads, length, head_dim], neighbouring head_dim
+    int64_t batch_stride;
+    int64_t head_stride;
+    int64_t row_stride;
+  };
+  int dtype;  // DType
+  Heads query, key, value;
+  int64_t batch;
+  int64_t heads;
+  int64_t length;
+  int64_t head_dim;
+  bool causal;
+  double scale;
+  void* output;  // [batch, length, heads, head_dim]
+  // Set by the launcher.
+  int pitch;
+  bool in_vectors;
+};
+
+// Logits against class indices: the loss of each row, and its gradient written over the logits.
+struct CrossEntropyGrad {
+  TypedPointer logits;  // [rows, width]; zeros past the classes on return
+  int64_t rows;
+  int64_t width;    // whole vectors of 16 bytes
+  int64_t classes;  // at most `width`
+  const float* grad_output;  // [rows] that gradients are multiplied by; null: ones
+  const int64_t* target;     // [rows]
+  float* losses;             // [rows]
+  bool* in_range;            // [rows]: whether the target is a class or ignored
+  int64_t ignore_index;
+  float label_smoothing;
+  float z_loss;
+  bool writes_gradient;  // else the logits stay
+};
+
+}  // namespace fuseopt
