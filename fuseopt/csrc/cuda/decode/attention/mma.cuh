@@ -128,10 +128,10 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
   }
 }
 
-// How many warps share out the places of a block's queries, a power of two, and in how many blocks: enough warps to
-// have all places in registers at once, as far as the device has room for them. One row's many heads have a cluster of two
-// each, if only for its sake: blocks of a cluster start when the previous layer ends, and else they and the layer behind them,
-// which starts with them, ask for memory while that one does.
+// How many warps split the places of a block's queries (a power of two), in how many blocks: enough warps to hold all places
+// in registers at once, as far as they fit on the device. One row with many heads has a cluster of two blocks a head, only
+// because a cluster starts when the previous kernel ends. Otherwise these blocks, and those of the next layer that start with
+// them, would load while the previous kernel does.
 struct Split {
   unsigned parts, blocks;
 

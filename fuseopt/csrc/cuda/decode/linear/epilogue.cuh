@@ -1,5 +1,5 @@
-// Where a thread of decode_linear's tensor core kernels finds what is added to its outputs, and where it puts them: worked
-// out before the wait, so that a load or a store behind it is one instruction.
+// Addresses of a thread's residuals and outputs in decode_linear's tensor core kernels. Computed before the wait, so that a
+// load or store after it is one instruction.
 #pragma once
 
 #include "cuda/decode/linear/params.cuh"
@@ -33,7 +33,7 @@ class OutputPlaces {
     }
   }
 
-  // To be called before the wait.
+  // Called before the wait.
   __device__ void settle() {
 #pragma unroll
     for (int h = 0; h < kHalves; ++h) {
@@ -90,7 +90,7 @@ class ColumnPlace {
     narrow_added_ = 0, wide_added_ = 0.f;
   }
 
-  // To be called before the wait.
+  // Called before the wait.
   __device__ void settle() {
     fuseopt::settle(residual_), fuseopt::settle(output_), fuseopt::settle(wide_), fuseopt::settle(narrow_);
   }
@@ -125,7 +125,7 @@ class QuadPlace {
     added_ = {};
   }
 
-  // To be called before the wait.
+  // Called before the wait.
   __device__ void settle() { fuseopt::settle(residual_), fuseopt::settle(output_), fuseopt::settle(is_there_); }
 
   __device__ void load_residual() {

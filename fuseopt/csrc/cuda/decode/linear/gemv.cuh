@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
 
   Strip product(layer, strip, rank * kLineWarps + warp, blocks * kLineWarps, shared, deviations_of);
   product.fetch();
-  // The first layer of a step that overlaps the previous one: attention reads what that wrote before it waits.
+  // The first layer of a step launched with pdl: attention reads what the previous step wrote before it waits.
   const bool lets_start_late = kLooksUp && layer.pdl;
   if (!lets_start_late) let_successor_start();
   if (blocks > 1) {
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
   float offset = 0.f;
   if (is_column && layer.biases[blockIdx.y] != nullptr) offset = to_float(layer.biases[blockIdx.y][column]);
   product.hold();
-  // From here to the wait: where what follows it finds and puts things.
+  // From here to the wait: addresses and conditions of what follows it.
   const T* input = nullptr;
   Embedding<T> tokens, positions;
   T* sum = nullptr;
@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
   place.load_residual();
   product.put(words);
   product.await_weights();
-  prefetch_next_weights(layer);  // by now all weights are there, and memory has rest
+  prefetch_next_weights(layer);  // all own weights are loaded by now, so memory is idle
   product.multiply();
   if constexpr (kLooksUp) {
     if (leaves > 0) *reinterpret_cast<uint4*>(sum) = words;
@@ -359,9 +359,9 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
   place.store(activate_quickly(layer.activation, value + offset));
 }
 
-// Registers are read at once, and shared memory takes its time: no more of a strip is there than keeps memory busy.
+// Registers are read at once, shared memory is slower: it holds no more of a strip than keeps memory busy.
 using MostGemvStages = GemvStages<4, 9>;
-// As many, less of them at a time: layers behind a norm start long before their turn, and what they ask for comes in the
+// As many stages, less of them at a time: layers behind a norm start long before their turn, and what they ask for comes in the
 // way of what previous kernels do.
 using PatientGemvStages = GemvStages<3, 10>;
 static_assert(PatientGemvStages::kAll == MostGemvStages::kAll);

@@ -25,8 +25,8 @@ constexpr int kGroupSize = kManyRowsChunks * kWarpSize * kAccessBytes / static_c
 static_assert(kHalfRows * kManyRowsStride <= kGroupSize);
 constexpr int kWarpsSummed = 4;  // at a time
 
-// Whether rows go to shared memory on their way. With a weight [N, K] the compiler would else ask for a few of them at
-// a time, for want of registers; with one [K, N] they are there sooner without.
+// Whether rows are copied to shared memory. With a weight [N, K] the compiler would otherwise load a few at a time, as it
+// lacks registers; with one [K, N] loads to registers are faster.
 template <Layout kLayout>
 constexpr bool kCopiesRows = kLayout == Layout::kRowMajorNK;
 
@@ -90,9 +90,9 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
     }
   };
 
-  const unsigned never = layer.rows < 0 ? 1 : 0;
+  const unsigned zero = layer.rows < 0 ? 1 : 0;  // opaque to ptxas
   if constexpr (kLayout == Layout::kColMajorKN) weight.pair_lines(columns, first_k);
-  else weight.arrange(never);
+  else weight.arrange(zero);
   if constexpr (kNorm) {
     // As in decode/linear/skinny_mma.cuh: sums of w * g and w * b as two rows of products, and w scaled by g.
     const unsigned ones = lane / 4 == 0 ? kOnes<T> : 0u;
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
     sums_of[warps * kGroups * kGroupSize + i] = 0.f;
   }
 
-  // From here to the wait: where what follows it finds and puts things. Each instruction behind the wait counts.
+  // From here to the wait: addresses and conditions of what follows it. Each instruction after the wait counts.
   const T* input = static_cast<const T*>(layer.input) + static_cast<int64_t>(first_row) * columns + first_k;
   int copy_to = warp * kGroups * kGroupSize + lane * (kGroupSize / kChunks / kWarpSize);
   const auto copy_of = [&](int g, int c) {  // what the lane reads itself
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   place.settle();
   settle(input), settle(copy_to), settle(offsets_of), settle(takes), settle(sums_to), settle(summed_from);
   if constexpr (kNorm) settle(deviations_from);
-  wait_for_predecessor_settled(never > 0);
+  wait_for_predecessor_settled(zero > 0);
 
   uint4 loaded[kCopiesRows<kLayout> ? 1 : kGroups][kChunks];
 #pragma unroll
@@ -267,8 +267,7 @@ bool launch_many_rows_as(const DecodeLinear& layer, int64_t parts, cudaStream_t 
   constexpr int kTileRows = kGroups * kHalfRows;
   const int64_t warps = ceil_div(layer.in_features, parts * kManyRowsChunks * kChunk);
   ManyRowsLayer<T> tiled{mma_layer<T>(layer), static_cast<int>(parts)};
-  // No more than the tile takes: beside attention's blocks there is little left, and where it suffices a block starts
-  // before these end.
+  // No more than the tile needs: attention's blocks leave little, and a block that fits beside them starts before they end.
   size_t shared_bytes = sizeof(float) * summed_warps(static_cast<int>(warps), kWarpsSummed) * kGroups * kGroupSize;
   shared_bytes += sizeof(float) * 2 * kColumns;
   if (kNorm) shared_bytes += sizeof(Deviations) * warps * kTileRows;
@@ -288,8 +287,8 @@ bool launch_many_rows_as(const DecodeLinear& layer, int64_t parts, cudaStream_t 
   return true;
 }
 
-// Tiles are halved as long as twice as many blocks are still no more than the device has multiprocessors, and where a
-// block has not enough shared memory for a whole one: 32 normalised rows of more than 1152 values, if that is 99 KB.
+// Tiles are halved while twice as many blocks still have a multiprocessor each, and where a block lacks shared memory for a
+// whole one: 32 normalised rows of more than 1152 values, if it has 99 KB.
 template <typename T, Layout kLayout, bool kNorm, bool kGated>
 bool launch_many_rows(const DecodeLinear& layer, int64_t parts, cudaStream_t stream, cudaError_t& error) {
   constexpr int kWidth = kManyRowsTiles * kTileColumns / (kGated ? 2 : 1);

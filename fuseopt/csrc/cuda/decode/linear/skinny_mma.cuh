@@ -31,7 +31,7 @@
 
 namespace fuseopt {
 
-// Of a block, by the registers that its lanes need.
+// Warps of a block, limited by the registers of its lanes.
 template <typename T, typename X, int kTiles, int kChunks, int kHalves>
 constexpr int kMaxLinearWarps =
     kTiles == 8 || kChunks == 8 || (kHalves == 2 && (kTiles == 4 || !std::is_same_v<T, X>)) ? 12 : 16;
@@ -41,13 +41,13 @@ constexpr int kMostWarps = 16;
 constexpr int kSummedWarps = 6;  // at a time
 constexpr int kConstantsBarrier = 1;
 
-// A block's sums are finished in pairs of neighbouring columns, of one row or of the two that are 8 apart.
+// A thread finishes a pair of neighbouring columns, of one row or of two rows that are 8 apart.
 __host__ __device__ inline int finished_pairs(int rows, int strip_width) {
   return (rows < kHalfRows ? rows : kHalfRows) * strip_width / 2;
 }
 
-// How blocks get through K: in one go, in passes, or in one go together with the others of a cluster or apart from
-// them. Of those the y-th leaves what would be the outputs of weight y.
+// How blocks cover K: at once, in passes, split over a cluster (kTogether), or split over blocks whose partial sums the next
+// layer adds up (kApart: the y-th block of the grid stores them as the outputs of weight y).
 enum class Along { kAtOnce, kInPasses, kTogether, kApart };
 
 // kTiles: of 8 columns, in a strip; kChunks: of K, for each warp in one pass; kHalves: of 16 rows; kActivates: whether
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   float4* const inbox = reinterpret_cast<float4*>(sums_of + rows * row_stride);
   const auto sums_at = [&](int r, int w) { return sums_of + r * row_stride + w * kColumns; };
 
-  // The first layer of a step that overlaps the previous one: attention reads what that wrote before it waits.
+  // The first layer of a step launched with pdl: attention reads what the previous step wrote before it waits.
   const bool lets_start_late = kInput == Input::kEmbedded && layer.pdl;
   if (!lets_start_late) let_successor_start();
   WeightPart<T, kLayout, kGated, kTiles, kChunks> weight;
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     if (rank == 0) mailbox.open((blocks - 1) * pairs * sizeof(float4));
     arrive_relaxed_at_cluster_barrier();
   }
-  // From here to the wait: where what follows it finds and puts things. Each instruction behind the wait counts.
+  // From here to the wait: addresses and conditions of what follows it. Each instruction after the wait counts.
   const X* inputs[kHalves];
   int sums_to[kHalves][2];  // of two neighbouring rows, from sums_of on
   bool takes[kHalves][kChunks], leaves[kHalves][2];

@@ -28,8 +28,8 @@ struct WeightPart {
         }
       }
     } else {
-      // Nothing is asked for under a condition: what the weight lacks is another part of it, of which columns are never
-      // stored, and lines are zeros once they are paired. Addresses are one instruction each, not sums of the ones before.
+      // Loads are unconditional: past the end a lane loads another part of the weight. Such columns are never stored, and
+      // such lines are zeroed by pair_lines. Each address is one instruction, not a sum with the one before.
       using Access = std::conditional_t<kTiles == 2, unsigned, std::conditional_t<kTiles == 4, uint2, uint4>>;
       const T* const first = layer.weights[blockIdx.y] + min(column + g * kTiles, layer.out_features - kTiles);
 #pragma unroll
@@ -70,13 +70,13 @@ struct WeightPart {
     }
   }
 
-  // To be called before the wait: has words of a weight [N, K] lie in the registers that products take them from, and
-  // not in those that they were loaded into. `never`: 0, which the assembler must not know.
-  __device__ void arrange(unsigned never) {
+  // Called before the wait: moves words of a weight [N, K] into the registers that MMA reads. `zero` is opaque to ptxas;
+  // OR-ing it keeps weights in MMA operand registers before the wait.
+  __device__ void arrange(unsigned zero) {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
-      for (uint4& w : words[c]) w.x |= never, w.y |= never, w.z |= never, w.w |= never;
+      for (uint4& w : words[c]) w.x |= zero, w.y |= zero, w.z |= zero, w.w |= zero;
     }
   }
 
@@ -99,7 +99,7 @@ struct WeightPart {
     }
   }
 
-  // Keeps the compiler from using the words ahead of what stands before this call, and so from waiting for them there.
+  // Keeps the compiler from using the words before this call, which would wait for their loads there.
   __device__ void not_before_here() {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
