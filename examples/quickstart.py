@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Quickstart: load, plan, initialize, verify, generate, restore
 #
-# A GPT-2 of 4.27 M parameters that knows the King James Bible continues 8 verses, first as transformers runs it, then
+# A GPT-2 of 4.27 M parameters that knows the King James Bible continues 4 verses, first as transformers runs it, then
 # with fuseopt's decode loop. It runs on a CPU or a GPU, without network.
 #
 #     python examples/quickstart.py
@@ -26,7 +26,7 @@ examples = Path(fuseopt.__file__).parents[1] / "examples"
 tokenizer = AutoTokenizer.from_pretrained(examples / "checkpoints" / "gpt2-kjv")
 model = AutoModelForCausalLM.from_pretrained(examples / "checkpoints" / "gpt2-kjv").to(device)
 
-prompts = (examples / "checkpoints" / "prompts.txt").read_text().splitlines()[:8]
+prompts = (examples / "checkpoints" / "prompts.txt").read_text().splitlines()[:4]
 inputs = tokenizer(prompts, padding=True, return_tensors="pt").to(device)
 
 # %% [markdown]
@@ -36,7 +36,7 @@ inputs = tokenizer(prompts, padding=True, return_tensors="pt").to(device)
 
 # %%
 config = {
-    "kernel_fusion": {"custom_cuda_kernels": ["FusedLayerNorm", "FusedGELU", "FusedSoftmax", "FusedNoRepeatNGram"]},
+    "kernel_fusion": {"custom_cuda_kernels": ["FusedLayerNorm", "FusedGELU"]},
     "generation": {"enable": True},
 }
 print(fuseopt.plan(model, config))
@@ -48,7 +48,7 @@ print(fuseopt.plan(model, config))
 # unchanged afterwards.
 
 # %%
-verification = fuseopt.verify(model, config, inputs, generate={"max_new_tokens": 16})
+verification = fuseopt.verify(model, config, inputs, generate={"max_new_tokens": 24})
 print(verification)
 assert verification.ok
 
@@ -58,11 +58,11 @@ assert verification.ok
 
 # %%
 def timed_generate() -> tuple[list[str], float]:
-    """The continuations, and the milliseconds per new token of the fastest of 3 calls after a first one."""
+    """The continuations, and the milliseconds per new token of the faster of 2 calls after a first one."""
     seconds = []
-    for _ in range(4):
+    for _ in range(3):
         start = time.perf_counter()
-        tokens = model.generate(**inputs, max_new_tokens=32, no_repeat_ngram_size=3, do_sample=False)
+        tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False)
         tokens = tokens.cpu()  # waits for the GPU
         seconds.append(time.perf_counter() - start)
     new = tokens[:, inputs["input_ids"].shape[1] :]

@@ -1,0 +1,44 @@
+"""examples/README.md lists every example, and examples keep to what it says of them."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+import fuseopt
+from tests.examples.scripts import EXAMPLES
+
+TOOLS = {"make_notebook.py", "train_tiny.py"}
+SCRIPTS = sorted(path for path in EXAMPLES.glob("*.py") if path.name not in TOOLS)
+README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+
+
+def test_readme_has_a_row_for_each_script_and_config():
+    linked = set(re.findall(r"^\| \[.*?\]\((\S+?)\)", README, re.MULTILINE))
+    assert linked == {path.name for path in SCRIPTS} | {f"configs/{p.name}" for p in EXAMPLES.glob("configs/*")}
+    for script in SCRIPTS:
+        (command,) = re.findall(rf"`((?:python|torchrun)[^`]* examples/{script.name})`", README)
+        assert command in script.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=[script.stem for script in SCRIPTS])
+def test_script_is_short_stands_alone_and_uses_the_public_api(script):
+    text = script.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    tree = ast.parse(text)
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert "fuseopt" in imported
+    assert not any(name.startswith(("fuseopt.", "examples")) or name.split(".")[0] in _names() for name in imported)
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fuseopt"
+    }
+    assert used <= {*fuseopt.__all__, "__file__"}
+
+
+def _names() -> set[str]:
+    return {path.stem for path in EXAMPLES.glob("*.py")}
