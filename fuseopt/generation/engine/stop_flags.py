@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-# Flags per copy. Each copy interrupts the chain of kernels: with one copy a step, a GPU's step of GPT-2 takes 8% longer.
+# Flags per copy. Each copy interrupts the chain of kernels: with one copy per step, GPT-2 takes 8% longer on a GPU.
 STEPS_PER_COPY = 4
 # The host reads a copy this many steps after the last step in it, so that the device has work while the host reads.
 _LAG = 3
@@ -42,7 +42,7 @@ class StopFlags:
         return self._read_up_to(self.pushed - self.lag)
 
     def count_valid(self) -> int:
-        """How many of the pushed steps count: all up to the first after which no row continues. Waits for all of them."""
+        """Number of pushed steps up to the first after which no row continues. Waits for all pushed steps."""
         self._copy()
         self._read_up_to(self.pushed)
         return self.read
