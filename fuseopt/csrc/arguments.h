@@ -1,10 +1,10 @@
-// What the tensors of an op must be: declared beside its registration, checked in every call before the op sees them.
+// What the tensors of an op must be. It is declared beside the op's registration and checked before every call.
 //
 //   constexpr auto kArguments = arguments("op", {{"input", kFloats}, {"lengths", kIntegers}});
 //   library.impl("op", TORCH_BOX((checked<op, kArguments>)));
 //
-// All tensors must be on the device of the first one, of the library's kind. A function with a tensor too many or too few
-// for its declaration does not compile. Shapes and layouts are checked by the ops.
+// All tensors must be on the device of the first one, which must be of the library's kind. A function with more or
+// fewer tensors than its declaration does not compile. The ops check shapes and layouts.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -26,7 +26,7 @@ namespace fuseopt {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A set of dtypes, a bit each.
+// A set of dtypes, one bit each.
 using Dtypes = uint64_t;
 
 constexpr Dtypes set_of(ScalarType type) { return Dtypes{1} << static_cast<int>(type); }
@@ -52,7 +52,7 @@ constexpr NamedType kNamedTypes[] = {
     {ScalarType::Long, "int64"},        {ScalarType::Int, "int32"},     {ScalarType::Byte, "uint8"},
     {ScalarType::Bool, "bool"},         {ScalarType::Double, "float64"}};
 
-// torch's numbers for `kNamedTypes`.
+// torch's numbers of `kNamedTypes`.
 inline const auto& known_numbers() {
   static const std::array<int32_t, std::size(kNamedTypes)> numbers = {
       aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float32(), aoti_torch_dtype_float16(), aoti_torch_dtype_int64(),
@@ -60,7 +60,7 @@ inline const auto& known_numbers() {
   return numbers;
 }
 
-// As Tensor::scalar_type, which asks torch for the number of one dtype after the other at every call.
+// The same as Tensor::scalar_type, which in every call asks torch for the numbers of the dtypes one by one.
 inline ScalarType scalar_type_of(const Tensor& tensor) {
   int32_t number = 0;
   FUSEOPT_CHECK(aoti_torch_get_dtype(tensor.get(), &number) == TORCH_SUCCESS, "fuseopt: a tensor without a dtype");
@@ -87,7 +87,7 @@ constexpr Arguments<kCount> arguments(const char* op, const Argument (&list)[kCo
   return {op, std::to_array(list)};
 }
 
-// The arguments of `first`, and after them those of `second`.
+// The arguments of `first`, then those of `second`.
 template <size_t kFirst, size_t kSecond>
 constexpr Arguments<kFirst + kSecond> operator+(const Arguments<kFirst>& first, const Argument (&second)[kSecond]) {
   Arguments<kFirst + kSecond> both{first.op, {}};
@@ -134,14 +134,14 @@ template <typename T>
 constexpr bool kIsTensor = std::is_same_v<T, Tensor> || std::is_same_v<T, std::optional<Tensor>> ||
                            std::is_same_v<T, std::vector<Tensor>>;
 
-// Of one call: takes its parameters one after the other, and throws at the first that is not as declared.
+// The check of one call: takes its parameters in order, and throws at the first one that differs from its declaration.
 template <size_t kCount>
 class ArgumentCheck {
  public:
   ArgumentCheck(const Arguments<kCount>& declared, int32_t device_type)
       : declared_(declared), device_type_(device_type) {}
 
-  // The index of the device that all tensors are on.
+  // The index of the device of all tensors.
   int32_t device() const { return first_->index; }
 
   template <typename T>
@@ -174,7 +174,7 @@ class ArgumentCheck {
          is_of_library ? first_->text() : kind_text(device_type_), ", not ", name_of(type), " on ", place.text());
   }
 
-  // The dtypes that the argument `name` was found to have; every dtype if the call left it out.
+  // The dtype of the argument `name` in this call, as a set; all dtypes if it is absent.
   Dtypes dtypes_of(std::string_view name) const {
     size_t i = 0;
     while (declared_.list[i].name != name) ++i;

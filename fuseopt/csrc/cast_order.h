@@ -1,5 +1,5 @@
-// Where the upstream RMSNorm classes round: codes as in fuseopt/ops/rms_norm.py, for both libraries. As an argument a code
-// costs a call far less than the two dtypes that it stands for.
+// Where the upstream RMSNorm classes round. Both libraries use the codes of fuseopt/ops/rms_norm.py: one code is a much
+// cheaper argument than the two dtypes that it stands for.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,14 @@ namespace fuseopt {
 
 using torch::headeronly::ScalarType;
 
-// As torch.promote_types, among the floating point types.
+// The same as torch.promote_types, for floating point types.
 inline ScalarType promote_types(ScalarType a, ScalarType b) {
   if (a == b) return a;
   return a == ScalarType::Double || b == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
 struct NormDtypes {
-  ScalarType norm;  // of the normalised input, before the weight
+  ScalarType norm;  // dtype of the normalised input, before the weight
   ScalarType output;
 };
 

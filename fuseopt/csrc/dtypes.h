@@ -1,4 +1,4 @@
-// Element types as they cross the border between torch-aware bindings and torch-free kernels.
+// Element types in calls from bindings, which know torch, to kernels, which do not.
 #pragma once
 
 namespace fuseopt {

@@ -5,9 +5,10 @@
 
 namespace fuseopt {
 
-/// Sums over rows, added up in an order that depends on the shape alone: the same to the bit for any number of threads.
+/// Sums over rows, added in an order that depends only on the shape, so that results are bitwise equal for any number
+/// of threads.
 ///
-/// The rows are cut into fixed parts, each part adds into a row of its own, and the parts are added in turn.
+/// The rows are divided into fixed parts. Each part adds into a row of its own, and the parts are added in order.
 template <typename Math>
 class ColumnSums {
  public:

@@ -31,7 +31,7 @@ void convert_contiguous(const From* __restrict src, To* __restrict dst, int64_t 
 }
 
 #if defined(__F16C__)
-// Compilers do not vectorise these two on their own.
+// Compilers do not vectorise these two loops by themselves.
 template <>
 void convert_contiguous(const Half* __restrict src, float* __restrict dst, int64_t n) {
   int64_t i = 0;

@@ -19,7 +19,7 @@ void load_row(const void* src, DType dtype, int64_t stride, int64_t n, Math* dst
 template <typename Math>
 void store_row(const Math* src, int64_t n, DType dtype, void* dst);
 
-/// Rounds n elements in place to what `dtype` can hold.
+/// Rounds n elements in place to `dtype`.
 template <typename Math>
 void round_row(Math* row, int64_t n, DType dtype);
 

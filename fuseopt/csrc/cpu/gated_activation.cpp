@@ -90,7 +90,7 @@ std::tuple<Tensor, Tensor> gated_activation_backward(const Tensor& grad_output, 
   return {grad_gate, grad_up};
 }
 
-/// run(Activation{}) of the activation with that place in fuseopt/ops/gated_activation.py.
+/// Calls run(Activation{}) with the activation of that index in fuseopt/ops/gated_activation.py.
 template <typename Run>
 auto dispatch(int64_t activation, const Run& run) {
   switch (activation) {

@@ -4,7 +4,7 @@
 namespace fuseopt {
 namespace {
 
-/// x + bias for one piece; `buffer` must not hold x.
+/// x + bias for one piece; `buffer` must not overlap x.
 template <typename Math>
 const Math* add_bias(const Math* x, const std::vector<Math>& bias, int64_t col, int64_t n, Math* buffer) {
   if (bias.empty()) return x;

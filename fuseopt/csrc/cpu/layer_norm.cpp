@@ -12,7 +12,8 @@ std::vector<Math> values_or(const std::optional<Tensor>& tensor, Math value, int
   return tensor ? flatten_parameter<Math>(*tensor, n, name) : std::vector<Math>(n, value);
 }
 
-/// Summed as distances from the first element: exact for a constant row, and a large mean costs no digits.
+/// The mean is summed as distances from the first element, so that it is exact for a constant row and keeps its
+/// precision if large.
 template <typename Math>
 Math mean_of(const Math* x, int64_t n) {
   if (n == 0) return std::numeric_limits<Math>::quiet_NaN();
@@ -24,7 +25,7 @@ Math mean_of(const Math* x, int64_t n) {
 struct LayerNormForward {
   Tensor output;
   std::optional<Tensor> sum;
-  std::optional<Tensor> mean;  // the statistics, if they are kept
+  std::optional<Tensor> mean;  // only if they are kept
   std::optional<Tensor> rstd;
 };
 

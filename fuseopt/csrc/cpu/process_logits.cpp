@@ -51,7 +51,7 @@ class TokenRows {
 
 struct Options {
   double repetition_penalty;
-  std::vector<int64_t> prompt_ignore_length;  // empty, or one a row
+  std::vector<int64_t> prompt_ignore_length;  // one per row, or empty
   int64_t ngram_size;                         // 0: no ban
   std::optional<TokenRows> encoder_ids;
   int64_t encoder_ngram_size;
@@ -60,7 +60,7 @@ struct Options {
   double temperature;
 };
 
-/// A vector of integers of any strides as int64, of `n` elements unless that is negative.
+/// A vector of integers of any strides as int64; it must have `n` elements unless `n` is negative.
 std::vector<int64_t> integers(const char* name, const std::optional<Tensor>& ids, int64_t n) {
   if (!ids) return {};
   FUSEOPT_CHECK(ids->dim() == 1 && (n < 0 || ids->numel() == n), "fuseopt: ", name, " has ", ids->numel(),
@@ -70,14 +70,14 @@ std::vector<int64_t> integers(const char* name, const std::optional<Tensor>& ids
   return std::vector<int64_t>(data, data + ids->numel());
 }
 
-/// What is to be done to one row: found before anything is written.
+/// The edits of one row, determined before anything is written.
 struct RowEdits {
   std::vector<int64_t> penalised;  // may name a token more than once
   std::vector<int64_t> banned;
-  int64_t negative_id = 0;  // one that stands among them; 0: none
+  int64_t negative_id = 0;  // a negative id of the row, for the error message; 0: none
 };
 
-/// Appends to `banned` the token after every place in `ids` where the last n - 1 tokens of `history` stand.
+/// Appends to `banned` the token after each place in `ids` that repeats the last n - 1 tokens of `history`.
 void find_continuations(const int64_t* ids, int64_t length, const int64_t* history, int64_t history_length, int64_t n,
                         std::vector<int64_t>& banned) {
   if (n == 0 || history_length < n - 1) return;
@@ -114,7 +114,8 @@ RowEdits find_edits(const TokenRows& id_rows, int64_t row, int64_t vocab, const 
   return edits;
 }
 
-/// One row of scores to `out`, contiguous, which may be the row itself. torch computes with 16-bit scores in float.
+/// Writes one edited row of scores to `out`, which is contiguous and may be the row itself. 16-bit scores are computed
+/// in float, as torch does.
 template <typename T>
 void edit_row(const T* scores, int64_t col_stride, int64_t vocab, const RowEdits& edits, const Options& options,
               T* out) {
@@ -128,7 +129,7 @@ void edit_row(const T* scores, int64_t col_stride, int64_t vocab, const RowEdits
   const auto tempered = [&](T x) {
     return options.temperature == 1 ? x : static_cast<T>(static_cast<Math>(x) / temperature);
   };
-  std::vector<T> penalised;  // from the scores as they come: a token that is named twice is penalised once
+  std::vector<T> penalised;  // computed from the original scores, so that a token named twice is penalised once
   penalised.reserve(edits.penalised.size());
   for (const int64_t token : edits.penalised) {
     const Math x = static_cast<Math>(scores[token * col_stride]);
@@ -166,7 +167,7 @@ void edit_rows(const TokenRows& id_rows, const Tensor& scores, const Options& op
   parallel(n_rows, ids_per_row, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) edits[row] = find_edits(id_rows, row, vocab, options);
   });
-  for (const RowEdits& row : edits) {  // not among the threads: what they throw loses its words
+  for (const RowEdits& row : edits) {  // outside the threads, where an exception would lose its message
     FUSEOPT_CHECK(row.negative_id == 0, "fuseopt: token id ", row.negative_id,
                   " would be penalised or banned but is negative");
   }

@@ -34,7 +34,7 @@ void normalise(const Math* x, Math rstd, const Math* scale, DType norm_type, int
 struct RmsNormForward {
   Tensor output;
   std::optional<Tensor> sum;
-  std::optional<Tensor> rstd;  // if it is kept
+  std::optional<Tensor> rstd;  // only if it is kept
 };
 
 template <typename Math>

@@ -1,4 +1,4 @@
-// Tensors as rows along their last dimension, and the loop over rows: what every op of this folder stands on.
+// Tensors as rows along their last dimension, and the loop over rows. Every op of this folder uses them.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -28,17 +28,17 @@ Tensor empty(const int64_t* sizes, int64_t dim, ScalarType type);
 inline Tensor empty_like(const Tensor& tensor, ScalarType type) {
   return empty(tensor.sizes().data(), tensor.dim(), type);
 }
-/// One element a row of `tensor`: its sizes without the last.
+/// A new tensor with one element per row of `tensor`: its sizes without the last.
 inline Tensor empty_per_row(const Tensor& tensor, ScalarType type) {
   return empty(tensor.sizes().data(), tensor.dim() - 1, type);
 }
 
-/// float, or double where one of the tensors is double: the type that the maths is done in.
+/// The type of the arithmetic: double if one of the tensors is double, else float.
 inline bool any_double(const Tensor& a, const std::optional<Tensor>& b = std::nullopt) {
   return dtype(a) == kFloat64 || (b && dtype(*b) == kFloat64);
 }
 
-/// Long rows are worked on in pieces of so many elements, so that buffers stay in the first-level cache.
+/// Long rows are processed in pieces of this many elements, so that buffers stay in the L1 cache.
 constexpr int64_t kPiece = 1024;
 
 /// Uninitialised scratch memory for one row.
@@ -60,15 +60,15 @@ class RowBuffer {
 class Rows {
  public:
   explicit Rows(const Tensor& tensor) : Rows(tensor, tensor.sizes()) {}
-  /// `tensor` broadcast to `sizes`; raises where it cannot be.
+  /// `tensor` broadcast to `sizes`; raises if it cannot be.
   Rows(const Tensor& tensor, IntHeaderOnlyArrayRef sizes);
-  /// All of a contiguous tensor as one row.
+  /// All elements of a contiguous tensor as one row.
   static Rows single(const Tensor& tensor);
 
   int64_t n_rows() const { return n_rows_; }
   int64_t n_cols() const { return n_cols_; }
 
-  /// n elements of a row as Math, from column `begin`: in place where they lie so already, else copied to `buffer`.
+  /// n elements of a row as Math, from column `begin`: in place if they are stored so, else copied to `buffer`.
   template <typename Math>
   const Math* read(int64_t row, int64_t begin, int64_t n, Math* buffer) const {
     const char* src = data_ + (offset(row) + begin * col_stride_) * element_size(dtype_);
@@ -105,7 +105,7 @@ class Rows {
   int64_t n_cols_ = 1;
   int64_t col_stride_ = 1;
   int64_t outer_stride_ = 0;
-  std::vector<Dim> dims_;  // leading dimensions but the outermost, neighbours merged where the strides allow
+  std::vector<Dim> dims_;  // leading dimensions except the outermost; neighbours are merged if strides allow
 };
 
 /// The rows of a new contiguous tensor, to be written.
@@ -114,7 +114,7 @@ class OutputRows {
   OutputRows(const Tensor& tensor, int64_t n_cols)
       : data_(static_cast<char*>(tensor.mutable_data_ptr())), dtype_(dtype(tensor)), n_cols_(n_cols) {}
 
-  /// Where to compute a row: the tensor itself when it holds Math, else `buffer`.
+  /// Where to compute a row: in the tensor if it holds Math, else in `buffer`.
   template <typename Math>
   Math* target(int64_t row, int64_t begin, Math* buffer) const {
     return dtype_ == dtype_of<Math> ? reinterpret_cast<Math*>(at(row, begin)) : buffer;
@@ -132,7 +132,7 @@ class OutputRows {
   void commit(int64_t row, const Math* values) const {
     commit(row, 0, n_cols_, values);
   }
-  /// Stores n elements from anywhere.
+  /// Stores n elements from another place.
   template <typename Math>
   void store(int64_t row, int64_t begin, int64_t n, const Math* values) const {
     store_row(values, n, dtype_, at(row, begin));
@@ -153,11 +153,12 @@ void check_same_shape(const char* name, const Tensor& tensor, const char* other_
 template <typename Math>
 std::vector<Math> flatten(const Tensor& tensor, int64_t n, const char* name);
 
-/// Likewise, of one dimension.
+/// The same for one dimension.
 template <typename Math>
 std::vector<Math> flatten_parameter(const Tensor& tensor, int64_t n, const char* name);
 
-/// body(begin, end) over [0, n) on torch's threads, each piece worth a thread's while at `cost` elements an item.
+/// Calls body(begin, end) for pieces of [0, n) on torch's threads. A piece is large enough for a thread, at a cost of
+/// `cost` elements per item.
 template <typename Body>
 void parallel(int64_t n, int64_t cost, const Body& body) {
   constexpr int64_t kElementsPerThread = 16384;

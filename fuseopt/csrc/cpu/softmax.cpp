@@ -30,7 +30,7 @@ Tensor softmax_forward(const Tensor& input, const std::optional<Tensor>& mask, d
         for (int64_t i = 0; i < n; ++i) y[i] = x[i] * factor;
         x = y;
       }
-      // A row of -inf alone gives nan, as in torch: -inf - -inf.
+      // A row of -inf only gives NaN, as in torch: -inf - -inf.
       const Math largest = max(x, n);
       const double total = sum<Math>(n, [=](int64_t i) { return y[i] = exp(x[i] - largest); });
       const Math inverse = static_cast<Math>(1 / total);

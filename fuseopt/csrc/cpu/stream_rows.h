@@ -1,4 +1,4 @@
-// The rows that a norm works on: its input's, or those of the sum of its input and a residual.
+// The rows that a norm reads: those of its input, or of the sum of its input and a residual.
 #pragma once
 
 #include "cast_order.h"
@@ -6,7 +6,8 @@
 
 namespace fuseopt {
 
-/// Rows of `input`, or of `input + residual`, which is rounded to the dtype that the two promote to and kept in `sum()`.
+/// Rows of `input`, or of `input + residual`; that sum is rounded to the dtype that both promote to, and kept in
+/// `sum()`.
 template <typename Math>
 class StreamRows {
  public:
@@ -20,10 +21,10 @@ class StreamRows {
 
   int64_t n_rows() const { return input_.n_rows(); }
   int64_t n_cols() const { return input_.n_cols(); }
-  /// Present where a residual is; row by row as complete as it has been read.
+  /// Present if there is a residual; complete for the rows that have been read.
   const std::optional<Tensor>& sum() const { return sum_; }
 
-  /// The elements of a row, for which the buffers may be used. Writes the row of the sum.
+  /// The elements of a row, for which it may use the buffers. Also writes the row of the sum.
   const Math* read(int64_t row, Math* buffer, Math* residual_buffer) const {
     const Math* x = input_.read(row, buffer);
     if (!residual_) return x;

@@ -1,4 +1,4 @@
-// Branch-free elementary functions, which compilers vectorise inside `#pragma omp simd` loops, and row reductions.
+// Branch-free elementary functions, which compilers vectorise inside `#pragma omp simd` loops; and row reductions.
 #pragma once
 
 #include <algorithm>
@@ -19,11 +19,11 @@ inline Math polynomial(Math x, Math c0, Rest... rest) {
   return c0 + x * polynomial<Math>(x, rest...);
 }
 
-/// (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2: a minimax fit, which leaves e^r a relative error of 3e-9.
+/// (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2: a minimax fit, with which e^r has a relative error of 3e-9.
 inline float exp_remainder(float r) {
   return polynomial(r, 0.4999999345f, 0.1666652064f, 0.04166838777f, 0.008368715305f, 0.001381461062f);
 }
-/// The Taylor series, cut off below 1e-17.
+/// The Taylor series; terms below 1e-17 are left out.
 inline double exp_remainder(double r) {
   return polynomial(r, 1.0 / 2, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320, 1.0 / 362880,
                     1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800);
@@ -37,10 +37,10 @@ struct ExpConstants<float> {
   using Int = int32_t;
   static constexpr int kMantissaBits = 23;
   static constexpr int kBias = 127;
-  // ln 2 in two parts: n * kLn2High is exact for every n that exp() meets.
+  // ln 2 in two parts: n * kLn2High is exact for every n that occurs.
   static constexpr float kLn2High = 0.693359375f;
   static constexpr float kLn2Low = -2.12194440e-4f;
-  // exp() is 0 below and infinite above: n is -127, whose bits make 0, and 128, whose bits make infinity.
+  // exp() is 0 below this range and infinite above: n = -127 has the bits of 0, n = 128 those of infinity.
   static constexpr float kLow = -88.0f;
   static constexpr float kHigh = 89.0f;
 };
@@ -90,7 +90,7 @@ inline float normal_cdf(float x) {
                                0.2049579973f, -0.2248575173f, 0.2715978175f, -0.1466252257f, 0.02766769474f);
   const float tail = fit * t * exp(-0.5f * x * x);
   const float far = x < 0 ? tail : 1.0f - tail;
-  // Minimax fit of (cdf(x) - 1/2) / x in x^2 for |x| <= 1: relative error 7e-10. The other one cancels there.
+  // Minimax fit of (cdf(x) - 1/2) / x in x^2 for |x| <= 1: relative error 7e-10. The other fit cancels there.
   const float near = 0.5f + x * polynomial(x * x, 0.3989422801f, -0.06649035992f, 0.00997332341f, -0.001186329942f,
                                            0.0001134863722f, -7.654208461e-06f);
   return a < 1.0f ? near : far;
@@ -98,7 +98,7 @@ inline float normal_cdf(float x) {
 
 inline double normal_cdf(double x) { return 0.5 * std::erfc(-x * 0.70710678118654752440); }
 
-// Of the vectors that loops are compiled to.
+// Bytes of a vector register.
 #if defined(__AVX512F__)
 constexpr int64_t kVectorBytes = 64;
 #elif defined(__AVX__)
@@ -107,8 +107,8 @@ constexpr int64_t kVectorBytes = 32;
 constexpr int64_t kVectorBytes = 16;
 #endif
 
-/// Sum of term(i) for i < n. Blocks are added in double: the error does not grow with n, and the order of additions
-/// depends on n alone. In a block an element of a vector adds up 32 terms, whatever the processor.
+/// The sum of term(i) for i < n. Blocks are added in double, so that the error does not grow with n, and the order of
+/// additions depends only on n. Within a block each vector element adds 32 terms, on every processor.
 template <typename Math, typename Term>
 inline double sum(int64_t n, Term term) {
   constexpr int64_t kBlock = 32 * kVectorBytes / sizeof(Math);
@@ -123,7 +123,7 @@ inline double sum(int64_t n, Term term) {
   return total;
 }
 
-/// Largest of n values, -inf for none; nan is passed over.
+/// The largest of n values, -inf for none; NaN is ignored.
 template <typename Math>
 inline Math max(const Math* values, int64_t n) {
   Math largest = -std::numeric_limits<Math>::infinity();

@@ -1,14 +1,14 @@
-// `DirectCalls(choose, autocasts=False)(backend, *arguments)`: an op's calls, each of which goes straight to the raw op
-// that `settle` named for its backend and device, and to `choose(backend, *arguments)` where none is settled.
+// `DirectCalls(choose, autocasts=False)(backend, *arguments)`: the calls of one op. A call goes straight to the raw op
+// that `settle` named for its backend and device, or to `choose(backend, *arguments)` if none was named.
 //
-// An OpOverload asks of each argument what it could stand for, in every overload; this takes the few types that the
-// schemas of fuseopt/ops have, reads them in place and hands them to PyTorch's dispatcher, which does with them what it
-// does for an OpOverload: dispatch modes, tracing, profiling and other devices' keys all apply.
+// An OpOverload tries to convert each argument to every type that some overload allows. This class knows only the few
+// types in the schemas of fuseopt/ops, reads them in place and passes them to PyTorch's dispatcher. From there on all
+// is as with an OpOverload: dispatch modes, tracing, profiling and other devices' keys apply.
 //
-// A call goes there only where nothing but the raw op is asked for. Any other gives NotImplemented, which whoever calls
-// takes for the road that all can take: tensors of subclasses, gradients, transforms of torch.func, __torch_function__
-// modes, CUDA's autocast where it has a say in the op (`autocasts`), arguments of other types, and whatever the op
-// refuses. The versions of tensors that the op writes to are counted up.
+// A call that needs more than the raw op returns NotImplemented, and the caller takes the general path. Such calls have
+// tensors of subclasses, gradients, transforms of torch.func, __torch_function__ modes, CUDA's autocast if it affects
+// the op (`autocasts`), arguments of other types, or arguments that the op refuses. The version counters of tensors
+// that the op writes to are incremented.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -43,7 +43,7 @@ struct Parameter {
 };
 
 struct RawOp {
-  PyObject* backend;  // for which it is settled, an interned string
+  PyObject* backend;  // interned string
   c10::DeviceType device;
   c10::OperatorHandle handle;
   std::vector<Parameter> parameters;
@@ -54,10 +54,10 @@ struct DirectCalls {
   vectorcallfunc call;
   PyObject* choose;
   bool autocasts;
-  std::deque<RawOp> settled;  // which stay where they are: a call may run while another is settled
+  std::deque<RawOp> settled;  // a deque keeps addresses: a call may run while another thread adds
 };
 
-// The stack of the thread's last call, whose memory the next one takes over.
+// The stack of the thread's last call, whose memory the next call reuses.
 class Stack {
  public:
   Stack() : values_(std::move(last_)) {}
@@ -85,16 +85,17 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// As at::autocast::is_autocast_enabled finds out, whose header costs its compiler seconds.
+// The same as at::autocast::is_autocast_enabled, whose header takes seconds to compile.
 bool is_cuda_autocast_enabled() { return !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCUDA); }
 
-// Whether the op alone answers for this tensor.
+// Whether the raw op alone is enough for this tensor.
 bool is_plain(const at::Tensor& tensor, c10::DeviceType device, bool with_gradients) {
   return tensor.device().type() == device && !(with_gradients && tensor.requires_grad()) &&
          !tensor._fw_grad(/*level=*/0).defined();
 }
 
-// Appends the argument to the stack; false where it is not of the parameter's type, or a tensor that is not plain.
+// Appends the argument to the stack. Returns false if its type is not the parameter's, or if it is a tensor that is not
+// plain.
 bool push(torch::jit::Stack& stack, const Parameter& parameter, PyObject* argument, c10::DeviceType device,
           bool with_gradients) {
   if (argument == Py_None) {
@@ -132,7 +133,7 @@ bool push(torch::jit::Stack& stack, const Parameter& parameter, PyObject* argume
   return false;
 }
 
-// This call starts below the dispatch key whose kernel does this for any other call of the op.
+// Needed because this call starts below the ADInplaceOrView key, whose kernel increments it in other calls of the op.
 void count_version_up(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
@@ -156,7 +157,7 @@ const RawOp* find(const DirectCalls& calls, PyObject* backend, c10::DeviceType d
   return nullptr;
 }
 
-// NotImplemented where the raw op alone does not answer for the call.
+// Returns NotImplemented if the call needs more than the raw op.
 PyObject* call_raw(const RawOp& op, PyObject* const* arguments, size_t count) {
   if (count > op.parameters.size() || at::impl::torch_function_mode_enabled() ||
       c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
@@ -208,11 +209,11 @@ PyObject* call(PyObject* self, PyObject* const* arguments, size_t flagged_count,
   return call_raw(*op, arguments + 1, count - 1);
 }
 
-// Throws where a schema has a type that `push` does not know.
+// Throws if a schema has a type that `push` does not know.
 std::vector<Parameter> parameters_of(const c10::FunctionSchema& schema) {
   std::vector<Parameter> parameters;
   for (const c10::Argument& argument : schema.arguments()) {
-    // The real type: a dtype's plain type is that of a number.
+    // The real type, since the plain type of a dtype is int.
     c10::TypePtr type = argument.real_type();
     const auto optional = type->cast<c10::OptionalType>();
     if (optional) type = optional->getElementType();
@@ -243,7 +244,7 @@ PyObject* settle(PyObject* self, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "Usss", &backend, &device, &name, &overload)) return nullptr;
   auto& calls = *reinterpret_cast<DirectCalls*>(self);
   const c10::DeviceType device_type = c10::Device(device).type();
-  if (find(calls, backend, device_type) != nullptr) Py_RETURN_NONE;  // by another thread
+  if (find(calls, backend, device_type) != nullptr) Py_RETURN_NONE;  // added by another thread
   auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
   auto parameters = parameters_of(handle.schema());
   Py_INCREF(backend);

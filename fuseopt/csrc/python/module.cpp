@@ -1,5 +1,6 @@
-// What fuseopt has of Python's tensors in C++. The stable ABI has no access to them: this library is compiled for one
-// release of torch and of Python. It is one file, as most of what compiling one takes is torch's headers.
+// The part of fuseopt that needs Python's tensors in C++. The stable ABI has no access to them, so this library is
+// compiled for one release of torch and Python. It is one file, because most of its compile time goes into torch's
+// headers.
 #include "python/direct_calls.h"
 #include "python/watch.h"
 

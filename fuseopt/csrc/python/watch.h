@@ -1,4 +1,4 @@
-// What is asked of all of a model's modules and parameters in every call: in Python that takes several times as long.
+// Per-call checks of all modules and parameters of a model, which would take several times as long in Python.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -10,7 +10,7 @@
 
 namespace {
 
-// `places(tensors)`: where each of a list of tensors lies, its dtype, sizes and strides, as bytes to be compared.
+// `places(tensors)`: address, dtype, sizes and strides of each tensor in a list, as bytes for comparison.
 PyObject* places(PyObject*, PyObject* tensors) {
   HANDLE_TH_ERRORS
   if (!PyList_Check(tensors)) {
@@ -35,7 +35,8 @@ PyObject* places(PyObject*, PyObject* tensors) {
   END_HANDLE_TH_ERRORS
 }
 
-// `has_true(dicts, names)`: whether one of a list of dicts has a true value by one of a tuple of names, all of which it has.
+// `has_true(dicts, names)`: whether any dict of a list has a true value under one of the names; each dict has all
+// names.
 PyObject* has_true(PyObject*, PyObject* arguments) {
   PyObject *dicts, *names;
   if (!PyArg_ParseTuple(arguments, "O!O!", &PyList_Type, &dicts, &PyTuple_Type, &names)) return nullptr;

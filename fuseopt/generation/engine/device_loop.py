@@ -16,7 +16,7 @@ _STEPS_BEFORE_CHECK = 2
 class DeviceLoop:
     """Runs a DecodeRun to its end: `start` queues its first steps, `finish` all others.
 
-    Between the two, the host may do what takes long. Nothing is captured before `finish`, since a capture could be
+    Between the two, the host may do slow work. Nothing is captured before `finish`, since a capture could be
     observed from outside.
 
     Args:
@@ -28,7 +28,7 @@ class DeviceLoop:
     ) -> None:
         self.graphs, self.run, self.scores, self.logits = graphs, run, scores, logits
         self._was_captured = run.work.graph is not None
-        # Every step's records have to be copied before the next step, so graphs of several steps are out.
+        # Every step's records have to be copied before the next step, so graphs of several steps are not used.
         self._limit = None if scores is None and logits is None else 1
         # A step that an earlier call ran is captured at once, as all such calls may be short.
         self._capture_at = run.without_forward if graphs.has_seen(run.work) else 2

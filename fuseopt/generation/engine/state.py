@@ -57,7 +57,7 @@ class CacheShape:
     """Shape of a model's key-value cache without rows and slots.
 
     Attributes:
-        absorbed_slots: the most slots of a cross-attention cache that is kept absorbed too; 0 for none.
+        absorbed_slots: the most slots for which cross-attention is also kept absorbed; 0: never.
     """
 
     layers: int
@@ -78,7 +78,7 @@ class AbsorbedCrossAttention:
     """Cross-attention to the few slots of one item, with its keys and values multiplied into the projections.
 
     For the norm's output x, the scores of a head are x @ (keys @ query weight).T, and the output is the sum over heads
-    of softmax(scores) @ (values @ output weight). Both products are computed once a prompt.
+    of softmax(scores) @ (values @ output weight). Both products are computed once per prompt.
 
     Attributes:
         keys, values: the products [layers, heads * slots, width]; zeros for masked slots.
@@ -113,8 +113,8 @@ class DecodeState:
         ids: [rows, capacity + 1], the sequences; with beams, those of the running beams.
         length: [1], how many columns of `ids` are filled.
         prompt_positions: [rows, capacity], positions of the prompt's tokens.
-        unfinished: [rows], whether a row has met no EOS token.
-        going: [capacity + 1], whether any row continued after the token in this column.
+        unfinished: [rows], whether a row has no EOS token yet.
+        going: [capacity + 1], whether any row continues after the token in this column.
         pad: [1], the id that finished rows are given.
         logits, scores: [rows, vocab] float32, before and after the logits processors.
         beams: static tensors of beam search; None outside it.

@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-# Flags a copy. Each copy interrupts the chain of kernels: with one copy a step, a GPU's step of GPT-2 takes 8% longer.
+# Flags per copy. Each copy interrupts the chain of kernels: with one copy per step, GPT-2 takes 8% longer on a GPU.
 STEPS_PER_COPY = 4
 # The host reads a copy this many steps after the last step in it, so that the device has work while the host reads.
 _LAG = 3
@@ -17,8 +17,8 @@ class StopFlags:
     """Flags of steps, copied to pinned memory a few at a time.
 
     Args:
-        going: [any] bool on the device. A step that makes sequences of length n sets element n - 1: False from the
-            step on after which no row continues.
+        going: [any] bool on the device. The step that extends sequences to length n sets element n - 1; it is False
+            once no row continues.
         length: of the sequences before the first step.
         max_steps: bound on the number of steps.
     """
@@ -32,7 +32,7 @@ class StopFlags:
         self._copies: deque[tuple[int, torch.cuda.Event | None]] = deque()
 
     def push(self, count: int = 1) -> None:
-        """Says that `count` more steps were queued; starts a copy if enough flags have come together."""
+        """Says that `count` more steps were queued; starts a copy if enough flags are due."""
         before, self.pushed = self.pushed, self.pushed + count
         if self.pushed // self.steps_per_copy > before // self.steps_per_copy:
             self._copy()
@@ -42,7 +42,7 @@ class StopFlags:
         return self._read_up_to(self.pushed - self.lag)
 
     def count_valid(self) -> int:
-        """How many of the pushed steps count, up to the first that left no row. Waits for all of them."""
+        """Number of pushed steps up to the first after which no row continues. Waits for all pushed steps."""
         self._copy()
         self._read_up_to(self.pushed)
         return self.read

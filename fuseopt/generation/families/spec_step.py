@@ -87,7 +87,7 @@ class SpecStep(DecodeStep):
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Fills the relative bias by distance, and the final norm's weight with the factor behind that norm."""
+        """Fills the relative bias by distance, and the final norm's weight with the factor after that norm."""
         spec = self.spec
         if spec.relative_bias is not None and self.bias is not None:
             self.bias.copy_(F.embedding(self._buckets_by_distance, spec.relative_bias.weight).T)
@@ -253,7 +253,7 @@ class SpecStep(DecodeStep):
         """How many slots of an item AbsorbedCrossAttention may have; 0 if it is never used.
 
         It makes cross-attention two launches instead of three; more slots would take longer to read than that saves.
-        It needs bfloat16, whose range has room for the products of weights with keys and values, and unscaled scores.
+        It needs unscaled scores, and bfloat16: in float16, products of weights with keys and values could overflow.
         """
         if not self.spec.has_encoder:
             return 0
@@ -291,7 +291,7 @@ class SpecStep(DecodeStep):
 
     @functools.cached_property
     def _buckets_by_distance(self) -> Tensor:
-        """[max_distance + 1] int64: keys that lie further back are all in the last bucket."""
+        """[max_distance + 1] int64: greater distances are all in the last bucket."""
         bias = self.spec.relative_bias
         assert bias is not None
         return bias.bucket_of(torch.arange(bias.max_distance + 1, device=bias.weight.device))

@@ -52,12 +52,12 @@ class BeamSelection(Selection):
         super().__init__(processors, bool(config.do_sample), eos, keep_logits=keep_logits, keep_scores=keep_scores)
         self._takes_likeliest = False
         self.candidates = candidates(config)
-        # Other values differ in the length penalties only.
+        # Other values of early_stopping differ only in the length penalties.
         self.stops_when_full = config.early_stopping is True
         self.key = ("beams", self.candidates, self.stops_when_full, self.key)
         device = state.ids.device
         self.limit = constants.to_device(torch.tensor([limit], device="cpu"), device)
-        # With "never", a running beam counts with the penalty of the maximal length, the best that it can reach.
+        # With "never", a running beam is rated with the penalty of the maximal length, the best that it can reach.
         longest = config.max_length - length if config.early_stopping == "never" else None
         penalties = _penalties(config.length_penalty, longest, state.sizes.capacity + 2)
         self.penalties = constants.to_device(penalties, device)
@@ -156,7 +156,7 @@ def selection_of(
 
 
 def candidates(config: Any) -> int:
-    """How many candidates an item has: so many that at least as many as it has beams do not end with EOS."""
+    """How many candidates an item has: enough that one per beam does not end with EOS."""
     eos = config._eos_token_tensor
     return max(2, 1 + (0 if eos is None else eos.shape[0])) * config.num_beams
 
@@ -199,7 +199,7 @@ def _penalties(penalty: float, longest: int | None, count: int) -> Tensor:
     """[2, count] float64, by tokens generated: divisors of the scores of finished beams and of running beams.
 
     Args:
-        longest: length at which running beams are rated; None for their present length.
+        longest: length at which running beams are rated; None for their current length.
     """
     own = [float(max(1, generated) ** penalty) for generated in range(count)]
     best = own if longest is None or penalty <= 0.0 else [float(longest**penalty)] * count

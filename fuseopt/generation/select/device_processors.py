@@ -29,7 +29,7 @@ class DeviceProcessor(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """Equal for processors that one captured step can serve, once the values of `tensors` have been copied."""
+        """Equal for processors that one captured step can serve after the values of `tensors` have been copied."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -116,7 +116,7 @@ def _table(rules: list[Rule], vocab: int, constants: DeviceConstantCache) -> dic
 def chained(
     processors: Iterable[Edit | WithoutSequence], vocab: int, constants: DeviceConstantCache
 ) -> tuple[DeviceProcessor, ...]:
-    """The same processors, with as many neighbours as possible joined to one op."""
+    """The same processors, with as many neighbours as possible merged into one op."""
     chains: list[list[Edit] | WithoutSequence] = []
     for processor in processors:
         if isinstance(processor, WithoutSequence):
@@ -191,7 +191,7 @@ def _encoder_no_repeat_ngram(processor: Any, target: _Target) -> Edit | None:
     ngrams = [[(*prefix, last) for prefix, lasts in item.items() for last in lasts] for item in items]
     if target.rows % len(ngrams) or any(min(ngram) < 0 for item in ngrams for ngram in item):
         return None
-    # As an input of the encoder that contains exactly these n-grams, with -1 between them.
+    # Written as ids of an encoder input that contains exactly these n-grams, separated by -1.
     texts = [[token for ngram in item for token in (*ngram, -1)] for item in ngrams]
     longest = max(map(len, texts))
     ids = torch.tensor([text + [-1] * (longest - len(text)) for text in texts], dtype=torch.int64, device="cpu")

@@ -150,7 +150,7 @@ class ProcessorGroup:
 class FusedLogitsProcessorList(LogitsProcessorList):
     """A LogitsProcessorList with the elements that transformers put into it; calls neighbours among them as one op.
 
-    Joined are neighbours that transformers itself made, of the exact classes that `ops.process_logits` implements. A
+    One op runs neighbours that transformers itself made, of the exact classes that `ops.process_logits` implements. A
     user's processors are called unchanged, in their place. The elements stay transformers' own objects for code that
     reads, filters or changes the list.
 

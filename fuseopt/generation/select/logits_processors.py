@@ -1,4 +1,4 @@
-"""FusedNoRepeatNGram, its encoder variant, and FusedLogitsProcessors, which joins the processors of generate()."""
+"""FusedNoRepeatNGram, its encoder variant, and FusedLogitsProcessors, which merges the processors of generate()."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FusedEncoderNoRepeatNGram(EncoderNoRepeatNGramLogitsProcessor):
     def __init__(self, encoder_ngram_size: int, encoder_input_ids: Tensor, backend: str = "auto") -> None:
         if encoder_input_ids.dim() == 1:
             encoder_input_ids = encoder_input_ids.unsqueeze(0)
-        # Upstream's constructor validates the size, and tabulates all n-grams of the ids: none are passed.
+        # Upstream's constructor validates the size, and would tabulate all n-grams of the ids, so none are passed.
         super().__init__(encoder_ngram_size, encoder_input_ids[:0])
         self.batch_size = encoder_input_ids.shape[0]
         self.encoder_input_ids = encoder_input_ids

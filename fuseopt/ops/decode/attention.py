@@ -1,8 +1,8 @@
-"""Attention of a decoding step: one query a row over a cache of keys and values whose filled length is on the device.
+"""Attention of a decode step: one query per row over a cache of keys and values whose filled length is on the device.
 
 Lengths, padding and positions are tensors, so a CUDA graph captured once stays valid for every length up to the
-cache's capacity. T5's relative position bias depends on the distance of a key from the query alone (Raffel et al. 2020,
-arXiv 1910.10683), so a vector a head takes the place of a matrix.
+cache's capacity. T5's relative position bias depends only on the distance between key and query (Raffel et al. 2020,
+arXiv 1910.10683), so a vector per head replaces a matrix.
 """
 
 from collections.abc import Iterator
@@ -86,7 +86,7 @@ def _reference(
             distances = (ends - 1 - places).clamp(min=0, max=bias.shape[1] - 1)
             scores = scores + bias.to(dtype)[:, distances].transpose(0, 1).unsqueeze(2)
         probabilities = torch.softmax(scores.masked_fill(~attended[:, None, None, :], float("-inf")), -1)
-        # A row that attends to nothing would be NaN; so would places that were never written, which count for nothing.
+        # Without this, rows that attend to nothing would be NaN. So would products with places that were never written.
         probabilities = torch.where(attended.any(-1)[:, None, None, None], probabilities, 0.0)
         values = value_cache.to(dtype).masked_fill(~attended[:, None, :, None], 0.0)
         return (probabilities @ values).transpose(1, 2).reshape(rows, heads * head_dim).to(query.dtype)
@@ -141,7 +141,7 @@ def check_update(
     starts: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> None:
-    """Raises a ValueError or TypeError where these cannot be a step's, and its caches."""
+    """Raises ValueError or TypeError unless these can be the query, key, value and caches of one step."""
     _check(query, key_cache, value_cache, positions, starts, mask, bias)
     for name, tensor in (("key", key), ("value", value)):
         check_shape(name, tensor, query.shape)
@@ -182,9 +182,10 @@ def decode_attention(
     pdl: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Softmax attention of one query a row over the places `starts <= place < lengths` of a cache, in float32.
+    """Softmax attention of one query per row over the places `starts <= place < lengths` of a cache, in float32.
 
-    As it stands the attention of a decoder to its encoder; `decode_attention_` adds a step's own key and value first.
+    For a decoder's cross-attention to its encoder. For self-attention `decode_attention_` first writes a step's own key
+    and value.
 
     Args:
         query: [rows, heads, head_dim], any strides; float32, float16, bfloat16 or float64.
@@ -193,13 +194,13 @@ def decode_attention(
         value_cache: like `key_cache`.
         lengths: [batch] or one element, int32 or int64, on `query`'s device.
         starts: [batch], like `lengths`, or None for zeros: left padding.
-        mask: [batch, capacity], bool, False for places that are left out, or None.
-        bias: [heads, distances], added to the score of the key that lies `distance` places before the last, or None;
-            past its end its last column counts.
+        mask: [batch, capacity], bool, False for places that are not attended to, or None.
+        bias: [heads, distances], added to the score of the key that is `distance` places before the last one, or None.
+            Greater distances take the last column.
         scale: multiplies the scores before `bias` is added.
         pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream. Caches, lengths,
-            starts, mask and bias are then read while previous kernels still run: what writes these must have ended
-            before a kernel that was launched without pdl started.
+            starts, mask and bias are then read while previous kernels still run. So between the kernels that write them
+            and this one there must be a kernel that was launched without pdl.
         backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
 
@@ -208,8 +209,8 @@ def decode_attention(
 
     Raises:
         ValueError: shapes or dtypes that do not fit together.
-        TypeError: lengths or starts that are no int32 or int64, a mask that is not bool.
-        BackendError: the backend named cannot run here; the message says why.
+        TypeError: lengths or starts that are not int32 or int64, a mask that is not bool.
+        BackendError: the named backend cannot run here; the message says why.
     """
     _check(query, key_cache, value_cache, lengths, starts, mask, bias)
     chosen = registry.pick_without_gradient(
@@ -236,18 +237,18 @@ def decode_attention_(
     pdl: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Writes `key` and `value` into place `positions` of the caches, then attends to all up to and including it.
+    """Writes `key` and `value` to place `positions` of the caches, then attends to all places up to and including it.
 
     Args:
-        query, key, value: [rows, heads, head_dim], any strides, one dtype: say, views of one packed projection.
+        query, key, value: [rows, heads, head_dim], any strides, one dtype; for example views of one packed projection.
         key_cache, value_cache: [rows, heads, capacity, head_dim], contiguous. Written to.
         positions: [rows] or one element, int32 or int64, below `capacity`. The CUDA kernel writes nothing for a
-            position outside the cache; the row's result is then of no use.
+            position outside the cache; the row's result is then meaningless.
         starts, mask, bias, scale, backend: as in `decode_attention`, with `lengths` = `positions` + 1.
-        ancestry: [rows, capacity], int32: the row of the caches in which a row's key and value for a place lie, or None
-            for its own. So beams change places without their caches being copied. A row writes into its own row, and
-            finds its new key there: entries from `positions` on, which must be one for all rows, are not looked at.
-        pdl: as in `decode_attention`, of places before `positions`, and of `ancestry` too.
+        ancestry: [rows, capacity], int32: the row of the caches that holds a row's key and value for a place, or None
+            for its own row. So beams can be reordered without copying their caches. A row writes its new key to its own
+            row; entries from `positions` on, which must have one element, are not read.
+        pdl: as in `decode_attention`, for places before `positions` and for `ancestry`.
 
     Returns:
         [rows, heads * head_dim], contiguous, `query`'s dtype.
@@ -255,8 +256,7 @@ def decode_attention_(
     Raises:
         ValueError: shapes or dtypes that do not fit together, or a cache that is not contiguous.
         TypeError, BackendError: as in `decode_attention`; TypeError also for an ancestry that is not int32,
-            BackendError for tensors that require a gradient under grad mode: what is written into a cache takes no part
-            in autograd.
+            BackendError for tensors that require a gradient under grad mode, because a cache takes no part in autograd.
     """
     check_update(query, key, value, key_cache, value_cache, positions, mask, starts, bias)
     if ancestry is not None:
@@ -282,7 +282,7 @@ def decode_attention_(
 
 
 def _gathered(caches: tuple[Tensor, Tensor], ancestry: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Caches [rows, heads, capacity, head_dim] whose rows hold all that they attend to; `places` [rows]: the last."""
+    """Copies caches [rows, heads, capacity, head_dim] along `ancestry`; `places` [rows] is each row's last place."""
     slots = torch.arange(ancestry.shape[1], device=ancestry.device)
     rows = torch.arange(ancestry.shape[0], device=ancestry.device).unsqueeze(1)
     sources = torch.where(slots < places.unsqueeze(1), ancestry.long(), rows)

@@ -1,7 +1,7 @@
-"""The likeliest continuations of each item's beams: from logits to the best of all beams' vocabularies.
+"""The likeliest continuations of each item's beams, from logits to the best tokens of all beams.
 
-Upstream: `GenerationMixin._beam_search` of transformers from the logits on, up to the candidates of
-`_get_top_k_continuations` and where they stand.
+Upstream: `GenerationMixin._beam_search` of transformers from the logits to the candidates and their places in
+`_get_top_k_continuations`.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from fuseopt.ops import registry
 from fuseopt.ops.decode.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, edited, for_kernel
 from fuseopt.ops.library import define
 
-# A warp sorts the candidates of an item.
+# One warp sorts the candidates of an item.
 MAX_COUNT = 32
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -83,23 +83,23 @@ def beam_candidates(
     """`torch.topk` of each item's `scores + running_scores` over its beams and the vocabulary, in float32.
 
     Args:
-        scores: [items * beams, V], log-probabilities, any strides; float32, or what is converted to it.
-        log_softmax: `scores` are logits instead, whose log-softmax in float32 is taken first.
-        edits: what is done to the log-probabilities before they are added; None for nothing.
-        running_scores: [items, beams], what the beams have gathered up to now.
-        count: how many; "auto" takes the reference above 32.
-        pdl: launch the CUDA kernels programmatically dependent on their predecessors on the stream; that of the
-            first must not be what writes the tensors of `edits`.
+        scores: [items * beams, V], log-probabilities, any strides; float32, or another dtype that is converted to it.
+        log_softmax: `scores` are logits; their log-softmax in float32 is taken first.
+        edits: applied to the log-probabilities before `running_scores` are added; or None.
+        running_scores: [items, beams], the scores of the beams so far.
+        count: how many continuations per item; "auto" takes the reference above 32.
+        pdl: launch the CUDA kernels programmatically dependent on their predecessors on the stream. The first one's
+            predecessor must not write the tensors of `edits`.
         backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
 
     Returns:
-        Values [items, count] float32, from the highest down, and places [items, count] int64 in beams x V. NaN counts
-        as the highest. Where scores are equal, those are taken, and in that order, that torch.topk takes on the device.
+        Values [items, count] float32 in descending order, and places [items, count] int64 in beams x V. NaN is the
+        highest. Among equal scores the choice and the order are those of torch.topk on the device.
 
     Raises:
-        ValueError: shapes that do not fit together, or more continuations than there are.
-        BackendError: the backend named cannot run here; the message says why.
+        ValueError: shapes that do not fit together, or a `count` above the number of continuations.
+        BackendError: the named backend cannot run here; the message says why.
     """
     _check(scores, running_scores, count, edits)
     if backend == "auto" and count > MAX_COUNT:
@@ -110,13 +110,13 @@ def beam_candidates(
         return _reference(scores, running_scores, count, log_softmax, edits)
     logits = scores if scores.dtype in _KERNEL_DTYPES else scores.float()
     running = running_scores.float()
-    pdl = pdl and logits is scores and running is running_scores  # a cast is the previous kernel then
+    pdl = pdl and logits is scores and running is running_scores  # otherwise the previous kernel is a cast
     return RAW[chosen](logits, running, count, log_softmax, pdl, *for_kernel(edits))
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
     for items, beams, vocabulary, count in ((2, 3, 11, 6), (1, 1, 5, 5), (3, 4, 1030, 12), (0, 2, 5, 4)):
-        # The best differ in any dtype, for each device takes equal ones in an order of its own.
+        # The best scores differ in every dtype, because each device orders equal ones differently.
         rows = torch.arange(items * beams, device=device)[:, None]
         best = torch.arange(min(count, vocabulary), device=device) + rows % beams / 8
         scores = -20 - torch.rand(items * beams, vocabulary, device=device)

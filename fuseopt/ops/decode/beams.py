@@ -1,7 +1,7 @@
-"""The end of a beam search step: from candidates to the beams that run on and the best finished ones, in one launch.
+"""The end of a beam search step in one launch: from candidates to the running beams and the best finished ones.
 
-Upstream: the loop of transformers' `GenerationMixin._beam_search` from the candidates on, but for the cache: what is
-reordered is not its rows, but a table of the rows that each beam's ancestors wrote.
+Upstream: the loop of transformers' `GenerationMixin._beam_search` from the candidates on. Only the cache differs: a
+table of the rows that each beam's ancestors wrote is reordered, not the cache's rows.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from fuseopt.ops import registry
 from fuseopt.ops.decode.select import write_flag
 from fuseopt.ops.library import check_shape, define
 
-# A warp sorts the candidates of an item.
+# One warp sorts the candidates of an item.
 MAX_CANDIDATES = 32
-# What transformers adds to the score of what is out of the running.
+# transformers' penalty for the score of a beam that is excluded.
 _OUT = -1e9
 
 _TENSORS = (
@@ -68,7 +68,7 @@ def _reference(
     penalty, best_penalty = penalties.index_select(1, generated)
     new_running_scores, running = torch.topk(values + ends.float() * _OUT, count)
 
-    # Candidates behind the first `count` are there to run on only.
+    # Candidates after the first `count` may only become running beams.
     finish = torch.cat((ends[:, :count], torch.zeros_like(ends[:, count:])), dim=1)
     values = _divide(values, penalty)
     if stops_when_full:
@@ -76,7 +76,7 @@ def _reference(
     values = values + (~improvable[:, None]).float() * _OUT + (~finish).float() * _OUT
     new_scores, kept = torch.topk(torch.cat((scores, values), dim=1), count)
 
-    # Both choose among the finished beams and the candidates; the first kind needs no token.
+    # Finished and running beams are both chosen from the old finished beams, which need no token, and the candidates.
     own = torch.arange(2 * items * count, device=values.device).unflatten(0, (2, items, count))
     chosen = torch.cat((running + count, kept), dim=1)
     sources = torch.cat((own[1], own[0, :, :1] + parents), dim=1).gather(1, chosen)
@@ -103,15 +103,15 @@ def _reference(
 
 
 def _divide(values: Tensor, penalty: Tensor) -> Tensor:
-    """As PyTorch divides by a number: on a GPU it multiplies with the reciprocal, which may round the other way."""
+    """Divides as PyTorch does by a number: on a GPU by multiplying with the reciprocal, which may round differently."""
     return values * penalty.reciprocal().float() if values.is_cuda else values / penalty.float()
 
 
 def follow(ancestry: Tensor, sources: Tensor, slot: Tensor) -> None:
-    """Lets rows go on from others with all that their ancestors wrote before `slot`, from which on it is theirs.
+    """Makes rows continue from other rows: they inherit the ancestry before `slot`, and own the slots from it on.
 
     Args:
-        ancestry: [copies, rows, capacity] int32. The first `len(sources)` rows, copies after one another, are written.
+        ancestry: [copies, rows, capacity] int32. The first `len(sources)` rows of all copies are written.
         sources: [any] int64 or int32, among the rows of all copies.
         slot: [1] int64.
     """
@@ -195,40 +195,40 @@ def decode_beams_(
     pdl: bool = False,
     backend: str = "auto",
 ) -> None:
-    """One step of beam search. `ids` and `ancestry` are of the running beams, then of the best finished ones.
+    """One step of beam search. `ids` and `ancestry` have the running beams first, then the best finished ones.
 
-    `going` has for each `length`, or last, whether the search goes on then. Once it does not the finished ones do not
-    change any more, nor where beams come from.
+    `going` says for each `length` whether the search continues; its last element serves all greater lengths. After the
+    end of the search the finished beams do not change, and every beam continues from itself.
 
     Args:
         values, places: [items, candidates] float32 and int64, as `beam_candidates` gives them.
-        running_scores, scores: [items, beams] float32, of the running and of the finished beams. Written to.
-        is_finished: [items, beams] bool: the finished beams that are there already. Written to.
-        lengths: [items, beams] int64: how many tokens those have generated. Written to.
-        improvable: [items] bool: whether a running beam may still get among them. Written to.
+        running_scores, scores: [items, beams] float32, of running and of finished beams. Written to.
+        is_finished: [items, beams] bool: which finished beams exist. Written to.
+        lengths: [items, beams] int64: how many tokens these have generated. Written to.
+        improvable: [items] bool: whether a running beam may still become one of them. Written to.
         ids: [2, items * beams, C] int64, contiguous. Written to.
         ancestry: [2, items * beams, capacity] int32, contiguous: the rows that wrote the slots of the cache. Written
             to.
-        tokens: [items * beams] int64: what the running beams go on with. Written to.
-        going: [any number] bool, contiguous. Read at the length before, and written to.
+        tokens: [items * beams] int64: the next tokens of the running beams. Written to.
+        going: [any number] bool, contiguous. Read at the previous length. Written to.
         length: one element, int64: the column of `ids` that is filled. Written to.
-        generated: one element, int64: steps up to now. Written to.
-        counters: [1 + items * beams] int64: the next slot of the cache, and what `advance` adds one to beside. Beams
-            inherit the slots before the next one, after `advance`. Written to.
-        arrived: [2] int32, zeros, and left so: where the kernel's blocks meet.
+        generated: one element, int64: the number of steps so far. Written to.
+        counters: [1 + items * beams] int64: the next slot of the cache, then counters that `advance` increments too.
+            Beams inherit the slots before the next one, as it is after `advance`. Written to.
+        arrived: [2] int32, zeros before and after: where the kernel's blocks synchronise.
         limit: one element, int64: the length of `ids` at which all candidates end.
-        penalties: [2, steps + 1] float64, by tokens generated: what scores of finished beams are divided by, and what
-            those of running beams are for an estimate of the best that they may come to.
+        penalties: [2, steps + 1] float64, by tokens generated: divisors of the scores of finished beams, and of those
+            of running beams for an upper estimate of their final scores.
         eos: [any number] int64: tokens that end a candidate, or None.
-        vocabulary: by which `places` divide into beams and tokens.
-        stops_when_full: as transformers' `early_stopping=True`.
+        vocabulary: `places` are beam * vocabulary + token.
+        stops_when_full: transformers' `early_stopping=True`.
         pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream.
         backend: "auto", "cuda" or "reference"; "auto" takes the reference for more than 32 candidates.
 
     Raises:
         ValueError: shapes that do not fit together.
         TypeError: dtypes other than these.
-        BackendError: the backend named cannot run here, or values that require a gradient under grad mode.
+        BackendError: the named backend cannot run here, or values require a gradient under grad mode.
     """
     tensors = (running_scores, scores, is_finished, lengths, improvable, ids, ancestry, tokens)
     _check(values, places, *tensors, counters, penalties)

@@ -1,6 +1,6 @@
-"""Logits of a decoding step after a chain of logits processors, all that depends on their length read on the device.
+"""Logits of a decode step after a chain of logits processors; everything length-dependent is read on the device.
 
-Upstream's, in the order in which `generate()` applies them: `RepetitionPenaltyLogitsProcessor`
+Upstream, in the order in which `generate()` applies them: `RepetitionPenaltyLogitsProcessor`
 (Keskar et al. 2019, arXiv 1909.05858), `NoRepeatNGramLogitsProcessor`, `EncoderNoRepeatNGramLogitsProcessor`,
 `MinLengthLogitsProcessor`, `MinNewTokensLengthLogitsProcessor`, `ForcedBOSTokenLogitsProcessor`,
 `ForcedEOSTokenLogitsProcessor`, `SuppressTokensLogitsProcessor`, `SuppressTokensAtBeginLogitsProcessor`,
@@ -23,23 +23,24 @@ MAX_RULES = 8
 
 
 class LogitsEdits(NamedTuple):
-    """What is done to scores [rows, V], in float32, in this order.
+    """Edits of scores [rows, V] in float32, applied in this order.
 
     Attributes:
         ids: [rows, C] int64, any strides. Ids outside the vocabulary have no effect.
         length: one element, int64, on the device: how many columns of `ids` are the sequences.
-        repetition_penalty: what the score of each token of a sequence is divided by, or multiplied with where it is
-            negative; 1 for none.
-        prompt_ignore_length: [rows] int64: so many leading ids of a row are left out by the penalty; or None.
-        no_repeat_ngram_size: n of `no_repeat_ngram`; 0 for no ban.
-        encoder_ids: [items, any] int64 of `encoder_no_repeat_ngram`, rows = items x any; -1 is the end of all n-grams.
-        encoder_no_repeat_ngram_size: n of `encoder_no_repeat_ngram`; 0 for no ban.
-        token_rules: [V] uint8: bit i of a token's number says that rule i is about it. Or None.
-        rule_bounds: [rules, 2] int64, up to 8 rules: rule i holds for sequences from the first length up to before the
+        repetition_penalty: divides the score of each token of a sequence, or multiplies it if it is negative; 1 for
+            none.
+        prompt_ignore_length: [rows] int64: how many leading ids of a row the penalty ignores; or None.
+        no_repeat_ngram_size: n of the n-grams that must not repeat; 0 for no ban.
+        encoder_ids: [items, any] int64 for `encoder_no_repeat_ngram_size`; `rows` is a multiple of items. No n-gram
+            contains an id of -1.
+        encoder_no_repeat_ngram_size: n of the n-grams of `encoder_ids` that must not occur; 0 for no ban.
+        token_rules: [V] uint8: bit i of a token's byte says that rule i names it; or None.
+        rule_bounds: [rules, 2] int64, up to 8 rules: rule i holds for lengths from the first number to below the
             second.
-        forcing_rules: bit i: rule i sets its tokens to 0 and bans all others, whatever came before; any other rule bans
-            its tokens.
-        temperature: what all scores are divided by; 1 for none.
+        forcing_rules: if bit i is set, rule i sets its tokens to 0 and bans all others, and overrides earlier edits;
+            otherwise it bans its tokens.
+        temperature: divides all scores; 1 for none.
     """
 
     ids: Tensor
@@ -99,7 +100,7 @@ def _penalised(scores: Tensor, edits: LogitsEdits) -> Tensor:
     counts = positions < edits.length
     if edits.prompt_ignore_length is not None:
         counts = counts & (positions >= edits.prompt_ignore_length[:, None])
-    # A spare column takes the writes that stand for no token.
+    # An extra column receives the writes for ids that are no tokens.
     tokens = torch.where(counts & (ids >= 0), ids, vocab).clamp(max=vocab)
     scores = F.pad(scores, (0, 1))
     penalised = torch.gather(scores, 1, tokens)
@@ -108,17 +109,17 @@ def _penalised(scores: Tensor, edits: LogitsEdits) -> Tensor:
 
 
 def _without_repeats(scores: Tensor, edits: LogitsEdits, ids: Tensor, length: Tensor | None, size: int) -> Tensor:
-    """-inf for the last tokens of those n-grams of `ids` [rows, any] that begin as the sequences end.
+    """Sets to -inf the last token of each n-gram of `ids` [rows, any] whose first ids are the sequence's last ones.
 
     Args:
-        length: how many columns of `ids` count; None: all.
+        length: how many columns of `ids` are used; None: all.
     """
     vocab = scores.shape[1]
     if ids.shape[1] < size:
         return scores
     windows = ids.unfold(1, size, 1)
     columns = edits.length - (size - 1) + torch.arange(size - 1, device=ids.device)
-    # Meaningless while the sequences are shorter, and then of no effect.
+    # Meaningless while the sequences are shorter; then it has no effect.
     prefix = edits.ids.index_select(1, columns.clamp(min=0, max=edits.ids.shape[1] - 1))
     counts = edits.length >= size - 1
     if length is not None:
@@ -131,7 +132,7 @@ def _without_repeats(scores: Tensor, edits: LogitsEdits, ids: Tensor, length: Te
 
 
 def check_edits(edits: LogitsEdits, rows: int, vocab: int) -> None:
-    """Raise unless `edits` are for scores [rows, vocab]."""
+    """Raises ValueError or TypeError unless `edits` fit scores [rows, vocab]."""
     for name, tensor, dtype in (
         ("ids", edits.ids, torch.int64),
         ("length", edits.length, torch.int64),
@@ -180,17 +181,17 @@ def edit_logits(logits: Tensor, edits: LogitsEdits, *, pdl: bool = False, backen
     Args:
         logits: [rows, V], any strides; float32, float16, bfloat16 or float64.
         edits: with tensors on the same device.
-        pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream, which must not be
-            what writes the tensors of `edits`.
+        pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream, which must not write
+            the tensors of `edits`.
         backend: "auto", "cuda" or "reference".
 
     Returns:
         [rows, V] float32, contiguous.
 
     Raises:
-        ValueError: shapes that do not fit together, or numbers that are out of range.
+        ValueError: shapes that do not fit together, or numbers out of range.
         TypeError: dtypes other than these.
-        BackendError: the backend named cannot run here, or logits that require a gradient under grad mode.
+        BackendError: the named backend cannot run here, or logits require a gradient under grad mode.
     """
     if logits.dim() != 2:
         raise ValueError(f"logits must be [rows, vocabulary], not {list(logits.shape)}")
@@ -203,7 +204,7 @@ def edit_logits(logits: Tensor, edits: LogitsEdits, *, pdl: bool = False, backen
 
 
 def sample_edits(device: torch.device, rows: int, vocab: int) -> LogitsEdits:
-    """Edits of every kind, of sequences of 7 to 9 of few tokens."""
+    """Edits of every kind, for sequences of 7 to 9 ids from few tokens."""
 
     def integers(high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, device=device)

@@ -1,4 +1,4 @@
-"""The start of a decoding step in one launch: the embedding of each row's token, and of its position."""
+"""The start of a decode step in one launch: the embedding of each row's token, plus that of its position."""
 
 from collections.abc import Iterator
 
@@ -67,7 +67,7 @@ def decode_embedding(
     pdl: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """`F.embedding(tokens, weight) + F.embedding(positions, position_weight)`, rounded as those are.
+    """`F.embedding(tokens, weight) + F.embedding(positions, position_weight)`, with the same roundings.
 
     Args:
         tokens: any shape, int32 or int64. A token outside the vocabulary fails a device-side assertion on a GPU and
@@ -84,8 +84,8 @@ def decode_embedding(
 
     Raises:
         ValueError: shapes or dtypes that do not fit together.
-        TypeError: tokens or positions that are no int32 or int64.
-        BackendError: the backend named cannot run here; the message says why.
+        TypeError: tokens or positions that are not int32 or int64.
+        BackendError: the named backend cannot run here; the message says why.
     """
     check_embedding(tokens, weight, positions, position_weight)
     chosen = registry.pick_without_gradient("decode_embedding", backend, (weight.dtype,), weight, position_weight)

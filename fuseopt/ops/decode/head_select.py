@@ -1,4 +1,4 @@
-"""The end of a greedy decoding step whose scores nobody else wants: the head, then the likeliest token of each row."""
+"""The end of a greedy decode step whose scores nothing else reads: the head, then each row's likeliest token."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -73,28 +73,27 @@ def decode_head_select_(
     prefetch: Sequence[Tensor] = (),
     backend: str = "auto",
 ) -> None:
-    """`decode_select_(decode_linear(input, weight, norm=norm, ...), tokens, ids, ...)`, to the bit.
+    """Bitwise the same as `decode_select_(decode_linear(input, weight, norm=norm, ...), tokens, ids, ...)`.
 
-    Where the linear layer's CUDA kernel streams a large weight of 16 bits, behind a norm and with at most 8 rows, and
-    edits are rules for tokens alone, its blocks keep the highest of the scores that they make, and no launch looks for
-    it.
+    Saves the launch that searches the scores if the linear layer's CUDA kernel streams a large 16-bit weight after a
+    norm, with at most 8 rows, and edits are token rules only. The kernel's blocks then keep their highest scores.
 
-    More than `FEW_ROWS` rows are left to those two.
+    For more than `FEW_ROWS` rows it calls those two ops.
 
     Args:
         input: [rows, K], as `decode_linear` takes it.
-        split_k_partials: [2, rows, K], to be added to `input` as `decode_linear_of_sum` does; that needs a norm.
-        weight: [V, K], V > 0, as `decode_linear` takes it.
+        split_k_partials: [2, rows, K], added to `input` as in `decode_linear_of_sum`; needs a norm.
+        weight: [V, K] with V > 0, as `decode_linear` takes it.
         tokens, ids, length, unfinished, going, pad, eos, counters, edits: as `decode_select_` takes them.
         norm, norm_weight, norm_bias, eps, prefetch: as `decode_linear` takes them.
-        pdl: of both: the predecessor on the stream must write none of the parameters, nor of the edits' tensors
-            any but `length`.
+        pdl: as in both. The predecessor on the stream must not write parameters, or tensors of the edits other than
+            `length`.
         backend: "auto", "cuda" or "reference".
 
     Raises:
         ValueError: shapes or options that do not fit together.
         TypeError: dtypes other than these.
-        BackendError: the backend named cannot run here, or tensors that require a gradient under grad mode.
+        BackendError: the named backend cannot run here, or tensors require a gradient under grad mode.
     """
     if input.dim() != 2 or len(weight) == 0:
         raise ValueError(

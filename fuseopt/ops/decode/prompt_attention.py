@@ -1,7 +1,7 @@
-"""Causal attention of a prompt, whose keys and values go to a cache on the way.
+"""Causal attention of a prompt, which also writes its keys and values to a cache.
 
-In one kernel, after FlashAttention (Dao et al. 2022, arXiv 2205.14135): of a prompt of some hundred tokens a copy and
-PyTorch's attention are mostly launches.
+One kernel, after FlashAttention (Dao et al. 2022, arXiv 2205.14135). For prompts of some hundred tokens, a copy and
+PyTorch's attention would mostly be launch time.
 """
 
 from collections.abc import Iterator
@@ -55,20 +55,20 @@ def _reference(qkv: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
     for cache, vectors in ((key_cache, key), (value_cache, value)):
         cache[:, :, : qkv.shape[1]] = vectors
     if qkv.numel() == 0:
-        return qkv.new_empty(*qkv.shape[:2], query.shape[1] * query.shape[3])  # torch 2.11 has None for that
+        return qkv.new_empty(*qkv.shape[:2], query.shape[1] * query.shape[3])  # torch 2.11 returns None for it
     with without_autocast(qkv):
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     return attended.transpose(1, 2).flatten(2)
 
 
 def _refusal(qkv: Tensor, *caches: Tensor) -> str:
-    """Why the CUDA kernel, which must be there, does not take such tensors; or nothing."""
+    """Why the CUDA kernel, which must exist, does not take such tensors; empty if it does."""
     if is_dynamo_compiling():
         return "has to know where tensors lie, which nobody does while they are traced"
     head_dim = qkv.shape[-1]
     if head_dim % _HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
         return f"takes a head_dim that is a multiple of {_HEAD_DIM_MULTIPLE}, {MAX_HEAD_DIM} at most, not {head_dim}"
-    # Of a qkv that is not contiguous the kernel gets a copy.
+    # If qkv is not contiguous the kernel gets a copy.
     for tensor in (qkv, *caches) if qkv.is_contiguous() else caches:
         bytes_apart = (stride * tensor.itemsize for stride in tensor.stride()[:-1])
         if any(place % _ALIGNMENT for place in (tensor.data_ptr(), *bytes_apart)):
@@ -77,9 +77,9 @@ def _refusal(qkv: Tensor, *caches: Tensor) -> str:
 
 
 def is_fast(qkv: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
-    """Whether the CUDA kernel runs for tensors like these, and takes less time than a copy and PyTorch's attention.
+    """True if the CUDA kernel runs for tensors like these and is faster than a copy and PyTorch's attention.
 
-    Where it does not run, `prompt_attention_` is no match for them: it copies keys and values each on their own.
+    If it does not run, `prompt_attention_` is slower than these, because it copies keys and values separately.
 
     Args:
         qkv, key_cache, value_cache: as `prompt_attention_` takes them.
@@ -94,7 +94,7 @@ def is_fast(qkv: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
 def prompt_attention_reference(
     qkv: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, *, pdl: bool = False
 ) -> Tensor:
-    """`prompt_attention_` by torch's own."""
+    """`prompt_attention_` in plain PyTorch."""
     return prompt_attention_(qkv, key_cache, value_cache, scale, backend="reference")
 
 
@@ -107,30 +107,30 @@ def prompt_attention_(
     pdl: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Writes keys and values into the first slots of the caches, and attends from each token to those up to it.
+    """Writes keys and values to the first slots of the caches, and attends from each token to itself and earlier ones.
 
-    `F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)`; for 16-bit numbers scores, softmax
-    and sums are in float32, and weights are rounded before they meet the values. In the CUDA kernel's results what a
-    token does not see has no part, whatever it is: neither infinities nor NaN.
+    Equals `F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)`. For 16-bit dtypes scores,
+    softmax and sums are float32, and weights are rounded before the product with the values. In the CUDA kernel,
+    infinite or NaN values of later tokens do not affect a token's result.
 
     Args:
-        qkv: [rows, length, 3, heads, head_dim], as a projection to query, key and value leaves them; any strides,
+        qkv: [rows, length, 3, heads, head_dim], the output of a projection to query, key and value; any strides,
             float32, float16, bfloat16 or float64. The CUDA kernel takes float16 and bfloat16, and a head_dim that is a
             multiple of 16, 128 at most.
         key_cache, value_cache: [rows, heads, capacity, head_dim], `qkv`'s dtype, unit stride in the last dimension and
-            any other strides; vectors of 16 whole bytes for the CUDA kernel. Written to: slots [0, length).
+            any other strides, which the CUDA kernel needs to be multiples of 16 bytes. Written to: slots [0, length).
         scale: multiplies the scores.
         pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream. It reads and writes
             nothing before that has ended.
-        backend: "auto", "cuda" or "reference". "auto" takes the reference for what the kernel does not take, which are
-            also tensors that require a gradient under grad mode, and torch.func transforms.
+        backend: "auto", "cuda" or "reference". "auto" takes the reference for tensors that the kernel does not take,
+            for tensors that require a gradient under grad mode, and under torch.func transforms.
 
     Returns:
         [rows, length, heads * head_dim], contiguous, `qkv`'s dtype.
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit together.
-        BackendError: the backend named cannot run here, or does not take such tensors; the message says why.
+        BackendError: the named backend cannot run here, or does not take such tensors; the message says why.
     """
     _check(qkv, key_cache, value_cache)
     tensors = qkv, key_cache, value_cache

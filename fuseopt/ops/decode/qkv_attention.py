@@ -1,7 +1,7 @@
-"""Self-attention of a decoding step up to its output projection: norm, query, key and value, cache, attention.
+"""Self-attention of a decode step up to its output projection: norm, query, key and value, cache, attention.
 
-The projection's outputs are a head's query, key and value, which nobody but that head's attention needs. So the CUDA
-kernel keeps them on the multiprocessors that have made them, and a wait for a kernel's end is gone from each layer.
+Only a head's own attention needs the projection's outputs for that head. So the CUDA kernel keeps them on the
+multiprocessors that computed them, and each layer has one kernel boundary less to wait for.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ RAW = define(
     f" float scale, {_NORM}, float eps, bool pdl) -> Tensor",
     _fake,
 )
-# Of tensors without an address nobody knows.
+# While tensors are traced they have no address, and the answer is no.
 RAW_TAKES = define(
     f"takes_qkv_attention({_LAYER}, Tensor key_cache, Tensor value_cache, {_NORM}) -> bool", lambda *arguments: False
 )
@@ -60,15 +60,17 @@ def takes_qkv_attention(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
 ) -> bool:
-    """Whether the CUDA kernel of `decode_qkv_attention_`, which must be there, takes these: one row, a weight that lies
-    as [K, N], 1664 columns at most, heads of 64 dimensions, and caches of 512 places at most; of fewer where a
-    multiprocessor has less shared memory than an H100's."""
+    """Whether the CUDA kernel of `decode_qkv_attention_`, which must exist, takes these tensors.
+
+    It takes one row, a weight stored as [K, N] with K at most 1664, heads of 64 dimensions, and caches of at most 512
+    places; fewer if a multiprocessor has less shared memory than an H100's.
+    """
     caches = (key_cache, value_cache)
     return is_at_an_address(input) and RAW_TAKES["cuda"](input, weight, bias, *caches, norm, norm_weight, norm_bias)
 
 
 def is_fast(input: Tensor, weight: Tensor, bias: Tensor | None, *caches: Tensor, **norm: Any) -> bool:
-    """True if that kernel, which must be there, takes these and is faster than two kernels (it is for a long K)."""
+    """True if that kernel, which must exist, takes these tensors and is faster than two kernels, as for a long K."""
     least = tuned("qkv_attention_min_columns", input.device)
     return input.shape[-1] >= least and takes_qkv_attention(input, weight, bias, *caches, **norm)
 
@@ -104,7 +106,7 @@ def decode_qkv_attention_(
     pdl: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """`decode_attention_` of query, key and value, the thirds of `decode_linear(input, weight, bias, norm=norm, ...)`.
+    """`decode_attention_` of the thirds (query, key, value) of `decode_linear(input, weight, bias, norm=norm, ...)`.
 
     Upstream: `ln_1`, `c_attn` and the attention of `GPT2Block`, for one token a row.
 
@@ -115,9 +117,9 @@ def decode_qkv_attention_(
         key_cache, value_cache: [rows, heads, capacity, head_dim], `weight`'s dtype, contiguous. Written to.
         positions, mask, scale: as `decode_attention_` takes them.
         norm, norm_weight, norm_bias, eps: as `decode_linear` takes them.
-        pdl: as in both. Places of the caches before `positions`, `positions` itself and `mask` are read while
-            previous kernels still run.
-        backend: "auto", "cuda" or "reference". What the kernel does not take (`takes_qkv_attention`) is left to
+        pdl: as in both. `positions`, `mask` and the caches' places before `positions` are read while previous kernels
+            still run.
+        backend: "auto", "cuda" or "reference". Tensors that the kernel does not take (`takes_qkv_attention`) go to
             `decode_linear` and `decode_attention_`. Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
 
@@ -126,8 +128,8 @@ def decode_qkv_attention_(
 
     Raises:
         ValueError: shapes or dtypes that do not fit together, or a cache that is not contiguous.
-        TypeError: positions that are no int32 or int64, a mask that is not bool.
-        BackendError: the backend named cannot run here; the message says why.
+        TypeError: positions that are not int32 or int64, a mask that is not bool.
+        BackendError: the named backend cannot run here; the message says why.
     """
     if input.dim() != 2 or key_cache.dim() != 4:
         raise ValueError(

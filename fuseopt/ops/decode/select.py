@@ -1,4 +1,4 @@
-"""The end of a decoding step: logits processors, the likeliest token of each row or a draw, end of sequence, counters.
+"""The end of a decode step: logits processors, each row's likeliest or sampled token, end of sequence, counters.
 
 Upstream: the loop of transformers' `GenerationMixin._sample` from the logits on.
 """
@@ -67,14 +67,14 @@ def _reference(
 
 
 def write_flag(flags: Tensor, length: Tensor, flag: Tensor) -> None:
-    """Puts a flag [] where `flags` have the one of a length [1], or last."""
+    """Writes a flag [] to the element of `flags` for a length [1], or to the last one if there is none."""
     flags.view(-1).index_copy_(0, length.view(1).clamp(max=flags.numel() - 1), flag.view(1))
 
 
 def check_state(
     rows: int, tokens: Tensor, ids: Tensor, length: Tensor, unfinished: Tensor, going: Tensor, pad: Tensor
 ) -> None:
-    """Raises where a step's state cannot be one of `rows` rows."""
+    """Raises ValueError or TypeError unless a step's state fits `rows` rows."""
     check_shape("tokens", tokens, torch.Size((rows,)))
     check_shape("unfinished", unfinished, torch.Size((rows,)))
     if ids.dim() != 2 or ids.shape[0] != rows:
@@ -126,35 +126,35 @@ def decode_select_(
     pdl: bool = False,
     backend: str = "auto",
 ) -> None:
-    """Puts `torch.argmax(scores, -1)` into `tokens` and column `length` of `ids`, or `pad` in rows that are finished.
+    """Writes `torch.argmax(scores, -1)`, or `pad` in finished rows, to `tokens` and column `length` of `ids`.
 
-    Then rows whose token is one of `eos` are finished, element `length` of `going`, or the last, tells whether any is
-    not, and `length` and the counters are one higher. Of equal scores the first wins, and NaN counts as the highest.
+    Then it marks rows as finished whose token is one of `eos`. It writes whether any row is unfinished to element
+    `length` of `going`, or to the last one, and adds 1 to `length` and the counters. Of equal scores the first wins;
+    NaN is the highest.
 
     Args:
-        scores: [rows, V], neighbouring columns; float32, float16, bfloat16 or float64.
+        scores: [rows, V], columns of unit stride; float32, float16, bfloat16 or float64.
         tokens: [rows] int64. Written to.
         ids: [rows, C] int64, any strides. Written to.
-        length: one element, int64, on the device. The CUDA kernel writes no id where it is not below C.
+        length: one element, int64, on the device. The CUDA kernel writes no id unless it is below C.
         unfinished: [rows] bool. Read and written to.
         going: [any number] bool, contiguous. Written to.
         pad: one element, int64.
         eos: [any number] int64, or None.
         counters: int64 tensors of any shape, contiguous. Read and written to.
-        divisors: [rows, V] float32, contiguous, of exponentially distributed numbers that the scores, which are
-            probabilities in float32 then, are divided by. The tokens are draws from that distribution, the very ones of
-            `torch.multinomial(scores, 1)` where the numbers are what `exponential_()` has drawn in its place. None for
-            nothing.
-        edits: what is done to the scores in float32 first; None for nothing.
-        pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream, which must not be
-            what writes the tensors of `edits`.
+        divisors: [rows, V] float32, contiguous: exponentially distributed numbers by which the scores, here float32
+            probabilities, are divided; or None. The tokens are then samples. If `exponential_()` has drawn the numbers,
+            they are those that `torch.multinomial(scores, 1)` would have drawn.
+        edits: applied first to the scores in float32; or None.
+        pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream, which must not write
+            the tensors of `edits`.
         backend: "auto", "cuda" or "reference".
 
     Raises:
         ValueError: shapes that do not fit together, or both divisors and edits.
         TypeError: dtypes other than these.
-        RuntimeError: with `divisors`, scores that are negative, infinite or NaN: on a GPU a failed assertion.
-        BackendError: the backend named cannot run here, or scores that require a gradient under grad mode.
+        RuntimeError: with `divisors`, scores that are negative, infinite or NaN; on a GPU a device-side assertion.
+        BackendError: the named backend cannot run here, or scores require a gradient under grad mode.
     """
     _check_scores(scores, divisors, edits)
     check_state(len(scores), tokens, ids, length, unfinished, going, pad)

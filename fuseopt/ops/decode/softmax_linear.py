@@ -1,8 +1,8 @@
-"""A linear layer of what a softmax makes of scores, in a decoding step whose keys and values stay the same.
+"""A linear layer of the softmax of scores: the second half of absorbed cross-attention in a decode step.
 
-Attention over vectors that no step changes, as those of an encoder, has two linear layers around it that can be
-multiplied with the vectors once and for all: the one that makes the query with the keys, and the output projection with
-the values. Of the attention a softmax is left, between two linear layers: `decode_linear`, and this.
+In cross-attention no step changes the keys and values. So the query projection can be multiplied with the keys once,
+and the output projection with the values. What remains of the attention is `decode_linear`, which gives the scores,
+then this op.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ from fuseopt.ops.decode.linear import FEW_ROWS, MAX_ROWS, output_dtype
 from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
 
 GROUP = 128
-"""Scores of a group that the kernel of the tensor cores is made for; others run as a softmax and a `decode_linear`."""
+"""Scores in a group of the tensor core kernel; other sizes run as a softmax and a `decode_linear`."""
 
 MOST_GROUPS = 16
-"""Groups that it takes."""
+"""The most groups of the tensor core kernel."""
 
 
 def _fake(
@@ -77,30 +77,30 @@ def decode_softmax_linear(
     prefetch: Sequence[Tensor] = (),
     backend: str = "auto",
 ) -> Tensor:
-    """`residual + F.linear(softmax of each group of scores, weight)`, for the few rows of a decoding step.
+    """`residual + F.linear(softmax of each group of scores, weight)`, for the few rows of a decode step.
 
-    The softmax is float32 (float64 where a tensor is float64) and rounded to the weight's dtype, as transformers rounds
-    probabilities of attention; all else has one rounding at the end. Autocast has no say in it.
+    The softmax is computed in float32 (float64 if a tensor is float64) and rounded to the weight's dtype, as
+    transformers rounds attention probabilities. Everything else is rounded once, at the end. Autocast has no effect.
 
     Args:
-        scores: [..., K], any strides; float32, float16, bfloat16 or float64. Where all of a group are -inf, its softmax
-            is NaN, as PyTorch's. More than `MAX_ROWS` rows are left to the reference, and by "auto" more than
+        scores: [..., K], any strides; float32, float16, bfloat16 or float64. The softmax of a group of
+            -inf only is NaN, as in PyTorch. More than `MAX_ROWS` rows go to the reference; with "auto" more than
             `FEW_ROWS`.
         weight: [N, K], as `decode_linear` takes it.
-        groups: how many neighbouring parts of one size a row of scores has, each with a softmax of its own. On devices
-            from sm_80 on, up to `MOST_GROUPS` of `GROUP` float32 scores, of up to 16 rows, are one launch with a 16-bit
-            weight whose first dimension has unit stride.
-        residual: [..., N] added at the end, or None. May have another dtype.
-        pdl, prefetch: as `decode_linear` has them.
+        groups: how many equal neighbouring parts a row of scores has, each with its own softmax. From sm_80 on it is
+            one launch for up to 16 rows of up to `MOST_GROUPS` groups of `GROUP` float32 scores, with a 16-bit weight
+            whose first dimension has unit stride.
+        residual: [..., N], added at the end; any dtype; or None.
+        pdl, prefetch: as in `decode_linear`.
         backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
 
     Returns:
-        [..., N], contiguous, of `weight`'s dtype, or of what that and `residual`'s promote to.
+        [..., N], contiguous, in `weight`'s dtype, or in what that and `residual`'s promote to.
 
     Raises:
         ValueError: shapes that do not fit together.
-        BackendError: the backend named cannot run here; the message says why.
+        BackendError: the named backend cannot run here; the message says why.
     """
     _check(scores, weight, groups, residual)
     rows = scores.shape[:-1].numel()

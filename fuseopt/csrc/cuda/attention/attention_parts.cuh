@@ -1,4 +1,4 @@
-// What the warps of a block or cluster have found of attention over their parts of the keys, and where it is merged.
+// Partial results of attention, one per warp of a block or cluster, each over a part of the keys; and their merge.
 #pragma once
 
 #include "cuda/common/cluster.cuh"
@@ -7,13 +7,13 @@
 
 namespace fuseopt {
 
-// What each warp of a block, or of a cluster of blocks, has found for each query: the largest score (in powers of two),
-// the sum of exponentials, and the values weighted by these. It lies with the first block, which merges it.
+// Each warp's partial result for each query: the largest score (in powers of two), the sum of exponentials, and the
+// values weighted by these. All are stored in the shared memory of the first block, which merges them.
 class Parts {
  public:
-  static constexpr int kWidth = 8;  // dimensions that a lane hands over
+  static constexpr int kWidth = 8;  // dimensions that a lane stores at once
 
-  // `dims` is a multiple of kWidth.
+  // `dims`: a multiple of kWidth.
   static size_t bytes_of_part(size_t queries, size_t dims) { return queries * (dims * sizeof(float) + sizeof(Stats)); }
   static size_t bytes(size_t parts, size_t queries, size_t dims) {
     return sizeof(Header) + parts * bytes_of_part(queries, dims);
@@ -37,11 +37,11 @@ class Parts {
     arrive_relaxed_at_cluster_barrier();
   }
 
-  // How many there are, and which is the calling warp's.
+  // The number of parts, and the index of the calling warp's part.
   __device__ int count() const { return count_; }
   __device__ int own() const { return own_; }
 
-  // To be called once before anything is left.
+  // Call once before the first `leave_*`.
   __device__ void await_first_block() {
     if (blocks_ > 1) wait_at_cluster_barrier();
   }
@@ -55,7 +55,7 @@ class Parts {
     leave(&stats_[own_ * queries_ + query].largest, stats);
   }
 
-  // True in the first block, where all is there then.
+  // Returns true in the first block, once all parts have arrived.
   __device__ bool gather() {
     if (rank_ != 0) return false;
     __syncthreads();
@@ -63,10 +63,10 @@ class Parts {
     return true;
   }
 
-  // A dimension of a query's attention over all that the first `filled` warps saw; 0 where that is nothing.
+  // One dimension of a query's attention over the keys of the first `filled` warps; 0 if they saw no key.
   __device__ float merged(int query, int dim, int filled) const {
     constexpr int kTogether = 4;
-    const int rounded = (filled + kTogether - 1) / kTogether * kTogether;  // there are so many warps at least
+    const int rounded = (filled + kTogether - 1) / kTogether * kTogether;  // there are at least so many warps
     const auto stats_of = [&](int part) {
       const Stats& stats = stats_[part * queries_ + query];
       return PartStats{stats.largest, stats.sum};
@@ -105,8 +105,8 @@ class Parts {
   Stats* const stats_;
 };
 
-// The same for one query, whose keys one block shares out among up to 16 warps: the warp that merges has a part a lane.
-// It takes no more shared memory than Parts.
+// The same for one query whose keys are spread over up to 16 warps of one block: each lane of the merging warp has a
+// part. It needs no more shared memory than Parts.
 template <int kDims>
 class OwnParts {
   static constexpr int kLaneDims = kDims / kWarpSize, kMostParts = 16;
@@ -120,20 +120,20 @@ class OwnParts {
   __device__ int count() const { return blockDim.x / kWarpSize; }
   __device__ int own() const { return own_; }
 
-  // What the calling warp has found, as `Attended` has it of a Tile.
+  // Stores the calling warp's result, in the order of dimensions that `Attended` has with a Tile.
   template <typename Attended>
   __device__ void leave(const Attended& attended) {
     const int lane = threadIdx.x % kWarpSize;
     if (lane % 4 != 0) return;
     float4* const to = reinterpret_cast<float4*>(values_ + own_ * kDims + lane / 4 * 8);
 #pragma unroll
-    for (int i = 0; i < kDims / 16; ++i) {  // 2 dimensions each, 8 neighbouring ones in 4
+    for (int i = 0; i < kDims / 16; ++i) {  // 2 dimensions each; 4 of them are 8 neighbouring dimensions
       reinterpret_cast<float2*>(to + i / 4 * 16)[i % 4] = {attended.weighted[i][0], attended.weighted[i][2]};
     }
     if (lane == 0) stats_[own_] = {attended.largest[0], attended.sum[0]};
   }
 
-  // The same of a SharedTile.
+  // The same with a SharedTile.
   template <typename Attended>
   __device__ void leave_of_shared(const Attended& attended) {
     const int lane = threadIdx.x % kWarpSize;
@@ -144,7 +144,7 @@ class OwnParts {
     if (lane == 0) stats_[own_] = {attended.largest[0], attended.sum[0]};
   }
 
-  // By one warp, when the first `filled` have left theirs; zeros where that is nothing.
+  // Call by one warp, after the first `filled` warps have stored theirs; writes zeros if they saw no key.
   template <typename T>
   __device__ void store_merged(T* output, int filled) const {
     const int lane = threadIdx.x % kWarpSize, part = lane % kMostParts;

@@ -1,5 +1,5 @@
-// What the kernels of decode_attention for 16-bit caches share: m16n8k16 with 16 keys as M and up to 8 queries as N,
-// which are the rows (beams) that share an item of the cache. One query takes as long as eight.
+// What the kernels of decode_attention for 16-bit caches share: m16n8k16 with 16 keys as M and up to 8 queries as N.
+// The queries are the rows (beams) that share an item of the cache. One query takes as long as eight.
 #pragma once
 
 #include "cuda/common/launchers.h"
@@ -12,7 +12,8 @@ constexpr int kTileKeys = 16;
 constexpr int kTileQueries = 8;
 constexpr unsigned kAllTileKeys = (1u << kTileKeys) - 1;
 
-// What an item has on the device, past the L1 cache. Of an int64 the lower half: a place in a cache needs no more.
+// An item's lengths, loaded past the L1 cache. Of an int64 only the lower half is read, since a slot number fits into
+// it.
 struct Lengths {
   int filled, start;
 
@@ -27,10 +28,11 @@ struct Lengths {
   }
 };
 
-// Places [first, end) of an item's cache are read, of which those from `start` on count; the new key is in the last.
+// Places [first, end) of an item's cache are read; those from `start` on are attended to. The new key is in the last
+// one.
 struct FilledPlaces {
   int first, end, start;
-  int token;  // the new key's, or -1
+  int token;  // place of the new key, or -1
 
   __device__ FilledPlaces(const DecodeAttention& attention, const Lengths& lengths) {
     const bool has_token = attention.key.data != nullptr;
@@ -38,26 +40,26 @@ struct FilledPlaces {
     start = max(lengths.start, 0);
     end = min(max(length, 0), capacity);
     token = has_token && length == end ? end - 1 : -1;
-    // The new key is written even where nothing is attended to.
+    // The new key is written even if nothing is attended to.
     first = min(start, max(end - has_token, 0));
   }
 
   __device__ bool has(int place) const { return place >= start && place < end; }
 };
 
-// Nonzero where the mask lets a place of an item be attended to.
+// Nonzero if the mask allows attention to a place of an item.
 __device__ inline unsigned mask_of(const DecodeAttention& attention, unsigned item, int place) {
   if (attention.mask == nullptr) return 1;
   return __ldcg(reinterpret_cast<const unsigned char*>(attention.mask) + item * attention.capacity + place);
 }
 
-// The row of the cache in which a row finds a place; any of them where there is no telling.
+// The row of the cache that holds a row's key of this place. An invalid number is clamped to a valid row.
 __device__ inline unsigned ancestor_of(const DecodeAttention& attention, unsigned row, int place) {
   const int ancestor = __ldcg(attention.ancestry + row * attention.capacity + place);
   return min(static_cast<unsigned>(ancestor), static_cast<unsigned>(attention.rows - 1));
 }
 
-// What is added to the score of a place, in powers of two.
+// The bias that is added to the score of a place, in powers of two.
 template <typename T>
 __device__ inline float bias_of(const DecodeAttention& attention, const FilledPlaces& places, unsigned head,
                                 int place) {
@@ -69,9 +71,9 @@ __device__ inline float bias_of(const DecodeAttention& attention, const FilledPl
   return bias * kLog2E;
 }
 
-// A tile in registers; the order of dimensions within a product is such that a lane has 8 neighbouring ones. A lane's
-// part: of keys lane / 4 (+ 8) dimensions lane % 4 * 8 (+ 32 ...), of the values of keys lane % 4 * 2 (+ 1, 8, 9)
-// dimensions lane / 4 * 8 (+ 64).
+// A tile in registers. Dimensions are ordered within a product so that a lane has 8 neighbouring ones. A lane has, of
+// keys lane / 4 (+ 8), dimensions lane % 4 * 8 (+ 32 ...); of the values of keys lane % 4 * 2 (+ 1, 8, 9), dimensions
+// lane / 4 * 8 (+ 64).
 template <typename T, int kDims>
 struct Tile {
   static constexpr int kKeyParts = kDims / 32, kValueParts = kDims / 64;
@@ -82,7 +84,7 @@ struct Tile {
   __device__ static int key_dim() { return threadIdx.x % 4 * 8; }
   __device__ static int value_dim() { return threadIdx.x % kWarpSize / 4 * 8; }
 
-  // From two caches, at offset_of(key).
+  // Loads from two caches, at offset_of(key).
   template <typename OffsetOf>
   __device__ void load(const T* key_cache, const T* value_cache, OffsetOf offset_of) {
 #pragma unroll
@@ -91,8 +93,8 @@ struct Tile {
     for (int h = 0; h < 4; ++h) load_parts(value_cache + offset_of(value_of(h)) + value_dim(), values[h]);
   }
 
-  // Puts a new key and value, which `new_key` + key_dim() and `new_value` + value_dim() point to, into the tile, and
-  // into the caches at `offset`. The tile's value only where it `is_kept`.
+  // Writes a new key and value, given at `new_key` + key_dim() and `new_value` + value_dim(), into the tile and into
+  // the caches at `offset`. The tile gets the value only where `is_kept`.
   __device__ void replace(int key, const T* new_key, const T* new_value, T* key_cache, T* value_cache, int offset,
                           bool is_kept = true) {
     uint4 key_parts[kKeyParts], value_parts[kValueParts];
@@ -135,7 +137,7 @@ struct Tile {
     }
   }
 
-  // A weight of 0 would not hide what is no number.
+  // Needed because a weight of 0 times NaN or infinity is NaN.
   __device__ void drop_values(unsigned dropped) {
 #pragma unroll
     for (int h = 0; h < 4; ++h) {
@@ -145,7 +147,7 @@ struct Tile {
     }
   }
 
-  // Every 32nd or 64th 8 dimensions from `vector` on, past the L1 cache.
+  // Loads every 32nd or 64th group of 8 dimensions from `vector` on, past the L1 cache.
   template <int kParts>
   __device__ static void load_parts(const T* vector, uint4 (&parts)[kParts]) {
 #pragma unroll
@@ -161,16 +163,16 @@ struct Tile {
   __device__ unsigned word(int h, int i, int j) const { return reinterpret_cast<const unsigned*>(&values[h][i])[j]; }
 };
 
-// The softmax of up to 8 queries' scores so far, and the values weighted by it. Scores are in powers of two.
+// The running softmax of up to 8 queries' scores, and the values weighted by it. Scores are in powers of two.
 template <typename T, int kDims>
 struct Attended {
-  // Of queries lane % 4 * 2 (+ 1); the sum of weights takes a product as well, with ones for values. Which 16
-  // dimensions weighted[i] has is up to the tile.
+  // For queries lane % 4 * 2 (+ 1). The sum of weights is computed by a product too, with ones as values. The tile
+  // determines which 16 dimensions weighted[i] has.
   float largest[2] = {-INFINITY, -INFINITY}, sum[4] = {}, weighted[kDims / 16][4] = {};
 
-  // Adds the keys of tiles for the first `queries`. `addends` are those of the scores of keys lane / 4 (+ 8), or
-  // -INFINITY where a key is left out; `dropped` has a bit for each of these whose values may be no numbers. kFirst:
-  // nothing has been added before.
+  // Adds the keys of tiles for the first `queries`. `addends` are added to the scores of keys lane / 4 (+ 8); -INFINITY
+  // excludes a key. `dropped` has a bit for each of these keys whose value may be NaN or infinite. kFirst: nothing has
+  // been added before.
   template <bool kFirst = false, typename Tile, typename Query, int kTiles>
   __device__ void add(Tile (&tiles)[kTiles], const Query& query, int queries, const float (&addends)[kTiles][2],
                       unsigned dropped, float scale) {

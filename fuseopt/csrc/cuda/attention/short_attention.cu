@@ -1,5 +1,5 @@
-// Attention over sequences of up to 32 tokens. What is made for long sequences spends most of a tile of 64 x 64 on nothing
-// here. On the tensor cores a warp has 16 queries of a head, else the warps of a block have a head, or each one of its own.
+// Attention over sequences of up to 32 tokens, for which kernels for long sequences leave most of a 64 x 64 tile empty.
+// On the tensor cores a warp has 16 queries of a head. Otherwise several warps of a block, or one, have a head.
 #include "cuda/common/dependent_launch.cuh"
 #include "cuda/common/math.cuh"
 #include "cuda/common/tensor_core.cuh"
@@ -8,13 +8,13 @@
 namespace fuseopt::short_attention {
 namespace {
 
-constexpr int kQueries = 16;        // a warp on the tensor cores
-constexpr int kLanesOfQuery = 8;    // share the keys, and the columns of the result, of a few neighbouring queries
+constexpr int kQueries = 16;        // per warp on the tensor cores
+constexpr int kLanesOfQuery = 8;    // share the keys, and the result's columns, of a few neighbouring queries
 constexpr int kQueryLanes = kWarpSize / kLanesOfQuery;
 constexpr int kColumns = 4;         // that a lane reads at once
-constexpr int kGroups = 2;          // of columns that a lane has results of at a time
-constexpr int kLoads = 6;           // of 16 bytes in flight a lane
-constexpr int kMaxWarps = 4;        // of a block whose warps have nothing in common
+constexpr int kGroups = 2;          // groups of columns whose results a lane has at a time
+constexpr int kLoads = 6;           // 16-byte loads in flight per lane
+constexpr int kMaxWarps = 4;        // per block, if its warps share nothing
 
 template <typename T>
 using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -31,13 +31,13 @@ __device__ inline float as_acc(__half x) { return to_float(x); }
 __device__ inline float as_acc(__nv_bfloat16 x) { return to_float(x); }
 __device__ inline double as_acc(double x) { return x; }
 
-// Rows of shared memory, `pitch` apart, which is 4 numbers more than a multiple of 8: eight rows begin in different banks.
-// A query's has room for as many weights as there are keys.
+// Pitch of a row in shared memory: 4 numbers more than a multiple of 8, so that eight rows begin in different banks. A
+// query's row is reused for its weights, one for each key.
 inline int pitch_of(int64_t head_dim, int keys) {
   return std::max(static_cast<int>(ceil_div(head_dim, 8) * 8), keys) + kColumns;
 }
 
-// What a head's queries, keys and values take of shared memory.
+// Shared memory of a head's queries, keys and values.
 template <typename A, int kKeys>
 size_t head_bytes(int64_t head_dim) {
   return 3 * kKeys * pitch_of(head_dim, kKeys) * sizeof(A);
@@ -72,9 +72,9 @@ struct Head {
   }
 };
 
-// kKeys queries, keys and values into as many rows of shared memory, by kThreads threads; zeros behind the last row and the
-// last column. Several accesses of a thread are on their way at a time: what a warp waits for one after the other is its
-// whole time.
+// Loads kKeys queries, keys and values into that many rows of shared memory, with kThreads threads; zeros after the
+// last row and the last column. Each thread has several loads in flight, since the kernel's time is that of its loads
+// in sequence.
 template <typename T, int kKeys, int kThreads>
 __device__ void load_rows(Acc<T>* shared, int pitch, const Head<T>& head, int length, int head_dim, bool in_vectors) {
   constexpr int kWidth = kVectorWidth<T>, kRows = 3 * kKeys;
@@ -128,7 +128,7 @@ __device__ void load_rows(Acc<T>* shared, int pitch, const Head<T>& head, int le
   }
 }
 
-// kHeadWarps: that share a head's queries. One of them alone waits for no other warp, and a block has several heads.
+// kHeadWarps: warps that share a head's queries. If it is 1, no warp waits for another, and a block has several heads.
 template <typename T, int kKeys, int kHeadWarps>
 __global__ void __launch_bounds__((kHeadWarps == 1 ? kMaxWarps : kHeadWarps) * kWarpSize, 1)
     short_attention_kernel(const __grid_constant__ ShortAttention attention) {
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__((kHeadWarps == 1 ? kMaxWarps : kHeadWarps) * k
     else __syncthreads();
   };
 
-  A* const query = reinterpret_cast<A*>(memory) + part * 3 * kKeys * pitch;  // and then its weights of the keys
+  A* const query = reinterpret_cast<A*>(memory) + part * 3 * kKeys * pitch;  // later the query's weights of the keys
   A* const key = query + kKeys * pitch;
   A* const value = key + kKeys * pitch;
   load_rows<T, kKeys, kThreads>(query, pitch, head, length, head_dim, attention.in_vectors);
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__((kHeadWarps == 1 ? kMaxWarps : kHeadWarps) * k
 
 #pragma unroll
   for (int i = 0; i < kQueriesOfLane; ++i) {
-    // The first key is seen by every query, so there is a largest score.
+    // Every query sees the first key, so there is a largest score.
     A largest = -INFINITY;
 #pragma unroll
     for (int j = 0; j < kKeysOfLane; ++j) {
@@ -254,9 +254,9 @@ __global__ void __launch_bounds__((kHeadWarps == 1 ? kMaxWarps : kHeadWarps) * k
   }
 }
 
-// The same for 16-bit numbers on the tensor cores, nothing in shared memory: 32 * kUnits columns a head. Lane 4 g + t has
-// columns 8 t and the seven after it, of every 32, of rows g and g + 8 of each tensor, in accesses of 16 bytes. Products
-// are taken over columns in the order that this makes for, the same for queries and keys.
+// The same for 16 bits on the tensor cores, without shared memory: 32 * kUnits columns per head. Of rows g and g + 8 of
+// each tensor, lane 4 g + t has columns 8 t to 8 t + 7 of every 32, in 16-byte accesses. So products add up columns in
+// another order, which is the same for queries and keys.
 template <typename T, int kKeys, int kUnits>
 __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
     short_attention_mma_kernel(const __grid_constant__ ShortAttention attention) {
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
     for (int unit = 0; unit < kUnits; ++unit) value[tile][unit] = load(head.value, tile * 8 + line, unit);
   }
 
-  // Of queries `line` and `line` + 8 with keys 2 `place` and the next of each tile.
+  // Scores of queries `line` and `line` + 8 with keys 2 `place` and 2 `place` + 1 of each tile.
   float score[kTiles][4] = {};
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
@@ -391,8 +391,8 @@ cudaError_t launch_as(ShortAttention& attention, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// Many heads keep a multiprocessor busy with few warps each, of which a lane has several queries for what it reads of keys
-// and values. Of few, what counts is how long one takes.
+// Many heads keep a multiprocessor busy with few warps each; a lane then has several queries for each key and value
+// that it reads. With few heads, the time of one head counts.
 template <typename T, int kKeys>
 cudaError_t launch_as(ShortAttention& attention, cudaStream_t stream) {
   constexpr int kFewWarps = kKeys / kQueryLanes, kManyWarps = kFewWarps / 4;

@@ -1,5 +1,5 @@
-// Bytes on their way into a block's shared memory by themselves, and the wait for them. From sm_90 on; code for older
-// devices compiles, and does nothing.
+// Bulk copies and remote stores to a block's shared memory, and the wait for them (mbarrier). From sm_90 on; code for
+// older devices compiles, and does nothing.
 #pragma once
 
 #include <cstdint>
@@ -10,31 +10,32 @@ __device__ inline unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-// Lies in the shared memory that is written, and counts the bytes, round by round.
+// Lies in the shared memory that is written, and counts the bytes that arrive, round by round.
 class Arrivals {
  public:
-  // By one thread. After it come `publish` and a barrier of all that take part.
+  // Called by one thread. `publish` must follow, then a barrier of all threads that take part.
   __device__ void open() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address()) : "memory");
 #endif
   }
 
-  // By the thread that has opened some.
+  // Called by the thread that opened them.
   __device__ static void publish() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
   }
 
-  // By one thread: how many bytes make up the next round. Some may have arrived before.
+  // Called by one thread: sets how many bytes make up the next round. Some of them may already have arrived.
   __device__ void expect(unsigned bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
 #endif
   }
 
-  // Returns when a round has arrived; `parity`: of how many have before. To see what other blocks store costs more.
+  // Returns once a round has arrived; `parity` is that of the rounds before it. kFromOthers: other blocks store, which
+  // costs more to observe.
   template <bool kFromOthers>
   __device__ void wait(unsigned parity) {
 #if __CUDA_ARCH__ >= 900

@@ -26,27 +26,26 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 struct CudaLibrary {
   static int32_t device_type() { return aoti_torch_device_type_cuda(); }
 
-  // Makes the tensors' device current for as long as a call lasts: what kernels take, and how they are launched, depends
-  // on it.
+  // Makes the tensors' device current during a call, since launchers choose and launch kernels for the current device.
   class Scope {
    public:
     explicit Scope(int32_t device) {
       int current = 0;
       FUSEOPT_CHECK(cudaGetDevice(&current) == cudaSuccess, "fuseopt: there is no current CUDA device");
       if (current != device) guard_.emplace(device);
-      former_ = std::exchange(device_of_launch, device);  // after all that may throw: nothing would put it back
+      former_ = std::exchange(device_of_launch, device);  // last, since nothing would undo it if the above throws
     }
     ~Scope() { device_of_launch = former_; }
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
 
    private:
-    std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // costs more than a look at the current device
+    std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // only if needed: costs more than cudaGetDevice
     int former_ = kNoDevice;
   };
 };
 
-// The current stream of the tensor's device.
+// A launch on the current stream of the tensor's device.
 class Launch {
  public:
   Launch(const char* op, const Tensor& tensor) : op_(op), device_(tensor.get_device_index()) {
@@ -61,7 +60,7 @@ class Launch {
 
   void check(cudaError_t error) const {
     if (error == cudaSuccess) return;
-    cudaGetLastError();  // or torch's next launch would find it again and take it for its own
+    cudaGetLastError();  // otherwise torch's next launch would report it
     FUSEOPT_CHECK(false, "fuseopt::", op_, ": CUDA failed: ", cudaGetErrorString(error));
   }
 
@@ -71,7 +70,7 @@ class Launch {
   cudaStream_t stream_ = nullptr;
 };
 
-// Of a function of a binding: what to register, which first checks its tensors.
+// A function of a binding as it is registered: it checks its tensors first.
 template <auto function, const auto& declaration>
 constexpr auto checked = &Checked<function, declaration, CudaLibrary>::call;
 
@@ -108,7 +107,7 @@ inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// A parameter with an element for each column of `input`, or none.
+// A parameter with one element for each column of `input`, or none.
 inline std::optional<Tensor> parameter(const char* op, const char* name, const std::optional<Tensor>& tensor,
                                        const Tensor& input) {
   if (!tensor.has_value()) return std::nullopt;
@@ -138,10 +137,10 @@ inline void check_same(const char* op, const char* name, const Tensor& tensor, c
   FUSEOPT_CHECK(same, "fuseopt::", op, ": ", name, " has not the shape of the input");
 }
 
-// An uninitialised contiguous tensor on the device of `like`. Straight from the C interface: torch::stable::new_empty
-// goes through the dispatcher, at several times the cost.
+// An uninitialised contiguous tensor on the device of `like`. It uses the C interface, because torch::stable::new_empty
+// goes through the dispatcher and costs several times as much.
 inline Tensor allocate(const Tensor& like, IntHeaderOnlyArrayRef sizes, ScalarType type) {
-  constexpr size_t kMaxDims = 64;  // as of most of torch's own kernels
+  constexpr size_t kMaxDims = 64;  // as in most of torch's own kernels
   FUSEOPT_CHECK(sizes.size() <= kMaxDims, "fuseopt: a tensor of ", sizes.size(), " dimensions; at most ", kMaxDims);
   int64_t strides[kMaxDims];
   int64_t stride = 1;
@@ -152,7 +151,7 @@ inline Tensor allocate(const Tensor& like, IntHeaderOnlyArrayRef sizes, ScalarTy
   AtenTensorHandle handle = nullptr;
   const auto status = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, number_of(type),
                                                aoti_torch_device_type_cuda(), like.get_device_index(), &handle);
-  // torch's own words, which callers that retry with a smaller batch look for.
+  // Begins like torch's message, which callers search for before they retry with a smaller batch.
   FUSEOPT_CHECK(status == TORCH_SUCCESS, "CUDA out of memory. fuseopt tried to allocate a tensor of ", stride,
                 " elements of ", type);
   return Tensor(handle);

@@ -1,5 +1,5 @@
-// Clusters of blocks, in one dimension: a barrier over them, and stores into one another's shared memory. Before sm_90 a
-// block is alone.
+// Clusters of blocks, in one dimension: a barrier, and stores to each other's shared memory. Before sm_90 a cluster is
+// one block.
 #pragma once
 
 #include <type_traits>
@@ -17,7 +17,7 @@ __device__ inline int cluster_rank() {
   return static_cast<int>(rank);
 }
 
-// How many blocks a cluster has.
+// The number of blocks in a cluster.
 __device__ inline int cluster_size() {
   unsigned blocks = 1;
 #if __CUDA_ARCH__ >= 900
@@ -32,7 +32,7 @@ __device__ inline void arrive_at_cluster_barrier() {
 #endif
 }
 
-// Without the release: nothing that was stored before can be relied on.
+// Arrives without a release: earlier stores need not be visible after the barrier.
 __device__ inline void arrive_relaxed_at_cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -45,7 +45,7 @@ __device__ inline void wait_at_cluster_barrier() {
 #endif
 }
 
-// Where what lies at `own` in this block's shared memory lies in that of block `rank` of the cluster.
+// The address in the shared memory of block `rank` that corresponds to `own` in this block's.
 __device__ inline unsigned address_in_block(unsigned own, int rank) {
   unsigned remote = own;
 #if __CUDA_ARCH__ >= 900
@@ -54,7 +54,7 @@ __device__ inline unsigned address_in_block(unsigned own, int rank) {
   return remote;
 }
 
-// Stores to where `own` lies in the shared memory of block `rank` of the cluster. To be read after a barrier.
+// Stores to the place of `own` in the shared memory of block `rank`. It can be read after a barrier.
 template <typename Value>
 __device__ inline void store_to_block(Value* own, int rank, Value value) {
 #if __CUDA_ARCH__ >= 900
@@ -70,7 +70,7 @@ __device__ inline void store_to_block(Value* own, int rank, Value value) {
 #endif
 }
 
-// The place in x of this block's cluster.
+// The index in x of this block's cluster.
 __device__ inline unsigned cluster_index() {
   unsigned index = blockIdx.x;
 #if __CUDA_ARCH__ >= 900
@@ -79,27 +79,28 @@ __device__ inline unsigned cluster_index() {
   return index;
 }
 
-// Lies in the shared memory of a block that other blocks of its cluster store into, and knows when all has arrived: no
-// barrier over the cluster is needed then, whose release waits for memory as a whole. A block that stores must know
-// that this one has opened.
+// Receives stores of other blocks of the cluster into this block's shared memory, and knows when all have arrived. So
+// no cluster barrier is needed, whose release would wait for all of memory. A block may store only once it knows that
+// this mailbox is open.
 class Mailbox {
  public:
-  // By all threads of the block, which must meet before one of them calls `expect`.
+  // Called by all threads of the block. A barrier must follow before one of them calls `expect`.
   __device__ void open() {
     open_and([] {});
   }
 
-  // By all threads of the block: how much is to arrive, and may have already, before `wait` returns.
+  // Called by all threads of the block: sets how many bytes must arrive before `wait` returns. Some may already be
+  // there.
   __device__ void expect(unsigned bytes) {
     if (threadIdx.x == 0) arrivals_.expect(bytes);
   }
 
-  // Both.
+  // Both in one call.
   __device__ void open(unsigned bytes) {
     open_and([&] { arrivals_.expect(bytes); });
   }
 
-  // Stores to where `own` lies in the shared memory of block `rank`, whose mailbox lies where this one does.
+  // Stores to the place of `own` in the shared memory of block `rank`, whose mailbox has the same address as this one.
   __device__ void send(float4* own, float4 values, int rank = 0) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
@@ -118,19 +119,19 @@ class Mailbox {
 #endif
   }
 
-  // Returns when all bytes have arrived; `round`: how often that has happened before.
+  // Returns once all bytes have arrived; `round` is how many times that happened before.
   __device__ void wait(unsigned round = 0) { arrivals_.wait<true>(round & 1); }
 
  private:
-  // In a loop of one turn, which stays a branch, where the assembler would put a few instructions under a predicate of the
-  // warp: compute-sanitizer does not see that one, and takes a barrier so set up for a store by all warps, each to
-  // wherever its register points.
+  // The loop runs once, and keeps a real branch. Without it ptxas would predicate these instructions for the whole
+  // warp. compute-sanitizer does not see that predicate, and reports the initialisation as stores by all warps, each to
+  // whatever address its register has.
   template <typename Then>
   __device__ void open_and(Then then) {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x > 0) return;
     unsigned threads;
-    asm("mov.u32 %0, %%ntid.x;" : "=r"(threads));  // blockDim.x, which the compiler does not know to be positive here
+    asm("mov.u32 %0, %%ntid.x;" : "=r"(threads));  // blockDim.x, opaque to the compiler, so the loop stays
 #pragma unroll 1
     do {
       arrivals_.open();

@@ -1,4 +1,5 @@
-// Column sums for the gradients of a weight or bias, in two stages without atomics, so that they repeat to the bit.
+// Column sums for the gradients of a weight or bias, in two stages without atomics, so that results are bitwise
+// repeatable.
 #pragma once
 
 #include "cuda/common/launchers.h"
@@ -7,8 +8,8 @@ namespace fuseopt {
 
 constexpr int kMostSummed = 3;
 
-// Where the first stage of a backward leaves its column sums: for each of up to kMostSummed tensors `count` rows of
-// partial sums.
+// Where the first stage of a backward writes its column sums: `count` rows of partial sums for each of up to
+// kMostSummed tensors.
 template <typename Acc>
 struct Partials {
   Acc* data;
@@ -21,7 +22,7 @@ struct Partials {
 int64_t max_partials(int64_t rows);
 int64_t any_partials(int64_t rows, int64_t columns);  // rows of partial sums in the "any" path: at most max_partials
 
-// A gradient for each of the tensors, absent (data == nullptr) where it is not wanted.
+// A gradient for each of the tensors, absent (data == nullptr) if it is not wanted.
 struct ColumnSums {
   TypedPointer of[kMostSummed];
 };

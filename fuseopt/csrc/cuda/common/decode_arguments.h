@@ -6,12 +6,12 @@
 
 namespace fuseopt {
 
-// Rows `indices` of `weight`, [rows, columns]; an absent table has `weight == nullptr`.
+// Rows `indices` of `weight`, [rows, columns]. An absent table has `weight == nullptr`.
 struct EmbeddingTable {
   const void* weight;
   int64_t rows;
   const void* indices;
-  int index_bytes;  // 4 or 8 an index
+  int index_bytes;  // bytes of an index, 4 or 8
 };
 
 // residual + activation(norm(input) x weight + bias), for up to three weights side by side, or a gated pair of them.
@@ -24,8 +24,8 @@ struct DecodeLinear {
   const void* weights[kMaxWeights];  // [out_features, in_features]
   int weight_count;
   int weight_dtype;             // DType
-  int64_t weight_stride;        // of the dimension whose stride is not one
-  bool weights_are_transposed;  // which is that of `in_features`
+  int64_t weight_stride;        // stride of the dimension whose stride is not 1
+  bool weights_are_transposed;  // that dimension is `in_features`
   int64_t out_features;
   TypedPointer biases[kMaxWeights];
   TypedPointer residual;  // like `output`
@@ -36,20 +36,20 @@ struct DecodeLinear {
   int activation;  // Activation
   bool gated;
   bool pdl;         // may start before the previous kernel on the stream has ended
-  const void* prefetch[kMaxWeights];  // what is to be brought into the L2 cache, or null
+  const void* prefetch[kMaxWeights];  // weights to prefetch into the L2 cache, or null
   int64_t prefetch_bytes;             // of each
   TypedPointer output;  // [rows, out_features * weight_count], or [rows, out_features] if gated
   const float* split_k_partials;  // [kSplitK, rows, in_features] to be added to `input`; or null
   EmbeddingTable tokens, positions;  // the input is the sum of their rows, and `input` nothing; or absent, both
   void* sum;                         // with either: that sum, [rows, in_features] of the input's dtype
   bool is_split_k;         // `output` is [kSplitK, rows, out_features] float32, yet to be added up
-  void* best;           // [rows, fuseopt_decode_linear_parts] DecodeSelect's candidates: each part's highest; or null
-  TokenRules rules;     // of what is compared for `best`
-  const int64_t* sequence_length;  // which says what rules hold
+  void* best;           // [rows, fuseopt_decode_linear_parts]: DecodeSelect's candidate of each part; or null
+  TokenRules rules;     // applied before comparing for `best`
+  const int64_t* sequence_length;  // determines which rules hold
 };
 
-// One query a row of [rows, heads, head_dim] over places [starts, lengths) of the caches, [rows / queries_per_kv, heads,
-// capacity, head_dim]. With a `key`, that and `value` are written into the last of these places first.
+// One query per row, [rows, heads, head_dim], over places [starts, lengths) of the caches, [rows / queries_per_kv,
+// heads, capacity, head_dim]. If there is a `key`, it and `value` are first written to the last of these places.
 struct DecodeAttention {
   struct Heads {
     const void* data;
@@ -58,8 +58,8 @@ struct DecodeAttention {
   };
   struct Integers {
     const void* data;  // null: zeros
-    int bytes;         // 4 or 8 an integer
-    int64_t stride;    // 0 where one serves all rows
+    int bytes;         // bytes of an integer, 4 or 8
+    int64_t stride;    // 0 if one serves all rows
   };
   int dtype;  // DType
   Heads query;
@@ -72,19 +72,19 @@ struct DecodeAttention {
   int64_t head_dim;
   int64_t capacity;
   int64_t queries_per_kv;
-  Integers lengths;  // with a `key`: without it
+  Integers lengths;  // if there is a `key`, without it
   Integers starts;
   const bool* mask;  // [rows / queries_per_kv, capacity], or null
   TypedPointer bias;  // [heads, bias_columns]
   int64_t bias_columns;
-  const int* ancestry;  // [rows, capacity]: the row of the caches in which a place before the last lies; null: its own
+  const int* ancestry;  // [rows, capacity]: the row of the caches that holds an earlier place; null: the row itself
   double scale;
   bool pdl;  // may start before the previous kernel on the stream has ended
   void* output;  // [rows, heads, head_dim]
-  float score_scale;  // `scale` for scores in powers of two, which the launcher fills in
+  float score_scale;  // `scale` for scores in powers of two; set by the launcher
 };
 
-// A token's embedding and a position's, added up.
+// The sum of a token's and a position's embedding.
 struct DecodeEmbedding {
   EmbeddingTable tokens;
   EmbeddingTable positions;
@@ -95,10 +95,10 @@ struct DecodeEmbedding {
   void* output;  // [rows, columns]
 };
 
-// Causal attention of prompts, whose keys and values go to the first slots of a cache.
+// Causal attention of prompts, which also writes their keys and values to the first slots of a cache.
 struct PromptAttention {
   struct Cache {
-    void* data;  // [rows, heads, capacity, head_dim], neighbouring head_dim
+    void* data;  // [rows, heads, capacity, head_dim], head_dim contiguous
     int64_t row_stride;
     int64_t head_stride;
     int64_t slot_stride;
@@ -113,10 +113,10 @@ struct PromptAttention {
   double scale;
   bool pdl;       // may start before the previous kernel on the stream has ended
   void* output;       // [rows, length, heads, head_dim]
-  float score_scale;  // `scale` for scores in powers of two, which the launcher fills in
+  float score_scale;  // `scale` for scores in powers of two; set by the launcher
 };
 
-// Edited scores of any dtype as float32, in `edits`' order.
+// Applies `edits`, in their order, to scores of any dtype; the result is float32.
 struct EditLogits {
   ScoreMatrix logits;  // [rows, vocabulary]
   int64_t rows;
@@ -126,7 +126,7 @@ struct EditLogits {
   float* output;  // [rows, vocabulary]
 };
 
-// The end of a decoding step: argmax of each row of `scores`, `pad` in finished rows, end of sequence, one more everywhere.
+// The end of a decode step: argmax of each row of `scores`, `pad` in finished rows, EOS check, and counters + 1.
 struct DecodeSelect {
   static constexpr int kMaxCounters = 4;
   static constexpr int kCandidateBytes = 16;
@@ -140,7 +140,7 @@ struct DecodeSelect {
   int64_t ids_column_stride;
   int64_t* length;  // the column of `ids` to write
   bool* unfinished;  // [rows]
-  bool* going;       // [going_count], by `length`; the last of them for all from there on
+  bool* going;       // [going_count], by `length`; its last element also serves all greater lengths
   int64_t going_count;
   const int64_t* pad;
   const int64_t* eos;
@@ -149,17 +149,17 @@ struct DecodeSelect {
   int64_t counter_sizes[kMaxCounters];
   int counter_count;
   void* candidates;     // [rows, chunks] of kCandidateBytes, written before they are read
-  int64_t chunks;       // fuseopt_decode_select_chunks(vocabulary), or as many as there are
-  bool has_candidates;  // they are those of a linear layer's `best`
+  int64_t chunks;       // fuseopt_decode_select_chunks(vocabulary), or as many as the candidates have
+  bool has_candidates;  // the candidates are those of a linear layer's `best`
   bool has_edits;
-  LogitsEdits edits;      // of float32 scores, before all that
-  const float* divisors;  // [rows, vocabulary] that probabilities are divided by, the scores being those; or null
+  LogitsEdits edits;      // of float32 scores, before the argmax
+  const float* divisors;  // [rows, vocabulary]: `scores` are probabilities and are divided by these; or null
   bool pdl;           // may start before the previous kernel on the stream has ended
 };
 
-// The `count` best of the continuations of each item's beams.
+// The `count` best continuations of each item's beams.
 struct BeamCandidates {
-  static constexpr int kMaxCount = 32;  // a warp sorts them
+  static constexpr int kMaxCount = 32;  // sorted by one warp
   ScoreMatrix scores;                   // [items * beams, vocabulary]
   int64_t vocabulary;
   float* partial_sums;  // [items * beams * chunks of a row, 2], written before it is read; null: no log-softmax
@@ -176,14 +176,14 @@ struct BeamCandidates {
   bool pdl;          // may start before the previous kernel on the stream has ended
 };
 
-// The end of a beam search step. Tensors of `items` x `beams` rows, of which `ids` and `ancestry` have two.
+// The end of a beam search step. Tensors have `items` x `beams` rows, `ids` and `ancestry` two of such.
 struct DecodeBeams {
-  static constexpr int kMaxCandidates = 32;  // a warp sorts them
+  static constexpr int kMaxCandidates = 32;  // sorted by one warp
   const float* values;                       // [items, candidates]
   const int64_t* places;                     // [items, candidates], in beams x vocabulary
   int64_t items;
   int64_t beams;
-  int candidates;  // twice the beams, or more
+  int candidates;  // at least twice the beams
   int64_t vocabulary;
   float* running_scores;
   float* scores;
@@ -195,12 +195,12 @@ struct DecodeBeams {
   int32_t* ancestry;
   int64_t capacity;  // columns of `ancestry`
   int64_t* tokens;
-  bool* going;  // [going_count], by `length`; the last of them for all from there on
+  bool* going;  // [going_count], by `length`; its last element also serves all greater lengths
   int64_t going_count;
   int64_t* length;
   int64_t* generated;
   int64_t* counters;  // [1 + rows]
-  int* arrived;       // [2], zeros when it starts and when it ends
+  int* arrived;       // [2], zeros at the beginning and at the end
   const int64_t* limit;
   const double* penalties;
   const double* best_penalties;

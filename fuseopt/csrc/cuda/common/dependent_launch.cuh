@@ -1,5 +1,5 @@
-// Programmatic dependent launch: a kernel starts while its predecessor on the stream still runs, does what does not
-// depend on it, then waits for it to end. Before sm_90 kernels follow one another as ever.
+// Programmatic dependent launch (PDL): a kernel starts while the previous kernel on the stream still runs, does work
+// that does not depend on it, then waits for it to end. Before sm_90 kernels run one after the other.
 //
 // A chain of such kernels is safe because every block of every kernel waits: when a kernel has ended, all kernels
 // before it have ended too.
@@ -13,16 +13,16 @@
 
 namespace fuseopt {
 
-// Returns when the predecessor has ended and what it wrote can be read. Before it nothing may be read that a kernel
-// before writes, and nothing be written.
+// Returns once the previous kernel has ended and its results can be read. Before this call a kernel must not write, and
+// must not read what earlier kernels write.
 __device__ inline void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The same as a loop that runs once: ptxas does not move computations across it, while in straight-line code it moves them
-// after the wait, to their use. `never` is false, but opaque to the compiler.
+// The same as a loop that runs once. ptxas moves no computation across a loop; in straight-line code it moves them to
+// their use, after the wait. `never` is false, but opaque to the compiler.
 __device__ inline void wait_for_predecessor_settled(bool never) {
 #pragma unroll 1
   do {
@@ -63,8 +63,8 @@ __device__ inline void follow_predecessor() {
   let_successor_start();
 }
 
-// For one thread of each block: asks for a share of global memory, from `data` to `end`, to be brought into the L2 cache.
-// Addresses and the share's bytes are multiples of 16.
+// Called by one thread of each block: prefetches the block's share of global memory from `data` to `end` into the L2
+// cache. Addresses and the bytes of a share are multiples of 16.
 __device__ inline void prefetch_share(const void* data, const void* end, int share) {
 #if __CUDA_ARCH__ >= 900
   const char* at = static_cast<const char*>(data) + static_cast<int64_t>(share) * (blockIdx.y * gridDim.x + blockIdx.x);
@@ -77,17 +77,17 @@ __device__ inline void prefetch_share(const void* data, const void* end, int sha
 // Whether the current device has programmatic dependent launch and clusters of blocks.
 inline bool is_sm90_or_newer() { return compute_capability_major() >= 9; }
 
-// Shared memory that nobody uses, for the blocks of a grid that the device holds at once: so much that a multiprocessor
-// has room for no more of them than its share. They start where those of the previous kernel have ended, and would else crowd
-// where these end first.
+// Unused shared memory for the blocks of a grid that is resident all at once: so much that no multiprocessor takes more
+// blocks than its even share. Blocks start where those of the previous kernel end, and without this would crowd where
+// these end first.
 class EvenShare {
  public:
-  // Bytes a block.
+  // Bytes per block.
   template <typename Kernel>
   size_t operator()(Kernel kernel, unsigned blocks, unsigned threads) {
-    constexpr int kLeast = 5;             // smaller shares would take more than a block may have unasked
-    constexpr int kMost = 31;             // of the blocks that a multiprocessor can have
-    constexpr int64_t kOthers = 2 * 1024;  // of a block, by the system and what the kernel declares
+    constexpr int kLeast = 5;             // for smaller shares blocks would need permission
+    constexpr int kMost = 31;             // at most so many blocks fit on a multiprocessor
+    constexpr int64_t kOthers = 2 * 1024;  // bytes of a block that the system and static arrays take
     const int processors = multiprocessor_count();
     const int64_t share = ceil_div(blocks, processors);
     if (share < kLeast || share > kMost || !is_sm90_or_newer()) return 0;
@@ -109,8 +109,8 @@ struct LaunchShape {
 
 using DriverLaunch = CUresult (*)(const CUlaunchConfig*, CUfunction, void**, void**);
 
-// cuLaunchKernelEx, which launches sooner than the runtime, as that looks up its kernel every time; null where the
-// driver has none.
+// cuLaunchKernelEx, or null if the driver lacks it. It is faster than the runtime, which looks its kernel up in every
+// launch.
 inline DriverLaunch driver_launch() {
   static const DriverLaunch launch = [] {
     void* found = nullptr;
@@ -122,7 +122,7 @@ inline DriverLaunch driver_launch() {
 #else
     const cudaError_t error = cudaGetDriverEntryPoint("cuLaunchKernelEx", &found, cudaEnableDefault, &result);
 #endif
-    if (error != cudaSuccess) cudaGetLastError();  // or it would pass for the launch's
+    if (error != cudaSuccess) cudaGetLastError();  // otherwise the launch would seem to have failed
     return reinterpret_cast<DriverLaunch>(found);
   }();
   return launch;
@@ -137,7 +137,7 @@ class FollowingKernel<kKernel, void (*)(Parameters...)> {
  public:
   static constexpr auto kFunction = kKernel;
 
-  // Errors are the runtime's last one, as after any launch: what the driver refuses is left to the runtime.
+  // Errors become the runtime's last error, as after any launch: if the driver refuses, the runtime launches again.
   static void launch(dim3 blocks, dim3 threads, size_t shared_bytes, cudaStream_t stream, Parameters... arguments) {
     CUlaunchAttribute attribute;
     attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
@@ -156,14 +156,14 @@ class FollowingKernel<kKernel, void (*)(Parameters...)> {
     kKernel<<<blocks, threads, shared_bytes, stream>>>(arguments...);
   }
 
-  // Without shared memory of its own, on EvenShare's.
+  // For kernels without dynamic shared memory; uses EvenShare.
   static void launch_evenly(unsigned blocks, unsigned threads, cudaStream_t stream, Parameters... arguments) {
     static EvenShare even_share;
     launch(blocks, threads, even_share(kKernel, blocks, threads), stream, arguments...);
   }
 
  private:
-  // As the driver knows the kernel on the current device; null where it has no launch for it.
+  // The driver's handle of the kernel on the current device; null without cuLaunchKernelEx.
   static CUfunction driver_handle() {
     static Cached<CUfunction> handles[kMaxDevices];
     Cached<CUfunction>& cached = handles[current_device() % kMaxDevices];
@@ -176,12 +176,12 @@ class FollowingKernel<kKernel, void (*)(Parameters...)> {
   }
 };
 
-// Launches kernel(argument); `pdl`: before its predecessor on the stream has ended.
+// Launches kernel(argument). `pdl`: it may start before the previous kernel on the stream has ended.
 template <typename Argument>
 cudaError_t launch_dependent(void (*kernel)(Argument), const Argument& argument, LaunchShape shape, bool pdl,
                              cudaStream_t stream) {
-  // A multiprocessor divides its memory between L1 cache and shared memory in one way at a time: were the division left
-  // to each kernel, a kernel could not start beside another one.
+  // All these kernels ask for the same division of a multiprocessor's memory between L1 cache and shared memory. It has
+  // one division at a time, so kernels with different ones could not run beside each other.
   const void* const function = reinterpret_cast<const void*>(kernel);
   cudaError_t error = prefer_shared_memory(function);
   if (error == cudaSuccess && shape.shared_bytes > kUnaskedSharedBytes) {

@@ -1,4 +1,4 @@
-// What launchers ask about the current device, from the driver once and from memory after that.
+// What launchers ask about the current device; the driver is asked once, then the answer is cached.
 #pragma once
 
 #include "cuda/common/launchers.h"
@@ -14,8 +14,8 @@ inline int current_device() {
   return device;
 }
 
-// What may be written by several threads at once, each time the same; zero until then. (<atomic> would take longer to
-// compile than many a kernel does.)
+// A value that several threads may write at once, always the same one; zero until then. (Including <atomic> would take
+// longer to compile than many kernels.)
 template <typename Value>
 class Cached {
  public:
@@ -26,7 +26,7 @@ class Cached {
   Value value_ = {};
 };
 
-// An attribute of the current device, asked of the driver once.
+// An attribute of the current device; the driver is asked once.
 template <cudaDeviceAttr kAttribute>
 int cached_attribute() {
   static Cached<int> values[kMaxDevices];

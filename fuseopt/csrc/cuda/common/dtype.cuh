@@ -1,4 +1,5 @@
-// Element types: conversions to and from the type that the maths runs in, and access to tensors typed at run time.
+// Element types: conversions to and from the type of the arithmetic, and access to tensors whose type is known at run
+// time.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,7 +14,7 @@ struct TypeTag {
   using type = T;
 };
 
-// In the place of an element type: known only at run time. For what is read seldom or from a cache.
+// In place of an element type that is known only at run time; for tensors that are small or cached.
 struct AnyType {};
 
 template <typename T>
@@ -25,7 +26,7 @@ constexpr int kDType<__nv_bfloat16> = kBFloat16;
 template <>
 constexpr int kDType<double> = kFloat64;
 
-// Calls `function(TypeTag<T>)` for the dtypes that the fast kernels are compiled for; false for any other dtype.
+// Calls `function(TypeTag<T>)` for the dtypes that the fast kernels are compiled for; returns false for any other.
 template <typename Function>
 bool dispatch_fast_dtype(int dtype, Function function) {
   switch (static_cast<DType>(dtype)) {
@@ -78,7 +79,7 @@ __device__ inline void store_as(TypedPointer tensor, int64_t i, Acc x) {
   __trap();
 }
 
-// x as it would read after a trip through a tensor of `dtype`.
+// x rounded as if stored in a tensor of `dtype` and read back.
 template <typename Acc>
 __device__ inline Acc round_to(int dtype, Acc x) {
   switch (static_cast<DType>(dtype)) {

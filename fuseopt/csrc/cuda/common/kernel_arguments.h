@@ -1,4 +1,4 @@
-// Arguments of kernels that more than one op takes, and of ops outside of decode steps. `rows` x `columns` is the input
+// Arguments of kernels that more than one op has, and of ops outside decode steps. `rows` x `columns` is the input
 // flattened to two dimensions.
 #pragma once
 
@@ -15,8 +15,8 @@ struct TypedPointer {
   int dtype;  // DType
 };
 
-// An additive softmax mask seen through broadcasting: the address of row `r` is found from the leading dimensions of
-// the input, of which neighbours that share one stride pattern are merged.
+// An additive softmax mask, broadcast to the input. The address of row `r` is computed from the input's leading
+// dimensions; neighbours with one stride pattern are merged.
 struct SoftmaxMask {
   static constexpr int kMaxDims = 8;
   TypedPointer values;
@@ -35,7 +35,7 @@ struct StridedRows {
 // Token ids as a strided matrix of int32 or int64.
 struct TokenIds {
   const void* data;
-  int bytes;  // 4 or 8 an id
+  int bytes;  // bytes of an id, 4 or 8
   int64_t length;
   int64_t row_stride;
   int64_t column_stride;
@@ -49,23 +49,23 @@ struct ScoreMatrix {
   int64_t column_stride;
 };
 
-// What holds for tokens as long as sequences have certain lengths.
+// Rules for tokens, each for a range of sequence lengths.
 struct TokenRules {
   static constexpr int kMost = 8;
-  const uint8_t* of_tokens;  // [vocabulary]: bit i of a token's: rule i is about it; null: there are none
-  const int64_t* bounds;     // [count, 2]: the first length of sequences at which a rule holds, and the end
+  const uint8_t* of_tokens;  // [vocabulary]: bit i of a token: rule i names it; null: no rules
+  const int64_t* bounds;     // [count, 2]: the lengths at which a rule begins and ends to hold
   int count;
-  unsigned forcing;          // bit i: rule i sets its tokens to 0 and bans all others; any other bans its tokens
+  unsigned forcing;          // bit i: rule i sets its tokens to 0 and bans all others; else it bans its own
 };
 
-// What is done to row r of the scores; see logits_edits.cuh.
+// The edits of row r of the scores; see logits_edits.cuh.
 struct LogitsEdits {
   TokenIds input_ids;          // [rows, length]
-  const int64_t* length;       // how many of their columns count; null: all
-  TokenIds encoder_input_ids;  // as wide an id as those of `input_ids`; row r belongs to r / rows_per_encoder_row
+  const int64_t* length;       // how many of the columns count; null: all
+  TokenIds encoder_input_ids;  // ids as wide as `input_ids`; row r uses row r / rows_per_encoder_row
   int64_t rows_per_encoder_row;
-  const int64_t* penalty_begin;  // [rows]: the first id that counts for the penalty; null: the first of the row
-  const int64_t* suppressed;     // ids banned in every row
+  const int64_t* penalty_begin;  // [rows]: index of the first id that is penalised; null: 0
+  const int64_t* suppressed;     // ids that are banned in every row
   int64_t suppressed_count;
   TokenRules rules;
   int64_t ngram_size;          // 0: no ban
@@ -74,8 +74,8 @@ struct LogitsEdits {
   double temperature;          // 1: none
 };
 
-// The backward of a layer_norm over `base` and `addends`, added up one after the other in float32; see
-// layer_norm_of_sum_bwd.cu. Matrices are [rows, columns], of T (grad_output's dtype) where no type is given.
+// The backward of a layer_norm whose input is `base` plus `addends`, added in order in float32; see
+// layer_norm_of_sum_bwd.cu. Matrices are [rows, columns], of T (grad_output's dtype) if no type is given.
 struct LayerNormOfSumBwd {
   static constexpr int kMostAddends = 6;
   TypedPointer grad_output;
@@ -83,19 +83,19 @@ struct LayerNormOfSumBwd {
   const float* base;
   const void* addends[kMostAddends];
   int addend_count;
-  const float* weight;  // [columns], as `bias`
+  const float* weight;  // [columns], like `bias`
   const float* bias;
-  const float* mean;  // [rows], as `rstd`
+  const float* mean;  // [rows], like `rstd`
   const float* rstd;
   void* output;
   float* grad;
   void* rounded;
-  float* grad_weight;  // [columns], as the next two
+  float* grad_weight;  // [columns], like the next two
   float* grad_bias;
   float* grad_columns;
-  void* workspace;  // fuseopt_norm_bwd_workspace_bytes, of three tensors
+  void* workspace;  // fuseopt_norm_bwd_workspace_bytes for three tensors
   int64_t rows;
-  int64_t columns;  // whole 16 bytes of T, kMostColumns at most
+  int64_t columns;  // a multiple of 16 bytes of T, at most kMostColumns
   static constexpr int kMostColumns = 2048;
 };
 
@@ -103,7 +103,7 @@ enum GeluApproximation : int { kErf = 0, kTanh = 1 };
 
 enum Activation : int { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3, kIdentity = 4 };
 
-// Where the neighbours of a weight [N, K] lie: along K, or along N, as in a contiguous [K, N].
+// The contiguous dimension of a weight [N, K]: K, or N as in a contiguous [K, N].
 enum class Layout { kRowMajorNK, kColMajorKN };
 
 enum Norm : int { kNoNorm = 0, kLayerNorm = 1, kT5RmsNorm = 2 };
@@ -111,7 +111,7 @@ enum Norm : int { kNoNorm = 0, kLayerNorm = 1, kT5RmsNorm = 2 };
 // Attention over sequences of up to 32 tokens.
 struct ShortAttention {
   struct Heads {
-    const void* data;  // [batch, heads, length, head_dim], neighbouring head_dim
+    const void* data;  // [batch, heads, length, head_dim], head_dim contiguous
     int64_t batch_stride;
     int64_t head_stride;
     int64_t row_stride;
@@ -130,20 +130,20 @@ struct ShortAttention {
   bool in_vectors;
 };
 
-// Logits against class indices: the loss of each row, and its gradient written over the logits.
+// Logits against class indices: the loss of each row, and its gradient, which overwrites the logits.
 struct CrossEntropyGrad {
   TypedPointer logits;  // [rows, width]; zeros past the classes on return
   int64_t rows;
   int64_t width;    // whole vectors of 16 bytes
   int64_t classes;  // at most `width`
-  const float* grad_output;  // [rows] that gradients are multiplied by; null: ones
+  const float* grad_output;  // [rows] by which gradients are multiplied; null: ones
   const int64_t* target;     // [rows]
   float* losses;             // [rows]
   bool* in_range;            // [rows]: whether the target is a class or ignored
   int64_t ignore_index;
   float label_smoothing;
   float z_loss;
-  bool writes_gradient;  // else the logits stay
+  bool writes_gradient;  // if false, the logits are kept
 };
 
 }  // namespace fuseopt

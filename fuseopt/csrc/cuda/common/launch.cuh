@@ -1,4 +1,4 @@
-// Grid sizes from the device at hand.
+// Grid sizes for the current device.
 #pragma once
 
 #include <algorithm>
@@ -15,20 +15,21 @@ using IntTag = std::integral_constant<int, kValue>;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Whether a grid has a block for every row. Beyond that the "any" kernels walk the rows.
+// Whether a grid can have a block for every row. For more rows the "any" kernels walk the rows.
 inline bool fits_grid(int64_t rows) { return rows <= INT32_MAX; }
 
-// Blocks that have a team for every row, or for a grid-stride loop over the rows.
+// The number of blocks that have a team for every row, or for a grid-stride loop over the rows.
 template <typename Shape>
 unsigned row_blocks(int64_t rows, int threads, int64_t most_blocks = INT32_MAX) {
   return static_cast<unsigned>(std::min(ceil_div(rows, Shape::rows_per_block(threads)), most_blocks));
 }
 
-// Whether each row may have a multiprocessor to itself. What counts then is what a thread does one after the other: a row
-// gets a block, and a thread one vector of it.
+// Whether each row can have a multiprocessor to itself. Then the sequential work of a thread counts, so a row gets a
+// block and a thread one vector of it.
 inline bool are_few_rows(int64_t rows) { return rows <= multiprocessor_count(); }
 
-// Calls `launch(Shape, threads)` with the first of `Shapes` that holds a row of `columns` elements; false when none does.
+// Calls `launch(Shape, threads)` with the first of `Shapes` that holds a row of `columns` elements; returns false if
+// none does.
 template <typename... Shapes, typename Launch>
 bool dispatch_shape(int64_t columns, Launch launch) {
   const auto consider = [&](auto shape) {

@@ -1,6 +1,6 @@
-// The C entry points of the CUDA kernels: torch-free, asynchronous on `stream`, allocating and synchronising nothing,
-// so that each can be captured in a CUDA graph. Every one returns what its launches returned. Tensors are contiguous
-// unless strides are given; `rows` x `columns` is the input flattened to two dimensions.
+// The C entry points of the CUDA kernels. They do not use torch, run asynchronously on `stream`, and neither allocate
+// nor synchronise, so each can be captured in a CUDA graph. They return the error of their launches. Tensors are
+// contiguous unless strides are given; `rows` x `columns` is the input flattened to two dimensions.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,22 +10,22 @@
 namespace fuseopt {
 
 constexpr int kNoDevice = -1;
-// The current device, where it is known: while a binding launches, which has asked the runtime for it. To ask again
-// takes longer than all else that a launcher looks up.
+// The current device while a binding launches, which has asked the runtime for it; otherwise kNoDevice. Asking again
+// would take longer than everything else that a launcher looks up.
 inline thread_local int device_of_launch = kNoDevice;
 
 extern "C" {
 
 cudaError_t fuseopt_decode_beams(DecodeBeams beams, cudaStream_t stream);
 
-// How many chunks of a row each give their best.
+// The number of chunks of a row that each produce candidates.
 int64_t fuseopt_beam_candidates_chunks(int64_t vocabulary);
 
 cudaError_t fuseopt_beam_candidates(BeamCandidates candidates, cudaStream_t stream);
 
 cudaError_t fuseopt_decode_embedding(DecodeEmbedding embedding, cudaStream_t stream);
 
-// Whether the current device has the shared memory: 65 KB, on sm_75, is too little for the longest heads in float64.
+// Whether the current device has enough shared memory: the 65 KB of sm_75 are too few for the longest heads in float64.
 bool fuseopt_takes_short_attention(int dtype, int64_t length, int64_t head_dim);
 
 cudaError_t fuseopt_short_attention(ShortAttention attention, cudaStream_t stream);
@@ -35,12 +35,12 @@ cudaError_t fuseopt_prompt_attention(PromptAttention attention, cudaStream_t str
 
 cudaError_t fuseopt_edit_logits(EditLogits edit, cudaStream_t stream);
 
-// How many chunks of a row each give their best.
+// The number of chunks of a row that each produce a candidate.
 int64_t fuseopt_decode_select_chunks(int64_t vocabulary);
 
 cudaError_t fuseopt_decode_select(DecodeSelect select, cudaStream_t stream);
 
-// In how many parts the layer's outputs are that each can give the highest of a row's; 0: they can not.
+// The number of parts of the layer's outputs that can each produce the highest of a row; 0: none can.
 int64_t fuseopt_decode_linear_parts(DecodeLinear layer);
 
 // Whether a layer, of one weight and with nothing around the product, can be left in two parts; and whether one takes
@@ -51,27 +51,27 @@ bool fuseopt_takes_embeddings(DecodeLinear layer);
 
 cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream);
 
-// A DecodeLinear whose input are scores: the softmax of each of `groups` neighbouring parts of a row is what is multiplied.
-// Without norm, bias, activation and gate, and only where the first of these says so.
+// A DecodeLinear whose input is scores: the softmax of each of `groups` neighbouring parts of a row is multiplied.
+// Without norm, bias, activation and gate, and only if fuseopt_takes_decode_softmax_linear returns true.
 bool fuseopt_takes_decode_softmax_linear(DecodeLinear layer, int64_t groups);
 
 cudaError_t fuseopt_decode_softmax_linear(DecodeLinear layer, int64_t groups, cudaStream_t stream);
 
 cudaError_t fuseopt_decode_attention(DecodeAttention attention, cudaStream_t stream);
 
-// The same of one row whose query, key and value are the layer's outputs, and go nowhere but to the attention and into the
-// caches; only where the first of these says so. `query`, `key` and `value` are not read.
+// The same for one row whose query, key and value are the layer's outputs, which go only to the attention and the
+// caches. Only if fuseopt_takes_qkv_attention returns true. `query`, `key` and `value` are not read.
 bool fuseopt_takes_qkv_attention(DecodeLinear layer, DecodeAttention attention);
 
 cudaError_t fuseopt_decode_qkv_attention(DecodeLinear layer, DecodeAttention attention, cudaStream_t stream);
 
-// Normalises `input`, or where there is a `residual` `input + residual`, of the dtype of `sum`, which is written too.
+// Normalises `input`, or `input + residual` if there is a `residual`; that sum, of the dtype of `sum`, is written too.
 cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer residual, TypedPointer weight, TypedPointer output,
                                  TypedPointer sum, TypedPointer rstd, int64_t rows, int64_t columns, double eps,
                                  double offset, int norm_dtype, cudaStream_t stream);
 
-// `input` is what was normalised; `grad_sum`, which may be absent, is added to its gradient. `grad_weight.data` may be
-// null. `workspace` holds `fuseopt_norm_bwd_workspace_bytes` and is written before it is read.
+// `input` is what was normalised. `grad_sum`, which may be absent, is added to its gradient. `grad_weight.data` may be
+// null. `workspace` has `fuseopt_norm_bwd_workspace_bytes` and is written before it is read.
 cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input,
                                  TypedPointer weight, TypedPointer rstd, TypedPointer grad_input,
                                  TypedPointer grad_weight, void* workspace, int64_t rows, int64_t columns,
@@ -89,7 +89,7 @@ cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPointer grad_s
 
 cudaError_t fuseopt_layer_norm_of_sum_bwd(const LayerNormOfSumBwd& call, cudaStream_t stream);
 
-// Room for the first stage of the column sums of so many tensors on the current device.
+// Bytes of the first stage's column sums, of so many tensors on the current device.
 size_t fuseopt_norm_bwd_workspace_bytes(int64_t rows, int64_t columns, int tensors, bool float64);
 
 cudaError_t fuseopt_gelu_fwd(TypedPointer input, TypedPointer bias, TypedPointer output, int64_t elements,
@@ -98,7 +98,7 @@ cudaError_t fuseopt_gelu_fwd(TypedPointer input, TypedPointer bias, TypedPointer
 cudaError_t fuseopt_gelu_bwd(TypedPointer grad_output, TypedPointer input, TypedPointer bias, TypedPointer grad_input,
                              int64_t elements, int64_t columns, int approximation, cudaStream_t stream);
 
-// The same with the gradient of the bias. `workspace` holds `fuseopt_gelu_bias_bwd_workspace_bytes`, which may be none, and
+// The same with the gradient of the bias. `workspace` has `fuseopt_gelu_bias_bwd_workspace_bytes`, which may be 0, and
 // is written before it is read.
 cudaError_t fuseopt_gelu_bias_bwd(TypedPointer grad_output, TypedPointer input, TypedPointer bias,
                                   TypedPointer grad_input, TypedPointer grad_bias, void* workspace, int64_t rows,
@@ -106,7 +106,7 @@ cudaError_t fuseopt_gelu_bias_bwd(TypedPointer grad_output, TypedPointer input, 
 
 size_t fuseopt_gelu_bias_bwd_workspace_bytes(int64_t rows, int64_t columns);
 
-// `activation_dtype` is what the activation is rounded to before the product. One row means contiguous tensors.
+// `activation_dtype`: the activation is rounded to it before the product. One row means contiguous tensors.
 cudaError_t fuseopt_gated_activation_fwd(StridedRows gate, StridedRows up, TypedPointer output, int64_t rows,
                                          int64_t columns, int activation, int activation_dtype, cudaStream_t stream);
 
@@ -123,7 +123,7 @@ cudaError_t fuseopt_softmax_bwd(TypedPointer grad_output, TypedPointer output, T
 
 cudaError_t fuseopt_cross_entropy_grad(CrossEntropyGrad loss, cudaStream_t stream);
 
-// Writes the edited scores to `output`, which is `scores` to edit in place.
+// Writes the edited scores to `output`, which may be `scores`.
 cudaError_t fuseopt_process_logits(const LogitsEdits* edits, ScoreMatrix scores, ScoreMatrix output, int64_t rows,
                                    int64_t columns, cudaStream_t stream);
 

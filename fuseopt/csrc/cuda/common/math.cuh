@@ -1,4 +1,4 @@
-// Exponentials, at the precision that the result is rounded to.
+// Exponentials, at the precision that the result's rounding needs.
 #pragma once
 
 namespace fuseopt {
@@ -12,8 +12,8 @@ __device__ inline float exp2_approx(float x) {
   return result;
 }
 
-// e^x. The imprecise one is a fifth of the instructions: enough for values that are rounded to 16 bits, whose kernels
-// it would else bind.
+// e^x. The imprecise one takes a fifth of the instructions. It is enough for results that are rounded to 16 bits, whose
+// kernels the precise one would limit.
 template <bool kPrecise>
 __device__ inline float exp_as(float x) {
   if constexpr (kPrecise) return expf(x);

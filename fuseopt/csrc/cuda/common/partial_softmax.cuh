@@ -1,10 +1,9 @@
-// The merge of attention over parts of a query's keys. A part has the largest of its scores (in powers of two), the sum of
-// exponentials above an origin, which is that score, and the values weighted by these exponentials (Milakov and
-// Gimelshein, 2018, arXiv 1805.02867).
+// Merge of attention over parts of a query's keys. A part has the largest of its scores (in powers of two), the sum of
+// exponentials relative to that score, and the values weighted by these exponentials (Milakov and Gimelshein, 2018,
+// arXiv 1805.02867).
 //
-// A part that has seen no key has a largest score of -INFINITY and zeros. A score that is no number is never the largest,
-// but makes the sum no number. So a part is never left out because of its largest score: the result is then no number, as
-// softmax's.
+// A part that has seen no key has a largest score of -INFINITY and zeros. A NaN score is never the largest, but makes
+// the sum NaN. So no part is skipped because of its largest score, and the result is NaN as in softmax.
 #pragma once
 
 #include "cuda/common/math.cuh"
@@ -15,19 +14,19 @@ namespace fuseopt {
 __device__ inline float exp2_as(float x) { return exp2_approx(x); }
 __device__ inline double exp2_as(double x) { return exp2(x); }
 
-// What scores are taken relative to.
+// The value that is subtracted from scores before exp2.
 template <typename Acc>
 __device__ inline Acc origin_of(Acc largest) {
   return largest == Acc(-INFINITY) ? Acc(0) : largest;
 }
 
-// What the sum and the weighted values of a part are multiplied with when its origin becomes that of `largest`.
+// The factor for a part's sum and weighted values when its origin becomes that of `largest`.
 template <typename Acc>
 __device__ inline Acc factor_of_part(Acc largest_of_part, Acc largest) {
   return exp2_as(largest_of_part - origin_of(largest));
 }
 
-// What weighted values are multiplied with at last: no keys make zeros.
+// The final factor for weighted values; without keys the result is 0.
 __device__ inline float reciprocal_of_sum(float sum) { return sum == 0.0f ? 0.0f : __fdividef(1.0f, sum); }
 __device__ inline double reciprocal_of_sum(double sum) { return sum == 0.0 ? 0.0 : 1.0 / sum; }
 
@@ -35,8 +34,8 @@ struct PartStats {
   float largest = -INFINITY, sum = 0.0f;
 };
 
-// A query's attention in kDims dimensions, from all parts, whose number is a multiple of kTogether. `stats_of(part)` gives
-// a part's PartStats, `values_of(part)` its weighted values, an array of kDims.
+// A query's attention in kDims dimensions, merged from all parts; their number is a multiple of kTogether.
+// `stats_of(part)` returns PartStats, `values_of(part)` an array of kDims weighted values.
 template <int kDims, int kTogether, typename StatsOf, typename ValuesOf>
 __device__ inline void merge_parts(int parts, StatsOf stats_of, ValuesOf values_of, float (&merged)[kDims]) {
   float largest = -INFINITY, sum = 0.0f, total[kDims] = {};
@@ -62,7 +61,7 @@ __device__ inline void merge_parts(int parts, StatsOf stats_of, ValuesOf values_
   for (int d = 0; d < kDims; ++d) merged[d] = total[d] * reciprocal;
 }
 
-// The same where each of kLanes neighbouring lanes has the stats of one part: what its values are to be multiplied with.
+// The same if each of kLanes neighbouring lanes has the stats of one part: returns the factor for that part's values.
 template <int kLanes, typename Acc>
 __device__ inline Acc share_of_part(Acc largest_of_part, Acc sum_of_part) {
   const Acc factor = factor_of_part(largest_of_part, warp_reduce<Max, kLanes>(largest_of_part));

@@ -5,22 +5,22 @@
 
 namespace fuseopt {
 
-// Whether an op's kernels may start before the previous kernel on the stream has ended. The caller asks for it, but not
-// knowing of copies: a kernel reads parameters before it waits, and then the previous kernel is one that writes such a
-// copy. So every op that can overlap makes all its copies through this, and asks `allowed` after the last of them.
+// Whether an op's kernels may start before the previous kernel on the stream has ended. The caller asks for it without
+// knowing of copies. But a kernel reads parameters before it waits, and if one is a copy, the previous kernel is still
+// writing it. So an op with PDL makes all copies through this class, and calls `allowed` after the last one.
 class PdlGuard {
  public:
   explicit PdlGuard(bool is_asked) : allowed_(is_asked) {}
   PdlGuard(const PdlGuard&) = delete;
   PdlGuard& operator=(const PdlGuard&) = delete;
 
-  // The tensor, or a contiguous copy, which lives as long as this does.
+  // The tensor, or a contiguous copy that lives as long as this object.
   Tensor contiguous(const Tensor& tensor) { return tensor.is_contiguous() ? tensor : copy_of(tensor); }
   std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
     return tensor.has_value() ? std::optional(contiguous(*tensor)) : std::nullopt;
   }
 
-  // The same where neighbours in the last dimension are apart.
+  // The same if the last dimension's stride is not 1.
   Tensor with_unit_stride(const Tensor& tensor) {
     const int64_t last = tensor.dim() - 1;
     return tensor.size(last) <= 1 || tensor.stride(last) == 1 ? tensor : copy_of(tensor);

@@ -1,5 +1,5 @@
-// Rows on their way into shared memory, several ahead of the block that works on them, by copies that take no register
-// and no instruction of its threads. From sm_90 on; code for older devices compiles, and must not use it.
+// Prefetch of rows into shared memory, several before the block needs them, by bulk copies that take neither registers
+// nor instructions of its threads. From sm_90 on; code for older devices compiles, and must not use it.
 #pragma once
 
 #include "cuda/common/arrivals.cuh"
@@ -14,23 +14,23 @@ constexpr bool kHasRowRings = false;
 
 constexpr int kMaxRingStages = 4;
 
-// Stages of `stage_bytes` bytes, each filled by bulk copies of its own.
+// Stages of `stage_bytes` bytes, each filled by its own bulk copies.
 class StageRing {
  public:
   // `slots`: shared memory for the stages, aligned to 16 bytes.
   __device__ StageRing(char* slots, int stage_bytes, int stages)
       : slots_(slots), stage_bytes_(stage_bytes), stages_(stages) {}
 
-  // By one thread, with a barrier of the block after it.
+  // Called by one thread; a barrier of the block must follow.
   __device__ void open() const {
     for (int s = 0; s < stages_; ++s) arrivals(s).open();
     Arrivals::publish();
   }
 
-  // By one thread, for a stage that nobody reads any more: `bring` is about to fill it.
+  // Called by one thread, for a stage that is no longer read, before `bring` fills it.
   __device__ void begin(int stage) const { arrivals(stage).expect(stage_bytes_); }
 
-  // By that thread: `bytes`, a multiple of 16 and aligned to it, to `offset` in the stage.
+  // Called by the same thread: copies `bytes` to `offset` in the stage; all are multiples of 16.
   __device__ void bring(int stage, int offset, const void* from, int bytes) const {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -40,7 +40,7 @@ class StageRing {
 #endif
   }
 
-  // Returns when all of the current stage is there.
+  // Returns once the current stage is complete.
   __device__ void wait() const { arrivals(stage_).wait<false>(parity_); }
 
   __device__ const char* data() const { return slots_ + stage_ * stage_bytes_; }
@@ -63,14 +63,14 @@ class StageRing {
   unsigned parity_ = 0;
 };
 
-// A stage holds a row of each of `kTensors` tensors, of `row_bytes` bytes: whole multiples of 16, and aligned to them.
+// A stage holds one row of each of `kTensors` tensors; `row_bytes` and the addresses are multiples of 16.
 template <int kTensors>
 class RowRing : public StageRing {
  public:
   __device__ RowRing(char* slots, int row_bytes, int stages)
       : StageRing(slots, kTensors * row_bytes, stages), row_bytes_(row_bytes) {}
 
-  // By one thread: brings row `row` of each tensor into a stage that nobody reads any more.
+  // Called by one thread: copies row `row` of each tensor to a stage that is no longer read.
   template <typename T>
   __device__ void fetch(int stage, const T* const (&tensors)[kTensors], int64_t row) const {
     begin(stage);

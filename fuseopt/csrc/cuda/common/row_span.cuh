@@ -1,12 +1,12 @@
-// Rows of a contiguous matrix that begin anywhere, as those of odd length do.
+// Rows of a contiguous matrix that begin at any element, as those of odd length do.
 #pragma once
 
 #include <cstdint>
 
 namespace fuseopt {
 
-// Where a row of a contiguous matrix lies: in whole vectors of the matrix, and up to kWidth - 1 elements before and
-// after those, of which each lane of the team takes at most one.
+// A row of a contiguous matrix: the matrix's whole vectors in it, and up to kWidth - 1 elements before and after those,
+// of which each lane of the team takes at most one.
 template <int kWidth>
 struct RowSpan {
   int64_t begin;  // element
@@ -15,7 +15,7 @@ struct RowSpan {
   int64_t edge;   // this lane's element outside the whole vectors, or kNone
   static constexpr int64_t kNone = -1;
 
-  // Of rows that are whole vectors, in an aligned matrix.
+  // For rows that are whole vectors, in an aligned matrix.
   __device__ RowSpan(int64_t row, int columns)
       : begin(row * columns), first(begin / kWidth), vectors(columns / kWidth), edge(kNone) {}
 

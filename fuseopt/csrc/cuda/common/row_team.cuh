@@ -1,6 +1,6 @@
-// A row in the hands of a team of threads: a warp or part of one for narrow rows, a block for wide ones, a cluster of
-// blocks (sm_90 and later) for those that are too wide for one. Reductions over the team give every thread the result,
-// in a fixed order of operations, so results repeat to the bit.
+// A team of threads that has a row: a warp or part of one for narrow rows, a block for wide ones, and a cluster of
+// blocks (sm_90 and later) for still wider ones. A reduction gives every thread of the team the result, in a fixed
+// order of operations, so results are bitwise repeatable.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct Sum {
   }
 };
 
-// A NaN does not win: a caller meets it again in the sum that follows.
+// Ignores NaN; callers get it again in the sum that follows.
 struct Max {
   template <typename Acc>
   __device__ static Acc combine(Acc a, Acc b) {
@@ -37,8 +37,8 @@ struct Max {
   }
 };
 
-// Over every kLanes neighbouring lanes of a warp, a power of two of them. All of the warp must call that have not
-// exited: a mask of fewer lanes, known only at run time, costs more instructions than the exchange.
+// Reduces over every kLanes neighbouring lanes of a warp; kLanes is a power of two. All threads of the warp that have
+// not exited must call. A mask of fewer lanes, known only at run time, would cost more instructions than the exchange.
 template <typename Op, int kLanes = kWarpSize, typename Acc>
 __device__ inline Acc warp_reduce(Acc value) {
 #pragma unroll
@@ -52,17 +52,18 @@ enum class Team { kQuarterWarp, kHalfWarp, kWarp, kBlock, kCluster };
 
 constexpr bool is_within_warp(Team team) { return team <= Team::kWarp; }
 
-// Of a warp, those that belong to one team.
+// The lanes of a warp that belong to one team.
 template <Team kTeam>
 constexpr int kTeamLanes = kTeam == Team::kQuarterWarp ? kWarpSize / 4
                            : kTeam == Team::kHalfWarp  ? kWarpSize / 2
                                                        : kWarpSize;
 
-constexpr int kWarpTeamBlock = 128;     // threads a block where it has a row for each warp or part of one
-constexpr int kMaxWarpTeamBlock = 256;  // and at most
-constexpr int kMaxBlockTeam = 512;      // threads a row at most where a block has it: leaves 128 registers a thread
+constexpr int kWarpTeamBlock = 128;     // threads per block, if a warp or part of one has a row
+constexpr int kMaxWarpTeamBlock = 256;  // and their maximum
+constexpr int kMaxBlockTeam = 512;      // most threads per row if a block has it: leaves 128 registers per thread
 
-// How many elements of a row a thread of the team holds: compile-time, so that they stay in registers.
+// How many elements of a row each thread of the team holds. It is a compile-time constant, so that they stay in
+// registers.
 template <int kElementsPerThread, Team kTeamKind>
 struct RowShape {
   static constexpr int kElements = kElementsPerThread;
@@ -71,7 +72,7 @@ struct RowShape {
   static constexpr int kMaxThreads = kWithinWarp ? kMaxWarpTeamBlock : kMaxBlockTeam;
   static constexpr int kMaxRow = kElements * (kWithinWarp ? kTeamLanes<kTeam> : kMaxBlockTeam);
 
-  // Of a block.
+  // Threads of a block.
   static int threads(int64_t columns) {
     if (kWithinWarp) return kWarpTeamBlock;
     constexpr int kWarpElements = kElements * kWarpSize;
@@ -81,7 +82,7 @@ struct RowShape {
   static int rows_per_block(int threads) { return kWithinWarp ? threads / kTeamLanes<kTeam> : 1; }
 };
 
-// A thread's view of its team. Where teams walk the rows in a grid-stride loop, those of a warp walk together.
+// A thread's view of its team. If teams walk the rows in a grid-stride loop, the teams of a warp walk together.
 template <Team kTeam, typename Acc = float>
 class RowTeam {
  public:
@@ -112,12 +113,12 @@ class RowTeam {
     }
   }
 
-  // Whether `row`, this team's next one, or that of another team of its warp is one of `rows`.
+  // Whether `row`, this team's next one, or that of another team of its warp, is less than `rows`.
   __device__ bool walks(int64_t row, int64_t rows) const {
     return row - (is_within_warp(kTeam) ? threadIdx.x % kWarpSize / kTeamLanes<kTeam> : 0) < rows;
   }
 
-  // Within a warp, `value` of the team's first thread.
+  // The `value` of the team's first thread, for teams within a warp.
   __device__ Acc of_first_lane(Acc value) const {
     static_assert(is_within_warp(kTeam));
     return __shfl_sync(kFullWarp, value, 0, kTeamLanes<kTeam>);
@@ -130,14 +131,15 @@ class RowTeam {
     return values[0];
   }
 
-  // Several reductions for the price of one barrier. All threads of the team must call, and of its warp.
+  // Several reductions with one barrier. All threads of the team, and of its warp, must call.
   template <typename Op, int kValues>
   __device__ void reduce(Acc (&values)[kValues]) {
     static_assert(kValues <= kMaxValues, "too many values");
 #pragma unroll
     for (int i = 0; i < kValues; ++i) values[i] = warp_reduce<Op, kTeamLanes<kTeam>>(values[i]);
     if constexpr (!is_within_warp(kTeam)) {
-      // Two buffers in turn: a warp can be at most one reduction ahead of another, so one barrier each is enough.
+      // Two buffers alternate. A warp can be at most one reduction before another, so one barrier per reduction is
+      // enough.
       __shared__ Acc warp_results[2][kMaxValues][kMaxWarps];
       const int buffer = round_ % 2;
       if (threadIdx.x % kWarpSize == 0) {
@@ -147,7 +149,7 @@ class RowTeam {
       __syncthreads();
       reduce_parts<Op>(warp_results[buffer], blockDim.x / kWarpSize, values);
       if constexpr (kTeam == Team::kCluster) {
-        if (round_ == 0) wait_at_cluster_barrier();  // all blocks have started
+        if (round_ == 0) wait_at_cluster_barrier();  // all blocks are running
         __shared__ Acc block_results[2][kMaxValues][kMaxClusterSize];
         Mailbox& mailbox = mailboxes()[buffer];
         mailbox.expect(kValues * cluster_size() * sizeof(Acc));
@@ -167,8 +169,8 @@ class RowTeam {
  private:
   static constexpr int kMaxValues = 2;
 
-  // From the results of `count` parts of the team to the team's. Only as many lanes exchange as there are parts: each of
-  // these steps is time in which nothing else of the team runs.
+  // Reduces the results of `count` parts of the team. Only as many lanes exchange values as there are parts, because
+  // the whole team waits during these steps.
   template <typename Op, int kValues, int kMaxParts>
   __device__ static void reduce_parts(const Acc (&parts)[kMaxValues][kMaxParts], int count, Acc (&values)[kValues]) {
     const int lanes = 1 << (kWarpSize - __clz(count - 1));
@@ -183,13 +185,13 @@ class RowTeam {
     }
   }
 
-  // Of a cluster: for each buffer one.
+  // The mailboxes of a cluster's team, one per buffer.
   __device__ static Mailbox (&mailboxes())[2] {
     __shared__ Mailbox boxes[2];
     return boxes;
   }
 
-  unsigned round_ = 0;  // how many reductions there were
+  unsigned round_ = 0;  // the number of reductions so far
 };
 
 }  // namespace fuseopt

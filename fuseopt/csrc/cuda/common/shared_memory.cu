@@ -1,4 +1,4 @@
-// The runtime's answers and permissions for each kernel and device. Host code only.
+// Cache of the runtime's limits and permissions for each kernel and device. Host code only.
 #include "cuda/common/shared_memory.h"
 
 #include <algorithm>
@@ -11,9 +11,9 @@ namespace fuseopt {
 namespace {
 
 constexpr size_t kPermittedUnasked = 48 * 1024;       // dynamic and declared
-constexpr size_t kReservedForBlock = 1024;            // by the system, of a multiprocessor's
+constexpr size_t kReservedForBlock = 1024;            // by the system, of a multiprocessor's memory
 
-// For tests: FUSEOPT_SHARED_MEMORY_LIMIT=101376 has a larger device choose as one of 99 KB for a block does.
+// For tests: FUSEOPT_SHARED_MEMORY_LIMIT=101376 makes a larger device choose as one with 99 KB per block does.
 size_t limit_of_tests() {
   static const size_t limit = [] {
     const char* const text = std::getenv("FUSEOPT_SHARED_MEMORY_LIMIT");
@@ -28,16 +28,16 @@ struct KernelMemory {
   bool prefers_shared = false;
 };
 
-// What is known of a kernel on the current device, for as long as this lives; one thread at a time.
+// The cached data of a kernel on the current device, locked for one thread while this object lives.
 class Known {
  public:
   explicit Known(const void* kernel) : lock_(mutex()) {
-    static auto& kernels = *new std::map<std::pair<const void*, int>, KernelMemory>;  // launches outlive static objects
+    static auto& kernels = *new std::map<std::pair<const void*, int>, KernelMemory>;  // launches may outlive static objects
     const auto [entry, is_new] = kernels.try_emplace({kernel, current_device()});
     memory_ = &entry->second;
     if (!is_new) return;
     cudaFuncAttributes attributes = {};
-    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) cudaGetLastError();  // the launch will say
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) cudaGetLastError();  // the launch will report it
     memory_->declared = attributes.sharedSizeBytes;
     memory_->permitted = kPermittedUnasked - std::min(kPermittedUnasked, memory_->declared);
   }

@@ -1,31 +1,31 @@
-// Shared memory: how much the current device has, and permission for a kernel to use more than 48 KB of it. This is the
-// only place that asks the CUDA runtime about either. A launcher asks whether a kernel fits before it chooses it.
+// Shared memory: how much the current device has, and permission for a kernel to use more than 48 KB. No other file
+// asks the CUDA runtime about these. A launcher asks whether a kernel fits before it chooses it.
 #pragma once
 
 #include "cuda/common/device.h"
 
 namespace fuseopt {
 
-// Every kernel may have this much dynamic shared memory without permission: of 48 KB, what it declares counts as well.
+// Dynamic shared memory that every kernel may have without permission. The limit is 48 KB with its static arrays.
 constexpr size_t kUnaskedSharedBytes = 44 * 1024;
 
-// Every device of compute capability 8.0 or newer has at least this much for a block, with permission (8.6, 8.9, 12.0).
+// Every device of compute capability 8.0 or newer has at least this much per block, with permission (8.6, 8.9, 12.0).
 constexpr size_t kLeastSharedBytesOfSm80 = 99 * 1024;
 
-// The most that a block of the current device may have with permission, dynamic and declared.
+// The most that a block of the current device may have with permission, dynamic and static together.
 size_t shared_bytes_of_block();
 
-// What the blocks on one multiprocessor of the current device share; the system takes 1 KB of it for each of them.
+// The memory that all blocks of a multiprocessor share; the system takes 1 KB of it per block.
 size_t shared_bytes_of_multiprocessor();
 
-// What a kernel declares.
+// A kernel's static shared memory.
 size_t declared_shared_bytes(const void* kernel);
 
-// Permits launches of `kernel` on the current device with `bytes` of dynamic shared memory. The permission only ever
-// grows, so another thread's launch with more bytes stays permitted. An error where the device has not as much.
+// Permits launches of `kernel` on the current device with `bytes` of dynamic shared memory. A permission is never
+// lowered, so another thread's launch with more bytes stays permitted. Returns an error if the device has less.
 cudaError_t permit_shared_bytes(const void* kernel, size_t bytes);
 
-// Has the current device divide a multiprocessor's memory in favour of shared memory while `kernel` runs.
+// Makes the current device prefer shared memory to L1 cache while `kernel` runs.
 cudaError_t prefer_shared_memory(const void* kernel);
 
 template <typename... Arguments>
@@ -34,8 +34,8 @@ bool fits_block(void (*kernel)(Arguments...), size_t bytes) {
 }
 
 // How many blocks of one kernel fit on the whole device at once. The driver's answer costs more than a launch, so it is
-// kept for each device and block size, together with the bytes of shared memory that it holds for. Declare one (static)
-// beside each kernel's launch.
+// cached for each device and block size, with the bytes of shared memory that it holds for. Declare a static one beside
+// each kernel's launch.
 class ResidentBlocks {
   static constexpr int kWarpThreads = 32, kMostWarps = 32;
 
@@ -54,7 +54,7 @@ class ResidentBlocks {
   }
 
  private:
-  Cached<uint64_t> answers_[kMaxDevices][kMostWarps + 1] = {};  // shared bytes, blocks
+  Cached<uint64_t> answers_[kMaxDevices][kMostWarps + 1] = {};  // high word: shared bytes; low word: blocks
 };
 
 }  // namespace fuseopt

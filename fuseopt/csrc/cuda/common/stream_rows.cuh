@@ -1,4 +1,4 @@
-// The rows of the input in decode_linear's streaming kernel: each warp has its part of them in shared memory.
+// The input rows of decode_linear's streaming kernel: each warp has its part of them in shared memory.
 #pragma once
 
 #include "cuda/decode/linear/row_moments.cuh"
@@ -6,14 +6,14 @@
 
 namespace fuseopt {
 
-// A warp's part of up to 8 rows, in pieces of 8 values, 4 of each chunk and row. Lanes take pieces in turn, all of a
-// lane's of one row.
+// A warp's part of up to 8 rows, in pieces of 8 values: 4 of each chunk and row. Lanes take pieces in turn; all pieces
+// of a lane are of one row.
 template <typename T, typename X>
 class StreamRows {
   using Piece = Vector<X, kLaneValues>;
 
  public:
-  // Of rows from `first_row` on; `columns`: how many there is room for, a multiple of kChunk.
+  // Rows from `first_row` on. `columns`: how many fit, a multiple of kChunk.
   __device__ StreamRows(char* at, const StreamLayer<T>& layer, int columns, int first_row)
       : pieces_(reinterpret_cast<Piece*>(at)),
         slot_bits_(layer.slot_bits),
@@ -24,13 +24,13 @@ class StreamRows {
     return (columns << slot_bits) * static_cast<int>(sizeof(X));
   }
 
-  // The lane's.
+  // The lane's row.
   __device__ int row() const { return row_; }
 
-  // From column `first_k` on; zeros where there is nothing. kSums: rows are sums, which `leaves` says to hand on.
+  // Loads from column `first_k` on, with zeros after the end. kSums: rows are sums, which are also stored if `leaves`.
   template <bool kSums>
   __device__ void load(const StreamLayer<T>& layer, int first_k, bool leaves) {
-    constexpr int kLoads = kSums ? 2 : 4;  // on the way at a time
+    constexpr int kLoads = kSums ? 2 : 4;  // loads in flight
     const int64_t first_of_row = static_cast<int64_t>(row_) * layer.in_features;
     const X* const input = static_cast<const X*>(layer.input) + first_of_row;
 #pragma unroll 1
@@ -65,10 +65,10 @@ class StreamRows {
     }
   }
 
-  // Of the lane's row, `columns` of which are here.
+  // Moments of the lane's row, of which `columns` are present.
   __device__ Moments moments(int columns) const {
     const int lane = threadIdx.x % kWarpSize;
-    // Deviations from any value of the row are small enough for a sum of squares.
+    // Deviations from any value of the row are small enough to sum their squares.
     const float pivot = __shfl_sync(kFullWarp, lane < count_ ? pieces_[lane][0] : 0.f, slot() * 4);
     float sum = 0.f, squares = 0.f;
 #pragma unroll 2
@@ -117,7 +117,7 @@ class StreamRows {
     }
   }
 
-  // What a product takes of a chunk: 8 values of row lane / 4, of anything where there is no such row.
+  // A product's operand of a chunk: 8 values of row lane / 4; arbitrary values if there is no such row.
   __device__ uint4 operator[](int chunk) const {
     return *reinterpret_cast<const uint4*>(pieces_ + ((chunk << slot_bits_) + slot()) * 4 + threadIdx.x % 4);
   }

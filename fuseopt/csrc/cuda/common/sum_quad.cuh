@@ -1,4 +1,4 @@
-// Four neighbouring outputs, which a thread of decode_linear's kernels of many rows finishes.
+// Four neighbouring outputs, which one thread of decode_linear's kernels for many rows finishes.
 #pragma once
 
 #include "cuda/common/vector.cuh"

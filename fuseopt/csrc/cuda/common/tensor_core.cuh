@@ -1,5 +1,5 @@
-// The instructions around the tensor cores: loads of what is read once, products.
-// They exist from sm_80 on; code for older devices compiles, and traps.
+// Instructions around the tensor cores: loads of data that is read once, and matrix products. They exist from sm_80 on;
+// code for older devices compiles, and traps.
 #pragma once
 
 #include "cuda/common/dtype.cuh"
@@ -12,7 +12,7 @@ namespace fuseopt {
 #define FUSEOPT_SM80_ASM(...) asm volatile(__VA_ARGS__)
 #endif
 
-// What is read once and stays the same while the kernel runs, past the L1 cache.
+// Loads data that is read once and not written while the kernel runs, past the L1 cache.
 template <typename Access>
 __device__ inline Access load_once(const void* data) {
   Access value;
@@ -28,15 +28,15 @@ __device__ inline Access load_once(const void* data) {
   return value;
 }
 
-// Of all lanes, in one instruction.
+// The largest value of all lanes, in one instruction.
 __device__ inline unsigned largest_in_warp(unsigned value) {
   unsigned largest = 0;
   FUSEOPT_SM80_ASM("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(largest) : "r"(value));
   return largest;
 }
 
-// Four tiles of 8 x 8 16-bit values from shared memory, of which lane 8 t + i gives the address of line i of tile t. Word t
-// holds the values in lines 2 (lane % 4) and the next, at place lane / 4, of tile t.
+// Loads four tiles of 8 x 8 16-bit values from shared memory. Lane 8 t + i gives the address of line i of tile t. Word
+// t has the values at place lane / 4 of lines 2 (lane % 4) and the next, of tile t.
 __device__ inline uint4 load_transposed(const void* line) {
   uint4 tiles = {};
   FUSEOPT_SM80_ASM("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -46,7 +46,7 @@ __device__ inline uint4 load_transposed(const void* line) {
   return tiles;
 }
 
-// Rows and columns of an 8x8 matrix of 16-bit elements change places; four lanes have a row.
+// Transposes an 8 x 8 matrix of 16-bit elements; four lanes have a row.
 __device__ inline unsigned transposed(unsigned pair) {
   unsigned result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
@@ -61,7 +61,7 @@ __device__ inline unsigned multiply_pair(unsigned a, unsigned b) {
   return reinterpret_cast<const unsigned&>(product);
 }
 
-// As load_transposed, but word t holds two neighbouring values, 2 (lane % 4) and the next, in line lane / 4 of tile t.
+// As load_transposed, but word t has two neighbouring values, 2 (lane % 4) and the next, of line lane / 4 of tile t.
 __device__ inline uint4 load_lines(const void* line) {
   uint4 tiles = {};
   FUSEOPT_SM80_ASM("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -71,9 +71,9 @@ __device__ inline uint4 load_lines(const void* line) {
   return tiles;
 }
 
-// Where a 16-byte piece of a line of kPieces lies in shared memory: of 8 neighbouring lines, which the loads above take
-// together, those at the same place are in different banks. With an even `i` below kPieces, index ^ i is that of piece + i
-// for the first two pieces.
+// The place in shared memory of a 16-byte piece of a line of kPieces pieces. The loads above take 8 neighbouring lines
+// together; their pieces of one number are in different banks. For an even `i` below kPieces and the first two pieces,
+// index ^ i is the place of piece + i.
 template <int kPieces>
 __device__ inline int piece_index(int line, int piece) {
   return line * kPieces + (piece ^ line % 8);
@@ -85,7 +85,7 @@ __device__ inline unsigned packed(float low, float high) {
   return reinterpret_cast<const unsigned&>(pair);
 }
 
-// sums += 16 lines (low, high: the two halves) x 8 columns, over 16 values of k.
+// sums += 16 lines (low and high: 8 each) x 8 columns, over 16 values of k.
 template <typename T>
 __device__ inline void multiply(float (&sums)[4], uint2 low, uint2 high, unsigned b0, unsigned b1) {
   if constexpr (std::is_same_v<T, __half>) {

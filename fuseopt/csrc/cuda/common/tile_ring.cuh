@@ -1,5 +1,5 @@
-// How decode_linear's kernel of tiles reads its input and its weight: a block has a ring of stages of K in shared
-// memory, which its threads fill by copies that they do not wait for.
+// How decode_linear's tile kernel reads its input and weight: a block has a ring of stages of K in shared memory, which
+// its threads fill by asynchronous copies.
 #pragma once
 
 #include "cuda/common/async_copy.cuh"
@@ -8,18 +8,19 @@
 namespace fuseopt {
 
 constexpr int kTileThreads = 256;
-constexpr int kProductK = 16;  // of one product on the tensor cores
+constexpr int kProductK = 16;  // K of one product on the tensor cores
 
-// 8 warps, each with 32 rows and 32 columns of a block's tile, and where a tile has fewer of these, a part of a
-// stage's K.
+// 8 warps, each with 32 rows and 32 columns of a block's tile. If a tile has fewer than 8 such parts, several warps
+// share one and divide a stage's K.
 template <int kRowWarps>
 struct TileShape {
   static constexpr int kColumnWarps = 2, kPartWarps = kTileThreads / kWarpSize / (kRowWarps * kColumnWarps);
   static constexpr int kWarpTile = 32, kRows = kRowWarps * kWarpTile, kColumns = kColumnWarps * kWarpTile;
   static constexpr int kStageK = 64;
-  static constexpr int kLineBytes = kStageK * 2;  // of a stage's rows, and of its columns or k
+  static constexpr int kLineBytes = kStageK * 2;  // bytes of a stage's row, column or k
   static constexpr int kStageBytes = (kRows + kColumns) * kLineBytes;
-  // Of low tiles two fit on a multiprocessor. There are too few high ones for that, so each has more on its way.
+  // Two blocks with low tiles fit on a multiprocessor. High tiles are too few for that, so each has more stages in
+  // flight.
   static constexpr int kBlocks = kRowWarps <= 2 ? 2 : 1;
   static constexpr int kStages = (kBlocks == 2 ? 96 : 168) * 1024 / kStageBytes;
   static constexpr int kRingBytes = kStages * kStageBytes;
@@ -46,7 +47,7 @@ class TileRing {
     weight_ = layer.weights[blockIdx.y] + outer * layer.weight_stride + inner;
   }
 
-  // Of the next stage, which goes to the given place in the ring.
+  // Starts the copies of the next stage, into the given place of the ring.
   __device__ void fetch_rows(int place) {
     char* const to = stages_ + place * Shape::kStageBytes + at(line(), part());
 #pragma unroll
@@ -72,7 +73,7 @@ class TileRing {
     weight_ += kLayout == Layout::kRowMajorNK ? Shape::kStageK : Shape::kStageK * layer_.weight_stride;
   }
 
-  // 16 rows from `row` of the tile on, as `multiply` takes them: low {x, z} and high {y, w}.
+  // 16 rows from `row` of the tile on, in the order of `multiply`: low {x, z} and high {y, w}.
   __device__ uint4 rows(int place, int row, int product) const {
     const int lane = threadIdx.x % kWarpSize;
     return load_lines(stages_ + place * Shape::kStageBytes + at(row + lane % 16, product * 2 + lane / 16));

@@ -1,5 +1,5 @@
-// Numbers that launchers choose by and that were measured on a GPU: those of fuseopt/tuning/sm_*.inc, which Python reads
-// too. Numbers that are compiled into a kernel are next to the kernel, also after `TUNED:`.
+// Measured numbers by which launchers choose: those of fuseopt/tuning/sm_*.inc, which Python reads too. Numbers that
+// are compiled into a kernel are beside the kernel, also after `TUNED:`.
 #pragma once
 
 #include "cuda/common/device.h"
@@ -41,7 +41,8 @@ inline constexpr Tuning kTuningOfSm80 = tuning_of_sm_80(), kTuningOfSm90, kTunin
 
 inline int compute_capability_major() { return cached_attribute<cudaDevAttrComputeCapabilityMajor>(); }
 
-// The current device's numbers: of the newest file that is not newer than the device, or sm_90.inc's for older devices.
+// The current device's numbers, from the newest file that is not newer than the device; from sm_90.inc for older
+// devices.
 inline const Tuning& tuning() {
   const int major = compute_capability_major();
   if (major >= 12) return kTuningOfSm120;

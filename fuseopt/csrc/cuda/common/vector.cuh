@@ -10,14 +10,14 @@ constexpr int kAccessBytes = 16;
 template <typename T>
 constexpr int kVectorWidth = kAccessBytes / static_cast<int>(sizeof(T));
 
-// Aligned for one access, however many it takes: is_aligned asks for no more, and from sm_100 on there are accesses of 32
-// bytes that the compiler would use.
+// Aligned to one 16-byte access, even if it takes several: is_aligned checks no more than that. From sm_100 on the
+// compiler would use 32-byte accesses for a larger alignment.
 template <typename T, int kWidth = kVectorWidth<T>>
 struct alignas(sizeof(T) * kWidth < kAccessBytes ? sizeof(T) * kWidth : kAccessBytes) Vector {
   T values[kWidth];
 
   __device__ float operator[](int i) const {
-    // Widened from the 32-bit word that holds a pair: one instruction, where taking the 16 bits out first makes it two.
+    // Converted from the 32-bit word that holds a pair: one instruction, while extracting the 16 bits first takes two.
     if constexpr (std::is_same_v<T, __nv_bfloat16> && kWidth % 2 == 0) {
       const unsigned pair = reinterpret_cast<const unsigned*>(values)[i / 2];
       return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
@@ -51,8 +51,8 @@ __device__ inline void load_floats_as(const void* data, int64_t i, int64_t strid
   }
 }
 
-// The kWidth elements at i, i + stride ... of a small or cached tensor of any 16- or 32-bit dtype, in as wide accesses
-// as the address allows.
+// Loads the kWidth elements at i, i + stride ... of a small or cached tensor of any 16- or 32-bit dtype, in the widest
+// accesses that the address allows.
 template <int kWidth>
 __device__ inline void load_floats(TypedPointer tensor, int64_t i, float (&out)[kWidth], int64_t stride = 1) {
   switch (static_cast<DType>(tensor.dtype)) {
@@ -71,7 +71,7 @@ __device__ inline void load_floats(TypedPointer tensor, int64_t i, float (&out)[
   else load_floats_as<B>(tensor.data, i, 1, out);
 }
 
-// Through a vector, whose elements are converted in pairs: one by one they take the unit for special functions.
+// Uses a vector, whose elements are converted in pairs. Single conversions would occupy the special function unit.
 template <typename T, int kWidth>
 __device__ inline void round_floats_as(float (&x)[kWidth]) {
   Vector<T, kWidth> rounded;
@@ -81,7 +81,7 @@ __device__ inline void round_floats_as(float (&x)[kWidth]) {
   for (int j = 0; j < kWidth; ++j) x[j] = rounded[j];
 }
 
-// Each element as it would read after a trip through a tensor of `dtype`.
+// Rounds each element as if stored in a tensor of `dtype` and read back.
 template <int kWidth>
 __device__ inline void round_floats(int dtype, float (&x)[kWidth]) {
   if (dtype == kFloat16) round_floats_as<__half>(x);
@@ -96,8 +96,8 @@ __device__ inline void store_floats_as(void* data, int64_t vector, const float (
   static_cast<Vector<T, kWidth>*>(data)[vector] = packed;
 }
 
-// Stores the vector-th group of kWidth elements. The dtype is a run-time argument: a store, unlike a load, holds nobody
-// up, and this keeps every output dtype out of the template lists.
+// Stores the vector-th group of kWidth elements. The dtype is a run-time argument: nothing waits for a store, and
+// output dtypes stay out of the template lists.
 template <int kWidth>
 __device__ inline void store_floats(TypedPointer tensor, int64_t vector, const float (&in)[kWidth]) {
   switch (static_cast<DType>(tensor.dtype)) {

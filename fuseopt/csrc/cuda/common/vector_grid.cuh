@@ -6,11 +6,11 @@
 namespace fuseopt {
 
 constexpr int kVectorGridThreads = 128;
-constexpr int kFewWidth = 2;  // elements a thread where there are few
+constexpr int kFewWidth = 2;  // elements per thread, if there are few
 
-// A tensor as rows of vectors, of which a thread has one column: the tensor's own rows, where the column matters (a bias
-// is then read once a thread) or the rows lie apart; else any cut of the flattened tensor. Neighbouring blocks have
-// neighbouring memory.
+// A tensor as rows of vectors; a thread has one column of them. These are the tensor's own rows if the column matters
+// (a thread then reads the bias once) or if rows have gaps. Otherwise any division of the flattened tensor will do.
+// Neighbouring blocks have neighbouring memory.
 struct VectorGrid {
   int64_t vectors;
   int64_t vectors_in_row;
@@ -23,23 +23,23 @@ struct VectorGrid {
   __device__ int64_t vector(int64_t row) const { return row * vectors_in_row + column(); }
 };
 
-// Calls `launch(VectorGrid, blocks, threads)` for `vectors` vectors, `rows_per_thread` of them a thread.
+// Calls `launch(VectorGrid, blocks, threads)` for `vectors` vectors, with `rows_per_thread` of them per thread.
 template <typename Launch>
 void launch_vectors(int64_t vectors, int64_t vectors_in_row, int rows_per_thread, Launch launch) {
   constexpr int64_t kMostBlocks = 65535;  // in the second dimension of a grid
   const int threads =
       static_cast<int>(std::min<int64_t>(kVectorGridThreads, ceil_div(vectors_in_row, kWarpSize) * kWarpSize));
   const int64_t groups = ceil_div(ceil_div(vectors, vectors_in_row), rows_per_thread);
-  const int64_t layers = ceil_div(groups, kMostBlocks);  // evenly filled: blocks without work take their time, too
+  const int64_t layers = ceil_div(groups, kMostBlocks);  // equally filled, since blocks without work take time too
   launch(VectorGrid{vectors, vectors_in_row},
          dim3(static_cast<unsigned>(ceil_div(vectors_in_row, threads)),
               static_cast<unsigned>(ceil_div(groups, layers)), static_cast<unsigned>(layers)),
          threads);
 }
 
-// Calls `launch(IntTag<kWidth>, IntTag<kVectors>)`: the width of a vector of T and how many a thread has of it. As many
-// as `kMost` 16-byte ones keep enough of memory on the way. Elements so few that all their threads run at once are
-// spread thin, since what counts is then what a thread does one after the other.
+// Calls `launch(IntTag<kWidth>, IntTag<kVectors>)`: the width of a vector of T, and how many of them a thread has.
+// `kMost` 16-byte vectors keep enough memory in flight. Elements so few that all their threads run at once are spread
+// over more threads, since then the sequential work of a thread counts.
 template <typename T, int kMost, typename Launch>
 void dispatch_vector_width(int64_t elements, Launch launch) {
   if (elements <= kFewWidth * tuning().elementwise_few_threads * multiprocessor_count()) {

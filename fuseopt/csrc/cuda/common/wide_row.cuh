@@ -1,4 +1,4 @@
-// A row that is too wide for a team's registers, in a block that keeps as much of it as it can in shared memory.
+// A row that is too wide for a team's registers. A block keeps as much of it as it can in shared memory.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -7,15 +7,15 @@
 
 namespace fuseopt {
 
-constexpr int kWideStaticShared = 2048;  // at least what the kernels for wide rows declare
+constexpr int kWideStaticShared = 2048;  // upper bound of static shared memory in the kernels for wide rows
 
-// A RowSpan whose vectors are counted from the beginning of a line of the caches, so that a warp's accesses lie in whole
-// lines: else each touches one more, and shares what memory moves at once with the next warp's.
+// A RowSpan whose vectors are counted from the beginning of a cache line, so that a warp's accesses cover whole lines.
+// Otherwise each access touches one more line, and shares a memory transaction with the next warp.
 template <int kWidth>
 struct LineSpan : RowSpan<kWidth> {
   static constexpr int kLineVectors = 128 / kAccessBytes;
   int whole;    // the row's vectors
-  int skipped;  // of the first line, what is another row's
+  int skipped;  // vectors of the first line that belong to another row
 
   __device__ LineSpan(int64_t row, int columns, int lane) : RowSpan<kWidth>(row, columns, lane) {
     whole = this->vectors;
@@ -27,8 +27,8 @@ struct LineSpan : RowSpan<kWidth> {
   __device__ bool has(int v) const { return static_cast<unsigned>(v - skipped) < static_cast<unsigned>(whole); }
 };
 
-// A thread's maximum of the logits it has seen, and their sum of exp(logit - origin): the origin is that maximum, or
-// zero before any finite logit.
+// A thread's maximum of the logits it has seen, and the sum of exp(logit - origin). The origin is that maximum, or zero
+// before any finite logit.
 template <bool kPrecise>
 struct OnlineSum {
   float max;
@@ -51,8 +51,8 @@ struct OnlineSum {
   }
 };
 
-// Calls `visit(v, loaded)` for this thread's vectors v of a row from the `begin`th on, at least the second, where
-// `load(v)` loads, kLoads of them ahead.
+// Calls `visit(v, loaded)` for this thread's vectors v of a row, from number `begin` of the thread on. `load(v)` is
+// called for kLoads vectors before they are visited.
 template <int kLoads, int kWidth, typename RowTeam, typename Load, typename Visit>
 __device__ void visit_row(const LineSpan<kWidth>& span, const RowTeam& team, int begin, Load load, Visit visit) {
   for (int first = begin * team.size + team.lane; first < span.vectors; first += kLoads * team.size) {
@@ -68,9 +68,9 @@ __device__ void visit_row(const LineSpan<kWidth>& span, const RowTeam& team, int
   }
 }
 
-// A block's vectors of a row, from the `first`th on, on their way from `data` to its shared memory: all of them at once
-// and past the registers, from sm_80. A thread reads back only what it has sent for itself, so that waiting for its own
-// copies is enough.
+// Starts copies of a block's vectors of a row, from vector `first` on, from `data` to shared memory: all of them at
+// once, and without registers from sm_80 on. A thread reads back only what it has copied itself, so it waits only for
+// its own copies.
 template <typename T, int kWidth>
 __device__ void fetch_row(Vector<T>* slots, const T* data, const LineSpan<kWidth>& span, int first) {
   for (int v = threadIdx.x; first + v < span.vectors; v += blockDim.x) {

@@ -1,5 +1,5 @@
-// Gated activations (Shazeer, 2020): activation(gate) * up, the activation rounded on the way as a tensor of its own
-// would be.
+// Gated activations (Shazeer, 2020): activation(gate) * up. The activation is rounded in between, as it would be if
+// stored as a tensor.
 #include "cuda/common/dependent_launch.cuh"
 #include "cuda/elementwise/gelu.cuh"
 #include "cuda/common/vector.cuh"
@@ -9,10 +9,10 @@ namespace fuseopt::gated_activation {
 namespace {
 
 constexpr int kThreads = kVectorGridThreads;
-constexpr int kFwdLoads = 2;  // of 16 bytes in flight a thread, of each of two tensors
+constexpr int kFwdLoads = 2;  // 16-byte loads in flight per thread, of each of two tensors
 constexpr int kBwdLoads = 1;  // of each of three tensors
 
-// x * sigmoid(x). Value and gradient are spelt as torch's kernels spell them, so that they are equal to the bit.
+// x * sigmoid(x). Value and gradient are written as in torch's kernels, so that they are bitwise equal.
 struct SiluOfAnyPrecision {
   template <typename Acc>
   __device__ static Acc value(Acc x) {
@@ -49,7 +49,7 @@ struct RowStrides {
   int64_t up;
 };
 
-// A is the dtype that the activation is rounded to, T or float, and so the result's.
+// A is the dtype that the activation is rounded to: T, or float; it is the result's dtype too.
 template <typename T, typename A, typename Activation, int kWidth, int kVectors>
 __global__ void __launch_bounds__(kThreads)
     gated_activation_fwd_kernel(const T* gate, const T* up, A* __restrict__ output,
@@ -129,8 +129,8 @@ struct Gradients {
   TypedPointer up;
 };
 
-// An element at a time: float64, mixed dtypes, unaligned tensors, odd rows that lie apart, and the elements [begin,
-// elements) that fill no vector. The forward where `grad_output` is absent.
+// One element at a time: for float64, mixed dtypes, unaligned tensors, odd rows with gaps, and elements [begin,
+// elements), which fill no vector. Without `grad_output` it is the forward.
 template <typename Acc, typename Activation>
 __global__ void __launch_bounds__(kThreads)
     gated_activation_any_kernel(TypedPointer grad_output, StridedRows gate, StridedRows up, TypedPointer output,
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One call, forward or backward; the tensors it does not have are absent.
+// The arguments of one call, forward or backward; tensors that it does not have are absent.
 struct Arguments {
   TypedPointer grad_output;
   StridedRows gate;
@@ -179,8 +179,8 @@ void launch_any(const Arguments& call, int64_t begin) {
                                                call.activation_dtype, begin, call.elements(), call.columns);
 }
 
-// Elements at the front that the vector kernels can take: the whole vectors of contiguous tensors, all of rows that are
-// whole vectors, or none.
+// How many leading elements the vector kernels take: the whole vectors of contiguous tensors; all elements if rows are
+// whole vectors; otherwise none.
 int64_t vector_elements(const Arguments& call) {
   const int dtype = call.gate.values.dtype;
   if (dtype == kFloat64 || call.up.values.dtype != dtype) return 0;
@@ -240,7 +240,7 @@ void launch_bwd_vectors(const Arguments& call, int64_t elements) {
   });
 }
 
-// Whether the incoming gradient can be read in the groups that the inputs' vectors make.
+// Whether the incoming gradient can be read in groups that match the inputs' vectors.
 bool has_vector_gradient(const Arguments& call) {
   const int dtype = call.gate.values.dtype, grad_dtype = call.grad_output.dtype;
   const int bytes =

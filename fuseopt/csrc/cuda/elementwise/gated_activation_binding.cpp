@@ -5,14 +5,14 @@
 namespace fuseopt::gated_activation_binding {
 namespace {
 
-// An Activation of those that fuseopt/ops/gated_activation.py names, in its order.
+// The Activation with this index in fuseopt/ops/gated_activation.py.
 int activation_code(const char* op, int64_t activation) {
   FUSEOPT_CHECK(activation >= kGelu && activation <= kRelu, "fuseopt::", op,
                 ": activation must be from 0 to 3, not ", activation);
   return static_cast<int>(activation);
 }
 
-// Where each row of a tensor is found: one stride from each to the next, or -1 where there is none.
+// The stride between rows of a tensor, or -1 if there is no single one.
 int64_t row_stride(const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
   if (last < 0) return 1;
@@ -27,7 +27,7 @@ int64_t row_stride(const Tensor& tensor) {
   return stride;
 }
 
-// The two inputs where they lie: the halves of one projection are rows that lie apart, and are not copied.
+// The two inputs, read in place where possible: the halves of one projection are rows with gaps, and are not copied.
 struct Inputs {
   Inputs(const char* op, const Tensor& gate_, const Tensor& up_) : gate(gate_), up(up_) {
     check_same(op, "up", up, gate);

@@ -9,12 +9,12 @@ namespace fuseopt::gelu {
 namespace {
 
 constexpr int kThreads = kVectorGridThreads;
-constexpr int kFwdLoads = 2;  // of 16 bytes in flight a thread
+constexpr int kFwdLoads = 2;  // 16-byte loads in flight per thread
 constexpr int kBwdLoads = 2;  // of each of two tensors
 constexpr int kBiasThreads = 256;
 constexpr int kFewRows = 64;
 
-// A bias is of T, the input's dtype, or float32.
+// A bias has type T, the input's dtype, or float32.
 template <typename T, int kWidth>
 __device__ void load_bias(float (&values)[kWidth], TypedPointer bias, const VectorGrid& grid) {
   if (bias.data != nullptr) {
@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The backward with the gradient of the bias. A thread has the vectors of one column in every so many-th row and sums
-// their gradients, a block adds up its rows and leaves a row of `partials`, or the result where `partials` is absent.
+// The backward with the gradient of the bias. A thread has one column of vectors, in every so many-th row, and sums
+// their gradients. A block adds up its rows and writes a row of `partials`, or the result if `partials` is absent.
 template <typename T, typename Gelu, int kWidth, int kLanes>
 __global__ void __launch_bounds__(kBiasThreads)
     gelu_bias_bwd_kernel(const T* grad_output, const T* input, TypedPointer bias,
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kBiasThreads)
   }
 }
 
-// The gradient of the bias for what the vector kernels do not take: a block has as many columns as a warp has lanes.
+// The gradient of the bias for what the vector kernels do not take. A block has as many columns as a warp has lanes.
 template <typename Acc, typename Gelu>
 __global__ void __launch_bounds__(kBiasThreads)
     gelu_bias_any_kernel(TypedPointer grad_output, TypedPointer input, TypedPointer bias, TypedPointer grad_bias,
@@ -156,8 +156,8 @@ __global__ void __launch_bounds__(kBiasThreads)
   store_as(grad_bias, column, sum);
 }
 
-// An element at a time: float64, unaligned tensors, biases of odd length, and the elements [begin, elements) that fill
-// no vector.
+// One element at a time: for float64, unaligned tensors, biases of odd length, and elements [begin, elements), which
+// fill no vector.
 template <typename Acc, typename Gelu>
 __global__ void __launch_bounds__(kThreads)
     gelu_any_kernel(TypedPointer grad_output, TypedPointer input, TypedPointer bias, TypedPointer output, int64_t begin,
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads)
 
 bool is_float64(TypedPointer tensor) { return tensor.data != nullptr && tensor.dtype == kFloat64; }
 
-// grad_output absent: the forward.
+// Without grad_output it is the forward.
 template <typename Gelu>
 void launch_any(TypedPointer grad_output, TypedPointer input, TypedPointer bias, TypedPointer output, int64_t begin,
                 int64_t elements, int64_t columns, cudaStream_t stream) {
@@ -184,7 +184,7 @@ void launch_any(TypedPointer grad_output, TypedPointer input, TypedPointer bias,
   kernel<<<blocks, kThreads, 0, stream>>>(grad_output, input, bias, output, begin, elements, columns);
 }
 
-// Elements at the front that the vector kernels can take: all whole vectors, or none.
+// How many leading elements the vector kernels take: all whole vectors, or none.
 int64_t vector_elements(TypedPointer input, TypedPointer bias, int64_t elements, int64_t columns) {
   if (input.dtype == kFloat64 || !is_aligned(input.data)) return 0;
   if (bias.data != nullptr && bias.dtype != input.dtype && bias.dtype != kFloat32) return 0;

@@ -1,5 +1,5 @@
-// GELU (Hendrycks and Gimpel, 2016): x * Phi(x), Phi exact ("none" in torch) or by its tanh approximation. The precise
-// variants are for results in float32, the others for results that are rounded to 16 bits.
+// GELU (Hendrycks and Gimpel, 2016): x * Phi(x), with Phi exact ("none" in torch) or by its tanh approximation. The
+// precise variants are for float32 results, the others for results that are rounded to 16 bits.
 #pragma once
 
 #include "cuda/common/math.cuh"
@@ -48,8 +48,9 @@ struct ErfGelu {
   }
 };
 
-// 0.5 * (1 + tanh(u)) = sigmoid(z), z = 2u = 2 sqrt(2 / pi) * (x + 0.044715 x^3). Through e = exp(-|z|) and r = 1 / (1
-// + e) nothing cancels or overflows: sigmoid(z) is r or e * r by the sign of z, and its derivative e * r * r.
+// 0.5 * (1 + tanh(u)) = sigmoid(z) with z = 2u = 2 sqrt(2 / pi) * (x + 0.044715 x^3). With e = exp(-|z|) and r = 1 / (1
+// + e) nothing cancels or overflows: sigmoid(z) is r or e * r, depending on the sign of z, and its derivative is e * r
+// * r.
 template <bool kPrecise>
 struct TanhGelu {
   static constexpr double kTwoSqrt2OverPi = 1.5957691216057308;

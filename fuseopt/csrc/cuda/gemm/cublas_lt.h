@@ -1,5 +1,6 @@
-// What is called of cuBLASLt's C interface (https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api), the same in
-// CUDA 12 and 13. It is looked up in the library that torch has loaded, and declared here, as toolkits may lack both.
+// The part of cuBLASLt's C interface that is used (https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api). It is
+// the same in CUDA 12 and 13. It is declared here and looked up in the library that torch has loaded, since a toolkit
+// may lack header and library.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,21 +14,21 @@
 
 namespace fuseopt::cublas_lt {
 
-// cudaDataType_t, and cublasComputeType_t with sums in float32.
+// cudaDataType_t; cublasComputeType_t with float32 accumulation.
 enum DataType : int { kR32F = 0, kR16F = 2, kR16BF = 14 };
 constexpr int kCompute32F = 68;
 
 // cublasLtMatmulDescAttributes_t
 enum Description : int { kTransposeA = 3, kTransposeB = 4, kEpilogue = 7, kBiasPointer = 8, kAuxPointer = 11, kAuxStride = 12 };
 
-// Of kAuxStride, which must be a multiple of it.
+// kAuxStride must be a multiple of this.
 constexpr int64_t kAuxMultiple = 8;
 
-// cublasLtEpilogue_t: one of the first three, combined with a bias, and with keeping what the activation is taken of; the
-// GELU is the tanh approximation.
+// cublasLtEpilogue_t: one of the first three, optionally with a bias, and with storing the activation's input. GELU is
+// the tanh approximation.
 enum Epilogue : uint32_t { kPlain = 1, kRelu = 2, kGelu = 32, kBias = 4, kAux = 128 };
 
-// cublasLtMatmulPreferenceAttributes_t, and of cublasLtReductionScheme_t those whose sums stay in float32.
+// cublasLtMatmulPreferenceAttributes_t; the flag of cublasLtReductionScheme_t for sums that stay in float32.
 enum Preference : int { kMaxWorkspace = 1, kReductionSchemes = 3, kAlignmentA = 5, kAlignmentB = 6, kAlignmentC = 7, kAlignmentD = 8 };
 constexpr uint32_t kFloat32Reductions = 2;
 

@@ -12,7 +12,8 @@ constexpr const char* kOp = "tuned_matmul";
 constexpr int kCandidates = 8, kRounds = 3, kMostRuns = 20;
 constexpr size_t kMostWorkspace = 32 << 20, kMostPlans = 4096;
 constexpr float kMillisecondsARound = 0.3f;
-// Of the time of the library's own choice; by less, times of the same algorithm differ.
+// A candidate must take less than this share of the time of the library's own choice. Times of one algorithm vary by up
+// to 2%.
 constexpr float kWorthIt = 0.98f;
 
 using cublas_lt::Candidate;
@@ -23,7 +24,7 @@ void succeed(int status, const char* what) {
   FUSEOPT_CHECK(status == 0, "fuseopt::", kOp, ": cuBLASLt failed at ", what, " with status ", status);
 }
 
-// Something of the library's, destroyed with this.
+// An object of the library, destroyed together with this.
 class Object {
  public:
   explicit Object(int (*destroy)(Handle)) : destroy_(destroy) {}
@@ -101,15 +102,15 @@ uint32_t alignment_of(const void* data) {
   return bytes;
 }
 
-// What becomes of a product on its way into memory.
+// The epilogue of a product.
 struct Behind {
   uint32_t epilogue = cublas_lt::kPlain;
   std::optional<Tensor> bias;
-  std::optional<Tensor> kept;  // what the activation is taken of
+  std::optional<Tensor> kept;  // the activation's input
   bool accumulate = false;
 };
 
-// How the library computes products of one kind, wherever their matrices are.
+// How the library computes products of one kind, at any addresses.
 struct Plan {
   explicit Plan(const Library& library)
       : description(library.destroy_description),
@@ -125,8 +126,8 @@ struct Plan {
   bool is_measured = false;
 };
 
-// output [rows, columns] = left [rows, inner] x right [inner, columns]. The library counts in columns, so for it this is
-// right^T x left^T, [columns, rows].
+// output [rows, columns] = left [rows, inner] x right [inner, columns]. The library's matrices are column-major, so it
+// computes right^T x left^T, [columns, rows].
 class Product {
  public:
   Product(const Launch& launch, const Tensor& left, const Tensor& right, const Tensor& output, const Behind& behind)
@@ -153,10 +154,9 @@ class Product {
              alignment_of(output.data_ptr()),
              alignment_of(data_of(behind.bias))} {}
 
-  // By what has been measured to be fastest, or by what the library proposes.
+  // Runs the algorithm that was measured to be fastest, or else the one that the library proposes.
   void run(bool measure) {
-    // Locked while it is measured, as the device is not to run two of them at once, and while a plan has the addresses
-    // of this product.
+    // Locked, because two measurements must not run at once, and because a plan holds the addresses of this product.
     const std::lock_guard<std::mutex> lock(mutex_);
     Handle& handle = handles_[launch_.device()];
     if (handle == nullptr) succeed(library_.create(&handle), "its creation");
@@ -174,7 +174,7 @@ class Product {
   using Key = std::array<int64_t, 16>;
   using Plans = std::map<Key, Plan>;
 
-  // Never destroyed: at the end of the process the library may be gone before.
+  // Never destroyed: at the end of the process the library may already be unloaded.
   static Plans& plans() {
     static Plans* const all = new Plans;
     return *all;
@@ -273,7 +273,7 @@ class Product {
     const Tensor output = behind_.accumulate ? allocate_like(output_, dtype_of(output_)) : output_;
     constexpr float kFails = -1;
     std::vector<float> times(found.size(), 0);
-    // The first round loads the kernels, the second says how many runs the others take.
+    // The first round loads the kernels; the second determines how many runs the other rounds have.
     for (int round = 0; round < 2 + kRounds; ++round) {
       for (size_t index = 0; index < found.size(); ++index) {
         float& time = times[index];

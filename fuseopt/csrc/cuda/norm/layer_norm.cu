@@ -6,7 +6,8 @@
 namespace fuseopt::layer_norm {
 namespace {
 
-// Of a row in a thread, where a block has the row: with more threads its barriers cost more.
+// Elements of a row that each thread holds when a block has the row. More threads would make the block's barriers
+// slower.
 constexpr int kBlockElements = kMostElements;
 
 template <typename T, typename R, typename W, typename Shape, int kWidth>
@@ -15,13 +16,13 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
                           float* __restrict__ mean, float* __restrict__ rstd, int64_t rows, int columns,
                           float inverse_columns, float eps) {
   constexpr int kVectors = Shape::kElements / kWidth;
-  // For one barrier less, and since a bfloat16 takes an instruction to be read; a half takes part of one.
+  // Saves a barrier. Only for bfloat16: reading one from a register takes an instruction, reading a half takes less.
   constexpr bool kOnePass = std::is_same_v<T, __nv_bfloat16> && !Shape::kWithinWarp;
-  // Parameters are loaded ahead of the reductions, where that takes no registers from more rows in flight.
+  // Parameters are loaded before the reductions if this costs no registers that more resident rows could use.
   constexpr bool kEarlyShift = kWidth > 1 && (Shape::kWithinWarp || sizeof(T) == 4 || kVectors == 1);
   constexpr bool kEarlyScale =
       kEarlyShift || (kWidth > 1 && kOnePass && std::is_void_v<R> && std::is_same_v<W, T>);
-  // Of short rows what a value is from the mean stays in registers, and is not made again from 16 bits each time.
+  // For short rows the distances from the mean stay in registers and are not recomputed from 16 bits.
   constexpr bool kHeld = kHasShortRows<Shape>;
   RowTeam<Shape::kTeam> team;
   const int vectors_in_row = columns / kWidth;
@@ -40,10 +41,10 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
     if constexpr (kEarlyShift) shift[k].load_or(bias, v * kWidth, 0.0f);
   }
 
-  // The mean as a distance from an element, so that a constant row comes out exact. The variance in a second pass over
-  // the registers, since E[x^2] - E[x]^2 would cancel for rows far from zero; or of the distances, in the first pass.
-  // These are from the mean of the row's first vector then, which is at most sqrt(columns / kWidth) deviations from the
-  // row's: so what cancels is less than the rounding of the result.
+  // The mean is computed as a distance from an element, so that it is exact for a constant row. The variance comes from
+  // a second pass over the registers, because E[x^2] - E[x]^2 would cancel for rows far from zero. With kOnePass it
+  // comes from the distances, in the first pass. The origin is then the mean of the row's first vector, at most
+  // sqrt(columns / kWidth) deviations from the row's mean, so cancellation loses less than the rounding of the result.
   float origin;
   if constexpr (kHeld) origin = team.of_first_lane(x.vectors[0][0]);
   else origin = stream.template mean<kOnePass ? kWidth : 1>(row * columns);
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   float variance;
   if constexpr (kOnePass) {
     const float square = sums[1] * inverse_columns;
-    // Beyond float's range there is nothing to subtract from.
+    // Above float's range there is nothing to subtract.
     variance = isinf(square) ? square : square - shift_of_mean * shift_of_mean;
     if (variance < 0) variance = 0;
   } else {
@@ -164,7 +165,8 @@ extern "C" cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer r
       using Types = decltype(types);
       using T = typename Types::T;
       using Shape = decltype(shape);
-      // A multiprocessor has registers for some 25 rows of such sums. Of a few more, single warps start as others end.
+      // The registers of a multiprocessor hold about 25 rows of such sums. With single warps, new rows start as others
+      // end.
       if (std::is_same_v<Shape, NarrowRow> && residual.data != nullptr) threads = kWarpSize;
       using Kernel = FollowingKernel<layer_norm_fwd_kernel<T, typename Types::R, typename Types::W, Shape, width>>;
       Kernel::launch_evenly(row_blocks<Shape>(rows, threads), threads, stream,

@@ -1,19 +1,19 @@
-// The backward of LayerNorm, in a file of its own for the sake of build time.
+// LayerNorm's backward. It has a file of its own to shorten the build.
 #include "cuda/norm/norm.cuh"
 
 namespace fuseopt::layer_norm_bwd {
 namespace {
 
 
-// Holds the kernel to as few registers as let kBwdThreadsPerProcessor threads be resident, where that spills next to none.
+// Limits registers so that kBwdThreadsPerProcessor threads are resident, where that spills almost nothing.
 template <typename T, typename Shape, int kWidth, bool kHasGradSum>
 constexpr int kBwdMinBlocks = !kHasRowRings && sizeof(T) == 2 && kWidth > 1 && !kHasGradSum && !Shape::kWithinWarp
                                   ? kBwdThreadsPerProcessor / kBwdMaxThreads<Shape>
                                   : 1;
 
-// grad_input = rstd * (g - mean(g) - xhat * mean(g * xhat)) + grad_sum with g = grad_output * weight; grad_weight = sum
-// over rows of grad_output * xhat and grad_bias = sum over rows of grad_output, left as one row of partial sums each a
-// block. grad_sum is what reaches a fused residual sum, here `input`, from elsewhere.
+// grad_input = rstd * (g - mean(g) - xhat * mean(g * xhat)) + grad_sum with g = grad_output * weight. grad_weight is
+// the sum over rows of grad_output * xhat, grad_bias the sum over rows of grad_output; each block writes one row of
+// partial sums of each. grad_sum is the other gradient of a fused residual sum, which here is `input`.
 template <typename T, typename Shape, int kWidth, bool kHasGradSum>
 __global__ void __launch_bounds__(kBwdMaxThreads<Shape>, (kBwdMinBlocks<T, Shape, kWidth, kHasGradSum>))
     layer_norm_bwd_kernel(const T* grad_output, const T* grad_sum,
@@ -154,7 +154,7 @@ extern "C" cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPoi
         constexpr auto kernel = Kernel::kFunction;
         launched = form.fits();
         if (!launched) return;
-        permit_shared_bytes(reinterpret_cast<const void*>(kernel), form.shared_bytes);  // or none would be resident
+        permit_shared_bytes(reinterpret_cast<const void*>(kernel), form.shared_bytes);  // else none is resident
         partials.count = row_blocks<Shape>(rows, threads,
                                            std::min<int64_t>(resident(kernel, threads, form.shared_bytes),
                                                              form.blocks_per_processor * multiprocessor_count()));

@@ -1,7 +1,7 @@
-// The backward of a LayerNorm whose input is added up again, x = base + addends, with what a step's products read beside
-// it: output = xhat * weight + bias once more, the gradient of x rounded to T, and the sums of that over rows.
+// Backward of a LayerNorm whose input x = base + addends is recomputed. It also writes what a step's matrix products
+// read: the recomputed output = xhat * weight + bias, the gradient of x rounded to T, and the sums of that over rows.
 //
-// Blocks walk the rows, with the next ones on their way into shared memory where the device can do that. A thread has the
+// Blocks walk the rows. Where the device can, the next rows are copied to shared memory meanwhile. A thread has the
 // same four columns in every row.
 #include "cuda/norm/norm.cuh"
 
@@ -11,7 +11,7 @@ namespace {
 constexpr int kWidth = 4;
 constexpr int kMostAddends = LayerNormOfSumBwd::kMostAddends;
 
-// Where the tensors' rows lie in a stage.
+// Offsets of the tensors' rows in a stage.
 template <typename T>
 struct Stage {
   int columns;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(LayerNormOfSumBwd::kMostColumns / kWidth)
       next_mean = call.mean[row + team.count];
       next_rstd = call.rstd[row + team.count];
     }
-    // The row of a tensor of the call, or where it lies in the ring.
+    // A tensor's row: in the call's memory, or in the ring.
     const auto row_of = [&](const auto* tensor, int offset) {
       if constexpr (kHasRowRings) return reinterpret_cast<decltype(tensor)>(ring.data() + offset);
       else return tensor + row * columns;

@@ -6,13 +6,13 @@ namespace {
 constexpr const char* kOp = "layer_norm_of_sum_bwd";
 constexpr int kAlignment = 16;
 
-// As the kernel reads it: contiguous, from a multiple of kAlignment on.
+// Returns the tensor as the kernel reads it: contiguous, at a multiple of kAlignment.
 Tensor laid_out(const Tensor& tensor) {
   const Tensor found = as_contiguous(tensor);
   return reinterpret_cast<uintptr_t>(found.data_ptr()) % kAlignment == 0 ? found : torch::stable::clone(found);
 }
 
-// `tensor`, of the shape of `like`, laid out.
+// Returns `tensor`, which has the shape of `like`, in the kernel's layout.
 Tensor matrix_of(const char* name, const Tensor& tensor, const Tensor& like) {
   check_same(kOp, name, tensor, like);
   return laid_out(tensor);
@@ -40,7 +40,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> layer_norm_of_sum_bwd
                 "fuseopt::", kOp, ": rows must be whole 16 bytes and ", call.kMostColumns, " columns at most, not ",
                 shape.columns);
   FUSEOPT_CHECK(addends.size() <= call.kMostAddends, "fuseopt::", kOp, ": ", addends.size(), " addends are too many");
-  // From here on in the layout that the kernel reads; what was copied for it stays until the launch.
+  // The kernel's layout from here on. Copies live until the launch.
   grad_output = matrix_of("grad_output", grad_output, grad_output);
   grad_sum = matrix_of("grad_sum", grad_sum, grad_output);
   base = matrix_of("base", base, grad_output);

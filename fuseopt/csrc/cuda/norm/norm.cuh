@@ -1,14 +1,17 @@
-// What RMSNorm and LayerNorm share: how a row is laid over threads, and the column sums of their weight gradients.
+// What RMSNorm and LayerNorm share: how a row is spread over threads, and the column sums of their weight gradients.
 //
-// Fast path: a team of threads (a warp or part of one for narrow rows, a block for wide ones, and for all where rows
-// are few) holds a row in registers, so that it is read once: in 16-byte vectors, or an element at a time where rows
-// are unaligned, or of odd length and not norm_odd_rows.cu's. Forward, every row has a team of its own: measured faster
-// than teams that walk the rows with the next row's loads in flight. Backward, as many teams as the device holds walk
-// the rows: a thread has the same columns in every row, and sums their weight gradients in registers; few rows have a
-// launch of their own, see norm_bwd_few_rows.cu. Anything else (float64, rows wider than the registers, dtypes that
-// differ without vectors) takes the "any" kernels: a block a row, read once for each pass over it.
+// Fast path: a team of threads holds a row in registers, so that the row is read once. A team is a warp or part of one
+// for narrow rows; a block for wide rows, and for all rows if there are few. It reads 16-byte vectors, or single
+// elements if rows are unaligned, or of odd length and not taken by norm_odd_rows.cu.
 //
-// With a residual the row is the sum of two tensors, rounded to the sum's dtype T and stored on the way.
+// In the forward every row has its own team. That was measured to be faster than teams that walk the rows while loading
+// the next one. In the backward as many teams as the device holds walk the rows. A thread has the same columns in every
+// row and sums their weight gradients in registers. Few rows have a launch of their own (norm_bwd_few_rows.cu).
+//
+// All other cases take the "any" kernels: float64, rows wider than the registers, dtypes that differ without vectors.
+// There a block has a row and reads it once for each pass.
+//
+// With a residual the row is the sum of two tensors, rounded to the sum's dtype T and stored.
 #pragma once
 
 #include <initializer_list>
@@ -20,32 +23,32 @@
 
 namespace fuseopt {
 
-// Elements of a row in a thread.
-constexpr int kShortElements = 8;       // where a warp or part of one has it
-constexpr int kWarpElements = 24;       // where a warp has it, at most
-constexpr int kMostElements = 32;       // where a block has it, at most
-constexpr int kLightBlockElements = 8;  // where a block has a row that a warp could have
-constexpr int kBwdBlockElements = 16;   // fewer, since it holds two rows and their columns' sums
+// Elements of a row that each thread holds.
+constexpr int kShortElements = 8;       // if a warp or part of one has the row
+constexpr int kWarpElements = 24;       // at most, if a warp has the row
+constexpr int kMostElements = 32;       // at most, if a block has the row
+constexpr int kLightBlockElements = 8;  // if a block has a row that a warp could have
+constexpr int kBwdBlockElements = 16;   // fewer, since a thread holds two rows and their columns' sums
 constexpr int kAnyThreads = 256;
 
 template <typename Shape>
 constexpr bool kHasShortRows = Shape::kWithinWarp && Shape::kElements == kShortElements;
 
 using NarrowRow = RowShape<kWarpElements, Team::kWarp>;
-using ElementwiseBlock = RowShape<8, Team::kBlock>;  // where elements are read one by one
-using ElementwiseSum = RowShape<4, Team::kBlock>;    // and two of float32 are added up
-using ElementwiseWarp = RowShape<32, Team::kWarp>;   // and a warp has the row
+using ElementwiseBlock = RowShape<8, Team::kBlock>;  // elements are read one by one
+using ElementwiseSum = RowShape<4, Team::kBlock>;    // the same, and two float32 tensors are added
+using ElementwiseWarp = RowShape<32, Team::kWarp>;   // the same, for a warp
 
-// Backward, a block leaves one row of partial sums, however many warps it has. Hence larger blocks than forward, and no
-// more of them to a multiprocessor than its memory bandwidth needs.
+// In the backward a block writes one row of partial sums, however many warps it has. So its blocks are larger than the
+// forward's, and there are no more of them per multiprocessor than memory bandwidth needs.
 constexpr int kBwdWarpTeamBlock = 256;
 constexpr int kBwdWarpTeamBlocksPerProcessor = 2;
-// More, where a thread has little of a row on its way.
+// More blocks if a thread has few loads of a row in flight.
 template <typename T>
 constexpr int kBwdShortRowsBlocksPerProcessor = sizeof(T) == 2 ? 4 : 3;
 constexpr int kBwdThreadsPerProcessor = 1024;
 constexpr int kPartialsPerProcessor = 8;
-constexpr int kBwdStaticShared = 2048;  // at least what a block has beside the weight and the ring
+constexpr int kBwdStaticShared = 2048;  // upper bound of a block's static shared memory, without weight and ring
 
 // Whether one of the tensors present has `dtype`.
 inline bool any_has(int dtype, std::initializer_list<TypedPointer> tensors) {
@@ -65,16 +68,17 @@ inline bool are_vectors(int dtype, int64_t columns, std::initializer_list<TypedP
          std::all_of(tensors.begin(), tensors.end(), [](const TypedPointer& tensor) { return is_aligned(tensor.data); });
 }
 
-// Calls `launch(RowShape, IntTag<kWidth>, threads)` for a forward over rows of `columns` elements of T in vectors. Where
-// all tensors have one dtype every shape is compiled that pays, else one for narrow rows and one for wide ones. False when
-// no shape holds them. Of float32, from norm_block_min_columns to norm_block_max_columns, a block with few elements a thread
+// Calls `launch(RowShape, IntTag<kWidth>, threads)` for a forward over rows of `columns` elements of T in vectors. If
+// all tensors have one dtype, every shape that is faster somewhere is compiled; else one for narrow rows and one for
+// wide ones. Returns false if no shape holds the rows. From norm_block_min_columns to norm_block_max_columns of
+// float32, a block with few elements a thread is faster than a warp, or a smaller block, with many.
 // beats a warp, or a smaller block, with many.
 template <typename T, int kBlockElements, bool kOneDType, typename Launch>
 bool dispatch_fwd_row(int64_t rows, int64_t columns, Launch launch) {
   constexpr int kWidth = kVectorWidth<T>;
   const auto launch_shape = [&](auto shape, int threads) {
     using Shape = decltype(shape);
-    // Of such rows a smaller block is through as soon as it has started.
+    // For such rows smaller blocks end sooner.
     if (sizeof(T) == 2 && kHasShortRows<Shape>) threads = kMaxWarpTeamBlock;
     launch(shape, IntTag<kWidth>{}, threads);
   };
@@ -104,7 +108,8 @@ bool dispatch_elementwise_row(int64_t columns, Launch launch) {
 template <typename Shape>
 constexpr int kBwdMaxThreads = Shape::kWithinWarp ? kBwdWarpTeamBlock : kMaxBlockTeam;
 
-// What a forward kernel is compiled for: a sum of type T, a residual R and parameters W; see Stream and Columns.
+// The types that a forward kernel is compiled for: a sum of type T, a residual R and parameters W. See Stream and
+// Columns.
 template <typename Sum, typename Residual, typename Parameter>
 struct FwdTypes {
   using T = Sum;
@@ -112,9 +117,9 @@ struct FwdTypes {
   using W = Parameter;
 };
 
-// Calls `launch(TypeTag<T>, TypeTag<R>, wide, narrow)` for a sum of type T of `wide`, of type T, and `narrow`, of type R:
-// `input` and `residual` in either order. Unless `kOfSum` there is no residual, and R is void. Does nothing for other
-// dtypes than the fast ones.
+// Calls `launch(TypeTag<T>, TypeTag<R>, wide, narrow)` for a sum of type T. `wide`, of type T, and `narrow`, of type R,
+// are `input` and `residual` in either order. Unless `kOfSum` there is no residual, and R is void. Does nothing for
+// dtypes other than the fast ones.
 template <bool kOfSum, typename Launch>
 void dispatch_stream_dtypes(TypedPointer input, TypedPointer residual, Launch launch) {
   if constexpr (!kOfSum) {
@@ -129,8 +134,9 @@ void dispatch_stream_dtypes(TypedPointer input, TypedPointer residual, Launch la
   }
 }
 
-// Calls `launch(TypeTag<W>)` for the dtypes of parameters that are compiled for a sum of type T and a residual of type R:
-// T, float32, and if `kNarrow` for float32 the half types that come with it. Null stands for type T. False for others.
+// Calls `launch(TypeTag<W>)` for the parameter dtypes that are compiled for a sum of type T and a residual of type R:
+// T, float32, and, with `kNarrow` and T = float32, the 16-bit types used with it. Null stands for type T. Returns false
+// for others.
 template <typename T, typename R, bool kNarrow, typename Launch>
 bool dispatch_parameter_dtype(TypedPointer parameter, Launch launch) {
   if (parameter.data == nullptr || parameter.dtype == kDType<T>) return launch(TypeTag<T>{});
@@ -147,11 +153,11 @@ bool dispatch_parameter_dtype(TypedPointer parameter, Launch launch) {
   return false;
 }
 
-// Calls `launch(FwdTypes, RowShape, IntTag<kWidth>, threads, wide, narrow)`, the last two as above; false when there is
-// no kernel for these dtypes or so wide a row. `parameter` is one of those present, which share a dtype. `vectors`: all
-// tensors are aligned for them; where they are not, all have to share one dtype. `kRmsNorm`: a warp may then have a row
-// of 16-bit elements, and parameters may be narrower than the sum, as a T5's in float16 are; no LayerNorm's are. `kOfSum`:
-// there is a residual.
+// Calls `launch(FwdTypes, RowShape, IntTag<kWidth>, threads, wide, narrow)`, the last two as above. Returns false if no
+// kernel takes these dtypes or so wide a row. `parameter` is one of those present, which share a dtype. `vectors`: all
+// tensors are aligned for them; if not, all must have one dtype. `kRmsNorm`: a warp may have a row of 16-bit elements,
+// and parameters may be narrower than the sum, as a T5's in float16 are; a LayerNorm's never are. `kOfSum`: there is a
+// residual.
 template <int kBlockElements, bool kRmsNorm, bool kOfSum, typename Launch>
 bool dispatch_fwd(TypedPointer input, TypedPointer residual, TypedPointer parameter, int64_t rows, int64_t columns,
                   bool vectors, Launch launch) {
@@ -182,8 +188,8 @@ bool dispatch_fwd(TypedPointer input, TypedPointer residual, TypedPointer parame
   return launched;
 }
 
-// Calls `launch(RowShape, IntTag<kWidth>, threads)` for a backward; false when no shape holds the rows.
-// `Elementwise`: the first shape of dispatch_elementwise_row.
+// Calls `launch(RowShape, IntTag<kWidth>, threads)` for a backward; returns false if no shape holds the rows.
+// `Elementwise` is the first shape of dispatch_elementwise_row.
 template <typename T, typename Elementwise, typename Launch>
 bool dispatch_bwd_row(int64_t columns, bool vectors, Launch launch) {
   const auto launch_shape = [&](auto shape, auto width, int threads) {
@@ -196,7 +202,7 @@ bool dispatch_bwd_row(int64_t columns, bool vectors, Launch launch) {
       columns, [&](auto shape, int threads) { launch_shape(shape, IntTag<kVectorWidth<T>>{}, threads); });
 }
 
-// How a backward's blocks are launched that walk the rows. The weight is in shared memory, and the stages of a RowRing.
+// Launch of a backward whose blocks walk the rows. Shared memory holds the weight and the stages of a RowRing.
 struct BwdLaunch {
   int blocks_per_processor;
   int stages;  // 0: no ring
@@ -207,8 +213,8 @@ struct BwdLaunch {
   }
 };
 
-// `ring_threads`: of a multiprocessor, where blocks have rows on their way; fewer than else, and as few as leave room for
-// norm_bwd_min_ring_stages.
+// `ring_threads`: threads per multiprocessor if blocks use a ring. They are fewer than without one, and few enough for
+// norm_bwd_min_ring_stages to fit.
 template <typename T, typename Shape, int kWidth>
 BwdLaunch bwd_launch(int threads, int64_t columns, int tensors, int64_t ring_threads) {
   const size_t weight_bytes = columns * sizeof(float), stage_bytes = columns * sizeof(T) * tensors;
@@ -231,18 +237,18 @@ inline unsigned any_grid(int64_t rows) {
   return static_cast<unsigned>(std::min<int64_t>(rows, 8 * multiprocessor_count()));
 }
 
-// kWidth neighbouring elements of a tensor of type W: as they lie in memory, or floats where W is known only at run time.
+// kWidth neighbouring elements of a tensor of type W: in their own dtype, or as floats if W is known only at run time.
 template <typename W, int kWidth>
 struct Columns {
   Vector<std::conditional_t<std::is_same_v<W, AnyType>, float, W>, kWidth> vector;
 
-  // From element i on.
+  // Loads from element i on.
   __device__ void load(TypedPointer tensor, int64_t i) {
     if constexpr (std::is_same_v<W, AnyType>) load_floats(tensor, i, vector.values);
     else vector = *reinterpret_cast<const decltype(vector)*>(static_cast<const W*>(tensor.data) + i);
   }
 
-  // From element i on; `absent` in each element where there is no tensor.
+  // Loads from element i on; without a tensor every element is `absent`.
   __device__ void load_or(TypedPointer tensor, int64_t i, float absent) {
     if (tensor.data != nullptr) {
       load(tensor, i);
@@ -255,8 +261,8 @@ struct Columns {
   __device__ float operator[](int j) const { return vector[j]; }
 };
 
-// A thread's part of one row: vectors lane, lane + size, lane + 2 size ... of its team, as they lie in memory. `kWidth`
-// is the width of the input's vectors, of which a weight's vectors must have the same columns.
+// A thread's part of one row: vectors lane, lane + size, lane + 2 size ... of its team, in the tensor's own dtype.
+// `kWidth` is the width of the input's vectors; a weight's vectors must have the same columns.
 template <typename T, int kVectors, int kWidth = kVectorWidth<T>>
 struct RowPart {
   Vector<T, kWidth> vectors[kVectors];
@@ -292,14 +298,14 @@ struct RowPart {
   }
 };
 
-// The rows of a backward's tensors as a team walks them. A block has the next few of them on their way into shared memory
-// where the device can do that, and elements have 16 bits: in registers they would cost it what they gain.
+// The rows of a backward's tensors as a team walks them. Where the device can and elements have 16 bits, a block copies
+// the next few rows to shared memory meanwhile. Holding them in registers would cost as much as it gains.
 template <typename T, int kTensors, bool kInVectors, Team kTeam>
 class WalkedRows {
  public:
   static constexpr bool kRing = kHasRowRings && kInVectors && sizeof(T) == 2 && !is_within_warp(kTeam);
 
-  // With a barrier of the block before anything else. `slots` and `stages` are the ring's.
+  // Contains a block-wide barrier, before anything else. `slots` and `stages` belong to the ring.
   __device__ WalkedRows(const T* const (&tensors)[kTensors], int64_t rows, int columns, char* slots, int stages)
       : rows_(rows), columns_(columns), ring_(slots, columns * static_cast<int>(sizeof(T)), stages) {
 #pragma unroll
@@ -326,7 +332,7 @@ class WalkedRows {
     }
   }
 
-  // To be called once all threads have loaded `row`, after a barrier.
+  // Call once after all threads have loaded `row`, after a barrier.
   __device__ void advance(int64_t row, const RowTeam<kTeam>& team) {
     if constexpr (kRing) {
       fetch(ring_.stage(), row + ring_.stages() * team.count);
@@ -345,7 +351,7 @@ class WalkedRows {
   RowRing<kTensors> ring_;
 };
 
-// What a forward normalises: a matrix of T, or the sum of one of T and one of R; R is void without a residual.
+// What a forward normalises: a matrix of T, or the sum of a matrix of T and one of R. R is void without a residual.
 template <typename T, typename R>
 struct Stream {
   const T* input;
@@ -359,7 +365,7 @@ struct Stream {
     if constexpr (!std::is_void_v<R>) x.template add<R>(residual, begin, sum, team, vectors_in_row);
   }
 
-  // The mean of the kWidth elements from `begin` on; of equal ones of 16 bits it is exact.
+  // The mean of the kWidth elements from `begin` on. It is exact if all are equal and have 16 bits.
   template <int kWidth>
   __device__ float mean(int64_t begin) const {
     const auto head = *reinterpret_cast<const Vector<T, kWidth>*>(input + begin);
@@ -386,13 +392,13 @@ struct AnyStream {
   }
 };
 
-// A weight or bias as floats in shared memory, in the order in which a team reads it: the first 16 bytes of every
+// A weight or bias as floats in shared memory, in the order in which a team reads it: first the first 16 bytes of every
 // vector's floats, then the second, so that neighbouring lanes read from neighbouring banks.
 template <int kWidth>
 class SharedColumns {
  public:
-  // Fills `values`, of `columns` floats, with the tensor plus `offset`, or `absent` plus `offset`. To be followed by a
-  // barrier.
+  // Fills `values`, of `columns` floats, with the tensor plus `offset`, or with `absent` plus `offset`. A barrier must
+  // follow.
   __device__ SharedColumns(float* values, TypedPointer tensor, float absent, float offset, int columns)
       : parts_(reinterpret_cast<const Vector<float, kPartWidth>*>(values)), vectors_(columns / kWidth) {
     for (int v = threadIdx.x; v < vectors_; v += blockDim.x) {
@@ -421,7 +427,7 @@ class SharedColumns {
   int vectors_;
 };
 
-// Adds up the column sums of a block's teams, first those of a warp, then in the order of the warps, and stores them as
+// Adds up the column sums of a block's teams, first within each warp, then over the warps in order, and stores them as
 // the block's row of `partials`.
 template <int kVectors, int kWidth, Team kTeam>
 __device__ inline void store_block_partials(const float (&sums)[kVectors][kWidth], float* partials, int columns,
@@ -461,8 +467,8 @@ __device__ inline void store_block_partials(const float (&sums)[kVectors][kWidth
   }
 }
 
-// A backward over few rows, in vectors, without partial sums. `mean` is null for RMSNorm; the gradients of the parameters
-// that are not wanted are absent.
+// A backward over few rows, in vectors, without partial sums. `mean` is null for RMSNorm. Gradients of parameters that
+// are not wanted are absent.
 struct FewRowsBwd {
   TypedPointer grad_output, grad_sum, input, weight;
   const float* mean;
@@ -474,7 +480,7 @@ struct FewRowsBwd {
   float offset;
 };
 
-// False when the rows are too wide.
+// Returns false if the rows are too wide.
 bool launch_few_rows_bwd(const FewRowsBwd& call, cudaStream_t stream);
 
 // First stage of the "any" path: column sums of grad_output * xhat and of grad_output. `mean` is absent for RMSNorm.

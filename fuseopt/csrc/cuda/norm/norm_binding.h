@@ -1,4 +1,4 @@
-// What the bindings of RMSNorm and LayerNorm share: residual sums, parameter gradients, and room for their partial sums.
+// What the bindings of RMSNorm and LayerNorm share: residual sums, parameter gradients, and memory for partial sums.
 #pragma once
 
 #include "cast_order.h"
@@ -17,8 +17,8 @@ inline std::optional<Tensor> norm_bwd_workspace(const Tensor& input, const std::
   return allocate(input, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
 }
 
-// `count` statistics of each row of a forward's `input`: float64 for float64 inputs, else float32. Tensors where a
-// backward will read them; absent else.
+// `count` statistics of each row of a forward's `input`, float64 for float64 inputs, else float32. Allocated if a
+// backward will read them; absent otherwise.
 class RowStatistics {
  public:
   RowStatistics(const char* op, const Tensor& input, int count, bool kept) : op_(op) {
@@ -48,7 +48,7 @@ inline Tensor row_statistic(const char* op, const char* name, const Tensor& tens
   return as_contiguous(tensor);
 }
 
-// `tensor`, of the shape of `input`, or none.
+// Returns `tensor`, which must have the shape of `input`, as contiguous; or none.
 inline std::optional<Tensor> like_input(const char* op, const char* name, const std::optional<Tensor>& tensor,
                                         const Tensor& input) {
   if (!tensor.has_value()) return std::nullopt;
@@ -56,13 +56,13 @@ inline std::optional<Tensor> like_input(const char* op, const char* name, const 
   return as_contiguous(*tensor);
 }
 
-// Room for input + residual, in the dtype that the two promote to; absent without a residual.
+// Allocates input + residual in the dtype that the two promote to; absent without a residual.
 inline std::optional<Tensor> allocate_sum(const Tensor& input, const std::optional<Tensor>& residual) {
   if (!residual.has_value()) return std::nullopt;
   return allocate_like(input, promote_types(dtype_of(input), dtype_of(*residual)));
 }
 
-// [columns] for a wanted gradient of a parameter, else [0].
+// Allocates [columns] for a wanted gradient of a parameter, else [0].
 inline Tensor allocate_parameter_grad(const Tensor& input, const std::optional<Tensor>& parameter, int64_t columns,
                                       bool wanted) {
   return allocate(input, {wanted ? columns : 0},

@@ -1,6 +1,5 @@
-// Backward of RMSNorm and LayerNorm over few rows, in one launch: a block has either a row or some columns. The columns'
-// sums need nothing of what the rows' blocks find out, and reading tensors so small twice costs less than a second
-// launch.
+// Backward of RMSNorm and LayerNorm over few rows, in one launch: a block has either a row or some columns. The column
+// sums need no result of the blocks that have rows. Reading such small tensors twice costs less than a second launch.
 #include "cuda/norm/norm.cuh"
 
 namespace fuseopt {

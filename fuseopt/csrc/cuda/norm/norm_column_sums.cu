@@ -6,7 +6,7 @@ namespace {
 
 constexpr int kSummedColumns = kWarpSize;
 constexpr int kSummedGroups = 32;  // warps of a block, each summing its own rows of the same columns
-constexpr int kLoads = 8;          // in flight a thread
+constexpr int kLoads = 8;          // loads in flight per thread
 
 // Adds up `value` over the row groups of a block; the result is in row group 0.
 template <typename Acc>
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kSummedColumns* kSummedGroups)
 
 }  // namespace
 
-// Without rows there is nothing to add up: reduce_partials then writes zeros.
+// Without rows there are no partial sums, and reduce_partials writes zeros.
 int64_t any_partials(int64_t rows, int64_t columns) {
   if (rows == 0) return 0;
   const int64_t blocks = tuning().norm_column_sums_blocks * multiprocessor_count();
@@ -83,7 +83,7 @@ int64_t any_partials(int64_t rows, int64_t columns) {
   return std::min(enough, max_partials(rows));
 }
 
-// At least one, so that there is a workspace, which stands for "wanted", also where there are no rows to sum.
+// At least one, since a workspace that exists stands for "wanted", even without rows.
 int64_t max_partials(int64_t rows) {
   return std::max<int64_t>(
       1, std::min<int64_t>(rows, static_cast<int64_t>(kPartialsPerProcessor) * multiprocessor_count()));

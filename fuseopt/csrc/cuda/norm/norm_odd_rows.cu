@@ -1,6 +1,6 @@
-// Norms over rows of 16-bit elements that begin anywhere: 16-byte accesses all the same. A warp has a row, in whole vectors
-// of the matrix and a few elements before and after them. Warps walk the rows at a distance of a multiple of eight, so that
-// all of a warp's rows begin equally far from a vector, and it reads its part of the weight once.
+// Norms over rows of 16-bit elements that begin at any address, with 16-byte accesses. A warp has a row: whole vectors
+// of the matrix, and a few elements before and after them. Warps walk the rows in steps of a multiple of eight, so all
+// rows of a warp have the same offset from a vector, and it reads its part of the weight once.
 #include "cuda/norm/norm_odd_rows.cuh"
 
 #include <initializer_list>
@@ -15,23 +15,24 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kVectors = 4;  // of a row in a lane
+constexpr int kVectors = 4;  // of a row, per lane
 constexpr int kWidth = 8;    // elements of a vector
 constexpr int kLeastColumns = 256, kMostColumns = kVectors * kWarpSize * kWidth + kWidth - 1;
 template <bool kLayerNorm>
 constexpr int kFwdBlocksPerProcessor = kLayerNorm ? 5 : 6;
 constexpr int kBwdBlocksPerProcessor = 3;
 
-// The part of each of a warp's rows that a lane has.
+// A lane's part of each row of its warp.
 template <typename T>
 class OddRows {
  public:
-  // Elements, and the one outside whole vectors, or zero.
+  // Whole vectors, and the lane's element outside them, or zero.
   struct Part {
     Vector<T> vectors[kVectors];
     T edge;
 
-    // Has the compiler convert the elements again behind this, for want of registers for all of them as floats.
+    // Forces the compiler to convert the elements again after this, because registers cannot hold all of them as
+    // floats.
     __device__ void stay_narrow() {
 #pragma unroll
       for (Vector<T>& vector : vectors) {
@@ -64,7 +65,7 @@ class OddRows {
     if (has_edge()) at[edge_] = part.edge;
   }
 
-  // Of a row of its own, aligned or not; `absent` in each element where there is none.
+  // Loads a parameter, aligned or not; without one every element is `absent`.
   __device__ void load_parameter(Part& part, const T* parameter, float absent) const {
     const auto load = [&](int column) { return parameter != nullptr ? parameter[column] : from_acc<T>(absent); };
     for_vectors(
@@ -76,7 +77,7 @@ class OddRows {
     part.edge = has_edge() ? load(edge_) : from_acc<T>(0.f);
   }
 
-  // Calls there(k, column) for each vector, at its first column, and absent(k) for those behind the row.
+  // Calls there(k, column) for each vector, with its first column, and absent(k) for those after the row's end.
   template <typename There, typename Absent>
   __device__ void for_vectors(There there, Absent absent) const {
 #pragma unroll
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocksPerProcessor<kLayerNorm>)
     scale.stay_narrow();
     if constexpr (kLayerNorm) shift.stay_narrow();
     const float edge = to_float(x.edge);
-    // Of what is above `mean`, its sum and the sum of its squares.
+    // The mean over the row of `of(x - mean)`.
     const auto sum_over_row = [&](float mean, auto of) {
       float sum = walk.has_edge() ? of(edge - mean) : 0.f;
       walk.for_vectors(
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocksPerProcessor<kLayerNorm>)
     };
     float mean = 0;
     if constexpr (kLayerNorm) {
-      // As a distance from an element, so that a constant row comes out exact.
+      // Computed as a distance from an element, so that it is exact for a constant row.
       const float origin = to_float(call.input[row * call.columns]);
       mean = origin + sum_over_row(origin, [](float x) { return x; });
     }
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocksPerProcessor<kLayerNorm>)
   }
 }
 
-// As rms_norm_bwd.cu's; one row of partial sums a block.
+// The same formula as in rms_norm_bwd.cu. A block writes one row of partial sums.
 template <typename T, bool kHasGradSum>
 __global__ void __launch_bounds__(kThreads, kBwdBlocksPerProcessor)
     rms_norm_odd_rows_bwd_kernel(const T* grad_output, const T* grad_sum,
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocksPerProcessor)
   }
   if (partials.data == nullptr) return;
 
-  // Each warp's sums at their columns, added up in the order of the warps.
+  // Each warp's sums by column, added up in the order of the warps.
   extern __shared__ float warp_sums[];  // [kWarps][columns]
   float* const own = warp_sums + threadIdx.x / kWarpSize * columns;
   walk.for_vectors(
@@ -255,7 +256,7 @@ bool suits(int64_t rows, int64_t columns, int dtype, std::initializer_list<Typed
   return true;
 }
 
-// So many that the rows of a warp begin equally far from a vector, if it has several.
+// A number of blocks by which all rows of a warp have the same offset from a vector, if it has several rows.
 int64_t blocks_for(int64_t rows, int blocks_per_processor) {
   constexpr int64_t kStep = kWidth / kWarps;
   const int64_t most = static_cast<int64_t>(blocks_per_processor) * multiprocessor_count() / kStep * kStep;

@@ -1,14 +1,14 @@
-// RMSNorm forward: the kernel of rows in registers, and its launch, for files that each compile a part of it for the sake
-// of build time.
+// RMSNorm forward: the kernel that holds rows in registers, and its launch. Several files each compile a part of it, to
+// shorten the build.
 #pragma once
 
 #include "cuda/norm/norm.cuh"
 
 namespace fuseopt::rms_norm {
 
-constexpr int kBlockElements = 16;  // of a row in a thread, where a block has the row
+constexpr int kBlockElements = 16;  // elements of a row per thread, if a block has the row
 
-// Holds the kernel to as few registers as let three quarters of the threads be resident that a multiprocessor may have.
+// Limits registers so that three quarters of a multiprocessor's threads can be resident.
 template <typename T, typename Shape>
 constexpr int kFwdMinBlocks = sizeof(T) == 2 && std::is_same_v<Shape, RowShape<kBlockElements, Team::kBlock>> ? 3 : 1;
 
@@ -61,7 +61,7 @@ struct FwdArguments {
   int norm_dtype;
 };
 
-// `vectors`: as dispatch_fwd has it. False where no kernel of rows in registers takes the arguments.
+// `vectors` as in dispatch_fwd. Returns false if no kernel that holds rows in registers takes the arguments.
 template <bool kOfSum>
 bool launch_fwd(const FwdArguments& of, bool vectors, cudaStream_t stream) {
   return dispatch_fwd<kBlockElements, true, kOfSum>(

@@ -9,7 +9,7 @@ struct Forward {
   std::vector<Tensor> statistics;  // rstd, if it is kept
 };
 
-// There is nothing to add to without a weight, which kernels take for ones.
+// Without a weight kernels multiply by 1, and there is nothing to add the offset to.
 double weight_offset(const std::optional<Tensor>& weight, double offset) { return weight.has_value() ? offset : 0.0; }
 
 Forward forward(const char* op, const Tensor& input, const std::optional<Tensor>& residual,

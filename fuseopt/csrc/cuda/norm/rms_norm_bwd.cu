@@ -1,4 +1,4 @@
-// The backward of RMSNorm, in a file of its own for the sake of build time.
+// RMSNorm's backward. It has a file of its own to shorten the build.
 #include "cuda/norm/norm.cuh"
 #include "cuda/norm/norm_odd_rows.cuh"
 
@@ -6,9 +6,9 @@ namespace fuseopt::rms_norm_bwd {
 namespace {
 
 
-// grad_input = rstd * (g - xhat * mean(g * xhat)) + grad_sum with g = grad_output * (weight + offset); grad_weight = sum
-// over rows of grad_output * xhat, left as one row of partial sums a block. grad_sum is what reaches a fused residual
-// sum, here `input`, from elsewhere.
+// grad_input = rstd * (g - xhat * mean(g * xhat)) + grad_sum with g = grad_output * (weight + offset). grad_weight is
+// the sum over rows of grad_output * xhat; each block writes one row of partial sums. grad_sum is the other gradient of
+// a fused residual sum, which here is `input`.
 template <typename T, typename Shape, int kWidth, bool kHasGradSum>
 __global__ void __launch_bounds__(kBwdMaxThreads<Shape>)
     rms_norm_bwd_kernel(const T* grad_output, const T* grad_sum, const T* input,
@@ -143,7 +143,7 @@ extern "C" cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPoint
         constexpr auto kernel = Kernel::kFunction;
         launched = form.fits();
         if (!launched) return;
-        permit_shared_bytes(reinterpret_cast<const void*>(kernel), form.shared_bytes);  // or none would be resident
+        permit_shared_bytes(reinterpret_cast<const void*>(kernel), form.shared_bytes);  // else none is resident
         partials.count = row_blocks<Shape>(rows, threads,
                                            std::min<int64_t>(resident(kernel, threads, form.shared_bytes),
                                                              form.blocks_per_processor * multiprocessor_count()));

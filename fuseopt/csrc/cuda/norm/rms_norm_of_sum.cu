@@ -1,4 +1,4 @@
-// RMSNorm forward of a sum, in a file of its own for the sake of build time.
+// RMSNorm forward of a sum. It has a file of its own to shorten the build.
 #include "cuda/norm/rms_norm.cuh"
 
 namespace fuseopt::rms_norm {

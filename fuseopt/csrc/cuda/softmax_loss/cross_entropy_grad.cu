@@ -1,14 +1,15 @@
-// The loss of each row of logits, and its gradient written over them. A block has a row: its first vectors in registers,
-// the others in shared memory, so that it is read once; where the row is too wide for that, twice, the second time out
-// of the L2 cache. A maximum and a sum of exponentials run along (Milakov and Gimelshein, 2018, arXiv 1805.02867).
+// Computes the loss of each row of logits, and writes its gradient over them. A block has a row. Its first vectors are
+// in registers and the others in shared memory, so that the row is read once. A row too wide for that is read twice,
+// the second time from the L2 cache. The maximum and the sum of exponentials are updated in the same pass (Milakov and
+// Gimelshein, 2018, arXiv 1805.02867).
 #include "cuda/common/wide_row.cuh"
 
 namespace fuseopt::cross_entropy_grad {
 namespace {
 
-constexpr int kMostThreads = 1024;  // of a multiprocessor, whose blocks share them
+constexpr int kMostThreads = 1024;  // per multiprocessor, over all its blocks
 constexpr int kHeld = 2;   // vectors of a row in each thread's registers
-constexpr int kLoads = 2;  // and of the others on their way to them at a time
+constexpr int kLoads = 2;  // of the other vectors, loads in flight per thread
 
 template <int kWidth>
 __device__ void fill_from(int first, float value, float (&values)[kWidth]) {
@@ -16,7 +17,7 @@ __device__ void fill_from(int first, float value, float (&values)[kWidth]) {
   for (int j = 0; j < kWidth; ++j) values[j] = j < first ? values[j] : value;
 }
 
-// `slots`: vectors of a row that a block has in shared memory, or 0.
+// `slots`: vectors of a row in the block's shared memory, or 0.
 template <typename T, int kThreads>
 __global__ void __launch_bounds__(kThreads) cross_entropy_grad_kernel(const __grid_constant__ CrossEntropyGrad loss,
                                                                       int slots) {
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_grad_kernel(const __gr
   const auto load = [&](int v) { return slots > 0 ? staged[v - first_staged] : load_vector(logits, span.first + v); };
 
   OnlineSum<kPrecise> online(-INFINITY);
-  float excess = 0.f;  // of the logits over the pivot
+  float excess = 0.f;  // sum of logit - pivot
   const auto add = [&](int v, const Vector<T>& x) {
     const int left = classes - static_cast<int>(span.column(v));
     float values[kWidth];

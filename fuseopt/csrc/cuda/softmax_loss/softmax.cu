@@ -1,17 +1,18 @@
 // Softmax of scale * input + mask over the last dimension, and its gradient.
 //
-// Rows that fit stay in the registers of a warp or part of one, or of a block. Wider rows are read once into registers
-// and shared memory of a block, the maximum and the sum being kept up as they pass (online softmax: Milakov and
-// Gimelshein, 2018). Those too wide for that as well stay in the registers of a cluster of blocks, which reads most of a
-// row twice that is wider still. Rows of odd length still move in 16-byte vectors, those of the whole matrix: see RowSpan.
+// Rows that fit stay in the registers of a warp, part of a warp, or a block. Wider rows are read once, into registers
+// and shared memory of a block, while the maximum and the sum are updated (online softmax: Milakov and Gimelshein,
+// 2018). Still wider rows stay in the registers of a cluster of blocks; the cluster reads most of a row twice if even
+// its registers cannot hold the row. Rows of odd length also move in 16-byte vectors, those of the whole matrix: see
+// RowSpan.
 #include "cuda/softmax_loss/softmax.cuh"
 
 namespace fuseopt::softmax {
 namespace {
 
-constexpr int kBlockElements = 32;  // of a row in the registers of a thread, where a block has the row
-constexpr int kLightElements = 8;   // in a backward over rows of whole vectors, while they suffice
-constexpr int kFewRowsThreads = 256;  // a row at most, where there are few
+constexpr int kBlockElements = 32;  // elements of a row per thread, if a block has the row
+constexpr int kLightElements = 8;   // in a backward over rows of whole vectors, if they suffice
+constexpr int kFewRowsThreads = 256;  // threads per row at most, if there are few rows
 constexpr int kAnyThreads = 256;
 
 // `kWhole`: rows are whole vectors.
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   if (row >= rows) return;
   const auto span = span_of<kWhole, kWidth>(row, columns, team.lane);
   Logits logits(input, span, team, scale);
-  const RowMask<M> row_mask(mask, row);  // while the input is on its way
+  const RowMask<M> row_mask(mask, row);  // overlaps with the loads of the input
   logits.load(row_mask, span, team);
 
   float edge = -INFINITY;
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(Shape::kMaxThreads)
   }
 }
 
-// An element at a time, a block a row: float64, unaligned tensors, and more rows than a grid has blocks.
+// One element at a time, one block per row: for float64, unaligned tensors, and more rows than a grid has blocks.
 template <typename Acc>
 __global__ void __launch_bounds__(kAnyThreads)
     softmax_fwd_any_kernel(TypedPointer input, IndexedMask mask, TypedPointer output, int64_t rows, int64_t columns,
@@ -165,9 +166,9 @@ __global__ void __launch_bounds__(kAnyThreads)
   }
 }
 
-// Calls `launch(RowShape, threads, whole)` for rows that a team holds in registers; false for wider ones. `whole`: rows
-// are whole vectors, where that is compiled for. Else a lane takes at most one of the elements left over, for which a
-// quarter of a warp has too few lanes.
+// Calls `launch(RowShape, threads, whole)` for rows that a team holds in registers; returns false for wider ones.
+// `whole`: rows are whole vectors, where that is compiled. Otherwise each lane takes at most one element outside the
+// vectors, for which a quarter of a warp has too few lanes.
 template <typename T, typename Launch>
 bool dispatch_softmax_row(int64_t rows, int64_t columns, Launch launch) {
   const auto launch_whole = [&](auto shape, int threads) { launch(shape, threads, std::true_type{}); };

@@ -1,4 +1,4 @@
-// What the kernels of softmax share: logits, and their mask.
+// What the softmax kernels share: logits and their mask.
 #pragma once
 
 #include "cuda/common/dependent_launch.cuh"
@@ -8,13 +8,13 @@
 
 namespace fuseopt {
 
-// Launch the kernels for rows wider than a team's registers, of tensors that are aligned to vectors.
+// Launches of the kernels for rows wider than a team's registers; the tensors are aligned for vectors.
 void launch_softmax_fwd_wide(TypedPointer input, const SoftmaxMask& mask, TypedPointer output, int64_t rows,
                              int columns, float scale, cudaStream_t stream);
 void launch_softmax_bwd_wide(TypedPointer grad_output, TypedPointer output, TypedPointer grad_input, int64_t rows,
                              int columns, float scale, cudaStream_t stream);
 
-// A mask whose rows are found without dividing.
+// A mask whose rows are found without a division.
 struct IndexedMask : SoftmaxMask {
   uint64_t reciprocals[kMaxDims];  // 2^64 / size, rounded up; 0 for a size of one
 
@@ -45,7 +45,7 @@ struct IndexedMask : SoftmaxMask {
   }
 };
 
-// The additive mask of one row, of elements M; void where there is none.
+// The additive mask of one row, with elements of M; M is void if there is none.
 template <typename M>
 struct RowMask {
   using Source = IndexedMask;
@@ -57,7 +57,7 @@ struct RowMask {
       : row(static_cast<const M*>(mask.values.data) + mask.row_offset(row_index)),
         column_stride(mask.column_stride) {}
 
-  // The elements from `column` on, as they lie in memory: so that several loads can be under way.
+  // Loads the elements from `column` on without converting them, so that several loads can be in flight.
   template <int kWidth>
   __device__ void load(Vector<M, kWidth>& values, int64_t column) const {
     const M* const first = row + column * column_stride;
@@ -100,7 +100,7 @@ __device__ void logits_of(float (&logits)[kWidth], const Vector<T, kWidth>& x, f
   mask.add_to(logits, column);
 }
 
-// The same for this lane's element outside the vectors; minus infinity, the neutral element, where it has none.
+// The same for this lane's element outside the vectors; minus infinity, the neutral element, if it has none.
 template <int kWidth, typename T, typename Mask>
 __device__ float edge_logit(const T* input, const RowSpan<kWidth>& span, float scale, const Mask& mask) {
   if (span.edge == span.kNone) return -INFINITY;
@@ -109,8 +109,8 @@ __device__ float edge_logit(const T* input, const RowSpan<kWidth>& span, float s
   return logit[0];
 }
 
-// The logits of a thread's first kVectors vectors of a row. In 16 bits and without a mask they are made anew from the
-// input every time: half the registers, so that more rows are on their way, for a multiplication each.
+// The logits of a thread's first kVectors vectors of a row. For 16 bits without a mask they are recomputed from the
+// input at each use: one multiplication each, but half the registers, so more rows are in flight.
 template <typename T, typename M, int kVectors>
 struct RowLogits {
   static constexpr int kWidth = kVectorWidth<T>;
@@ -138,7 +138,7 @@ struct RowLogits {
     }
   }
 
-  // To be called once before `at`, and late: it waits for input and mask.
+  // Call once before `at`, as late as possible: it waits for input and mask.
   __device__ void make(int k) {
     if constexpr (!kRemade) {
 #pragma unroll
@@ -154,7 +154,7 @@ struct RowLogits {
 
 inline unsigned block_per_row(int64_t rows) { return static_cast<unsigned>(std::min<int64_t>(rows, INT32_MAX)); }
 
-// Calls `launch(TypeTag<M>)` for the mask dtypes compiled for input T: none, T and float32. False for others.
+// Calls `launch(TypeTag<M>)` for the mask dtypes compiled for input T: none, T and float32. Returns false for others.
 template <typename T, typename Launch>
 bool dispatch_mask(const SoftmaxMask& mask, Launch launch) {
   if (mask.values.data == nullptr) launch(TypeTag<void>{});

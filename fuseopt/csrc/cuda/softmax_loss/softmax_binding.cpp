@@ -4,8 +4,8 @@
 namespace fuseopt::softmax_binding {
 namespace {
 
-// The mask as it is broadcast to the input: stride 0 where it repeats, neighbouring dimensions merged where one stride
-// walks both.
+// The mask as it is broadcast to the input: stride 0 where it repeats, and neighbouring dimensions merged if one stride
+// covers both.
 SoftmaxMask broadcast_mask(const char* op, const Tensor& mask, const Tensor& input) {
   SoftmaxMask result{};
   result.values = pointer(op, mask);

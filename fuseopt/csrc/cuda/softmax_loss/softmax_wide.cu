@@ -1,4 +1,4 @@
-// Softmax of rows wider than a team's registers, in a file of its own for the sake of build time.
+// Softmax of rows wider than a team's registers. It has a file of its own to shorten the build.
 #include "cuda/common/wide_row.cuh"
 
 namespace fuseopt {
@@ -7,8 +7,8 @@ namespace {
 constexpr int kMaxWideThreads = 1024;
 constexpr int kClusterBlocks = 8;
 
-// 16-byte vectors of each tensor that a thread of a team has in registers; it finds the others in shared memory, where a
-// block has a row, or reads them again.
+// 16-byte vectors of each tensor in a thread's registers. The thread finds the others in shared memory if a block has
+// the row, and else reads them again.
 constexpr int kFewHeld = 2;
 constexpr int kMostHeld = 8;
 template <typename T, typename M, Team kTeam>
@@ -16,14 +16,14 @@ constexpr int kFwdHeld = !std::is_void_v<M> ? 1 : sizeof(T) == 4 && kTeam == Tea
 template <Team kTeam>
 constexpr int kBwdHeld = kTeam == Team::kBlock ? 2 : 1;
 
-// And of the others, how many are on their way to it at a time: from shared memory few have to be, and the most held
-// leave registers for one.
+// Loads of those others that are in flight per thread. Loads from shared memory need few; kMostHeld leaves registers
+// for one.
 template <typename M, Team kTeam, int kHeld>
 constexpr int kWideLoads = kHeld == kMostHeld ? 1 : kTeam == Team::kBlock ? 2 : std::is_void_v<M> ? 6 : 4;
 
-// A team a row. A block holds it in registers and shared memory, `slots` vectors of it there; where that is none, and in
-// a cluster, what the registers do not hold is read twice. `kThreads`: of a block, or 0 where that is known only at run
-// time.
+// A team has a row. A block holds it in registers and shared memory, `slots` vectors of it in the latter. Without
+// slots, and in a cluster, whatever registers do not hold is read twice. `kThreads`: threads of a block, or 0 if known
+// only at run time.
 template <typename T, typename M, Team kTeam, int kThreads = 0, int kHeld = kFwdHeld<T, M, kTeam>>
 __global__ void __launch_bounds__(kMaxWideThreads)
     softmax_fwd_wide_kernel(const T* __restrict__ input, typename RowMask<M>::Source mask, TypedPointer output,
@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(kMaxWideThreads)
   });
   const float row_max = team.template reduce<Max>(online.max);
   const float row_origin = row_max == -INFINITY ? 0.0f : row_max;
-  // From the maximum, not the origin, which is far above the row's where a thread has seen no finite logit.
+  // Relative to the maximum and not to the origin, which is far above the row's logits if a thread has seen no finite
+  // one.
   const float row_sum = team.template reduce<Sum>(online.sum * exponential(online.max, row_origin));
   const float inverse_sum = 1.0f / row_sum;
   const auto share = [&](float value) { return divide<kPrecise>(value, row_sum, inverse_sum); };
@@ -165,24 +166,24 @@ __global__ void __launch_bounds__(kMaxWideThreads)
   visit_held(store);
 }
 
-// How a kernel for wide rows is launched.
+// Launch of a kernel for wide rows.
 struct WideShape {
-  int blocks;   // a row
-  int threads;  // a block
-  int slots;    // vectors of a row that a block has in shared memory, of each tensor; 0: none are
-  bool held_in_cluster = false;  // in registers, up to kMostHeld vectors in each thread
+  int blocks;   // per row
+  int threads;  // per block
+  int slots;    // vectors of a row in a block's shared memory, of each tensor; or 0
+  bool held_in_cluster = false;  // in registers, up to kMostHeld vectors per thread
 };
 
-// A block a row that it can hold, and a cluster for wider ones, and where there are too few rows to keep the device busy.
-// The cluster holds the row in registers if it may and two blocks of it fit a multiprocessor, its threads near full where
-// blocks are large; else its second read comes from the L2 cache. Blocks of a cluster that hold their parts in shared
-// memory take longer: what they tell one another has to wait behind what they have stored.
+// One block per row if a block can hold it. A cluster for wider rows, and if there are too few rows to keep the device
+// busy. The cluster holds the row in registers if it may, if two of its blocks fit a multiprocessor, and, for large
+// blocks, if its threads are nearly full. Otherwise its second read comes from the L2 cache. Clusters whose blocks hold
+// their parts in shared memory are slower, because their exchange waits for their stores.
 WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors, int held, bool may_hold_in_cluster) {
   const auto most_shared = static_cast<int64_t>(shared_bytes_of_block());
   const bool has_clusters = cached_attribute<cudaDevAttrClusterLaunch>() != 0;
   const int64_t vectors = columns / vector_width;
   if (!has_clusters || 2 * rows > multiprocessor_count()) {
-    // Two smaller blocks to a multiprocessor, where that has the memory for two: one loads while the other stores.
+    // Two smaller blocks per multiprocessor, if its memory holds both: one loads while the other stores.
     for (const int blocks : {2, 1}) {
       const int threads = kMaxWideThreads / blocks;
       const int64_t slots = std::max<int64_t>(vectors + LineSpan<1>::kLineVectors - held * threads, 1);
@@ -192,7 +193,7 @@ WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensor
   }
   if (!has_clusters) return {1, kMaxWideThreads / 2, 0};
   const auto held_by = [](int threads, int of_thread) { return int64_t{kClusterBlocks} * threads * of_thread; };
-  // What a thread could hold and has not costs about as much as what it has, and few small blocks the least.
+  // Registers that a thread could fill but does not cost about as much as filled ones; few small blocks cost least.
   constexpr int kHeldFrom[][2] = {{kMaxWideThreads / 4, kFewHeld}, {kMaxWideThreads / 2, kMostHeld - 1}};
   for (const auto [threads, exceeded] : kHeldFrom) {
     const bool is_full = vectors > held_by(threads, exceeded) && vectors <= held_by(threads, kMostHeld);
@@ -204,8 +205,8 @@ WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensor
   return {kClusterBlocks, threads, 0, false};
 }
 
-// The forms of a kernel for wide rows, whose last argument is the number of slots: a cluster a row, a block of all threads
-// that one may have, and a block of half as many.
+// The forms of a kernel for wide rows, whose last argument is the number of slots: a cluster per row, a block of the
+// maximal size, and a block of half that size.
 template <typename... Arguments>
 struct WideKernels {
   void (*cluster)(Arguments..., int);
@@ -242,14 +243,14 @@ void launch_softmax_fwd_wide(TypedPointer input, const SoftmaxMask& mask, TypedP
     using T = typename decltype(input_tag)::type;
     dispatch_mask<T>(mask, [&](auto mask_tag) {
       using M = typename decltype(mask_tag)::type;
-      // Known threads gain a hundredth; with a mask that is not worth the compiler's time.
+      // Threads known at compile time gain 1%; with a mask that is not worth the compile time.
       constexpr int kThreads = std::is_void_v<M> ? kMaxWideThreads : 0;
       WideKernels<const T*, typename RowMask<M>::Source, TypedPointer, int, float> kernels{
           softmax_fwd_wide_kernel<T, M, Team::kCluster>, softmax_fwd_wide_kernel<T, M, Team::kBlock, kThreads>,
           softmax_fwd_wide_kernel<T, M, Team::kBlock, kThreads / 2>};
       const WideShape shape =
           wide_shape(rows, columns, kVectorWidth<T>, 1, kFwdHeld<T, M, Team::kBlock>, std::is_void_v<M>);
-      if constexpr (std::is_void_v<M>) {  // beside a mask's vectors there are no registers for so many
+      if constexpr (std::is_void_v<M>) {  // with a mask's vectors there are too few registers
         if (shape.held_in_cluster) kernels.cluster = softmax_fwd_wide_kernel<T, M, Team::kCluster, 0, kMostHeld>;
       }
       launch_wide(kernels, shape, rows, 1, stream, static_cast<const T*>(input.data),

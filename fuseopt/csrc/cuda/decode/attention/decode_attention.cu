@@ -1,10 +1,10 @@
-// Attention of one query a row over a static cache whose filled length is on the device: in plain multiply-adds, for
-// any dtype, head size and alignment, and the choice between this kernel and the one of the tensor cores.
+// Attention of one query per row over a static cache whose filled length is on the device, in plain multiply-adds, for
+// any dtype, head size and alignment. The launcher chooses between this kernel and those on the tensor cores.
 //
-// A (row, head) has up to 8 blocks, which share out its places evenly whatever the length. A key takes a group of lanes,
-// 8 dimensions a lane; every group runs the online softmax over places of its own. What the groups of a warp found is
-// merged by shuffles; the warps of all blocks leave theirs in the shared memory of the first block, which merges them
-// in a fixed order. The blocks are one cluster, so no memory and no counters are needed.
+// A (row, head) has up to 8 blocks, over which its places are spread evenly at any length. A group of lanes takes a
+// key, with 8 dimensions per lane, and runs the online softmax over its own places. The groups of a warp merge their
+// results by shuffles. The warps of all blocks store theirs in the shared memory of the first block, which merges them
+// in a fixed order. The blocks form one cluster, so neither global memory nor counters are needed.
 #include "cuda/decode/attention/mma.cuh"
 #include "cuda/common/vector.cuh"
 
@@ -15,14 +15,14 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kLaneDims = 8;
-constexpr int kUnroll = 4;  // keys of a group under way
+constexpr int kUnroll = 4;  // keys in flight per group
 constexpr int kMaxSplits = 8;
 constexpr int kPlacesPerSplit = 64;
 constexpr int kMaxHeadDim = kWarpSize * kLaneDims;
 
 struct SplitAttention {
   DecodeAttention attention;
-  unsigned splits;  // blocks of a (row, head)
+  unsigned splits;  // blocks per (row, head)
   bool aligned;
 };
 
@@ -31,13 +31,13 @@ using AccFor = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 __device__ inline int64_t integer_at(const DecodeAttention::Integers& integers, int64_t index) {
   if (integers.data == nullptr) return 0;
-  // Past the L1 cache: it may be read before and after the previous kernel wrote it.
+  // Bypasses the L1 cache: it may be read both before and after the previous kernel has written it.
   const int64_t i = index * integers.stride;
   return integers.bytes == 4 ? __ldcg(static_cast<const int*>(integers.data) + i)
                              : __ldcg(static_cast<const long long*>(integers.data) + i);
 }
 
-// A lane's 8 dimensions of one head's vector; zeros past its end.
+// A lane's 8 dimensions of one head's vector; zeros after its end.
 template <typename T>
 struct alignas(16) LaneVector {
   T values[kLaneDims];
@@ -71,7 +71,7 @@ struct alignas(16) LaneVector {
   }
 };
 
-// Places [first, last) of a row's cache that one block attends to, of [start, end) in all.
+// Places [first, last) of a row's cache are one block's share of [start, end).
 struct Places {
   int end, first, last;
 
@@ -87,13 +87,13 @@ struct Places {
   }
 };
 
-// The softmax so far: the largest score (in powers of two), the sum of exponentials, and the values weighted by them.
+// The running softmax: the largest score (in powers of two), the sum of exponentials, and the values weighted by them.
 template <typename Acc>
 struct Partial {
   Acc largest = -INFINITY, sum = 0;
   Acc values[kLaneDims] = {};
 
-  // Makes room for scores up to `score`.
+  // Rescales for scores up to `score`.
   __device__ void raise(Acc score) {
     const Acc raised = fmax(largest, score), factor = factor_of_part(largest, raised);
     sum *= factor;
@@ -106,7 +106,7 @@ struct Partial {
 template <typename T, int kGroup>
 __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid_constant__ SplitAttention split) {
   using Acc = AccFor<T>;
-  constexpr int kGroups = kWarpSize / kGroup;  // of a warp: keys at a time
+  constexpr int kGroups = kWarpSize / kGroup;  // per warp, each with one key at a time
   const DecodeAttention& attention = split.attention;
   const int head_dim = static_cast<int>(attention.head_dim);
   const int rank = static_cast<int>(blockIdx.x % split.splits);
@@ -119,14 +119,14 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
   T* const keys = static_cast<T*>(attention.key_cache) + cache;
   T* const values = static_cast<T*>(attention.value_cache) + cache;
 
-  // For each warp of each block: largest, sum, and the values.
+  // The largest score, the sum and the values of each warp of each block.
   extern __shared__ __align__(16) char shared[];
   Acc* const partials = reinterpret_cast<Acc*>(shared);
 
   let_successor_start();
   if (split.splits > 1) arrive_at_cluster_barrier();
   if (attention.pdl && attention.ancestry == nullptr) {
-    // A hint, which needs no more than a guess at the length: what is in the L2 cache is never out of date.
+    // Only a hint, so a possibly outdated length is enough: what is in the L2 cache is never out of date.
     constexpr int kLine = 128 / sizeof(T);
     const Places guess(split, item, rank);
     for (int64_t i = int64_t(guess.first) * head_dim + threadIdx.x * kLine; i < int64_t(guess.last) * head_dim; i += kThreads * kLine) {
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
   LaneVector<T> query;
   query.load(vector_of(attention.query), dim, head_dim, split.aligned);
   const Places places(split, item, rank);
-  // The place of the new key, if it has one; it is the last.
+  // The place of the new key, which is the last one, or -1.
   const int written =
       attention.key.data != nullptr && integer_at(attention.lengths, item) < attention.capacity ? places.end - 1 : -1;
   const T* const new_key = attention.key.data != nullptr ? vector_of(attention.key) : nullptr;
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
     vector.store(values + int64_t(written) * head_dim, dim, head_dim, split.aligned);
   }
 
-  // Where a place's key and value lie, from those of the row itself.
+  // The offset of a place's key and value from those of the row itself.
   const auto offset_of = [&](int place) {
     int64_t rows = 0;
     if (attention.ancestry != nullptr) {
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
   }
   const int columns = 2 + head_dim;
   Acc* const own = partials + (rank * kWarps + warp) * columns;
-  if (split.splits > 1) wait_at_cluster_barrier();  // the first block has started
+  if (split.splits > 1) wait_at_cluster_barrier();  // the first block is running
   if (lane < kGroup) {
     if (lane == 0) {
       store_to_block(own, 0, partial.largest);
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
     __syncthreads();
   }
 
-  // A lane a part: how much it counts for, which every warp works out for itself.
+  // Each lane has the weight of one part. Every warp computes all weights for itself.
   static_assert(kMaxSplits * kWarps <= kWarpSize);
   const int parts = static_cast<int>(split.splits) * kWarps;
   const bool has_part = lane < parts;
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const __grid
   }
 }
 
-// As many blocks a (row, head) as there are places for, while the device has room for them.
+// As many blocks per (row, head) as its places can fill, while the device can hold them.
 unsigned splits_for(const DecodeAttention& attention) {
   if (!is_sm90_or_newer()) return 1;
   unsigned splits = kMaxSplits;
@@ -298,7 +298,7 @@ cudaError_t launch_as(const DecodeAttention& attention, cudaStream_t stream) {
                           split.splits * kWarps * (2 + attention.head_dim) * sizeof(AccFor<T>),
                           split.splits};
   const auto launch = [&](auto kernel) { return launch_dependent(kernel, split, shape, attention.pdl, stream); };
-  if constexpr (!std::is_same_v<T, double>) {  // which is for comparing with, not for speed
+  if constexpr (!std::is_same_v<T, double>) {  // double is for comparison only and need not be fast
     if (attention.head_dim <= 4 * kLaneDims) return launch(decode_attention_kernel<T, 4>);
     if (attention.head_dim <= 8 * kLaneDims) return launch(decode_attention_kernel<T, 8>);
     if (attention.head_dim <= 16 * kLaneDims) return launch(decode_attention_kernel<T, 16>);

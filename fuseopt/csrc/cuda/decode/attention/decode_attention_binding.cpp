@@ -3,7 +3,7 @@
 namespace fuseopt::decode_attention_binding {
 namespace {
 
-// Of [rows, heads, head_dim] with neighbouring head_dim.
+// Pointers and strides of [rows, heads, head_dim] with head_dim contiguous.
 DecodeAttention::Heads heads_of(const Tensor& tensor) {
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1)};
 }

@@ -1,11 +1,11 @@
-// From tensors to parts of a DecodeAttention, for the ops that have one.
+// From tensors to parts of a DecodeAttention, for the ops that take one.
 #pragma once
 
 #include "cuda/common/pdl.h"
 
 namespace fuseopt {
 
-// One integer for all of `items`, or one for each, in a vector or contiguous.
+// One integer for all of `items`, or one for each: a vector of any stride, or contiguous.
 inline DecodeAttention::Integers integers_of(const char* op, const char* name, const std::optional<Tensor>& tensor,
                                              int64_t items) {
   if (!tensor.has_value()) return {nullptr, 4, 0};

@@ -1,7 +1,7 @@
-// Attention of one row with what is before it in a layer: the norm, and the projection to query, key and value. A head has
-// a cluster of three blocks, a strip of columns each: the head's query, key and value. The first block gets the two others'
-// values and attends; what it attends to is in its shared memory by then, asked for behind the weights. So the values
-// take no way through memory, and nobody waits for a kernel to end in between.
+// Attention of one row together with what precedes it in a layer: the norm, and the projection to query, key and value.
+// A head has a cluster of three blocks with a strip of columns each: its query, key and value. The first block receives
+// the values of the two others and computes attention. By then the head's cache is in its shared memory, copied after
+// the weights. So the values never go through global memory, and no kernel boundary separates projection and attention.
 #include "cuda/attention/attention_parts.cuh"
 #include "cuda/decode/attention/many_rows.cuh"
 #include "cuda/decode/linear/dispatch.cuh"
@@ -14,13 +14,13 @@ namespace {
 constexpr int kHeadDim = kLineColumns;
 enum Part { kQuery, kKey, kValue, kParts };
 
-// A head's keys and values, for one query. They are shared out among the block's warps, two tiles at a time.
+// A head's keys and values, for one query. They are spread over the block's warps, two tiles at a time.
 template <typename T>
 class HeadCache {
   using Tile = SharedTile<T, kHeadDim>;
   using Pair = Tile[2];
   static constexpr int kKeys = 2 * kTileKeys;
-  static constexpr int kMostPairs = 2;  // of a warp
+  static constexpr int kMostPairs = 2;  // per warp
 
  public:
   static constexpr int kMostPlaces = kMostPairs * kLineWarps * kKeys;
@@ -29,10 +29,10 @@ class HeadCache {
   __device__ HeadCache(const DecodeAttention& attention, const FilledPlaces& places, char* shared)
       : attention_(attention), places_(places), pairs_(reinterpret_cast<Pair*>(shared)) {}
 
-  // How many warps have a part of it.
+  // The number of warps that have a part of the cache.
   __device__ int filled() const { return min((places_.end - places_.first + kKeys - 1) / kKeys, kLineWarps); }
 
-  // Asks for what earlier steps have left. A group of copies.
+  // Starts copies of what earlier steps have written, as one copy group.
   __device__ void fetch(const T* keys, const T* values) {
 #pragma unroll
     for (int p = 0; p < kMostPairs; ++p) {
@@ -51,7 +51,7 @@ class HeadCache {
 
   __device__ void settle() { fuseopt::settle(kept_); }
 
-  // Attention of tokens[kQuery] to what the calling warp has of the cache, the new key and value among it.
+  // Attention of tokens[kQuery] over the calling warp's part of the cache, including the new key and value.
   __device__ Attended<T, kHeadDim> attend(const T (&tokens)[kParts][kHeadDim]) const {
     unsigned query[Tile::kPieces] = {};
     if (lane() < 4) {
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kLineThreads, 1)
   const int warp = threadIdx.x / kWarpSize, part = cluster_rank(), head = static_cast<int>(cluster_index());
   const int strip = part * static_cast<int>(attention.heads) + head;
 
-  // The strip's, and in the first block the head's cache, then what its warps have found.
+  // The strip's weights; in the first block also the head's cache, which the warps' results then overwrite.
   extern __shared__ __align__(kRingAlignment) char shared[];
   __shared__ __align__(16) Deviations deviations_of[kLineWarps];
   __shared__ __align__(16) T tokens[kParts][kHeadDim];
@@ -144,10 +144,10 @@ __global__ void __launch_bounds__(kLineThreads, 1)
   uint4 words = {};
   if (takes > 0) words = __ldcg(reinterpret_cast<const uint4*>(input));
   product.put(words);
-  product.template await_weights<1>();  // the cache's copies are behind them
+  product.template await_weights<1>();  // the cache's copies follow the weights'
   product.multiply();
   __syncthreads();
-  wait_at_cluster_barrier();  // the first block has started
+  wait_at_cluster_barrier();  // the first block is running
   if (is_column) {
     const float value = offset + product.normalised(product.total(threadIdx.x), product.deviations(),
                                                     StoredRow<T>{static_cast<const T*>(layer.input)});
@@ -183,7 +183,7 @@ size_t shared_bytes_of(const DecodeAttention& attention) {
 
 template <typename T>
 bool has_room(const DecodeLinear& layer, const DecodeAttention& attention) {
-  constexpr size_t kDeclared = 1024;  // at most, by the kernel itself
+  constexpr size_t kDeclared = 1024;  // upper bound of the kernel's static shared memory
   return stages_of_warp(layer) <= MostGemvStages::kAll && attention.capacity <= HeadCache<T>::kMostPlaces &&
          with_gemv_stages<MostGemvStages>(stages_of_warp(layer), [&]<typename Stages>(Stages) {
            return shared_bytes_of<T, Stages>(attention) + kDeclared <= shared_bytes_of_block();

@@ -9,7 +9,7 @@ constexpr const char* kOp = "decode_qkv_attention_";
 struct Call {
   LinearCall linear;
   DecodeAttention attention;
-  std::optional<Tensor> mask;  // as it is read
+  std::optional<Tensor> mask;  // the mask in the kernel's layout
 };
 
 Call call_of(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& key_cache,
@@ -30,7 +30,7 @@ Call call_of(const Tensor& input, const Tensor& weight, const std::optional<Tens
                 kOp, ": mask must be [rows, capacity]");
   DecodeAttention& attention = call.attention;
   attention.dtype = dtype_code(kOp, dtype_of(key_cache));
-  attention.query.data = attention.key.data = attention.value.data = call.linear.layer.output.data;  // where they would be
+  attention.query.data = attention.key.data = attention.value.data = call.linear.layer.output.data;  // never read
   attention.key_cache = key_cache.data_ptr();
   attention.value_cache = value_cache.data_ptr();
   attention.rows = call.linear.layer.rows;

@@ -1,10 +1,10 @@
-// decode_attention for 16-bit caches where (row, head)s fill the device: one has four warps of a block, or two, or one,
-// as many as let all of them be on the device at once.
+// decode_attention for 16-bit caches if (row, head)s fill the device. Each has four, two or one of a block's warps: as
+// many as let all of them be resident at once.
 //
-// A warp takes 32 keys at a time, 16 of 128 dimensions, on its own. Meanwhile more are on their way into shared memory,
-// for itself or for other warps, so that a multiprocessor waits for memory's throughput and not for its latency. The
-// first ones are asked for before the kernel waits for its predecessor. For places that are not filled a warp gets
-// zeros, and reads nothing.
+// A warp takes 32 keys at a time, or 16 if keys have 128 dimensions. Meanwhile further keys are copied to shared
+// memory, for this warp or for others, so that memory throughput limits a multiprocessor and not latency. The first
+// copies start before the kernel waits for its predecessor. For places that are not filled a warp gets zeros and reads
+// nothing.
 #pragma once
 
 #include "cuda/common/async_copy.cuh"
@@ -17,7 +17,8 @@ namespace fuseopt {
 constexpr unsigned kManyRowsAttentionWarps = 4;
 constexpr int kTileStageBytes = 8 * 1024;
 
-// On a multiprocessor: with one stage of shared memory for each warp, by their registers, and with two, by that memory.
+// Blocks per multiprocessor: with one stage of shared memory per warp registers limit them, with two stages that
+// memory.
 template <int kDims>
 constexpr unsigned kManyRowsBlocks = kDims == 64 ? 6 : 3;
 constexpr unsigned kTwoStagesBlocks = 3;
@@ -31,11 +32,11 @@ struct ManyRows {
 // A tile in shared memory.
 template <typename T, int kDims>
 struct SharedTile {
-  static constexpr int kPieces = kDims / 8;  // of a key
+  static constexpr int kPieces = kDims / 8;  // pieces of a key
   static constexpr int kCopyKeys = kWarpSize / kPieces, kCopies = kTileKeys / kCopyKeys;
   uint4 keys[kTileKeys * kPieces], values[kTileKeys * kPieces];
 
-  // A warp copies several keys at once, a lane this one of them, and this piece of it.
+  // A warp copies several keys at once; a lane copies this key of them, and this piece of the key.
   __device__ static int own_key() { return threadIdx.x % kWarpSize / kPieces; }
   __device__ static int own_piece() { return threadIdx.x % kPieces; }
   __device__ static int index(int key, int piece) { return piece_index<kPieces>(key, piece); }
@@ -44,8 +45,9 @@ struct SharedTile {
     return first * kPieces + (index(own_key(), own_piece()) ^ first % 8);
   }
 
-  // Asks for what a cache has for neighbouring tiles, zeros beyond it. `keys` and `values` are where the lane's first piece
-  // lies, `offset_of` says how far from there that of a later key is, and `there` how many keys the cache has from it on.
+  // Starts copies from a cache to neighbouring tiles, with zeros after the cache's end. `keys` and `values` point to
+  // the lane's first piece, `offset_of` gives the offset of a later key from there, and `there` is the number of keys
+  // from it on.
   template <int kTiles, typename OffsetOf, typename... Policy>
   __device__ static void fetch(SharedTile (&tiles)[kTiles], const T* keys, const T* values, int there, OffsetOf offset_of,
                                Policy... policy) {
@@ -59,14 +61,14 @@ struct SharedTile {
     }
   }
 
-  // Puts the lane's piece of a key, or of a value, into neighbouring tiles.
+  // Writes the lane's piece of a key, or of a value, into neighbouring tiles.
   template <int kTiles>
   __device__ static void put(SharedTile (&tiles)[kTiles], int key, bool is_value, uint4 piece) {
     SharedTile& tile = tiles[key / kTileKeys];
     (is_value ? tile.values : tile.keys)[index(key % kTileKeys, own_piece())] = piece;
   }
 
-  // As Tile::multiply_keys. Of a query, pairs of dimensions lane % 4 * 2 + 8 i.
+  // See Tile::multiply_keys. `query` has pairs of dimensions, lane % 4 * 2 + 8 i.
   __device__ void multiply_keys(const unsigned (&query)[kPieces], float (&scores)[4]) const {
     const int lane = threadIdx.x % kWarpSize, key = lane % 16, piece = lane / 16;
 #pragma unroll
@@ -86,7 +88,7 @@ struct SharedTile {
     }
   }
 
-  // A weight of 0 would not hide what is no number.
+  // Needed because a weight of 0 times NaN or infinity is NaN.
   __device__ void drop_values(unsigned dropped) {
 #pragma unroll
     for (int copy = 0; copy < kCopies; ++copy) {
@@ -96,8 +98,8 @@ struct SharedTile {
   }
 };
 
-// What a warp has found: the largest score (in powers of two), the sum of exponentials, the values weighted by these.
-// It lies where the warp's tiles did.
+// A warp's result: the largest score (in powers of two), the sum of exponentials, and the values weighted by these. It
+// overwrites the warp's tiles.
 template <typename T, int kDims>
 struct SharedResult {
   float values[kTileQueries][kDims], largest[kTileQueries], sum[kTileQueries];
@@ -145,13 +147,13 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
     return static_cast<const T*>(heads.data) + int64_t(row + query) * heads.row_stride + head * heads.head_stride;
   };
   const FilledPlaces places(attention, lengths);
-  const int written = places.token >= 0 ? places.token : places.end;  // places before it are in the cache already
+  const int written = places.token >= 0 ? places.token : places.end;  // places before it are already in the cache
   const auto place_of_lane = [&](int base) { return min(base + lane % kKeys, capacity - 1); };
   const auto mask_of_lane = [&](int base) { return mask_of(attention, item, place_of_lane(base)); };
   const auto ancestor_of_lane = [&](int base) {
     return kAncestry ? ancestor_of(attention, row, place_of_lane(base)) : row;
   };
-  // A step reads the cache once, while weights that were prefetched wait there to be read.
+  // Evicted first, because a step reads the cache once, and prefetched weights have to stay in L2 until they are read.
   const uint64_t policy = evict_first();
   const auto fetch = [&](Tiles& tiles, int base, unsigned ancestor) {
     const int place = base + Tile::own_key();
@@ -186,7 +188,7 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
 #pragma unroll
     for (int i = 0; i < Tile::kPieces; ++i) query[i] = __ldcg(reinterpret_cast<const unsigned*>(vector + i * 8));
   }
-  // The first lanes have a piece each of the new key, those after them of the new value.
+  // The first lanes have one piece each of the new key, the lanes after them one of the new value.
   const bool has_token = places.token >= 0 && lane < 2 * Tile::kPieces, is_value = lane >= Tile::kPieces;
   uint4 token = {};
   if (has_token) {
@@ -262,8 +264,8 @@ __global__ void __launch_bounds__(kManyRowsAttentionWarps* kWarpSize, kManyRowsB
   }
 }
 
-// Whether (row, head)s, or (item, head)s where rows share an item, fill the device with four warps each. Fewer finish
-// sooner with more warps, and what these hold in registers.
+// Whether (row, head)s fill the device with four warps each; (item, head)s if rows share an item. Fewer of them are
+// faster with more warps, which hold the cache in registers.
 inline bool are_many_rows(int64_t units) { return units >= multiprocessor_count(); }
 
 template <typename T, int kDims>

@@ -1,4 +1,4 @@
-// decode_attention's tensor core kernels, in a file of their own for the sake of build time.
+// decode_attention's tensor core kernels. They have a file of their own to shorten the build.
 #include "cuda/decode/attention/mma.cuh"
 
 namespace fuseopt {

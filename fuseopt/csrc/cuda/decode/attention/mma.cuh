@@ -1,10 +1,10 @@
-// decode_attention for 16-bit caches, on the tensor cores, for as few rows as leave the device room: a head of an item
-// has a block, or a cluster of blocks.
+// decode_attention for 16-bit caches on the tensor cores, for so few rows that each head of an item can have a block or
+// a cluster of blocks.
 //
-// A warp takes tiles of 16 keys. A tile's keys and values come straight into registers, as fragments, those of a warp's
-// first tile before the kernel waits for its predecessor, with mask and bias: earlier steps have written them. What is
-// left to do then is to load the query and the new key and value, 4 products for the scores, a softmax within the warp,
-// 5 products for the values, and the merge of the warps.
+// A warp takes tiles of 16 keys. A tile's keys and values are loaded straight into registers, as fragments. Those of a
+// warp's first tile, with mask and bias, are loaded before the kernel waits for its predecessor, since earlier steps
+// have written them. After the wait it loads the query and the new key and value; then follow 4 products for the
+// scores, a softmax within the warp, 5 products for the values, and the merge of the warps.
 #pragma once
 
 #include "cuda/attention/attention_parts.cuh"
@@ -16,7 +16,7 @@ namespace fuseopt {
 constexpr unsigned kMaxAttentionBlocks = 4;
 
 template <int kDims>
-constexpr int kMmaThreads = kDims == 64 ? 512 : 256;  // for 128 registers, or more
+constexpr int kMmaThreads = kDims == 64 ? 512 : 256;  // needs 128 registers or more
 
 // kAlone: one query, in one block.
 template <typename T, int kDims, bool kAncestry, bool kAlone>
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
   const FilledPlaces places(attention, lengths);
   T* const key_to = settled(keys + places.token * kDims);
   T* const value_to = settled(values + places.token * kDims);
-  // Where a place lies, from `keys` and `values`.
+  // The offset of a place from `keys` and `values`.
   const auto offset_of = [&](int place) {
     place = min(place, capacity - 1);
     if constexpr (!kAncestry) {
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
   Tile& tile = tiles[0];
   float addends[1][2];
   bool token_is_kept = false;
-  // All of a tile but the new token, which the previous kernel makes.
+  // Loads a tile except the new token, which the previous kernel computes.
   const auto load_tile = [&](int base) {
     tile.load(keys, values, [&](int key) { return offset_of(base + key); });
     const bool kept_by_lane = mask_of(attention, item, min(base + lane % kTileKeys, capacity - 1)) != 0;
@@ -128,10 +128,10 @@ __global__ void __launch_bounds__(kMmaThreads<kDims>)
   }
 }
 
-// How many warps split the places of a block's queries (a power of two), in how many blocks: enough warps to hold all places
-// in registers at once, as far as they fit on the device. One row with many heads has a cluster of two blocks a head, only
-// because a cluster starts when the previous kernel ends. Otherwise these blocks, and those of the next layer that start with
-// them, would load while the previous kernel does.
+// How many warps share the places of a block's queries (a power of two), in how many blocks: enough warps to hold all
+// places in registers at once, if they fit on the device. One row with many heads has a cluster of two blocks per head,
+// only because a cluster starts when the previous kernel ends. Otherwise these blocks, and those of the next layer that
+// start with them, would load while the previous kernel still does.
 struct Split {
   unsigned parts, blocks;
 

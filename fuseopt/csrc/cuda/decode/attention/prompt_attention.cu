@@ -1,9 +1,9 @@
-// Causal attention of prompts on the tensor cores, whose keys and values go to a cache on the way: flash attention (Dao
-// et al. 2022, arXiv 2205.14135) for prompts so short that what counts is how long one block takes.
+// Causal attention of prompts on the tensor cores, which also writes their keys and values to a cache: flash attention
+// (Dao et al. 2022, arXiv 2205.14135) for prompts so short that the time of a single block counts.
 //
-// A block has a few strips of 16 queries of a head, and goes through the keys up to them in tiles, from the last tile
-// on. Two tiles are on their way at a time, which is all of 128 tokens. In the last tile are the keys and values of the
-// block's own tokens: each thread puts those that it has copied into the cache.
+// A block has a few strips of 16 queries of a head. It goes through the keys up to them in tiles, beginning with the
+// last tile. Two tiles are in flight at a time, which covers 128 tokens. The last tile contains the keys and values of
+// the block's own tokens; each thread writes those that it has copied to the cache.
 #include "cuda/common/async_copy.cuh"
 #include "cuda/common/dependent_launch.cuh"
 #include "cuda/common/partial_softmax.cuh"
@@ -16,15 +16,17 @@ constexpr int kWarps = 4, kThreads = kWarps * kWarpSize;
 constexpr int kStripQueries = 16;
 constexpr int kTileKeys = 64;
 constexpr int kStages = 2;
-constexpr int kFewBlocks = 2;  // a multiprocessor, up to which two warps share the keys of a strip
+constexpr int kFewBlocks = 2;  // per multiprocessor; with no more, two warps share the keys of a strip
 
-// The softmax of a strip's scores so far, and the values weighted by it, for queries lane / 4 and that + 8. Scores are
-// in powers of two. The sum is over the lane's own keys; weighted[i] is of dimensions 8 i + lane % 4 * 2 and the next.
+// The running softmax of a strip's scores, and the values weighted by it, for queries lane / 4 and lane / 4 + 8. Scores
+// are in powers of two. The sum is over the lane's own keys; weighted[i] has dimensions 8 i + lane % 4 * 2 and the
+// next.
 template <int kDims>
 struct alignas(kAccessBytes) Attended {
   float largest[2] = {-INFINITY, -INFINITY}, sum[2] = {}, weighted[kDims / 8][4] = {};
 
-  // Takes account of a score, and returns what to take off all of them: a number, even where no key has been seen.
+  // Takes a score into account. Returns the origin that is subtracted from all scores: a number, even before any key is
+  // seen.
   __device__ float raise(int half, float score) {
     const float raised = fmaxf(largest[half], score), factor = factor_of_part(largest[half], raised);
     largest[half] = raised;
@@ -34,7 +36,7 @@ struct alignas(kAccessBytes) Attended {
     return origin_of(raised);
   }
 
-  // Adds what the same queries have found among other keys.
+  // Adds the result of the same queries for other keys.
   __device__ void add(const Attended& other) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -50,21 +52,21 @@ struct alignas(kAccessBytes) Attended {
   }
 };
 
-// Of a block, in pieces of 16 bytes.
+// Shared memory of a block, in 16-byte pieces.
 template <int kDims, int kQueries>
 struct Memory {
   struct Tile {
     uint4 keys[kTileKeys * kDims / 8], values[kTileKeys * kDims / 8];
   };
-  uint4 queries[kQueries * kDims / 8];  // and then the result
-  Tile tiles[kStages];                  // and then what the second of two warps has found
+  uint4 queries[kQueries * kDims / 8];  // later the result
+  Tile tiles[kStages];                  // later the result of the second of two warps
 };
 
 // kGroups: warps that share the keys of a strip.
 template <int kGroups>
 constexpr int kBlockQueries = kWarps / kGroups * kStripQueries;
 
-// On a multiprocessor, as far as registers go.
+// Per multiprocessor, as registers allow.
 template <int kDims, int kGroups>
 constexpr int kResidentBlocks = kGroups == 1 && kDims == 64 ? 4 : kFewBlocks;
 
@@ -73,14 +75,14 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDims, kGroups>)
     prompt_attention_kernel(const __grid_constant__ PromptAttention attention) {
   constexpr int kPieces = kDims / 8, kCopyRows = kThreads / kPieces;
   constexpr int kQueries = kBlockQueries<kGroups>, kStrips = kWarps / kGroups;
-  constexpr int kKeys = kTileKeys / kGroups;  // of a tile, for one warp
+  constexpr int kKeys = kTileKeys / kGroups;  // per warp, of a tile
   let_successor_start();
   extern __shared__ __align__(kRingAlignment) char shared[];
   auto& memory = *reinterpret_cast<Memory<kDims, kQueries>*>(shared);
   const int length = static_cast<int>(attention.length), heads = static_cast<int>(attention.heads);
   const int head_dim = static_cast<int>(attention.head_dim), width = heads * head_dim;
   const int row = blockIdx.x / heads, head = blockIdx.x % heads;
-  // The last queries have the most keys to see, so their blocks begin first.
+  // The last queries see the most keys, so their blocks start first.
   const int first = (gridDim.y - 1 - blockIdx.y) * kQueries, end = min(first + kQueries, length);
   const int last_tile = first / kTileKeys;
 
@@ -88,7 +90,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDims, kGroups>)
   const bool has_piece = own_piece * 8 < head_dim;
   const int64_t first_token = static_cast<int64_t>(row) * length;
   const T* const qkv = static_cast<const T*>(attention.qkv) + first_token * 3 * width + head * head_dim + own_piece * 8;
-  // Queries (part 0), keys (1) or values (2) of so many tokens; zeros for those that no query of the block sees.
+  // Copies queries (part 0), keys (1) or values (2) of so many tokens; zeros for tokens that no query of the block
+  // sees.
   const auto copy = [&](auto tokens, uint4* to, int part, int begin) {
 #pragma unroll
     for (int r = 0; r < tokens; r += kCopyRows) {
@@ -109,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDims, kGroups>)
   };
   T* const key_cache = cache_of(attention.key_cache);
   T* const value_cache = cache_of(attention.value_cache);
-  // Of the block's own tokens, what this thread has copied; returns whether any value is infinite or no number.
+  // Writes what this thread has copied of the block's own tokens; returns whether any value is infinite or NaN.
   const auto store = [&] {
     const auto& tile = memory.tiles[last_tile % kStages];
     unsigned products_with_zero = 0;
@@ -131,8 +134,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDims, kGroups>)
   const int lane = threadIdx.x % kWarpSize, line = lane / 4, place = lane % 4;
   const int strip = threadIdx.x / kWarpSize % kStrips, group = threadIdx.x / kWarpSize / kStrips;
   const int strip_first = first + strip * kStripQueries;
-  const int lines_index = piece_index<kPieces>(lane % 16, lane / 16);  // of 16 x 16, by columns of tiles of 8 x 8
-  const int keys_index = piece_index<kPieces>(lane % 8 + lane / 16 * 8, lane / 8 % 2);  // the same, by rows of them
+  const int lines_index = piece_index<kPieces>(lane % 16, lane / 16);  // a 16 x 16 tile, by columns of 8 x 8 tiles
+  const int keys_index = piece_index<kPieces>(lane % 8 + lane / 16 * 8, lane / 8 % 2);  // the same, by rows of 8 x 8 tiles
   const float scale = attention.score_scale;
   wait_for_predecessor();
 
@@ -156,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDims, kGroups>)
       }
     }
 
-    // Of queries `line` and that + 8 with keys 2 `place` and the next of each 8.
+    // Scores of queries `line` and `line` + 8 with keys 2 `place` and the next of each 8.
     float score[kKeys / 8][4] = {};
 #pragma unroll
     for (int i = 0; i < kPieces; i += 2) {
@@ -170,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDims, kGroups>)
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // Of the keys that the lane has scores of, counted from its first, the last that the query sees.
+      // The last key that the query sees, counted from the lane's first key.
       const int last_seen = is_last ? strip_first + line + half * 8 - first_key - place * 2 : kTileKeys;
       float largest = -INFINITY;
 #pragma unroll
@@ -195,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDims, kGroups>)
       }
     }
 
-    // is_for_one: for query `chosen` of the strip alone, if there is one of that number.
+    // is_for_one: only for query `chosen` of the strip, if the strip has it.
     const auto add_values = [&](auto is_for_one, int chosen) {
 #pragma unroll
       for (int key = 0; key < kKeys; key += 16) {
@@ -224,7 +227,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDims, kGroups>)
     if (!is_spoilt) {
       add_values(std::false_type{}, 0);
     } else {
-      // A weight of 0 would not hide a value that is no number: none is left there for the queries before it.
+      // A weight of 0 times NaN or infinity is NaN. So values are zeroed from the last one on, before earlier queries
+      // add them.
 #pragma unroll 1
       for (int chosen = kQueries - 1; chosen >= 0; --chosen) {
         add_values(std::true_type{}, chosen - strip * kStripQueries);
@@ -287,7 +291,7 @@ cudaError_t launch_as(const PromptAttention& attention, cudaStream_t stream) {
   return launch_dependent(prompt_attention_kernel<T, kDims, kGroups>, attention, shape, attention.pdl, stream);
 }
 
-// Of few blocks what counts is how long one takes, of many how often they read the keys.
+// With few blocks the time of one counts; with many, how often they read the keys.
 template <typename T, int kDims>
 cudaError_t launch_as(const PromptAttention& attention, cudaStream_t stream) {
   const int64_t blocks = attention.rows * attention.heads * ceil_div(attention.length, kBlockQueries<2>);

@@ -1,5 +1,5 @@
-// The best continuations of each item. Warps take the highest of their stretch of a row, blocks those of their warps,
-// and a warp an item those of its blocks.
+// The best continuations of each item. Each warp takes the highest scores of its stretch of a row, each block those of
+// its warps, and then one warp per item those of the blocks.
 #include "cuda/common/dependent_launch.cuh"
 #include "cuda/decode/select/logits_chunk.cuh"
 #include "cuda/decode/select/topk_order.cuh"
@@ -17,11 +17,11 @@ using Chunk = LogitsChunk<T, kThreads, kPerThread>;
 
 struct ChunkedCandidates {
   BeamCandidates of;
-  int chunks;  // a row
+  int chunks;  // per row
   ScoreArithmetic<float> arithmetic;
 };
 
-// Of a row's logits, or a part of them: the highest, and the sum of what they are the logarithms of, divided by it.
+// For a row of logits or a part of it: the highest logit, and the sum of exp(logit - highest).
 struct PartialSum {
   float highest;
   float sum;
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ C
   };
   for_each([&](float logit) { highest = fmaxf(highest, logit); });
   highest = team.reduce<Max>(highest);
-  // Where there is nothing above -inf only a NaN leaves a trace.
+  // If all logits are -inf the sum is 0; a NaN makes it NaN.
   const float subtracted = highest == -INFINITY ? 0 : highest;
   for_each([&](float logit) { sum += expf(logit - subtracted); });
   sum = team.reduce<Sum>(sum);
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ C
   }
 }
 
-// Of a whole row.
+// The same for a whole row, from its parts.
 __device__ PartialSum sum_of_row(const ChunkedCandidates& chunked, int64_t row) {
   const auto* const parts = reinterpret_cast<const PartialSum*>(chunked.of.partial_sums) + row * chunked.chunks;
   PartialSum total = {-INFINITY, 0};
@@ -175,7 +175,7 @@ extern "C" cudaError_t fuseopt_beam_candidates(BeamCandidates candidates, cudaSt
     case kFloat16: error = launch_chunks<__half>(chunked, stream); break;
     case kBFloat16: error = launch_chunks<__nv_bfloat16>(chunked, stream); break;
     case kFloat32: error = launch_chunks<float>(chunked, stream); break;
-    case kFloat64: break;  // which the binding refuses
+    case kFloat64: break;  // refused by the binding
   }
   if (error != cudaSuccess) return error;
   const size_t shared_bytes = candidates.beams * chunks * candidates.count * sizeof(unsigned);

@@ -1,6 +1,6 @@
-// The end of a beam search step: a block an item, whose first warp chooses, a lane a candidate, and whose threads then
-// move a column each of all its beams, half of them the ids and half the ancestry. The block that comes last says
-// whether the search goes on.
+// The end of a beam search step. A block has an item. Its first warp chooses, with one candidate per lane. Then its
+// threads reorder the item's beams, one column each: half of the threads the ids, the other half the ancestry. The last
+// block to arrive decides whether the search goes on.
 #include "cuda/common/dependent_launch.cuh"
 #include "cuda/common/launchers.h"
 #include "cuda/decode/select/topk_order.cuh"
@@ -8,11 +8,11 @@
 namespace fuseopt::decode_beams {
 namespace {
 
-constexpr int kMaxBeams = kMaxTaken / 2;  // there are twice as many candidates at least
+constexpr int kMaxBeams = kMaxTaken / 2;  // there are at least twice as many candidates
 constexpr int kFewBeams = 4;
-constexpr float kOut = -1e9f;             // upstream's penalty for what is out of the running
+constexpr float kOut = -1e9f;             // transformers' penalty for a beam that is excluded
 
-// What the blocks tell one another, of any item.
+// Flags that the blocks combine by OR: each is set if it holds for any item.
 enum Found : int { kImprovable = 1, kGoesOn = 2, kIsNotFull = 4 };
 
 struct Choice {
@@ -20,12 +20,12 @@ struct Choice {
   int64_t tokens[2 * kMaxBeams];
 };
 
-// Of `size` scores, from lane to lane: the `count` best as torch.topk gives them.
+// The `count` best of `size` scores, one per lane, in torch.topk's order.
 __device__ Taken topk(unsigned* keys, int size, int count, Taken* scratch) {
   return in_topk_order(take_highest(keys, size, count), count, scratch);
 }
 
-// By the first warp. Returns what there was to be found.
+// Runs on the first warp. Returns the item's flags of Found.
 __device__ int choose(const DecodeBeams& of, int64_t item, int64_t length, int64_t generated, bool going,
                       Choice& choice) {
   __shared__ unsigned keys[kMaxTaken + kMaxBeams];
@@ -37,10 +37,10 @@ __device__ int choose(const DecodeBeams& of, int64_t item, int64_t length, int64
   const int64_t own = item * beams, rows = of.items * beams;
   const bool is_candidate = lane < candidates, is_beam = lane < beams;
 
-  // All that is read, before any of it is waited for.
+  // All loads are issued before the first result is used.
   const float value = is_candidate ? of.values[item * candidates + lane] : 0.0f;
   const int64_t place = is_candidate ? of.places[item * candidates + lane] : 0, limit = *of.limit;
-  // PyTorch has a GPU divide by a number by multiplying with the reciprocal, which is rounded once.
+  // On a GPU PyTorch divides by a number by multiplying with its reciprocal, which is rounded once.
   const float inverse_penalty = static_cast<float>(__drcp_rn(of.penalties[generated]));
   const float inverse_best_penalty = static_cast<float>(__drcp_rn(of.best_penalties[generated]));
   const bool was_improvable = of.improvable[item], was_finished = !is_beam || of.is_finished[own + lane];
@@ -110,8 +110,8 @@ __device__ int choose(const DecodeBeams& of, int64_t item, int64_t length, int64
   return (is_improvable ? kImprovable : 0) | (all_end ? 0 : kGoesOn) | (is_full ? 0 : kIsNotFull);
 }
 
-// Gives every beam of the item the columns [0, end) of the row that it comes from. A thread has read a column of all
-// rows before it writes one.
+// Copies to every beam of the item the columns [0, end) of the row that it continues from. A thread reads its column of
+// all rows before it writes one.
 template <int kMostBeams, int kMovers, typename T>
 __device__ void move_columns(T* data, int64_t columns, int64_t end, const DecodeBeams& of, int64_t item,
                              const Choice& choice) {
@@ -130,7 +130,7 @@ __device__ void move_columns(T* data, int64_t columns, int64_t end, const Decode
   }
 }
 
-// Threads that move each of the two tables: many rows at once take many registers.
+// Threads for each of the two tables. They are fewer for many beams, because moving many rows takes many registers.
 template <int kMostBeams>
 constexpr int kMoversOf = kMostBeams > kFewBeams ? 128 : 256;
 
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(2 * kMoversOf<kMostBeams>)
     if (threadIdx.x < kMovers) {
       move_columns<kMostBeams, kMovers>(of.ids, of.ids_columns, min(length, of.ids_columns), of, item, choice);
     } else {
-      // Behind these slots every row is its own ancestor.
+      // After these slots every row is its own ancestor.
       move_columns<kMostBeams, kMovers>(of.ancestry, of.capacity, min(slot, of.capacity), of, item, choice);
     }
     const int i = threadIdx.x;
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(2 * kMoversOf<kMostBeams>)
     atomicOr(of.arrived + 1, found);
     __threadfence();
     is_last = atomicAdd(of.arrived, 1) == gridDim.x - 1;
-    __threadfence();  // what the last block does now comes behind all that the others have done
+    __threadfence();  // orders the last block's work after that of all other blocks
   }
   __syncthreads();
   if (!is_last) return;

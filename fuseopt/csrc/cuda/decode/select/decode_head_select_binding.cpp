@@ -41,8 +41,8 @@ void decode_head_select(Tensor input, std::optional<Tensor> partials, Tensor wei
   head.layer.best = parts > 0 ? select.candidates : nullptr;
   head.layer.rules = parts > 0 ? select.edits.rules : TokenRules{};
   head.layer.sequence_length = select.edits.length;
-  head.layer.pdl = guard.allowed();  // by now all that had to be is copied
-  select.pdl = true;                       // with the layer, which reads none of it
+  head.layer.pdl = guard.allowed();  // all copies have been made by now
+  select.pdl = true;                       // safe after the layer, which reads none of it
   launch.check(fuseopt_decode_linear(head.layer, launch.stream()));
   launch.check(fuseopt_decode_select(select, launch.stream()));
 }

@@ -14,7 +14,7 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kPerThread = 16;
 constexpr int kChunk = kThreads * kPerThread;
 constexpr int kMaxFinishThreads = 1024;
-constexpr int kCandidatesAtOnce = 10;  // of a thread, on their way: as many as blocks of a head give the best of
+constexpr int kCandidatesAtOnce = 10;  // loads in flight per thread; as many as candidates of a head's blocks
 
 template <typename T>
 using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -26,7 +26,7 @@ struct SelectChunks {
   ScoreArithmetic<float> arithmetic;
 };
 
-// What becomes of scores before they are compared.
+// How scores are changed before they are compared.
 enum class Kind { kPlain, kEdited, kDrawn };
 
 // Blocks: x is the row, y the chunk.
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads) chunk_kernel(const __grid_constant__
   if (lane == 0) static_cast<Candidate<Acc>*>(select.candidates)[row * gridDim.y + blockIdx.y] = best;
 }
 
-// As many lanes to a row as it has chunks, a power of two up to a warp.
+// Lanes per row: as many as it has chunks, rounded up to a power of two, at most a warp.
 __host__ __device__ inline int lanes_for(int64_t chunks) {
   int lanes = 1;
   while (lanes < chunks && lanes < kWarpSize) lanes *= 2;
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kMaxFinishThreads) finish_kernel(const __grid_
   const int lane = threadIdx.x % lanes, rows_at_once = blockDim.x / lanes;
   let_successor_start();
   wait_for_predecessor();
-  // All that is read is on its way before anything is waited for.
+  // All loads are issued before the first result is used.
   const int64_t column = *select.length, pad = *select.pad, first_eos = select.eos_count > 0 ? select.eos[0] : -1;
   int64_t counts[DecodeSelect::kMaxCounters];
 #pragma unroll

@@ -5,7 +5,7 @@
 
 namespace fuseopt {
 
-// All but what becomes of the scores before they are compared, and whether it may overlap.
+// Fills in everything but the edits or divisors of scores, and `pdl`.
 inline DecodeSelect decode_select_of(
     const char* op, const Tensor& scores, const Tensor& tokens, const Tensor& ids, const Tensor& length,
     const Tensor& unfinished, const Tensor& going, const Tensor& pad, const std::optional<Tensor>& eos,
@@ -48,7 +48,7 @@ inline DecodeSelect decode_select_of(
   return select;
 }
 
-// Where `chunks` of each row leave their best.
+// Allocates memory for the best candidate of each of `chunks` of each row.
 inline Tensor candidates_for(DecodeSelect& select, const Tensor& scores, int64_t chunks) {
   select.chunks = chunks;
   Tensor candidates = allocate(scores, {select.rows * chunks * DecodeSelect::kCandidateBytes}, ScalarType::Byte);

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads) edit_kernel(const __grid_constant__ 
     marks.edit(chunk.place_of(k), chunks.arithmetic, scores.values);
     edited[chunk.place_of(k) / Chunk::kWidth] = scores;
   }
-  // Rows of the output may be aligned otherwise, so neighbouring lanes write neighbours.
+  // The output's rows may be aligned differently, so neighbouring lanes write neighbouring elements.
   __syncwarp();
   const int stretch = threadIdx.x / kWarpSize * Chunk::kStretch, lane = threadIdx.x % kWarpSize;
   float* const output = of.output + static_cast<int64_t>(blockIdx.x) * of.vocabulary;

@@ -1,5 +1,5 @@
-// A chunk of a row of logits in the registers of a block, read in 16-byte accesses whatever the row's alignment: chunks
-// begin where such an access may, the first one up to a vector before the row.
+// A chunk of a row of logits in the registers of a block. It is read in 16-byte accesses whatever the row's alignment:
+// chunks begin at aligned addresses, so the first one begins up to a vector before the row.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -7,14 +7,14 @@
 
 namespace fuseopt {
 
-// What a block knows of the tokens of its chunk; `penalised` and `banned` are shared memory.
+// Which tokens of a block's chunk are penalised or banned; `penalised` and `banned` are in shared memory.
 struct ChunkMarks {
   const unsigned* penalised;
   const unsigned* banned;
-  bool forces;  // all that is not banned scores 0
+  bool forces;  // every token that is not banned scores 0
   bool has_temperature;
 
-  // Edits the scores of kWidth neighbours, the first of which is the chunk's `place`-th.
+  // Edits kWidth neighbouring scores, the first of which is at `place` in the chunk.
   template <int kWidth>
   __device__ void edit(int place, const ScoreArithmetic<float>& arithmetic, float (&scores)[kWidth]) const {
     const unsigned is_penalised = marks<kWidth>(penalised, place), is_banned = marks<kWidth>(banned, place);
@@ -28,13 +28,13 @@ struct ChunkMarks {
   }
 };
 
-// A warp has a stretch of the chunk, its lanes have neighbouring vectors of that.
+// Each warp has a stretch of the chunk, and its lanes have neighbouring vectors of that.
 template <typename T, int kThreads, int kPerThread>
 struct LogitsChunk {
   static constexpr int kSize = kThreads * kPerThread;
   static constexpr int kStretch = kWarpSize * kPerThread;
   static constexpr int kWidth = kVectorWidth<T>;
-  static constexpr int kVectors = kPerThread / kWidth;  // a thread
+  static constexpr int kVectors = kPerThread / kWidth;  // per thread
   static constexpr int kMarkWords = kSize / kWordBits;
 
   Vector<T> vectors[kVectors];
@@ -45,7 +45,7 @@ struct LogitsChunk {
         begin_(chunk * kSize - static_cast<int>(reinterpret_cast<uintptr_t>(row_) / sizeof(T) % kWidth)),
         vocabulary_(static_cast<int>(vocabulary)) {}
 
-  // Of a thread's k-th vector: where it begins in the chunk, and in the row.
+  // The beginning of a thread's k-th vector: its place in the chunk, and its token.
   __device__ int place_of(int k) const {
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     return warp * kStretch + (k * kWarpSize + lane) * kWidth;
@@ -56,7 +56,7 @@ struct LogitsChunk {
 
   __device__ void load() { load_alike(row_, column_stride_, vectors); }
 
-  // The same columns of another row. Leaves what is no token as it is.
+  // Loads the same columns of another row. Elements outside the vocabulary keep their values.
   template <typename U>
   __device__ void load_alike(const U* row, int64_t column_stride, Vector<U, kWidth> (&loaded)[kVectors]) const {
     using Loaded = Vector<U, kWidth>;
@@ -75,7 +75,7 @@ struct LogitsChunk {
     }
   }
 
-  // By all threads of the block; `penalised` and `banned` [kMarkWords] are shared memory.
+  // Called by all threads of the block; `penalised` and `banned` [kMarkWords] are in shared memory.
   __device__ ChunkMarks mark(const LogitsEdits& edits, int64_t row, unsigned* penalised, unsigned* banned) const {
     const int end = min(begin_ + kSize, vocabulary_);
     const bool forces = mark_tokens<int64_t>(edits, row, max(begin_, 0), end, begin_, penalised, banned);
@@ -89,7 +89,7 @@ struct LogitsChunk {
   int vocabulary_;
 };
 
-// How many chunks of `size` scores there are in a row of any alignment.
+// The number of chunks of `size` scores in a row of any alignment.
 inline int64_t chunks_of(int64_t vocabulary, int size) { return ceil_div(vocabulary + kAccessBytes / 2 - 1, size); }
 
 }  // namespace fuseopt

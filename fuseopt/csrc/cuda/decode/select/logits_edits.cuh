@@ -1,9 +1,9 @@
-// What transformers' logits processors do to a row of scores: which of its tokens are penalised and which banned, and the
-// arithmetic.
+// What transformers' logits processors do to a row of scores: which tokens are penalised or banned, and the arithmetic.
 //
-// A window of n ids bans its last id where its first n - 1 equal the last n - 1 ids of the sequence so far:
-// NoRepeatNGramLogitsProcessor, and EncoderNoRepeatNGramLogitsProcessor where the windows are the encoder's. Ids outside
-// the vocabulary are never marked. A score that nothing applies to keeps its bits.
+// A window of n ids bans its last id if its first n - 1 ids equal the last n - 1 ids of the sequence so far. With
+// windows of the sequence that is NoRepeatNGramLogitsProcessor, with windows of the encoder's ids
+// EncoderNoRepeatNGramLogitsProcessor. Ids outside the vocabulary are ignored. A score that nothing applies to stays
+// bitwise the same.
 #pragma once
 
 #include "cuda/decode/select/token_rules.cuh"
@@ -13,7 +13,7 @@ namespace fuseopt {
 
 constexpr int kWordBits = 32;
 
-// torch divides a CUDA tensor by a number by multiplying with the number's reciprocal, rounded once from float64.
+// On a GPU torch divides by a number by multiplying with its reciprocal, which is rounded once from float64.
 template <typename Score>
 struct ScoreArithmetic {
   using Acc = std::conditional_t<std::is_same_v<Score, double>, double, float>;
@@ -38,15 +38,15 @@ struct ScoreArithmetic {
   static __device__ Score banned() { return from_acc<Score>(-static_cast<Acc>(INFINITY)); }
 };
 
-// The ids of which the sequences consist at present.
+// The ids of the sequences at their current length.
 __device__ inline TokenIds sequences(const LogitsEdits& edits) {
   TokenIds ids = edits.input_ids;
   if (edits.length != nullptr) ids.length = max(int64_t{0}, min(ids.length, *edits.length));
   return ids;
 }
 
-// Calls ban(token) for the last id of every window of `window_row` that begins as row `row` of `prefixes` ends. A thread
-// has the first two ids of kWindows windows on their way at a time; hardly a window is looked at any further.
+// Calls ban(token) for the last id of every window of `window_row` whose first n - 1 ids are the last ones of row `row`
+// of `prefixes`. A thread loads the first two ids of kWindows windows at a time; few windows need more than that.
 template <typename Id, int kWindows, typename Ban>
 __device__ void for_each_continuation(const TokenIds& windows, int64_t window_row, const TokenIds& prefixes,
                                       int64_t row, int64_t n, int64_t first, int64_t step, Ban ban) {
@@ -55,7 +55,7 @@ __device__ void for_each_continuation(const TokenIds& windows, int64_t window_ro
   const Id* const ids = static_cast<const Id*>(windows.data) + window_row * windows.row_stride;
   const Id* const suffix = static_cast<const Id*>(prefixes.data) + row * prefixes.row_stride +
                            (prefixes.length - (n - 1)) * prefixes.column_stride;
-  // `alike`: how many of the first ids are known to be.
+  // `alike`: how many of the window's first ids are known to be equal.
   const auto look_at = [&](int64_t window, int64_t alike) {
     int64_t i = alike;
     while (i < n - 1 && ids[(window + i) * windows.column_stride] == suffix[i * prefixes.column_stride]) ++i;
@@ -106,9 +106,9 @@ __device__ inline bool set_bit(unsigned* bits, int64_t i) {
   return (atomicOr(bits + i / kWordBits, bit) & bit) == 0;
 }
 
-// By a block: marks which of a row's tokens [begin, end) are penalised and which banned, as bits counted from `origin`
-// in shared memory, which can be read once all threads have returned. Returns whether a rule forces: what is not banned
-// scores 0 then.
+// Run by a block. Marks which of a row's tokens [begin, end) are penalised or banned, as bits in shared memory that
+// count from `origin`; they can be read once all threads have returned. Returns whether a rule forces, so that every
+// token that is not banned scores 0.
 template <typename Id>
 __device__ bool mark_tokens(const LogitsEdits& edits, int64_t row, int64_t begin, int64_t end, int64_t origin,
                             unsigned* penalised, unsigned* banned) {

@@ -1,4 +1,4 @@
-// What the bindings of ops on logits share: token ids, and the edits that ops of decoding do on the way.
+// What the bindings of ops on logits share: token ids, and edits of scores by decode ops.
 #pragma once
 
 #include "cuda/common/pdl.h"
@@ -15,12 +15,12 @@ inline ScoreMatrix score_matrix(const char* op, const Tensor& scores) {
   return {scores.data_ptr(), dtype_code(op, dtype_of(scores)), scores.stride(0), scores.stride(1)};
 }
 
-// The tensors that schemas have of fuseopt.ops.decode.edit_logits.LogitsEdits.
+// The tensors of fuseopt.ops.decode.edit_logits.LogitsEdits, as they are named in schemas.
 constexpr Argument kOfEdits[] = {{"edited_ids", kOnlyLong},           {"edited_length", kOnlyLong},
                                  {"prompt_ignore_length", kOnlyLong}, {"encoder_ids", kOnlyLong},
                                  {"token_rules", kOnlyByte},          {"rule_bounds", kOnlyLong}};
 
-// The arguments that schemas have of it, in its order.
+// The arguments of LogitsEdits in schemas, in their order.
 struct EditArguments {
   const std::optional<Tensor>& ids;
   const std::optional<Tensor>& length;

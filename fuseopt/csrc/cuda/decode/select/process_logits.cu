@@ -1,5 +1,5 @@
-// What transformers' logits processors do to scores, in one pass: repetition penalty, then banned tokens, then
-// temperature. See logits_edits.cuh.
+// transformers' logits processors on scores in one pass: repetition penalty, then banned tokens, then temperature. See
+// logits_edits.cuh.
 #include "cuda/common/dependent_launch.cuh"
 #include "cuda/decode/select/logits_edits.cuh"
 
@@ -8,15 +8,15 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPenaltyThreads = 512;
-constexpr int kLoads = 4;  // 16-byte loads in flight a thread
-constexpr int kWindows = 4;  // of n ids, where a kernel does nothing but look for those that ban
+constexpr int kLoads = 4;  // 16-byte loads in flight per thread
+constexpr int kWindows = 4;  // windows of n ids in flight, in the kernel that only looks for bans
 constexpr int64_t kMinChunkBytes = kThreads * kAccessBytes;
 constexpr int64_t kMaxChunkBytes = 64 * 1024;
-constexpr int64_t kMaxTokenBits = 48 * 1024 * 8;  // of the shared memory that every kernel may have
+constexpr int64_t kMaxTokenBits = 48 * 1024 * 8;  // in the shared memory that every kernel may have
 
-// In place, without temperature: only the tokens concerned are read and written. With a penalty a block has a row to
-// itself, and the thread that first sets a token's bit in shared memory penalises it, in as many rounds as the
-// vocabulary has pieces of `token_bits`.
+// In place, without temperature: reads and writes only the scores of tokens that are penalised or banned. With a
+// penalty each row has one block. The thread that first sets a token's bit in shared memory penalises the token. It
+// takes one round for each piece of `token_bits` of the vocabulary.
 template <typename Id, typename Score>
 __global__ void __launch_bounds__(kPenaltyThreads)
     edit_in_place_kernel(LogitsEdits edits, ScoreArithmetic<Score> arithmetic, ScoreMatrix scores, int64_t columns,
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kPenaltyThreads)
       Score& score = row_scores[token * scores.column_stride];
       score = arithmetic.penalised(score);
     });
-    __syncthreads();  // bans come after penalties, and the bits are used again
+    __syncthreads();  // bans follow penalties, and the bits are reused
   }
   const int64_t first = static_cast<int64_t>(blockIdx.x % blocks_per_row) * blockDim.x + threadIdx.x;
   const int64_t step = static_cast<int64_t>(blocks_per_row) * blockDim.x;
@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kPenaltyThreads)
   });
 }
 
-// Reads a chunk of a row, marks in shared memory which of its tokens are penalised and which banned while the first
-// loads are under way, and writes the chunk. `output` may be `scores`: every score is read and written by one thread.
+// Reads a chunk of a row, and writes it edited. Marks in shared memory which tokens are penalised or banned while the
+// first loads are in flight. `output` may be `scores`, since every score is read and written by one thread.
 template <typename Id, typename Score>
 __global__ void __launch_bounds__(kThreads)
     rewrite_kernel(LogitsEdits edits, ScoreArithmetic<Score> arithmetic, ScoreMatrix scores, ScoreMatrix output,
@@ -62,7 +62,8 @@ __global__ void __launch_bounds__(kThreads)
   const Score* const in = static_cast<const Score*>(scores.data) + row * scores.row_stride;
   Score* const out = static_cast<Score*>(output.data) + row * output.row_stride;
 
-  // Whole vectors where both rows are aligned by the same step; what is before and after them is a score a thread.
+  // Whole vectors if both rows have the same offset from alignment. The scores before and after them are read one per
+  // thread.
   const auto misalignment = [](const Score* p) {
     return static_cast<int64_t>(reinterpret_cast<uintptr_t>(p) / sizeof(Score) % kWidth);
   };
@@ -135,7 +136,7 @@ void launch(const LogitsEdits& edits, ScoreMatrix scores, ScoreMatrix output, in
     const int64_t bans = std::max({windows(edits.input_ids, edits.ngram_size), edits.suppressed_count,
                                    windows(edits.encoder_input_ids, edits.encoder_ngram_size)});
     if (bans <= 0 && !has_penalty) return;
-    // A window a thread where all such blocks run at once.
+    // One window per thread if all such blocks are resident at once.
     const int windows_of_thread = are_few_rows(rows * ceil_div(bans, threads)) ? 1 : kWindows;
     const int64_t blocks_per_row = has_penalty ? 1 : ceil_div(bans, threads * windows_of_thread);
     FollowingKernel<edit_in_place_kernel<Id, Score>>::launch(
@@ -143,8 +144,8 @@ void launch(const LogitsEdits& edits, ScoreMatrix scores, ScoreMatrix output, in
         arithmetic, scores, columns, token_bits, static_cast<unsigned>(blocks_per_row));
     return;
   }
-  // Large chunks, since every chunk of a row looks through all the row's ids; smaller ones where rows are too few to
-  // fill the device; of one size as near as can be.
+  // Chunks are large, because every chunk reads all ids of its row; smaller if rows are too few to fill the device; and
+  // nearly equal in size.
   const int64_t row_bytes = columns * static_cast<int64_t>(sizeof(Score));
   int64_t chunk_bytes = kMaxChunkBytes;
   const int64_t enough_blocks = tuning().process_logits_blocks * multiprocessor_count();

@@ -1,4 +1,4 @@
-// The best of scores and where it stands, for who looks for it in parts.
+// The best of several scores and its token, for searches that work in parts.
 #pragma once
 
 #include "cuda/decode/select/topk_order.cuh"
@@ -11,8 +11,8 @@ __device__ inline unsigned long long key_of(double score) {
   return bits >> 63 != 0 ? ~bits : bits | 1ull << 63;
 }
 
-// The key of a score and where it stands; 0 is below all. NaN is above everything, and of equals, as 0 and -0 are, the
-// first wins, as in torch.argmax.
+// A score's key and its token; key 0 is below all scores. NaN is the highest, and the first of equal scores wins, as in
+// torch.argmax; 0 and -0 are equal.
 template <typename Acc>
 struct Candidate {
   using Key = decltype(key_of(Acc()));
@@ -20,7 +20,7 @@ struct Candidate {
   Key key = 0;
   int token = INT32_MAX;
 
-  // Of tokens that come in order.
+  // Takes tokens in ascending order.
   __device__ void consider(Acc score, int its_token) {
     const Key its_key = key_of(score + Acc(0));
     if (its_key > key) key = its_key, token = its_token;
@@ -30,7 +30,7 @@ struct Candidate {
     if (other.key > key || (other.key == key && other.token < token)) *this = other;
   }
 
-  // Over every `lanes` neighbouring lanes of a warp, a power of two of them.
+  // Reduces over every `lanes` neighbouring lanes of a warp; `lanes` is a power of two.
   __device__ void reduce(int lanes) {
     for (int distance = lanes / 2; distance > 0; distance /= 2) {
       const Key other = __shfl_xor_sync(kFullWarp, key, distance);

@@ -1,14 +1,14 @@
-// Rules that ban tokens, or all but some tokens, for as long as sequences have certain lengths.
+// Rules that ban some tokens, or all but some, while sequences have certain lengths.
 #pragma once
 
 #include "cuda/common/launchers.h"
 
 namespace fuseopt {
 
-// Of the rules for tokens those that hold at a sequence's length. A rule that forces makes those before it void.
+// The rules that hold at a sequence's length. A forcing rule cancels those before it.
 struct RulesInForce {
   unsigned bans = 0;
-  unsigned forced = 0;  // the bit of the last rule that forces, or none
+  unsigned forced = 0;  // the bit of the last forcing rule, or 0
 
   RulesInForce() = default;
   __device__ RulesInForce(const TokenRules& rules, int64_t length) {

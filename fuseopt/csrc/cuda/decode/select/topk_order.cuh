@@ -1,7 +1,7 @@
-// The highest of some scores, in the order in which torch.topk gives them on a GPU. Which of equal scores it takes, and
-// in what order, is left open by its documentation, but decides how beam search goes on from a tie: first come those
-// above the lowest one taken, then as many as are wanted of those equal to it, each kind as it stands in the input; and
-// then a bitonic network sorts them, which does not keep the order of equals. At most 32 are taken: one a lane.
+// The highest of some scores, in the order of torch.topk on a GPU. Its documentation does not say which of equal scores
+// it takes, or in what order, but beam search depends on that in a tie. First come the scores above the lowest one
+// taken, in the order of the input; then as many as are wanted of those equal to it, also in input order. A bitonic
+// network then sorts them, and does not keep the order of equal scores. At most 32 are taken, one per lane.
 #pragma once
 
 #include <climits>
@@ -13,7 +13,7 @@ namespace fuseopt {
 constexpr int kMaxTaken = kWarpSize;
 constexpr unsigned kNoKey = 0;  // below the key of every score
 
-// Ordered as torch.topk orders scores: NaN is the highest, 0 above -0.
+// Keys in torch.topk's order: NaN is the highest, and 0 is above -0.
 __device__ inline unsigned key_of(float score) {
   if (isnan(score)) return 0xffffffffu;
   const unsigned bits = __float_as_uint(score);
@@ -51,10 +51,10 @@ struct Taken {
   int place;
 };
 
-// Lane i < count gets the i-th highest of `size` keys in shared memory and where it stands; of equal ones the first
-// comes first. What is taken is overwritten with kNoKey, and where nothing is left that is what lanes get.
+// Lane i < count gets the i-th highest of `size` keys in shared memory and its place; of equal keys the first comes
+// first. Keys that are taken are overwritten with kNoKey. Lanes get kNoKey if no key is left.
 __device__ inline Taken take_highest(unsigned* keys, int size, int count) {
-  constexpr int kGroups = 4;  // of a lane's keys, of which one is looked through again for each key taken
+  constexpr int kGroups = 4;  // groups of a lane's keys; for each key taken, one group is searched again
   const int lane = threadIdx.x % kWarpSize, group_keys = (size + kGroups * kWarpSize - 1) / (kGroups * kWarpSize);
   const auto look = [&](int group) {
     const int end = min(size, (group + 1) * group_keys * kWarpSize);
@@ -93,10 +93,10 @@ __device__ inline Taken take_highest(unsigned* keys, int size, int count) {
 // A lane of the sorting network.
 struct Sorted {
   Taken taken;
-  bool is_valid;  // what is not stands behind what is
+  bool is_valid;  // invalid elements are sorted after all valid ones
 };
 
-// Exchanges lanes `distance` apart where they do not stand as wanted.
+// Exchanges lanes `distance` apart if they are out of order.
 __device__ inline void order_lanes(Sorted& own, int distance, bool ascending) {
   const Sorted other = {{__shfl_xor_sync(kFullWarp, own.taken.key, distance),
                          __shfl_xor_sync(kFullWarp, own.taken.place, distance)},
@@ -109,14 +109,14 @@ __device__ inline void order_lanes(Sorted& own, int distance, bool ascending) {
   if (is_descending == ascending) own = other;
 }
 
-// From what `take_highest` returned, with `place` standing for the place in the input, to torch.topk's order.
-// `scratch` [kMaxTaken] is shared memory.
+// Reorders the result of `take_highest`, with places in the input, to torch.topk's order. `scratch` [kMaxTaken] is
+// shared memory.
 __device__ inline Taken in_topk_order(Taken taken, int count, Taken* scratch) {
   const int lane = threadIdx.x % kWarpSize;
   const bool is_valid = lane < count;
   const unsigned lowest = __shfl_sync(kFullWarp, taken.key, count - 1);
   const bool is_above = is_valid && taken.key > lowest;
-  int rank = is_above ? 0 : lane;  // those equal to the lowest stand behind all others, in their order
+  int rank = is_above ? 0 : lane;  // those equal to the lowest come last, in input order
   for (int i = 0; i < count; ++i) {
     const unsigned key = __shfl_sync(kFullWarp, taken.key, i);
     const int place = __shfl_sync(kFullWarp, taken.place, i);
