@@ -20,7 +20,7 @@ def test_adapter_is_trained_saved_reloaded_and_merged(tmp_path, capsys):
     losses = losses_of(printed)
     assert losses["fused"] == pytest.approx(losses["stock"], rel=1e-3)
     assert losses["fused"][1] < losses["fused"][0]
-    assert "TrainingForward[aot_eager]" in printed and "stock forward" not in printed
+    assert "TrainingForward[aot_eager]" in printed and "own forward" not in printed
     assert "adapter_model.safetensors" in printed
 
     differences = dict(

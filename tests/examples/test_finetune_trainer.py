@@ -23,6 +23,6 @@ def test_fused_model_trains_like_stock_and_is_saved(tmp_path, capsys):
     losses = losses_of(printed)
     assert losses["fused"] == pytest.approx(losses["stock"], rel=1e-3)
     assert losses["fused"][0] != losses["fused"][1]
-    assert "TrainingForward[aot_eager]" in printed and "stock forward" not in printed
+    assert "TrainingForward[aot_eager]" in printed and "own forward" not in printed
     assert "loaded by transformers: weights equal" in printed
     assert (tmp_path / "out" / "model.safetensors").exists()
