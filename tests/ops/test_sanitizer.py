@@ -52,7 +52,7 @@ OWN_TESTS = {
         "decode/test_head_select.py",
         "test_inputs_in_addends and cuda-cuda and 8-768 and torch.float16",
     ),
-    "decode_linear_partials": ("decode/test_linear_addends.py", "against_float64"),
+    "decode_linear_partials": ("decode/test_linear_partials.py", "against_float64"),
     "decode_linear_of_embeddings": ("decode/test_linear_of_embeddings.py", "same_bits"),
     "decode_linear_of_embeddings, a large layer": (
         "decode/test_linear_of_embeddings.py",

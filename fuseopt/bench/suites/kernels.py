@@ -142,7 +142,7 @@ class Reads(Observer):
     def _bytes(self, op: str, arguments: dict[str, Any]) -> int | None:
         if op not in _READING:
             return None
-        arguments.pop("ahead", None)  # weights of other layers
+        arguments.pop("prefetch", None)  # weights of other layers
         caches = [arguments.pop(name) for name in ("key_cache", "value_cache") if name in arguments]
         filled = int(arguments["lengths"].max()) if "lengths" in arguments else self.filled
         tables = [arguments.pop(name) for name in _TABLES if name in arguments]
