@@ -35,7 +35,6 @@ _MOVED: Mapping[str, str] = {
     "fuseopt.ops.decode_head_select": "fuseopt.ops.decode.head_select",
     "fuseopt.ops.decode_linear": "fuseopt.ops.decode.linear",
     "fuseopt.ops.decode_linear_addends": "fuseopt.ops.decode.linear_partials",
-    "fuseopt.ops.decode_linear_of_embeddings": "fuseopt.ops.decode.linear_of_embeddings",
     "fuseopt.ops.decode_qkv_attention": "fuseopt.ops.decode.qkv_attention",
     "fuseopt.ops.decode_select": "fuseopt.ops.decode.select",
     "fuseopt.ops.decode_softmax_linear": "fuseopt.ops.decode.softmax_linear",

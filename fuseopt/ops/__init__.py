@@ -14,7 +14,6 @@ from fuseopt.ops.decode.edit_logits import LogitsEdits, edit_logits
 from fuseopt.ops.decode.embedding import decode_embedding
 from fuseopt.ops.decode.head_select import decode_head_select_
 from fuseopt.ops.decode.linear import decode_linear
-from fuseopt.ops.decode.linear_of_embeddings import decode_linear_of_embeddings
 from fuseopt.ops.decode.linear_partials import decode_linear_of_sum, decode_linear_partials
 from fuseopt.ops.decode.prompt_attention import prompt_attention_
 from fuseopt.ops.decode.qkv_attention import decode_qkv_attention_
@@ -49,7 +48,6 @@ __all__ = [
     "decode_embedding",
     "decode_head_select_",
     "decode_linear",
-    "decode_linear_of_embeddings",
     "decode_linear_of_sum",
     "decode_linear_partials",
     "decode_qkv_attention_",

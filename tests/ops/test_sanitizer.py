@@ -53,11 +53,6 @@ OWN_TESTS = {
         "test_inputs_in_addends and cuda-cuda and 8-768 and torch.float16",
     ),
     "decode_linear_partials": ("decode/test_linear_partials.py", "against_float64"),
-    "decode_linear_of_embeddings": ("decode/test_linear_of_embeddings.py", "same_bits"),
-    "decode_linear_of_embeddings, a large layer": (
-        "decode/test_linear_of_embeddings.py",
-        "test_a_large_layer and bfloat16 and (1600-4800 or 3208-2056)",
-    ),
     "decode_linear of a vocabulary": ("decode/test_linear.py", "test_a_product_as_wide and bfloat16"),
     "decode_qkv_attention_": (
         "decode/test_qkv_attention.py",

@@ -28,14 +28,11 @@ from fuseopt.ops.library import Observer
 ALL = "all of a step"
 IDLE = "no kernel runs"
 _WARM_UP = 3
-# Ops that read all of their arguments: caches up to the filled slots, tables one row per token. A step ends with one of
+# Ops that read all of their arguments: caches up to the filled slots. A step ends with one of
 # `_LAST`.
 _READING = ("decode_linear", "decode_softmax_linear", "decode_attention", "decode_qkv_attention")
 # Ops that run the kernels of another op, and are counted as calls of it.
-_BY_KERNELS_OF = dict.fromkeys(
-    ("decode_linear_partials", "decode_linear_of_sum", "decode_linear_of_embeddings"), "decode_linear"
-)
-_TABLES = ("token_weight", "position_weight")
+_BY_KERNELS_OF = dict.fromkeys(("decode_linear_partials", "decode_linear_of_sum"), "decode_linear")
 _LAST = ("decode_select", "decode_beams")
 # An op that runs the kernels of two ops, with the arguments that the first one reads.
 _HEAD, _OF_HEAD = "decode_head_select", ("input", "split_k_partials", "weight", "norm_weight", "norm_bias")
@@ -145,10 +142,8 @@ class Reads(Observer):
         arguments.pop("prefetch", None)  # weights of other layers
         caches = [arguments.pop(name) for name in ("key_cache", "value_cache") if name in arguments]
         filled = int(arguments["lengths"].max()) if "lengths" in arguments else self.filled
-        tables = [arguments.pop(name) for name in _TABLES if name in arguments]
-        looked_up = [table[: len(arguments["tokens"])] for table in tables]
         others = tree_leaves(list(arguments.values()))
-        tensors = [*(cache[:, :, :filled] for cache in caches), *looked_up, *others]
+        tensors = [*(cache[:, :, :filled] for cache in caches), *others]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
 
     def of_a_step(self) -> list[Read]:

@@ -67,12 +67,8 @@ class MultiStepWork(Work[DecodeState]):
         super().__init__((step.key, self.count), step.state)
 
     def run(self) -> None:
-        try:
-            for i in range(self.count):
-                self.state.steps_overlap = i > 0
-                self.step.run()
-        finally:
-            self.state.steps_overlap = False
+        for _ in range(self.count):
+            self.step.run()
 
 
 def _key(state: DecodeState, selection: Selection | None) -> Hashable:

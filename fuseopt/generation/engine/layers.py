@@ -20,7 +20,6 @@ from fuseopt.blocks.t5_inference import clamped
 from fuseopt.modules.base import source_class
 from fuseopt.ops import registry
 from fuseopt.ops.decode.linear import ACTIVATIONS, FEW_ROWS, is_fast
-from fuseopt.ops.decode.linear_of_embeddings import takes_embeddings
 from fuseopt.ops.decode.linear_partials import accepts_partials, emits_partials
 from fuseopt.tuning import multiprocessors, tuned
 
@@ -109,45 +108,24 @@ def activation_of(module: nn.Module) -> Activation:
     return {NewGELUActivation: "gelu_tanh", nn.ReLU: "relu"}.get(source_class(module), module)
 
 
-class Embedding(NamedTuple):
-    """Token embeddings, plus position embeddings if there are any; not yet looked up.
+def embedded(
+    tokens: Tensor, weight: Tensor, positions: Tensor | None = None, position_weight: Tensor | None = None
+) -> Tensor:
+    """Token embeddings, plus position embeddings if there are any.
 
-    Attributes:
+    Args:
         tokens, positions: [tokens] int64.
         weight, position_weight: [vocabulary, hidden] and [positions, hidden].
-        pdl: the first linear layer's kernel may start before the previous step has ended (PDL).
+
+    Returns:
+        [tokens, hidden].
     """
-
-    tokens: Tensor
-    weight: Tensor
-    positions: Tensor | None = None
-    position_weight: Tensor | None = None
-    pdl: bool = False
-
-    def total(self) -> Tensor:
-        """[tokens, hidden]"""
-        if has_kernel("decode_embedding", self.weight):
-            return ops.decode_embedding(*self[:4], pdl=True)
-        embeddings = F.embedding(self.tokens, self.weight)
-        if self.positions is None or self.position_weight is None:
-            return embeddings
-        return embeddings + F.embedding(self.positions, self.position_weight)
-
-    def linear(self, layer: Linear, norm: Norm) -> tuple[Tensor, Tensor] | None:
-        """`layer(norm(total))` and the total in one kernel; None if there is none for such a layer."""
-        if self.positions is None or self.position_weight is None or len(layer.weights) > 1:
-            return None
-        if len(self.tokens) > FEW_ROWS:
-            return None
-        rows = self.tokens, self.weight, self.positions, self.position_weight
-        weight, of_norm = layer.weights[0], norm.of_op
-        if not has_kernel("decode_linear_of_embeddings", weight):
-            return None
-        if not takes_embeddings(*rows, weight, *layer.biases, **of_norm):
-            return None
-        return ops.decode_linear_of_embeddings(
-            *rows, weight, *layer.biases, **of_norm, eps=norm.eps, pdl=self.pdl, prefetch=layer.prefetch
-        )
+    if has_kernel("decode_embedding", weight):
+        return ops.decode_embedding(tokens, weight, positions, position_weight, pdl=True)
+    embeddings = F.embedding(tokens, weight)
+    if positions is None or position_weight is None:
+        return embeddings
+    return embeddings + F.embedding(positions, position_weight)
 
 
 def normalised(input: Tensor, norm: Norm) -> Tensor:
@@ -245,21 +223,15 @@ class ResidualStream:
         clamps_float16: each sum in float16 is clamped as T5Block does.
     """
 
-    def __init__(self, begin: Tensor | Embedding, *, clamps_float16: bool = False) -> None:
+    def __init__(self, begin: Tensor, *, clamps_float16: bool = False) -> None:
         self.clamps_float16 = clamps_float16
-        self._embedding: Embedding | None = None
-        if isinstance(begin, Tensor):
-            self._sum = begin
-        else:
-            self._embedding = begin
+        self._sum = begin
         self._added: Tensor | None = None
         self._partials: Tensor | None = None
 
     def total(self) -> Tensor:
         """The current value [rows, hidden]."""
         assert self._partials is None, "the next linear layer adds them up"
-        if self._embedding is not None:
-            self._sum, self._embedding = self._embedding.total(), None
         if self._added is not None:
             self.replace(self._sum + self._added)
         return self._sum
@@ -270,8 +242,8 @@ class ResidualStream:
 
     @property
     def is_stored(self) -> bool:
-        """Whether `total` is a tensor already: no lookup and no addition is deferred."""
-        return self._embedding is None and self._added is None and self._partials is None
+        """Whether `total` is a tensor already: no addition is deferred."""
+        return self._added is None and self._partials is None
 
     def of(self, rows: Tensor) -> ResidualStream:
         """A stream of some of the rows."""
@@ -279,9 +251,6 @@ class ResidualStream:
 
     def linear(self, layer: Linear, norm: Norm, activation: Activation | None = None, *, gated: bool = False) -> Tensor:
         """`activation(layer(norm(total)))`; `gated` as in `linear`."""
-        if self._embedding is not None and activation is None and (both := self._embedding.linear(layer, norm)):
-            (output, self._sum), self._embedding = both, None
-            return output
         if self._partials is not None:
             assert activation is None
             output, self._sum = _linear_of_sum(self._sum, self._partials, layer, norm)

@@ -119,11 +119,10 @@ class DecodeState:
         logits, scores: [rows, vocab] float32, before and after the logits processors.
         beams: static tensors of beam search; None outside it.
         absorbed: AbsorbedCrossAttention of a single item, or None.
-        steps_overlap: the next step's first kernel starts before the previous step has ended, within one graph.
     """
 
     def __init__(self, sizes: Sizes, shape: CacheShape, vocab: int) -> None:
-        self.sizes, self.used, self.steps_overlap = sizes, False, False
+        self.sizes, self.used = sizes, False
         # What the host knows of device tensors, to skip writing them again: `keep` is all True, `prompt_positions`
         # count up from 0, and `cross_keep` is True for so many slots in every item.
         self._keeps_all = self._counts_up = False

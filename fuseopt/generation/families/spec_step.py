@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from fuseopt import ops
 from fuseopt.generation.engine.attention import StepAttention, additive
 from fuseopt.generation.engine.layers import (
-    Embedding,
     HeadInput,
     Linear,
     Norm,
     ResidualStream,
     causal_mask,
+    embedded,
     has_kernel,
     linear,
     plan_l2_prefetch,
@@ -96,8 +96,7 @@ class SpecStep(DecodeStep):
 
     def __call__(self, state: DecodeState) -> HeadInput:
         slots = StepAttention(state, self.bias)
-        embedding = self._embedding(state.tokens, state.positions, state.steps_overlap)
-        stream = ResidualStream(embedding, clamps_float16=self.spec.clamps_float16)
+        stream = self._stream(state.tokens, state.positions)
         layers = self.layers if state.absorbed is None else self._absorbed_layers(state.absorbed)
         cross_caches: Iterable[Tensor | None] = state.cross_cache if self.spec.has_encoder else (None,) * len(layers)
         for layer, cache, cross_cache, following in zip(
@@ -156,8 +155,7 @@ class SpecStep(DecodeStep):
             mask = mask.masked_fill_(~seen, -torch.inf)
 
         last = torch.arange(0, rows * length, length, device=state.device) + (state.slot - 1)
-        embedding = self._embedding(tokens.flatten(), positions.flatten(), state.steps_overlap)
-        stream = ResidualStream(embedding, clamps_float16=self.spec.clamps_float16)
+        stream = self._stream(tokens.flatten(), positions.flatten())
         following = [*self._following()[:-1], None]
         for layer, cache, after in zip(self.layers, state.cache, following, strict=True):
             attended = self._attend_in_prompt(stream, layer.self_attention, cache, (rows, length), in_prompt, mask)
@@ -265,11 +263,12 @@ class SpecStep(DecodeStep):
         has_kernels = has_kernel("decode_softmax_linear", weight) and has_kernel("decode_linear", weight)
         return GROUP if unscaled and are_bfloat16 and has_kernels and self.spec.heads <= MOST_GROUPS else 0
 
-    def _embedding(self, tokens: Tensor, positions: Tensor, starts_early: bool) -> Embedding:
+    def _stream(self, tokens: Tensor, positions: Tensor) -> ResidualStream:
+        """The residual stream of tokens [rows] before the first layer."""
         spec = self.spec
-        if spec.position_embedding is None:
-            return Embedding(tokens, spec.token_embedding)
-        return Embedding(tokens, spec.token_embedding, positions, spec.position_embedding, starts_early)
+        of_positions = () if spec.position_embedding is None else (positions, spec.position_embedding)
+        begin = embedded(tokens, spec.token_embedding, *of_positions)
+        return ResidualStream(begin, clamps_float16=spec.clamps_float16)
 
     def _following(self) -> Sequence[tuple[Linear, Norm] | None]:
         """For each layer the linear layer that reads its sum, with its norm; None where no kernel takes split-K partial

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fuseopt.generation.engine.graphs import PromptWork, StepGraphs
-from fuseopt.generation.engine.layers import Embedding, ResidualStream, normalised
+from fuseopt.generation.engine.layers import ResidualStream, embedded, normalised
 from fuseopt.generation.engine.state import prompt_length_for
 from fuseopt.generation.families.spec_step import add_feed_forward
 from fuseopt.generation.families.step_interface import EncoderStep
@@ -100,8 +100,8 @@ class T5Encoder(EncoderStep):
             bias = torch.where(state.keep[:, None, None], bias, torch.finfo(bias.dtype).min)
         # A prompt whose tokens are all masked attends to itself, but not to the padding after it.
         bias = torch.where(in_prompt, bias, -torch.inf).expand(items, -1, -1, -1)
-        embedding = Embedding(state.ids.index_select(1, source).flatten(), self.token_embedding)
-        stream = ResidualStream(embedding, clamps_float16=True)
+        tokens = state.ids.index_select(1, source).flatten()
+        stream = ResidualStream(embedded(tokens, self.token_embedding), clamps_float16=True)
         for attention, feed_forward in self.layers:
             qkv = stream.linear(attention.qkv, attention.norm)
             query, keys, values = qkv.view(items, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind()

@@ -109,8 +109,6 @@ def test_bytes_are_of_all_arguments_but_as_far_as_a_cache_is_filled():
         addends = raw.decode_linear_partials(make(2, 8), make(8, 8), None, False, [make(99)])
         raw.decode_linear_of_sum(make(2, 8), addends, make(16, 8), make(16), *of_norm, False, [])
         raw.decode_head_select_(make(2, 8), addends, make(9, 8), *of_norm, [], *end)
-        tokens, layer = (ids[:, 0], make(99, 8), ids[:, 1], make(50, 8)), (make(16, 8), make(16), *of_norm)
-        raw.decode_linear_of_embeddings(*tokens, *layer, False, [])
         heads = make(1, 3, 20, 4)
         of_cache = (heads, heads, slot, None, 1.0)
         raw.decode_qkv_attention_(make(1, 8), make(36, 8), make(36), *of_cache, *of_norm, False)
@@ -125,7 +123,6 @@ def test_bytes_are_of_all_arguments_but_as_far_as_a_cache_is_filled():
         ("decode_linear", 2 * (2 * 8 + 16 * 8 + 16 + 8) + 4 * 2 * 2 * 8),
         ("decode_linear", 2 * (2 * 8 + 9 * 8 + 8) + 4 * 2 * 2 * 8),
         ("decode_select", None),
-        ("decode_linear", 2 * (2 * 2 * 8 + 16 * 8 + 16 + 8) + 8 * 2 * 2),
         ("decode_qkv_attention", 2 * (8 + 36 * 8 + 36 + 8) + 2 * 2 * 3 * 4 * 11 + 8),
     ]
 

@@ -13,7 +13,6 @@ from fuseopt.bench.harness.architectures import random_model
 from fuseopt.generation.engine import attention, layers
 from fuseopt.generation.engine.attention import StepAttention
 from fuseopt.generation.engine.layers import (
-    Embedding,
     Linear,
     Norm,
     ResidualStream,
@@ -123,27 +122,6 @@ def test_layers_hand_on_addends_where_both_have_kernels_for_that(monkeypatch: py
     )
 
 
-def test_the_first_layer_looks_up_its_input_where_it_has_a_kernel_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may start before the step ahead has ended, but for the first of several."""
-    torch.manual_seed(0)
-    step = GPT2Step(random_model("gpt2-tiny", torch.device("cpu"), torch.float32))
-    state = DecodeState(Sizes(2, 8), step.shape, step.vocab)
-    expected, overlaps = first_logits(step, state), []
-    look_up = ops.decode_linear_of_embeddings
-
-    def recorded(*arguments: Any, pdl: bool, **options: Any) -> tuple[Tensor, Tensor]:
-        overlaps.append(pdl)
-        assert arguments[4] is step.layers[0].self_attention.qkv.weights[0]
-        return look_up(*arguments, pdl=pdl, **options)
-
-    monkeypatch.setattr(layers, "has_kernel", lambda op, _: op == "decode_linear_of_embeddings")
-    monkeypatch.setattr(layers, "takes_embeddings", lambda *_, **of_norm: True)
-    monkeypatch.setattr(ops, "decode_linear_of_embeddings", recorded)
-    for state.steps_overlap in (False, True):
-        torch.testing.assert_close(first_logits(step, state), expected)
-    assert overlaps == [False, True]
-
-
 ROWS, WIDTH = MAX_ROWS + 3, 24
 
 
@@ -202,7 +180,7 @@ def test_layers_attend_where_they_project_if_that_is_fast(
     for place, (got, wanted) in enumerate(zip(logits, expected, strict=True)):
         torch.testing.assert_close(got[attends[:, place]], wanted[attends[:, place]])
     torch.testing.assert_close(state.cache[:, :, 0], plain_state.cache[:, :, 0])
-    wanted_calls = step.layers[1:] * len(logits) if is_fast and is_there else []
+    wanted_calls = step.layers * len(logits) if is_fast and is_there else []
     assert len(calls) == len(wanted_calls)
     for ((_, weight, bias, *_), options), layer in zip(calls, wanted_calls, strict=True):
         own = layer.self_attention
@@ -211,11 +189,8 @@ def test_layers_attend_where_they_project_if_that_is_fast(
 
 
 def test_a_stream_is_stored_once_it_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    embedding = Embedding(torch.tensor([1]), torch.randn(4, WIDTH), torch.tensor([2]), torch.randn(3, WIDTH))
-    stream, layer = ResidualStream(embedding), Linear((torch.randn(WIDTH, WIDTH),), (torch.randn(WIDTH),))
+    stream, layer = ResidualStream(torch.randn(1, WIDTH)), Linear((torch.randn(WIDTH, WIDTH),), (torch.randn(WIDTH),))
     norm = Norm("layer_norm", torch.randn(WIDTH), torch.randn(WIDTH), 1e-3)
-    assert not stream.is_stored
-    stream.total()
     assert stream.is_stored
     stream.add(torch.randn(1, WIDTH), layer)
     assert not stream.is_stored
@@ -229,7 +204,7 @@ def test_a_stream_is_stored_once_it_is_added_up(monkeypatch: pytest.MonkeyPatch)
     assert stream.is_stored
 
 
-@pytest.mark.parametrize("against", ["", "bias", "beams", "several weights", "looked up", "added up", "addends"])
+@pytest.mark.parametrize("against", ["", "bias", "beams", "several weights", "added up", "addends"])
 @torch.no_grad()
 def test_what_that_kernel_is_not_for(against: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bias, T5's say, and an ancestry it does not know; and it reads a stream that is there."""
@@ -240,7 +215,6 @@ def test_what_that_kernel_is_not_for(against: str, monkeypatch: pytest.MonkeyPat
     weights = weight.split(WIDTH) if against == "several weights" else (weight,)
     layer = Linear(tuple(weights), tuple(torch.randn(len(weight)) for weight in weights))
     out, hidden = Linear((torch.randn(WIDTH, WIDTH),), (torch.randn(WIDTH),)), torch.randn(2, rows, WIDTH)
-    tables = torch.randn(9, WIDTH), torch.randn(8, WIDTH)
     monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
     monkeypatch.setattr(attention, "is_fast", lambda *_, **of_norm: True)
     if against == "addends":
@@ -248,8 +222,7 @@ def test_what_that_kernel_is_not_for(against: str, monkeypatch: pytest.MonkeyPat
             monkeypatch.setattr(layers, name, lambda *_, **of_norm: True)
 
     def begun() -> tuple[StepAttention, ResidualStream, Tensor]:
-        embedding = Embedding(torch.tensor([4, 7]), tables[0], torch.tensor([5, 5]), tables[1])
-        stream = ResidualStream(embedding if against == "looked up" else hidden[0].clone())
+        stream = ResidualStream(hidden[0].clone())
         if against in ("added up", "addends"):
             stream.add(hidden[1], out, (layer, norm))
         sizes = Sizes(rows, 8, queries_per_kv=2, beams=2) if against == "beams" else Sizes(rows, 8)
@@ -270,7 +243,7 @@ def test_what_that_kernel_is_not_for(against: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.gpu
 @needs_sm90
-@pytest.mark.parametrize(("width", "heads", "rows", "taken"), [(1024, 16, 1, 3), (1600, 25, 1, 3), (1024, 16, 2, 0)])
+@pytest.mark.parametrize(("width", "heads", "rows", "taken"), [(1024, 16, 1, 4), (1600, 25, 1, 4), (1024, 16, 2, 0)])
 def test_layers_of_models_attend_where_they_project(
     width: int, heads: int, rows: int, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,10 +82,6 @@ _RESULTS: dict[str, Any] = {
     "decode_attention": _attended,
     "decode_attention_": _attended,
     "decode_embedding": lambda tokens, weight, *_, **__: on_gpu(len(tokens), weight.shape[1], dtype=weight.dtype),
-    "decode_linear_of_embeddings": lambda tokens, table, _, __, weight, *___, **____: (
-        on_gpu(len(tokens), len(weight), dtype=weight.dtype),
-        on_gpu(len(tokens), table.shape[1], dtype=table.dtype),
-    ),
     "decode_linear_partials": lambda input, weight, *_, **__: on_gpu(2, len(input), len(weight), dtype=torch.float32),
     "decode_linear_of_sum": lambda input, _, weight, *__, **___: (
         on_gpu(len(input), len(weight), dtype=weight.dtype),
@@ -127,7 +123,7 @@ def recording(model: nn.Module, kernels: str, modules: Iterable[Any]) -> Iterato
     patches = [mock.patch.object(ops, name, calling(name)) for name in _RESULTS]
     patches.append(mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)))
     for module in (attention, layers, *modules):
-        for name in ("has_kernel", "is_fast", "emits_partials", "accepts_partials", "takes_embeddings"):
+        for name in ("has_kernel", "is_fast", "emits_partials", "accepts_partials"):
             if hasattr(module, name) and (module is not layers or name != "is_fast"):
                 answer = has_kernel if name == "has_kernel" else lambda *_, **__: there is None
                 patches.append(mock.patch.object(module, name, answer))

@@ -67,23 +67,28 @@ ROWS = [(1, 1), (8, 1), (4, 4)]
 @pytest.mark.parametrize(("name", "width", "heads"), GPT2_SIZES)
 @pytest.mark.parametrize(("rows", "beams"), ROWS)
 def test_gpt2(name: str, width: int, heads: int, rows: int, beams: int) -> None:
-    """With all kernels a layer is five launches: split-K sums end in the next norm, embeddings where they are read."""
+    """With all kernels a layer is five launches, as split-K sums end in the next norm. The first layer's are four: it
+    reads a stored stream, so without beams it attends where it projects."""
     x, inner = f"[{rows}, {width}]", f"[{rows}, {4 * width}]"
+    attend = f"decode_attention_ [{rows}, {heads}, {width // heads}]"
+    project = f"decode_linear {x} c_attn ln_1"
+    attend_first = [f"decode_qkv_attention_ {x} c_attn ln_1"] if beams == 1 else [project, attend]
     rest = [
-        f"decode_attention_ [{rows}, {heads}, {width // heads}]",
         f"decode_linear {x} c_proj +residual",
         f"decode_linear {x} c_fc ln_2 +gelu_tanh",
     ]
     assert calls_of(name, "fused", rows, beams) == [
-        f"decode_linear_of_embeddings [{rows}] wte wpe c_attn ln_1",
+        f"decode_embedding [{rows}] wte wpe",
+        *attend_first,
         *rest,
         f"decode_linear_partials {inner} c_proj",
         f"decode_linear_of_sum {x} c_attn ln_1",
+        attend,
         *rest,
         f"decode_linear_partials {inner} c_proj",
         f"decode_linear_of_sum {x} wte ln_f",
     ]
-    layer = [f"decode_linear {x} c_attn ln_1", *rest, f"decode_linear {inner} c_proj +residual"]
+    layer = [project, attend, *rest, f"decode_linear {inner} c_proj +residual"]
     assert calls_of(name, "plain", rows, beams) == [
         f"decode_embedding [{rows}] wte wpe",
         *layer * LAYERS,

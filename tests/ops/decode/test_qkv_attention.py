@@ -17,8 +17,8 @@ from fuseopt.bench.suites.kernels import launches_of
 from fuseopt.errors import BackendError
 from fuseopt.ops import (
     decode_attention_,
+    decode_embedding,
     decode_linear,
-    decode_linear_of_embeddings,
     decode_qkv_attention_,
     decode_select_,
 )
@@ -617,9 +617,8 @@ def test_steps_that_overlap_in_a_graph(columns: int, heads: int) -> None:
     def results_of(overlap: bool) -> list[Tensor]:
         results, how = [], {"pdl": overlap, "backend": "cuda"}
         for _ in range(steps):
-            qkv, stream = decode_linear_of_embeddings(
-                tokens, token_table, positions, position_table, weight, bias, **of_norm, **how
-            )
+            stream = decode_embedding(tokens, token_table, positions, position_table, **how)
+            qkv = decode_linear(stream, weight, bias, **of_norm, **how)
             vectors = qkv.view(1, 3, heads, HEAD_DIM).unbind(1)
             attended = decode_attention_(*vectors, *caches[0], positions, **options, **how)
             stream = decode_linear(attended, square, residual=stream, **how)

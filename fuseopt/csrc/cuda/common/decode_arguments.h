@@ -40,8 +40,7 @@ struct DecodeLinear {
   int64_t prefetch_bytes;             // of each
   TypedPointer output;  // [rows, out_features * weight_count], or [rows, out_features] if gated
   const float* split_k_partials;  // [kSplitK, rows, in_features] to be added to `input`; or null
-  EmbeddingTable tokens, positions;  // the input is the sum of their rows, and `input` nothing; or absent, both
-  void* sum;                         // with either: that sum, [rows, in_features] of the input's dtype
+  void* sum;  // with `split_k_partials`: that sum, [rows, in_features] of the input's dtype
   bool is_split_k;         // `output` is [kSplitK, rows, out_features] float32, yet to be added up
   void* best;           // [rows, fuseopt_decode_linear_parts]: DecodeSelect's candidate of each part; or null
   TokenRules rules;     // applied before comparing for `best`

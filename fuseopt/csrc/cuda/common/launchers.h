@@ -44,10 +44,9 @@ cudaError_t fuseopt_decode_select(DecodeSelect select, cudaStream_t stream);
 int64_t fuseopt_decode_linear_parts(DecodeLinear layer);
 
 // Whether a layer, of one weight and with nothing around the product, can be left in two parts; and whether one takes
-// the sum of such parts and a row, or of the embeddings that it names, for its input.
+// the sum of such parts and a row for its input.
 bool fuseopt_emits_partials(DecodeLinear layer);
 bool fuseopt_accepts_partials(DecodeLinear layer);
-bool fuseopt_takes_embeddings(DecodeLinear layer);
 
 cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream);
 

@@ -149,8 +149,7 @@ __global__ void __launch_bounds__(kLineThreads, 1)
   __syncthreads();
   wait_at_cluster_barrier();  // the first block is running
   if (is_column) {
-    const float value = offset + product.normalised(product.total(threadIdx.x), product.deviations(),
-                                                    StoredRow<T>{static_cast<const T*>(layer.input)});
+    const float value = offset + product.normalised(product.total(threadIdx.x), product.deviations());
     const unsigned pair = packed<T>(value, __shfl_down_sync(kFullWarp, value, 1));
     float* const token = reinterpret_cast<float*>(&tokens[part][threadIdx.x]);
     if (is_pair > 0) {

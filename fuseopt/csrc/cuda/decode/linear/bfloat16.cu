@@ -7,6 +7,5 @@ template bool launch_decode_linear_few_rows<__nv_bfloat16>(const DecodeLinear&, 
 template int64_t decode_linear_parts<__nv_bfloat16>(const DecodeLinear&);
 template bool emits_partials<__nv_bfloat16>(const DecodeLinear&);
 template bool accepts_partials<__nv_bfloat16>(const DecodeLinear&);
-template bool takes_embeddings<__nv_bfloat16>(const DecodeLinear&);
 
 }  // namespace fuseopt

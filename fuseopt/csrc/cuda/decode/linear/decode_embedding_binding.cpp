@@ -1,9 +1,14 @@
-#include "cuda/decode/linear/decode_embedding_binding.h"
+#include "cuda/common/pdl.h"
 
 namespace fuseopt::decode_embedding_binding {
 namespace {
 
 constexpr const char* kOp = "decode_embedding";
+
+// Of contiguous tensors, which must stay there until the launch.
+EmbeddingTable table_of(const Tensor& weight, const Tensor& indices) {
+  return {weight.data_ptr(), weight.size(0), indices.data_ptr(), dtype_of(indices) == ScalarType::Int ? 4 : 8};
+}
 
 Tensor decode_embedding(Tensor tokens, Tensor weight, std::optional<Tensor> positions,
                         std::optional<Tensor> position_weight, bool pdl) {

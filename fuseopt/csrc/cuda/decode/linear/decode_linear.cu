@@ -237,11 +237,6 @@ extern "C" bool fuseopt_accepts_partials(DecodeLinear layer) {
   return layer.weight_dtype == kBFloat16 && accepts_partials<__nv_bfloat16>(layer);
 }
 
-extern "C" bool fuseopt_takes_embeddings(DecodeLinear layer) {
-  if (layer.weight_dtype == kFloat16) return takes_embeddings<__half>(layer);
-  return layer.weight_dtype == kBFloat16 && takes_embeddings<__nv_bfloat16>(layer);
-}
-
 extern "C" cudaError_t fuseopt_decode_linear(DecodeLinear layer, cudaStream_t stream) {
   if (layer.rows == 0 || layer.out_features == 0) return cudaSuccess;
   cudaError_t error = cudaSuccess;

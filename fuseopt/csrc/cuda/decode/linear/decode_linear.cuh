@@ -18,8 +18,6 @@ bool emits_partials(const DecodeLinear& layer);  // as fuseopt_emits_partials
 template <typename T>
 bool accepts_partials(const DecodeLinear& layer);  // as fuseopt_accepts_partials
 template <typename T>
-bool takes_embeddings(const DecodeLinear& layer);  // as fuseopt_takes_embeddings
-template <typename T>
 bool launch_decode_linear_many_rows(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
 template <typename T>
 bool launch_decode_linear_tiles(const DecodeLinear& layer, cudaStream_t stream, cudaError_t& error);
@@ -32,8 +30,6 @@ extern template bool emits_partials<__half>(const DecodeLinear&);
 extern template bool emits_partials<__nv_bfloat16>(const DecodeLinear&);
 extern template bool accepts_partials<__half>(const DecodeLinear&);
 extern template bool accepts_partials<__nv_bfloat16>(const DecodeLinear&);
-extern template bool takes_embeddings<__half>(const DecodeLinear&);
-extern template bool takes_embeddings<__nv_bfloat16>(const DecodeLinear&);
 extern template bool launch_decode_linear_many_rows<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_many_rows<__nv_bfloat16>(const DecodeLinear&, cudaStream_t, cudaError_t&);
 extern template bool launch_decode_linear_tiles<__half>(const DecodeLinear&, cudaStream_t, cudaError_t&);

@@ -17,7 +17,7 @@ template <typename T, typename X, int kTiles, int kChunks, int kHalves>
 constexpr int kMostColumns = kMaxLinearWarps<T, X, kTiles, kChunks, kHalves> * kChunks * kChunk;
 
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
-          Along kAlong, bool kActivates, Input kInput = Input::kStored>
+          Along kAlong, bool kActivates, bool kSums = false>
 cudaError_t launch_skinny_mma_as(const DecodeLinear& layer, cudaStream_t stream) {
   constexpr int kColumns = kTiles * kTileColumns, kWidth = kGated ? kColumns / 2 : kColumns;
   const int64_t chunks = ceil_div(layer.in_features, kChunk);
@@ -39,7 +39,7 @@ cudaError_t launch_skinny_mma_as(const DecodeLinear& layer, cudaStream_t stream)
   mma.share_prefetch(shape);
   mma.finishing = static_cast<int>(ceil_div(finished_pairs(mma.rows, kWidth), kWarpSize) * kWarpSize);
   const auto kernel =
-      decode_linear_skinny_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kAlong, kActivates, kInput>;
+      decode_linear_skinny_mma_kernel<T, X, kLayout, kNorm, kGated, kTiles, kChunks, kHalves, kAlong, kActivates, kSums>;
   return launch_dependent(kernel, mma, shape, layer.pdl, stream);
 }
 
@@ -80,12 +80,8 @@ cudaError_t launch_skinny_mma_for(const DecodeLinear& layer, cudaStream_t stream
     }
   }
   if constexpr (kNorm && kLayout == Layout::kColMajorKN && kHalves == 1) {
-    constexpr auto kAtOnce = Along::kAtOnce;
     if (layer.split_k_partials != nullptr) {
-      return launch_skinny_mma_as<T, T, kLayout, true, false, 8, 2, 1, kAtOnce, false, Input::kSummed>(layer, stream);
-    }
-    if (layer.tokens.weight != nullptr) {
-      return launch_skinny_mma_as<T, T, kLayout, true, false, 8, 2, 1, kAtOnce, false, Input::kEmbedded>(layer, stream);
+      return launch_skinny_mma_as<T, T, kLayout, true, false, 8, 2, 1, Along::kAtOnce, false, true>(layer, stream);
     }
   }
   if constexpr (kNorm && !kGated) {
@@ -185,7 +181,7 @@ bool emits_partials(const DecodeLinear& layer) {
          layer.in_features > kMost && layer.in_features <= kSplitK * kMost;
 }
 
-// Whether skinny_mma adds up its input: partial sums, or embeddings.
+// Whether skinny_mma adds partial sums to its input.
 template <typename T>
 bool takes_sums_by_strips(const DecodeLinear& layer) {
   return layer.norm != kNoNorm && layer.rows <= kHalfRows && takes_strips_of_lines<T>(layer) &&
@@ -200,16 +196,6 @@ bool accepts_partials(const DecodeLinear& layer) {
   // What launch_streamed_nk has a kernel for: each block reads whole rows.
   const StreamedNKPlan plan(layer);
   return plan.blocks == 1 && plan.stages == 3;
-}
-
-template <typename T>
-bool takes_embeddings(const DecodeLinear& layer) {
-  const bool by_gemv = layer.norm != kNoNorm && is_plain_of_lines<T>(layer) && takes_gemv(layer);
-  bool suits = by_gemv || takes_sums_by_strips<T>(layer);
-  for (const EmbeddingTable& table : {layer.tokens, layer.positions}) {
-    suits &= is_aligned(table.weight) && table.index_bytes == sizeof(int64_t) && table.rows * layer.in_features <= INT32_MAX;
-  }
-  return suits;
 }
 
 template <typename T>

@@ -7,6 +7,5 @@ template bool launch_decode_linear_few_rows<__half>(const DecodeLinear&, cudaStr
 template int64_t decode_linear_parts<__half>(const DecodeLinear&);
 template bool emits_partials<__half>(const DecodeLinear&);
 template bool accepts_partials<__half>(const DecodeLinear&);
-template bool takes_embeddings<__half>(const DecodeLinear&);
 
 }  // namespace fuseopt

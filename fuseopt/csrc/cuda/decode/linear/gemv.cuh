@@ -208,8 +208,8 @@ class GemvStrip {
 
   // The product with a row whose deviations are `all`, from all sums of a column. By whole warps, for the row is read again
   // where it lies far from zero.
-  template <typename Row>
-  __device__ float normalised(const Sum& total, const Deviations& all, Row row) const {
+  __device__ float normalised(const Sum& total, const Deviations& all) const {
+    const StoredRow<T> row{static_cast<const T*>(layer_.input)};
     const float2 norm = normalisation_of<kWarpSize>(all, row, layer_.in_features, layer_.reciprocal, layer_.is_layer_norm, layer_.eps);
     const float mean = layer_.is_layer_norm ? norm.x : 0.f;
     return norm.y * fmaf(-mean, total.x, total.z + total.w) + total.y;
@@ -251,10 +251,8 @@ class GemvStrip {
   Deviations deviations_;
 };
 
-template <typename T, bool kNorm, Input kInput, typename Stages>
+template <typename T, bool kNorm, typename Stages>
 __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(const __grid_constant__ LineLayer<T> layer) {
-  constexpr bool kLooksUp = kInput == Input::kEmbedded;
-  static_assert(kInput == Input::kStored || (kLooksUp && kNorm));
   using Strip = GemvStrip<T, kNorm, Stages>;
   using Sum = typename Strip::Sum;
   const int warp = threadIdx.x / kWarpSize, columns = layer.in_features, blocks = layer.blocks_of_k;
@@ -270,9 +268,7 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
 
   Strip product(layer, strip, rank * kLineWarps + warp, blocks * kLineWarps, shared, deviations_of);
   product.fetch();
-  // The first layer of a step launched with pdl: attention reads what the previous step wrote before it waits.
-  const bool lets_start_late = kLooksUp && layer.pdl;
-  if (!lets_start_late) let_successor_start();
+  let_successor_start();
   if (blocks > 1) {
     if (rank == 0) mailbox.open((blocks - 1) * (sizeof(Sum) * kLineColumns + (kNorm ? sizeof(float4) : 0)));
     arrive_relaxed_at_cluster_barrier();
@@ -284,41 +280,22 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
   if (is_column && layer.biases[blockIdx.y] != nullptr) offset = to_float(layer.biases[blockIdx.y][column]);
   product.hold();
   // From here to the wait: addresses and conditions of what follows it.
-  const T* input = nullptr;
-  Embedding<T> tokens, positions;
-  T* sum = nullptr;
-  int takes = product.has_values(), leaves = 0;
-  if constexpr (kLooksUp) {
-    tokens = token_embedding(layer, 0).from(product.k(), takes);
-    positions = position_embedding(layer, 0).from(product.k(), takes);
-    sum = settled(layer.sum + product.k());
-    leaves = takes && layer.sum != nullptr && strip == 0 && blockIdx.y == 0;
-    tokens.settle(), positions.settle(), settle(leaves);
-  } else {
-    input = settled(static_cast<const T*>(layer.input) + product.k());
-    settle(takes);
-  }
+  const T* const input = settled(static_cast<const T*>(layer.input) + product.k());
+  int takes = product.has_values();
+  settle(takes);
   product.settle();
   ColumnPlace<T> place;
   place.find(layer, column, is_column);
   place.settle();
   wait_for_predecessor_settled(columns < 0);
-  if (lets_start_late) let_successor_start();
 
   uint4 words = {};
-  if constexpr (kLooksUp) {
-    reinterpret_cast<Vector<T, kLaneValues>&>(words) = EmbeddedRow<T>(tokens, positions)(0);
-  } else {
-    if (takes > 0) words = __ldcg(reinterpret_cast<const uint4*>(input));
-  }
+  if (takes > 0) words = __ldcg(reinterpret_cast<const uint4*>(input));
   place.load_residual();
   product.put(words);
   product.await_weights();
   prefetch_next_weights(layer);  // all own weights are loaded by now, so memory is idle
   product.multiply();
-  if constexpr (kLooksUp) {
-    if (leaves > 0) *reinterpret_cast<uint4*>(sum) = words;
-  }
   __syncthreads();
 
   if (blocks > 1) wait_at_cluster_barrier();  // the first block has started
@@ -349,10 +326,8 @@ __global__ void __launch_bounds__(kLineThreads, 1) decode_linear_gemv_kernel(con
     if constexpr (kNorm) all.add({deviations_inbox[b].x, deviations_inbox[b].y});
   }
   float value;
-  if constexpr (kLooksUp) {
-    value = product.normalised(total, all, LazyEmbeddedRow<T>{token_embedding(layer, 0), position_embedding(layer, 0)});
-  } else if constexpr (kNorm) {
-    value = product.normalised(total, all, StoredRow<T>{static_cast<const T*>(layer.input)});
+  if constexpr (kNorm) {
+    value = product.normalised(total, all);
   } else {
     value = total;
   }
@@ -404,7 +379,7 @@ inline bool takes_gemv(const DecodeLinear& layer) {
          GemvPlan(layer).stages <= MostGemvStages::kAll;
 }
 
-template <typename T, bool kNorm, Input kInput, typename Stages>
+template <typename T, bool kNorm, typename Stages>
 cudaError_t launch_gemv_as(const DecodeLinear& layer, const GemvPlan& plan, cudaStream_t stream) {
   LineLayer<T> of{mma_layer<T>(layer)};
   of.blocks_of_k = plan.blocks;
@@ -416,7 +391,7 @@ cudaError_t launch_gemv_as(const DecodeLinear& layer, const GemvPlan& plan, cuda
   const LaunchShape shape{static_cast<unsigned>(plan.strips * plan.blocks), kLineThreads, shared_bytes,
                           static_cast<unsigned>(plan.cluster), static_cast<unsigned>(layer.weight_count)};
   of.share_prefetch(shape);
-  return launch_dependent(decode_linear_gemv_kernel<T, kNorm, kInput, Stages>, of, shape, layer.pdl, stream);
+  return launch_dependent(decode_linear_gemv_kernel<T, kNorm, Stages>, of, shape, layer.pdl, stream);
 }
 
 // What `call` says of an instance of the stages for as many of a warp, `Most` the largest of them.
@@ -427,20 +402,16 @@ auto with_gemv_stages(int stages, Call call) {
   return call(Most{});
 }
 
-template <typename T, bool kNorm, Input kInput = Input::kStored>
+template <typename T, bool kNorm>
 cudaError_t launch_gemv(const DecodeLinear& layer, cudaStream_t stream) {
   const GemvPlan plan(layer);
-  const auto launch = [&]<typename Stages>(Stages) {
-    return launch_gemv_as<T, kNorm, kInput, Stages>(layer, plan, stream);
-  };
+  const auto launch = [&]<typename Stages>(Stages) { return launch_gemv_as<T, kNorm, Stages>(layer, plan, stream); };
   return with_gemv_stages<std::conditional_t<kNorm, PatientGemvStages, MostGemvStages>>(plan.stages, launch);
 }
 
 template <typename T>
 cudaError_t launch_gemv(const DecodeLinear& layer, cudaStream_t stream) {
-  if (layer.norm == kNoNorm) return launch_gemv<T, false>(layer, stream);
-  if (layer.tokens.weight != nullptr) return launch_gemv<T, true, Input::kEmbedded>(layer, stream);
-  return launch_gemv<T, true>(layer, stream);
+  return layer.norm == kNoNorm ? launch_gemv<T, false>(layer, stream) : launch_gemv<T, true>(layer, stream);
 }
 
 extern template cudaError_t launch_gemv<__half>(const DecodeLinear&, cudaStream_t);

@@ -11,9 +11,6 @@ constexpr int kChunk = 32;  // values of k that a warp multiplies at a time: 8 a
 constexpr int kLaneValues = 8;
 constexpr int kHalfRows = 8;
 
-// The input: a tensor, a tensor plus split-K partial sums, or a sum of embeddings.
-enum class Input { kStored, kSummed, kEmbedded };
-
 // Bytes of weights that blocks, one a multiprocessor, hold in registers before they wait. Layers with more skip prefetch.
 inline int64_t most_held_bytes() { return tuning().decode_linear_held_bytes * multiprocessor_count(); }
 
@@ -47,11 +44,7 @@ struct MmaLayer {
   float eps, reciprocal;  // the latter of `in_features`
   bool is_layer_norm, is_rms_norm, is_wide;  // if is_wide, residual and output are float
   const float* split_k_partials;  // [kSplitK, rows, columns], of kernels that ask
-  const int64_t *tokens, *positions;  // [rows] each, of kernels that ask; then `input` is the tokens' table
-  const T* position_weight;
-  unsigned token_count, position_count;  // in the tables
-  T* sum;
-  bool pdl;  // the previous kernel
+  T* sum;  // [rows, columns] of input and partials, of kernels that ask
 
   void share_prefetch(const LaunchShape& shape) {
     constexpr int64_t kLine = 128;
@@ -107,16 +100,7 @@ MmaLayer<T> mma_layer(const DecodeLinear& layer) {
   mma.is_rms_norm = layer.norm == kT5RmsNorm;
   mma.is_wide = layer.output.dtype == kFloat32;
   mma.split_k_partials = layer.split_k_partials;
-  if (layer.tokens.weight != nullptr) {
-    mma.input = layer.tokens.weight;
-    mma.position_weight = static_cast<const T*>(layer.positions.weight);
-    mma.tokens = static_cast<const int64_t*>(layer.tokens.indices);
-    mma.positions = static_cast<const int64_t*>(layer.positions.indices);
-    mma.token_count = static_cast<unsigned>(layer.tokens.rows);
-    mma.position_count = static_cast<unsigned>(layer.positions.rows);
-  }
   mma.sum = static_cast<T*>(layer.sum);
-  mma.pdl = layer.pdl;
   return mma;
 }
 
@@ -147,26 +131,12 @@ __device__ inline Vector<X, kLaneValues> load_fresh(const X* values) {
   return vector;
 }
 
-__device__ inline int64_t load_fresh_index(const int64_t* index) {
-  return __ldcg(reinterpret_cast<const long long*>(index));
-}
-
 // 16-bit values, or zeros in place of them.
 template <typename T>
 __device__ inline Vector<T, kLaneValues> masked(Vector<T, kLaneValues> values, unsigned mask) {
   auto& words = reinterpret_cast<uint4&>(values);
   words = {words.x & mask, words.y & mask, words.z & mask, words.w & mask};
   return values;
-}
-
-template <typename T>
-__device__ inline Vector<T, kLaneValues> rounded_sum(const Vector<T, kLaneValues>& a, const Vector<T, kLaneValues>& b) {
-  float sums[kLaneValues];
-#pragma unroll
-  for (int i = 0; i < kLaneValues; ++i) sums[i] = a[i] + b[i];
-  Vector<T, kLaneValues> sum;
-  store_floats_as<T>(&sum, 0, sums);
-  return sum;
 }
 
 // A row's values and two partials of each, rounded to the row's dtype.

@@ -51,13 +51,13 @@ __host__ __device__ inline int finished_pairs(int rows, int strip_width) {
 enum class Along { kAtOnce, kInPasses, kTogether, kApart };
 
 // kTiles: of 8 columns, in a strip; kChunks: of K, for each warp in one pass; kHalves: of 16 rows; kActivates: whether
-// there may be an activation.
+// there may be an activation; kSums: whether the input is a sum with split-K partials.
 template <typename T, typename X, Layout kLayout, bool kNorm, bool kGated, int kTiles, int kChunks, int kHalves,
-          Along kAlong, bool kActivates, Input kInput>
+          Along kAlong, bool kActivates, bool kSums>
 __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves>* kWarpSize, 1)
     decode_linear_skinny_mma_kernel(const __grid_constant__ MmaLayer<T> layer) {
   constexpr bool kLoops = kAlong == Along::kInPasses, kShares = kAlong == Along::kTogether;
-  constexpr bool kApart = kAlong == Along::kApart, kSums = kInput != Input::kStored;
+  constexpr bool kApart = kAlong == Along::kApart;
   static_assert(!(kShares || kApart) || (!kNorm && !kGated));
   static_assert(!kSums || (kNorm && kHalves == 1 && kAlong == Along::kAtOnce && std::is_same_v<T, X>));
   constexpr int kProducts = kGated ? 2 : 1;
@@ -82,9 +82,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
   float4* const inbox = reinterpret_cast<float4*>(sums_of + rows * row_stride);
   const auto sums_at = [&](int r, int w) { return sums_of + r * row_stride + w * kColumns; };
 
-  // The first layer of a step launched with pdl: attention reads what the previous step wrote before it waits.
-  const bool lets_start_late = kInput == Input::kEmbedded && layer.pdl;
-  if (!lets_start_late) let_successor_start();
+  let_successor_start();
   WeightPart<T, kLayout, kGated, kTiles, kChunks> weight;
   weight.load(layer, strip, first_k(0) + own);
 
@@ -200,7 +198,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
       settle(sums_to[h][i]);
     }
   }
-  std::conditional_t<kInput == Input::kEmbedded, EmbeddedInputs<T, kChunks>, SummedInputs<T, kChunks>> summed;
+  SummedInputs<T, kChunks> summed;
   if constexpr (kSums) {
     summed.find(layer, first_k(0) + own, layer.sum != nullptr && blockIdx.x == 0 && blockIdx.y == 0);
     summed.settle();
@@ -225,7 +223,6 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
     if constexpr (kNorm && !kWide) settle(deviations_from);
     wait_for_predecessor_settled(rows < 0);
   }
-  if (lets_start_late) let_successor_start();
 
   Vector<X, kLaneValues> x[kHalves][kChunks];
   const auto load_inputs = [&](int pass) {
@@ -393,10 +390,7 @@ __global__ void __launch_bounds__(kMaxLinearWarps<T, X, kTiles, kChunks, kHalves
         const auto normalisation = [&](auto of_row) {
           return normalisation_of<kPairs>(all[h], of_row, columns, reciprocal, layer.is_layer_norm, layer.eps);
         };
-        if constexpr (kInput == Input::kEmbedded) {
-          const int r = own_row(h);
-          norm = normalisation(LazyEmbeddedRow<X>{token_embedding(layer, r), position_embedding(layer, r)});
-        } else if constexpr (kSums) {
+        if constexpr (kSums) {
           norm = normalisation(SummedRow<X>{input, layer.split_k_partials + own_row(h) * columns, rows * columns});
         } else {
           norm = normalisation(StoredRow<X>{input});
