@@ -156,7 +156,7 @@ def verify(
         raise InputsError(f"train: expected True, False or None, got {shown(train)}")
     if train is None:
         has_labels = labels is not None or (isinstance(inputs, Mapping) and inputs.get("labels") is not None)
-        train = has_labels or _acts_in_training(wanted)
+        train = has_labels or acts_in_training(wanted)
     given = verify_inputs.checked(model, inputs, labels, train)
     verify_inputs.check_generate(model, generate)
     with apply.lock(model), apply.as_found_after(model):
@@ -290,7 +290,8 @@ def _largest_difference(one: Tensor, other: Tensor) -> float:
     return torch.where(same, 0.0, (one - other).abs()).nan_to_num(nan=math.inf).max().item()
 
 
-def _acts_in_training(config: Config) -> bool:
+def acts_in_training(config: Config) -> bool:
+    """Whether the config has `memory_efficient_fusion`, or a kernel that only acts in training."""
     fusion = config.active_fusion
     requests = (*fusion.custom_cuda_kernels, *fusion.triton_kernels)
     return fusion.memory_efficient_fusion is not None or any(find_kernel(r.name).only_trains for r in requests)

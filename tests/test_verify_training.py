@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration
 
 import fuseopt
-from fuseopt import modules
+from fuseopt import cli, modules
 from fuseopt.errors import InputsError
 from tests import tiny
 
@@ -270,3 +270,29 @@ def test_the_model_is_left_as_found(ids, monkeypatch, fused_before, broken):
         assert id(value) == state[name][0]
         assert torch.equal(value, state[name][1])
     assert bool(fuseopt.report(model).replaced) is fused_before
+
+
+def test_on_the_command_line(capsys, tmp_path, monkeypatch):
+    model, config = str(tmp_path / "model"), tmp_path / "config.json"
+    tiny.gpt2().save_pretrained(model)
+    config.write_text(json.dumps(GELU))
+    command = ["verify", model, "--device", "cpu", "--length", "7", "--config", str(config)]
+    assert cli.main([*command, "--train", "--generate", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "random weights" not in out
+    assert "gradients of 28 parameters" in out
+    assert "tokens: the same" in out
+
+    monkeypatch.setattr(modules.FusedGELU, "forward", lambda self, input: _WrongBackward.apply(input))
+    assert cli.main(command) == 0
+    assert "not run: training steps" in capsys.readouterr().out
+    assert cli.main([*command, "--train"]) == 1
+    assert "verify: FAILED" in capsys.readouterr().out
+    assert cli.main(["verify", "gtp2", "--device", "cpu"]) == 2
+    assert "did you mean 'gpt2'" in capsys.readouterr().err
+    assert cli.main(["verify", "gpt2-tiny", "--device", "cpu", "--config", "training.json"]) == 2
+
+
+def test_on_the_command_line_with_random_weights(capsys):
+    assert cli.main(["verify", "t5-tiny", "--device", "cpu", "--config", "reference", "--length", "7"]) == 0
+    assert "t5-tiny: random weights\nverify: ok" in capsys.readouterr().out
