@@ -197,13 +197,12 @@ def _compare_runs(
             outputs = [c for _ in range(calls) for c in forward.compared(model, inputs)]
             fused_tokens = None if generate is None else verify_runs.tokens(model, prompt, generate)
         gradients: list[Comparison] = []
-        not_run = _not_generated(watch, generate)
         if step is None:
-            not_run += ["training steps: pass labels=... to compare loss and gradients"]
+            not_run = ["training steps: pass labels=... to compare loss and gradients"]
         else:
             with watch.watching_training(), verify_runs.training(model) as rate:
                 gradients = [c for _ in range(calls) for c in step.compared(model, inputs)]
-            not_run += watch.training_not_run(rate)
+            not_run = watch.training_not_run(rate)
         not_run += watch.idle_lines()
     losses = [c for c in gradients if c.name == LOSS]
     gradients = [c for c in gradients if c.name != LOSS]
@@ -295,9 +294,3 @@ def acts_in_training(config: Config) -> bool:
     fusion = config.active_fusion
     requests = (*fusion.custom_cuda_kernels, *fusion.triton_kernels)
     return fusion.memory_efficient_fusion is not None or any(find_kernel(r.name).only_trains for r in requests)
-
-
-def _not_generated(watch: Watch, generate: Mapping[str, Any] | None) -> list[str]:
-    if generate is not None or all(change.name != "generate" for change in watch.changes):
-        return []
-    return ["generate(): pass generate={'max_new_tokens': 16} to compare tokens"]

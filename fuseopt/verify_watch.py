@@ -36,7 +36,6 @@ class Watch:
         entries = {id(change.after): _entry(change.after) for change in self.changes}
         self.seen.update(identity for identity, code in entries.items() if code is None)
         self._codes = {id(code) for code in entries.values()}
-
         self._compiled = next((c.after for c in self.changes if isinstance(c.after, TrainingForward)), None)
 
     @contextmanager
@@ -74,13 +73,18 @@ class Watch:
 
     def idle_lines(self) -> list[str]:
         """A line for each class of replacements of which some were not called."""
+        lines = []
         idle: dict[str, list[str]] = defaultdict(list)
         for change in self.changes:
             target = change.after
-            if isinstance(target, _NEED_DROPOUT) or id(target) not in self.seen:
+            if not isinstance(target, _NEED_DROPOUT) and id(target) in self.seen:
+                continue
+            if change.name == "generate":
+                lines.append("generate(): pass generate={'max_new_tokens': 16} to compare tokens")
+            else:
                 name = fused_class(target).__name__ if isinstance(target, nn.Module) else type(target).__name__
                 idle[name].append(change.path)
-        return [f"{name} x {len(paths)}, such as {paths[0]}: not called" for name, paths in idle.items()]
+        return lines + [f"{name} x {len(paths)}, such as {paths[0]}: not called" for name, paths in idle.items()]
 
     def _called(self, frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code

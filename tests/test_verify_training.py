@@ -132,6 +132,7 @@ def test_what_was_not_run_is_named(ids):
     assert found.ok, found
     lines = str(found).splitlines()
     assert "  not run: generate(): pass generate={'max_new_tokens': 16} to compare tokens" in lines
+    assert sum("generate" in line for line in found.not_run) == 1
     assert "  not run: GPT2DropoutAddForward x 2, such as transformer.h.0.forward: not called" in lines
     found = fuseopt.verify(tiny.gpt2(), config, {"input_ids": ids}, labels=ids, generate={"max_new_tokens": 3})
     assert found.tokens_agree
