@@ -1,4 +1,4 @@
-"""The command line: `fuseopt demo | bench | plan | check | env`, also as `python -m fuseopt`."""
+"""The command line: `fuseopt demo | bench | plan | verify | check | env`, also as `python -m fuseopt`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     SIGTERM is handled like an interrupt from the keyboard, so a benchmark that a job scheduler ends keeps its results.
 
     Returns:
-        The exit status: 0; 1 if `bench --against` finds a slower row, or `check` a wrong op; 2 for an error that the
-        user can fix, which is printed to stderr.
+        The exit status: 0; 1 if `bench --against` finds a slower row, `check` a wrong op, or `verify` an error larger
+        than allowed; 2 for an error that the user can fix, which is printed to stderr.
     """
     arguments = _parser().parse_args(argv)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -213,6 +213,19 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--strict", action="store_true", help="fail if something that the config names cannot be done")
     plan.set_defaults(run=_plan)
+
+    verify = commands.add_parser("verify", help="compare a model, fused and stock, with a float64 reference")
+    verify.add_argument("model", metavar="MODEL", help="as for plan; one that has no weights gets random ones")
+    verify.add_argument("--config", default="inference", metavar="FILE_OR_PRESET", help="default: inference")
+    verify.add_argument(
+        "--train", action="store_true", help="also loss and gradients; default: if the config acts in training"
+    )
+    verify.add_argument("--generate", type=_positive, metavar="TOKENS", help="also generate so many tokens")
+    verify.add_argument("--batch", type=_positive, default=2, metavar="ROWS", help="default: 2")
+    verify.add_argument("--length", type=_positive, default=32, metavar="TOKENS", help="random ones; default: 32")
+    verify.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    verify.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    verify.set_defaults(run=_verify)
 
     check = commands.add_parser("check", help="try the contract of every op that a Python file registers")
     check.add_argument("file", type=Path, metavar="FILE")
@@ -433,6 +446,29 @@ def _plan(arguments: argparse.Namespace) -> None:
     print(decided.to_json() if arguments.json else decided)
     if arguments.strict:
         decided.check_strict()
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench.harness.architectures import random_model, saved_model
+    from fuseopt.verify import acts_in_training
+
+    config, place = fuseopt.Config.load(arguments.config), (_device(arguments.device), getattr(torch, arguments.dtype))
+    model = saved_model(arguments.model, *place)
+    if model is None:
+        print(f"{arguments.model}: random weights")
+        model = random_model(arguments.model, *place)
+    vocabulary = model.config.get_text_config().vocab_size
+    shape, generator = (arguments.batch, arguments.length), torch.Generator().manual_seed(0)
+    ids = torch.randint(1, vocabulary, shape, generator=generator).to(place[0])
+    checked = fuseopt.verify(
+        model,
+        config,
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        labels=ids if arguments.train or acts_in_training(config) else None,
+        generate=arguments.generate and {"max_new_tokens": arguments.generate},
+    )
+    print(checked)
+    return 0 if checked.ok else 1
 
 
 def _check(arguments: argparse.Namespace) -> int:

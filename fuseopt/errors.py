@@ -21,6 +21,10 @@ class NotAModelError(FuseoptError, TypeError):
     """The object given is no `torch.nn.Module`."""
 
 
+class InputsError(FuseoptError, ValueError):
+    """Inputs, labels or arguments for which `verify` cannot compare a model; nothing was changed."""
+
+
 class PlanError(FuseoptError, RuntimeError):
     """Under `strict=True`: something that was asked for by name cannot be done on this model or this machine."""
 

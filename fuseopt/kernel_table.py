@@ -41,6 +41,7 @@ class Kernel:
         presets: preset that asks for the kernel, in the first of `lists` -> the options that it passes.
         activations: the activations of a gated feed-forward that the kernel computes.
         order: kernels with a lower order claim modules first; those with the same order, in order of registration.
+        only_trains: whether the kernel acts in training steps only, or on their loss; `verify` then runs one.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Kernel:
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     activations: tuple[str, ...] = ()
     order: int = 0
+    only_trains: bool = False
 
     @property
     def proposer(self) -> Callable[[Any], Any]:
@@ -201,6 +203,7 @@ _BUILT_IN = {
             "relative_attention",
             {TRITON: {"where_it_pays": bool}},
             _PAYS,
+            only_trains=True,
         ),
         Kernel(
             "FusedRelativeAttention",
@@ -219,7 +222,11 @@ _BUILT_IN = {
             _INFERENCE,
         ),
         Kernel(
-            "FusedDropoutAdd", f"{_STRATEGIES}.residual.propose_dropout_add", "dropout_add_layer_norm", {TRITON: {}}
+            "FusedDropoutAdd",
+            f"{_STRATEGIES}.residual.propose_dropout_add",
+            "dropout_add_layer_norm",
+            {TRITON: {}},
+            only_trains=True,
         ),
         Kernel(
             "FusedLinearCrossEntropy",
@@ -227,8 +234,9 @@ _BUILT_IN = {
             "linear_cross_entropy",
             {TRITON: {}},
             {"training": {}},
+            only_trains=True,
         ),
-        Kernel("FusedCrossEntropy", f"{_STRATEGIES}.losses.propose", "cross_entropy", {TRITON: {}}),
+        Kernel("FusedCrossEntropy", f"{_STRATEGIES}.losses.propose", "cross_entropy", {TRITON: {}}, only_trains=True),
         Kernel(
             "FusedNoRepeatNGram",
             f"{_STRATEGIES}.logits_processors.propose",

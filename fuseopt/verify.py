@@ -2,46 +2,80 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import math
-import operator
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 import fuseopt
-from fuseopt import apply
-from fuseopt.errors import printable
+from fuseopt import apply, verify_inputs, verify_runs
+from fuseopt.config import Config
+from fuseopt.errors import InputsError, printable, shown
+from fuseopt.kernel_table import find_kernel
+from fuseopt.verify_runs import LOSS
+from fuseopt.verify_watch import Watch
 
 # The largest error allowed to the fused model, as a multiple of the stock model's error,
 ERROR_FACTOR = 2.0
 # or in units in the last place of the output's largest value, whichever is more.
 FLOOR_ULPS = 2.0
+# The same multiple for loss and gradients. Some of many small tensors are almost exact in stock by chance, so the stock
+# error of a gradient counts as at least the median of all parameters', relative to the gradient's largest value.
+TRAINING_FACTOR = 4.0
 
 # Calls of the fused model by device type, each compared: on a GPU later calls are captured as CUDA graphs.
 _CALLS = {"cuda": 4}
 
 
 @dataclass(frozen=True)
-class Verification:
-    """Result of `verify`, for the output tensor with the largest error relative to its tolerance.
+class Comparison:
+    """One tensor of the stock and of the fused model, against float64.
 
     Attributes:
-        output: name of the tensor, such as "logits".
+        name: of an output, such as "logits", or of a parameter.
         difference: largest absolute difference between the fused and the stock model.
         stock_error, fused_error: largest absolute difference of each model from the float64 reference.
         tolerance: largest `fused_error` allowed.
+    """
+
+    name: str
+    difference: float
+    stock_error: float
+    fused_error: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.fused_error <= self.tolerance
+
+    @property
+    def excess(self) -> float:
+        """`fused_error` as a multiple of `tolerance`; 0 if the stock model itself has no finite error."""
+        return 0.0 if math.isinf(self.tolerance) else self.fused_error / self.tolerance
+
+    def __str__(self) -> str:
+        return f"stock {self.stock_error:.2e}, fused {self.fused_error:.2e}, allowed {self.tolerance:.2e}"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Result of `verify`.
+
+    Attributes:
+        output: name of the output tensor with the largest error relative to its tolerance, such as "logits". The next
+            four attributes are of this tensor, as in `Comparison`.
         tokens_agree: whether both models generate the same tokens; None if `verify` was not asked to generate.
         tokens_count: whether `ok` requires `tokens_agree`. True in float32 and float64; in half precision near-ties
             between two tokens are decided by the last bit.
         replaced: number of objects that the config replaced.
+        loss: of the training step; None if none was run.
+        gradient: of the parameter whose gradient has the largest error relative to its tolerance; None as above.
+        gradients: number of parameters whose gradients were compared.
+        not_run: what the config asks for and nothing ran, and what was not compared, one line each.
     """
 
     output: str
@@ -52,85 +86,198 @@ class Verification:
     tokens_agree: bool | None
     tokens_count: bool
     replaced: int
+    loss: Comparison | None = None
+    gradient: Comparison | None = None
+    gradients: int = 0
+    not_run: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        return self.fused_error <= self.tolerance and not (self.tokens_count and self.tokens_agree is False)
+        compared = [c for c in (self._outputs, self.loss, self.gradient) if c is not None]
+        return all(c.ok for c in compared) and not (self.tokens_count and self.tokens_agree is False)
+
+    @property
+    def _outputs(self) -> Comparison:
+        return Comparison(self.output, self.difference, self.stock_error, self.fused_error, self.tolerance)
 
     def __str__(self) -> str:
         tokens = {None: "not generated", True: "the same", False: "not the same"}[self.tokens_agree]
-        return (
-            f"verify: {'ok' if self.ok else 'FAILED'}, {self.replaced} objects replaced\n"
-            f"  {printable(self.output)}: fused differs from stock by {self.difference:.2e} at most\n"
-            f"  error against float64: stock {self.stock_error:.2e}, fused {self.fused_error:.2e}, "
-            f"allowed {self.tolerance:.2e}\n"
-            f"  tokens: {tokens}"
-        )
+        lines = [
+            f"verify: {'ok' if self.ok else 'FAILED'}, {self.replaced} objects replaced",
+            f"  {printable(self.output)}: fused differs from stock by {self.difference:.2e} at most",
+            f"  error against float64: {self._outputs}",
+        ]
+        if self.loss is not None and self.gradient is not None:
+            lines += [
+                f"  training loss, error against float64: {self.loss}",
+                f"  gradients of {self.gradients} parameters, the worst of {printable(self.gradient.name)}: "
+                f"{self.gradient}",
+            ]
+        lines.append(f"  tokens: {tokens}")
+        return "\n".join((*lines, *(f"  not run: {printable(line)}" for line in self.not_run)))
 
 
 def verify(
-    model: nn.Module, config: Any, inputs: Mapping[str, Any], *, generate: Mapping[str, Any] | None = None
+    model: nn.Module,
+    config: Any,
+    inputs: Mapping[str, Any],
+    *,
+    labels: Tensor | None = None,
+    train: bool | None = None,
+    generate: Mapping[str, Any] | None = None,
 ) -> Verification:
     """Compares the stock and the fused model on `inputs` with a copy of the stock model that computes in float64.
 
-    All three run in eval mode and without gradients, so parts of a config that act in training only are not checked.
-    Afterwards the model is stock or fused as before. On a GPU the fused model runs four times, so that calls captured
-    as CUDA graphs are compared too. The float64 copy needs memory for a second model, with 8 bytes per parameter.
+    All three run in eval mode without gradients. If `train`, they also run a training step, whose loss and gradients
+    are compared, with every dropout rate at 0: fused dropout draws other masks from the same seed. Afterwards the model
+    is stock or fused as before, with the same gradients, buffers, modes and random generators. On a GPU the fused model
+    runs four times, so that calls captured as CUDA graphs are compared too. The float64 copy needs memory for a second
+    model, with 8 bytes per parameter, and as much for its gradients.
 
     Args:
         model: on any device, in any floating-point dtype.
         config: as for `initialize`.
-        inputs: keyword arguments of the model's forward, such as a tokenizer returns.
+        inputs: keyword arguments of the model's forward, such as a tokenizer returns. An encoder-decoder model that is
+            given neither decoder inputs nor labels gets its prompt, shifted, as `decoder_input_ids`.
+        labels: for the loss; may also be in `inputs`. The loss of a model whose forward takes none is a sum of its
+            outputs with random weights.
+        train: whether a training step is compared. By default if there are labels, or if the config has
+            `memory_efficient_fusion` or a kernel that only acts in training.
         generate: keyword arguments of `model.generate`. If given, both models also generate from `inputs`, greedily by
             default, with the same random seed.
 
     Raises:
         NotAModelError, ConfigError: as `initialize`.
-        ValueError: the model returns no floating-point tensor.
+        InputsError: an argument is wrong or missing; nothing has been changed.
+        InputsError: the model returns no floating-point tensor, or its training step is random without dropout too.
     """
-    fuseopt.plan(model, config)  # raises for a bad model or config before anything runs
+    wanted = fuseopt.plan(model, config).config  # raises for a bad model or config before anything runs
+    if train is not None and not isinstance(train, bool):
+        raise InputsError(f"train: expected True, False or None, got {shown(train)}")
+    if train is None:
+        has_labels = labels is not None or (isinstance(inputs, Mapping) and inputs.get("labels") is not None)
+        train = has_labels or acts_in_training(wanted)
+    given = verify_inputs.checked(model, inputs, labels, train)
+    verify_inputs.check_generate(model, generate)
     with apply.lock(model), apply.as_found_after(model):
         apply.put(model, None)
-        with _evaluating(model), torch.no_grad():
-            stock, stock_tokens = _outputs(model, inputs), _tokens(model, inputs, generate)
-            reference = _run_in_float64(model, inputs)
-            with fuseopt.fused(model, config):
-                replaced = len(fuseopt.report(model).replaced)
-                calls = max((_CALLS.get(parameter.device.type, 1) for parameter in model.parameters()), default=1)
-                fused = [_outputs(model, inputs) for _ in range(calls)]
-                fused_tokens = _tokens(model, inputs, generate)
-    if not stock:
-        raise ValueError(f"verify: {type(model).__name__} returned no floating-point tensor to compare")
-    compared = [(name, _compare(stock[name], run.get(name), reference[name])) for run in fused for name in stock]
-    worst, comparison = max(compared, key=lambda named: named[1].fused_error / named[1].tolerance)
-    dtype = next(iter(model.parameters()), next(iter(stock.values()))).dtype
+        with verify_runs.state_kept(model):
+            return _compare_runs(model, wanted, given, train, verify_inputs.prompt(inputs), generate)
+
+
+def _compare_runs(
+    model: nn.Module,
+    config: Config,
+    inputs: Mapping[str, Any],
+    train: bool,
+    prompt: Mapping[str, Any],
+    generate: Mapping[str, Any] | None,
+) -> Verification:
+    """`verify` of a stock model, with inputs that have been checked."""
+    with verify_runs.evaluating(model):
+        forward = _Reference(model, inputs, verify_runs.outputs)
+        tokens = None if generate is None else verify_runs.tokens(model, prompt, generate)
+    if not forward.stock:
+        raise InputsError(f"verify: {type(model).__name__} returned no floating-point tensor to compare")
+    step = None
+    if train:
+        with verify_runs.training(model):
+            step = _Reference(model, inputs, verify_runs.training_step)
+            if verify_runs.is_random(model, inputs, step.stock):
+                raise InputsError(
+                    f"model: the training step of {type(model).__name__} depends on random numbers although every "
+                    "dropout rate is 0, so two cannot be compared; make it deterministic, or pass train=False"
+                )
+    with fuseopt.fused(model, config):
+        applied = apply.applied_to(model)
+        watch = Watch(applied.changes if applied is not None else ())
+        replaced = len(fuseopt.report(model).replaced)
+        calls = max((_CALLS.get(parameter.device.type, 1) for parameter in model.parameters()), default=1)
+        with watch.watching(), verify_runs.evaluating(model):
+            outputs = [c for _ in range(calls) for c in forward.compared(model, inputs)]
+            fused_tokens = None if generate is None else verify_runs.tokens(model, prompt, generate)
+        gradients: list[Comparison] = []
+        if step is None:
+            not_run = ["training steps: pass labels=... to compare loss and gradients"]
+        else:
+            with watch.watching_training(), verify_runs.training(model) as rate:
+                gradients = [c for _ in range(calls) for c in step.compared(model, inputs)]
+            not_run = watch.training_not_run(rate)
+        not_run += watch.idle_lines()
+    losses = [c for c in gradients if c.name == LOSS]
+    gradients = [c for c in gradients if c.name != LOSS]
+    worst = _worst(outputs)
+    dtype = next(iter(model.parameters()), next(iter(forward.stock.values()))).dtype
     return Verification(
-        worst,
-        **vars(comparison),
-        tokens_agree=None if stock_tokens is None else torch.equal(stock_tokens, fused_tokens),
+        worst.name,
+        worst.difference,
+        worst.stock_error,
+        worst.fused_error,
+        worst.tolerance,
+        tokens_agree=None if tokens is None or fused_tokens is None else torch.equal(tokens, fused_tokens),
         tokens_count=dtype in (torch.float32, torch.float64),
         replaced=replaced,
+        loss=_worst(losses) if losses else None,
+        gradient=_worst(gradients) if gradients else None,
+        gradients=len({c.name for c in gradients}),
+        not_run=tuple(not_run),
     )
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    difference: float
-    stock_error: float
-    fused_error: float
-    tolerance: float
+class _Reference:
+    """What `run` finds for the stock model and for its float64 copy."""
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], run: verify_runs.Run) -> None:
+        self._run = run
+        try:
+            self.stock = run(model, inputs)
+        except Exception as error:
+            error.add_note("verify: raised by the stock model, before anything was replaced; check the inputs")
+            raise
+        self._exact = verify_runs.in_float64(run, model, inputs)
+        self._tolerances = dict(self._allowed(model))
+
+    def compared(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[Comparison]:
+        """One run of `model`, compared tensor by tensor."""
+        fused = self._run(model, inputs)
+        return [
+            _compare(name, stock, fused.get(name), self._exact[name], self._tolerances[name])
+            for name, stock in self.stock.items()
+        ]
+
+    def _allowed(self, model: nn.Module) -> Iterator[tuple[str, float]]:
+        trains = self._run is verify_runs.training_step
+        errors = {name: _largest_difference(stock, self._exact[name]) for name, stock in self.stock.items()}
+        largest = {name: _largest_value(exact) for name, exact in self._exact.items()}
+        ratios = [errors[name] / largest[name] for name in errors if name != LOSS and largest[name]]
+        typical = statistics.median(ratios) if trains and ratios else 0.0
+        tensors = (*self.stock.values(), *(p for p in model.parameters() if p.is_floating_point()))
+        coarsest = max((torch.finfo(tensor.dtype).eps for tensor in tensors), default=0.0)
+        for name, stock in self.stock.items():
+            info = torch.finfo(stock.dtype)
+            # A loss in float32 of logits in half precision has the errors of the latter; half a unit is allowed.
+            eps = info.eps if stock.dim() else max(info.eps, coarsest / (2 * FLOOR_ULPS))
+            error = errors[name] if name == LOSS else max(errors[name], typical * largest[name])
+            factor = TRAINING_FACTOR if trains else ERROR_FACTOR
+            yield name, max(factor * error, FLOOR_ULPS * eps * largest[name], info.tiny)
 
 
-def _compare(stock: Tensor, fused: Tensor | None, reference: Tensor) -> _Comparison:
-    stock_error = _largest_difference(stock, reference)
-    finite = reference[reference.isfinite()].abs()
-    largest = finite.max().item() if finite.numel() else 0.0
-    info = torch.finfo(stock.dtype)
-    tolerance = max(ERROR_FACTOR * stock_error, FLOOR_ULPS * info.eps * largest, info.tiny)
+def _worst(compared: Iterable[Comparison]) -> Comparison:
+    return max(compared, key=lambda comparison: (comparison.excess, comparison.fused_error))
+
+
+def _compare(name: str, stock: Tensor, fused: Tensor | None, exact: Tensor, tolerance: float) -> Comparison:
+    stock_error = _largest_difference(stock, exact)
     if fused is None or fused.shape != stock.shape or fused.dtype != stock.dtype:
-        return _Comparison(math.inf, stock_error, math.inf, tolerance)
-    fused_error = _largest_difference(fused, reference)
-    return _Comparison(_largest_difference(fused, stock), stock_error, fused_error, tolerance)
+        return Comparison(name, math.inf, stock_error, math.inf, tolerance)
+    return Comparison(
+        name, _largest_difference(fused, stock), stock_error, _largest_difference(fused, exact), tolerance
+    )
+
+
+def _largest_value(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()].abs()
+    return finite.max().item() if finite.numel() else 0.0
 
 
 def _largest_difference(one: Tensor, other: Tensor) -> float:
@@ -142,57 +289,8 @@ def _largest_difference(one: Tensor, other: Tensor) -> float:
     return torch.where(same, 0.0, (one - other).abs()).nan_to_num(nan=math.inf).max().item()
 
 
-def _outputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    return dict(_floating_tensors("output", model(**inputs)))
-
-
-def _tokens(model: nn.Module, inputs: Mapping[str, Any], generate: Mapping[str, Any] | None) -> Tensor | None:
-    if generate is None:
-        return None
-    prompt = {name: value for name, value in inputs.items() if name != "labels"}
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(0)
-        tokens = model.generate(**prompt, **{"do_sample": False, **generate})
-    return getattr(tokens, "sequences", tokens)
-
-
-def _run_in_float64(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    reference = copy.deepcopy(model).double()
-    widened = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, dict(inputs))
-    with _InFloat64():
-        return _outputs(reference, widened)
-
-
-class _InFloat64(TorchDispatchMode):
-    """Turns casts to narrower floating dtypes into casts to float64: norms and softmaxes ask for float32 by name."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        narrow = (torch.float32, torch.float16, torch.bfloat16)
-        args, kwargs = tree_map_only(
-            torch.dtype, lambda dtype: torch.float64 if dtype in narrow else dtype, (args, kwargs or {})
-        )
-        return func(*args, **kwargs)
-
-
-def _floating_tensors(name: str, output: Any) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors in nested mappings and sequences, with names. Other objects are skipped."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield name, output
-    elif isinstance(output, Mapping):
-        for key, value in output.items():
-            yield from _floating_tensors(str(key), value)
-    elif isinstance(output, (tuple, list)):
-        for position, value in enumerate(output):
-            yield from _floating_tensors(f"{name}[{position}]", value)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    flags = [
-        functools.partial(operator.setitem, module.__dict__, "training", module.training) for module in model.modules()
-    ]
-    with apply.put_back_after(functools.partial(apply.run_at_once, flags)):
-        model.eval()
-        yield
+def acts_in_training(config: Config) -> bool:
+    """Whether the config has `memory_efficient_fusion`, or a kernel that only acts in training."""
+    fusion = config.active_fusion
+    requests = (*fusion.custom_cuda_kernels, *fusion.triton_kernels)
+    return fusion.memory_efficient_fusion is not None or any(find_kernel(r.name).only_trains for r in requests)

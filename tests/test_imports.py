@@ -34,7 +34,7 @@ LAYERS = (
     {"blocks", "training"},
     {"generation", "models", "plan", "apply"},
     {"strategies"},
-    {"__init__", "verify", "extend"},
+    {"__init__", "verify", "verify_inputs", "verify_runs", "verify_watch", "extend"},
     {"bench", "cli", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -14,7 +14,7 @@ import fuseopt
 from fuseopt import modules
 from fuseopt.blocks import stack_runner
 from fuseopt.errors import ConfigError, NotAModelError
-from fuseopt.verify import _run_in_float64
+from fuseopt.verify_runs import in_float64, outputs
 
 GELU = {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "backend": "reference", "jit": False}}
 # The package has a function of that name.
@@ -93,7 +93,7 @@ def test_the_judge_is_float64_throughout(t5):
     # T5LayerNorm asks for float32 by name; with rounding to it anywhere, the copy would be 1e-8 off at best.
     norm = t5.encoder.final_layer_norm
     hidden = torch.randn(5, 32)
-    judged = _run_in_float64(norm, {"hidden_states": hidden})["output"]
+    judged = in_float64(outputs, norm, {"hidden_states": hidden})["output"]
     exact = hidden.double() * torch.rsqrt(hidden.double().pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
     torch.testing.assert_close(judged, exact * norm.weight.double(), rtol=1e-15, atol=0)
 

@@ -133,6 +133,11 @@ class TrainingForward:
             # Steps that fell back are compiled again, and raise.
             self._fallback.reason = ""
 
+    @property
+    def fallback_reason(self) -> str:
+        """Why training steps run the class's own forward; empty if they do not."""
+        return self._fallback.reason
+
     def report_lines(self) -> tuple[str, ...]:
         return (*self._fallback.report_lines(), *self._captured.report_lines())
 

@@ -45,6 +45,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "t5-tiny": ("t5", {"d_model": 64, "d_ff": 128, "d_kv": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 512}),
 }
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {"gpt2": {}, "t5": {"decoder_start_token_id": 0}}
 
@@ -135,12 +136,30 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype, **override
     return model.eval()
 
 
+def saved_model(source: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel | None:
+    """The model of a folder or a model id in transformers' cache with its weights, in eval mode; None if it has none.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    config = load_config(source)
+    folder = Path(config._name_or_path)
+    if not config._name_or_path or not any(found for end in _WEIGHTS for found in folder.glob(end)):
+        return None
+    name = next((name for name in config.architectures or () if hasattr(transformers, name)), None)
+    model_class = getattr(transformers, name) if name else _auto_class(config)
+    return model_class.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
 def _build(config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedModel:
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)._from_config(config, dtype=dtype)
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
-        return auto.from_config(config, dtype=dtype)
+        return _auto_class(config).from_config(config, dtype=dtype)
     except ValueError as error:
         raise ConfigError(f"config.json names no class of transformers under 'architectures': {error}") from error
