@@ -222,10 +222,12 @@ def toolkit_root(nvcc: str) -> Path:
 
 
 def sources_digest(kind: str) -> str:
-    """Hash of the names and contents of a library's sources and headers."""
+    """Hash of the names and contents of a library's sources and headers; a wheel leaves out the folders' READMEs."""
     digest = hashlib.sha256()
     measured = (CSRC.parent / "tuning").glob("*.inc") if kind == "cuda" else ()
     for path in sorted((*CSRC.glob("*.*"), *(CSRC / kind).rglob("*.*"), *measured)):
+        if path.suffix == ".md":
+            continue
         digest.update(f"{os.path.relpath(path, CSRC)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

@@ -1,7 +1,7 @@
 """One generate() call, top to bottom: fingerprint of the model, tier and reason, prompt, loop, output.
 
 `FusedGenerate` stands in for `generate` on a model instance. Each call makes a `GenerateCall`, whose methods are the
-steps in order; README.md in this folder numbers them.
+stages in order; README.md in this folder numbers them.
 """
 
 from __future__ import annotations

@@ -92,3 +92,13 @@ def test_a_command_that_is_none_is_a_reason(csrc, monkeypatch, tmp_path, command
         assert state.status == "loaded"
     else:
         assert state.status == "absent" and words in state.reason
+
+
+def test_a_readme_beside_sources_is_no_source(csrc):
+    """A wheel has no READMEs, and its libraries must count as made from its sources."""
+    before = toolchain.sources_digest("cpu")
+    (csrc / "README.md").write_text("# Words\n")
+    (csrc / "cpu" / "README.md").write_text("# Words\n")
+    assert toolchain.sources_digest("cpu") == before
+    (csrc / "dtypes.h").write_text("constexpr int kAnswer = 43;\n")
+    assert toolchain.sources_digest("cpu") != before

@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 import fuseopt
 from fuseopt.extend.replaced import unreplace
@@ -108,6 +109,9 @@ def test_every_block_of_the_page_runs(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "mine::mul_add_relu on " in printed and "FAIL" not in printed
     assert printed.count("FusedMulAddReLU") >= 2  # in the plan and in the report
+    # The kernel that the plan names runs the module's call too.
+    assert torch.cuda.is_available() or "FusedMulAddReLU[cpu]" in printed
+    assert torch.cuda.is_available() or "Choice(backend='cpu'" in printed
 
 
 def test_the_road_runs_as_the_design_has_it(tmp_path, capsys):
