@@ -22,6 +22,13 @@ KERNELS = ("cuda", "cpu", "triton", COMPILE)
 _ORDER = ("cuda", "cpu", "triton", COMPILE, REFERENCE)
 
 
+def refusal(answer: Any, without_reason: str) -> str | None:
+    """Why a user's predicate refuses: what it says, `without_reason` if that is false; None if it is true."""
+    if isinstance(answer, str):
+        return answer or without_reason
+    return None if answer else without_reason
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One way to compute an op.
@@ -43,9 +50,7 @@ class Kernel:
         if self.supports is None:
             return None
         answer = self.supports(*arguments)
-        if answer is True or answer is None:
-            return None
-        return answer if isinstance(answer, str) else "its `supports` says no to these arguments"
+        return None if answer is None else refusal(answer, "its `supports` says no to these arguments")
 
     def supporting(self, predicate: Callable) -> Kernel:
         """The kernel with `predicate` to be asked as well."""
@@ -55,7 +60,7 @@ class Kernel:
 
         def both(*arguments: Any) -> Any:
             answer = first(*arguments)
-            return predicate(*arguments) if answer is True else answer
+            return predicate(*arguments) if answer is None or refusal(answer, "") is None else answer
 
         return replace(self, supports=both)
 

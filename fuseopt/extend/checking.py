@@ -323,6 +323,8 @@ class _Checks:
         if self.op.signature.has_lists:
             raise _DoesNotApply("an op of a list of tensors is not mapped")
         dims = tuple(0 if isinstance(argument, Tensor) else None for argument in arguments)
+        if not any(dim == 0 for dim in dims):
+            raise _DoesNotApply("no argument is a tensor")
         try:
             with torch.no_grad():
                 mapped = as_results(torch.vmap(lambda *given: self._call(given), in_dims=dims)(*stacked))

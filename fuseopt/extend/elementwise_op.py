@@ -13,7 +13,7 @@ from fuseopt.errors import OpError
 from fuseopt.extend.expression import computed, inputs_of, parse
 from fuseopt.extend.own_op import Op
 from fuseopt.extend.signature import check_name
-from fuseopt.ops.library import compute_dtype
+from fuseopt.ops.library import TRITON_INTERPRETED, compute_dtype
 
 _TAKES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -39,6 +39,7 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
     check_name(name)
     tree = parse(expression)
     names = list(inputs_of(tree))
+    scalars = (scalars,) if isinstance(scalars, str) else tuple(dict.fromkeys(scalars))
     absent = [scalar for scalar in scalars if scalar not in names]
     if absent:
         raise OpError(f"{name}: the scalar {absent[0]!r} is not in {expression!r}")
@@ -53,34 +54,31 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
         present = [given[each] for each in tensors]
         dtype = compute_dtype(*present)
         wide = {each: t.to(dtype) if t.is_floating_point() else t for each, t in given.items() if each in tensors}
+        like = torch.empty((), dtype=dtype, device=present[0].device)
         result = functools.reduce(torch.promote_types, (t.dtype for t in present))
-        return computed(tree, {**given, **wide}).to(result)
+        return computed(tree, {**given, **wide}, like).to(result)
 
     op = Op(name, _annotated(name, expression, compute, tensors, scalars))
     kernels = _Kernels(expression, tuple(tensors), tuple(scalars), reduce_grad)
-    op.kernel("triton", supports=_takes)(kernels.forward)
+    op.kernel("triton", supports=kernels.takes)(kernels.forward)
     op.backward("triton")(kernels.backward)
     return op
-
-
-def _takes(*arguments: Any) -> bool | str:
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    other = next((t.dtype for t in tensors if t.dtype not in _TAKES), None)
-    return True if other is None else f"takes float32, float16 and bfloat16, not {other}"
 
 
 def _annotated(
     name: str, expression: str, compute: Callable, tensors: Sequence[str], scalars: Sequence[str]
 ) -> Callable[..., Tensor]:
     """`compute` with an argument for each tensor and each scalar."""
-    listed = ", ".join([*(f"{each}: Tensor" for each in tensors), *(f"{each}: float" for each in scalars)])
-    short = name.partition("::")[2]
-    call = f"compute({', '.join([*tensors, *scalars])})"
-    source = f"def made(compute):\n    def {short}({listed}) -> Tensor:\n        return {call}\n    return {short}\n"
+    names = ", ".join([*tensors, *scalars])
+    inner = "_" + "".join([*tensors, *scalars])  # which none of them is
+    source = f"def made({inner}):\n    def op({names}):\n        return {inner}({names})\n    return op\n"
     # Names of no module: torch.compile looks its globals up in one of that name.
-    namespace: dict[str, Any] = {"Tensor": Tensor, "__name__": f"fuseopt_elementwise_{short}"}
+    short = name.partition("::")[2]
+    namespace: dict[str, Any] = {"__name__": f"fuseopt_elementwise_{short}"}
     exec(compile(source, f"<elementwise {name}>", "exec"), namespace)
     function: Callable[..., Tensor] = namespace["made"](compute)
+    function.__name__ = function.__qualname__ = short
+    function.__annotations__ = {**dict.fromkeys(tensors, Tensor), **dict.fromkeys(scalars, float), "return": Tensor}
     function.__doc__ = f"`{expression}`"
     return function
 
@@ -96,6 +94,21 @@ class _Kernels:
         from fuseopt.extend import triton_expression
 
         return triton_expression.kernels_of(*self._description)
+
+    @functools.cached_property
+    def _runs_here(self) -> bool:
+        from fuseopt.extend import triton_expression
+
+        return not TRITON_INTERPRETED or "libdevice." not in "".join(
+            triton_expression.sources(*self._description).values()
+        )
+
+    def takes(self, *arguments: Any) -> bool | str:
+        """For `supports`."""
+        other = next((t.dtype for t in arguments[: self._tensors] if t.dtype not in _TAKES), None)
+        if other is not None:
+            return f"takes float32, float16 and bfloat16, not {other}"
+        return self._runs_here or "Triton's interpreter has no pow"
 
     def forward(self, *arguments: Any) -> Tensor:
         return self._module().forward(arguments[: self._tensors], arguments[self._tensors :])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,8 @@ def _of(kind: str, *operands: Node) -> Node:
         for one, other in (operands, operands[::-1]):
             if one == number(1):
                 return other
+    if kind == "div" and all(operand.kind == "number" for operand in operands):
+        return _simplified(kind, *operands)  # Triton does not divide the number 1 by the number 0
     return Node(kind, None, operands)
 
 
@@ -89,24 +92,21 @@ def _silu(x: Node, _: Node) -> tuple[Node]:
 
 
 def _power(operands: Sequence[Node], y: Node) -> tuple[Node | None, ...]:
+    # Zero, as torch has it, where the formula is 0 * inf or 0 * NaN.
     x, n = operands
-    by_x = _of("mul", n, _of("pow", x, _of("sub", n, _ONE)))
     if n.kind == "number":
-        by_x = _of("mul", n, _of("pow", x, number(n.value - 1)))
-        return by_x, None
-    return by_x, _of("mul", y, _of("log", x))
+        return None if n.value == 0 else _of("mul", n, _of("pow", x, number(n.value - 1))), None
+    by_x = _sign_where(_of("eq", n, _ZERO), _ZERO, _of("mul", n, _of("pow", x, _of("sub", n, _ONE))))
+    by_n = _of("mul", y, _of("log", x))
+    return by_x, _sign_where(_of("eq", x, _ZERO), _sign_where(_of("ge", n, _ZERO), _ZERO, by_n), by_n)
 
 
 def _chosen(kind: str) -> Callable[..., tuple[Node, ...]]:
     def gradient(operands: Sequence[Node], _: Node) -> tuple[Node, ...]:
-        # As torch.minimum and torch.maximum: each has half where they are equal.
+        # As torch.minimum and torch.maximum: each has half where they are equal, and all where one is NaN.
         a, b = operands
-        half = number(0.5)
-        wins = _of(kind, a, b)
-        loses = _of(kind, b, a)
-        of_a = _sign_where(wins, _ONE, _sign_where(loses, _ZERO, half))
-        of_b = _sign_where(loses, _ONE, _sign_where(wins, _ZERO, half))
-        return of_a, of_b
+        shared = _sign_where(_of("eq", a, b), number(0.5), _ONE)
+        return _sign_where(_of(kind, b, a), _ZERO, shared), _sign_where(_of(kind, a, b), _ZERO, shared)
 
     return gradient
 
@@ -129,24 +129,12 @@ def _compared(symbol: str, function: Callable) -> Operation:
 
 def _clamp_gradient(operands: Sequence[Node], _: Node) -> tuple[Node | None, ...]:
     x, low, high = operands
-    inside = _sign_where(_of("lt", x, low), _ZERO, _sign_where(_of("gt", x, high), _ZERO, _ONE))
+    inside = _sign_where(_of("ge", x, low), _sign_where(_of("le", x, high), _ONE, _ZERO), _ZERO)
     return inside, None, None
 
 
 def _where_gradient(operands: Sequence[Node], _: Node) -> tuple[Node | None, ...]:
     return None, _sign_where(operands[0], _ONE, _ZERO), _sign_where(operands[0], _ZERO, _ONE)
-
-
-def _tensors(function: Callable) -> Callable:
-    """`function` for operands of which some are numbers."""
-
-    def call(*operands: Any) -> Any:
-        like = next(
-            operand for operand in operands if isinstance(operand, torch.Tensor) and operand.is_floating_point()
-        )
-        return function(*(o if isinstance(o, torch.Tensor) else torch.full_like(like, o) for o in operands))
-
-    return call
 
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -167,9 +155,13 @@ OPERATIONS: Mapping[str, Operation] = {
     "eq": _compared("==", lambda a, b: a == b),
     "ne": _compared("!=", lambda a, b: a != b),
     "where": Operation(torch.where, "tl.where({0}, {1}, {2})", _where_gradient),
-    "min": Operation(_tensors(torch.minimum), "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", _chosen("lt")),
-    "max": Operation(_tensors(torch.maximum), "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", _chosen("gt")),
-    "clamp": Operation(torch.clamp, "tl.where({0} < {1}, {1}, tl.where({0} > {2}, {2}, {0}))", _clamp_gradient),
+    "min": Operation(torch.minimum, "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", _chosen("lt")),
+    "max": Operation(torch.maximum, "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", _chosen("gt")),
+    "clamp": Operation(
+        torch.clamp,
+        "tl.minimum(tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL), {2}, propagate_nan=tl.PropagateNan.ALL)",
+        _clamp_gradient,
+    ),
     "relu": Operation(
         F.relu, "tl.where({0} <= 0, 0.0, {0})", _unary(lambda x, y: _sign_where(_of("le", x, _ZERO), _ZERO, _ONE))
     ),
@@ -208,6 +200,9 @@ OPERATIONS: Mapping[str, Operation] = {
 _BINARY = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow"}
 _COMPARED = {ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne"}
 _ARGUMENTS = {"where": 3, "clamp": 3, "min": 2, "max": 2}
+# What Python's operators do with two numbers as torch does, and what torch's functions take tensors alone for.
+_OF_NUMBERS = ("add", "sub", "mul", "neg", *_COMPARED.values())
+_OF_TENSORS = ("where", "min", "max")
 FUNCTIONS = tuple(name for name in OPERATIONS if name not in (*_BINARY.values(), *_COMPARED.values(), "neg"))
 
 
@@ -221,7 +216,7 @@ def parse(text: str) -> Node:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
         raise OpError(f"the expression {text!r} is no Python: {error.msg} at column {error.offset}") from error
-    return _node(tree, text)
+    return _as_number(_node(tree, text))
 
 
 def inputs_of(node: Node) -> Iterator[str]:
@@ -236,13 +231,28 @@ def inputs_of(node: Node) -> Iterator[str]:
     return iter(seen)
 
 
-def computed(node: Node, values: Mapping[str, Any]) -> Any:
-    """The expression by torch."""
+def computed(node: Node, values: Mapping[str, Any], like: torch.Tensor) -> Any:
+    """The expression by torch.
+
+    Args:
+        like: of the device and dtype that numbers get where torch takes tensors alone.
+    """
     if node.kind == "input":
         return values[node.value]
     if node.kind == "number":
         return node.value
-    return OPERATIONS[node.kind].torch(*(computed(operand, values) for operand in node.of))
+    operands = [computed(operand, values, like) for operand in node.of]
+    if node.kind not in _OF_NUMBERS and not any(isinstance(operand, torch.Tensor) for operand in operands):
+        operands[0] = _as_tensor(operands[0], like)
+    if node.kind in _OF_TENSORS:
+        operands = [_as_tensor(operand, like) for operand in operands]
+    return OPERATIONS[node.kind].torch(*operands)
+
+
+def _as_tensor(value: Any, like: torch.Tensor) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.full((), value, dtype=torch.bool if isinstance(value, bool) else like.dtype, device=like.device)
 
 
 def derivatives(node: Node, names: Sequence[str]) -> dict[str, Node | None]:
@@ -281,7 +291,7 @@ def triton_lines(nodes: Sequence[Node], names: Mapping[str, str]) -> tuple[list[
         if node.kind == "input":
             return names[node.value]
         if node.kind == "number":
-            return repr(node.value)
+            return repr(node.value) if math.isfinite(node.value) else f'float("{node.value}")'
         if node not in known:
             operands = [written(operand) for operand in node.of]
             text = _power_text(node, operands[0]) or OPERATIONS[node.kind].triton.format(*operands)
@@ -299,8 +309,26 @@ def _power_text(node: Node, base: str) -> str | None:
     exponent = node.of[1].value
     if exponent != int(exponent) or abs(exponent) > 8:
         return None
-    product = " * ".join([base] * int(abs(exponent))) or f"({base} * 0 + 1.0)"
+    product = " * ".join([base] * int(abs(exponent))) or f"tl.where({base} == 0, 1.0, 1.0)"
     return f"(1.0 / ({product}))" if exponent < 0 else f"({product})"
+
+
+def _simplified(kind: str, *operands: Node) -> Node:
+    """An operation as it is written: comparisons are 0 or 1 where a number belongs, and numbers alone are computed."""
+    if kind == "where":
+        condition, yes, no = operands[0], *map(_as_number, operands[1:])
+        if condition.kind not in _COMPARED.values():
+            condition = Node("ne", None, (condition, _ZERO))
+        return Node(kind, None, (condition, yes, no))
+    operands = tuple(map(_as_number, operands))
+    if all(operand.kind == "number" for operand in operands):
+        exact = (torch.tensor(operand.value, dtype=torch.float64) for operand in operands)
+        return number(OPERATIONS[kind].torch(*exact).item())
+    return Node(kind, None, operands)
+
+
+def _as_number(node: Node) -> Node:
+    return _sign_where(node, _ONE, _ZERO) if node.kind in _COMPARED.values() else node
 
 
 def _node(tree: ast.expr, text: str) -> Node:
@@ -310,14 +338,17 @@ def _node(tree: ast.expr, text: str) -> Node:
     if isinstance(tree, ast.Name):
         return Node("input", tree.id)
     if isinstance(tree, ast.Constant) and isinstance(tree.value, (int, float)) and not isinstance(tree.value, bool):
-        return number(tree.value)
-    if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
-        inner = _node(tree.operand, text)
-        return number(-inner.value) if inner.kind == "number" else Node("neg", None, (inner,))
+        try:
+            return number(tree.value)
+        except OverflowError as error:
+            raise wrong("a number that no float holds") from error
+    if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, (ast.USub, ast.UAdd)):
+        inner = _as_number(_node(tree.operand, text))
+        return inner if isinstance(tree.op, ast.UAdd) else _simplified("neg", inner)
     if isinstance(tree, ast.BinOp) and type(tree.op) in _BINARY:
-        return Node(_BINARY[type(tree.op)], None, (_node(tree.left, text), _node(tree.right, text)))
+        return _simplified(_BINARY[type(tree.op)], _node(tree.left, text), _node(tree.right, text))
     if isinstance(tree, ast.Compare) and len(tree.ops) == 1 and type(tree.ops[0]) in _COMPARED:
-        return Node(_COMPARED[type(tree.ops[0])], None, (_node(tree.left, text), _node(tree.comparators[0], text)))
+        return _simplified(_COMPARED[type(tree.ops[0])], _node(tree.left, text), _node(tree.comparators[0], text))
     if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.keywords:
         name = tree.func.id
         if name not in FUNCTIONS:
@@ -327,5 +358,7 @@ def _node(tree: ast.expr, text: str) -> Node:
         operands = tuple(_node(argument, text) for argument in tree.args)
         if name == "clamp" and any(operand.kind != "number" for operand in operands[1:]):
             raise wrong("a clamp whose bounds are no numbers (use min and max)")
-        return Node(name, None, operands)
+        if name == "where" and operands[0].kind == "number":
+            raise wrong("a where whose condition is the same everywhere")
+        return _simplified(name, *operands)
     raise wrong(f"{ast.unparse(tree)!r}, which is no + - * / **, comparison, name, number or function,")

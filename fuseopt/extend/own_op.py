@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -24,14 +25,15 @@ from fuseopt.extend.backends import (
     order_on,
     with_reason,
 )
-from fuseopt.extend.signature import Signature, as_results, check_name, look_at, tensors_of
-from fuseopt.extend.torch_op import TorchOp
+from fuseopt.extend.signature import Signature, as_results, check_name, look_at, tensors_of, without_autocast_for
+from fuseopt.extend.torch_op import TorchOp, unshared
 from fuseopt.ops import registry
-from fuseopt.ops.library import apply, in_forward_mode, without_autocast
+from fuseopt.ops.library import apply, in_forward_mode
 
 FunctionT = TypeVar("FunctionT", bound=Callable)
 
 _OPS: dict[str, Op] = {}
+_LOCK = threading.RLock()  # held while names are taken or freed
 
 
 def op(name: str) -> Callable[[Callable], Op]:
@@ -58,9 +60,10 @@ def unregister(name: str) -> None:
     Raises:
         KeyError: there is none of that name.
     """
-    if name not in _OPS:
-        raise KeyError(f"no op {name!r}; there are {', '.join(sorted(_OPS)) or 'none'}")
-    _OPS.pop(name).close()
+    with _LOCK:
+        if name not in _OPS:
+            raise KeyError(f"no op {name!r}; there are {', '.join(sorted(_OPS)) or 'none'}")
+        _OPS.pop(name).close()
 
 
 def registered() -> dict[str, Op]:
@@ -100,14 +103,21 @@ class Op:
         self._formulas: dict[str | None, Callable] = {}
         self._samples: Callable | None = None
         self._orders: dict[tuple[str, str], tuple[tuple[Kernel, ...], dict[str, list[str]]]] = {}
+        self._is_closed = False
         if name in _OPS:
             warnings.warn(f"fuseopt: {name} is registered again and replaces the one before", stacklevel=3)
-            unregister(name)
-        self._torch_op = TorchOp(self)
-        _OPS[name] = self
-        self._torch_op.define("auto")
-        self._torch_op.define(REFERENCE)
-        self.kernel(COMPILE)(function)
+        with _LOCK:
+            if name in _OPS:
+                unregister(name)
+            self._torch_op = TorchOp(self)
+            try:
+                self._torch_op.define("auto")
+                self._torch_op.define(REFERENCE)
+                self.kernel(COMPILE)(function)
+            except OpError:
+                self._torch_op.close()
+                raise
+            _OPS[name] = self
 
     def kernel(self, backend: str, supports: Callable | None = None) -> Callable[[FunctionT], FunctionT]:
         """Decorator for a function with the op's signature that computes it on `backend`, in place of any it had.
@@ -130,10 +140,16 @@ class Op:
         return add
 
     def add_kernel(self, kernel: Kernel) -> None:
-        """Put in a kernel, in place of any that its backend had."""
-        self._kernels[kernel.backend] = kernel
-        self._torch_op.define(kernel.backend)
-        self._register()
+        """Put in a kernel, in place of any that its backend had.
+
+        Raises:
+            OpError: the op is not registered any more, or the name that the kernel gets in `torch.ops` is taken.
+        """
+        with _LOCK:
+            self._check_open()
+            self._torch_op.define(kernel.backend)
+            self._kernels[kernel.backend] = kernel
+            self._register()
 
     def supports(self, predicate: Callable, backend: str | None = None) -> Op:
         """Say what the op's kernels take: those of one backend, or all that it has so far. Returns the op.
@@ -229,13 +245,14 @@ class Op:
 
     def define_native(self, name: str) -> Callable:
         """The function that a library has registered as `name`, in the op's namespace, with the op's schema."""
+        self._check_open()
         return self._torch_op.define_native(name)
 
     def fake_results(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
         """The op on tensors without data."""
         return as_results(self._torch_op.run_fake(*arguments))
 
-    def __call__(self, *args: Any, backend: str = "auto", **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, backend: str = "auto", **kwargs: Any) -> Any:
         arguments = args
         if kwargs or len(args) != len(self.signature.names):
             arguments = self.signature.bind(self.name, args, kwargs)
@@ -244,17 +261,16 @@ class Op:
         first, needs_grad = look_at(arguments)
         if first is None:
             if in_forward_mode() or torch._C._are_functorch_transforms_active():
-                with without_autocast(next(tensors_of(arguments))):
-                    return self.function(*arguments)
-            return self._torch_op.overload(backend)(*arguments)
+                return self._reference(arguments)
+            return self._seen_by_torch(backend, arguments)
         kernel = self._chosen(backend, first, arguments)
         if needs_grad and (kernel.backend not in PLAIN or self.formula(kernel.backend) is not None):
-            if self.signature.has_lists:  # autograd.Function does not look into them
-                return self._torch_op.overload(kernel.backend)(*arguments)
+            if self.signature.has_lists or self.signature.results is None:  # autograd.Function does not look into them
+                return self._seen_by_torch(kernel.backend, arguments)
             return apply(gradients.Call, self, kernel, *arguments)
         return self.run(kernel, arguments)
 
-    def choose(self, *args: Any, backend: str = "auto", **kwargs: Any) -> registry.Choice:
+    def choose(self, /, *args: Any, backend: str = "auto", **kwargs: Any) -> registry.Choice:
         """The backend that a call would run on, and why those before it would not.
 
         Raises:
@@ -305,9 +321,15 @@ class Op:
     def run(self, kernel: Kernel, arguments: Sequence[Any]) -> Any:
         """A kernel's results for plain tensors, as they are promised."""
         if torch._C._is_any_autocast_enabled():
-            with without_autocast(next(tensors_of(arguments))):
-                return self.checked(kernel.function(*arguments), kernel.backend)
-        return self.checked(kernel.function(*arguments), kernel.backend)
+            with without_autocast_for(arguments):
+                output = self.checked(kernel.function(*arguments), kernel.backend)
+        else:
+            output = self.checked(kernel.function(*arguments), kernel.backend)
+        given = [argument.data_ptr() for argument in arguments if isinstance(argument, Tensor)]
+        for result in as_results(output):
+            if result._is_view() or result.is_inference() or result.data_ptr() in given:
+                return unshared(output, tensors_of(arguments))
+        return output
 
     def eager_function(self, backend: str) -> Callable:
         """What computes the op on a backend without compiling anything."""
@@ -336,7 +358,11 @@ class Op:
         raise OpError(f"{self.name}: its {backend} kernel gave {given}; the signature says {promised}")
 
     def close(self) -> None:
-        """Take the op out of `torch.ops` and of the registry."""
+        """Take the op out of `torch.ops` and of the registry.
+
+        Who holds it may go on calling it: where torch has to see a call, it sees the function.
+        """
+        self._is_closed = True
         self._torch_op.close()
         registry.unregister(self.name)
 
@@ -354,11 +380,22 @@ class Op:
 
     def _call_traced(self, backend: str, arguments: Sequence[Any]) -> Any:
         """A call that Dynamo traces: the function itself where no kernel could run, so that Inductor can fuse it."""
-        first = next(tensors_of(arguments))
-        if _is_inlined(self, backend, first.device.type):
-            with without_autocast(first):
-                return self.function(*arguments)
-        return self._torch_op.overload(backend)(*arguments)
+        first = next(tensors_of(arguments), None)
+        if _is_inlined(self, backend, "cpu" if first is None else first.device.type):
+            return self._reference(arguments)
+        return self._seen_by_torch(backend, arguments)
+
+    def _seen_by_torch(self, backend: str, arguments: Sequence[Any]) -> Any:
+        """A call by `torch.ops`, where another op may have the name of one that is closed."""
+        return self._reference(arguments) if self._is_closed else self._torch_op.overload(backend)(*arguments)
+
+    def _reference(self, arguments: Sequence[Any]) -> Any:
+        with without_autocast_for(arguments):
+            return self.function(*arguments)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise OpError(f"this {self.name} is not registered any more; register it, and give the kernel to that op")
 
     def _order(self, backend: str, device: str) -> tuple[tuple[Kernel, ...], dict[str, list[str]]]:
         """The kernels to ask, in order, and the reasons of those that cannot run on the device at all."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import keyword
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fuseopt.errors import OpError
-from fuseopt.ops.library import Observer, in_forward_mode
+from fuseopt.ops.library import Observer, in_forward_mode, without_autocast
 
-_NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
+_NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*", re.ASCII)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _NAMESPACES_OF_TORCH = ("aten", "prim", "prims", "quantized", "torch", "torchvision", "fuseopt")
 
@@ -45,11 +47,18 @@ class Signature:
         Raises:
             OpError: an annotation is missing, or of a type that no op takes.
         """
+        if not (inspect.isfunction(function) or inspect.ismethod(function)):
+            raise OpError(f"{name} is made of a Python function with annotations, not of a {type(function).__name__}")
         try:
             schema = torch.library.infer_schema(function, mutates_args=())
         except (ValueError, NameError) as error:
             raise OpError(_annotation_message(name, function, error)) from error
         parameters = inspect.signature(function).parameters
+        foreign = next((key for key in parameters if not key.isascii()), None)
+        if foreign is not None:
+            raise OpError(f"{name}: torch takes no argument called {foreign!r}; give it a name in ASCII")
+        if "Tensor?[]" in schema:
+            raise OpError(f"{name}: autograd does not look into a list of optional tensors; take list[Tensor]")
         if "backend" in parameters:
             raise OpError(f"{name}: an argument cannot be called 'backend', by which a call names one; rename it")
         if any(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in parameters.values()):
@@ -63,7 +72,7 @@ class Signature:
             schema,
             tuple(parameters),
             {key: p.default for key, p in parameters.items() if p.default is not inspect.Parameter.empty},
-            any(argument.startswith(("Tensor[]", "Tensor?[]")) for argument in arguments_of(schema)),
+            any(argument.startswith("Tensor[]") for argument in arguments_of(schema)),
             None if results == "Tensor[]" else results.count("Tensor"),
         )
 
@@ -93,7 +102,7 @@ class Signature:
 
 def check_name(name: str) -> None:
     """Raise OpError unless `name` is "namespace::op", in a namespace that is no package's own."""
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name) or any(map(keyword.iskeyword, name.split("::"))):
         raise OpError(f"{name!r} is no name of an op; give one with a namespace of your own, such as 'mine::scale'")
     namespace = name.partition("::")[0]
     if namespace in _NAMESPACES_OF_TORCH:
@@ -117,6 +126,7 @@ def _annotation_message(name: str, function: Callable, error: Exception) -> str:
     if inspect.signature(function).return_annotation is inspect.Signature.empty:
         return f"{name} ({file}:{line}): the result has no annotation; give -> Tensor, or -> tuple[Tensor, Tensor]"
     reason = str(error).partition("): ")[2].partition(". The valid types")[0].partition(". Got func")[0]
+    reason = reason.partition(". Please file")[0]
     return f"{name} ({file}:{line}): {reason}; an op takes {takes}"
 
 
@@ -143,6 +153,12 @@ def with_tensors(arguments: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any,
     return tuple(map(replaced, arguments))
 
 
+def without_autocast_for(arguments: Sequence[Any]) -> contextlib.AbstractContextManager:
+    """A context without autocast on the device of a call with these arguments, the CPU if it has no tensor."""
+    first = next(tensors_of(arguments), None)
+    return torch.autocast("cpu", enabled=False) if first is None else without_autocast(first)
+
+
 def as_results(output: Any) -> tuple[Tensor, ...]:
     """An op's results as a tuple, of one where it gives one tensor."""
     return (output,) if isinstance(output, Tensor) else tuple(output)
@@ -151,8 +167,8 @@ def as_results(output: Any) -> tuple[Tensor, ...]:
 def look_at(arguments: Sequence[Any]) -> tuple[Tensor | None, bool]:
     """The first tensor of a call and whether that needs autograd; None for it if torch has to see the call.
 
-    So it has if a mode, a transform, a tracer or the profiler observes it, or if a tensor is of a subclass, or on
-    another device than a CPU or a GPU.
+    So it has if there is none, if a mode, a transform, a tracer or the profiler observes it, or if a tensor is of a
+    subclass, or on another device than a CPU or a GPU.
     """
     first, needs_grad = None, False
     for argument in arguments:

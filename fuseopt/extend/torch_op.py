@@ -6,7 +6,7 @@ Calls that torch has to see come here: under torch.compile, modes, profilers, an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +17,13 @@ from torch.fx import operator_schemas
 from fuseopt.errors import BackendError, OpError
 from fuseopt.extend import gradients
 from fuseopt.extend.backends import REFERENCE
-from fuseopt.extend.signature import arguments_of, as_results, tensors_of
-from fuseopt.ops.library import without_autocast
+from fuseopt.extend.signature import arguments_of, as_results, tensors_of, without_autocast_for
 
 if TYPE_CHECKING:
     from fuseopt.extend.own_op import Op
 
-_DEVICES = ("CPU", "CUDA")
+# Of every device, and of calls without tensors.
+_KEY = "CompositeExplicitAutograd"
 
 
 class TorchOp:
@@ -38,9 +38,7 @@ class TorchOp:
     def __init__(self, op: Op) -> None:
         self._op = op
         self._namespace, _, self._name = op.name.partition("::")
-        present = torch._C._jit_get_schemas_for_operator(op.name)
-        if present:
-            raise OpError(f"{op.name} is taken: another package has {present[0]}; use a namespace of your own")
+        self._check_free(op.name)
         self._library = torch.library.Library(self._namespace, "FRAGMENT")
         self._overloads: dict[str, OpOverload] = {}
         self._natives: dict[str, Callable] = {}
@@ -63,8 +61,7 @@ class TorchOp:
         name = self._name if backend == "auto" else f"{self._name}__{backend}"
         overload = self._overloads[backend] = self._defined(f"{name}{self._op.signature.schema}")
         qualified = f"{self._namespace}::{name}"
-        for key in _DEVICES:
-            self._library.impl(overload, functools.partial(self._run, backend), key)
+        self._library.impl(overload, functools.partial(self._run, backend), _KEY)
         torch.library.register_fake(qualified, self.run_fake, lib=self._library)
         save = functools.partial(self._save, backend)
         torch.library.register_autograd(qualified, self._differentiate, setup_context=save, lib=self._library)
@@ -83,23 +80,29 @@ class TorchOp:
             remembered = getattr(operator_schemas, "_SCHEMA_TO_SIGNATURE_CACHE", {})
             remembered.pop((overload._schema.name, overload._schema.overload_name), None)
 
+    def _check_free(self, name: str) -> None:
+        present = torch._C._jit_get_schemas_for_operator(name)
+        if present:
+            raise OpError(f"{name} is taken: there is {present[0]}, of another op or package; use another name")
+
     def _defined(self, schema: str) -> OpOverload:
+        self._check_free(f"{self._namespace}::{schema.partition('(')[0]}")
         self._library.define(schema)
         return getattr(getattr(torch.ops, self._namespace), schema.partition("(")[0]).default
 
     def _run(self, backend: str, *given: Any, **named: Any) -> Any:
         op, arguments = self._op, self._bound(given, named)
         chosen = op.choose(*arguments, backend=backend).backend
-        with without_autocast(next(tensors_of(arguments))):
+        with without_autocast_for(arguments):
             output = op.checked(op.eager_function(chosen)(*arguments), chosen)
-        return _unshared(output, tensors_of(arguments))
+        return unshared(output, tensors_of(arguments))
 
     def run_fake(self, *given: Any, **named: Any) -> Any:
         """The op on tensors without data."""
         op, arguments = self._op, self._bound(given, named)
         if op.fake_function is not None:
             return op.fake_function(*arguments)
-        with torch.no_grad(), without_autocast(next(tensors_of(arguments))):
+        with torch.no_grad(), without_autocast_for(arguments):
             output = op.checked(op.function(*arguments), REFERENCE)
         empty = [torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in as_results(output)]
         return empty[0] if isinstance(output, Tensor) else type(output)(empty)
@@ -118,14 +121,14 @@ class TorchOp:
         given = len(ctx.needs_input_grad)  # arguments at their defaults are not, if they are the last
         needed = []
         for argument, asked in zip(arguments[:given], ctx.needs_input_grad, strict=True):
-            pairs = zip(argument, asked, strict=True) if isinstance(argument, list) else [(argument, asked)]
+            pairs = zip(argument, asked, strict=True) if isinstance(asked, (list, tuple)) else [(argument, asked)]
             needed += [needs for item, needs in pairs if isinstance(item, Tensor)]
         backend = op.choose(*arguments).backend if ctx.backend == "auto" else ctx.backend
         opaque = functools.partial(self._call_backward, backend)
         following = iter(gradients.gradients(op, backend, arguments, outputs, grads, needed, formula=opaque))
 
         def gradient(argument: Any) -> Any:
-            if isinstance(argument, list):
+            if isinstance(argument, list) and any(True for _ in tensors_of((argument,))):
                 return [gradient(item) for item in argument]
             return next(following) if isinstance(argument, Tensor) else None
 
@@ -143,15 +146,14 @@ class TorchOp:
             assert formula is not None
             with torch.no_grad():
                 found = gradients.by_formula(op, formula, arguments, outputs, grads, needed)
-            return _unshared([g for g in found if g is not None], [*tensors_of(arguments), *outputs, *grads])
+            return unshared([g for g in found if g is not None], [*tensors_of(arguments), *outputs, *grads])
 
         def fake(backend: str, *given: Any) -> list[Tensor]:
             *arguments, _, _, needed = given
             pairs = zip(tensors_of(arguments), needed, strict=True)
             return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t, needs in pairs if needs]
 
-        for key in _DEVICES:
-            self._library.impl(overload, run, key)
+        self._library.impl(overload, run, _KEY)
         torch.library.register_fake(f"{self._namespace}::{name}", fake, lib=self._library)
         return overload
 
@@ -161,7 +163,7 @@ class TorchOp:
         return self._backward(backend, *arguments, list(outputs), list(grads), list(needed))
 
 
-def _unshared(output: Any, inputs: Any) -> Any:
+def unshared(output: Any, inputs: Iterable[Tensor]) -> Any:
     """`output` with a copy of each tensor that shares memory with an input: torch.compile counts on none doing so."""
     given = {tensor.untyped_storage()._cdata for tensor in inputs}
     results = as_results(output)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import fuseopt
-from fuseopt.build import library_cache, toolchain
+from fuseopt.build import compilation, library_cache, toolchain
 from fuseopt.errors import NativeBuildError, OpError
 from fuseopt.extend import native
 
@@ -79,7 +79,7 @@ def test_a_source_for_the_cpu_is_built_once_and_passes_check(op, tmp_path, monke
     torch.testing.assert_close(op(a, b, times=3), a + 2 * b * 3)
     report = fuseopt.check(op, device="cpu")
     assert report.ok, str(report)
-    monkeypatch.setattr(toolchain, "build", None)  # a second time it is in the cache
+    monkeypatch.setattr(compilation, "build", None)  # a second time it is in the cache
     file = tmp_path / "scale_add.cpp"
     op.native(cpu=CPU)
     file.write_text(CPU)

@@ -252,7 +252,7 @@ def test_errors_name_what_is_wrong_and_the_fix():
             fuseopt.op(name)
     other = torch.library.Library("theirs", "DEF")
     other.define("scale(Tensor x) -> Tensor")
-    with pytest.raises(OpError, match=r"theirs::scale is taken: another package has theirs::scale\(Tensor x\)"):
+    with pytest.raises(OpError, match=r"theirs::scale is taken: there is theirs::scale\(Tensor x\)"):
         fuseopt.op("theirs::scale")(mul_add_relu)
     other._destroy()
     op = make_op()
