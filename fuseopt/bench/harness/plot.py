@@ -1,11 +1,11 @@
-"""A result file as a bar chart: one group of bars per case, one bar per variant."""
+"""Result files as plots: a bar chart of times, and an op's bandwidth below that of a copy."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from fuseopt.bench.harness.records import Results
+from fuseopt.bench.harness.records import COPY, Record, Results
 from fuseopt.errors import ConfigError
 
 
@@ -38,16 +38,52 @@ def save(results: Results, path: str | os.PathLike[str]) -> None:
     axes.set_xscale("log")
     axes.set_xlabel(results.unit)
     axes.legend()
-    place = results.machine["gpu"] if results.machine["gpu"] != "none" else results.machine["cpu"]
-    axes.set_title(
-        f"{results.benchmark}: {place}, {results.date}, commit {results.commit or 'unknown'}", fontsize="small"
+    axes.set_title(_origin(results), fontsize="small")
+    _write(figure, path)
+
+
+def save_bandwidth(results: Results, path: str | os.PathLike[str]) -> None:
+    """Draws the bandwidth of an op's variants against the bytes that a call moves; a copy's is the roof.
+
+    One pair of axes for each op, direction and dtype.
+
+    Raises:
+        ConfigError: there is no matplotlib, or the file cannot be written.
+    """
+    pyplot = _pyplot()
+    groups: dict[str, dict[str, list[Record]]] = {}
+    for row in results.rows:
+        if row.terabytes_per_second is not None:
+            op, _, dtype = row.case.split(", ")
+            groups.setdefault(f"{op}, {dtype}", {}).setdefault(row.variant, []).append(row)
+    figure, grid = pyplot.subplots(
+        len(groups), figsize=(8, 0.5 + 3 * len(groups)), layout="constrained", squeeze=False, sharex=True
     )
+    for axes, (name, variants) in zip(grid[:, 0], groups.items(), strict=True):
+        for variant, rows in variants.items():
+            style = {"color": "black", "linestyle": "--"} if variant == COPY else {"marker": "o"}
+            points = sorted((row.bytes or 0, 1000 * (row.terabytes_per_second or 0)) for row in rows)
+            axes.plot(*zip(*points, strict=True), label=variant, **style)
+        axes.set(xscale="log", yscale="log", xlabel="bytes moved by a call", ylabel="GB/s")
+        axes.set_title(name, fontsize="small")
+        axes.legend(fontsize="small")
+    figure.suptitle(_origin(results), fontsize="small")
+    _write(figure, path)
+
+
+def _origin(results: Results) -> str:
+    place = results.machine["gpu"] if results.machine["gpu"] != "none" else results.machine["cpu"]
+    return f"{results.benchmark}: {place}, {results.date}, commit {results.commit or 'unknown'}"
+
+
+def _write(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Save the figure, whose suffix chooses the format, and close it."""
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be written: {error}") from error
     finally:
-        pyplot.close(figure)
+        _pyplot().close(figure)
 
 
 def _pyplot() -> Any:

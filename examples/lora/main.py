@@ -1,0 +1,141 @@
+"""The end of a LoRA layer, act(base + scale * delta + bias), in one kernel: by an expression, in Triton and in CUDA."""
+
+import argparse
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import fuseopt
+from fuseopt.bench.harness import plot
+
+
+# 1. One op, whose reference is plain PyTorch. base and delta are [..., width], bias is [width].
+@fuseopt.op("lora::epilogue")
+def epilogue(base: Tensor, delta: Tensor, bias: Tensor, scale: float, activation: str) -> Tensor:
+    y = base + scale * delta + bias
+    return y if activation == "none" else getattr(F, activation)(y)
+
+
+@epilogue.samples
+def _(device, dtype):
+    for activation in ("gelu", "none", "relu", "silu"):  # `bench` times the first
+        base, delta, bias = (torch.randn(shape, device=device, dtype=dtype) for shape in ((16, 64), (16, 64), (64,)))
+        yield base, delta, bias, 0.5, activation
+
+
+# 2. The same by an expression, for one activation: a Triton kernel forward and one backward, without kernel text.
+by_expression = fuseopt.elementwise("lora::by_expression", "gelu(base + scale * delta + bias)", scalars=("scale",))
+by_expression.samples(lambda device, dtype: iter([next(epilogue.sample_arguments(device, dtype))[:4]]))
+
+
+# 3. In Triton: one kernel for both directions. The activation is a constexpr, so each has a kernel of its own.
+@triton.jit
+def epilogue_kernel(
+    base_ptr, delta_ptr, bias_ptr, output_ptr, grad_ptr, grad_delta_ptr, grad_bias_ptr, rows, width, scale,
+    ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    sums = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & (column < width)[None, :]
+        place = row.to(tl.int64)[:, None] * width + column[None, :]
+        base = tl.load(base_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        delta = tl.load(delta_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        x = base + scale * delta + bias[None, :]
+        if ACTIVATION == "relu":
+            gate = tl.where(x <= 0, 0.0, 1.0)
+            slope = gate
+        elif ACTIVATION == "gelu":
+            gate = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+            slope = gate + 0.3989422804014327 * x * tl.exp(-0.5 * x * x)
+        elif ACTIVATION == "silu":
+            gate = tl.sigmoid(x)
+            slope = gate * (1 + x * (1 - gate))
+        else:
+            gate = 1.0
+            slope = 1.0
+        if BACKWARD:
+            grad = slope * tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
+            tl.store(output_ptr + place, grad, mask=mask)  # the gradient of base
+            tl.store(grad_delta_ptr + place, grad * scale, mask=mask)
+            sums += tl.sum(grad, axis=0)
+        else:
+            tl.store(output_ptr + place, x * gate, mask=mask)
+    if BACKWARD:  # each program's share, to be summed without atomics
+        tl.store(grad_bias_ptr + tl.program_id(0) * width + column, sums, mask=column < width)
+
+
+def takes(base, delta, bias, scale, activation):
+    is_fit = base.dim() > 0 and base.shape == delta.shape and bias.shape == base.shape[-1:]
+    is_plain = all(t.dtype == base.dtype != torch.float64 and t.is_contiguous() for t in (base, delta, bias))
+    return (is_fit and is_plain) or "takes contiguous base, delta [..., width], bias [width] of one dtype, not float64"
+
+
+def launch(inputs, output, grad=None, grad_delta=None):
+    """Run the kernel on tiles of about 2,048 elements. Returns the programs' shares of the bias' gradient."""
+    base, delta, bias, scale, activation = inputs
+    rows, width = base.numel() // max(base.shape[-1], 1), base.shape[-1]
+    columns = min(triton.next_power_of_2(max(width, 1)), 1024)
+    programs = min(triton.cdiv(rows, 2048 // columns), 2**31 - 1 if grad is None else 1024)
+    shares = None if grad is None else bias.new_empty((programs, width), dtype=torch.float32)
+    if base.numel():
+        epilogue_kernel[programs, triton.cdiv(width, columns)](
+            base, delta, bias, output, grad, grad_delta, shares, rows, width, scale,
+            ACTIVATION=activation, BACKWARD=grad is not None, ROWS=2048 // columns, COLUMNS=columns,
+        )  # fmt: skip
+    return shares
+
+
+@epilogue.kernel("triton", supports=takes)
+def _(*inputs):
+    output = torch.empty_like(inputs[0])
+    launch(inputs, output)
+    return output
+
+
+@epilogue.backward("cuda")  # epilogue.cu has the forward alone
+@epilogue.backward("triton")
+def _(inputs, output, grad):
+    grad_base, grad_delta = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
+    return grad_base, grad_delta, launch(inputs, grad_base, grad.contiguous(), grad_delta).sum(0)
+
+
+# 4. In CUDA, with launch code.
+epilogue.native(cuda=Path(__file__).with_name("epilogue.cu")).supports(takes, "cuda")
+epilogue.supports(lambda base, *_: base.shape[-1] % 8 == 0 or "takes a width that is a multiple of 8", "cuda")
+
+
+# 5. The contract first, then the times: bandwidth against batch size, as a share of a copy's.
+def main(arguments: list[str] | None = None) -> None:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[2**n for n in range(10, 19, 2)] if on_gpu else [64, 256]
+    )
+    parser.add_argument("--width", type=int, default=1024 if on_gpu else 128)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"] if on_gpu else ["float32"])
+    parser.add_argument("--out", type=Path, default=Path(), help="folder for lora.json and lora.png")
+    options = parser.parse_args(arguments)
+    for op in (epilogue, by_expression):
+        report = fuseopt.check(op)
+        print(f"{op.name}: {report}" if not report.ok else f"{op.name} keeps its contract: {len(report.rows)} checks")
+        assert report.ok
+    shapes = [f"{rows}x{options.width}" for rows in options.rows]
+    timed = [op.bench(shapes, options.dtypes) for op in (epilogue, by_expression)]
+    results = dataclasses.replace(timed[0], benchmark="lora", rows=timed[0].rows + timed[1].rows)
+    print(results.to_markdown())
+    results.save(options.out / "lora.json")
+    if importlib.util.find_spec("matplotlib") is not None:
+        plot.save_bandwidth(results, options.out / "lora.png")
+
+
+if __name__ == "__main__":
+    main()
