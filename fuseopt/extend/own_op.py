@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -33,6 +35,9 @@ from fuseopt.ops.library import apply, in_forward_mode
 FunctionT = TypeVar("FunctionT", bound=Callable)
 
 _OPS: dict[str, Op] = {}
+# Ops by a key that no other op ever has, as torch.compile passes strings, but not objects, to a function that it runs.
+_BY_KEY: weakref.WeakValueDictionary[str, Op] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 _LOCK = threading.RLock()  # held while names are taken or freed
 
 
@@ -97,6 +102,8 @@ class Op:
     def __init__(self, name: str, function: Callable) -> None:
         self.signature = Signature.of(name, function)
         self.name, self.function = name, function
+        self._key = f"{name}#{next(_numbers)}"
+        _BY_KEY[self._key] = self
         self.fake_function: Callable | None = None
         functools.update_wrapper(self, function)
         self._kernels: dict[str, Kernel] = {REFERENCE: Kernel(REFERENCE, function)}
@@ -381,7 +388,7 @@ class Op:
     def _call_traced(self, backend: str, arguments: Sequence[Any]) -> Any:
         """A call that Dynamo traces: the function itself where no kernel could run, so that Inductor can fuse it."""
         first = next(tensors_of(arguments), None)
-        if _is_inlined(self, backend, "cpu" if first is None else first.device.type):
+        if _is_inlined(self._key, backend, "cpu" if first is None else first.device.type):
             return self._reference(arguments)
         return self._seen_by_torch(backend, arguments)
 
@@ -420,8 +427,9 @@ class Op:
             yield registry.SampleInput(arguments)
 
 
-def _is_inlined(op: Op, backend: str, device: str) -> bool:
+def _is_inlined(key: str, backend: str, device: str) -> bool:
     """Whether torch.compile takes the op's function in place of a call."""
+    op = _BY_KEY[key]
     kernels, _ = op._order(backend, device)
     return bool(kernels) and kernels[0].backend in PLAIN and op.formula(kernels[0].backend) is None
 

@@ -303,7 +303,7 @@ def replaced(model):
 
 def eager(model):
     model.set_attn_implementation("eager")
-    return {}, "attention is set to 'eager'"
+    return {}, "attn_implementation is 'eager'"
 
 
 @pytest.mark.parametrize("case", [hooked, replaced, eager], ids=lambda case: case.__name__)
@@ -433,7 +433,9 @@ def test_a_step_is_captured_at_the_third_token_or_in_the_second_call(new_tokens,
     monkeypatch.setattr(StepGraphs, "capture", lambda *pair: events.append("capture") or capture(*pair))
     steps = ["step"] * (new_tokens - 1)
     at_third = [*steps[:-1], "capture", "step"] if new_tokens == 3 else steps
-    for expected in (at_third, steps and ["capture", *steps], steps and ["capture", *steps]):
+    second = steps and ["capture", *steps]
+    # A CPU has no graphs, so it tries the capture in every call.
+    for expected in (at_third, second, steps if model.device.type == "cuda" else second):
         events.clear()
         assert_same(generate(model, inputs, max_new_tokens=new_tokens), wanted)
         assert events == expected

@@ -576,7 +576,7 @@ def test_tensors_on_another_device_are_refused() -> None:
     for keys, place, mask, message in (
         (caches[0], positions, None, "positions must be int64 or int32 on cuda"),
         (caches[0], positions.cuda(), torch.ones(1, 40, dtype=torch.bool), "mask must be bool"),
-        (caches[0].cpu(), positions.cuda(), None, "the caches must be"),
+        (caches[0].cpu(), positions.cuda(), None, "key_cache must be bfloat16 on cuda"),
     ):
         with pytest.raises(RuntimeError, match=message):
             decode_qkv_attention_(*layer, keys, caches[1], place, mask=mask, **of_norm, backend="cuda")
