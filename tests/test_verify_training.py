@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration
 
 import fuseopt
 from fuseopt import cli, modules
+from fuseopt.build import loader
 from fuseopt.errors import InputsError
 from tests import tiny
 
 GELU = {"kernel_fusion": {"custom_cuda_kernels": ["FusedGELU"], "backend": "reference", "jit": False}}
+NORM = {"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNorm"], "jit": False}}
 LOSS = {"kernel_fusion": {"triton_kernels": ["FusedCrossEntropy"], "jit": False}}
 
 
@@ -93,6 +96,24 @@ def test_a_wrong_gradient_is_found_and_its_parameter_named(ids, monkeypatch):
     assert found.gradient.name.startswith(("transformer.h.0", "transformer.h.1"))
     assert found.gradient.fused_error > found.gradient.tolerance > found.gradient.stock_error
     assert f"the worst of {found.gradient.name}" in str(found)
+
+
+def test_a_wrong_backward_of_an_op_is_found(ids, monkeypatch):
+    state = loader.load("cpu")
+    if state.status != "loaded":
+        pytest.skip(state.reason)
+    op = sys.modules["fuseopt.ops.rms_norm"]._RMSNorm
+    backward = op.backward
+
+    def wrong(context, *gradients):
+        backend, input, weight, *others = backward(context, *gradients)
+        return backend, input, 1.001 * weight, *others
+
+    monkeypatch.setattr(op, "backward", staticmethod(wrong))
+    found = fuseopt.verify(llama(), NORM, {"input_ids": ids}, labels=ids)
+    assert not found.ok
+    assert found.gradient.name.endswith("norm.weight")
+    assert found.loss.ok
 
 
 def test_a_gradient_of_one_parameter_is_named(monkeypatch):

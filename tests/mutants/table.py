@@ -191,6 +191,13 @@ MODULES = (
         ("tests/test_api.py", "tests/test_cli.py", "tests/models/test_policies.py"),
     ),
     Mutant(
+        "verify is ok whatever the gradients are",
+        "fuseopt/verify.py",
+        "(self._outputs, self.loss, self.gradient)",
+        "(self._outputs, self.loss)",
+        ("tests/test_verify_training.py",),
+    ),
+    Mutant(
         "verify takes a NaN on one side for no difference",
         "fuseopt/verify.py",
         "nan_to_num(nan=math.inf)",
