@@ -476,6 +476,13 @@ NATIVE = (
         "*(), ",
         ("tests/build/test_loader.py", "-k", "key_is_of_content"),
     ),
+    Mutant(
+        "the READMEs beside sources are in the key of a library",
+        "fuseopt/build/toolchain.py",
+        'if path.suffix == ".md":',
+        "if False:",
+        ("tests/build/test_toolchain_faults.py", "-k", "readme_beside_sources"),
+    ),
 )
 
 BENCH = (
