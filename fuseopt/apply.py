@@ -243,6 +243,9 @@ def _changed_backends(report: Report, model: nn.Module) -> Iterator[str]:
         if planned in ("auto", None) or op is None or device.type == "meta":
             continue
         what = f"{target} x {count}, planned for {planned}"
+        if op not in registry.names():
+            yield printable(f"{what}: its op {op} is not registered any more")
+            continue
         try:
             choice = registry.get(op).choose(wanted, device, [dtype])
         except BackendError as error:

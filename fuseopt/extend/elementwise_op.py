@@ -22,8 +22,8 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
     """An op that computes an elementwise expression of tensors, which broadcast, in float32 with one rounding.
 
     It is called with the tensors in the order in which they first appear, and the scalars by keyword. The result has
-    the tensors' promoted dtype. On a GPU one Triton kernel runs each direction; on a CPU the expression runs in
-    PyTorch. Where a tensor is float64, PyTorch computes it, in float64.
+    the tensors' promoted dtype. A comparison is 1 or 0 where a number belongs. On a GPU one Triton kernel runs each
+    direction; on a CPU the expression runs in PyTorch. Where a tensor is float64, PyTorch computes it, in float64.
 
     Args:
         name: "namespace::name", in a namespace of your own.

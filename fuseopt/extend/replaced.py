@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import importlib
+import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fuseopt.errors import OpError
+from fuseopt.extend.backends import refusal
 from fuseopt.extend.own_op import Op, registered
 from fuseopt.kernel_table import CUSTOM, TRITON, Kernel, register_kernel, unregister_kernel
 from fuseopt.models import PolicyExtension, Rule, extend_policy, full_name
@@ -67,13 +69,21 @@ def replaces(
         op: the op that its forward calls, whose backend plans and reports show; by default the one that it names.
 
     Raises:
-        OpError: the class is no FusedModule, or has the name of one of fuseopt's own kernels.
+        OpError: the class is no FusedModule, has no forward or has the name of one of fuseopt's own kernels, or
+            `source` is no class of modules.
     """
+    is_name = isinstance(source, str) and "." in source
+    if not (is_name or (isinstance(source, type) and issubclass(source, nn.Module))):
+        raise OpError(
+            f"fuseopt.replaces takes a class of modules, or its full name as 'package.module.Class', not {source!r}"
+        )
     path = source if isinstance(source, str) else full_name(source)
 
     def register(cls: ClassT) -> ClassT:
         if not (isinstance(cls, type) and issubclass(cls, FusedModule)):
             raise OpError(f"{getattr(cls, '__name__', cls)} must be a subclass of fuseopt.FusedModule")
+        if cls.forward is FusedModule.forward:
+            raise OpError(f"{cls.__name__} defines no forward; give it one that takes the arguments of {path}'s")
         called = op or _op_called_by(cls)
         propose = functools.partial(_propose, path, cls, when, None if called is None else called.name)
         lists: dict[str, dict[str, type]] = {CUSTOM: {}} if called is None else {CUSTOM: {}, TRITON: {}}
@@ -140,9 +150,9 @@ def _put_in(kernel: Kernel) -> None:
     _registered[kernel.name] = None
 
 
-def _op_called_by(cls: type) -> Op | None:
+def _op_called_by(cls: type[FusedModule]) -> Op | None:
     """The op that the class's forward names, if it names exactly one."""
-    ops = [value for value in _globals_of(vars(cls).get("forward")).values() if isinstance(value, Op)]
+    ops = [value for value in _globals_of(inspect.unwrap(cls.forward)).values() if isinstance(value, Op)]
     return ops[0] if len(ops) == 1 else None
 
 
@@ -152,7 +162,8 @@ def _propose(
     is_there = op is None or op in registered()
     if op is not None and is_there:
         context = context.for_op(op)
-    passes_backend = "backend" in cls.forward.__code__.co_names
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    passes_backend = code is not None and "backend" in code.co_names
 
     def options(candidate: Candidate) -> dict[str, str] | str:
         reason = _refusal(when, candidate.module)
@@ -168,10 +179,7 @@ def _propose(
 
 
 def _refusal(when: Callable | None, module: nn.Module) -> str | None:
-    answer = True if when is None else when(module)
-    if answer is True:
-        return None
-    return answer if isinstance(answer, str) else "its `when` says no to this module"
+    return None if when is None else refusal(when(module), "its `when` says no to this module")
 
 
 def _propose_function(

@@ -17,12 +17,14 @@ from fuseopt.generation.families.t5 import T5Step
 from fuseopt.generation.prompt import early_prefill, prompts
 from fuseopt.generation.tiers import Tier
 from tests import tiny
+from tests.generation import same_calls
 from tests.generation.same_calls import (
     FAMILIES,
     GENERATION,
     ON_DEVICE,
     ON_HOST,
     SAMPLING,
+    VOCAB,
     assert_same,
     assert_same_cache,
     calls,
@@ -49,6 +51,28 @@ def test_random_calls_that_the_device_can_decode(model, data):
     kwargs = data.draw(calls(ON_DEVICE))
     inputs = prompt(model, data.draw(st.integers(1, 6)), data.draw(st.integers(1, 9)), data.draw(st.integers(0, 99)))
     compare(model, inputs, Tier.DEVICE_LOOP, **kwargs)
+
+
+def test_only_a_token_at_the_cut_of_top_p_may_differ(model, monkeypatch):
+    """A cut put on a cumulative probability of the first step: rounding decides, and calls that differ are let pass."""
+    inputs, others = prompt(model, 4, 4, 45), []
+    kwargs = {"do_sample": True, "temperature": 1.78, "top_k": 0, "max_new_tokens": 2}
+    logits = generate(model, inputs, **kwargs)[0].logits[0]
+    cumulative = (logits / 1.78).sort().values.softmax(-1).cumsum(-1).double()
+    for place in range(VOCAB // 2, VOCAB - 1):
+        compare(model, inputs, Tier.DEVICE_LOOP, top_p=float(1 - cumulative[place % 4, place]), **kwargs)
+
+    def differing(got, wanted):
+        others.append(got)
+        raise AssertionError("they differ")
+
+    monkeypatch.setattr(same_calls, "assert_same", differing)
+    compare(model, inputs, Tier.DEVICE_LOOP, top_p=float(1 - cumulative[0, -9]), **kwargs)
+    middle = float(1 - (cumulative[:, -3:-1].max() + 1) / 2)  # after the last token but one of every row
+    for far in ({"top_p": middle, "max_new_tokens": 1}, {}):
+        with pytest.raises(AssertionError, match="they differ"):
+            compare(model, inputs, Tier.DEVICE_LOOP, **{**kwargs, **far})
+    assert len(others) == 3
 
 
 @sweep(20)
