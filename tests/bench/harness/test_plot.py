@@ -60,6 +60,15 @@ def test_bandwidth_is_drawn_below_that_of_a_copy(tmp_path):
     results = dataclasses.replace(RESULTS, rows=(*rows, Record(rows[0].case, "compile", note="not run")))
     plot.save_bandwidth(results, tmp_path / "picture.svg")
     drawn = (tmp_path / "picture.svg").read_text()
-    for text in ("mine::op fwd, float32", "mine::op bwd, float32", "triton", "copy", "GB/s", "a processor"):
+    for text in (
+        "mine::op fwd, float32",
+        "mine::op bwd, float32",
+        "8x16",
+        "8x32",
+        "triton",
+        "copy",
+        "GB/s",
+        "a processor",
+    ):
         assert f"<!-- {text}" in drawn or text in drawn
     assert "compile" not in drawn
