@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ def bench(
     *,
     device: str | torch.device | None = None,
     compile: bool | None = None,
+    torch_op: Callable | None = None,
 ) -> Any:
     """See `Op.bench`."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -45,7 +46,7 @@ def bench(
         return registry.SampleInput(arguments)
 
     entry = registry.get(op.name)
-    benchmark = registry.Benchmark(make, shapes=named, eager=op.function)
+    benchmark = registry.Benchmark(make, shapes=named, eager=op.function, torch=torch_op)
     registry.unregister(op.name)
     registry.register(dataclasses.replace(entry, benchmarks=(benchmark,)))
     try:

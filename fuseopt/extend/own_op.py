@@ -238,7 +238,8 @@ class Op:
             shapes: of the samples' first tensor, as "4096x1024"; other tensors follow where they have the same sizes.
                 By default the samples' own.
             dtypes: of "bfloat16", "float32" and "float16"; by default the first two.
-            options: `device`, and `compile`: whether torch.compile takes part; by default on a GPU.
+            options: `device`; `compile`: whether torch.compile takes part, by default on a GPU; `torch_op`: torch's own
+                operation of the same kind, called with the op's arguments, to be timed too.
 
         Returns:
             `fuseopt.bench.harness.records.Results`: `to_markdown()` is a table, `save(path)` writes JSON.

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fuseopt.bench.harness.timer import Call
 from fuseopt.bench.harness.workloads import dtype_name
 from fuseopt.ops import registry
 from fuseopt.ops.registry import SampleInput
@@ -84,7 +83,7 @@ class Work:
         )
         return Work(SampleInput(args, kwargs), grads)
 
-    def prepare(self, function: Callable) -> Call:
+    def prepare(self, function: Callable) -> functools.partial:
         """The call to time. It may be repeated, and holds references to everything that it reads."""
         forward = functools.partial(function, *self.sample.args, **self.sample.kwargs)
         if self.grad_outputs is None:
@@ -98,7 +97,10 @@ class Work:
         return _tensors_in(self.prepare(function)())
 
     def moved_bytes(self, function: Callable) -> int:
-        """Bytes that `function` has to read or write at least: every argument, saved tensor and result counts once."""
+        """Bytes that `function` has to read or write at least: every argument, saved tensor and result counts once.
+
+        Where all arguments are saved, the backward could do without the outputs, and saved ones do not count.
+        """
         saved: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:
@@ -106,8 +108,14 @@ class Work:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            results = self.results(function)
-        given = tensors(self.sample) if self.grad_outputs is None else [*saved, *self.grad_outputs]
+            call = self.prepare(function)
+            results = _tensors_in(call())
+        given = tensors(self.sample)
+        if self.grad_outputs is not None:
+            if {tensor.data_ptr() for tensor in given} <= {tensor.data_ptr() for tensor in saved}:
+                outputs = {output.data_ptr() for output in call.args[0]}
+                saved = [tensor for tensor in saved if tensor.data_ptr() not in outputs]
+            given = [*saved, *self.grad_outputs]
         sizes = {tensor.data_ptr(): _bytes(tensor) for tensor in (*given, *results)}
         return sum(sizes.values())
 

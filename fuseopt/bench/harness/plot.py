@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from fuseopt.bench.harness.records import COPY, Record, Results
+from fuseopt.bench.harness.records import COPY, Results
 from fuseopt.errors import ConfigError
 
 
@@ -43,7 +43,7 @@ def save(results: Results, path: str | os.PathLike[str]) -> None:
 
 
 def save_bandwidth(results: Results, path: str | os.PathLike[str]) -> None:
-    """Draws the bandwidth of an op's variants against the bytes that a call moves; a copy's is the roof.
+    """Draws the bandwidth of an op's variants at each size; a copy of as many bytes is the roof.
 
     One pair of axes for each op, direction and dtype.
 
@@ -51,20 +51,17 @@ def save_bandwidth(results: Results, path: str | os.PathLike[str]) -> None:
         ConfigError: there is no matplotlib, or the file cannot be written.
     """
     pyplot = _pyplot()
-    groups: dict[str, dict[str, list[Record]]] = {}
+    groups: dict[str, dict[str, dict[str, float]]] = {}  # op, direction and dtype -> variant -> size -> GB/s
     for row in results.rows:
         if row.terabytes_per_second is not None:
-            op, _, dtype = row.case.split(", ")
-            groups.setdefault(f"{op}, {dtype}", {}).setdefault(row.variant, []).append(row)
-    figure, grid = pyplot.subplots(
-        len(groups), figsize=(8, 0.5 + 3 * len(groups)), layout="constrained", squeeze=False, sharex=True
-    )
+            op, size, dtype = row.case.split(", ")
+            groups.setdefault(f"{op}, {dtype}", {}).setdefault(row.variant, {})[size] = 1000 * row.terabytes_per_second
+    figure, grid = pyplot.subplots(len(groups), figsize=(8, 0.5 + 3 * len(groups)), layout="constrained", squeeze=False)
     for axes, (name, variants) in zip(grid[:, 0], groups.items(), strict=True):
-        for variant, rows in variants.items():
-            style = {"color": "black", "linestyle": "--"} if variant == COPY else {"marker": "o"}
-            points = sorted((row.bytes or 0, 1000 * (row.terabytes_per_second or 0)) for row in rows)
-            axes.plot(*zip(*points, strict=True), label=variant, **style)
-        axes.set(xscale="log", yscale="log", xlabel="bytes moved by a call", ylabel="GB/s")
+        for variant, points in variants.items():
+            style = {"color": "black", "linestyle": "--"} if variant == COPY else {}
+            axes.plot(list(points), list(points.values()), label=variant, marker="o", **style)
+        axes.set(yscale="log", ylabel="GB/s")
         axes.set_title(name, fontsize="small")
         axes.legend(fontsize="small")
     figure.suptitle(_origin(results), fontsize="small")

@@ -1,5 +1,6 @@
 """A result file as a picture."""
 
+import dataclasses
 import sys
 
 import pytest
@@ -46,3 +47,28 @@ def test_what_was_timed_is_drawn(tmp_path, capsys):
     assert "static cache" not in drawn
     with pytest.raises(ConfigError, match="cannot be written"):
         plot.save(RESULTS, tmp_path / "picture.what")
+
+
+def test_bandwidth_is_drawn_below_that_of_a_copy(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        Record(f"mine::op {way}, {shape}, float32", variant, (time, time, time), bytes=size, of_copy=0.5)
+        for way in ("fwd", "bwd")
+        for shape, size in (("8x16", 1024), ("8x32", 2048))
+        for variant, time in (("triton", 2.0), ("copy", 1.0))
+    ]
+    results = dataclasses.replace(RESULTS, rows=(*rows, Record(rows[0].case, "compile", note="not run")))
+    plot.save_bandwidth(results, tmp_path / "picture.svg")
+    drawn = (tmp_path / "picture.svg").read_text()
+    for text in (
+        "mine::op fwd, float32",
+        "mine::op bwd, float32",
+        "8x16",
+        "8x32",
+        "triton",
+        "copy",
+        "GB/s",
+        "a processor",
+    ):
+        assert f"<!-- {text}" in drawn or text in drawn
+    assert "compile" not in drawn
