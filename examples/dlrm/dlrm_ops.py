@@ -23,6 +23,8 @@ def is_packed(x: Tensor, bias: Tensor) -> bool | str:
 
 
 bias_relu.native(cuda=Path(__file__).with_name("bias_relu.cu")).supports(is_packed, "cuda")
+# The gradient of the CUDA kernel is the Triton kernel's.
+bias_relu.backward("cuda")(bias_relu.formula("triton"))
 
 
 @fuseopt.op("dlrm::interaction")
