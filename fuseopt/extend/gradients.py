@@ -99,7 +99,8 @@ def by_formula(
         OpError: it gives another number of gradients.
     """
     one = op.signature.results == 1
-    given = formula(tuple(arguments), outputs[0] if one else tuple(outputs), grads[0] if one else tuple(grads))
+    output, grad_output = (outputs[0], grads[0]) if one else (tuple(outputs), tuple(grads))
+    given = formula(tuple(arguments), output, grad_output, tuple(needed))
     given = list(given) if isinstance(given, (tuple, list)) else [given]
     tensors = list(tensors_of(arguments))
     if len(given) == len(arguments) and len(given) != len(tensors):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import os
 import threading
@@ -179,14 +180,16 @@ class Op:
 
         `inputs` are all arguments; `output` and `grad_output` are tuples where the op has several results. Written
         `@op.backward("triton")` it is that backend's alone, and the others keep the reference's. The second derivative
-        is always the reference's.
+        is always the reference's. A formula with a fourth argument `needed` gets a bool for each tensor there, and may
+        give None for the gradients that are not.
         """
         if isinstance(formula, str):
             return functools.partial(self._set_formula, formula)
         return self._set_formula(None, formula)
 
     def _set_formula(self, backend: str | None, formula: FunctionT) -> FunctionT:
-        self._formulas[backend] = formula
+        takes_needed = "needed" in inspect.signature(formula).parameters
+        self._formulas[backend] = formula if takes_needed else lambda *given: formula(*given[:3])
         return formula
 
     def fake(self, function: FunctionT) -> FunctionT:

@@ -184,6 +184,25 @@ def test_a_formula_may_be_one_backends_alone():
     assert len(gradients_of(op, inputs)) == 3 and not calls
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_formula_may_ask_which_gradients_are_needed(compiled):
+    asked = []
+
+    @fuseopt.op("mine::product")
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+    @product.backward
+    def _(inputs, output, grad, needed):
+        asked.append(needed)
+        return [grad * other if needs else None for other, needs in zip(reversed(inputs), needed, strict=True)]
+
+    a, b = torch.randn(3), torch.randn(3, requires_grad=True)
+    call = torch.compile(product, backend="aot_eager") if compiled else product
+    call(a, b).sum().backward()
+    assert torch.equal(b.grad, a) and asked == [(False, True)]
+
+
 def test_autocast_has_no_say():
     @fuseopt.op("mine::matmul")
     def matmul(a: Tensor, b: Tensor) -> Tensor:
