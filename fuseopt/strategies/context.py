@@ -106,7 +106,8 @@ def choose_backend(op_name: str, wanted: str, index: ModelIndex) -> BackendChoic
     try:
         choices = _choices(op, wanted, index)
     except BackendError as error:
-        wanted, refused = "auto", [str(error)]
+        # In one line: a reason is a cell of the plan's table.
+        wanted, refused = "auto", [" ".join(str(error).split())]
         choices = _choices(op, wanted, index)
     if wanted == "auto" and not refused:
         for device, choice in choices.items():
