@@ -8,6 +8,7 @@ from torch import Tensor
 
 import fuseopt
 from fuseopt.errors import BackendError, OpError
+from fuseopt.extend import own_op
 from fuseopt.ops import registry
 
 
@@ -77,6 +78,21 @@ def test_under_torch_compile_it_is_one_graph(given):
     for found, wanted in zip(gradients_of(compiled, inputs), gradients_of(mul_add_relu, inputs), strict=True):
         torch.testing.assert_close(found, 2 * wanted)
     assert "cpu" in calls if given != "nothing" else not calls
+
+
+def test_dynamo_is_asked_to_pass_nothing_but_strings(monkeypatch):
+    """Dynamo of torch 2.11 passes no objects to a function whose result it takes for a constant."""
+    given, ask = [], own_op._is_inlined
+
+    def asked(*arguments):
+        given.append(arguments)
+        return ask(*arguments)
+
+    asked._dynamo_marked_constant = True
+    monkeypatch.setattr(own_op, "_is_inlined", asked)
+    op, inputs = make_op(), drawn(3, 5)
+    torch.compile(lambda *tensors: op(*tensors), fullgraph=True, backend="eager")(*inputs)
+    assert given and all(isinstance(argument, str) for arguments in given for argument in arguments)
 
 
 def test_torch_finds_nothing_wrong():

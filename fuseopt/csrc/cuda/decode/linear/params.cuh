@@ -16,7 +16,7 @@ inline int64_t most_held_bytes() { return tuning().decode_linear_held_bytes * mu
 
 inline int64_t weight_bytes(const DecodeLinear& layer) { return layer.out_features * layer.in_features * layer.weight_count * 2; }
 
-// Whether the streaming kernels take a layer: it has more bytes, or a longer K, than blocks hold in registers.
+// Whether a layer has more bytes than blocks hold in registers, a lower limit if K is long. Streaming kernels take it.
 inline bool exceeds_registers(const DecodeLinear& layer) {
   const int64_t bytes = weight_bytes(layer);
   return bytes >= most_held_bytes() || (layer.in_features > tuning().decode_linear_long_k &&
