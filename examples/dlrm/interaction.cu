@@ -118,7 +118,8 @@ __global__ void __launch_bounds__(32 * kWarps, 4)
                                           Operand<T, 2>(b[3])};
 #pragma unroll
         for (int tile = 0; tile < 6; ++tile) {
-          multiply<T>(sizeof(T) == 4 ? short_sums[tile] : sums[tile], rows[tile > 1], columns[tile > 1 ? tile - 2 : tile]);
+          auto& into = sizeof(T) == 4 ? short_sums[tile] : sums[tile];
+          multiply<T>(into, rows[tile > 1], columns[tile > 1 ? tile - 2 : tile]);
         }
       }
       if constexpr (sizeof(T) == 4) {
