@@ -23,7 +23,8 @@ def _(device, dtype):
 def has_whole_packs(x: Tensor, bias: Tensor) -> bool | str:
     packed = all(t.dtype == x.dtype != torch.float64 and t.is_contiguous() and is_aligned(t) for t in (x, bias))
     fits = packed and bias.dim() == 1 and x.shape[-1:] == bias.shape and bias.shape[0] * x.element_size() % 16 == 0
-    return fits or "takes contiguous [.., n] and [n] of one dtype, not float64, in whole 16 bytes"
+    fits = fits and x.nbytes < 2**36
+    return fits or "takes contiguous [.., n] and [n] of one dtype, not float64, in whole 16 bytes, up to 64 GiB"
 
 
 def is_aligned(tensor: Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fuseopt
 
+
 def parts(*names: str, backend: str = "auto") -> dict:
     return {"kernel_fusion": {"custom_cuda_kernels": list(names), "backend": backend}}
 

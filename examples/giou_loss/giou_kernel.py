@@ -60,9 +60,7 @@ def giou_kernel(
 
 
 # One or two pairs a thread: with more, the kernel has to pass numbers between threads. In float32 that is so from 2 on.
-CONFIGS = [
-    triton.Config({"BLOCK": 32 * pairs * warps}, num_warps=warps) for warps in (4, 8) for pairs in (1, 2)
-]
+CONFIGS = [triton.Config({"BLOCK": 32 * pairs * warps}, num_warps=warps) for warps in (4, 8) for pairs in (1, 2)]
 tuned_kernel = triton.autotune(CONFIGS, key=["WITH_GRADIENT"])(giou_kernel)
 TUNED_PAIRS = 2**16  # fewer are not worth the second that tuning takes
 
@@ -72,7 +70,16 @@ def launch(boxes, targets, valid, weight, losses, gradient=None):
     if not (pairs := valid.numel()):
         return
     grid = lambda meta: (triton.cdiv(pairs, meta["BLOCK"]),)  # noqa: E731
-    arguments = (boxes, targets, valid, weight, losses, gradient, pairs, 1 if weight is not None and weight.dim() else 0)
+    arguments = (
+        boxes,
+        targets,
+        valid,
+        weight,
+        losses,
+        gradient,
+        pairs,
+        1 if weight is not None and weight.dim() else 0,
+    )
     if pairs < TUNED_PAIRS:
         giou_kernel[grid](*arguments, WITH_GRADIENT=gradient is not None, BLOCK=128, num_warps=4)
     else:
