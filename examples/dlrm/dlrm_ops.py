@@ -38,7 +38,7 @@ bias_relu.backward("cuda")(bias_relu.formula("triton"))
 
 @fuseopt.op("dlrm::linear_relu")
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """[batch, in], [out, in], [out] -> [batch, out]: bias and ReLU are to end the product, with no pass of their own."""
+    """[batch, in], [out, in], [out] -> [batch, out]: bias and ReLU end the product, without a pass of their own."""
     return F.relu(F.linear(x, weight, bias))
 
 
