@@ -130,8 +130,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--out", type=Path, default=Path("giou_loss"), help="folder for the results and the plot")
     options = parser.parse_args(arguments)
     for op in (loss, loss_and_gradient):
-        report = fuseopt.check(op, device=options.device)
-        if not report.ok:
+        if not (report := fuseopt.check(op, device=options.device)).ok:
             raise SystemExit(str(report))
         print(f"{op.name}: fuseopt.check finds nothing wrong with {', '.join(op.backends_on(options.device.type)[0])}")
     batch = options.batch or (1024 if options.device.type == "cuda" else 8)
@@ -142,7 +141,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     (options.out / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib"):
         save_plot(rows, options.out / "plot.png")
-    print("" if importlib.util.find_spec("matplotlib") else "no plot: it needs matplotlib")
+    else:
+        print("no plot: it needs matplotlib")
     return rows
 
 
