@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -160,6 +161,21 @@ class Results:
             f"{place}; {versions}; {self.date}, commit {self.commit or 'unknown'}.\n\n{_table(self.rows, self.unit)}"
             + (_slower_auto(self.rows))
         )
+
+    def plot(self, path: str | os.PathLike[str], what: str = "times") -> None:
+        """Draw the rows into a file whose suffix chooses the format.
+
+        Args:
+            what: "times", or "bandwidth" at each size of an op's benchmark, below that of a copy.
+
+        Raises:
+            ConfigError: there is no matplotlib, no such plot, or the file cannot be written.
+        """
+        plots = importlib.import_module("fuseopt.bench.harness.plot")  # by name: it imports this module
+        drawings = {"times": plots.save, "bandwidth": plots.save_bandwidth}
+        if what not in drawings:
+            raise ConfigError(f"a plot shows {' or '.join(drawings)}, not {what!r}")
+        drawings[what](self, path)
 
     def _to_json(self) -> str:
         """JSON with one line per row; empty fields are left out."""

@@ -58,7 +58,7 @@ def test_bandwidth_is_drawn_below_that_of_a_copy(tmp_path):
         for variant, time in (("triton", 2.0), ("copy", 1.0))
     ]
     results = dataclasses.replace(RESULTS, rows=(*rows, Record(rows[0].case, "compile", note="not run")))
-    plot.save_bandwidth(results, tmp_path / "picture.svg")
+    results.plot(tmp_path / "picture.svg", "bandwidth")
     drawn = (tmp_path / "picture.svg").read_text()
     for text in (
         "mine::op fwd, float32",
@@ -72,3 +72,8 @@ def test_bandwidth_is_drawn_below_that_of_a_copy(tmp_path):
     ):
         assert f"<!-- {text}" in drawn or text in drawn
     assert "compile" not in drawn
+
+
+def test_a_plot_of_another_kind_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="shows times or bandwidth, not 'memory'"):
+        RESULTS.plot(tmp_path / "picture.svg", "memory")
