@@ -119,8 +119,7 @@ def test_every_configuration_compiles_for_sm_90(example, dtype):
                 )  # fmt: skip
     assert len(compiled) == 2 * len(kernel.CONFIGS)
     assert all(each.metadata.target.arch == 90 for each in compiled)
-    blocks = [config.kwargs["BLOCK"] // config.num_warps for config in kernel.CONFIGS for _ in range(2)]
-    assert all(each.metadata.shared == 0 for each, size in zip(compiled, blocks, strict=True) if size == 32)
+    assert all(each.metadata.shared == 0 for each in compiled)
 
 
 @pytest.mark.slow
