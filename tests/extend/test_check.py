@@ -172,3 +172,17 @@ def test_the_command_checks_all_ops_of_a_file(tmp_path, capsys):
     file.write_text("x = 1\n")
     assert main(["check", str(file)]) == 2
     assert "registers no op" in capsys.readouterr().err
+
+
+def test_the_compile_backend_is_traced_without_inductor_which_takes_seconds(op, monkeypatch):
+    used, real = [], torch.compile
+
+    def noting(function, *, backend, **options):
+        used.append(backend)
+        return real(function, backend=backend, **options)
+
+    monkeypatch.setattr(torch, "compile", noting)
+    monkeypatch.setattr(op, "backends_on", lambda device: (("compile",), {}))
+    report = fuseopt.check(op, device="cpu", dtypes=(torch.float32,))
+    assert report.ok and {row.backend for row in report.rows} == {"compile"}, str(report)
+    assert len(used) > 4 and set(used) == {"aot_eager"}
