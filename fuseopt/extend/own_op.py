@@ -21,7 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from fuseopt.errors import OpError, user_stack_level
 from fuseopt.extend.backends import COMPILE, KERNELS, PLAIN, REFERENCE, Kernel, compiled_on_first_call, in_order, noting
 from fuseopt.extend.eager_calls import EagerCalls
-from fuseopt.extend.signature import Signature, as_results, check_name, tensors_of, without_autocast_for
+from fuseopt.extend.signature import Signature, as_results, check_callable, check_name, tensors_of, without_autocast_for
 from fuseopt.extend.torch_op import TorchOp
 from fuseopt.ops import registry
 
@@ -134,6 +134,7 @@ class Op:
             raise OpError(f"{self.name}: a kernel can be given for {', '.join(KERNELS)}, not for {backend!r}")
 
         def add(function: FunctionT) -> FunctionT:
+            check_callable(self.name, f"{backend} kernel", function)
             run = compiled_on_first_call(function) if backend == COMPILE else function
             self.add_kernel(Kernel(backend, run, supports))
             return function
@@ -146,6 +147,8 @@ class Op:
         Raises:
             OpError: the op is not registered any more, or the name that the kernel gets in `torch.ops` is taken.
         """
+        if kernel.supports is not None:
+            check_callable(self.name, "`supports`", kernel.supports)
         with _LOCK:
             self._check_open()
             self._torch_op.define(kernel.backend)
@@ -161,7 +164,10 @@ class Op:
         Raises:
             OpError: the op has no such kernel.
         """
+        check_callable(self.name, "`supports`", predicate)
         named = [name for name in self._kernels if name not in PLAIN] if backend is None else [backend]
+        if not named:
+            raise OpError(f"{self.name} has no kernel yet; give one first, by .kernel(...) or .native(...)")
         for name in named:
             if name not in self._kernels:
                 raise OpError(f"{self.name} has no kernel for {name!r}; give that first, by .kernel({name!r})")
@@ -177,10 +183,13 @@ class Op:
         give None for the gradients that are not.
         """
         if isinstance(formula, str):
+            if formula not in (*KERNELS, REFERENCE):
+                raise OpError(f"{self.name} has no backend {formula!r} that a backward could be for")
             return functools.partial(self._set_formula, formula)
         return self._set_formula(None, formula)
 
     def _set_formula(self, backend: str | None, formula: FunctionT) -> FunctionT:
+        check_callable(self.name, "backward", formula)
         takes_needed = "needed" in inspect.signature(formula).parameters
         self._formulas[backend] = formula if takes_needed else lambda *given: formula(*given[:3])
         self._renew_calls()
@@ -188,11 +197,13 @@ class Op:
 
     def fake(self, function: FunctionT) -> FunctionT:
         """Decorator for the op on tensors without data: the function's arguments -> empty results, contiguous."""
+        check_callable(self.name, "fake", function)
         self.fake_function = function
         return function
 
     def samples(self, function: FunctionT) -> FunctionT:
         """Decorator for a generator `(device, dtype)` of argument tuples, for `check`, `bench` and `verify`."""
+        check_callable(self.name, "samples", function)
         self._samples = function
         return function
 
