@@ -18,6 +18,11 @@ from fuseopt.build import loader
 from fuseopt.errors import BackendError, OpError
 from fuseopt.extend.eager_calls import EagerCalls
 
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return a * b
+
+
 X, Y = torch.linspace(-2, 2, 12).view(3, 4), torch.linspace(1, 3, 12).view(3, 4)
 
 
@@ -111,6 +116,17 @@ def test_modes_subclasses_and_profilers_see_the_op(op, in_python):
         dual = forward_ad.make_dual(X, torch.ones_like(X))
         assert torch.equal(forward_ad.unpack_dual(op(dual, Y)).tangent, Y * 2)
     assert len(in_python) == 9
+
+
+def test_without_the_library_all_calls_run_in_python(in_python, monkeypatch):
+    monkeypatch.setattr(loader, "python_library", lambda: None)
+    op = fuseopt.op("mine::in_python")(product)
+    op.kernel("cpu", supports=lambda a, b: a.dim() == 2)(lambda a, b: (a.t() * b.t()).t())
+    a = X.clone().requires_grad_()
+    for _ in range(2):
+        assert torch.equal(op(X, Y), X * Y) and op(X, Y).is_contiguous() and torch.equal(op(X[0], Y[0]), X[0] * Y[0])
+        assert torch.equal(torch.autograd.grad(op(a, Y).sum(), a)[0], Y)
+    assert len(in_python) == 8
 
 
 def test_autocast_changes_no_dtype(op, in_python):

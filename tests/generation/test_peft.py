@@ -30,7 +30,7 @@ def tokens(model):
 
 
 def tiers(fused):
-    return [line for line in fuseopt.report(fused).since if ": T" in line]
+    return [f"{call['tier']}: {call['reason']}" for call in fuseopt.report(fused).to_dict()["generate_calls"]]
 
 
 def test_a_merged_model_decodes_fast_and_an_unmerged_one_says_why_not():
