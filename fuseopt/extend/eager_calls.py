@@ -7,7 +7,8 @@ to see.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,16 +92,8 @@ class EagerCalls:
         device = "cuda" if first.is_cuda else "cpu"
         kernel = self.chosen(backend, device, arguments)
         self._list(backend, device)
-        if needs_grad and self._has_gradient(kernel):
-            return self.differentiated(kernel, arguments)
-        return self.run(kernel, arguments)
-
-    def differentiated(self, kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
-        """A kernel's results, with a node of autograd for the op's gradient."""
-        signature = self.op.signature
-        if signature.has_lists or signature.results is None:  # autograd.Function does not look into them
-            return self.op.seen_by_torch(kernel.backend, arguments)
-        return gradients.differentiable_call(self, kernel, *arguments)
+        gradient = self._gradient(kernel) if needs_grad else None
+        return self.run(kernel, arguments) if gradient is None else gradient(*arguments)
 
     def run(self, kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
         """A kernel's results for plain tensors, as they are promised."""
@@ -137,8 +130,14 @@ class EagerCalls:
         promised = "a list of tensors" if wanted is None else f"{wanted} tensor{'s' if wanted > 1 else ''}"
         raise OpError(f"{self.op.name}: its {backend} kernel gave {given}; the signature says {promised}")
 
-    def _has_gradient(self, kernel: Kernel) -> bool:
-        return kernel.backend not in PLAIN or self.op.formula(kernel.backend) is not None
+    def _gradient(self, kernel: Kernel) -> Callable | None:
+        """What calls the kernel with a node of autograd; None where autograd sees through its function."""
+        op, backend = self.op, kernel.backend
+        if backend in PLAIN and op.formula(backend) is None:
+            return None
+        if op.signature.has_lists or op.signature.results is None:  # autograd.Function does not look into them
+            return lambda *arguments: op.seen_by_torch(backend, arguments)
+        return functools.partial(gradients.differentiable_call, self, kernel)
 
     def _list(self, backend: str, device: str) -> None:
         """Let further calls of a backend run directly, if the library for that is loaded."""
@@ -155,8 +154,7 @@ class EagerCalls:
                     raw.settle("", device, kernel.raw._schema.name, kernel.raw._schema.overload_name)
                 except RuntimeError:  # a schema with other types than DirectCalls reads
                     raw = None
-            name = f"{kernel.backend} kernel of {self.op.name}"
-            has_gradient = self._has_gradient(kernel)
-            self._direct[kernel] = (kernel, kernel.function, raw, kernel.supports, results, has_gradient, name)
+            gradient = self._gradient(kernel)
+            self._direct[kernel] = (kernel, kernel.function, raw, kernel.supports, results, gradient, kernel.name)
         listed[backend] = tuple(self._direct[kernel] for kernel in self.order(backend, device)[0])
         self.call_directly, self._run_directly = library.call_own, library.run_own

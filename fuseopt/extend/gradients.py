@@ -42,17 +42,21 @@ differentiable_call = super(torch.autograd.Function, Call).apply
 
 def save(ctx: Any, op: Op, backend: str, arguments: Sequence[Any], output: Any) -> None:
     """Save on an autograd context what `gradients` takes."""
-    items, lengths = arguments, None
+    results = () if op.formula(backend) is None else as_results(output)
+    ctx.op, ctx.backend, ctx.lengths = op, backend, None
+    if op.signature.are_tensors:
+        ctx.items = [None] * len(arguments)
+        ctx.save_for_backward(*arguments, *results)
+        return
+    items = arguments
     if op.signature.has_lists:
-        lengths = [len(argument) if isinstance(argument, (list, tuple)) else None for argument in arguments]
+        ctx.lengths = [len(argument) if isinstance(argument, (list, tuple)) else None for argument in arguments]
         items = [
             item
-            for argument, length in zip(arguments, lengths, strict=True)
+            for argument, length in zip(arguments, ctx.lengths, strict=True)
             for item in ([argument] if length is None else argument)
         ]
-    ctx.op, ctx.backend, ctx.lengths = op, backend, lengths
     ctx.items = [None if isinstance(item, Tensor) else item for item in items]
-    results = () if op.formula(backend) is None else as_results(output)
     ctx.save_for_backward(*[item if isinstance(item, Tensor) else None for item in items], *results)
 
 

@@ -22,7 +22,18 @@ _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*", re.ASCII)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # The other namespaces of torch's own are of another class than a user's.
 _NAMESPACES_OF_TORCH = (
-    *("aten", "c10d", "_c10d_functional", "debugprims", "inductor", "inductor_prims", "mkldnn", "onnx", "prim"),
+    *(
+        "aten",
+        "c10d",
+        "_c10d_functional",
+        "debugprims",
+        "inductor",
+        "inductor_prims",
+        "mkldnn",
+        "onnx",
+        "prim",
+        "prims",
+    ),
     *("profiler", "quantized", "rngprims", "sparse", "torch", "torchvision", "fuseopt"),
 )
 _ATTRIBUTES_OF_NAMESPACES = ("name", "_dir")
@@ -37,6 +48,7 @@ class Signature:
         names: of the arguments, in order.
         defaults: by name, of the arguments that have one.
         has_lists: whether an argument is a list of tensors.
+        are_tensors: whether all arguments are tensors, or None.
         results: how many tensors the op gives; None for a list of them, whose length is the function's.
     """
 
@@ -44,6 +56,7 @@ class Signature:
     names: tuple[str, ...]
     defaults: Mapping[str, Any]
     has_lists: bool
+    are_tensors: bool
     results: int | None
 
     @classmethod
@@ -79,6 +92,7 @@ class Signature:
             tuple(parameters),
             {key: p.default for key, p in parameters.items() if p.default is not inspect.Parameter.empty},
             any(argument.startswith("Tensor[]") for argument in arguments_of(schema)),
+            all(argument.startswith(("Tensor ", "Tensor? ")) for argument in arguments_of(schema)),
             None if results == "Tensor[]" else results.count("Tensor"),
         )
 

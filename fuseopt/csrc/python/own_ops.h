@@ -1,10 +1,10 @@
 // Eager calls of users' ops (fuseopt/extend). Choosing and checking in Python would take several times as long as a
 // small kernel's launch.
 //
-// A kernel is here a tuple (kernel, function, raw, supports, results, has_gradient, name): the object that Python knows
-// it by; its function; a `DirectCalls` settled for the raw op that the function calls, or None; what is asked whether it
-// takes the arguments, or None; how many tensors it gives; whether autograd needs a node for it; and its name for
-// errors.
+// A kernel is here a tuple (kernel, function, raw, supports, results, gradient, name): the object that Python knows it
+// by; its function; a `DirectCalls` settled for the raw op that the function calls, or None; what is asked whether it
+// takes the arguments, or None; how many tensors it gives; what is called with the arguments in its place if one needs a
+// gradient, or None where autograd sees through the function; and its name for errors.
 #pragma once
 
 #include "python/direct_calls.h"
@@ -15,7 +15,7 @@
 
 namespace {
 
-enum KernelField { kKernel, kFunction, kRaw, kSupports, kResults, kHasGradient, kName, kKernelFields };
+enum KernelField { kKernel, kFunction, kRaw, kSupports, kResults, kGradient, kName, kKernelFields };
 
 struct Arguments {
   PyObject* const* items;
@@ -163,12 +163,10 @@ PyObject* run_own(PyObject*, PyObject* const* given, Py_ssize_t count) {
 }
 
 // `call_own(op, kernels, backend, arguments)`: calls the first kernel that takes the arguments. `kernels` is a dict for
-// CPUs and one for GPUs, of tuples of kernels by backend. Calls with gradients go to `op.differentiated(kernel,
-// arguments)`. Returns NotImplemented, with nothing done but `supports` asked, for calls that torch has to see, under
-// autocast, without tensors, and where no kernel is listed or takes the arguments.
+// CPUs and one for GPUs, of tuples of kernels by backend. Returns NotImplemented, with nothing done but `supports` asked,
+// for calls that torch has to see, under autocast, without tensors, and where no kernel is listed or takes the arguments.
 PyObject* call_own(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  static PyObject* const differentiated = PyUnicode_InternFromString("differentiated");
   if (count != 4 || !PyTuple_Check(given[1]) || PyTuple_GET_SIZE(given[1]) != 2 || !PyTuple_Check(given[3])) {
     PyErr_SetString(PyExc_TypeError, "call_own takes an op, two dicts of kernels, a backend and a tuple of arguments");
     return nullptr;
@@ -194,8 +192,9 @@ PyObject* call_own(PyObject*, PyObject* const* given, Py_ssize_t count) {
     const int does = takes(kernel, arguments);
     if (does < 0) return nullptr;
     if (does == 0) continue;
-    if (!needs_grad || PyTuple_GET_ITEM(kernel, kHasGradient) != Py_True) return run(given[0], kernel, given[3]);
-    return PyObject_CallMethodObjArgs(given[0], differentiated, PyTuple_GET_ITEM(kernel, kKernel), given[3], nullptr);
+    PyObject* const gradient = PyTuple_GET_ITEM(kernel, kGradient);
+    if (!needs_grad || gradient == Py_None) return run(given[0], kernel, given[3]);
+    return PyObject_Vectorcall(gradient, arguments.items, static_cast<size_t>(arguments.count), nullptr);
   }
   Py_RETURN_NOTIMPLEMENTED;
   END_HANDLE_TH_ERRORS
