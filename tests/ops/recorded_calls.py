@@ -103,16 +103,12 @@ def recorded(target: Target) -> dict[str, list[Call]]:
         for call in further_calls(target, recorder.calls):
             call()
     is_triton = target.backend == "triton"
-    # Each call of Triton's takes seconds to interpret or to compile: the smallest does.
+    # Each call of Triton's takes seconds to interpret or to compile.
     return {
-        op._schema.name: sorted(calls, key=elements)[:1] if is_triton else calls
+        op._schema.name: calls[: 1 if is_triton else None]
         for op, calls in recorder.calls.items()
         if (op._overloadname == "triton") == is_triton
     }
-
-
-def elements(call: Call) -> int:
-    return sum(tensor.numel() for _, _, tensor in call.tensor_places())
 
 
 def record(recorder: Recorder, op: registry.Op, target: Target) -> None:
