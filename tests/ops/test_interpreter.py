@@ -9,9 +9,9 @@ import pytest
 from tests.ops.cases import cases
 from tests.ops.interpreter import UNFIT
 
-# What is interpreted: by default, and of the rest what takes less than minutes.
+# Marks and names of what is interpreted: in quick runs, and of the contract's slow tests those that take no minutes.
 QUICK = "interpreter and not slow", ""
-REST = "interpreter and slow", "not relative_attention and not with_inductor"
+REST = "interpreter and slow", "test_contract and not relative_attention and not with_inductor"
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the process that the test starts")
