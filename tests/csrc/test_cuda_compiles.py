@@ -14,14 +14,17 @@ from tests.csrc.kernel_resources import KernelResources, kernel_resources
 MAX_SPILLED_BYTES = 64
 SOURCES = sorted((toolchain.CSRC / "cuda").rglob("*.cu"))
 HOST_ONLY = {"shared_memory.cu"}
-# Of templates that another source has for another dtype, number of rows or norm, and compiled for longest.
-# test_units.py parses these in quick runs too.
+# Compiled for longest. Their templates, or ones like them, are in other sources for another dtype, norm or number of
+# rows. test_units.py parses these in quick runs too.
 SLOW = {
+    "bfloat16.cu",
     "float16.cu",
+    "layer_norm_bwd.cu",
     "many_rows.cu",
     "mma.cu",
     "rms_norm_bwd.cu",
     "rms_norm_of_sum.cu",
+    "short_attention.cu",
     "softmax.cu",
     "streamed_float16.cu",
     "tiles.cu",
