@@ -14,7 +14,8 @@ import torch
 
 from fuseopt.ops import registry
 from fuseopt.ops.cross_entropy_grad import RAW as CROSS_ENTROPY_GRAD
-from fuseopt.ops.triton.cross_entropy import check_targets, cross_entropy_grad_
+from fuseopt.ops.triton.cross_entropy import check_targets
+from fuseopt.ops.triton.cross_entropy_grad import cross_entropy_grad_
 from fuseopt.ops.triton.rows import compute_dtype
 from fuseopt.ops.tuned_matmul import multiply_into
 from fuseopt.tuning import tuned

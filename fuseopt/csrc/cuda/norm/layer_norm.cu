@@ -1,6 +1,6 @@
 // LayerNorm (Ba, Kiros and Hinton, 2016): xhat = (x - mean) * rstd, rstd = 1 / sqrt(var + eps), output = xhat * weight
 // + bias.
-#include "cuda/norm/norm.cuh"
+#include "cuda/norm/norm_fwd.cuh"
 #include "cuda/norm/norm_odd_rows.cuh"
 
 namespace fuseopt::layer_norm {

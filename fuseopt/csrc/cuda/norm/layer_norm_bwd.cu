@@ -1,9 +1,8 @@
 // LayerNorm's backward. It has a file of its own to shorten the build.
-#include "cuda/norm/norm.cuh"
+#include "cuda/norm/norm_bwd.cuh"
 
 namespace fuseopt::layer_norm_bwd {
 namespace {
-
 
 // Limits registers so that kBwdThreadsPerProcessor threads are resident, where that spills almost nothing.
 template <typename T, typename Shape, int kWidth, bool kHasGradSum>

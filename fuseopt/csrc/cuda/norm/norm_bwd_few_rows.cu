@@ -1,6 +1,6 @@
 // Backward of RMSNorm and LayerNorm over few rows, in one launch: a block has either a row or some columns. The column
 // sums need no result of the blocks that have rows. Reading such small tensors twice costs less than a second launch.
-#include "cuda/norm/norm.cuh"
+#include "cuda/norm/norm_bwd.cuh"
 
 namespace fuseopt {
 namespace {

@@ -1,5 +1,5 @@
 // The second stage of column sums, and both stages of a norm's "any" path; see column_sums.cuh.
-#include "cuda/norm/norm.cuh"
+#include "cuda/norm/norm_bwd.cuh"
 
 namespace fuseopt {
 namespace {

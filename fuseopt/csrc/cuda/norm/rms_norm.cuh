@@ -2,7 +2,7 @@
 // shorten the build.
 #pragma once
 
-#include "cuda/norm/norm.cuh"
+#include "cuda/norm/norm_fwd.cuh"
 
 namespace fuseopt::rms_norm {
 

@@ -1,10 +1,9 @@
 // RMSNorm's backward. It has a file of its own to shorten the build.
-#include "cuda/norm/norm.cuh"
+#include "cuda/norm/norm_bwd.cuh"
 #include "cuda/norm/norm_odd_rows.cuh"
 
 namespace fuseopt::rms_norm_bwd {
 namespace {
-
 
 // grad_input = rstd * (g - xhat * mean(g * xhat)) + grad_sum with g = grad_output * (weight + offset). grad_weight is
 // the sum over rows of grad_output * xhat; each block writes one row of partial sums. grad_sum is the other gradient of

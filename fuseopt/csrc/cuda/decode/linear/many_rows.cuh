@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kManyRowsWarps* kWarpSize)
   if constexpr (kLayout == Layout::kColMajorKN) weight.pair_lines(columns, first_k);
   else weight.arrange(zero);
   if constexpr (kNorm) {
-    // As in decode/linear/skinny_mma.cuh: sums of w * g and w * b as two rows of products, and w scaled by g.
+    // As in skinny_mma.cuh: sums of w * g and w * b as two rows of products, and w scaled by g.
     const unsigned ones = lane / 4 == 0 ? kOnes<T> : 0u;
     float constant_sums[kTiles / 2][4] = {};
 #pragma unroll
