@@ -1,4 +1,4 @@
-// The backwards of RMSNorm and LayerNorm: how their blocks walk the rows, and the column sums of the weights' gradients.
+// The backwards of RMSNorm and LayerNorm: how blocks walk the rows, and the column sums of the weights' gradients.
 //
 // As many teams as the device holds walk the rows. A thread has the same columns in every row and sums their weight
 // gradients in registers. Few rows have a launch of their own (norm_bwd_few_rows.cu).
@@ -10,7 +10,7 @@
 
 namespace fuseopt {
 
-// Elements of a row that each thread holds, if a block has the row: few, since it holds two rows and their columns' sums.
+// Elements of a row that each thread holds if a block has the row. Few, since it holds two rows and column sums.
 constexpr int kBwdBlockElements = 16;
 
 // In the backward a block writes one row of partial sums, however many warps it has. So its blocks are larger than the
@@ -27,6 +27,17 @@ constexpr int kBwdStaticShared = 2048;  // upper bound of a block's static share
 template <typename Shape>
 constexpr int kBwdMaxThreads = Shape::kWithinWarp ? kBwdWarpTeamBlock : kMaxBlockTeam;
 
+// Whether the kernels that hold rows in registers may take the dtypes.
+inline bool has_fast_dtypes(const NormBwd& call) {
+  return call.rows > 0 && !any_has(kFloat64, {call.weight}) &&
+         have_dtype(call.input.dtype, {call.grad_output, call.grad_sum});
+}
+
+inline bool are_vectors(const NormBwd& call) {
+  const auto matrices = {call.grad_output, call.grad_sum, call.input, call.grad_input};
+  return are_vectors(call.input.dtype, call.columns, matrices);
+}
+
 // Calls `launch(RowShape, IntTag<kWidth>, threads)` for a backward; returns false if no shape holds the rows.
 // `Elementwise` is the first shape of dispatch_elementwise_row.
 template <typename T, typename Elementwise, typename Launch>
@@ -41,7 +52,20 @@ bool dispatch_bwd_row(int64_t columns, bool vectors, Launch launch) {
       columns, [&](auto shape, int threads) { launch_shape(shape, IntTag<kVectorWidth<T>>{}, threads); });
 }
 
-// Launch of a backward whose blocks walk the rows. Shared memory holds the weight and the stages of a RowRing.
+// Calls `launch(TypeTag<T>, RowShape, IntTag<kWidth>, has_grad_sum, threads)` for a backward in a fast dtype, if a shape
+// holds the rows.
+template <typename Elementwise, typename Launch>
+void dispatch_bwd(const NormBwd& call, bool vectors, Launch launch) {
+  dispatch_fast_dtype(call.input.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    dispatch_bwd_row<T, Elementwise>(call.columns, vectors, [&](auto shape, auto width, int threads) {
+      if (call.grad_sum.data != nullptr) launch(tag, shape, width, std::true_type{}, threads);
+      else launch(tag, shape, width, std::false_type{}, threads);
+    });
+  });
+}
+
+// How a backward's blocks walk the rows. Shared memory holds the weight and the stages of a RowRing.
 struct BwdLaunch {
   int blocks_per_processor;
   int stages;  // 0: no ring
@@ -70,6 +94,22 @@ BwdLaunch bwd_launch(int threads, int64_t columns, int tensors, int64_t ring_thr
   int blocks = static_cast<int>(std::clamp<int64_t>(ring_threads / threads, 1, kPartialsPerProcessor));
   while (blocks > 1 && stages_of(blocks) < tuning().norm_bwd_min_ring_stages) --blocks;
   return {blocks, stages_of(blocks), weight_bytes + stages_of(blocks) * stage_bytes};
+}
+
+// Calls `launch(BwdLaunch)` for a Kernel whose blocks walk the rows, after `partials` has a count: the number of its
+// blocks. Returns false if its shared memory does not fit.
+template <typename T, typename Shape, int kWidth, bool kHasGradSum, typename Kernel, typename Launch>
+bool launch_walk(const NormBwd& call, int threads, int64_t ring_threads, Partials<float>& partials, Launch launch) {
+  const BwdLaunch form = bwd_launch<T, Shape, kWidth>(threads, call.columns, kHasGradSum ? 3 : 2, ring_threads);
+  if (!form.fits()) return false;
+  static ResidentBlocks resident;
+  constexpr auto kernel = Kernel::kFunction;
+  permit_shared_bytes(reinterpret_cast<const void*>(kernel), form.shared_bytes);  // else none is resident
+  partials.count = row_blocks<Shape>(call.rows, threads,
+                                     std::min<int64_t>(resident(kernel, threads, form.shared_bytes),
+                                                       form.blocks_per_processor * multiprocessor_count()));
+  launch(form);
+  return true;
 }
 
 // The rows of a backward's tensors as a team walks them. Where the device can and elements have 16 bits, a block copies
@@ -200,25 +240,11 @@ __device__ inline void store_block_partials(const float (&sums)[kVectors][kWidth
   }
 }
 
-// A backward over few rows, in vectors, without partial sums. `mean` is null for RMSNorm. Gradients of parameters that
-// are not wanted are absent.
-struct FewRowsBwd {
-  TypedPointer grad_output, grad_sum, input, weight;
-  const float* mean;
-  const float* rstd;
-  TypedPointer grad_input, grad_weight, grad_bias;
-  int rows;
-  int columns;
-  float inverse_columns;
-  float offset;
-};
+// A backward over few rows, in vectors, without partial sums. Returns false if the rows are too wide.
+bool launch_few_rows_bwd(const NormBwd& call, cudaStream_t stream);
 
-// Returns false if the rows are too wide.
-bool launch_few_rows_bwd(const FewRowsBwd& call, cudaStream_t stream);
-
-// First stage of the "any" path: column sums of grad_output * xhat and of grad_output. `mean` is absent for RMSNorm.
+// The gradients of weight and bias in the "any" path.
 template <typename Acc>
-cudaError_t column_partials_any(TypedPointer grad_output, TypedPointer input, TypedPointer mean, TypedPointer rstd,
-                                Partials<Acc> partials, int64_t rows, cudaStream_t stream);
+cudaError_t column_sums_any(const NormBwd& call, cudaStream_t stream);
 
 }  // namespace fuseopt
