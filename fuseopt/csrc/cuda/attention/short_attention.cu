@@ -5,6 +5,7 @@
 namespace fuseopt::short_attention {
 namespace {
 
+// TUNED: with the kernel (71bb838).
 constexpr int kLanesOfQuery = 8;  // share the keys, and the result's columns, of a few neighbouring queries
 constexpr int kQueryLanes = kWarpSize / kLanesOfQuery;
 constexpr int kColumns = 4;       // that a lane reads at once
@@ -236,6 +237,7 @@ cudaError_t launch_as(ShortAttention& attention, cudaStream_t stream) {
 // that it reads. With few heads, the time of one head counts.
 template <typename T, int kKeys>
 cudaError_t launch_as(ShortAttention& attention, cudaStream_t stream) {
+  // TUNED: few heads: all reads of a head in flight at once; many: keys and values staged once (c620c07).
   constexpr int kFewWarps = kKeys / kQueryLanes, kManyWarps = kFewWarps / 4;
   const bool are_few = attention.batch * attention.heads <= tuning().short_attention_few_heads * multiprocessor_count();
   return are_few ? launch_as<T, kKeys, kFewWarps>(attention, stream) : launch_as<T, kKeys, kManyWarps>(attention, stream);

@@ -19,6 +19,7 @@
 namespace fuseopt {
 
 // Elements of a row that each thread holds.
+// TUNED: 8: a quarter of a warp takes almost 50% off RMSNorm over 64 columns of 16 bits (64347c2). 24: b5728bd.
 constexpr int kShortElements = 8;  // if a warp or part of one has the row
 constexpr int kWarpElements = 24;  // at most, if a warp has the row
 constexpr int kAnyThreads = 256;
@@ -27,6 +28,7 @@ template <typename Shape>
 constexpr bool kHasShortRows = Shape::kWithinWarp && Shape::kElements == kShortElements;
 
 using NarrowRow = RowShape<kWarpElements, Team::kWarp>;
+// TUNED: rows of odd length: a warp is 17% to 25% faster than a block for RMSNorm, slower for LayerNorm (47c4843).
 using ElementwiseBlock = RowShape<8, Team::kBlock>;  // elements are read one by one
 using ElementwiseWarp = RowShape<32, Team::kWarp>;   // the same, for a warp
 

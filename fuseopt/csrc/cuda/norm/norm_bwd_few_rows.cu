@@ -6,6 +6,7 @@ namespace fuseopt {
 namespace {
 
 constexpr int kMaxThreads = 1024;
+// TUNED: with the kernel (b5728bd).
 constexpr int kColumnsPerBlock = 2 * kWarpSize;
 constexpr int kEnoughWarps = 8;  // for the rows of a block's columns
 

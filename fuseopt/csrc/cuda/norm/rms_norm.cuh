@@ -6,6 +6,8 @@
 
 namespace fuseopt::rms_norm {
 
+// TUNED: 16 bits gain from half of LayerNorm's elements while registers leave room for 75% of a multiprocessor's
+// threads (cbe4a22).
 constexpr int kBlockElements = 16;  // elements of a row per thread, if a block has the row
 
 // Limits registers so that three quarters of a multiprocessor's threads can be resident.

@@ -14,6 +14,7 @@
 
 namespace fuseopt {
 
+// TUNED: T5-base with 32 rows: 362 us of kernels a step in place of 407 (7bb6df7); the first three numbers: d87323f.
 constexpr int kManyRowsWarps = 16;
 constexpr int kManyRowsChunks = 3;  // of K, for each warp: 768 values take 8 warps
 constexpr int kManyRowsTiles = 4;   // of 8 columns, in a block's strip
