@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 from fuseopt.errors import CompileError
 from fuseopt.runtime import gc_pause
 from fuseopt.runtime.module_watch import config_of, parameters_below
-from fuseopt.runtime.references import weak_attribute
+from fuseopt.runtime.references import Remembered, weak_attribute
 from fuseopt.training import captured_steps, stock_fallback, t5_checkpointing, unpadded_batches
 
 _DYNAMO_OPTIONS = {
@@ -110,7 +110,9 @@ class TrainingForward:
         return self.model
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("model", "backend", "budget", "cuda_graphs", "strict")}
+        names = ("model", "backend", "budget", "cuda_graphs", "strict")
+        remembered = {name: value for name, value in vars(self).items() if isinstance(value, Remembered)}
+        return {**remembered, **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update((name, value) for name, value in state.items() if name not in ("model", "strict"))
