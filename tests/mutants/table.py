@@ -354,6 +354,13 @@ LIFETIMES = (
         ("tests/test_lifetime.py::test_a_shallow_copy_outlives_the_model",),
     ),
     Mutant(
+        "a compilation of a training step is not said",
+        "fuseopt/training/forward.py",
+        "        on_compilation()\n",
+        "",
+        ("tests/training/test_compile_notice.py",),
+    ),
+    Mutant(
         "two layers of one number",
         "fuseopt/generation/hf/redundant_attributes.py",
         "if index in taken or index not in",
