@@ -64,8 +64,8 @@ class TrainingForward:
     Gradient checkpointing remains in effect inside the compiled graph.
 
     Every combination of arguments, dtypes, hooks and frozen parameters is compiled at its first call. A dimension that
-    changes is compiled a second time with a dynamic size, for all values but the first. Each compilation is logged, with
-    its time and reason (`compile_notice`). Copies and pickles hold no compiled code.
+    changes is compiled a second time with a dynamic size, for all values but the first. Each compilation is logged
+    (`compile_notice`). Copies and pickles hold no compiled code.
 
     If a step cannot be compiled, this and all later steps run the class's own forward, with one warning and the reason
     in the report. If the class's forward raises on the same arguments, that error is raised, and later steps are
