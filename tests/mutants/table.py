@@ -354,6 +354,13 @@ LIFETIMES = (
         ("tests/test_lifetime.py::test_a_shallow_copy_outlives_the_model",),
     ),
     Mutant(
+        "the last of an unknown number of rows is taken by select",
+        "fuseopt/training/passes/unbacked_selects.py",
+        " or index >= 0 or ",
+        " or index < 0 or ",
+        ("tests/training/passes/test_unbacked_selects.py",),
+    ),
+    Mutant(
         "a compilation of a training step is not said",
         "fuseopt/training/forward.py",
         "        on_compilation()\n",
