@@ -25,7 +25,7 @@ from fuseopt.errors import ApplyError, BackendError, printable
 from fuseopt.modules.base import RECORD, FusedModule
 from fuseopt.ops import registry
 from fuseopt.plan import Plan, Site
-from fuseopt.report import LateStrict, Report, Reporting
+from fuseopt.report import Decoding, LateStrict, Report, Reporting
 from fuseopt.runtime.references import Reference
 
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -96,7 +96,12 @@ class Applied:
         """The report, with a line for each backend that now differs from the plan, and the replacements' own lines."""
         lines = (c.after.report_lines() for c in self.changes if isinstance(c.after, Reporting))
         said = (line for found in lines for line in found)
-        return replace(self.report, since=(*_changed_backends(self.report, model), *said))
+        calls = (c.after.call_records() for c in self.changes if isinstance(c.after, Decoding))
+        return replace(
+            self.report,
+            since=(*_changed_backends(self.report, model), *said),
+            generate_calls=tuple(call for found in calls for call in found),
+        )
 
 
 def lock(model: nn.Module) -> AbstractContextManager[Any]:

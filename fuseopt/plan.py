@@ -71,6 +71,21 @@ class Replacement:
     wanted: str = "auto"
 
 
+class RaisedReason(str):
+    """Reason of a Skip: a predicate of the user's own raised `error`, which copies and pickles leave out."""
+
+    error: Exception
+
+    @classmethod
+    def of(cls, what: str, error: Exception) -> RaisedReason:
+        reason = cls(f"{what} raised {type(error).__name__}: {error}")
+        reason.error = error
+        return reason
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
 @dataclass(frozen=True)
 class Skip:
     """A candidate that is not replaced, with the reason."""
@@ -191,7 +206,14 @@ class Plan:
         return render(f"plan for {self.title}", self.rows, self.kept, self.unmet)
 
     def check_strict(self) -> None:
-        """Raises PlanError if something asked for by name will not be done, or not by the backend asked for."""
+        """Raises PlanError if something asked for by name will not be done, or not by the backend asked for.
+
+        It is raised too if a predicate of the user's own raised, from that error.
+        """
+        for skip in self.skips:
+            if isinstance(skip.reason, RaisedReason):
+                where = f"{printable(self.model_class)}: {printable(skip.sites[0].path)}"
+                raise PlanError(f"strict: {where}: {printable(skip.reason)}") from skip.reason.error
         problems = list(self.unmet)
         problems += dict.fromkeys(
             f"{r.request}: would run on {r.backend}: {r.refused}" for r in self.replacements if r.refused

@@ -134,6 +134,10 @@ class FusedGenerate:
         self.calls.append(CallRecord(Tier.STOCK, reason))
         return stock(model, *args, **kwargs)
 
+    def call_records(self) -> tuple[dict[str, str], ...]:
+        """The last calls, as `Report.generate_calls` has them."""
+        return tuple({**vars(call), "tier": call.tier.value} for call in self.calls)
+
     def report_lines(self) -> tuple[str, ...]:
         """Tier and reason of the last calls, and what is kept on the device, for the report."""
         graphs = self.graphs

@@ -537,6 +537,37 @@ BENCH = (
     ),
 )
 
+EXTEND = (
+    Mutant(
+        "a user's kernel gives its argument back",
+        "fuseopt/extend/eager_calls.py",
+        "return unshared(self.checked(output, kernel.backend), tensors_of(arguments))",
+        "return self.checked(output, kernel.backend)",
+        ("tests/extend/test_eager_calls.py", "-k", "never_an_argument"),
+    ),
+    Mutant(
+        "strict passes over a predicate that raised",
+        "fuseopt/plan.py",
+        "if isinstance(skip.reason, RaisedReason):",
+        "if False:",
+        ("tests/extend/test_odd_replacements.py", "-k", "predicate_that_raises"),
+    ),
+    Mutant(
+        "Dynamo reads the file's globals in a copied forward",
+        "fuseopt/extend/exchange.py",
+        'if name != "__name__"}',
+        "if True}",
+        ("tests/extend/test_replaces.py", "-k", "ways_in_which"),
+    ),
+    Mutant(
+        "the decode loop is put on a peft model itself",
+        "fuseopt/strategies/generation.py",
+        'base = model.get_base_model() if hasattr(type(model), "get_base_model") else model',
+        "base = model",
+        ("tests/generation/test_peft.py",),
+    ),
+)
+
 MUTANTS = (
     *REASONS,
     *GENERATION,
@@ -549,4 +580,5 @@ MUTANTS = (
     *CONFIG,
     *NATIVE,
     *BENCH,
+    *EXTEND,
 )
