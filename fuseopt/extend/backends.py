@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
@@ -32,7 +33,18 @@ def refusal(answer: Any, without_reason: str) -> str | None:
     return None if answer else without_reason
 
 
-@dataclass(frozen=True)
+@contextlib.contextmanager
+def noting(what: str) -> Iterator[None]:
+    """A context that adds to what is raised in it, as a note, where it comes from."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):  # of Python 3.11
+            error.add_note(f"fuseopt: raised by {what}")
+        raise
+
+
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """One way to compute an op.
 
@@ -41,18 +53,28 @@ class Kernel:
         function: with the op's signature.
         supports: called with the arguments of a call: True, or False or a reason for the next backend to run it.
         missing: why it cannot run at all, as a library that could not be built; None if it can.
+        raw: the overload that `function` calls, if a library has registered it with the op's schema.
+        name: in messages.
     """
 
     backend: str
     function: Callable
     supports: Callable | None = None
     missing: str | None = None
+    raw: OpOverload | None = None
+    name: str = ""
+
+    def compute(self, arguments: Sequence[Any]) -> Any:
+        """What its function gives."""
+        with noting(f"the {self.name}"):
+            return self.function(*arguments)
 
     def refuses(self, arguments: Sequence[Any]) -> str | None:
         """Why it does not take a call; None if it does."""
         if self.supports is None:
             return None
-        answer = self.supports(*arguments)
+        with noting(f"`supports` of the {self.name}"):
+            answer = self.supports(*arguments)
         return None if answer is None else refusal(answer, "its `supports` says no to these arguments")
 
     def supporting(self, predicate: Callable) -> Kernel:

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-from fuseopt.build import compilation, library_cache, toolchain
-from fuseopt.errors import NativeBuildError, OpError
+from fuseopt.build import compilation, library_cache, loader, toolchain
+from fuseopt.errors import NativeBuildError, OpError, shown
 from fuseopt.extend.backends import Kernel
-from fuseopt.extend.signature import tensors_of, with_tensors
+from fuseopt.extend.signature import check_callable, tensors_of, with_tensors
 
 if TYPE_CHECKING:
     from fuseopt.extend.own_op import Op
@@ -49,14 +50,27 @@ class Source:
         """A source given as text or as the path of a file.
 
         Raises:
-            OpError: a path, of which there is no file.
+            OpError: a path of which there is no file, or a text that is not UTF-8.
         """
-        path = Path(given) if isinstance(given, os.PathLike) or not re.search(r"[\n;{]", given) else None
-        if path is None:
-            return cls(str(given), f"{op} ({kind} source)", None)
-        if not path.is_file():
-            raise OpError(f"{op}: no file {str(path)!r} for the {kind} source; give its path, or the source's text")
-        return cls(path.read_text(encoding="utf-8"), str(path.resolve()), path.resolve().parent)
+        if not isinstance(given, (str, os.PathLike)) or not str(given).strip():
+            raise OpError(f"{op}: its {kind} source must be text or the path of a file, not {shown(given)}")
+        try:
+            if isinstance(given, str) and re.search(r"[\n;{]", given):
+                given.encode()
+                return cls(given, f"{op} ({kind} source)", None)
+            path = Path(given)
+            if not path.is_file():
+                folder = ", which is a folder" if path.is_dir() else ""
+                text = "give its path, or the source's text"
+                raise OpError(f"{op}: no file {str(path)!r} for the {kind} source{folder}; {text}")
+            return cls(path.read_text(encoding="utf-8"), str(path.resolve()), path.resolve().parent)
+        except UnicodeError as error:
+            raise OpError(f"{op}: its {kind} source is not UTF-8: {error}") from error
+
+    def line_marker(self) -> str:
+        """The directive after which compilers count the source's lines from 1, and call it by its name."""
+        quoted = self.label.replace("\\", "\\\\").replace('"', '\\"')
+        return f'#line 1 "{quoted}"'
 
     def digest(self) -> str:
         """A hash of the text, and of the headers beside it that it includes."""
@@ -83,6 +97,8 @@ def add(
         raise OpError(
             f"{op.name}: a bare kernel needs cuda=SOURCE, kernel='its name' and grid=function of the arguments"
         )
+    if kernel is not None:
+        _check_launch(op, kernel, grid, block)
     sources: list[tuple[Kind, str | os.PathLike[str]]] = []
     sources += [("cpu", cpu)] if cpu is not None else []
     sources += [("cuda", cuda)] if cuda is not None else []
@@ -92,13 +108,22 @@ def add(
             if kind == "cuda":
                 _check_device()
             if kind == "cuda" and kernel is not None:
-                run: Callable = _BareKernel(op, kernel, cubin(source, kernel, _capability()), grid, block)
+                run = _BareKernel(op, kernel, cubin(source, kernel, _capability()), grid, block)
+                made = Kernel(kind, run)
             else:
-                run = _library_function(op, kind, source)
+                overload = _from_library(op, kind, source)
+                made = Kernel(kind, overload._op, raw=overload)
         except (_Missing, toolchain.ToolchainError, library_cache.CacheError) as reason:
             op.add_kernel(Kernel(kind, op.function, missing=f"its {kind} source is not built: {reason}"))
         else:
-            op.add_kernel(Kernel(kind, run))
+            op.add_kernel(made)
+
+
+def _check_launch(op: Op, kernel: str, grid: Any, block: Any) -> None:
+    if not re.fullmatch(r"[A-Za-z_]\w*", kernel, re.ASCII):
+        raise OpError(f"{op.name}: {shown(kernel)} is no name of a kernel")
+    check_callable(op.name, "grid", grid)
+    _three(op, "block", block)
 
 
 def _check_device() -> None:
@@ -113,10 +138,11 @@ def _capability() -> str:
     return f"{major}{minor}"
 
 
-def _library_function(op: Op, kind: Kind, source: Source) -> Callable:
+def _from_library(op: Op, kind: Kind, source: Source) -> OpOverload:
     recipe = toolchain.cpu_recipe() if kind == "cpu" else toolchain.cuda_recipe([_capability()])
     name = f"{op.name.partition('::')[2]}__native_{kind}_{source.digest()}"
     torch.ops.load_library(build(op.name, name, kind, source, recipe))
+    loader.load_all(["python"])  # by which the kernel is called sooner
     return op.define_native(name)
 
 
@@ -134,7 +160,7 @@ def build(op: str, registered: str, kind: Kind, source: Source, recipe: toolchai
     """
     namespace, _, function = op.partition("::")
     text = (
-        f'#line 1 "{source.label}"\n{source.text}\n#line 1 "registration of {op}"\n'
+        f'{source.line_marker()}\n{source.text}\n#line 1 "registration of {op}"\n'
         "#include <torch/csrc/stable/library.h>\n"
         f"STABLE_TORCH_LIBRARY_IMPL({namespace}, {kind.upper()}, library) {{\n"
         f'  library.impl("{registered}", TORCH_BOX(&{function}));\n}}\n'
@@ -188,7 +214,7 @@ def cubin(source: Source, kernel: str, architecture: str) -> bytes:
         text = f'{text[: declared.start()]}extern "C" {text[declared.start() :]}'
     with tempfile.TemporaryDirectory(prefix="fuseopt-") as folder_name:
         file, output = Path(folder_name) / f"{kernel}.cu", Path(folder_name) / f"{kernel}.cubin"
-        file.write_text(f'#line 1 "{source.label}"\n{text}', encoding="utf-8")
+        file.write_text(f"{source.line_marker()}\n{text}", encoding="utf-8")
         command = [toolchain.find_nvcc(), "-cubin", f"-arch=sm_{architecture}", "-O3", str(file), "-o", str(output)]
         if source.folder is not None:
             command.append(f"-I{source.folder}")
@@ -204,7 +230,7 @@ class _BareKernel:
     def __init__(self, op: Op, name: str, code: bytes, grid: Grid | None, block: int | Sequence[int]) -> None:
         assert grid is not None
         self._op, self._grid = op, grid
-        self._block = _three(block)
+        self._block = _three(op, "block", block)
         self._kernel = torch.cuda._utils._cuda_load_module(code, [name])[name]
         self._empty: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}
 
@@ -218,7 +244,7 @@ class _BareKernel:
         if size:
             with torch.cuda.device(device):
                 passed = [argument for argument in given if argument is not None]
-                self._kernel(_three(self._grid(*arguments)), self._block, [*passed, *results, size])
+                self._kernel(_three(self._op, "grid", self._grid(*arguments)), self._block, [*passed, *results, size])
         return results[0] if self._op.signature.results == 1 else tuple(results)
 
     def _results(self, arguments: Sequence[Any]) -> list[tuple[torch.Size, torch.dtype]]:
@@ -230,6 +256,14 @@ class _BareKernel:
         return self._empty[key]
 
 
-def _three(size: int | Sequence[int]) -> tuple[int, int, int]:
-    first, second, third, *_ = (*((size,) if isinstance(size, int) else size), 1, 1)
+def _three(op: Op, what: str, size: Any) -> tuple[int, int, int]:
+    """A grid or a block in three dimensions.
+
+    Raises:
+        OpError: it is no positive int, nor up to three of them.
+    """
+    sizes = (size,) if isinstance(size, int) else size
+    if not (isinstance(sizes, (tuple, list)) and 1 <= len(sizes) <= 3 and all(type(n) is int and n > 0 for n in sizes)):
+        raise OpError(f"{op.name}: its {what} must be a positive int, or up to three of them, not {shown(size)}")
+    first, second, third = (*sizes, 1, 1)[:3]
     return first, second, third

@@ -76,7 +76,8 @@ def test_a_source_for_the_cpu_is_built_once_and_passes_check(op, tmp_path, monke
     op.native(cpu=CPU).supports(floats_of_one_shape)
     a, b = torch.randn(3, 5), torch.randn(3, 5)
     assert op.choose(a, b).backend == "cpu" and op.choose(a.double(), b).backend == "reference"
-    torch.testing.assert_close(op(a, b, times=3), a + 2 * b * 3)
+    for scale in (2.0, 2, True):  # C++ calls the kernel itself with a float, and by `torch.ops` with another number
+        torch.testing.assert_close(op(a, b, scale, 3), a + scale * b * 3)
     report = fuseopt.check(op, device="cpu")
     assert report.ok, str(report)
     monkeypatch.setattr(compilation, "build", None)  # a second time it is in the cache
@@ -101,6 +102,52 @@ def test_a_source_that_does_not_compile_is_shown_with_file_and_line(op, tmp_path
         op.native()
     with pytest.raises(OpError, match="a bare kernel needs"):
         op.native(cuda=BARE, kernel="scale_add_kernel")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("", "must be text or the path of a file, not ''"),
+        (3, "must be text or the path of a file, not 3"),
+        (CPU + "// \ud800", "is not UTF-8"),
+        (".", "no file '.' for the cpu source, which is a folder"),
+    ],
+)
+def test_what_is_no_source_is_refused(op, given, says):
+    with pytest.raises(OpError, match=says):
+        op.native(cpu=given)
+
+
+def test_a_source_of_odd_text_in_a_folder_of_an_odd_name(op, tmp_path):
+    folder = tmp_path / 'a b "q" \\ $ ü'
+    folder.mkdir()
+    (folder / "twice.h").write_text("#define TWICE 2\r\n")
+    odd = '#include "twice.h"\n// "quoted" \'s ü \\ trailing\n' + CPU.replace("scale * y[i]", "TWICE * y[i]")
+    file = folder / "scale_add.cpp"
+    file.write_bytes(odd.replace("\n", "\r\n").encode())
+    op.native(cpu=file)
+    a, b = torch.randn(3, 5), torch.randn(3, 5)
+    assert op.choose(a, b).backend == "cpu"
+    torch.testing.assert_close(op(a, b, 5.0), a + 2 * b)
+    file.write_bytes(b"// \xfc\n")
+    with pytest.raises(OpError, match="mine::scale_add: its cpu source is not UTF-8"):
+        op.native(cpu=file)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kernel": "a b"}, "'a b' is no name of a kernel"),
+        ({"grid": 3}, "its grid must be a function, not 3"),
+        ({"block": 0}, "its block must be a positive int, or up to three of them, not 0"),
+        ({"block": (1, 2, 3, 4)}, "its block must be"),
+        ({"block": "256"}, "its block must be"),
+        ({"block": True}, "its block must be"),
+    ],
+)
+def test_launches_that_are_refused(op, options, says):
+    with pytest.raises(OpError, match=says):
+        op.native(**{"cuda": BARE, "kernel": "scale_add_kernel", "grid": lambda *_: 1, **options})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")

@@ -318,7 +318,7 @@ def test_the_compile_backend_stays_compiled_for_more_kinds_of_calls_than_dynamo_
     with backends.compiling_with(counting):
         for shape in ((4, 6), (5, 7), (1, 6), (4, 1), (0, 6), (6,), (1,), (2, 3, 4), (1, 3, 4), ()):
             for dtype in (torch.float32, torch.float64):
-                for inputs in (drawn(*shape, dtype=dtype), [torch.randn(*shape, dtype=dtype) for _ in range(3)]):
+                for inputs in (drawn(*shape, dtype=dtype), [torch.randn(shape, dtype=dtype) for _ in range(3)]):
                     assert op.choose(*inputs, backend="compile").backend == "compile"
                     torch.testing.assert_close(op(*inputs, backend="compile"), mul_add_relu(*inputs))
                     kinds += 1
