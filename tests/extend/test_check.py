@@ -9,6 +9,7 @@ from torch import Tensor
 import fuseopt
 from fuseopt.cli import main
 from fuseopt.errors import OpError
+from fuseopt.extend import backends
 
 
 @pytest.fixture
@@ -182,7 +183,10 @@ def test_the_compile_backend_is_traced_without_inductor_which_takes_seconds(op, 
         return real(function, backend=backend, **options)
 
     monkeypatch.setattr(torch, "compile", noting)
-    monkeypatch.setattr(op, "backends_on", lambda device: (("compile",), {}))
+    # As on a GPU, where "auto" takes this backend too.
+    monkeypatch.setattr(backends.Kernel, "not_supported_reasons", lambda *_, **__: [])
     report = fuseopt.check(op, device="cpu", dtypes=(torch.float32,))
-    assert report.ok and {row.backend for row in report.rows} == {"compile"}, str(report)
-    assert len(used) > 4 and set(used) == {"aot_eager"}
+    assert report.ok, str(report)
+    tried = {row.check for row in report.rows if row.backend == "compile" and row.status == "ok"}
+    assert {"as sampled, fp32", "empty, fp32", "gradient, fp32"} <= tried
+    assert len(used) > 8 and set(used) == {"aot_eager"}
