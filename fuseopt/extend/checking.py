@@ -130,8 +130,7 @@ class _Checks:
 
     def _takes(self, arguments: Sequence[Any]) -> str | None:
         """Why the backend's `supports` refuses the call; None if it takes it."""
-        refused = self.op.choose(*arguments).refused.get(self.backend)
-        return refused[0] if refused else None
+        return self.op.refusal(self.backend, arguments)
 
     def _values(self, kind: str, dtype: torch.dtype) -> str:
         taken, reasons = 0, []

@@ -1,4 +1,4 @@
-"""An elementwise expression as a tree: parsed from text, computed by torch, differentiated, and written for Triton."""
+"""An elementwise expression as a tree: parsed from text, computed by torch, differentiated, written in a language."""
 
 from __future__ import annotations
 
@@ -278,8 +278,28 @@ def derivatives(node: Node, names: Sequence[str]) -> dict[str, Node | None]:
     return {name: upstream.get(Node("input", name)) for name in names}
 
 
-def triton_lines(nodes: Sequence[Node], names: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """(statements, names of the results): `nodes` in Triton, each subexpression computed once.
+@dataclass(frozen=True)
+class Language:
+    """How a compiled language writes an expression.
+
+    Attributes:
+        operation: kind of a node -> a format string of {0}, {1} ...
+        number: a finite number -> its literal.
+        special: the same for "inf", "-inf" and "nan".
+        statement: a format string of {0}, a new variable, and {1}, its value.
+    """
+
+    operation: Callable[[str], str]
+    number: Callable[[float], str]
+    special: Callable[[float], str]
+    statement: str
+
+
+TRITON = Language(lambda kind: OPERATIONS[kind].triton, repr, lambda value: f'float("{value}")', "{0} = {1}")
+
+
+def written_lines(nodes: Sequence[Node], names: Mapping[str, str], language: Language) -> tuple[list[str], list[str]]:
+    """(statements, names of the results): `nodes` in a language, each subexpression computed once.
 
     Args:
         names: input -> the variable that holds it.
@@ -291,26 +311,29 @@ def triton_lines(nodes: Sequence[Node], names: Mapping[str, str]) -> tuple[list[
         if node.kind == "input":
             return names[node.value]
         if node.kind == "number":
-            return repr(node.value) if math.isfinite(node.value) else f'float("{node.value}")'
+            return (language.number if math.isfinite(node.value) else language.special)(node.value)
         if node not in known:
             operands = [written(operand) for operand in node.of]
-            text = _power_text(node, operands[0]) or OPERATIONS[node.kind].triton.format(*operands)
+            text = _power_text(node, operands[0], language) or language.operation(node.kind).format(*operands)
             known[node] = f"v{len(known)}"
-            lines.append(f"{known[node]} = {text}")
+            lines.append(language.statement.format(known[node], text))
         return known[node]
 
     return lines, [written(node) for node in nodes]
 
 
-def _power_text(node: Node, base: str) -> str | None:
+def _power_text(node: Node, base: str, language: Language) -> str | None:
     """A power with a small whole exponent as a product, which is exact for negative bases too."""
     if node.kind != "pow" or node.of[1].kind != "number":
         return None
     exponent = node.of[1].value
     if exponent != int(exponent) or abs(exponent) > 8:
         return None
-    product = " * ".join([base] * int(abs(exponent))) or f"tl.where({base} == 0, 1.0, 1.0)"
-    return f"(1.0 / ({product}))" if exponent < 0 else f"({product})"
+    one = language.number(1.0)
+    if exponent == 0:
+        return language.operation("where").format(f"({base} == {base})", one, one)
+    product = " * ".join([base] * int(abs(exponent)))
+    return f"({one} / ({product}))" if exponent < 0 else f"({product})"
 
 
 def _simplified(kind: str, *operands: Node) -> Node:

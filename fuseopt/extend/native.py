@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from fuseopt.build import compilation, library_cache, toolchain
+from fuseopt.build import library_cache, toolchain
 from fuseopt.errors import NativeBuildError, OpError
 from fuseopt.extend.backends import Kernel
+from fuseopt.extend.own_library import Missing, library_of
 from fuseopt.extend.signature import tensors_of, with_tensors
 
 if TYPE_CHECKING:
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
 Kind = Literal["cpu", "cuda"]
 Grid = Callable[..., Any]
 _SUFFIX = {"cpu": ".cpp", "cuda": ".cu"}
-
-
-class _Missing(Exception):
-    """This machine cannot build or run the source; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +92,7 @@ def add(
                 run: Callable = _BareKernel(op, kernel, cubin(source, kernel, _capability()), grid, block)
             else:
                 run = _library_function(op, kind, source)
-        except (_Missing, toolchain.ToolchainError, library_cache.CacheError) as reason:
+        except (Missing, toolchain.ToolchainError, library_cache.CacheError) as reason:
             op.add_kernel(Kernel(kind, op.function, missing=f"its {kind} source is not built: {reason}"))
         else:
             op.add_kernel(Kernel(kind, run))
@@ -103,9 +100,9 @@ def add(
 
 def _check_device() -> None:
     if torch.version.cuda is None:
-        raise _Missing(f"torch {torch.__version__} is built without CUDA")
+        raise Missing(f"torch {torch.__version__} is built without CUDA")
     if not torch.cuda.is_available():
-        raise _Missing("torch sees no CUDA device")
+        raise Missing("torch sees no CUDA device")
 
 
 def _capability() -> str:
@@ -139,24 +136,16 @@ def build(op: str, registered: str, kind: Kind, source: Source, recipe: toolchai
         f"STABLE_TORCH_LIBRARY_IMPL({namespace}, {kind.upper()}, library) {{\n"
         f'  library.impl("{registered}", TORCH_BOX(&{function}));\n}}\n'
     )
-    key = hashlib.sha256(f"{recipe.key}{text}{source.digest()}".encode()).hexdigest()[:16]
-    folder = library_cache.folder()
-    library_cache.check_trusted(folder)
-    library = folder / f"own-{kind}-{key}.so"
-    if library.exists() and library_cache.damage(library) is None:
-        return library
-    if os.environ.get("FUSEOPT_NO_BUILD", "0") not in ("", "0"):
-        raise _Missing("it is not in the cache, and FUSEOPT_NO_BUILD forbids building")
-    library_cache.create(folder)
-    with tempfile.TemporaryDirectory(prefix="fuseopt-") as folder_name:
-        file = Path(folder_name) / f"{function}{_SUFFIX[kind]}"
-        file.write_text(text, encoding="utf-8")
-        here = () if source.folder is None else (f"-I{source.folder}",)
-        command = (*compile_command(recipe, kind), *here)
-        own = dataclasses.replace(recipe, sources=(file,), compile_commands={_SUFFIX[kind]: command}, key=key)
-        with compilation.progress_line(f"compiling {op} for {kind}, once", [own]) as progress:
-            compilation.build(own, library, progress, library_cache.publish)
-    return library
+    here = () if source.folder is None else (f"-I{source.folder}",)
+    return library_of(
+        op,
+        text,
+        kind,
+        file=f"{function}{_SUFFIX[kind]}",
+        recipe=recipe,
+        command=(*compile_command(recipe, kind), *here),
+        digest=source.digest(),
+    )
 
 
 def compile_command(recipe: toolchain.Recipe, kind: Kind) -> tuple[str, ...]:

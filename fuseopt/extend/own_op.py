@@ -298,6 +298,10 @@ class Op:
             refused[kernel.backend] = [reason]
         raise BackendError(f"{self.name} cannot run this call by {backend!r}:{with_reason(refused)}")
 
+    def refusal(self, backend: str, arguments: Sequence[Any]) -> str | None:
+        """Why a backend does not take a call that names it; None if it does."""
+        return self._kernels[backend].refuses(arguments)
+
     def formula(self, backend: str) -> Callable | None:
         """What was given as the gradient of `backend`; None where it is the reference's."""
         return self._formulas.get(backend) or self._formulas.get(None)
@@ -434,8 +438,8 @@ class Op:
 def _is_inlined(key: str, backend: str, device: str) -> bool:
     """Whether torch.compile takes the op's function in place of a call."""
     op = _BY_KEY[key]
-    kernels, _ = op._order(backend, device)
-    return bool(kernels) and kernels[0].backend in PLAIN and op.formula(kernels[0].backend) is None
+    first = next((kernel.backend for kernel in op._order(backend, device)[0] if kernel.in_eager is None), None)
+    return first in PLAIN and op.formula(first) is None
 
 
 # What torch.compiler.assume_constant_result sets; calling that would import torch._dynamo.
