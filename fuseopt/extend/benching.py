@@ -46,13 +46,21 @@ def bench(
         return registry.SampleInput(arguments)
 
     entry = registry.get(op.name)
-    benchmark = registry.Benchmark(make, shapes=named, eager=op.function, torch=torch_op)
+    has_flops = op.operations(next(op.sample_arguments(torch.device("meta"), torch.float32)), False) is not None
+    benchmark = registry.Benchmark(
+        make, shapes=named, eager=op.function, torch=torch_op, flops=op.operations if has_flops else None
+    )
     registry.unregister(op.name)
     registry.register(dataclasses.replace(entry, benchmarks=(benchmark,)))
     try:
         # By name: benchmarks stand above this package, which imports nothing of them.
         suite = importlib.import_module("fuseopt.bench.suites.ops")
-        return suite.run(device=where, ops=[op.name], dtypes=dtypes, shapes=["all"], compile=compile)
+        results = suite.run(device=where, ops=[op.name], dtypes=dtypes, shapes=["all"], compile=compile)
     finally:
         registry.unregister(op.name)
         registry.register(entry)
+    if not has_flops:
+        return results
+    roofline = importlib.import_module("fuseopt.bench.harness.roofline")
+    peaks = roofline.peaks(where, [suite.DTYPES[name] for name in dtypes or suite.DEFAULT_DTYPES])
+    return dataclasses.replace(results, rows=(*results.rows, *peaks))

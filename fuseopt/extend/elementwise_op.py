@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fuseopt.errors import OpError
 from fuseopt.extend.backends import Kernel
-from fuseopt.extend.expression import computed, inputs_of, parse
+from fuseopt.extend.expression import computed, inputs_of, operations, parse
 from fuseopt.extend.own_op import Op
 from fuseopt.extend.signature import check_name
 from fuseopt.ops.library import TRITON_INTERPRETED, compute_dtype
@@ -29,7 +29,8 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
     direction, and where a tensor is float64, PyTorch, in float64. On a CPU a C++ kernel runs each direction, in float64
     where a tensor is. It is compiled once per machine, in seconds and with a line on stderr, in the first eager call
     that has a tensor of 16384 elements or names `backend="cpu"`. PyTorch runs smaller calls, those under torch.compile,
-    and all calls where there is no C++ compiler or FUSEOPT_NO_BUILD forbids compiling.
+    and all calls where there is no C++ compiler or FUSEOPT_NO_BUILD forbids compiling. For `bench`, each operation and
+    each function of the expression counts as one floating-point operation.
 
     Args:
         name: "namespace::name", in a namespace of your own.
@@ -71,6 +72,12 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
     compiled = _CppKernels(name, expression, tuple(tensors), tuple(scalars), reduce_grad)
     op.add_kernel(Kernel("cpu", compiled.forward, compiled.takes, in_eager=compiled.is_worth_it))
     op.backward("cpu")(compiled.backward)
+    forward, backward = operations(tree, tensors)
+
+    def elements(*arguments: Any) -> int:
+        return torch.broadcast_shapes(*(tensor.shape for tensor in arguments[: len(tensors)])).numel()
+
+    op.flops(lambda *given: forward * elements(*given), lambda *given: backward * elements(*given))
     return op
 
 

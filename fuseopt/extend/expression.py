@@ -278,6 +278,23 @@ def derivatives(node: Node, names: Sequence[str]) -> dict[str, Node | None]:
     return {name: upstream.get(Node("input", name)) for name in names}
 
 
+def operations(node: Node, names: Sequence[str]) -> tuple[int, int]:
+    """Operations of an element's forward, and of its backward by all names; each subexpression counts once."""
+    slopes = [slope for slope in derivatives(node, names).values() if slope is not None]
+
+    def count(nodes: Sequence[Node]) -> int:
+        seen: set[Node] = set()
+        waiting = list(nodes)
+        while waiting:
+            current = waiting.pop()
+            if current.of and current not in seen:
+                seen.add(current)
+                waiting += current.of
+        return len(seen)
+
+    return count([node]), count(slopes) + len(slopes)
+
+
 @dataclass(frozen=True)
 class Language:
     """How a compiled language writes an expression.

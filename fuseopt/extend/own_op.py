@@ -42,7 +42,7 @@ _numbers = itertools.count()
 _LOCK = threading.RLock()  # held while names are taken or freed
 
 
-def op(name: str) -> Callable[[Callable], Op]:
+def op(name: str, *, flops: Callable | None = None) -> Callable[[Callable], Op]:
     """Decorator that makes a plain PyTorch function the op `torch.ops.<namespace>.<name>`, and returns it as an `Op`.
 
     The function is the op's reference: its annotations give the schema, and what it computes gives the fake and the
@@ -50,6 +50,7 @@ def op(name: str) -> Callable[[Callable], Op]:
 
     Args:
         name: "namespace::name", in a namespace of your own.
+        flops: the op's arguments -> floating-point operations of a call, for `bench`; see `Op.flops`.
 
     Raises:
         OpError: a bad name, one that another package has, or an annotation that is missing or that no op takes.
@@ -57,7 +58,14 @@ def op(name: str) -> Callable[[Callable], Op]:
     if not isinstance(name, str):
         raise OpError("fuseopt.op takes the op's name: write @fuseopt.op('mine::scale') above the function")
     check_name(name)
-    return lambda function: Op(name, function)
+
+    def made(function: Callable) -> Op:
+        made = Op(name, function)
+        if flops is not None:
+            made.flops(flops)
+        return made
+
+    return made
 
 
 def unregister(name: str) -> None:
@@ -110,6 +118,7 @@ class Op:
         self._kernels: dict[str, Kernel] = {REFERENCE: Kernel(REFERENCE, function)}
         self._formulas: dict[str | None, Callable] = {}
         self._samples: Callable | None = None
+        self._flops: tuple[Callable, Callable | None] | None = None
         self._orders: dict[tuple[str, str], tuple[tuple[Kernel, ...], dict[str, list[str]]]] = {}
         self._is_closed = False
         if name in _OPS:
@@ -202,6 +211,20 @@ class Op:
         self._samples = function
         return function
 
+    def flops(self, forward: FunctionT, backward: Callable | None = None) -> FunctionT:
+        """Decorator for the op's arguments -> floating-point operations of a call, which `bench` shows as GFLOP/s.
+
+        Args:
+            backward: the same for the backward.
+        """
+        self._flops = forward, backward
+        return forward
+
+    def operations(self, arguments: Sequence[Any], backward: bool) -> int | None:
+        """Floating-point operations of a call, or of its backward; None where `flops` was given nothing for it."""
+        function = None if self._flops is None else self._flops[backward]
+        return None if function is None else int(function(*arguments))
+
     def native(
         self,
         *,
@@ -245,7 +268,9 @@ class Op:
                 operation of the same kind, called with the op's arguments, to be timed too.
 
         Returns:
-            `fuseopt.bench.harness.records.Results`: `to_markdown()` is a table, `save(path)` writes JSON.
+            `fuseopt.bench.harness.records.Results`: `to_markdown()` is a table, `save(path)` writes JSON, and
+            `save` and `save_bandwidth` of `fuseopt.bench.harness.plot` draw it. Where the op has its `flops`, GFLOP/s
+            and the machine's peaks are in it, for `save_roofline`.
 
         Raises:
             OpError: there are no samples, or a shape has another number of sizes.

@@ -81,6 +81,7 @@ class Benchmark:
         eager: computes the op from its arguments as transformers does; None if that is `torch`, or if nothing does.
         torch: computes the op from its arguments by one operation of torch; None if there is none.
         compiles: whether torch.compile can compile `eager`, or `torch` if there is no `eager`.
+        flops: (arguments, whether of the backward) -> floating-point operations of a call; None where nobody said.
     """
 
     make: Callable[..., SampleInput]
@@ -90,6 +91,7 @@ class Benchmark:
     eager: Callable | Upstream | None = None
     torch: Callable | None = None
     compiles: bool = True
+    flops: Callable[[tuple[Any, ...], bool], int | None] | None = None
 
 
 @dataclass(frozen=True)

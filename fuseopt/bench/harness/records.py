@@ -18,6 +18,7 @@ _LONGEST_NAME = 100  # in a table
 
 STOCK = "stock"
 COPY = "copy"
+PEAK = "peak of "
 FAILED = "failed: "
 STATIC = "static cache and torch.compile"
 CONTROLS = frozenset({STOCK, STATIC, "reference", "eager", "torch", "torch.compile", COPY})
@@ -41,6 +42,7 @@ class Record:
         host_us: median time until the call returns to the host.
         host_speed_up: for a forward, the quartiles of the speed-up of `host_us` over torch's own operation.
         bytes: bytes that a call must move at least; each tensor counts once.
+        flops: floating-point operations of a call.
         of_copy: the time of a copy of as many bytes, divided by this time.
         auto: whether `backend: auto` takes this variant.
         tokens: tokens that a call processes or generates.
@@ -66,6 +68,7 @@ class Record:
     host_us: float | None = None
     host_speed_up: tuple[float, float, float] | None = None
     bytes: int | None = None
+    flops: int | None = None
     of_copy: float | None = None
     auto: bool = False
     tokens: int | None = None
@@ -89,10 +92,16 @@ class Record:
         return self.note is not None and self.note.startswith(FAILED)
 
     @property
-    def terabytes_per_second(self) -> float | None:
+    def gigabytes_per_second(self) -> float | None:
         if self.bytes is None or self.milliseconds is None:
             return None
-        return self.bytes / self.milliseconds[1] / 1e9
+        return self.bytes / self.milliseconds[1] / 1e6
+
+    @property
+    def gigaflops_per_second(self) -> float | None:
+        if self.flops is None or self.milliseconds is None:
+            return None
+        return self.flops / self.milliseconds[1] / 1e6
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -185,7 +194,8 @@ def _table(rows: Sequence[Record], unit: str) -> str:
         "first token us": [_number(row.first_token_us) for row in rows],
         "wall us": [_number(row.wall_us) for row in rows],
         "host us": [_number(row.host_us) for row in rows],
-        "TB/s": [_number(row.terabytes_per_second) for row in rows],
+        "GB/s": [_number(row.gigabytes_per_second) for row in rows],
+        "GFLOP/s": [_number(row.gigaflops_per_second) for row in rows],
         "of copy": ["" if row.of_copy is None else f"{row.of_copy:.2f}" for row in rows],
         "tokens/s": ["" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}" for row in rows],
         "of floor": ["" if row.of_floor is None else f"{row.of_floor:.2f}" for row in rows],
