@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
@@ -29,7 +31,18 @@ def refusal(answer: Any, without_reason: str) -> str | None:
     return None if answer else without_reason
 
 
-@dataclass(frozen=True)
+@contextlib.contextmanager
+def noting(what: str) -> Iterator[None]:
+    """A context that adds to what is raised in it, as a note, where it comes from."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):  # of Python 3.11
+            error.add_note(f"fuseopt: raised by {what}")
+        raise
+
+
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """One way to compute an op.
 
@@ -40,6 +53,8 @@ class Kernel:
         missing: why it cannot run at all, as a library that could not be built; None if it can.
         in_eager: for a kernel that "auto" takes in eager calls only, as torch.compile writes the same kernel from the
             function: asked before `supports`, and where it refuses, `supports` is not called.
+        raw: the overload that `function` calls, if a library has registered it with the op's schema.
+        name: in messages.
     """
 
     backend: str
@@ -47,12 +62,20 @@ class Kernel:
     supports: Callable | None = None
     missing: str | None = None
     in_eager: Callable | None = None
+    raw: OpOverload | None = None
+    name: str = ""
+
+    def compute(self, arguments: Sequence[Any]) -> Any:
+        """What its function gives."""
+        with noting(f"the {self.name}"):
+            return self.function(*arguments)
 
     def refuses(self, arguments: Sequence[Any]) -> str | None:
         """Why it does not take a call; None if it does."""
         if self.supports is None:
             return None
-        answer = self.supports(*arguments)
+        with noting(f"`supports` of the {self.name}"):
+            answer = self.supports(*arguments)
         return None if answer is None else refusal(answer, "its `supports` says no to these arguments")
 
     def supporting(self, predicate: Callable) -> Kernel:

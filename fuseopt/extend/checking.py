@@ -130,7 +130,7 @@ class _Checks:
 
     def _takes(self, arguments: Sequence[Any]) -> str | None:
         """Why the backend's `supports` refuses the call; None if it takes it."""
-        return self.op.refusal(self.backend, arguments)
+        return self.op.calls.refusal(self.backend, arguments)
 
     def _values(self, kind: str, dtype: torch.dtype) -> str:
         taken, reasons = 0, []

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fuseopt.build import library_cache, toolchain
 from fuseopt.errors import NativeBuildError
-from fuseopt.extend.expression import OPERATIONS, Language, Node, derivatives, parse, written_lines
+from fuseopt.extend.expression import OPERATIONS, Node, derivatives, parse
 from fuseopt.extend.own_library import Missing, library_of
+from fuseopt.extend.written_expression import Language, written_lines
 
 _NAMESPACE = "fuseopt_expressions"
 _SPECIAL = {

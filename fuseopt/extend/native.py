@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-from fuseopt.build import library_cache, toolchain
+from fuseopt.build import library_cache, loader, toolchain
 from fuseopt.errors import NativeBuildError, OpError
 from fuseopt.extend.backends import Kernel
 from fuseopt.extend.own_library import Missing, library_of
@@ -89,13 +90,15 @@ def add(
             if kind == "cuda":
                 _check_device()
             if kind == "cuda" and kernel is not None:
-                run: Callable = _BareKernel(op, kernel, cubin(source, kernel, _capability()), grid, block)
+                run = _BareKernel(op, kernel, cubin(source, kernel, _capability()), grid, block)
+                made = Kernel(kind, run)
             else:
-                run = _library_function(op, kind, source)
+                overload = _from_library(op, kind, source)
+                made = Kernel(kind, overload._op, raw=overload)
         except (Missing, toolchain.ToolchainError, library_cache.CacheError) as reason:
             op.add_kernel(Kernel(kind, op.function, missing=f"its {kind} source is not built: {reason}"))
         else:
-            op.add_kernel(Kernel(kind, run))
+            op.add_kernel(made)
 
 
 def _check_device() -> None:
@@ -110,10 +113,11 @@ def _capability() -> str:
     return f"{major}{minor}"
 
 
-def _library_function(op: Op, kind: Kind, source: Source) -> Callable:
+def _from_library(op: Op, kind: Kind, source: Source) -> OpOverload:
     recipe = toolchain.cpu_recipe() if kind == "cpu" else toolchain.cuda_recipe([_capability()])
     name = f"{op.name.partition('::')[2]}__native_{kind}_{source.digest()}"
     torch.ops.load_library(build(op.name, name, kind, source, recipe))
+    loader.load_all(["python"])  # by which the kernel is called sooner
     return op.define_native(name)
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fuseopt.errors import OpError
+from fuseopt.errors import OpError, user_stack_level
 from fuseopt.extend.backends import refusal
 from fuseopt.extend.own_op import Op, registered
 from fuseopt.kernel_table import CUSTOM, TRITON, Kernel, register_kernel, unregister_kernel
@@ -141,7 +141,8 @@ def unreplace(name: str) -> None:
 
 def _put_in(kernel: Kernel) -> None:
     if kernel.name in _registered:
-        warnings.warn(f"fuseopt: {kernel.name} is registered again and replaces the one before", stacklevel=4)
+        message = f"fuseopt: {kernel.name} is registered again and replaces the one before"
+        warnings.warn(message, stacklevel=user_stack_level())
         unreplace(kernel.name)
     try:
         register_kernel(kernel)

@@ -16,7 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from fuseopt.extend.expression import TRITON, Node, derivatives, parse, written_lines
+from fuseopt.extend.expression import Node, derivatives, parse
+from fuseopt.extend.written_expression import TRITON, written_lines
 from fuseopt.ops.triton.elementwise import NUM_WARPS, PROGRAM_ELEMENTS
 from fuseopt.ops.triton.rows import multiprocessor_count
 

@@ -76,7 +76,8 @@ def test_a_source_for_the_cpu_is_built_once_and_passes_check(op, tmp_path, monke
     op.native(cpu=CPU).supports(floats_of_one_shape)
     a, b = torch.randn(3, 5), torch.randn(3, 5)
     assert op.choose(a, b).backend == "cpu" and op.choose(a.double(), b).backend == "reference"
-    torch.testing.assert_close(op(a, b, times=3), a + 2 * b * 3)
+    for scale in (2.0, 2, True):  # C++ calls the kernel itself with a float, and by `torch.ops` with another number
+        torch.testing.assert_close(op(a, b, scale, 3), a + scale * b * 3)
     report = fuseopt.check(op, device="cpu")
     assert report.ok, str(report)
     monkeypatch.setattr(compilation, "build", None)  # a second time it is in the cache

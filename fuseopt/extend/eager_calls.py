@@ -1,0 +1,166 @@
+"""Eager calls of a user's op: which kernel runs, and results as the op promises them.
+
+A call that nothing observes goes to `call_own` of csrc/python, which chooses and runs a kernel in C++.
+`EagerCalls.call` does the same in Python: where that library is not built, under autocast, and for calls that torch has
+to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fuseopt.build import loader
+from fuseopt.errors import BackendError, OpError
+from fuseopt.extend import gradients
+from fuseopt.extend.backends import PLAIN, Kernel, order_on, with_reason
+from fuseopt.extend.signature import look_at, tensors_of, without_autocast_for
+from fuseopt.extend.torch_op import unshared
+from fuseopt.ops import registry
+from fuseopt.ops.library import in_forward_mode
+
+if TYPE_CHECKING:
+    from fuseopt.extend.own_op import Op
+
+_DEVICES = ("cpu", "cuda")  # in the order of `EagerCalls.listed`
+
+
+class EagerCalls:
+    """Calls of the kernels that an op has now; a change of its kernels or formulas makes another.
+
+    Attributes:
+        op: the op.
+        listed: the kernels to ask by backend, on a CPU and on a GPU, as `call_own` takes them.
+        call_directly: `call_own(op, listed, backend, arguments)`; None while the library is not loaded.
+    """
+
+    def __init__(self, op: Op, kernels: Mapping[str, Kernel]) -> None:
+        self.op, self._kernels = op, kernels
+        self._orders: dict[tuple[str, str], tuple[tuple[Kernel, ...], dict[str, list[str]]]] = {}
+        self._direct: dict[Kernel, tuple[Any, ...]] = {}
+        self.listed: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        self.call_directly: Any = None
+        self._run_directly: Any = None
+
+    def order(self, backend: str, device: str) -> tuple[tuple[Kernel, ...], dict[str, list[str]]]:
+        """The kernels to ask, in order, and the reasons of those that cannot run on the type of device at all.
+
+        Raises:
+            BackendError: the op has no such backend.
+        """
+        found = self._orders.get((backend, device))
+        if found is None:
+            found = self._orders[backend, device] = order_on(self.op.name, self._kernels, backend, device)
+            loader.load_all(["python"], build=False)
+        return found
+
+    def choose(self, backend: str, arguments: Sequence[Any]) -> registry.Choice:
+        """See `Op.choose`."""
+        device = next((tensor.device.type for tensor in tensors_of(arguments)), "cpu")
+        kernels, refused = self.order(backend, device)
+        refused = dict(refused)
+        for kernel in kernels:
+            reason = kernel.refuses(arguments)
+            if reason is None:
+                return registry.Choice(kernel.backend, refused)
+            refused[kernel.backend] = [reason]
+        raise BackendError(f"{self.op.name} cannot run this call by {backend!r}:{with_reason(refused)}")
+
+    def refusal(self, backend: str, arguments: Sequence[Any]) -> str | None:
+        """Why a backend does not take a call that names it; None if it does."""
+        return self._kernels[backend].refuses(arguments)
+
+    def chosen(self, backend: str, device: str, arguments: Sequence[Any]) -> Kernel:
+        """The kernel that a call runs on.
+
+        Raises:
+            BackendError: none takes it; the message says why.
+        """
+        for kernel in self.order(backend, device)[0]:
+            if kernel.supports is None or kernel.refuses(arguments) is None:
+                return kernel
+        return self._kernels[self.choose(backend, arguments).backend]  # raises, with the reasons
+
+    def call(self, backend: str, arguments: tuple[Any, ...]) -> Any:
+        """A call that was not run directly."""
+        op = self.op
+        first, needs_grad = look_at(arguments)
+        if first is None:
+            if in_forward_mode() or torch._C._are_functorch_transforms_active():
+                return op.reference(arguments)
+            return op.seen_by_torch(backend, arguments)
+        device = "cuda" if first.is_cuda else "cpu"
+        kernel = self.chosen(backend, device, arguments)
+        self._list(backend, device)
+        if needs_grad and self._has_gradient(kernel):
+            return self.differentiated(kernel, arguments)
+        return self.run(kernel, arguments)
+
+    def differentiated(self, kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
+        """A kernel's results, with a node of autograd for the op's gradient."""
+        signature = self.op.signature
+        if signature.has_lists or signature.results is None:  # autograd.Function does not look into them
+            return self.op.seen_by_torch(kernel.backend, arguments)
+        return gradients.differentiable_call(self, kernel, *arguments)
+
+    def run(self, kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
+        """A kernel's results for plain tensors, as they are promised."""
+        if torch._C._is_any_autocast_enabled():
+            with without_autocast_for(arguments):
+                return self.finished(kernel, kernel.compute(arguments), arguments)
+        if kernel in self._direct:
+            return self._run_directly(self, self._direct[kernel], arguments)
+        return self.finished(kernel, kernel.compute(arguments), arguments)
+
+    def finished(self, kernel: Kernel, output: Any, arguments: Sequence[Any]) -> Any:
+        """What a kernel gave, as it is promised: contiguous, and in memory of its own."""
+        return unshared(self.checked(output, kernel.backend), tensors_of(arguments))
+
+    def checked(self, output: Any, backend: str) -> Any:
+        """The results of a kernel, contiguous.
+
+        Raises:
+            OpError: they are not as many tensors as the signature says.
+        """
+        wanted = self.op.signature.results
+        if isinstance(output, Tensor):
+            if wanted == 1:
+                return output if output.is_contiguous() else output.contiguous()
+        elif (
+            isinstance(output, (tuple, list))
+            and wanted in (None, len(output))
+            and wanted != 1
+            and all(isinstance(item, Tensor) for item in output)
+        ):
+            results = [item.contiguous() for item in output]
+            return results if wanted is None else tuple(results)
+        given = f"{len(output)} results" if isinstance(output, (tuple, list)) else f"a {type(output).__name__}"
+        promised = "a list of tensors" if wanted is None else f"{wanted} tensor{'s' if wanted > 1 else ''}"
+        raise OpError(f"{self.op.name}: its {backend} kernel gave {given}; the signature says {promised}")
+
+    def _has_gradient(self, kernel: Kernel) -> bool:
+        return kernel.backend not in PLAIN or self.op.formula(kernel.backend) is not None
+
+    def _list(self, backend: str, device: str) -> None:
+        """Let further calls of a backend run directly, if the library for that is loaded."""
+        library = loader.python_library()
+        listed = self.listed[_DEVICES.index(device)]
+        if library is None or backend in listed:
+            return
+        results = self.op.signature.results or 0
+        for kernel in self.order(backend, device)[0]:
+            raw = None
+            if kernel.raw is not None:
+                raw = library.DirectCalls(kernel.function)
+                try:
+                    raw.settle("", device, kernel.raw._schema.name, kernel.raw._schema.overload_name)
+                except RuntimeError:  # a schema with other types than DirectCalls reads
+                    raw = None
+            name = f"{kernel.backend} kernel of {self.op.name}"
+            has_gradient = self._has_gradient(kernel)
+            self._direct[kernel] = (kernel, kernel.function, raw, kernel.supports, results, has_gradient, name)
+        listed[backend] = tuple(self._direct[kernel] for kernel in self.order(backend, device)[0])
+        self.call_directly, self._run_directly = library.call_own, library.run_own
