@@ -80,7 +80,7 @@ class Kernel:
 
     def supporting(self, predicate: Callable) -> Kernel:
         """The kernel with `predicate` to be asked as well."""
-        return replace(self, supports=predicate if self.supports is None else _both(self.supports, predicate))
+        return replace(self, supports=predicate if self.supports is None else both(self.supports, predicate))
 
     def as_asked(self, *, by_name: bool) -> Kernel:
         """The kernel as a call asks it that names its backend, or leaves it to "auto"."""
@@ -88,7 +88,7 @@ class Kernel:
             return self
         if by_name:
             return replace(self, in_eager=None)
-        return replace(self, supports=self.in_eager if self.supports is None else _both(self.in_eager, self.supports))
+        return replace(self, supports=self.in_eager if self.supports is None else both(self.in_eager, self.supports))
 
     def not_supported_reasons(self, device: str, *, by_name: bool) -> list[str]:
         """Why it cannot run on a type of device; empty if it can.
@@ -111,12 +111,14 @@ class Kernel:
         return OwnBackend(self.backend, kernel=self)
 
 
-def _both(first: Callable, second: Callable) -> Callable:
-    def both(*arguments: Any) -> Any:
+def both(first: Callable, second: Callable) -> Callable:
+    """A predicate that asks the second where the first does not refuse."""
+
+    def asked(*arguments: Any) -> Any:
         answer = first(*arguments)
         return second(*arguments) if answer is None or refusal(answer, "") is None else answer
 
-    return both
+    return asked
 
 
 @dataclass(frozen=True)

@@ -247,12 +247,17 @@ class Op:
     def bench(self, shapes: Sequence[str] = (), dtypes: Sequence[str] = (), **options: Any) -> Any:
         """Time each backend, forward and backward, beside eager, torch.compile and a copy of as many bytes.
 
+        From then on "auto" takes the backend that was the fastest by 5% or more on this machine, until a source of the
+        op changes: for calls whose first tensor has this dtype and a size between the same powers of two; where a
+        gradient is needed, by forward and backward together. FUSEOPT_MEASURED=0 keeps and reads no times.
+
         Args:
             shapes: of the samples' first tensor, as "4096x1024"; other tensors follow where they have the same sizes.
                 By default the samples' own.
             dtypes: of "bfloat16", "float32" and "float16"; by default the first two.
             options: `device`; `compile`: whether torch.compile takes part, by default on a GPU; `torch_op`: torch's own
-                operation of the same kind, called with the op's arguments, to be timed too.
+                operation of the same kind, called with the op's arguments, to be timed too; `remember`: False not to
+                keep the times for "auto".
 
         Returns:
             `fuseopt.bench.harness.records.Results`: `to_markdown()` is a table, `save(path)` writes JSON, and
@@ -321,7 +326,7 @@ class Op:
     def backends_on(self, device: str) -> tuple[list[str], dict[str, list[str]]]:
         """The backends that can run on a type of device, in order, and the reasons of those that cannot."""
         kernels, refused = self.calls.order("auto", device)
-        return [kernel.backend for kernel in kernels], refused
+        return list(dict.fromkeys(kernel.backend for kernel in kernels)), refused
 
     def overload(self, backend: str = "auto") -> Any:
         """The op as `torch.ops` has it, or what that has for one backend."""

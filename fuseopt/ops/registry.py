@@ -96,10 +96,15 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen backend, and for each backend asked before it, the reasons why it refused."""
+    """The chosen backend, and for each backend asked before it, the reasons why it refused.
+
+    Attributes:
+        measured: times by which it was chosen, as "triton 12.1 us, compile 15.0 us"; empty where none were measured.
+    """
 
     backend: str
     refused: Mapping[str, list[str]]
+    measured: str = ""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def test_figures_are_bytes_and_operations_over_the_time(tmp_path):
             assert row.flops is None and row.of_copy == 1
         else:
             assert row.flops == 3 * 64 * 96 and row.gigaflops_per_second == pytest.approx(row.flops / seconds / 1e9)
-            assert row.of_copy == pytest.approx(forward[COPY].milliseconds[1] / row.milliseconds[1], rel=0.5)
+            assert 0.2 < row.of_copy / (forward[COPY].milliseconds[1] / row.milliseconds[1]) < 5  # medians of ratios
     assert not any(row.flops for row in results.rows if " bwd, " in row.case)
     peaks = {row.case: row for row in results.rows if row.case.startswith(PEAK)}
     assert peaks.keys() == {"peak of copy", "peak of matmul, float32"}
