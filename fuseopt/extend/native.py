@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 
 from fuseopt.build import library_cache, loader, toolchain
 from fuseopt.errors import NativeBuildError, OpError
+from fuseopt.extend import nvrtc
 from fuseopt.extend.backends import Kernel
 from fuseopt.extend.own_library import Missing, library_of
 from fuseopt.extend.signature import tensors_of, with_tensors
@@ -90,7 +91,7 @@ def add(
             if kind == "cuda":
                 _check_device()
             if kind == "cuda" and kernel is not None:
-                run = _BareKernel(op, kernel, cubin(source, kernel, _capability()), grid, block)
+                run = _BareKernel(op, kernel, cubin(source, kernel, _capability()), source.digest(), grid, block)
                 made = Kernel(kind, run)
             else:
                 overload = _from_library(op, kind, source)
@@ -164,12 +165,14 @@ def compile_command(recipe: toolchain.Recipe, kind: Kind) -> tuple[str, ...]:
 
 
 def cubin(source: Source, kernel: str, architecture: str) -> bytes:
-    """A bare kernel's machine code for a compute capability, as "90".
+    """A bare kernel's machine code for a compute capability, as "90": by NVRTC, or where that cannot, by nvcc.
+
+    NVRTC lacks what nvcc includes by itself, such as `int64_t`. So what it refuses is left to nvcc, if there is one.
 
     Raises:
         OpError: the source has no kernel of that name.
-        NativeBuildError: nvcc refuses the source.
-        toolchain.ToolchainError: there is no nvcc.
+        NativeBuildError: the compiler refuses the source.
+        toolchain.ToolchainError: there is neither NVRTC nor nvcc.
     """
     declared = re.search(
         rf"__global__\s+(?:__launch_bounds__\([^)]*\)\s+)?void\s+(?:[^;{{(]*\s)?{kernel}\s*\(", source.text
@@ -179,13 +182,25 @@ def cubin(source: Source, kernel: str, architecture: str) -> bytes:
     text = source.text
     if 'extern "C"' not in text[: declared.start()].rpartition("\n")[2]:
         text = f'{text[: declared.start()]}extern "C" {text[declared.start() :]}'
+    text = f'#line 1 "{source.label}"\n{text}'
+    here = [] if source.folder is None else [f"-I{source.folder}"]
+    try:
+        options = [f"--gpu-architecture=sm_{architecture}", *here, *nvrtc.include_flags()]
+        return nvrtc.cubin(text, source.label, options)
+    except (Missing, NativeBuildError) as refusal:
+        try:
+            nvcc = toolchain.find_nvcc()
+        except toolchain.ToolchainError as absent:
+            if isinstance(refusal, NativeBuildError):
+                raise refusal from None
+            raise toolchain.ToolchainError(f"{refusal}, and {absent}") from None
     with tempfile.TemporaryDirectory(prefix="fuseopt-") as folder_name:
         file, output = Path(folder_name) / f"{kernel}.cu", Path(folder_name) / f"{kernel}.cubin"
-        file.write_text(f'#line 1 "{source.label}"\n{text}', encoding="utf-8")
-        command = [toolchain.find_nvcc(), "-cubin", f"-arch=sm_{architecture}", "-O3", str(file), "-o", str(output)]
-        if source.folder is not None:
-            command.append(f"-I{source.folder}")
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        file.write_text(text, encoding="utf-8")
+        command = [nvcc, "-cubin", f"-arch=sm_{architecture}", "-O3", str(file), "-o", str(output)]
+        done = subprocess.run(
+            [*command, *here], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
         if done.returncode != 0:
             raise NativeBuildError(f"{source.label} does not compile:\n{done.stdout}")
         return output.read_bytes()
@@ -194,8 +209,11 @@ def cubin(source: Source, kernel: str, architecture: str) -> bytes:
 class _BareKernel:
     """Calls of a bare kernel: contiguous tensors, the numbers as int and double, the results, and their size as int."""
 
-    def __init__(self, op: Op, name: str, code: bytes, grid: Grid | None, block: int | Sequence[int]) -> None:
+    def __init__(
+        self, op: Op, name: str, code: bytes, digest: str, grid: Grid | None, block: int | Sequence[int]
+    ) -> None:
         assert grid is not None
+        self.digest = digest
         self._op, self._grid = op, grid
         self._block = _three(block)
         self._kernel = torch.cuda._utils._cuda_load_module(code, [name])[name]

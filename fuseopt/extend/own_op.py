@@ -226,7 +226,8 @@ class Op:
         A source is C++ against torch's stable ABI (`torch/csrc/stable`), with a function of the op's name and
         arguments, that checks what it is given. With `kernel`, the CUDA source is a bare `__global__` kernel, called
         with pointers of the tensors, made contiguous, and the numbers, as int and double, in the op's order, then
-        pointers of the results, which are allocated, and the number of elements of the first of them, as int.
+        pointers of the results, which are allocated, and the number of elements of the first of them, as int. NVRTC
+        compiles it, or nvcc what that refuses.
 
         Args:
             cuda, cpu: the text of a source, or the path of a file.
