@@ -17,7 +17,7 @@ from fuseopt.build import loader
 from fuseopt.config import Config
 from fuseopt.errors import PlanError, printable
 from fuseopt.models import ModelPolicy, full_name, policy_for
-from fuseopt.modules.base import has_hooks
+from fuseopt.modules.base import fused_class, has_hooks, is_drop_in
 from fuseopt.report import Row, render, rows_to_json
 
 
@@ -217,6 +217,10 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
             if isinstance(proposal, Skip):
                 skips.append(proposal)
                 continue
+            drop_in = next((site.owner for site in proposal.sites if is_drop_in(site.owner)), None)
+            if drop_in is not None:
+                skips.append(_inside(drop_in, proposal))
+                continue
             sites = (*proposal.sites, *proposal.claims)
             winner = next((claimed[site.key] for site in sites if site.key in claimed), None)
             if winner is not None:
@@ -276,6 +280,12 @@ def _unmet(strategy: str, name: str, skips: list[Skip]) -> str:
     reasons = list(dict.fromkeys(s.reason for s in skips if s.request == name and s.strategy == strategy))
     why = "; ".join(reasons) or "there is no module that it replaces"
     return f"{name} ({strategy}) matches nothing in the model: {why}"
+
+
+def _inside(drop_in: nn.Module, loser: Replacement) -> Skip:
+    # Restoring a drop-in frees it, and nothing could find a site of it afterwards.
+    reason = f"it is part of a {fused_class(drop_in).__name__} that another call of initialize put there"
+    return Skip(loser.sites, loser.source, loser.target, loser.request, loser.strategy, reason)
 
 
 def _lost_to(winner: Replacement, loser: Replacement) -> Skip:
