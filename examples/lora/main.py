@@ -28,6 +28,11 @@ def _(device, dtype):
         yield base, delta, bias, 0.5, activation
 
 
+@epilogue.flops
+def _(base, *others):
+    return {"none": 3, "relu": 4, "silu": 10, "gelu": 25}[others[-1]] * base.numel()  # about: erf takes 20
+
+
 # 2. The same by an expression, for one activation: a Triton kernel forward and one backward, without kernel text.
 by_expression = fuseopt.elementwise("lora::by_expression", "gelu(base + scale * delta + bias)", scalars=("scale",))
 by_expression.samples(lambda device, dtype: iter([next(epilogue.sample_arguments(device, dtype))[:4]]))
@@ -126,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--width", type=int, default=1024 if on_gpu else 128)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"] if on_gpu else ["float32"])
-    parser.add_argument("--out", type=Path, default=Path(), help="folder for lora.json and lora.png")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder for lora.json and the plots")
     options = parser.parse_args(arguments)
     for report in map(fuseopt.check, (epilogue, by_expression)):
         assert report.ok, report
@@ -138,6 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
     results.save(options.out / "lora.json")
     if importlib.util.find_spec("matplotlib") is not None:
         results.plot(options.out / "lora.png", "bandwidth")
+        results.plot(options.out / "roofline.png", "roofline")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fuseopt.build import loader
 from fuseopt.errors import BackendError, OpError
-from fuseopt.extend import gradients
+from fuseopt.extend import gradients, measured
 from fuseopt.extend.backends import PLAIN, Kernel, order_on, with_reason
+from fuseopt.extend.measured import Key, Measured, Preferred
 from fuseopt.extend.signature import look_at, tensors_of, without_autocast_for
 from fuseopt.extend.torch_op import unshared
 from fuseopt.ops import registry
@@ -41,6 +42,7 @@ class EagerCalls:
     def __init__(self, op: Op, kernels: Mapping[str, Kernel]) -> None:
         self.op, self._kernels = op, kernels
         self._orders: dict[tuple[str, str], tuple[tuple[Kernel, ...], dict[str, list[str]]]] = {}
+        self._measured: dict[str, Measured | None] = {}
         self._direct: dict[Kernel, tuple[Any, ...]] = {}
         self.listed: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         self.call_directly: Any = None
@@ -54,7 +56,9 @@ class EagerCalls:
         """
         found = self._orders.get((backend, device))
         if found is None:
-            found = self._orders[backend, device] = order_on(self.op.name, self._kernels, backend, device)
+            kernels, refused = order_on(self.op.name, self._kernels, backend, device)
+            known = self.measured(device) if backend == "auto" else None
+            found = self._orders[backend, device] = (known.ordered(kernels) if known else kernels, refused)
             loader.load_all(["python"], build=False)
         return found
 
@@ -66,18 +70,42 @@ class EagerCalls:
         for kernel in kernels:
             reason = kernel.refuses(arguments)
             if reason is None:
-                return registry.Choice(kernel.backend, refused)
-            refused[kernel.backend] = [reason]
+                known = self.measured(device)
+                return registry.Choice(kernel.backend, refused, known.text(arguments) if known else "")
+            if not isinstance(kernel.in_eager, Preferred):
+                refused[kernel.backend] = [reason]
         raise BackendError(f"{self.op.name} cannot run this call by {backend!r}:{with_reason(refused)}")
 
-    def chosen(self, backend: str, device: str, arguments: Sequence[Any]) -> Kernel:
+    def refusal(self, backend: str, arguments: Sequence[Any]) -> str | None:
+        """Why a backend does not take a call that names it; None if it does."""
+        return self._kernels[backend].refuses(arguments)
+
+    def measured(self, device: str) -> Measured | None:
+        """What `bench` measured of the kernels on the type of device; None if nothing."""
+        if device not in self._measured:
+            self._measured[device] = measured.load(self.op, self._kernels, device)
+        return self._measured[device]
+
+    def remember(self, device: str, times: Mapping[Key, Mapping[str, float]]) -> EagerCalls:
+        """Keep what was measured of the kernels, in microseconds; the calls that heed it.
+
+        Raises:
+            library_cache.CacheError, OSError: the cache folder must not be used, or cannot be written.
+        """
+        measured.save(self.op, self._kernels, device, times)
+        return EagerCalls(self.op, self._kernels)
+
+    def chosen(self, backend: str, device: str, arguments: Sequence[Any], *, without: str | None = None) -> Kernel:
         """The kernel that a call runs on.
+
+        Args:
+            without: a backend that is not asked.
 
         Raises:
             BackendError: none takes it; the message says why.
         """
         for kernel in self.order(backend, device)[0]:
-            if kernel.supports is None or kernel.refuses(arguments) is None:
+            if kernel.backend != without and (kernel.supports is None or kernel.refuses(arguments) is None):
                 return kernel
         return self._kernels[self.choose(backend, arguments).backend]  # raises, with the reasons
 

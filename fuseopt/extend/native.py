@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fuseopt.build import compilation, library_cache, loader, toolchain
+from fuseopt.build import library_cache, loader, toolchain
 from fuseopt.errors import NativeBuildError, OpError, shown
+from fuseopt.extend import nvrtc
 from fuseopt.extend.backends import Kernel
+from fuseopt.extend.own_library import Missing, library_of
 from fuseopt.extend.signature import check_callable, tensors_of, with_tensors
 
 if TYPE_CHECKING:
@@ -31,10 +33,6 @@ if TYPE_CHECKING:
 Kind = Literal["cpu", "cuda"]
 Grid = Callable[..., Any]
 _SUFFIX = {"cpu": ".cpp", "cuda": ".cu"}
-
-
-class _Missing(Exception):
-    """This machine cannot build or run the source; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +106,12 @@ def add(
             if kind == "cuda":
                 _check_device()
             if kind == "cuda" and kernel is not None:
-                run = _BareKernel(op, kernel, cubin(source, kernel, _capability()), grid, block)
+                run = _BareKernel(op, kernel, cubin(source, kernel, _capability()), source.digest(), grid, block)
                 made = Kernel(kind, run)
             else:
                 overload = _from_library(op, kind, source)
                 made = Kernel(kind, overload._op, raw=overload)
-        except (_Missing, toolchain.ToolchainError, library_cache.CacheError) as reason:
+        except (Missing, toolchain.ToolchainError, library_cache.CacheError) as reason:
             op.add_kernel(Kernel(kind, op.function, missing=f"its {kind} source is not built: {reason}"))
         else:
             op.add_kernel(made)
@@ -128,9 +126,9 @@ def _check_launch(op: Op, kernel: str, grid: Any, block: Any) -> None:
 
 def _check_device() -> None:
     if torch.version.cuda is None:
-        raise _Missing(f"torch {torch.__version__} is built without CUDA")
+        raise Missing(f"torch {torch.__version__} is built without CUDA")
     if not torch.cuda.is_available():
-        raise _Missing("torch sees no CUDA device")
+        raise Missing("torch sees no CUDA device")
 
 
 def _capability() -> str:
@@ -165,24 +163,16 @@ def build(op: str, registered: str, kind: Kind, source: Source, recipe: toolchai
         f"STABLE_TORCH_LIBRARY_IMPL({namespace}, {kind.upper()}, library) {{\n"
         f'  library.impl("{registered}", TORCH_BOX(&{function}));\n}}\n'
     )
-    key = hashlib.sha256(f"{recipe.key}{text}{source.digest()}".encode()).hexdigest()[:16]
-    folder = library_cache.folder()
-    library_cache.check_trusted(folder)
-    library = folder / f"own-{kind}-{key}.so"
-    if library.exists() and library_cache.damage(library) is None:
-        return library
-    if os.environ.get("FUSEOPT_NO_BUILD", "0") not in ("", "0"):
-        raise _Missing("it is not in the cache, and FUSEOPT_NO_BUILD forbids building")
-    library_cache.create(folder)
-    with tempfile.TemporaryDirectory(prefix="fuseopt-") as folder_name:
-        file = Path(folder_name) / f"{function}{_SUFFIX[kind]}"
-        file.write_text(text, encoding="utf-8")
-        here = () if source.folder is None else (f"-I{source.folder}",)
-        command = (*compile_command(recipe, kind), *here)
-        own = dataclasses.replace(recipe, sources=(file,), compile_commands={_SUFFIX[kind]: command}, key=key)
-        with compilation.progress_line(f"compiling {op} for {kind}, once", [own]) as progress:
-            compilation.build(own, library, progress, library_cache.publish)
-    return library
+    here = () if source.folder is None else (f"-I{source.folder}",)
+    return library_of(
+        op,
+        text,
+        kind,
+        file=f"{function}{_SUFFIX[kind]}",
+        recipe=recipe,
+        command=(*compile_command(recipe, kind), *here),
+        digest=source.digest(),
+    )
 
 
 def compile_command(recipe: toolchain.Recipe, kind: Kind) -> tuple[str, ...]:
@@ -197,12 +187,14 @@ def compile_command(recipe: toolchain.Recipe, kind: Kind) -> tuple[str, ...]:
 
 
 def cubin(source: Source, kernel: str, architecture: str) -> bytes:
-    """A bare kernel's machine code for a compute capability, as "90".
+    """A bare kernel's machine code for a compute capability, as "90": by NVRTC, or where that cannot, by nvcc.
+
+    NVRTC lacks what nvcc includes by itself, such as `int64_t`. So what it refuses is left to nvcc, if there is one.
 
     Raises:
         OpError: the source has no kernel of that name.
-        NativeBuildError: nvcc refuses the source.
-        toolchain.ToolchainError: there is no nvcc.
+        NativeBuildError: the compiler refuses the source.
+        toolchain.ToolchainError: there is neither NVRTC nor nvcc.
     """
     declared = re.search(
         rf"__global__\s+(?:__launch_bounds__\([^)]*\)\s+)?void\s+(?:[^;{{(]*\s)?{kernel}\s*\(", source.text
@@ -212,12 +204,22 @@ def cubin(source: Source, kernel: str, architecture: str) -> bytes:
     text = source.text
     if 'extern "C"' not in text[: declared.start()].rpartition("\n")[2]:
         text = f'{text[: declared.start()]}extern "C" {text[declared.start() :]}'
+    text = f"{source.line_marker()}\n{text}"
+    here = [] if source.folder is None else [f"-I{source.folder}"]
+    try:
+        options = [f"--gpu-architecture=sm_{architecture}", *here, *nvrtc.include_flags()]
+        return nvrtc.cubin(text, source.label, options)
+    except (Missing, NativeBuildError) as refusal:
+        try:
+            nvcc = toolchain.find_nvcc()
+        except toolchain.ToolchainError as absent:
+            if isinstance(refusal, NativeBuildError):
+                raise refusal from None
+            raise toolchain.ToolchainError(f"{refusal}, and {absent}") from None
     with tempfile.TemporaryDirectory(prefix="fuseopt-") as folder_name:
         file, output = Path(folder_name) / f"{kernel}.cu", Path(folder_name) / f"{kernel}.cubin"
-        file.write_text(f"{source.line_marker()}\n{text}", encoding="utf-8")
-        command = [toolchain.find_nvcc(), "-cubin", f"-arch=sm_{architecture}", "-O3", str(file), "-o", str(output)]
-        if source.folder is not None:
-            command.append(f"-I{source.folder}")
+        file.write_text(text, encoding="utf-8")
+        command = [nvcc, "-cubin", f"-arch=sm_{architecture}", "-O3", str(file), "-o", str(output), *here]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         if done.returncode != 0:
             raise NativeBuildError(f"{source.label} does not compile:\n{done.stdout}")
@@ -227,8 +229,11 @@ def cubin(source: Source, kernel: str, architecture: str) -> bytes:
 class _BareKernel:
     """Calls of a bare kernel: contiguous tensors, the numbers as int and double, the results, and their size as int."""
 
-    def __init__(self, op: Op, name: str, code: bytes, grid: Grid | None, block: int | Sequence[int]) -> None:
+    def __init__(
+        self, op: Op, name: str, code: bytes, digest: str, grid: Grid | None, block: int | Sequence[int]
+    ) -> None:
         assert grid is not None
+        self.digest = digest
         self._op, self._grid = op, grid
         self._block = _three(op, "block", block)
         self._kernel = torch.cuda._utils._cuda_load_module(code, [name])[name]

@@ -34,7 +34,7 @@ _numbers = itertools.count()
 _LOCK = threading.RLock()  # held while names are taken or freed
 
 
-def op(name: str) -> Callable[[Callable], Op]:
+def op(name: str, *, flops: Callable | None = None) -> Callable[[Callable], Op]:
     """Decorator that makes a plain PyTorch function the op `torch.ops.<namespace>.<name>`, and returns it as an `Op`.
 
     The function is the op's reference: its annotations give the schema, and what it computes gives the fake and the
@@ -42,6 +42,7 @@ def op(name: str) -> Callable[[Callable], Op]:
 
     Args:
         name: "namespace::name", in a namespace of your own.
+        flops: the op's arguments -> floating-point operations of a call, for `bench`; see `Op.flops`.
 
     Raises:
         OpError: a bad name, one that another package has, or an annotation that is missing or that no op takes.
@@ -49,7 +50,7 @@ def op(name: str) -> Callable[[Callable], Op]:
     if not isinstance(name, str):
         raise OpError("fuseopt.op takes the op's name: write @fuseopt.op('mine::scale') above the function")
     check_name(name)
-    return lambda function: Op(name, function)
+    return lambda function: Op(name, function, flops)
 
 
 def unregister(name: str) -> None:
@@ -92,7 +93,7 @@ class Op:
 
     __name__: str
 
-    def __init__(self, name: str, function: Callable) -> None:
+    def __init__(self, name: str, function: Callable, flops: Callable | None = None) -> None:
         self.signature = Signature.of(name, function)
         self.name, self.function = name, function
         self._count = len(self.signature.names)
@@ -103,6 +104,7 @@ class Op:
         self._kernels: dict[str, Kernel] = {REFERENCE: Kernel(REFERENCE, function, name=f"function of {name}")}
         self._formulas: dict[str | None, Callable] = {}
         self._samples: Callable | None = None
+        self._flops: tuple[Callable | None, Callable | None] = (flops, None)
         self.calls = EagerCalls(self, {})
         self._is_closed = False
         with _LOCK:
@@ -207,6 +209,20 @@ class Op:
         self._samples = function
         return function
 
+    def flops(self, forward: FunctionT, backward: Callable | None = None) -> FunctionT:
+        """Decorator for the op's arguments -> floating-point operations of a call, which `bench` shows as GFLOP/s.
+
+        Args:
+            backward: the same for the backward.
+        """
+        self._flops = forward, backward
+        return forward
+
+    def operations(self, arguments: Sequence[Any], backward: bool) -> int | None:
+        """Floating-point operations of a call, or of its backward; None where `flops` was given nothing for it."""
+        function = self._flops[backward]
+        return None if function is None else int(function(*arguments))
+
     def native(
         self,
         *,
@@ -221,7 +237,8 @@ class Op:
         A source is C++ against torch's stable ABI (`torch/csrc/stable`), with a function of the op's name and
         arguments, that checks what it is given. With `kernel`, the CUDA source is a bare `__global__` kernel, called
         with pointers of the tensors, made contiguous, and the numbers, as int and double, in the op's order, then
-        pointers of the results, which are allocated, and the number of elements of the first of them, as int.
+        pointers of the results, which are allocated, and the number of elements of the first of them, as int. NVRTC
+        compiles it, or nvcc what that refuses.
 
         Args:
             cuda, cpu: the text of a source, or the path of a file.
@@ -242,15 +259,22 @@ class Op:
     def bench(self, shapes: Sequence[str] = (), dtypes: Sequence[str] = (), **options: Any) -> Any:
         """Time each backend, forward and backward, beside eager, torch.compile and a copy of as many bytes.
 
+        From then on "auto" takes the backend that was the fastest by 5% or more on this machine, until a source of the
+        op changes: for calls whose first tensor has this dtype and a size between the same powers of two; where a
+        gradient is needed, by forward and backward together. FUSEOPT_MEASURED=0 keeps and reads no times.
+
         Args:
             shapes: of the samples' first tensor, as "4096x1024"; other tensors follow where they have the same sizes.
                 By default the samples' own.
             dtypes: of "bfloat16", "float32" and "float16"; by default the first two.
             options: `device`; `compile`: whether torch.compile takes part, by default on a GPU; `torch_op`: torch's own
-                operation of the same kind, called with the op's arguments, to be timed too.
+                operation of the same kind, called with the op's arguments, to be timed too; `remember`: False not to
+                keep the times for "auto".
 
         Returns:
-            `fuseopt.bench.harness.records.Results`: `to_markdown()` is a table, `save(path)` writes JSON.
+            `fuseopt.bench.harness.records.Results`: `to_markdown()` is a table, `save(path)` writes JSON, and
+            `plot(path)` or `plot(path, "bandwidth")` draws it. Where the op has its `flops`, GFLOP/s and the machine's
+            peaks are in it, for `plot(path, "roofline")`.
 
         Raises:
             OpError: there are no samples, or a shape has another number of sizes.
@@ -314,7 +338,7 @@ class Op:
     def backends_on(self, device: str) -> tuple[list[str], dict[str, list[str]]]:
         """The backends that can run on a type of device, in order, and the reasons of those that cannot."""
         kernels, refused = self.calls.order("auto", device)
-        return [kernel.backend for kernel in kernels], refused
+        return list(dict.fromkeys(kernel.backend for kernel in kernels)), refused
 
     def overload(self, backend: str = "auto") -> Any:
         """The op as `torch.ops` has it, or what that has for one backend."""
@@ -382,7 +406,8 @@ def _is_inlined(key: str, backend: str, device: str) -> bool:
     """Whether torch.compile takes the op's function in place of a call."""
     op = _BY_KEY[key]
     kernels, _ = op.calls.order(backend, device)
-    return bool(kernels) and kernels[0].backend in PLAIN and op.formula(kernels[0].backend) is None
+    first = next((kernel.backend for kernel in kernels if kernel.in_eager is None), None)
+    return first in PLAIN and op.formula(first) is None
 
 
 # What torch.compiler.assume_constant_result sets; calling that would import torch._dynamo.

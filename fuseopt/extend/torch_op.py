@@ -16,7 +16,7 @@ from torch.fx import operator_schemas
 
 from fuseopt.errors import BackendError, OpError
 from fuseopt.extend import gradients
-from fuseopt.extend.backends import REFERENCE, noting
+from fuseopt.extend.backends import COMPILE, REFERENCE, noting
 from fuseopt.extend.signature import arguments_of, as_results, tensors_of, without_autocast_for
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ class TorchOp:
     def _run(self, backend: str, *given: Any, **named: Any) -> Any:
         op, arguments = self._op, self._bound(given, named)
         device = next((tensor.device.type for tensor in tensors_of(arguments)), "cpu")
-        return op.calls.run(op.eager_kernel(op.calls.chosen(backend, device, arguments)), arguments)
+        without = COMPILE if backend == "auto" else None  # which would not compile here
+        return op.calls.run(op.eager_kernel(op.calls.chosen(backend, device, arguments, without=without)), arguments)
 
     def run_fake(self, *given: Any, **named: Any) -> Any:
         """The op on tensors without data."""

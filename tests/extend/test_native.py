@@ -9,7 +9,8 @@ from torch import Tensor
 import fuseopt
 from fuseopt.build import compilation, library_cache, toolchain
 from fuseopt.errors import NativeBuildError, OpError
-from fuseopt.extend import native
+from fuseopt.extend import native, nvrtc
+from fuseopt.extend.own_library import Missing
 
 CPU = """
 #include <torch/csrc/stable/ops.h>
@@ -161,16 +162,22 @@ def test_cuda_without_nvcc_is_a_reason(op, monkeypatch):
     monkeypatch.setattr(native, "_check_device", lambda: None)
     monkeypatch.setattr(native, "_capability", lambda: "90")
     monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(nvrtc, "_library", no_nvrtc)
     op.native(cuda=BARE, kernel="scale_add_kernel", grid=lambda *_: 1)
     (reason,) = op.choose(torch.ones(2), torch.ones(2)).refused["cuda"]
-    assert "no nvcc: not in CUDA_HOME" in reason
+    assert "there is no libnvrtc" in reason and "no nvcc: not in CUDA_HOME" in reason
+
+
+def no_nvrtc():
+    raise Missing("there is no libnvrtc of torch's CUDA")
 
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
 
 @needs_nvcc
-def test_cuda_sources_compile_without_a_gpu(tmp_path):
+def test_cuda_sources_compile_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(nvrtc, "_library", no_nvrtc)
     source = native.Source.of("mine::scale_add", "cuda", BARE)
     assert native.cubin(source, "scale_add_kernel", "90").startswith(b"\x7fELF")
     broken = native.Source.of("mine::scale_add", "cuda", BARE.replace("threadIdx.x", "threadIdx.w"))
@@ -178,6 +185,42 @@ def test_cuda_sources_compile_without_a_gpu(tmp_path):
         native.cubin(broken, "scale_add_kernel", "90")
     with pytest.raises(OpError, match="has no `__global__ void other"):
         native.cubin(source, "other", "90")
+
+
+@pytest.fixture
+def without_nvcc(monkeypatch):
+    """A process that has NVRTC, and no nvcc."""
+    try:
+        nvrtc._library()
+    except Missing as reason:
+        pytest.skip(str(reason))
+
+    def find_nvcc():
+        raise toolchain.ToolchainError("no nvcc")
+
+    monkeypatch.setattr(toolchain, "find_nvcc", find_nvcc)
+
+
+def test_a_bare_kernel_is_compiled_by_nvrtc(without_nvcc, tmp_path):
+    source = native.Source.of("mine::scale_add", "cuda", BARE)
+    assert native.cubin(source, "scale_add_kernel", "90").startswith(b"\x7fELF")
+    (tmp_path / "twice.h").write_text("#define TWICE(x) ((x) + (x))\n")
+    file = tmp_path / "kernel.cu"
+    file.write_text('#include "twice.h"\n' + BARE.replace("a[i] +", "TWICE(a[i]) +"))
+    assert native.cubin(native.Source.of("mine::scale_add", "cuda", file), "scale_add_kernel", "80")
+    file.write_text(file.read_text().replace("threadIdx.x", "threadIdx.w"))
+    with pytest.raises(NativeBuildError, match=rf"{file}\(4\): error: .*"):
+        native.cubin(native.Source.of("mine::scale_add", "cuda", file), "scale_add_kernel", "90")
+
+
+@needs_nvcc
+def test_what_nvrtc_refuses_is_left_to_nvcc():
+    text = "#include <cstdio>\n#include <vector>\n" + BARE.replace("int times", "int32_t times")
+    source = native.Source.of("mine::scale_add", "cuda", text)
+    assert native.cubin(source, "scale_add_kernel", "90").startswith(b"\x7fELF")
+    broken = native.Source.of("mine::scale_add", "cuda", text.replace("threadIdx.x", "threadIdx.w"))
+    with pytest.raises(NativeBuildError, match=r"mine::scale_add \(cuda source\)\(5\): error"):
+        native.cubin(broken, "scale_add_kernel", "90")
 
 
 @needs_nvcc
@@ -190,8 +233,9 @@ def test_a_cuda_source_with_launch_code_is_built_without_a_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bare", [False, True])
-def test_cuda_sources_pass_check_on_a_gpu(op, bare):
+def test_cuda_sources_pass_check_on_a_gpu(op, bare, request):
     if bare:
+        request.getfixturevalue("without_nvcc")
         op.native(cuda=BARE, kernel="scale_add_kernel", grid=lambda a, *_: (a.numel() + 255) // 256)
     else:
         op.native(cuda=CUDA)
