@@ -77,7 +77,7 @@ def test_a_fused_model_is_freed_without_the_garbage_collector(family, config):
     assert_freed_at_once(models)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_model_with_a_compiled_training_step_is_freed_without_the_garbage_collector(family):
     model = fuseopt.initialize(tiny.FAMILIES[family](), AOT)
     train(model)

@@ -21,12 +21,13 @@ from fuseopt.ops.library import is_unobserved
 from fuseopt.runtime.cuda_graphs import Captures
 from fuseopt.runtime.module_watch import CONSTANTS, ModuleWatch, has_other_weights, modules_below
 from fuseopt.runtime.references import weak_attribute
+from fuseopt.tuning import tuned
 
 DEVICE_TYPES = ("cuda",)
 """Devices where launching kernels one by one costs the host more time than a graph replay."""
 
 # With more tokens the GPU is slower than the host launches kernels, so a graph gains nothing.
-_MOST_TOKENS = 16384
+_MOST_TOKENS = tuned("stack_graph_max_tokens")
 _MOST_GRAPHS = 8
 # A size is captured at its third call. It may replace the graph of a size not seen in the last `_CALLS_KEPT` calls.
 _UNCAPTURED_CALLS = 2

@@ -44,12 +44,16 @@ def _targets(cls: type) -> list[str]:
     return [name for name in names if name in inspect.signature(cls.forward).parameters]
 
 
-def of_every_head(test):
-    """Over all heads, on a CPU and on a GPU; all but the sample are left out of quick runs."""
+def of_every_head(sample):
+    """Over all heads, on a CPU and on a GPU; all but the `sample` are left out of quick runs."""
     marks = {True: [], False: [pytest.mark.slow]}
-    classes = [pytest.param(cls, marks=marks[cls.__name__ in SAMPLE], id=cls.__name__) for cls in heads()]
+    classes = [pytest.param(cls, marks=marks[cls.__name__ in sample], id=cls.__name__) for cls in heads()]
     by = [pytest.param("aot_eager", id="cpu"), pytest.param("inductor", marks=pytest.mark.gpu, id="gpu")]
-    return pytest.mark.parametrize("cls", classes)(pytest.mark.parametrize("graphs", by, indirect=True)(test))
+
+    def over_all(test):
+        return pytest.mark.parametrize("cls", classes)(pytest.mark.parametrize("graphs", by, indirect=True)(test))
+
+    return over_all
 
 
 def make(cls: type[PreTrainedModel], dropout: float = 0.0) -> nn.Module:
@@ -114,8 +118,8 @@ def test_the_heads_are_found():
     assert len(names) >= 29 and {*SAMPLE, *STOCK_WITH_INDUCTOR} <= names
 
 
-@of_every_head
-@pytest.mark.parametrize("padded", [False, True])
+@of_every_head(SAMPLE)
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_step_has_the_loss_and_gradients_of_stock(cls, padded, graphs):
     device = "cuda" if graphs.backend == "inductor" else "cpu"
     stock = make(cls).to(device)
@@ -135,7 +139,7 @@ def test_a_step_has_the_loss_and_gradients_of_stock(cls, padded, graphs):
     assert graphs.calls == (not by_stock) and len(fuseopt.report(fused).since) >= by_stock
 
 
-@of_every_head
+@of_every_head(SAMPLE[:2])
 def test_a_step_with_dropout(cls, graphs):
     """It draws other numbers than stock; the same from the same seed."""
     device = "cuda" if graphs.backend == "inductor" else "cpu"
