@@ -28,6 +28,7 @@ struct ScoreCut {
 class RowCutter {
  public:
   using Weight = unsigned long long;
+  // TUNED: not measured. Two bins a thread; the blocks are as many as any GPU with clusters takes.
   static constexpr int kThreads = 512;
   static constexpr int kMostBlocks = 8;
   static constexpr int kMostPlaces = 1 << 16;  // of a block; more could overflow the sums of a bin
