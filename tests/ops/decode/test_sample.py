@@ -26,7 +26,7 @@ FILTERS = st.builds(
     typical_p=st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
 )
 # Rounding moves sums of probabilities, differences from the entropy, and ratios by no more than these.
-OF_SUMS, OF_DIFFERENCES, OF_RATIOS = 2e-6, 4e-6, 4e-6
+OF_SUMS, OF_DIFFERENCES, OF_RATIOS = 1e-5, 2e-5, 4e-6
 
 
 def warpers(filters: SamplingFilters) -> list[logits_process.LogitsProcessor]:
@@ -229,11 +229,10 @@ def test_what_has_no_probability_fails_an_assertion(row: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 3, 300])
-@pytest.mark.parametrize("vocabulary", [131_075, 400_003])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 131_075), (3, 400_003), (140, 50_257)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_large_vocabularies(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
-    """Scores in shared memory or, of many rows, beside it."""
+    """Several chunks a block; scores of many tokens or rows do not fit into shared memory."""
     torch.manual_seed(rows)
     (case,) = (each.values[0] for each in cases("decode_sample_") if each.id == "decode_sample_-cuda-cuda")
     logits = (2 * torch.randn(rows, vocabulary, device="cuda")).to(dtype)
@@ -241,7 +240,7 @@ def test_large_vocabularies(rows: int, vocabulary: int, dtype: torch.dtype) -> N
         check_draws(case, logits, filters)
         for filters in (SamplingFilters(top_k=50), SamplingFilters(top_p=0.9), SamplingFilters(typical_p=0.9))
     )
-    assert compared > rows
+    assert compared > 2 * rows
 
 
 @pytest.mark.gpu
