@@ -145,7 +145,14 @@ def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch):
             {"decode_sample_": "edits top_k typical_p"},
         ),
         ({"do_sample": True, "top_k": 0, "renormalize_logits": True}, {"decode_sample_": "edits"}),
-        ({"do_sample": True, "top_p": 0.9, "output_scores": True}, {"edit_logits": "edits", "decode_sample_": ""}),
+        (
+            {"do_sample": True, "top_k": 0, "top_p": 0.9, "output_scores": True},
+            {"decode_sample_": "edits kept top_p"},
+        ),
+        (
+            {"do_sample": True, "top_k": 5, "output_scores": True, "renormalize_logits": True},
+            {"edit_logits": "edits", "decode_sample_": "kept"},
+        ),
         ({"num_beams": 2}, {"beam_candidates": "edits log_softmax"}),
         ({"num_beams": 2, "output_scores": True}, {"edit_logits": "edits", "beam_candidates": ""}),
         ({"num_beams": 2, "remove_invalid_values": True}, {"edit_logits": "edits", "beam_candidates": "edits"}),
@@ -160,7 +167,7 @@ def test_where_processors_run(model, kwargs, expected, monkeypatch):
 
         def watched(*args, op=op, name=name, **kwargs):
             given = ["edits"] if name == "edit_logits" else []
-            given += ["edits"] * (kwargs.get("edits") is not None)
+            given += [what for what in ("edits", "kept") if kwargs.get(what) is not None]
             filters = kwargs.get("filters", ops.SamplingFilters())
             given += [of for of, value in filters._asdict().items() if value != getattr(ops.SamplingFilters(), of)]
             seen[name] = " ".join(given + ["log_softmax"] * kwargs.get("log_softmax", False))

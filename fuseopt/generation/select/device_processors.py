@@ -151,10 +151,17 @@ _FILTERS: Mapping[type, Callable[[Any], Mapping[str, Any]]] = {
 }
 
 
-def sampling_filters(processors: tuple[DeviceProcessor, ...]) -> tuple[int, ops.SamplingFilters]:
-    """How many of the last processors `ops.decode_sample_` does the work of after its edits, and as which filters."""
+def sampling_filters(
+    processors: tuple[DeviceProcessor, ...], keeps_scores: bool = False
+) -> tuple[int, ops.SamplingFilters]:
+    """How many of the last processors `ops.decode_sample_` does the work of after its edits, and as which filters.
+
+    Args:
+        keeps_scores: processed scores are returned, so normalising them makes a difference.
+    """
     fields: dict[str, Any] = {}
-    order, count = list(_FILTERS), 0
+    normalises = logits_process.LogitNormalization
+    order, count = [kind for kind in _FILTERS if not (keeps_scores and kind is normalises)], 0
     for device_processor in reversed(processors):
         processor = getattr(device_processor, "processor", None)
         if type(processor) not in order or not _is_plain_filter(processor):

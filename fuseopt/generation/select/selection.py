@@ -46,10 +46,12 @@ class Selection:
     ) -> None:
         self.processors, self.do_sample, self.eos = processors, do_sample, eos
         self.keep_logits, self.keep_scores = keep_logits, keep_scores
-        # The op that selects can apply the last edits itself, and filters after them if it draws a token, unless their
-        # result is needed in memory.
-        is_left_to_op = not keep_scores and (self._draws_tokens or not do_sample)
-        filters, self._filters = sampling_filters(processors if is_left_to_op and do_sample else ())
+        # The op that selects can apply the last edits itself, and filters after them if it draws a token. That op also
+        # writes processed scores where they are kept.
+        draws = do_sample and self._draws_tokens
+        is_left_to_op = draws or not (do_sample or keep_scores)
+        self._op_keeps_scores = draws and keep_scores
+        filters, self._filters = sampling_filters(processors if draws else (), keep_scores)
         before = processors[: len(processors) - filters]
         last = before[-1] if before else None
         self._last_edits = last if isinstance(last, Edits) and is_left_to_op else None
@@ -153,7 +155,8 @@ class Selection:
         scores = self._processed(state, logits)
         options: dict[str, Any] = {"counters": counters, "edits": self._edits_left(state), "pdl": True}
         if self.do_sample:
-            ops.decode_sample_(scores, _drawn_for(scores), *self._written(state), filters=self._filters, **options)
+            options |= {"filters": self._filters, "kept": state.scores if self._op_keeps_scores else None}
+            ops.decode_sample_(scores, _drawn_for(scores), *self._written(state), **options)
         else:
             ops.decode_select_(scores, *self._written(state), **options)
 
@@ -165,7 +168,7 @@ class Selection:
         """Scores after all processors except the edits that the selecting op applies."""
         for processor in self._processors_before:
             scores = processor(state, scores)
-        if self.keep_scores:
+        if self.keep_scores and not self._op_keeps_scores:
             state.scores.copy_(scores)
         return scores
 

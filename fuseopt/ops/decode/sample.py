@@ -57,6 +57,7 @@ def _fake(
     pad: Tensor,
     eos: Tensor | None,
     counters: Sequence[Tensor],
+    kept: Sequence[Tensor],
     pdl: bool,
     *edits: object,
 ) -> None:
@@ -66,7 +67,7 @@ def _fake(
 RAW = define(
     "decode_sample_(Tensor logits, Tensor divisors, int top_k, float top_p, float min_p, float typical_p,"
     " Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length, Tensor(d!) unfinished, Tensor(e!) going, Tensor pad,"
-    f" Tensor? eos, Tensor(f!)[] counters, bool pdl, {OPTIONAL_EDITS}) -> ()",
+    f" Tensor? eos, Tensor(f!)[] counters, Tensor(g!)[] kept, bool pdl, {OPTIONAL_EDITS}) -> ()",
     _fake,
 )
 
@@ -106,12 +107,18 @@ def _has_kernel(logits: Tensor) -> bool:
     return logits.shape[1] <= blocks * _TOKENS_OF_BLOCK
 
 
-def _check(logits: Tensor, divisors: Tensor, filters: SamplingFilters, edits: LogitsEdits | None) -> None:
+def _check(
+    logits: Tensor, divisors: Tensor, filters: SamplingFilters, edits: LogitsEdits | None, kept: Tensor | None
+) -> None:
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits must be [rows, vocabulary], not {tuple(logits.shape)}")
     check_shape("divisors", divisors, logits.shape)
     if divisors.dtype != torch.float32:
         raise TypeError(f"divisors must be torch.float32, not {divisors.dtype}")
+    if kept is not None:
+        check_shape("kept", kept, logits.shape)
+        if kept.dtype != torch.float32:
+            raise TypeError(f"kept must be torch.float32, not {kept.dtype}")
     if edits is not None:
         check_edits(edits, *logits.shape)
     if filters.top_k < 0:
@@ -140,6 +147,7 @@ def decode_sample_(
     filters: SamplingFilters = NO_FILTERS,
     counters: Sequence[Tensor] = (),
     edits: LogitsEdits | None = None,
+    kept: Tensor | None = None,
     pdl: bool = False,
     backend: str = "auto",
 ) -> None:
@@ -155,6 +163,7 @@ def decode_sample_(
             are those that `torch.multinomial` would have drawn.
         filters: applied to the edited scores.
         edits: applied first to the logits in float32; or None.
+        kept: [rows, V] float32, contiguous. Written to: the edited scores, -inf where a filter removed one; or None.
         pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream, which must not write
             the tensors of `edits`.
         backend: "auto", "cuda" or "reference". On a GPU "auto" is the reference above 65,528 tokens, or from sm_90 on
@@ -166,18 +175,22 @@ def decode_sample_(
         RuntimeError: a row without a finite score, or with infinity or NaN; on a GPU a device-side assertion.
         BackendError: the named backend cannot run here, or logits require a gradient under grad mode.
     """
-    _check(logits, divisors, filters, edits)
+    _check(logits, divisors, filters, edits, kept)
     check_state(len(logits), tokens, ids, length, unfinished, going, pad)
     chosen = registry.pick_without_gradient("decode_sample_", backend, (logits.dtype,), logits)
     state = (tokens, ids, length, unfinished, going, pad, eos)
     if chosen == "reference" or (backend == "auto" and not _has_kernel(logits)):
         scores = logits.float() if edits is None else edit_logits(logits, edits, backend=backend)
-        probabilities = filtered(scores, filters).softmax(dim=-1)
-        decode_select_(probabilities, *state, counters=counters, divisors=divisors, backend=backend)
+        scores = filtered(scores, filters)
+        if kept is not None:
+            kept.copy_(scores)
+        decode_select_(scores.softmax(dim=-1), *state, counters=counters, divisors=divisors, backend=backend)
     else:
         if logits.dtype == torch.float64:
             logits = logits.float()
-        RAW[chosen](logits, divisors, *filters, *state, list(counters), pdl, *for_kernel(edits))
+        RAW[chosen](
+            logits, divisors, *filters, *state, list(counters), [] if kept is None else [kept], pdl, *for_kernel(edits)
+        )
 
 
 def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:

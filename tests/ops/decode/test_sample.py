@@ -41,12 +41,12 @@ def warpers(filters: SamplingFilters) -> list[logits_process.LogitsProcessor]:
     return [made[name](value) for name, value in filters._asdict().items() if value != getattr(absent, name)]
 
 
-def rounding_decides(scores: Tensor, divisors: Tensor, filters: SamplingFilters) -> Tensor:
-    """By row: whether the draw is between tokens that rounding decides about, at a cut or equally likely; [rows].
+def rounding_decides(scores: Tensor, divisors: Tensor, filters: SamplingFilters) -> tuple[Tensor, Tensor]:
+    """Which draws are between tokens that rounding decides about [rows], and which tokens are at a cut [rows, V].
 
     In a vocabulary of up to 32, upstream's top-p keeps any of equal scores.
     """
-    likeliest = scores.amax(-1, keepdim=True).double()
+    likeliest, start = scores.amax(-1, keepdim=True).double(), scores.double()
     ratios = (scores.double() - likeliest).exp() / divisors.double()
     unclear = torch.zeros_like(scores, dtype=torch.bool)
     for warper in warpers(filters):
@@ -67,18 +67,24 @@ def rounding_decides(scores: Tensor, divisors: Tensor, filters: SamplingFilters)
             distances = (information - (probabilities * information).nansum(-1, keepdim=True)).abs()
             spread, order = distances.sort(-1)
             cumulative = probabilities.gather(-1, order).cumsum(-1)
-            for mass in (warper.mass - OF_SUMS, warper.mass + OF_SUMS):
+            # What is unclear so far may be missing or not, which moves the entropy and the sums.
+            missing = (
+                (start - likeliest).exp() / (scores.double() - likeliest).exp().sum(-1, keepdim=True)
+            ).masked_fill(~unclear, 0)
+            of_sums = OF_SUMS + missing.sum(-1, keepdim=True)
+            of_differences = OF_DIFFERENCES + (missing * (1 - missing.clamp(min=1e-300).log())).sum(-1, keepdim=True)
+            for mass in (warper.mass - of_sums, warper.mass + of_sums):
                 last = (cumulative < mass).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
                 limit = spread.gather(1, last)
                 unclear |= (kept > -torch.inf) != (distances <= limit)
-                unclear |= ((distances - limit).abs() < OF_DIFFERENCES) & (
+                unclear |= ((distances - limit).abs() < of_differences) & (
                     scores != scores.gather(1, order.gather(1, last))
                 )
         scores = kept
     certain = ratios.masked_fill((scores == -torch.inf) | unclear, -1.0)
     best = torch.nn.functional.pad(certain, (0, 1), value=-1.0).topk(2, dim=-1).values
     unclear_best = ratios.masked_fill(~unclear, -1.0).amax(-1)
-    return torch.maximum(best[:, 1], unclear_best) > best[:, 0] * (1 - OF_RATIOS)
+    return torch.maximum(best[:, 1], unclear_best) > best[:, 0] * (1 - OF_RATIOS), unclear
 
 
 def check_draws(case: Case, logits: Tensor, filters: SamplingFilters, edits: LogitsEdits | None = None) -> int:
@@ -88,12 +94,15 @@ def check_draws(case: Case, logits: Tensor, filters: SamplingFilters, edits: Log
     divisors = torch.empty(scores.shape, device=case.device).exponential_()
     state = state_of(rows, 4, [], case.device)
     expected = copy.deepcopy(state)
-    case(logits, divisors, *state.values(), filters=filters, edits=edits)
+    returned = torch.full_like(scores, torch.nan)
+    case(logits, divisors, *state.values(), filters=filters, edits=edits, kept=returned)
     kept = scores
     for warper in warpers(filters):
         kept = warper(None, kept)
     decode_select_(kept.softmax(-1), *expected.values(), divisors=divisors, backend="reference")
-    decided = ~rounding_decides(scores, divisors, filters)
+    draw, unclear = rounding_decides(scores, divisors, filters)
+    assert torch.equal(returned.masked_fill(unclear, 0), kept.masked_fill(unclear, 0))
+    decided = ~draw
     assert torch.equal(state["tokens"][decided], expected["tokens"][decided])
     assert torch.equal(state["ids"][:, 4], state["tokens"]) and state["length"].item() == 5
     return int(decided.sum())
@@ -201,6 +210,8 @@ def test_wrong_arguments_are_refused_by_name(case: Case) -> None:
         case(logits, logits[:, :3], *state.values())
     with pytest.raises(TypeError, match=r"divisors must be torch\.float32"):
         case(logits, logits.double(), *state.values())
+    with pytest.raises(TypeError, match=r"kept must be torch\.float32"):
+        case(logits, logits, *state.values(), kept=logits.double())
     with pytest.raises(ValueError, match="logits must be"):
         case(logits[:, :0], logits[:, :0], *state.values())
     with pytest.raises(ValueError, match="ids must be"):

@@ -166,6 +166,7 @@ struct DecodeSample {
   double typical_p;     // 1: none
   int blocks;           // per row, as fuseopt_decode_sample_blocks returns
   float* scratch;       // [rows, fuseopt_decode_sample_scratch]; null if that is 0
+  float* kept;          // [rows, vocabulary]: gets the scores that are left, and -inf for others; or null
 };
 
 // The `count` best continuations of each item's beams.

@@ -162,11 +162,13 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
   // Scores that are still lower have a probability of less than 2^-125, and are never drawn.
   float lowest = fmaxf(static_cast<float>(-bounds[1]), highest - RowCutter::kMostRange);
   Kept kept = {key_of(lowest + 0.f), 0, highest, static_cast<float>(rows.of.min_p)};
+  bool is_cut = false;
   if (rows.of.top_k < select.vocabulary) {
     const ScoreCut cut = cutter.find<CutBy::kCount>(
         places, highest, lowest, static_cast<double>(rows.of.top_k),
         [&](int i) { return key_of(scores[i]) >= kept.key ? scores[i] : -INFINITY; }, [](int) { return 1.f; });
     if (cut.is_cut) kept.key = cut.key, lowest = score_of(cut.key);
+    is_cut = cut.is_cut;
   }
   // The order of upstream: min-p comes after top-p.
   const float min_p = kept.min_p;
@@ -177,17 +179,29 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
   const bool is_typical = rows.of.typical_p < 1;
   const unsigned typical = is_typical ? cut_typical_p(cutter, scores, places, rows.of.typical_p, kept, typicality) : 0;
 
+  const auto is_kept = [&](int i) {
+    return kept.contains(scores[i], i) && (!is_typical || key_of(typicality(scores[i])) >= typical);
+  };
+
   const int first_token = LogitsChunk<T, kThreads, kPerThread>(select.scores, row, first_chunk, select.vocabulary).token_at(0);
   const float* const divisors = select.divisors + row * select.vocabulary + first_token;
+  if (rows.of.kept != nullptr) {
+    float* const output = rows.of.kept + row * select.vocabulary + first_token;
+    // Without any filter, scores that are too low to be drawn are left too.
+    is_cut = is_cut || rows.of.top_p < 1 || min_p > 0 || is_typical;
+    for (int i = threadIdx.x; i < places; i += kThreads) {
+      const bool is_token = first_token + i >= 0 && first_token + i < select.vocabulary;
+      if (is_token) output[i] = !is_cut || is_kept(i) ? scores[i] : -INFINITY;
+    }
+  }
   Candidate<float> best;
   for (int first = threadIdx.x; first < places; first += kAtOnce * kThreads) {
     float weights[kAtOnce], divided_by[kAtOnce];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const int i = first + k * kThreads;
-      const bool is_kept = kept.contains(scores[i], i) && (!is_typical || key_of(typicality(scores[i])) >= typical);
-      weights[k] = is_kept ? kept.weight_of(scores[i]) : -1;
-      if (is_kept) divided_by[k] = divisors[i];
+      weights[k] = is_kept(i) ? kept.weight_of(scores[i]) : -1;
+      if (weights[k] >= 0) divided_by[k] = divisors[i];
     }
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {

@@ -7,7 +7,8 @@ constexpr const char* kOp = "decode_sample_";
 
 void decode_sample(Tensor logits, Tensor divisors, int64_t top_k, double top_p, double min_p, double typical_p,
                    Tensor tokens, Tensor ids, Tensor length, Tensor unfinished, Tensor going, Tensor pad,
-                   std::optional<Tensor> eos, std::vector<Tensor> counters, bool pdl, std::optional<Tensor> edited_ids,
+                   std::optional<Tensor> eos, std::vector<Tensor> counters, std::vector<Tensor> kept, bool pdl,
+                   std::optional<Tensor> edited_ids,
                    std::optional<Tensor> edited_length, double repetition_penalty,
                    std::optional<Tensor> prompt_ignore_length, int64_t ngram_size, std::optional<Tensor> encoder_ids,
                    int64_t encoder_ngram_size, std::optional<Tensor> token_rules, std::optional<Tensor> rule_bounds,
@@ -19,6 +20,11 @@ void decode_sample(Tensor logits, Tensor divisors, int64_t top_k, double top_p, 
   select = decode_select_of(kOp, logits, tokens, ids, length, unfinished, going, pad, eos, counters, guard);
   FUSEOPT_CHECK(divisors.numel() == logits.numel(), "fuseopt::", kOp, ": divisors must have the shape of logits");
   select.divisors = static_cast<const float*>(guard.contiguous(divisors).data_ptr());
+  for (const Tensor& scores : kept) {  // one at most
+    FUSEOPT_CHECK(scores.is_contiguous() && scores.numel() == logits.numel(), "fuseopt::", kOp,
+                  ": kept must be contiguous, of the shape of logits");
+    sample.kept = static_cast<float*>(scores.data_ptr());
+  }
   select.has_edits = edited_ids.has_value();
   if (select.has_edits) {
     select.edits = logits_edits(kOp, logits, guard,
@@ -45,7 +51,7 @@ void decode_sample(Tensor logits, Tensor divisors, int64_t top_k, double top_p, 
 constexpr auto kDecodeSampleInPlace = arguments("decode_sample_", {
     {"logits", kUpToFloat}, {"divisors", kOnlyFloat}, {"tokens", kOnlyLong}, {"ids", kOnlyLong}, {"length", kOnlyLong},
     {"unfinished", kOnlyBool}, {"going", kOnlyBool}, {"pad", kOnlyLong}, {"eos", kOnlyLong},
-    {"counters", kOnlyLong}}) + kOfEdits;
+    {"counters", kOnlyLong}, {"kept", kOnlyFloat}}) + kOfEdits;
 
 }  // namespace
 }  // namespace fuseopt::decode_sample_binding
