@@ -181,7 +181,7 @@ bool dispatch_softmax_row(int64_t rows, int64_t columns, Launch launch) {
   using Half = RowShape<8, Team::kHalfWarp>;
   if (is_whole && dispatch_shape<RowShape<8, Team::kQuarterWarp>, Half>(columns, launch_whole)) return true;
   return dispatch_shape<Half, RowShape<8, Team::kWarp>, RowShape<16, Team::kWarp>, RowShape<24, Team::kWarp>,
-                        RowShape<kBlockElements, Team::kBlock>>(columns, launch_any);
+                        RowShape<32, Team::kWarp>, RowShape<kBlockElements, Team::kBlock>>(columns, launch_any);
 }
 
 }  // namespace
