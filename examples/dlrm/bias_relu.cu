@@ -1,4 +1,5 @@
-// relu(x + bias) of x [rows, columns] and bias [columns], in float32, float16 or bfloat16; float32 inside.
+// relu(x + bias) of x [rows, columns] and bias [columns], in float32, float16 or bfloat16; float32 inside. A thread
+// takes 16 bytes of kPacks places, all loaded before the first is used. Columns are a multiple of 16 bytes.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -9,23 +10,47 @@
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+constexpr int kThreads = 256, kPacks = 2;
+
 template <typename T>
-__global__ void bias_relu_kernel(const T* x, const T* bias, T* output, int64_t columns, int64_t size) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= size) return;
-  const float sum = static_cast<float>(x[i]) + static_cast<float>(bias[i % columns]);
-  output[i] = T(sum < 0.0f ? 0.0f : sum);
+struct alignas(16) Pack {
+  static constexpr int kSize = 16 / sizeof(T);
+  T values[kSize];
+};
+
+template <typename T>
+__global__ void bias_relu_kernel(const Pack<T>* x, const Pack<T>* bias, Pack<T>* output, int64_t packs,
+                                 unsigned packs_a_row) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads * kPacks) + threadIdx.x;
+  Pack<T> loaded[kPacks];
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    if (first + i * kThreads < packs) loaded[i] = x[first + i * kThreads];
+  }
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    const int64_t place = first + i * kThreads;
+    if (place >= packs) return;
+    const Pack<T> added = bias[static_cast<unsigned>(place) % packs_a_row];
+#pragma unroll
+    for (int j = 0; j < Pack<T>::kSize; ++j) {
+      const float sum = static_cast<float>(loaded[i].values[j]) + static_cast<float>(added.values[j]);
+      loaded[i].values[j] = T(sum < 0.0f ? 0.0f : sum);
+    }
+    output[place] = loaded[i];
+  }
 }
 
 template <typename T>
 void launch(const Tensor& x, const Tensor& bias, Tensor& output) {
-  const int64_t size = x.numel();
-  if (size == 0) return;
+  const int64_t packs = x.numel() / Pack<T>::kSize;
+  if (packs == 0) return;
   void* stream = nullptr;
   aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream);
-  bias_relu_kernel<T><<<(size + 255) / 256, 256, 0, static_cast<cudaStream_t>(stream)>>>(
-      static_cast<const T*>(x.const_data_ptr()), static_cast<const T*>(bias.const_data_ptr()),
-      static_cast<T*>(output.mutable_data_ptr()), bias.numel(), size);
+  const int64_t blocks = (packs + kThreads * kPacks - 1) / (kThreads * kPacks);
+  bias_relu_kernel<T><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      static_cast<const Pack<T>*>(x.const_data_ptr()), static_cast<const Pack<T>*>(bias.const_data_ptr()),
+      static_cast<Pack<T>*>(output.mutable_data_ptr()), packs, bias.numel() / Pack<T>::kSize);
 }
 
 Tensor bias_relu(Tensor x, Tensor bias) {

@@ -1,7 +1,7 @@
 """A deep-learning recommender (DLRM), and the fused parts that `fuseopt.initialize` puts into it."""
 
 import torch
-from dlrm_ops import bias_relu, interaction
+from dlrm_ops import bias_relu, interaction, linear_relu
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -66,6 +66,14 @@ class DLRM(nn.Module):
 
 @fuseopt.replaces(LinearReLU)
 class FusedLinearReLU(fuseopt.FusedModule):
+    def forward(self, x):
+        return linear_relu(x, self.weight, self.bias, backend=self.backend)
+
+
+@fuseopt.replaces(LinearReLU)
+class LinearThenBiasReLU(fuseopt.FusedModule):
+    """With a pass of its own for bias + ReLU, to be compared with."""
+
     def forward(self, x):
         return bias_relu(F.linear(x, self.weight), self.bias, backend=self.backend)
 

@@ -11,13 +11,18 @@ from pathlib import Path
 
 import torch
 from dlrm_model import DLRM, EmbeddingsFromHost, clicks
-from dlrm_ops import bias_relu, interaction
+from dlrm_ops import bias_relu, interaction, interaction_backward, linear_relu
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import fuseopt
 
-PARTS = {"kernel_fusion": {"custom_cuda_kernels": ["FusedLinearReLU", "FusedInteraction"]}}
+
+def parts(*names: str, backend: str = "auto") -> dict:
+    return {"kernel_fusion": {"custom_cuda_kernels": list(names), "backend": backend}}
+
+
+PARTS = parts("FusedLinearReLU", "FusedInteraction")
 # What a trace calls a host sync: `.item()` and its like; on a GPU also the waits and copies that the runtime makes.
 SYNCS = ("aten::_local_scalar_dense", "cudaStreamSynchronize", "cudaMemcpyAsync")
 
@@ -70,12 +75,13 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--rows", type=int, help="of each of 26 tables; 100000 on a GPU (more than L2), 1000 on a CPU")
     parser.add_argument("--dim", type=int, help="of an embedding; 128 on a GPU, 16 on a CPU")
     parser.add_argument("--hidden", type=int, help="units of an MLP's layer; 512 on a GPU, 64 on a CPU")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of the ops alone")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--no-bench", action="store_true", help="leave out the tables of the ops alone")
     parser.add_argument("--out", type=Path, default=Path("dlrm"), help="folder for traces, results and the plot")
     options = parser.parse_args(arguments)
     device, on_gpu = options.device, options.device.type == "cuda"
-    for op in (bias_relu, interaction):
+    for op in (bias_relu, linear_relu, interaction, interaction_backward):
         report = fuseopt.check(op, device=device)
         if not report.ok:
             raise SystemExit(str(report))
@@ -89,27 +95,31 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         return DLRM(rows, dim, hidden, **other).to(device)
 
     batches = [clicks(batch, device) for _ in range(4)]
-    synced, plain, fused = made(embeddings=EmbeddingsFromHost), made(), made()
+    synced, plain, fused = made(embeddings=EmbeddingsFromHost), made(), fuseopt.initialize(made(), PARTS)
     for name, model, reads_loss in (("before", synced, True), ("after", plain, False)):
         train(model, batches, 1)
         counts = traced(model, batches, options.out / f"{name}.trace.json", reads_loss=reads_loss)
         print(f"host syncs of 3 steps, {name}: {counts}")
-    fused = fuseopt.initialize(fused, PARTS)
     print(fuseopt.report(fused))
     ways = {
         "eager, with host syncs": (made(embeddings=EmbeddingsFromHost), {"reads_loss": True}),
         "eager": (made(), {}),
         "torch.compile": (torch.compile(made()), {}),
         "fused parts": (fused, {}),
+        "fused interaction alone": (fuseopt.initialize(made(), parts("FusedInteraction")), {}),
     }
+    for backend in ("triton", "cuda") if on_gpu else ():
+        config = parts("LinearThenBiasReLU", backend=backend)
+        ways[f"bias + ReLU by {backend}"] = (fuseopt.initialize(made(), config), {})
     results = []
     for name, (model, how) in ways.items():
         results.append({"way": name, "ms_a_step": milliseconds_a_step(model, batches, options.steps, **how)})
         print(f"{name:24}{results[-1]['ms_a_step']:10.3f} ms a step")
     if not options.no_bench:  # each op by each backend, beside eager, torch.compile and a copy of the same bytes
-        pairs = ((bias_relu, f"{batch}x{hidden}"), (interaction, f"{batch}x27x{dim}"))
-        for op, shape in pairs:
-            print(op.bench([shape], ["float32"], device=device).to_markdown())
+        for op, shape in ((bias_relu, f"{8 * batch}x{hidden}"), (interaction, f"{batch // 2}x27x{dim}")):
+            table = op.bench([shape], options.dtypes, device=device)
+            print(table.to_markdown())
+            table.save(options.out / f"{op.name.partition('::')[2]}.json")
     (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib"):
         save_plot(results, options.out / "plot.png")

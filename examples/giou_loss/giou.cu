@@ -40,13 +40,14 @@ __global__ void giou_kernel(const Box<T>* boxes, const Box<T>* targets, const bo
   const float union_ = area_x * area_y + (u2 - u1) * (v2 - v1) - inter;
   const float hull_width = fmaxf(x2, u2) - fminf(x1, u1), hull_height = fmaxf(y2, v2) - fminf(y1, v1);
   const float hull = hull_width * hull_height;
-  const float loss = 1 - inter / (union_ + kEps) + (hull - union_) / (hull + kEps);
+  const float per_union = 1 / (union_ + kEps), per_hull = 1 / (hull + kEps);
+  const float loss = 1 - inter * per_union + (hull - union_) * per_hull;
   losses[pair] = T(counts ? loss : 0.0f);
   if constexpr (kWithGradient) {
     const float scale = weight[pair * weight_stride];
-    const float by_union = inter / ((union_ + kEps) * (union_ + kEps)) - 1 / (hull + kEps);
-    const float by_inter = overlaps ? -1 / (union_ + kEps) - by_union : 0.0f;
-    const float by_hull = (union_ + kEps) / ((hull + kEps) * (hull + kEps));
+    const float by_union = inter * per_union * per_union - per_hull;
+    const float by_inter = overlaps ? -per_union - by_union : 0.0f;
+    const float by_hull = (union_ + kEps) * per_hull * per_hull;
     const float across = by_hull * hull_height, along = by_hull * hull_width;
     const float gx1 = -by_inter * height * larger(x1, u1) - across * larger(u1, x1) - by_union * area_x;
     const float gy1 = -by_inter * width * larger(y1, v1) - along * larger(v1, y1) - by_union * area_y;

@@ -1,6 +1,5 @@
 """The Triton kernel of the generalised IoU loss: a block of pairs a program, losses alone or with the gradient."""
 
-import torch
 import triton
 import triton.language as tl
 
@@ -40,13 +39,14 @@ def giou_kernel(
     union = (x2 - x1) * (y2 - y1) + (u2 - u1) * (v2 - v1) - inter
     hull_width, hull_height = tl.maximum(x2, u2) - tl.minimum(x1, u1), tl.maximum(y2, v2) - tl.minimum(y1, v1)
     hull = hull_width * hull_height
-    losses = 1 - inter / (union + EPS) + (hull - union) / (hull + EPS)
+    per_union, per_hull = 1 / (union + EPS), 1 / (hull + EPS)
+    losses = 1 - inter * per_union + (hull - union) * per_hull
     tl.store(losses_ptr + pair, tl.where(valid, losses, 0.0), mask=pair < pairs)
     if WITH_GRADIENT:
         weight = tl.load(weight_ptr + pair * weight_stride, mask=pair < pairs, other=0.0).to(tl.float32)
-        by_union = inter / ((union + EPS) * (union + EPS)) - 1 / (hull + EPS)
-        by_inter = tl.where(overlaps, -1 / (union + EPS) - by_union, 0.0)
-        by_hull = (union + EPS) / ((hull + EPS) * (hull + EPS))
+        by_union = inter * per_union * per_union - per_hull
+        by_inter = tl.where(overlaps, -per_union - by_union, 0.0)
+        by_hull = (union + EPS) * per_hull * per_hull
         across, along, area_x, area_y = by_hull * hull_height, by_hull * hull_width, y2 - y1, x2 - x1
         gx1 = -by_inter * height * larger(x1, u1) - across * larger(u1, x1) - by_union * area_x
         gy1 = -by_inter * width * larger(y1, v1) - along * larger(v1, y1) - by_union * area_y
@@ -59,7 +59,28 @@ def giou_kernel(
         tl.store(gradient_ptr + place, tl.reshape(tl.join(x, y), (4 * BLOCK,)), mask=place < pairs * 4)
 
 
-CONFIGS = [triton.Config({"BLOCK": block}, num_warps=warps) for block in (256, 512, 1024) for warps in (4, 8)]
-# Without a GPU there is nothing to time.
-tuned = triton.autotune(CONFIGS if torch.cuda.is_available() else CONFIGS[:1], key=["pairs", "WITH_GRADIENT"])
-tuned_kernel = tuned(giou_kernel)
+# One or two pairs a thread: with more, the kernel has to pass numbers between threads. In float32 that is so from 2 on.
+CONFIGS = [triton.Config({"BLOCK": 32 * pairs * warps}, num_warps=warps) for warps in (4, 8) for pairs in (1, 2)]
+tuned_kernel = triton.autotune(CONFIGS, key=["WITH_GRADIENT"])(giou_kernel)
+TUNED_PAIRS = 2**16  # fewer are not worth the second that tuning takes
+
+
+def launch(boxes, targets, valid, weight, losses, gradient=None):
+    """Run the kernel on contiguous tensors: `losses` alone, or with `gradient` weighted by `weight`, into both."""
+    if not (pairs := valid.numel()):
+        return
+    grid = lambda meta: (triton.cdiv(pairs, meta["BLOCK"]),)  # noqa: E731
+    arguments = (
+        boxes,
+        targets,
+        valid,
+        weight,
+        losses,
+        gradient,
+        pairs,
+        1 if weight is not None and weight.dim() else 0,
+    )
+    if pairs < TUNED_PAIRS:
+        giou_kernel[grid](*arguments, WITH_GRADIENT=gradient is not None, BLOCK=128, num_warps=4)
+    else:
+        tuned_kernel[grid](*arguments, WITH_GRADIENT=gradient is not None)

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import torch
-import triton
-from giou_kernel import tuned_kernel
+from giou_kernel import launch
 from torch import Tensor
 
 import fuseopt
@@ -59,7 +58,7 @@ def loss_and_gradient(boxes: Tensor, targets: Tensor, valid: Tensor, weight: Ten
 
 @loss.samples
 def _(device, dtype):
-    for shape in ((4, 37), (1, 300)):
+    for shape in ((3, 37), (1, 300)):
         corners, sizes = (torch.rand(2, *shape, 2, device=device) + 0.1 for _ in range(2))
         boxes = torch.cat((corners, corners + sizes), -1).to(dtype)
         yield boxes[0], boxes[1], torch.rand(shape, device=device) < 0.7
@@ -83,20 +82,15 @@ def is_packed(boxes: Tensor, targets: Tensor, valid: Tensor, *weight: Tensor) ->
 
 @loss.kernel("triton", supports=is_packed)
 def _(boxes, targets, valid):
-    losses, pairs = torch.empty_like(valid, dtype=boxes.dtype), valid.numel()
-    if pairs:
-        grid = lambda meta: (triton.cdiv(pairs, meta["BLOCK"]),)  # noqa: E731
-        tuned_kernel[grid](boxes, targets, valid, boxes, losses, losses, pairs, 0, WITH_GRADIENT=False)
+    losses = torch.empty_like(valid, dtype=boxes.dtype)
+    launch(boxes, targets, valid, None, losses)
     return losses
 
 
 @loss_and_gradient.kernel("triton", supports=is_packed)
 def _(boxes, targets, valid, weight):
-    losses, gradient, pairs = torch.empty_like(valid, dtype=boxes.dtype), torch.empty_like(boxes), valid.numel()
-    if pairs:
-        grid = lambda meta: (triton.cdiv(pairs, meta["BLOCK"]),)  # noqa: E731
-        stride = 1 if weight.dim() else 0
-        tuned_kernel[grid](boxes, targets, valid, weight, losses, gradient, pairs, stride, WITH_GRADIENT=True)
+    losses, gradient = torch.empty_like(valid, dtype=boxes.dtype), torch.empty_like(boxes)
+    launch(boxes, targets, valid, weight, losses, gradient)
     return losses, gradient
 
 

@@ -1,11 +1,12 @@
 """Generalised IoU loss of padded boxes: eager, torch.compile, Triton and CUDA; forward, with backward, and in one pass.
 
-Every op is checked before it is timed. Sizes are small on a CPU, where only eager and torch.compile run.
+Every op is checked before it is timed. Sizes are small on a CPU.
 """
 
 import argparse
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,87 +17,87 @@ from torch.utils.benchmark import Timer
 import fuseopt
 
 
-def padded_boxes(batch: int, boxes: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Predicted and true boxes (x1, y1, x2, y2) [batch, boxes, 4], and which of them are no padding."""
+def padded_boxes(batch: int, boxes: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Predicted and true boxes [batch, boxes, 4] (x1, y1, x2, y2), which are no padding, and one over their number."""
     corners = torch.rand(batch, boxes, 2, device=device)
     targets = torch.cat((corners, corners + torch.rand(batch, boxes, 2, device=device) + 0.1), -1)
     predicted = targets + 0.05 * torch.rand(batch, boxes, 4, device=device)
     lengths = torch.randint(boxes // 2, boxes + 1, (batch, 1), device=device)
     valid = torch.arange(boxes, device=device) < lengths
-    return predicted.to(dtype).requires_grad_(), targets.to(dtype), valid
+    return predicted.to(dtype).requires_grad_(), targets.to(dtype), valid, (1 / valid.sum()).to(dtype)
 
 
-def mean_loss(boxes: Tensor, targets: Tensor, valid: Tensor, backend: str) -> Tensor:
-    return loss(boxes, targets, valid, backend=backend).sum(dtype=torch.float32) / valid.sum()
+def native(boxes: Tensor, targets: Tensor, valid: Tensor, weight: Tensor, backend: str) -> Tensor:
+    return loss(boxes, targets, valid, backend=backend).sum(dtype=torch.float32) * weight
 
 
-def mean_loss_with_cast(boxes: Tensor, targets: Tensor, valid: Tensor, backend: str) -> Tensor:
-    """As losses are often called in half precision: the boxes are cast outside, in passes of their own."""
-    return mean_loss(boxes.float(), targets.float(), valid, backend)
+def with_cast(boxes: Tensor, targets: Tensor, valid: Tensor, weight: Tensor, backend: str) -> Tensor:
+    """As losses are often called in half precision: the boxes are cast to float32 before, in passes of their own."""
+    return native(boxes.float(), targets.float(), valid, weight, backend)
 
 
-def in_one_pass(boxes: Tensor, targets: Tensor, valid: Tensor, backend: str) -> Tensor:
-    """The mean loss, with the boxes' gradient set: the model's backward would start by `boxes.backward(gradient)`."""
-    weight = (1 / valid.sum()).to(boxes.dtype)
+def torchvision(boxes: Tensor, targets: Tensor, valid: Tensor, weight: Tensor, backend: str) -> Tensor:
+    losses = importlib.import_module("torchvision.ops").generalized_box_iou_loss(boxes.float(), targets.float())
+    return torch.where(valid, losses, 0).sum() * weight
+
+
+def one_pass(boxes: Tensor, targets: Tensor, valid: Tensor, weight: Tensor, backend: str) -> Tensor:
+    """Losses and the mean's gradient, from which the model's backward starts: `boxes.backward(gradient)`."""
     losses, boxes.grad = loss_and_gradient(boxes.detach(), targets, valid, weight, backend=backend)
-    return losses.sum(dtype=torch.float32) * weight
+    return losses
 
 
 def ways(device: torch.device, dtype: torch.dtype) -> dict[str, tuple]:
     """Name of each row of the table: (function, backend); only those that this machine can run."""
-    able = [*loss.backends_on(device.type)[0], "compile"]
-    found = {"eager": (mean_loss, "reference")}
-    if dtype != torch.float32:
-        found["eager, cast to float32"] = (mean_loss_with_cast, "reference")
-    found["torch.compile"] = (torch.compile(mean_loss), "reference")
-    if "triton" in able:
-        found["Triton"] = (mean_loss, "triton")
-        found["Triton inside torch.compile"] = (torch.compile(mean_loss), "triton")
-        found["Triton, cast to float32"] = (mean_loss_with_cast, "triton")
-    if "cuda" in able:
-        found["CUDA"] = (mean_loss, "cuda")
-    for backend in ("reference", "triton", "cuda"):
-        if backend in able:
-            found[f"in one pass, {backend}"] = (in_one_pass, backend)
-    return found
+    found = {"torchvision": (torchvision, "")} if importlib.util.find_spec("torchvision") else {}
+    found |= {"eager": (with_cast, "reference"), "torch.compile": (torch.compile(with_cast), "reference")}
+    kernels = [backend for backend in ("triton", "cuda") if backend in loss.backends_on(device.type)[0]]
+    if "triton" in kernels:
+        found |= {"triton": (with_cast, "triton"), "triton in torch.compile": (torch.compile(with_cast), "triton")}
+    for backend in kernels:
+        found[f"{backend}, no cast"] = (native, backend)
+    return found | {f"one pass, {backend}": (one_pass, backend) for backend in ("reference", *kernels)}
 
 
-def microseconds(call, device: torch.device) -> float:
+def microseconds(calls: list, device: torch.device) -> float:
+    """Time of one call; on a GPU as part of a CUDA graph of all, whose boxes together exceed the L2 cache."""
+    run = calls[0]
     if device.type == "cuda":
-        from triton.testing import do_bench  # by events, with the L2 cache emptied before each call
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for call in calls * 2:
+                call()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        run = graph.replay
+    return 1e6 * Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=0.05).median / len(calls)
 
-        return 1e3 * do_bench(call, return_mode="median")
-    return 1e6 * Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.05).median
+
+def forward_and_backward(function, inputs: tuple, backend: str) -> None:
+    inputs[0].grad = None
+    value = function(*inputs, backend)
+    if function is not one_pass:
+        value.backward()
 
 
 def measure(batch: int, boxes: int, device: torch.device, dtype: torch.dtype) -> list[dict]:
     torch.compiler.reset()
     torch.manual_seed(0)
-    inputs = padded_boxes(batch, boxes, device, dtype)
-    predicted = inputs[0]
-
-    def exact() -> Tensor:
-        wide = [t.detach().double().requires_grad_(t is predicted) if t.is_floating_point() else t for t in inputs]
-        mean_loss(*wide, "reference").backward()
-        return wide[0].grad
-
-    rows, reference = [], exact()
+    sets = [padded_boxes(batch, boxes, device, dtype) for _ in range(8 if device.type == "cuda" else 1)]
+    wide = [t.detach().double() if t.is_floating_point() else t for t in sets[0]]
+    forward_and_backward(native, (wide[0].requires_grad_(), *wide[1:]), "reference")
+    rows = []
     for name, (function, backend) in ways(device, dtype).items():
-
-        def both(function=function, backend=backend) -> Tensor:
-            predicted.grad = None
-            value = function(*inputs, backend)
-            if function is not in_one_pass:
-                value.backward()
-            return value
-
-        both()
-        error = (predicted.grad.double() - reference).norm() / reference.norm()
+        timed = [(function, inputs, backend) for inputs in sets]
+        forward_and_backward(*timed[0])
+        error = (sets[0][0].grad.double() - wide[0].grad).norm() / wide[0].grad.norm()
         row = {"way": name, "dtype": str(dtype).removeprefix("torch."), "pairs": batch * boxes, "error": error.item()}
-        if function is not in_one_pass:
-            with torch.no_grad():
-                row["forward_us"] = microseconds(lambda: function(*inputs, backend), device)  # noqa: B023
-        rows.append({**row, "both_us": microseconds(both, device)})
+        if function is not one_pass:
+            forward = torch.no_grad()(function)
+            row["forward_us"] = microseconds([partial(forward, *inputs, backend) for inputs in sets], device)
+        rows.append(row | {"both_us": microseconds([partial(forward_and_backward, *each) for each in timed], device)})
     return rows
 
 
@@ -129,8 +130,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--out", type=Path, default=Path("giou_loss"), help="folder for the results and the plot")
     options = parser.parse_args(arguments)
     for op in (loss, loss_and_gradient):
-        report = fuseopt.check(op, device=options.device)
-        if not report.ok:
+        if not (report := fuseopt.check(op, device=options.device)).ok:
             raise SystemExit(str(report))
         print(f"{op.name}: fuseopt.check finds nothing wrong with {', '.join(op.backends_on(options.device.type)[0])}")
     batch = options.batch or (1024 if options.device.type == "cuda" else 8)

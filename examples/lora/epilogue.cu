@@ -1,4 +1,5 @@
-// y = activation(base + scale * delta + bias): each thread takes 16 bytes of a row.
+// y = activation(base + scale * delta + bias): a thread takes 16 bytes of kPacks places, all
+// loaded before the first is used.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -10,13 +11,15 @@
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+constexpr int kThreads = 256, kPacks = 2;
+
 enum Activation { kNone, kRelu, kGelu, kSilu };
 
 template <Activation kActivation>
 __device__ float activate(float x) {
   if (kActivation == kRelu) return x <= 0 ? 0 : x;
   if (kActivation == kGelu) return x * (0.5f + 0.5f * erff(x * 0.7071067811865476f));
-  if (kActivation == kSilu) return x / (1 + expf(-x));
+  if (kActivation == kSilu) return __fdividef(x, 1 + __expf(-x));
   return x;
 }
 
@@ -29,16 +32,24 @@ struct alignas(16) Pack {
 template <typename T, Activation kActivation>
 __global__ void epilogue_kernel(const Pack<T>* base, const Pack<T>* delta, const Pack<T>* bias, float scale,
                                 Pack<T>* output, int64_t packs, unsigned packs_a_row) {
-  const int64_t place = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
-  if (place >= packs) return;
-  const Pack<T> x = base[place], d = delta[place], b = bias[static_cast<unsigned>(place) % packs_a_row];
-  Pack<T> y;
+  const int64_t first = blockIdx.x * int64_t{kThreads * kPacks} + threadIdx.x;
+  Pack<T> x[kPacks], d[kPacks];
 #pragma unroll
-  for (int i = 0; i < Pack<T>::kSize; ++i) {
-    const float sum = float(x.values[i]) + scale * float(d.values[i]) + float(b.values[i]);
-    y.values[i] = T(activate<kActivation>(sum));
+  for (int i = 0; i < kPacks; ++i) {
+    if (first + i * kThreads < packs) x[i] = base[first + i * kThreads], d[i] = delta[first + i * kThreads];
   }
-  output[place] = y;
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    const int64_t place = first + i * kThreads;
+    if (place >= packs) return;
+    const Pack<T> b = bias[static_cast<unsigned>(place) % packs_a_row];
+#pragma unroll
+    for (int j = 0; j < Pack<T>::kSize; ++j) {
+      const float sum = float(x[i].values[j]) + scale * float(d[i].values[j]) + float(b.values[j]);
+      x[i].values[j] = T(activate<kActivation>(sum));
+    }
+    output[place] = x[i];
+  }
 }
 
 template <typename T>
@@ -52,7 +63,8 @@ void launch(const Tensor& base, const Tensor& delta, const Tensor& bias, float s
   const int64_t packs = base.numel() / Pack<T>::kSize;
   void* stream = nullptr;
   aoti_torch_get_current_cuda_stream(base.get_device_index(), &stream);
-  kernel<<<(packs + 255) / 256, 256, 0, static_cast<cudaStream_t>(stream)>>>(
+  const int64_t blocks = (packs + kThreads * kPacks - 1) / (kThreads * kPacks);
+  kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       packs_of(base), packs_of(delta), packs_of(bias), scale, static_cast<Pack<T>*>(output.mutable_data_ptr()), packs,
       bias.numel() / Pack<T>::kSize);
 }

@@ -111,7 +111,8 @@ def _(inputs, output, grad):
 # 4. In CUDA, with launch code.
 def whole_packs(base, delta, bias, scale, activation):
     starts = [t.storage_offset() * t.element_size() % 16 for t in (base, delta, bias)]
-    return not (base.shape[-1] % 8 or any(starts)) or "takes a multiple of 8 columns, from multiples of 16 bytes on"
+    fits = base.shape[-1] % 8 == 0 and not any(starts) and base.nbytes < 2**36
+    return fits or "takes a multiple of 8 columns, from multiples of 16 bytes on, up to 64 GiB"
 
 
 epilogue.native(cuda=Path(__file__).with_name("epilogue.cu")).supports(takes, "cuda").supports(whole_packs, "cuda")

@@ -30,10 +30,10 @@ def example():
         sys.path.remove(str(FOLDER))
         for name in names:
             sys.modules.pop(name, None)
-        for name in ("FusedLinearReLU", "FusedInteraction"):
+        for name in ("FusedLinearReLU", "LinearThenBiasReLU", "FusedInteraction"):
             replaced.unreplace(name)
-        for name in ("dlrm::bias_relu", "dlrm::interaction"):
-            fuseopt.unregister(name)
+        for name in ("bias_relu", "linear_relu", "interaction", "interaction_backward"):
+            fuseopt.unregister(f"dlrm::{name}")
 
 
 def exact_interaction(features):
@@ -43,20 +43,43 @@ def exact_interaction(features):
     return torch.cat((wide[:, 0], *pairs), 1)
 
 
-def check_interaction(ops, backend, device="cpu"):
-    for shape in ((5, 27, 16), (3, 7, 20)):
-        features = torch.randn(shape, device=device, requires_grad=True)
+SHAPES = [(5, 27, 16), (3, 7, 20), (9, 27, 128), (4, 32, 72), (1, 2, 136)]
+
+
+def check_interaction(ops, backend, device="cpu", dtype=torch.float32, shapes=SHAPES):
+    """Errors are of each result's rounding: sums are in float32."""
+    tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    for shape in shapes:
+        features = torch.randn(shape, device=device, dtype=dtype).requires_grad_()
         assert ops.interaction.choose(features, backend=backend).backend == backend
         found, exact = ops.interaction(features, backend=backend), exact_interaction(features)
-        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+        assert found.dtype == dtype and relative(found, exact) < tolerance
         cotangent = torch.randn_like(found)
         (wanted,) = torch.autograd.grad(exact, features, cotangent.double())
         (gradient,) = torch.autograd.grad(found, features, cotangent)
-        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-4)
+        assert relative(gradient, wanted) < tolerance
+        again = ops.interaction_backward(features.detach(), cotangent, backend=backend)
+        torch.testing.assert_close(again, gradient)
+
+
+def relative(found, exact):
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+def check_linear_relu(ops, backend, device="cpu"):
+    given = [torch.randn(shape, device=device, requires_grad=True) for shape in ((33, 24), (40, 24), (40,))]
+    assert ops.linear_relu.choose(*given, backend=backend).backend == backend
+    wide = [tensor.detach().double().requires_grad_() for tensor in given]
+    found, exact = ops.linear_relu(*given, backend=backend), torch.relu(wide[0] @ wide[1].T + wide[2])
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
+    cotangent = torch.randn_like(found)
+    wanted = torch.autograd.grad(exact, wide, cotangent.double())
+    for one, other in zip(torch.autograd.grad(found, given, cotangent), wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
 
 
 def check_bias_relu(ops, backend, device="cpu"):
-    x, bias = (torch.randn(shape, device=device, requires_grad=True) for shape in ((33, 45), (45,)))
+    x, bias = (torch.randn(shape, device=device, requires_grad=True) for shape in ((33, 44), (44,)))
     assert ops.bias_relu.choose(x, bias, backend=backend).backend == backend
     found, exact = ops.bias_relu(x, bias, backend=backend), torch.relu(x.double() + bias.double())
     torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
@@ -69,6 +92,7 @@ def check_bias_relu(ops, backend, device="cpu"):
 def test_ops_against_float64(example):
     check_interaction(example["dlrm_ops"], "reference")
     check_bias_relu(example["dlrm_ops"], "reference")
+    check_linear_relu(example["dlrm_ops"], "reference")
 
 
 @pytest.mark.interpreter
@@ -81,10 +105,27 @@ def test_triton_kernels_in_the_interpreter(example):
 
 
 @pytest.mark.gpu
-def test_kernels_on_a_gpu(example):
-    check_interaction(example["dlrm_ops"], "triton", "cuda")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_interaction_on_a_gpu(example, backend, dtype):
+    shapes = [shape for shape in SHAPES if backend == "triton" or shape[2] * dtype.itemsize % 16 == 0]
+    check_interaction(example["dlrm_ops"], backend, "cuda", dtype, shapes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_interaction_keeps_nan_on_a_gpu(example, dtype):
+    features = torch.randn(9, 27, 128, device="cuda", dtype=dtype)
+    features[4, 11, 77] = torch.nan
+    found = example["dlrm_ops"].interaction(features, backend="cuda")
+    assert torch.equal(found.isnan(), exact_interaction(features).isnan())
+
+
+@pytest.mark.gpu
+def test_bias_and_relu_on_a_gpu(example):
     for backend in ("triton", "cuda"):
         check_bias_relu(example["dlrm_ops"], backend, "cuda")
+    check_linear_relu(example["dlrm_ops"], "cuda", "cuda")
 
 
 @pytest.mark.skipif(TRITON_INTERPRETED, reason="of processes in which Triton compiles")
@@ -95,16 +136,20 @@ def test_the_triton_kernels_compile_for_sm_90(example, dtype):
     ops, features = example["dlrm_ops"], torch.empty(64, 27, 128, device="meta", dtype=dtype)
     with compile_only(90, 132) as compiled:
         output = ops.interaction_by_triton(features)
-        ops.interaction_backward_by_triton((features,), output, output)
+        ops.interaction_backward_by_triton(features, output)
     assert [kernel.metadata.name for kernel in compiled] == ["interaction_kernel", "interaction_backward_kernel"]
     assert all(kernel.metadata.target.arch == 90 for kernel in compiled)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_the_cuda_source_compiles_for_sm_90():
-    source = native.Source.of("dlrm::bias_relu", "cuda", FOLDER / "bias_relu.cu")
-    library = native.build("dlrm::bias_relu", "bias_relu__native", "cuda", source, toolchain.cuda_recipe(["90"]))
+@pytest.mark.parametrize(
+    ("op", "file"),
+    [("bias_relu", "bias_relu.cu"), ("interaction", "interaction.cu"), ("interaction_backward", "interaction.cu")],
+)
+def test_the_cuda_sources_compile_for_sm_90(op, file):
+    source = native.Source.of(f"dlrm::{op}", "cuda", FOLDER / file)
+    library = native.build(f"dlrm::{op}", f"{op}__native", "cuda", source, toolchain.cuda_recipe(["90"]))
     assert library_cache.damage(library) is None
 
 
@@ -138,7 +183,9 @@ def test_the_script_removes_the_syncs_and_writes_its_table(example, tmp_path, ca
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # for speed
     arguments = ["--device", "cpu", "--batch", "16", "--rows", "50", "--steps", "2", "--no-bench"]
     rows = example["main"].main([*arguments, "--out", str(tmp_path)])
-    assert [row["way"] for row in rows] == ["eager, with host syncs", "eager", "torch.compile", "fused parts"]
+    assert [row["way"] for row in rows] == [
+        "eager, with host syncs", "eager", "torch.compile", "fused parts", "fused interaction alone",
+    ]  # fmt: skip
     assert json.loads((tmp_path / "results.json").read_text()) == rows
     printed = capsys.readouterr().out
     assert "host syncs of 3 steps, before: {'aten::_local_scalar_dense': 6}" in printed
