@@ -173,6 +173,24 @@ def test_logits_that_overflow_in_float16(case: Case) -> None:
     torch.testing.assert_close(case(input, scale=4.0), expected)
 
 
+@pytest.mark.parametrize("case", [case for case in cases("softmax") if "reference" not in case.id])
+@pytest.mark.parametrize("columns", [7, 255, 256, 1000, 3001, 16_384, 32_768, 50_257, 131_072, 262_143, 262_144])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [-0.3, 0.7, 0.0])
+def test_only_differences_between_logits_are_scaled(case: Case, scale: float, dtype: torch.dtype, columns: int) -> None:
+    """Rounded products differ from those in a fused `x * scale - max`, by 1e31 for finfo.min."""
+    torch.manual_seed(0)
+    for rows in (9, max(2**24 // columns, 300)) if case.device.type == "cuda" else (4,):
+        input = (3000 * torch.randn(rows, columns, device=case.device)).to(dtype)
+        input[0], input[1] = torch.finfo(dtype).min, torch.finfo(dtype).max
+        input[2, columns // 2 :], input[2, : columns // 2] = torch.finfo(dtype).min, torch.finfo(dtype).max
+        exact = torch.softmax(input.double() * scale, -1)
+        relative = {torch.float32: 3e-5, torch.float64: 1e-10}.get(dtype, torch.finfo(dtype).eps)
+        least = max(torch.finfo(dtype).smallest_normal, 1e-30)  # smaller ones may be flushed to zero
+        error = (case(input, scale=scale).double() - exact).abs() / exact.clamp_min(least)
+        assert (error <= relative).all()
+
+
 @every_case
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_output_dtype_under_autocast_is_torchs(case: Case, dtype: torch.dtype) -> None:

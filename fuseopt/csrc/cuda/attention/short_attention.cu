@@ -183,7 +183,7 @@ __global__ void __launch_bounds__((kHeadWarps == 1 ? kMaxWarps : kHeadWarps) * k
     for (int j = 0; j < kKeysOfLane; ++j) {
       const int at = own_key + j * kLanesOfQuery;
       const bool is_seen = at < length && (!attention.causal || at <= own_query + i);
-      score[i][j] = is_seen ? score[i][j] * static_cast<A>(attention.scale) : -INFINITY;
+      score[i][j] = is_seen ? rounded_product(score[i][j], static_cast<A>(attention.scale)) : -INFINITY;
       largest = score[i][j] > largest || isnan(score[i][j]) ? score[i][j] : largest;
     }
 #pragma unroll
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
       for (int j = 0; j < 2; ++j) {
         float& own = score[tile][half * 2 + j];
         const int own_key = tile * 8 + place * 2 + j;
-        own = own_key < length && (!attention.causal || own_key <= at) ? own * scale : -INFINITY;
+        own = own_key < length && (!attention.causal || own_key <= at) ? rounded_product(own, scale) : -INFINITY;
         largest = own > largest || isnan(own) ? own : largest;
       }
     }
