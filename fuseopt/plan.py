@@ -17,7 +17,7 @@ from fuseopt.build import loader
 from fuseopt.config import Config
 from fuseopt.errors import PlanError, printable
 from fuseopt.models import ModelPolicy, full_name, policy_for
-from fuseopt.modules.base import has_hooks
+from fuseopt.modules.base import fused_class, has_hooks, is_drop_in
 from fuseopt.report import Row, render, rows_to_json
 
 
@@ -69,6 +69,21 @@ class Replacement:
     requires: tuple[Site, ...] = ()
     op: str | None = None
     wanted: str = "auto"
+
+
+class RaisedReason(str):
+    """Reason of a Skip: a predicate of the user's own raised `error`, which copies and pickles leave out."""
+
+    error: Exception
+
+    @classmethod
+    def of(cls, what: str, error: Exception) -> RaisedReason:
+        reason = cls(f"{what} raised {type(error).__name__}: {error}")
+        reason.error = error
+        return reason
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
 
 
 @dataclass(frozen=True)
@@ -191,7 +206,14 @@ class Plan:
         return render(f"plan for {self.title}", self.rows, self.kept, self.unmet)
 
     def check_strict(self) -> None:
-        """Raises PlanError if something asked for by name will not be done, or not by the backend asked for."""
+        """Raises PlanError if something asked for by name will not be done, or not by the backend asked for.
+
+        It is raised too if a predicate of the user's own raised, from that error.
+        """
+        for skip in self.skips:
+            if isinstance(skip.reason, RaisedReason):
+                where = f"{printable(self.model_class)}: {printable(skip.sites[0].path)}"
+                raise PlanError(f"strict: {where}: {printable(skip.reason)}") from skip.reason.error
         problems = list(self.unmet)
         problems += dict.fromkeys(
             f"{r.request}: would run on {r.backend}: {r.refused}" for r in self.replacements if r.refused
@@ -216,6 +238,10 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
         for proposal in strategy.propose(index, policy, config):
             if isinstance(proposal, Skip):
                 skips.append(proposal)
+                continue
+            drop_in = next((site.owner for site in proposal.sites if is_drop_in(site.owner)), None)
+            if drop_in is not None:
+                skips.append(_inside(drop_in, proposal))
                 continue
             sites = (*proposal.sites, *proposal.claims)
             winner = next((claimed[site.key] for site in sites if site.key in claimed), None)
@@ -276,6 +302,12 @@ def _unmet(strategy: str, name: str, skips: list[Skip]) -> str:
     reasons = list(dict.fromkeys(s.reason for s in skips if s.request == name and s.strategy == strategy))
     why = "; ".join(reasons) or "there is no module that it replaces"
     return f"{name} ({strategy}) matches nothing in the model: {why}"
+
+
+def _inside(drop_in: nn.Module, loser: Replacement) -> Skip:
+    # Restoring a drop-in frees it, and nothing could find a site of it afterwards.
+    reason = f"it is part of a {fused_class(drop_in).__name__} that another call of initialize put there"
+    return Skip(loser.sites, loser.source, loser.target, loser.request, loser.strategy, reason)
 
 
 def _lost_to(winner: Replacement, loser: Replacement) -> Skip:

@@ -53,6 +53,8 @@ class Report:
     """What was done to a model: `print(report)`, `to_dict()`, `to_json()`. Plain data; copied and pickled with it.
 
     `since` has lines about events after `initialize`, such as calls served by another backend than planned.
+    `generate_calls` has a dict for each of the last calls of `generate()`: the "tier" ("T0", "T1" or "T2"), the
+    "reason" why not a faster one, whether "steps" ran in a "graph" or "eager", and a "note"; empty where there is none.
     """
 
     model: str
@@ -61,6 +63,7 @@ class Report:
     unmet: tuple[str, ...] = ()
     config: Config | None = None
     since: tuple[str, ...] = ()
+    generate_calls: tuple[Mapping[str, str], ...] = ()
 
     @property
     def replaced(self) -> tuple[Row, ...]:
@@ -71,7 +74,8 @@ class Report:
         return tuple(row for row in self.rows if not row.replaced)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**rows_to_json(self.model, self.rows, self.kept, self.unmet, self.config), "since": list(self.since)}
+        content = rows_to_json(self.model, self.rows, self.kept, self.unmet, self.config)
+        return {**content, "since": list(self.since), "generate_calls": list(map(dict, self.generate_calls))}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
@@ -86,6 +90,13 @@ class Reporting(Protocol):
     """A replacement that adds lines to the report each time it is asked for."""
 
     def report_lines(self) -> tuple[str, ...]: ...
+
+
+@runtime_checkable
+class Decoding(Protocol):
+    """A replacement of `generate` that keeps a record of each of its last calls."""
+
+    def call_records(self) -> tuple[Mapping[str, str], ...]: ...
 
 
 @runtime_checkable
