@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(results.to_markdown())
     results.save(options.out / "softmax.json")
     if importlib.util.find_spec("matplotlib") is not None:
-        results.plot_bandwidth(options.out / "softmax.png")
+        results.plot(options.out / "softmax.png", "bandwidth")
 
 
 if __name__ == "__main__":

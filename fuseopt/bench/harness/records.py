@@ -156,14 +156,6 @@ class Results:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path}: not a result file of fuseopt: {error}") from error
 
-    def plot_bandwidth(self, path: str | os.PathLike[str]) -> None:
-        """Draws the bandwidth of an op's variants at each size into a file; a copy of as many bytes is the roof.
-
-        Raises:
-            ConfigError: there is no matplotlib, or the file cannot be written.
-        """
-        importlib.import_module("fuseopt.bench.harness.plot").save_bandwidth(self, path)
-
     def of_auto(self) -> Results:
         """The rows that `backend: auto` takes, one per case of an op's benchmark, with a note on what is faster."""
         rows = tuple(replace(row, note=_behind(row, self.rows) or None) for row in self.rows if row.auto)
