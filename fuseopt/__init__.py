@@ -86,6 +86,10 @@ def __getattr__(name: str) -> Any:
     return getattr(extend, name)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 moved_modules.install()
 
 

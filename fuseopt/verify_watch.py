@@ -82,8 +82,7 @@ class Watch:
             if change.name == "generate":
                 lines.append("generate(): pass generate={'max_new_tokens': 16} to compare tokens")
             else:
-                name = fused_class(target).__name__ if isinstance(target, nn.Module) else type(target).__name__
-                idle[name].append(change.path)
+                idle[_name(target)].append(change.path)
         return lines + [f"{name} x {len(paths)}, such as {paths[0]}: not called" for name, paths in idle.items()]
 
     def _called(self, frame: FrameType, event: str, argument: object) -> None:
@@ -96,5 +95,17 @@ def _entry(replacement: Any) -> CodeType | None:
     """The code that runs if, and only if, `replacement` does."""
     if isinstance(replacement, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         return None
-    methods = (getattr(type(replacement), name, None) for name in ("_forward", "forward", "__call__"))
-    return next((method.__code__ for method in methods if isinstance(method, FunctionType)), None)
+    for cls in type(replacement).__mro__:  # a subclass may have a `__call__` that runs no `_forward`
+        for name in ("_forward", "forward", "__call__"):
+            method = vars(cls).get(name)
+            if isinstance(method, FunctionType):
+                return method.__code__
+    return None
+
+
+def _name(replacement: Any) -> str:
+    """What plans and reports call it: the user's function that a forward calls, or a class."""
+    if isinstance(replacement, nn.Module):
+        return fused_class(replacement).__name__
+    name: str = getattr(getattr(replacement, "replacement", None), "__name__", type(replacement).__name__)
+    return name

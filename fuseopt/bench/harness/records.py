@@ -169,6 +169,9 @@ class Results:
         table = _table(self.rows, self.unit, on_gpu) + _slower_auto(self.rows)
         return f"{place}; {versions}; {self.date}, commit {self.commit or 'unknown'}.\n\n{table}"
 
+    def __str__(self) -> str:
+        return self.to_markdown()
+
     def plot(self, path: str | os.PathLike[str], what: str = "times") -> None:
         """Draw the rows into a file whose suffix chooses the format.
 
