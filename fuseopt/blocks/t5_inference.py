@@ -21,6 +21,7 @@ from fuseopt.blocks.relative_attention import RelativeStackForward, distance_bia
 from fuseopt.blocks.stack_runner import BlockInputs
 from fuseopt.modules.base import source_class
 from fuseopt.ops import registry
+from fuseopt.ops.backends import assumed_gpu
 from fuseopt.ops.relative_attention import has_kernel
 
 # Arguments that the block does not read; recording outputs works by hooks, which are checked separately.
@@ -99,7 +100,7 @@ class T5InferenceForward(InferenceForward):
         if _has_kernel(backend, weight, attention.key_value_proj_dim):
             return []
         op = registry.get("relative_attention")
-        refused = op.choose(_attention_backend(backend), weight.device, [weight.dtype]).refused
+        refused = op.choose(_attention_backend(backend), assumed_gpu() or weight.device, [weight.dtype]).refused
         reasons = "; ".join(f"{name}: {', '.join(found)}" for name, found in refused.items())
         return [
             "its attention has no kernel here that avoids storing the scores" + (f" ({reasons})" if reasons else "")
