@@ -311,9 +311,9 @@ def _bench_show(arguments: argparse.Namespace) -> None:
         shown = [results.of_auto() for results in shown]
     print("\n\n".join(results.to_markdown() for results in shown))
     if arguments.html is not None:
-        from fuseopt.bench.harness import html
+        from fuseopt.bench.harness import web_page
 
-        html.save(shown, arguments.html)
+        web_page.save(shown, arguments.html)
         print(f"\nwritten to {arguments.html}")
     if arguments.plot is not None:
         _plot(shown[0], arguments.plot)

@@ -97,10 +97,11 @@ class T5InferenceForward(InferenceForward):
     def backend_reasons(cls, block: Any, backend: str) -> list[str]:
         attention = block.layer[0].SelfAttention
         weight = attention.q.weight
-        if _has_kernel(backend, weight, attention.key_value_proj_dim):
+        device, attention_backend = assumed_gpu() or weight.device, _attention_backend(backend)
+        if has_kernel(attention_backend, device, weight.dtype, attention.key_value_proj_dim):
             return []
         op = registry.get("relative_attention")
-        refused = op.choose(_attention_backend(backend), assumed_gpu() or weight.device, [weight.dtype]).refused
+        refused = op.choose(attention_backend, device, [weight.dtype]).refused
         reasons = "; ".join(f"{name}: {', '.join(found)}" for name, found in refused.items())
         return [
             "its attention has no kernel here that avoids storing the scores" + (f" ({reasons})" if reasons else "")
