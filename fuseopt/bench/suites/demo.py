@@ -53,8 +53,8 @@ def _show_checkpoints(checkpoints: Path, device: torch.device, count: int, new_t
         return
     lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     for folder in folders:
-        with progress.waiting(f"{folder.name} continues {count} prompts"):
-            try:
-                demo_continuations.show(folder, lines[:count], new_tokens, device)
-            except Exception as error:
-                print(f"\n{folder.name}: {failed(error)}")
+        progress.say(f"{folder.name} continues {count} prompts, {new_tokens} tokens each, stock and fused")
+        try:
+            demo_continuations.show(folder, lines[:count], new_tokens, device)
+        except Exception as error:
+            print(f"\n{folder.name}: {failed(error)}")
