@@ -22,7 +22,7 @@ from fuseopt.modules import base
 from fuseopt.plan import Candidate, Replacement, Skip
 from fuseopt.runtime.module_watch import config_of
 from fuseopt.strategies.context import ProposalContext
-from fuseopt.strategies.propose import FORWARD_REPLACED, forward_name, forward_sites, propose_rule
+from fuseopt.strategies.propose import forward_name, forward_sites, propose_rule
 
 ClassT = TypeVar("ClassT", bound=type)
 FunctionT = TypeVar("FunctionT", bound=Callable)
@@ -193,14 +193,12 @@ def _propose_function(
     model_type = getattr(config_of(context.index.model), "model_type", None)
     if model_types is not None and model_type not in model_types:
         return
-    for candidate in (Candidate(context.index.model, ()), *context.index.candidates):
+    for candidate in (context.index.root, *context.index.candidates):
         forward = type(candidate.module).forward
         how = _how_called(type(candidate.module), function)
         if how is None:
             continue
-        reason = how or _refusal(when, candidate.module)
-        if not reason and "forward" in candidate.module.__dict__:
-            reason = FORWARD_REPLACED
+        reason = how or _refusal(when, candidate.module) or "; ".join(candidate.forward_blocked_reasons())
         sites, source = forward_sites(candidate), forward_name(candidate)
         if reason:
             yield context.skip(sites, source, replacement.__name__, reason)
