@@ -95,7 +95,7 @@ def test_a_plan_starts_with_its_summary_and_says_the_rest_if_verbose(make):
     assert "-/->" not in str(short) and "kept as they are" not in str(short)
     assert lines(short)[-1] == f"  {len(skipped)} candidates not replaced; verbose=True, or -v, says why"
     text = " ".join(" ".join(lines(verbose)).split())
-    assert all(row.reason in text and printable(row.change) in text for row in short.rows)
+    assert all(printable(words) in text for row in short.rows for words in (row.reason, row.change))
     assert "not replaced; " not in text
     fuseopt.initialize(model)
     assert fuseopt.report(model) == fuseopt.report(model, verbose=True)
