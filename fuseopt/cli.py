@@ -148,7 +148,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from fuseopt.extend.checking import check_file
+    from fuseopt.extend.check_file import check_file
 
     reports = check_file(arguments.file, device(arguments.device))
     print("\n\n".join(map(str, reports)))

@@ -17,7 +17,7 @@ from fuseopt.config import Config, KernelFusion
 from fuseopt.errors import PlanError, printable
 from fuseopt.models import ModelPolicy, full_name, policy_for
 from fuseopt.module_paths import ModulePaths
-from fuseopt.modules.base import has_hooks
+from fuseopt.modules.base import fused_class, has_hooks, is_drop_in
 from fuseopt.report import NOTHING, to_json_types
 from fuseopt.tables import Row, Tabled
 
@@ -75,6 +75,21 @@ class Replacement:
     requires: tuple[Site, ...] = ()
     op: str | None = None
     wanted: str = "auto"
+
+
+class RaisedReason(str):
+    """Reason of a Skip: a predicate of the user's own raised `error`, which copies and pickles leave out."""
+
+    error: Exception
+
+    @classmethod
+    def of(cls, what: str, error: Exception) -> RaisedReason:
+        reason = cls(f"{what} raised {type(error).__name__}: {error}")
+        reason.error = error
+        return reason
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
 
 
 @dataclass(frozen=True)
@@ -218,7 +233,14 @@ class Plan(Tabled):
         return to_json_types(self.title, self, self.config)
 
     def check_strict(self) -> None:
-        """Raises PlanError if something asked for by name will not be done, or not by the backend asked for."""
+        """Raises PlanError if something asked for by name will not be done, or not by the backend asked for.
+
+        It is raised too if a predicate of the user's own raised, from that error.
+        """
+        for skip in self.skips:
+            if isinstance(skip.reason, RaisedReason):
+                where = f"{printable(self.model_class)}: {printable(skip.sites[0].path)}"
+                raise PlanError(f"strict: {where}: {printable(skip.reason)}") from skip.reason.error
         problems = [*self.unmet, *self.fallbacks]
         if problems:
             raise PlanError(
@@ -244,6 +266,10 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
             left_out = _left_out_reason(fusion, strategy, proposal)
             if left_out is not None:
                 skips.append(_skip(proposal, left_out))
+                continue
+            drop_in = next((site.owner for site in proposal.sites if is_drop_in(site.owner)), None)
+            if drop_in is not None:
+                skips.append(_inside(drop_in, proposal))
                 continue
             sites = (*proposal.sites, *proposal.claims)
             winner = next((claimed[site.key] for site in sites if site.key in claimed), None)
@@ -326,9 +352,7 @@ def _summary(index: ModelIndex, replacements: list[Replacement]) -> str:
     parts = [f"{len(modules)} of {len(index.candidates)} modules replaced"] if modules else []
     targets = {r.target for r in replacements}
     parts += [what for target, what in _OF_WHOLE_MODELS.items() if target in targets]
-    if not parts and "FusedNoRepeatNGram" in targets:
-        parts.append("logits processors fused")
-    return ", ".join(parts) or f"{len(replacements)} attributes of the model replaced"
+    return ", ".join(parts) or "attributes of the model replaced"
 
 
 def _is_met(name: str, strategy: str, replacements: list[Replacement]) -> bool:
@@ -339,6 +363,11 @@ def _unmet(strategy: str, name: str, skips: list[Skip]) -> str:
     reasons = list(dict.fromkeys(s.reason for s in skips if s.request == name and s.strategy == strategy))
     why = "; ".join(reasons) or "there is no module that it replaces"
     return f"{name} ({strategy}) matches nothing in the model: {why}"
+
+
+def _inside(drop_in: nn.Module, loser: Replacement) -> Skip:
+    # Restoring a drop-in frees it, and nothing could find a site of it afterwards.
+    return _skip(loser, f"it is part of a {fused_class(drop_in).__name__} that another call of initialize put there")
 
 
 def _lost_to(winner: Replacement, loser: Replacement) -> Skip:

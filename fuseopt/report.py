@@ -18,6 +18,8 @@ class Report(Tabled):
 
     Plain data; copied and pickled with the model. `since` has lines about events after `initialize`, such as calls
     served by another backend than planned.
+    `generate_calls` has a dict for each of the last calls of `generate()`: the "tier" ("T0", "T1" or "T2"), the
+    "reason" why not a faster one, whether "steps" ran in a "graph" or "eager", and a "note"; empty where there is none.
     """
 
     model: str
@@ -26,6 +28,7 @@ class Report(Tabled):
     unmet: tuple[str, ...] = ()
     config: Config | None = None
     since: tuple[str, ...] = ()
+    generate_calls: tuple[Mapping[str, str], ...] = ()
     summary: str = NOTHING
     verbose: bool = field(default=False, compare=False)
 
@@ -42,7 +45,8 @@ class Report(Tabled):
         return tuple(row for row in self.rows if not row.replaced)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**to_json_types(self.model, self, self.config), "since": list(self.since)}
+        content = to_json_types(self.model, self, self.config)
+        return {**content, "since": list(self.since), "generate_calls": list(map(dict, self.generate_calls))}
 
 
 @runtime_checkable
@@ -50,6 +54,13 @@ class Reporting(Protocol):
     """A replacement that adds lines to the report each time it is asked for."""
 
     def report_lines(self) -> tuple[str, ...]: ...
+
+
+@runtime_checkable
+class Decoding(Protocol):
+    """A replacement of `generate` that keeps a record of each of its last calls."""
+
+    def call_records(self) -> tuple[Mapping[str, str], ...]: ...
 
 
 @runtime_checkable

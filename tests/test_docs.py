@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 from fuseopt.config import KERNEL_BACKENDS, Config, GenerationOptions, KernelFusion
@@ -163,3 +164,10 @@ def test_the_readme_covers_keys_and_presets():
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     for name in (*KernelFusion.__dataclass_fields__, *listed(CUSTOM), *PRESETS):
         assert f"`{name}`" in page, name
+
+
+def test_pytest_leaves_out_no_folder_of_tests(pytestconfig):
+    folders = {parent for file in (ROOT / "tests").rglob("test_*.py") for parent in file.relative_to(ROOT).parents}
+    left_out = pytestconfig.getini("norecursedirs")
+    assert "build" in {folder.name for folder in folders}
+    assert [folder for folder in folders if any(fnmatch(folder.name, pattern) for pattern in left_out)] == []

@@ -8,11 +8,12 @@ from torch.nn import functional as F
 
 from fuseopt.modules.base import FusedModule, is_plain_tensor
 from fuseopt.ops.library import is_unobserved
+from fuseopt.tuning import tuned
 
 # 16-bit elements in the 16 bytes that a matrix product writes at a time.
 _ALIGNED = 8
 # With fewer rows the separate products take longer than one unaligned product.
-_FEWEST_ROWS = 512
+_FEWEST_ROWS = tuned("lm_head_min_rows")
 
 
 class FusedLMHead(FusedModule, nn.Linear):

@@ -19,7 +19,7 @@ RAW = define(
     " Tensor(c!) in_range, int classes, int ignore_index, float label_smoothing, float z_loss, bool writes_gradient)"
     " -> ()",
     lambda *arguments: None,
-    triton="fuseopt.ops.triton.cross_entropy",
+    triton="fuseopt.ops.triton.cross_entropy_grad",
 )
 
 

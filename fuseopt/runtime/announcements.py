@@ -15,7 +15,7 @@ def announce(message: str) -> None:
     """Logs `message` at level INFO; on other ranks of a distributed job than 0, at level DEBUG."""
     distributed = torch.distributed
     is_first = not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
-    _LOGGER.log(logging.INFO if is_first else logging.DEBUG, message)
+    _LOGGER.log(logging.INFO if is_first else logging.DEBUG, "fuseopt: %s", message)
 
 
 class _LastResort(logging.StreamHandler[TextIO]):
@@ -23,7 +23,6 @@ class _LastResort(logging.StreamHandler[TextIO]):
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
-        self.setFormatter(logging.Formatter("fuseopt: %(message)s"))
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]

@@ -51,7 +51,7 @@ def checkpoint(request, each_device):
 def generate(model, tokenizer, prompts, /, **kwargs):
     batch = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
     torch.manual_seed(7)
-    output = model.generate(**batch, max_new_tokens=32, output_scores=True, return_dict_in_generate=True, **kwargs)
+    output = model.generate(**batch, max_new_tokens=20, output_scores=True, return_dict_in_generate=True, **kwargs)
     return output, batch
 
 

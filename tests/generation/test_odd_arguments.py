@@ -105,7 +105,7 @@ def test_what_each_odd_argument_comes_to(models, name):
     assert outcome(initialised, ODD[name]) == outcome(stock, ODD[name])
 
 
-@sweep(300)
+@sweep(150)
 @given(names=st.lists(st.sampled_from(sorted(ODD)), unique=True, min_size=1, max_size=3))
 def test_what_odd_arguments_come_to(models, names):
     arguments = {name: value for argument in names for name, value in ODD[argument].items()}

@@ -297,8 +297,8 @@ INTERRUPTS = (
     Mutant(
         "the record is set before the sites",
         "fuseopt/apply.py",
-        "    steps.append(_step(model.__dict__, _STATE, Absent if record is None else record))\n",
-        "    _step(model.__dict__, _STATE, Absent if record is None else record)()\n",
+        "    steps.append(_step(model.__dict__, RECORD, Absent if record is None else record))\n",
+        "    _step(model.__dict__, RECORD, Absent if record is None else record)()\n",
         ("tests/test_interrupts.py::test_interrupted_anywhere_a_model_is_wholly_stock_or_wholly_fused",),
     ),
     Mutant(
@@ -335,9 +335,44 @@ LIFETIMES = (
     Mutant(
         "generate() holds its model",
         "fuseopt/generation/generate.py",
-        "self._model, self._class = weakref.ref(model), type(model)",
-        "self._model, self._class = (lambda: model), type(model)",
+        "self._model = weakref.ref(model)",
+        "self._model = lambda: model",
         ("tests/generation/test_lifetimes.py::test_a_model_goes_with_its_last_user",),
+    ),
+    Mutant(
+        "a part of another call's drop-in is fused",
+        "fuseopt/plan.py",
+        "            if drop_in is not None:\n",
+        "            if False:\n",
+        ("tests/test_given_back.py::test_a_model_and_a_part_of_it_are_restored_in_any_order",),
+    ),
+    Mutant(
+        "what is remembered of a freed module keeps its first mode",
+        "fuseopt/runtime/references.py",
+        "        self._made.training = True in modes\n",
+        "",
+        ("tests/test_lifetime.py::test_a_shallow_copy_outlives_the_model",),
+    ),
+    Mutant(
+        "the last of an unknown number of rows is taken by select",
+        "fuseopt/training/passes/unbacked_selects.py",
+        " or index >= 0 or ",
+        " or index < 0 or ",
+        ("tests/training/passes/test_unbacked_selects.py",),
+    ),
+    Mutant(
+        "a compilation of a training step is not said",
+        "fuseopt/training/forward.py",
+        "        on_compilation()\n",
+        "",
+        ("tests/training/test_compile_notice.py",),
+    ),
+    Mutant(
+        "two layers of one number",
+        "fuseopt/generation/hf/redundant_attributes.py",
+        "if index in taken or index not in",
+        "if index not in",
+        ("tests/generation/hf/test_redundant_attributes.py",),
     ),
     Mutant(
         "what compares modules holds the first",
@@ -502,6 +537,37 @@ BENCH = (
     ),
 )
 
+EXTEND = (
+    Mutant(
+        "a user's kernel gives its argument back",
+        "fuseopt/extend/eager_calls.py",
+        "return unshared(self.checked(output, kernel.backend), tensors_of(arguments))",
+        "return self.checked(output, kernel.backend)",
+        ("tests/extend/test_eager_calls.py", "-k", "never_an_argument"),
+    ),
+    Mutant(
+        "strict passes over a predicate that raised",
+        "fuseopt/plan.py",
+        "if isinstance(skip.reason, RaisedReason):",
+        "if False:",
+        ("tests/extend/test_odd_replacements.py", "-k", "predicate_that_raises"),
+    ),
+    Mutant(
+        "Dynamo reads the file's globals in a copied forward",
+        "fuseopt/extend/exchange.py",
+        'if name != "__name__"}',
+        "if True}",
+        ("tests/extend/test_replaces.py", "-k", "ways_in_which"),
+    ),
+    Mutant(
+        "the decode loop is put on a peft model itself",
+        "fuseopt/strategies/generation.py",
+        'base = model.get_base_model() if hasattr(type(model), "get_base_model") else model',
+        "base = model",
+        ("tests/generation/test_peft.py",),
+    ),
+)
+
 MUTANTS = (
     *REASONS,
     *GENERATION,
@@ -514,4 +580,5 @@ MUTANTS = (
     *CONFIG,
     *NATIVE,
     *BENCH,
+    *EXTEND,
 )

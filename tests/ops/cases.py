@@ -96,8 +96,9 @@ OF_THEIR_OWN_SIZES = (
 )
 
 
-# Minutes in the tests that all ops have; those of its own are interpreted in any case.
-SLOW_TO_INTERPRET = ("relative_attention",)
+# Left out of quick runs of the tests that all ops have: one takes minutes, and another op has the wrappers, and most of
+# the kernels, of the rest. Their own tests are interpreted in any case.
+SLOW_TO_INTERPRET = ("relative_attention", "cross_entropy", "dropout_add_rms_norm", "rms_norm")
 
 # Products of float32 as three of TF32 keep 22 bits of 24.
 OF_TF32_PRODUCTS = ("relative_attention",)

@@ -7,6 +7,7 @@ all of it on CPU tensors.
 
 import copy
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
+from fuseopt.ops.library import TRITON_INTERPRETED
 from tests.ops.cases import (
     DTYPES,
     Case,
@@ -184,8 +186,12 @@ def raw_calls(case: Case, dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]
 
 
 def test_raw_ops_pass_torch_s_opcheck(case: Case) -> None:
+    checked: Counter[Any] = Counter()
     for op, args in raw_calls(case, torch.float32):
-        torch.library.opcheck(op, args)
+        checked[op] += 1
+        # Of an interpreted kernel two calls: opcheck runs each several times.
+        if not TRITON_INTERPRETED or checked[op] <= 2:
+            torch.library.opcheck(op, args)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -201,7 +207,7 @@ def test_compiles_into_one_graph(case: Case) -> None:
 
 def test_compiled_training_runs_the_raw_backward(differentiable_case: Case) -> None:
     case = differentiable_case
-    for sample in case.differentiable_samples(torch.float32)[:2]:
+    for sample in case.differentiable_samples(torch.float32)[: 1 if case.backend == "reference" else 2]:
         torch._dynamo.reset()
         graphs = Graphs()
         compiled = torch.compile(case.op.function, fullgraph=True, backend=graphs.compiled)

@@ -92,9 +92,10 @@ def test_losses_and_gradients(case: Case, dtype: torch.dtype, width: int, smooth
     if not case.samples(dtype):
         pytest.skip(f"{case.backend} does not take {dtype}")
     torch.manual_seed(0)
-    for classes in (width, width - 1, width - 31, width - 63):
+    # Each number of padding columns takes the interpreter a second.
+    for padding in (0, 31) if case.device.type == "cpu" else (0, 1, 31, 63):
         logits = (2 * torch.randn(7, width, device=case.device)).to(dtype)
-        check(case, logits, classes, smoothing, z_loss)
+        check(case, logits, width - padding, smoothing, z_loss)
 
 
 @on_a_gpu

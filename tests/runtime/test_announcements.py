@@ -15,7 +15,7 @@ from fuseopt.runtime import announcements
 from tests import tiny
 
 NORMS = {"kernel_fusion": {"custom_cuda_kernels": ["FusedLayerNorm"], "jit": False, "backend": "reference"}}
-LINE = "1 of 2 modules replaced; fuseopt.report(model) says more"
+LINE = "fuseopt: 1 of 2 modules replaced; fuseopt.report(model) says more"
 SCRIPT = f"""
 import logging, warnings
 BEFORE
@@ -40,8 +40,8 @@ def model():
 @pytest.mark.parametrize(
     ("before", "after", "line"),
     [
-        ("", "", f"fuseopt: {LINE}"),
-        ("", "import importlib; importlib.reload(fuseopt)", f"fuseopt: {LINE}"),
+        ("", "", LINE),
+        ("", "import importlib; importlib.reload(fuseopt)", LINE),
         ("", "logging.getLogger('fuseopt').setLevel(logging.WARNING)", None),
         ("logging.getLogger('fuseopt').setLevel(logging.WARNING)", "", None),
         ("logging.basicConfig()", "", f"INFO:fuseopt:{LINE}"),
@@ -68,7 +68,7 @@ def test_it_says_what_is_done_to_the_whole_model(caplog):
     fuseopt.initialize(nn.Linear(2, 2))
     first, second = (record.getMessage() for record in caplog.records if record.name == "fuseopt")
     assert " modules replaced, generate() by the decode loop; " in first
-    assert second.startswith("training steps compiled; ")
+    assert second.startswith("fuseopt: training steps compiled; ")
 
 
 def test_only_the_first_process_of_a_job_shows_it(monkeypatch, caplog):

@@ -34,7 +34,7 @@ on_each_device = pytest.mark.usefixtures("each_device")
 @on_each_device
 @pytest.mark.parametrize(
     ("family", "block"),
-    [("gpt2", "kernels"), ("t5", "kernels-jit"), ("t5_gated", "kernels-jit")],
+    [("gpt2", "kernels"), ("t5", "kernels-jit"), pytest.param("t5_gated", "kernels-jit", marks=pytest.mark.slow)],
 )
 def test_one_graph_holds_every_op_under_torch_compile(family, block):
     torch._dynamo.reset()
@@ -89,7 +89,7 @@ def test_checkpointing_recomputes_the_fused_ops(family, reentrant):
     assert recomputed and not any("_bwd" in name for name in recomputed)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5_gated"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("t5_gated", marks=pytest.mark.slow)])
 def test_every_mechanism_at_once(family, monkeypatch):
     torch._dynamo.reset()
     graphs = Graphs()

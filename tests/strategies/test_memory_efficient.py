@@ -105,7 +105,7 @@ def check_several_steps(family: str) -> None:
     assert fused(**batch_of(fused)).past_key_values is None
 
 
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family", ["gpt2", "t5", pytest.param("t5_gated", marks=pytest.mark.slow)])
 def test_several_steps_give_the_losses_and_gradients_of_stock(family, graphs):
     check_several_steps(family)
     assert (graphs.compiled, graphs.calls) == (1, 5)
@@ -114,15 +114,20 @@ def test_several_steps_give_the_losses_and_gradients_of_stock(family, graphs):
 @pytest.mark.parametrize(
     ("cls", "labels"),
     [
-        (GPT2ForSequenceClassification, {"labels": torch.tensor([0, 1])}),
-        (GPT2ForTokenClassification, {"labels": LABELS % 2}),
+        # Those of one tensor of labels run under the whole preset in test_every_head.py.
+        pytest.param(GPT2ForSequenceClassification, {"labels": torch.tensor([0, 1])}, marks=pytest.mark.slow),
+        pytest.param(GPT2ForTokenClassification, {"labels": LABELS % 2}, marks=pytest.mark.slow),
         (GPT2ForQuestionAnswering, {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 3])}),
         (
             GPT2DoubleHeadsModel,
             {"labels": LABELS, "mc_labels": torch.tensor([0]), "mc_token_ids": torch.tensor([[6, 6]])},
         ),
         (T5ForSequenceClassification, {"labels": torch.tensor([0, 1])}),
-        (T5ForQuestionAnswering, {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 3])}),
+        pytest.param(
+            T5ForQuestionAnswering,
+            {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 3])},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_other_heads_are_one_graph_too(cls, labels, graphs):
@@ -303,6 +308,7 @@ def test_gradient_checkpointing_stays_in_force(graphs):
     assert graphs.compiled == 2
 
 
+@pytest.mark.slow
 def test_t5_is_checkpointed_too(graphs):
     model = model_of("t5")
     stock = copy.deepcopy(model)
@@ -566,11 +572,16 @@ def test_the_plan_says_by_what_large_products_run_on_a_gpu():
         assert on_gpu.libraries == () and on_gpu.refused.startswith("matmuls by cuBLAS's default algorithm: its native")
 
 
-# All on machines with a GPU, which have the processors for it: Inductor's C++ for GPT-2, a file for each of 51 loops,
-# takes a CPU fifteen seconds, for T5 twice that.
+# T5 on machines with a GPU, which have the processors for it: Inductor's C++ for GPT-2, a file for each of 51 loops,
+# takes a CPU fifteen seconds, for T5 twice that. In quick runs tests/examples/test_oslo_tutorial.py has GPT-2's.
 @with_inductor
 @pytest.mark.parametrize(
-    "family", ["gpt2", pytest.param("t5", marks=pytest.mark.gpu), pytest.param("t5_gated", marks=pytest.mark.gpu)]
+    "family",
+    [
+        pytest.param("gpt2", marks=pytest.mark.slow),
+        pytest.param("t5", marks=pytest.mark.gpu),
+        pytest.param("t5_gated", marks=pytest.mark.gpu),
+    ],
 )
 def test_inductor_gives_the_losses_and_gradients_of_stock(family, graphs):
     check_several_steps(family)

@@ -61,8 +61,8 @@ CASES = {
 }
 
 
-# Family and block of which one step's gradients are averaged by DDP.
-AVERAGED = [
+# Family and block of which one step's gradients are averaged by DDP; those of every block in slow runs.
+EVERY_AVERAGED = [
     ("gpt2", "kernels-jit"),
     ("t5", "kernels-jit"),
     ("gpt2", "kernels-head"),
@@ -70,6 +70,7 @@ AVERAGED = [
     ("gpt2", "kernels-head-memory"),
     ("t5", "budget"),
 ]
+AVERAGED = [("t5", "kernels-head"), ("gpt2", "kernels-head-memory")]
 
 
 def stock_model(device: str) -> nn.Module:
@@ -99,13 +100,13 @@ def averaged_step(family: str, block: str, rank: int) -> tuple[dict[str, torch.T
     return combined.gradients_of(model), compile_graph.call_count
 
 
-def _train_in_process(rank: int, folder: str, device: str) -> None:
+def _train_in_process(rank: int, folder: str, device: str, averaged: list[tuple[str, str]]) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
     dist.init_process_group(backend, f"file://{folder}/rendezvous", timedelta(minutes=3), rank=rank, world_size=2)
-    if device == "cpu":
-        steps = [averaged_step(family, block, rank) for family, block in AVERAGED]
+    if averaged:
+        steps = [averaged_step(family, block, rank) for family, block in averaged]
         torch.save(steps, f"{folder}/averaged-{rank}.pt")
     compile_graph, compiled = partitioner.compile_graph, []
 
@@ -133,11 +134,18 @@ def _train_in_process(rank: int, folder: str, device: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
-def test_two_processes_have_the_losses_and_the_gradients_of_one(device, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "averaged"),
+    [
+        ("cpu", AVERAGED),
+        pytest.param("cpu", EVERY_AVERAGED, marks=pytest.mark.slow),
+        pytest.param("cuda", [], marks=pytest.mark.multigpu),
+    ],
+)
+def test_two_processes_have_the_losses_and_the_gradients_of_one(device, averaged, tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    start_two(_train_in_process, (str(tmp_path), device))
+    start_two(_train_in_process, (str(tmp_path), device, averaged))
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     stock = stock_model(device)
     expected = train(stock, tiny.inputs(stock, batch=4)["input_ids"])
@@ -150,12 +158,12 @@ def test_two_processes_have_the_losses_and_the_gradients_of_one(device, tmp_path
         )
         averages = [sum(losses) / 2 for losses in zip(first, second, strict=True)]
         assert averages == pytest.approx(expected, rel=1e-5 if device == "cpu" else 1e-4), name
-    if device == "cpu":
-        assert_averaged(*(torch.load(tmp_path / f"averaged-{rank}.pt") for rank in (0, 1)))
+    if averaged:
+        assert_averaged(averaged, *(torch.load(tmp_path / f"averaged-{rank}.pt") for rank in (0, 1)))
 
 
-def assert_averaged(*of_ranks: list[tuple[dict[str, torch.Tensor], int]]) -> None:
-    for (family, block), *steps in zip(AVERAGED, *of_ranks, strict=True):
+def assert_averaged(averaged: list[tuple[str, str]], *of_ranks: list[tuple[dict[str, torch.Tensor], int]]) -> None:
+    for (family, block), *steps in zip(averaged, *of_ranks, strict=True):
         stock = combined.stock_model(family, **combined.ONE_LAYER[family])
         first, second = (combined.training_step(stock, seed) for seed in (0, 1))
         average = {name: (first[name] + second[name]) / 2 for name in first}

@@ -154,14 +154,14 @@ def failures(family, surgery, every, count):
             yield f"{path}, {config}, {when}: {type(error).__name__}: {str(error)[:300]}"
 
 
-# Modules are many in T5, most of them of the same classes.
-EVERY = {"gpt2": 2, "gpt2_crossing": 6, "llama": 4, "gemma": 4, "phi3": 4, "qwen3": 4}
+# Modules are many in T5, most of them of the same classes. Families of T5's and Llama's modules take turns.
+EVERY = {"gpt2": 2, "gpt2_crossing": 6, "t5": 12, "llama": 4, "gemma": 8, "phi3": 8, "qwen3": 8}
 
 
 @pytest.mark.parametrize("surgery", SURGERIES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whatever_is_done_to_a_module_counts_as_in_stock(family, surgery):
-    assert not list(failures(family, surgery, EVERY.get(family, 12), 1))
+    assert not list(failures(family, surgery, EVERY.get(family, 24), 1))
 
 
 @pytest.mark.slow
@@ -190,7 +190,11 @@ def test_an_adapter_on_c_fc_counts_and_is_trained(surgery, config, late):
 
 @pytest.mark.parametrize(
     ("family", "path", "surgery", "late"),
-    [("gpt2", C_FC, "lora", False), ("gpt2", C_FC, "ia3", True), ("t5", "decoder.block.1.layer.1", "subclass", False)],
+    [
+        ("gpt2", C_FC, "lora", False),
+        ("gpt2", C_FC, "ia3", True),
+        pytest.param("t5", "decoder.block.1.layer.1", "subclass", False, marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_training_steps_count_what_is_done_to_a_module(family, path, surgery, late, monkeypatch):
     torch._dynamo.reset()

@@ -26,10 +26,10 @@ SMALL = {
 }
 # As padded batches have them, one after the other.
 LENGTHS = (16, 24, 9, 31, 64, 17, 40, 11)
-families = pytest.mark.parametrize("family", ["gpt2", "t5"])
+WAYS = [pytest.param("launched one by one", marks=pytest.mark.slow), "captured"]
 
 
-@pytest.fixture(autouse=True, params=["launched one by one", "captured"])
+@pytest.fixture(autouse=True, params=WAYS)
 def replayed(request, monkeypatch):
     """What was captured and replayed, if anything is to be: as on a GPU, from the second step on."""
     return capture_on_cpu(monkeypatch) if request.param == "captured" else None
@@ -90,7 +90,7 @@ def assert_same_weights(fused: nn.Module, stock: nn.Module, atol: float = 1e-5) 
         torch.testing.assert_close(fused.get_parameter(name), parameter, rtol=1e-4, atol=atol)
 
 
-@families
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_fifty_steps_have_the_losses_of_stock(family, graphs, replayed):
     stock, fused = stock_and_fused(model_of(family), CONFIG)
     expected = train(stock, 50)
@@ -210,8 +210,8 @@ def with_lora(model: nn.Module, family: str) -> nn.Module:
     [  # every two of them together
         ("gpt2", True, "captured"),
         ("gpt2", False, "launched one by one"),
-        ("t5", True, "launched one by one"),
-        ("t5", False, "captured"),
+        pytest.param("t5", True, "launched one by one", marks=pytest.mark.slow),
+        pytest.param("t5", False, "captured", marks=pytest.mark.slow),
     ],
     indirect=["replayed"],
 )
@@ -263,7 +263,9 @@ def test_padded_and_packed_batches(graphs):
     ("family", "kernels"),
     [
         ("gpt2", ["FusedAttention", "FusedLinearCrossEntropy"]),
-        ("llama", ["FusedAttention", "FusedLinearCrossEntropy", "FusedRotaryEmbedding"]),
+        pytest.param(
+            "llama", ["FusedAttention", "FusedLinearCrossEntropy", "FusedRotaryEmbedding"], marks=pytest.mark.slow
+        ),
         pytest.param("t5", ["FusedLinearCrossEntropy", "FusedRelativeAttention"], marks=pytest.mark.gpu),
     ],
 )

@@ -537,7 +537,7 @@ def trained(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor], l
     return losses, logits, list(model.parameters())
 
 
-@pytest.mark.parametrize("family", NO_DROPOUT)
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_logits_are_lazy_as_without_graphs(family, captured):
     torch._dynamo.reset()
     layers = {"gpt2": "n_layer", "t5": "num_layers"}[family]

@@ -253,7 +253,7 @@ def test_what_takes_time_to_start_does_before_the_trace(monkeypatch):
 def test_the_first_step_compiles_no_kernel_of_its_own(monkeypatch, tmp_path):
     from triton import knobs
 
-    from fuseopt.ops.triton.cross_entropy import cross_entropy_grad_kernel
+    from fuseopt.ops.triton.cross_entropy_grad import cross_entropy_grad_kernel
 
     cross_entropy_grad_kernel.device_caches.clear()
     # Not by switching caches off, for which Inductor has a folder for Triton too, of its own and for a time.

@@ -81,7 +81,9 @@ def test_gradients_of_models_with_inductor(family, budget):
     check_model(family, budget, "inductor", "cuda")
 
 
-@pytest.mark.parametrize(("family", "budget"), [("gpt2", 0.5), ("gpt2", 0), ("t5", 0.2)])
+@pytest.mark.parametrize(
+    ("family", "budget"), [("gpt2", 0.5), ("gpt2", 0), pytest.param("t5", 0.2, marks=pytest.mark.slow)]
+)
 def test_gradients_of_models(family, budget):
     check_model(family, budget, "aot_eager", "cpu")
 

@@ -311,6 +311,7 @@ def test_inductor_compiles_parts_with_the_dropout_of_each(outlined):
     assert len(outlined) == 2 and all(len(set(names)) < len(names) for names in outlined)
 
 
+@pytest.mark.slow
 def test_inductor_compiles_parts_for_sizes_that_change(outlined):
     torch.manual_seed(0)
     model = Net(8, 0.0).double()

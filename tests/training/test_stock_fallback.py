@@ -166,14 +166,25 @@ def test_what_is_the_users_is_raised_and_is_no_reason_to_fall_back(when, error, 
     assert graphs.calls >= 1 and fuseopt.report(fused).since == ()
 
 
+# Whether the user's change comes before fuseopt's, once with each family.
+families_and_times = pytest.mark.parametrize(
+    ("family", "before"),
+    [
+        ("gpt2", True),
+        ("llama", False),
+        pytest.param("gpt2", False, marks=pytest.mark.slow),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+    ],
+)
+
+
 def own_loss(logits, labels, vocab_size, **kwargs):
     """A user's loss, which reads the logits by index, by method and by function."""
     rows = logits[:, :-1].reshape(-1, vocab_size).float()
     return F.cross_entropy(rows, labels[:, 1:].reshape(-1)) + 1e-2 * torch.logsumexp(logits, -1).square().mean()
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("family", WHOLE)
+@families_and_times
 def test_a_loss_of_ones_own_is_compiled(family, before, graphs):
     stock = tiny.FAMILIES[family](**WHOLE[family]).train()
     fused = copy.deepcopy(stock)
@@ -190,8 +201,7 @@ def test_a_loss_of_ones_own_is_compiled(family, before, graphs):
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True", "ignore:Model .* tie_word_embeddings")
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("family", WHOLE)
+@families_and_times
 def test_lora_on_the_head_is_compiled(family, before, graphs):
     peft = pytest.importorskip("peft")
     options = peft.LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM", init_lora_weights=False)

@@ -24,7 +24,16 @@ def model_of(family: str) -> nn.Module:
     return getattr(tiny, family)(**NO_DROPOUT, **{layers: 1}).train()
 
 
-@pytest.mark.parametrize(("family", "can_skip_mask"), [("gpt2", False), *((family, True) for family in KINDS)])
+@pytest.mark.parametrize(
+    ("family", "can_skip_mask"),
+    [
+        ("gpt2", False),
+        pytest.param("gpt2", True, marks=pytest.mark.slow),
+        ("llama", True),
+        pytest.param("mistral", True, marks=pytest.mark.slow),
+        ("qwen2", True),
+    ],
+)
 def test_whole_rows_have_no_mask_and_others_have_theirs(family, can_skip_mask, monkeypatch):
     if can_skip_mask and not unpadded_batches.can_skip_mask():
         pytest.skip("transformers makes a mask in every trace")

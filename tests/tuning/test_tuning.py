@@ -116,3 +116,28 @@ def test_a_name_that_occurs_twice_raises(folder: Path) -> None:
         file.write("TUNED(decode_linear_max_long_work, 1)\n")
     with pytest.raises(ValueError, match="occurs twice"):
         tuning.read_table(folder / "sm_120.inc")
+
+
+# Constants that are compiled into a kernel, by the end of their name: numbers, or a choice of two. `kMax` is a limit.
+IN_CUDA = re.compile(
+    r"^ *(?:static )?constexpr \w+ "
+    r"(k(?!Max)\w*(?:Loads|Held|Elements|PerProcessor|PerThread|Stages|Unroll|Warps|Tiles))"
+    r" = (?:\d+|[^;/]+ \? [^;/]+)[;,]",
+    re.MULTILINE,
+)
+IN_TRITON = re.compile(r"^([A-Z_]*(?:TILING|TILES|WARPS|BYTES|ELEMENTS|PROGRAMS)) = (?:Til|\d)", re.MULTILINE)
+
+
+def untagged(text: str, constant: re.Pattern[str]) -> list[str]:
+    """Constants with no `TUNED:` between the last blank line and themselves."""
+    return [match[1] for match in constant.finditer(text) if "TUNED:" not in text[: match.end()].split("\n\n")[-1]]
+
+
+def test_what_is_compiled_into_kernels_says_how_it_was_found() -> None:
+    assert untagged("constexpr int kA = 1;  // TUNED: no\n\nconstexpr int kLoads = 4;\n", IN_CUDA) == ["kLoads"]
+    assert not untagged("// TUNED: yes\nconstexpr int kLoads = 4;\n", IN_CUDA)
+    kernels = (PACKAGE / "csrc" / "cuda").rglob("*.cu*")
+    found = {f"{path.name} {name}" for path in kernels for name in untagged(path.read_text(), IN_CUDA)}
+    triton = (PACKAGE / "ops" / "triton").glob("*.py")
+    found |= {f"{path.name} {name}" for path in triton for name in untagged(path.read_text(), IN_TRITON)}
+    assert found == set()

@@ -11,16 +11,17 @@ from torch import Tensor
 from fuseopt.generation.engine.beam_state import BeamState
 from fuseopt.generation.engine.device_constants import TrackedCopy
 from fuseopt.ops.decode.linear import FEW_ROWS
+from fuseopt.tuning import tuned
 
 # Cache capacities are powers of two up to this one, then multiples of it: few classes, and little waste when long.
 _LARGEST_POWER = 1024
 _SMALLEST_CAPACITY = 128
 # Limits of captured prompts. More tokens keep a GPU busy for longer than the host takes to launch their kernels.
-_MOST_PROMPT_TOKENS = 8192
+_MOST_PROMPT_TOKENS = tuned("prompt_graph_max_tokens")
 _LONGEST_PROMPT = 1024
 _PROMPT_CLASS = 64
 # Up to this many tokens padding is free, as launches dominate. Above, it costs compute, so classes are finer.
-_FEW_PROMPT_TOKENS = 4096
+_FEW_PROMPT_TOKENS = tuned("prompt_free_padding_tokens")
 _SMALL_PROMPT_CLASS = 16
 
 

@@ -4,7 +4,8 @@ import sys
 
 from triton.runtime.jit import JITFunction
 
-from fuseopt.ops.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_grad_
+from fuseopt.ops.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
+from fuseopt.ops.triton.cross_entropy_grad import cross_entropy_grad_
 from fuseopt.ops.triton.dropout_add_norm import (
     dropout_add_layer_norm_bwd,
     dropout_add_layer_norm_fwd,

@@ -9,10 +9,12 @@ from fuseopt.ops.rms_norm import cast_dtypes
 from fuseopt.ops.triton.rms_norm import bwd_programs, column_sum_kernel
 from fuseopt.ops.triton.rows import TL_DTYPES, RowTile, Tiling, as_rows, compute_dtype
 
+# TUNED: with the kernels (18fb827).
 FWD_TILING = Tiling(program_bytes=8 * 1024, thread_bytes=64, max_row_bytes=64 * 1024)
 # Five rows are held at once: two gradients, the sum, and the gradients of weight and bias.
 BWD_TILING = Tiling(program_bytes=4 * 1024, thread_bytes=64, max_row_bytes=32 * 1024)
 # Tiles of two gradients and the sum that are loaded ahead of the one in work, if they fit in shared memory.
+# TUNED: 65536 x 768, bfloat16: 200 -> 165 us (49c2179).
 BWD_TILES_AHEAD = 2
 BWD_MOST_BYTES_AHEAD = 96 * 1024
 

@@ -14,7 +14,8 @@ import torch
 
 from fuseopt.ops import registry
 from fuseopt.ops.cross_entropy_grad import RAW as CROSS_ENTROPY_GRAD
-from fuseopt.ops.triton.cross_entropy import check_targets, cross_entropy_grad_
+from fuseopt.ops.triton.cross_entropy import check_targets
+from fuseopt.ops.triton.cross_entropy_grad import cross_entropy_grad_
 from fuseopt.ops.triton.rows import compute_dtype
 from fuseopt.ops.tuned_matmul import multiply_into
 from fuseopt.tuning import tuned
@@ -22,9 +23,10 @@ from fuseopt.tuning import tuned
 # Bytes of the buffer. Few chunks: each adds to the whole gradient of the weight, and wants enough rows to fill a GPU.
 CHUNK_BYTES = tuned("linear_cross_entropy_chunk_bytes")
 # A chunk has a multiple of this many rows if possible.
+# TUNED: with linear_cross_entropy_chunk_bytes (f367298).
 CHUNK_ROWS = 128
 # The CUDA kernel has a block for a row; over narrower ones Triton's, of a warp or two, is faster.
-CUDA_ROW_BYTES = 8192
+CUDA_ROW_BYTES = tuned("cross_entropy_grad_min_row_bytes")
 
 
 class Gradients(NamedTuple):

@@ -7,6 +7,7 @@ import triton.language as tl
 from fuseopt.ops.rms_norm import cast_dtypes
 from fuseopt.ops.triton.rows import TL_DTYPES, RowTile, Tiling, as_rows, compute_dtype, multiprocessor_count
 
+# TUNED: with the kernels (c142e1e).
 FWD_TILING = Tiling(program_bytes=16 * 1024, thread_bytes=64, max_row_bytes=64 * 1024)
 # Four rows are held at once: both inputs, the weight and its gradient.
 BWD_TILING = Tiling(program_bytes=4 * 1024, thread_bytes=64, max_row_bytes=32 * 1024)
@@ -21,6 +22,7 @@ WIDE_BLOCK_BYTES = 32 * 1024
 WIDE_WARPS = 16
 # A float32 forward loops over rows of more bytes than this, in smaller pieces than above. As it holds no whole row in
 # registers, a multiprocessor has room for its maximum of threads.
+# TUNED: float32 over 4096 columns: as fast as Inductor and a copy (bc61c73).
 WALKED_ROW_BYTES = 6 * 1024
 WALKED_BLOCK_BYTES = 8 * 1024
 

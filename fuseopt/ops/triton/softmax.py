@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 
 from fuseopt.ops.triton.rows import TL_DTYPES, Tiling, as_rows, compute_dtype
+from fuseopt.ops.triton.wide_rows import LOG2_E, aligned_row, edge_positions, row_alignment, update_online
 
+# TUNED: with the kernels (c142e1e).
 FWD_TILING = Tiling(program_bytes=16 * 1024, thread_bytes=64, max_row_bytes=128 * 1024)
 # Two rows are held at once: the output and its gradient.
 BWD_TILING = Tiling(program_bytes=16 * 1024, thread_bytes=64, max_row_bytes=64 * 1024)
 # Bytes of the arithmetic that each of 1024 threads takes at a time along a wider row; half of it with a mask.
 WIDE_THREAD_BYTES = 32
-# exp2 is one instruction; exp adds a multiplication and, unlike exp2, a repair of subnormal results.
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -77,25 +77,6 @@ def softmax_fwd_kernel(
 
 
 @triton.jit
-def aligned_row(columns, ALIGNMENT: tl.constexpr):
-    """Where this program's row lies, counted from the last multiple of ALIGNMENT elements before its first one.
-
-    Returns its first element, the end of its last one, and the same for the vectors of ALIGNMENT that it fills.
-    """
-    first = (tl.program_id(0).to(tl.int64) * columns % ALIGNMENT).to(tl.int32)
-    end = first + columns
-    return first, end, (first + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, end // ALIGNMENT * ALIGNMENT
-
-
-@triton.jit
-def edge_positions(first, end, vectors_end, ALIGNMENT: tl.constexpr):
-    """Positions [2 * ALIGNMENT] of the vectors that hold a row's ends, and which of them belong to the row."""
-    edge = tl.arange(0, 2 * ALIGNMENT)
-    position = tl.where(edge < ALIGNMENT, edge, vectors_end - ALIGNMENT + edge)
-    return position, (position >= first) & (position < end)
-
-
-@triton.jit
 def load_logits(
     input_ptr,
     mask_ptr,  # or None
@@ -121,16 +102,6 @@ def load_logits(
     if inside is not None:
         x = tl.where(inside, x, -float("inf"))
     return x
-
-
-@triton.jit
-def update_online(lane_max, lane_sum, x):
-    """Takes `x` [STEPS, LANES] into each lane's maximum, and its sum of exponentials relative to that maximum."""
-    new_max = tl.maximum(lane_max, tl.max(x, axis=0))
-    shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf - -inf would be NaN
-    new_sum = lane_sum * tl.exp2((lane_max - shift) * LOG2_E)
-    new_sum += tl.sum(tl.exp2((x - shift[None, :]) * LOG2_E), axis=0)
-    return new_max, new_sum
 
 
 @triton.jit(do_not_specialize=["mask_size_1", "mask_size_2"])
@@ -325,19 +296,9 @@ def broadcast_mask(mask: torch.Tensor, shape: torch.Size) -> BroadcastMask:
     return BroadcastMask(mask, size_1, size_2, stride_0, stride_1, stride_2, expanded.stride(-1))
 
 
-def row_alignment(matrices: Sequence[torch.Tensor], row_strides: Sequence[int], columns: int) -> int:
-    """Elements of a 16-byte vector, if each row starts equally far from a multiple of it in all `matrices`; else 1.
-
-    The last vector of a row may read past its end. That is safe only if vectors are aligned, as memory never ends
-    inside an aligned vector. So it is 1 if one of `matrices` does not begin at a multiple of 16 bytes.
-    """
-    alignment = 16 // max(matrix.itemsize for matrix in matrices)
-    is_aligned = all(matrix.data_ptr() % 16 == 0 for matrix in matrices)
-    return alignment if is_aligned and all((stride - columns) % alignment == 0 for stride in row_strides) else 1
-
-
 def wide_warps(matrices: Sequence[torch.Tensor], columns: int) -> int:
     """A warp for each 16 KiB to read of a row, so that the rows under way at once stay in the L2 cache; 8 to 32."""
+    # TUNED: 16 KiB a warp: with the kernels (c142e1e).
     row_bytes = columns * sum(matrix.itemsize for matrix in matrices)
     return min(max(triton.next_power_of_2(row_bytes // 16384), 8), 32)
 

@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from fuseopt.ops import registry
 from fuseopt.ops.layer_norm_of_sum_bwd import ALIGNMENT, RAW, fits
 from fuseopt.training.graph_nodes import MATMULS, RESHAPES, is_addition, is_view_or_constant, materialized_inputs
+from fuseopt.tuning import tuned
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _HALVES = (torch.float16, torch.bfloat16)
@@ -34,7 +35,7 @@ _CASTS = (prims.convert_element_type.default,)
 # costs less than summing more addends in each call.
 ADDENDS_PER_CALL = 3
 # For smaller matrices launches dominate, and the op needs as many.
-_LEAST_ELEMENTS = 2**20
+_LEAST_ELEMENTS = tuned("recomputed_norms_min_elements")
 
 
 class _Norm(NamedTuple):

@@ -82,8 +82,15 @@ def assert_same_step(stock, fused, outputs, expected):
         torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize(
+    ("name", "bias"),
+    [
+        # Each step with a bias or without one.
+        pytest.param(name, bias, marks=[pytest.mark.slow] * (bias == place % 2))
+        for place, name in enumerate(TAKEN)
+        for bias in (False, True)
+    ],
+)
 def test_the_loss_is_that_of_the_op(name, bias):
     stock, fused, compiled = stock_and_compiled(TAKEN[name], bias)
     for rows in (2, 3, 4):

@@ -1,20 +1,16 @@
 // Attention over sequences of up to 32 tokens, for which kernels for long sequences leave most of a 64 x 64 tile empty.
-// On the tensor cores a warp has 16 queries of a head. Otherwise several warps of a block, or one, have a head.
-#include "cuda/common/dependent_launch.cuh"
-#include "cuda/common/math.cuh"
-#include "cuda/common/tensor_core.cuh"
-#include "cuda/common/vector.cuh"
+// Here several warps of a block, or one, have a head; short_attention_mma.cu takes 16 bits on the tensor cores.
+#include "cuda/attention/short_attention.cuh"
 
 namespace fuseopt::short_attention {
 namespace {
 
-constexpr int kQueries = 16;        // per warp on the tensor cores
-constexpr int kLanesOfQuery = 8;    // share the keys, and the result's columns, of a few neighbouring queries
+// TUNED: with the kernel (71bb838).
+constexpr int kLanesOfQuery = 8;  // share the keys, and the result's columns, of a few neighbouring queries
 constexpr int kQueryLanes = kWarpSize / kLanesOfQuery;
-constexpr int kColumns = 4;         // that a lane reads at once
-constexpr int kGroups = 2;          // groups of columns whose results a lane has at a time
-constexpr int kLoads = 6;           // 16-byte loads in flight per lane
-constexpr int kMaxWarps = 4;        // per block, if its warps share nothing
+constexpr int kColumns = 4;       // that a lane reads at once
+constexpr int kGroups = 2;        // groups of columns whose results a lane has at a time
+constexpr int kLoads = 6;         // 16-byte loads in flight per lane
 
 template <typename T>
 using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -42,35 +38,6 @@ template <typename A, int kKeys>
 size_t head_bytes(int64_t head_dim) {
   return 3 * kKeys * pitch_of(head_dim, kKeys) * sizeof(A);
 }
-
-// One head's rows of a tensor.
-template <typename T>
-struct Rows {
-  const T* data;
-  int64_t stride;
-};
-
-// One head of one sequence.
-template <typename T>
-struct Head {
-  bool exists;
-  Rows<T> query, key, value;
-  T* output;  // of the sequence's first position, [head_dim]
-
-  __device__ Head(const ShortAttention& attention, int64_t index) {
-    const int64_t head = index % attention.heads, item = index / attention.heads;
-    exists = item < attention.batch;
-    const auto rows_of = [&](const ShortAttention::Heads& heads) {
-      const T* const data = static_cast<const T*>(heads.data) + item * heads.batch_stride + head * heads.head_stride;
-      return Rows<T>{data, heads.row_stride};
-    };
-    query = rows_of(attention.query);
-    key = rows_of(attention.key);
-    value = rows_of(attention.value);
-    output = static_cast<T*>(attention.output) +
-             (item * attention.length * attention.heads + head) * attention.head_dim;
-  }
-};
 
 // Loads kKeys queries, keys and values into that many rows of shared memory, with kThreads threads; zeros after the
 // last row and the last column. Each thread has several loads in flight, since the kernel's time is that of its loads
@@ -254,131 +221,6 @@ __global__ void __launch_bounds__((kHeadWarps == 1 ? kMaxWarps : kHeadWarps) * k
   }
 }
 
-// The same for 16 bits on the tensor cores, without shared memory: 32 * kUnits columns per head. Of rows g and g + 8 of
-// each tensor, lane 4 g + t has columns 8 t to 8 t + 7 of every 32, in 16-byte accesses. So products add up columns in
-// another order, which is the same for queries and keys.
-template <typename T, int kKeys, int kUnits>
-__global__ void __launch_bounds__(kMaxWarps* kWarpSize)
-    short_attention_mma_kernel(const __grid_constant__ ShortAttention attention) {
-  constexpr int kTiles = kKeys / 8, kWords = 4;
-  const int lane = threadIdx.x % kWarpSize, line = lane / 4, place = lane % 4;
-  const int length = static_cast<int>(attention.length);
-  const int64_t parts = (attention.length + kQueries - 1) / kQueries;
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kMaxWarps + threadIdx.x / kWarpSize;
-  const Head<T> head(attention, warp / parts);
-  const int first = static_cast<int>(warp % parts) * kQueries;
-  follow_predecessor();
-  if (!head.exists) return;
-
-  const auto load = [&](const Rows<T>& rows, int row, int unit) {
-    if (row >= length) return uint4{};
-    return __ldcg(reinterpret_cast<const uint4*>(rows.data + row * rows.stride + unit * 32 + place * 8));
-  };
-  uint4 query[2][kUnits], key[kTiles][kUnits], value[kTiles][kUnits];
-#pragma unroll
-  for (int unit = 0; unit < kUnits; ++unit) {
-    query[0][unit] = load(head.query, first + line, unit);
-    query[1][unit] = load(head.query, first + line + 8, unit);
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) key[tile][unit] = load(head.key, tile * 8 + line, unit);
-  }
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) value[tile][unit] = load(head.value, tile * 8 + line, unit);
-  }
-
-  // Scores of queries `line` and `line` + 8 with keys 2 `place` and 2 `place` + 1 of each tile.
-  float score[kTiles][4] = {};
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      const uint4 low = query[0][unit], high = query[1][unit], k = key[tile][unit];
-      multiply<T>(score[tile], {low.x, low.y}, {high.x, high.y}, k.x, k.y);
-      multiply<T>(score[tile], {low.z, low.w}, {high.z, high.w}, k.z, k.w);
-    }
-  }
-  const float scale = static_cast<float>(attention.scale) * kLog2E;
-  float reciprocal[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int at = first + line + half * 8;
-    float largest = -INFINITY, sum = 0;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float& own = score[tile][half * 2 + j];
-        const int own_key = tile * 8 + place * 2 + j;
-        own = own_key < length && (!attention.causal || own_key <= at) ? own * scale : -INFINITY;
-        largest = own > largest || isnan(own) ? own : largest;
-      }
-    }
-#pragma unroll
-    for (int apart = 1; apart < 4; apart *= 2) {
-      const float other = __shfl_xor_sync(0xffffffff, largest, apart);
-      largest = other > largest || isnan(other) ? other : largest;
-    }
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float& own = score[tile][half * 2 + j];
-        sum += own = exp2_approx(own - largest);
-      }
-    }
-#pragma unroll
-    for (int apart = 1; apart < 4; apart *= 2) sum += __shfl_xor_sync(0xffffffff, sum, apart);
-    reciprocal[half] = 1 / sum;
-  }
-
-  float result[kUnits][kWords][4] = {};
-#pragma unroll
-  for (int pair = 0; pair < kTiles; pair += 2) {
-    const auto weights = [&](int tile, int half) {
-      const Vector<T, 2> rounded{
-          {from_acc<T>(score[tile][half * 2]), from_acc<T>(score[tile][half * 2 + 1])}};
-      return reinterpret_cast<const unsigned&>(rounded);
-    };
-    const uint2 low{weights(pair, 0), weights(pair + 1, 0)}, high{weights(pair, 1), weights(pair + 1, 1)};
-#pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-#pragma unroll
-      for (int word = 0; word < kWords; ++word) {
-        const auto of_columns = [&](const uint4& rows) { return transposed(reinterpret_cast<const unsigned*>(&rows)[word]); };
-        multiply<T>(result[unit][word], low, high, of_columns(value[pair][unit]), of_columns(value[pair + 1][unit]));
-      }
-    }
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = first + line + half * 8;
-    if (row >= length) continue;
-#pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      Vector<T, 8> rounded;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        rounded.values[j] = from_acc<T>(result[unit][j / 2][half * 2 + j % 2] * reciprocal[half]);
-      }
-      T* const out = head.output + row * attention.heads * attention.head_dim + unit * 32 + place * 8;
-      *reinterpret_cast<Vector<T, 8>*>(out) = rounded;
-    }
-  }
-}
-
-template <typename T, int kKeys>
-cudaError_t launch_mma(const ShortAttention& attention, cudaStream_t stream) {
-  const int64_t tasks = attention.batch * attention.heads * ceil_div(attention.length, kQueries);
-  const auto launch = [&](auto kernel) {
-    kernel.launch(static_cast<unsigned>(ceil_div(tasks, kMaxWarps)), kMaxWarps * kWarpSize, 0, stream, attention);
-  };
-  if (attention.head_dim == 64) launch(FollowingKernel<short_attention_mma_kernel<T, kKeys, 2>>{});
-  else launch(FollowingKernel<short_attention_mma_kernel<T, kKeys, 4>>{});
-  return cudaGetLastError();
-}
-
 template <typename T, int kKeys, int kHeadWarps>
 cudaError_t launch_as(ShortAttention& attention, cudaStream_t stream) {
   attention.pitch = pitch_of(attention.head_dim, kKeys);
@@ -395,6 +237,7 @@ cudaError_t launch_as(ShortAttention& attention, cudaStream_t stream) {
 // that it reads. With few heads, the time of one head counts.
 template <typename T, int kKeys>
 cudaError_t launch_as(ShortAttention& attention, cudaStream_t stream) {
+  // TUNED: few heads: all reads of a head in flight at once; many: keys and values staged once (c620c07).
   constexpr int kFewWarps = kKeys / kQueryLanes, kManyWarps = kFewWarps / 4;
   const bool are_few = attention.batch * attention.heads <= tuning().short_attention_few_heads * multiprocessor_count();
   return are_few ? launch_as<T, kKeys, kFewWarps>(attention, stream) : launch_as<T, kKeys, kManyWarps>(attention, stream);
@@ -412,7 +255,7 @@ cudaError_t launch(ShortAttention& attention, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
     const bool fits = attention.head_dim == 64 || attention.head_dim == 128;
     if (fits && attention.in_vectors && compute_capability_major() >= 8) {
-      return attention.length <= kQueries ? launch_mma<T, 16>(attention, stream) : launch_mma<T, 32>(attention, stream);
+      return launch_mma<T>(attention, stream);
     }
   }
   return attention.length <= kQueries ? launch_as<T, 16>(attention, stream) : launch_as<T, 32>(attention, stream);

@@ -74,6 +74,26 @@ struct LogitsEdits {
   double temperature;          // 1: none
 };
 
+// The forward of a norm over rows of `input`, or of `input + residual`, which is then written to `sum`. Of an RMSNorm
+// `bias` and `mean` are absent, of a LayerNorm the last two are as they stand here. `mean` and `rstd` are absent if no
+// backward will read them.
+struct NormFwd {
+  TypedPointer input, residual, weight, bias, output, sum, mean, rstd;
+  int64_t rows, columns;
+  double eps;
+  double offset = 0;          // added to the weight
+  int norm_dtype = kFloat32;  // xhat is rounded to it
+};
+
+// The backward of a norm of `input`. `grad_sum`, which may be absent, is added to its gradient. Of an RMSNorm `mean` and
+// `grad_bias` are absent. Gradients that are not wanted are absent.
+struct NormBwd {
+  TypedPointer grad_output, grad_sum, input, weight, mean, rstd, grad_input, grad_weight, grad_bias;
+  void* workspace;  // fuseopt_norm_bwd_workspace_bytes, written before it is read; null: no gradient of a parameter
+  int64_t rows, columns;
+  double offset = 0;  // of an RMSNorm
+};
+
 // The backward of a layer_norm whose input is `base` plus `addends`, added in order in float32; see
 // layer_norm_of_sum_bwd.cu. Matrices are [rows, columns], of T (grad_output's dtype) if no type is given.
 struct LayerNormOfSumBwd {

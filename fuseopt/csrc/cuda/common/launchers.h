@@ -64,27 +64,10 @@ bool fuseopt_takes_qkv_attention(DecodeLinear layer, DecodeAttention attention);
 
 cudaError_t fuseopt_decode_qkv_attention(DecodeLinear layer, DecodeAttention attention, cudaStream_t stream);
 
-// Normalises `input`, or `input + residual` if there is a `residual`; that sum, of the dtype of `sum`, is written too.
-cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer residual, TypedPointer weight, TypedPointer output,
-                                 TypedPointer sum, TypedPointer rstd, int64_t rows, int64_t columns, double eps,
-                                 double offset, int norm_dtype, cudaStream_t stream);
-
-// `input` is what was normalised. `grad_sum`, which may be absent, is added to its gradient. `grad_weight.data` may be
-// null. `workspace` has `fuseopt_norm_bwd_workspace_bytes` and is written before it is read.
-cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input,
-                                 TypedPointer weight, TypedPointer rstd, TypedPointer grad_input,
-                                 TypedPointer grad_weight, void* workspace, int64_t rows, int64_t columns,
-                                 double offset, cudaStream_t stream);
-
-cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer residual, TypedPointer weight, TypedPointer bias,
-                                   TypedPointer output, TypedPointer sum, TypedPointer mean, TypedPointer rstd,
-                                   int64_t rows, int64_t columns, double eps, cudaStream_t stream);
-
-// As fuseopt_rms_norm_bwd; `grad_weight.data` and `grad_bias.data` may each be null.
-cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input,
-                                   TypedPointer weight, TypedPointer mean, TypedPointer rstd, TypedPointer grad_input,
-                                   TypedPointer grad_weight, TypedPointer grad_bias, void* workspace, int64_t rows,
-                                   int64_t columns, cudaStream_t stream);
+cudaError_t fuseopt_rms_norm_fwd(const NormFwd& call, cudaStream_t stream);
+cudaError_t fuseopt_rms_norm_bwd(const NormBwd& call, cudaStream_t stream);
+cudaError_t fuseopt_layer_norm_fwd(const NormFwd& call, cudaStream_t stream);
+cudaError_t fuseopt_layer_norm_bwd(const NormBwd& call, cudaStream_t stream);
 
 cudaError_t fuseopt_layer_norm_of_sum_bwd(const LayerNormOfSumBwd& call, cudaStream_t stream);
 

@@ -1,6 +1,6 @@
 // LayerNorm (Ba, Kiros and Hinton, 2016): xhat = (x - mean) * rstd, rstd = 1 / sqrt(var + eps), output = xhat * weight
 // + bias.
-#include "cuda/norm/norm.cuh"
+#include "cuda/norm/norm_fwd.cuh"
 #include "cuda/norm/norm_odd_rows.cuh"
 
 namespace fuseopt::layer_norm {
@@ -8,6 +8,7 @@ namespace {
 
 // Elements of a row that each thread holds when a block has the row. More threads would make the block's barriers
 // slower.
+// TUNED: half as many lose, also with registers capped for full occupancy (cbe4a22).
 constexpr int kBlockElements = kMostElements;
 
 template <typename T, typename R, typename W, typename Shape, int kWidth>
@@ -144,47 +145,44 @@ __global__ void __launch_bounds__(kAnyThreads)
 
 }  // namespace
 
-extern "C" cudaError_t fuseopt_layer_norm_fwd(TypedPointer input, TypedPointer residual, TypedPointer weight,
-                                              TypedPointer bias, TypedPointer output, TypedPointer sum,
-                                              TypedPointer mean, TypedPointer rstd, int64_t rows, int64_t columns,
-                                              double eps, cudaStream_t stream) {
-  if (rows == 0) return cudaSuccess;
-  const bool float64 = any_has(kFloat64, {input, residual, weight, bias});
-  const bool vectors = are_vectors(residual.data != nullptr ? sum.dtype : input.dtype, columns,
-                                   {input, residual, weight, bias, output, sum});
-  if (!vectors && residual.data == nullptr &&
-      launch_odd_rows_fwd({input, weight, output, static_cast<float*>(rstd.data), rows, columns, static_cast<float>(eps),
-                           0, kFloat32, true, bias, static_cast<float*>(mean.data)},
-                          stream)) {
-    return cudaGetLastError();
-  }
-  const TypedPointer parameter = weight.data != nullptr ? weight : bias;
+extern "C" cudaError_t fuseopt_layer_norm_fwd(const NormFwd& call, cudaStream_t stream) {
+  if (call.rows == 0) return cudaSuccess;
+  const bool has_residual = call.residual.data != nullptr;
+  const bool float64 = any_has(kFloat64, {call.input, call.residual, call.weight, call.bias});
+  const bool vectors = are_vectors(has_residual ? call.sum.dtype : call.input.dtype, call.columns,
+                                   {call.input, call.residual, call.weight, call.bias, call.output, call.sum});
+  if (!vectors && !has_residual && launch_odd_rows_fwd(call, true, stream)) return cudaGetLastError();
+  const TypedPointer parameter = call.weight.data != nullptr ? call.weight : call.bias;
   bool launched = false;
-  if (!float64 && output.dtype != kFloat64 && fits_grid(rows) && have_dtype(parameter.dtype, {bias})) {
+  if (!float64 && call.output.dtype != kFloat64 && fits_grid(call.rows) && have_dtype(parameter.dtype, {call.bias})) {
     const auto launch = [&](auto types, auto shape, auto width, int threads, TypedPointer wide, TypedPointer narrow) {
       using Types = decltype(types);
       using T = typename Types::T;
       using Shape = decltype(shape);
       // The registers of a multiprocessor hold about 25 rows of such sums. With single warps, new rows start as others
       // end.
-      if (std::is_same_v<Shape, NarrowRow> && residual.data != nullptr) threads = kWarpSize;
+      if (std::is_same_v<Shape, NarrowRow> && has_residual) threads = kWarpSize;
       using Kernel = FollowingKernel<layer_norm_fwd_kernel<T, typename Types::R, typename Types::W, Shape, width>>;
-      Kernel::launch_evenly(row_blocks<Shape>(rows, threads), threads, stream,
-                            {static_cast<const T*>(wide.data), narrow, static_cast<T*>(sum.data)}, weight, bias, output,
-                            static_cast<float*>(mean.data), static_cast<float*>(rstd.data), rows,
-                            static_cast<int>(columns), 1.0f / columns, static_cast<float>(eps));
+      Kernel::launch_evenly(row_blocks<Shape>(call.rows, threads), threads, stream,
+                            {static_cast<const T*>(wide.data), narrow, static_cast<T*>(call.sum.data)}, call.weight,
+                            call.bias, call.output, static_cast<float*>(call.mean.data),
+                            static_cast<float*>(call.rstd.data), call.rows, static_cast<int>(call.columns),
+                            1.0f / call.columns, static_cast<float>(call.eps));
     };
-    launched = residual.data != nullptr
-                   ? dispatch_fwd<kBlockElements, false, true>(input, residual, parameter, rows, columns, vectors, launch)
-                   : dispatch_fwd<kBlockElements, false, false>(input, residual, parameter, rows, columns, vectors, launch);
+    const auto dispatch = [&](auto of_sum) {
+      return dispatch_fwd<kBlockElements, false, of_sum>(call.input, call.residual, parameter, call.rows, call.columns,
+                                                         vectors, launch);
+    };
+    launched = has_residual ? dispatch(std::true_type{}) : dispatch(std::false_type{});
   }
   if (!launched) {
-    const auto launch_any = [&](auto kernel, auto precise_eps) {
-      kernel<<<any_grid(rows), kAnyThreads, 0, stream>>>({input, residual, sum}, weight, bias, output, mean, rstd, rows,
-                                                         columns, precise_eps);
+    const auto launch_any = [&](auto kernel, auto eps) {
+      kernel<<<any_grid(call.rows), kAnyThreads, 0, stream>>>({call.input, call.residual, call.sum}, call.weight,
+                                                              call.bias, call.output, call.mean, call.rstd, call.rows,
+                                                              call.columns, eps);
     };
-    if (float64) launch_any(layer_norm_fwd_any_kernel<double>, eps);
-    else launch_any(layer_norm_fwd_any_kernel<float>, static_cast<float>(eps));
+    if (float64) launch_any(layer_norm_fwd_any_kernel<double>, call.eps);
+    else launch_any(layer_norm_fwd_any_kernel<float>, static_cast<float>(call.eps));
   }
   return cudaGetLastError();
 }

@@ -22,9 +22,18 @@ Forward forward(const char* op, const Tensor& input, const std::optional<Tensor>
   const Tensor& normalised = sum.has_value() ? *sum : x;
   Tensor output = allocate_like(x, output_dtype.value_or(dtype_of(normalised)));
   const RowStatistics statistics(op, normalised, 2, keep_statistics);
-  launch.check(fuseopt_layer_norm_fwd(pointer(op, x), pointer(op, addend), pointer(op, scale), pointer(op, shift),
-                                      pointer(op, output), pointer(op, sum), statistics.pointer(0),
-                                      statistics.pointer(1), shape.rows, shape.columns, eps, launch.stream()));
+  launch.check(fuseopt_layer_norm_fwd({.input = pointer(op, x),
+                                       .residual = pointer(op, addend),
+                                       .weight = pointer(op, scale),
+                                       .bias = pointer(op, shift),
+                                       .output = pointer(op, output),
+                                       .sum = pointer(op, sum),
+                                       .mean = statistics.pointer(0),
+                                       .rstd = statistics.pointer(1),
+                                       .rows = shape.rows,
+                                       .columns = shape.columns,
+                                       .eps = eps},
+                                      launch.stream()));
   return {output, sum, statistics.tensors()};
 }
 
@@ -45,11 +54,19 @@ std::tuple<Tensor, Tensor, Tensor> backward(const char* op, const Tensor& grad_o
   Tensor grad_weight = allocate_parameter_grad(x, scale, shape.columns, weight_wanted);
   Tensor grad_bias = allocate(x, {need_bias_grad ? shape.columns : 0}, bias_dtype.value_or(dtype_of(grad_weight)));
   const auto workspace = norm_bwd_workspace(x, scale, shape, weight_wanted || need_bias_grad ? 2 : 0);
-  launch.check(fuseopt_layer_norm_bwd(pointer(op, grad), pointer(op, added), pointer(op, x), pointer(op, scale),
-                                      pointer(op, row_mean), pointer(op, row_rstd), pointer(op, grad_input),
-                                      wanted_pointer(op, grad_weight, weight_wanted),
-                                      wanted_pointer(op, grad_bias, need_bias_grad), data_of(workspace), shape.rows,
-                                      shape.columns, launch.stream()));
+  launch.check(fuseopt_layer_norm_bwd({.grad_output = pointer(op, grad),
+                                       .grad_sum = pointer(op, added),
+                                       .input = pointer(op, x),
+                                       .weight = pointer(op, scale),
+                                       .mean = pointer(op, row_mean),
+                                       .rstd = pointer(op, row_rstd),
+                                       .grad_input = pointer(op, grad_input),
+                                       .grad_weight = wanted_pointer(op, grad_weight, weight_wanted),
+                                       .grad_bias = wanted_pointer(op, grad_bias, need_bias_grad),
+                                       .workspace = data_of(workspace),
+                                       .rows = shape.rows,
+                                       .columns = shape.columns},
+                                      launch.stream()));
   return {grad_input, grad_weight, grad_bias};
 }
 

@@ -1,9 +1,8 @@
 // LayerNorm's backward. It has a file of its own to shorten the build.
-#include "cuda/norm/norm.cuh"
+#include "cuda/norm/norm_bwd.cuh"
 
 namespace fuseopt::layer_norm_bwd {
 namespace {
-
 
 // Limits registers so that kBwdThreadsPerProcessor threads are resident, where that spills almost nothing.
 template <typename T, typename Shape, int kWidth, bool kHasGradSum>
@@ -115,66 +114,42 @@ __global__ void __launch_bounds__(kAnyThreads)
 }  // namespace
 
 template <typename Acc>
-cudaError_t layer_norm_bwd_any(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input, TypedPointer weight,
-                               TypedPointer mean, TypedPointer rstd, TypedPointer grad_input, TypedPointer grad_weight,
-                               TypedPointer grad_bias, void* workspace, int64_t rows, int64_t columns,
-                               cudaStream_t stream) {
-  if (rows > 0) {
-    layer_norm_bwd_any_kernel<Acc><<<any_grid(rows), kAnyThreads, 0, stream>>>(grad_output, grad_sum, input, weight,
-                                                                               mean, rstd, grad_input, rows, columns);
+cudaError_t layer_norm_bwd_any(const NormBwd& call, cudaStream_t stream) {
+  if (call.rows > 0) {
+    layer_norm_bwd_any_kernel<Acc><<<any_grid(call.rows), kAnyThreads, 0, stream>>>(
+        call.grad_output, call.grad_sum, call.input, call.weight, call.mean, call.rstd, call.grad_input, call.rows,
+        call.columns);
   }
-  if (workspace == nullptr || columns == 0) return cudaGetLastError();
-  const Partials<Acc> partials{static_cast<Acc*>(workspace), any_partials(rows, columns), columns};
-  column_partials_any(grad_output, input, mean, rstd, partials, rows, stream);
-  return reduce_partials(partials, {grad_weight, grad_bias}, stream);
+  return column_sums_any<Acc>(call, stream);
 }
 
-extern "C" cudaError_t fuseopt_layer_norm_bwd(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input,
-                                              TypedPointer weight, TypedPointer mean, TypedPointer rstd,
-                                              TypedPointer grad_input, TypedPointer grad_weight, TypedPointer grad_bias,
-                                              void* workspace, int64_t rows, int64_t columns, cudaStream_t stream) {
+extern "C" cudaError_t fuseopt_layer_norm_bwd(const NormBwd& call, cudaStream_t stream) {
   bool launched = false;
-  Partials<float> partials{static_cast<float*>(workspace), 0, columns};
-  if (rows > 0 && !any_has(kFloat64, {weight}) && have_dtype(input.dtype, {grad_output, grad_sum})) {
-    const bool vectors = are_vectors(input.dtype, columns, {grad_output, grad_sum, input, grad_input});
-    if (vectors && are_few_rows(rows) &&
-        launch_few_rows_bwd({grad_output, grad_sum, input, weight, static_cast<const float*>(mean.data),
-                             static_cast<const float*>(rstd.data), grad_input, grad_weight, grad_bias,
-                             static_cast<int>(rows), static_cast<int>(columns), 1.0f / columns, 0.0f},
-                            stream)) {
-      return cudaGetLastError();
-    }
-    dispatch_fast_dtype(input.dtype, [&](auto tag) {
+  Partials<float> partials{static_cast<float*>(call.workspace), 0, call.columns};
+  if (has_fast_dtypes(call)) {
+    const bool vectors = are_vectors(call);
+    if (vectors && are_few_rows(call.rows) && launch_few_rows_bwd(call, stream)) return cudaGetLastError();
+    const auto launch = [&](auto tag, auto shape, auto width, auto has_grad_sum, int threads) {
       using T = typename decltype(tag)::type;
-      const auto launch = [&](auto shape, auto width, int threads, auto has_grad_sum) {
-        using Shape = decltype(shape);
-        const BwdLaunch form = bwd_launch<T, Shape, width>(threads, columns, has_grad_sum ? 3 : 2, tuning().layer_norm_bwd_ring_threads);
-        static ResidentBlocks resident;
-        using Kernel = FollowingKernel<layer_norm_bwd_kernel<T, Shape, width, has_grad_sum>>;
-        constexpr auto kernel = Kernel::kFunction;
-        launched = form.fits();
-        if (!launched) return;
-        permit_shared_bytes(reinterpret_cast<const void*>(kernel), form.shared_bytes);  // else none is resident
-        partials.count = row_blocks<Shape>(rows, threads,
-                                           std::min<int64_t>(resident(kernel, threads, form.shared_bytes),
-                                                             form.blocks_per_processor * multiprocessor_count()));
-        Kernel::launch(static_cast<unsigned>(partials.count), threads, form.shared_bytes, stream,
-                       static_cast<const T*>(grad_output.data), static_cast<const T*>(grad_sum.data),
-                       static_cast<const T*>(input.data), weight, static_cast<const float*>(mean.data),
-                       static_cast<const float*>(rstd.data), static_cast<T*>(grad_input.data), partials, rows,
-                       static_cast<int>(columns), form.stages);
-      };
-      dispatch_bwd_row<T, ElementwiseBlock>(columns, vectors, [&](auto shape, auto width, int threads) {
-        if (grad_sum.data != nullptr) launch(shape, width, threads, std::true_type{});
-        else launch(shape, width, threads, std::false_type{});
-      });
-    });
+      using Kernel = FollowingKernel<layer_norm_bwd_kernel<T, decltype(shape), width, has_grad_sum>>;
+      launched = launch_walk<T, decltype(shape), width, has_grad_sum, Kernel>(
+          call, threads, tuning().layer_norm_bwd_ring_threads, partials, [&](const BwdLaunch& form) {
+            Kernel::launch(static_cast<unsigned>(partials.count), threads, form.shared_bytes, stream,
+                           static_cast<const T*>(call.grad_output.data), static_cast<const T*>(call.grad_sum.data),
+                           static_cast<const T*>(call.input.data), call.weight,
+                           static_cast<const float*>(call.mean.data), static_cast<const float*>(call.rstd.data),
+                           static_cast<T*>(call.grad_input.data), partials, call.rows, static_cast<int>(call.columns),
+                           form.stages);
+          });
+    };
+    dispatch_bwd<ElementwiseBlock>(call, vectors, launch);
   }
-  if (launched)
-    return workspace == nullptr ? cudaGetLastError() : reduce_partials(partials, {grad_weight, grad_bias}, stream);
-  const auto any = any_has(kFloat64, {input, weight}) ? layer_norm_bwd_any<double> : layer_norm_bwd_any<float>;
-  return any(grad_output, grad_sum, input, weight, mean, rstd, grad_input, grad_weight, grad_bias, workspace, rows,
-             columns, stream);
+  if (launched) {
+    if (call.workspace == nullptr) return cudaGetLastError();
+    return reduce_partials(partials, {call.grad_weight, call.grad_bias}, stream);
+  }
+  if (any_has(kFloat64, {call.input, call.weight})) return layer_norm_bwd_any<double>(call, stream);
+  return layer_norm_bwd_any<float>(call, stream);
 }
 
 }  // namespace fuseopt::layer_norm_bwd

@@ -3,7 +3,7 @@
 //
 // Blocks walk the rows. Where the device can, the next rows are copied to shared memory meanwhile. A thread has the
 // same four columns in every row.
-#include "cuda/norm/norm.cuh"
+#include "cuda/norm/norm_bwd.cuh"
 
 namespace fuseopt::layer_norm_of_sum_bwd {
 namespace {

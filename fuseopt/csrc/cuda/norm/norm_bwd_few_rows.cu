@@ -1,13 +1,26 @@
 // Backward of RMSNorm and LayerNorm over few rows, in one launch: a block has either a row or some columns. The column
 // sums need no result of the blocks that have rows. Reading such small tensors twice costs less than a second launch.
-#include "cuda/norm/norm.cuh"
+#include "cuda/norm/norm_bwd.cuh"
 
 namespace fuseopt {
 namespace {
 
 constexpr int kMaxThreads = 1024;
+// TUNED: with the kernel (b5728bd).
 constexpr int kColumnsPerBlock = 2 * kWarpSize;
 constexpr int kEnoughWarps = 8;  // for the rows of a block's columns
+
+// `mean` is null for RMSNorm. Gradients of parameters that are not wanted are absent.
+struct FewRowsBwd {
+  TypedPointer grad_output, grad_sum, input, weight;
+  const float* mean;
+  const float* rstd;
+  TypedPointer grad_input, grad_weight, grad_bias;
+  int rows;
+  int columns;
+  float inverse_columns;
+  float offset;
+};
 
 // A thread has one vector of the row.
 template <typename T>
@@ -96,7 +109,11 @@ __global__ void __launch_bounds__(kMaxThreads) norm_bwd_few_rows_kernel(FewRowsB
 
 }  // namespace
 
-bool launch_few_rows_bwd(const FewRowsBwd& call, cudaStream_t stream) {
+bool launch_few_rows_bwd(const NormBwd& of, cudaStream_t stream) {
+  const FewRowsBwd call = {of.grad_output, of.grad_sum, of.input, of.weight, static_cast<const float*>(of.mean.data),
+                           static_cast<const float*>(of.rstd.data), of.grad_input, of.grad_weight, of.grad_bias,
+                           static_cast<int>(of.rows), static_cast<int>(of.columns), 1.0f / of.columns,
+                           static_cast<float>(of.offset)};
   const bool wants_sums = call.grad_weight.data != nullptr || call.grad_bias.data != nullptr;
   bool launched = false;
   dispatch_fast_dtype(call.input.dtype, [&](auto tag) {

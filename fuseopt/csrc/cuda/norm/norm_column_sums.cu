@@ -1,10 +1,11 @@
 // The second stage of column sums, and both stages of a norm's "any" path; see column_sums.cuh.
-#include "cuda/norm/norm.cuh"
+#include "cuda/norm/norm_bwd.cuh"
 
 namespace fuseopt {
 namespace {
 
 constexpr int kSummedColumns = kWarpSize;
+// TUNED: measurement not recorded (18a48f6).
 constexpr int kSummedGroups = 32;  // warps of a block, each summing its own rows of the same columns
 constexpr int kLoads = 8;          // loads in flight per thread
 
@@ -100,22 +101,23 @@ cudaError_t reduce_partials(Partials<Acc> partials, ColumnSums sums, cudaStream_
 }
 
 template <typename Acc>
-cudaError_t column_partials_any(TypedPointer grad_output, TypedPointer input, TypedPointer mean, TypedPointer rstd,
-                                Partials<Acc> partials, int64_t rows, cudaStream_t stream) {
-  if (partials.count == 0) return cudaSuccess;
-  const dim3 threads(kSummedColumns, kSummedGroups);
-  const dim3 blocks(static_cast<unsigned>(ceil_div(partials.columns, kSummedColumns)),
-                    static_cast<unsigned>(partials.count));
-  column_partials_any_kernel<<<blocks, threads, 0, stream>>>(grad_output, input, mean, rstd, partials, rows);
-  return cudaGetLastError();
+cudaError_t column_sums_any(const NormBwd& call, cudaStream_t stream) {
+  if (call.workspace == nullptr || call.columns == 0) return cudaGetLastError();
+  const Partials<Acc> partials{static_cast<Acc*>(call.workspace), any_partials(call.rows, call.columns), call.columns};
+  if (partials.count > 0) {
+    const dim3 threads(kSummedColumns, kSummedGroups);
+    const dim3 blocks(static_cast<unsigned>(ceil_div(partials.columns, kSummedColumns)),
+                      static_cast<unsigned>(partials.count));
+    column_partials_any_kernel<<<blocks, threads, 0, stream>>>(call.grad_output, call.input, call.mean, call.rstd,
+                                                               partials, call.rows);
+  }
+  return reduce_partials(partials, {call.grad_weight, call.grad_bias}, stream);
 }
 
 template cudaError_t reduce_partials(Partials<float>, ColumnSums, cudaStream_t);
 template cudaError_t reduce_partials(Partials<double>, ColumnSums, cudaStream_t);
-template cudaError_t column_partials_any(TypedPointer, TypedPointer, TypedPointer, TypedPointer, Partials<float>,
-                                         int64_t, cudaStream_t);
-template cudaError_t column_partials_any(TypedPointer, TypedPointer, TypedPointer, TypedPointer, Partials<double>,
-                                         int64_t, cudaStream_t);
+template cudaError_t column_sums_any<float>(const NormBwd&, cudaStream_t);
+template cudaError_t column_sums_any<double>(const NormBwd&, cudaStream_t);
 
 }  // namespace fuseopt
 

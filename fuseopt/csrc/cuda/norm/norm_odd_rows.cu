@@ -13,11 +13,13 @@
 namespace fuseopt::norm_odd_rows {
 namespace {
 
+// TUNED: with the kernel (c620c07).
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kVectors = 4;  // of a row, per lane
 constexpr int kWidth = 8;    // elements of a vector
 constexpr int kLeastColumns = 256, kMostColumns = kVectors * kWarpSize * kWidth + kWidth - 1;
+// TUNED: with the kernel (6627589).
 template <bool kLayerNorm>
 constexpr int kFwdBlocksPerProcessor = kLayerNorm ? 5 : 6;
 constexpr int kBwdBlocksPerProcessor = 3;
@@ -268,7 +270,7 @@ int64_t blocks_for(int64_t rows, int blocks_per_processor) {
 
 namespace fuseopt {
 
-bool launch_odd_rows_fwd(const OddRowsFwd& call, cudaStream_t stream) {
+bool launch_odd_rows_fwd(const NormFwd& call, bool is_layer_norm, cudaStream_t stream) {
   using namespace norm_odd_rows;
   const int dtype = call.input.dtype;
   if (!suits(call.rows, call.columns, dtype, {call.input, call.output}, {call.weight, call.bias})) return false;
@@ -278,17 +280,18 @@ bool launch_odd_rows_fwd(const OddRowsFwd& call, cudaStream_t stream) {
       const auto launch = [&](auto kernel, int blocks_per_processor) {
         kernel.launch(static_cast<unsigned>(blocks_for(call.rows, blocks_per_processor)), kThreads, 0, stream,
                       {static_cast<const T*>(call.input.data), static_cast<const T*>(call.weight.data),
-                       static_cast<const T*>(call.bias.data), static_cast<T*>(call.output.data), call.mean, call.rstd,
-                       call.rows, static_cast<int>(call.columns), 1.0f / call.columns, call.eps, call.offset,
-                       call.norm_dtype});
+                       static_cast<const T*>(call.bias.data), static_cast<T*>(call.output.data),
+                       static_cast<float*>(call.mean.data), static_cast<float*>(call.rstd.data), call.rows,
+                       static_cast<int>(call.columns), 1.0f / call.columns, static_cast<float>(call.eps),
+                       static_cast<float>(call.offset), call.norm_dtype});
       };
-      if (call.is_layer_norm) launch(FollowingKernel<norm_odd_rows_fwd_kernel<T, true>>{}, kFwdBlocksPerProcessor<true>);
+      if (is_layer_norm) launch(FollowingKernel<norm_odd_rows_fwd_kernel<T, true>>{}, kFwdBlocksPerProcessor<true>);
       else launch(FollowingKernel<norm_odd_rows_fwd_kernel<T, false>>{}, kFwdBlocksPerProcessor<false>);
     }
   });
 }
 
-bool launch_odd_rows_bwd(const OddRowsBwd& call, Partials<float>& partials, cudaStream_t stream) {
+bool launch_odd_rows_bwd(const NormBwd& call, Partials<float>& partials, cudaStream_t stream) {
   using namespace norm_odd_rows;
   const auto matrices = {call.grad_output, call.grad_sum, call.input, call.grad_input};
   if (!suits(call.rows, call.columns, call.input.dtype, matrices, {call.weight})) return false;
@@ -300,9 +303,10 @@ bool launch_odd_rows_bwd(const OddRowsBwd& call, Partials<float>& partials, cuda
       const auto launch = [&](auto kernel) {
         kernel.launch(static_cast<unsigned>(partials.count), kThreads, shared_bytes, stream,
                       static_cast<const T*>(call.grad_output.data), static_cast<const T*>(call.grad_sum.data),
-                      static_cast<const T*>(call.input.data), static_cast<const T*>(call.weight.data), call.rstd,
-                      static_cast<T*>(call.grad_input.data), partials, call.rows, static_cast<int>(call.columns),
-                      1.0f / call.columns, call.offset);
+                      static_cast<const T*>(call.input.data), static_cast<const T*>(call.weight.data),
+                      static_cast<const float*>(call.rstd.data), static_cast<T*>(call.grad_input.data), partials,
+                      call.rows, static_cast<int>(call.columns), 1.0f / call.columns,
+                      static_cast<float>(call.offset));
       };
       if (call.grad_sum.data != nullptr) launch(FollowingKernel<rms_norm_odd_rows_bwd_kernel<T, true>>{});
       else launch(FollowingKernel<rms_norm_odd_rows_bwd_kernel<T, false>>{});

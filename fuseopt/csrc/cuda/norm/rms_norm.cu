@@ -33,33 +33,25 @@ __global__ void __launch_bounds__(kAnyThreads)
 
 }  // namespace
 
-extern "C" cudaError_t fuseopt_rms_norm_fwd(TypedPointer input, TypedPointer residual, TypedPointer weight,
-                                            TypedPointer output, TypedPointer sum, TypedPointer rstd, int64_t rows,
-                                            int64_t columns, double eps, double offset, int norm_dtype,
-                                            cudaStream_t stream) {
-  if (rows == 0) return cudaSuccess;
-  const bool float64 = any_has(kFloat64, {input, residual, weight});
-  const bool vectors = are_vectors(residual.data != nullptr ? sum.dtype : input.dtype, columns,
-                                   {input, residual, weight, output, sum});
-  if (!vectors && residual.data == nullptr &&
-      launch_odd_rows_fwd({input, weight, output, static_cast<float*>(rstd.data), rows, columns, static_cast<float>(eps),
-                           static_cast<float>(offset), norm_dtype},
-                          stream)) {
-    return cudaGetLastError();
-  }
+extern "C" cudaError_t fuseopt_rms_norm_fwd(const NormFwd& call, cudaStream_t stream) {
+  if (call.rows == 0) return cudaSuccess;
+  const bool has_residual = call.residual.data != nullptr;
+  const bool float64 = any_has(kFloat64, {call.input, call.residual, call.weight});
+  const bool vectors = are_vectors(has_residual ? call.sum.dtype : call.input.dtype, call.columns,
+                                   {call.input, call.residual, call.weight, call.output, call.sum});
+  if (!vectors && !has_residual && launch_odd_rows_fwd(call, false, stream)) return cudaGetLastError();
   bool launched = false;
-  if (!float64 && output.dtype != kFloat64 && fits_grid(rows)) {
-    const FwdArguments arguments = {input, residual, weight, output, sum, rstd, rows, columns, eps, offset, norm_dtype};
-    launched = residual.data != nullptr ? launch_fwd<true>(arguments, vectors, stream)
-                                        : launch_fwd<false>(arguments, vectors, stream);
+  if (!float64 && call.output.dtype != kFloat64 && fits_grid(call.rows)) {
+    launched = has_residual ? launch_fwd<true>(call, vectors, stream) : launch_fwd<false>(call, vectors, stream);
   }
   if (!launched) {
-    const auto launch_any = [&](auto kernel, auto precise_eps, auto precise_offset) {
-      kernel<<<any_grid(rows), kAnyThreads, 0, stream>>>({input, residual, sum}, weight, output, rstd, rows, columns,
-                                                         precise_eps, precise_offset, norm_dtype);
+    const auto launch_any = [&](auto kernel, auto eps, auto offset) {
+      kernel<<<any_grid(call.rows), kAnyThreads, 0, stream>>>({call.input, call.residual, call.sum}, call.weight,
+                                                              call.output, call.rstd, call.rows, call.columns, eps,
+                                                              offset, call.norm_dtype);
     };
-    if (float64) launch_any(rms_norm_fwd_any_kernel<double>, eps, offset);
-    else launch_any(rms_norm_fwd_any_kernel<float>, static_cast<float>(eps), static_cast<float>(offset));
+    if (float64) launch_any(rms_norm_fwd_any_kernel<double>, call.eps, call.offset);
+    else launch_any(rms_norm_fwd_any_kernel<float>, static_cast<float>(call.eps), static_cast<float>(call.offset));
   }
   return cudaGetLastError();
 }

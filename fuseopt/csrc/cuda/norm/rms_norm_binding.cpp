@@ -26,9 +26,18 @@ Forward forward(const char* op, const Tensor& input, const std::optional<Tensor>
                   scale.has_value() ? std::optional<ScalarType>(dtype_of(*scale)) : std::nullopt);
   Tensor output = allocate_like(x, dtypes.output);
   const RowStatistics rstd(op, normalised, 1, keep_rstd);
-  launch.check(fuseopt_rms_norm_fwd(pointer(op, x), pointer(op, addend), pointer(op, scale), pointer(op, output),
-                                    pointer(op, sum), rstd.pointer(0), shape.rows, shape.columns, eps,
-                                    weight_offset(scale, offset), dtype_code(op, dtypes.norm), launch.stream()));
+  launch.check(fuseopt_rms_norm_fwd({.input = pointer(op, x),
+                                     .residual = pointer(op, addend),
+                                     .weight = pointer(op, scale),
+                                     .output = pointer(op, output),
+                                     .sum = pointer(op, sum),
+                                     .rstd = rstd.pointer(0),
+                                     .rows = shape.rows,
+                                     .columns = shape.columns,
+                                     .eps = eps,
+                                     .offset = weight_offset(scale, offset),
+                                     .norm_dtype = dtype_code(op, dtypes.norm)},
+                                    launch.stream()));
   return {output, sum, rstd.tensors()};
 }
 
@@ -46,10 +55,18 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_output, c
   Tensor grad_input = allocate_like(x, dtype_of(x));
   Tensor grad_weight = allocate_parameter_grad(x, scale, shape.columns, wanted);
   const auto workspace = norm_bwd_workspace(x, scale, shape, wanted ? 1 : 0);
-  launch.check(fuseopt_rms_norm_bwd(pointer(op, grad), pointer(op, added), pointer(op, x), pointer(op, scale),
-                                    pointer(op, row_rstd), pointer(op, grad_input),
-                                    wanted_pointer(op, grad_weight, wanted), data_of(workspace), shape.rows,
-                                    shape.columns, weight_offset(scale, offset), launch.stream()));
+  launch.check(fuseopt_rms_norm_bwd({.grad_output = pointer(op, grad),
+                                     .grad_sum = pointer(op, added),
+                                     .input = pointer(op, x),
+                                     .weight = pointer(op, scale),
+                                     .rstd = pointer(op, row_rstd),
+                                     .grad_input = pointer(op, grad_input),
+                                     .grad_weight = wanted_pointer(op, grad_weight, wanted),
+                                     .workspace = data_of(workspace),
+                                     .rows = shape.rows,
+                                     .columns = shape.columns,
+                                     .offset = weight_offset(scale, offset)},
+                                    launch.stream()));
   return {grad_input, grad_weight};
 }
 

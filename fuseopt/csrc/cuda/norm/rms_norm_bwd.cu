@@ -1,10 +1,9 @@
 // RMSNorm's backward. It has a file of its own to shorten the build.
-#include "cuda/norm/norm.cuh"
+#include "cuda/norm/norm_bwd.cuh"
 #include "cuda/norm/norm_odd_rows.cuh"
 
 namespace fuseopt::rms_norm_bwd {
 namespace {
-
 
 // grad_input = rstd * (g - xhat * mean(g * xhat)) + grad_sum with g = grad_output * (weight + offset). grad_weight is
 // the sum over rows of grad_output * xhat; each block writes one row of partial sums. grad_sum is the other gradient of
@@ -100,71 +99,42 @@ __global__ void __launch_bounds__(kAnyThreads)
 }  // namespace
 
 template <typename Acc>
-cudaError_t rms_norm_bwd_any(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input, TypedPointer weight,
-                             TypedPointer rstd, TypedPointer grad_input, TypedPointer grad_weight, void* workspace,
-                             int64_t rows, int64_t columns, double offset, cudaStream_t stream) {
-  if (rows > 0) {
-    rms_norm_bwd_any_kernel<<<any_grid(rows), kAnyThreads, 0, stream>>>(grad_output, grad_sum, input, weight, rstd,
-                                                                        grad_input, rows, columns,
-                                                                        static_cast<Acc>(offset));
+cudaError_t rms_norm_bwd_any(const NormBwd& call, cudaStream_t stream) {
+  if (call.rows > 0) {
+    rms_norm_bwd_any_kernel<<<any_grid(call.rows), kAnyThreads, 0, stream>>>(
+        call.grad_output, call.grad_sum, call.input, call.weight, call.rstd, call.grad_input, call.rows, call.columns,
+        static_cast<Acc>(call.offset));
   }
-  if (grad_weight.data == nullptr || columns == 0) return cudaGetLastError();
-  const Partials<Acc> partials{static_cast<Acc*>(workspace), any_partials(rows, columns), columns};
-  column_partials_any(grad_output, input, TypedPointer{}, rstd, partials, rows, stream);
-  return reduce_partials(partials, {grad_weight}, stream);
+  return column_sums_any<Acc>(call, stream);
 }
 
-extern "C" cudaError_t fuseopt_rms_norm_bwd(TypedPointer grad_output, TypedPointer grad_sum, TypedPointer input,
-                                            TypedPointer weight, TypedPointer rstd, TypedPointer grad_input,
-                                            TypedPointer grad_weight, void* workspace, int64_t rows, int64_t columns,
-                                            double offset, cudaStream_t stream) {
+extern "C" cudaError_t fuseopt_rms_norm_bwd(const NormBwd& call, cudaStream_t stream) {
   bool launched = false;
-  Partials<float> partials{static_cast<float*>(grad_weight.data != nullptr ? workspace : nullptr), 0, columns};
-  if (rows > 0 && !any_has(kFloat64, {weight}) && have_dtype(input.dtype, {grad_output, grad_sum})) {
-    const bool vectors = are_vectors(input.dtype, columns, {grad_output, grad_sum, input, grad_input});
-    if (vectors && are_few_rows(rows) &&
-        launch_few_rows_bwd({grad_output, grad_sum, input, weight, nullptr, static_cast<const float*>(rstd.data),
-                             grad_input, grad_weight, TypedPointer{}, static_cast<int>(rows), static_cast<int>(columns),
-                             1.0f / columns, static_cast<float>(offset)},
-                            stream)) {
-      return cudaGetLastError();
-    }
-    launched = !vectors && launch_odd_rows_bwd({grad_output, grad_sum, input, weight, grad_input,
-                                                static_cast<const float*>(rstd.data), rows, columns,
-                                                static_cast<float>(offset)},
-                                               partials, stream);
-    if (!launched) dispatch_fast_dtype(input.dtype, [&](auto tag) {
+  Partials<float> partials{static_cast<float*>(call.workspace), 0, call.columns};
+  if (has_fast_dtypes(call)) {
+    const bool vectors = are_vectors(call);
+    if (vectors && are_few_rows(call.rows) && launch_few_rows_bwd(call, stream)) return cudaGetLastError();
+    const auto launch = [&](auto tag, auto shape, auto width, auto has_grad_sum, int threads) {
       using T = typename decltype(tag)::type;
-      const auto launch = [&](auto shape, auto width, int threads, auto has_grad_sum) {
-        using Shape = decltype(shape);
-        const BwdLaunch form = bwd_launch<T, Shape, width>(threads, columns, has_grad_sum ? 3 : 2, tuning().rms_norm_bwd_ring_threads);
-        static ResidentBlocks resident;
-        using Kernel = FollowingKernel<rms_norm_bwd_kernel<T, Shape, width, has_grad_sum>>;
-        constexpr auto kernel = Kernel::kFunction;
-        launched = form.fits();
-        if (!launched) return;
-        permit_shared_bytes(reinterpret_cast<const void*>(kernel), form.shared_bytes);  // else none is resident
-        partials.count = row_blocks<Shape>(rows, threads,
-                                           std::min<int64_t>(resident(kernel, threads, form.shared_bytes),
-                                                             form.blocks_per_processor * multiprocessor_count()));
-        Kernel::launch(static_cast<unsigned>(partials.count), threads, form.shared_bytes, stream,
-                       static_cast<const T*>(grad_output.data), static_cast<const T*>(grad_sum.data),
-                       static_cast<const T*>(input.data), weight, static_cast<const float*>(rstd.data),
-                       static_cast<T*>(grad_input.data), partials, rows, static_cast<int>(columns),
-                       static_cast<float>(offset), form.stages);
-      };
-      dispatch_bwd_row<T, ElementwiseWarp>(columns, vectors, [&](auto shape, auto width, int threads) {
-        if (grad_sum.data != nullptr) launch(shape, width, threads, std::true_type{});
-        else launch(shape, width, threads, std::false_type{});
-      });
-    });
+      using Kernel = FollowingKernel<rms_norm_bwd_kernel<T, decltype(shape), width, has_grad_sum>>;
+      launched = launch_walk<T, decltype(shape), width, has_grad_sum, Kernel>(
+          call, threads, tuning().rms_norm_bwd_ring_threads, partials, [&](const BwdLaunch& form) {
+            Kernel::launch(static_cast<unsigned>(partials.count), threads, form.shared_bytes, stream,
+                           static_cast<const T*>(call.grad_output.data), static_cast<const T*>(call.grad_sum.data),
+                           static_cast<const T*>(call.input.data), call.weight,
+                           static_cast<const float*>(call.rstd.data), static_cast<T*>(call.grad_input.data), partials,
+                           call.rows, static_cast<int>(call.columns), static_cast<float>(call.offset), form.stages);
+          });
+    };
+    launched = !vectors && launch_odd_rows_bwd(call, partials, stream);
+    if (!launched) dispatch_bwd<ElementwiseWarp>(call, vectors, launch);
   }
-  if (launched)
-    return grad_weight.data == nullptr ? cudaGetLastError()
-                                       : reduce_partials(partials, {grad_weight}, stream);
-  const auto any = any_has(kFloat64, {input, weight}) ? rms_norm_bwd_any<double> : rms_norm_bwd_any<float>;
-  return any(grad_output, grad_sum, input, weight, rstd, grad_input, grad_weight, workspace, rows, columns, offset,
-             stream);
+  if (launched) {
+    if (call.workspace == nullptr) return cudaGetLastError();
+    return reduce_partials(partials, {call.grad_weight, call.grad_bias}, stream);
+  }
+  if (any_has(kFloat64, {call.input, call.weight})) return rms_norm_bwd_any<double>(call, stream);
+  return rms_norm_bwd_any<float>(call, stream);
 }
 
 }  // namespace fuseopt::rms_norm_bwd

@@ -3,6 +3,6 @@
 
 namespace fuseopt::rms_norm {
 
-template bool launch_fwd<true>(const FwdArguments&, bool, cudaStream_t);
+template bool launch_fwd<true>(const NormFwd&, bool, cudaStream_t);
 
 }  // namespace fuseopt::rms_norm

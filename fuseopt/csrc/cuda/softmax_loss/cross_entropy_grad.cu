@@ -7,6 +7,7 @@
 namespace fuseopt::cross_entropy_grad {
 namespace {
 
+// TUNED: GPT-2's vocabulary: 94% of a copy's bandwidth, Triton's kernel 70% (fc2207b).
 constexpr int kMostThreads = 1024;  // per multiprocessor, over all its blocks
 constexpr int kHeld = 2;   // vectors of a row in each thread's registers
 constexpr int kLoads = 2;  // of the other vectors, loads in flight per thread

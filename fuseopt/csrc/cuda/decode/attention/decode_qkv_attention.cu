@@ -20,6 +20,7 @@ class HeadCache {
   using Tile = SharedTile<T, kHeadDim>;
   using Pair = Tile[2];
   static constexpr int kKeys = 2 * kTileKeys;
+  // TUNED: with the kernel (e2b31b9).
   static constexpr int kMostPairs = 2;  // per warp
 
  public:

@@ -14,12 +14,8 @@ struct Call {
 
 Call call_of(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& key_cache,
              const Tensor& value_cache, const Tensor& positions, const std::optional<Tensor>& mask, double scale,
-             const std::string& norm, const std::optional<Tensor>& norm_weight,
-             const std::optional<Tensor>& norm_bias, double eps, PdlGuard& guard) {
-  Call call{linear_call(kOp, input, {weight}, as_list(bias), std::nullopt, norm, norm_weight, norm_bias, eps, "", false,
-                        guard, {}),
-            {},
-            guard.contiguous(mask)};
+             const NormArguments& norm, PdlGuard& guard) {
+  Call call{linear_call(kOp, guard, input, {weight}, as_list(bias), std::nullopt, norm, {}), {}, guard.contiguous(mask)};
   for (const Tensor& cache : {key_cache, value_cache}) {
     FUSEOPT_CHECK(cache.dim() == 4 && cache.is_contiguous() && cache.size(0) == call.linear.layer.rows &&
                       cache.size(1) == key_cache.size(1) && cache.size(2) == key_cache.size(2) && cache.size(3) == key_cache.size(3),
@@ -49,8 +45,8 @@ bool takes_qkv_attention(Tensor input, Tensor weight, std::optional<Tensor> bias
                          std::string norm, std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias) {
   const Tensor positions = allocate(input, {1}, ScalarType::Long);
   PdlGuard none(false);
-  const Call call = call_of(input, weight, bias, key_cache, value_cache, positions, std::nullopt, 0, norm, norm_weight, norm_bias,
-                            0, none);
+  const Call call = call_of(input, weight, bias, key_cache, value_cache, positions, std::nullopt, 0,
+                            {norm, norm_weight, norm_bias}, none);
   return fuseopt_takes_qkv_attention(call.linear.layer, call.attention);
 }
 
@@ -59,8 +55,8 @@ Tensor decode_qkv_attention_(Tensor input, Tensor weight, std::optional<Tensor> 
                              std::string norm, std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias,
                              double eps, bool pdl) {
   PdlGuard guard(pdl);
-  Call call = call_of(input, weight, bias, key_cache, value_cache, positions, mask, scale, norm, norm_weight, norm_bias, eps,
-                      guard);
+  Call call = call_of(input, weight, bias, key_cache, value_cache, positions, mask, scale,
+                      {norm, norm_weight, norm_bias, eps}, guard);
   FUSEOPT_CHECK(fuseopt_takes_qkv_attention(call.linear.layer, call.attention), "fuseopt::", kOp,
                 ": the kernel does not take such a layer and caches");
   const Launch launch(kOp, input);

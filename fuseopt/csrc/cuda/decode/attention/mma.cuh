@@ -13,6 +13,7 @@
 
 namespace fuseopt {
 
+// TUNED: one row, 128 positions: clusters of two or four blocks are faster than eight (239f1cf).
 constexpr unsigned kMaxAttentionBlocks = 4;
 
 template <int kDims>

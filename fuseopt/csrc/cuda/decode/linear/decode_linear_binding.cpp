@@ -10,8 +10,8 @@ Tensor decode_linear(Tensor input, std::vector<Tensor> weights, std::vector<Tens
                      std::optional<Tensor> norm_bias, double eps, std::string activation, bool gated, bool pdl,
                      std::vector<Tensor> prefetch) {
   PdlGuard guard(pdl);
-  const LinearCall call = linear_call(kOp, input, weights, biases, residual, norm, norm_weight, norm_bias, eps,
-                                      activation, gated, guard, prefetch);
+  const LinearCall call = linear_call(kOp, guard, input, weights, biases, residual, {norm, norm_weight, norm_bias, eps},
+                                      prefetch, activation, gated);
   const Launch launch(kOp, call.output);
   launch.check(fuseopt_decode_linear(call.layer, launch.stream()));
   return call.output;

@@ -69,17 +69,23 @@ inline std::vector<Tensor> as_list(const std::optional<Tensor>& bias) {
   return bias.has_value() ? std::vector<Tensor>{*bias} : std::vector<Tensor>{};
 }
 
+// A norm as the ops take it; by default none.
+struct NormArguments {
+  std::string name;
+  std::optional<Tensor> weight = std::nullopt, bias = std::nullopt;
+  double eps = 0;
+};
+
 // `layer` points into the call's arguments and into copies that the call's `PdlGuard` owns.
 struct LinearCall {
   DecodeLinear layer;
   Tensor output;
 };
 
-inline LinearCall linear_call(const char* op, const Tensor& input, const std::vector<Tensor>& weights,
+inline LinearCall linear_call(const char* op, PdlGuard& guard, const Tensor& input, const std::vector<Tensor>& weights,
                               const std::vector<Tensor>& biases, const std::optional<Tensor>& residual,
-                              const std::string& norm, const std::optional<Tensor>& norm_weight,
-                              const std::optional<Tensor>& norm_bias, double eps, const std::string& activation,
-                              bool gated, PdlGuard& guard, const std::vector<Tensor>& prefetch) {
+                              const NormArguments& norm, const std::vector<Tensor>& prefetch,
+                              const std::string& activation = "", bool gated = false) {
   FUSEOPT_CHECK(!weights.empty() && weights.size() <= DecodeLinear::kMaxWeights, "fuseopt::", op,
                 ": one to three weights, not ", weights.size());
   FUSEOPT_CHECK(biases.empty() || biases.size() == weights.size(), "fuseopt::", op, ": ", biases.size(),
@@ -90,8 +96,8 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
   FUSEOPT_CHECK(read[0].size(1) == shape.columns, "fuseopt::", op, ": weight has ", read[0].size(1),
                 " columns, the input ", shape.columns);
   const Tensor x = guard.contiguous(input);
-  const auto norm_scale = parameter(op, "norm_weight", guard.contiguous(norm_weight), input);
-  const auto norm_shift = parameter(op, "norm_bias", guard.contiguous(norm_bias), input);
+  const auto norm_scale = parameter(op, "norm_weight", guard.contiguous(norm.weight), input);
+  const auto norm_shift = parameter(op, "norm_bias", guard.contiguous(norm.bias), input);
   const ScalarType weight_type = dtype_of(read[0]);
   const auto added = guard.contiguous(residual);
 
@@ -114,8 +120,8 @@ inline LinearCall linear_call(const char* op, const Tensor& input, const std::ve
   layer.residual = pointer(op, added);
   layer.norm_weight = pointer(op, norm_scale);
   layer.norm_bias = pointer(op, norm_shift);
-  layer.norm = norm_code(op, norm);
-  layer.eps = eps;
+  layer.norm = norm_code(op, norm.name);
+  layer.eps = norm.eps;
   layer.activation = activation_code(op, activation);
   layer.gated = gated;
   layer.pdl = guard.allowed();

@@ -9,15 +9,12 @@ constexpr int64_t kSplitK = DecodeLinear::kSplitK;
 
 LinearCall leaving(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, PdlGuard& guard,
                    const std::vector<Tensor>& prefetch) {
-  return linear_call(kLeaves, input, {weight}, as_list(bias), std::nullopt, "", std::nullopt, std::nullopt, 0, "", false,
-                     guard, prefetch);
+  return linear_call(kLeaves, guard, input, {weight}, as_list(bias), std::nullopt, {}, prefetch);
 }
 
-LinearCall taking(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const std::string& norm,
-                  const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double eps,
+LinearCall taking(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, const NormArguments& norm,
                   PdlGuard& guard, const std::vector<Tensor>& prefetch) {
-  return linear_call(kTakes, input, {weight}, as_list(bias), std::nullopt, norm, norm_weight, norm_bias, eps, "", false,
-                     guard, prefetch);
+  return linear_call(kTakes, guard, input, {weight}, as_list(bias), std::nullopt, norm, prefetch);
 }
 
 bool emits_partials(Tensor input, Tensor weight, std::optional<Tensor> bias) {
@@ -28,7 +25,7 @@ bool emits_partials(Tensor input, Tensor weight, std::optional<Tensor> bias) {
 bool accepts_partials(Tensor input, Tensor weight, std::optional<Tensor> bias, std::string norm,
                    std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias) {
   PdlGuard none(false);
-  return fuseopt_accepts_partials(taking(input, weight, bias, norm, norm_weight, norm_bias, 0, none, {}).layer);
+  return fuseopt_accepts_partials(taking(input, weight, bias, {norm, norm_weight, norm_bias}, none, {}).layer);
 }
 
 Tensor decode_linear_partials(Tensor input, Tensor weight, std::optional<Tensor> bias, bool pdl,
@@ -52,7 +49,7 @@ std::tuple<Tensor, Tensor> decode_linear_of_sum(Tensor input, Tensor partials, T
                                                 std::optional<Tensor> norm_weight, std::optional<Tensor> norm_bias,
                                                 double eps, bool pdl, std::vector<Tensor> prefetch) {
   PdlGuard guard(pdl);
-  LinearCall call = taking(input, weight, bias, norm, norm_weight, norm_bias, eps, guard, prefetch);
+  LinearCall call = taking(input, weight, bias, {norm, norm_weight, norm_bias, eps}, guard, prefetch);
   add_to_input(kTakes, call, input, partials, guard);
   const Tensor sum = allocate_like(input, dtype_of(input));
   const Launch launch(kTakes, call.output);

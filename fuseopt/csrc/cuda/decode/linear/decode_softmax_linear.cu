@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kSlots = 128;  // of a group
 constexpr int kChunks = kSlots / kChunk;
+// TUNED: T5-base, 1 row: 192 -> 173 us a step with the kernel (20fcb55).
 constexpr int kTiles = 4;
 constexpr int kColumns = kTiles * kTileColumns;    // of a block's strip
 constexpr int kMostGroups = 16;                    // warps of a block

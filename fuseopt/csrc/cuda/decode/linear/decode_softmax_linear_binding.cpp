@@ -8,8 +8,7 @@ constexpr const char* kOp = "decode_softmax_linear";
 Tensor decode_softmax_linear(Tensor scores, Tensor weight, std::optional<Tensor> residual, int64_t groups, bool pdl,
                              std::vector<Tensor> prefetch) {
   PdlGuard guard(pdl);
-  LinearCall call = linear_call(kOp, scores, {weight}, {}, residual, "", std::nullopt, std::nullopt, 0, "", false,
-                                guard, prefetch);
+  LinearCall call = linear_call(kOp, guard, scores, {weight}, {}, residual, {}, prefetch);
   DecodeLinear& layer = call.layer;
   FUSEOPT_CHECK(groups > 0 && layer.in_features % groups == 0, "fuseopt::", kOp, ": ", layer.in_features,
                 " scores are no ", groups, " groups of one size");

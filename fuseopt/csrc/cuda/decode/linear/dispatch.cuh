@@ -10,6 +10,7 @@
 
 namespace fuseopt {
 
+// TUNED: with the kernel (709665c).
 constexpr int kMostTogether = 4;  // blocks of a cluster
 
 // How much of K a block holds at a time.

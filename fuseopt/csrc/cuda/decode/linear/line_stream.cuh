@@ -8,6 +8,7 @@
 namespace fuseopt {
 
 constexpr int kMaxLineCluster = 8;  // blocks that share out K
+// TUNED: with the kernel; whole cache lines, as memory is slower at parts of them (9be0fc3).
 constexpr int kLineWarps = 8;
 constexpr int kLineThreads = kLineWarps * kWarpSize;
 constexpr int kLineTiles = 8;

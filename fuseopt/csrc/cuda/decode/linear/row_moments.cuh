@@ -1,4 +1,9 @@
 // Mean and deviation of the input's rows, for the norm that decode_linear's tensor core kernels apply.
+//
+// A norm needs no pass of its own. With xhat = (x - mean) * rstd and g, b the norm's weight and bias,
+//   sum_k w * (xhat * g + b) = rstd * (sum_k (w * g) * x - mean * sum_k w * g) + sum_k w * b.
+// All but the sum over x is computed before the wait. Sums of x and of its squares are two more products. w * g is rounded
+// once to the weight's dtype, as upstream rounds xhat * g + b.
 #pragma once
 
 #include "cuda/decode/linear/params.cuh"

@@ -7,16 +7,7 @@
 // A block computes a strip of output columns; its warps split K. Products are m16n8k16 with 16 output columns as M and 8
 // input rows as N, so nothing is padded. A lane loads 16 bytes of a weight [N, K], or kTiles neighbours in each of 8 lines
 // of a weight [K, N], and 8 neighbouring inputs. The order of k within a chunk is the same for both operands, so it does
-// not matter; nor does the order of columns until the sums are written.
-//
-// A long K is split over the blocks of a cluster, which send their sums to the first block. Or blocks store their partial
-// sums, which the next layer adds up as it reads its input. That needs no cluster, and a cluster would not start before the
-// previous kernel has ended.
-//
-// A norm needs no pass of its own. With xhat = (x - mean) * rstd and g, b the norm's weight and bias,
-//   sum_k w * (xhat * g + b) = rstd * (sum_k (w * g) * x - mean * sum_k w * g) + sum_k w * b.
-// All but the sum over x is computed before the wait. Sums of x and of its squares are two more products. w * g is rounded
-// once to the weight's dtype, as upstream rounds xhat * g + b.
+// not matter; nor does the order of columns until the sums are written. A norm needs no pass of its own (row_moments.cuh).
 //
 // The weight loads are issued first. With one row, one warp of a block computes the outputs, and the other warps skip what
 // serves only that: all warps of a multiprocessor share its instruction issue, which is the bottleneck.
@@ -27,28 +18,12 @@
 #include "cuda/decode/linear/epilogue.cuh"
 #include "cuda/decode/linear/input_rows.cuh"
 #include "cuda/decode/linear/row_moments.cuh"
+#include "cuda/decode/linear/skinny_shape.cuh"
 #include "cuda/decode/linear/weight_fragments.cuh"
 
 namespace fuseopt {
 
-// Warps of a block, limited by the registers of its lanes.
-template <typename T, typename X, int kTiles, int kChunks, int kHalves>
-constexpr int kMaxLinearWarps =
-    kTiles == 8 || kChunks == 8 || (kHalves == 2 && (kTiles == 4 || !std::is_same_v<T, X>)) ? 12 : 16;
-
-constexpr int kRowGap = 4;  // floats in shared memory, for rows of sums to start in different banks
-constexpr int kMostWarps = 16;
-constexpr int kSummedWarps = 6;  // at a time
 constexpr int kConstantsBarrier = 1;
-
-// A thread finishes a pair of neighbouring columns, of one row or of two rows that are 8 apart.
-__host__ __device__ inline int finished_pairs(int rows, int strip_width) {
-  return (rows < kHalfRows ? rows : kHalfRows) * strip_width / 2;
-}
-
-// How blocks cover K: at once, in passes, split over a cluster (kTogether), or split over blocks whose partial sums the next
-// layer adds up (kApart: the y-th block of the grid stores them as the outputs of weight y).
-enum class Along { kAtOnce, kInPasses, kTogether, kApart };
 
 // kTiles: of 8 columns, in a strip; kChunks: of K, for each warp in one pass; kHalves: of 16 rows; kActivates: whether
 // there may be an activation; kSums: whether the input is a sum with split-K partials.

@@ -12,6 +12,7 @@
 
 namespace fuseopt {
 
+// TUNED: with the kernel (e15abea).
 constexpr int kMaxStreamedNKCluster = 8;
 constexpr int kSumsStride = kStreamColumns + 4;  // 4: rows of sums start in different banks
 

@@ -8,6 +8,7 @@
 
 namespace fuseopt {
 
+// TUNED: with the kernel: whole cache lines of 128 bytes, not 256; strips of 48 columns take 10% longer (e15abea).
 constexpr int kStreamWarps = 8;
 constexpr int kStreamTiles = 4;
 constexpr int kStreamColumns = kStreamTiles * kTileColumns;  // of a strip, half of them each weight's if gated

@@ -21,8 +21,8 @@ void decode_head_select(Tensor input, std::optional<Tensor> partials, Tensor wei
                         std::optional<Tensor> token_rules, std::optional<Tensor> rule_bounds, int64_t forcing_rules,
                         double temperature) {
   PdlGuard guard(pdl);
-  LinearCall head = linear_call(kOp, input, {weight}, {}, std::nullopt, norm, norm_weight, norm_bias, eps, "", false,
-                                guard, prefetch);
+  LinearCall head =
+      linear_call(kOp, guard, input, {weight}, {}, std::nullopt, {norm, norm_weight, norm_bias, eps}, prefetch);
   if (partials.has_value()) add_to_input(kOp, head, input, *partials, guard);
   const Launch launch(kOp, head.output);
   DecodeSelect select =

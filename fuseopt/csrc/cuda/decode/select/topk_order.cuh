@@ -54,6 +54,7 @@ struct Taken {
 // Lane i < count gets the i-th highest of `size` keys in shared memory and its place; of equal keys the first comes
 // first. Keys that are taken are overwritten with kNoKey. Lanes get kNoKey if no key is left.
 __device__ inline Taken take_highest(unsigned* keys, int size, int count) {
+  // TUNED: beam search (aa092c7).
   constexpr int kGroups = 4;  // groups of a lane's keys; for each key taken, one group is searched again
   const int lane = threadIdx.x % kWarpSize, group_keys = (size + kGroups * kWarpSize - 1) / (kGroups * kWarpSize);
   const auto look = [&](int group) {
