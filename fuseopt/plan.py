@@ -350,8 +350,7 @@ def _summary(index: ModelIndex, replacements: list[Replacement]) -> str:
         return NOTHING
     modules = {r.sites[0].module_path for r in replacements} - {""}
     parts = [f"{len(modules)} of {len(index.candidates)} modules replaced"] if modules else []
-    targets = {r.target for r in replacements}
-    parts += [what for target, what in _OF_WHOLE_MODELS.items() if target in targets]
+    parts += [what for target, what in _OF_WHOLE_MODELS.items() if any(r.target == target for r in replacements)]
     return ", ".join(parts) or "attributes of the model replaced"
 
 
