@@ -1,4 +1,4 @@
-"""The command line: `fuseopt demo | plan | report | verify | check | bench | tune | env`, or `python -m fuseopt`."""
+"""The command line: `fuseopt COMMAND`, or `python -m fuseopt COMMAND`; `--help` lists the commands."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import fuseopt
 from fuseopt.bench.command_options import CONFIG, DTYPES, MODEL, add_device, new_file, positive
 from fuseopt.bench.commands import add_benchmarks, add_tune, device
 from fuseopt.errors import ConfigError, FuseoptError
+from fuseopt.kernel_table import PRESETS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -116,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         help="with --device cuda, assume such a GPU with all kernels: sm_90 (H100, H200), sm_80 (A100); default: this "
         f"machine's GPU, or {_DEFAULT_ARCH} if there is none",
     )
-    plan.add_argument("--json", action="store_true", help="print JSON")
+    _add_output(plan)
     plan.add_argument("--strict", action="store_true", help="exit status 2 if what the config names cannot be done")
     plan.set_defaults(run=_plan)
 
@@ -124,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(report)
     report.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights; default: float32")
     add_device(report)
-    report.add_argument("--json", action="store_true", help="print JSON")
+    _add_output(report)
     report.set_defaults(run=_report)
 
     verify = _command(commands, "verify", "compare a model, fused and stock, with a float64 reference on random tokens")
@@ -148,6 +149,12 @@ def _parser() -> argparse.ArgumentParser:
     add_device(check)
     check.set_defaults(run=_check)
 
+    init = _command(commands, "init-config", "print a complete config as JSON, to be edited")
+    init.add_argument(
+        "preset", nargs="?", default="inference", choices=PRESETS, help="what to start from; default: inference"
+    )
+    init.set_defaults(run=_init_config)
+
     add_benchmarks(commands)
     add_tune(commands)
 
@@ -164,6 +171,11 @@ def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"{MODEL}; one that has no weights gets random ones")
     parser.add_argument("--config", default="inference", metavar="CONFIG", help=f"{CONFIG}; default: inference")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-v", "--verbose", action="store_true", help="also what is not replaced, and all reasons")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _architecture(text: str) -> tuple[int, int]:
@@ -206,7 +218,8 @@ def _plan(arguments: argparse.Namespace) -> None:
         assumed = _architecture(_DEFAULT_ARCH)
     with waiting(f"planning {arguments.model}"), assume_gpu(assumed) if assumed else contextlib.nullcontext():
         at = torch.device("meta") if assumed else place
-        decided = fuseopt.plan(weightless(load_config(arguments.model), at), config)
+        model = weightless(load_config(arguments.model), at)
+        decided = fuseopt.plan(model, config, verbose=arguments.verbose)
     if assumed and not arguments.json:
         print(f"assuming a GPU of compute capability {assumed[0]}.{assumed[1]} with all kernels")
     print(decided.to_json() if arguments.json else decided)
@@ -216,7 +229,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _report(arguments: argparse.Namespace) -> None:
     config = fuseopt.Config.load(arguments.config)
-    report = fuseopt.report(fuseopt.initialize(_model(arguments), config))
+    report = fuseopt.report(fuseopt.initialize(_model(arguments), config), verbose=arguments.verbose)
     print(report.to_json() if arguments.json else report)
 
 
@@ -264,6 +277,10 @@ def _check(arguments: argparse.Namespace) -> int:
         reports = check_file(arguments.file, device(arguments.device))
     print("\n\n".join(map(str, reports)))
     return 0 if all(report.ok for report in reports) else 1
+
+
+def _init_config(arguments: argparse.Namespace) -> None:
+    print(fuseopt.Config.load(arguments.preset).to_json())
 
 
 def _env(arguments: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 MODEL = "a name (gpt2, gpt2-xl, t5-base, ...), a folder with a config.json, or a model id in transformers' cache"
-CONFIG = "what to fuse: a preset (inference, training, reference) or a JSON file"
+CONFIG = 'what to fuse: a preset (inference, training, reference), a JSON file, or JSON text: {"preset": "inference"}'
 DEVICE = "where to run; default: cuda if torch sees a GPU, else cpu"
 DTYPES = ("bfloat16", "float32", "float16")
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
