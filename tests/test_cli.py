@@ -83,6 +83,7 @@ def test_a_signal_that_is_ignored_stays_ignored(capsys, monkeypatch):
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow  # new processes import torch, one after the other
 def test_a_signal_ends_the_child_processes_too(tmp_path):
     arguments = ["--model", "gpt2-kjv", "--batch", "64", "--length", "256", "--device", "cpu", "--precision", "float32"]
     command = [sys.executable, "-m", "fuseopt", "bench", "scaling", *arguments, "--config", write_norms(tmp_path)]
@@ -289,9 +290,9 @@ def test_no_memory_is_an_error_that_says_what_to_do(capsys, monkeypatch):
 
 
 def test_a_reader_that_goes_ends_a_command_quietly():
-    command = f"{sys.executable} -m fuseopt bench generate --help | head -1; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m fuseopt env | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert done.stdout.startswith("usage: fuseopt bench generate") and "Traceback" not in done.stderr
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -188,9 +188,11 @@ def test_a_way_to_run_a_model_that_raises_leaves_the_others(monkeypatch, where):
     if where == "call":
         case = ModelCase("tiny", lambda: model, work, {"preset": "reference"}, rounds=1, others={"refused": refused})
     else:
-        initialize = fuseopt.initialize
+        initialize = fuseopt._initialize
         monkeypatch.setattr(
-            fuseopt, "initialize", lambda twin, config: refused(twin) if config == "x" else initialize(twin, config)
+            fuseopt,
+            "_initialize",
+            lambda twin, config, strict: refused(twin) if config == "x" else initialize(twin, config, strict),
         )
         case = ModelCase("tiny", lambda: model, work, {"refused": "x", "preset": "reference"}, rounds=1)
     stock, other, fused = measure([case], functools.partial(against_stock, device=CPU))
