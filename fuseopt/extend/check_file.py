@@ -20,12 +20,12 @@ def check_file(file: Path, device: torch.device) -> list[CheckReport]:
     Raises:
         OpError: it registers none, or cannot be run; the error that it raised is chained.
     """
-    before = set(registered())
+    before = registered()
     try:
         _import_file(file)
     except Exception as error:
         raise OpError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
-    made = [op for name, op in registered().items() if name not in before]
+    made = [op for name, op in registered().items() if op is not before.get(name)]
     if not made:
         raise OpError(f"{file} registers no op; it should have a function under @fuseopt.op('mine::name')")
     return [_checked(op, device) for op in made]

@@ -280,8 +280,8 @@ def _propose(
     package = path.partition(".")[0]
     if package not in sys.modules and importlib.util.find_spec(package) is None:
         reason = f"no module of class {path}: there is no package {package}"
-        sites = forward_sites(Candidate(context.index.model, ()))
-        yield context.skip(sites, type(context.index.model).__name__, cls.__name__, reason)
+        root = context.index.root
+        yield context.skip(forward_sites(root), root.class_name, cls.__name__, reason)
 
 
 def _refusal(name: str, when: Callable | None, module: nn.Module) -> str | None:
