@@ -94,7 +94,7 @@ def replaces(
         OpError: the class is no FusedModule, has an `__init__`, has no forward or one that takes other arguments, or
             has the name of one of fuseopt's own kernels; or `source` is no class of modules.
     """
-    is_name = isinstance(source, str) and "." in source
+    is_name = isinstance(source, str) and "." in source.strip(".")
     if not (is_name or (isinstance(source, type) and issubclass(source, nn.Module))):
         raise OpError(
             f"fuseopt.replaces takes a class of modules, or its full name as 'package.module.Class', not {source!r}"

@@ -351,3 +351,32 @@ def test_a_function_that_takes_other_arguments_is_refused():
         @fuseopt.replaces_function("tests.extend.losses.squared_error")
         def three(x, y, z):
             return x
+
+
+def test_the_plan_says_why_each_backend_before_the_chosen_one_is_passed_over():
+    @fuseopt.op("mine::passed_over")
+    def passed_over(a: Tensor) -> Tensor:
+        return a + 1
+
+    passed_over.kernel("triton")(lambda a: a + 1)
+    passed_over.kernel("cuda")(lambda a: a + 1)
+
+    @fuseopt.replaces(nn.Tanh, op=passed_over)
+    class PassedOver(fuseopt.FusedModule):
+        def forward(self, x):
+            return passed_over(x)
+
+    try:
+        (planned,) = fuseopt.plan(nn.Sequential(nn.Linear(2, 2), nn.Tanh())).replacements
+        assert planned.backend == "reference"
+        assert planned.refused.startswith("no C++ kernel; cuda: runs on cuda tensors, not on cpu; triton: ")
+        passed_over.kernel("cpu")(lambda a: a + 1)
+        (planned,) = fuseopt.plan(nn.Sequential(nn.Linear(2, 2), nn.Tanh())).replacements
+        assert planned.backend == "cpu" and planned.refused is None
+    finally:
+        fuseopt.unregister("PassedOver")
+        fuseopt.unregister("mine::passed_over")
+
+
+def test_the_packages_names_are_listed():
+    assert set(fuseopt.__all__) <= set(dir(fuseopt))
