@@ -296,7 +296,7 @@ class Op:
         if is_dynamo_compiling():
             return self._call_traced(backend, args)
         for place, types in self._numbers:
-            if not isinstance(args[place], types):
+            if args[place].__class__ not in types:
                 self.signature.check_numbers(self.name, args)
         calls = self.calls
         if calls.call_directly is not None:
