@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from fuseopt.config import GenerationOptions
 from fuseopt.generation import tiers
@@ -255,10 +256,10 @@ class GenerateCall:
             tiers.call_reasons(prepared.config, prepared.input_ids, prepared.criteria, prepared.model_kwargs), None
         )
         if reason is None:
-            sizes, step = prepared.sizes(), self.checked.step
-            is_known = self.early.encoder_inputs is not None
-            reason = next(tiers.size_reasons(prepared, sizes, step, options.max_batch, options.max_length), None)
-            reason = reason or next(tiers.mask_reasons(prepared, encoder_mask_is_known=is_known), None)
+            cached, step = prepared.cached(), self.checked.step
+            sizes, is_known = cached.sizes(), self.early.encoder_inputs is not None
+            reason = next(tiers.size_reasons(cached, sizes, step, options.max_batch, options.max_length), None)
+            reason = reason or next(tiers.mask_reasons(cached, encoder_mask_is_known=is_known), None)
         if reason is None:
             # 8. State: the static tensors of this size.
             with graphs.in_stream_order(device):
@@ -267,7 +268,7 @@ class GenerateCall:
                 except torch.OutOfMemoryError:
                     reason = f"there was no memory for a cache of {sizes.rows} rows and {sizes.capacity} slots"
                 else:
-                    return self._decode_in(state, prepared)
+                    return self._decode_in(state, cached)
         self.record = CallRecord(Tier.STOCK, reason)
         graphs.join(self.checked.step.shape.device)
         self.checked.confirm()
@@ -302,7 +303,7 @@ class GenerateCall:
             decoded = self._fast_forward(state, prepared)
         self.record = CallRecord(tier, reason or "", "eager" if decoded.work.graph is None else "graph", decoded.note)
         # 12. Cache: copied back to transformers' cache if anybody can read it.
-        if config.return_dict_in_generate or prepared.has_user_cache:
+        if (config.return_dict_in_generate and prepared.returns_cache) or prepared.has_user_cache:
             store_cache(state, prepared.model_kwargs["past_key_values"], decoded.slots, decoded.cross_slots)
         return decoded.output
 
@@ -355,6 +356,8 @@ class GenerateCall:
             raise
         if proxy.prefilled.was_early:
             self.outcome = CallOutcome(self.early.is_unmasked)
+        if not prepared.returns_cache and isinstance(output, ModelOutput):
+            output = type(output)(**{**output, "past_key_values": None})
         return _Decoded(output, work, proxy.slots, proxy.prefilled.cross_slots, proxy.note)
 
     def _state(self, sizes: Sizes) -> DecodeState:

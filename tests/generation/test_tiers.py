@@ -80,7 +80,7 @@ def served(model):
 STOCK_CALLS = {
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions is set"),
     "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states is set"),
-    "no cache": ({"use_cache": False}, "use_cache is False"),
+    "a cache left open": ({"use_cache": None}, "use_cache is None"),
     "static cache by name": (
         {"cache_implementation": "static", "disable_compile": True},
         "cache_implementation selects",
