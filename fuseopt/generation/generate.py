@@ -26,6 +26,7 @@ from fuseopt.generation.engine.device_loop import DeviceLoop
 from fuseopt.generation.engine.graphs import StepGraphs, StepWork
 from fuseopt.generation.engine.layers import has_kernel
 from fuseopt.generation.engine.state import DecodeState, Sizes
+from fuseopt.generation.engine.token_stream import TokenStream
 from fuseopt.generation.families.step_interface import StepName, decode_step_class
 from fuseopt.generation.hf.caching_proxy import CachingModelProxy
 from fuseopt.generation.hf.checked_step import CheckedStep, ModelChanged
@@ -282,10 +283,7 @@ class GenerateCall:
             device_processor(processor, state.sizes.rows, step.vocab, step.shape.device, constants)
             for processor in prepared.processors
         ]
-        reason = next(
-            tiers.device_loop_reasons(config, prepared.processors, on_device, prepared.criteria, prepared.streamer),
-            None,
-        )
+        reason = next(tiers.device_loop_reasons(config, prepared.processors, on_device, prepared.criteria), None)
         if reason is None and state.beams is not None:
             vocabs = step.vocab, self.model.config.vocab_size
             reason = next(beam_selection.not_on_device(config, *vocabs, *prepared.bounds), None)
@@ -330,10 +328,19 @@ class GenerateCall:
             ready = {"pending": prefilled.pending, "has_ids": prefilled.has_ids}
             run = DecodeRun(work, prepared.input_ids, pad, max_steps, **ready)
         # 11. Loop: first steps, the model's check while the device runs them, then the others.
-        loop = DeviceLoop(graphs, run, *records)
+        stream = None
+        if prepared.streamer is not None:
+            stream = TokenStream(prepared.streamer, state.ids, length, max_steps)
+        loop = DeviceLoop(graphs, run, *records, stream)
         loop.start()
         self.checked.confirm()
-        steps, note = loop.finish()
+        try:
+            steps, note = loop.finish()
+        except BaseException:
+            if stream is not None and stream.read and prepared.has_user_cache:
+                cache = prepared.model_kwargs["past_key_values"]
+                store_cache(state, cache, prefilled.slots + stream.read - 1, prefilled.cross_slots)
+            raise
         if is_repeatable and state.beams is None and not (config.do_sample or config.return_dict_in_generate):
             self.outcome = CallOutcome(self.early.is_unmasked, work.key, pad, steps)
         elif prefilled.was_early:

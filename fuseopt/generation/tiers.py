@@ -277,11 +277,9 @@ def mask_reasons(prepared: PreparedCall, *, encoder_mask_is_known: bool) -> Iter
 
 
 def device_loop_reasons(
-    config: Any, processors: Sequence[Any], device_processors: Sequence[Any], criteria: Sequence[Any], streamer: Any
+    config: Any, processors: Sequence[Any], device_processors: Sequence[Any], criteria: Sequence[Any]
 ) -> Iterator[str]:
     """Reasons for T1: what has to run on the host between steps."""
-    if streamer is not None:
-        yield "a streamer takes each token as it is generated"
     for processor, on_device in zip(processors, device_processors, strict=True):
         if on_device is None:
             yield f"{type(processor).__name__} runs on the host"

@@ -260,7 +260,6 @@ CASES = {
     "{} has {} rows, the prompt {}": Call(
         lambda model, seen: {"num_beams": 2, "decoder_attention_mask": torch.tensor([[1]])}, make=tiny.t5
     ),
-    "a streamer takes each token as it is generated": Call(lambda model, seen: {"streamer": Streamer(seen)}),
     "there are several stopping criteria besides the length": Call(ends(1, 0)),
     "there is no pad token": Call(ends(0), change=no_eos),
     "pad_token_id is not a single id": Call(

@@ -280,16 +280,6 @@ def test_the_caller_s_shorter_length_counts():
     assert stock.shape[1] == 10 and served(model).tier is Tier.DEVICE_LOOP
 
 
-def test_a_streamer_is_given_each_token_in_time():
-    model = tiny.gpt2()
-    streamers = [Streamer(), Streamer()]
-    stock = generate(model, streamer=streamers[0])
-    fuseopt.initialize(model, GENERATION)
-    assert torch.equal(generate(model, streamer=streamers[1]), stock)
-    assert streamers[1].puts == streamers[0].puts and len(streamers[1].puts) == 7 and streamers[1].ended
-    assert served(model).tier is Tier.FAST_FORWARD and "streamer" in served(model).reason
-
-
 @pytest.mark.parametrize(
     "kwargs",
     [

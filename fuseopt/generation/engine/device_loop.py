@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fuseopt.generation.engine.decode_run import DecodeRun
 from fuseopt.generation.engine.graphs import StepGraphs
+from fuseopt.generation.engine.token_stream import TokenStream
 
 # Captured steps that `start` queues: enough to keep the device busy during the host's check of the model.
 _STEPS_BEFORE_CHECK = 2
@@ -21,12 +22,18 @@ class DeviceLoop:
 
     Args:
         scores, logits: lists to append a tensor [rows, vocab] float32 to for each step, or None.
+        stream: takes the tokens of each step, or None.
     """
 
     def __init__(
-        self, graphs: StepGraphs, run: DecodeRun, scores: list[Tensor] | None, logits: list[Tensor] | None
+        self,
+        graphs: StepGraphs,
+        run: DecodeRun,
+        scores: list[Tensor] | None,
+        logits: list[Tensor] | None,
+        stream: TokenStream | None,
     ) -> None:
-        self.graphs, self.run, self.scores, self.logits = graphs, run, scores, logits
+        self.graphs, self.run, self.scores, self.logits, self.stream = graphs, run, scores, logits, stream
         self._was_captured = run.work.graph is not None
         # Every step's records have to be copied before the next step, so graphs of several steps are not used.
         self._limit = None if scores is None and logits is None else 1
@@ -36,6 +43,8 @@ class DeviceLoop:
     def start(self) -> None:
         """Queues steps that need no capture: two captured ones, or those before the capture."""
         run, queue_next = self.run, self._queue_next
+        if self.stream is not None and not self.stream.lag:
+            return  # on a CPU a streamer sees each token before the next step
         first = run.without_forward + _STEPS_BEFORE_CHECK if self._was_captured else self._capture_at
         while run.queued < first and not run.is_over:
             queue_next()
@@ -53,13 +62,27 @@ class DeviceLoop:
             if run.queued == self._capture_at:
                 note = graphs.capture(work) or note
             queue_next()
+            self._put_tokens(run.known_valid)
         if run.queued > run.without_forward:
             graphs.mark_seen(work)
         valid = run.count_valid()
+        self._put_tokens(valid, is_end=True)
         for record in (self.scores, self.logits):
             if record is not None:
                 del record[valid:]
         return valid, note
+
+    def _put_tokens(self, valid: int, *, is_end: bool = False) -> None:
+        """Gives the stream the tokens of up to `valid` steps. Steps after an error that it raises do not count."""
+        if self.stream is None:
+            return
+        try:
+            self.stream.put(self.run.queued, valid)
+            if is_end:
+                self.stream.end(valid)
+        except BaseException:
+            self.run.rewind(self.stream.read)
+            raise
 
     @property
     def _queue_next(self) -> Callable[[], None]:

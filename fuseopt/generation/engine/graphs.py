@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from fuseopt.generation.engine.late_copies import STEPS_PER_COPY
 from fuseopt.generation.engine.state import DecodeState
-from fuseopt.generation.engine.stop_flags import STEPS_PER_COPY
 from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.select.selection import Selection
 from fuseopt.runtime.cuda_graphs import Captures, State, Work, stream_on
