@@ -86,7 +86,8 @@ _PREPARATIONS = (
 _PLAIN_CACHES = (None, "dynamic")
 _NOT_EARLY = ("prefill_chunk_size", "token_healing")
 _COPIES = ("num_beams", "num_return_sequences")
-_KNOWN_EARLY = frozenset(("input_ids", "attention_mask", "logits_to_keep", "stop_strings", "tokenizer"))
+# A Seq2SeqTrainer passes labels, which transformers drops before the forward.
+_KNOWN_EARLY = frozenset(("input_ids", "attention_mask", "labels", "logits_to_keep", "stop_strings", "tokenizer"))
 _KNOWN_TO_ENCODE = _KNOWN_EARLY | {"past_key_values"}
 _ATTENTIONS = ("eager", "sdpa")
 _MODEL_KWARGS = frozenset(
@@ -95,6 +96,7 @@ _MODEL_KWARGS = frozenset(
         "decoder_attention_mask",
         "encoder_outputs",
         "inputs_embeds",
+        "labels",
         "logits_to_keep",
         "past_key_values",
         "position_ids",

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import tempfile
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 import fuseopt
 from fuseopt.generation.tiers import Tier
@@ -89,7 +91,29 @@ def _serve_sharded_weights(rank, port):
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("serve", [_serve_plain_weights, _serve_sharded_weights])
+def _predict_with_a_trainer(rank, port):
+    """Prompts of eight rows, of which the Trainer gives each process four."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in ranks.items()}
+    _connect(rank, port)
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"input_ids": torch.randint(3, tiny.VOCAB, (6,), generator=generator)} for _ in range(8)]
+    rows = [{**row, "attention_mask": torch.ones(6, dtype=torch.long), "labels": row["input_ids"]} for row in rows]
+    stock, fused = tiny.t5(), fuseopt.initialize(tiny.t5(), GENERATION)
+    predicted = []
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "per_device_eval_batch_size": 4}
+        arguments = Seq2SeqTrainingArguments(folder, predict_with_generate=True, **options)
+        assert arguments.world_size == 2
+        for model in (stock, fused):
+            trainer = Seq2SeqTrainer(model, arguments)
+            predicted.append(trainer.predict(rows, max_new_tokens=7).predictions)
+    assert predicted[0].shape[0] == 8 and (predicted[0] == predicted[1]).all()
+    assert fused.generate.calls[-1].tier is Tier.DEVICE_LOOP, fused.generate.calls[-1]
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("serve", [_serve_plain_weights, _serve_sharded_weights, _predict_with_a_trainer])
 def test_two_processes_are_served_as_one_is(serve):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
