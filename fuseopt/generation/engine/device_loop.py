@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from fuseopt.generation.engine.decode_run import DecodeRun
@@ -12,6 +13,8 @@ from fuseopt.generation.engine.token_stream import TokenStream
 
 # Captured steps that `start` queues: enough to keep the device busy during the host's check of the model.
 _STEPS_BEFORE_CHECK = 2
+# Scores of one step up to which calls that return them use graphs of several steps; such a graph keeps up to 16 copies.
+_MAX_BYTES_OF_RECORDS = 4 * 2**20
 
 
 class DeviceLoop:
@@ -35,8 +38,9 @@ class DeviceLoop:
     ) -> None:
         self.graphs, self.run, self.scores, self.logits, self.stream = graphs, run, scores, logits, stream
         self._was_captured = run.work.graph is not None
-        # Every step's records have to be copied before the next step, so graphs of several steps are not used.
-        self._limit = None if scores is None and logits is None else 1
+        self._records = scores is not None or logits is not None
+        # A graph of several steps keeps memory for the records of each.
+        self._limit = 1 if self._records and run.state.scores.nbytes > _MAX_BYTES_OF_RECORDS else None
         # A step that an earlier call ran is captured at once, as all such calls may be short.
         self._capture_at = run.without_forward if graphs.has_seen(run.work) else 2
 
@@ -86,11 +90,13 @@ class DeviceLoop:
 
     @property
     def _queue_next(self) -> Callable[[], None]:
-        return self.run.queue_next if self._limit is None else self._queue_and_record
+        return self._queue_and_record if self._records else self.run.queue_next
 
     def _queue_and_record(self) -> None:
-        self.run.queue_next(self._limit)
+        run, before = self.run, self.run.queued
+        run.queue_next(self._limit)
+        several = run.work.multi_step if run.queued > before + 1 else None
         if self.scores is not None:
-            self.scores.append(self.run.state.scores.clone())
+            self.scores += [run.state.scores.clone()] if several is None else torch.stack(several.scores).unbind()
         if self.logits is not None:
-            self.logits.append(self.run.state.logits.clone())
+            self.logits += [run.state.logits.clone()] if several is None else torch.stack(several.logits).unbind()
