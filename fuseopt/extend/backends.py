@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -165,11 +167,48 @@ def with_reason(refused: Mapping[str, Sequence[str]]) -> str:
     return "".join(f"\n  {backend}: {'; '.join(reasons)}" for backend, reasons in refused.items())
 
 
+_COMPILER = contextvars.ContextVar("compiler", default="inductor")
+
+
+@contextlib.contextmanager
+def compiling_with(compiler: str) -> Iterator[None]:
+    """A context in which the `compile` backend compiles with another of torch.compile's backends than Inductor."""
+    token = _COMPILER.set(compiler)
+    try:
+        yield
+    finally:
+        _COMPILER.reset(token)
+
+
 def compiled_on_first_call(function: Callable) -> Callable:
-    """`torch.compile(function)`, made when it is first called: that imports Dynamo."""
+    """`torch.compile(function)`, made when it is first called: that imports Dynamo.
+
+    Each kind of call has a copy of the function: Dynamo compiles a function 8 times (`recompile_limit`), then runs it
+    eagerly.
+    """
 
     @functools.cache
-    def compiled() -> Callable:
-        return torch.compile(function)
+    def compiled(compiler: str, kind: Hashable) -> Callable:
+        return torch.compile(_copy(function), backend=compiler)
 
-    return lambda *arguments: compiled()(*arguments)
+    return lambda *arguments: compiled(_COMPILER.get(), (torch.is_grad_enabled(), *map(_kind, arguments)))(*arguments)
+
+
+def _copy(function: Callable) -> Callable:
+    """A function with code of its own, by which Dynamo counts; other callables as they are."""
+    if not isinstance(function, FunctionType):
+        return function
+    code = function.__code__.replace()
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _kind(argument: Any) -> Any:
+    """What Dynamo compiles anew for: of sizes whether they are 0 or 1, as it lets others vary from the second on."""
+    if isinstance(argument, torch.Tensor):
+        sizes = tuple(min(size, 2) for size in argument.shape)
+        return sizes, argument.dtype, argument.device, argument.requires_grad, argument.is_contiguous()
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_kind, argument))
+    return argument if isinstance(argument, (bool, str)) else type(argument)

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.gradcheck import GradcheckError
 
 from fuseopt.errors import OpError
+from fuseopt.extend.backends import REFERENCE, compiling_with
 from fuseopt.extend.check_report import CheckReport, Row, Wrong, check_close
 from fuseopt.extend.inputs import Arguments, copied, resized, to_dtype, variants
 from fuseopt.extend.own_op import Op
@@ -53,7 +54,8 @@ def check(
     if not isinstance(op, Op):
         raise OpError(f"fuseopt.check takes an op made by fuseopt.op or fuseopt.elementwise, not {type(op).__name__}")
     torch.manual_seed(0)
-    with torch.random.fork_rng(), torch.enable_grad():
+    # Of the `compile` backend, the trace is tried with all arguments, and Inductor, which takes seconds, with one.
+    with torch.random.fork_rng(), torch.enable_grad(), compiling_with("aot_eager"):
         samples = {dtype: list(op.sample_arguments(where, dtype)) for dtype in dtypes}
         backends, refused = op.backends_on(where.type)
         rows = [Row(backend, "runs here", "-", "; ".join(reasons)) for backend, reasons in refused.items()]
@@ -295,7 +297,8 @@ class _Checks:
 
     def _compiles(self) -> str:
         arguments, inputs = self._differentiable(self._taken())
-        how = "inductor" if self.device.type == "cuda" else "aot_eager"
+        # The reference is the function of the `compile` backend.
+        how = "inductor" if self.device.type == "cuda" and self.backend != REFERENCE else "aot_eager"
         torch._dynamo.reset()
         compiled = torch.compile(lambda *given: self._of_given(*given), fullgraph=True, backend=how)
         found, wanted = compiled(*arguments), self._of_given(*arguments)

@@ -273,8 +273,8 @@ class Op:
 
         Returns:
             `fuseopt.bench.harness.records.Results`: `to_markdown()` is a table, `save(path)` writes JSON, and
-            `save` and `save_bandwidth` of `fuseopt.bench.harness.plot` draw it. Where the op has its `flops`, GFLOP/s
-            and the machine's peaks are in it, for `save_roofline`.
+            `plot(path)` or `plot(path, "bandwidth")` draws it. Where the op has its `flops`, GFLOP/s and the machine's
+            peaks are in it, for `plot(path, "roofline")`.
 
         Raises:
             OpError: there are no samples, or a shape has another number of sizes.

@@ -79,6 +79,20 @@ GENERATION = (
         (f"{_PROCESSOR_LIST_TESTS}::test_all_edits_are_one_op_a_step_and_in_place_unless_logits_are_kept",),
     ),
     Mutant(
+        "filters are left to the op that draws in whatever order they are",
+        "fuseopt/generation/select/device_processors.py",
+        "        order = order[: order.index(type(processor))]\n",
+        "",
+        ("tests/generation/select/test_device_processors.py::test_which_filters_the_op_that_draws_applies",),
+    ),
+    Mutant(
+        "top-k is dropped beside top-p",
+        "fuseopt/ops/decode/sample.py",
+        "    if 0 < filters.top_k < scores.shape[-1]:\n",
+        "    if filters.top_p == 1 and 0 < filters.top_k < scores.shape[-1]:\n",
+        ("tests/ops/decode/test_sample.py::test_ties",),
+    ),
+    Mutant(
         "sampled beams are drawn without the scores so far",
         "fuseopt/generation/select/beam_selection.py",
         "accumulated = scores.unflatten(0, beams.shape) + beams.running_scores[:, :, None]",

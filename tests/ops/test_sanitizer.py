@@ -58,6 +58,7 @@ OWN_TESTS = {
         "decode/test_qkv_attention.py",
         "test_layers_of_models and bfloat16 and (1600-25-300 or 200-3-300)",
     ),
+    "decode_sample_": ("decode/test_sample.py", "cuda-cuda and (test_draws_what_transformers or test_ties)"),
     "decode_select_": ("decode/test_select.py", "cuda-cuda and (test_is_what or test_draws_what)"),
     "decode_softmax_linear": ("decode/test_softmax_linear.py", "test_kernel_against and bfloat16 and same and 12-768"),
     "layer_norm_of_sum_bwd": ("test_layer_norm_of_sum_bwd.py", "cuda-cuda and (sizes_of_models or autograd)"),

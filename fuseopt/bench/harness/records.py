@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -167,6 +168,22 @@ class Results:
         versions = ", ".join(f"{name} {self.versions[name]}" for name in ("torch", "transformers", "python"))
         table = _table(self.rows, self.unit, on_gpu) + _slower_auto(self.rows)
         return f"{place}; {versions}; {self.date}, commit {self.commit or 'unknown'}.\n\n{table}"
+
+    def plot(self, path: str | os.PathLike[str], what: str = "times") -> None:
+        """Draw the rows into a file whose suffix chooses the format.
+
+        Args:
+            what: "times"; "bandwidth" at each size of an op's benchmark, below that of a copy; or "roofline", of an op
+                that gives its operations.
+
+        Raises:
+            ConfigError: there is no matplotlib, no such plot, nothing to draw, or the file cannot be written.
+        """
+        plots = importlib.import_module("fuseopt.bench.harness.plot")  # by name: it imports this module
+        drawings = {"times": plots.save, "bandwidth": plots.save_bandwidth, "roofline": plots.save_roofline}
+        if what not in drawings:
+            raise ConfigError(f"a plot shows {' or '.join(drawings)}, not {what!r}")
+        drawings[what](self, path)
 
     def _to_json(self) -> str:
         """JSON with one line per row; empty fields are left out."""
