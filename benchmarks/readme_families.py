@@ -82,6 +82,12 @@ def short_table() -> str:
 
 
 def full_table() -> str:
-    """Every family that a policy names."""
-    rows = [_row(", ".join(f"`{name}`" for name in names), has) for names, has in _groups(frozenset())]
-    return "\n".join((HEADER, *rows, _row("any other", frozenset())))
+    """Every family that a policy names, with what it has beyond any other module."""
+    rows = []
+    for names, has in _groups(frozenset()):
+        forward, training = (
+            ", ".join(words for field, words in which.items() if field in has) for which in (FORWARD, TRAINING)
+        )
+        decode = "decode loop" if "decode_steps" in has else ""
+        rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {forward} | {training} | {decode} |")
+    return "\n".join((HEADER, *rows))
