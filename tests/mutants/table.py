@@ -138,10 +138,17 @@ OPS = (
         ("tests/ops/test_softmax.py",),
     ),
     Mutant(
+        "softmax on a CPU scales logits and not their differences",
+        "fuseopt/csrc/cpu/softmax.cpp",
+        "wanted != 0 && wanted != 1",
+        "false",
+        ("tests/ops/test_softmax.py",),
+    ),
+    Mutant(
         "softmax on a CPU does not subtract the largest",
         "fuseopt/csrc/cpu/softmax.cpp",
-        "y[i] = exp(x[i] - largest);",
-        "y[i] = exp(x[i]);",
+        "y[i] = exp((x[i] - largest) * steepness);",
+        "y[i] = exp(x[i] * steepness);",
         ("tests/ops/test_softmax.py",),
     ),
     Mutant(

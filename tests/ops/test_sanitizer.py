@@ -66,6 +66,8 @@ OWN_TESTS = {
     "rms_norm, light blocks": ("test_rms_norm.py", "test_every_shape_of_kernel and float32-1000-8-"),
     "softmax of a vocabulary": ("test_softmax.py", "test_wide_rows and 50257 and float32 and cuda-cuda"),
     "softmax held in a cluster": ("test_softmax.py", "test_rows_that_a_cluster_shares and False and 131075-8-"),
+    "softmax of several rows a warp": ("test_softmax.py", "only_differences and -0.3 and bfloat16-255- and cuda-cuda"),
+    "softmax in a cluster of 16": ("test_softmax.py", "test_rows_that_a_cluster_shares and False and 262144-8-"),
 }
 
 
