@@ -206,6 +206,19 @@ def test_the_readme_is_short_and_the_page_of_keys_complete():
         assert f"`{name}`" in page, name
 
 
+def test_messages_that_troubleshooting_quotes_are_those_of_the_code():
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "fuseopt").rglob("*.py"))
+    sources = re.sub(r'"\s+f?"', "", sources)  # strings written in several parts
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = [
+        text for cell in re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE) for text in re.findall("`(.+?)`", cell)
+    ]
+    parts = [part.strip() for text in quoted for part in re.split(r"\.\.\.|: |\(|\)", text)]
+    parts = [part for part in parts if " " in part and len(part) > 8]
+    assert len(parts) > 15
+    assert [part for part in parts if part not in sources] == []
+
+
 def test_pytest_leaves_out_no_folder_of_tests(pytestconfig):
     folders = {parent for file in (ROOT / "tests").rglob("test_*.py") for parent in file.relative_to(ROOT).parents}
     left_out = pytestconfig.getini("norecursedirs")
