@@ -13,6 +13,8 @@ LINKS = {
     "custom_cuda_kernels": "config.md#kernel-names",
     "triton_kernels": "config.md#kernel-names",
     "memory_efficient_fusion": "config.md#memory_efficient_fusion",
+    "only": "config.md#only-and-exclude",
+    "exclude": "config.md#only-and-exclude",
 }
 
 
