@@ -19,6 +19,7 @@ TRAINING = {
     "relative_attention": "T5 attention",
     "causal_attention": "padded batches",
 }
+GENERATION = {"decode_steps": "decode loop"}
 ANY_FORWARD = "LayerNorm, GELU and other activations"
 LARGE_GROUP = "RMSNorm, gated feed-forwards, LayerNorm, activations"
 SHOWN = ("gemma", "phi3", "mixtral", "gpt_neox", "bert")
@@ -60,7 +61,7 @@ def _row(names: str, has: frozenset[str], more: str = "") -> str:
     any_forward = [] if "inference_blocks" in has else [more or ANY_FORWARD]
     forward = ", ".join([*(words for field, words in FORWARD.items() if field in has), *any_forward])
     training = ", ".join(["compiled step", *(words for field, words in TRAINING.items() if field in has)])
-    decode = "decode loop" if "decode_steps" in has else "fused forward, n-gram bans"
+    decode = GENERATION["decode_steps"] if "decode_steps" in has else "fused forward, n-gram bans"
     return f"| {names} | {forward} | {training} | {decode} |"
 
 
@@ -81,13 +82,10 @@ def short_table() -> str:
     return "\n".join((HEADER, *rows))
 
 
-def full_table() -> str:
-    """Every family that a policy names, with what it has beyond any other module."""
-    rows = []
+def full_list() -> str:
+    """Every family that a policy names, by what it has beyond any other module."""
+    lines = []
     for names, has in _groups(frozenset()):
-        forward, training = (
-            ", ".join(words for field, words in which.items() if field in has) for which in (FORWARD, TRAINING)
-        )
-        decode = "decode loop" if "decode_steps" in has else ""
-        rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {forward} | {training} | {decode} |")
-    return "\n".join((HEADER, *rows))
+        words = ", ".join(words for field, words in (FORWARD | TRAINING | GENERATION).items() if field in has)
+        lines.append(f"- **{words}**: {', '.join(f'`{name}`' for name in names)}")
+    return "\n".join(lines)
