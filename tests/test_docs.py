@@ -140,9 +140,10 @@ def test_families_with_a_decode_step_are_those_with_a_decode_loop(script):
 
 def test_every_page_of_the_site_is_in_its_index():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    listed_pages = set(re.findall(r"^([\w./-]+)$", index, re.MULTILINE))
+    patterns = re.findall(r"^([\w./*-]+)$", index, re.MULTILINE)
     pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert pages - listed_pages - {"index"} == {page for page in pages if page.startswith("lab-notes/20")}
+    left_out = {page for page in pages - {"index"} if not any(fnmatch(page, pattern) for pattern in patterns)}
+    assert left_out == {page for page in pages if page.startswith("lab-notes/20")}
 
 
 def test_every_result_file_is_on_a_results_page():
