@@ -31,7 +31,7 @@ lint: $(STAMP)
 # The pages of docs/ as a site. A warning, such as a link that leads nowhere, fails the build.
 docs: $(DOCS_STAMP)
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d build/docs/doctrees -c docs . build/docs/html
-	@echo "docs: build/docs/html/docs/index.html"
+	@echo "docs: build/docs/html/index.html"
 
 # A wheel that has the native libraries in it, for this platform and any Python, in dist/.
 wheel: $(STAMP)
