@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 
 import fuseopt
+from fuseopt.bench.harness import progress
 from fuseopt.bench.harness.machine import machine, versions
 from fuseopt.bench.harness.measure import against_stock, measure
 from fuseopt.bench.harness.records import Results
+from fuseopt.bench.harness.workloads import failed
 from fuseopt.bench.suites import demo_continuations
 from fuseopt.bench.suites.demo_cases import CPU, GPU, QUICK, demo_cases
 
@@ -51,4 +53,8 @@ def _show_checkpoints(checkpoints: Path, device: torch.device, count: int, new_t
         return
     lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     for folder in folders:
-        demo_continuations.show(folder, lines[:count], new_tokens, device)
+        progress.say(f"{folder.name} continues {count} prompts, {new_tokens} tokens each, stock and fused")
+        try:
+            demo_continuations.show(folder, lines[:count], new_tokens, device)
+        except Exception as error:
+            print(f"\n{folder.name}: {failed(error)}")
