@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -27,10 +29,26 @@ def run(*, device: torch.device, quick: bool, checkpoints: Path, out: str | os.P
     """Runs and prints the demo.
 
     Args:
-        quick: less text, and tiny architectures in the table: shows that everything works, but no useful times.
+        quick: less text, and tiny architectures on one thread: shows that everything works, but no useful times.
         checkpoints: a folder of checkpoint folders, and prompts.txt with a prompt a line.
         out: where to write the results as JSON.
     """
+    with _threads(1) if quick else contextlib.nullcontext():
+        return _run(device, quick, checkpoints, out)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """torch uses so many threads inside. Tiny work on several threads waits for them, on a busy machine for long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _run(device: torch.device, quick: bool, checkpoints: Path, out: str | os.PathLike[str] | None) -> Results:
     for title, entries in (("machine", machine()), ("versions", versions())):
         print(f"{title}: {', '.join(f'{name} {value}' for name, value in entries.items())}")
     _show_checkpoints(checkpoints, device, *(QUICK_TEXT if quick else TEXT))

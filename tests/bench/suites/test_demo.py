@@ -52,8 +52,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_quick_demo_from_plan_to_table(capsys, checkpoints: Path, tmp_path):
     out_file = tmp_path / "quick.json"
     argv = ["demo", "--quick", "--device", "cpu", "--checkpoints", str(checkpoints), "--out", str(out_file)]
-    assert main(argv) == 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert main(argv) == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
     out, err = capsys.readouterr()
+    assert json.loads(out_file.read_text())["machine"]["threads"] == "1"
     for title in ("plan for GPT2LMHeadModel (policy gpt2)", "plan for T5ForConditionalGeneration (policy t5)"):
         assert title in out
     assert out.count("the same tokens") == 6
