@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from fuseopt.config import GenerationOptions
 from fuseopt.generation import tiers
@@ -25,6 +26,7 @@ from fuseopt.generation.engine.device_loop import DeviceLoop
 from fuseopt.generation.engine.graphs import StepGraphs, StepWork
 from fuseopt.generation.engine.layers import has_kernel
 from fuseopt.generation.engine.state import DecodeState, Sizes
+from fuseopt.generation.engine.token_stream import TokenStream
 from fuseopt.generation.families.step_interface import StepName, decode_step_class
 from fuseopt.generation.hf.caching_proxy import CachingModelProxy
 from fuseopt.generation.hf.checked_step import CheckedStep, ModelChanged
@@ -255,10 +257,10 @@ class GenerateCall:
             tiers.call_reasons(prepared.config, prepared.input_ids, prepared.criteria, prepared.model_kwargs), None
         )
         if reason is None:
-            sizes, step = prepared.sizes(), self.checked.step
-            is_known = self.early.encoder_inputs is not None
-            reason = next(tiers.size_reasons(prepared, sizes, step, options.max_batch, options.max_length), None)
-            reason = reason or next(tiers.mask_reasons(prepared, encoder_mask_is_known=is_known), None)
+            cached, step = prepared.cached(), self.checked.step
+            sizes, is_known = cached.sizes(), self.early.encoder_inputs is not None
+            reason = next(tiers.size_reasons(cached, sizes, step, options.max_batch, options.max_length), None)
+            reason = reason or next(tiers.mask_reasons(cached, encoder_mask_is_known=is_known), None)
         if reason is None:
             # 8. State: the static tensors of this size.
             with graphs.in_stream_order(device):
@@ -267,7 +269,7 @@ class GenerateCall:
                 except torch.OutOfMemoryError:
                     reason = f"there was no memory for a cache of {sizes.rows} rows and {sizes.capacity} slots"
                 else:
-                    return self._decode_in(state, prepared)
+                    return self._decode_in(state, cached)
         self.record = CallRecord(Tier.STOCK, reason)
         graphs.join(self.checked.step.shape.device)
         self.checked.confirm()
@@ -281,10 +283,7 @@ class GenerateCall:
             device_processor(processor, state.sizes.rows, step.vocab, step.shape.device, constants)
             for processor in prepared.processors
         ]
-        reason = next(
-            tiers.device_loop_reasons(config, prepared.processors, on_device, prepared.criteria, prepared.streamer),
-            None,
-        )
+        reason = next(tiers.device_loop_reasons(config, prepared.processors, on_device, prepared.criteria), None)
         if reason is None and state.beams is not None:
             vocabs = step.vocab, self.model.config.vocab_size
             reason = next(beam_selection.not_on_device(config, *vocabs, *prepared.bounds), None)
@@ -302,7 +301,7 @@ class GenerateCall:
             decoded = self._fast_forward(state, prepared)
         self.record = CallRecord(tier, reason or "", "eager" if decoded.work.graph is None else "graph", decoded.note)
         # 12. Cache: copied back to transformers' cache if anybody can read it.
-        if config.return_dict_in_generate or prepared.has_user_cache:
+        if (config.return_dict_in_generate and prepared.returns_cache) or prepared.has_user_cache:
             store_cache(state, prepared.model_kwargs["past_key_values"], decoded.slots, decoded.cross_slots)
         return decoded.output
 
@@ -329,10 +328,19 @@ class GenerateCall:
             ready = {"pending": prefilled.pending, "has_ids": prefilled.has_ids}
             run = DecodeRun(work, prepared.input_ids, pad, max_steps, **ready)
         # 11. Loop: first steps, the model's check while the device runs them, then the others.
-        loop = DeviceLoop(graphs, run, *records)
+        stream = None
+        if prepared.streamer is not None:
+            stream = TokenStream(prepared.streamer, state.ids, length, max_steps)
+        loop = DeviceLoop(graphs, run, *records, stream)
         loop.start()
         self.checked.confirm()
-        steps, note = loop.finish()
+        try:
+            steps, note = loop.finish()
+        except BaseException:
+            if stream is not None and stream.read and prepared.has_user_cache:
+                cache = prepared.model_kwargs["past_key_values"]
+                store_cache(state, cache, prefilled.slots + stream.read - 1, prefilled.cross_slots)
+            raise
         if is_repeatable and state.beams is None and not (config.do_sample or config.return_dict_in_generate):
             self.outcome = CallOutcome(self.early.is_unmasked, work.key, pad, steps)
         elif prefilled.was_early:
@@ -355,6 +363,8 @@ class GenerateCall:
             raise
         if proxy.prefilled.was_early:
             self.outcome = CallOutcome(self.early.is_unmasked)
+        if not prepared.returns_cache and isinstance(output, ModelOutput):
+            output = type(output)(**{**output, "past_key_values": None})
         return _Decoded(output, work, proxy.slots, proxy.prefilled.cross_slots, proxy.note)
 
     def _state(self, sizes: Sizes) -> DecodeState:

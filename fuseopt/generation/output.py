@@ -70,6 +70,6 @@ def output_of(
         sequences=sequences,
         scores=None if records.scores is None else tuple(records.scores),
         logits=None if records.logits is None else tuple(records.logits),
-        past_key_values=prepared.model_kwargs["past_key_values"],
+        past_key_values=prepared.model_kwargs["past_key_values"] if prepared.returns_cache else None,
         **of_beams,
     )

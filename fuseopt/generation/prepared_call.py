@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
@@ -23,6 +25,7 @@ class PreparedCall(NamedTuple):
         config: GenerationConfig.
         model_kwargs: of the model's forward, `past_key_values` among them.
         streamer: the caller's, which transformers does not pass to a `custom_generate`.
+        returns_cache: whether an output class contains the cache.
     """
 
     input_ids: Tensor
@@ -31,6 +34,7 @@ class PreparedCall(NamedTuple):
     config: Any
     model_kwargs: dict[str, Any]
     streamer: Any
+    returns_cache: bool = True
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -63,6 +67,17 @@ class PreparedCall(NamedTuple):
         repeated = max(beams, self.config.num_return_sequences or 1)
         cache = self.model_kwargs["past_key_values"].cross_attention_cache
         return Sizes(rows, capacity, encoded[0].shape[1], 1 if cache.get_seq_length() else repeated, beams)
+
+    def cached(self) -> PreparedCall:
+        """The call itself, or for `use_cache=False` the call with a cache, whose tokens are the same."""
+        if self.config.use_cache:
+            return self
+        config = copy.copy(self.config)
+        config.use_cache = True
+        encodes = self.model_kwargs.get("encoder_outputs") is not None
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if encodes else DynamicCache()
+        model_kwargs = {**self.model_kwargs, "use_cache": True, "past_key_values": cache}
+        return self._replace(config=config, model_kwargs=model_kwargs, returns_cache=False)
 
     def run_encoder(self, model: Any, ids: Tensor, mask: Tensor | None) -> None:
         """Replaces `encoder_outputs` by what the model's encoder makes of prompts [items, length] now."""

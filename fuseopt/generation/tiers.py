@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.generation import utils
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from fuseopt.generation.engine.state import Sizes
@@ -81,9 +82,12 @@ _PREPARATIONS = (
     "_prepare_encoder_decoder_kwargs_for_generation",
     "_maybe_prepare_encoder_kwargs_for_generation",
 )
+# Names of `cache_implementation` for the cache that transformers makes without one.
+_PLAIN_CACHES = (None, "dynamic")
 _NOT_EARLY = ("prefill_chunk_size", "token_healing")
 _COPIES = ("num_beams", "num_return_sequences")
-_KNOWN_EARLY = frozenset(("input_ids", "attention_mask", "stop_strings", "tokenizer"))
+# A Seq2SeqTrainer passes labels, which transformers drops before the forward.
+_KNOWN_EARLY = frozenset(("input_ids", "attention_mask", "labels", "logits_to_keep", "stop_strings", "tokenizer"))
 _KNOWN_TO_ENCODE = _KNOWN_EARLY | {"past_key_values"}
 _ATTENTIONS = ("eager", "sdpa")
 _MODEL_KWARGS = frozenset(
@@ -92,6 +96,7 @@ _MODEL_KWARGS = frozenset(
         "decoder_attention_mask",
         "encoder_outputs",
         "inputs_embeds",
+        "labels",
         "logits_to_keep",
         "past_key_values",
         "position_ids",
@@ -121,18 +126,14 @@ def argument_reasons(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator
         yield "the model overrides preparation methods, which may need the tokenizer of stop_strings"
     if arguments.get("synced_gpus"):
         yield "synced_gpus synchronises several processes"
-    if setting("cache_implementation") is not None:
+    if setting("cache_implementation") not in _PLAIN_CACHES:
         yield "cache_implementation selects a class of caches"
     if torch.compiler.is_compiling():
         yield "torch.compile is tracing the call"
     if _has_modes():
         yield "a torch dispatch or function mode is active and has to see every operation"
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
-        yield "torch.distributed runs several processes"
+    if _is_sharded(model, arguments.get("synced_gpus")):
+        yield "FSDP or DeepSpeed ZeRO-3 shards the model over several processes"
 
 
 def model_reasons(model: nn.Module, step_class: type[DecodeStep]) -> Iterator[str]:
@@ -201,8 +202,10 @@ def call_reasons(
         yield "is_assistant is set"
     if config.num_beams is not None and config.num_beams < 1:
         yield f"num_beams is {config.num_beams}"
-    if not config.use_cache:
-        yield "use_cache is False"
+    if config.use_cache is False:
+        yield from _uncached_reasons(config, input_ids, model_kwargs)
+    elif not config.use_cache:
+        yield f"use_cache is {config.use_cache}"
     elif not _is_plain_cache(model_kwargs.get("past_key_values"), model_kwargs.get("encoder_outputs") is not None):
         kind = type(model_kwargs.get("past_key_values")).__name__
         yield f"the cache is a {kind}, not the one that transformers makes"
@@ -276,11 +279,9 @@ def mask_reasons(prepared: PreparedCall, *, encoder_mask_is_known: bool) -> Iter
 
 
 def device_loop_reasons(
-    config: Any, processors: Sequence[Any], device_processors: Sequence[Any], criteria: Sequence[Any], streamer: Any
+    config: Any, processors: Sequence[Any], device_processors: Sequence[Any], criteria: Sequence[Any]
 ) -> Iterator[str]:
     """Reasons for T1: what has to run on the host between steps."""
-    if streamer is not None:
-        yield "a streamer takes each token as it is generated"
     for processor, on_device in zip(processors, device_processors, strict=True):
         if on_device is None:
             yield f"{type(processor).__name__} runs on the host"
@@ -328,6 +329,31 @@ def _has_modes() -> bool:
     return not all(isinstance(mode, Observer) for mode in dispatch_modes) or any(
         type(mode) is not DeviceContext for mode in function_modes
     )
+
+
+def _is_sharded(model: nn.Module, synced_gpus: bool | None) -> bool:
+    """Whether processes share the model's weights, so that each has to run the forwards that the others run.
+
+    Upstream: `GenerationMixin._extract_generation_mode_kwargs`, where this is the default of `synced_gpus`.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    # ZeRO-3 is a setting of the process; weights that it shards are found by the fingerprint too.
+    is_zero3 = synced_gpus is None and utils.is_deepspeed_zero3_enabled()
+    return torch.distributed.get_world_size() > 1 and (is_zero3 or utils.is_fsdp_managed_module(model))
+
+
+def _uncached_reasons(config: Any, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons for which a call with `use_cache=False` has other tokens than with a cache."""
+    if model_kwargs.get("past_key_values") is not None:
+        yield "use_cache is False, and a cache is passed"
+    if config.prefill_chunk_size is not None:
+        yield "use_cache is False, and prefill_chunk_size is set"
+    encodes = model_kwargs.get("encoder_outputs") is not None
+    for name in ("decoder_attention_mask",) if encodes else ("attention_mask", "position_ids"):
+        value = model_kwargs.get(name)
+        if value is not None and value.shape != input_ids.shape:
+            yield f"use_cache is False, and {name} does not have the shape of the prompt"
 
 
 def _is_plain_cache(cache: Any, encodes: bool = False) -> bool:

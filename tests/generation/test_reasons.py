@@ -223,7 +223,7 @@ CASES = {
     "a torch dispatch or function mode is active and has to see every operation": Call(
         around=lambda model, seen: Counts(seen), not_wrong=NO_LOCK
     ),
-    "torch.distributed runs several processes": Call(around=two_processes),
+    "FSDP or DeepSpeed ZeRO-3 shards the model over several processes": Call(around=two_processes),
     "{} asks for {}": Call(lambda model, seen: {"penalty_alpha": 0.5, "top_k": 4}),
     "{} is not exactly {}": Call(
         change=lambda model: setattr(model, "__class__", Mine),
@@ -248,7 +248,7 @@ CASES = {
         not_wrong="a few tokens with a cache of the caller's, whose copies cost more than the steps",
     ),
     "num_beams is {}": Call(lambda model, seen: {"num_beams": 0}),
-    "use_cache is False": Call(lambda model, seen: {"use_cache": False}),
+    "use_cache is {}": Call(lambda model, seen: {"use_cache": None}),
     "logits_to_keep is not an int": Call(lambda model, seen: {"logits_to_keep": None}),
     "no integer maximal length bounds the cache": Call(lambda model, seen: {"max_new_tokens": 2.0}),
     "input_ids are {}": Call(lambda model, seen: {"inputs": torch.full((2, 7), 3.5)}),
@@ -260,7 +260,6 @@ CASES = {
     "{} has {} rows, the prompt {}": Call(
         lambda model, seen: {"num_beams": 2, "decoder_attention_mask": torch.tensor([[1]])}, make=tiny.t5
     ),
-    "a streamer takes each token as it is generated": Call(lambda model, seen: {"streamer": Streamer(seen)}),
     "there are several stopping criteria besides the length": Call(ends(1, 0)),
     "there is no pad token": Call(ends(0), change=no_eos),
     "pad_token_id is not a single id": Call(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fuseopt
+from fuseopt.generation.engine import device_loop
 from fuseopt.generation.engine.graphs import MultiStepWork, StepGraphs
 from fuseopt.generation.tiers import Tier
 from tests import tiny
@@ -89,13 +90,19 @@ def test_calls_that_end_early(model, kwargs, together):
     assert together.call_count and len(lengths) > 1
 
 
-def test_scores_are_recorded_step_by_step(model, together):
+@pytest.mark.parametrize("limit", [2**20, 0])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"do_sample": True, "top_k": 9}, {"num_beams": 2}, {"eos_token_id": [VOCAB - 1]}]
+)
+def test_scores_of_each_step_are_recorded(model, kwargs, limit, together, monkeypatch):
+    """Several steps together keep them, up to a size."""
+    monkeypatch.setattr(device_loop, "_MAX_BYTES_OF_RECORDS", limit)
     fuseopt.initialize(model, GENERATION)
-    kwargs = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    for seed in range(3):
-        wanted, got = both(model, seed, **kwargs)
+    given = {"max_new_tokens": 22, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    for seed in range(4):
+        wanted, got = both(model, seed, **given | kwargs)
         assert_same(got, wanted)
-    assert not together.called
+    assert bool(together.called) == bool(limit)
 
 
 def test_the_report_says_why_they_run_one_by_one(model, monkeypatch):

@@ -80,7 +80,7 @@ def served(model):
 STOCK_CALLS = {
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions is set"),
     "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states is set"),
-    "no cache": ({"use_cache": False}, "use_cache is False"),
+    "a cache left open": ({"use_cache": None}, "use_cache is None"),
     "static cache by name": (
         {"cache_implementation": "static", "disable_compile": True},
         "cache_implementation selects",
@@ -278,16 +278,6 @@ def test_the_caller_s_shorter_length_counts():
     fuseopt.initialize(model, GENERATION)
     assert torch.equal(generate(model, stopping_criteria=criteria), stock)
     assert stock.shape[1] == 10 and served(model).tier is Tier.DEVICE_LOOP
-
-
-def test_a_streamer_is_given_each_token_in_time():
-    model = tiny.gpt2()
-    streamers = [Streamer(), Streamer()]
-    stock = generate(model, streamer=streamers[0])
-    fuseopt.initialize(model, GENERATION)
-    assert torch.equal(generate(model, streamer=streamers[1]), stock)
-    assert streamers[1].puts == streamers[0].puts and len(streamers[1].puts) == 7 and streamers[1].ended
-    assert served(model).tier is Tier.FAST_FORWARD and "streamer" in served(model).reason
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ REASONS = (
         "torch.compile tracing", "if torch.compiler.is_compiling():\n        yield", "if False:\n        yield"
     ),
     _without_reason("modes", "if _has_modes():\n        yield", "if False:\n        yield"),
-    _without_reason("several processes", "and torch.distributed.get_world_size() > 1", "and False"),
+    _without_reason("several processes", "torch.distributed.get_world_size() > 1 and", "False and"),
     _without_reason("model.compile()", "if model._compiled_call_impl is not None:", "if False:"),
     _without_reason("global hooks", "if nn.modules.module._has_any_global_hook():", "if False:"),
     _without_reason("is_assistant", "if config.is_assistant:", "if False:"),

@@ -77,15 +77,26 @@ class DecodeRun:
         """Whether no step is left to queue, as far as the host knows without waiting."""
         return self.queued == self.max_steps or (self.flags is not None and self.flags.is_over())
 
+    @property
+    def known_valid(self) -> int:
+        """How many of the queued steps count, as far as the host knows without waiting."""
+        if self.flags is None:
+            return self.queued
+        return max(self.flags.read, min(self.queued, 1))
+
     def count_valid(self) -> int:
         """How many of the queued steps count; waits for them.
 
         Steps queued after all rows had finished do not. The random numbers that they drew are given back.
         """
         valid = self.queued if self.flags is None else self.flags.count_valid()
+        self.rewind(valid)
+        return valid
+
+    def rewind(self, valid: int) -> None:
+        """Gives back the random numbers that queued steps after the first `valid` have drawn."""
         if self._random_state is not None and valid < self.queued:
             self._random_state.rewind(valid / self.queued)
-        return valid
 
 
 class _RandomState:
@@ -94,9 +105,11 @@ class _RandomState:
     def __init__(self, device: torch.device) -> None:
         self.generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else None
         self.offset = 0 if self.generator is None else self.generator.get_offset()
+        self.drawn: int | None = None
 
     def rewind(self, kept: float) -> None:
-        """Keeps this fraction of what was drawn since; every step draws the same amount."""
+        """Keeps this fraction of what was drawn up to the first call; every step draws the same amount."""
         if self.generator is not None:
-            drawn = self.generator.get_offset() - self.offset
-            self.generator.set_offset(self.offset + round(drawn * kept))
+            if self.drawn is None:
+                self.drawn = self.generator.get_offset() - self.offset
+            self.generator.set_offset(self.offset + round(self.drawn * kept))

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
+from fuseopt.generation.engine.late_copies import STEPS_PER_COPY
 from fuseopt.generation.engine.state import DecodeState
-from fuseopt.generation.engine.stop_flags import STEPS_PER_COPY
 from fuseopt.generation.families.step_interface import DecodeStep
 from fuseopt.generation.select.selection import Selection
 from fuseopt.runtime.cuda_graphs import Captures, State, Work, stream_on
@@ -57,6 +58,10 @@ class MultiStepWork(Work[DecodeState]):
     """`count` steps as one graph, in which each step's first kernel starts before the previous step has ended.
 
     References its step weakly, since the step holds it.
+
+    Attributes:
+        scores, logits: copies of the state's after each step, [rows, vocab] float32, if the selection keeps them. The
+            next run overwrites them.
     """
 
     step = weak_attribute("step")
@@ -64,11 +69,19 @@ class MultiStepWork(Work[DecodeState]):
     def __init__(self, step: StepWork) -> None:
         may_end = step.selection is not None and step.selection.may_end_early
         self.step, self.count = step, _STEPS_PER_GRAPH_WITH_EOS if may_end else _STEPS_PER_GRAPH
+        self.scores: list[Tensor] = []
+        self.logits: list[Tensor] = []
         super().__init__((step.key, self.count), step.state)
 
     def run(self) -> None:
+        state, selection = self.state, self.step.selection
+        self.scores, self.logits = [], []
         for _ in range(self.count):
             self.step.run()
+            if selection is not None and selection.keep_scores:
+                self.scores.append(state.scores.clone())
+            if selection is not None and selection.keep_logits:
+                self.logits.append(state.logits.clone())
 
 
 def _key(state: DecodeState, selection: Selection | None) -> Hashable:

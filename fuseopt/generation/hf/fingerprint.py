@@ -100,6 +100,8 @@ def fingerprint(
     for parameter in parameters:
         if type(parameter) is not nn.Parameter:
             return ModelFingerprint("the model has parameters of a tensor subclass, such as sharded or quantised ones")
+        if hasattr(parameter, "ds_id"):
+            return ModelFingerprint("the model has parameters that DeepSpeed ZeRO-3 shards")
         key.append((parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()))
     devices = {parameter.device for parameter in parameters}
     if len(devices) > 1:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fuseopt.generation.engine.stop_flags import _LAG, STEPS_PER_COPY, StopFlags
+from fuseopt.generation.engine.late_copies import LAG, STEPS_PER_COPY
+from fuseopt.generation.engine.stop_flags import StopFlags
 
 LENGTH = 5
 pytestmark = pytest.mark.usefixtures("each_device")
@@ -23,7 +24,7 @@ def test_steps_are_counted_up_to_the_first_that_left_no_row(steps, last):
             break
     counted = steps if last is None else min(steps, last + 1)
     assert flags.count_valid() == counted == flags.count_valid()
-    late = 0 if going.device.type == "cpu" else _LAG + STEPS_PER_COPY - 1
+    late = 0 if going.device.type == "cpu" else LAG + STEPS_PER_COPY - 1
     assert run <= min(steps, counted + late)
 
 
@@ -50,5 +51,5 @@ def test_the_host_asks_for_no_step_queued_last(monkeypatch):
         copies += [step] if step % STEPS_PER_COPY == 0 else []
         assert not flags.is_over()
         if len(waited) > before:
-            assert copies[len(waited) - 1] <= step - _LAG
+            assert copies[len(waited) - 1] <= step - LAG
     assert waited

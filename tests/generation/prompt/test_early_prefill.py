@@ -191,9 +191,8 @@ def test_they_come_before_anything_is_asked(model, noted, monkeypatch):
         ({"do_sample": True}, Tier.DEVICE_LOOP),
         ({"suppress_tokens": [3, 5]}, Tier.DEVICE_LOOP),
         ({"logits_processor": [Negated()]}, Tier.FAST_FORWARD),
-        ({"streamer": Listener}, Tier.FAST_FORWARD),
     ],
-    ids=["one token", "sampled", "ids to suppress", "a processor", "a streamer each"],
+    ids=["one token", "sampled", "ids to suppress", "a processor"],
 )
 def test_a_prompt_comes_before_anything_is_asked(kwargs, tier, model, noted, queued):
     """Though no step can be queued behind it, nor would be the same for a call of its own making.
