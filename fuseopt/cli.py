@@ -71,7 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--train", action="store_true", help="also loss and gradients; default: if the config acts in training"
     )
-    verify.add_argument("--generate", type=positive, metavar="TOKENS", help="also generate so many tokens")
+    verify.add_argument(
+        "--generate",
+        type=positive,
+        metavar="TOKENS",
+        help="also generate so many tokens; default: 16 if the config has generation, else none",
+    )
     verify.add_argument("--batch", type=positive, default=2, metavar="ROWS", help="default: 2")
     verify.add_argument("--length", type=positive, default=32, metavar="TOKENS", help="random ones; default: 32")
     verify.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
@@ -117,7 +122,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _verify(arguments: argparse.Namespace) -> int:
     from fuseopt.bench.harness.architectures import random_model, saved_model
-    from fuseopt.verify import acts_in_training
+    from fuseopt.verify import acts_in_training, with_options
 
     config, place = fuseopt.Config.load(arguments.config), (device(arguments.device), getattr(torch, arguments.dtype))
     model = saved_model(arguments.model, *place)
@@ -134,7 +139,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         labels=ids if arguments.train or acts_in_training(config) else None,
         generate=arguments.generate and {"max_new_tokens": arguments.generate},
     )
-    print(checked)
+    print(with_options(checked))
     return 0 if checked.ok else 1
 
 
@@ -153,7 +158,8 @@ def _env(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(found, indent=2))
         return
+    width = max(len(name) for entries in found.values() for name in entries) + 2
     for title, entries in found.items():
         print(title)
         for name, value in entries.items():
-            print(f"  {name:<14}{value}")
+            print(f"  {name:<{width}}{value}")
