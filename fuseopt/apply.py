@@ -125,9 +125,9 @@ def apply_plan(model: nn.Module, plan: Plan) -> Report:
                 f"{path}: building {replacement.target} failed: {error}; the model is unchanged"
             ) from error
         changes += [Change.at(site, target) for site in replacement.sites]
-    applied = Applied(Report(plan.title, plan.rows, plan.kept, plan.unmet, plan.config), tuple(changes))
-    put(model, applied)
-    return applied.report
+    report = Report(plan.title, plan.rows, plan.kept, plan.unmet, plan.config, summary=plan.summary)
+    put(model, Applied(report, tuple(changes)))
+    return report
 
 
 def applied_to(model: nn.Module) -> Applied | None:
@@ -135,10 +135,11 @@ def applied_to(model: nn.Module) -> Applied | None:
     return model.__dict__.get(RECORD)
 
 
-def put(model: nn.Module, wanted: Applied | None) -> None:
+def put(model: nn.Module, wanted: Applied | None, stacklevel: int = 3) -> None:
     """Applies the record `wanted`; None restores the stock model. Does nothing if that is the state already.
 
-    A site that other code has set in between is left unchanged, with a warning.
+    A site that other code has set in between is left unchanged, with a warning, whose `stacklevel` is that of
+    `warnings.warn`.
     """
     current = applied_to(model)
     if current is wanted:
@@ -152,7 +153,7 @@ def put(model: nn.Module, wanted: Applied | None) -> None:
         warnings.warn(
             f"fuseopt.restore: {printable(path)} is left as it is, a {kind}: it, its class or a method of it was set "
             "after fuseopt.initialize. To get the original back, set it yourself",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 

@@ -22,7 +22,7 @@ from fuseopt.modules import base
 from fuseopt.plan import Candidate, RaisedReason, Replacement, Skip
 from fuseopt.runtime.module_watch import config_of
 from fuseopt.strategies.context import ProposalContext
-from fuseopt.strategies.propose import FORWARD_REPLACED, forward_name, forward_sites, propose_rule
+from fuseopt.strategies.propose import forward_name, forward_sites, propose_rule
 
 ClassT = TypeVar("ClassT", bound=type)
 FunctionT = TypeVar("FunctionT", bound=Callable)
@@ -202,7 +202,7 @@ def _propose_function(
     if model_types is not None and model_type not in model_types:
         return
     exchange, by_class = Exchange(function, replacement), dict[type, "str | None"]()
-    for candidate in (Candidate(context.index.model, ()), *context.index.candidates):
+    for candidate in (context.index.root, *context.index.candidates):
         module, cls = candidate.module, type(candidate.module)
         if cls not in by_class:
             by_class[cls] = _how_called(cls, exchange)
@@ -212,9 +212,7 @@ def _propose_function(
             how = f"it is the module's attribute {held}; set that to {replacement.__name__}"
         if how is None:
             continue
-        reason = how or _refusal(replacement.__name__, when, module)
-        if not reason and "forward" in module.__dict__:
-            reason = FORWARD_REPLACED
+        reason = how or _refusal(replacement.__name__, when, module) or "; ".join(candidate.forward_blocked_reasons())
         sites, source = forward_sites(candidate), forward_name(candidate)
         if reason:
             yield context.skip(sites, source, replacement.__name__, reason)

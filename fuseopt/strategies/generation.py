@@ -25,6 +25,7 @@ class GenerationStrategy:
     """Sets `generate` on the model instance."""
 
     name = "generation"
+    block = "generation"
 
     def requested(self, config: Config) -> tuple[str, ...]:
         return (_REQUEST,) if config.generation and config.generation.enable else ()
