@@ -183,7 +183,7 @@ def test_a_config_with_generation_generates_by_default(ids, monkeypatch):
 
 
 def test_modules_that_a_block_forward_computes_are_named(ids):
-    found = fuseopt.verify(tiny.gpt2(), "inference", {"input_ids": ids})
+    found = fuseopt.verify(tiny.gpt2(), "inference", {"input_ids": ids}, generate=False)
     assert (
         "FusedLayerNorm x 2, such as transformer.h.0.ln_2: not called: GPT2InferenceForward, the forward of the block "
         "around it, computes it"
@@ -362,9 +362,13 @@ def test_on_the_command_line(capsys, tmp_path, monkeypatch):
     assert cli.main(["verify", "gpt2-tiny", "--device", "cpu", "--config", "training.json"]) == 2
 
 
-def test_hints_on_the_command_line_are_options(capsys):
-    assert cli.main(["verify", "gpt2-tiny", "--device", "cpu", "--length", "5"]) == 0
+def test_hints_on_the_command_line_are_options(capsys, tmp_path):
+    config = tmp_path / "ngram.json"
+    ngram = {"custom_cuda_kernels": ["FusedNoRepeatNGram"], "backend": "reference", "jit": False}
+    config.write_text(json.dumps({"kernel_fusion": ngram}))
+    assert cli.main(["verify", "gpt2-tiny", "--device", "cpu", "--length", "5", "--config", str(config)]) == 0
     out = capsys.readouterr().out
+    assert "verify: ok, 1 object replaced; nothing that was replaced ran" in out
     assert "_get_logits_processor: not called; pass --generate 16 to compare tokens" in out
     assert "{" not in out and "..." not in out
 
