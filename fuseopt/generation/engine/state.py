@@ -18,7 +18,7 @@ _LARGEST_POWER = 1024
 _SMALLEST_CAPACITY = 128
 # Limits of captured prompts. More tokens keep a GPU busy for longer than the host takes to launch their kernels.
 _MOST_PROMPT_TOKENS = tuned("prompt_graph_max_tokens")
-# TUNED: measurement not recorded; `fuseopt bench generate --prompt` measures it again.
+# TUNED: measurement not recorded; `fuseopt bench generate --prompt 1024` measures it again.
 _LONGEST_PROMPT = 1024
 
 _PROMPT_CLASS = 64
