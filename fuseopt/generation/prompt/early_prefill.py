@@ -25,7 +25,7 @@ from fuseopt.runtime.references import weak_attribute
 # A prompt whose final cache size is unknown gets a state of its own, up to this many bytes of keys and values.
 _MAX_PROMPT_BYTES = 64 * 2**20
 # Steps queued speculatively after a prompt: about what a GPU runs while a slow host prepares a call. 0: none.
-# TUNED: measurement not recorded.
+# TUNED: measurement not recorded; `fuseopt bench generate` measures it again.
 _MAX_QUEUED_STEPS = 12
 
 
