@@ -359,8 +359,8 @@ def _products(input: Tensor, layer: Linear) -> Tensor:
 
 
 def has_kernel(op: str, like: Tensor) -> bool:
-    """Whether a decode op has a CUDA kernel for the device and dtype of `like`. The references are slow."""
-    return like.is_cuda and registry.pick(op, "auto", like.device, (like.dtype,)) == "cuda"
+    """Whether a decode op has a native kernel for the device and dtype of `like`. The references are slow."""
+    return registry.pick(op, "auto", like.device, (like.dtype,)) != "reference"
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:

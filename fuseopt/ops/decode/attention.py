@@ -317,6 +317,6 @@ registry.register(
         function=decode_attention,
         reference=decode_attention_reference,
         sample_inputs=sample_inputs,
-        backends=(registry.CUDA, registry.REFERENCE),
+        backends=(registry.CUDA, registry.CPU, registry.REFERENCE),
     )
 )

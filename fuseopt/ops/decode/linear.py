@@ -307,6 +307,6 @@ registry.register(
         function=decode_linear,
         reference=decode_linear_reference,
         sample_inputs=sample_inputs,
-        backends=(registry.CUDA, registry.REFERENCE),
+        backends=(registry.CUDA, registry.CPU, registry.REFERENCE),
     )
 )
