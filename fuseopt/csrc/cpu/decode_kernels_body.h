@@ -107,34 +107,39 @@ void dot_lines_of(const Products& p) {
   }
 }
 
-// Adds kLines lines, times their elements of the input, to each row of the output. More lines at once are more streams
-// from memory, and fewer passes over the output, which is in the L1 or L2 cache.
+// Adds kLines lines, times their elements of the input, to kRows rows of the output, from column `column` on. More lines
+// at once are more streams from memory, and fewer passes over the output, which is in the L1 or L2 cache.
+template <int kLines, int kRows, typename T, typename Math = MathOf<T>>
+inline void add_to_rows(const Products& p, int64_t first, int64_t row, int64_t column, int64_t count) {
+  constexpr int64_t kStep = kLanes<Math>;
+  const T* weight = static_cast<const T*>(p.weight) + first * p.line_stride + column;
+  const Math* input = static_cast<const Math*>(p.input) + row * p.input_stride + first;
+  Math* output = static_cast<Math*>(p.output) + row * p.output_stride + column;
+  Vector<Math> sums[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    const Math* target = output + r * p.output_stride;
+    sums[r] = count == kStep ? load(target) : load(target, count);
+  }
+  for (int line = 0; line < kLines; ++line) {
+    const T* data = weight + line * p.line_stride;
+    const Vector<Math> weights = count == kStep ? load(data) : load(data, count);
+    for (int r = 0; r < kRows; ++r) sums[r] += weights * input[r * p.input_stride + line];
+  }
+  for (int r = 0; r < kRows; ++r) std::memcpy(output + r * p.output_stride, &sums[r], count * sizeof(Math));
+}
+
 template <int kLines, typename T, typename Math = MathOf<T>>
 inline void add_some_lines(const Products& p, int64_t first) {
   constexpr int64_t kStep = kLanes<Math>;
-  const T* weight = static_cast<const T*>(p.weight) + first * p.line_stride;
-  const Math* input = static_cast<const Math*>(p.input) + first;
-  Math* output = static_cast<Math*>(p.output);
-  const auto add = [&](Math* sums, const Math* factors, int64_t column, auto load_weights) {
-    Vector<Math> sum = load(sums);
-    for (int line = 0; line < kLines; ++line) sum += load_weights(weight + line * p.line_stride + column) * factors[line];
-    store(sums, sum);
+  const auto add_columns = [&](int64_t column, int64_t count) {
+    int64_t row = 0;
+    for (; row + 4 <= p.rows; row += 4) add_to_rows<kLines, 4, T>(p, first, row, column, count);
+    for (; row + 2 <= p.rows; row += 2) add_to_rows<kLines, 2, T>(p, first, row, column, count);
+    for (; row < p.rows; ++row) add_to_rows<kLines, 1, T>(p, first, row, column, count);
   };
   int64_t column = 0;
-  for (; column + kStep <= p.length; column += kStep) {
-    for (int64_t row = 0; row < p.rows; ++row) {
-      add(output + row * p.output_stride + column, input + row * p.input_stride, column,
-          [](const T* data) { return load(data); });
-    }
-  }
-  const int64_t left = p.length - column;
-  for (int64_t row = 0; left > 0 && row < p.rows; ++row) {
-    Math sums[kStep] = {};
-    Math* last = output + row * p.output_stride + column;
-    std::memcpy(sums, last, left * sizeof(Math));
-    add(sums, input + row * p.input_stride, column, [=](const T* data) { return load(data, left); });
-    std::memcpy(last, sums, left * sizeof(Math));
-  }
+  for (; column + kStep <= p.length; column += kStep) add_columns(column, kStep);
+  if (column < p.length) add_columns(column, p.length - column);
 }
 
 template <typename T, typename Math = MathOf<T>>
