@@ -32,7 +32,8 @@ inputs = tokenizer(prompts, padding=True, return_tensors="pt").to(device)
 # %% [markdown]
 # ## 2. Plan
 #
-# The plan lists what would be replaced (`->`) and what would not (`-/->`), each with the reason. It changes nothing.
+# The plan lists what would be replaced, and changes nothing. With `verbose=True` it also lists what would not be
+# (`-/->`), and the reason of each.
 
 # %%
 config = {

@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -22,6 +23,7 @@ from fuseopt.config import Config
 from fuseopt.errors import NotAModelError, printable
 from fuseopt.plan import Plan, build_plan
 from fuseopt.report import Report
+from fuseopt.runtime import announcements
 from fuseopt.strategies import STRATEGIES
 from fuseopt.verify import Verification, verify
 
@@ -87,6 +89,7 @@ def __getattr__(name: str) -> Any:
 
 
 moved_modules.install()
+announcements.install()
 
 
 def initialize(model: ModelT, config: ConfigSource = None, *, strict: bool = False) -> ModelT:
@@ -94,12 +97,12 @@ def initialize(model: ModelT, config: ConfigSource = None, *, strict: bool = Fal
 
     The model keeps its class, Parameters, state_dict keys, config, hooks and `generate()` arguments. Called again with
     an equal config it changes nothing; with another one it restores the model first. Native libraries that the plan
-    needs are built here, once per machine, and never later.
+    needs are built here, once per machine, and never later. The logger "fuseopt" says in a line what was done.
 
     Args:
         model: any nn.Module; transformers models gain the most. On any device.
-        config: a dict, the path of a JSON file, a preset ("inference", "training", "reference"), a Config, or None for
-            the preset "inference".
+        config: a dict, JSON text or the path of a JSON file, a preset ("inference", "training", "reference"), a Config,
+            or None for the preset "inference".
         strict: raise if something the config names cannot be done, instead of warning and reporting it. A training step
             is compiled when it is first called; if that fails, the call raises CompileError.
 
@@ -109,6 +112,14 @@ def initialize(model: ModelT, config: ConfigSource = None, *, strict: bool = Fal
         PlanError: under `strict`, something asked for by name cannot be done.
         ApplyError: a replacement failed. After any of these the model is as it was.
     """
+    done = _initialize(model, config, strict)
+    if done is not None and done.replacements:
+        announcements.announce(f"{done.summary}; fuseopt.report(model) says more")
+    return model
+
+
+def _initialize(model: nn.Module, config: ConfigSource, strict: bool) -> Plan | None:
+    """`initialize` without its line; returns the plan that was applied, None if the model was fused like that."""
     wanted = Config.load(config)
     _check_model(model)
     with apply.lock(model):
@@ -117,9 +128,9 @@ def initialize(model: ModelT, config: ConfigSource = None, *, strict: bool = Fal
             if strict:
                 plan(model, wanted).check_strict()
             apply.be_strict(model, strict)
-            return model
+            return None
         try:
-            apply.put(model, None)
+            apply.put(model, None, stacklevel=4)
             decided = _plan_with_libraries(model, wanted)
             if strict:
                 decided.check_strict()
@@ -129,13 +140,14 @@ def initialize(model: ModelT, config: ConfigSource = None, *, strict: bool = Fal
         except BaseException:
             apply.put(model, before)
             raise
-    return model
+    return decided
 
 
-def plan(model: nn.Module, config: ConfigSource = None) -> Plan:
+def plan(model: nn.Module, config: ConfigSource = None, *, verbose: bool = False) -> Plan:
     """What `initialize(model, config)` would do, without doing it; works on the meta device too.
 
-    A model that is fused already is planned as it was before.
+    A model that is fused already is planned as it was before. If `verbose`, the plan prints every candidate and every
+    reason.
 
     Raises:
         NotAModelError, ConfigError: as `initialize`.
@@ -143,18 +155,18 @@ def plan(model: nn.Module, config: ConfigSource = None) -> Plan:
     wanted = Config.load(config)
     _check_model(model)
     with apply.lock(model):
-        return build_plan(apply.stock_view(model), wanted, STRATEGIES)
+        return replace(build_plan(apply.stock_view(model), wanted, STRATEGIES), verbose=verbose)
 
 
-def report(model: nn.Module) -> Report:
-    """What was done to `model`; an empty Report when nothing was.
+def report(model: nn.Module, *, verbose: bool = False) -> Report:
+    """What was done to `model`; an empty Report when nothing was. If `verbose`, it prints every reason.
 
     Raises:
         NotAModelError: `model` is no nn.Module.
     """
     _check_model(model)
     applied = apply.applied_to(model)
-    return Report(type(model).__name__) if applied is None else applied.report_now(model)
+    return replace(Report(type(model).__name__) if applied is None else applied.report_now(model), verbose=verbose)
 
 
 def restore(model: ModelT) -> ModelT:
@@ -178,7 +190,8 @@ def fused(model: ModelT, config: ConfigSource = None, *, strict: bool = False) -
     """
     _check_model(model)
     with apply.as_found_after(model):
-        yield initialize(model, config, strict=strict)
+        _initialize(model, config, strict)
+        yield model
 
 
 def _plan_with_libraries(model: nn.Module, config: Config) -> Plan:
@@ -200,4 +213,4 @@ def _check_model(model: object) -> None:
 
 def _warn_unmet(decided: Plan) -> None:
     for message in decided.unmet:
-        warnings.warn(f"fuseopt: {printable(message)}", stacklevel=3)
+        warnings.warn(f"fuseopt: {printable(message)}", stacklevel=4)

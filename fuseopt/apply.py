@@ -22,13 +22,12 @@ import torch
 from torch import nn
 
 from fuseopt.errors import ApplyError, BackendError, printable
-from fuseopt.modules.base import FusedModule
+from fuseopt.modules.base import RECORD, FusedModule
 from fuseopt.ops import registry
 from fuseopt.plan import Plan, Site
-from fuseopt.report import LateStrict, Report, Reporting
+from fuseopt.report import Decoding, LateStrict, Report, Reporting
 from fuseopt.runtime.references import Reference
 
-_STATE = "_fuseopt"
 _locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 Step = functools.partial[Any]
@@ -97,7 +96,12 @@ class Applied:
         """The report, with a line for each backend that now differs from the plan, and the replacements' own lines."""
         lines = (c.after.report_lines() for c in self.changes if isinstance(c.after, Reporting))
         said = (line for found in lines for line in found)
-        return replace(self.report, since=(*_changed_backends(self.report, model), *said))
+        calls = (c.after.call_records() for c in self.changes if isinstance(c.after, Decoding))
+        return replace(
+            self.report,
+            since=(*_changed_backends(self.report, model), *said),
+            generate_calls=tuple(call for found in calls for call in found),
+        )
 
 
 def lock(model: nn.Module) -> AbstractContextManager[Any]:
@@ -121,20 +125,21 @@ def apply_plan(model: nn.Module, plan: Plan) -> Report:
                 f"{path}: building {replacement.target} failed: {error}; the model is unchanged"
             ) from error
         changes += [Change.at(site, target) for site in replacement.sites]
-    applied = Applied(Report(plan.title, plan.rows, plan.kept, plan.unmet, plan.config), tuple(changes))
-    put(model, applied)
-    return applied.report
+    report = Report(plan.title, plan.rows, plan.kept, plan.unmet, plan.config, summary=plan.summary)
+    put(model, Applied(report, tuple(changes)))
+    return report
 
 
 def applied_to(model: nn.Module) -> Applied | None:
     """The record of what is applied to `model`; None for a stock model."""
-    return model.__dict__.get(_STATE)
+    return model.__dict__.get(RECORD)
 
 
-def put(model: nn.Module, wanted: Applied | None) -> None:
+def put(model: nn.Module, wanted: Applied | None, stacklevel: int = 3) -> None:
     """Applies the record `wanted`; None restores the stock model. Does nothing if that is the state already.
 
-    A site that other code has set in between is left unchanged, with a warning.
+    A site that other code has set in between is left unchanged, with a warning, whose `stacklevel` is that of
+    `warnings.warn`.
     """
     current = applied_to(model)
     if current is wanted:
@@ -148,7 +153,7 @@ def put(model: nn.Module, wanted: Applied | None) -> None:
         warnings.warn(
             f"fuseopt.restore: {printable(path)} is left as it is, a {kind}: it, its class or a method of it was set "
             "after fuseopt.initialize. To get the original back, set it yourself",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 
@@ -228,7 +233,7 @@ def stock_view(model: nn.Module) -> nn.Module:
         attributes = {**shared.get(identity, module.__dict__), **stock.get(identity, {})}
         children = _children(module, stock)
         attributes["_modules"] = {name: child and views.get(id(child), child) for name, child in children.items()}
-        hidden = {_STATE, *children}
+        hidden = {RECORD, *children}
         view.__dict__.update((n, value) for n, value in attributes.items() if n not in hidden and value is not Absent)
     return views.get(id(model), model)
 
@@ -271,7 +276,7 @@ def _switch(model: nn.Module, record: Applied | None, moves: Iterable[tuple[Chan
             steps += change.steps(old, new)
         elif change.owner is not None:
             left.append(change)
-    steps.append(_step(model.__dict__, _STATE, Absent if record is None else record))
+    steps.append(_step(model.__dict__, RECORD, Absent if record is None else record))
     run_at_once(steps)
     return left
 

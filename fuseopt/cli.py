@@ -1,4 +1,4 @@
-"""The command line: `fuseopt demo | bench | plan | verify | check | env`, also as `python -m fuseopt`."""
+"""The command line: `fuseopt demo | bench | plan | verify | check | init-config | env`, also as `python -m fuseopt`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ import torch
 import fuseopt
 from fuseopt.bench.commands import add_benchmarks, device, new_file, positive
 from fuseopt.errors import FuseoptError
+from fuseopt.kernel_table import PRESETS
+
+CONFIG_HELP = 'a preset, a JSON file, or JSON text such as \'{"generation": {"enable": true}}\'; default: inference'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,17 +60,18 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "model", metavar="MODEL", help="a folder with a config.json, a model id, or a name: gpt2-xl, t5-base"
     )
-    plan.add_argument("--config", default="inference", metavar="FILE_OR_PRESET", help="default: inference")
+    plan.add_argument("--config", default="inference", metavar="CONFIG", help=CONFIG_HELP)
     plan.add_argument(
         "--device", choices=("cpu", "cuda", "meta"), help="device to plan for; default: cuda if there is one"
     )
+    plan.add_argument("-v", "--verbose", action="store_true", help="also what is not replaced, and all reasons")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--strict", action="store_true", help="fail if something that the config names cannot be done")
     plan.set_defaults(run=_plan)
 
     verify = commands.add_parser("verify", help="compare a model, fused and stock, with a float64 reference")
     verify.add_argument("model", metavar="MODEL", help="as for plan; one that has no weights gets random ones")
-    verify.add_argument("--config", default="inference", metavar="FILE_OR_PRESET", help="default: inference")
+    verify.add_argument("--config", default="inference", metavar="CONFIG", help=CONFIG_HELP)
     verify.add_argument(
         "--train", action="store_true", help="also loss and gradients; default: if the config acts in training"
     )
@@ -82,6 +86,10 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("file", type=Path, metavar="FILE")
     check.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     check.set_defaults(run=_check)
+
+    init = commands.add_parser("init-config", help="print a complete config as JSON, to be edited")
+    init.add_argument("preset", nargs="?", default="inference", choices=PRESETS, help="default: inference")
+    init.set_defaults(run=_init_config)
 
     env = commands.add_parser("env", help="show versions, hardware, compilers and the state of the native libraries")
     env.add_argument("--json", action="store_true", help="print JSON")
@@ -109,7 +117,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     from fuseopt.bench.harness.architectures import load_config, weightless
 
     config = fuseopt.Config.load(arguments.config)
-    decided = fuseopt.plan(weightless(load_config(arguments.model), device(arguments.device)), config)
+    model = weightless(load_config(arguments.model), device(arguments.device))
+    decided = fuseopt.plan(model, config, verbose=arguments.verbose)
     print(decided.to_json() if arguments.json else decided)
     if arguments.strict:
         decided.check_strict()
@@ -139,11 +148,15 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from fuseopt.extend.checking import check_file
+    from fuseopt.extend.check_file import check_file
 
     reports = check_file(arguments.file, device(arguments.device))
     print("\n\n".join(map(str, reports)))
     return 0 if all(report.ok for report in reports) else 1
+
+
+def _init_config(arguments: argparse.Namespace) -> None:
+    print(fuseopt.Config.load(arguments.preset).to_json())
 
 
 def _env(arguments: argparse.Namespace) -> None:

@@ -1,11 +1,13 @@
 """Config: what the user asked for, validated key by key before fuseopt reads any model.
 
-A config is given as a dict, the path of a JSON file, the name of a preset, or a `Config`. OSLO's `kernel_fusion` block
-(https://github.com/EleutherAI/oslo) is valid without changes. `kernel_table` has the kernels and the presets.
+A config is given as a dict, JSON text, the path of a JSON file, the name of a preset, or a `Config`. OSLO's
+`kernel_fusion` block (https://github.com/EleutherAI/oslo) is valid without changes. `kernel_table` has the kernels and
+the presets.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,8 +17,9 @@ from typing import Any
 from fuseopt.config_checks import boolean, check_keys, choice, count, fraction, nearest, typed
 from fuseopt.config_file import read_json
 from fuseopt.errors import ConfigError, shown
-from fuseopt.kernel_table import CUSTOM, TRITON, kernels, listed, preset_block
+from fuseopt.kernel_table import CUSTOM, TRITON, kernels, listed, preset_config
 from fuseopt.kernel_table import PRESETS as PRESET_NAMES
+from fuseopt.module_paths import EVERYTHING, ModulePaths, module_paths
 
 JIT_BACKENDS = ("torchscript", "inductor")
 MEMORY_BACKENDS = ("inductor", "aot_eager")
@@ -67,7 +70,7 @@ class KernelRequest:
 
 @dataclass(frozen=True)
 class KernelFusion:
-    """The `kernel_fusion` block with its defaults."""
+    """The `kernel_fusion` block with its defaults; `only` and `exclude` are as in `ModulePaths`."""
 
     enable: bool = True
     jit: JitOptions | None = None
@@ -75,6 +78,13 @@ class KernelFusion:
     custom_cuda_kernels: tuple[KernelRequest, ...] = ()
     triton_kernels: tuple[KernelRequest, ...] = ()
     backend: str = AUTO
+    only: tuple[str, ...] = EVERYTHING
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def paths(self) -> ModulePaths:
+        """The modules that may be replaced."""
+        return ModulePaths(self.only, self.exclude)
 
 
 @dataclass(frozen=True)
@@ -101,8 +111,8 @@ class Config:
     Attributes:
         kernel_fusion: what to fuse and how.
         generation: the decode loop behind `generate()`, or None for none.
-        preset: the preset it came from, or None. `initialize` warns of kernels that match nothing in the model only if
-            there is no preset.
+        preset: the preset it extends, or None. `initialize` warns of a kernel that matches nothing in the model only if
+            the preset does not ask for it too.
     """
 
     kernel_fusion: KernelFusion = field(default_factory=KernelFusion)
@@ -126,7 +136,7 @@ class Config:
         if isinstance(source, Config):
             return source
         if isinstance(source, str) and source in PRESET_NAMES:
-            return cls(_kernel_fusion(preset_block(source)), preset=source)
+            return _top_level({"preset": source})
         if isinstance(source, (str, os.PathLike)):
             return cls.load(read_json(source))
         if not isinstance(source, Mapping):
@@ -137,12 +147,12 @@ class Config:
         return _top_level(source)
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as plain JSON types. `Config.load` of the result is equal except for `preset`."""
+        """The complete config as plain JSON types. `Config.load` of the result is equal."""
         fusion = self.kernel_fusion
         memory = fusion.memory_efficient_fusion
-        generation = {} if self.generation is None else {"generation": asdict(self.generation)}
         return {
-            **generation,
+            **({} if self.preset is None else {"preset": self.preset}),
+            **({} if self.generation is None else {"generation": asdict(self.generation)}),
             "kernel_fusion": {
                 "enable": fusion.enable,
                 "jit": {"backend": fusion.jit.backend} if fusion.jit else False,
@@ -150,8 +160,14 @@ class Config:
                 "custom_cuda_kernels": [request.to_dict() for request in fusion.custom_cuda_kernels],
                 "triton_kernels": [request.to_dict() for request in fusion.triton_kernels],
                 "backend": fusion.backend,
+                "only": list(fusion.only),
+                "exclude": list(fusion.exclude),
             },
         }
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON text, which `Config.load` reads."""
+        return json.dumps(self.to_dict(), indent=2)
 
 
 def _top_level(source: Mapping[str, Any]) -> Config:
@@ -160,16 +176,30 @@ def _top_level(source: Mapping[str, Any]) -> Config:
             "config: the dict is empty, so nothing would be done; give e.g. "
             "{'kernel_fusion': {'enable': True}}, or no config for the preset 'inference'"
         )
-    check_keys("", source, ("kernel_fusion", "generation"))
-    for key, block in source.items():
+    check_keys("", source, ("preset", "kernel_fusion", "generation"))
+    written = {key: block for key, block in source.items() if key != "preset"}
+    for key, block in written.items():
         if not isinstance(block, Mapping):
             raise ConfigError(f"{key}: expected a dict, got {type(block).__name__}; e.g. {{'enable': True}}")
         if not block:
             raise ConfigError(f"{key}: the block is empty, so nothing would be done; e.g. {{'enable': True}}")
+    preset = choice("preset", source["preset"], tuple(PRESET_NAMES)) if "preset" in source else None
+    blocks = written if preset is None else _merged(preset_config(preset), written)
     return Config(
-        kernel_fusion=_kernel_fusion(source["kernel_fusion"]) if "kernel_fusion" in source else KernelFusion(),
-        generation=_generation(source["generation"]) if "generation" in source else None,
+        kernel_fusion=_kernel_fusion(blocks["kernel_fusion"]) if "kernel_fusion" in blocks else KernelFusion(),
+        generation=_generation(blocks["generation"]) if "generation" in blocks else None,
+        preset=preset,
     )
+
+
+def _merged(preset: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """The preset's settings with those written beside it: dicts by key; lists and other values are replaced."""
+    both = {
+        key: _merged(preset[key], value)
+        for key, value in written.items()
+        if isinstance(value, Mapping) and isinstance(preset.get(key), Mapping)
+    }
+    return {**preset, **written, **both}
 
 
 def _generation(block: Mapping[str, Any]) -> GenerationOptions:
@@ -192,6 +222,7 @@ def _kernel_fusion(block: Mapping[str, Any]) -> KernelFusion:
     else:
         # As in OSLO, `enable: True` alone means JIT fusion. Compiled training steps include these regions.
         jit = None if memory_efficient else JitOptions(implied=bool(custom or triton))
+    paths = module_paths(block)
     return KernelFusion(
         enable=boolean("kernel_fusion.enable", block.get("enable", True)),
         jit=jit,
@@ -199,6 +230,8 @@ def _kernel_fusion(block: Mapping[str, Any]) -> KernelFusion:
         custom_cuda_kernels=custom,
         triton_kernels=triton,
         backend=choice("kernel_fusion.backend", block.get("backend", AUTO), KERNEL_BACKENDS),
+        only=paths.only,
+        exclude=paths.exclude,
     )
 
 
@@ -271,7 +304,7 @@ def _kernel(where: str, entry: Any, key: str) -> KernelRequest:
 def __getattr__(name: str) -> Any:
     """Tables that stood here in earlier versions."""
     if name == "PRESETS":
-        table: dict[str, Any] = {preset: {"kernel_fusion": preset_block(preset)} for preset in PRESET_NAMES}
+        table: dict[str, Any] = {preset: preset_config(preset) for preset in PRESET_NAMES}
     elif name in ("CUSTOM_KERNELS", "TRITON_KERNELS"):
         key = CUSTOM if name == "CUSTOM_KERNELS" else TRITON
         table = {kernel.name: tuple(kernel.lists[key]) for kernel in listed(key).values()}

@@ -18,6 +18,9 @@ _NOT_BUILT = {
     "or call torch.compile(model) yourself after initialize",
 }
 _ELSEWHERE = {
+    **dict.fromkeys(
+        ("only", "exclude"), "module paths belong into the block of modules, as in {'kernel_fusion': {'only': [...]}}"
+    ),
     "model_parallelism": "fuseopt leaves parallelism to transformers: load with from_pretrained(..., tp_plan='auto') "
     "or device_map='auto'",
     "activation_checkpointing": "fuseopt leaves checkpointing to transformers: call "

@@ -1,4 +1,7 @@
-"""Reading a config from a JSON file, which may come from anyone: whatever is wrong with it, the message is short."""
+"""Reading a config from JSON text or a JSON file.
+
+It may come from anyone: whatever is wrong with it, the message is short.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,24 @@ _MOST_DIGITS = 20
 
 
 def read_json(source: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The JSON object in the file `source`.
+    """The JSON object in the file `source`, or in the text `source`, which then starts with a bracket.
 
     Raises:
         ConfigError: the file is missing, cannot be read, or is not JSON; or it has a key twice in one object or a
             number of more than 20 digits.
     """
-    if not os.path.isfile(source):
-        if str(source).lstrip().startswith(("{", "[")):
-            raise ConfigError("config: this is JSON text; give the dict, json.loads(text), or the path of a file")
+    is_file = os.path.isfile(source)
+    text = source if isinstance(source, str) and source.lstrip().startswith(("{", "[")) else None
+    if not is_file and text is None:
         raise ConfigError(
             f"config: {shown(source)} is neither a file nor a preset; {nearest(str(source), PRESETS)}presets are "
             f"{', '.join(PRESETS)}"
         )
-    path = shown_name(source)
+    path = shown_name(source) if is_file else "config"
     try:
-        with open(source, encoding="utf-8") as file:
-            content = json.load(file, object_pairs_hook=_unique, parse_int=_integer)
+        content = json.loads(
+            _read(source) if is_file or text is None else text, object_pairs_hook=_unique, parse_int=_integer
+        )
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
@@ -47,6 +51,11 @@ def read_json(source: str | os.PathLike[str]) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: expected a JSON object at the top level, got {type(content).__name__}")
     return content
+
+
+def _read(path: str | os.PathLike[str]) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read()
 
 
 class _Unusable(Exception):

@@ -5,8 +5,10 @@ Text from outside, such as the name of a user's module, goes through `printable`
 
 import os
 import reprlib
+import sys
 
 _LONGEST = 200
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
 
 
 class FuseoptError(Exception):
@@ -79,3 +81,11 @@ def printable(text: str) -> str:
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )
+
+
+def user_stack_level() -> int:
+    """The `stacklevel` by which a warning of the caller's points at the nearest line outside this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -18,12 +18,12 @@ CUSTOM, TRITON = "custom_cuda_kernels", "triton_kernels"
 LISTS = (CUSTOM, TRITON)
 """The config keys that list kernels."""
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "inference": {"jit": True},
-    "training": {"memory_efficient_fusion": True},
-    "reference": {"jit": False, "backend": "reference"},
+PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "inference": {"kernel_fusion": {"jit": True}, "generation": {"enable": True}},
+    "training": {"kernel_fusion": {"memory_efficient_fusion": True}},
+    "reference": {"kernel_fusion": {"jit": False, "backend": "reference"}},
 }
-"""Preset -> its `kernel_fusion` block without the kernels."""
+"""Preset -> its config without the kernels."""
 
 OPTION_TYPES = (bool, int, float, str)
 
@@ -115,12 +115,17 @@ def find_kernel(name: str) -> Kernel:
 
 def preset_block(preset: str) -> dict[str, Any]:
     """The `kernel_fusion` block of a preset, as a config would write it."""
-    block: dict[str, Any] = dict(PRESETS[preset])
+    block: dict[str, Any] = dict(PRESETS[preset]["kernel_fusion"])
     for kernel in kernels().values():
         if preset in kernel.presets:
             entry = {"name": kernel.name, **kernel.presets[preset]}
             block.setdefault(next(iter(kernel.lists)), []).append(entry if len(entry) > 1 else kernel.name)
     return block
+
+
+def preset_config(preset: str) -> dict[str, Any]:
+    """A preset as a config would write it."""
+    return {**PRESETS[preset], "kernel_fusion": preset_block(preset)}
 
 
 def _problem(kernel: Kernel) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +13,13 @@ import torch
 from torch import nn
 
 from fuseopt.build import loader
-from fuseopt.config import Config
+from fuseopt.config import Config, KernelFusion
 from fuseopt.errors import PlanError, printable
 from fuseopt.models import ModelPolicy, full_name, policy_for
-from fuseopt.modules.base import has_hooks
-from fuseopt.report import Row, render, rows_to_json
+from fuseopt.module_paths import ModulePaths
+from fuseopt.modules.base import fused_class, has_hooks, is_drop_in
+from fuseopt.report import NOTHING, to_json_types
+from fuseopt.tables import Row, Tabled
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Site:
     @property
     def key(self) -> tuple[int, str]:
         return id(self.owner), self.name
+
+    @property
+    def module_path(self) -> str:
+        """Path of the module that is replaced, or whose attribute is set; "" for the model itself."""
+        return self.path if self.name in self.owner._modules else self.path.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,21 @@ class Replacement:
     wanted: str = "auto"
 
 
+class RaisedReason(str):
+    """Reason of a Skip: a predicate of the user's own raised `error`, which copies and pickles leave out."""
+
+    error: Exception
+
+    @classmethod
+    def of(cls, what: str, error: Exception) -> RaisedReason:
+        reason = cls(f"{what} raised {type(error).__name__}: {error}")
+        reason.error = error
+        return reason
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
 @dataclass(frozen=True)
 class Skip:
     """A candidate that is not replaced, with the reason."""
@@ -85,10 +106,11 @@ class Skip:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A module and all of its sites."""
+    """A module, all of its sites, and the `only` and `exclude` of the config. The model itself has no sites."""
 
     module: nn.Module
     sites: tuple[Site, ...]
+    paths: ModulePaths
 
     @property
     def class_name(self) -> str:
@@ -104,12 +126,18 @@ class Candidate:
 
     def blocked_reasons(self) -> list[str]:
         """Why this module must not be replaced by anything."""
-        reasons = []
-        if has_hooks(self.module):
-            reasons.append("it carries hooks, which expect the module they were registered on")
-        if "forward" in self.module.__dict__:
-            reasons.append("its forward has been replaced on the instance")
-        return reasons
+        hooks = ["it carries hooks, which expect the module they were registered on"] if has_hooks(self.module) else []
+        return hooks + self.forward_blocked_reasons()
+
+    def forward_blocked_reasons(self) -> list[str]:
+        """Why its `forward` must not be replaced. Hooks are no obstacle: they run around a forward, stock or fused."""
+        replaced = ["its forward has been replaced on the instance"] if "forward" in self.module.__dict__ else []
+        return replaced + self.left_out_reasons()
+
+    def left_out_reasons(self) -> list[str]:
+        """Why the config does not let it be replaced."""
+        reason = self.paths.left_out_reason([site.path for site in self.sites] or [""])
+        return [] if reason is None else [reason]
 
 
 class ModelIndex:
@@ -118,12 +146,12 @@ class ModelIndex:
     A model without parameters and buffers runs on its input's device, so `devices` is then every device of the machine.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, paths: ModulePaths) -> None:
+        self.model, self.root = model, Candidate(model, (), paths)
         tensors = list(itertools.chain(model.parameters(), model.buffers()))
         self.devices = (tensors[0].device,) if tensors else _devices_of_machine()
         self.dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.get_default_dtype())
-        self.candidates = list(_candidates(model))
+        self.candidates = list(_candidates(model, paths))
         self._by_id = {id(candidate.module): candidate for candidate in self.candidates}
         self._by_class: dict[str, list[Candidate]] = {}
         for candidate in self.candidates:
@@ -138,16 +166,26 @@ class ModelIndex:
         return self._by_class.get(source, [])
 
 
+_OF_WHOLE_MODELS = {
+    "FusedGenerate": "generate() by the decode loop",
+    "TrainingForward": "training steps compiled",
+}
+"""Target that is set on the model itself -> what a summary says of it."""
+
+
 def _devices_of_machine() -> tuple[torch.device, ...]:
     names = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     return tuple(map(torch.device, names))
 
 
 class Strategy(Protocol):
-    """Proposes replacements of one kind. `name` is shown in plans and reports."""
+    """Proposes replacements of one kind. `name` is shown in plans and reports; `block` is a key of the config."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def block(self) -> str: ...
 
     def requested(self, config: Config) -> tuple[str, ...]:
         """The names that `config` asks this strategy for."""
@@ -157,8 +195,11 @@ class Strategy(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything that `initialize` would do to one model: `print(plan)`, `plan.to_dict()`, `plan.to_json()`."""
+class Plan(Tabled):
+    """Everything that `initialize` would do to one model: `print(plan)`, `to_dict()`, `to_json()`, `to_html()`.
+
+    `fallbacks` are messages about what was asked for by name and will not run on the backend asked for.
+    """
 
     model_class: str
     policy: str
@@ -167,6 +208,9 @@ class Plan:
     skips: tuple[Skip, ...]
     kept: dict[str, int] = field(default_factory=dict)
     unmet: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
+    summary: str = NOTHING
+    verbose: bool = field(default=False, compare=False)
 
     @property
     def native_libraries(self) -> tuple[loader.Kind, ...]:
@@ -181,22 +225,24 @@ class Plan:
     def title(self) -> str:
         return f"{self.model_class} (policy {self.policy})"
 
+    @property
+    def heading(self) -> str:
+        return f"plan for {self.title}"
+
     def to_dict(self) -> dict[str, Any]:
-        return rows_to_json(self.title, self.rows, self.kept, self.unmet, self.config)
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
-
-    def __str__(self) -> str:
-        return render(f"plan for {self.title}", self.rows, self.kept, self.unmet)
+        return to_json_types(self.title, self, self.config)
 
     def check_strict(self) -> None:
-        """Raises PlanError if something asked for by name will not be done, or not by the backend asked for."""
-        problems = list(self.unmet)
-        problems += dict.fromkeys(
-            f"{r.request}: would run on {r.backend}: {r.refused}" for r in self.replacements if r.refused
-        )
-        if problems and self.config.preset is None:
+        """Raises PlanError if something asked for by name will not be done, or not by the backend asked for.
+
+        It is raised too if a predicate of the user's own raised, from that error.
+        """
+        for skip in self.skips:
+            if isinstance(skip.reason, RaisedReason):
+                where = f"{printable(self.model_class)}: {printable(skip.sites[0].path)}"
+                raise PlanError(f"strict: {where}: {printable(skip.reason)}") from skip.reason.error
+        problems = [*self.unmet, *self.fallbacks]
+        if problems:
             raise PlanError(
                 f"strict: {printable(self.model_class)} cannot be fused as the config asks:\n  "
                 + "\n  ".join(map(printable, problems))
@@ -206,16 +252,24 @@ class Plan:
 def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy]) -> Plan:
     """The plan for `model`. If two strategies claim a site, the earlier one in `strategies` gets it."""
     policy = policy_for(model)
-    index = ModelIndex(model)
+    fusion = config.active_fusion
+    index = ModelIndex(model, fusion.paths)
     replacements: list[Replacement] = []
     skips: list[Skip] = []
-    unmet: list[str] = []
     claimed: dict[tuple[int, str], Replacement] = {}
     covered: set[tuple[str, str]] = set()  # requests whose work another request of the same strategy does
     for strategy in strategies:
         for proposal in strategy.propose(index, policy, config):
             if isinstance(proposal, Skip):
                 skips.append(proposal)
+                continue
+            left_out = _left_out_reason(fusion, strategy, proposal)
+            if left_out is not None:
+                skips.append(_skip(proposal, left_out))
+                continue
+            drop_in = next((site.owner for site in proposal.sites if is_drop_in(site.owner)), None)
+            if drop_in is not None:
+                skips.append(_inside(drop_in, proposal))
                 continue
             sites = (*proposal.sites, *proposal.claims)
             winner = next((claimed[site.key] for site in sites if site.key in claimed), None)
@@ -231,13 +285,15 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
                 continue
             replacements.append(proposal)
             claimed.update(dict.fromkeys((site.key for site in sites), proposal))
-    if config.preset is None:
-        requested = [(s.name, name) for s in strategies for name in s.requested(config)]
-        unmet = [
-            _unmet(strategy, name, skips)
-            for strategy, name in requested
-            if not _is_met(name, strategy, replacements) and (strategy, name) not in covered
-        ]
+    preset = None if config.preset is None else Config.load(config.preset)
+    of_preset = {(s.name, name) for s in strategies if preset is not None for name in s.requested(preset)}
+    requested = [(s.name, name) for s in strategies for name in s.requested(config)]
+    unmet = [
+        _unmet(strategy, name, skips)
+        for strategy, name in requested
+        if (strategy, name) not in of_preset | covered and not _is_met(name, strategy, replacements)
+    ]
+    patterns = fusion.paths.unmatched(("", *(site.path for c in index.candidates for site in c.sites)))
     return Plan(
         model_class=type(model).__name__,
         policy=policy.name,
@@ -245,11 +301,13 @@ def build_plan(model: nn.Module, config: Config, strategies: Sequence[Strategy])
         replacements=tuple(replacements),
         skips=tuple(skips),
         kept=_kept(index, claimed),
-        unmet=tuple(unmet),
+        unmet=(*unmet, *patterns),
+        fallbacks=tuple(_fallbacks(config, preset, of_preset, replacements)),
+        summary=_summary(index, replacements),
     )
 
 
-def _candidates(model: nn.Module) -> Iterator[Candidate]:
+def _candidates(model: nn.Module, paths: ModulePaths) -> Iterator[Candidate]:
     modules: dict[int, nn.Module] = {}
     sites: dict[int, list[Site]] = defaultdict(list)
     # Each module is visited once, even if it has several names: shared modules nested `depth` deep have 2 ** depth.
@@ -260,12 +318,40 @@ def _candidates(model: nn.Module) -> Iterator[Candidate]:
                 sites[id(child)].append(Site(module, name, f"{path}.{name}" if path else name))
     for identity, module in modules.items():
         if module is not model:
-            yield Candidate(module, tuple(sites[identity]))
+            yield Candidate(module, tuple(sites[identity]), paths)
 
 
 def _kept(index: ModelIndex, claimed: dict[tuple[int, str], Replacement]) -> dict[str, int]:
     leaves = (c for c in index.candidates if not c.module._modules)
     return dict(Counter(c.class_name for c in leaves if not any(site.key in claimed for site in c.sites)).most_common())
+
+
+def _left_out_reason(fusion: KernelFusion, strategy: Strategy, proposal: Replacement) -> str | None:
+    """Why `only` and `exclude` forbid it; proposers ask by themselves where several replacements need each other."""
+    if strategy.block != "kernel_fusion":
+        return None
+    return fusion.paths.left_out_reason([site.module_path for site in proposal.sites])
+
+
+def _fallbacks(
+    config: Config, preset: Config | None, of_preset: set[tuple[str, str]], replacements: list[Replacement]
+) -> Iterator[str]:
+    """A message for each request, other than the preset's, that another backend than the one asked for will run."""
+    fusion = config.active_fusion
+    is_preset_s = preset is not None and all(
+        getattr(fusion, key) == getattr(preset.kernel_fusion, key) for key in ("backend", "jit")
+    )
+    refused = (r for r in replacements if r.refused and not (is_preset_s and (r.strategy, r.request) in of_preset))
+    yield from dict.fromkeys(f"{r.request}: would run on {r.backend}: {r.refused}" for r in refused)
+
+
+def _summary(index: ModelIndex, replacements: list[Replacement]) -> str:
+    if not replacements:
+        return NOTHING
+    modules = {r.sites[0].module_path for r in replacements} - {""}
+    parts = [f"{len(modules)} of {len(index.candidates)} modules replaced"] if modules else []
+    parts += [what for target, what in _OF_WHOLE_MODELS.items() if any(r.target == target for r in replacements)]
+    return ", ".join(parts) or "attributes of the model replaced"
 
 
 def _is_met(name: str, strategy: str, replacements: list[Replacement]) -> bool:
@@ -278,6 +364,11 @@ def _unmet(strategy: str, name: str, skips: list[Skip]) -> str:
     return f"{name} ({strategy}) matches nothing in the model: {why}"
 
 
+def _inside(drop_in: nn.Module, loser: Replacement) -> Skip:
+    # Restoring a drop-in frees it, and nothing could find a site of it afterwards.
+    return _skip(loser, f"it is part of a {fused_class(drop_in).__name__} that another call of initialize put there")
+
+
 def _lost_to(winner: Replacement, loser: Replacement) -> Skip:
     won, lost = winner.sites[0], loser.sites[0]
     what = (
@@ -287,20 +378,22 @@ def _lost_to(winner: Replacement, loser: Replacement) -> Skip:
         if won.path.startswith(lost.path)
         else f"{won.name} around it"
     )
-    reason = f"{winner.target} by strategy {winner.strategy} has {what} already"
-    return Skip(loser.sites, loser.source, loser.target, loser.request, loser.strategy, reason)
+    return _skip(loser, f"{winner.target} by strategy {winner.strategy} has {what} already")
 
 
 def _without(site: Site, holder: Replacement | None, loser: Replacement) -> Skip:
     what = "stays as it is" if holder is None else f"{holder.target} by strategy {holder.strategy} has"
-    reason = f"it needs {site.path}, which {what}"
-    return Skip(loser.sites, loser.source, loser.target, loser.request, loser.strategy, reason)
+    return _skip(loser, f"it needs {site.path}, which {what}")
+
+
+def _skip(proposal: Replacement, reason: str) -> Skip:
+    return Skip(proposal.sites, proposal.source, proposal.target, proposal.request, proposal.strategy, reason)
 
 
 def _replacement_row(r: Replacement) -> Row:
     reason = "; ".join(filter(None, (r.reason, r.refused)))
     paths = tuple(site.path for site in r.sites)
-    return Row(paths, r.source, r.target, r.backend, r.strategy, reason, replaced=True, op=r.op, wanted=r.wanted)
+    return Row(paths, r.source, r.target, r.backend, r.strategy, reason, True, r.op, r.wanted, r.refused)
 
 
 def _skip_row(s: Skip) -> Row:

@@ -25,6 +25,9 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 if not torch.cuda.is_available():
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+# What an earlier run measured of users' ops must not choose their backends.
+os.environ.setdefault("FUSEOPT_MEASURED", "0")
+
 NEED_TRITON = ["ops/triton/*", "ops/test_interpreter.py", "test_compile_only.py"]
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else NEED_TRITON
 

@@ -14,6 +14,7 @@ import torch
 import fuseopt
 from fuseopt.bench.harness.records import Record
 from fuseopt.cli import main
+from fuseopt.config import GenerationOptions, KernelFusion
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -86,6 +87,28 @@ def test_plan_as_json(capsys, device, tmp_path):
     norms = [row for row in plan["replaced"] if row["target"] == "FusedRMSNorm"]
     assert len(norms) == 12
     assert {row["backend"] for row in norms} == {"reference"}
+
+
+def test_init_config_prints_a_config_that_loads_as_the_preset(capsys):
+    for preset in ("inference", "training", "reference"):
+        code, out, _ = run(capsys, "init-config", preset)
+        assert code == 0 and fuseopt.Config.load(json.loads(out)) == fuseopt.Config.load(preset)
+    code, out, _ = run(capsys, "init-config")
+    written = json.loads(out)
+    assert code == 0 and fuseopt.Config.load(written) == fuseopt.Config.load(None)
+    assert set(written["kernel_fusion"]) == set(KernelFusion.__dataclass_fields__)
+    assert set(written["generation"]) == set(GenerationOptions.__dataclass_fields__)
+
+
+def test_a_config_may_be_json_text(capsys):
+    text = '{"preset": "reference", "kernel_fusion": {"only": ["decoder"]}}'
+    code, out, _ = run(capsys, "plan", "t5-tiny", "--config", text, "--device", "cpu", "-v")
+    assert code == 0
+    assert "T5LayerNorm -> FusedRMSNorm[reference]" in out and "`only` does not name it" in out
+    code, out, _ = run(capsys, "plan", "t5-tiny", "--config", text, "--device", "cpu")
+    assert "encoder" not in out and "-v, says why" in out
+    code, _, err = run(capsys, "plan", "t5-tiny", "--config", text[:-1])
+    assert code == 2 and "config: not valid JSON at line 1" in err
 
 
 def test_plan_of_a_folder(capsys, tmp_path):

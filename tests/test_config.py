@@ -2,6 +2,7 @@
 
 import builtins
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from fuseopt.config import (
     GenerationOptions,
     JitOptions,
     KernelFusion,
+    KernelRequest,
     MemoryEfficientOptions,
 )
 from fuseopt.errors import ConfigError
@@ -73,11 +75,12 @@ def test_none_is_the_inference_preset():
         {"kernel_fusion": {"memory_efficient_fusion": {"budget": 0.25, "backend": "aot_eager"}}},
         {"generation": {"enable": True, "max_graphs": 2}},
         {"generation": {"enable": False}, **OSLO},
+        {"preset": "training", "generation": {"max_batch": 4}, "kernel_fusion": {"only": ["a.*"], "exclude": ["a.b"]}},
     ],
 )
 def test_to_dict_loads_back(source):
-    config, again = Config.load(source), Config.load(Config.load(source).to_dict())
-    assert (again.kernel_fusion, again.generation) == (config.kernel_fusion, config.generation)
+    config = Config.load(source)
+    assert Config.load(config.to_dict()) == Config.load(config.to_json()) == config
 
 
 def test_generation_alone_asks_for_no_fusion():
@@ -183,6 +186,27 @@ WRONG = {
     ),
     "OSLO model parallelism": ({"model_parallelism": {"enable": True}, **OSLO}, "tp_plan='auto'"),
     "OSLO checkpointing": ({"activation_checkpointing": {"enable": True}}, "gradient_checkpointing_enable()"),
+    "unknown preset": (
+        {"preset": "inferense"},
+        "preset: 'inferense' is not one of inference, training, reference; did",
+    ),
+    "preset of another type": ({"preset": ["inference"]}, "preset: ['inference'] is not one of"),
+    "empty block beside a preset": ({"preset": "inference", "kernel_fusion": {}}, "kernel_fusion: the block is empty"),
+    "paths at the top": ({"only": ["encoder.*"]}, "only: module paths belong into the block of modules"),
+    "paths of another type": ({"kernel_fusion": {"exclude": "encoder.*"}}, "kernel_fusion.exclude: expected a list of"),
+    "a path of another type": ({"kernel_fusion": {"only": ["a", 3]}}, "kernel_fusion.only[1]: expected a module path"),
+    "no paths": (
+        {"kernel_fusion": {"only": []}},
+        "kernel_fusion.only: the list is empty, so nothing",
+    ),
+    "everything excluded": (
+        {"kernel_fusion": {"exclude": ["a", "*"]}},
+        "'*' excludes everything that `only` names",
+    ),
+    "paths that contradict each other": (
+        {"kernel_fusion": {"only": ["b", "encoder.block.*"], "exclude": ["encoder*"]}},
+        "kernel_fusion.exclude: 'encoder*' excludes everything that `only` names by 'encoder.block.*'; remove one",
+    ),
     "a number": (3, "expected a dict, a path to a JSON file, a preset"),
     "a list": ([OSLO], "got list"),
     "a preset misspelt": ("inferense", "did you mean 'inference'"),
@@ -311,11 +335,23 @@ def test_any_value_anywhere_is_refused_in_a_few_words(place, value):
     assert_short(error, "")
 
 
-@pytest.mark.parametrize("text", [json.dumps(OSLO), f"  {json.dumps(OSLO)}", f"[{json.dumps(OSLO)}]", DEEP])
-def test_json_text_is_told_to_be_given_as_a_dict(text):
+def test_json_text_loads_as_its_dict():
+    assert Config.load(f"  {json.dumps(OSLO)}") == Config.load(OSLO)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"[{json.dumps(OSLO)}]", "config: expected a JSON object at the top level, got list"),
+        (DEEP, "config: nested too deeply"),
+        ('{"generation": {"enable": yes}}', "config: not valid JSON at line 1, column 27"),
+        ('{"generation": 1, "generation": 2}', "config: the key 'generation' is there twice"),
+    ],
+)
+def test_json_text_is_refused_as_a_file_is(text, message):
     with pytest.raises(ConfigError) as error:
         Config.load(text)
-    assert_short(error, "this is JSON text")
+    assert_short(error, message)
 
 
 def test_files_that_cannot_be_read(tmp_path, monkeypatch):
@@ -338,3 +374,27 @@ def test_paths_that_are_no_files(tmp_path, name):
         with pytest.raises(ConfigError) as error:
             Config.load(source)
         assert_short(error, "is neither a file nor a preset")
+
+
+def test_a_dict_extends_a_preset():
+    written = {"preset": "inference", "generation": {"max_batch": 8}, "kernel_fusion": {"jit": False}}
+    preset, config = Config.load("inference"), Config.load(written)
+    assert config.preset == "inference" and config.generation == GenerationOptions(max_batch=8)
+    assert config.kernel_fusion == replace(preset.kernel_fusion, jit=None)
+    assert Config.load({"preset": "inference"}) == preset
+
+
+def test_lists_and_options_replace_those_of_the_preset():
+    fusion = {"triton_kernels": ["FusedGELU"], "memory_efficient_fusion": {"budget": 0.5}}
+    config = Config.load({"preset": "training", "kernel_fusion": fusion})
+    assert config.kernel_fusion.triton_kernels == (KernelRequest("FusedGELU"),)
+    assert config.kernel_fusion.memory_efficient_fusion == MemoryEfficientOptions(budget=0.5)
+    assert config.kernel_fusion.jit is None and config.generation is None
+
+
+def test_only_the_preset_inference_has_the_decode_loop():
+    assert {preset: Config.load(preset).generation for preset in PRESETS} == {
+        "inference": GenerationOptions(),
+        "training": None,
+        "reference": None,
+    }

@@ -164,3 +164,35 @@ def test_a_model_all_of_whose_sites_were_set_since_is_planned():
     model = fuseopt.initialize(tiny.gpt2(), {"generation": {"enable": True}})
     model.generate = types.MethodType(type(model).generate, model)
     assert not fuseopt.plan(model, {"generation": {"enable": True}}).replacements
+
+
+PARTS = {
+    "gpt2": ("transformer", "transformer.h.0", "transformer.h.1.mlp", "transformer.ln_f", "lm_head"),
+    "t5_gated": ("encoder", "decoder.block.1", "encoder.block.0.layer.1.DenseReluDense", "lm_head"),
+    "llama": ("model", "model.layers.0", "model.layers.1.mlp", "model.norm", "model.layers.0.mlp.act_fn"),
+}
+
+
+@pytest.mark.parametrize("configs", list(itertools.product(["inference", "training", JIT], repeat=2)), ids=str)
+@pytest.mark.parametrize("family", PARTS)
+def test_a_model_and_a_part_of_it_are_restored_in_any_order(family, configs):
+    stock = tiny.FAMILIES[family]()
+    for path in PARTS[family]:
+        for paths in itertools.permutations(("", path)):
+            for last_first in (False, True):
+                model = copy.deepcopy(stock)
+                before = tiny.snapshot(model)
+                fused = [
+                    fuseopt.initialize(model.get_submodule(at), config)
+                    for at, config in zip(paths, configs, strict=True)
+                ]
+                assert any(fuseopt.report(module).replaced for module in fused)
+                for module in reversed(fused) if last_first else fused:
+                    fuseopt.restore(module)
+                assert tiny.snapshot(model) == before, (paths, last_first)
+
+
+def test_a_part_of_a_drop_in_is_skipped_with_the_reason():
+    model = fuseopt.initialize(tiny.llama(), JIT)
+    reasons = [row.reason for row in fuseopt.plan(model.model, JIT).rows if row.paths[0] == "layers.0.mlp.act_fn"]
+    assert reasons == ["it is part of a FusedGatedMLP that another call of initialize put there"]

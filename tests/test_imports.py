@@ -23,6 +23,8 @@ LAYERS = (
         "config_checks",
         "config_file",
         "config",
+        "module_paths",
+        "tables",
         "report",
         "csrc",
         "build",

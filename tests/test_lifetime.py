@@ -15,6 +15,7 @@ from torch import nn
 
 import fuseopt
 from fuseopt.blocks import stack_runner
+from fuseopt.runtime.references import weak_attribute
 from tests import tiny
 
 TRITON = ["FusedRotaryEmbedding", "FusedRelativeAttention", "FusedDropoutAdd", "FusedCrossEntropy", "FusedAttention"]
@@ -28,6 +29,7 @@ CONFIGS = {
     "triton": ({"kernel_fusion": {"jit": False, "triton_kernels": [*TRITON, "FusedLinearCrossEntropy"]}}, "sdpa"),
 }
 AOT = {"kernel_fusion": {"memory_efficient_fusion": {"backend": "aot_eager"}, "triton_kernels": TRITON}}
+NO_DROPOUT = {"gpt2": dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0), "t5": {"dropout_rate": 0.0}}
 pytestmark = [
     pytest.mark.usefixtures("each_device"),
     pytest.mark.filterwarnings("ignore:fuseopt. .* matches nothing in the model"),
@@ -73,7 +75,11 @@ def test_a_fused_model_is_freed_without_the_garbage_collector(family, config):
         tiny.logits(model)
     train(model)
     models = [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    del model
+    for duplicate in models[1:]:
+        if "generate" in vars(duplicate):
+            # A copy with the decode loop is held by that until its first call, so that `load().generate(...)` works.
+            duplicate.generate(tiny.inputs(duplicate)["input_ids"], max_new_tokens=2)
+    del model, duplicate
     assert_freed_at_once(models)
 
 
@@ -122,13 +128,46 @@ def test_what_was_set_on_a_copy_calls_the_copy():
     assert alone.forward.block is alone
 
 
-def test_a_forward_whose_module_is_gone_says_so():
-    model = fuseopt.initialize(tiny.gpt2(), CONFIGS["residual"][0])
-    forward = model.transformer.h[0].forward
+def test_a_forward_keeps_what_it_needs_of_its_module_as_a_bound_method_does():
+    stock = tiny.gpt2()
+    model = fuseopt.initialize(copy.deepcopy(stock), CONFIGS["residual"][0])
+    forward, hidden = model.transformer.h[0].forward, torch.randn(1, 5, 24)
+    of = weakref.ref(model.transformer.h[0])
+    del model
+    with no_garbage_collector():
+        assert of() is None
+        torch.testing.assert_close(forward(hidden), stock.transformer.h[0](hidden))
+
+
+def test_an_attribute_whose_object_is_gone_says_so():
+    class Holder:
+        to = weak_attribute("to")
+
+    holder = Holder()
+    holder.to = Holder()
+    with pytest.raises(ReferenceError, match="keep a reference to the model"):
+        _ = holder.to
+
+
+@families
+@pytest.mark.parametrize("config", ["inference", "reference", "jit", "training"])
+@pytest.mark.parametrize("copied", [copy.copy, lambda model: copy.copy(copy.deepcopy(model))], ids=["copy", "deepcopy"])
+def test_a_shallow_copy_outlives_the_model(family, config, copied):
+    stock = tiny.FAMILIES[family](**NO_DROPOUT.get(family, {}))
+    source = AOT if config == "training" else CONFIGS[config][0]
+    model = fuseopt.initialize(copy.deepcopy(stock), source)
+    of, other = weakref.ref(model), copied(model)
     del model
     gc.collect()
-    with pytest.raises(ReferenceError, match="keep a reference to the model"):
-        forward(torch.zeros(1, 1, 24))
+    assert of() is None
+    arguments = {"max_new_tokens": 6, "do_sample": False, "no_repeat_ngram_size": 2, "pad_token_id": 0}
+    ids = tiny.inputs(stock)["input_ids"]
+    assert torch.equal(other.generate(ids, **arguments), stock.generate(ids, **arguments))
+    torch.testing.assert_close(tiny.logits(other), tiny.logits(stock), rtol=1e-4, atol=1e-5)
+    for each in (other, stock):
+        train(each)
+    tiny.assert_same_gradients(*({n: p.grad for n, p in each.named_parameters()} for each in (other, stock)))
+    assert torch.equal(fuseopt.restore(other).generate(ids, **arguments), stock.generate(ids, **arguments))
 
 
 @pytest.mark.gpu

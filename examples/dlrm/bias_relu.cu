@@ -1,5 +1,5 @@
 // relu(x + bias) of x [rows, columns] and bias [columns], in float32, float16 or bfloat16; float32 inside. A thread
-// takes 16 bytes of kPacks places, all loaded before the first is used. Columns are a multiple of 16 bytes.
+// takes 16 bytes. Columns are a multiple of 16 bytes.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -10,7 +10,7 @@
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int kThreads = 256, kPacks = 2;
+constexpr int kThreads = 256;
 
 template <typename T>
 struct alignas(16) Pack {
@@ -21,24 +21,16 @@ struct alignas(16) Pack {
 template <typename T>
 __global__ void bias_relu_kernel(const Pack<T>* x, const Pack<T>* bias, Pack<T>* output, int64_t packs,
                                  unsigned packs_a_row) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads * kPacks) + threadIdx.x;
-  Pack<T> loaded[kPacks];
+  const int64_t place = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (place >= packs) return;
+  Pack<T> loaded = x[place];
+  const Pack<T> added = bias[static_cast<unsigned>(place) % packs_a_row];
 #pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    if (first + i * kThreads < packs) loaded[i] = x[first + i * kThreads];
+  for (int j = 0; j < Pack<T>::kSize; ++j) {
+    const float sum = static_cast<float>(loaded.values[j]) + static_cast<float>(added.values[j]);
+    loaded.values[j] = T(sum < 0.0f ? 0.0f : sum);
   }
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    const int64_t place = first + i * kThreads;
-    if (place >= packs) return;
-    const Pack<T> added = bias[static_cast<unsigned>(place) % packs_a_row];
-#pragma unroll
-    for (int j = 0; j < Pack<T>::kSize; ++j) {
-      const float sum = static_cast<float>(loaded[i].values[j]) + static_cast<float>(added.values[j]);
-      loaded[i].values[j] = T(sum < 0.0f ? 0.0f : sum);
-    }
-    output[place] = loaded[i];
-  }
+  output[place] = loaded;
 }
 
 template <typename T>
@@ -47,7 +39,7 @@ void launch(const Tensor& x, const Tensor& bias, Tensor& output) {
   if (packs == 0) return;
   void* stream = nullptr;
   aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream);
-  const int64_t blocks = (packs + kThreads * kPacks - 1) / (kThreads * kPacks);
+  const int64_t blocks = (packs + kThreads - 1) / kThreads;
   bias_relu_kernel<T><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       static_cast<const Pack<T>*>(x.const_data_ptr()), static_cast<const Pack<T>*>(bias.const_data_ptr()),
       static_cast<Pack<T>*>(output.mutable_data_ptr()), packs, bias.numel() / Pack<T>::kSize);

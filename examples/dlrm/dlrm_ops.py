@@ -122,10 +122,10 @@ def fits_a_warp(features: Tensor, *grad: Tensor) -> bool | str:
     return fits or "takes contiguous [batch, 2 to 32, up to 1024] of one dtype, not float64, rows of whole 16 bytes"
 
 
-def tile(features: Tensor) -> dict[str, int]:
-    """The sizes of a tile, which holds one sample: tl.dot takes 16 at least."""
+def launch_of(features: Tensor, warps_in_half: int) -> dict[str, int]:
+    """Sizes of a tile, which holds one sample (tl.dot takes 16 at least), and the warps that are fastest on an H200."""
     n, d = (max(16, triton.next_power_of_2(size)) for size in features.shape[1:])
-    return {"N": n, "D": d}
+    return {"N": n, "D": d, "num_warps": 4 if features.dtype == torch.float32 else warps_in_half}
 
 
 @interaction.kernel("triton", supports=fits_a_tile)
@@ -133,7 +133,7 @@ def interaction_by_triton(features):
     batch, n, d = features.shape
     output = features.new_empty(batch, d + n * (n - 1) // 2)
     if batch:
-        interaction_kernel[(batch,)](features, output, n, d, output.shape[1], **tile(features))
+        interaction_kernel[(batch,)](features, output, n, d, output.shape[1], **launch_of(features, 1))
     return output
 
 
@@ -142,13 +142,21 @@ def interaction_backward_by_triton(features, grad):
     batch, n, d = features.shape
     result = torch.empty_like(features)
     if batch:
-        interaction_backward_kernel[(batch,)](features, grad, result, n, d, grad.shape[1], **tile(features))
+        interaction_backward_kernel[(batch,)](features, grad, result, n, d, grad.shape[1], **launch_of(features, 2))
     return result
 
 
 for op in (interaction, interaction_backward):
     op.native(cuda=FOLDER / "interaction.cu").supports(fits_a_warp, "cuda")
-for backend in ("cuda", "triton"):
-    interaction.backward(backend)(
-        lambda inputs, output, grad, backend=backend: interaction_backward(*inputs, grad.contiguous(), backend=backend)
-    )
+
+
+@interaction.backward("triton")
+def _(inputs, output, grad):
+    return interaction_backward(*inputs, grad.contiguous(), backend="triton")
+
+
+@interaction.backward("cuda")
+def _(inputs, output, grad):
+    # In half precision the Triton kernel is faster: 38.0 against 39.4 us (8192 x 27 x 128, H200).
+    by_triton = inputs[0].element_size() == 2 and fits_a_tile(*inputs) is True
+    return interaction_backward(*inputs, grad.contiguous(), backend="triton" if by_triton else "cuda")

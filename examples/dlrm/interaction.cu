@@ -74,9 +74,9 @@ __device__ void multiply(float (&sums)[4], const Operand<T, 4>& a, const Operand
 __device__ int pair_place(int i, int j) { return i * (i - 1) / 2 + j; }
 
 template <typename T>
-__global__ void __launch_bounds__(32 * kWarps, 4)
+__global__ void __launch_bounds__(32 * kWarps, sizeof(T) == 4 ? 4 : 5)
     interaction_kernel(const T* features, T* output, int64_t batch, int n, int d, int width) {
-  constexpr int kVector = 16 / sizeof(T), kStages = sizeof(T) == 4 ? 2 : 4;
+  constexpr int kVector = 16 / sizeof(T), kStages = 2;
   extern __shared__ uint4 shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, place = lane % 4;
   const int64_t sample = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(32 * kWarps, 4)
 __device__ int dealt(int n) { return n / 2 + 4 * (n % 2); }
 
 template <typename T>
-__global__ void __launch_bounds__(32 * kWarps, 3)
+__global__ void __launch_bounds__(32 * kWarps, 4)
     interaction_backward_kernel(const T* features, const T* grad, T* result, int64_t batch, int n, int d, int width) {
   constexpr int kVector = 16 / sizeof(T), kSteps = sizeof(T), kTiles = kVector;
   extern __shared__ uint4 shared[];

@@ -15,7 +15,7 @@ using torch::stable::Tensor;
 namespace {
 
 constexpr float kEps = 1e-7f;
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 
 template <typename T>
 struct alignas(4 * sizeof(T)) Box {

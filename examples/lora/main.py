@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 import fuseopt
-from fuseopt.bench.harness import plot
 
 
 # 1. One op, whose reference is plain PyTorch. base and delta are [..., width], bias is [width].
@@ -27,6 +26,11 @@ def _(device, dtype):
     for activation in ("gelu", "none", "relu", "silu"):  # `bench` times the first
         base, delta, bias = (torch.randn(shape, device=device, dtype=dtype) for shape in ((16, 64), (16, 64), (64,)))
         yield base, delta, bias, 0.5, activation
+
+
+@epilogue.flops
+def _(base, *others):
+    return {"none": 3, "relu": 4, "silu": 10, "gelu": 25}[others[-1]] * base.numel()  # about: erf takes 20
 
 
 # 2. The same by an expression, for one activation: a Triton kernel forward and one backward, without kernel text.
@@ -80,16 +84,16 @@ def takes(base, delta, bias, scale, activation):
 
 
 def launch(inputs, output, grad=None, grad_delta=None):
-    """Run the kernel on tiles of about 2,048 elements. Returns the programs' shares of the bias' gradient."""
+    """Run the kernel on tiles of about 1,024 elements. Returns the programs' shares of the bias' gradient."""
     base, delta, bias, scale, activation = inputs
     rows, width = base.numel() // max(base.shape[-1], 1), base.shape[-1]
     columns = min(triton.next_power_of_2(max(width, 1)), 1024)
-    programs = min(triton.cdiv(rows, 2048 // columns), 2**31 - 1 if grad is None else 1024)
+    programs = min(triton.cdiv(rows, 1024 // columns), 2**31 - 1 if grad is None else 1056)  # 8 on each of 132 SMs
     shares = None if grad is None else bias.new_empty((programs, width), dtype=torch.float32)
     if base.numel():
         epilogue_kernel[programs, triton.cdiv(width, columns)](
             base, delta, bias, output, grad, grad_delta, shares, rows, width, scale,
-            ACTIVATION=activation, BACKWARD=grad is not None, ROWS=2048 // columns, COLUMNS=columns,
+            ACTIVATION=activation, BACKWARD=grad is not None, ROWS=1024 // columns, COLUMNS=columns,
         )  # fmt: skip
     return shares
 
@@ -127,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--width", type=int, default=1024 if on_gpu else 128)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"] if on_gpu else ["float32"])
-    parser.add_argument("--out", type=Path, default=Path(), help="folder for lora.json and lora.png")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder for lora.json and the plots")
     options = parser.parse_args(arguments)
     for report in map(fuseopt.check, (epilogue, by_expression)):
         assert report.ok, report
@@ -138,7 +142,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(results.to_markdown())
     results.save(options.out / "lora.json")
     if importlib.util.find_spec("matplotlib") is not None:
-        plot.save_bandwidth(results, options.out / "lora.png")
+        results.plot(options.out / "lora.png", "bandwidth")
+        results.plot(options.out / "roofline.png", "roofline")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 import fuseopt
-from fuseopt.bench.harness import plot
 
 WHOLE_ROW = 16384  # columns that a Triton program holds in registers; it reads wider rows twice
 
@@ -118,7 +117,7 @@ def whole_packs(*tensors):
     if columns % 8 or columns > 262144 or any(t.storage_offset() * size % 16 for t in tensors):
         return "takes rows of a multiple of 8 columns, at most 262,144, from multiples of 16 bytes on"
     has_clusters = torch.cuda.get_device_capability()[0] >= 9
-    return has_clusters or columns * size <= 131072 or "rows of over 128 KiB need a GPU with clusters"
+    return has_clusters or columns * size <= 32768 or "rows of over 32 KiB need a GPU with clusters"
 
 
 for op in (softmax, softmax_backward):
@@ -143,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(results.to_markdown())
     results.save(options.out / "softmax.json")
     if importlib.util.find_spec("matplotlib") is not None:
-        plot.save_bandwidth(results, options.out / "softmax.png")
+        results.plot(options.out / "softmax.png", "bandwidth")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def add_benchmarks(commands: Any) -> None:
     forward = benchmarks.add_parser("forward", help="forwards of transformers, torch.compile and fuseopt")
     scaling = benchmarks.add_parser("scaling", help="a training step in one process, and in several with DDP")
     scaling.add_argument("--model", default="gpt2", metavar="MODEL", help="as above; default: gpt2")
-    scaling.add_argument("--config", default="training", metavar="FILE_OR_PRESET", help="default: training")
+    scaling.add_argument("--config", default="training", metavar="CONFIG", help="as for plan; default: training")
     scaling.add_argument("--processes", type=positive, default=2, metavar="N", help="one GPU each; default: 2")
     scaling.set_defaults(run=_bench_scaling)
     curves = benchmarks.add_parser(
@@ -134,7 +134,11 @@ def add_benchmarks(commands: Any) -> None:
     )
     for configured in (generate, kernels, train, curves, capacity):
         configured.add_argument(
-            "--config", action="append", default=[], metavar="FILE_OR_PRESET", help="may be repeated; default: a few"
+            "--config",
+            action="append",
+            default=[],
+            metavar="CONFIG",
+            help="as for plan; may be repeated; default: a few",
         )
     train.set_defaults(run=_bench_train)
     capacity.set_defaults(run=_bench_capacity)

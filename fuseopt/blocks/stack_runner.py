@@ -19,7 +19,7 @@ from fuseopt.blocks.recording_cache import is_empty_cache
 from fuseopt.blocks.stack_work import BlockInputs, RunnableBlock, StackState, StackWork, run_blocks
 from fuseopt.ops.library import is_unobserved
 from fuseopt.runtime.cuda_graphs import Captures
-from fuseopt.runtime.module_watch import CONSTANTS, ModuleWatch, has_other_weights, modules_below
+from fuseopt.runtime.module_watch import ModuleWatch, has_other_weights, modules_below
 from fuseopt.runtime.references import weak_attribute
 from fuseopt.tuning import tuned
 
@@ -232,7 +232,7 @@ class StackRunner:
         if any(parameter.device != hidden.device for parameter in parameters):
             return None
         modules = modules_below(container)
-        watch = ModuleWatch([self.stack, *modules], parameters, (*CONSTANTS, *forward.read))
+        watch = ModuleWatch([self.stack, *modules], parameters, forward.read)
         # `watch` compares Parameters only and would miss a change of weights held elsewhere.
         if not watch.is_unchanged() or any(map(has_other_weights, modules)):
             return None

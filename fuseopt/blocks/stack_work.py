@@ -38,7 +38,7 @@ class RunnableBlock(Protocol):
     with the first norm of the next block.
 
     Attributes:
-        read: names of plain module attributes that `constants` and `run` read, in addition to `module_watch.CONSTANTS`.
+        read: names of plain module attributes that `constants` and `run` read, besides those of `ModuleWatch`.
         runner: the `StackRunner` of the stack that the block is in, or None.
     """
 

@@ -90,7 +90,7 @@ def load(kind: Kind, *, build: bool = True) -> LibraryState:
     return load_all([kind], build=build)[0]
 
 
-def load_all(kinds: Sequence[Kind], *, build: bool = True) -> list[LibraryState]:
+def load_all(kinds: Sequence[Library], *, build: bool = True) -> list[LibraryState]:
     """`load` for each of `kinds`; builds run in parallel."""
     with _process_lock:
         start = time.perf_counter()

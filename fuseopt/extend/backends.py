@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from fuseopt.errors import BackendError
 from fuseopt.ops import registry
@@ -29,7 +33,18 @@ def refusal(answer: Any, without_reason: str) -> str | None:
     return None if answer else without_reason
 
 
-@dataclass(frozen=True)
+@contextlib.contextmanager
+def noting(what: str) -> Iterator[None]:
+    """A context that adds to what is raised in it, as a note, where it comes from."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):  # of Python 3.11
+            error.add_note(f"fuseopt: raised by {what}")
+        raise
+
+
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """One way to compute an op.
 
@@ -38,31 +53,44 @@ class Kernel:
         function: with the op's signature.
         supports: called with the arguments of a call: True, or False or a reason for the next backend to run it.
         missing: why it cannot run at all, as a library that could not be built; None if it can.
+        in_eager: for a kernel that "auto" takes in eager calls only, as torch.compile writes the same kernel from the
+            function: asked before `supports`, and where it refuses, `supports` is not called.
+        raw: the overload that `function` calls, if a library has registered it with the op's schema.
+        name: in messages.
     """
 
     backend: str
     function: Callable
     supports: Callable | None = None
     missing: str | None = None
+    in_eager: Callable | None = None
+    raw: OpOverload | None = None
+    name: str = ""
+
+    def compute(self, arguments: Sequence[Any]) -> Any:
+        """What its function gives."""
+        with noting(f"the {self.name}"):
+            return self.function(*arguments)
 
     def refuses(self, arguments: Sequence[Any]) -> str | None:
         """Why it does not take a call; None if it does."""
         if self.supports is None:
             return None
-        answer = self.supports(*arguments)
+        with noting(f"`supports` of the {self.name}"):
+            answer = self.supports(*arguments)
         return None if answer is None else refusal(answer, "its `supports` says no to these arguments")
 
     def supporting(self, predicate: Callable) -> Kernel:
         """The kernel with `predicate` to be asked as well."""
-        if self.supports is None:
-            return replace(self, supports=predicate)
-        first = self.supports
+        return replace(self, supports=predicate if self.supports is None else both(self.supports, predicate))
 
-        def both(*arguments: Any) -> Any:
-            answer = first(*arguments)
-            return predicate(*arguments) if answer is None or refusal(answer, "") is None else answer
-
-        return replace(self, supports=both)
+    def as_asked(self, *, by_name: bool) -> Kernel:
+        """The kernel as a call asks it that names its backend, or leaves it to "auto"."""
+        if self.in_eager is None:
+            return self
+        if by_name:
+            return replace(self, in_eager=None)
+        return replace(self, supports=self.in_eager if self.supports is None else both(self.in_eager, self.supports))
 
     def not_supported_reasons(self, device: str, *, by_name: bool) -> list[str]:
         """Why it cannot run on a type of device; empty if it can.
@@ -83,6 +111,16 @@ class Kernel:
     def as_backend(self) -> registry.Backend:
         """The kernel as the registry of ops knows backends."""
         return OwnBackend(self.backend, kernel=self)
+
+
+def both(first: Callable, second: Callable) -> Callable:
+    """A predicate that asks the second where the first does not refuse."""
+
+    def asked(*arguments: Any) -> Any:
+        answer = first(*arguments)
+        return second(*arguments) if answer is None or refusal(answer, "") is None else answer
+
+    return asked
 
 
 @dataclass(frozen=True)
@@ -119,7 +157,8 @@ def order_on(
     if not asked:
         raise BackendError(f"{name} has no backend {backend!r}; it has auto, {', '.join(kernels)}")
     reasons = {k.backend: k.not_supported_reasons(device, by_name=backend != "auto") for k in asked}
-    able = tuple(kernel for kernel in asked if not reasons[kernel.backend])
+    by_name = backend != "auto"
+    able = tuple(kernel.as_asked(by_name=by_name) for kernel in asked if not reasons[kernel.backend])
     return able, {name: found for name, found in reasons.items() if found}
 
 
@@ -128,11 +167,48 @@ def with_reason(refused: Mapping[str, Sequence[str]]) -> str:
     return "".join(f"\n  {backend}: {'; '.join(reasons)}" for backend, reasons in refused.items())
 
 
+_COMPILER = contextvars.ContextVar("compiler", default="inductor")
+
+
+@contextlib.contextmanager
+def compiling_with(compiler: str) -> Iterator[None]:
+    """A context in which the `compile` backend compiles with another of torch.compile's backends than Inductor."""
+    token = _COMPILER.set(compiler)
+    try:
+        yield
+    finally:
+        _COMPILER.reset(token)
+
+
 def compiled_on_first_call(function: Callable) -> Callable:
-    """`torch.compile(function)`, made when it is first called: that imports Dynamo."""
+    """`torch.compile(function)`, made when it is first called: that imports Dynamo.
+
+    Each kind of call has a copy of the function: Dynamo compiles a function 8 times (`recompile_limit`), then runs it
+    eagerly.
+    """
 
     @functools.cache
-    def compiled() -> Callable:
-        return torch.compile(function)
+    def compiled(compiler: str, kind: Hashable) -> Callable:
+        return torch.compile(_copy(function), backend=compiler)
 
-    return lambda *arguments: compiled()(*arguments)
+    return lambda *arguments: compiled(_COMPILER.get(), (torch.is_grad_enabled(), *map(_kind, arguments)))(*arguments)
+
+
+def _copy(function: Callable) -> Callable:
+    """A function with code of its own, by which Dynamo counts; other callables as they are."""
+    if not isinstance(function, FunctionType):
+        return function
+    code = function.__code__.replace()
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _kind(argument: Any) -> Any:
+    """What Dynamo compiles anew for: of sizes whether they are 0 or 1, as it lets others vary from the second on."""
+    if isinstance(argument, torch.Tensor):
+        sizes = tuple(min(size, 2) for size in argument.shape)
+        return sizes, argument.dtype, argument.device, argument.requires_grad, argument.is_contiguous()
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_kind, argument))
+    return argument if isinstance(argument, (bool, str)) else type(argument)

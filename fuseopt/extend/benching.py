@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fuseopt.build.library_cache import CacheError
 from fuseopt.errors import OpError
+from fuseopt.extend import measured
 from fuseopt.extend.inputs import by_table, resized
 from fuseopt.extend.signature import tensors_of
 from fuseopt.ops import registry
@@ -26,6 +30,7 @@ def bench(
     device: str | torch.device | None = None,
     compile: bool | None = None,
     torch_op: Callable | None = None,
+    remember: bool = True,
 ) -> Any:
     """See `Op.bench`."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -46,13 +51,45 @@ def bench(
         return registry.SampleInput(arguments)
 
     entry = registry.get(op.name)
-    benchmark = registry.Benchmark(make, shapes=named, eager=op.function, torch=torch_op)
+    has_flops = op.operations(next(op.sample_arguments(torch.device("meta"), torch.float32)), False) is not None
+    benchmark = registry.Benchmark(
+        make, shapes=named, eager=op.function, torch=torch_op, flops=op.operations if has_flops else None
+    )
     registry.unregister(op.name)
     registry.register(dataclasses.replace(entry, benchmarks=(benchmark,)))
     try:
         # By name: benchmarks stand above this package, which imports nothing of them.
         suite = importlib.import_module("fuseopt.bench.suites.ops")
-        return suite.run(device=where, ops=[op.name], dtypes=dtypes, shapes=["all"], compile=compile)
+        results = suite.run(device=where, ops=[op.name], dtypes=dtypes, shapes=["all"], compile=compile)
     finally:
         registry.unregister(op.name)
         registry.register(entry)
+    if remember and measured.is_wanted():
+        _remember(op, where.type, results)
+    if not has_flops:
+        return results
+    roofline = importlib.import_module("fuseopt.bench.harness.roofline")
+    peaks = roofline.peaks(where, [suite.DTYPES[name] for name in dtypes or suite.DEFAULT_DTYPES])
+    return dataclasses.replace(results, rows=(*results.rows, *peaks))
+
+
+def _remember(op: Op, device: str, results: Any) -> None:
+    """Keep the times of the op's backends for "auto"."""
+    own = {backend.name for backend in registry.get(op.name).backends}
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in results.rows:
+        if row.milliseconds is not None and row.variant in own:
+            case, shape, dtype = row.case.split(", ")
+            found.setdefault((shape, dtype, case[-3:]), {})[row.variant] = 1000 * row.milliseconds[1]
+    times: dict[measured.Key, dict[str, float]] = {}
+    for (shape, dtype, direction), forward in found.items():
+        if direction == "fwd":
+            elements = measured.size_class(math.prod(map(int, filter(None, shape.split("x")))))
+            times[f"torch.{dtype}", elements, False] = forward
+            backward = found.get((shape, dtype, "bwd"), {})
+            both = {name: forward[name] + backward[name] for name in forward if name in backward}
+            times[f"torch.{dtype}", elements, True] = both
+    try:
+        op.calls = op.calls.remember(device, times)
+    except (CacheError, OSError) as error:
+        warnings.warn(f"fuseopt: the times of {op.name} are not kept for 'auto': {error}", stacklevel=4)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.gradcheck import GradcheckError
 
 from fuseopt.errors import OpError
+from fuseopt.extend.backends import REFERENCE, compiling_with
 from fuseopt.extend.check_report import CheckReport, Row, Wrong, check_close
 from fuseopt.extend.inputs import Arguments, copied, resized, to_dtype, variants
-from fuseopt.extend.own_op import Op, registered
-from fuseopt.extend.signature import as_results, tensors_of, with_tensors
+from fuseopt.extend.own_op import Op
+from fuseopt.extend.signature import arguments_of, as_results, tensors_of, with_tensors
 from fuseopt.ops.library import without_autocast
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -28,17 +26,26 @@ class _DoesNotApply(Exception):
     """The check has no meaning for this op or this machine; the message says why."""
 
 
-def check(op: Op, *, device: str | torch.device | None = None, dtypes: Sequence[torch.dtype] = DTYPES) -> CheckReport:
+def check(
+    op: Op,
+    *,
+    device: str | torch.device | None = None,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    same_bits: bool = True,
+) -> CheckReport:
     """Try an op's contract with its samples, on every kernel that can run here.
 
-    Values are held against the function in float64, in the samples' sizes and odd ones, with gaps and swapped strides,
-    broadcast, empty and 0-d, where the function takes such arguments. A kernel that does not take them must say so in
-    `supports`. Values may be 4 times as far from float64 as the function's own in the same dtype are.
+    Values and gradients are held against the function in float64, in the samples' sizes and odd ones, with gaps,
+    swapped strides and NaN around them, broadcast, empty, 0-d, with other numbers, and with and without optional
+    tensors, where the function takes such arguments. A kernel that does not take them must say so in `supports`. Values
+    may be 4 times as far from float64 as the function's own in the same dtype are. What a kernel makes of NaN is not
+    checked.
 
     Args:
         op: with samples.
         device: where; by default a GPU if there is one.
         dtypes: of the samples.
+        same_bits: False where two runs may differ in their last bits, as those of kernels that add by atomics.
 
     Raises:
         OpError: the op has no samples.
@@ -47,56 +54,29 @@ def check(op: Op, *, device: str | torch.device | None = None, dtypes: Sequence[
     if not isinstance(op, Op):
         raise OpError(f"fuseopt.check takes an op made by fuseopt.op or fuseopt.elementwise, not {type(op).__name__}")
     torch.manual_seed(0)
-    with torch.random.fork_rng(), torch.enable_grad():
+    # Of the `compile` backend, the trace is tried with all arguments, and Inductor, which takes seconds, with one.
+    with torch.random.fork_rng(), torch.enable_grad(), compiling_with("aot_eager"):
         samples = {dtype: list(op.sample_arguments(where, dtype)) for dtype in dtypes}
         backends, refused = op.backends_on(where.type)
         rows = [Row(backend, "runs here", "-", "; ".join(reasons)) for backend, reasons in refused.items()]
         for backend in backends:
-            rows += _Checks(op, backend, where, samples).rows()
+            rows += _Checks(op, backend, where, samples, same_bits).rows()
     return CheckReport(op.name, str(where), tuple(rows))
-
-
-def check_file(file: Path, device: torch.device) -> list[CheckReport]:
-    """`check` of each op that running a Python file registers.
-
-    Raises:
-        OpError: it registers none, or cannot be run; the error that it raised is chained.
-    """
-    before = set(registered())
-    try:
-        _import_file(file)
-    except Exception as error:
-        raise OpError(f"{file} cannot be run: {type(error).__name__}: {error}") from error
-    made = [op for name, op in registered().items() if name not in before]
-    if not made:
-        raise OpError(f"{file} registers no op; it should have a function under @fuseopt.op('mine::name')")
-    return [check(op, device=device) for op in made]
-
-
-def _import_file(file: Path) -> None:
-    """Run a file as a module that can be imported, which torch.compile needs of the functions in it."""
-    name = f"fuseopt_checked_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise OpError(f"{file} is no Python file")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(file.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(file.resolve().parent))
 
 
 class _Checks:
     """The checks of one backend."""
 
-    def __init__(self, op: Op, backend: str, device: torch.device, samples: dict[torch.dtype, list[Arguments]]) -> None:
-        self.op, self.backend, self.device, self.samples = op, backend, device, samples
+    def __init__(
+        self, op: Op, backend: str, device: torch.device, samples: dict[torch.dtype, list[Arguments]], same_bits: bool
+    ) -> None:
+        self.op, self.backend, self.device, self.samples, self.same_bits = op, backend, device, samples, same_bits
         self.first = next(iter(samples.values()))[0]
+        self.optional = [argument.startswith("Tensor?") for argument in arguments_of(op.signature.schema)]
 
     def rows(self) -> Iterator[Row]:
         for dtype, samples in self.samples.items():
-            kinds = dict.fromkeys(kind for kind, _ in variants(samples[0]))
+            kinds = dict.fromkeys(kind for sample in samples for kind, _ in variants(sample, self.optional))
             for kind in kinds:
                 yield self._row(f"{kind}, {_SHORT.get(dtype, str(dtype))}", self._values, kind, dtype)
         for dtype in self.samples:
@@ -107,6 +87,7 @@ class _Checks:
             ("fake", self._fake),
             ("writes no input", self._writes),
             ("same bits again", self._repeats),
+            ("new values, same memory", self._reads_again),
             ("opcheck", self._opcheck),
             ("torch.compile, fullgraph", self._compiles),
             ("autocast", self._autocast),
@@ -130,13 +111,12 @@ class _Checks:
 
     def _takes(self, arguments: Sequence[Any]) -> str | None:
         """Why the backend's `supports` refuses the call; None if it takes it."""
-        refused = self.op.choose(*arguments).refused.get(self.backend)
-        return refused[0] if refused else None
+        return self.op.calls.refusal(self.backend, arguments)
 
     def _values(self, kind: str, dtype: torch.dtype) -> str:
         taken, reasons = 0, []
         for sample in self.samples[dtype]:
-            for name, arguments in variants(sample):
+            for name, arguments in variants(sample, self.optional):
                 if name != kind:
                     continue
                 wanted = _in_float64(self.op, arguments)
@@ -162,7 +142,7 @@ class _Checks:
             check_close(found, reference, exact, f"{which} of {shapes}")
 
     def _differentiable(self, arguments: Arguments) -> tuple[Arguments, list[Tensor]]:
-        varied = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in tensors_of(arguments)]
+        varied = [t.detach().requires_grad_() if t.is_floating_point() else t for t in tensors_of(arguments)]
         if not any(tensor.requires_grad for tensor in varied):
             raise _DoesNotApply("no argument is floating point")
         return with_tensors(arguments, varied), [tensor for tensor in varied if tensor.requires_grad]
@@ -170,12 +150,11 @@ class _Checks:
     def _gradient(self, dtype: torch.dtype) -> str:
         done = False
         for sample in self.samples[dtype]:
-            for kind, arguments in variants(sample):
+            for kind, arguments in variants(sample, self.optional):
                 if isinstance(_in_float64(self.op, arguments), str) or self._takes(arguments) is not None:
                     continue
-                if kind in ("as sampled", "odd shapes", "broadcast"):
-                    self._compare_gradients(arguments, kind)
-                    done = True
+                self._compare_gradients(arguments, kind)
+                done = True
         if not done:
             raise _DoesNotApply("the backend takes none of the samples")
         return ""
@@ -186,7 +165,15 @@ class _Checks:
         if not outputs:
             raise _DoesNotApply("no result has a gradient")
         cotangents = [torch.randn_like(output) for output in outputs]
-        found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+        self._compare_with(cotangents, outputs, inputs, arguments, kind)
+        expanded = [torch.randn_like(o[:1]).expand_as(o) for o in outputs if o.dim() > 1]
+        if len(expanded) == len(outputs):  # as those of a sum over rows are
+            self._compare_with(expanded, outputs, inputs, arguments, f"{kind}, from a gradient with strides of 0")
+
+    def _compare_with(
+        self, cotangents: list[Tensor], outputs: list[Tensor], inputs: list[Tensor], arguments: Arguments, kind: str
+    ) -> None:
+        found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, retain_graph=True)
         own = self._gradients_of_function(arguments, cotangents)
         exact = self._gradients_of_function(to_dtype(arguments, torch.float64, "cpu"), cotangents)
         for place, (one, reference, precise) in enumerate(zip(found, own, exact, strict=True)):
@@ -241,14 +228,16 @@ class _Checks:
         raise _DoesNotApply("the backend takes none of the samples")
 
     def _fake(self) -> str:
-        arguments = self._taken()
-        real = as_results(self._call(arguments))
-        with FakeTensorMode() as mode:
-            fakes = [mode.from_tensor(tensor) for tensor in tensors_of(arguments)]
-            fake = as_results(self.op.overload(self.backend)(*with_tensors(arguments, fakes)))
-        for place, (one, other) in enumerate(zip(fake, real, strict=True)):
-            if (one.shape, one.dtype, one.stride()) != (other.shape, other.dtype, other.stride()):
-                raise Wrong(f"the fake of result {place} is {_kind(one)}, the real one is {_kind(other)}")
+        for kind, arguments in variants(self._taken(), self.optional):
+            if isinstance(_in_float64(self.op, arguments), str) or self._takes(arguments) is not None:
+                continue
+            real = as_results(self._call(arguments))
+            with FakeTensorMode() as mode:
+                fakes = [mode.from_tensor(tensor) for tensor in tensors_of(arguments)]
+                fake = as_results(self.op.overload(self.backend)(*with_tensors(arguments, fakes)))
+            for place, (one, other) in enumerate(zip(fake, real, strict=True)):
+                if (one.shape, one.dtype, one.stride()) != (other.shape, other.dtype, other.stride()):
+                    raise Wrong(f"the fake of result {place} is {_kind(one)}, the real one is {_kind(other)} ({kind})")
         return ""
 
     def _writes(self) -> str:
@@ -270,12 +259,33 @@ class _Checks:
                 raise Wrong(f"{who} writes into tensor {place} of its inputs")
 
     def _repeats(self) -> str:
+        if not self.same_bits:
+            raise _DoesNotApply("not asked for")
+        arguments = self._taken()
+        inputs = [t.requires_grad_() for t in tensors_of(arguments) if t.is_floating_point()]
+        runs = []
+        for _ in range(2):
+            results = as_results(self._call(arguments))
+            outputs = [result for result in results if result.requires_grad]
+            grads = list(map(torch.ones_like, outputs))
+            found = torch.autograd.grad(outputs, inputs, grads, materialize_grads=True) if outputs else ()
+            runs.append({"results": results, "gradients": found})
+        for what, first in runs[0].items():
+            if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, runs[1][what], strict=True)):
+                raise Wrong(f"the {what} of two runs differ; pass same_bits=False if they may")
+        return ""
+
+    def _reads_again(self) -> str:
         arguments = self._taken()
         with torch.no_grad():
-            first, second = as_results(self._call(arguments)), as_results(self._call(arguments))
-        if all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=True)):
-            return ""
-        return "no: two runs differ in their last bits"
+            self._call(arguments)
+            for tensor in tensors_of(arguments):
+                tensor.copy_(tensor.flip(0) if tensor.dim() else tensor)
+            wanted = _in_float64(self.op, arguments)
+            if isinstance(wanted, str):
+                raise _DoesNotApply(f"the function does not take it: {wanted}")
+            self._compare(arguments, wanted)
+        return ""
 
     def _opcheck(self) -> str:
         arguments, _ = self._differentiable(self._taken())
@@ -287,12 +297,13 @@ class _Checks:
 
     def _compiles(self) -> str:
         arguments, inputs = self._differentiable(self._taken())
-        how = "inductor" if self.device.type == "cuda" else "aot_eager"
+        # The reference is the function of the `compile` backend.
+        how = "inductor" if self.device.type == "cuda" and self.backend != REFERENCE else "aot_eager"
         torch._dynamo.reset()
         compiled = torch.compile(lambda *given: self._of_given(*given), fullgraph=True, backend=how)
         found, wanted = compiled(*arguments), self._of_given(*arguments)
         for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other)
+            torch.testing.assert_close(one, other, equal_nan=True)
         outputs = [output for output in wanted if output.requires_grad]
         if outputs:
             cotangents = [torch.randn_like(output) for output in outputs]
@@ -303,7 +314,7 @@ class _Checks:
                 strict=True,
             )
             for one, other in pairs:
-                torch.testing.assert_close(one, other)
+                torch.testing.assert_close(one, other, equal_nan=True)
         return how
 
     def _autocast(self) -> str:
@@ -362,7 +373,7 @@ def _in_float64(op: Op, arguments: Arguments) -> list[Tensor] | str:
     try:
         with torch.no_grad():
             return list(as_results(op.function(*to_dtype(arguments, torch.float64, "cpu"))))
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+    except Exception as error:  # whatever a user's function raises
         return _first_line(error)
 
 

@@ -1,4 +1,4 @@
-"""`fuseopt.elementwise`: an op from an expression, with a Triton kernel for each direction and no kernel text."""
+"""`fuseopt.elementwise`: an op from an expression, with kernels for both directions that are written from it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from fuseopt.errors import OpError
-from fuseopt.extend.expression import computed, inputs_of, parse
+from fuseopt.extend.backends import Kernel
+from fuseopt.extend.expression import computed, inputs_of, operations, parse
 from fuseopt.extend.own_op import Op
 from fuseopt.extend.signature import check_name
 from fuseopt.ops.library import TRITON_INTERPRETED, compute_dtype
 
 _TAKES = (torch.float32, torch.float16, torch.bfloat16)
+# Smaller calls on a CPU are not worth a compilation, nor much faster.
+_ELEMENTS_FOR_CPP = 16384
 
 
 def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, reduce_grad: bool = True) -> Op:
@@ -23,7 +26,11 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
 
     It is called with the tensors in the order in which they first appear, and the scalars by keyword. The result has
     the tensors' promoted dtype. A comparison is 1 or 0 where a number belongs. On a GPU one Triton kernel runs each
-    direction; on a CPU the expression runs in PyTorch. Where a tensor is float64, PyTorch computes it, in float64.
+    direction, and where a tensor is float64, PyTorch, in float64. On a CPU a C++ kernel runs each direction, in float64
+    where a tensor is. It is compiled once per machine, in seconds and with a line on stderr, in the first eager call
+    that has a tensor of 16384 elements or names `backend="cpu"`. PyTorch runs smaller calls, those under torch.compile,
+    and all calls where there is no C++ compiler or FUSEOPT_NO_BUILD forbids compiling. For `bench`, each operation and
+    each function of the expression counts as one floating-point operation.
 
     Args:
         name: "namespace::name", in a namespace of your own.
@@ -62,6 +69,15 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
     kernels = _Kernels(expression, tuple(tensors), tuple(scalars), reduce_grad)
     op.kernel("triton", supports=kernels.takes)(kernels.forward)
     op.backward("triton")(kernels.backward)
+    compiled = _CppKernels(name, expression, tuple(tensors), tuple(scalars), reduce_grad)
+    op.add_kernel(Kernel("cpu", compiled.forward, compiled.takes, in_eager=compiled.is_worth_it))
+    op.backward("cpu")(compiled.backward)
+    forward, backward = operations(tree, tensors)
+
+    def elements(*arguments: Any) -> int:
+        return torch.broadcast_shapes(*(tensor.shape for tensor in arguments[: len(tensors)])).numel()
+
+    op.flops(lambda *given: forward * elements(*given), lambda *given: backward * elements(*given))
     return op
 
 
@@ -116,3 +132,41 @@ class _Kernels:
     def backward(self, inputs: Sequence[Any], output: Tensor, grad_output: Tensor) -> Sequence[Tensor]:
         tensors, scalars = inputs[: self._tensors], inputs[self._tensors :]
         return self._module().backward(tensors, scalars, grad_output, self._reduce_grad)
+
+
+class _CppKernels:
+    """The C++ kernels of an expression, compiled when a call first asks for them."""
+
+    def __init__(
+        self, name: str, expression: str, tensors: tuple[str, ...], scalars: tuple[str, ...], reduce_grad: bool
+    ) -> None:
+        self._description = (name, expression, tensors, scalars)
+        self._tensors, self._reduce_grad = len(tensors), reduce_grad
+
+    @functools.cached_property
+    def _kernels(self) -> Any:
+        from fuseopt.extend import cpu_expression
+
+        return cpu_expression.kernels_of(*self._description)
+
+    def is_worth_it(self, *arguments: Any) -> bool | str:
+        """For `in_eager`."""
+        if any(tensor.numel() >= _ELEMENTS_FOR_CPP for tensor in arguments[: self._tensors]):
+            return True
+        return f"below {_ELEMENTS_FOR_CPP} elements only where it is named"
+
+    def takes(self, *arguments: Any) -> bool | str:
+        """For `supports`."""
+        other = next((t.dtype for t in arguments[: self._tensors] if not t.dtype.is_floating_point), None)
+        if other is not None:
+            return f"takes floating point tensors, not {other}"
+        return self._kernels if isinstance(self._kernels, str) else True
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return self._kernels.run_forward(*arguments)
+
+    def backward(
+        self, inputs: Sequence[Any], output: Tensor, grad_output: Tensor, needed: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        tensors, scalars = inputs[: self._tensors], inputs[self._tensors :]
+        return self._kernels.backward(tensors, scalars, grad_output, needed, self._reduce_grad)

@@ -1,9 +1,8 @@
-"""An elementwise expression as a tree: parsed from text, computed by torch, differentiated, and written for Triton."""
+"""An elementwise expression as a tree: parsed from text, computed by torch, and differentiated."""
 
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -278,39 +277,21 @@ def derivatives(node: Node, names: Sequence[str]) -> dict[str, Node | None]:
     return {name: upstream.get(Node("input", name)) for name in names}
 
 
-def triton_lines(nodes: Sequence[Node], names: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """(statements, names of the results): `nodes` in Triton, each subexpression computed once.
+def operations(node: Node, names: Sequence[str]) -> tuple[int, int]:
+    """Operations of an element's forward, and of its backward by all names; each subexpression counts once."""
+    slopes = [slope for slope in derivatives(node, names).values() if slope is not None]
 
-    Args:
-        names: input -> the variable that holds it.
-    """
-    lines: list[str] = []
-    known: dict[Node, str] = {}
+    def count(nodes: Sequence[Node]) -> int:
+        seen: set[Node] = set()
+        waiting = list(nodes)
+        while waiting:
+            current = waiting.pop()
+            if current.of and current not in seen:
+                seen.add(current)
+                waiting += current.of
+        return len(seen)
 
-    def written(node: Node) -> str:
-        if node.kind == "input":
-            return names[node.value]
-        if node.kind == "number":
-            return repr(node.value) if math.isfinite(node.value) else f'float("{node.value}")'
-        if node not in known:
-            operands = [written(operand) for operand in node.of]
-            text = _power_text(node, operands[0]) or OPERATIONS[node.kind].triton.format(*operands)
-            known[node] = f"v{len(known)}"
-            lines.append(f"{known[node]} = {text}")
-        return known[node]
-
-    return lines, [written(node) for node in nodes]
-
-
-def _power_text(node: Node, base: str) -> str | None:
-    """A power with a small whole exponent as a product, which is exact for negative bases too."""
-    if node.kind != "pow" or node.of[1].kind != "number":
-        return None
-    exponent = node.of[1].value
-    if exponent != int(exponent) or abs(exponent) > 8:
-        return None
-    product = " * ".join([base] * int(abs(exponent))) or f"tl.where({base} == 0, 1.0, 1.0)"
-    return f"(1.0 / ({product}))" if exponent < 0 else f"({product})"
+    return count([node]), count(slopes) + len(slopes)
 
 
 def _simplified(kind: str, *operands: Node) -> Node:

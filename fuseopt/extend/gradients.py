@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from fuseopt.errors import OpError
-from fuseopt.extend.backends import Kernel
+from fuseopt.extend.backends import Kernel, noting
 from fuseopt.extend.signature import as_results, tensors_of, with_tensors
 from fuseopt.ops.library import is_differentiated_again
 
 if TYPE_CHECKING:
+    from fuseopt.extend.eager_calls import EagerCalls
     from fuseopt.extend.own_op import Op
 
 
@@ -21,43 +22,54 @@ class Call(torch.autograd.Function):
     """One eager call of a kernel of an op, differentiable; without lists of tensors."""
 
     @staticmethod
-    def forward(ctx: Any, op: Op, kernel: Kernel, *arguments: Any) -> Any:
-        output = op.run(kernel, arguments)
-        save(ctx, op, kernel.backend, arguments, output)
+    def forward(ctx: Any, calls: EagerCalls, kernel: Kernel, *arguments: Any) -> Any:
+        output = calls.run(kernel, arguments)
+        save(ctx, calls.op, kernel.backend, arguments, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         arguments, outputs = saved(ctx)
-        is_tensor = [argument is _SAVED for argument in ctx.arguments]
+        is_tensor = [isinstance(argument, Tensor) for argument in arguments]
         needed = [needs for needs, is_one in zip(ctx.needs_input_grad[2:], is_tensor, strict=True) if is_one]
         following = iter(gradients(ctx.op, ctx.backend, arguments, outputs, grads, needed))
         return None, None, *(next(following) if is_one else None for is_one in is_tensor)
 
 
-_SAVED = object()  # stands for a saved tensor among the arguments
+# `Call.apply` without binding its arguments to a signature, for calls that no transform and no compiler sees.
+differentiable_call = super(torch.autograd.Function, Call).apply
 
 
 def save(ctx: Any, op: Op, backend: str, arguments: Sequence[Any], output: Any) -> None:
     """Save on an autograd context what `gradients` takes."""
-    tensors = list(tensors_of(arguments))
-    results = as_results(output) if op.formula(backend) is not None else ()
-    ctx.op, ctx.backend, ctx.inputs = op, backend, len(tensors)
-    ctx.arguments = with_tensors(arguments, [_SAVED] * len(tensors))
-    ctx.save_for_backward(*tensors, *results)
+    results = () if op.formula(backend) is None else as_results(output)
+    ctx.op, ctx.backend, ctx.lengths = op, backend, None
+    if op.signature.are_tensors:
+        ctx.items = [None] * len(arguments)
+        ctx.save_for_backward(*arguments, *results)
+        return
+    items = arguments
+    if op.signature.has_lists:
+        ctx.lengths = [len(argument) if isinstance(argument, (list, tuple)) else None for argument in arguments]
+        items = [
+            item
+            for argument, length in zip(arguments, ctx.lengths, strict=True)
+            for item in ([argument] if length is None else argument)
+        ]
+    ctx.items = [None if isinstance(item, Tensor) else item for item in items]
+    ctx.save_for_backward(*[item if isinstance(item, Tensor) else None for item in items], *results)
 
 
 def saved(ctx: Any) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
     """(arguments, results) of the call that `save` was given; no results where no formula reads them."""
-    tensors = ctx.saved_tensors
-    following = iter(tensors)
-
-    def restored(argument: Any) -> Any:
-        if isinstance(argument, list):
-            return [next(following) if item is _SAVED else item for item in argument]
-        return next(following) if argument is _SAVED else argument
-
-    return tuple(map(restored, ctx.arguments)), tensors[ctx.inputs :]
+    kept, count = ctx.saved_tensors, len(ctx.items)
+    items = [item if tensor is None else tensor for item, tensor in zip(ctx.items, kept[:count], strict=True)]
+    if ctx.lengths is not None:
+        following = iter(items)
+        items = [
+            next(following) if length is None else [next(following) for _ in range(length)] for length in ctx.lengths
+        ]
+    return tuple(items), kept[count:]
 
 
 def gradients(
@@ -100,7 +112,8 @@ def by_formula(
     """
     one = op.signature.results == 1
     output, grad_output = (outputs[0], grads[0]) if one else (tuple(outputs), tuple(grads))
-    given = formula(tuple(arguments), output, grad_output, tuple(needed))
+    with noting(f"the backward of {op.name}"):
+        given = formula(tuple(arguments), output, grad_output, tuple(needed))
     given = list(given) if isinstance(given, (tuple, list)) else [given]
     tensors = list(tensors_of(arguments))
     if len(given) == len(arguments) and len(given) != len(tensors):

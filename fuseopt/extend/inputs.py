@@ -44,8 +44,12 @@ def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return flat.repeat(-(-wanted // flat.numel()))[:wanted].reshape(shape).clone()
 
 
-def variants(arguments: Arguments) -> Iterator[tuple[str, Arguments]]:
-    """(kind, arguments): the sample in other sizes, strides and broadcasts. Not every function takes all of them."""
+def variants(arguments: Arguments, optional: Sequence[bool]) -> Iterator[tuple[str, Arguments]]:
+    """(kind, arguments): the sample in other sizes, strides, broadcasts and numbers. Not every function takes all.
+
+    Args:
+        optional: for each argument, whether it is a tensor that may be None.
+    """
     arguments = copied(arguments)  # a kernel that writes into them must not spoil the samples
     yield "as sampled", arguments
     yield (
@@ -58,6 +62,7 @@ def variants(arguments: Arguments) -> Iterator[tuple[str, Arguments]]:
     tensors = list(tensors_of(arguments))
     yield "non-contiguous", with_tensors(arguments, list(map(_spaced, tensors)))
     yield "non-contiguous", with_tensors(arguments, list(map(_turned, tensors)))
+    yield "in larger memory", with_tensors(arguments, list(map(_surrounded, tensors)))
     if any(tensor.dim() for tensor in tensors):
         yield (
             "broadcast",
@@ -67,9 +72,20 @@ def variants(arguments: Arguments) -> Iterator[tuple[str, Arguments]]:
         if tensor.dim() and len(tensor) > 1 and len(tensors) > 1:
             narrow = [t[:1] if place == other else t for other, t in enumerate(tensors)]
             yield "broadcast", with_tensors(arguments, narrow)
+            yield (
+                "broadcast",
+                with_tensors(arguments, [t[0] if place == other else t for other, t in enumerate(tensors)]),
+            )
     leading = next((len(tensor) for tensor in tensors if tensor.dim()), None)
     if leading is not None:
         yield "empty", resized(arguments, by_table({leading: 0}))
+    for place, may_be_none in enumerate(optional):
+        if may_be_none and tensors:
+            other = None if arguments[place] is not None else torch.ones_like(tensors[0])
+            yield "optional arguments", (*arguments[:place], other, *arguments[place + 1 :])
+    numbers = tuple(map(_another, arguments))
+    if any(one is not other for one, other in zip(numbers, arguments, strict=True)):
+        yield "other numbers", numbers
     yield "0-d", with_tensors(arguments, [_resized(tensor, ()) for tensor in tensors])
 
 
@@ -82,6 +98,26 @@ def _spaced(tensor: Tensor) -> Tensor:
     view = room[..., ::2]
     view.copy_(tensor)
     return view
+
+
+def _surrounded(tensor: Tensor) -> Tensor:
+    """The same values inside a larger memory, with NaN before and after them, contiguous."""
+    dense = tensor.contiguous()
+    room = dense.new_zeros(dense.numel() + 128)
+    if room.is_floating_point():
+        room.fill_(float("nan"))
+    view = room[64 : 64 + dense.numel()].view(dense.shape)
+    view.copy_(dense)
+    return view
+
+
+def _another(argument: Any) -> Any:
+    """Another number in place of a number."""
+    if isinstance(argument, bool):
+        return not argument
+    if isinstance(argument, int):
+        return argument + 1
+    return 0.75 * argument + 0.125 if isinstance(argument, float) else argument
 
 
 def _turned(tensor: Tensor) -> Tensor:

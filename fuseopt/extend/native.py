@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-from fuseopt.build import compilation, library_cache, toolchain
-from fuseopt.errors import NativeBuildError, OpError
+from fuseopt.build import library_cache, loader, toolchain
+from fuseopt.errors import NativeBuildError, OpError, shown
+from fuseopt.extend import nvrtc
 from fuseopt.extend.backends import Kernel
-from fuseopt.extend.signature import tensors_of, with_tensors
+from fuseopt.extend.own_library import Missing, library_of
+from fuseopt.extend.signature import check_callable, tensors_of, with_tensors
 
 if TYPE_CHECKING:
     from fuseopt.extend.own_op import Op
@@ -30,10 +33,6 @@ if TYPE_CHECKING:
 Kind = Literal["cpu", "cuda"]
 Grid = Callable[..., Any]
 _SUFFIX = {"cpu": ".cpp", "cuda": ".cu"}
-
-
-class _Missing(Exception):
-    """This machine cannot build or run the source; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +48,27 @@ class Source:
         """A source given as text or as the path of a file.
 
         Raises:
-            OpError: a path, of which there is no file.
+            OpError: a path of which there is no file, or a text that is not UTF-8.
         """
-        path = Path(given) if isinstance(given, os.PathLike) or not re.search(r"[\n;{]", given) else None
-        if path is None:
-            return cls(str(given), f"{op} ({kind} source)", None)
-        if not path.is_file():
-            raise OpError(f"{op}: no file {str(path)!r} for the {kind} source; give its path, or the source's text")
-        return cls(path.read_text(encoding="utf-8"), str(path.resolve()), path.resolve().parent)
+        if not isinstance(given, (str, os.PathLike)) or not str(given).strip():
+            raise OpError(f"{op}: its {kind} source must be text or the path of a file, not {shown(given)}")
+        try:
+            if isinstance(given, str) and re.search(r"[\n;{]", given):
+                given.encode()
+                return cls(given, f"{op} ({kind} source)", None)
+            path = Path(given)
+            if not path.is_file():
+                folder = ", which is a folder" if path.is_dir() else ""
+                text = "give its path, or the source's text"
+                raise OpError(f"{op}: no file {str(path)!r} for the {kind} source{folder}; {text}")
+            return cls(path.read_text(encoding="utf-8"), str(path.resolve()), path.resolve().parent)
+        except UnicodeError as error:
+            raise OpError(f"{op}: its {kind} source is not UTF-8: {error}") from error
+
+    def line_marker(self) -> str:
+        """The directive after which compilers count the source's lines from 1, and call it by its name."""
+        quoted = self.label.replace("\\", "\\\\").replace('"', '\\"')
+        return f'#line 1 "{quoted}"'
 
     def digest(self) -> str:
         """A hash of the text, and of the headers beside it that it includes."""
@@ -83,6 +95,8 @@ def add(
         raise OpError(
             f"{op.name}: a bare kernel needs cuda=SOURCE, kernel='its name' and grid=function of the arguments"
         )
+    if kernel is not None:
+        _check_launch(op, kernel, grid, block)
     sources: list[tuple[Kind, str | os.PathLike[str]]] = []
     sources += [("cpu", cpu)] if cpu is not None else []
     sources += [("cuda", cuda)] if cuda is not None else []
@@ -92,20 +106,29 @@ def add(
             if kind == "cuda":
                 _check_device()
             if kind == "cuda" and kernel is not None:
-                run: Callable = _BareKernel(op, kernel, cubin(source, kernel, _capability()), grid, block)
+                run = _BareKernel(op, kernel, cubin(source, kernel, _capability()), source.digest(), grid, block)
+                made = Kernel(kind, run)
             else:
-                run = _library_function(op, kind, source)
-        except (_Missing, toolchain.ToolchainError, library_cache.CacheError) as reason:
+                overload = _from_library(op, kind, source)
+                made = Kernel(kind, overload._op, raw=overload)
+        except (Missing, toolchain.ToolchainError, library_cache.CacheError) as reason:
             op.add_kernel(Kernel(kind, op.function, missing=f"its {kind} source is not built: {reason}"))
         else:
-            op.add_kernel(Kernel(kind, run))
+            op.add_kernel(made)
+
+
+def _check_launch(op: Op, kernel: str, grid: Any, block: Any) -> None:
+    if not re.fullmatch(r"[A-Za-z_]\w*", kernel, re.ASCII):
+        raise OpError(f"{op.name}: {shown(kernel)} is no name of a kernel")
+    check_callable(op.name, "grid", grid)
+    _three(op, "block", block)
 
 
 def _check_device() -> None:
     if torch.version.cuda is None:
-        raise _Missing(f"torch {torch.__version__} is built without CUDA")
+        raise Missing(f"torch {torch.__version__} is built without CUDA")
     if not torch.cuda.is_available():
-        raise _Missing("torch sees no CUDA device")
+        raise Missing("torch sees no CUDA device")
 
 
 def _capability() -> str:
@@ -113,10 +136,11 @@ def _capability() -> str:
     return f"{major}{minor}"
 
 
-def _library_function(op: Op, kind: Kind, source: Source) -> Callable:
+def _from_library(op: Op, kind: Kind, source: Source) -> OpOverload:
     recipe = toolchain.cpu_recipe() if kind == "cpu" else toolchain.cuda_recipe([_capability()])
     name = f"{op.name.partition('::')[2]}__native_{kind}_{source.digest()}"
     torch.ops.load_library(build(op.name, name, kind, source, recipe))
+    loader.load_all(["python"])  # by which the kernel is called sooner
     return op.define_native(name)
 
 
@@ -134,29 +158,21 @@ def build(op: str, registered: str, kind: Kind, source: Source, recipe: toolchai
     """
     namespace, _, function = op.partition("::")
     text = (
-        f'#line 1 "{source.label}"\n{source.text}\n#line 1 "registration of {op}"\n'
+        f'{source.line_marker()}\n{source.text}\n#line 1 "registration of {op}"\n'
         "#include <torch/csrc/stable/library.h>\n"
         f"STABLE_TORCH_LIBRARY_IMPL({namespace}, {kind.upper()}, library) {{\n"
         f'  library.impl("{registered}", TORCH_BOX(&{function}));\n}}\n'
     )
-    key = hashlib.sha256(f"{recipe.key}{text}{source.digest()}".encode()).hexdigest()[:16]
-    folder = library_cache.folder()
-    library_cache.check_trusted(folder)
-    library = folder / f"own-{kind}-{key}.so"
-    if library.exists() and library_cache.damage(library) is None:
-        return library
-    if os.environ.get("FUSEOPT_NO_BUILD", "0") not in ("", "0"):
-        raise _Missing("it is not in the cache, and FUSEOPT_NO_BUILD forbids building")
-    library_cache.create(folder)
-    with tempfile.TemporaryDirectory(prefix="fuseopt-") as folder_name:
-        file = Path(folder_name) / f"{function}{_SUFFIX[kind]}"
-        file.write_text(text, encoding="utf-8")
-        here = () if source.folder is None else (f"-I{source.folder}",)
-        command = (*compile_command(recipe, kind), *here)
-        own = dataclasses.replace(recipe, sources=(file,), compile_commands={_SUFFIX[kind]: command}, key=key)
-        with compilation.progress_line(f"compiling {op} for {kind}, once", [own]) as progress:
-            compilation.build(own, library, progress, library_cache.publish)
-    return library
+    here = () if source.folder is None else (f"-I{source.folder}",)
+    return library_of(
+        op,
+        text,
+        kind,
+        file=f"{function}{_SUFFIX[kind]}",
+        recipe=recipe,
+        command=(*compile_command(recipe, kind), *here),
+        digest=source.digest(),
+    )
 
 
 def compile_command(recipe: toolchain.Recipe, kind: Kind) -> tuple[str, ...]:
@@ -171,12 +187,14 @@ def compile_command(recipe: toolchain.Recipe, kind: Kind) -> tuple[str, ...]:
 
 
 def cubin(source: Source, kernel: str, architecture: str) -> bytes:
-    """A bare kernel's machine code for a compute capability, as "90".
+    """A bare kernel's machine code for a compute capability, as "90": by NVRTC, or where that cannot, by nvcc.
+
+    NVRTC lacks what nvcc includes by itself, such as `int64_t`. So what it refuses is left to nvcc, if there is one.
 
     Raises:
         OpError: the source has no kernel of that name.
-        NativeBuildError: nvcc refuses the source.
-        toolchain.ToolchainError: there is no nvcc.
+        NativeBuildError: the compiler refuses the source.
+        toolchain.ToolchainError: there is neither NVRTC nor nvcc.
     """
     declared = re.search(
         rf"__global__\s+(?:__launch_bounds__\([^)]*\)\s+)?void\s+(?:[^;{{(]*\s)?{kernel}\s*\(", source.text
@@ -186,12 +204,22 @@ def cubin(source: Source, kernel: str, architecture: str) -> bytes:
     text = source.text
     if 'extern "C"' not in text[: declared.start()].rpartition("\n")[2]:
         text = f'{text[: declared.start()]}extern "C" {text[declared.start() :]}'
+    text = f"{source.line_marker()}\n{text}"
+    here = [] if source.folder is None else [f"-I{source.folder}"]
+    try:
+        options = [f"--gpu-architecture=sm_{architecture}", *here, *nvrtc.include_flags()]
+        return nvrtc.cubin(text, source.label, options)
+    except (Missing, NativeBuildError) as refusal:
+        try:
+            nvcc = toolchain.find_nvcc()
+        except toolchain.ToolchainError as absent:
+            if isinstance(refusal, NativeBuildError):
+                raise refusal from None
+            raise toolchain.ToolchainError(f"{refusal}, and {absent}") from None
     with tempfile.TemporaryDirectory(prefix="fuseopt-") as folder_name:
         file, output = Path(folder_name) / f"{kernel}.cu", Path(folder_name) / f"{kernel}.cubin"
-        file.write_text(f'#line 1 "{source.label}"\n{text}', encoding="utf-8")
-        command = [toolchain.find_nvcc(), "-cubin", f"-arch=sm_{architecture}", "-O3", str(file), "-o", str(output)]
-        if source.folder is not None:
-            command.append(f"-I{source.folder}")
+        file.write_text(text, encoding="utf-8")
+        command = [nvcc, "-cubin", f"-arch=sm_{architecture}", "-O3", str(file), "-o", str(output), *here]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         if done.returncode != 0:
             raise NativeBuildError(f"{source.label} does not compile:\n{done.stdout}")
@@ -201,10 +229,13 @@ def cubin(source: Source, kernel: str, architecture: str) -> bytes:
 class _BareKernel:
     """Calls of a bare kernel: contiguous tensors, the numbers as int and double, the results, and their size as int."""
 
-    def __init__(self, op: Op, name: str, code: bytes, grid: Grid | None, block: int | Sequence[int]) -> None:
+    def __init__(
+        self, op: Op, name: str, code: bytes, digest: str, grid: Grid | None, block: int | Sequence[int]
+    ) -> None:
         assert grid is not None
+        self.digest = digest
         self._op, self._grid = op, grid
-        self._block = _three(block)
+        self._block = _three(op, "block", block)
         self._kernel = torch.cuda._utils._cuda_load_module(code, [name])[name]
         self._empty: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}
 
@@ -218,7 +249,7 @@ class _BareKernel:
         if size:
             with torch.cuda.device(device):
                 passed = [argument for argument in given if argument is not None]
-                self._kernel(_three(self._grid(*arguments)), self._block, [*passed, *results, size])
+                self._kernel(_three(self._op, "grid", self._grid(*arguments)), self._block, [*passed, *results, size])
         return results[0] if self._op.signature.results == 1 else tuple(results)
 
     def _results(self, arguments: Sequence[Any]) -> list[tuple[torch.Size, torch.dtype]]:
@@ -230,6 +261,14 @@ class _BareKernel:
         return self._empty[key]
 
 
-def _three(size: int | Sequence[int]) -> tuple[int, int, int]:
-    first, second, third, *_ = (*((size,) if isinstance(size, int) else size), 1, 1)
+def _three(op: Op, what: str, size: Any) -> tuple[int, int, int]:
+    """A grid or a block in three dimensions.
+
+    Raises:
+        OpError: it is no positive int, nor up to three of them.
+    """
+    sizes = (size,) if isinstance(size, int) else size
+    if not (isinstance(sizes, (tuple, list)) and 1 <= len(sizes) <= 3 and all(type(n) is int and n > 0 for n in sizes)):
+        raise OpError(f"{op.name}: its {what} must be a positive int, or up to three of them, not {shown(size)}")
+    first, second, third = (*sizes, 1, 1)[:3]
     return first, second, third

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -14,24 +15,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.compiler import is_dynamo_compiling
 
-from fuseopt.errors import BackendError, OpError
-from fuseopt.extend import gradients
-from fuseopt.extend.backends import (
-    COMPILE,
-    KERNELS,
-    PLAIN,
-    REFERENCE,
-    Kernel,
-    compiled_on_first_call,
-    in_order,
-    order_on,
-    with_reason,
-)
-from fuseopt.extend.signature import Signature, as_results, check_name, look_at, tensors_of, without_autocast_for
-from fuseopt.extend.torch_op import TorchOp, unshared
+from fuseopt.errors import OpError, user_stack_level
+from fuseopt.extend.backends import COMPILE, KERNELS, PLAIN, REFERENCE, Kernel, compiled_on_first_call, in_order, noting
+from fuseopt.extend.eager_calls import EagerCalls
+from fuseopt.extend.signature import Signature, as_results, check_callable, check_name, tensors_of, without_autocast_for
+from fuseopt.extend.torch_op import TorchOp
 from fuseopt.ops import registry
-from fuseopt.ops.library import apply, in_forward_mode
 
 FunctionT = TypeVar("FunctionT", bound=Callable)
 
@@ -42,7 +34,7 @@ _numbers = itertools.count()
 _LOCK = threading.RLock()  # held while names are taken or freed
 
 
-def op(name: str) -> Callable[[Callable], Op]:
+def op(name: str, *, flops: Callable | None = None) -> Callable[[Callable], Op]:
     """Decorator that makes a plain PyTorch function the op `torch.ops.<namespace>.<name>`, and returns it as an `Op`.
 
     The function is the op's reference: its annotations give the schema, and what it computes gives the fake and the
@@ -50,6 +42,7 @@ def op(name: str) -> Callable[[Callable], Op]:
 
     Args:
         name: "namespace::name", in a namespace of your own.
+        flops: the op's arguments -> floating-point operations of a call, for `bench`; see `Op.flops`.
 
     Raises:
         OpError: a bad name, one that another package has, or an annotation that is missing or that no op takes.
@@ -57,7 +50,7 @@ def op(name: str) -> Callable[[Callable], Op]:
     if not isinstance(name, str):
         raise OpError("fuseopt.op takes the op's name: write @fuseopt.op('mine::scale') above the function")
     check_name(name)
-    return lambda function: Op(name, function)
+    return lambda function: Op(name, function, flops)
 
 
 def unregister(name: str) -> None:
@@ -100,22 +93,24 @@ class Op:
 
     __name__: str
 
-    def __init__(self, name: str, function: Callable) -> None:
+    def __init__(self, name: str, function: Callable, flops: Callable | None = None) -> None:
         self.signature = Signature.of(name, function)
         self.name, self.function = name, function
+        self._count = len(self.signature.names)
         self._key = f"{name}#{next(_numbers)}"
         _BY_KEY[self._key] = self
         self.fake_function: Callable | None = None
         functools.update_wrapper(self, function)
-        self._kernels: dict[str, Kernel] = {REFERENCE: Kernel(REFERENCE, function)}
+        self._kernels: dict[str, Kernel] = {REFERENCE: Kernel(REFERENCE, function, name=f"function of {name}")}
         self._formulas: dict[str | None, Callable] = {}
         self._samples: Callable | None = None
-        self._orders: dict[tuple[str, str], tuple[tuple[Kernel, ...], dict[str, list[str]]]] = {}
+        self._flops: tuple[Callable | None, Callable | None] = (flops, None)
+        self.calls = EagerCalls(self, {})
         self._is_closed = False
-        if name in _OPS:
-            warnings.warn(f"fuseopt: {name} is registered again and replaces the one before", stacklevel=3)
         with _LOCK:
             if name in _OPS:
+                message = f"fuseopt: {name} is registered again and replaces the one before"
+                warnings.warn(message, stacklevel=user_stack_level())
                 unregister(name)
             self._torch_op = TorchOp(self)
             try:
@@ -141,6 +136,7 @@ class Op:
             raise OpError(f"{self.name}: a kernel can be given for {', '.join(KERNELS)}, not for {backend!r}")
 
         def add(function: FunctionT) -> FunctionT:
+            check_callable(self.name, f"{backend} kernel", function)
             run = compiled_on_first_call(function) if backend == COMPILE else function
             self.add_kernel(Kernel(backend, run, supports))
             return function
@@ -153,10 +149,12 @@ class Op:
         Raises:
             OpError: the op is not registered any more, or the name that the kernel gets in `torch.ops` is taken.
         """
+        if kernel.supports is not None:
+            check_callable(self.name, "`supports`", kernel.supports)
         with _LOCK:
             self._check_open()
             self._torch_op.define(kernel.backend)
-            self._kernels[kernel.backend] = kernel
+            self._kernels[kernel.backend] = dataclasses.replace(kernel, name=f"{kernel.backend} kernel of {self.name}")
             self._register()
 
     def supports(self, predicate: Callable, backend: str | None = None) -> Op:
@@ -168,7 +166,10 @@ class Op:
         Raises:
             OpError: the op has no such kernel.
         """
+        check_callable(self.name, "`supports`", predicate)
         named = [name for name in self._kernels if name not in PLAIN] if backend is None else [backend]
+        if not named:
+            raise OpError(f"{self.name} has no kernel yet; give one first, by .kernel(...) or .native(...)")
         for name in named:
             if name not in self._kernels:
                 raise OpError(f"{self.name} has no kernel for {name!r}; give that first, by .kernel({name!r})")
@@ -184,23 +185,43 @@ class Op:
         give None for the gradients that are not.
         """
         if isinstance(formula, str):
+            if formula not in (*KERNELS, REFERENCE):
+                raise OpError(f"{self.name} has no backend {formula!r} that a backward could be for")
             return functools.partial(self._set_formula, formula)
         return self._set_formula(None, formula)
 
     def _set_formula(self, backend: str | None, formula: FunctionT) -> FunctionT:
+        check_callable(self.name, "backward", formula)
         takes_needed = "needed" in inspect.signature(formula).parameters
         self._formulas[backend] = formula if takes_needed else lambda *given: formula(*given[:3])
+        self._renew_calls()
         return formula
 
     def fake(self, function: FunctionT) -> FunctionT:
         """Decorator for the op on tensors without data: the function's arguments -> empty results, contiguous."""
+        check_callable(self.name, "fake", function)
         self.fake_function = function
         return function
 
     def samples(self, function: FunctionT) -> FunctionT:
         """Decorator for a generator `(device, dtype)` of argument tuples, for `check`, `bench` and `verify`."""
+        check_callable(self.name, "samples", function)
         self._samples = function
         return function
+
+    def flops(self, forward: FunctionT, backward: Callable | None = None) -> FunctionT:
+        """Decorator for the op's arguments -> floating-point operations of a call, which `bench` shows as GFLOP/s.
+
+        Args:
+            backward: the same for the backward.
+        """
+        self._flops = forward, backward
+        return forward
+
+    def operations(self, arguments: Sequence[Any], backward: bool) -> int | None:
+        """Floating-point operations of a call, or of its backward; None where `flops` was given nothing for it."""
+        function = self._flops[backward]
+        return None if function is None else int(function(*arguments))
 
     def native(
         self,
@@ -216,7 +237,8 @@ class Op:
         A source is C++ against torch's stable ABI (`torch/csrc/stable`), with a function of the op's name and
         arguments, that checks what it is given. With `kernel`, the CUDA source is a bare `__global__` kernel, called
         with pointers of the tensors, made contiguous, and the numbers, as int and double, in the op's order, then
-        pointers of the results, which are allocated, and the number of elements of the first of them, as int.
+        pointers of the results, which are allocated, and the number of elements of the first of them, as int. NVRTC
+        compiles it, or nvcc what that refuses.
 
         Args:
             cuda, cpu: the text of a source, or the path of a file.
@@ -237,15 +259,22 @@ class Op:
     def bench(self, shapes: Sequence[str] = (), dtypes: Sequence[str] = (), **options: Any) -> Any:
         """Time each backend, forward and backward, beside eager, torch.compile and a copy of as many bytes.
 
+        From then on "auto" takes the backend that was the fastest by 5% or more on this machine, until a source of the
+        op changes: for calls whose first tensor has this dtype and a size between the same powers of two; where a
+        gradient is needed, by forward and backward together. FUSEOPT_MEASURED=0 keeps and reads no times.
+
         Args:
             shapes: of the samples' first tensor, as "4096x1024"; other tensors follow where they have the same sizes.
                 By default the samples' own.
             dtypes: of "bfloat16", "float32" and "float16"; by default the first two.
             options: `device`; `compile`: whether torch.compile takes part, by default on a GPU; `torch_op`: torch's own
-                operation of the same kind, called with the op's arguments, to be timed too.
+                operation of the same kind, called with the op's arguments, to be timed too; `remember`: False not to
+                keep the times for "auto".
 
         Returns:
-            `fuseopt.bench.harness.records.Results`: `to_markdown()` is a table, `save(path)` writes JSON.
+            `fuseopt.bench.harness.records.Results`: `to_markdown()` is a table, `save(path)` writes JSON, and
+            `plot(path)` or `plot(path, "bandwidth")` draws it. Where the op has its `flops`, GFLOP/s and the machine's
+            peaks are in it, for `plot(path, "roofline")`.
 
         Raises:
             OpError: there are no samples, or a shape has another number of sizes.
@@ -254,8 +283,8 @@ class Op:
 
         return benching.bench(self, shapes, dtypes, **options)
 
-    def define_native(self, name: str) -> Callable:
-        """The function that a library has registered as `name`, in the op's namespace, with the op's schema."""
+    def define_native(self, name: str) -> OpOverload:
+        """What a library has registered as `name`, in the op's namespace, with the op's schema."""
         self._check_open()
         return self._torch_op.define_native(name)
 
@@ -264,22 +293,16 @@ class Op:
         return as_results(self._torch_op.run_fake(*arguments))
 
     def __call__(self, /, *args: Any, backend: str = "auto", **kwargs: Any) -> Any:
-        arguments = args
-        if kwargs or len(args) != len(self.signature.names):
-            arguments = self.signature.bind(self.name, args, kwargs)
-        if torch.compiler.is_compiling():
-            return self._call_traced(backend, arguments)
-        first, needs_grad = look_at(arguments)
-        if first is None:
-            if in_forward_mode() or torch._C._are_functorch_transforms_active():
-                return self._reference(arguments)
-            return self._seen_by_torch(backend, arguments)
-        kernel = self._chosen(backend, first, arguments)
-        if needs_grad and (kernel.backend not in PLAIN or self.formula(kernel.backend) is not None):
-            if self.signature.has_lists or self.signature.results is None:  # autograd.Function does not look into them
-                return self._seen_by_torch(kernel.backend, arguments)
-            return apply(gradients.Call, self, kernel, *arguments)
-        return self.run(kernel, arguments)
+        if kwargs or len(args) != self._count:
+            args = self.signature.bind(self.name, args, kwargs)
+        if is_dynamo_compiling():
+            return self._call_traced(backend, args)
+        calls = self.calls
+        if calls.call_directly is not None:
+            output = calls.call_directly(calls, calls.listed, backend, args)
+            if output is not NotImplemented:
+                return output
+        return self._call_traced(backend, args) if torch.compiler.is_compiling() else calls.call(backend, args)
 
     def choose(self, /, *args: Any, backend: str = "auto", **kwargs: Any) -> registry.Choice:
         """The backend that a call would run on, and why those before it would not.
@@ -287,16 +310,7 @@ class Op:
         Raises:
             BackendError: the backend named cannot run the call; the message says why.
         """
-        arguments = self.signature.bind(self.name, args, kwargs)
-        device = next((tensor.device.type for tensor in tensors_of(arguments)), "cpu")
-        kernels, refused = self._order(backend, device)
-        refused = dict(refused)
-        for kernel in kernels:
-            reason = kernel.refuses(arguments)
-            if reason is None:
-                return registry.Choice(kernel.backend, refused)
-            refused[kernel.backend] = [reason]
-        raise BackendError(f"{self.name} cannot run this call by {backend!r}:{with_reason(refused)}")
+        return self.calls.choose(backend, self.signature.bind(self.name, args, kwargs))
 
     def formula(self, backend: str) -> Callable | None:
         """What was given as the gradient of `backend`; None where it is the reference's."""
@@ -315,58 +329,24 @@ class Op:
                 "        yield (torch.randn(8, 768, device=device, dtype=dtype),)"
             )
         number = 0
-        for number, sample in enumerate(self._samples(device, dtype), 1):  # noqa: B007
-            yield self.signature.bind(self.name, sample if isinstance(sample, tuple) else (sample,), {})
+        with noting(f"the samples of {self.name}"):
+            for number, sample in enumerate(self._samples(device, dtype), 1):  # noqa: B007
+                yield self.signature.bind(self.name, sample if isinstance(sample, tuple) else (sample,), {})
         if number == 0:
             raise OpError(f"{self.name}: its samples yield nothing for {device} and {dtype}")
 
     def backends_on(self, device: str) -> tuple[list[str], dict[str, list[str]]]:
         """The backends that can run on a type of device, in order, and the reasons of those that cannot."""
-        kernels, refused = self._order("auto", device)
-        return [kernel.backend for kernel in kernels], refused
+        kernels, refused = self.calls.order("auto", device)
+        return list(dict.fromkeys(kernel.backend for kernel in kernels)), refused
 
     def overload(self, backend: str = "auto") -> Any:
         """The op as `torch.ops` has it, or what that has for one backend."""
         return self._torch_op.overload(backend)
 
-    def run(self, kernel: Kernel, arguments: Sequence[Any]) -> Any:
-        """A kernel's results for plain tensors, as they are promised."""
-        if torch._C._is_any_autocast_enabled():
-            with without_autocast_for(arguments):
-                output = self.checked(kernel.function(*arguments), kernel.backend)
-        else:
-            output = self.checked(kernel.function(*arguments), kernel.backend)
-        given = [argument.data_ptr() for argument in arguments if isinstance(argument, Tensor)]
-        for result in as_results(output):
-            if result._is_view() or result.is_inference() or result.data_ptr() in given:
-                return unshared(output, tensors_of(arguments))
-        return output
-
-    def eager_function(self, backend: str) -> Callable:
-        """What computes the op on a backend without compiling anything."""
-        return self.function if backend == COMPILE else self._kernels[backend].function
-
-    def checked(self, output: Any, backend: str) -> Any:
-        """The results of a kernel, contiguous.
-
-        Raises:
-            OpError: they are not as many tensors as the signature says.
-        """
-        wanted = self.signature.results
-        if isinstance(output, Tensor):
-            if wanted == 1:
-                return output if output.is_contiguous() else output.contiguous()
-        elif (
-            isinstance(output, (tuple, list))
-            and wanted in (None, len(output))
-            and wanted != 1
-            and all(isinstance(item, Tensor) for item in output)
-        ):
-            results = [item.contiguous() for item in output]
-            return results if wanted is None else tuple(results)
-        given = f"{len(output)} results" if isinstance(output, (tuple, list)) else f"a {type(output).__name__}"
-        promised = "a list of tensors" if wanted is None else f"{wanted} tensor{'s' if wanted > 1 else ''}"
-        raise OpError(f"{self.name}: its {backend} kernel gave {given}; the signature says {promised}")
+    def eager_kernel(self, kernel: Kernel) -> Kernel:
+        """The kernel, or the function itself in place of what would compile it."""
+        return self._kernels[REFERENCE] if kernel.backend == COMPILE else kernel
 
     def close(self) -> None:
         """Take the op out of `torch.ops` and of the registry.
@@ -383,24 +363,19 @@ class Op:
     def __reduce__(self) -> Any:
         return _named, (self.name,)
 
-    def _chosen(self, backend: str, first: Tensor, arguments: Sequence[Any]) -> Kernel:
-        for kernel in self._order(backend, "cuda" if first.is_cuda else "cpu")[0]:
-            if kernel.supports is None or kernel.refuses(arguments) is None:
-                return kernel
-        return self._kernels[self.choose(*arguments, backend=backend).backend]  # raises, with the reasons
-
     def _call_traced(self, backend: str, arguments: Sequence[Any]) -> Any:
         """A call that Dynamo traces: the function itself where no kernel could run, so that Inductor can fuse it."""
         first = next(tensors_of(arguments), None)
         if _is_inlined(self._key, backend, "cpu" if first is None else first.device.type):
-            return self._reference(arguments)
-        return self._seen_by_torch(backend, arguments)
+            return self.reference(arguments)
+        return self.seen_by_torch(backend, arguments)
 
-    def _seen_by_torch(self, backend: str, arguments: Sequence[Any]) -> Any:
+    def seen_by_torch(self, backend: str, arguments: Sequence[Any]) -> Any:
         """A call by `torch.ops`, where another op may have the name of one that is closed."""
-        return self._reference(arguments) if self._is_closed else self._torch_op.overload(backend)(*arguments)
+        return self.reference(arguments) if self._is_closed else self._torch_op.overload(backend)(*arguments)
 
-    def _reference(self, arguments: Sequence[Any]) -> Any:
+    def reference(self, arguments: Sequence[Any]) -> Any:
+        """What the function gives, in the dtypes of its arguments."""
         with without_autocast_for(arguments):
             return self.function(*arguments)
 
@@ -408,16 +383,12 @@ class Op:
         if self._is_closed:
             raise OpError(f"this {self.name} is not registered any more; register it, and give the kernel to that op")
 
-    def _order(self, backend: str, device: str) -> tuple[tuple[Kernel, ...], dict[str, list[str]]]:
-        """The kernels to ask, in order, and the reasons of those that cannot run on the device at all."""
-        found = self._orders.get((backend, device))
-        if found is None:
-            found = self._orders[backend, device] = order_on(self.name, self._kernels, backend, device)
-        return found
+    def _renew_calls(self) -> None:
+        self.calls = EagerCalls(self, dict(self._kernels))
 
     def _register(self) -> None:
         """Put the op as it is now into the registry, where plans and reports look it up."""
-        self._orders.clear()
+        self._renew_calls()
         backends = tuple(kernel.as_backend() for kernel in in_order(self._kernels))
         registry.unregister(self.name)
         registry.register(registry.Op(self.name, self, self.function, self._registry_samples, backends))
@@ -434,8 +405,9 @@ class Op:
 def _is_inlined(key: str, backend: str, device: str) -> bool:
     """Whether torch.compile takes the op's function in place of a call."""
     op = _BY_KEY[key]
-    kernels, _ = op._order(backend, device)
-    return bool(kernels) and kernels[0].backend in PLAIN and op.formula(kernels[0].backend) is None
+    kernels, _ = op.calls.order(backend, device)
+    first = next((kernel.backend for kernel in kernels if kernel.in_eager is None), None)
+    return first in PLAIN and op.formula(first) is None
 
 
 # What torch.compiler.assume_constant_result sets; calling that would import torch._dynamo.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import importlib
 import inspect
@@ -13,16 +12,17 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fuseopt.errors import OpError
-from fuseopt.extend.backends import refusal
+from fuseopt.errors import OpError, user_stack_level
+from fuseopt.extend.backends import noting, refusal
+from fuseopt.extend.exchange import Exchange, codes_of, globals_of, not_exchanged_reason
 from fuseopt.extend.own_op import Op, registered
 from fuseopt.kernel_table import CUSTOM, TRITON, Kernel, register_kernel, unregister_kernel
 from fuseopt.models import PolicyExtension, Rule, extend_policy, full_name
 from fuseopt.modules import base
-from fuseopt.plan import Candidate, Replacement, Skip
+from fuseopt.plan import Candidate, RaisedReason, Replacement, Skip
 from fuseopt.runtime.module_watch import config_of
 from fuseopt.strategies.context import ProposalContext
-from fuseopt.strategies.propose import FORWARD_REPLACED, forward_name, forward_sites, propose_rule
+from fuseopt.strategies.propose import forward_name, forward_sites, propose_rule
 
 ClassT = TypeVar("ClassT", bound=type)
 FunctionT = TypeVar("FunctionT", bound=Callable)
@@ -101,9 +101,10 @@ def replaces_function(
 ) -> Callable[[FunctionT], FunctionT]:
     """Decorator for a function that modules call in the place of another, in models that `initialize` is given.
 
-    A module whose class calls the function in `forward`, by the name that its file imported, has its own `forward` set
-    on the instance. The function's package stays as it is, and so does every other caller. Modules that call it in
-    another way are left, with the reason in the plan.
+    A module whose class calls the function in `forward` has its own `forward` set on the instance: a copy that reads
+    another function by the name that its file imported, through an imported module, from a closure or from a default
+    argument. The function's package stays as it is, and so does every other caller. Modules that call it in another
+    way are left, with the reason in the plan.
 
     Args:
         path: full name of the function, as "package.module.function".
@@ -141,7 +142,8 @@ def unreplace(name: str) -> None:
 
 def _put_in(kernel: Kernel) -> None:
     if kernel.name in _registered:
-        warnings.warn(f"fuseopt: {kernel.name} is registered again and replaces the one before", stacklevel=4)
+        message = f"fuseopt: {kernel.name} is registered again and replaces the one before"
+        warnings.warn(message, stacklevel=user_stack_level())
         unreplace(kernel.name)
     try:
         register_kernel(kernel)
@@ -152,7 +154,7 @@ def _put_in(kernel: Kernel) -> None:
 
 def _op_called_by(cls: type[FusedModule]) -> Op | None:
     """The op that the class's forward names, if it names exactly one."""
-    ops = [value for value in _globals_of(inspect.unwrap(cls.forward)).values() if isinstance(value, Op)]
+    ops = [value for value in globals_of(inspect.unwrap(cls.forward)).values() if isinstance(value, Op)]
     return ops[0] if len(ops) == 1 else None
 
 
@@ -166,7 +168,7 @@ def _propose(
     passes_backend = code is not None and "backend" in code.co_names
 
     def options(candidate: Candidate) -> dict[str, str] | str:
-        reason = _refusal(when, candidate.module)
+        reason = _refusal(cls.__name__, when, candidate.module)
         if not is_there:
             return f"its op {op} is not registered any more"
         if reason is None and context.configured != "auto" and not passes_backend:
@@ -178,8 +180,14 @@ def _propose(
             yield from propose_rule(context, rule, options)
 
 
-def _refusal(when: Callable | None, module: nn.Module) -> str | None:
-    return None if when is None else refusal(when(module), "its `when` says no to this module")
+def _refusal(name: str, when: Callable | None, module: nn.Module) -> str | None:
+    if when is None:
+        return None
+    try:
+        with noting(f"`when` of {name}"):
+            return refusal(when(module), "its `when` says no to this module")
+    except Exception as error:  # of the user's own code: the module stays as it is, and `strict` raises
+        return RaisedReason.of("its `when`", error)
 
 
 def _propose_function(
@@ -193,52 +201,45 @@ def _propose_function(
     model_type = getattr(config_of(context.index.model), "model_type", None)
     if model_types is not None and model_type not in model_types:
         return
-    for candidate in (Candidate(context.index.model, ()), *context.index.candidates):
-        forward = type(candidate.module).forward
-        how = _how_called(type(candidate.module), function)
+    exchange, by_class = Exchange(function, replacement), dict[type, "str | None"]()
+    for candidate in (context.index.root, *context.index.candidates):
+        module, cls = candidate.module, type(candidate.module)
+        if cls not in by_class:
+            by_class[cls] = _how_called(cls, exchange)
+        how = by_class[cls]
+        held = next((name for name, value in vars(module).items() if value is function), None)
+        if how is None and held is not None:
+            how = f"it is the module's attribute {held}; set that to {replacement.__name__}"
         if how is None:
             continue
-        reason = how or _refusal(when, candidate.module)
-        if not reason and "forward" in candidate.module.__dict__:
-            reason = FORWARD_REPLACED
+        reason = how or _refusal(replacement.__name__, when, module) or "; ".join(candidate.forward_blocked_reasons())
         sites, source = forward_sites(candidate), forward_name(candidate)
         if reason:
             yield context.skip(sites, source, replacement.__name__, reason)
         else:
-            build = functools.partial(CallsOther, candidate.module, path, replacement)
-            name = next(iter(_names_of(forward, function)))
-            yield context.replacement(sites, source, replacement.__name__, f"its forward calls {name}", build)
+            build = functools.partial(CallsOther, module, path, replacement)
+            yield context.replacement(sites, source, replacement.__name__, f"its forward calls {path}", build)
 
 
-def _how_called(cls: type[nn.Module], function: Callable) -> str | None:
-    """Empty if the class's forward calls the function by a name of its file; else a reason, or None if it does not."""
-    module, name = function.__module__, function.__name__
-    for attribute in dir(cls):
-        method = getattr(cls, attribute, None)
+def _how_called(cls: type[nn.Module], exchange: Exchange) -> str | None:
+    """Empty if a copy of the class's forward can call the other function; else why not, or None if none is called."""
+    function = exchange.function
+    # Forward first; `__init__` has run.
+    methods = {name: getattr(cls, name, None) for name in ("forward", *dir(cls)) if name != "__init__"}
+    for name, method in methods.items():
+        if method is function:
+            return f"it is the attribute {name} of its class, for every instance; call it by its own name"
         if not isinstance(method, types.FunctionType) or method.__module__.startswith("torch."):
             continue
-        if _names_of(method, function):
-            return "" if attribute == "forward" else f"it is called in {attribute}, not in forward; call it there"
-        for used, value in _globals_of(method).items():
-            calls_it = name in method.__code__.co_names and getattr(value, name, None) is function
-            if calls_it and isinstance(value, types.ModuleType):
-                return (
-                    f"it calls {used}.{name}, which could only be replaced inside {module} for every caller; "
-                    f"import {name} by name in its file"
-                )
+        if exchange.within(method) is not method:
+            if name != "forward":
+                return f"it is called in {name}, not in forward; call it there"
+            return not_exchanged_reason(method, function) or ""
+        if name == "forward" and any(function.__name__ in code.co_names for code in codes_of(method.__code__)):
+            reason = not_exchanged_reason(method, function)
+            if reason is not None and "imports" in reason:
+                return reason
     return None
-
-
-def _names_of(method: Any, function: Callable) -> list[str]:
-    return [name for name, value in _globals_of(method).items() if value is function]
-
-
-def _globals_of(method: Any) -> dict[str, Any]:
-    """The globals that a function reads, by name."""
-    if not isinstance(method, types.FunctionType):
-        return {}
-    read = (step.argval for step in dis.get_instructions(method) if step.opname == "LOAD_GLOBAL")
-    return {name: method.__globals__[name] for name in read if name in method.__globals__}
 
 
 class CallsOther(base.BlockForward):
@@ -260,10 +261,7 @@ class CallsOther(base.BlockForward):
 
 @functools.cache
 def _with_other(forward: Any, path: str, replacement: Callable) -> Callable:
-    """The function `forward`, which finds `replacement` under the names of the function at `path`."""
+    """The function `forward`, which calls `replacement` where it calls the function at `path`."""
     module, _, name = path.rpartition(".")
-    function = getattr(importlib.import_module(module), name)
-    globals_ = {**forward.__globals__, **dict.fromkeys(_names_of(forward, function), replacement)}
-    made = types.FunctionType(forward.__code__, globals_, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__ = forward.__kwdefaults__
+    made: Callable = Exchange(getattr(importlib.import_module(module), name), replacement).within(forward)
     return made

@@ -12,14 +12,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import _OpNamespace
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fuseopt.errors import OpError
+from fuseopt.errors import OpError, shown
 from fuseopt.ops.library import Observer, in_forward_mode, without_autocast
 
 _NAME = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*", re.ASCII)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-_NAMESPACES_OF_TORCH = ("aten", "prim", "prims", "quantized", "torch", "torchvision", "fuseopt")
+# The other namespaces of torch's own are of another class than a user's.
+_NAMESPACES_OF_TORCH = (
+    *(
+        "aten",
+        "c10d",
+        "_c10d_functional",
+        "debugprims",
+        "inductor",
+        "inductor_prims",
+        "mkldnn",
+        "onnx",
+        "prim",
+        "prims",
+    ),
+    *("profiler", "quantized", "rngprims", "sparse", "torch", "torchvision", "fuseopt"),
+)
+_ATTRIBUTES_OF_NAMESPACES = ("name", "_dir")
 
 
 @dataclass(frozen=True)
@@ -31,6 +48,7 @@ class Signature:
         names: of the arguments, in order.
         defaults: by name, of the arguments that have one.
         has_lists: whether an argument is a list of tensors.
+        are_tensors: whether all arguments are tensors, or None.
         results: how many tensors the op gives; None for a list of them, whose length is the function's.
     """
 
@@ -38,6 +56,7 @@ class Signature:
     names: tuple[str, ...]
     defaults: Mapping[str, Any]
     has_lists: bool
+    are_tensors: bool
     results: int | None
 
     @classmethod
@@ -73,6 +92,7 @@ class Signature:
             tuple(parameters),
             {key: p.default for key, p in parameters.items() if p.default is not inspect.Parameter.empty},
             any(argument.startswith("Tensor[]") for argument in arguments_of(schema)),
+            all(argument.startswith(("Tensor ", "Tensor? ")) for argument in arguments_of(schema)),
             None if results == "Tensor[]" else results.count("Tensor"),
         )
 
@@ -104,9 +124,17 @@ def check_name(name: str) -> None:
     """Raise OpError unless `name` is "namespace::op", in a namespace that is no package's own."""
     if not _NAME.fullmatch(name) or any(map(keyword.iskeyword, name.split("::"))):
         raise OpError(f"{name!r} is no name of an op; give one with a namespace of your own, such as 'mine::scale'")
-    namespace = name.partition("::")[0]
-    if namespace in _NAMESPACES_OF_TORCH:
+    namespace, _, own = name.partition("::")
+    if namespace in _NAMESPACES_OF_TORCH or type(getattr(torch.ops, namespace)) is not _OpNamespace:
         raise OpError(f"{name!r}: the namespace {namespace!r} is taken; use one of your own, such as 'mine'")
+    if own.startswith("__") or own in _ATTRIBUTES_OF_NAMESPACES:
+        raise OpError(f"{name!r}: `torch.ops.{namespace}.{own}` is an attribute of every namespace; use another name")
+
+
+def check_callable(name: str, what: str, given: Any) -> None:
+    """Raise OpError unless what a user gives an op as a function can be called."""
+    if not callable(given):
+        raise OpError(f"{name}: its {what} must be a function, not {shown(given)}")
 
 
 def arguments_of(schema: str) -> list[str]:

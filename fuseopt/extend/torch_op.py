@@ -6,7 +6,7 @@ Calls that torch has to see come here: under torch.compile, modes, profilers, an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.fx import operator_schemas
 
 from fuseopt.errors import BackendError, OpError
 from fuseopt.extend import gradients
-from fuseopt.extend.backends import REFERENCE
+from fuseopt.extend.backends import COMPILE, REFERENCE, noting
 from fuseopt.extend.signature import arguments_of, as_results, tensors_of, without_autocast_for
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class TorchOp:
         self._check_free(op.name)
         self._library = torch.library.Library(self._namespace, "FRAGMENT")
         self._overloads: dict[str, OpOverload] = {}
-        self._natives: dict[str, Callable] = {}
+        self._natives: dict[str, OpOverload] = {}
         self._backward = self._define_backward()
 
     def overload(self, backend: str) -> OpOverload:
@@ -66,10 +66,10 @@ class TorchOp:
         save = functools.partial(self._save, backend)
         torch.library.register_autograd(qualified, self._differentiate, setup_context=save, lib=self._library)
 
-    def define_native(self, name: str) -> Callable:
-        """The function that a library has registered as `name`, with the op's schema."""
+    def define_native(self, name: str) -> OpOverload:
+        """What a library has registered as `name`, with the op's schema."""
         if name not in self._natives:
-            self._natives[name] = self._defined(name + self._op.signature.schema.replace("SymInt", "int"))._op
+            self._natives[name] = self._defined(name + self._op.signature.schema.replace("SymInt", "int"))
         return self._natives[name]
 
     def close(self) -> None:
@@ -92,18 +92,18 @@ class TorchOp:
 
     def _run(self, backend: str, *given: Any, **named: Any) -> Any:
         op, arguments = self._op, self._bound(given, named)
-        chosen = op.choose(*arguments, backend=backend).backend
-        with without_autocast_for(arguments):
-            output = op.checked(op.eager_function(chosen)(*arguments), chosen)
-        return unshared(output, tensors_of(arguments))
+        device = next((tensor.device.type for tensor in tensors_of(arguments)), "cpu")
+        without = COMPILE if backend == "auto" else None  # which would not compile here
+        return op.calls.run(op.eager_kernel(op.calls.chosen(backend, device, arguments, without=without)), arguments)
 
     def run_fake(self, *given: Any, **named: Any) -> Any:
         """The op on tensors without data."""
         op, arguments = self._op, self._bound(given, named)
         if op.fake_function is not None:
-            return op.fake_function(*arguments)
+            with noting(f"the fake of {op.name}"):
+                return op.fake_function(*arguments)
         with torch.no_grad(), without_autocast_for(arguments):
-            output = op.checked(op.function(*arguments), REFERENCE)
+            output = op.calls.checked(op.function(*arguments), REFERENCE)
         empty = [torch.empty(r.shape, dtype=r.dtype, device=r.device) for r in as_results(output)]
         return empty[0] if isinstance(output, Tensor) else type(output)(empty)
 

@@ -16,7 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from fuseopt.extend.expression import Node, derivatives, parse, triton_lines
+from fuseopt.extend.expression import Node, derivatives, parse
+from fuseopt.extend.written_expression import TRITON, written_lines
 from fuseopt.ops.triton.elementwise import NUM_WARPS, PROGRAM_ELEMENTS
 from fuseopt.ops.triton.rows import multiprocessor_count
 
@@ -123,7 +124,7 @@ def _loads(tensors: int) -> list[str]:
 
 
 def _forward_source(tree: Node, held: Mapping[str, str], tensors: int, scalars: int) -> str:
-    lines, (result,) = triton_lines([tree], held)
+    lines, (result,) = written_lines([tree], held, TRITON)
     parameters = ["output_ptr", "rows", "columns", "column_tiles", *_parameters(tensors, scalars)]
     body = [
         "tile = tl.program_id(0)",
@@ -137,7 +138,7 @@ def _forward_source(tree: Node, held: Mapping[str, str], tensors: int, scalars: 
 
 
 def _backward_source(slopes: Sequence[Node], held: Mapping[str, str], tensors: int, scalars: int) -> str:
-    lines, results = triton_lines(slopes, held)
+    lines, results = written_lines(slopes, held, TRITON)
     grads = [f"g{i}_ptr" for i in range(tensors)]
     parameters = ["grad_ptr", "rows", "columns", "column_tiles", *_parameters(tensors, scalars), *grads]
     body = [

@@ -38,6 +38,7 @@ from fuseopt.generation.prompt.prefill import is_token_prompt, prefill, store_ca
 from fuseopt.generation.select import beam_selection
 from fuseopt.generation.select.device_processors import DeviceProcessor, chained, device_processor
 from fuseopt.generation.tiers import CallRecord, Tier
+from fuseopt.runtime.references import Remembered
 
 _MAX_RECORDS = 8
 _RAISED_EARLY = CallRecord(Tier.STOCK, "an error was raised before decoding began")
@@ -72,7 +73,6 @@ class FusedGenerate:
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A deepcopy or unpickled model has no attributes yet. It is held strongly until its first call can read them.
         self._held: nn.Module | None = state["model"]
-        self._attributes: dict[str, Any] = {}
         self._step_name: StepName = state["step"]
         self.options: GenerationOptions = state["options"]
         self.graphs = StepGraphs(self.options.max_graphs)
@@ -90,9 +90,7 @@ class FusedGenerate:
     def model(self) -> nn.Module:
         model = self._model()
         if model is None:
-            model = self._held = object.__new__(self._class)
-            vars(model).update(self._attributes)
-            model.training = any(child.training for child in model.children())
+            model = self._held = self._remembered.module()
             self._bind(model)
         return model
 
@@ -101,17 +99,14 @@ class FusedGenerate:
         return self.model
 
     def _bind(self, model: nn.Module) -> None:
-        self._model, self._class = weakref.ref(model), type(model)
+        self._model = weakref.ref(model)
         self.checked = CheckedStep(model, decode_step_class(self._step_name), self.graphs)
         self.early_prefill = EarlyPrefill(self.checked, self.graphs, self.options.max_batch, self.options.max_length)
         self.proxy = CachingModelProxy(model)
 
     def _release(self, model: nn.Module) -> None:
-        """Holds the model's attributes instead of the model, except fuseopt's own objects, which may hold the model."""
-        self._held = None
-        self._attributes = {
-            name: part for name, part in vars(model).items() if not type(part).__module__.startswith("fuseopt.")
-        }
+        """Holds the model's attributes instead of the model."""
+        self._held, self._remembered = None, Remembered(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
@@ -138,6 +133,10 @@ class FusedGenerate:
                 self._lock.release()
         self.calls.append(CallRecord(Tier.STOCK, reason))
         return stock(model, *args, **kwargs)
+
+    def call_records(self) -> tuple[dict[str, str], ...]:
+        """The last calls, as `Report.generate_calls` has them."""
+        return tuple({**vars(call), "tier": call.tier.value} for call in self.calls)
 
     def report_lines(self) -> tuple[str, ...]:
         """Tier and reason of the last calls, and what is kept on the device, for the report."""

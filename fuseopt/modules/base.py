@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from fuseopt.errors import BackendError
 from fuseopt.runtime.references import weak_attribute
 
+RECORD = "_fuseopt"
+"""Attribute that holds the record of what `initialize` applied to a module. A drop-in and its source have one each."""
+
 REFUSALS = (BackendError, IndexError, TypeError, ValueError)
 """Exceptions by which an op refuses its arguments, raised before it computes anything."""
 
@@ -54,8 +57,9 @@ class FusedModule(nn.Module):
             raise ValueError(f"{cls.__name__} cannot stand in for {type(source).__name__}: {'; '.join(reasons)}")
         fused = _new(cls, type(source))
         fused.__dict__.update(source.__dict__)
+        fused.__dict__.pop(RECORD, None)
         fused._configure(**options)
-        fused._own = frozenset((*fused.__dict__.keys() - source.__dict__.keys(), "_own"))
+        fused._own = frozenset((*fused.__dict__.keys() - source.__dict__.keys(), "_own", RECORD))
         return fused
 
     def is_exchangeable(self, source: nn.Module) -> bool:
@@ -199,6 +203,11 @@ def source_class(module: nn.Module) -> type[nn.Module]:
     """The class that a drop-in replaces; the module's own class for anything else."""
     cls = type(module)
     return cls._source_class if _is_stand_in(cls) else cls
+
+
+def is_drop_in(module: nn.Module) -> bool:
+    """Whether `module` was made by `FusedModule.from_module`."""
+    return _is_stand_in(type(module))
 
 
 def _is_own_method(module: nn.Module, name: str) -> bool:

@@ -24,7 +24,7 @@ ACTIVATIONS = ("transformers.activations.", "torch.nn.modules.activation.")
 MODULE_LIST = "torch.nn.modules.container.ModuleList"
 LINEAR = "torch.nn.modules.linear.Linear"
 CONV1D = "transformers.pytorch_utils.Conv1D"
-_LAYER_NORM = "torch.nn.modules.normalization.LayerNorm"
+LAYER_NORM = "torch.nn.modules.normalization.LayerNorm"
 _EMBEDDING = "torch.nn.modules.sparse.Embedding"
 _DROPOUT = "torch.nn.modules.dropout.Dropout"
 _GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2"
@@ -36,14 +36,14 @@ def _children(**classes: str | tuple[str, ...]) -> dict[str, tuple[str, ...]]:
 
 GPT2_CHILDREN: Children = {
     f"{_GPT2}LMHeadModel": _children(transformer=f"{_GPT2}Model", lm_head=LINEAR),
-    f"{_GPT2}Model": _children(wte=_EMBEDDING, wpe=_EMBEDDING, drop=_DROPOUT, h=MODULE_LIST, ln_f=_LAYER_NORM)
+    f"{_GPT2}Model": _children(wte=_EMBEDDING, wpe=_EMBEDDING, drop=_DROPOUT, h=MODULE_LIST, ln_f=LAYER_NORM)
     | {"h.*": (f"{_GPT2}Block",)},
     f"{_GPT2}Block": _children(
-        ln_1=_LAYER_NORM,
+        ln_1=LAYER_NORM,
         attn=f"{_GPT2}Attention",
-        ln_2=_LAYER_NORM,
+        ln_2=LAYER_NORM,
         crossattention=f"{_GPT2}Attention",
-        ln_cross_attn=_LAYER_NORM,
+        ln_cross_attn=LAYER_NORM,
         mlp=f"{_GPT2}MLP",
     ),
     f"{_GPT2}Attention": _children(

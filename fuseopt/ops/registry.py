@@ -81,6 +81,7 @@ class Benchmark:
         eager: computes the op from its arguments as transformers does; None if that is `torch`, or if nothing does.
         torch: computes the op from its arguments by one operation of torch; None if there is none.
         compiles: whether torch.compile can compile `eager`, or `torch` if there is no `eager`.
+        flops: (arguments, whether of the backward) -> floating-point operations of a call; None where nobody said.
     """
 
     make: Callable[..., SampleInput]
@@ -90,14 +91,20 @@ class Benchmark:
     eager: Callable | Upstream | None = None
     torch: Callable | None = None
     compiles: bool = True
+    flops: Callable[[tuple[Any, ...], bool], int | None] | None = None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen backend, and for each backend asked before it, the reasons why it refused."""
+    """The chosen backend, and for each backend asked before it, the reasons why it refused.
+
+    Attributes:
+        measured: times by which it was chosen, as "triton 12.1 us, compile 15.0 us"; empty where none were measured.
+    """
 
     backend: str
     refused: Mapping[str, list[str]]
+    measured: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -20,6 +21,13 @@ from fuseopt.build import loader
 CONSTANTS = ("eps", "variance_epsilon", "scaling", "is_causal", "max_norm")
 """Plain attributes of modules that bypassing code reads."""
 
+REDUNDANT = (
+    *("layer_idx", "num_heads", "head_dim", "split_size", "nf", "normalized_shape", "n_heads", "key_value_proj_dim"),
+    *("is_decoder", "has_relative_attention_bias", "relative_attention_num_buckets"),
+)
+"""Plain attributes that forwards read and bypassing code takes from elsewhere, such as from the shapes of weights."""
+
+_DELETED = object()
 _SPECIAL = ("training", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -98,18 +106,22 @@ class ModuleWatch:
     Args:
         modules: a module, referenced weakly, and all modules of the trees below some of its children.
         parameters: the parameters of `modules`, without None; at least one.
-        constants: names of plain attributes that must keep their values.
+        constants: names of plain attributes that must keep their values, besides `CONSTANTS` and `REDUNDANT`.
     """
 
-    def __init__(
-        self, modules: list[nn.Module], parameters: list[nn.Parameter], constants: Sequence[str] = CONSTANTS
-    ) -> None:
+    def __init__(self, modules: list[nn.Module], parameters: list[nn.Parameter], constants: Sequence[str] = ()) -> None:
         self.snapshot = ModuleSnapshot(modules)
         states, top = self.snapshot.states, modules[0].__dict__
         # A module without parameters would not read one that is added to it.
         self.parameters_of = [held for held in (top["_parameters"], *(s["_parameters"] for s in states)) if held]
-        self.constants_of = [(state, name) for state in states for name in constants if name in state]
-        self.constants_of_top = [name for name in constants if name in top]
+        names = dict.fromkeys((*CONSTANTS, *REDUNDANT, *constants))
+        self.constants_of_top = [name for name in names if name in top]
+        # By the names that a module has, as one C call reads several attributes.
+        states_with = defaultdict(list)
+        for state in states:
+            states_with[tuple(name for name in names if name in state)].append(state)
+        states_with.pop((), None)
+        self.constants_of = [(operator.itemgetter(*names), those) for names, those in states_with.items()]
         self.parameters, self.device_type = parameters, parameters[0].device.type
         self._places_of: Callable[[list[nn.Parameter]], Any] = getattr(loader.python_library(), "places", _places)
         self.seen_constants, self.seen_parameters = self._constants(), self._held()
@@ -132,7 +144,13 @@ class ModuleWatch:
 
     def _constants(self) -> list[Any]:
         top = self.snapshot.top.__dict__
-        return [top.get(name) for name in self.constants_of_top] + [s.get(name) for s, name in self.constants_of]
+        found = [top.get(name) for name in self.constants_of_top]
+        try:
+            for getter, states in self.constants_of:
+                found += map(getter, states)
+        except KeyError:
+            found.append(_DELETED)
+        return found
 
     def _held(self) -> list[nn.Parameter | None]:
         return list(chain.from_iterable(map(dict.values, self.parameters_of)))

@@ -16,7 +16,6 @@ from fuseopt.runtime.references import refer
 from fuseopt.strategies.attention_config import AttentionConfig
 from fuseopt.strategies.context import ProposalContext
 from fuseopt.strategies.propose import (
-    FORWARD_REPLACED,
     PAYS_ON_GPU,
     forward_name,
     forward_sites,
@@ -62,11 +61,9 @@ class FusedAttentionConfig(AttentionConfig):
 
 def _propose_stack(context: ProposalContext, stack: Candidate, rule: Rule) -> Iterator[Replacement | Skip]:
     sites, name, any_replaced = forward_sites(stack), forward_name(stack), False
-    reason = None
+    reason = "; ".join(stack.forward_blocked_reasons())
     if not stack.is_exactly(rule.source):
         reason = subclass_reason(rule.source)
-    elif "forward" in stack.module.__dict__:
-        reason = FORWARD_REPLACED
     within = {id(module) for module in stack.module.modules()}
     for attention in context.index.of_class(rule.options["attention"]):
         if id(attention.module) not in within:
@@ -94,6 +91,8 @@ def _not_supported_reasons(attention: Candidate, rule: Rule) -> list[str]:
         return [subclass_reason(rule.options["attention"])]
     if getattr(attention.module, "is_cross_attention", False):
         return ["cross-attention is not causal"]
+    if attention.left_out_reasons():
+        return attention.left_out_reasons()
     if attention.module.head_dim > MOST_DIM:
         return [f"its head size is {attention.module.head_dim}, and the kernel takes at most {MOST_DIM}"]
     implementation = attention.module.config._attn_implementation

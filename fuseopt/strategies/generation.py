@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+from torch import nn
+
 from fuseopt.build import loader
 from fuseopt.config import Config, GenerationOptions
 from fuseopt.generation.families.step_interface import StepName, registered_step
@@ -23,6 +25,7 @@ class GenerationStrategy:
     """Sets `generate` on the model instance."""
 
     name = "generation"
+    block = "generation"
 
     def requested(self, config: Config) -> tuple[str, ...]:
         return (_REQUEST,) if config.generation and config.generation.enable else ()
@@ -30,8 +33,9 @@ class GenerationStrategy:
     def propose(self, index: ModelIndex, policy: ModelPolicy, config: Config) -> Iterator[Replacement | Skip]:
         if config.generation is None or not config.generation.enable:
             return
-        model_class = type(index.model)
-        sites = (Site(index.model, _METHOD, _METHOD),)
+        model = generating_model(index.model)
+        model_class, path = type(model), _path_of(index, model)
+        sites = (Site(model, _METHOD, path),)
         name = full_name(model_class)
         step = registered_step(name) or policy.decode_steps.get(name)
         reason = None
@@ -39,14 +43,25 @@ class GenerationStrategy:
             reason = f"{model_class.__name__} has no generate() of transformers"
         elif step is None:
             reason = f"no decode step is written for {model_class.__name__}"
-        elif _METHOD in index.model.__dict__:
+        elif _METHOD in model.__dict__:
             reason = f"{_METHOD} has been set on the instance"
         context = ProposalContext(index, policy, _REQUEST, self.name, choice=BackendChoice(libraries=_libraries(index)))
         if step is None or reason is not None:
             yield context.skip(sites, model_class.__name__, _TARGET, reason or "")
             return
-        build = functools.partial(_build, index, step, config.generation)
+        build = functools.partial(_build, model, step, config.generation)
         yield context.replacement(sites, "GenerationMixin", _TARGET, _REASON, build)
+
+
+def generating_model(model: nn.Module) -> nn.Module:
+    """The model whose `generate` decodes: that in a peft model, which calls it, or the model itself."""
+    base = model.get_base_model() if hasattr(type(model), "get_base_model") else model
+    return base if isinstance(base, nn.Module) else model
+
+
+def _path_of(index: ModelIndex, model: nn.Module) -> str:
+    path = next((path for path, module in index.model.named_modules() if module is model), "")
+    return f"{path}.{_METHOD}" if path else _METHOD
 
 
 def _libraries(index: ModelIndex) -> tuple[loader.Kind, ...]:
@@ -57,7 +72,7 @@ def _libraries(index: ModelIndex) -> tuple[loader.Kind, ...]:
     return tuple(kind for kind in loader.KINDS if kind in chosen)
 
 
-def _build(index: ModelIndex, step: StepName, options: GenerationOptions) -> object:
+def _build(model: nn.Module, step: StepName, options: GenerationOptions) -> object:
     from fuseopt.generation.generate import FusedGenerate
 
-    return FusedGenerate(index.model, step, options)
+    return FusedGenerate(model, step, options)

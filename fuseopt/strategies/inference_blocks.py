@@ -14,7 +14,7 @@ from fuseopt.models import Rule
 from fuseopt.modules.children import unexpected_modules
 from fuseopt.plan import Candidate, Replacement, Skip
 from fuseopt.strategies.context import ProposalContext
-from fuseopt.strategies.propose import EXACT_MATCH, FORWARD_REPLACED, forward_name, forward_sites, subclass_reason
+from fuseopt.strategies.propose import EXACT_MATCH, forward_name, forward_sites, subclass_reason
 
 _REASON = f"{EXACT_MATCH}, and every module inside has its expected class"
 _CAPTURED = "its blocks are launched as one CUDA graph for each input size that repeats"
@@ -30,8 +30,7 @@ def propose(context: ProposalContext) -> Iterator[Replacement | Skip]:
     on_gpu = any(device.type in stack_runner.DEVICE_TYPES for device in index.devices)
     reasons = {id(block.module): _not_supported_reasons(context, block, rule, on_gpu) for rule, block in blocks}
     rules = {rule.source: rule for rule in policy.stacks} if on_gpu else {}
-    root = Candidate(index.model, ())
-    stacks = [candidate for candidate in (root, *index.candidates) if candidate.lineage[0] in rules]
+    stacks = [candidate for candidate in (index.root, *index.candidates) if candidate.lineage[0] in rules]
     # The ModuleList that the blocks of a stack are in -> what runs them together, or why they do not run so.
     runners: dict[int, StackRunner | str] = {}
     of_stacks: list[Replacement | Skip] = []
@@ -69,9 +68,9 @@ def _propose_stack(
         why = f"its block {left[0]} cannot be replaced, and all of its blocks run together or none"
         of_blocks = f"block {left[0]} of its stack cannot be replaced, and all run together or none"
         return context.skip(sites, name, rule.target_name, why), of_blocks
-    if "forward" in stack.module.__dict__:
-        of_blocks = "the forward of its stack has been replaced on the instance"
-        return context.skip(sites, name, rule.target_name, FORWARD_REPLACED), of_blocks
+    blocked = "; ".join(stack.forward_blocked_reasons())
+    if blocked:
+        return context.skip(sites, name, rule.target_name, blocked), f"its stack cannot be replaced: {blocked}"
     cuda_graphs = context.options.get("cuda_graphs", True)
     runner = StackRunner(stack.module, rule.options["blocks"], cuda_graphs)
     build = functools.partial(rule.target_class, stack.module, runner)
@@ -91,8 +90,9 @@ def _not_supported_reasons(context: ProposalContext, candidate: Candidate, rule:
     target = _target(rule)
     if target.needs_runner and not on_gpu:
         return [_NOT_ON_GPU]
-    # Hooks on the block are no obstacle: they run around its forward, stock or fused.
-    reasons = [FORWARD_REPLACED] if "forward" in candidate.module.__dict__ else []
+    reasons = candidate.forward_blocked_reasons()
+    inner = [context.index.candidate(module) for module in candidate.module.modules()]
+    reasons = reasons or [f"its {c.sites[0].path}: {why}" for c in inner for why in c.left_out_reasons()][:1]
     unexpected = unexpected_modules(candidate.module, rule.options.get("children", {}))
     if unexpected:
         others = [f"{path} ({type(module).__name__})" for path, module in unexpected]

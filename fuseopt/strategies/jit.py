@@ -18,6 +18,7 @@ class JitStrategy:
     """Replaces activations, and feed-forward blocks whose activation has a bias or a gate to fuse with."""
 
     name = "jit"
+    block = "kernel_fusion"
 
     def requested(self, config: Config) -> tuple[str, ...]:
         fusion = config.active_fusion

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fuseopt.config import Config, KernelFusion, KernelRequest
 from fuseopt.kernel_table import CUSTOM, TRITON, find_kernel, kernels
@@ -25,6 +26,8 @@ class KernelStrategy:
     name: str
     key: str
     backend: str | None = None
+
+    block: ClassVar[str] = "kernel_fusion"
 
     def requested(self, config: Config) -> tuple[str, ...]:
         return tuple(request.name for request in self._requests(config.active_fusion))

@@ -27,6 +27,7 @@ class MemoryEfficientStrategy:
     """Sets `forward` on the model instance, and the loss if transformers would warn before it guesses that."""
 
     name = "memory_efficient"
+    block = "kernel_fusion"
 
     def requested(self, config: Config) -> tuple[str, ...]:
         return (_REQUEST,) if config.active_fusion.memory_efficient_fusion else ()

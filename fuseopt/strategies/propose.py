@@ -15,7 +15,6 @@ from fuseopt.plan import Candidate, ModelIndex, Replacement, Site, Skip
 from fuseopt.strategies.context import ProposalContext
 
 PAYS_ON_GPU = "it is faster on a GPU only"
-FORWARD_REPLACED = "its forward has been replaced on the instance"
 EXACT_MATCH = "exact class match"
 # Candidate -> keyword arguments for `from_module` of a rule's target, or the reason why it cannot be replaced.
 Options = Callable[[Candidate], "Mapping[str, Any] | str"]
@@ -44,7 +43,7 @@ def runs_on_gpu(index: ModelIndex) -> bool:
 def stacks_of(index: ModelIndex, rules: Iterable[Rule]) -> Iterator[tuple[Candidate, Rule]]:
     """The model and its modules whose class, or one of its bases, is the source of a rule; with that rule."""
     by_source = {rule.source: rule for rule in rules}
-    for candidate in (Candidate(index.model, ()), *index.candidates):
+    for candidate in (index.root, *index.candidates):
         rule = next((by_source[name] for name in candidate.lineage if name in by_source), None)
         if rule is not None:
             yield candidate, rule

@@ -18,7 +18,6 @@ from fuseopt.modules.children import unexpected_modules
 from fuseopt.plan import Candidate, Replacement, Site, Skip
 from fuseopt.strategies.context import ProposalContext
 from fuseopt.strategies.propose import (
-    FORWARD_REPLACED,
     PAYS_ON_GPU,
     forward_name,
     forward_sites,
@@ -80,8 +79,9 @@ def _stack_reason(stack: Candidate, rule: Rule) -> str | None:
     """Why the stack cannot pass its masks to its attentions; None if it can."""
     if not stack.is_exactly(rule.source):
         return subclass_reason(rule.source)
-    if "forward" in stack.module.__dict__:
-        return FORWARD_REPLACED
+    blocked = stack.forward_blocked_reasons()
+    if blocked:
+        return "; ".join(blocked)
     if "children" not in rule.options:
         return "its policy does not name the classes of its children"
     # The masks pass through these modules only, so the classes of the others do not matter.

@@ -12,7 +12,6 @@ from fuseopt.plan import Candidate, Replacement, Site, Skip
 from fuseopt.strategies.context import ProposalContext
 from fuseopt.strategies.propose import (
     EXACT_MATCH,
-    FORWARD_REPLACED,
     forward_name,
     forward_sites,
     subclass_reason,
@@ -70,8 +69,7 @@ def _propose(
 ) -> Replacement | Skip:
     block, sites = candidate.module, forward_sites(candidate)
     target: type[ResidualForward] = rule.target_class
-    # Hooks on the block itself are no obstacle: they run around its forward, stock or fused.
-    reasons = [FORWARD_REPLACED] if "forward" in block.__dict__ else []
+    reasons = candidate.forward_blocked_reasons()
     reasons += [f"its {path}: {why}" for path, why in touched(candidate, rule)]
     # The next checks read modules that only a block of the expected classes has.
     reasons = reasons or target.not_supported_reasons(block)

@@ -10,7 +10,7 @@ from fuseopt.blocks.rotary_embedding import RotaryAttentionForward
 from fuseopt.models import Rule
 from fuseopt.plan import Candidate, Replacement, Skip
 from fuseopt.strategies.context import ProposalContext
-from fuseopt.strategies.propose import EXACT_MATCH, FORWARD_REPLACED, forward_name, forward_sites, subclass_reason
+from fuseopt.strategies.propose import EXACT_MATCH, forward_name, forward_sites, subclass_reason
 
 
 def propose(context: ProposalContext) -> Iterator[Replacement | Skip]:
@@ -34,8 +34,7 @@ def _not_supported_reasons(candidate: Candidate, rule: Rule | None) -> list[str]
         return ["it has a rotary embedding, but its class is not known to compute what Llama's does"]
     if not candidate.is_exactly(rule.source):
         return [subclass_reason(rule.source)]
-    # Hooks on the attention are no obstacle: they run around its forward, stock or fused.
-    return [FORWARD_REPLACED] if "forward" in candidate.module.__dict__ else []
+    return candidate.forward_blocked_reasons()
 
 
 def _calls_a_rotation(candidate: Candidate) -> bool:

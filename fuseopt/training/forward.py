@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +20,8 @@ from torch.torch_version import TorchVersion
 from fuseopt.errors import CompileError
 from fuseopt.runtime import gc_pause
 from fuseopt.runtime.module_watch import config_of, parameters_below
-from fuseopt.runtime.references import weak_attribute
-from fuseopt.training import captured_steps, stock_fallback, t5_checkpointing, unpadded_batches
+from fuseopt.runtime.references import Remembered, weak_attribute
+from fuseopt.training import captured_steps, compile_notice, stock_fallback, t5_checkpointing, unpadded_batches
 
 _DYNAMO_OPTIONS = {
     # Recompile when a hook is registered after compilation; by default Dynamo does not notice.
@@ -63,8 +64,8 @@ class TrainingForward:
     Gradient checkpointing remains in effect inside the compiled graph.
 
     Every combination of arguments, dtypes, hooks and frozen parameters is compiled at its first call. A dimension that
-    changes is compiled a second time with a dynamic size, for all values but the first. Copies and pickles hold no
-    compiled code.
+    changes is compiled a second time with a dynamic size, for all values but the first. Each compilation is logged
+    (`compile_notice`). Copies and pickles hold no compiled code.
 
     If a step cannot be compiled, this and all later steps run the class's own forward, with one warning and the reason
     in the report. If the class's forward raises on the same arguments, that error is raised, and later steps are
@@ -110,7 +111,9 @@ class TrainingForward:
         return self.model
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("model", "backend", "budget", "cuda_graphs", "strict")}
+        names = ("model", "backend", "budget", "cuda_graphs", "strict")
+        remembered = {name: value for name, value in vars(self).items() if isinstance(value, Remembered)}
+        return {**remembered, **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update((name, value) for name, value in state.items() if name not in ("model", "strict"))
@@ -227,6 +230,7 @@ def _unbound(
     # sizes in use: Dynamo prefers the variant that ran last, which after another size is the one for dynamic sizes.
     steps: dict[tuple[tuple[bool, ...], bool], Callable[..., Any]] = {}
     first_sizes: list[torch.Size] = []
+    notice = compile_notice.CompileNotice(forward.__qualname__.partition(".")[0])
     attentions: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
     def training_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -245,14 +249,17 @@ def _unbound(
         if step is None:
             # Checked here as well, because `fully_shard` may be called after `initialize`.
             may_capture = captured.when and key[1] and not _is_sharded(model)
-            step = steps[key] = _compile(forward, title, {**options, "captured": captured if may_capture else None})
+            made_by = {**options, "captured": captured if may_capture else None}
+            step = steps[key] = _compile(forward, title, made_by, notice.compiling)
         if model not in attentions:
             attentions[model] = t5_checkpointing.attentions(model)
+        began = time.perf_counter()
         try:
             # Compilation makes many long-lived objects; collections among them would take seconds.
             with gc_pause.paused(), t5_checkpointing.without_bias_gradients(attentions[model]):
                 outputs = unpadded_batches.without_cache(step(model, *args, **{**kwargs, **changed}))
             first_sizes[:] = first_sizes or sizes
+            notice.done({**given, **changed}, time.perf_counter() - began)
             return outputs
         except Exception as error:
             root = stock_fallback.root_of(error)
@@ -291,7 +298,9 @@ def _asks_for_more(model: nn.Module, given: Mapping[str, Any]) -> bool:
     return any(value is not None and value is not False for value in asked)
 
 
-def _compile(forward: Callable[..., Any], title: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+def _compile(
+    forward: Callable[..., Any], title: str, options: Mapping[str, Any], on_compilation: Callable[[], None]
+) -> Callable[..., Any]:
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import exc
     from torch._dynamo.eval_frame import remove_from_cache
@@ -311,6 +320,7 @@ def _compile(forward: Callable[..., Any], title: str, options: Mapping[str, Any]
         # Tracebacks of exceptions that Dynamo observed during the trace keep the callers' frames, and the first step's
         # outputs, alive until a full garbage collection.
         gc_pause.drop_tracebacks(exc.ObservedException)
+        on_compilation()
         return _tried_once(partitioner.compile_graph(graph, inputs, **options))
 
     compiled = dynamo_config.patch(_DYNAMO_OPTIONS)(torch.compile(step, backend=compile_graph, fullgraph=True))

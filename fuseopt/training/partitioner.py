@@ -43,6 +43,7 @@ from fuseopt.training.passes import (
     recomputed_norms,
     residual_stream,
     tanh_gelu,
+    unbacked_selects,
 )
 
 # torch bans recomputing pointwise results whose uses are far apart; the first two options lift that ban. Its ban on
@@ -155,6 +156,7 @@ class Partitioner(CustomPartitionerFn):
         tanh_gelu.run(gm.graph)
         float_gradients.run(gm.graph)
         merge_projections.run(gm.graph)
+        unbacked_selects.run(gm.graph)
         early_kernels.begin(gm.graph)
         residual_stream.run(gm.graph, under_budget=functorch_config.activation_memory_budget < 1)
         for node in gm.graph.nodes:

@@ -52,7 +52,12 @@ def test_a_lower_limit_can_be_set_for_tests(planner: Path) -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    ["cudaFuncSetAttribute", "cudaDevAttrMaxSharedMemoryPerBlockOptin", "cudaDevAttrMaxSharedMemoryPerMultiprocessor"],
+    [
+        "cudaFuncAttributeMaxDynamicSharedMemorySize",
+        "cudaFuncAttributePreferredSharedMemoryCarveout",
+        "cudaDevAttrMaxSharedMemoryPerBlockOptin",
+        "cudaDevAttrMaxSharedMemoryPerMultiprocessor",
+    ],
 )
 def test_only_the_planner_asks_the_runtime(asked: str) -> None:
     """Other code that sets a kernel's limit could lower it below what a launch of another thread needs."""

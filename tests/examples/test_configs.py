@@ -38,6 +38,7 @@ def test_every_file_is_in_the_table():
 @pytest.mark.parametrize("preset", ["inference", "training", "reference"])
 def test_file_of_a_preset_spells_it_out(preset):
     written, known = Config.load(CONFIGS / f"{preset}.json").to_dict(), Config.load(preset).to_dict()
+    assert (known.pop("preset"), "preset" in written) == (preset, False)
     for config in (written, known):
         for key in ("custom_cuda_kernels", "triton_kernels"):
             config["kernel_fusion"][key].sort(key=str)

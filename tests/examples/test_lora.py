@@ -118,7 +118,8 @@ def test_script_checks_times_and_saves(main, tmp_path, capsys):
     cases = {row.case for row in Results.load(tmp_path / "lora.json").rows if row.variant == "eager"}
     ops = ("lora::epilogue", "lora::by_expression")
     assert cases == {f"{op} {way}, 8x16, float32" for op in ops for way in ("fwd", "bwd")}
-    assert (tmp_path / "lora.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+    for plot in ("lora.png", "roofline.png"):
+        assert (tmp_path / plot).exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
 def test_peft_model_has_the_op_and_stocks_loss_and_gradients(main, capsys, monkeypatch):

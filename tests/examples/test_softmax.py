@@ -68,7 +68,7 @@ def test_kernels_take_what_they_say(main, monkeypatch):
         assert "takes contiguous" in main.contiguous(*wrong)
     capability = [8, 0]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    wide = torch.empty(1, 2**17, device="meta")
+    wide = torch.empty(1, 2**14, device="meta")
     assert main.whole_packs(x) is True and "clusters" in main.whole_packs(wide)
     capability[0] = 9
     assert main.whole_packs(wide) is True
@@ -99,7 +99,9 @@ def test_cuda_source_compiles_for_sm_90(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("columns", [8, 256, 264, 1024, 4096, 16384, 16392, 65536, 131072, 262144])
+@pytest.mark.parametrize(
+    "columns", [8, 256, 264, 1000, 1024, 2048, 4096, 8192, 16384, 16392, 32768, 65536, 131072, 262136, 262144]
+)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_kernels_on_a_gpu(main, backend, dtype, columns):

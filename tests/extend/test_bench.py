@@ -1,11 +1,13 @@
 """`Op.bench` times a user's op by the package's benchmark."""
 
+import json
+
 import pytest
 import torch
 from torch import Tensor
 
 import fuseopt
-from fuseopt.bench.harness.records import Results
+from fuseopt.bench.harness.records import COPY, PEAK, Results
 from fuseopt.errors import OpError
 from fuseopt.ops import registry
 
@@ -35,3 +37,45 @@ def test_backends_are_timed_beside_eager_and_a_copy(tmp_path):
     assert not registry.get("mine::mul_add_relu").benchmarks
     with pytest.raises(OpError, match="the shape '16' must have 2 sizes"):
         mul_add_relu.bench(["16"])
+
+
+def test_figures_are_bytes_and_operations_over_the_time(tmp_path):
+    @fuseopt.op("mine::cube", flops=lambda a, b: 3 * a.numel())
+    def cube(a: Tensor, b: Tensor) -> Tensor:
+        return a * a * a + b
+
+    @cube.samples
+    def _(device, dtype):
+        yield tuple(torch.randn(4, 24, device=device, dtype=dtype) for _ in range(2))
+
+    results = cube.bench(["64x96"], ["float32"], device="cpu")
+    forward = {
+        row.variant: row
+        for row in results.rows
+        if row.case == "mine::cube fwd, 64x96, float32" and row.milliseconds is not None
+    }
+    assert {"reference", "eager", COPY} <= forward.keys()
+    for name, row in forward.items():
+        assert row.bytes == 3 * 64 * 96 * 4  # two arguments and the result
+        seconds = row.milliseconds[1] / 1e3
+        assert row.gigabytes_per_second == pytest.approx(row.bytes / seconds / 1e9)
+        if name == COPY:
+            assert row.flops is None and row.of_copy == 1
+        else:
+            assert row.flops == 3 * 64 * 96 and row.gigaflops_per_second == pytest.approx(row.flops / seconds / 1e9)
+            assert 0.2 < row.of_copy / (forward[COPY].milliseconds[1] / row.milliseconds[1]) < 5  # medians of ratios
+    assert not any(row.flops for row in results.rows if " bwd, " in row.case)
+    peaks = {row.case: row for row in results.rows if row.case.startswith(PEAK)}
+    assert peaks.keys() == {"peak of copy", "peak of matmul, float32"}
+    assert peaks["peak of matmul, float32"].flops == 2 * 1024**3 and peaks["peak of copy"].bytes == 2**28
+    header = next(line for line in results.to_markdown().splitlines() if line.startswith("| work"))
+    assert [cell.strip() for cell in header.strip("|").split("|")][2:6] == ["us", "GB/s", "GFLOP/s", "of copy"]
+    results.save(tmp_path / "results.json")
+    assert any(row.get("flops") == 3 * 64 * 96 for row in json.loads((tmp_path / "results.json").read_text())["rows"])
+
+
+def test_an_expression_counts_its_own_operations():
+    op = fuseopt.elementwise("mine::scale_add_relu", "relu(a + scale * b + bias)", scalars=("scale",))
+    arguments = torch.empty(6, 8), torch.empty(6, 8), torch.empty(8), 2.0
+    assert op.operations(arguments, backward=False) == 4 * 48
+    assert op.operations(arguments, backward=True) > 3 * 48

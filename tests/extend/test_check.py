@@ -9,6 +9,7 @@ from torch import Tensor
 import fuseopt
 from fuseopt.cli import main
 from fuseopt.errors import OpError
+from fuseopt.extend import backends
 
 
 @pytest.fixture
@@ -172,3 +173,20 @@ def test_the_command_checks_all_ops_of_a_file(tmp_path, capsys):
     file.write_text("x = 1\n")
     assert main(["check", str(file)]) == 2
     assert "registers no op" in capsys.readouterr().err
+
+
+def test_the_compile_backend_is_traced_without_inductor_which_takes_seconds(op, monkeypatch):
+    used, real = [], torch.compile
+
+    def noting(function, *, backend, **options):
+        used.append(backend)
+        return real(function, backend=backend, **options)
+
+    monkeypatch.setattr(torch, "compile", noting)
+    # As on a GPU, where "auto" takes this backend too.
+    monkeypatch.setattr(backends.Kernel, "not_supported_reasons", lambda *_, **__: [])
+    report = fuseopt.check(op, device="cpu", dtypes=(torch.float32,))
+    assert report.ok, str(report)
+    tried = {row.check for row in report.rows if row.backend == "compile" and row.status == "ok"}
+    assert {"as sampled, fp32", "empty, fp32", "gradient, fp32"} <= tried
+    assert len(used) > 8 and set(used) == {"aot_eager"}

@@ -9,7 +9,8 @@ from torch import Tensor
 import fuseopt
 from fuseopt.build import compilation, library_cache, toolchain
 from fuseopt.errors import NativeBuildError, OpError
-from fuseopt.extend import native
+from fuseopt.extend import native, nvrtc
+from fuseopt.extend.own_library import Missing
 
 CPU = """
 #include <torch/csrc/stable/ops.h>
@@ -76,7 +77,8 @@ def test_a_source_for_the_cpu_is_built_once_and_passes_check(op, tmp_path, monke
     op.native(cpu=CPU).supports(floats_of_one_shape)
     a, b = torch.randn(3, 5), torch.randn(3, 5)
     assert op.choose(a, b).backend == "cpu" and op.choose(a.double(), b).backend == "reference"
-    torch.testing.assert_close(op(a, b, times=3), a + 2 * b * 3)
+    for scale in (2.0, 2, True):  # C++ calls the kernel itself with a float, and by `torch.ops` with another number
+        torch.testing.assert_close(op(a, b, scale, 3), a + scale * b * 3)
     report = fuseopt.check(op, device="cpu")
     assert report.ok, str(report)
     monkeypatch.setattr(compilation, "build", None)  # a second time it is in the cache
@@ -103,6 +105,52 @@ def test_a_source_that_does_not_compile_is_shown_with_file_and_line(op, tmp_path
         op.native(cuda=BARE, kernel="scale_add_kernel")
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("", "must be text or the path of a file, not ''"),
+        (3, "must be text or the path of a file, not 3"),
+        (CPU + "// \ud800", "is not UTF-8"),
+        (".", "no file '.' for the cpu source, which is a folder"),
+    ],
+)
+def test_what_is_no_source_is_refused(op, given, says):
+    with pytest.raises(OpError, match=says):
+        op.native(cpu=given)
+
+
+def test_a_source_of_odd_text_in_a_folder_of_an_odd_name(op, tmp_path):
+    folder = tmp_path / 'a b "q" \\ $ ü'
+    folder.mkdir()
+    (folder / "twice.h").write_text("#define TWICE 2\r\n")
+    odd = '#include "twice.h"\n// "quoted" \'s ü \\ trailing\n' + CPU.replace("scale * y[i]", "TWICE * y[i]")
+    file = folder / "scale_add.cpp"
+    file.write_bytes(odd.replace("\n", "\r\n").encode())
+    op.native(cpu=file)
+    a, b = torch.randn(3, 5), torch.randn(3, 5)
+    assert op.choose(a, b).backend == "cpu"
+    torch.testing.assert_close(op(a, b, 5.0), a + 2 * b)
+    file.write_bytes(b"// \xfc\n")
+    with pytest.raises(OpError, match="mine::scale_add: its cpu source is not UTF-8"):
+        op.native(cpu=file)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kernel": "a b"}, "'a b' is no name of a kernel"),
+        ({"grid": 3}, "its grid must be a function, not 3"),
+        ({"block": 0}, "its block must be a positive int, or up to three of them, not 0"),
+        ({"block": (1, 2, 3, 4)}, "its block must be"),
+        ({"block": "256"}, "its block must be"),
+        ({"block": True}, "its block must be"),
+    ],
+)
+def test_launches_that_are_refused(op, options, says):
+    with pytest.raises(OpError, match=says):
+        op.native(**{"cuda": BARE, "kernel": "scale_add_kernel", "grid": lambda *_: 1, **options})
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 def test_cuda_without_a_gpu_is_a_reason(op):
     op.native(cuda=CUDA)
@@ -114,16 +162,22 @@ def test_cuda_without_nvcc_is_a_reason(op, monkeypatch):
     monkeypatch.setattr(native, "_check_device", lambda: None)
     monkeypatch.setattr(native, "_capability", lambda: "90")
     monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(nvrtc, "_library", no_nvrtc)
     op.native(cuda=BARE, kernel="scale_add_kernel", grid=lambda *_: 1)
     (reason,) = op.choose(torch.ones(2), torch.ones(2)).refused["cuda"]
-    assert "no nvcc: not in CUDA_HOME" in reason
+    assert "there is no libnvrtc" in reason and "no nvcc: not in CUDA_HOME" in reason
+
+
+def no_nvrtc():
+    raise Missing("there is no libnvrtc of torch's CUDA")
 
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
 
 @needs_nvcc
-def test_cuda_sources_compile_without_a_gpu(tmp_path):
+def test_cuda_sources_compile_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(nvrtc, "_library", no_nvrtc)
     source = native.Source.of("mine::scale_add", "cuda", BARE)
     assert native.cubin(source, "scale_add_kernel", "90").startswith(b"\x7fELF")
     broken = native.Source.of("mine::scale_add", "cuda", BARE.replace("threadIdx.x", "threadIdx.w"))
@@ -131,6 +185,42 @@ def test_cuda_sources_compile_without_a_gpu(tmp_path):
         native.cubin(broken, "scale_add_kernel", "90")
     with pytest.raises(OpError, match="has no `__global__ void other"):
         native.cubin(source, "other", "90")
+
+
+@pytest.fixture
+def without_nvcc(monkeypatch):
+    """A process that has NVRTC, and no nvcc."""
+    try:
+        nvrtc._library()
+    except Missing as reason:
+        pytest.skip(str(reason))
+
+    def find_nvcc():
+        raise toolchain.ToolchainError("no nvcc")
+
+    monkeypatch.setattr(toolchain, "find_nvcc", find_nvcc)
+
+
+def test_a_bare_kernel_is_compiled_by_nvrtc(without_nvcc, tmp_path):
+    source = native.Source.of("mine::scale_add", "cuda", BARE)
+    assert native.cubin(source, "scale_add_kernel", "90").startswith(b"\x7fELF")
+    (tmp_path / "twice.h").write_text("#define TWICE(x) ((x) + (x))\n")
+    file = tmp_path / "kernel.cu"
+    file.write_text('#include "twice.h"\n' + BARE.replace("a[i] +", "TWICE(a[i]) +"))
+    assert native.cubin(native.Source.of("mine::scale_add", "cuda", file), "scale_add_kernel", "80")
+    file.write_text(file.read_text().replace("threadIdx.x", "threadIdx.w"))
+    with pytest.raises(NativeBuildError, match=rf"{file}\(4\): error: .*"):
+        native.cubin(native.Source.of("mine::scale_add", "cuda", file), "scale_add_kernel", "90")
+
+
+@needs_nvcc
+def test_what_nvrtc_refuses_is_left_to_nvcc():
+    text = "#include <cstdio>\n#include <vector>\n" + BARE.replace("int times", "int32_t times")
+    source = native.Source.of("mine::scale_add", "cuda", text)
+    assert native.cubin(source, "scale_add_kernel", "90").startswith(b"\x7fELF")
+    broken = native.Source.of("mine::scale_add", "cuda", text.replace("threadIdx.x", "threadIdx.w"))
+    with pytest.raises(NativeBuildError, match=r"mine::scale_add \(cuda source\)\(5\): error"):
+        native.cubin(broken, "scale_add_kernel", "90")
 
 
 @needs_nvcc
@@ -143,8 +233,9 @@ def test_a_cuda_source_with_launch_code_is_built_without_a_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bare", [False, True])
-def test_cuda_sources_pass_check_on_a_gpu(op, bare):
+def test_cuda_sources_pass_check_on_a_gpu(op, bare, request):
     if bare:
+        request.getfixturevalue("without_nvcc")
         op.native(cuda=BARE, kernel="scale_add_kernel", grid=lambda a, *_: (a.numel() + 255) // 256)
     else:
         op.native(cuda=CUDA)

@@ -194,3 +194,49 @@ def test_threads_that_register_one_name():
     for thread in threads:
         thread.join()
     assert not errors and torch.equal(torch.ops.mine.thread(X), X * 2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "::", "mine", "mine::", "::a", "a b::c", "mine::'", 'mine::"', "mine::ü", "mine::a.b", "a::b::c", "mine::a\n"],
+)
+def test_what_is_no_name_is_refused(name):
+    with pytest.raises(OpError, match="is no name of an op; give one with a namespace of your own"):
+        fuseopt.op(name)
+
+
+@pytest.mark.parametrize("namespace", ["aten", "prims", "torch", "fuseopt", "higher_order", "c10d", "load_library"])
+def test_namespaces_of_torch_and_fuseopt_are_refused(namespace):
+    with pytest.raises(OpError, match=f"the namespace '{namespace}' is taken"):
+        fuseopt.op(f"{namespace}::doubled")
+    with pytest.raises(OpError, match="is an attribute of every namespace"):
+        fuseopt.op("mine::name")
+
+
+def test_what_is_no_function_is_refused():
+    op = fuseopt.op("mine::doubled")(doubled)
+    for put in (
+        op.samples,
+        op.fake,
+        op.backward,
+        op.supports,
+        op.kernel("cpu"),
+        lambda f: op.kernel("cpu", f)(doubled),
+    ):
+        with pytest.raises(OpError, match=r"mine::doubled: its .* must be a function, not 3"):
+            put(3)
+    with pytest.raises(OpError, match="has no kernel yet"):
+        op.supports(lambda a: True)
+    with pytest.raises(OpError, match="has no backend 'gpu'"):
+        op.backward("gpu")
+    assert torch.equal(op(X), X * 2)
+
+
+def test_warnings_point_at_the_line_that_registers_again():
+    fuseopt.op("mine::doubled")(doubled)
+    with pytest.warns(UserWarning, match="registered again") as caught:
+        fuseopt.op("mine::doubled")(doubled)
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="registered again") as caught:
+        fuseopt.elementwise("mine::doubled", "a * 2")
+    assert caught[0].filename == __file__

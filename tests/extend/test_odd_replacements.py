@@ -1,11 +1,13 @@
 """`fuseopt.replaces`: classes that it refuses, predicates that fail, and what is unregistered while a model uses it."""
 
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fuseopt
-from fuseopt.errors import OpError
+from fuseopt.errors import OpError, PlanError
 from fuseopt.extend.replaced import unreplace
 
 X = torch.randn(3, 4)
@@ -100,15 +102,31 @@ def test_a_forward_that_is_no_function(put_in):
         assert torch.equal(model(X), X * 3)
 
 
-def test_a_predicate_that_raises_leaves_the_model(put_in):
+@pytest.mark.parametrize(
+    "config", [None, {"kernel_fusion": {"custom_cuda_kernels": ["Fused"]}}], ids=["preset", "named"]
+)
+@pytest.mark.filterwarnings("ignore:.*matches nothing in the model")
+def test_a_predicate_that_raises_leaves_the_module_and_strict_raises(put_in, config):
     def when(module):
-        raise LookupError("no such thing")
+        if module.weight.numel() == 1:
+            raise LookupError("no such thing")
+        return True
 
     put_in(Fused, when=when)
-    model = nn.Sequential(Stock())
-    with pytest.raises(LookupError):
-        fuseopt.initialize(model)
-    assert type(model[0]) is Stock and torch.equal(model(X), X * 2)
+    model = nn.Sequential(Stock(), Stock())
+    model[1].weight = nn.Parameter(torch.ones(2))
+    fuseopt.initialize(model, config)
+    assert type(model[0]) is Stock and torch.equal(model(X), X * 6)
+    assert "its `when` raised LookupError: no such thing" in fuseopt.report(model).to_json()
+    pickle.loads(pickle.dumps(fuseopt.report(model)))
+    fuseopt.restore(model)
+    with pytest.raises(PlanError, match="strict: Sequential: 0: its `when` raised LookupError") as raised:
+        fuseopt.initialize(model, config, strict=True)
+    cause = raised.value.__cause__
+    assert isinstance(cause, LookupError) and "fuseopt: raised by `when` of Fused" in getattr(
+        cause, "__notes__", cause.args
+    )
+    assert torch.equal(model(X), X * 4)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +150,9 @@ def test_a_model_goes_on_when_its_op_and_its_class_are_unregistered():
     fuseopt.replaces(Stock, op=tripled)(Calling)
     model = fuseopt.initialize(nn.Sequential(Stock()))
     fuseopt.unregister("mine::tripled")
-    assert torch.equal(model(X), X * 3) and "mine::tripled is not registered any more" in str(fuseopt.report(model))
+    assert (
+        torch.equal(model(X), X * 3) and "mine::tripled is not registered any more" in fuseopt.report(model).to_json()
+    )
     assert "not registered any more" in str(fuseopt.plan(nn.Sequential(Stock())))
     unreplace("Calling")
     with torch.profiler.profile():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fuseopt
 from fuseopt.errors import BackendError, OpError
-from fuseopt.extend import own_op
+from fuseopt.extend import backends, own_op
 from fuseopt.ops import registry
 
 
@@ -306,3 +306,37 @@ def test_errors_name_what_is_wrong_and_the_fix():
     op.backward(lambda inputs, output, grad: (grad, grad))
     with pytest.raises(OpError, match="its backward gave 2 gradients; it has 3 arguments"):
         gradients_of(op, drawn(2, 3))
+
+
+def test_the_compile_backend_stays_compiled_for_more_kinds_of_calls_than_dynamo_compiles_a_function_for():
+    runs = []
+
+    def counting(graph, _):
+        return lambda *tensors: runs.append(1) or graph(*tensors)
+
+    op, kinds = make_op(), 0
+    with backends.compiling_with(counting):
+        for shape in ((4, 6), (5, 7), (1, 6), (4, 1), (0, 6), (6,), (1,), (2, 3, 4), (1, 3, 4), ()):
+            for dtype in (torch.float32, torch.float64):
+                for inputs in (drawn(*shape, dtype=dtype), [torch.randn(shape, dtype=dtype) for _ in range(3)]):
+                    assert op.choose(*inputs, backend="compile").backend == "compile"
+                    torch.testing.assert_close(op(*inputs, backend="compile"), mul_add_relu(*inputs))
+                    kinds += 1
+                    assert len(runs) == kinds, f"{inputs[0].shape} ran without being compiled"
+    assert kinds > 3 * torch._dynamo.config.recompile_limit
+
+
+def test_the_compile_backend_takes_functions_with_closures_and_defaults():
+    runs, offset = [], torch.ones(3)
+
+    @fuseopt.op("mine::shifted")
+    def shifted(x: Tensor, scale: float = 2.0) -> Tensor:
+        return x * scale + offset
+
+    def counting(graph, _):
+        return lambda *tensors: runs.append(1) or graph(*tensors)
+
+    with backends.compiling_with(counting):
+        for x in (torch.randn(3), torch.randn(2, 3)):
+            assert torch.equal(shifted(x, backend="compile"), x * 2 + 1)
+    assert len(runs) == 2

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fuseopt
+import tests.extend.losses
 from fuseopt.errors import OpError
 from fuseopt.extend.replaced import unreplace
 from fuseopt.kernel_table import kernels
@@ -169,9 +170,123 @@ class ByModule(nn.Module):
         return losses.squared_error(x, y)
 
 
+class ByPackage(nn.Module):
+    def forward(self, x, y):
+        return tests.extend.losses.squared_error(x, y)
+
+
+class ByDefault(nn.Module):
+    def forward(self, x, y, loss=squared_error, *, other=squared_error):
+        return (loss(x, y) + other(x, y)) / 2
+
+
+class InComprehension(nn.Module):
+    def forward(self, x, y):
+        return sum([squared_error(x, y) for _ in range(2)]) / 2
+
+
+def by_closure(function=squared_error):
+    class ByClosure(nn.Module):
+        def forward(self, x, y):
+            return function(x, y)
+
+    return ByClosure()
+
+
+class Decorated(nn.Module):
+    @torch.no_grad()
+    def forward(self, x, y):
+        return losses.squared_error(x, y)
+
+
+class InMethod(nn.Module):
+    def loss(self, x, y):
+        return squared_error(x, y)
+
+    def forward(self, x, y):
+        return self.loss(x, y)
+
+
+class OfClass(nn.Module):
+    loss = staticmethod(squared_error)
+
+    def forward(self, x, y):
+        return self.loss(x, y)
+
+
+class OfInstance(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.loss = squared_error
+
+    def forward(self, x, y):
+        return self.loss(x, y)
+
+
+class Importing(nn.Module):
+    def forward(self, x, y):
+        from tests.extend.losses import squared_error
+
+        return squared_error(x, y)
+
+
+class Assigning(nn.Module):
+    def forward(self, x, y):
+        global last
+        last = squared_error(x, y)
+        return last
+
+
+class Unrelated(nn.Module):
+    def forward(self, x, y):
+        return self.squared_error + losses.other
+
+
 def fast_error(x, y):
     calls.append("fast")
     return squared_error(x, y)
+
+
+@pytest.fixture
+def fast_errors():
+    fuseopt.replaces_function("tests.extend.losses.squared_error")(fast_error)
+    yield {"kernel_fusion": {"custom_cuda_kernels": ["fast_error"], "jit": False}}
+    unreplace("fast_error")
+
+
+@pytest.mark.parametrize(
+    ("make", "times"),
+    [(ByName, 1), (ByModule, 1), (ByPackage, 1), (ByDefault, 2), (InComprehension, 2), (Decorated, 1), (by_closure, 1)],
+)
+def test_ways_in_which_a_forward_reads_the_function(make, times, fast_errors):
+    model, other, x, y = nn.ModuleList([make()]), make(), torch.randn(3), torch.randn(3)
+    wanted = other(x, y)
+    with fuseopt.fused(model, fast_errors):
+        calls.clear()
+        assert torch.equal(model[0](x, y), wanted) and len(calls) == times
+        assert torch.equal(other(x, y), wanted) and torch.equal(losses.squared_error(x, y), squared_error(x, y))
+        assert len(calls) == times  # every other caller has the function itself
+        compiled = torch.compile(model[0], backend="eager")
+        assert torch.equal(compiled(x, y), wanted)
+    assert torch.equal(model[0](x, y), wanted) and len(calls) == 2 * times
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (InMethod, "it is called in loss, not in forward"),
+        (OfClass, "it is the attribute loss of its class"),
+        (OfInstance, "it is the module's attribute loss; set that to fast_error"),
+        (Importing, "it imports squared_error inside forward"),
+        (Assigning, "its forward assigns to the global last"),
+        (Unrelated, None),
+    ],
+)
+def test_ways_that_are_refused_with_the_reason(make, reason, fast_errors):
+    planned = fuseopt.plan(nn.ModuleList([make()]), fast_errors)
+    assert not planned.replacements and [skip.reason[: len(reason or "")] for skip in planned.skips] == [reason] * bool(
+        reason
+    )
 
 
 def test_a_function_is_replaced_in_the_instances_calls_alone():
@@ -180,8 +295,7 @@ def test_a_function_is_replaced_in_the_instances_calls_alone():
     try:
         model, other, x, y = nn.ModuleList([ByName(), ByModule()]), ByName(), torch.randn(3), torch.randn(3)
         planned = fuseopt.plan(model, config)
-        assert [r.sites[0].path for r in planned.replacements] == ["0.forward"]
-        assert "import squared_error by name" in planned.skips[0].reason
+        assert [r.sites[0].path for r in planned.replacements] == ["0.forward", "1.forward"] and not planned.skips
         fuseopt.initialize(model, config)
         calls.clear()
         assert torch.equal(model[0](x, y), other(x, y)) and calls == ["fast"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, EncoderDecoderCache, TopPLogitsWarper
+from transformers import DynamicCache, EncoderDecoderCache, TopPLogitsWarper, TypicalLogitsWarper
 
 import fuseopt
 from fuseopt.generation.tiers import Tier
@@ -40,11 +40,11 @@ SAMPLING = {
     "top_k": st.integers(0, VOCAB + 5),
     "top_p": st.floats(0.2, 1.0),
     "min_p": st.floats(0.0, 0.2),
+    "typical_p": st.floats(0.3, 0.95),
 }
 # Each of these has a processor that runs on the host.
 ON_HOST = {
     "max_time": st.just(1e6),
-    "typical_p": st.floats(0.3, 0.9),
     "bad_words_ids": st.lists(st.lists(suppressed, min_size=1, max_size=2), min_size=1, max_size=2),
     "sequence_bias": st.just([[[5], -2.0]]),
     "exponential_decay_length_penalty": st.just((3, 1.2)),
@@ -147,22 +147,39 @@ def assert_same_cache(got, wanted):
 
 @contextlib.contextmanager
 def nearest_to_a_cut():
-    """A list that gets, for each step of a call with top-p, how near a cumulative probability is to its cut."""
-    distances, run = [], TopPLogitsWarper.__call__
+    """A list that gets how near each cut of top-p or typical-p in a call is to a cumulative probability.
+
+    typical-p also cuts between values near the entropy, which the logits' rounding moves further.
+    """
+    distances, run, run_typical = [], TopPLogitsWarper.__call__, TypicalLogitsWarper.__call__
 
     def noting(warper, input_ids, scores):
         cumulative = scores.sort(descending=False).values.softmax(-1).cumsum(-1)
         distances.append(float((cumulative - (1 - warper.top_p)).abs().min()))
         return run(warper, input_ids, scores)
 
-    with mock.patch.object(TopPLogitsWarper, "__call__", noting):
+    def noting_typical(warper, input_ids, scores):
+        information = -scores.log_softmax(-1)
+        entropy = (information * (-information).exp()).nansum(-1, keepdim=True)
+        spread, order = (information - entropy).abs().sort()
+        cumulative = scores.gather(-1, order).softmax(-1).cumsum(-1)
+        distances.append(float((cumulative - warper.mass).abs().min()))
+        last = (cumulative < warper.mass).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 2)
+        gaps = spread.gather(1, last + 1) - spread.gather(1, last)
+        distances.append(float(gaps.nan_to_num(posinf=16.0).min()) / 16)
+        return run_typical(warper, input_ids, scores)
+
+    with (
+        mock.patch.object(TopPLogitsWarper, "__call__", noting),
+        mock.patch.object(TypicalLogitsWarper, "__call__", noting_typical),
+    ):
         yield distances
 
 
 def compare(model, inputs, tier, **kwargs):
     """Hold a call of a fused model against the stock one, tokens and tier, or the error that both raise.
 
-    If they differ, a cumulative probability must have been so near the cut of top-p that rounding decides.
+    If they differ, a cut of top-p or typical-p must have been where rounding decides.
     """
     try:
         with nearest_to_a_cut() as distances:

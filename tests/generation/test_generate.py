@@ -85,9 +85,6 @@ def test_only_a_token_at_the_cut_of_top_p_may_differ(model, monkeypatch):
 def test_random_calls_with_something_for_the_host(model, data):
     name = data.draw(st.sampled_from(sorted(ON_HOST)))
     kwargs = data.draw(calls(ON_DEVICE)) | {name: data.draw(ON_HOST[name])}
-    if name == "typical_p":
-        # It cuts by differences that round to steps of 5e-7, where a logit's last digit decides.
-        kwargs |= {"do_sample": True, "output_scores": False, "output_logits": True}
     if name == "exponential_decay_length_penalty":
         # It makes NaN of an EOS that is banned, and sampling from that is fatal to a GPU.
         kwargs = {
@@ -143,7 +140,20 @@ def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch, p
         ({}, {"decode_select_": "edits"}),
         ({"output_scores": True}, {"edit_logits": "edits", "decode_select_": ""}),
         ({"remove_invalid_values": True}, {"edit_logits": "edits", "decode_select_": "edits"}),
-        ({"do_sample": True, "top_k": 5}, {"edit_logits": "edits", "decode_select_": "divisors"}),
+        ({"do_sample": True, "top_k": 5}, {"decode_sample_": "edits top_k"}),
+        (
+            {"do_sample": True, "top_k": 5, "temperature": 0.7, "typical_p": 0.9},
+            {"decode_sample_": "edits top_k typical_p"},
+        ),
+        ({"do_sample": True, "top_k": 0, "renormalize_logits": True}, {"decode_sample_": "edits"}),
+        (
+            {"do_sample": True, "top_k": 0, "top_p": 0.9, "output_scores": True},
+            {"decode_sample_": "edits kept top_p"},
+        ),
+        (
+            {"do_sample": True, "top_k": 5, "output_scores": True, "renormalize_logits": True},
+            {"edit_logits": "edits", "decode_sample_": "kept"},
+        ),
         ({"num_beams": 2}, {"beam_candidates": "edits log_softmax"}),
         ({"num_beams": 2, "output_scores": True}, {"edit_logits": "edits", "beam_candidates": ""}),
         ({"num_beams": 2, "remove_invalid_values": True}, {"edit_logits": "edits", "beam_candidates": "edits"}),
@@ -153,12 +163,14 @@ def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch, p
 def test_where_processors_run(model, kwargs, expected, monkeypatch):
     """Each op that runs, and what it does beside its own work."""
     seen = {}
-    for name in ("edit_logits", "decode_select_", "beam_candidates"):
+    for name in ("edit_logits", "decode_select_", "decode_sample_", "beam_candidates"):
         op = getattr(ops, name)
 
         def watched(*args, op=op, name=name, **kwargs):
             given = ["edits"] if name == "edit_logits" else []
-            given += [what for what in ("divisors", "edits") if kwargs.get(what) is not None]
+            given += [what for what in ("edits", "kept") if kwargs.get(what) is not None]
+            filters = kwargs.get("filters", ops.SamplingFilters())
+            given += [of for of, value in filters._asdict().items() if value != getattr(ops.SamplingFilters(), of)]
             seen[name] = " ".join(given + ["log_softmax"] * kwargs.get("log_softmax", False))
             return op(*args, **kwargs)
 

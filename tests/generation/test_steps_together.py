@@ -104,4 +104,4 @@ def test_the_report_says_why_they_run_one_by_one(model, monkeypatch):
     for seed in range(2):
         wanted, got = both(model, seed, max_new_tokens=12, eos_token_id=[])
         assert torch.equal(got[0], wanted[0])
-    assert "words of CUDA" in str(fuseopt.report(model))
+    assert "words of CUDA" in fuseopt.report(model).to_json()

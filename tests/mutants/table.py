@@ -79,6 +79,20 @@ GENERATION = (
         (f"{_PROCESSOR_LIST_TESTS}::test_all_edits_are_one_op_a_step_and_in_place_unless_logits_are_kept",),
     ),
     Mutant(
+        "filters are left to the op that draws in whatever order they are",
+        "fuseopt/generation/select/device_processors.py",
+        "        order = order[: order.index(type(processor))]\n",
+        "",
+        ("tests/generation/select/test_device_processors.py::test_which_filters_the_op_that_draws_applies",),
+    ),
+    Mutant(
+        "top-k is dropped beside top-p",
+        "fuseopt/ops/decode/sample.py",
+        "    if 0 < filters.top_k < scores.shape[-1]:\n",
+        "    if filters.top_p == 1 and 0 < filters.top_k < scores.shape[-1]:\n",
+        ("tests/ops/decode/test_sample.py::test_ties",),
+    ),
+    Mutant(
         "sampled beams are drawn without the scores so far",
         "fuseopt/generation/select/beam_selection.py",
         "accumulated = scores.unflatten(0, beams.shape) + beams.running_scores[:, :, None]",
@@ -124,10 +138,17 @@ OPS = (
         ("tests/ops/test_softmax.py",),
     ),
     Mutant(
+        "softmax on a CPU scales logits and not their differences",
+        "fuseopt/csrc/cpu/softmax.cpp",
+        "wanted != 0 && wanted != 1",
+        "false",
+        ("tests/ops/test_softmax.py",),
+    ),
+    Mutant(
         "softmax on a CPU does not subtract the largest",
         "fuseopt/csrc/cpu/softmax.cpp",
-        "y[i] = exp(x[i] - largest);",
-        "y[i] = exp(x[i]);",
+        "y[i] = exp((x[i] - largest) * steepness);",
+        "y[i] = exp(x[i] * steepness);",
         ("tests/ops/test_softmax.py",),
     ),
     Mutant(
@@ -297,8 +318,8 @@ INTERRUPTS = (
     Mutant(
         "the record is set before the sites",
         "fuseopt/apply.py",
-        "    steps.append(_step(model.__dict__, _STATE, Absent if record is None else record))\n",
-        "    _step(model.__dict__, _STATE, Absent if record is None else record)()\n",
+        "    steps.append(_step(model.__dict__, RECORD, Absent if record is None else record))\n",
+        "    _step(model.__dict__, RECORD, Absent if record is None else record)()\n",
         ("tests/test_interrupts.py::test_interrupted_anywhere_a_model_is_wholly_stock_or_wholly_fused",),
     ),
     Mutant(
@@ -335,9 +356,44 @@ LIFETIMES = (
     Mutant(
         "generate() holds its model",
         "fuseopt/generation/generate.py",
-        "self._model, self._class = weakref.ref(model), type(model)",
-        "self._model, self._class = (lambda: model), type(model)",
+        "self._model = weakref.ref(model)",
+        "self._model = lambda: model",
         ("tests/generation/test_lifetimes.py::test_a_model_goes_with_its_last_user",),
+    ),
+    Mutant(
+        "a part of another call's drop-in is fused",
+        "fuseopt/plan.py",
+        "            if drop_in is not None:\n",
+        "            if False:\n",
+        ("tests/test_given_back.py::test_a_model_and_a_part_of_it_are_restored_in_any_order",),
+    ),
+    Mutant(
+        "what is remembered of a freed module keeps its first mode",
+        "fuseopt/runtime/references.py",
+        "        self._made.training = True in modes\n",
+        "",
+        ("tests/test_lifetime.py::test_a_shallow_copy_outlives_the_model",),
+    ),
+    Mutant(
+        "the last of an unknown number of rows is taken by select",
+        "fuseopt/training/passes/unbacked_selects.py",
+        " or index >= 0 or ",
+        " or index < 0 or ",
+        ("tests/training/passes/test_unbacked_selects.py",),
+    ),
+    Mutant(
+        "a compilation of a training step is not said",
+        "fuseopt/training/forward.py",
+        "        on_compilation()\n",
+        "",
+        ("tests/training/test_compile_notice.py",),
+    ),
+    Mutant(
+        "two layers of one number",
+        "fuseopt/generation/hf/redundant_attributes.py",
+        "if index in taken or index not in",
+        "if index not in",
+        ("tests/generation/hf/test_redundant_attributes.py",),
     ),
     Mutant(
         "what compares modules holds the first",
@@ -502,6 +558,37 @@ BENCH = (
     ),
 )
 
+EXTEND = (
+    Mutant(
+        "a user's kernel gives its argument back",
+        "fuseopt/extend/eager_calls.py",
+        "return unshared(self.checked(output, kernel.backend), tensors_of(arguments))",
+        "return self.checked(output, kernel.backend)",
+        ("tests/extend/test_eager_calls.py", "-k", "never_an_argument"),
+    ),
+    Mutant(
+        "strict passes over a predicate that raised",
+        "fuseopt/plan.py",
+        "if isinstance(skip.reason, RaisedReason):",
+        "if False:",
+        ("tests/extend/test_odd_replacements.py", "-k", "predicate_that_raises"),
+    ),
+    Mutant(
+        "Dynamo reads the file's globals in a copied forward",
+        "fuseopt/extend/exchange.py",
+        'if name != "__name__"}',
+        "if True}",
+        ("tests/extend/test_replaces.py", "-k", "ways_in_which"),
+    ),
+    Mutant(
+        "the decode loop is put on a peft model itself",
+        "fuseopt/strategies/generation.py",
+        'base = model.get_base_model() if hasattr(type(model), "get_base_model") else model',
+        "base = model",
+        ("tests/generation/test_peft.py",),
+    ),
+)
+
 MUTANTS = (
     *REASONS,
     *GENERATION,
@@ -514,4 +601,5 @@ MUTANTS = (
     *CONFIG,
     *NATIVE,
     *BENCH,
+    *EXTEND,
 )

@@ -58,6 +58,7 @@ OWN_TESTS = {
         "decode/test_qkv_attention.py",
         "test_layers_of_models and bfloat16 and (1600-25-300 or 200-3-300)",
     ),
+    "decode_sample_": ("decode/test_sample.py", "cuda-cuda and (test_draws_what_transformers or test_ties)"),
     "decode_select_": ("decode/test_select.py", "cuda-cuda and (test_is_what or test_draws_what)"),
     "decode_softmax_linear": ("decode/test_softmax_linear.py", "test_kernel_against and bfloat16 and same and 12-768"),
     "layer_norm_of_sum_bwd": ("test_layer_norm_of_sum_bwd.py", "cuda-cuda and (sizes_of_models or autograd)"),
@@ -65,6 +66,8 @@ OWN_TESTS = {
     "rms_norm, light blocks": ("test_rms_norm.py", "test_every_shape_of_kernel and float32-1000-8-"),
     "softmax of a vocabulary": ("test_softmax.py", "test_wide_rows and 50257 and float32 and cuda-cuda"),
     "softmax held in a cluster": ("test_softmax.py", "test_rows_that_a_cluster_shares and False and 131075-8-"),
+    "softmax of several rows a warp": ("test_softmax.py", "only_differences and -0.3 and bfloat16-255- and cuda-cuda"),
+    "softmax in a cluster of 16": ("test_softmax.py", "test_rows_that_a_cluster_shares and False and 262144-8-"),
 }
 
 

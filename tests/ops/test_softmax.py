@@ -9,6 +9,9 @@ from fuseopt.ops.softmax import softmax_reference
 from tests.ops.cases import DTYPES, Case, cases, error
 from tests.ops.variations import poisoned_allocations
 
+# Of float32 and of 16 bits: all that clusters of 8 and of 16 hold in registers, and one more.
+CLUSTER_EDGES = [131_075, 131_076, 262_144, 262_147, 262_148, 262_151, 262_152, 524_295, 524_296]
+
 every_case = pytest.mark.parametrize("case", cases("softmax"))
 
 
@@ -63,11 +66,11 @@ def test_wide_rows_of_which_little_is_seen(case: Case, columns: int, dtype: torc
 
 @pytest.mark.parametrize("case", [case for case in cases("softmax") if case.id.endswith("cuda-cuda")])
 @pytest.mark.parametrize("rows", [8, 120])
-@pytest.mark.parametrize("columns", [*range(65_543, 262_144, 30_011), 131_075, 131_076, 262_144, 262_151, 262_152])
+@pytest.mark.parametrize("columns", [*range(65_543, 262_144, 30_011), *CLUSTER_EDGES])
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_rows_that_a_cluster_shares(case: Case, dtype: torch.dtype, columns: int, rows: int, masked: bool) -> None:
-    """Without a mask threads hold rows of some sizes whole, at most 131075 columns of float32 or 262151 of 16 bits."""
+    """Without a mask threads hold rows of some sizes whole, at most 262147 columns of float32 or 524295 of 16 bits."""
     torch.manual_seed(0)
     input = torch.randn(rows, columns, device=case.device)
     input[:, [0, -1]] += 20
@@ -171,6 +174,24 @@ def test_logits_that_overflow_in_float16(case: Case) -> None:
     input = torch.tensor([[6e4, 6e4, -6e4], [-6e4, -6e4, -6e4]], device=case.device, dtype=torch.float16)
     expected = torch.tensor([[0.5, 0.5, 0.0], [1 / 3] * 3], device=case.device, dtype=torch.float16)
     torch.testing.assert_close(case(input, scale=4.0), expected)
+
+
+@pytest.mark.parametrize("case", [case for case in cases("softmax") if "reference" not in case.id])
+@pytest.mark.parametrize("columns", [7, 255, 256, 1000, 3001, 16_384, 32_768, 50_257, 131_072, 262_143, 262_144])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [-0.3, 0.7, 0.0])
+def test_only_differences_between_logits_are_scaled(case: Case, scale: float, dtype: torch.dtype, columns: int) -> None:
+    """Rounded products lose digits of large logits, and differ from a fused `x * scale - max` by 1e31 for finfo.min."""
+    torch.manual_seed(0)
+    for rows in (9, max(2**25 // columns, 300)) if case.device.type == "cuda" else (4,):
+        input = (3e4 + 10 * torch.randn(rows, columns, device=case.device)).to(dtype)
+        input[0], input[1] = torch.finfo(dtype).min, torch.finfo(dtype).max
+        input[2, columns // 2 :], input[2, : columns // 2] = torch.finfo(dtype).min, torch.finfo(dtype).max
+        exact = torch.softmax(input.double() * scale, -1)
+        relative = {torch.float32: 3e-5, torch.float64: 1e-10}.get(dtype, torch.finfo(dtype).eps)
+        least = max(torch.finfo(dtype).smallest_normal, 1e-30)  # smaller ones may be flushed to zero
+        error = (case(input, scale=scale).double() - exact).abs() / exact.clamp_min(least)
+        assert (error <= relative).all()
 
 
 @every_case

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import ModelOutput
 import fuseopt
 from fuseopt import ops
 from fuseopt.modules import FusedLinearCrossEntropy
+from fuseopt.modules.base import FusedModule
 from fuseopt.modules.lazy_logits import LazyLogits
 from fuseopt.training import partitioner
 from tests import tiny
@@ -486,3 +487,20 @@ def test_a_compiled_step_with_a_loss_around_the_model():
         each.backward()
     gradients = ({n: p.grad for n, p in model.named_parameters()} for model in (fused, stock))
     tiny.assert_same_gradients(*gradients)
+
+
+def test_quantize_dynamic_gives_stock_s_modules_before_initialize_and_after_restore():
+    """On a fused model it takes the other Linear modules, as docs/config.md says."""
+    config = {"kernel_fusion": {"jit": False, "triton_kernels": ["FusedLinearCrossEntropy"]}}
+
+    def quantized(model):
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+    stock = tiny.llama()
+    expected = quantized(stock)
+    fused = fuseopt.initialize(copy.deepcopy(stock), config)
+    head, other = (quantized(fused).get_submodule(path) for path in ("lm_head", "model.layers.0.mlp.up_proj"))
+    assert isinstance(head, FusedModule) and type(other) is torch.ao.nn.quantized.dynamic.Linear
+    for model in (quantized(fuseopt.restore(fused)), fuseopt.initialize(copy.deepcopy(expected), config)):
+        assert list(map(type, model.modules())) == list(map(type, expected.modules()))
+        assert torch.equal(tiny.logits(model), tiny.logits(expected))

@@ -446,7 +446,7 @@ def test_without_the_options_of_torch_the_report_says_so(monkeypatch):
     monkeypatch.setattr(captured_steps, "_PRIVATE", ((torch._C, "_gone"),))
     model = fuseopt.initialize(tiny.FAMILIES["gpt2"]().train(), CAPTURED)
     assert not model.forward.cuda_graphs
-    assert "without CUDA graphs (torch" in str(fuseopt.report(model))
+    assert "without CUDA graphs (torch" in fuseopt.report(model).to_json()
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -457,7 +457,7 @@ def test_what_fully_shard_has_taken_is_not_captured(before, monkeypatch):
     if before:
         monkeypatch.setattr(forward, "_is_sharded", lambda module: module is model)
     fuseopt.initialize(model, CAPTURED)
-    assert ("without CUDA graphs (fully_shard" in str(fuseopt.report(model))) == before
+    assert ("without CUDA graphs (fully_shard" in fuseopt.report(model).to_json()) == before
     monkeypatch.setattr(forward, "_is_sharded", lambda module: module is model)
     torch._dynamo.reset()
     ids = tiny.inputs(model)["input_ids"]
@@ -489,7 +489,7 @@ def test_steps_with_gradient_checkpointing_are_not_captured(when, device, monkey
             model(input_ids=ids, labels=ids).loss.backward()
     note = "training steps are not captured: gradient checkpointing draws"
     assert any(note in str(warning.message) for warning in caught) == (when is True)
-    assert "not captured: gradient checkpointing" in str(fuseopt.report(model)) and not events
+    assert "not captured: gradient checkpointing" in fuseopt.report(model).to_json() and not events
 
 
 def test_compiled_steps_go_with_restore(monkeypatch):
@@ -704,7 +704,7 @@ def test_small_steps_are_captured_unasked_and_give_their_memory_back(replayed, m
     for _ in range(6):
         model(input_ids=ids, labels=ids).loss.backward()
         model.zero_grad()
-    assert "training steps: in CUDA graphs" in str(fuseopt.report(model))
+    assert "training steps: in CUDA graphs" in fuseopt.report(model).to_json()
     assert len(replayed) == 6
     held = pooled_bytes() - before
     fuseopt.restore(model)
@@ -756,7 +756,7 @@ def test_steps_that_cannot_be_captured_go_on(replayed, monkeypatch):
         for each in (model, stock):
             each.zero_grad()
             each(input_ids=ids, labels=ids).loss.backward()
-    assert "a training step could not be captured" in str(fuseopt.report(model)) and not replayed
+    assert "a training step could not be captured" in fuseopt.report(model).to_json() and not replayed
     for name, parameter in stock.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-3, atol=1e-4)
 

@@ -12,6 +12,8 @@ from fuseopt.bench.harness.architectures import load_config
 from fuseopt.bench.harness.workloads import Work, beams_name, dtype_name, generate, random_tokens
 
 GENERATION = {"generation": {"enable": True}}
+NO_GENERATION = {"preset": "inference", "generation": {"enable": False}}
+"""The preset's kernels behind transformers' decode loop."""
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,8 @@ def _time_op(case: OpCase, device: torch.device, compile: bool) -> list[Record]:
             raise
         notes[auto] = failed(error)
         moved = work.moved_bytes(case.op.reference)
+    arguments, flops = work.sample.args, case.benchmark.flops
+    operations = None if flops is None else flops(arguments, case.backward)
     runs, raised = _runs(case, work, functions, moved, device)
     notes |= raised
     del work
@@ -96,6 +98,7 @@ def _time_op(case: OpCase, device: torch.device, compile: bool) -> list[Record]:
             host_us=_microseconds(host.get(name)),
             host_speed_up=over_torch[name].scaled(1) if name in over_torch else None,
             bytes=moved,
+            flops=None if name == COPY else operations,
             of_copy=timings[name].speed_up_over(timings[COPY]).median,
             auto=name == auto,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from fuseopt.bench.harness.records import COPY, Results
+from fuseopt.bench.harness.records import COPY, PEAK, Results
 from fuseopt.errors import ConfigError
 
 
@@ -53,9 +53,9 @@ def save_bandwidth(results: Results, path: str | os.PathLike[str]) -> None:
     pyplot = _pyplot()
     groups: dict[str, dict[str, dict[str, float]]] = {}  # op, direction and dtype -> variant -> size -> GB/s
     for row in results.rows:
-        if row.terabytes_per_second is not None:
+        if row.gigabytes_per_second is not None and not row.case.startswith(PEAK):
             op, size, dtype = row.case.split(", ")
-            groups.setdefault(f"{op}, {dtype}", {}).setdefault(row.variant, {})[size] = 1000 * row.terabytes_per_second
+            groups.setdefault(f"{op}, {dtype}", {}).setdefault(row.variant, {})[size] = row.gigabytes_per_second
     figure, grid = pyplot.subplots(len(groups), figsize=(8, 0.5 + 3 * len(groups)), layout="constrained", squeeze=False)
     for axes, (name, variants) in zip(grid[:, 0], groups.items(), strict=True):
         for variant, points in variants.items():
@@ -65,6 +65,40 @@ def save_bandwidth(results: Results, path: str | os.PathLike[str]) -> None:
         axes.set_title(name, fontsize="small")
         axes.legend(fontsize="small")
     figure.suptitle(_origin(results), fontsize="small")
+    _write(figure, path)
+
+
+def save_roofline(results: Results, path: str | os.PathLike[str]) -> None:
+    """Draws floating-point operations per second against operations per byte, below the rates measured on the machine.
+
+    The roofs are the rows that `peaks` (`fuseopt.bench.harness.roofline`) measured: a large copy's bandwidth, and the
+    rate of a matmul in each dtype. In float32 the latter is that of fused multiply-adds, which elementwise kernels use.
+
+    Raises:
+        ConfigError: no row has operations, the roofs are not there, there is no matplotlib, or the file cannot be
+            written.
+    """
+    points = [row for row in results.rows if row.flops and row.bytes and row.milliseconds]
+    roofs = {row.case: row.gigaflops_per_second for row in results.rows if row.case.startswith(PEAK) and row.flops}
+    copies = [row.gigabytes_per_second for row in results.rows if row.case.startswith(PEAK) and row.variant == COPY]
+    if not points or not roofs or not copies or copies[0] is None:
+        raise ConfigError("there is no roofline to draw: give the op its operations by .flops(...), then .bench() it")
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(8, 6), layout="constrained")
+    bandwidth = copies[0]
+    places = [row.flops / row.bytes for row in points if row.flops and row.bytes]
+    edges = [min(places) / 4, 4 * max(*places, max(rate or 0 for rate in roofs.values()) / bandwidth)]
+    axes.plot(edges, [edge * bandwidth for edge in edges], color="black", label=f"copy, {bandwidth:.0f} GB/s")
+    for case, rate in roofs.items():
+        axes.axhline(rate, linestyle="--", color="gray")
+        axes.annotate(f"{case.removeprefix(PEAK)}: {rate:.0f} GFLOP/s", (edges[0], rate), fontsize="x-small")
+    for variant in dict.fromkeys(row.variant for row in points):
+        mine = [row for row in points if row.variant == variant]
+        intensity = [row.flops / row.bytes for row in mine if row.flops and row.bytes]
+        axes.scatter(intensity, [row.gigaflops_per_second for row in mine], label=variant)
+    axes.set(xscale="log", yscale="log", xlabel="FLOP / byte", ylabel="GFLOP/s", xlim=edges)
+    axes.legend(fontsize="small")
+    axes.set_title(_origin(results), fontsize="small")
     _write(figure, path)
 
 

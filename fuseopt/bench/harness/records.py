@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ _LONGEST_NAME = 100  # in a table
 
 STOCK = "stock"
 COPY = "copy"
+PEAK = "peak of "
 FAILED = "failed: "
 STATIC = "static cache and torch.compile"
 CONTROLS = frozenset({STOCK, STATIC, "reference", "eager", "torch", "torch.compile", COPY})
@@ -41,6 +43,7 @@ class Record:
         host_us: median time until the call returns to the host.
         host_speed_up: for a forward, the quartiles of the speed-up of `host_us` over torch's own operation.
         bytes: bytes that a call must move at least; each tensor counts once.
+        flops: floating-point operations of a call.
         of_copy: the time of a copy of as many bytes, divided by this time.
         auto: whether `backend: auto` takes this variant.
         tokens: tokens that a call processes or generates.
@@ -66,6 +69,7 @@ class Record:
     host_us: float | None = None
     host_speed_up: tuple[float, float, float] | None = None
     bytes: int | None = None
+    flops: int | None = None
     of_copy: float | None = None
     auto: bool = False
     tokens: int | None = None
@@ -89,10 +93,16 @@ class Record:
         return self.note is not None and self.note.startswith(FAILED)
 
     @property
-    def terabytes_per_second(self) -> float | None:
+    def gigabytes_per_second(self) -> float | None:
         if self.bytes is None or self.milliseconds is None:
             return None
-        return self.bytes / self.milliseconds[1] / 1e9
+        return self.bytes / self.milliseconds[1] / 1e6
+
+    @property
+    def gigaflops_per_second(self) -> float | None:
+        if self.flops is None or self.milliseconds is None:
+            return None
+        return self.flops / self.milliseconds[1] / 1e6
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -156,10 +166,24 @@ class Results:
         on_gpu = self.machine["gpu"] != "none"
         place = self.machine["gpu"] if on_gpu else f"{self.machine['cpu']}, {self.machine['threads']} threads"
         versions = ", ".join(f"{name} {self.versions[name]}" for name in ("torch", "transformers", "python"))
-        return (
-            f"{place}; {versions}; {self.date}, commit {self.commit or 'unknown'}.\n\n{_table(self.rows, self.unit)}"
-            + (_slower_auto(self.rows))
-        )
+        table = _table(self.rows, self.unit, on_gpu) + _slower_auto(self.rows)
+        return f"{place}; {versions}; {self.date}, commit {self.commit or 'unknown'}.\n\n{table}"
+
+    def plot(self, path: str | os.PathLike[str], what: str = "times") -> None:
+        """Draw the rows into a file whose suffix chooses the format.
+
+        Args:
+            what: "times"; "bandwidth" at each size of an op's benchmark, below that of a copy; or "roofline", of an op
+                that gives its operations.
+
+        Raises:
+            ConfigError: there is no matplotlib, no such plot, nothing to draw, or the file cannot be written.
+        """
+        plots = importlib.import_module("fuseopt.bench.harness.plot")  # by name: it imports this module
+        drawings = {"times": plots.save, "bandwidth": plots.save_bandwidth, "roofline": plots.save_roofline}
+        if what not in drawings:
+            raise ConfigError(f"a plot shows {' or '.join(drawings)}, not {what!r}")
+        drawings[what](self, path)
 
     def _to_json(self) -> str:
         """JSON with one line per row; empty fields are left out."""
@@ -174,7 +198,7 @@ def _shortened(name: str) -> str:
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]} ... {name[-_LONGEST_NAME // 2 :]}"
 
 
-def _table(rows: Sequence[Record], unit: str) -> str:
+def _table(rows: Sequence[Record], unit: str, on_gpu: bool) -> str:
     columns = {
         "work": [row.case for row in rows],
         "variant": [_shortened(row.variant) + (" (auto)" if row.auto else "") for row in rows],
@@ -185,7 +209,8 @@ def _table(rows: Sequence[Record], unit: str) -> str:
         "first token us": [_number(row.first_token_us) for row in rows],
         "wall us": [_number(row.wall_us) for row in rows],
         "host us": [_number(row.host_us) for row in rows],
-        "TB/s": [_number(row.terabytes_per_second) for row in rows],
+        **_bandwidth(rows, on_gpu),
+        "GFLOP/s": [_number(row.gigaflops_per_second) for row in rows],
         "of copy": ["" if row.of_copy is None else f"{row.of_copy:.2f}" for row in rows],
         "tokens/s": ["" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}" for row in rows],
         "of floor": ["" if row.of_floor is None else f"{row.of_floor:.2f}" for row in rows],
@@ -210,6 +235,13 @@ def _table(rows: Sequence[Record], unit: str) -> str:
     return "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
     )
+
+
+def _bandwidth(rows: Sequence[Record], on_gpu: bool) -> dict[str, list[str]]:
+    """A column in TB/s, or for a CPU in GB/s."""
+    rates = [row.gigabytes_per_second for row in rows]
+    unit, size = ("TB/s", 1000) if on_gpu else ("GB/s", 1)
+    return {unit: [_number(None if rate is None else rate / size) for rate in rates]}
 
 
 def _behind(row: Record, rows: Sequence[Record]) -> str:

@@ -128,7 +128,8 @@ def fuse(model: nn.Module, name: str, config: FusionConfig) -> tuple[str, str | 
     with warnings.catch_warnings():
         # A config that replaces nothing is shown as a row with the reason.
         warnings.simplefilter("ignore", category=UserWarning)
-        fuseopt.initialize(model, config)
+        # Without the line that `initialize` logs, which would break the progress bar.
+        fuseopt._initialize(model, config, strict=False)
     # Without strict, a step that cannot be compiled would silently time the stock forward.
     apply.be_strict(model, True)
     report = fuseopt.report(model)

@@ -10,17 +10,16 @@ import torch
 
 from fuseopt.bench.harness.architectures import random_model
 from fuseopt.bench.harness.bytes_floor import cache_bytes, copy_bandwidth, weight_bytes
-from fuseopt.bench.harness.generate_rows import CPU_ROWS, GENERATION, GPU_ROWS, Row
+from fuseopt.bench.harness.generate_rows import CPU_ROWS, GENERATION, GPU_ROWS, NO_GENERATION, Row
 from fuseopt.bench.harness.measure import against_stock, measure
 from fuseopt.bench.harness.records import STATIC, Record, Results
 from fuseopt.bench.harness.workloads import FusionConfig, ModelCase, dtype_name
 from fuseopt.bench.suites.first_call import FirstCall
-from fuseopt.kernel_table import CUSTOM, listed
 
 CONFIGS: dict[str, FusionConfig] = {
-    "preset inference": "inference",
+    "preset without generation": NO_GENERATION,
     "generation": GENERATION,
-    "generation and kernels": {**GENERATION, "kernel_fusion": {"custom_cuda_kernels": list(listed(CUSTOM))}},
+    "preset inference": "inference",
 }
 _STATIC_CACHE = {"cache_implementation": "static"}
 # A first-token sample is the mean of this many calls: the first call after another model's finds cold caches.

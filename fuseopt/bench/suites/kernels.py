@@ -33,7 +33,7 @@ _WARM_UP = 3
 _READING = ("decode_linear", "decode_softmax_linear", "decode_attention", "decode_qkv_attention")
 # Ops that run the kernels of another op, and are counted as calls of it.
 _BY_KERNELS_OF = dict.fromkeys(("decode_linear_partials", "decode_linear_of_sum"), "decode_linear")
-_LAST = ("decode_select", "decode_beams")
+_LAST = ("decode_select", "decode_sample", "decode_beams")
 # An op that runs the kernels of two ops, with the arguments that the first one reads.
 _HEAD, _OF_HEAD = "decode_head_select", ("input", "split_k_partials", "weight", "norm_weight", "norm_bias")
 

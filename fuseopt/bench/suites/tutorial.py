@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from fuseopt.bench.harness.architectures import load_config, random_model
+from fuseopt.bench.harness.generate_rows import NO_GENERATION
 from fuseopt.bench.harness.measure import against_stock, measure
 from fuseopt.bench.harness.records import Results
 from fuseopt.bench.harness.workloads import FusionConfig, ModelCase, dtype_name, generate, random_tokens
@@ -19,6 +20,7 @@ MAX_LENGTH = 20
 KERNELS = ["FusedRMSNorm", "FusedNoRepeatNGram", "FusedGELU"]
 CONFIGS: dict[str, FusionConfig] = {
     "three kernels": {"kernel_fusion": {"custom_cuda_kernels": KERNELS, "jit": False}},
+    "preset without generation": NO_GENERATION,
     "preset inference": "inference",
 }
 

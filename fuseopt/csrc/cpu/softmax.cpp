@@ -9,7 +9,11 @@ Tensor softmax_forward(const Tensor& input, const std::optional<Tensor>& mask, d
   const Rows x_rows(input);
   const std::optional<Rows> mask_rows = mask ? std::optional<Rows>(std::in_place, *mask, input.sizes()) : std::nullopt;
   const int64_t n = x_rows.n_cols();
-  const Math factor = static_cast<Math>(scale);
+  // Without a mask logits are x / 2 or -x / 2, exact, and 2 |scale| multiplies their differences, which stay finite.
+  const Math wanted = static_cast<Math>(scale);
+  const bool is_split = !mask && wanted != 0 && wanted != 1;
+  const Math factor = is_split ? std::copysign(Math(0.5), wanted) : wanted;
+  const Math steepness = is_split ? 2 * std::fabs(wanted) : 1;
   Tensor output = empty_like(input, output_dtype);
   const OutputRows y_rows(output, n);
 
@@ -32,7 +36,7 @@ Tensor softmax_forward(const Tensor& input, const std::optional<Tensor>& mask, d
       }
       // A row of -inf only gives NaN, as in torch: -inf - -inf.
       const Math largest = max(x, n);
-      const double total = sum<Math>(n, [=](int64_t i) { return y[i] = exp(x[i] - largest); });
+      const double total = sum<Math>(n, [=](int64_t i) { return y[i] = exp((x[i] - largest) * steepness); });
       const Math inverse = static_cast<Math>(1 / total);
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) y[i] *= inverse;

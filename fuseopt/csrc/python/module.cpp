@@ -2,6 +2,7 @@
 // compiled for one release of torch and Python. It is one file, because most of its compile time goes into torch's
 // headers.
 #include "python/direct_calls.h"
+#include "python/own_ops.h"
 #include "python/watch.h"
 
 namespace {
@@ -9,6 +10,10 @@ namespace {
 PyMethodDef functions[] = {
     {"places", places, METH_O, "places(tensors): addresses, dtypes and layouts of a list of tensors, as bytes"},
     {"has_true", has_true, METH_VARARGS, "has_true(dicts, names): whether one of the dicts has a true value by such a name"},
+    {"call_own", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_own)), METH_FASTCALL,
+     "call_own(op, kernels, backend, arguments): an eager call of a user's op by the first kernel that takes it"},
+    {"run_own", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_own)), METH_FASTCALL,
+     "run_own(op, kernel, arguments): the results of one kernel of a user's op"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "fuseopt_python", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};

@@ -87,7 +87,7 @@ class DecodeStep(Protocol):
     def constants(model: nn.Module) -> tuple[Hashable, ...]:
         """Other values that `__init__` reads from `model`. If one changes, the step is made anew.
 
-        Parameters, and the attributes in `fuseopt.runtime.module_watch.CONSTANTS`, are compared in any case.
+        Parameters, and the attributes that `fuseopt.runtime.module_watch` names, are compared in any case.
         """
         return ()
 

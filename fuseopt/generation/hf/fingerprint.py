@@ -13,10 +13,12 @@ from fuseopt.blocks.gpt2_inference import GPT2InferenceForward, GPT2StackForward
 from fuseopt.blocks.relative_attention import RelativeStackForward
 from fuseopt.blocks.residual import GPT2BlockForward, T5BlockForward
 from fuseopt.blocks.t5_inference import T5InferenceForward, T5StackForward
+from fuseopt.generation.hf.redundant_attributes import contradictions
 from fuseopt.modules.base import has_hooks
 from fuseopt.modules.children import Children, unexpected_modules
 from fuseopt.runtime.module_watch import (
     CONSTANTS,
+    REDUNDANT,
     ModuleWatch,
     has_other_weights,
     modules_below,
@@ -90,8 +92,11 @@ def fingerprint(
                 path = next(path for path, other in model.named_modules() if other is module)
                 return ModelFingerprint(f"{path or 'the model'} {reason}")
             special = special or trains_or_has_hooks(module)
-        key.append((id(module), type(module), *map(state.get, CONSTANTS)))
+        key.append((id(module), type(module), *map(state.get, (*CONSTANTS, *REDUNDANT))))
         parameters += [parameter for parameter in state["_parameters"].values() if parameter is not None]
+    for module, name in contradictions(modules):
+        path = next(path for path, other in model.named_modules() if other is module)
+        return ModelFingerprint(f"{path}.{name} is {module.__dict__.get(name)!r}, unlike its weights or config")
     for parameter in parameters:
         if type(parameter) is not nn.Parameter:
             return ModelFingerprint("the model has parameters of a tensor subclass, such as sharded or quantised ones")

@@ -36,6 +36,8 @@ class BeamSelection(Selection):
         constants: cache of host constants on the device.
     """
 
+    _draws_tokens = False  # but continuations, from the scores of all beams of an item
+
     def __init__(
         self,
         processors: tuple[DeviceProcessor, ...],

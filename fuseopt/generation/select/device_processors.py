@@ -5,6 +5,7 @@ Neighbouring processors become one `Edits`, which one op applies; a processor th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -140,6 +141,44 @@ def _may_follow(chain: list[Edit], edit: Edit) -> bool:
     return not done & set(edit.fields) and ("temperature" in edit.fields or not any(rule.force for rule in rules))
 
 
+# In the order of generate(). Where a token is drawn, nothing follows from normalising scores once more.
+_FILTERS: Mapping[type, Callable[[Any], Mapping[str, Any]]] = {
+    logits_process.TopKLogitsWarper: lambda warper: {"top_k": warper.top_k},
+    logits_process.TopPLogitsWarper: lambda warper: {"top_p": warper.top_p},
+    logits_process.MinPLogitsWarper: lambda warper: {"min_p": float(warper.min_p)},
+    logits_process.TypicalLogitsWarper: lambda warper: {"typical_p": warper.mass},
+    logits_process.LogitNormalization: lambda normalization: {},
+}
+
+
+def sampling_filters(
+    processors: tuple[DeviceProcessor, ...], keeps_scores: bool = False
+) -> tuple[int, ops.SamplingFilters]:
+    """How many of the last processors `ops.decode_sample_` does the work of after its edits, and as which filters.
+
+    Args:
+        keeps_scores: processed scores are returned, so normalising them makes a difference.
+    """
+    fields: dict[str, Any] = {}
+    normalises = logits_process.LogitNormalization
+    order, count = [kind for kind in _FILTERS if not (keeps_scores and kind is normalises)], 0
+    for device_processor in reversed(processors):
+        processor = getattr(device_processor, "processor", None)
+        if type(processor) not in order or not _is_plain_filter(processor):
+            break
+        order = order[: order.index(type(processor))]
+        fields |= _FILTERS[type(processor)](processor)
+        count += 1
+    return count, ops.SamplingFilters(**fields)
+
+
+def _is_plain_filter(processor: Any) -> bool:
+    """Whether the filter removes tokens by -inf, and keeps one at least; sampled beams keep more."""
+    return (
+        getattr(processor, "min_tokens_to_keep", 1) == 1 and getattr(processor, "filter_value", -math.inf) == -math.inf
+    )
+
+
 class _Target(NamedTuple):
     """What a processor is translated for: the sizes of the scores, and where they are."""
 
@@ -227,6 +266,7 @@ _MAKERS: Mapping[type, Callable[[Any, _Target], Edit | WithoutSequence | None]] 
     logits_process.TopKLogitsWarper: _without_sequence,
     logits_process.TopPLogitsWarper: _without_sequence,
     logits_process.MinPLogitsWarper: _without_sequence,
+    logits_process.TypicalLogitsWarper: _without_sequence,
     logits_process.LogitNormalization: _without_sequence,
     logits_process.InfNanRemoveLogitsProcessor: _without_sequence,
     logits_process.MinLengthLogitsProcessor: lambda processor, target: target.rule(

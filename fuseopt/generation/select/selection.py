@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fuseopt import ops
 from fuseopt.generation.engine.device_constants import TrackedCopy
 from fuseopt.generation.engine.layers import HeadInput
 from fuseopt.generation.engine.state import DecodeState
-from fuseopt.generation.select.device_processors import DeviceProcessor, Edits
+from fuseopt.generation.select.device_processors import DeviceProcessor, Edits, sampling_filters
 from fuseopt.ops import LogitsEdits
 
 
@@ -32,6 +33,8 @@ class Selection:
         key: equal for selections that one captured step can serve, once `load` has copied their values.
     """
 
+    _draws_tokens = True
+
     def __init__(
         self,
         processors: tuple[DeviceProcessor, ...] = (),
@@ -43,10 +46,16 @@ class Selection:
     ) -> None:
         self.processors, self.do_sample, self.eos = processors, do_sample, eos
         self.keep_logits, self.keep_scores = keep_logits, keep_scores
-        # The op that selects can apply the last edits itself, unless their result is needed in memory.
-        last = processors[-1] if processors else None
-        self._last_edits = last if isinstance(last, Edits) and not (do_sample or keep_scores) else None
-        self._processors_before = processors if self._last_edits is None else processors[:-1]
+        # The op that selects can apply the last edits itself, and filters after them if it draws a token. That op also
+        # writes processed scores where they are kept.
+        draws = do_sample and self._draws_tokens
+        is_left_to_op = draws or not (do_sample or keep_scores)
+        self._op_keeps_scores = draws and keep_scores
+        filters, self._filters = sampling_filters(processors if draws else (), keep_scores)
+        before = processors[: len(processors) - filters]
+        last = before[-1] if before else None
+        self._last_edits = last if isinstance(last, Edits) and is_left_to_op else None
+        self._processors_before = before if self._last_edits is None else before[:-1]
         self._takes_likeliest = not (self._processors_before or do_sample or keep_logits or keep_scores)
         self.key: Hashable = (
             do_sample,
@@ -143,19 +152,13 @@ class Selection:
         counters = (state.counters,) if advance else ()
         if self.keep_logits:
             state.logits.copy_(logits)
-        scores, divisors = self._processed(state, logits), None
+        scores = self._processed(state, logits)
+        options: dict[str, Any] = {"counters": counters, "edits": self._edits_left(state), "pdl": True}
         if self.do_sample:
-            # torch.multinomial draws one sample in this way, after several passes that check the probabilities.
-            scores = nn.functional.softmax(scores.float(), dim=-1)
-            divisors = torch.empty_like(scores).exponential_()
-        ops.decode_select_(
-            scores,
-            *self._written(state),
-            counters=counters,
-            divisors=divisors,
-            edits=self._edits_left(state),
-            pdl=True,
-        )
+            options |= {"filters": self._filters, "kept": state.scores if self._op_keeps_scores else None}
+            ops.decode_sample_(scores, _drawn_for(scores), *self._written(state), **options)
+        else:
+            ops.decode_select_(scores, *self._written(state), **options)
 
     def _written(self, state: DecodeState) -> tuple[Tensor | None, ...]:
         """The tensors of the state that the selecting ops write, and the EOS ids, in the ops' order."""
@@ -165,9 +168,14 @@ class Selection:
         """Scores after all processors except the edits that the selecting op applies."""
         for processor in self._processors_before:
             scores = processor(state, scores)
-        if self.keep_scores:
+        if self.keep_scores and not self._op_keeps_scores:
             state.scores.copy_(scores)
         return scores
 
     def _edits_left(self, state: DecodeState) -> LogitsEdits | None:
         return None if self._last_edits is None else self._last_edits.of(state)
+
+
+def _drawn_for(scores: Tensor) -> Tensor:
+    """Random numbers [rows, vocab], as torch.multinomial draws them for one sample of a row."""
+    return torch.empty(scores.shape, dtype=torch.float32, device=scores.device).exponential_()

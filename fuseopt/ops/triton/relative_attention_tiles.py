@@ -114,7 +114,8 @@ def score_tile(
     EVEN: tl.constexpr,
 ):
     """Scores in units of log2 e: LOWEST where the mask masks, -inf where there is no key, or the mask hides it."""
-    scores = products * scale
+    # No bare product: the compiler would fuse it with the subtraction of the rounded maximum.
+    scores = tl.fma(products, scale, 0.0)
     if line_ptr is not None:
         ahead = tl.minimum(tl.maximum(first_key - first_query, -reach - MOST), reach + MOST)
         # In 64 bits, what differs between elements of a thread is a constant in its instructions.

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fuseopt.ops.triton.rows import TL_DTYPES, Tiling, as_rows, compute_dtype
-from fuseopt.ops.triton.wide_rows import LOG2_E, aligned_row, edge_positions, row_alignment, update_online
+from fuseopt.ops.triton.wide_rows import aligned_row, edge_positions, row_alignment, split_scale, update_online
 
 # TUNED: with the kernels (c142e1e).
 FWD_TILING = Tiling(program_bytes=16 * 1024, thread_bytes=64, max_row_bytes=128 * 1024)
@@ -57,7 +57,8 @@ def softmax_fwd_kernel(
     mask = (row < rows)[:, None] & column_mask
 
     x = tl.load(input_ptr + row[:, None] * input_row_stride + column[None, :], mask=mask, other=0.0).to(COMPUTE)
-    x *= tl.full((), scale, COMPUTE)
+    factor, power = split_scale(mask_ptr, scale, COMPUTE)
+    x *= factor
     if mask_ptr is not None:
         mask_row = mask_row_offset(
             row.to(rows.dtype),  # a 64-bit division only where the count of rows needs it
@@ -71,7 +72,7 @@ def softmax_fwd_kernel(
         x += tl.load(mask_ptr + mask_offset, mask=mask, other=0.0).to(COMPUTE)
     x = tl.where(column_mask, x, -float("inf"))
 
-    exponential = tl.exp2((x - tl.max(x, axis=1)[:, None]) * LOG2_E)
+    exponential = tl.exp2((x - tl.max(x, axis=1)[:, None]) * power)
     y = exponential * (1.0 / tl.sum(exponential, axis=1))[:, None]
     tl.store(output_ptr + row[:, None] * columns + column[None, :], y, mask=mask)
 
@@ -84,15 +85,15 @@ def load_logits(
     readable,  # which positions of input may be read; None for all
     inside,  # which positions belong to the row; None for all
     mask_column_stride,
-    scale,  # in COMPUTE
+    factor,  # of input, in COMPUTE
     COMPUTE: tl.constexpr,  # dtype of the arithmetic
 ):
-    """`scale * input + mask` at `position`, -inf where `inside` is false."""
+    """`factor * input + mask` at `position`, -inf where `inside` is false."""
     if readable is None:
         x = tl.load(input_ptr + position).to(COMPUTE)
     else:
         x = tl.load(input_ptr + position, mask=readable, other=0.0).to(COMPUTE)
-    x *= scale
+    x *= factor
     if mask_ptr is not None:
         mask_pointers = mask_ptr + position.to(tl.int64) * mask_column_stride
         if inside is None:
@@ -139,7 +140,7 @@ def softmax_fwd_wide_kernel(
             tl.program_id(0), mask_size_1, mask_size_2, mask_stride_0, mask_stride_1, mask_stride_2
         )
         mask_ptr -= first.to(tl.int64) * mask_column_stride
-    scale = tl.full((), scale, COMPUTE)
+    factor, power = split_scale(mask_ptr, scale, COMPUTE)
 
     last = end // BLOCK * BLOCK
     first_block = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -148,32 +149,32 @@ def softmax_fwd_wide_kernel(
 
     lane_max = tl.full((LANES,), -float("inf"), COMPUTE)
     lane_sum = tl.zeros((LANES,), COMPUTE)
-    x = load_logits(input_ptr, mask_ptr, first_block, None, first_block >= first, mask_column_stride, scale, COMPUTE)
-    lane_max, lane_sum = update_online(lane_max, lane_sum, x)
+    x = load_logits(input_ptr, mask_ptr, first_block, None, first_block >= first, mask_column_stride, factor, COMPUTE)
+    lane_max, lane_sum = update_online(lane_max, lane_sum, x, power)
     for start in range(BLOCK, last, BLOCK):
-        x = load_logits(input_ptr, mask_ptr, start + first_block, None, None, mask_column_stride, scale, COMPUTE)
-        lane_max, lane_sum = update_online(lane_max, lane_sum, x)
+        x = load_logits(input_ptr, mask_ptr, start + first_block, None, None, mask_column_stride, factor, COMPUTE)
+        lane_max, lane_sum = update_online(lane_max, lane_sum, x, power)
     x = load_logits(
-        input_ptr, mask_ptr, last_block, last_readable, last_block < end, mask_column_stride, scale, COMPUTE
+        input_ptr, mask_ptr, last_block, last_readable, last_block < end, mask_column_stride, factor, COMPUTE
     )
-    lane_max, lane_sum = update_online(lane_max, lane_sum, x)
+    lane_max, lane_sum = update_online(lane_max, lane_sum, x, power)
 
     row_max = tl.max(lane_max, axis=0)
-    normaliser = 1.0 / tl.sum(lane_sum * tl.exp2((lane_max - row_max) * LOG2_E), axis=0)
+    normaliser = 1.0 / tl.sum(lane_sum * tl.exp2((lane_max - row_max) * power), axis=0)
 
-    y = tl.exp2((x - row_max) * LOG2_E) * normaliser
+    y = tl.exp2((x - row_max) * power) * normaliser
     tl.store(output_ptr + last_block, y, mask=last_block < vectors_end)
     for start in range(BLOCK, last, BLOCK):
         block = (last - start) + first_block
-        x = load_logits(input_ptr, mask_ptr, block, None, None, mask_column_stride, scale, COMPUTE)
-        tl.store(output_ptr + block, tl.exp2((x - row_max) * LOG2_E) * normaliser)
-    x = load_logits(input_ptr, mask_ptr, first_block, None, first_block >= first, mask_column_stride, scale, COMPUTE)
-    y = tl.exp2((x - row_max) * LOG2_E) * normaliser
+        x = load_logits(input_ptr, mask_ptr, block, None, None, mask_column_stride, factor, COMPUTE)
+        tl.store(output_ptr + block, tl.exp2((x - row_max) * power) * normaliser)
+    x = load_logits(input_ptr, mask_ptr, first_block, None, first_block >= first, mask_column_stride, factor, COMPUTE)
+    y = tl.exp2((x - row_max) * power) * normaliser
     tl.store(output_ptr + first_block, y, mask=first_block >= vectors_first)
 
     edge, inside = edge_positions(first, end, vectors_end, ALIGNMENT)
-    x = load_logits(input_ptr, mask_ptr, edge, inside, inside, mask_column_stride, scale, COMPUTE)
-    tl.store(output_ptr + edge, tl.exp2((x - row_max) * LOG2_E) * normaliser, mask=inside)
+    x = load_logits(input_ptr, mask_ptr, edge, inside, inside, mask_column_stride, factor, COMPUTE)
+    tl.store(output_ptr + edge, tl.exp2((x - row_max) * power) * normaliser, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])

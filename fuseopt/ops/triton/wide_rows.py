@@ -15,6 +15,21 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def split_scale(mask_ptr, scale, COMPUTE: tl.constexpr):
+    """The factors of the input, and of differences between logits as powers of 2; both in COMPUTE.
+
+    Without a mask logits are x / 2 or -x / 2, and 2 |scale| multiplies their differences. Halves are exact and their
+    differences finite. Of `x * scale - max` the compiler makes an FMA, from whose exact product a rounded one is taken.
+    """
+    scale = tl.full((), scale, COMPUTE)
+    factor, power = scale, tl.full((), LOG2_E, COMPUTE)
+    if mask_ptr is None:
+        factor = tl.where(scale < 0.0, -0.5, tl.where(scale == 0.0, 0.0, 0.5)).to(COMPUTE)
+        power *= tl.where(scale == 0.0, 1.0, 2.0 * tl.abs(scale)).to(COMPUTE)
+    return factor, power
+
+
+@triton.jit
 def aligned_row(columns, ALIGNMENT: tl.constexpr):
     """Where this program's row lies, counted from the last multiple of ALIGNMENT elements before its first one.
 
@@ -34,12 +49,15 @@ def edge_positions(first, end, vectors_end, ALIGNMENT: tl.constexpr):
 
 
 @triton.jit
-def update_online(lane_max, lane_sum, x):
-    """Takes `x` [STEPS, LANES] into each lane's maximum, and its sum of exponentials relative to that maximum."""
+def update_online(lane_max, lane_sum, x, power=LOG2_E):
+    """Takes `x` [STEPS, LANES] into each lane's maximum, and its sum of exponentials relative to that maximum.
+
+    The exponentials are 2^(power * difference).
+    """
     new_max = tl.maximum(lane_max, tl.max(x, axis=0))
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf - -inf would be NaN
-    new_sum = lane_sum * tl.exp2((lane_max - shift) * LOG2_E)
-    new_sum += tl.sum(tl.exp2((x - shift[None, :]) * LOG2_E), axis=0)
+    new_sum = lane_sum * tl.exp2((lane_max - shift) * power)
+    new_sum += tl.sum(tl.exp2((x - shift[None, :]) * power), axis=0)
     return new_max, new_sum
 
 

@@ -58,7 +58,7 @@ def test_bandwidth_is_drawn_below_that_of_a_copy(tmp_path):
         for variant, time in (("triton", 2.0), ("copy", 1.0))
     ]
     results = dataclasses.replace(RESULTS, rows=(*rows, Record(rows[0].case, "compile", note="not run")))
-    plot.save_bandwidth(results, tmp_path / "picture.svg")
+    results.plot(tmp_path / "picture.svg", "bandwidth")
     drawn = (tmp_path / "picture.svg").read_text()
     for text in (
         "mine::op fwd, float32",
@@ -72,3 +72,31 @@ def test_bandwidth_is_drawn_below_that_of_a_copy(tmp_path):
     ):
         assert f"<!-- {text}" in drawn or text in drawn
     assert "compile" not in drawn
+
+
+def test_a_roofline_is_drawn_below_the_peaks_that_were_measured(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = (
+        Record("mine::op fwd, 8x16, float32", "triton", (2.0, 2.0, 2.0), bytes=1024, flops=4096),
+        Record("mine::op fwd, 8x16, float32", "copy", (1.0, 1.0, 1.0), bytes=1024),
+        Record("peak of copy", "copy", (1.0, 1.0, 1.0), bytes=123_000_000),
+        Record("peak of matmul, float32", "torch", (1.0, 1.0, 1.0), flops=4_567_000_000),
+    )
+    results, picture = dataclasses.replace(RESULTS, rows=rows), tmp_path / "roofline.svg"
+    assert rows[0].gigaflops_per_second == pytest.approx(4096 / 2e-3 / 1e9)
+    results.plot(picture, "roofline")
+    drawn = picture.read_text()
+    for text in ("copy, 123 GB/s", "matmul, float32: 4567 GFLOP/s", "triton", "FLOP / byte"):
+        assert f"<!-- {text}" in drawn
+    plot.save_bandwidth(results, picture)
+    assert "peak" not in picture.read_text()
+
+
+def test_a_roofline_needs_operations(tmp_path):
+    with pytest.raises(ConfigError, match=r"give the op its operations by .flops"):
+        plot.save_roofline(RESULTS, tmp_path / "roofline.svg")
+
+
+def test_a_plot_of_another_kind_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="shows times or bandwidth or roofline, not 'memory'"):
+        RESULTS.plot(tmp_path / "picture.svg", "memory")

@@ -95,8 +95,8 @@ def test_what_was_measured_of_an_op_has_columns(results):
     )
     _, table = replace(results, rows=rows, unit="us").to_markdown().split("\n\n")
     header, _, cuda, torch = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    assert header == ["work", "variant", "us", "wall us", "host us", "TB/s", "of copy", "speed-up", "difference"]
-    assert cuda == ["gelu", "cuda (auto)", "1.25", "9.88", "4.32", "2", "0.95", "", ""]
+    assert header == ["work", "variant", "us", "wall us", "host us", "GB/s", "of copy", "speed-up", "difference"]
+    assert cuda == ["gelu", "cuda (auto)", "1.25", "9.88", "4.32", "2000", "0.95", "", ""]
     assert torch == ["", "torch", "1.25", "", "", "", "", "", ""]
 
 

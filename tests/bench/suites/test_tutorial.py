@@ -36,7 +36,8 @@ def test_every_variant_is_timed_against_both_processors(monkeypatch):
     monkeypatch.setattr(PerRowNoRepeatNGram, "__call__", lambda *arguments: calls.append(1) or call(*arguments))
     results = tutorial.run(device=torch.device("cpu"), name="t5-tiny", batch=3)
     assert calls and len(calls) % 19 == 0
-    assert [row.variant.split(" [")[0] for row in results.rows] == ["stock", "three kernels", "preset inference"] * 4
+    variants = ["stock", "three kernels", "preset without generation", "preset inference"]
+    assert [row.variant.split(" [")[0] for row in results.rows] == variants * 4
     assert {row.difference for row in results.rows if row.variant != "stock"} == {"tokens equal"}
     assert {row.case.split(", ")[3] for row in results.rows} == {"float32", "bfloat16"}
     assert results.unit == "us"

@@ -8,9 +8,10 @@ from transformers.generation import logits_process
 
 from fuseopt.generation.engine.device_constants import DeviceConstantCache
 from fuseopt.generation.engine.state import CacheShape, DecodeState, Sizes, capacity_for
-from fuseopt.generation.select.device_processors import Edits, chained, device_processor
+from fuseopt.generation.select.device_processors import Edits, chained, device_processor, sampling_filters
 from fuseopt.generation.select.logits_processors import FusedEncoderNoRepeatNGram, FusedNoRepeatNGram
 from fuseopt.generation.select.selection import Selection
+from fuseopt.ops import SamplingFilters
 
 VOCAB, ROWS = 11, 4
 pytestmark = pytest.mark.usefixtures("each_device")
@@ -73,6 +74,7 @@ PROCESSORS = {
     "top-k": lambda draw: logits_process.TopKLogitsWarper(draw(st.integers(1, VOCAB + 4))),
     "top-p": lambda draw: logits_process.TopPLogitsWarper(draw(st.floats(0.0, 1.0))),
     "min-p": lambda draw: logits_process.MinPLogitsWarper(draw(st.floats(0.0, 1.0))),
+    "typical-p": lambda draw: logits_process.TypicalLogitsWarper(draw(st.floats(0.01, 0.99))),
     "normalised": lambda draw: logits_process.LogitNormalization(),
     "valid": lambda draw: logits_process.InfNanRemoveLogitsProcessor(),
 }
@@ -131,6 +133,25 @@ def test_what_one_op_runs(data):
     assert lengths("temperature", "n-gram") == [1, 1]
     assert lengths("n-gram", "fused encoder n-gram", "temperature") == [4]
     assert lengths(*["suppressed"] * 9) == [3, 3]
+
+
+def test_which_filters_the_op_that_draws_applies():
+    """Those after the edits, in the order of generate(), that remove tokens by -inf and may leave a single one."""
+    edit = logits_process.TemperatureLogitsWarper(0.5)
+    top_k, top_p = logits_process.TopKLogitsWarper(5), logits_process.TopPLogitsWarper(0.9)
+    min_p, typical = logits_process.MinPLogitsWarper(0.1), logits_process.TypicalLogitsWarper(0.8)
+    normal = logits_process.LogitNormalization()
+    for processors, expected in (
+        ((edit,), (0, SamplingFilters())),
+        ((edit, top_k, top_p, min_p, typical, normal), (5, SamplingFilters(5, 0.9, 0.1, 0.8))),
+        ((top_k, min_p), (2, SamplingFilters(top_k=5, min_p=0.1))),
+        ((top_p, top_k), (1, SamplingFilters(top_k=5))),
+        ((top_k, top_k), (1, SamplingFilters(top_k=5))),
+        ((top_k, edit, typical), (1, SamplingFilters(typical_p=0.8))),
+        ((logits_process.TopPLogitsWarper(0.9, min_tokens_to_keep=2), min_p), (1, SamplingFilters(min_p=0.1))),
+        ((logits_process.TopKLogitsWarper(5, filter_value=-100.0),), (0, SamplingFilters())),
+    ):
+        assert sampling_filters(on_device(*processors)) == expected
 
 
 def test_everything_may_be_banned():
@@ -192,7 +213,7 @@ def test_what_the_device_does_not_know():
 
     refused = (
         Mine(2.0),
-        logits_process.TypicalLogitsWarper(0.5),
+        logits_process.EpsilonLogitsWarper(0.5),
         logits_process.ForcedBOSTokenLogitsProcessor(VOCAB),
         logits_process.ForcedEOSTokenLogitsProcessor(4, [1, VOCAB]),
         logits_process.EncoderNoRepeatNGramLogitsProcessor(2, torch.zeros(3, 5, dtype=torch.long)),

@@ -1,6 +1,7 @@
 // Attention over sequences of up to 32 tokens, for which kernels for long sequences leave most of a 64 x 64 tile empty.
 // Here several warps of a block, or one, have a head; short_attention_mma.cu takes 16 bits on the tensor cores.
 #include "cuda/attention/short_attention.cuh"
+#include "cuda/common/math.cuh"
 
 namespace fuseopt::short_attention {
 namespace {
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__((kHeadWarps == 1 ? kMaxWarps : kHeadWarps) * k
     for (int j = 0; j < kKeysOfLane; ++j) {
       const int at = own_key + j * kLanesOfQuery;
       const bool is_seen = at < length && (!attention.causal || at <= own_query + i);
-      score[i][j] = is_seen ? score[i][j] * static_cast<A>(attention.scale) : -INFINITY;
+      score[i][j] = is_seen ? rounded_product(score[i][j], static_cast<A>(attention.scale)) : -INFINITY;
       largest = score[i][j] > largest || isnan(score[i][j]) ? score[i][j] : largest;
     }
 #pragma unroll

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpSize)
       for (int j = 0; j < 2; ++j) {
         float& own = score[tile][half * 2 + j];
         const int own_key = tile * 8 + place * 2 + j;
-        own = own_key < length && (!attention.causal || own_key <= at) ? own * scale : -INFINITY;
+        own = own_key < length && (!attention.causal || own_key <= at) ? rounded_product(own, scale) : -INFINITY;
         largest = own > largest || isnan(own) ? own : largest;
       }
     }

@@ -61,12 +61,38 @@ __device__ inline void store_to_block(Value* own, int rank, Value value) {
   const unsigned remote = address_in_block(shared_address(own), rank);
   if constexpr (std::is_same_v<Value, double>) {
     asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(remote), "d"(value) : "memory");
+  } else if constexpr (std::is_same_v<Value, unsigned long long>) {
+    asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(remote), "l"(value) : "memory");
   } else {
     static_assert(std::is_same_v<Value, float>);
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
   }
 #else
   *own = value;
+#endif
+}
+
+// Loads from the place of `own` in the shared memory of block `rank`, which must not end before a later barrier.
+__device__ inline unsigned load_from_block(const unsigned* own, int rank) {
+#if __CUDA_ARCH__ >= 900
+  unsigned value;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];"
+               : "=r"(value)
+               : "r"(address_in_block(shared_address(own), rank))
+               : "memory");
+  return value;
+#else
+  return *own;
+#endif
+}
+
+// A barrier of all threads of the cluster. Their earlier stores, also to global memory, are visible after it.
+__device__ inline void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  arrive_at_cluster_barrier();
+  wait_at_cluster_barrier();
+#else
+  __syncthreads();
 #endif
 }
 

@@ -156,6 +156,19 @@ struct DecodeSelect {
   bool pdl;           // may start before the previous kernel on the stream has ended
 };
 
+// The end of a step that samples: of the scores that `select.edits` and then the filters leave, the one whose probability
+// divided by its `select.divisors` is highest. Absent filters have the values that are given here.
+struct DecodeSample {
+  DecodeSelect select;  // `candidates` is [rows, blocks]
+  int64_t top_k;        // vocabulary: none
+  double top_p;         // 1: none
+  double min_p;         // 0: none
+  double typical_p;     // 1: none
+  int blocks;           // per row, as fuseopt_decode_sample_blocks returns
+  float* scratch;       // [rows, fuseopt_decode_sample_scratch]; null if that is 0
+  float* kept;          // [rows, vocabulary]: gets the scores that are left, and -inf for others; or null
+};
+
 // The `count` best continuations of each item's beams.
 struct BeamCandidates {
   static constexpr int kMaxCount = 32;  // sorted by one warp

@@ -149,7 +149,7 @@ class FollowingKernel<kKernel, void (*)(Parameters...)> {
     config.hStream = stream;
     config.attrs = &attribute;
     config.numAttrs = is_sm90_or_newer() ? 1 : 0;
-    if (shared_bytes > kUnaskedSharedBytes) permit_shared_bytes(reinterpret_cast<const void*>(kKernel), shared_bytes);
+    if (shared_bytes > 0) permit_shared_bytes(reinterpret_cast<const void*>(kKernel), shared_bytes);
     const CUfunction handle = driver_handle();
     void* addresses[] = {&arguments...};
     if (handle != nullptr && driver_launch()(&config, handle, addresses, nullptr) == CUDA_SUCCESS) return;
@@ -184,9 +184,7 @@ cudaError_t launch_dependent(void (*kernel)(Argument), const Argument& argument,
   // one division at a time, so kernels with different ones could not run beside each other.
   const void* const function = reinterpret_cast<const void*>(kernel);
   cudaError_t error = prefer_shared_memory(function);
-  if (error == cudaSuccess && shape.shared_bytes > kUnaskedSharedBytes) {
-    error = permit_shared_bytes(function, shape.shared_bytes);
-  }
+  if (error == cudaSuccess && shape.shared_bytes > 0) error = permit_shared_bytes(function, shape.shared_bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};

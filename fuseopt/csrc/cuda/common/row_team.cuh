@@ -48,6 +48,18 @@ __device__ inline Acc warp_reduce(Acc value) {
   return value;
 }
 
+// Several reductions, whose exchanges are in flight together.
+template <typename Op, int kLanes = kWarpSize, typename Acc, int kValues>
+__device__ inline void warp_reduce(Acc (&values)[kValues]) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      values[i] = Op::combine(values[i], __shfl_xor_sync(kFullWarp, values[i], distance));
+    }
+  }
+}
+
 enum class Team { kQuarterWarp, kHalfWarp, kWarp, kBlock, kCluster };
 
 constexpr bool is_within_warp(Team team) { return team <= Team::kWarp; }
@@ -133,12 +145,11 @@ class RowTeam {
     return values[0];
   }
 
-  // Several reductions with one barrier. All threads of the team, and of its warp, must call.
+  // Several reductions with one barrier, if any. All threads of the team, and of its warp, must call.
   template <typename Op, int kValues>
   __device__ void reduce(Acc (&values)[kValues]) {
-    static_assert(kValues <= kMaxValues, "too many values");
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) values[i] = warp_reduce<Op, kTeamLanes<kTeam>>(values[i]);
+    static_assert(is_within_warp(kTeam) || kValues <= kMaxValues, "too many values");
+    warp_reduce<Op, kTeamLanes<kTeam>>(values);
     if constexpr (!is_within_warp(kTeam)) {
       // Two buffers alternate. A warp can be at most one reduction before another, so one barrier per reduction is
       // enough.

@@ -6,7 +6,7 @@
 
 namespace fuseopt {
 
-// Dynamic shared memory that every kernel may have without permission. The limit is 48 KB with its static arrays.
+// Dynamic shared memory that a kernel with at most 4 KB of static arrays may have without permission: 48 KB with these.
 constexpr size_t kUnaskedSharedBytes = 44 * 1024;
 
 // Every device of compute capability 8.0 or newer has at least this much per block, with permission (8.6, 8.9, 12.0).
@@ -21,7 +21,8 @@ size_t shared_bytes_of_multiprocessor();
 // A kernel's static shared memory.
 size_t declared_shared_bytes(const void* kernel);
 
-// Permits launches of `kernel` on the current device with `bytes` of dynamic shared memory. A permission is never
+// Permits launches of `kernel` on the current device with `bytes` of dynamic shared memory. Every launch with dynamic
+// shared memory asks, as its static arrays count too; what is permitted already is a look-up. A permission is never
 // lowered, so another thread's launch with more bytes stays permitted. Returns an error if the device has less.
 cudaError_t permit_shared_bytes(const void* kernel, size_t bytes);
 

@@ -33,9 +33,11 @@ template <bool kPrecise>
 struct OnlineSum {
   float max;
   float origin;
+  ScaledExp<kPrecise> exponential;
   float sum = 0;
 
-  __device__ explicit OnlineSum(float max) : max(max), origin(max == -INFINITY ? 0.0f : max) {}
+  __device__ explicit OnlineSum(float max, ScaledExp<kPrecise> exponential = ScaledExp<kPrecise>(1.0f))
+      : max(max), origin(max == -INFINITY ? 0.0f : max), exponential(exponential) {}
 
   template <int kWidth>
   __device__ void add(const float (&logits)[kWidth]) {
@@ -43,11 +45,11 @@ struct OnlineSum {
 #pragma unroll
     for (int j = 1; j < kWidth; ++j) largest = fmaxf(largest, logits[j]);
     if (largest > max) {
-      sum *= exp_as<kPrecise>(max - largest);
+      sum *= exponential(max - largest);
       max = origin = largest;
     }
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) sum += exp_as<kPrecise>(logits[j] - origin);
+    for (int j = 0; j < kWidth; ++j) sum += exponential(logits[j] - origin);
   }
 };
 
@@ -78,6 +80,13 @@ __device__ void fetch_row(Vector<T>* slots, const T* data, const LineSpan<kWidth
     __pipeline_memcpy_async(slots + v, source, sizeof(Vector<T>));
   }
   __pipeline_commit();
+}
+
+// Waits until this thread can read what it has copied. cuda_pipeline.h alone lets the compiler move reads of shared
+// memory before the wait.
+__device__ inline void await_row() {
+  __pipeline_wait_prior(0);
+  asm volatile("" ::: "memory");
 }
 
 }  // namespace fuseopt

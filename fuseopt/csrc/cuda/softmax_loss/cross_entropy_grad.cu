@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_grad_kernel(const __gr
     for (int j = 0; j < kWidth; ++j) excess += j < left ? values[j] - pivot : 0.f;
   };
   visit_held(add);
-  if (slots > 0) __pipeline_wait_prior(0);
+  if (slots > 0) await_row();
   visit_row<kLoads>(span, team, kHeld, load, add);
   const float row_max = team.template reduce<Max>(online.max);
   const float origin = row_max == -INFINITY ? 0.f : row_max;

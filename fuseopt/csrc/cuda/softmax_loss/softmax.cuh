@@ -45,6 +45,22 @@ struct IndexedMask : SoftmaxMask {
   }
 };
 
+// A row's exponentials are of differences between its largest logit and others. Without a mask, logits are kept as x / 2
+// or -x / 2, by the sign of the scale, and 2 |scale| multiplies the differences. Halves are exact and their differences
+// finite. A product with the scale is neither: if the compiler rounds `x * scale` for the maximum, but not where it
+// fuses `x * scale - max`, rows of finfo.min have exponents of 1e31. With a mask the logits are fmaf(x, scale, mask).
+template <typename M, typename Acc>
+__device__ Acc factor_of_input(Acc scale) {
+  if constexpr (!std::is_void_v<M>) return scale;
+  else return scale == 0 ? scale : copysign(Acc(0.5), scale);
+}
+
+template <typename M, typename Acc>
+__device__ Acc factor_of_difference(Acc scale) {
+  if constexpr (!std::is_void_v<M>) return 1;
+  else return scale == 0 ? 1 : 2 * fabs(scale);
+}
+
 // The additive mask of one row, with elements of M; M is void if there is none.
 template <typename M>
 struct RowMask {
@@ -69,12 +85,13 @@ struct RowMask {
     }
   }
 
-  template <int kWidth>
-  __device__ void add_to(float (&logits)[kWidth], int64_t column) const {
+  // The logits of a vector that begins at `column`. `factor`: see factor_of_input.
+  template <int kWidth, typename T>
+  __device__ void logits_of(float (&logits)[kWidth], const Vector<T, kWidth>& x, float factor, int64_t column) const {
     Vector<M, kWidth> added;
     load(added, column);
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) logits[j] += added[j];
+    for (int j = 0; j < kWidth; ++j) logits[j] = fmaf(x[j], factor, added[j]);
   }
 };
 
@@ -87,25 +104,19 @@ struct RowMask<void> {
   __device__ RowMask(const Source&, int64_t) {}
   template <int kWidth>
   __device__ void load(Vector<float, kWidth>&, int64_t) const {}
-  template <int kWidth>
-  __device__ void add_to(float (&)[kWidth], int64_t) const {}
+  template <int kWidth, typename T>
+  __device__ void logits_of(float (&logits)[kWidth], const Vector<T, kWidth>& x, float factor, int64_t) const {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) logits[j] = x[j] * factor;
+  }
 };
 
-// scale * x + mask for a vector of the row.
+// The logit of this lane's element outside the vectors; minus infinity, the neutral element, if it has none.
 template <int kWidth, typename T, typename Mask>
-__device__ void logits_of(float (&logits)[kWidth], const Vector<T, kWidth>& x, float scale, const Mask& mask,
-                          int64_t column) {
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) logits[j] = x[j] * scale;
-  mask.add_to(logits, column);
-}
-
-// The same for this lane's element outside the vectors; minus infinity, the neutral element, if it has none.
-template <int kWidth, typename T, typename Mask>
-__device__ float edge_logit(const T* input, const RowSpan<kWidth>& span, float scale, const Mask& mask) {
+__device__ float edge_logit(const T* input, const RowSpan<kWidth>& span, float factor, const Mask& mask) {
   if (span.edge == span.kNone) return -INFINITY;
-  float logit[1] = {to_float(input[span.edge]) * scale};
-  mask.add_to(logit, span.edge - span.begin);
+  float logit[1];
+  mask.logits_of(logit, Vector<T, 1>{input[span.edge]}, factor, span.edge - span.begin);
   return logit[0];
 }
 
@@ -117,11 +128,11 @@ struct RowLogits {
   static constexpr bool kRemade = sizeof(T) == 2 && std::is_void_v<M>;
   Vector<T> x[kVectors];
   Vector<std::conditional_t<std::is_void_v<M>, float, M>, kWidth> added[kVectors];
-  float values[kRemade ? 1 : kVectors][kWidth];
-  float scale;
+  float values[std::is_void_v<M> ? 1 : kVectors][kWidth];
+  float factor;  // see factor_of_input
 
   template <typename Span, typename RowTeam>
-  __device__ RowLogits(const T* input, const Span& span, const RowTeam& team, float scale) : scale(scale) {
+  __device__ void load(const T* input, const Span& span, const RowTeam& team) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const int v = team.lane + k * team.size;
@@ -140,16 +151,23 @@ struct RowLogits {
 
   // Call once before `at`, as late as possible: it waits for input and mask.
   __device__ void make(int k) {
-    if constexpr (!kRemade) {
+    if constexpr (!std::is_void_v<M>) {
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) values[k][j] = x[k][j] * scale + (std::is_void_v<M> ? 0.0f : added[k][j]);
+      for (int j = 0; j < kWidth; ++j) values[k][j] = fmaf(x[k][j], factor, added[k][j]);
     }
   }
 
   __device__ float at(int k, int j) const {
-    if constexpr (kRemade) return x[k][j] * scale;
+    if constexpr (std::is_void_v<M>) return x[k][j] * factor;
     else return values[k][j];
   }
+
+  // Keeps an exponential in the place of its logit, unless kRemade.
+  __device__ void keep(int k, int j, float exponential) {
+    if constexpr (!std::is_void_v<M>) values[k][j] = exponential;
+    else if constexpr (!kRemade) x[k].values[j] = exponential;
+  }
+  __device__ float kept(int k, int j) const { return std::is_void_v<M> ? x[k][j] : values[k][j]; }
 };
 
 inline unsigned block_per_row(int64_t rows) { return static_cast<unsigned>(std::min<int64_t>(rows, INT32_MAX)); }

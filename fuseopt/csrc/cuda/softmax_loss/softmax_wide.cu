@@ -44,7 +44,11 @@ __global__ void __launch_bounds__(kMaxWideThreads)
   const int first_staged = kHeld * team.size;
 
   const LineSpan<kWidth> span(row, columns, team.lane);
-  Logits held(input, span, team, scale);
+  const float factor = factor_of_input<M>(scale);
+  const ScaledExp<kPrecise> exponential(factor_of_difference<M>(scale));
+  Logits held;
+  held.factor = factor;
+  held.load(input, span, team);
   if (stages) fetch_row(staged, input, span, first_staged);
   const RowMask<M> row_mask(mask, row);
   held.load(row_mask, span, team);
@@ -55,55 +59,54 @@ __global__ void __launch_bounds__(kMaxWideThreads)
     }
   };
 
-  const float edge = edge_logit(input, span, scale, row_mask);
+  const float edge = edge_logit(input, span, factor, row_mask);
   float held_max = edge;
   visit_held([&](int k) {
     held.make(k);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) held_max = fmaxf(held_max, held.at(k, j));
   });
-  OnlineSum<kPrecise> online(held_max);
-  const auto exponential = [&](float logit, float origin) { return exp_as<kPrecise>(logit - origin); };
-  online.sum = exponential(edge, online.origin);
+  OnlineSum<kPrecise> online(held_max, exponential);
+  online.sum = exponential(edge - online.origin);
   visit_held([&](int k) {
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      const float value = exponential(held.at(k, j), online.origin);
-      if constexpr (!Logits::kRemade) held.values[k][j] = value;
+      const float value = exponential(held.at(k, j) - online.origin);
+      held.keep(k, j, value);
       online.sum += value;
     }
   });
-  if (stages) __pipeline_wait_prior(0);
+  if (stages) await_row();
   const auto load = [&](int v) {
     return stages ? staged[v - first_staged] : load_vector(input, span.first + v);
   };
   visit_row<kWideLoads<M, kTeam, kHeld>>(span, team, kHeld, load, [&](int v, const Vector<T>& x) {
     float logits[kWidth];
-    logits_of(logits, x, scale, row_mask, span.column(v));
+    row_mask.logits_of(logits, x, factor, span.column(v));
     online.add(logits);
   });
   const float row_max = team.template reduce<Max>(online.max);
   const float row_origin = row_max == -INFINITY ? 0.0f : row_max;
   // Relative to the maximum and not to the origin, which is far above the row's logits if a thread has seen no finite
   // one.
-  const float row_sum = team.template reduce<Sum>(online.sum * exponential(online.max, row_origin));
+  const float row_sum = team.template reduce<Sum>(online.sum * exponential(online.max - row_origin));
   const float inverse_sum = 1.0f / row_sum;
   const auto share = [&](float value) { return divide<kPrecise>(value, row_sum, inverse_sum); };
 
-  if (span.edge != span.kNone) store_as(output, span.edge, share(exponential(edge, row_origin)));
+  if (span.edge != span.kNone) store_as(output, span.edge, share(exponential(edge - row_origin)));
   visit_row<kWideLoads<M, kTeam, kHeld>>(span, team, kHeld, load, [&](int v, const Vector<T>& x) {
     float values[kWidth];
-    logits_of(values, x, scale, row_mask, span.column(v));
+    row_mask.logits_of(values, x, factor, span.column(v));
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = share(exponential(values[j], row_origin));
+    for (int j = 0; j < kWidth; ++j) values[j] = share(exponential(values[j] - row_origin));
     store_floats(output, span.first + v, values);
   });
-  const float shrink = exponential(held_max, row_origin);
+  const float shrink = exponential(held_max - row_origin);
   visit_held([&](int k) {
     float values[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      values[j] = share(Logits::kRemade ? exponential(held.at(k, j), row_origin) : held.at(k, j) * shrink);
+      values[j] = share(Logits::kRemade ? exponential(held.at(k, j) - row_origin) : held.kept(k, j) * shrink);
     }
     store_floats(output, span.first + team.lane + k * team.size, values);
   });
@@ -153,7 +156,7 @@ __global__ void __launch_bounds__(kMaxWideThreads)
     for (int j = 0; j < kWidth; ++j) dot += pair.g[j] * pair.y[j];
   };
   visit_held(add);
-  if (stages) __pipeline_wait_prior(0);
+  if (stages) await_row();
   const auto load = [&](int v) {
     return stages ? Pair{staged_y[v - first_staged], staged_g[v - first_staged]} : load_global(v);
   };
@@ -179,6 +182,23 @@ struct WideShape {
   bool held_in_cluster = false;  // in registers, up to kMostHeld vectors per thread
 };
 
+// A cluster that holds a row in registers if its threads have more than `exceeded` vectors, up to kMostHeld. Registers
+// that a thread could fill but does not cost about as much as filled ones; few small blocks cost least.
+// TUNED: clusters of 8: 256 threads gain up to 33%, 512 only if nearly all have 8 vectors, 1024 lose 33% (8130f78).
+struct Held {
+  int blocks;
+  int threads;  // per block
+  int exceeded;
+};
+constexpr Held kHeld[] = {{8, kMaxWideThreads / 4, kFewHeld},
+                          {16, kMaxWideThreads / 4, kMostHeld - 1},
+                          {8, kMaxWideThreads / 2, kMostHeld - 1},
+                          {16, kMaxWideThreads / 2, kMostHeld - 1}};
+// Before a block that holds the row in shared memory.
+// TUNED: float32, H200, in copies' bandwidth: 1.04 -> 1.09 with 16,384 columns, 1.07 -> 1.10 with 32,768; bfloat16: 0.97 ->
+// 0.99 with 32,768. A cluster that is three quarters full is slower than a block: 0.96 -> 0.85, bfloat16, 50,257.
+constexpr Held kHeldOfManyRows[] = {{2, kMaxWideThreads / 4, kMostHeld - 1}, {4, kMaxWideThreads / 4, kMostHeld - 1}};
+
 // One block per row if a block can hold it. A cluster for wider rows, and if there are too few rows to keep the device
 // busy. The cluster holds the row in registers if it may, if two of its blocks fit a multiprocessor, and, for large
 // blocks, if its threads are nearly full. Otherwise its second read comes from the L2 cache. Clusters whose blocks hold
@@ -186,8 +206,17 @@ struct WideShape {
 WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensors, int held, bool may_hold_in_cluster) {
   const auto most_shared = static_cast<int64_t>(shared_bytes_of_block());
   const bool has_clusters = cached_attribute<cudaDevAttrClusterLaunch>() != 0;
+  const bool are_many = 2 * rows > multiprocessor_count();
   const int64_t vectors = columns / vector_width;
-  if (!has_clusters || 2 * rows > multiprocessor_count()) {
+  const auto is_held_by = [&](const Held& held) {
+    const int64_t threads = int64_t{held.blocks} * held.threads;
+    return may_hold_in_cluster && has_clusters && held.blocks <= tuning().softmax_max_cluster &&
+           vectors > threads * held.exceeded && vectors <= threads * kMostHeld;
+  };
+  for (const Held& held : kHeldOfManyRows) {
+    if (are_many && is_held_by(held)) return {held.blocks, held.threads, 0, true};
+  }
+  if (!has_clusters || are_many) {
     // Two smaller blocks per multiprocessor, if its memory holds both: one loads while the other stores.
     for (const int blocks : {2, 1}) {
       const int threads = kMaxWideThreads / blocks;
@@ -197,17 +226,12 @@ WideShape wide_shape(int64_t rows, int64_t columns, int vector_width, int tensor
     }
   }
   if (!has_clusters) return {1, kMaxWideThreads / 2, 0};
-  const auto held_by = [](int threads, int of_thread) { return int64_t{kClusterBlocks} * threads * of_thread; };
-  // Registers that a thread could fill but does not cost about as much as filled ones; few small blocks cost least.
-  // TUNED: 256 threads gain up to 33%, 512 only if nearly all have 8 vectors, 1024 lose 33% (8130f78).
-  constexpr int kHeldFrom[][2] = {{kMaxWideThreads / 4, kFewHeld}, {kMaxWideThreads / 2, kMostHeld - 1}};
-  for (const auto [threads, exceeded] : kHeldFrom) {
-    const bool is_full = vectors > held_by(threads, exceeded) && vectors <= held_by(threads, kMostHeld);
-    if (may_hold_in_cluster && is_full) return {kClusterBlocks, threads, 0, true};
+  for (const Held& held : kHeld) {
+    if (is_held_by(held)) return {held.blocks, held.threads, 0, true};
   }
   constexpr int kMostOfThread = 16;
   int threads = kMaxWideThreads / 4;
-  while (threads < kMaxWideThreads && vectors * tensors > held_by(threads, kMostOfThread)) threads *= 2;
+  while (threads < kMaxWideThreads && vectors * tensors > int64_t{kClusterBlocks} * threads * kMostOfThread) threads *= 2;
   return {kClusterBlocks, threads, 0, false};
 }
 
@@ -238,6 +262,9 @@ void launch_wide(const WideKernels<Arguments...>& kernels, const WideShape& shap
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = shape.blocks > 1;
+  if (shape.blocks > kClusterBlocks) {  // more than every device with clusters is sure to have
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
   cudaLaunchKernelEx(&config, kernel, arguments..., shape.slots);
 }
 

@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kDims, kGroups>)
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           float& own = score[key / 8][half * 2 + j];
-          own = key + j > last_seen ? -INFINITY : own * scale;
+          own = key + j > last_seen ? -INFINITY : rounded_product(own, scale);
           largest = fmaxf(largest, own);
         }
       }

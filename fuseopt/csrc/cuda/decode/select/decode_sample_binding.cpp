@@ -1,0 +1,62 @@
+#include "cuda/decode/select/decode_select_binding.h"
+
+namespace fuseopt::decode_sample_binding {
+namespace {
+
+constexpr const char* kOp = "decode_sample_";
+
+void decode_sample(Tensor logits, Tensor divisors, int64_t top_k, double top_p, double min_p, double typical_p,
+                   Tensor tokens, Tensor ids, Tensor length, Tensor unfinished, Tensor going, Tensor pad,
+                   std::optional<Tensor> eos, std::vector<Tensor> counters, std::vector<Tensor> kept, bool pdl,
+                   std::optional<Tensor> edited_ids,
+                   std::optional<Tensor> edited_length, double repetition_penalty,
+                   std::optional<Tensor> prompt_ignore_length, int64_t ngram_size, std::optional<Tensor> encoder_ids,
+                   int64_t encoder_ngram_size, std::optional<Tensor> token_rules, std::optional<Tensor> rule_bounds,
+                   int64_t forcing_rules, double temperature) {
+  const Launch launch(kOp, logits);
+  PdlGuard guard(pdl);
+  DecodeSample sample = {};
+  DecodeSelect& select = sample.select;
+  select = decode_select_of(kOp, logits, tokens, ids, length, unfinished, going, pad, eos, counters, guard);
+  FUSEOPT_CHECK(divisors.numel() == logits.numel(), "fuseopt::", kOp, ": divisors must have the shape of logits");
+  select.divisors = static_cast<const float*>(guard.contiguous(divisors).data_ptr());
+  for (const Tensor& scores : kept) {  // one at most
+    FUSEOPT_CHECK(scores.is_contiguous() && scores.numel() == logits.numel(), "fuseopt::", kOp,
+                  ": kept must be contiguous, of the shape of logits");
+    sample.kept = static_cast<float*>(scores.data_ptr());
+  }
+  select.has_edits = edited_ids.has_value();
+  if (select.has_edits) {
+    select.edits = logits_edits(kOp, logits, guard,
+                                {edited_ids, edited_length, repetition_penalty, prompt_ignore_length, ngram_size,
+                                 encoder_ids, encoder_ngram_size, token_rules, rule_bounds, forcing_rules, temperature});
+  }
+  FUSEOPT_CHECK(top_k >= 0, "fuseopt::", kOp, ": top_k must not be negative");
+  sample.top_k = top_k == 0 ? select.vocabulary : top_k;
+  sample.top_p = top_p;
+  sample.min_p = min_p;
+  sample.typical_p = typical_p;
+  sample.blocks = static_cast<int>(fuseopt_decode_sample_blocks(select.rows, select.vocabulary));
+  FUSEOPT_CHECK(sample.blocks > 0, "fuseopt::", kOp, ": a vocabulary of ", select.vocabulary,
+                " is too large for this device");
+  const Tensor candidates = candidates_for(select, logits, sample.blocks);
+  const int64_t scratch_floats = select.rows * fuseopt_decode_sample_scratch(select.rows, select.vocabulary);
+  std::optional<Tensor> scratch;
+  if (scratch_floats > 0) scratch = allocate(logits, {scratch_floats}, ScalarType::Float);
+  sample.scratch = static_cast<float*>(data_of(scratch));
+  select.pdl = guard.allowed();
+  launch.check(fuseopt_decode_sample(sample, launch.stream()));
+}
+
+constexpr auto kDecodeSampleInPlace = arguments("decode_sample_", {
+    {"logits", kUpToFloat}, {"divisors", kOnlyFloat}, {"tokens", kOnlyLong}, {"ids", kOnlyLong}, {"length", kOnlyLong},
+    {"unfinished", kOnlyBool}, {"going", kOnlyBool}, {"pad", kOnlyLong}, {"eos", kOnlyLong},
+    {"counters", kOnlyLong}, {"kept", kOnlyFloat}}) + kOfEdits;
+
+}  // namespace
+}  // namespace fuseopt::decode_sample_binding
+
+STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
+  using namespace fuseopt::decode_sample_binding;
+  library.impl("decode_sample_", TORCH_BOX((fuseopt::checked<decode_sample, kDecodeSampleInPlace>)));
+}

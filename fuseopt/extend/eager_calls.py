@@ -1,0 +1,188 @@
+"""Eager calls of a user's op: which kernel runs, and results as the op promises them.
+
+A call that nothing observes goes to `call_own` of csrc/python, which chooses and runs a kernel in C++.
+`EagerCalls.call` does the same in Python: where that library is not built, under autocast, and for calls that torch has
+to see.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fuseopt.build import loader
+from fuseopt.errors import BackendError, OpError
+from fuseopt.extend import gradients, measured
+from fuseopt.extend.backends import PLAIN, Kernel, order_on, with_reason
+from fuseopt.extend.measured import Key, Measured, Preferred
+from fuseopt.extend.signature import look_at, tensors_of, without_autocast_for
+from fuseopt.extend.torch_op import unshared
+from fuseopt.ops import registry
+from fuseopt.ops.library import in_forward_mode
+
+if TYPE_CHECKING:
+    from fuseopt.extend.own_op import Op
+
+_DEVICES = ("cpu", "cuda")  # in the order of `EagerCalls.listed`
+
+
+class EagerCalls:
+    """Calls of the kernels that an op has now; a change of its kernels or formulas makes another.
+
+    Attributes:
+        op: the op.
+        listed: the kernels to ask by backend, on a CPU and on a GPU, as `call_own` takes them.
+        call_directly: `call_own(op, listed, backend, arguments)`; None while the library is not loaded.
+    """
+
+    def __init__(self, op: Op, kernels: Mapping[str, Kernel]) -> None:
+        self.op, self._kernels = op, kernels
+        self._orders: dict[tuple[str, str], tuple[tuple[Kernel, ...], dict[str, list[str]]]] = {}
+        self._measured: dict[str, Measured | None] = {}
+        self._direct: dict[Kernel, tuple[Any, ...]] = {}
+        self.listed: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        self.call_directly: Any = None
+        self._run_directly: Any = None
+
+    def order(self, backend: str, device: str) -> tuple[tuple[Kernel, ...], dict[str, list[str]]]:
+        """The kernels to ask, in order, and the reasons of those that cannot run on the type of device at all.
+
+        Raises:
+            BackendError: the op has no such backend.
+        """
+        found = self._orders.get((backend, device))
+        if found is None:
+            kernels, refused = order_on(self.op.name, self._kernels, backend, device)
+            known = self.measured(device) if backend == "auto" else None
+            found = self._orders[backend, device] = (known.ordered(kernels) if known else kernels, refused)
+            loader.load_all(["python"], build=False)
+        return found
+
+    def choose(self, backend: str, arguments: Sequence[Any]) -> registry.Choice:
+        """See `Op.choose`."""
+        device = next((tensor.device.type for tensor in tensors_of(arguments)), "cpu")
+        kernels, refused = self.order(backend, device)
+        refused = dict(refused)
+        for kernel in kernels:
+            reason = kernel.refuses(arguments)
+            if reason is None:
+                known = self.measured(device)
+                return registry.Choice(kernel.backend, refused, known.text(arguments) if known else "")
+            if not isinstance(kernel.in_eager, Preferred):
+                refused[kernel.backend] = [reason]
+        raise BackendError(f"{self.op.name} cannot run this call by {backend!r}:{with_reason(refused)}")
+
+    def refusal(self, backend: str, arguments: Sequence[Any]) -> str | None:
+        """Why a backend does not take a call that names it; None if it does."""
+        return self._kernels[backend].refuses(arguments)
+
+    def measured(self, device: str) -> Measured | None:
+        """What `bench` measured of the kernels on the type of device; None if nothing."""
+        if device not in self._measured:
+            self._measured[device] = measured.load(self.op, self._kernels, device)
+        return self._measured[device]
+
+    def remember(self, device: str, times: Mapping[Key, Mapping[str, float]]) -> EagerCalls:
+        """Keep what was measured of the kernels, in microseconds; the calls that heed it.
+
+        Raises:
+            library_cache.CacheError, OSError: the cache folder must not be used, or cannot be written.
+        """
+        measured.save(self.op, self._kernels, device, times)
+        return EagerCalls(self.op, self._kernels)
+
+    def chosen(self, backend: str, device: str, arguments: Sequence[Any], *, without: str | None = None) -> Kernel:
+        """The kernel that a call runs on.
+
+        Args:
+            without: a backend that is not asked.
+
+        Raises:
+            BackendError: none takes it; the message says why.
+        """
+        for kernel in self.order(backend, device)[0]:
+            if kernel.backend != without and (kernel.supports is None or kernel.refuses(arguments) is None):
+                return kernel
+        return self._kernels[self.choose(backend, arguments).backend]  # raises, with the reasons
+
+    def call(self, backend: str, arguments: tuple[Any, ...]) -> Any:
+        """A call that was not run directly."""
+        op = self.op
+        first, needs_grad = look_at(arguments)
+        if first is None:
+            if in_forward_mode() or torch._C._are_functorch_transforms_active():
+                return op.reference(arguments)
+            return op.seen_by_torch(backend, arguments)
+        device = "cuda" if first.is_cuda else "cpu"
+        kernel = self.chosen(backend, device, arguments)
+        self._list(backend, device)
+        gradient = self._gradient(kernel) if needs_grad else None
+        return self.run(kernel, arguments) if gradient is None else gradient(*arguments)
+
+    def run(self, kernel: Kernel, arguments: tuple[Any, ...]) -> Any:
+        """A kernel's results for plain tensors, as they are promised."""
+        if torch._C._is_any_autocast_enabled():
+            with without_autocast_for(arguments):
+                return self.finished(kernel, kernel.compute(arguments), arguments)
+        if kernel in self._direct:
+            return self._run_directly(self, self._direct[kernel], arguments)
+        return self.finished(kernel, kernel.compute(arguments), arguments)
+
+    def finished(self, kernel: Kernel, output: Any, arguments: Sequence[Any]) -> Any:
+        """What a kernel gave, as it is promised: contiguous, and in memory of its own."""
+        return unshared(self.checked(output, kernel.backend), tensors_of(arguments))
+
+    def checked(self, output: Any, backend: str) -> Any:
+        """The results of a kernel, contiguous.
+
+        Raises:
+            OpError: they are not as many tensors as the signature says.
+        """
+        wanted = self.op.signature.results
+        if isinstance(output, Tensor):
+            if wanted == 1:
+                return output if output.is_contiguous() else output.contiguous()
+        elif (
+            isinstance(output, (tuple, list))
+            and wanted in (None, len(output))
+            and wanted != 1
+            and all(isinstance(item, Tensor) for item in output)
+        ):
+            results = [item.contiguous() for item in output]
+            return results if wanted is None else tuple(results)
+        given = f"{len(output)} results" if isinstance(output, (tuple, list)) else f"a {type(output).__name__}"
+        promised = "a list of tensors" if wanted is None else f"{wanted} tensor{'s' if wanted > 1 else ''}"
+        raise OpError(f"{self.op.name}: its {backend} kernel gave {given}; the signature says {promised}")
+
+    def _gradient(self, kernel: Kernel) -> Callable | None:
+        """What calls the kernel with a node of autograd; None where autograd sees through its function."""
+        op, backend = self.op, kernel.backend
+        if backend in PLAIN and op.formula(backend) is None:
+            return None
+        if op.signature.has_lists or op.signature.results is None:  # autograd.Function does not look into them
+            return lambda *arguments: op.seen_by_torch(backend, arguments)
+        return functools.partial(gradients.differentiable_call, self, kernel)
+
+    def _list(self, backend: str, device: str) -> None:
+        """Let further calls of a backend run directly, if the library for that is loaded."""
+        library = loader.python_library()
+        listed = self.listed[_DEVICES.index(device)]
+        if library is None or backend in listed:
+            return
+        results = self.op.signature.results or 0
+        for kernel in self.order(backend, device)[0]:
+            raw = None
+            if kernel.raw is not None:
+                raw = library.DirectCalls(kernel.function)
+                try:
+                    raw.settle("", device, kernel.raw._schema.name, kernel.raw._schema.overload_name)
+                except RuntimeError:  # a schema with other types than DirectCalls reads
+                    raw = None
+            gradient = self._gradient(kernel)
+            self._direct[kernel] = (kernel, kernel.function, raw, kernel.supports, results, gradient, kernel.name)
+        listed[backend] = tuple(self._direct[kernel] for kernel in self.order(backend, device)[0])
+        self.call_directly, self._run_directly = library.call_own, library.run_own

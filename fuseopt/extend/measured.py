@@ -1,0 +1,186 @@
+"""What `Op.bench` measured of an op's backends on this machine, and how "auto" takes the fastest.
+
+The times are in the cache folder, under its rules for owners, modes and digests: one file for an op, its sources, the
+device and the versions of torch and fuseopt. So a changed kernel, or another GPU, finds none. FUSEOPT_MEASURED=0 leaves
+them aside.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import linecache
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fuseopt._version import __version__
+from fuseopt.build import library_cache
+from fuseopt.extend.backends import Kernel, both
+from fuseopt.extend.signature import tensors_of
+
+if TYPE_CHECKING:
+    from fuseopt.extend.own_op import Op
+
+# A backend must be this much faster than the one that "auto" would take without measurements.
+_GAIN = 1.05
+
+Key = tuple[str, int, bool]  # dtype and size class of the first tensor, and whether a gradient is needed
+
+
+def size_class(elements: int) -> int:
+    """Sizes between two powers of two are one class."""
+    return elements.bit_length()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Microseconds by backend, for each kind of call that was measured."""
+
+    times: Mapping[Key, Mapping[str, float]]
+
+    def text(self, arguments: Sequence[Any]) -> str:
+        """The times of a call of this kind, as "triton 12.1 us, compile 15.0 us"; empty if it was not measured."""
+        times = self.times.get(_key(arguments), {})
+        return ", ".join(f"{name} {time:.1f} us" for name, time in sorted(times.items(), key=lambda item: item[1]))
+
+    def ordered(self, kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
+        """The kernels, and before them those that were measured as the fastest, for the calls for which they are."""
+        names = [kernel.backend for kernel in kernels]
+        fastest: dict[Key, str] = {}
+        for key, times in self.times.items():
+            present = {name: times[name] for name in names if name in times}
+            usual = next(iter(present), None)
+            if usual is None:
+                continue
+            best = min(present, key=lambda name: present[name])
+            if present[best] * _GAIN < present[usual]:
+                fastest[key] = best
+        winners = [kernel for kernel in kernels if kernel.backend in fastest.values()]
+        return (*(_preferred(kernel, fastest) for kernel in winners), *kernels)
+
+
+@dataclass(frozen=True)
+class Preferred:
+    """For `Kernel.in_eager`: whether a backend is the fastest for a call."""
+
+    backend: str
+    fastest: Mapping[Key, str]
+
+    def __call__(self, *arguments: Any) -> bool:
+        return self.fastest.get(_key(arguments)) == self.backend
+
+
+def _preferred(kernel: Kernel, fastest: Mapping[Key, str]) -> Kernel:
+    asked = Preferred(kernel.backend, fastest)
+    return replace(kernel, in_eager=asked, supports=asked if kernel.supports is None else both(asked, kernel.supports))
+
+
+def _key(arguments: Sequence[Any]) -> Key:
+    tensors = list(tensors_of(arguments))
+    if not tensors:
+        return "", 0, False
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return str(tensors[0].dtype), size_class(tensors[0].numel()), needs_grad
+
+
+def is_wanted() -> bool:
+    """Whether the environment lets times be kept and read."""
+    return os.environ.get("FUSEOPT_MEASURED", "1") not in ("", "0")
+
+
+def load(op: Op, kernels: Mapping[str, Kernel], device: str) -> Measured | None:
+    """What was measured of the op as it is now on this machine; None if nothing was, or must not be read."""
+    if not is_wanted():
+        return None
+    try:
+        folder = _folder()
+        if not folder.is_dir():
+            return None
+        file = folder / f"{_digest(op, kernels, device)}.json"
+        if not file.is_file() or library_cache.damage(file) is not None:
+            return None
+        content = json.loads(file.read_text(encoding="utf-8"))["times"]
+    except (library_cache.CacheError, OSError, ValueError, KeyError):
+        return None
+    return Measured({(dtype, size, needs_grad): times for dtype, size, needs_grad, times in content})
+
+
+def save(op: Op, kernels: Mapping[str, Kernel], device: str, times: Mapping[Key, Mapping[str, float]]) -> Path:
+    """Keep times in microseconds, in place of those of the same kinds of calls.
+
+    Raises:
+        library_cache.CacheError: the cache folder must not be used.
+        OSError: it cannot be written.
+    """
+    before = load(op, kernels, device)
+    merged = {**(before.times if before else {}), **times}
+    folder = _folder()
+    library_cache.create(folder)
+    file = folder / f"{_digest(op, kernels, device)}.json"
+    content = {"op": op.name, "device": _device_name(device), "times": [[*key, each] for key, each in merged.items()]}
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        written = Path(name) / file.name
+        written.write_text(json.dumps(content), encoding="utf-8")
+        library_cache.publish(written, file)
+    return file
+
+
+def _folder() -> Path:
+    return library_cache.folder() / "measured"
+
+
+@functools.cache
+def _device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "a processor")
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def _digest(op: Op, kernels: Mapping[str, Kernel], device: str) -> str:
+    """Of the op, its sources, the device and the versions."""
+    found = hashlib.sha256(repr((op.name, _device_name(device), torch.__version__, __version__)).encode())
+    functions = [op.function]
+    for kernel in kernels.values():
+        found.update(repr((kernel.backend, kernel.raw and kernel.raw._schema.name)).encode())
+        formula = op.formula(kernel.backend)
+        functions += [kernel.function] if formula is None else [kernel.function, formula]
+    for text in dict.fromkeys(text for function in functions for text in _sources(function, set())):
+        found.update(text.encode())
+    return found.hexdigest()[:32]
+
+
+def _sources(function: Any, seen: set[int]) -> Iterator[str]:
+    """The file and the code of a function and of those in its closure, and the text of Triton kernels that it names."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    yield str(getattr(function, "digest", None) or getattr(function, "__doc__", ""))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    yield "".join(linecache.getlines(code.co_filename))
+    constants = [each for each in code.co_consts if not inspect.iscode(each)]
+    yield f"{code.co_code!r} {code.co_names} {constants}"
+    for name in code.co_names:
+        yield str(getattr(function.__globals__.get(name), "src", ""))
+    for cell in function.__closure__ or ():
+        try:
+            inner: Callable = cell.cell_contents
+        except ValueError:  # a name that has no value yet
+            continue
+        if callable(inner):
+            yield from _sources(inner, seen)

@@ -1,0 +1,62 @@
+"""Attributes that a model's own forward reads and a decode step takes from elsewhere: whether both would agree."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from fuseopt.modules.base import full_name, source_class
+from fuseopt.modules.children import CONV1D, LAYER_NORM
+
+_GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2"
+_T5 = "transformers.models.t5.modeling_t5.T5"
+
+
+def _of_gpt2_attention(attention: Any) -> Mapping[str, object]:
+    heads, width = attention.config.num_attention_heads, attention.config.hidden_size
+    return {"num_heads": heads, "head_dim": width // heads, "split_size": width}
+
+
+def _of_t5_attention(attention: Any) -> Mapping[str, object]:
+    config, bias = attention.config, attention._modules.get("relative_attention_bias")
+    buckets = {} if bias is None else {"relative_attention_num_buckets": bias.weight.shape[0]}
+    sizes = {"n_heads": config.num_heads, "key_value_proj_dim": config.d_kv, "is_decoder": config.is_decoder}
+    return {**sizes, **buckets, "has_relative_attention_bias": bias is not None}
+
+
+_EXPECTED: Mapping[str, Callable[[Any], Mapping[str, object]]] = {
+    CONV1D: lambda module: {"nf": module.weight.shape[1]},
+    LAYER_NORM: lambda module: {"normalized_shape": tuple(module.weight.shape)},
+    f"{_GPT2}Attention": _of_gpt2_attention,
+    f"{_T5}Attention": _of_t5_attention,
+    f"{_T5}Block": lambda block: {"is_decoder": len(block.layer) > 2},
+    f"{_T5}Stack": lambda stack: {"is_decoder": stack.config.is_decoder},
+}
+"""By the full name of a module's class: the values for which its forward computes what a decode step computes."""
+
+
+def contradictions(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    """The modules with an attribute for which their forward computes something else or raises, and its name.
+
+    Every attribute that is looked at is in `fuseopt.runtime.module_watch.REDUNDANT`.
+
+    Args:
+        modules: as `modules_below` finds them, so those of the last layer first.
+    """
+    layers: defaultdict[tuple[type, str], set[object]] = defaultdict(set)
+    for module in reversed(modules):
+        state = module.__dict__
+        of = _EXPECTED.get(full_name(source_class(module)))
+        if of is not None:
+            yield from ((module, name) for name, value in of(module).items() if state.get(name) != value)
+        for name, child in state["_modules"].items():
+            if child is None or "layer_idx" not in child.__dict__:
+                continue
+            # Two layers of one number would share a place in transformers' cache, and numbers above have none.
+            index, taken = child.__dict__["layer_idx"], layers[type(module), name]
+            if index in taken or index not in range(child.config.num_hidden_layers):
+                yield child, "layer_idx"
+            taken.add(index)

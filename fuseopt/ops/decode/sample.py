@@ -1,0 +1,224 @@
+"""The end of a decode step that samples: logits processors, filters, a token drawn for each row, and `decode_select_`.
+
+Upstream, in the order in which `generate()` applies them: those of `edit_logits`, then `TopKLogitsWarper` (Fan et al.
+2018, arXiv 1805.04833), `TopPLogitsWarper` (Holtzman et al. 2020, arXiv 1904.09751), `MinPLogitsWarper` (Nguyen et al.
+2024, arXiv 2407.01082), `TypicalLogitsWarper` (Meister et al. 2023, arXiv 2202.00666), and `torch.multinomial`.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fuseopt.ops import registry
+from fuseopt.ops.decode.edit_logits import OPTIONAL_EDITS, LogitsEdits, check_edits, edit_logits, for_kernel
+from fuseopt.ops.decode.select import check_state, decode_select_
+from fuseopt.ops.library import check_shape, define
+
+# Tokens that a block of the kernel can have, and blocks that share a row: 8 on GPUs with clusters of blocks.
+_TOKENS_OF_BLOCK, _BLOCKS_OF_CLUSTER = 2**16 - 8, 8
+
+
+class SamplingFilters(NamedTuple):
+    """Filters of scores [rows, V], applied in this order; what a filter removes has a probability of 0 in the next.
+
+    Attributes:
+        top_k: keeps this many of the highest scores, and those equal to the lowest of these; 0 for all.
+        top_p: keeps the likeliest tokens whose probabilities add up to this much; 1 for all. Of equal scores the last
+            come first.
+        min_p: keeps tokens that are at least this many times as likely as the likeliest; 0 for all.
+        typical_p: keeps tokens whose information is nearest to the entropy, and whose probabilities add up to this
+            much; 1 for all.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+
+
+NO_FILTERS = SamplingFilters()
+
+
+def _fake(
+    logits: Tensor,
+    divisors: Tensor,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    typical_p: float,
+    tokens: Tensor,
+    ids: Tensor,
+    length: Tensor,
+    unfinished: Tensor,
+    going: Tensor,
+    pad: Tensor,
+    eos: Tensor | None,
+    counters: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    pdl: bool,
+    *edits: object,
+) -> None:
+    return None
+
+
+RAW = define(
+    "decode_sample_(Tensor logits, Tensor divisors, int top_k, float top_p, float min_p, float typical_p,"
+    " Tensor(a!) tokens, Tensor(b!) ids, Tensor(c!) length, Tensor(d!) unfinished, Tensor(e!) going, Tensor pad,"
+    f" Tensor? eos, Tensor(f!)[] counters, Tensor(g!)[] kept, bool pdl, {OPTIONAL_EDITS}) -> ()",
+    _fake,
+)
+
+
+def filtered(scores: Tensor, filters: SamplingFilters) -> Tensor:
+    """Scores [rows, V] with -inf for tokens that `filters` remove, in plain PyTorch, with upstream's roundings."""
+    if 0 < filters.top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < torch.topk(scores, filters.top_k)[0][..., -1, None], -math.inf)
+    if filters.top_p < 1:
+        ascending, order = torch.sort(scores, descending=False)
+        is_removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1 - filters.top_p)
+        is_removed[..., -1] = False
+        scores = scores.masked_fill(is_removed.scatter(1, order, is_removed), -math.inf)
+    if filters.min_p > 0:
+        probabilities = scores.softmax(dim=-1)
+        is_removed = probabilities < filters.min_p * probabilities.amax(dim=-1, keepdim=True)
+        scores = scores.masked_fill(is_removed, -math.inf)
+    if filters.typical_p < 1:
+        scores = _typical(scores, filters.typical_p)
+    return scores
+
+
+def _typical(scores: Tensor, mass: float) -> Tensor:
+    information = -scores.log_softmax(dim=-1)
+    entropy = (information * torch.exp(-information)).nansum(-1, keepdim=True)
+    distances, order = torch.sort(torch.abs(information - entropy), descending=False)
+    cumulative = scores.gather(-1, order).softmax(dim=-1).cumsum(dim=-1)
+    last = (cumulative < mass).sum(dim=1, keepdim=True).clamp_(max=scores.shape[-1] - 1)
+    is_removed = distances > distances.gather(1, last)
+    is_removed[..., 0] = False
+    return scores.masked_fill(is_removed.scatter(1, order, is_removed), -math.inf)
+
+
+def _has_kernel(logits: Tensor) -> bool:
+    """Whether the CUDA kernel takes so many tokens."""
+    blocks = _BLOCKS_OF_CLUSTER if torch.cuda.get_device_capability(logits.device)[0] >= 9 else 1
+    return logits.shape[1] <= blocks * _TOKENS_OF_BLOCK
+
+
+def _check(
+    logits: Tensor, divisors: Tensor, filters: SamplingFilters, edits: LogitsEdits | None, kept: Tensor | None
+) -> None:
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"logits must be [rows, vocabulary], not {tuple(logits.shape)}")
+    check_shape("divisors", divisors, logits.shape)
+    if divisors.dtype != torch.float32:
+        raise TypeError(f"divisors must be torch.float32, not {divisors.dtype}")
+    if kept is not None:
+        check_shape("kept", kept, logits.shape)
+        if kept.dtype != torch.float32:
+            raise TypeError(f"kept must be torch.float32, not {kept.dtype}")
+    if edits is not None:
+        check_edits(edits, *logits.shape)
+    if filters.top_k < 0:
+        raise ValueError(f"filters.top_k must be positive, or 0 for all tokens, not {filters.top_k}")
+    for name, value in zip(filters._fields[1:], filters[1:], strict=True):
+        if not 0 <= value <= 1:
+            raise ValueError(f"filters.{name} must be in [0, 1], not {value}")
+
+
+def decode_sample_reference(*arguments: Tensor | None, **options: object) -> None:
+    """`decode_sample_` in plain PyTorch."""
+    decode_sample_(*arguments, **options, backend="reference")  # type: ignore[arg-type]
+
+
+def decode_sample_(
+    logits: Tensor,
+    divisors: Tensor,
+    tokens: Tensor,
+    ids: Tensor,
+    length: Tensor,
+    unfinished: Tensor,
+    going: Tensor,
+    pad: Tensor,
+    eos: Tensor | None = None,
+    *,
+    filters: SamplingFilters = NO_FILTERS,
+    counters: Sequence[Tensor] = (),
+    edits: LogitsEdits | None = None,
+    kept: Tensor | None = None,
+    pdl: bool = False,
+    backend: str = "auto",
+) -> None:
+    """Draws a token for each row; then as `decode_select_`, which has the other arguments.
+
+    The same as `decode_select_(softmax(filtered(edited(logits))), ..., divisors=divisors)`. On a GPU no score is
+    sorted. Against the reference the kernel rounds differently where probabilities are summed up: a token whose
+    cumulative probability is at the cut of top-p or typical-p to within rounding may be kept by one only.
+
+    Args:
+        logits: [rows, V], columns of unit stride; float32, float16, bfloat16 or float64.
+        divisors: [rows, V] float32, exponentially distributed numbers. If `exponential_()` has drawn them, the tokens
+            are those that `torch.multinomial` would have drawn.
+        filters: applied to the edited scores.
+        edits: applied first to the logits in float32; or None.
+        kept: [rows, V] float32, contiguous. Written to: the edited scores, -inf where a filter removed one; or None.
+        pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream, which must not write
+            the tensors of `edits`.
+        backend: "auto", "cuda" or "reference". On a GPU "auto" is the reference above 65,528 tokens, or from sm_90 on
+            524,224.
+
+    Raises:
+        ValueError: shapes that do not fit together, or filters out of range.
+        TypeError: dtypes other than these.
+        RuntimeError: a row without a finite score, or with infinity or NaN; on a GPU a device-side assertion.
+        BackendError: the named backend cannot run here, or logits require a gradient under grad mode.
+    """
+    _check(logits, divisors, filters, edits, kept)
+    check_state(len(logits), tokens, ids, length, unfinished, going, pad)
+    chosen = registry.pick_without_gradient("decode_sample_", backend, (logits.dtype,), logits)
+    state = (tokens, ids, length, unfinished, going, pad, eos)
+    if chosen == "reference" or (backend == "auto" and not _has_kernel(logits)):
+        scores = logits.float() if edits is None else edit_logits(logits, edits, backend=backend)
+        scores = filtered(scores, filters)
+        if kept is not None:
+            kept.copy_(scores)
+        decode_select_(scores.softmax(dim=-1), *state, counters=counters, divisors=divisors, backend=backend)
+    else:
+        if logits.dtype == torch.float64:
+            logits = logits.float()
+        RAW[chosen](
+            logits, divisors, *filters, *state, list(counters), [] if kept is None else [kept], pdl, *for_kernel(edits)
+        )
+
+
+def sample_inputs(device: torch.device, dtype: torch.dtype, requires_grad: bool) -> Iterator[registry.SampleInput]:
+    def integers(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    for rows, vocabulary, filters in (
+        (1, 7, SamplingFilters()),
+        (3, 300, SamplingFilters(top_k=20, min_p=0.05)),
+        (2, 50, SamplingFilters(top_p=0.9, typical_p=0.8)),
+    ):
+        logits = torch.randn(rows, vocabulary, device=device, dtype=dtype)
+        divisors = torch.rand(rows, vocabulary, device=device) + 0.5
+        unfinished = torch.arange(rows, device=device) != 1
+        ids = torch.zeros(rows, 6, dtype=torch.int64, device=device)
+        going = torch.ones((), dtype=torch.bool, device=device)
+        written = (ids[:, 0].clone(), ids, integers(4), unfinished, going)
+        options = {"filters": filters, "counters": (integers(4), integers(*range(rows)))}
+        yield registry.SampleInput((logits, divisors, *written, integers(0), integers(2, 5)), options)
+
+
+registry.register(
+    registry.Op(
+        name="decode_sample_",
+        function=decode_sample_,
+        reference=decode_sample_reference,
+        sample_inputs=sample_inputs,
+        backends=(registry.CUDA, registry.REFERENCE),
+        in_place=True,
+    )
+)

@@ -1,0 +1,52 @@
+"""CompileNotice: one line in the log for each compilation of a training step: how long it took, and why it was due."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_ON_CPU = ". On a CPU that pays only after thousands of steps; without memory_efficient_fusion nothing is compiled"
+
+
+class CompileNotice:
+    """Says, as a warning of this module's logger, that steps of one model were compiled. The level makes it visible.
+
+    Args:
+        model: name of the model's class.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model, self._is_due = model, False
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def compiling(self) -> None:
+        """To be called when a step is being compiled."""
+        self._is_due = True
+
+    def done(self, arguments: Mapping[str, Any], seconds: float) -> None:
+        """Logs the line if the call that has ended compiled a step.
+
+        Args:
+            arguments: of the call, by name.
+            seconds: that the call took.
+        """
+        if not self._is_due:
+            return
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        shapes, before = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._shapes
+        self._shapes, self._is_due = shapes, False
+        reason = "its first step"
+        if before:
+            changed = [name for name in shapes if shapes[name] != before.get(name)]
+            reason = "another combination of arguments, dtypes, modes, hooks or frozen parameters"
+            if changed and shapes.keys() == before.keys():
+                name = changed[0]
+                sizes = f"{name} {list(before[name])} became {list(shapes[name])}"
+                reason = f"{sizes}, and a size that has changed is dynamic from now on"
+        on_cpu = _ON_CPU if all(tensor.device.type == "cpu" for tensor in tensors.values()) else ""
+        logger.warning("fuseopt: compiled a training step of %s in %.1f s (%s)%s", self._model, seconds, reason, on_cpu)

@@ -1,0 +1,80 @@
+"""The line that `initialize` logs: seen once without setup, silenced by the usual means, never twice."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import fuseopt
+from fuseopt.runtime import announcements
+from tests import tiny
+
+NORMS = {"kernel_fusion": {"custom_cuda_kernels": ["FusedLayerNorm"], "jit": False, "backend": "reference"}}
+LINE = "fuseopt: 1 of 2 modules replaced; fuseopt.report(model) says more"
+SCRIPT = f"""
+import logging, warnings
+BEFORE
+import fuseopt, torch
+warnings.simplefilter("error")
+AFTER
+for _ in range(2):
+    model = fuseopt.initialize(torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4)), {NORMS})
+    fuseopt.initialize(model, {NORMS})
+"""
+
+
+def stderr(before="", after=""):
+    command = [sys.executable, "-c", SCRIPT.replace("BEFORE", before).replace("AFTER", after)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+
+
+def model():
+    return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ("", "", LINE),
+        ("", "import importlib; importlib.reload(fuseopt)", LINE),
+        ("", "logging.getLogger('fuseopt').setLevel(logging.WARNING)", None),
+        ("logging.getLogger('fuseopt').setLevel(logging.WARNING)", "", None),
+        ("logging.basicConfig()", "", f"INFO:fuseopt:{LINE}"),
+        ("", "logging.basicConfig(format='%(message)s')", LINE),
+        ("logging.disable(logging.INFO)", "", None),
+        ("", "logging.getLogger('fuseopt').addHandler(logging.NullHandler())", None),
+    ],
+)
+def test_a_line_for_each_model_that_was_changed(before, after, line):
+    assert stderr(before, after) == ([] if line is None else [line] * 2)
+
+
+def test_caplog_sees_it_once_and_nothing_is_printed(caplog, capfd):
+    fuseopt.initialize(model(), NORMS)
+    assert [record.getMessage() for record in caplog.records if record.name == "fuseopt"] == [LINE]
+    assert capfd.readouterr().err == ""
+
+
+def test_it_says_what_is_done_to_the_whole_model(caplog):
+    fuseopt.initialize(tiny.gpt2())
+    fuseopt.initialize(tiny.gpt2(), {"kernel_fusion": {"memory_efficient_fusion": {"backend": "aot_eager"}}})
+    with fuseopt.fused(tiny.gpt2()):
+        pass
+    fuseopt.initialize(nn.Linear(2, 2))
+    first, second = (record.getMessage() for record in caplog.records if record.name == "fuseopt")
+    assert " modules replaced, generate() by the decode loop; " in first
+    assert second.startswith("fuseopt: training steps compiled; ")
+
+
+def test_only_the_first_process_of_a_job_shows_it(monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG, logger="fuseopt")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for rank in (0, 1):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        announcements.announce("here")
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.DEBUG]
