@@ -28,8 +28,12 @@ class Integers {
   int64_t stride_;
 };
 
-std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
-  return tensor ? std::optional(torch::stable::contiguous(*tensor)) : std::nullopt;
+/// A call of torch's op takes several microseconds after a weight has been streamed through the caches.
+Tensor packed(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+std::optional<Tensor> packed(const std::optional<Tensor>& tensor) {
+  return tensor ? std::optional(packed(*tensor)) : std::nullopt;
 }
 
 void check_sizes(const char* op, const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) {
@@ -122,7 +126,7 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
     check_sizes(op, "value", token->value, {rows, heads, head_dim});
     FUSEOPT_CHECK(rows == items && key_cache.is_contiguous() && value_cache.is_contiguous(), "fuseopt::", op,
                   ": the caches are written to, so they must be contiguous and have ", rows, " rows");
-    const Tensor key = torch::stable::contiguous(token->key), value = torch::stable::contiguous(token->value);
+    const Tensor key = packed(token->key), value = packed(token->value);
     for (int64_t row = 0; row < rows; ++row) {
       FUSEOPT_CHECK(ends[row] >= 0 && ends[row] < capacity, "fuseopt::", op, ": position ", ends[row],
                     " is outside the cache of ", capacity, " places");
@@ -130,10 +134,10 @@ Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>
       write_token(value, value_cache, row, ends[row]);
     }
   }
-  const Tensor keys = torch::stable::contiguous(key_cache), values = torch::stable::contiguous(value_cache);
+  const Tensor keys = packed(key_cache), values = packed(value_cache);
   const auto first = starts ? std::optional<Integers>(*starts) : std::nullopt;
   const auto run = dtype(query) == kFloat64 ? attend_to<double> : attend_to<float>;
-  run(query, keys, values, ends, token ? 1 : 0, first, contiguous(mask), bias, contiguous(ancestry), scale, output);
+  run(query, keys, values, ends, token ? 1 : 0, first, packed(mask), bias, packed(ancestry), scale, output);
   return output;
 }
 

@@ -12,6 +12,8 @@ using Vector = typename VectorOf<Math>::type;
 template <typename Math>
 constexpr int64_t kLanes = FUSEOPT_VECTOR_BYTES / sizeof(Math);
 
+constexpr int64_t kCacheLine = 64;
+
 // The arithmetic for a weight or cache of T.
 template <typename T>
 using MathOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -116,6 +118,11 @@ inline void add_to_rows(const Products& p, int64_t first, int64_t row, int64_t c
   const Math* input = static_cast<const Math*>(p.input) + row * p.input_stride + first;
   Math* output = static_cast<Math*>(p.output) + row * p.output_stride + column;
   Vector<Math> sums[kRows];
+  // Hardware prefetchers stop at the end of a line or page. The lines that come next are fetched to the L2 cache.
+  // TUNED: EPYC 9004, one thread, [3072, 768]: without and with 20 and 21 GB/s in float32, 9 and 22 in bfloat16.
+  if (row == 0 && first + 2 * kLines <= p.lines && column * sizeof(T) % kCacheLine == 0) {
+    for (int line = 0; line < kLines; ++line) __builtin_prefetch(weight + (kLines + line) * p.line_stride, 0, 2);
+  }
   for (int r = 0; r < kRows; ++r) {
     const Math* target = output + r * p.output_stride;
     sums[r] = count == kStep ? load(target) : load(target, count);
