@@ -14,11 +14,13 @@ from fuseopt.ops.decode.linear import FEW_ROWS_ON_CPU, MAX_ROWS, decode_linear_r
 from tests.ops.cases import RawCalls, error, to_float64
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.skipif(
-    bool(registry.CPU.not_supported_reasons(CPU, ())), reason="the CPU library is not compiled"
-)
+
+@pytest.fixture(autouse=True)
+def needs_the_library() -> None:
+    reasons = registry.CPU.not_supported_reasons(torch.device("cpu"), ())
+    if reasons:
+        pytest.skip(reasons[0])
 
 
 @pytest.fixture(params=[1, 3, 11])
