@@ -2,8 +2,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs-installed
 
-.PHONY: test test-all mutants demo lint wheel clean
+.PHONY: test test-all mutants demo lint docs wheel clean
 
 # One thread per worker: more threads than cores make the suite 10x slower. Bytecode is kept for the many processes that
 # tests start. A worker that is done takes over tests that the other has not begun.
@@ -27,6 +28,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy fuseopt
 
+# The pages of docs/ as a site. A warning, such as a link that leads nowhere, fails the build.
+docs: $(DOCS_STAMP)
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d build/docs/doctrees -c docs . build/docs/html
+	@echo "docs: build/docs/html/index.html"
+
 # A wheel that has the native libraries in it, for this platform and any Python, in dist/.
 wheel: $(STAMP)
 	$(BIN)/python -m fuseopt.build.make_prebuilt
@@ -38,6 +44,10 @@ wheel: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[docs]'
 	touch $@
 
 clean:

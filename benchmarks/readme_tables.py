@@ -1,6 +1,7 @@
-"""Writes the tables of result files into README.md and the pages of docs/, between markers that name the files.
+"""Writes tables and the README's picture into README.md and the pages of docs/, between markers.
 
-A marker with "auto" after the file's name selects the rows that `backend: auto` takes.
+A marker `results: FILE` stands for the table of a result file; with "auto" after the file's name, for the rows that
+`backend: auto` takes. A marker `generated: NAME` stands for one of `GENERATED`.
 
 python benchmarks/readme_tables.py
 """
@@ -10,19 +11,33 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import readme_families
+import readme_keys
+import readme_picture
+
 from fuseopt.bench.harness.records import Results
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{page}.md" for page in ("performance", "training")),
+    *(ROOT / "docs" / f"{page}.md" for page in ("families", "keys", "performance", "training")),
     *sorted((ROOT / "docs" / "results").glob("[a-z]*.md")),
 )
 SLOT = re.compile(r"(<!-- results: (\S+?)( auto)? -->\n).*?(<!-- end of results -->)", re.DOTALL)
+GENERATED_SLOT = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
+GENERATED = {
+    "summary": readme_picture.table,
+    "families": readme_families.short_table,
+    "all-families": readme_families.full_list,
+    "kernel_fusion": readme_keys.kernel_fusion_table,
+    "kernels": readme_keys.kernel_table,
+    "memory_efficient_fusion": lambda: readme_keys.option_table("memory_efficient_fusion"),
+    "generation": lambda: readme_keys.option_table("generation"),
+}
 
 
 def filled(text: str) -> str:
-    """`text` with the table of its file in every slot; a slot whose file is missing becomes empty."""
+    """`text` with its table in every slot; a slot whose result file is missing becomes empty."""
 
     def fill(slot: re.Match[str]) -> str:
         start, name, auto, end = slot.groups()
@@ -32,9 +47,14 @@ def filled(text: str) -> str:
         results = Results.load(path)
         return f"{start}\n{(results.of_auto() if auto else results).to_markdown()}\n\n{end}"
 
-    return SLOT.sub(fill, text)
+    def generate(slot: re.Match[str]) -> str:
+        start, name, end = slot.groups()
+        return f"{start}\n{GENERATED[name]()}\n\n{end}"
+
+    return GENERATED_SLOT.sub(generate, SLOT.sub(fill, text))
 
 
 if __name__ == "__main__":
     for page in PAGES:
         page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    readme_picture.PICTURE.write_text(readme_picture.picture(), encoding="utf-8")

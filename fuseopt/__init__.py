@@ -80,12 +80,15 @@ _OF_EXTEND = (
 """What `fuseopt.extend` has for users' own kernels, imported when it is first asked for."""
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _OF_EXTEND:
-        raise AttributeError(f"module 'fuseopt' has no attribute {name!r}")
-    from fuseopt import extend
+# Hidden from type checkers, for which any misspelt name would exist.
+if not TYPE_CHECKING:
 
-    return getattr(extend, name)
+    def __getattr__(name: str) -> Any:
+        if name not in _OF_EXTEND:
+            raise AttributeError(f"module 'fuseopt' has no attribute {name!r}")
+        from fuseopt import extend
+
+        return getattr(extend, name)
 
 
 moved_modules.install()

@@ -1,42 +1,86 @@
-"""The command line: `fuseopt demo | bench | plan | verify | check | init-config | env`, also as `python -m fuseopt`."""
+"""The command line: `fuseopt COMMAND`, or `python -m fuseopt COMMAND`; `--help` lists the commands."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import fuseopt
-from fuseopt.bench.commands import add_benchmarks, device, new_file, positive
-from fuseopt.errors import FuseoptError
+from fuseopt.bench.command_options import CONFIG, DTYPES, MODEL, add_device, new_file, positive
+from fuseopt.bench.commands import add_benchmarks, add_tune, device
+from fuseopt.errors import ConfigError, FuseoptError
 from fuseopt.kernel_table import PRESETS
 
-CONFIG_HELP = 'a preset, a JSON file, or JSON text such as \'{"generation": {"enable": true}}\'; default: inference'
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_DEFAULT_ARCH = "sm_90"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
-    SIGTERM is handled like an interrupt from the keyboard, so a benchmark that a job scheduler ends keeps its results.
+    SIGINT (Ctrl-C) and SIGTERM end a command without a traceback. A benchmark prints and saves what it has measured.
 
     Returns:
-        The exit status: 0; 1 if `bench --against` finds a slower row, `check` a wrong op, or `verify` an error larger
-        than allowed; 2 for an error that the user can fix, which is printed to stderr.
+        The exit status: 0; 1 if a benchmark's row failed or is slower than in `--against`, `check` finds a wrong op, or
+        `verify` an error larger than allowed; 2 for an error that the user can fix, which is printed to stderr;
+        128 + the signal's number after a signal: 130 or 143.
     """
     arguments = _parser().parse_args(argv)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with _ending_quietly() as received:
+        try:
+            status = arguments.run(arguments) or 0
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            status = 128 + signal.SIGINT
+        except BrokenPipeError:  # the reader of stdout, such as `head`, has gone
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            status = 128 + signal.SIGPIPE
+        except FuseoptError as error:
+            print(f"fuseopt {arguments.command}: error: {error}", file=sys.stderr)
+            status = 2
+        except torch.OutOfMemoryError as error:
+            reason = str(error).splitlines()[0]
+            print(
+                f"fuseopt {arguments.command}: error: {reason} Take a smaller model, batch or length.", file=sys.stderr
+            )
+            status = 2
+    return 128 + received[0] if received else status
+
+
+@contextlib.contextmanager
+def _ending_quietly() -> Iterator[list[int]]:
+    """Inside, the signals raise KeyboardInterrupt; yields a list that the numbers of those received are added to.
+
+    A signal that the process was started to ignore, as by `nohup`, stays ignored.
+    """
+    received: list[int] = []
+
+    def end(number: int, frame: Any) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    handled = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    for number in handled:
+        signal.signal(number, end)
     try:
-        return arguments.run(arguments) or 0
-    except FuseoptError as error:
-        print(f"fuseopt {arguments.command}: error: {error}", file=sys.stderr)
-        return 2
+        yield received
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in handled:
+            signal.signal(number, before[number])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,57 +88,103 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fuseopt {fuseopt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    demo = commands.add_parser(
-        "demo", help="fuse two models, compare their tokens with stock, and time both on this machine"
+    demo = _command(commands, "demo", "fuse two models, compare their tokens with stock, and time both on this machine")
+    demo.add_argument("--quick", action="store_true", help="tiny models, in seconds: shows that it works, not how fast")
+    add_device(demo)
+    demo.add_argument(
+        "--checkpoints",
+        type=Path,
+        metavar="DIR",
+        help="a folder of model folders and a prompts.txt; default: examples/checkpoints of the clone",
     )
-    demo.add_argument("--quick", action="store_true", help="tiny models: shows that it works, in seconds")
-    demo.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    demo.add_argument("--checkpoints", type=Path, metavar="DIR", help="default: examples/checkpoints of the clone")
-    demo.add_argument("--out", type=new_file, metavar="FILE", help="write the results as JSON")
-    demo.add_argument("--markdown", metavar="FILE", help="only print the table of a result file")
+    demo.add_argument("--out", type=new_file, metavar="FILE", help="also write the results as JSON; default: do not")
+    demo.add_argument("--markdown", metavar="FILE", help="only print the table of this result file; default: run")
     demo.set_defaults(run=_demo)
 
-    add_benchmarks(commands)
-
-    plan = commands.add_parser("plan", help="show what would be replaced in a model, with reasons")
-    plan.add_argument(
-        "model", metavar="MODEL", help="a folder with a config.json, a model id, or a name: gpt2-xl, t5-base"
+    plan = _command(
+        commands, "plan", "show what would be replaced in a model, and why the rest would not; changes nothing"
     )
-    plan.add_argument("--config", default="inference", metavar="CONFIG", help=CONFIG_HELP)
+    _add_model(plan)
     plan.add_argument(
-        "--device", choices=("cpu", "cuda", "meta"), help="device to plan for; default: cuda if there is one"
+        "--device",
+        choices=("cpu", "cuda", "meta"),
+        help="the device to plan for; cuda needs no GPU here; default: cuda if torch sees a GPU, else cpu",
     )
-    plan.add_argument("-v", "--verbose", action="store_true", help="also what is not replaced, and all reasons")
-    plan.add_argument("--json", action="store_true", help="print JSON")
-    plan.add_argument("--strict", action="store_true", help="fail if something that the config names cannot be done")
+    plan.add_argument(
+        "--arch",
+        type=_architecture,
+        metavar="SM",
+        help="with --device cuda, assume such a GPU with all kernels: sm_90 (H100, H200), sm_80 (A100); default: this "
+        f"machine's GPU, or {_DEFAULT_ARCH} if there is none",
+    )
+    _add_output(plan)
+    plan.add_argument("--strict", action="store_true", help="exit status 2 if what the config names cannot be done")
     plan.set_defaults(run=_plan)
 
-    verify = commands.add_parser("verify", help="compare a model, fused and stock, with a float64 reference")
-    verify.add_argument("model", metavar="MODEL", help="as for plan; one that has no weights gets random ones")
-    verify.add_argument("--config", default="inference", metavar="CONFIG", help=CONFIG_HELP)
+    report = _command(commands, "report", "replace what can be replaced in a model here, and show what was done")
+    _add_model(report)
+    report.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights; default: float32")
+    add_device(report)
+    _add_output(report)
+    report.set_defaults(run=_report)
+
+    verify = _command(commands, "verify", "compare a model, fused and stock, with a float64 reference on random tokens")
+    _add_model(verify)
     verify.add_argument(
-        "--train", action="store_true", help="also loss and gradients; default: if the config acts in training"
+        "--train",
+        action="store_true",
+        help="compare loss and gradients too; default: if the config changes training",
     )
-    verify.add_argument("--generate", type=positive, metavar="TOKENS", help="also generate so many tokens")
-    verify.add_argument("--batch", type=positive, default=2, metavar="ROWS", help="default: 2")
-    verify.add_argument("--length", type=positive, default=32, metavar="TOKENS", help="random ones; default: 32")
-    verify.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    verify.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    verify.add_argument(
+        "--generate", type=positive, metavar="TOKENS", help="also generate so many new tokens; default: none"
+    )
+    verify.add_argument("--batch", type=positive, default=2, metavar="ROWS", help="rows of input; default: 2")
+    verify.add_argument("--length", type=positive, default=32, metavar="TOKENS", help="tokens per row; default: 32")
+    verify.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights; default: float32")
+    add_device(verify)
     verify.set_defaults(run=_verify)
 
-    check = commands.add_parser("check", help="try the contract of every op that a Python file registers")
-    check.add_argument("file", type=Path, metavar="FILE")
-    check.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    check = _command(commands, "check", "check every op that a Python file registers: results, gradients, odd inputs")
+    check.add_argument("file", type=Path, metavar="FILE", help="a Python file with functions under @fuseopt.op")
+    add_device(check)
     check.set_defaults(run=_check)
 
-    init = commands.add_parser("init-config", help="print a complete config as JSON, to be edited")
-    init.add_argument("preset", nargs="?", default="inference", choices=PRESETS, help="default: inference")
+    init = _command(commands, "init-config", "print a complete config as JSON, to be edited")
+    init.add_argument(
+        "preset", nargs="?", default="inference", choices=PRESETS, help="what to start from; default: inference"
+    )
     init.set_defaults(run=_init_config)
 
-    env = commands.add_parser("env", help="show versions, hardware, compilers and the state of the native libraries")
+    add_benchmarks(commands)
+    add_tune(commands)
+
+    env = _command(commands, "env", "show versions, hardware, compilers and native libraries, for a bug report")
     env.add_argument("--json", action="store_true", help="print JSON")
     env.set_defaults(run=_env)
     return parser
+
+
+def _command(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
+    return commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=f"{MODEL}; one that has no weights gets random ones")
+    parser.add_argument("--config", default="inference", metavar="CONFIG", help=f"{CONFIG}; default: inference")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-v", "--verbose", action="store_true", help="also what is not replaced, and all reasons")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _architecture(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"sm_(\d+)(\d)", text)
+    if found is None or int(found[1]) < 7:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} should be sm_ and a compute capability of 7.0 or more: sm_80, sm_90"
+        )
+    return int(found[1]), int(found[2])
 
 
 def _demo(arguments: argparse.Namespace) -> None:
@@ -115,42 +205,76 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     from fuseopt.bench.harness.architectures import load_config, weightless
+    from fuseopt.bench.harness.progress import waiting
+    from fuseopt.ops.backends import assume_gpu
 
     config = fuseopt.Config.load(arguments.config)
-    model = weightless(load_config(arguments.model), device(arguments.device))
-    decided = fuseopt.plan(model, config, verbose=arguments.verbose)
+    has_gpu = torch.cuda.is_available()
+    place = torch.device(arguments.device or ("cuda" if has_gpu else "cpu"))
+    if arguments.arch is not None and place.type != "cuda":
+        raise ConfigError("--arch: is for a GPU; add --device cuda")
+    assumed = arguments.arch
+    if place.type == "cuda" and assumed is None and not has_gpu:
+        assumed = _architecture(_DEFAULT_ARCH)
+    with waiting(f"planning {arguments.model}"), assume_gpu(assumed) if assumed else contextlib.nullcontext():
+        at = torch.device("meta") if assumed else place
+        model = weightless(load_config(arguments.model), at)
+        decided = fuseopt.plan(model, config, verbose=arguments.verbose)
+    if assumed and not arguments.json:
+        print(f"assuming a GPU of compute capability {assumed[0]}.{assumed[1]} with all kernels")
     print(decided.to_json() if arguments.json else decided)
     if arguments.strict:
         decided.check_strict()
 
 
-def _verify(arguments: argparse.Namespace) -> int:
+def _report(arguments: argparse.Namespace) -> None:
+    config = fuseopt.Config.load(arguments.config)
+    report = fuseopt.report(fuseopt.initialize(_model(arguments), config), verbose=arguments.verbose)
+    print(report.to_json() if arguments.json else report)
+
+
+def _model(arguments: argparse.Namespace) -> PreTrainedModel:
+    """The model that a command names, with its weights, or with random ones after a line on stderr."""
     from fuseopt.bench.harness.architectures import random_model, saved_model
+    from fuseopt.bench.harness.progress import say, waiting
+
+    place = device(arguments.device), getattr(torch, arguments.dtype)
+    with waiting(f"loading {arguments.model}"):
+        model = saved_model(arguments.model, *place)
+        if model is None:
+            say(f"{arguments.model}: random weights")
+            model = random_model(arguments.model, *place)
+    return model
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench.harness.progress import waiting
     from fuseopt.verify import acts_in_training
 
-    config, place = fuseopt.Config.load(arguments.config), (device(arguments.device), getattr(torch, arguments.dtype))
-    model = saved_model(arguments.model, *place)
-    if model is None:
-        print(f"{arguments.model}: random weights")
-        model = random_model(arguments.model, *place)
+    config, model = fuseopt.Config.load(arguments.config), _model(arguments)
     vocabulary = model.config.get_text_config().vocab_size
     shape, generator = (arguments.batch, arguments.length), torch.Generator().manual_seed(0)
-    ids = torch.randint(1, vocabulary, shape, generator=generator).to(place[0])
-    checked = fuseopt.verify(
-        model,
-        config,
-        {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-        labels=ids if arguments.train or acts_in_training(config) else None,
-        generate=arguments.generate and {"max_new_tokens": arguments.generate},
-    )
+    ids = torch.randint(1, vocabulary, shape, generator=generator).to(model.device)
+    with waiting(f"comparing {arguments.model}, stock and fused, with float64"):
+        checked = fuseopt.verify(
+            model,
+            config,
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+            labels=ids if arguments.train or acts_in_training(config) else None,
+            generate=arguments.generate and {"max_new_tokens": arguments.generate},
+        )
     print(checked)
     return 0 if checked.ok else 1
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from fuseopt.bench.harness.progress import waiting
     from fuseopt.extend.check_file import check_file
 
-    reports = check_file(arguments.file, device(arguments.device))
+    if not arguments.file.is_file():
+        raise ConfigError(f"{arguments.file}: no such file; name a Python file that registers ops by @fuseopt.op")
+    with waiting(f"checking the ops of {arguments.file}"):
+        reports = check_file(arguments.file, device(arguments.device))
     print("\n\n".join(map(str, reports)))
     return 0 if all(report.ok for report in reports) else 1
 
@@ -169,4 +293,4 @@ def _env(arguments: argparse.Namespace) -> None:
     for title, entries in found.items():
         print(title)
         for name, value in entries.items():
-            print(f"  {name:<14}{value}")
+            print(f"  {name:<24}{value}")

@@ -18,6 +18,7 @@ from fuseopt.errors import PlanError, printable
 from fuseopt.models import ModelPolicy, full_name, policy_for
 from fuseopt.module_paths import ModulePaths
 from fuseopt.modules.base import fused_class, has_hooks, is_drop_in
+from fuseopt.ops import backends
 from fuseopt.report import NOTHING, to_json_types
 from fuseopt.tables import Row, Tabled
 
@@ -149,7 +150,11 @@ class ModelIndex:
     def __init__(self, model: nn.Module, paths: ModulePaths) -> None:
         self.model, self.root = model, Candidate(model, (), paths)
         tensors = list(itertools.chain(model.parameters(), model.buffers()))
-        self.devices = (tensors[0].device,) if tensors else _devices_of_machine()
+        assumed = backends.assumed_gpu()
+        if assumed is not None:
+            self.devices: tuple[torch.device, ...] = (assumed,)
+        else:
+            self.devices = (tensors[0].device,) if tensors else _devices_of_machine()
         self.dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.get_default_dtype())
         self.candidates = list(_candidates(model, paths))
         self._by_id = {id(candidate.module): candidate for candidate in self.candidates}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import fuseopt
+from fuseopt import cli
+from fuseopt.bench.command_options import positive
 from fuseopt.bench.harness.records import Record
 from fuseopt.cli import main
 from fuseopt.config import GenerationOptions, KernelFusion
@@ -45,9 +50,64 @@ def test_what_was_measured_is_kept_when_the_job_is_ended(capsys, monkeypatch, tm
     times, before, out = [], signal.getsignal(signal.SIGTERM), tmp_path / "out.json"
     monkeypatch.setattr("fuseopt.bench.suites.ops.time_op", timed_until_the_second)
     code, printed, err = run(capsys, "bench", "ops", "--op", "gelu", "--device", "cpu", "--out", str(out))
-    assert code == 0 and len(times) == 1 and "interrupted" in err
+    assert code == 128 + signal.SIGTERM and len(times) == 1 and "interrupted" in err
     assert [row["case"] for row in json.loads(out.read_text())["rows"]] == [times[0].name] and times[0].name in printed
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_command_quietly(capsys, monkeypatch, number):
+    monkeypatch.setattr("fuseopt.bench.suites.demo.run", lambda **options: os.kill(os.getpid(), number) or fail())
+    before = signal.getsignal(number)
+    assert run(capsys, "demo", "--device", "cpu") == (128 + number, "", "")
+    assert signal.getsignal(number) is before
+
+
+def fail():
+    for _ in range(1000):
+        time.sleep(0.01)  # a signal is delivered between bytecodes
+    pytest.fail("the signal did nothing")
+
+
+def test_a_signal_that_is_ignored_stays_ignored(capsys, monkeypatch):
+    def ends_by_itself(**options):
+        os.kill(os.getpid(), signal.SIGINT)
+        print("done")
+
+    monkeypatch.setattr("fuseopt.bench.suites.demo.run", ends_by_itself)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert run(capsys, "demo", "--device", "cpu") == (0, "done\n", "")
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.slow  # new processes import torch, one after the other
+def test_a_signal_ends_the_child_processes_too(tmp_path):
+    arguments = ["--model", "gpt2-kjv", "--batch", "64", "--length", "256", "--device", "cpu", "--precision", "float32"]
+    command = [sys.executable, "-m", "fuseopt", "bench", "scaling", *arguments, "--config", write_norms(tmp_path)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    line = process.stderr.readline()  # a child says that it begins to measure
+    assert "one process" in line, line + process.stderr.read()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) >= 2
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (128 + signal.SIGTERM, "") and "Traceback" not in err, err
+    deadline = time.monotonic() + 10
+    while left := [child for child in children if Path(f"/proc/{child}").exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def write_norms(folder: Path) -> str:
+    path = folder / "norms.json"
+    path.write_text(
+        '{"kernel_fusion": {"custom_cuda_kernels": ["FusedLayerNorm"], "backend": "reference", "jit": false}}'
+    )
+    return str(path)
 
 
 def test_as_a_module():
@@ -146,21 +206,113 @@ def test_errors_name_the_fix(capsys, tmp_path):
     assert "in a folder that does not exist" in refused(capsys, "demo", "--out", str(tmp_path / "none" / "out.json"))
 
 
+def test_help_stands_alone(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    seen = 0
+    for name, parser in parsers(cli._parser(), "fuseopt"):
+        assert parser.description, name
+        for action in parser._actions:
+            if isinstance(action, (argparse._SubParsersAction, argparse._HelpAction, argparse._VersionAction)):
+                continue
+            what, text = f"{name} {action.option_strings or action.dest}", action.help or ""
+            seen += 1
+            assert len(text) > 3, what
+            takes_a_value = action.nargs != 0
+            if action.option_strings and takes_a_value:
+                assert "default: " in text, what
+            if action.option_strings and action.type is positive:
+                assert action.metavar in ("ROWS", "TOKENS", "N"), what
+            if isinstance(action.default, (int, float, str)) and takes_a_value and not isinstance(action.default, bool):
+                assert f"default: {action.default}" in text, what
+    assert seen > 100
+
+
+def parsers(parser, name):
+    yield name, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command, inner in action.choices.items():
+                yield from parsers(inner, f"{name} {command}")
+
+
+def test_numbers_that_are_none_are_refused(capsys):
+    for number in ("0", "-1", "1.5", "many"):
+        assert f"'{number}' is not a whole number of at least 1" in refused(
+            capsys, "bench", "train", "--length", number
+        )
+
+
+def test_report_says_what_was_done(capsys, tmp_path):
+    code, out, err = run(capsys, "report", "gpt2-tiny", "--config", write_norms(tmp_path), "--json", "--device", "cpu")
+    done = json.loads(out)
+    assert (code, err) == (0, "gpt2-tiny: random weights\n")
+    assert {(row["target"], row["backend"]) for row in done["replaced"]} == {("FusedLayerNorm", "reference")}
+    code, out, _ = run(capsys, "report", "gpt2-tiny", "--config", write_norms(tmp_path), "--device", "cpu")
+    assert code == 0 and out.startswith("report on GPT2LMHeadModel")
+
+
+@pytest.mark.parametrize("arch", [None, "sm_80", "sm_90"])
+def test_a_plan_for_a_gpu_needs_none(capsys, arch, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = [] if arch is None else ["--arch", arch]
+    code, out, _ = run(capsys, "plan", "t5-tiny", "--device", "cuda", "--json", *given)
+    backends = {(row["target"], row["backend"]) for row in json.loads(out)["replaced"]}
+    assert code == 0 and {("FusedRMSNorm", "cuda"), ("T5InferenceForward", "cuda")} <= backends
+    assert not {backend for _, backend in backends} & {"cpu", "reference"}
+    _, out, _ = run(capsys, "plan", "gpt2-tiny", "--device", "cuda", "--config", "training", *given)
+    assert f"capability {'8.0' if arch == 'sm_80' else '9.0'}" in out and "[triton]" in out
+    _, out, _ = run(capsys, "plan", "t5-tiny", "--device", "cpu", "--json")
+    assert "cuda" not in {row["backend"] for row in json.loads(out)["replaced"]}
+
+
+def test_an_architecture_is_that_of_a_gpu(capsys):
+    assert "should be sm_ and a compute capability" in refused(capsys, "plan", "gpt2", "--arch", "90")
+    code, _, err = run(capsys, "plan", "gpt2-tiny", "--device", "cpu", "--arch", "sm_90")
+    assert code == 2 and "add --device cuda" in err
+
+
+def test_a_file_without_weights_that_load_is_an_error(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}')
+    (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
+    code, _, err = run(capsys, "verify", str(tmp_path), "--device", "cpu")
+    assert code == 2 and f"the weights of {tmp_path} cannot be loaded" in err
+    code, _, err = run(capsys, "check", str(tmp_path / "none.py"))
+    assert code == 2 and "none.py: no such file" in err
+
+
+def test_no_memory_is_an_error_that_says_what_to_do(capsys, monkeypatch):
+    def no_memory(**options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nMore words.")
+
+    monkeypatch.setattr("fuseopt.bench.suites.demo.run", no_memory)
+    code, _, err = run(capsys, "demo", "--device", "cpu")
+    assert code == 2 and err.count("\n") == 1 and err.endswith("Take a smaller model, batch or length.\n")
+
+
+def test_a_reader_that_goes_ends_a_command_quietly():
+    command = f"{sys.executable} -m fuseopt env | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("argv", [("demo", "--quick"), ("plan", "gpt2-tiny")])
+@pytest.mark.parametrize("argv", [("demo", "--quick"), ("verify", "gpt2-tiny")])
 def test_cuda_where_there_is_none(capsys, argv):
     code, _, err = run(capsys, *argv, "--device", "cuda")
     assert code == 2
     assert "no CUDA device" in err
 
 
-def test_env_shows_versions_machine_and_native_code(capsys):
+def test_env_shows_versions_machine_and_native_code(capsys, monkeypatch):
+    monkeypatch.setenv("FUSEOPT_TRIED", "yes")
     code, out, _ = run(capsys, "env", "--json")
     found = json.loads(out)
     assert code == 0
     assert found["versions"]["torch"] == torch.__version__
     assert found["machine"]["cores"].isdigit()
     assert set(found["native code"]) == {"cpu", "cuda", "python", "cache", "prebuilt"}
+    assert found["gpus"] and found["versions"]["commit"]
+    assert found["variables"]["FUSEOPT_TRIED"] == "yes" and "HOME" not in found["variables"]
     code, out, _ = run(capsys, "env")
     assert code == 0
     for value in (torch.__version__, found["machine"]["cpu"], found["native code"]["cache"]):

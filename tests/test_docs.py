@@ -11,15 +11,17 @@ from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
-from fuseopt.config import KERNEL_BACKENDS, Config, GenerationOptions, KernelFusion
-from fuseopt.kernel_table import CUSTOM, PRESETS, kernels, listed
+import pytest
+
+from fuseopt.config import KERNEL_BACKENDS, Config, GenerationOptions, KernelFusion, MemoryEfficientOptions
+from fuseopt.kernel_table import PRESETS, kernels
 
 ROOT = Path(__file__).parents[1]
 RESULT_PAGES = ROOT / "docs" / "results"
 LAB_NOTES = ROOT / "docs" / "lab-notes"
 PAGES = sorted(
     {
-        ROOT / "README.md",
+        *ROOT.glob("*.md"),
         *(
             page
             for folder in ("docs", "fuseopt", "benchmarks", "examples", "tests")
@@ -36,7 +38,7 @@ _DOTTED = re.compile(r"`((?:fuseopt|ops|torch)(?:\.\w+)+)(?:\([^`]*)?`")
 
 
 def _prose(page: Path) -> str:
-    """The page without fenced and generated parts."""
+    """The page without fenced parts and result tables."""
     text = page.read_text(encoding="utf-8")
     text = re.sub(r"<!-- results: .*?<!-- end of results -->", "", text, flags=re.DOTALL)
     return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
@@ -100,12 +102,48 @@ def _faults(pages: list[Path], find: Callable[[Path], list[str]]) -> dict[str, l
     return {page: found for page, found in faults.items() if found}
 
 
-def test_tables_are_those_of_the_result_files():
-    script = runpy.run_path(str(ROOT / "benchmarks" / "readme_tables.py"))
+@pytest.fixture
+def script(monkeypatch):
+    """The names of benchmarks/readme_tables.py."""
+    folder = ROOT / "benchmarks"
+    monkeypatch.syspath_prepend(folder)
+    return runpy.run_path(str(folder / "readme_tables.py"))
+
+
+def test_tables_are_those_of_the_result_files_and_of_the_code(script):
     for page in script["PAGES"]:
         text = page.read_text(encoding="utf-8")
-        assert "<!-- results: benchmarks/results/" in text
+        assert re.search("<!-- (results|generated): ", text), page
         assert script["filled"](text) == text, f"{page}: run python benchmarks/readme_tables.py"
+
+
+def test_the_picture_is_that_of_the_result_files(script):
+    picture = script["readme_picture"]
+    svg = picture.PICTURE.read_text(encoding="utf-8")
+    assert svg == picture.picture(), "run python benchmarks/readme_tables.py"
+    assert len(svg) < 150_000
+    # Bars are in proportion to the ratios of the medians, from zero.
+    bars = [float(width) for width in re.findall(r'<rect x="190" y="[\d.]+" width="([\d.]+)" height="18"', svg)]
+    rows = [row for works in picture.WORKS.values() for work in works for row in work.rows()]
+    assert len(bars) == len(rows) == 12
+    for first in range(0, 12, 3):
+        ratios = [rows[first].milliseconds[1] / row.milliseconds[1] for row in rows[first : first + 3]]
+        assert [bar / bars[first] for bar in bars[first : first + 3]] == pytest.approx(ratios, rel=0.05)
+
+
+def test_families_with_a_decode_step_are_those_with_a_decode_loop(script):
+    lines = script["GENERATED"]["all-families"]().splitlines()
+    assert {line.rpartition(" ")[2] for line in lines if "decode loop" in line} == {"`gpt2`", "`t5`"}
+    (row,) = (line for line in lines if "`llama`" in line)
+    assert "RMSNorm, gated feed-forwards" in row and "padded batches" in row and "T5 attention" not in row
+
+
+def test_every_page_of_the_site_is_in_its_index():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    patterns = re.findall(r"^([\w./*-]+)$", index, re.MULTILINE)
+    pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    left_out = {page for page in pages - {"index"} if not any(fnmatch(page, pattern) for pattern in patterns)}
+    assert left_out == {page for page in pages if page.startswith("lab-notes/20")}
 
 
 def test_every_result_file_is_on_a_results_page():
@@ -160,10 +198,25 @@ def test_the_config_page_covers_the_config():
     Config.load(json.loads(example))
 
 
-def test_the_readme_covers_keys_and_presets():
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in (*KernelFusion.__dataclass_fields__, *listed(CUSTOM), *PRESETS):
+def test_the_readme_is_short_and_the_page_of_keys_complete():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 200
+    page = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
+    fields = (*KernelFusion.__dataclass_fields__, *GenerationOptions.__dataclass_fields__)
+    for name in (*fields, *MemoryEfficientOptions.__dataclass_fields__, *kernels(), *PRESETS):
         assert f"`{name}`" in page, name
+
+
+def test_messages_that_troubleshooting_quotes_are_those_of_the_code():
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "fuseopt").rglob("*.py"))
+    sources = re.sub(r'"\s+f?"', "", sources)  # strings written in several parts
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = [
+        text for cell in re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE) for text in re.findall("`(.+?)`", cell)
+    ]
+    parts = [part.strip() for text in quoted for part in re.split(r"\.\.\.|: |\(|\)", text)]
+    parts = [part for part in parts if " " in part and len(part) > 8]
+    assert len(parts) > 15
+    assert [part for part in parts if part not in sources] == []
 
 
 def test_pytest_leaves_out_no_folder_of_tests(pytestconfig):

@@ -11,164 +11,127 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import fuseopt
+from fuseopt.bench import command_options
 from fuseopt.errors import ConfigError
 
 if TYPE_CHECKING:
     from fuseopt.bench.harness.records import Results
 
 
+_Add = Callable[[Any], None]
+
+
 def add_benchmarks(commands: Any) -> None:
     """Adds `bench` and its benchmarks to `commands`, the subparsers of the command line."""
-    bench = commands.add_parser("bench", help="run a benchmark against transformers, torch and torch.compile")
+    bench = commands.add_parser(
+        "bench",
+        help="measure on this machine, beside transformers, torch and torch.compile",
+        description="Measures stock and fused code in turns on this machine, and prints a table.",
+    )
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    ops = benchmarks.add_parser(
-        "ops", help="each op, beside eager code, torch, torch.compile and a copy of as many bytes"
+    generation = functools.partial(command_options.add_configs, default="without and with the decode loop")
+    training = functools.partial(command_options.add_configs, default="the preset training")
+    table = functools.partial(command_options.add_models, default="a table of GPT-2 and T5 models")
+    sized: tuple[_Add, ...] = (table, command_options.add_batches, command_options.add_length)
+    step: tuple[_Add, ...] = (command_options.add_training, command_options.add_compile, training)
+    described: tuple[tuple[str, str, Callable[..., Any], tuple[_Add, ...]], ...] = (
+        (
+            "ops",
+            "single ops by every backend, beside torch and a copy of as many bytes",
+            _bench_ops,
+            (command_options.add_ops,),
+        ),
+        (
+            "tutorial",
+            "generate() under an n-gram ban, as in OSLO's tutorial",
+            _bench_tutorial,
+            (command_options.add_tutorial,),
+        ),
+        (
+            "generate",
+            "generate() per new token",
+            _bench_generate,
+            (command_options.add_generate, _add_generate, generation),
+        ),
+        (
+            "kernels",
+            "each kernel of a decode step, on a GPU",
+            _bench_kernels,
+            (command_options.add_generate, generation),
+        ),
+        ("train", "training steps: forward, backward and AdamW", _bench_train, (*sized, *step, _add_budget)),
+        (
+            "forward",
+            "forwards, in eval and in training mode",
+            _bench_forward,
+            (*sized, command_options.add_compile, _add_forward),
+        ),
+        (
+            "scaling",
+            "a training step in one process and in several (DistributedDataParallel)",
+            _bench_scaling,
+            (command_options.add_scaling, command_options.add_length, command_options.add_training),
+        ),
+        (
+            "curves",
+            "losses and gradients of training, fused and stock, for several seeds",
+            _bench_curves,
+            (
+                functools.partial(command_options.add_models, default="gpt2-kjv and t5-kjv"),
+                command_options.add_curves,
+                training,
+            ),
+        ),
+        ("capacity", "the largest batch of a training step that fits on the GPU", _bench_capacity, (*sized, *step)),
     )
-    ops.add_argument("--op", action="append", default=[], metavar="NAME", help="may be repeated; default: all")
-    ops.add_argument(
-        "--dtype",
-        action="append",
-        default=[],
-        choices=("bfloat16", "float32", "float16"),
-        help="may be repeated; default: bfloat16 and float32",
+    for name, what, run, add in described:
+        benchmark = benchmarks.add_parser(name, help=what, description=f"Measures {what}. Weights are random.")
+        for options in (*add, command_options.add_results):
+            options(benchmark)
+        benchmark.set_defaults(run=run)
+    add_tune(benchmarks)
+    show = benchmarks.add_parser("show", help="print result files", description="Prints the tables of result files.")
+    command_options.add_show(show)
+    show.set_defaults(run=_bench_show)
+
+
+def add_tune(commands: Any) -> None:
+    """Adds `tune`, which is a command of its own and a benchmark."""
+    what = "measure again at which sizes one kernel overtakes another, on a GPU"
+    tune = commands.add_parser("tune", help=what, description=f"{what.capitalize()}; proposes the numbers.")
+    command_options.add_tune(tune)
+    command_options.add_results(tune)
+    tune.set_defaults(run=_bench_tune)
+
+
+def _add_generate(parser: Any) -> None:
+    command_options.add_compile(parser, "transformers' static cache with torch.compile, up to 20 s per row,")
+    parser.add_argument(
+        "--first-call", action="store_true", help="time the first call of a fresh process too, for each row and system"
     )
-    ops.add_argument(
-        "--shapes", nargs="+", default=[], metavar="SHAPE", help="such as 8x768, or all; default: the main ones"
-    )
-    ops.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="also time torch.compile; default: on a GPU only, as on a CPU it takes minutes",
-    )
-    ops.set_defaults(run=_bench_ops)
-    tutorial = benchmarks.add_parser(
-        "tutorial", help="OSLO's tutorial: T5-base, batch 256, generate() under an n-gram ban"
-    )
-    tutorial.set_defaults(run=_bench_tutorial)
-    generate = benchmarks.add_parser("generate", help="generate() per new token, stock and with fuseopt's decode loop")
-    kernels = benchmarks.add_parser("kernels", help="time and bytes read of each kernel in a decode step of generate()")
-    for benchmark in (generate, kernels):
-        benchmark.add_argument(
-            "--model",
-            action="append",
-            default=[],
-            metavar="MODEL",
-            help="a folder with a config.json, a model id, or a name; may be repeated; default: GPT-2 and T5",
-        )
-        benchmark.add_argument("--batch", nargs="+", type=positive, metavar="ROWS", help="default: 1")
-        for option, metavar, what in (
-            ("--prompt", "TOKENS", "default: 128"),
-            ("--new", "TOKENS", "default: 128"),
-            ("--beams", "N", "default: 1, greedy"),
-            ("--ngram", "N", "no_repeat_ngram_size; default: no ban"),
-        ):
-            benchmark.add_argument(option, type=positive, metavar=metavar, help=what)
-        benchmark.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help="default: bfloat16 on a GPU")
-        benchmark.add_argument(
-            "--sample", action="store_true", help="sample tokens, with the same seed in each call; default: greedy"
-        )
-        benchmark.add_argument(
-            "--eos",
-            action="store_true",
-            help="with an EOS token, which random weights hardly ever produce; default: none",
-        )
-        for option, kind in (("--temperature", float), ("--top-k", int), ("--top-p", float)):
-            benchmark.add_argument(option, type=kind, metavar="X", help="for --sample; default: that of transformers")
-    generate.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="also time transformers' static cache with torch.compile, up to 20 s per row; default: on a GPU only",
-    )
-    generate.add_argument(
-        "--first-call", action="store_true", help="also time the first call of a fresh process, for each row and system"
-    )
-    generate.set_defaults(run=_bench_generate)
-    kernels.set_defaults(run=_bench_kernels)
-    train = benchmarks.add_parser("train", help="training steps of transformers, torch.compile and fuseopt")
-    forward = benchmarks.add_parser("forward", help="forwards of transformers, torch.compile and fuseopt")
-    scaling = benchmarks.add_parser("scaling", help="a training step in one process, and in several with DDP")
-    scaling.add_argument("--model", default="gpt2", metavar="MODEL", help="as above; default: gpt2")
-    scaling.add_argument("--config", default="training", metavar="CONFIG", help="as for plan; default: training")
-    scaling.add_argument("--processes", type=positive, default=2, metavar="N", help="one GPU each; default: 2")
-    scaling.set_defaults(run=_bench_scaling)
-    curves = benchmarks.add_parser(
-        "curves", help="losses and gradients of training, fused and stock, for several seeds"
-    )
-    curves.add_argument("--batch", type=positive, default=16, metavar="ROWS", help="default: 16")
-    curves.add_argument("--length", type=positive, default=128, metavar="TOKENS", help="default: 128")
-    curves.add_argument("--steps", type=positive, default=500, metavar="N", help="default: 500")
-    curves.add_argument("--seeds", type=positive, default=3, metavar="N", help="default: 3")
-    curves.add_argument("--dropout", type=float, default=0.1, metavar="RATE", help="default: 0.1")
-    curves.set_defaults(run=_bench_curves)
-    capacity = benchmarks.add_parser("capacity", help="the largest batch of a training step that fits on the GPU")
-    for benchmark in (train, forward, curves, capacity):
-        benchmark.add_argument(
-            "--model",
-            action="append",
-            default=[],
-            metavar="MODEL",
-            help="a folder with a config.json, a model id, or a name; may be repeated; default: a table",
-        )
-    for benchmark in (train, forward, capacity):
-        benchmark.add_argument("--batch", nargs="+", type=positive, default=[8], metavar="ROWS", help="default: 8")
-        benchmark.add_argument(
-            "--compile",
-            action=argparse.BooleanOptionalAction,
-            help="also time torch.compile; default: on a GPU only, as on a CPU it takes minutes",
-        )
-    scaling.add_argument("--batch", type=positive, default=8, metavar="ROWS", help="rows per process; default: 8")
-    for benchmark in (train, forward, scaling, capacity):
-        benchmark.add_argument("--length", type=positive, default=1024, metavar="TOKENS", help="default: 1024")
-    for benchmark in (train, scaling, capacity):
-        benchmark.add_argument("--dropout", type=float, metavar="RATE", help="default: the model's own")
-        benchmark.add_argument("--precision", choices=("autocast", "bfloat16", "float32"), default="autocast")
-        benchmark.add_argument(
-            "--padded", action="store_true", help="rows of different lengths, under an attention mask"
-        )
-    train.add_argument(
+
+
+def _add_budget(parser: Any) -> None:
+    parser.add_argument(
         "--budget",
         nargs="+",
         type=float,
         default=[],
-        help="also the preset training with each of these budgets, from 0 to 1",
+        metavar="SHARE",
+        help="activations that the preset training keeps, 0 to 1 of what it would keep; default: 1, on a GPU 0.5 too",
     )
-    for configured in (generate, kernels, train, curves, capacity):
-        configured.add_argument(
-            "--config",
-            action="append",
-            default=[],
-            metavar="CONFIG",
-            help="as for plan; may be repeated; default: a few",
-        )
-    train.set_defaults(run=_bench_train)
-    capacity.set_defaults(run=_bench_capacity)
-    forward.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
-    forward.add_argument(
+
+
+def _add_forward(parser: Any) -> None:
+    parser.add_argument(
+        "--dtype", choices=command_options.DTYPES, default="bfloat16", help="of the weights; default: bfloat16"
+    )
+    parser.add_argument(
         "--training",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="also time --model in training mode; a T5 compiles for minutes",
+        help="whether to time --model in training mode too, for which a T5 compiles for minutes; default: yes",
     )
-    forward.set_defaults(run=_bench_forward)
-    for benchmark in (ops, tutorial, generate, kernels, train, forward, scaling, curves, capacity):
-        benchmark.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-        benchmark.add_argument("--out", type=new_file, metavar="FILE", help="write the results as JSON")
-        benchmark.add_argument(
-            "--against", metavar="FILE", help="an earlier result file; exit with 1 if a row is slower than there"
-        )
-    tune = benchmarks.add_parser("tune", help="measure again where one kernel overtakes another; propose the numbers")
-    tune.add_argument("--write", action="store_true", help="write them into fuseopt/tuning, for this kind of GPU")
-    tune.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    tune.add_argument("--out", type=new_file, metavar="FILE", help="write the results as JSON")
-    tune.set_defaults(run=_bench_tune, against=None)
-    show = benchmarks.add_parser("show", help="print the table of a result file")
-    show.add_argument("file", metavar="FILE")
-    show.add_argument("--auto", action="store_true", help="for ops: only the rows that `backend: auto` takes")
-    for drawn in (generate, show):
-        drawn.add_argument(
-            "--plot", type=new_file, metavar="FILE", help="draw the times into a .png, .svg or .pdf file"
-        )
-    show.set_defaults(run=_bench_show)
 
 
 def _bench_ops(arguments: argparse.Namespace) -> int:
@@ -185,19 +148,17 @@ def _bench_ops(arguments: argparse.Namespace) -> int:
 def _bench_tutorial(arguments: argparse.Namespace) -> int:
     from fuseopt.bench.suites import tutorial
 
-    return _bench(arguments, tutorial.run)
+    sizes = {"name": arguments.model, "batch": arguments.batch, "length": arguments.length, "new": arguments.new}
+    return _bench(arguments, functools.partial(tutorial.run, **sizes))
 
 
 _SIZES, _SAMPLING = ("prompt", "new", "beams", "ngram"), ("temperature", "top_k", "top_p")
 
 
 def _bench_generate(arguments: argparse.Namespace) -> int:
-    from fuseopt.bench.harness import plot
     from fuseopt.bench.suites import generate
 
     options = _generate_options(arguments)
-    if arguments.plot is not None:
-        plot.check_available()
     run = functools.partial(generate.run, **options, compile=arguments.compile, first_calls=arguments.first_call)
     return _bench(arguments, run)
 
@@ -310,16 +271,19 @@ def _bench(arguments: argparse.Namespace, run: Callable[..., Results]) -> int:
     Returns:
         The exit status: 1 if a row is slower than before or raised an exception, else 0.
     """
+    from fuseopt.bench.harness import plot
     from fuseopt.bench.harness.records import Results
     from fuseopt.bench.harness.regressions import compare
 
+    if arguments.plot is not None:
+        plot.check_available()
     earlier = None if arguments.against is None else Results.load(arguments.against)
     results = run(device=device(arguments.device))
     print(results.to_markdown())
     if arguments.out is not None:
         results.save(arguments.out)
         print(f"\nwritten to {arguments.out}")
-    if getattr(arguments, "plot", None) is not None:
+    if arguments.plot is not None:
         _plot(results, arguments.plot)
     failures = sum(row.failed for row in results.rows)
     if failures:
@@ -340,12 +304,19 @@ def _bench_tune(arguments: argparse.Namespace) -> int:
 def _bench_show(arguments: argparse.Namespace) -> None:
     from fuseopt.bench.harness.records import Results
 
-    results = Results.load(arguments.file)
+    if arguments.plot is not None and len(arguments.files) > 1:
+        raise ConfigError("--plot draws one result file; name one, or write all as a page with --html")
+    shown = [Results.load(file) for file in arguments.files]
     if arguments.auto:
-        results = results.of_auto()
-    print(results.to_markdown())
+        shown = [results.of_auto() for results in shown]
+    print("\n\n".join(results.to_markdown() for results in shown))
+    if arguments.html is not None:
+        from fuseopt.bench.harness import web_page
+
+        web_page.save(shown, arguments.html)
+        print(f"\nwritten to {arguments.html}")
     if arguments.plot is not None:
-        _plot(results, arguments.plot)
+        _plot(shown[0], arguments.plot)
 
 
 def _plot(results: Results, path: Path) -> None:
@@ -359,17 +330,3 @@ def device(name: str | None) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device here")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
-
-
-def new_file(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder, or in a folder that does not exist")
-    return path

@@ -21,6 +21,7 @@ from fuseopt.blocks.relative_attention import RelativeStackForward, distance_bia
 from fuseopt.blocks.stack_runner import BlockInputs
 from fuseopt.modules.base import source_class
 from fuseopt.ops import registry
+from fuseopt.ops.backends import assumed_gpu
 from fuseopt.ops.relative_attention import has_kernel
 
 # Arguments that the block does not read; recording outputs works by hooks, which are checked separately.
@@ -96,10 +97,11 @@ class T5InferenceForward(InferenceForward):
     def backend_reasons(cls, block: Any, backend: str) -> list[str]:
         attention = block.layer[0].SelfAttention
         weight = attention.q.weight
-        if _has_kernel(backend, weight, attention.key_value_proj_dim):
+        device, attention_backend = assumed_gpu() or weight.device, _attention_backend(backend)
+        if has_kernel(attention_backend, device, weight.dtype, attention.key_value_proj_dim):
             return []
         op = registry.get("relative_attention")
-        refused = op.choose(_attention_backend(backend), weight.device, [weight.dtype]).refused
+        refused = op.choose(attention_backend, device, [weight.dtype]).refused
         reasons = "; ".join(f"{name}: {', '.join(found)}" for name, found in refused.items())
         return [
             "its attention has no kernel here that avoids storing the scores" + (f" ({reasons})" if reasons else "")

@@ -34,7 +34,7 @@ def elementwise(name: str, expression: str, scalars: Sequence[str] = (), *, redu
 
     Args:
         name: "namespace::name", in a namespace of your own.
-        expression: of + - * / **, comparisons, numbers, names, and where, min, max, relu, gelu, gelu_tanh, silu,
+        expression: of `+ - * / **`, comparisons, numbers, names, and where, min, max, relu, gelu, gelu_tanh, silu,
             sigmoid, tanh, exp, log, sqrt, abs, softplus, erf, clamp.
         scalars: the names that are Python numbers, without gradient; the others are tensors.
         reduce_grad: sum the gradient of a tensor that broadcasts over rows inside the backward kernel, a share of the

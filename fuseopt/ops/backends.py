@@ -1,13 +1,32 @@
 """Backends of ops: what device, dtypes and machine each of them needs."""
 
+import contextlib
+import contextvars
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fuseopt.build import loader
 from fuseopt.ops.library import FLOATING, TRITON_INTERPRETED
+
+_assumed_capability: contextvars.ContextVar[tuple[int, int] | None] = contextvars.ContextVar("gpu", default=None)
+
+
+@contextlib.contextmanager
+def assume_gpu(capability: tuple[int, int]) -> Iterator[None]:
+    """Plans made inside are for a GPU of this compute capability with Triton and the CUDA library, here or not."""
+    token = _assumed_capability.set(capability)
+    try:
+        yield
+    finally:
+        _assumed_capability.reset(token)
+
+
+def assumed_gpu() -> torch.device | None:
+    """The device to plan for inside `assume_gpu`, wherever the model is; else None."""
+    return None if _assumed_capability.get() is None else torch.device("cuda")
 
 
 @dataclass(frozen=True)
@@ -53,12 +72,13 @@ class NativeBackend(Backend):
         if not self.runs_on(device):
             return [f"runs on {self.name} tensors, not on {device.type}"]
         reasons = super().not_supported_reasons(device, dtypes)
-        if not reasons:
+        assumed = _assumed_capability.get() if may_build and self.name == "cuda" else None
+        if not reasons and assumed is None:
             state = loader.state(self.name) if may_build else loader.load(self.name, build=False)
             if state.status == "absent" or (not may_build and state.status != "loaded"):
                 reasons.append(f"its native library is {state.status}: {state.reason or 'not compiled yet'}")
         if not reasons and self.capability > (0, 0):
-            present = torch.cuda.get_device_capability(device)
+            present = assumed or torch.cuda.get_device_capability(device)
             if present < self.capability:
                 least, given = (".".join(map(str, capability)) for capability in (self.capability, present))
                 reasons.append(f"needs a GPU of compute capability {least}, not {given}")
@@ -88,7 +108,7 @@ class TritonBackend(Backend):
     ) -> list[str]:
         if not self.runs_on(device):
             return [f"runs on cuda tensors, not on {device.type}"]
-        if importlib.util.find_spec("triton") is None:
+        if _assumed_capability.get() is None and importlib.util.find_spec("triton") is None:
             return ["the package triton is not installed"]
         return super().not_supported_reasons(device, dtypes)
 

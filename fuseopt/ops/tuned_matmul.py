@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from fuseopt.ops import registry
+from fuseopt.ops.backends import assumed_gpu
 from fuseopt.ops.decode.linear import ACTIVATIONS as ALL_ACTIVATIONS
 from fuseopt.ops.library import check_shape, compute_dtype, define, without_autocast
 
@@ -53,7 +54,8 @@ class _CublasLt(registry.NativeBackend):
         self, device: torch.device, dtypes: Sequence[torch.dtype], *, may_build: bool = False
     ) -> list[str]:
         reasons = super().not_supported_reasons(device, dtypes, may_build=may_build)
-        return reasons or ([] if _is_loaded() else ["torch has not loaded cuBLASLt as a library of its own"])
+        is_there = (may_build and assumed_gpu() is not None) or _is_loaded()
+        return reasons or ([] if is_there else ["torch has not loaded cuBLASLt as a library of its own"])
 
 
 @functools.cache

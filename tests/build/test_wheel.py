@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import fuseopt
 from fuseopt.build import prebuilt, toolchain
+from tests import tiny
 
 ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "examples" / "configs" / "kernels_gpt2.json"
 PARTS = ("fuseopt", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
@@ -67,27 +70,36 @@ def test_an_installed_wheel_uses_its_libraries_and_compiles_nothing(checkout, tm
     libraries = {Path(name).stem for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")}
     assert libraries == {"cpu", "python"} | ({"cuda"} if has_nvcc() else set())
 
-    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
-    python = tmp_path / "venv" / "bin" / "python"
-    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel)
+    environment = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", environment)
+    python = environment / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
     # torch and the rest come from this environment, from behind what was installed.
+    (site,) = environment.glob("lib/python*/site-packages")
+    assert (site / "fuseopt" / "py.typed").exists()
     (site / "behind.pth").write_text(sysconfig.get_paths()["purelib"])
-    environment = {"PATH": "/nowhere", "CXX": "/nowhere/c++", "FUSEOPT_CACHE_DIR": str(tmp_path / "cache")}
+    nothing = {"PATH": "/nowhere", "CXX": "/nowhere/c++", "FUSEOPT_CACHE_DIR": str(tmp_path / "cache")}
     code = (
         "import torch, fuseopt, fuseopt.ops as ops; from fuseopt.build import loader; print(fuseopt.__file__)\n"
         "state = loader.load('cpu'); print(state.status, state.origin, state.passed_over)\n"
         "print(loader.state('python').origin, loader.python_library() is not None)\n"
         "x = torch.randn(3, 8); print((ops.gelu(x, backend='cpu') - torch.nn.functional.gelu(x)).abs().max() < 1e-6)"
     )
-    said = run(python, "-I", "-c", code, **environment).splitlines()
+    said = run(python, "-I", "-c", code, **nothing).splitlines()
     assert said[0].startswith(str(site))
     assert said[1:] == ["loaded prebuilt None", "prebuilt True", "tensor(True)"]
-    assert not (tmp_path / "cache").exists()
-    found = json.loads(run(python, "-I", "-m", "fuseopt", "env", "--json", **environment))["native code"]
+
+    command = environment / "bin" / "fuseopt"
+    assert run(command, "--version", cwd=tmp_path, **nothing) == f"fuseopt {fuseopt.__version__}\n"
+    tiny.gpt2().save_pretrained(tmp_path / "model")
+    assert "-> FusedLayerNorm[cpu]" in run(command, "plan", "model", "--config", CONFIG, cwd=tmp_path, **nothing)
+    said = run(command, "verify", "model", "--config", CONFIG, "--generate", "4", cwd=tmp_path, **nothing)
+    assert "verify: ok, " in said and "tokens: the same" in said
+    found = json.loads(run(command, "env", "--json", cwd=tmp_path, **nothing))["native code"]
     assert "available (prebuilt)" in found["cpu"]
     assert f"cpu: {prebuilt.Contents('', os.uname().machine, size=0)}" in found["prebuilt"]
     assert ("sm_90, PTX" in found["prebuilt"]) == has_nvcc()
+    assert not (tmp_path / "cache").exists()
 
 
 def has_nvcc() -> bool:

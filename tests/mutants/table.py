@@ -545,8 +545,8 @@ BENCH = (
     Mutant(
         "a contender that raises ends the run",
         "fuseopt/bench/harness/measure.py",
-        "                records.append(Record(case.name, WHOLE_CASE, note=failed(error)))\n",
-        "                raise\n",
+        "            records.append(Record(case.name, WHOLE_CASE, note=failed(error)))\n",
+        "            raise\n",
         ("tests/bench/harness/test_measure.py",),
     ),
     Mutant(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -148,7 +149,10 @@ def saved_model(source: str, device: torch.device, dtype: torch.dtype) -> PreTra
         return None
     name = next((name for name in config.architectures or () if hasattr(transformers, name)), None)
     model_class = getattr(transformers, name) if name else _auto_class(config)
-    return model_class.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
+    try:
+        return model_class.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device).eval()
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"the weights of {source} cannot be loaded: {error}; download them again") from error
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:

@@ -14,6 +14,8 @@ import torch
 import fuseopt
 from fuseopt.build import library_cache, loader, prebuilt, toolchain
 
+# Environment variables, by prefix, that change what is built and what runs.
+_VARIABLES = ("FUSEOPT_", "TRITON_", "TORCHINDUCTOR_", "PYTORCH_", "CUDA_", "CXX", "OMP_NUM_THREADS", "HF_HOME")
 _CHECKOUT = Path(fuseopt.__file__).resolve().parents[1]
 
 
@@ -57,18 +59,33 @@ def commit() -> str | None:
 
 
 def environment() -> dict[str, dict[str, str]]:
-    """`versions`, `machine`, the state of each native library, the cache folder, and the prebuilt libraries."""
+    """What a bug report needs: versions, machine, GPUs, native libraries, and the variables that change them."""
     native_code: dict[str, str] = {kind: _describe(loader.state(kind)) for kind in loader.LIBRARIES}
     shipped = [f"{kind}: {held}" for kind in loader.LIBRARIES if (held := prebuilt.contents(kind)) is not None]
     return {
-        "versions": versions(),
+        "versions": {**versions(), "commit": commit() or "none"},
         "machine": machine(),
+        "gpus": _gpus(),
         "native code": {
             **native_code,
             "cache": _cache_folder(),
             "prebuilt": "; ".join(shipped) or "none",
         },
+        "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)},
     }
+
+
+def _gpus() -> dict[str, str]:
+    """Each GPU with compute capability and memory, and the driver."""
+    if not torch.cuda.is_available():
+        return {"none": "torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"}
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    found = {
+        str(index): f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+        for index, gpu in enumerate(properties)
+    }
+    driver = _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {**found, "driver": driver or "unknown"}
 
 
 def _cache_folder() -> str:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
-from tqdm import tqdm
 
+from fuseopt.bench.harness import progress
 from fuseopt.bench.harness.records import STOCK, Record
 from fuseopt.bench.harness.timer import Call, time_in_turns, work_seconds
 from fuseopt.bench.harness.workloads import Case, difference, failed
@@ -32,7 +32,7 @@ _Work = TypeVar("_Work", bound=_Named)
 def measure(
     cases: Sequence[_Work], records_of: Callable[[_Work], Iterable[Record]], *, is_more: bool = False
 ) -> list[Record]:
-    """The records of every case, with a progress bar on stderr. After KeyboardInterrupt: those of finished cases.
+    """The records of every case, with progress on stderr. After KeyboardInterrupt: those of finished cases.
 
     If a case raises an exception, its record names it, and the next case begins.
 
@@ -40,21 +40,19 @@ def measure(
         KeyboardInterrupt, ConfigError: before the first record, unless `is_more`: other records exist already.
     """
     records: list[Record] = []
-    with tqdm(cases, unit="case", dynamic_ncols=True) as progress:
-        for case in progress:
-            progress.set_postfix_str(case.name)
-            _forget_sizes()
-            try:
-                records += records_of(case)
-            except KeyboardInterrupt:
-                if not records and not is_more:
-                    raise
-                progress.write(f"interrupted: {case.name} and what comes after it is left out", file=sys.stderr)
-                break
-            except Exception as error:
-                if isinstance(error, ConfigError) and not records and not is_more:
-                    raise
-                records.append(Record(case.name, WHOLE_CASE, note=failed(error)))
+    for case in progress.each(cases, lambda case: case.name):
+        _forget_sizes()
+        try:
+            records += records_of(case)
+        except KeyboardInterrupt:
+            if not records and not is_more:
+                raise
+            progress.say(f"interrupted: {case.name} and what comes after it is left out")
+            break
+        except Exception as error:
+            if isinstance(error, ConfigError) and not records and not is_more:
+                raise
+            records.append(Record(case.name, WHOLE_CASE, note=failed(error)))
     return records
 
 
@@ -67,15 +65,14 @@ def _forget_sizes() -> None:
 def against_stock(case: Case, device: torch.device) -> list[Record]:
     """Runs every call of a case once for its result and once for its peak memory, then times all in turns.
 
-    A call that cannot be compiled, or that raises, becomes a row with the reason.
-
-    Raises:
-        Exception: any exception of the stock model.
+    A call that cannot be compiled, or that raises, becomes a row with the reason, stock included. Results are compared
+    with those of the first call that runs.
     """
     offered = dict(case.calls())
     calls: dict[str, Call] = {}
     differences: dict[str, str] = {}
-    stock: Any = None
+    peaks: dict[str, float | None] = {}
+    expected: Any = None
     for name, call in offered.items():
         if isinstance(call, str):
             continue
@@ -83,30 +80,28 @@ def against_stock(case: Case, device: torch.device) -> list[Record]:
             for _ in range(case.warm_up):
                 call()
             result = call()
-        except CompileError as error:
-            offered[name] = str(error)
-            continue
-        except _failures_to_compile() as failure:
-            offered[name] = not_compiled(failure)
-            continue
+            if calls:
+                differences[name] = difference(result, expected)
+            else:
+                expected = result
         except Exception as error:
-            if name == STOCK:
-                raise
-            offered[name] = failed(error)
+            offered[name] = _note(error)
             continue
         calls[name] = call
-        if name == STOCK:
-            stock = result
-        else:
-            differences[name] = difference(result, stock)
-    del stock, result
-    peaks = {name: peak_mib(call, device) for name, call in calls.items()}
+    result = expected = None
+    for name, call in list(calls.items()):
+        try:
+            peaks[name] = peak_mib(call, device)
+        except Exception as error:
+            offered[name] = _note(error)
+            del calls[name]
     timings = time_in_turns(
         calls,
         functools.partial(work_seconds, device=device, repetitions=case.calls_per_sample),
         rounds=case.rounds,
         warm_up=0,
         seconds=SECONDS_PER_CASE,
+        on_error=lambda name, error: offered.update({name: _note(error)}),
     )
     timings = {name: timing.per(case.steps) for name, timing in timings.items()}
     return [
@@ -116,12 +111,19 @@ def against_stock(case: Case, device: torch.device) -> list[Record]:
             case.name,
             name,
             timings[name],
-            None if name == STOCK else timings[STOCK],
+            None if name == STOCK else timings.get(STOCK),
             difference=differences.get(name),
             peak_mib=peaks[name],
         )
         for name, call in offered.items()
     ]
+
+
+def _note(error: Exception) -> str:
+    """Why a call was not timed; the traceback goes to stderr unless the call could not be compiled."""
+    if isinstance(error, CompileError):
+        return str(error)
+    return not_compiled(error) if isinstance(error, _failures_to_compile()) else failed(error)
 
 
 def _failures_to_compile() -> tuple[type[Exception], ...]:

@@ -1,12 +1,15 @@
-"""Result files as plots: a bar chart of times, and an op's bandwidth below that of a copy."""
+"""Result files as plots: a bar chart, an op's bandwidth below that of a copy, and a roofline."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from fuseopt.bench.harness.records import COPY, PEAK, Results
+from fuseopt.bench.harness.bars import bars
+from fuseopt.bench.harness.records import COPY, PEAK, Results, shortened
 from fuseopt.errors import ConfigError
+
+_LONGEST_NAME = 44
 
 
 def check_available() -> None:
@@ -18,26 +21,35 @@ def check_available() -> None:
 
 
 def save(results: Results, path: str | os.PathLike[str]) -> None:
-    """Draws all medians into a file whose suffix chooses the format; lower is better.
+    """Draws a bar for each row into a file whose suffix chooses the format, such as .png or .svg.
+
+    The bars are what `bars` chooses. They start at zero on a linear axis, so their lengths can be compared.
 
     Raises:
-        ConfigError: there is no matplotlib, or the file cannot be written.
+        ConfigError: there is no matplotlib, no row has such a number, or the file cannot be written.
     """
+    drawn = bars(results)
+    if drawn is None:
+        raise ConfigError("there is nothing to draw: no row has a time, a batch size or a difference; see the table")
     pyplot = _pyplot()
-    rows = [row for row in results.rows if row.milliseconds is not None]
-    cases, variants = (list(dict.fromkeys(names)) for names in zip(*((r.case, r.variant) for r in rows), strict=True))
-    figure, axes = pyplot.subplots(figsize=(10, 1.5 + 0.25 * len(rows)), layout="constrained")
-    height = 0.8 / len(variants)
-    for index, variant in enumerate(variants):
-        mine = [row for row in rows if row.variant == variant]
-        places = [cases.index(row.case) + index * height for row in mine]
-        times = [row.milliseconds[1] * (1000 if results.unit == "us" else 1) for row in mine if row.milliseconds]
-        axes.bar_label(axes.barh(places, times, height, label=variant), fmt="%.4g", fontsize="small")
-    axes.set_yticks([place + 0.4 - height / 2 for place in range(len(cases))], cases, fontsize="small")
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlabel(results.unit)
-    axes.legend()
+    cases = list(dict.fromkeys(bar.row.case for bar in drawn.bars))
+    names = [bar.row.variant.split(" [")[0] for bar in drawn.bars]
+    colors = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(names))}
+    figure, axes = pyplot.subplots(figsize=(10, 1.2 + 0.28 * (len(drawn.bars) + len(cases))), layout="constrained")
+    longest = max(bar.length for bar in drawn.bars)
+    place, ticks = 0, []
+    for case in cases:
+        axes.text(0, place, case, fontsize="small", fontweight="bold", verticalalignment="center")
+        place += 1
+        for bar in (bar for bar in drawn.bars if bar.row.case == case):
+            axes.barh(place, bar.length, 0.8, color=colors[bar.row.variant.split(" [")[0]])
+            axes.text(bar.length + longest / 100, place, bar.label, fontsize="small", verticalalignment="center")
+            ticks.append((place, shortened(bar.row.variant, _LONGEST_NAME)))
+            place += 1
+    axes.set_yticks(*map(list, zip(*ticks, strict=True)), fontsize="small")
+    axes.set(ylim=(place - 0.4, -0.6), xlim=(0, 1.25 * longest or 1), xlabel=drawn.axis)
+    if drawn.baseline is not None:
+        axes.axvline(drawn.baseline, color="gray", linestyle="--", linewidth=1)
     axes.set_title(_origin(results), fontsize="small")
     _write(figure, path)
 

@@ -162,12 +162,36 @@ class Results:
         return replace(self, rows=rows)
 
     def to_markdown(self) -> str:
-        """Machine, versions and date, and a table that is aligned so that it reads well as plain text."""
+        """`origin`, and a table that is aligned so that it reads well as plain text."""
+        behind = "".join(f"\n- {line}" for line in self.slower_auto)
+        listed = f"\n\nWhere what `backend: auto` takes is behind:\n{behind}" if behind else ""
+        return f"{self.origin}\n\n{_aligned(self.columns())}{listed}"
+
+    @property
+    def origin(self) -> str:
+        """Machine, versions, date and commit as one sentence."""
         on_gpu = self.machine["gpu"] != "none"
         place = self.machine["gpu"] if on_gpu else f"{self.machine['cpu']}, {self.machine['threads']} threads"
         versions = ", ".join(f"{name} {self.versions[name]}" for name in ("torch", "transformers", "python"))
-        table = _table(self.rows, self.unit, on_gpu) + _slower_auto(self.rows)
-        return f"{place}; {versions}; {self.date}, commit {self.commit or 'unknown'}.\n\n{table}"
+        return f"{place}; {versions}; {self.date}, commit {self.commit or 'unknown'}."
+
+    @property
+    def shown_unit(self) -> str:
+        """The unit that fits the times: `unit`, but ms if none is below 1 ms, and us if all are."""
+        times = [row.milliseconds[1] for row in self.rows if row.milliseconds is not None]
+        if not times:
+            return self.unit
+        return "ms" if min(times) >= 1 else "us" if max(times) < 1 else self.unit
+
+    def columns(self) -> dict[str, list[str]]:
+        """The cells of the table by column, one for each row; only columns that say something."""
+        return _columns(self.rows, self.shown_unit, self.machine["gpu"] != "none")
+
+    @property
+    def slower_auto(self) -> list[str]:
+        """A line for each row that `backend: auto` takes although something else is faster."""
+        said = ((row, _behind(row, self.rows)) for row in self.rows if row.auto)
+        return [f"{row.case}: {row.variant}; {behind}" for row, behind in said if behind]
 
     def plot(self, path: str | os.PathLike[str], what: str = "times") -> None:
         """Draw the rows into a file whose suffix chooses the format.
@@ -193,20 +217,20 @@ class Results:
         return head.replace('"rows": []', f'"rows": [\n  {listed}\n ]')
 
 
-def _shortened(name: str) -> str:
+def shortened(name: str, longest: int = _LONGEST_NAME) -> str:
     """A name cut in the middle if it is long, as names of kernels are."""
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]} ... {name[-_LONGEST_NAME // 2 :]}"
+    return name if len(name) <= longest else f"{name[: longest // 2]} ... {name[-longest // 2 :]}"
 
 
-def _table(rows: Sequence[Record], unit: str, on_gpu: bool) -> str:
+def _columns(rows: Sequence[Record], unit: str, on_gpu: bool) -> dict[str, list[str]]:
     columns = {
         "work": [row.case for row in rows],
-        "variant": [_shortened(row.variant) + (" (auto)" if row.auto else "") for row in rows],
+        "variant": [shortened(row.variant) + (" (auto)" if row.auto else "") for row in rows],
         unit: [_time(row, unit) for row in rows],
         "launches": [_number(row.launches) for row in rows],
         "start to end us": [_number(row.kernel_us) for row in rows],
         "share": ["" if row.share is None else f"{row.share:.2f}" for row in rows],
-        "first token us": [_number(row.first_token_us) for row in rows],
+        f"first token {unit}": [_number(_in(unit, row.first_token_us, "us")) for row in rows],
         "wall us": [_number(row.wall_us) for row in rows],
         "host us": [_number(row.host_us) for row in rows],
         **_bandwidth(rows, on_gpu),
@@ -230,6 +254,10 @@ def _table(rows: Sequence[Record], unit: str, on_gpu: bool) -> str:
     shown = {name: cells for name, cells in columns.items() if name in always or any(cells)}
     cases = shown["work"]
     shown["work"] = ["" if i and case == cases[i - 1] else case for i, case in enumerate(cases)]
+    return shown
+
+
+def _aligned(shown: Mapping[str, Sequence[str]]) -> str:
     widths = [max(map(len, (name, *cells))) for name, cells in shown.items()]
     lines = [tuple(shown), tuple("-" * width for width in widths), *zip(*shown.values(), strict=True)]
     return "\n".join(
@@ -260,16 +288,17 @@ def _behind(row: Record, rows: Sequence[Record]) -> str:
     return "; ".join(filter(None, (f"{fastest} is {1 / row.speed_up[1]:.3f}x as fast", note)))
 
 
-def _slower_auto(rows: Sequence[Record]) -> str:
-    said = ((row, _behind(row, rows)) for row in rows if row.auto)
-    lines = [f"- {row.case}: {row.variant}; {behind}" for row, behind in said if behind]
-    return "\n\nWhere what `backend: auto` takes is behind:\n\n" + "\n".join(lines) if lines else ""
-
-
 def _time(row: Record, unit: str) -> str:
     if row.milliseconds is None:
         return "not run"
-    return _number(row.milliseconds[1] * (1000 if unit == "us" else 1))
+    return _number(_in(unit, row.milliseconds[1], "ms"))
+
+
+def _in(unit: str, time: float | None, given: str) -> float | None:
+    """A time in `given`, "ms" or "us", converted to `unit`."""
+    if time is None or unit == given:
+        return time
+    return time * 1000 if unit == "us" else time / 1000
 
 
 def _number(value: float | None) -> str:

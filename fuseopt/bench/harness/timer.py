@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -61,6 +62,7 @@ def time_in_turns(
     rounds: int,
     warm_up: int = 1,
     seconds: float = float("inf"),
+    on_error: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, Timing]:
     """Times several calls: each round takes one sample of each.
 
@@ -69,17 +71,33 @@ def time_in_turns(
         rounds: samples per call.
         warm_up: untimed calls of each before the first round.
         seconds: after this long no further round starts, except for the first three.
+        on_error: called with the name of a call that raises and its exception; that call is left out of the result.
+            By default the exception is raised.
     """
-    for call in calls.values():
-        for _ in range(warm_up):
-            call()
     samples: dict[str, list[float]] = {name: [] for name in calls}
+
+    def attempt(name: str, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception as error:
+            if on_error is None:
+                raise
+            del samples[name]
+            on_error(name, error)
+            return None
+
+    for name, call in calls.items():
+        for _ in range(warm_up):
+            if name in samples:
+                attempt(name, call)
     start = time.perf_counter()
     for done in range(rounds):
         if done >= 3 and time.perf_counter() - start > seconds:
             break
-        for name, call in calls.items():
-            samples[name].append(sample(call))
+        for name in list(samples):
+            taken = attempt(name, functools.partial(sample, calls[name]))
+            if taken is not None:
+                samples[name].append(taken)
     return {name: Timing(tuple(values)) for name, values in samples.items()}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Set
@@ -14,11 +13,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import LogitsProcessor
 
 import fuseopt
 from fuseopt import apply
+from fuseopt.bench.harness import progress
 from fuseopt.bench.harness.records import FAILED, STOCK
 from fuseopt.bench.harness.timer import Call
 from fuseopt.build import loader
@@ -139,7 +138,7 @@ def fuse(model: nn.Module, name: str, config: FusionConfig) -> tuple[str, str | 
 
 def failed(error: Exception) -> str:
     """The one-line note for a call that raised `error`; also writes the traceback to stderr."""
-    tqdm.write("".join(traceback.format_exception(error)), file=sys.stderr)
+    progress.say("".join(traceback.format_exception(error)))
     return FAILED + "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
 
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import functools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from fuseopt.bench.harness import progress
 from fuseopt.bench.harness.architectures import dropout_rates, load_config, random_model
 from fuseopt.bench.harness.measure import measure
 from fuseopt.bench.harness.records import STOCK, Record, Results
-from fuseopt.bench.harness.workloads import FusionConfig, fuse
+from fuseopt.bench.harness.workloads import FusionConfig, failed, fuse
 from fuseopt.errors import ConfigError
 
+_T = TypeVar("_T")
 EXACT_STEPS = 50
 WINDOW = 25
 LEARNING_RATE = 1e-3
@@ -56,7 +58,7 @@ def run(
 
     Then, without dropout, it compares the losses of `EXACT_STEPS` steps in float32, and the gradients of one step with
     float64. Training amplifies any difference, so the losses are shown beside those of stock from weights that differ
-    by a rounding error. Progress bars on stderr show the rows and the steps of each training.
+    by a rounding error. A config that raises gets rows with the reason. Progress on stderr shows each training.
 
     Raises:
         ConfigError: an unknown model; a config that replaces nothing.
@@ -69,27 +71,58 @@ def _records(
     row: Row, configs: Mapping[str, FusionConfig], device: torch.device, steps: int, seeds: int
 ) -> Iterator[Record]:
     case = f"{row.name}, {steps} steps"
-    stock = [_losses(row, None, device, seed, steps) for seed in range(seeds)]
+
+    def curves_of(config: FusionConfig | None) -> list[list[float]]:
+        return [_losses(row, config, device, seed, steps) for seed in range(seeds)]
+
+    stock = curves_of(None)
     ends = sorted(curve[-1] for curve in map(_windows, stock))
     yield Record(case, STOCK, note=f"{seeds} seeds end at {ends[0]:.4f} to {ends[-1]:.4f}")
     for name, config in configs.items():
-        fused = [_losses(row, config, device, seed, steps) for seed in range(seeds)]
+        fused = _attempt(functools.partial(curves_of, config))
+        if isinstance(fused, str):
+            yield Record(case, name, note=fused)
+            continue
         inside, end = _inside(list(map(_windows, fused)), list(map(_windows, stock)))
         note = f"mean ends at {end:.4f}; inside stock's seeds in {inside:.0%} of the windows of {WINDOW} steps"
         yield Record(case, name, note=note)
     exact = dataclasses.replace(row, dropout=0.0, autocast=False)
     expected = _losses(exact, None, device, 0, EXACT_STEPS)
     nudged = _losses(exact, None, device, 0, EXACT_STEPS, NUDGE)
-    others = {name: _losses(exact, config, device, 0, EXACT_STEPS) for name, config in configs.items()}
+    others = {
+        name: _attempt(functools.partial(_losses, exact, config, device, 0, EXACT_STEPS))
+        for name, config in configs.items()
+    }
     for name, losses in {STOCK: nudged, **others}.items():
+        if isinstance(losses, str):
+            yield Record(f"{exact.name}, {EXACT_STEPS} steps", name, note=losses)
+            continue
         worst = max(abs(own - other) / other for own, other in zip(losses, expected, strict=True))
         note = "of the losses" + (f", weights {NUDGE:g} of themselves off" if name == STOCK else "")
         yield Record(f"{exact.name}, {EXACT_STEPS} steps", name, difference=f"{worst:.1e}", note=note)
     without = dataclasses.replace(row, dropout=0.0)
-    errors = _gradient_errors(without, configs, device)
+    stock_error, errors = _gradient_errors(without, configs, device)
+    case = f"{without.name}, gradients against float64"
+    yield Record(case, STOCK, difference=f"{stock_error:.1e}")
     for name, error in errors.items():
-        beside = None if name == STOCK else f"{error / errors[STOCK]:.3f} times stock's"
-        yield Record(f"{without.name}, gradients against float64", name, difference=f"{error:.1e}", note=beside)
+        if isinstance(error, str):
+            yield Record(case, name, note=error)
+        else:
+            yield Record(case, name, difference=f"{error:.1e}", note=f"{error / stock_error:.3f} times stock's")
+
+
+def _attempt(train: Callable[[], _T]) -> _T | str:
+    """What `train` returns, or the note on the exception that it raises.
+
+    Raises:
+        ConfigError: the config replaces nothing.
+    """
+    try:
+        return train()
+    except ConfigError:
+        raise
+    except Exception as error:
+        return failed(error)
 
 
 def _windows(losses: Sequence[float]) -> list[float]:
@@ -124,7 +157,7 @@ def _losses(
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses = []
     what = f"{STOCK if config is None else 'fused'}, seed {seed}"
-    for batch in tqdm(_batches(row, device, seed, steps), what, steps, leave=False, unit="step"):
+    for batch in progress.steps(_batches(row, device, seed, steps), what, steps):
         losses.append(_loss(model, batch, row.autocast))
         losses[-1].backward()
         optimizer.step()
@@ -137,23 +170,27 @@ def _loss(model: nn.Module, batch: Mapping[str, Tensor], autocast: bool) -> Tens
         return model(**batch).loss
 
 
-def _gradient_errors(row: Row, configs: Mapping[str, FusionConfig], device: torch.device) -> dict[str, float]:
-    """The norm of all gradients' differences from float64, relative to the norm of the gradients, in one step."""
+def _gradient_errors(
+    row: Row, configs: Mapping[str, FusionConfig], device: torch.device
+) -> tuple[float, dict[str, float | str]]:
+    """The norm of all gradients' differences from float64, relative to the norm of the gradients, in one step.
+
+    Of stock and of each config; for a config that raises, the note that says so.
+    """
     (batch,) = _batches(row, device, 0, 1)
-    models = {STOCK: _model(row, None, device, 0)} | {
-        name: _model(row, config, device, 0) for name, config in configs.items()
-    }
-    exact = copy.deepcopy(models[STOCK]).double()
+    exact = _model(row, None, device, 0).double()
     _loss(exact, batch, False).backward()
     expected = {name: parameter.grad for name, parameter in exact.named_parameters()}
     size = sum(gradient.square().sum() for gradient in expected.values()) ** 0.5
-    errors = {}
-    for name, model in models.items():
+
+    def error(config: FusionConfig | None) -> float:
+        model = _model(row, config, device, 0)
         _loss(model, batch, row.autocast).backward()
         gradients = ((parameter.grad, expected[path]) for path, parameter in model.named_parameters())
         distance = sum((gradient.double() - other).square().sum() for gradient, other in gradients) ** 0.5
-        errors[name] = (distance / size).item()
-    return errors
+        return (distance / size).item()
+
+    return error(None), {name: _attempt(functools.partial(error, config)) for name, config in configs.items()}
 
 
 def _batches(row: Row, device: torch.device, seed: int, count: int) -> Iterator[dict[str, Tensor]]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 import fuseopt
+from fuseopt.bench.harness import progress
 from fuseopt.bench.harness.machine import machine, versions
 from fuseopt.bench.harness.measure import against_stock, measure
 from fuseopt.bench.harness.records import Results
+from fuseopt.bench.harness.workloads import failed
 from fuseopt.bench.suites import demo_continuations
 from fuseopt.bench.suites.demo_cases import CPU, GPU, QUICK, demo_cases
 
@@ -25,10 +29,26 @@ def run(*, device: torch.device, quick: bool, checkpoints: Path, out: str | os.P
     """Runs and prints the demo.
 
     Args:
-        quick: less text, and tiny architectures in the table: shows that everything works, but no useful times.
+        quick: less text, and tiny architectures on one thread: shows that everything works, but no useful times.
         checkpoints: a folder of checkpoint folders, and prompts.txt with a prompt a line.
         out: where to write the results as JSON.
     """
+    with _threads(1) if quick else contextlib.nullcontext():
+        return _run(device, quick, checkpoints, out)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """torch uses so many threads inside. Tiny work on several threads waits for them, on a busy machine for long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _run(device: torch.device, quick: bool, checkpoints: Path, out: str | os.PathLike[str] | None) -> Results:
     for title, entries in (("machine", machine()), ("versions", versions())):
         print(f"{title}: {', '.join(f'{name} {value}' for name, value in entries.items())}")
     _show_checkpoints(checkpoints, device, *(QUICK_TEXT if quick else TEXT))
@@ -51,4 +71,8 @@ def _show_checkpoints(checkpoints: Path, device: torch.device, count: int, new_t
         return
     lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     for folder in folders:
-        demo_continuations.show(folder, lines[:count], new_tokens, device)
+        progress.say(f"{folder.name} continues {count} prompts, {new_tokens} tokens each, stock and fused")
+        try:
+            demo_continuations.show(folder, lines[:count], new_tokens, device)
+        except Exception as error:
+            print(f"\n{folder.name}: {failed(error)}")

@@ -17,7 +17,7 @@ from fuseopt.bench.harness.measure import SECONDS_PER_CASE, measure, peak_mib, t
 from fuseopt.bench.harness.records import STOCK, Record, Results
 from fuseopt.bench.harness.timer import sustained_seconds, time_in_turns
 from fuseopt.bench.harness.workloads import FusionConfig, dtype_name, failed, fuse, random_tokens
-from fuseopt.errors import CompileError
+from fuseopt.errors import CompileError, ConfigError
 from fuseopt.kernel_table import preset_block
 
 COMPILE = "torch.compile"
@@ -200,6 +200,10 @@ def _records(
     # Losses are compared with stock's, or if stock runs out of memory, with those of the next system.
     first, baseline = next(iter(running.items()))
     refused = {name: _refusal(row, trial, first, baseline) for name, trial in trials.items()}
+
+    def refuse(name: str, error: Exception) -> None:
+        refused[name] = _why(error)
+
     timings = time_in_turns(
         {name: trial.step for name, trial in running.items() if refused[name] is None},
         # A loop does not wait for the GPU after every step.
@@ -207,6 +211,7 @@ def _records(
         rounds=5,
         warm_up=1,
         seconds=SECONDS_PER_CASE,
+        on_error=refuse,
     )
     records = [
         Record(row.name, name, note=refused[name])
@@ -256,31 +261,36 @@ def first_steps(
     """The variant's name, and the trial of its first steps or the reason why there is none."""
     before = taken_bytes(device) if device.type == "cuda" else 0
     overrides = {} if row.dropout is None else dropout_rates(row.model, row.dropout)
-    model = random_model(row.model, device, PRECISIONS[row.precision], **overrides).train()
-    if not model.config.is_encoder_decoder:
-        # Where transformers has to guess the loss it warns, and that breaks torch.compile's graph before the loss.
-        model.loss_type = "ForCausalLM"
-    if config is not None:
-        name, unmet = fuse(model, name, config)
-        if unmet is not None:
-            return name, unmet
-    if name == COMPILE:
-        model.compile()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    step = Loop(model, optimizer, batch, row.autocast)
-    torch.manual_seed(0)
-    start = time.perf_counter()
     try:
+        model = random_model(row.model, device, PRECISIONS[row.precision], **overrides).train()
+        if not model.config.is_encoder_decoder:
+            # Where transformers has to guess the loss it warns, and that breaks torch.compile's graph before the loss.
+            model.loss_type = "ForCausalLM"
+        if config is not None:
+            name, unmet = fuse(model, name, config)
+            if unmet is not None:
+                return name, unmet
+        if name == COMPILE:
+            model.compile()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        step = Loop(model, optimizer, batch, row.autocast)
+        torch.manual_seed(0)
+        start = time.perf_counter()
         losses = [step().item()]
         first_seconds = time.perf_counter() - start
         losses += [step().item() for _ in range(COMPARED_STEPS - 1)]
         return name, Trial(step, tuple(losses), first_seconds, peak_mib(step, device, above=before))
-    except torch.OutOfMemoryError:
-        return name, OUT_OF_MEMORY
-    except CompileError as error:
-        return name, str(error)
+    except ConfigError:
+        raise
     except Exception as error:
-        return name, failed(error)
+        return name, _why(error)
+
+
+def _why(error: Exception) -> str:
+    """Why a system is not timed."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    return str(error) if isinstance(error, CompileError) else failed(error)
 
 
 def _refusal(row: Row, trial: Trial | str, first: str, baseline: Trial) -> str | None:

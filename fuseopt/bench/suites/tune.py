@@ -7,7 +7,7 @@ arguments. Only what a run can force is measured: limits between kernels inside 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fuseopt import ops
 from fuseopt.bench.harness.cuda_graph import graph_of
+from fuseopt.bench.harness.measure import measure
 from fuseopt.bench.harness.records import Record, Results
 from fuseopt.bench.harness.timer import Call, Timing, time_in_turns, work_seconds
 from fuseopt.errors import ConfigError
@@ -84,22 +85,23 @@ def run(
     """
     if device.type != "cuda" and sample is None:
         raise ConfigError(f"bench tune: kernels run on a GPU, not on {device}")
-    records, proposed = [], {}
-    for threshold in THRESHOLDS if thresholds is None else thresholds:
+    proposed: dict[str, int] = {}
+
+    def records_of(threshold: Threshold) -> Iterator[Record]:
         is_faster = []
         for size in threshold.sizes:
             timings = _timings(threshold, size, device, sample)
             is_faster.append(timings[KERNEL].speed_up_over(timings[ALTERNATIVE]).median > 1)
-            records += [
-                Record.of(f"{threshold.name} at {size}", KERNEL, timings[KERNEL], timings[ALTERNATIVE]),
-                Record.of(f"{threshold.name} at {size}", ALTERNATIVE, timings[ALTERNATIVE], None),
-            ]
+            yield Record.of(f"{threshold.name} at {size}", KERNEL, timings[KERNEL], timings[ALTERNATIVE])
+            yield Record.of(f"{threshold.name} at {size}", ALTERNATIVE, timings[ALTERNATIVE], None)
         before, value = tuned(threshold.name, device), threshold.value(is_faster)
         if value is None:
-            records.append(Record(threshold.name, "value", note=f"{before}: the kernel is not faster at any end"))
-            continue
-        proposed[threshold.name] = value
-        records.append(Record(threshold.name, "value", note=f"{before} -> {value}"))
+            yield Record(threshold.name, "value", note=f"{before}: the kernel is not faster at any end")
+        else:
+            proposed[threshold.name] = value
+            yield Record(threshold.name, "value", note=f"{before} -> {value}")
+
+    records = measure(THRESHOLDS if thresholds is None else thresholds, records_of)
     results = Results.measured_here("tune", records, unit="us")
     if save and proposed:
         found = f"`fuseopt bench tune`, {results.machine['gpu']}, {results.date}, commit {results.commit}."

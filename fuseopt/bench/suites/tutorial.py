@@ -16,7 +16,7 @@ from fuseopt.bench.harness.records import Results
 from fuseopt.bench.harness.workloads import FusionConfig, ModelCase, dtype_name, generate, random_tokens
 from fuseopt.bench.suites.demo_cases import NGRAM
 
-MAX_LENGTH = 20
+NEW_TOKENS = 19
 KERNELS = ["FusedRMSNorm", "FusedNoRepeatNGram", "FusedGELU"]
 CONFIGS: dict[str, FusionConfig] = {
     "three kernels": {"kernel_fusion": {"custom_cuda_kernels": KERNELS, "jit": False}},
@@ -54,35 +54,44 @@ class PerRowNoRepeatNGram(LogitsProcessor):
         return scores
 
 
-def run(*, device: torch.device, name: str = "t5-base", batch: int | None = None) -> Results:
-    """Times greedy `generate()` per new token, from prompts of one token, in float32 and bfloat16.
+def run(
+    *,
+    device: torch.device,
+    name: str = "t5-base",
+    batch: int | None = None,
+    length: int = 1,
+    new: int = NEW_TOKENS,
+) -> Results:
+    """Times greedy `generate()` per new token, in float32 and bfloat16. The default sizes are those of the tutorial.
 
     The baseline is today's transformers and, in further rows, transformers with `PerRowNoRepeatNGram`.
 
     Args:
-        batch: 256 by default, as in the tutorial; 8 on a CPU.
+        name: an architecture by name, a folder with a config.json, or a model id; weights are random.
+        batch: prompts; 256 by default, 8 on a CPU.
+        length: tokens per prompt; for a T5, of the encoder's input.
+        new: new tokens per prompt.
     """
     batch = batch or (256 if device.type == "cuda" else 8)
-    cases = [case for dtype in (torch.float32, torch.bfloat16) for case in _cases(name, batch, dtype, device)]
+    sizes = (batch, length, new)
+    cases = [case for dtype in (torch.float32, torch.bfloat16) for case in _cases(name, sizes, dtype, device)]
     records = measure(cases, functools.partial(against_stock, device=device))
     return Results.measured_here("tutorial", records, unit="us")
 
 
-def _cases(name: str, batch: int, dtype: torch.dtype, device: torch.device) -> list[ModelCase]:
+def _cases(name: str, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> list[ModelCase]:
+    batch, length, new = sizes
     model = functools.cache(functools.partial(random_model, name, device, dtype))
-    prompts = random_tokens(device, load_config(name).vocab_size, batch, 1)
-    arguments: dict[str, Any] = {"max_length": MAX_LENGTH, "num_beams": 1}
+    prompts = random_tokens(device, load_config(name).vocab_size, batch, length)
+    arguments: dict[str, Any] = {"max_new_tokens": new, "num_beams": 1}
     work = generate(prompts, no_repeat_ngram_size=NGRAM, **arguments)
 
     def old_work(stock: nn.Module) -> Tensor:
         processors = LogitsProcessorList([PerRowNoRepeatNGram(NGRAM)])
         return generate(prompts, logits_processor=processors, **arguments)(stock)
 
-    new_tokens = MAX_LENGTH - 1
-    title = f"a token of {name} generate, {batch} x (1 + {new_tokens}), ngram {NGRAM}, {dtype_name(dtype)}"
+    title = f"a token of {name} generate, {batch} x ({length} + {new}), ngram {NGRAM}, {dtype_name(dtype)}"
     return [
-        ModelCase(title, model, work, CONFIGS, steps=new_tokens),
-        ModelCase(
-            f"{title}, stock with n-gram bans row by row", model, work, CONFIGS, stock_work=old_work, steps=new_tokens
-        ),
+        ModelCase(title, model, work, CONFIGS, steps=new),
+        ModelCase(f"{title}, stock with n-gram bans row by row", model, work, CONFIGS, stock_work=old_work, steps=new),
     ]

@@ -188,14 +188,48 @@ def test_a_way_to_run_a_model_that_raises_leaves_the_others(monkeypatch, where):
     if where == "call":
         case = ModelCase("tiny", lambda: model, work, {"preset": "reference"}, rounds=1, others={"refused": refused})
     else:
-        initialize = fuseopt.initialize
+        initialize = fuseopt._initialize
         monkeypatch.setattr(
-            fuseopt, "initialize", lambda twin, config: refused(twin) if config == "x" else initialize(twin, config)
+            fuseopt,
+            "_initialize",
+            lambda twin, config, strict: refused(twin) if config == "x" else initialize(twin, config, strict),
         )
         case = ModelCase("tiny", lambda: model, work, {"refused": "x", "preset": "reference"}, rounds=1)
     stock, other, fused = measure([case], functools.partial(against_stock, device=CPU))
     assert stock.milliseconds and fused.milliseconds
     assert (other.variant, other.milliseconds, other.note) == ("refused", None, "failed: RuntimeError: out of order")
+
+
+def test_stock_that_raises_is_a_row_too():
+    def no_memory(model):
+        raise torch.OutOfMemoryError("no memory for stock")
+
+    model = random_model("gpt2-tiny", CPU, torch.float32)
+    work = forward(input_ids=torch.arange(8)[None])
+    configs = {"preset": "reference", "FusedGELU": REFERENCE_GELU}
+    case = ModelCase("tiny", lambda: model, work, configs, rounds=2, stock_work=no_memory)
+    stock, first, second = measure([case], functools.partial(against_stock, device=CPU))
+    assert stock.failed and stock.note.endswith("no memory for stock")
+    assert first.milliseconds and first.speed_up is None and first.difference is None
+    assert second.milliseconds and second.speed_up is None and float(second.difference) < 1e-5
+
+
+def test_a_call_that_raises_while_it_is_timed_is_a_row():
+    calls = []
+
+    def third_time_unlucky(model):
+        calls.append(1)
+        if len(calls) == 3:  # after its result and the first round
+            raise RuntimeError("worn out")
+        return work(model)
+
+    model = random_model("gpt2-tiny", CPU, torch.float32)
+    work = forward(input_ids=torch.arange(8)[None])
+    case = ModelCase("tiny", lambda: model, work, {}, rounds=3, others={"fragile": third_time_unlucky, "firm": work})
+    device = torch.device("cpu")
+    stock, fragile, firm = measure([case], functools.partial(against_stock, device=device))
+    assert (fragile.milliseconds, fragile.note) == (None, "failed: RuntimeError: worn out")
+    assert stock.rounds == firm.rounds == 3 and firm.speed_up
 
 
 def test_memory_of_dead_graphs_is_not_what_a_call_frees(monkeypatch):

@@ -37,9 +37,22 @@ def test_curves_gradients_and_the_first_steps():
 def test_progress_counts_rows_and_steps(capsys):
     curves.run(device=CPU, rows=[ROW], configs={"fused": KERNELS}, steps=5, seeds=1)
     shown = capsys.readouterr().err
-    assert "row" in shown or "case" in shown
-    assert "1/1" in shown and ROW.name in shown
-    assert "stock, seed 0" in shown and "fused, seed 0" in shown and "/5 [" in shown
+    assert shown.startswith(f"[1/1] {ROW.name}\nstock, seed 0, 5 steps\nfused, seed 0, 5 steps\n")
+
+
+def test_a_config_that_raises_is_rows_and_the_others_are_trained(monkeypatch, capsys):
+    fuse = curves.fuse
+
+    def fuse_one(model, name, config):
+        if config == "broken":
+            raise RuntimeError("no such kernel")
+        return fuse(model, name, config)
+
+    monkeypatch.setattr(curves, "fuse", fuse_one)
+    results = curves.run(device=CPU, rows=[ROW], configs={"broken": "broken", "fused": KERNELS}, steps=2, seeds=1)
+    notes = {variant: [row.note for row in results.rows if row.variant == variant] for variant in ("broken", "fused")}
+    assert notes["broken"] == ["failed: RuntimeError: no such kernel"] * 3
+    assert len(notes["fused"]) == 3 and not any(row.failed for row in results.rows if row.variant == "fused")
 
 
 def test_a_model_that_trains_otherwise_shows(monkeypatch):

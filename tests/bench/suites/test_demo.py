@@ -16,6 +16,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from fuseopt.bench.suites import demo_continuations
 from fuseopt.cli import main
 
 
@@ -51,8 +52,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_quick_demo_from_plan_to_table(capsys, checkpoints: Path, tmp_path):
     out_file = tmp_path / "quick.json"
     argv = ["demo", "--quick", "--device", "cpu", "--checkpoints", str(checkpoints), "--out", str(out_file)]
-    assert main(argv) == 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert main(argv) == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
     out, err = capsys.readouterr()
+    assert json.loads(out_file.read_text())["machine"]["threads"] == "1"
     for title in ("plan for GPT2LMHeadModel (policy gpt2)", "plan for T5ForConditionalGeneration (policy t5)"):
         assert title in out
     assert out.count("the same tokens") == 6
@@ -60,7 +68,7 @@ def test_quick_demo_from_plan_to_table(capsys, checkpoints: Path, tmp_path):
     # Two prompts, 16 tokens, three rounds: all of it is to take well under a minute.
     assert out.count("2 prompts x 16 tokens") == 6
     assert out.count("prompt  In the beginning\n") == 2
-    assert "case" in err
+    assert "gpt2 continues 2 prompts, 16 tokens each" in err and "[10/10] t5-tiny generate, " in err
 
     rows = json.loads(out_file.read_text())["rows"]
     kernels = {"no-repeat-ngram", "its", "gelu_new", "T5LayerNorm", "LayerNorm"}
@@ -73,6 +81,21 @@ def test_quick_demo_from_plan_to_table(capsys, checkpoints: Path, tmp_path):
 
     assert main(["demo", "--markdown", str(out_file)]) == 0
     assert capsys.readouterr().out.strip() in out
+
+
+def test_a_checkpoint_that_raises_is_a_line_and_the_next_is_shown(capsys, checkpoints: Path, monkeypatch):
+    def load(folder: Path):
+        if folder.name == "gpt2":
+            raise RuntimeError("half a file")
+        return loads(folder)
+
+    loads = demo_continuations._load
+    monkeypatch.setattr(demo_continuations, "_load", load)
+    monkeypatch.setattr("fuseopt.bench.suites.demo.demo_cases", lambda sizes, device: [])
+    assert main(["demo", "--quick", "--device", "cpu", "--checkpoints", str(checkpoints)]) == 0
+    out, err = capsys.readouterr()
+    assert "gpt2: failed: RuntimeError: half a file" in out and "Traceback" in err
+    assert "plan for T5ForConditionalGeneration" in out and out.count("the same tokens") == 3
 
 
 def test_demo_without_checkpoints_says_so(capsys, tmp_path, monkeypatch):

@@ -45,9 +45,7 @@ def test_times_add_up_to_the_step():
     whole = rows[ALL]
     # Seven kernels add 3 us, the first one 5 us and 1 us before it.
     assert whole.milliseconds[1] == pytest.approx(0.027) and whole.launches == 8 and whole.share == pytest.approx(1)
-    assert whole.of_floor == pytest.approx(6.4 / 27) and whole.terabytes_per_second == pytest.approx(
-        6400 / 27e-6 / 1e12
-    )
+    assert whole.of_floor == pytest.approx(6.4 / 27) and whole.gigabytes_per_second == pytest.approx(6400 / 27e-6 / 1e9)
     assert rows[IDLE].milliseconds[1] == pytest.approx(0.001) and rows[IDLE].share == pytest.approx(1 / 27)
     assert set(rows) == {
         ALL,

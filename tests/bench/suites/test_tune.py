@@ -76,6 +76,18 @@ def test_run_writes(folder: Path) -> None:
     assert "// TUNED: `fuseopt bench tune`, " in (folder / "sm_90.inc").read_text()
 
 
+def test_a_threshold_that_raises_is_a_row_and_the_next_is_measured(folder: Path, capsys) -> None:
+    def broken(size: int, device: torch.device) -> dict[str, tune.Call]:
+        raise RuntimeError("no such kernel")
+
+    thresholds = [Threshold("decode_linear_max_work", SIZES, broken), crossing(25)]
+    results = tune.run(device=CPU, thresholds=thresholds, sample=lambda call: call())
+    failed, *_, value = results.rows
+    assert (failed.case, failed.note) == ("decode_linear_max_work", "failed: RuntimeError: no such kernel")
+    assert value.note == "3072 -> 20"
+    assert "[2/2] decode_linear_long_k" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("threshold", tune.THRESHOLDS, ids=lambda threshold: threshold.name)
 def test_kernel_and_alternative_compute_the_same(threshold: Threshold, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("decode_linear", "decode_qkv_attention_", "decode_attention_", "prompt_attention_"):
@@ -97,5 +109,6 @@ def _by_reference(op, *arguments, **options):
 def test_a_cpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="bench tune: kernels run on a GPU"):
         tune.run(device=CPU)
-    assert main(["bench", "tune", "--device", "cpu"]) == 2
-    assert "kernels run on a GPU" in capsys.readouterr().err
+    for command in (["bench", "tune"], ["tune"]):
+        assert main([*command, "--device", "cpu"]) == 2
+        assert "kernels run on a GPU" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from transformers import NoRepeatNGramLogitsProcessor
 
 from fuseopt.bench.suites import tutorial
 from fuseopt.bench.suites.tutorial import PerRowNoRepeatNGram
+from fuseopt.cli import main
 
 
 @given(
@@ -34,10 +35,24 @@ def test_every_variant_is_timed_against_both_processors(monkeypatch):
     calls = []
     call = PerRowNoRepeatNGram.__call__
     monkeypatch.setattr(PerRowNoRepeatNGram, "__call__", lambda *arguments: calls.append(1) or call(*arguments))
-    results = tutorial.run(device=torch.device("cpu"), name="t5-tiny", batch=3)
-    assert calls and len(calls) % 19 == 0
+    results = tutorial.run(device=torch.device("cpu"), name="t5-tiny", batch=3, length=2, new=5)
+    assert calls and len(calls) % 5 == 0
     variants = ["stock", "three kernels", "preset without generation", "preset inference"]
     assert [row.variant.split(" [")[0] for row in results.rows] == variants * 4
     assert {row.difference for row in results.rows if row.variant != "stock"} == {"tokens equal"}
     assert {row.case.split(", ")[3] for row in results.rows} == {"float32", "bfloat16"}
     assert results.unit == "us"
+    assert results.rows[0].case == "a token of t5-tiny generate, 3 x (2 + 5), ngram 3, float32"
+
+
+def test_sizes_from_the_command_line(monkeypatch):
+    asked = []
+    monkeypatch.setattr(tutorial, "run", lambda **options: asked.append(options) or exit(0))
+    for argv in (["--model", "gpt2", "--batch", "4", "--length", "7", "--new", "9"], []):
+        with pytest.raises(SystemExit):
+            main(["bench", "tutorial", "--device", "cpu", *argv])
+    device = torch.device("cpu")
+    assert asked == [
+        {"device": device, "name": "gpt2", "batch": 4, "length": 7, "new": 9},
+        {"device": device, "name": "t5-base", "batch": None, "length": 1, "new": 19},
+    ]
