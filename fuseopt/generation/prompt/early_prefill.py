@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from fuseopt.generation import tiers
 from fuseopt.generation.engine.decode_run import DecodeRun
 from fuseopt.generation.engine.graphs import StepGraphs
-from fuseopt.generation.engine.layers import has_kernel
+from fuseopt.generation.engine.layers import has_cuda_kernel
 from fuseopt.generation.engine.state import DecodeState, Sizes, prompt_length_for
 from fuseopt.generation.hf.checked_step import CheckedStep
 from fuseopt.generation.prompt.call_outcomes import CallOutcomes, call_key
@@ -125,7 +125,7 @@ class EarlyPrefill:
         step = self.checked.step
         encodes = step.encoder_class is not None
         # Some versions of transformers do not run the encoder if encoder_outputs=None is passed.
-        captures = self.graphs.max_graphs and has_kernel("decode_attention", step.token_embedding)
+        captures = self.graphs.max_graphs and has_cuda_kernel("decode_attention", step.token_embedding)
         if "encoder_outputs" in extra or not captures:
             return EarlyWork(extra)
         reason = next(tiers.early_prefill_reasons(self.model, step.shape.device, arguments, extra), None)
