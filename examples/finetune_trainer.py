@@ -108,6 +108,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         options.out = options.out or folder
+        Path(options.out).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.out).close()  # raises here, and not after training, if it cannot be written
         compare(options)
 
 

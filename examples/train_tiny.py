@@ -18,6 +18,7 @@ import json
 import re
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -430,6 +431,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, help="rows a step (default: what the shipped ones were given)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
+    args.out.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=args.out).close()  # raises here, and not after training, if nothing can be written
     chapters = read_chapters(args.text or fetch_text(ROOT / ".data"))
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")

@@ -136,7 +136,10 @@ def _parser() -> argparse.ArgumentParser:
         help="compare loss and gradients too; default: if the config changes training",
     )
     verify.add_argument(
-        "--generate", type=positive, metavar="TOKENS", help="also generate so many new tokens; default: none"
+        "--generate",
+        type=positive,
+        metavar="TOKENS",
+        help="also generate so many new tokens; default: 16 if the config replaces generate(), else none",
     )
     verify.add_argument("--batch", type=positive, default=2, metavar="ROWS", help="rows of input; default: 2")
     verify.add_argument("--length", type=positive, default=32, metavar="TOKENS", help="tokens per row; default: 32")
@@ -249,7 +252,7 @@ def _model(arguments: argparse.Namespace) -> PreTrainedModel:
 
 def _verify(arguments: argparse.Namespace) -> int:
     from fuseopt.bench.harness.progress import waiting
-    from fuseopt.verify import acts_in_training
+    from fuseopt.verify import acts_in_training, with_options
 
     config, model = fuseopt.Config.load(arguments.config), _model(arguments)
     vocabulary = model.config.get_text_config().vocab_size
@@ -263,7 +266,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             labels=ids if arguments.train or acts_in_training(config) else None,
             generate=arguments.generate and {"max_new_tokens": arguments.generate},
         )
-    print(checked)
+    print(with_options(checked))
     return 0 if checked.ok else 1
 
 

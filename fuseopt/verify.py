@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from fuseopt.config import Config
 from fuseopt.errors import InputsError, printable, shown
 from fuseopt.kernel_table import find_kernel
 from fuseopt.verify_runs import LOSS
-from fuseopt.verify_watch import Watch
+from fuseopt.verify_watch import GENERATE_HINT, LABELS_HINT, Watch
 
 # The largest error allowed to the fused model, as a multiple of the stock model's error,
 ERROR_FACTOR = 2.0
@@ -75,6 +75,7 @@ class Verification:
         loss: of the training step; None if none was run.
         gradient: of the parameter whose gradient has the largest error relative to its tolerance; None as above.
         gradients: number of parameters whose gradients were compared.
+        ran: False if none of the replaced objects was called, so that stock was compared with itself.
         not_run: what the config asks for and nothing ran, and what was not compared, one line each.
     """
 
@@ -89,6 +90,7 @@ class Verification:
     loss: Comparison | None = None
     gradient: Comparison | None = None
     gradients: int = 0
+    ran: bool = True
     not_run: tuple[str, ...] = ()
 
     @property
@@ -102,8 +104,9 @@ class Verification:
 
     def __str__(self) -> str:
         tokens = {None: "not generated", True: "the same", False: "not the same"}[self.tokens_agree]
+        plural, idle = "" if self.replaced == 1 else "s", "" if self.ran else "; nothing that was replaced ran"
         lines = [
-            f"verify: {'ok' if self.ok else 'FAILED'}, {self.replaced} objects replaced",
+            f"verify: {'ok' if self.ok else 'FAILED'}, {self.replaced} object{plural} replaced{idle}",
             f"  {printable(self.output)}: fused differs from stock by {self.difference:.2e} at most",
             f"  error against float64: {self._outputs}",
         ]
@@ -124,7 +127,7 @@ def verify(
     *,
     labels: Tensor | None = None,
     train: bool | None = None,
-    generate: Mapping[str, Any] | None = None,
+    generate: Mapping[str, Any] | Literal[False] | None = None,
 ) -> Verification:
     """Compares the stock and the fused model on `inputs` with a copy of the stock model that computes in float64.
 
@@ -144,25 +147,30 @@ def verify(
         train: whether a training step is compared. By default if there are labels, or if the config has
             `memory_efficient_fusion` or a kernel that only acts in training.
         generate: keyword arguments of `model.generate`. If given, both models also generate from `inputs`, greedily by
-            default, with the same random seed.
+            default, with the same random seed. By default 16 tokens if the config replaces `generate()`, `inputs` are
+            `input_ids` and `attention_mask`, and the model has positions for them. False: nothing is generated.
 
     Raises:
         NotAModelError, ConfigError: as `initialize`.
         InputsError: an argument is wrong or missing; nothing has been changed.
         InputsError: the model returns no floating-point tensor, or its training step is random without dropout too.
     """
-    wanted = fuseopt.plan(model, config).config  # raises for a bad model or config before anything runs
+    decided = fuseopt.plan(model, config)  # raises for a bad model or config before anything runs
+    wanted = decided.config
     if train is not None and not isinstance(train, bool):
         raise InputsError(f"train: expected True, False or None, got {shown(train)}")
     if train is None:
         has_labels = labels is not None or (isinstance(inputs, Mapping) and inputs.get("labels") is not None)
         train = has_labels or acts_in_training(wanted)
     given = verify_inputs.checked(model, inputs, labels, train)
-    verify_inputs.check_generate(model, generate)
+    replaces_generate = any(
+        site.path == "generate" for replacement in decided.replacements for site in replacement.sites
+    )
+    options = verify_inputs.generation(model, given, generate, replaces_generate)
     with apply.lock(model), apply.as_found_after(model):
         apply.put(model, None)
         with verify_runs.state_kept(model):
-            return _compare_runs(model, wanted, given, train, verify_inputs.prompt(inputs), generate)
+            return _compare_runs(model, wanted, given, train, verify_inputs.prompt(inputs), options)
 
 
 def _compare_runs(
@@ -198,12 +206,12 @@ def _compare_runs(
             fused_tokens = None if generate is None else verify_runs.tokens(model, prompt, generate)
         gradients: list[Comparison] = []
         if step is None:
-            not_run = ["training steps: pass labels=... to compare loss and gradients"]
+            not_run = [f"training steps: {LABELS_HINT}"]
         else:
             with watch.watching_training(), verify_runs.training(model) as rate:
                 gradients = [c for _ in range(calls) for c in step.compared(model, inputs)]
             not_run = watch.training_not_run(rate)
-        not_run += watch.idle_lines()
+        not_run += watch.idle_lines(generated=generate is not None)
     losses = [c for c in gradients if c.name == LOSS]
     gradients = [c for c in gradients if c.name != LOSS]
     worst = _worst(outputs)
@@ -220,6 +228,7 @@ def _compare_runs(
         loss=_worst(losses) if losses else None,
         gradient=_worst(gradients) if gradients else None,
         gradients=len({c.name for c in gradients}),
+        ran=watch.saw_any,
         not_run=tuple(not_run),
     )
 
@@ -287,6 +296,12 @@ def _largest_difference(one: Tensor, other: Tensor) -> float:
     # Equal infinities, and NaN on both sides, differ by 0; NaN on one side differs by infinity.
     same = (one == other) | (one.isnan() & other.isnan())
     return torch.where(same, 0.0, (one - other).abs()).nan_to_num(nan=math.inf).max().item()
+
+
+def with_options(found: Verification) -> str:
+    """`found` as text whose hints name options of the command line in place of arguments."""
+    text = str(found).replace(LABELS_HINT, "pass --train to compare loss and gradients")
+    return text.replace(GENERATE_HINT, "pass --generate 16 to compare tokens")
 
 
 def acts_in_training(config: Config) -> bool:

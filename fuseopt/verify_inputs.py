@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,11 @@ from fuseopt.errors import InputsError, shown
 
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 _IGNORED = -100
+# Arguments of a plain prompt; decoder inputs are the prompt's copy that `checked` makes.
+_PLAIN = {"input_ids", "attention_mask", *_DECODER[:1]}
+
+DEFAULT_TOKENS = 16
+"""What `verify` generates by default if the config replaces `generate()`."""
 
 
 def checked(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None, trains: bool) -> dict[str, Any]:
@@ -38,7 +43,7 @@ def checked(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None, 
         if given.get("labels") is not None:
             raise InputsError("labels: given twice, as an argument and in inputs; leave one out")
         given["labels"] = labels
-    accepted = inspect.signature(type(model).forward).parameters
+    accepted = _accepted(model)
     _check_names(model, given, accepted)
     _check_parameters(model, trains)
     for name, value in given.items():
@@ -52,10 +57,24 @@ def checked(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor | None, 
     return given | _decoder_inputs(model, given)
 
 
-def check_generate(model: nn.Module, generate: Mapping[str, Any] | None) -> None:
-    """Raises InputsError if `generate` is no dict, or the model cannot generate."""
+def generation(
+    model: nn.Module, given: Mapping[str, Any], generate: Mapping[str, Any] | Literal[False] | None, by_default: bool
+) -> Mapping[str, Any] | None:
+    """Keyword arguments of `generate()`; None if nothing is to be generated.
+
+    Args:
+        given: what `checked` returned.
+        generate: of the user; None leaves the choice to `by_default`, False generates nothing.
+        by_default: whether to generate `DEFAULT_TOKENS` tokens. This needs a plain prompt in `given`, and a model with
+            positions for them.
+
+    Raises:
+        InputsError: `generate` is no dict, or the model cannot generate.
+    """
+    if generate is False:
+        return None
     if generate is None:
-        return
+        return {"max_new_tokens": DEFAULT_TOKENS} if by_default and _is_plain_prompt(model, given) else None
     if not isinstance(generate, Mapping):
         raise InputsError(
             "generate: expected a dict of generate()'s keyword arguments, such as {'max_new_tokens': 16}, "
@@ -63,11 +82,27 @@ def check_generate(model: nn.Module, generate: Mapping[str, Any] | None) -> None
         )
     if not callable(getattr(model, "generate", None)):
         raise InputsError(f"generate: {type(model).__name__} has no generate(); leave the argument out")
+    return generate
 
 
 def prompt(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the user's inputs that `generate()` takes."""
     return {name: value for name, value in inputs.items() if name != "labels"}
+
+
+def _is_plain_prompt(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether `given` is a prompt of token ids after which the model has positions for `DEFAULT_TOKENS` more."""
+    ids, positions = given.get("input_ids"), getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not prompt(given).keys() <= _PLAIN:
+        return False
+    return not isinstance(positions, int) or ids.shape[1] + DEFAULT_TOKENS <= positions
+
+
+def _accepted(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Parameters of the forward of the model's class, without the one that is bound to the model."""
+    forward = inspect.getattr_static(type(model), "forward")
+    bound = forward.__get__(model, type(model)) if hasattr(forward, "__get__") else forward
+    return inspect.signature(bound).parameters
 
 
 def _check_names(model: nn.Module, given: Mapping[str, Any], accepted: Mapping[str, inspect.Parameter]) -> None:
@@ -79,13 +114,12 @@ def _check_names(model: nn.Module, given: Mapping[str, Any], accepted: Mapping[s
         taken = inspect.Parameter.VAR_POSITIONAL if name == "labels" else inspect.Parameter.VAR_KEYWORD
         misspelt = set(difflib.get_close_matches(name, list(accepted), n=1, cutoff=0.85)) - set(given)
         if name not in accepted and (taken not in kinds or misspelt):
-            names = [known for known in accepted if known != "self"]
             raise InputsError(
-                f"inputs: the forward of {type(model).__name__} takes no {name!r}; {nearest(name, names)}"
-                f"it takes {', '.join(names)}"
+                f"inputs: the forward of {type(model).__name__} takes no {name!r}; {nearest(name, list(accepted))}"
+                f"it takes {', '.join(accepted)}"
             )
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needed = [p.name for p in accepted.values() if p.kind in named and p.default is p.empty and p.name != "self"]
+    needed = [p.name for p in accepted.values() if p.kind in named and p.default is p.empty]
     missing = [name for name in needed if name not in given]
     if missing:
         raise InputsError(f"inputs: the forward of {type(model).__name__} needs {', '.join(missing)} too")

@@ -15,10 +15,15 @@ from torch import nn
 
 from fuseopt import apply
 from fuseopt.blocks.dropout_add import DeferredDropout, DropoutAddForward
+from fuseopt.blocks.inference_blocks import InferenceForward, StackForward
 from fuseopt.modules.base import fused_class
 from fuseopt.training.forward import TrainingForward
 
+LABELS_HINT = "pass labels=... to compare loss and gradients"
+GENERATE_HINT = "pass generate={'max_new_tokens': 16} to compare tokens"
+
 _NEED_DROPOUT = (DeferredDropout, DropoutAddForward)
+_IN_GENERATE = ("generate", "_get_logits_processor")
 
 
 @dataclass
@@ -71,19 +76,44 @@ class Watch:
             lines.append(f"compiled training steps: the stock forward ran instead: {self._compiled.fallback_reason}")
         return lines
 
-    def idle_lines(self) -> list[str]:
-        """A line for each class of replacements of which some were not called."""
+    @property
+    def saw_any(self) -> bool:
+        """Whether any replacement ran, or nothing was replaced."""
+        return not self.changes or any(map(self._has_run, self.changes))
+
+    def idle_lines(self, *, generated: bool) -> list[str]:
+        """A line for each class of replacements of which some were not called, with the reason where it is known.
+
+        Args:
+            generated: whether `generate()` was called.
+        """
         lines = []
-        idle: dict[str, list[str]] = defaultdict(list)
+        idle: dict[tuple[str, str], list[str]] = defaultdict(list)
         for change in self.changes:
-            target = change.after
-            if not isinstance(target, _NEED_DROPOUT) and id(target) in self.seen:
+            if self._has_run(change):
                 continue
+            target, reason = change.after, "not called"
+            if change.name in _IN_GENERATE and not generated:
+                reason += f"; {GENERATE_HINT}"
             if change.name == "generate":
-                lines.append("generate(): pass generate={'max_new_tokens': 16} to compare tokens")
-            else:
-                idle[_name(target)].append(change.path)
-        return lines + [f"{name} x {len(paths)}, such as {paths[0]}: not called" for name, paths in idle.items()]
+                lines.append(f"generate(): {reason}")
+                continue
+            caller = self._computing(change)
+            idle[_title(target), reason if caller is None else f"{reason}: {caller} computes it"].append(change.path)
+        found = {key: (len(paths), paths[0]) for key, paths in idle.items()}
+        return lines + [f"{name} x {n}, such as {path}: {reason}" for (name, reason), (n, path) in found.items()]
+
+    def _has_run(self, change: apply.Change) -> bool:
+        return not isinstance(change.after, _NEED_DROPOUT) and id(change.after) in self.seen
+
+    def _computing(self, change: apply.Change) -> str | None:
+        """Class of the forward that computes `change` on its weights, without calling it; None if there is none."""
+        for other in self.changes:
+            block = other.path.removesuffix("forward")
+            is_inside = other is not change and change.path.startswith(block)
+            if is_inside and isinstance(other.after, (InferenceForward, StackForward)) and self._has_run(other):
+                return f"{_title(other.after)}, the forward of the block around it,"
+        return None
 
     def _called(self, frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
@@ -103,7 +133,7 @@ def _entry(replacement: Any) -> CodeType | None:
     return None
 
 
-def _name(replacement: Any) -> str:
+def _title(replacement: Any) -> str:
     """What plans and reports call it: the user's function that a forward calls, or a class."""
     if isinstance(replacement, nn.Module):
         return fused_class(replacement).__name__

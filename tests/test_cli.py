@@ -188,7 +188,7 @@ def test_strict_fails_after_the_plan(capsys, tmp_path):
     assert json.loads(out)["unmet"]
 
 
-def test_errors_name_the_fix(capsys, tmp_path):
+def test_errors_name_the_fix(capsys, tmp_path, monkeypatch):
     broken = tmp_path / "broken.json"
     broken.write_text('{"kernel_fusion":\n {"enable": yes}}')
     for argv, message in (
@@ -204,6 +204,10 @@ def test_errors_name_the_fix(capsys, tmp_path):
         assert (code, out) == (2, "")
         assert message in err
     assert "in a folder that does not exist" in refused(capsys, "demo", "--out", str(tmp_path / "none" / "out.json"))
+    monkeypatch.setattr("os.access", lambda path, mode: path not in (tmp_path, tmp_path / "old.json"))
+    (tmp_path / "old.json").touch()
+    for name in ("old.json", "new.json"):
+        assert f"{name}' cannot be written" in refused(capsys, "demo", "--out", str(tmp_path / name))
 
 
 def test_help_stands_alone(monkeypatch):
@@ -315,5 +319,6 @@ def test_env_shows_versions_machine_and_native_code(capsys, monkeypatch):
     assert found["variables"]["FUSEOPT_TRIED"] == "yes" and "HOME" not in found["variables"]
     code, out, _ = run(capsys, "env")
     assert code == 0
+    assert "libraries  " in out
     for value in (torch.__version__, found["machine"]["cpu"], found["native code"]["cache"]):
         assert value in out

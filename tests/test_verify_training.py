@@ -149,15 +149,62 @@ def test_a_config_for_training_needs_labels(ids, config):
 
 def test_what_was_not_run_is_named(ids):
     config = {"kernel_fusion": {"triton_kernels": ["FusedDropoutAdd"], "jit": False}, "generation": {"enable": True}}
-    found = fuseopt.verify(tiny.gpt2(), config, {"input_ids": ids}, labels=ids)
+    found = fuseopt.verify(tiny.gpt2(), config, {"input_ids": ids}, labels=ids, generate=False)
     assert found.ok, found
     lines = str(found).splitlines()
-    assert "  not run: generate(): pass generate={'max_new_tokens': 16} to compare tokens" in lines
+    assert "  not run: generate(): not called; pass generate={'max_new_tokens': 16} to compare tokens" in lines
     assert sum("generate" in line for line in found.not_run) == 1
     assert "  not run: GPT2DropoutAddForward x 2, such as transformer.h.0.forward: not called" in lines
     found = fuseopt.verify(tiny.gpt2(), config, {"input_ids": ids}, labels=ids, generate={"max_new_tokens": 3})
     assert found.tokens_agree
     assert not any("generate" in line for line in found.not_run)
+
+
+def test_a_config_with_generation_generates_by_default(ids, monkeypatch):
+    config, asked = {"generation": {"enable": True}}, []
+    generate = type(tiny.gpt2()).generate
+    monkeypatch.setattr(
+        type(tiny.gpt2()), "generate", lambda *args, **options: asked.append(options) or generate(*args, **options)
+    )
+    found = fuseopt.verify(tiny.gpt2(), config, {"input_ids": ids})
+    assert found.ran and found.tokens_agree
+    assert {options["max_new_tokens"] for options in asked} == {16}
+    assert str(found).startswith("verify: ok, 1 object replaced\n")
+    del asked[:]
+    model = tiny.gpt2()
+    positions = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1]).expand_as(ids)}
+    short = {"input_ids": torch.ones(1, model.config.n_positions - 15, dtype=torch.long)}
+    for inputs, options in (({"input_ids": ids}, {"generate": False}), (positions, {}), (short, {})):
+        found = fuseopt.verify(model, config, inputs, **options)
+        assert not found.ran and found.tokens_agree is None
+        assert str(found).startswith("verify: ok, 1 object replaced; nothing that was replaced ran\n")
+    assert fuseopt.verify(tiny.gpt2(), GELU, {"input_ids": ids}).tokens_agree is None
+    assert not asked
+
+
+def test_modules_that_a_block_forward_computes_are_named(ids):
+    found = fuseopt.verify(tiny.gpt2(), "inference", {"input_ids": ids}, generate=False)
+    assert (
+        "FusedLayerNorm x 2, such as transformer.h.0.ln_2: not called: GPT2InferenceForward, the forward of the block "
+        "around it, computes it"
+    ) in found.not_run
+    assert (
+        "FusedLogitsProcessors x 1, such as _get_logits_processor: not called; pass generate={'max_new_tokens': 16} to "
+        "compare tokens"
+    ) in found.not_run
+
+
+def test_arguments_are_those_of_the_bound_forward():
+    class Unusual(nn.Linear):
+        def forward(this, input):
+            return F.gelu(super().forward(input), approximate="tanh")
+
+    model, given = Unusual(8, 8), {"input": torch.randn(3, 8)}
+    assert fuseopt.verify(model, "reference", given).ok
+    with pytest.raises(InputsError, match="the forward of Unusual needs input too"):
+        fuseopt.verify(model, "reference", {})
+    with pytest.raises(InputsError, match=r"takes no 'other'; it takes input$"):
+        fuseopt.verify(model, "reference", {**given, "other": 1})
 
 
 def test_a_replacement_that_no_forward_reaches_is_named(monkeypatch):
@@ -300,14 +347,14 @@ def test_on_the_command_line(capsys, tmp_path, monkeypatch):
     config.write_text(json.dumps(GELU))
     command = ["verify", model, "--device", "cpu", "--length", "7", "--config", str(config)]
     assert cli.main([*command, "--train", "--generate", "3"]) == 0
-    out = capsys.readouterr().out
-    assert "random weights" not in out
+    out, err = capsys.readouterr()
+    assert "random weights" not in out + err
     assert "gradients of 28 parameters" in out
     assert "tokens: the same" in out
 
     monkeypatch.setattr(modules.FusedGELU, "forward", lambda self, input: _WrongBackward.apply(input))
     assert cli.main(command) == 0
-    assert "not run: training steps" in capsys.readouterr().out
+    assert "not run: training steps: pass --train to compare" in capsys.readouterr().out
     assert cli.main([*command, "--train"]) == 1
     assert "verify: FAILED" in capsys.readouterr().out
     assert cli.main(["verify", "gtp2", "--device", "cpu"]) == 2
@@ -315,6 +362,18 @@ def test_on_the_command_line(capsys, tmp_path, monkeypatch):
     assert cli.main(["verify", "gpt2-tiny", "--device", "cpu", "--config", "training.json"]) == 2
 
 
+def test_hints_on_the_command_line_are_options(capsys, tmp_path):
+    config = tmp_path / "ngram.json"
+    ngram = {"custom_cuda_kernels": ["FusedNoRepeatNGram"], "backend": "reference", "jit": False}
+    config.write_text(json.dumps({"kernel_fusion": ngram}))
+    assert cli.main(["verify", "gpt2-tiny", "--device", "cpu", "--length", "5", "--config", str(config)]) == 0
+    out = capsys.readouterr().out
+    assert "verify: ok, 1 object replaced; nothing that was replaced ran" in out
+    assert "_get_logits_processor: not called; pass --generate 16 to compare tokens" in out
+    assert "{" not in out and "..." not in out
+
+
 def test_on_the_command_line_with_random_weights(capsys):
     assert cli.main(["verify", "t5-tiny", "--device", "cpu", "--config", "reference", "--length", "7"]) == 0
-    assert "t5-tiny: random weights\nverify: ok" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert printed.out.startswith("verify: ok, ") and "t5-tiny: random weights\n" in printed.err

@@ -6,6 +6,7 @@ Every op is checked before it is timed. Sizes are small on a CPU.
 import argparse
 import importlib.util
 import json
+import tempfile
 import time
 from pathlib import Path
 
@@ -80,6 +81,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--no-bench", action="store_true", help="leave out the tables of the ops alone")
     parser.add_argument("--out", type=Path, default=Path("dlrm"), help="folder for traces, results and the plot")
     options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=options.out).close()  # raises now, not after the work, if it cannot be written
     device, on_gpu = options.device, options.device.type == "cuda"
     for op in (bias_relu, linear_relu, interaction, interaction_backward):
         report = fuseopt.check(op, device=device)
@@ -88,7 +91,6 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         print(f"{op.name}: fuseopt.check finds nothing wrong with {', '.join(op.backends_on(device.type)[0])}")
     batch, rows = options.batch or (16384 if on_gpu else 256), options.rows or (100_000 if on_gpu else 1000)
     dim, hidden = options.dim or (128 if on_gpu else 16), options.hidden or (512 if on_gpu else 64)
-    options.out.mkdir(parents=True, exist_ok=True)
 
     def made(**other):
         torch.manual_seed(0)

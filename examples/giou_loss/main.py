@@ -6,6 +6,7 @@ Every op is checked before it is timed. Sizes are small on a CPU.
 import argparse
 import importlib.util
 import json
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -119,6 +120,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
     parser.add_argument("--out", type=Path, default=Path("giou_loss"), help="folder for the results and the plot")
     options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=options.out).close()  # raises now, not after the work, if it cannot be written
     for op in (loss, loss_and_gradient):
         if not (report := fuseopt.check(op, device=options.device)).ok:
             raise SystemExit(str(report))
@@ -127,7 +130,6 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     dtypes = [getattr(torch, name) for name in options.dtypes]
     rows = [row for dtype in dtypes for row in measure_all(batch, options.boxes, options.device, dtype)]
     print_table(rows)
-    options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib"):
         save_plot(rows, options.out / "plot.png")

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import importlib.util
+import tempfile
 from pathlib import Path
 
 import torch
@@ -126,13 +127,13 @@ epilogue.native(cuda=Path(__file__).with_name("epilogue.cu")).supports(takes, "c
 def main(arguments: list[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--rows", type=int, nargs="+", default=[2**n for n in range(10, 19, 2)] if on_gpu else [64, 256]
-    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[4**n for n in (range(5, 10) if on_gpu else (3, 4))])
     parser.add_argument("--width", type=int, default=1024 if on_gpu else 128)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"] if on_gpu else ["float32"])
     parser.add_argument("--out", type=Path, default=Path(), help="folder for lora.json and the plots")
     options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=options.out).close()  # raises now, not after the work, if it cannot be written
     for report in map(fuseopt.check, (epilogue, by_expression)):
         assert report.ok, report
         print(f"{report.name} keeps its contract: {len(report.rows)} checks")

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import tempfile
 from pathlib import Path
 
 import torch
@@ -134,6 +135,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"] if on_gpu else ["float32"])
     parser.add_argument("--out", type=Path, default=Path(), help="folder for softmax.json and softmax.png")
     options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=options.out).close()  # raises now, not after the work, if it cannot be written
     for report in map(fuseopt.check, (softmax, softmax_backward)):
         assert report.ok, report
         print(f"{report.name} keeps its contract: {len(report.rows)} checks")

@@ -52,4 +52,29 @@ constexpr Argument kOfProcessLogits[] = {{"input_ids", kIntegers},
 constexpr auto kProcessLogits = arguments("process_logits", kOfProcessLogits);
 constexpr auto kProcessLogitsInPlace = arguments("process_logits_", kOfProcessLogits);
 
+constexpr auto kDecodeLinear = arguments("decode_linear", {{"input", kFloats},
+                                                           {"weights", kFloats},
+                                                           {"biases", kFloats},
+                                                           {"residual", kFloats},
+                                                           {"norm_weight", kFloats},
+                                                           {"norm_bias", kFloats},
+                                                           {"prefetch", kFloats}});
+constexpr auto kDecodeAttention = arguments("decode_attention", {{"query", kFloats},
+                                                                 {"key_cache", kFloats, "query"},
+                                                                 {"value_cache", kFloats, "query"},
+                                                                 {"lengths", kIntegers},
+                                                                 {"starts", kIntegers},
+                                                                 {"mask", kOnlyBool},
+                                                                 {"bias", kFloats}});
+constexpr auto kDecodeAttentionInPlace = arguments("decode_attention_", {{"query", kFloats},
+                                                                         {"key", kFloats, "query"},
+                                                                         {"value", kFloats, "query"},
+                                                                         {"key_cache", kFloats, "query"},
+                                                                         {"value_cache", kFloats, "query"},
+                                                                         {"positions", kIntegers},
+                                                                         {"starts", kIntegers},
+                                                                         {"mask", kOnlyBool},
+                                                                         {"bias", kFloats},
+                                                                         {"ancestry", kOnlyInt}});
+
 }  // namespace fuseopt::declared

@@ -1,4 +1,4 @@
-"""CompileNotice: one line in the log for each compilation of a training step: how long it took, and why it was due."""
+"""CompileNotice: two lines in the log for each compilation of a training step: before it, and its time and reason."""
 
 from __future__ import annotations
 
@@ -10,31 +10,44 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+_LONG_ON_CPU = "; 1 to 2 minutes on a CPU"
 _ON_CPU = ". On a CPU that pays only after thousands of steps; without memory_efficient_fusion nothing is compiled"
 
 
 class CompileNotice:
-    """Says, as a warning of this module's logger, that steps of one model were compiled. The level makes it visible.
+    """Says, as warnings of this module's logger, that a step of one model is compiled. The level makes them visible.
 
     Args:
         model: name of the model's class.
     """
 
     def __init__(self, model: str) -> None:
-        self._model, self._is_due = model, False
+        self._model, self._is_due, self._is_begun = model, False, False
         self._shapes: dict[str, tuple[int, ...]] = {}
 
-    def compiling(self) -> None:
-        """To be called when a step is being compiled."""
+    def begin(self, on_cpu: bool) -> None:
+        """Logs the first line, unless the current call has logged it.
+
+        Args:
+            on_cpu: whether the step runs on a CPU.
+        """
+        if not self._is_begun:
+            self._is_begun = True
+            logger.warning("fuseopt: compiling a training step of %s%s", self._model, _LONG_ON_CPU if on_cpu else "")
+
+    def compiling(self, on_cpu: bool) -> None:
+        """To be called when a step is being compiled; arguments as for `begin`."""
+        self.begin(on_cpu)
         self._is_due = True
 
     def done(self, arguments: Mapping[str, Any], seconds: float) -> None:
-        """Logs the line if the call that has ended compiled a step.
+        """Logs the second line if the call that has ended compiled a step.
 
         Args:
             arguments: of the call, by name.
             seconds: that the call took.
         """
+        self._is_begun = False
         if not self._is_due:
             return
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}

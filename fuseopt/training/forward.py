@@ -251,6 +251,7 @@ def _unbound(
             may_capture = captured.when and key[1] and not _is_sharded(model)
             made_by = {**options, "captured": captured if may_capture else None}
             step = steps[key] = _compile(forward, title, made_by, notice.compiling)
+            notice.begin(_is_on_cpu(parameters))
         if model not in attentions:
             attentions[model] = t5_checkpointing.attentions(model)
         began = time.perf_counter()
@@ -298,8 +299,12 @@ def _asks_for_more(model: nn.Module, given: Mapping[str, Any]) -> bool:
     return any(value is not None and value is not False for value in asked)
 
 
+def _is_on_cpu(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in tensors)
+
+
 def _compile(
-    forward: Callable[..., Any], title: str, options: Mapping[str, Any], on_compilation: Callable[[], None]
+    forward: Callable[..., Any], title: str, options: Mapping[str, Any], on_compilation: Callable[[bool], None]
 ) -> Callable[..., Any]:
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import exc
@@ -320,7 +325,7 @@ def _compile(
         # Tracebacks of exceptions that Dynamo observed during the trace keep the callers' frames, and the first step's
         # outputs, alive until a full garbage collection.
         gc_pause.drop_tracebacks(exc.ObservedException)
-        on_compilation()
+        on_compilation(_is_on_cpu(value for value in inputs if isinstance(value, torch.Tensor)))
         return _tried_once(partitioner.compile_graph(graph, inputs, **options))
 
     compiled = dynamo_config.patch(_DYNAMO_OPTIONS)(torch.compile(step, backend=compile_graph, fullgraph=True))

@@ -111,12 +111,12 @@ def test_kernels_on_a_gpu(main, backend, dtype, columns):
 
 
 def test_script_checks_times_and_saves(main, tmp_path, capsys):
-    main.main(["--columns", "16", "--elements", "64", "--dtypes", "float32", "--out", str(tmp_path)])
+    main.main(["--columns", "16", "--elements", "64", "--dtypes", "float32", "--out", str(tmp_path / "a" / "new")])
     printed = capsys.readouterr().out
     assert "rows::softmax keeps its contract" in printed and "rows::softmax_backward keeps its contract" in printed
-    rows = Results.load(tmp_path / "softmax.json").rows
+    rows = Results.load(tmp_path / "a" / "new" / "softmax.json").rows
     for way, tensors in (("fwd", 2), ("bwd", 3)):
         found = {row.variant: row for row in rows if row.case == f"rows::softmax {way}, 4x16, float32"}
         assert found.keys() >= {"reference", "eager", "torch", "copy"}
         assert found["torch"].difference is not None and found["copy"].bytes == tensors * 4 * 16 * 4
-    assert (tmp_path / "softmax.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+    assert (tmp_path / "a" / "new" / "softmax.png").exists() == (importlib.util.find_spec("matplotlib") is not None)

@@ -11,10 +11,23 @@ from fuseopt.generation.prompt import early_prefill, prompts
 
 
 @pytest.fixture
-def as_on_gpu(monkeypatch):
-    """Makes a CPU take the paths of a GPU, with the ops' references, and steps that run in place of captured ones."""
-    for module in (attention, layers, prompts, early_prefill, generate):
-        monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
+def pretend_kernels(monkeypatch):
+    """Call: lets a CPU take the paths of a GPU, with the CPU kernels or the references of the ops."""
+
+    def pretend():
+        for module in (attention, layers, generate):
+            monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
+        monkeypatch.setattr(layers, "is_fast", lambda *_: True)
+        for module in (prompts, early_prefill):
+            monkeypatch.setattr(module, "has_cuda_kernel", lambda op, like: True)
+
+    return pretend
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch, pretend_kernels):
+    """Makes a CPU take the paths of a GPU, with steps that run in place of captured ones."""
+    pretend_kernels()
     capture = StepGraphs.capture
 
     def captured(graphs, step):

@@ -1,5 +1,6 @@
 """generate() of an initialised model against transformers' own: tokens, scores, caches, types, random state, tier."""
 
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -10,12 +11,13 @@ from transformers import DynamicCache, EncoderDecoderCache, StoppingCriteria
 
 import fuseopt
 from fuseopt import ops
+from fuseopt.generation import generate as generation
 from fuseopt.generation.engine import attention, layers
 from fuseopt.generation.engine.graphs import StepWork
 from fuseopt.generation.families.gpt2 import GPT2Step
 from fuseopt.generation.families.t5 import T5Step
-from fuseopt.generation.prompt import early_prefill, prompts
 from fuseopt.generation.tiers import Tier
+from fuseopt.ops.decode.linear import FEW_ROWS_ON_CPU
 from tests import tiny
 from tests.generation import same_calls
 from tests.generation.same_calls import (
@@ -96,10 +98,9 @@ def test_random_calls_with_something_for_the_host(model, data):
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"do_sample": True, "repetition_penalty": 1.3}, {"num_beams": 2}], ids=str)
-def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch):
+def test_the_decoding_ops_are_given_what_they_need(model, kwargs, monkeypatch, pretend_kernels):
     """On a CPU their references run, which a decode step would not otherwise take."""
-    for module in (attention, layers, prompts, early_prefill):
-        monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
+    pretend_kernels()
     counts = {}
     for name in ("decode_linear", "decode_attention", "decode_attention_", "decode_embedding"):
         op = getattr(ops, name)
@@ -284,11 +285,10 @@ def test_masks_of_another_length(model, length):
 
 
 @pytest.mark.parametrize("as_on_a_gpu", [False, True])
-def test_masks_that_leave_nothing_of_a_prompt_or_are_not_of_its_length(as_on_a_gpu, each_device, monkeypatch):
+def test_masks_that_leave_nothing_of_a_prompt_or_are_not_of_its_length(as_on_a_gpu, each_device, pretend_kernels):
     """transformers lets a decoder attend evenly to a prompt that is masked as a whole, and drops a mask of ones."""
     if as_on_a_gpu:
-        for module in (attention, layers, prompts, early_prefill):
-            monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
+        pretend_kernels()
     inputs, stock, model = (
         prompt(tiny.t5(), 2, 6, 0, padded=False),
         tiny.t5(),
@@ -314,9 +314,8 @@ def test_masks_that_leave_nothing_of_a_prompt_or_are_not_of_its_length(as_on_a_g
         (False, {"output_logits": True}),
     ],
 )
-def test_greedy_steps_end_with_the_head(family, by_the_head, kwargs, each_device, monkeypatch):
-    for module in (attention, layers, prompts, early_prefill):
-        monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
+def test_greedy_steps_end_with_the_head(family, by_the_head, kwargs, each_device, monkeypatch, pretend_kernels):
+    pretend_kernels()
     inputs = prompt(tiny.FAMILIES[family](0), 2, 6, 0, padded=False)
     plain = {"return_dict_in_generate": True, "output_scores": False, "output_logits": False}
     asked = {**plain, "max_new_tokens": 8, "eos_token_id": [9, 11], **kwargs}
@@ -346,10 +345,38 @@ def test_half_precision_is_as_close_to_float32_as_transformers(family, dtype, ea
 
 
 @pytest.mark.parametrize("each_device", ["cpu"], indirect=True)
+@pytest.mark.parametrize("rows", [1, FEW_ROWS_ON_CPU, FEW_ROWS_ON_CPU + 1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_few_rows_on_a_cpu_run_on_its_kernels(family, rows, each_device, monkeypatch):
+    """More rows leave linear layers to the BLAS library."""
+    model, counts = tiny.FAMILIES[family](), Counter()
+    for name in ("decode_linear", "decode_attention", "decode_attention_"):
+        op = getattr(ops, name)
+
+        def counting(*args, op=op, name=name, **kwargs):
+            counts[name] += 1
+            return op(*args, **kwargs, backend="cpu")
+
+        monkeypatch.setattr(ops, name, counting)
+    compare(model, prompt(model, rows, 9, 5, padded=False), Tier.DEVICE_LOOP, max_new_tokens=5, eos_token_id=None)
+    encodes, depth = model.config.is_encoder_decoder, model.config.num_hidden_layers
+    steps = 5 if encodes else 4
+    assert counts["decode_attention_"] == steps * depth
+    assert counts["decode_attention"] == (steps * depth if encodes else 0)
+    # In a prompt of GPT-2, the last layer's output, feed-forward and head have one token a row.
+    linears = 5 * (6 * depth + 1) if encodes else 4 * (4 * depth + 1) + 4
+    assert counts["decode_linear"] == (linears if rows <= FEW_ROWS_ON_CPU else 0)
+
+
+@pytest.mark.parametrize("each_device", ["cpu"], indirect=True)
 @pytest.mark.parametrize("kwargs", [{}, {"num_beams": 3}, {"max_time": 1e6}], ids=str)
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
-def test_attention_on_a_cpu_reads_caches_as_far_as_they_are_filled(family, kwargs, each_device, monkeypatch):
+def test_without_the_cpu_library_attention_reads_caches_as_far_as_they_are_filled(
+    family, kwargs, each_device, monkeypatch
+):
     """A short call fills few of its slots; reading all of them made beams slower than in transformers."""
+    for module in (attention, layers, generation):
+        monkeypatch.setattr(module, "has_kernel", lambda *_: False)
     model, lengths, attend = tiny.FAMILIES[family](), set(), torch.nn.functional.scaled_dot_product_attention
 
     def noting(query, key, *args, **kwargs):

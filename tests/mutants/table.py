@@ -384,7 +384,7 @@ LIFETIMES = (
     Mutant(
         "a compilation of a training step is not said",
         "fuseopt/training/forward.py",
-        "        on_compilation()\n",
+        "        on_compilation(_is_on_cpu(value for value in inputs if isinstance(value, torch.Tensor)))\n",
         "",
         ("tests/training/test_compile_notice.py",),
     ),

@@ -135,8 +135,15 @@ def further_calls(target: Target, calls: dict[OpOverload, list[Call]]) -> Iterat
         return
     ids, scores = torch.randint(0, 8, (2, 5), device=device), torch.randn(2, 8, device=device)
     yield lambda: raw.process_logits_(ids, scores, 2)
+    query, key, value = torch.randn(3, 2, 3, 8, device=device).unbind()
+    cache, bias = torch.randn(2, 2, 3, 9, 8, device=device), torch.randn(3, 4, device=device)
+    position, kept = torch.tensor([5], device=device), torch.ones(2, 9, dtype=torch.bool, device=device)
+    ancestry = torch.zeros(2, 9, dtype=torch.int32, device=device)
+    yield lambda: raw.decode_attention_(
+        query, key, value, cache[0], cache[1], position, None, kept, bias, ancestry, 1.0, False
+    )
     if target.backend == "cuda":
         yield lambda: raw.takes_short_attention(torch.randn(1, 2, 3, 8, device=device, dtype=torch.float64))
-        left, right, bias = (torch.randn(s, device=device).bfloat16() for s in ((16, 32), (32, 24), (24,)))
-        yield lambda: raw.tuned_matmul_gelu(left, right, bias, False)
+        left, right, shift = (torch.randn(s, device=device).bfloat16() for s in ((16, 32), (32, 24), (24,)))
+        yield lambda: raw.tuned_matmul_gelu(left, right, shift, False)
         yield lambda: raw.tuned_matmul_(torch.randn(16, 24, device=device), left, right, True, False)

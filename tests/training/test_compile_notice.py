@@ -6,6 +6,7 @@ import re
 import torch
 
 import fuseopt
+from fuseopt.training import forward as training_forward
 from tests import tiny
 
 AOT = {"kernel_fusion": {"memory_efficient_fusion": {"backend": "aot_eager"}}}
@@ -24,17 +25,41 @@ def test_each_compilation_is_said_with_its_time_and_reason(caplog, each_device):
         model(**inputs).loss.backward()
         return [record.getMessage() for record in caplog.records if record.name.startswith("fuseopt.")]
 
-    (first,) = said(**batch(2, 5))
+    before, first = said(**batch(2, 5))
+    on_cpu = "; 1 to 2 minutes on a CPU" if each_device.type == "cpu" else ""
+    assert before == f"fuseopt: compiling a training step of GPT2LMHeadModel{on_cpu}"
     seconds = re.search(r"compiled a training step of GPT2LMHeadModel in ([\d.]+) s \(its first step\)", first)
     assert seconds is not None and 0 < float(seconds[1]) < 600
     assert ("On a CPU" in first) == (each_device.type == "cpu")
     assert said(**batch(2, 5)) == []
-    (second,) = said(**batch(2, 7))
+    begun, second = said(**batch(2, 7))
+    assert begun == before
     assert "input_ids [2, 5] became [2, 7], and a size that has changed is dynamic from now on" in second
     assert said(**batch(2, 9)) == said(**batch(2, 5)) == []
     model.transformer.wte.weight.requires_grad_(False)
-    (third,) = said(**batch(2, 5))
+    begun, third = said(**batch(2, 5))
+    assert begun == before
     assert "another combination of arguments" in third or "became" in third
+
+
+def test_the_first_line_comes_before_the_trace(caplog, monkeypatch, each_device):
+    """Trace and compilation are silent for up to 2 minutes."""
+    compile_step, seen = training_forward._compile, []
+
+    def recording(*arguments):
+        step = compile_step(*arguments)
+
+        def run(*args, **kwargs):
+            seen.append([record.getMessage() for record in caplog.records if record.name.startswith("fuseopt.")])
+            return step(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(training_forward, "_compile", recording)
+    model = fuseopt.initialize(tiny.gpt2(), AOT).train()
+    model(**batch(2, 5))
+    (before_trace,) = seen
+    assert len(before_trace) == 1 and "fuseopt: compiling a training step of GPT2LMHeadModel" in before_trace[0]
 
 
 def test_what_is_not_compiled_is_not_said(caplog, each_device):

@@ -9,6 +9,7 @@ import torch
 
 from fuseopt import tuning
 from fuseopt.build import toolchain
+from fuseopt.cli import _parser
 
 PACKAGE = tuning.FOLDER.parent
 FILES = sorted(tuning.FOLDER.glob("sm_*.inc"))
@@ -141,3 +142,16 @@ def test_what_is_compiled_into_kernels_says_how_it_was_found() -> None:
     triton = (PACKAGE / "ops" / "triton").glob("*.py")
     found |= {f"{path.name} {name}" for path in triton for name in untagged(path.read_text(), IN_TRITON)}
     assert found == set()
+
+
+def test_a_number_without_a_measurement_names_the_command_that_measures_it() -> None:
+    tags = [
+        re.sub(r"\n\s*(//|#)", "", tag[0])
+        for path in (*SOURCES, *FILES)
+        for tag in re.finditer(r"(//|#) TUNED: .*(\n\s*\1 .*)*", path.read_text(encoding="utf-8"))
+    ]
+    commands = [re.findall(r"`fuseopt (.*?)`", tag) for tag in tags if "measurement not recorded" in tag]
+    assert len(commands) > 40 and all(commands)
+    for command in {each for found in commands for each in found}:
+        _parser().parse_args(command.split())
+    assert not [tag for tag in tags if re.search(r"TUNED: with [^;:,]*\([\w, ]+\)\.$", tag)]

@@ -41,6 +41,7 @@ class Sizes:
         ngram: (rows, length, vocabulary) of the logits processor alone.
         encoder_ngram: (batch, beams, encoder length, vocabulary) of its encoder variant.
         tokens: rows of an activation or a norm alone.
+        greedy: (prompt length, new tokens) of one row, decoded greedily.
         gpt2_generate, t5_generate: (batch, prompt length, new tokens, beams).
         t5_forward: (batch, encoder length, decoder length).
         training: None leaves the training step out.
@@ -56,6 +57,7 @@ class Sizes:
     tokens: int
     gpt2_forward: tuple[int, int]
     gpt2_eager_attention: tuple[int, int]
+    greedy: tuple[int, int]
     gpt2_generate: tuple[int, int, int, int]
     t5_forward: tuple[int, int, int]
     t5_generate: tuple[int, int, int, int]
@@ -73,6 +75,7 @@ CPU = Sizes(
     tokens=1024,
     gpt2_forward=(2, 128),
     gpt2_eager_attention=(1, 256),
+    greedy=(16, 24),
     gpt2_generate=(2, 128, 12, 4),
     t5_forward=(2, 128, 64),
     t5_generate=(2, 64, 12, 4),
@@ -89,6 +92,7 @@ GPU = Sizes(
     tokens=16384,
     gpt2_forward=(8, 1024),
     gpt2_eager_attention=(8, 1024),
+    greedy=(128, 64),
     gpt2_generate=(64, 128, 32, 1),
     t5_forward=(32, 512, 128),
     t5_generate=(256, 1, 19, 1),
@@ -104,6 +108,7 @@ QUICK = Sizes(
     tokens=16,
     gpt2_forward=(2, 16),
     gpt2_eager_attention=(2, 16),
+    greedy=(8, 6),
     gpt2_generate=(2, 8, 6, 2),
     t5_forward=(2, 16, 8),
     t5_generate=(2, 8, 6, 2),
@@ -172,7 +177,14 @@ def _gpt2(sizes: Sizes, device: torch.device) -> list[Case]:
     model_case = functools.partial(ModelCase, rounds=sizes.rounds)
     tokens = functools.partial(random_tokens, device, load_config(name).vocab_size)
     batch, prompt, new, beams = sizes.gpt2_generate
+    greedy_prompt, greedy_new = sizes.greedy
     cases: list[Case] = [
+        model_case(
+            f"{name} generate, 1 x ({greedy_prompt} + {greedy_new}), greedy, {dtype}",
+            model,
+            generate(tokens(1, greedy_prompt), max_new_tokens=greedy_new),
+            {"generation": {"generation": {"enable": True}}},
+        ),
         model_case(
             f"{name} forward, {_by(sizes.gpt2_forward)}, {dtype}",
             model,

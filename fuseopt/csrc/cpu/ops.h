@@ -1,6 +1,7 @@
 // The raw CPU ops. Schemas and meaning: fuseopt/ops/<op>.py.
 #pragma once
 
+#include <string>
 #include <tuple>
 
 #include "cpu/rows.h"
@@ -66,5 +67,18 @@ void process_logits_(const Tensor& input_ids, Tensor scores, int64_t no_repeat_n
                      double repetition_penalty, double temperature, const std::optional<Tensor>& suppress_tokens,
                      const std::optional<Tensor>& encoder_input_ids, int64_t encoder_no_repeat_ngram_size,
                      const std::optional<Tensor>& prompt_ignore_length);
+
+Tensor decode_linear(const Tensor& input, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
+                     const std::optional<Tensor>& residual, const std::string& norm,
+                     const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double eps,
+                     const std::string& activation, bool gated, bool pdl, const std::vector<Tensor>& prefetch);
+
+Tensor decode_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& lengths,
+                        const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
+                        const std::optional<Tensor>& bias, double scale, bool pdl);
+Tensor decode_attention_(const Tensor& query, const Tensor& key, const Tensor& value, Tensor key_cache,
+                         Tensor value_cache, const Tensor& positions, const std::optional<Tensor>& starts,
+                         const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
+                         const std::optional<Tensor>& ancestry, double scale, bool pdl);
 
 }  // namespace fuseopt

@@ -1,6 +1,6 @@
 """Parts of a decode step: linear layers with norms, the residual stream and the head's input; one token a row.
 
-All read the model's own tensors. Few rows on a GPU run on the kernels of `ops.decode`, others by the BLAS library.
+All read the model's own tensors. Few rows run on the kernels of `ops.decode`, others by the BLAS library.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def linear(
     gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`residual + activation(layer(norm(input)))`; few rows on a GPU in one kernel, others by the BLAS library.
+    """`residual + activation(layer(norm(input)))`; few rows in one kernel, others by the BLAS library.
 
     Args:
         input: [rows, K].
@@ -158,8 +158,7 @@ def linear(
         neighbouring columns, and rows that may lie apart.
     """
     weight = layer.weights[0]
-    most_rows = tuned("decode_linear_max_rows_to_normalise", input.device)
-    if norm is not None and len(layer.weights) == 1 and len(input) > most_rows:
+    if norm is not None and _normalises_before(input, layer, norm):
         input, norm = normalised(input, norm), None
     kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
     if takes_kernel(input, layer, residual, kind) and not callable(activation):
@@ -180,6 +179,14 @@ def linear(
     if norm is not None:
         input = normalised(input, norm)
     return _by_library(input.to(weight.dtype), layer, activation, gated, residual)
+
+
+def _normalises_before(input: Tensor, layer: Linear, norm: Norm) -> bool:
+    """Whether the norm is an op of its own although the layer's kernel could compute it."""
+    if input.is_cpu:
+        # For the reason that `normalised` gives.
+        return norm.kind == "layer_norm"
+    return len(layer.weights) == 1 and len(input) > tuned("decode_linear_max_rows_to_normalise", input.device)
 
 
 def takes_kernel(input: Tensor, layer: Linear, residual: Tensor | None = None, norm: str | None = None) -> bool:
@@ -359,8 +366,13 @@ def _products(input: Tensor, layer: Linear) -> Tensor:
 
 
 def has_kernel(op: str, like: Tensor) -> bool:
-    """Whether a decode op has a CUDA kernel for the device and dtype of `like`. The references are slow."""
-    return like.is_cuda and registry.pick(op, "auto", like.device, (like.dtype,)) == "cuda"
+    """Whether a decode op has a native kernel for the device and dtype of `like`. The references are slow."""
+    return registry.pick(op, "auto", like.device, (like.dtype,)) != "reference"
+
+
+def has_cuda_kernel(op: str, like: Tensor) -> bool:
+    """`has_kernel` for tensors on a GPU; what is captured in a CUDA graph needs one."""
+    return like.is_cuda and has_kernel(op, like)
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:

@@ -18,7 +18,9 @@ _LARGEST_POWER = 1024
 _SMALLEST_CAPACITY = 128
 # Limits of captured prompts. More tokens keep a GPU busy for longer than the host takes to launch their kernels.
 _MOST_PROMPT_TOKENS = tuned("prompt_graph_max_tokens")
+# TUNED: measurement not recorded; `fuseopt bench generate --prompt 1024` measures it again.
 _LONGEST_PROMPT = 1024
+
 _PROMPT_CLASS = 64
 # Up to this many tokens padding is free, as launches dominate. Above, it costs compute, so classes are finer.
 _FEW_PROMPT_TOKENS = tuned("prompt_free_padding_tokens")

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from fuseopt.generation import tiers
 from fuseopt.generation.engine.decode_run import DecodeRun
 from fuseopt.generation.engine.graphs import StepGraphs
-from fuseopt.generation.engine.layers import has_kernel
+from fuseopt.generation.engine.layers import has_cuda_kernel
 from fuseopt.generation.engine.state import DecodeState, Sizes, prompt_length_for
 from fuseopt.generation.hf.checked_step import CheckedStep
 from fuseopt.generation.prompt.call_outcomes import CallOutcomes, call_key
@@ -25,7 +25,7 @@ from fuseopt.runtime.references import weak_attribute
 # A prompt whose final cache size is unknown gets a state of its own, up to this many bytes of keys and values.
 _MAX_PROMPT_BYTES = 64 * 2**20
 # Steps queued speculatively after a prompt: about what a GPU runs while a slow host prepares a call. 0: none.
-# TUNED: measurement not recorded.
+# TUNED: measurement not recorded; `fuseopt bench generate` measures it again.
 _MAX_QUEUED_STEPS = 12
 
 
@@ -125,7 +125,7 @@ class EarlyPrefill:
         step = self.checked.step
         encodes = step.encoder_class is not None
         # Some versions of transformers do not run the encoder if encoder_outputs=None is passed.
-        captures = self.graphs.max_graphs and has_kernel("decode_attention", step.token_embedding)
+        captures = self.graphs.max_graphs and has_cuda_kernel("decode_attention", step.token_embedding)
         if "encoder_outputs" in extra or not captures:
             return EarlyWork(extra)
         reason = next(tiers.early_prefill_reasons(self.model, step.shape.device, arguments, extra), None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fuseopt.generation.engine.graphs import PromptWork, StepGraphs
-from fuseopt.generation.engine.layers import has_kernel
+from fuseopt.generation.engine.layers import has_cuda_kernel
 from fuseopt.generation.engine.state import DecodeState, prompt_length_for
 from fuseopt.generation.families.step_interface import DecodeStep
 
@@ -27,7 +27,7 @@ def run_forward(
         why the prompt could not be captured, empty if it was or no capture was tried.
     """
     # Without the kernels, attention multiplies masked values by 0, and padding may leave NaN, which that keeps.
-    captures = graphs.max_graphs and has_kernel("decode_attention", state.cache)
+    captures = graphs.max_graphs and has_cuda_kernel("decode_attention", state.cache)
     padded = prompt_length_for(prompts, length) if captures else None
     if padded is not None:
         return graphs.run_prompt(PromptWork(forward, state, padded, masked))

@@ -201,7 +201,7 @@ def decode_attention(
         pdl: launch the CUDA kernel programmatically dependent on its predecessor on the stream. Caches, lengths,
             starts, mask and bias are then read while previous kernels still run. So between the kernels that write them
             and this one there must be a kernel that was launched without pdl.
-        backend: "auto", "cuda" or "reference". Tensors that require a gradient under grad mode, and torch.func
+        backend: "auto", "cuda", "cpu" or "reference". Tensors that require a gradient under grad mode, and torch.func
             transforms, need the reference, which "auto" then takes.
 
     Returns:
@@ -243,7 +243,7 @@ def decode_attention_(
         query, key, value: [rows, heads, head_dim], any strides, one dtype; for example views of one packed projection.
         key_cache, value_cache: [rows, heads, capacity, head_dim], contiguous. Written to.
         positions: [rows] or one element, int32 or int64, below `capacity`. The CUDA kernel writes nothing for a
-            position outside the cache; the row's result is then meaningless.
+            position outside the cache; the row's result is then meaningless. The CPU kernel raises RuntimeError.
         starts, mask, bias, scale, backend: as in `decode_attention`, with `lengths` = `positions` + 1.
         ancestry: [rows, capacity], int32: the row of the caches that holds a row's key and value for a place, or None
             for its own row. So beams can be reordered without copying their caches. A row writes its new key to its own
@@ -317,6 +317,6 @@ registry.register(
         function=decode_attention,
         reference=decode_attention_reference,
         sample_inputs=sample_inputs,
-        backends=(registry.CUDA, registry.REFERENCE),
+        backends=(registry.CUDA, registry.CPU, registry.REFERENCE),
     )
 )

@@ -8,7 +8,7 @@ from fuseopt.ops.triton.rms_norm import WIDE_WARPS, bwd_programs, column_sum_ker
 from fuseopt.ops.triton.rows import TL_DTYPES, Tiling, as_rows, compute_dtype
 
 # Five rows are held at once: both inputs, the weight, and the gradients of weight and bias.
-# TUNED: with RMSNorm's (c142e1e).
+# TUNED: measurement not recorded (c142e1e); `fuseopt bench ops --op layer_norm` measures it again.
 BWD_TILING = Tiling(program_bytes=4 * 1024, thread_bytes=64, max_row_bytes=32 * 1024)
 # Piece of a wider row that is taken at a time, and in the forward how much of it by a warp.
 # TUNED: float32 over 4096 columns: a warp per 1 KiB gains 1% on an H100 and loses 12% on an H200 (64347c2, 6aa03a2).

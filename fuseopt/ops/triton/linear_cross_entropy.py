@@ -23,7 +23,7 @@ from fuseopt.tuning import tuned
 # Bytes of the buffer. Few chunks: each adds to the whole gradient of the weight, and wants enough rows to fill a GPU.
 CHUNK_BYTES = tuned("linear_cross_entropy_chunk_bytes")
 # A chunk has a multiple of this many rows if possible.
-# TUNED: with linear_cross_entropy_chunk_bytes (f367298).
+# TUNED: measurement not recorded (f367298); `fuseopt bench ops --op linear_cross_entropy` measures it again.
 CHUNK_ROWS = 128
 # The CUDA kernel has a block for a row; over narrower ones Triton's, of a warp or two, is faster.
 CUDA_ROW_BYTES = tuned("cross_entropy_grad_min_row_bytes")

@@ -34,7 +34,7 @@ from fuseopt.ops.triton.relative_attention_tiles import (
     store_tile,
 )
 
-# TUNED: with the kernel (503618d).
+# TUNED: measurement not recorded (503618d); `fuseopt bench ops --op relative_attention` measures it again.
 QUERY_TILES = Tiles(
     half=(Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)),
     single=(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),

@@ -14,7 +14,7 @@ import triton.language as tl
 from fuseopt.ops.triton.rows import TL_DTYPES, Tiling, as_rows, compute_dtype
 from fuseopt.ops.triton.wide_rows import aligned_row, edge_positions, row_alignment, split_scale, update_online
 
-# TUNED: with the kernels (c142e1e).
+# TUNED: measurement not recorded (c142e1e); `fuseopt bench ops --op softmax` measures it again.
 FWD_TILING = Tiling(program_bytes=16 * 1024, thread_bytes=64, max_row_bytes=128 * 1024)
 # Two rows are held at once: the output and its gradient.
 BWD_TILING = Tiling(program_bytes=16 * 1024, thread_bytes=64, max_row_bytes=64 * 1024)
@@ -299,7 +299,7 @@ def broadcast_mask(mask: torch.Tensor, shape: torch.Size) -> BroadcastMask:
 
 def wide_warps(matrices: Sequence[torch.Tensor], columns: int) -> int:
     """A warp for each 16 KiB to read of a row, so that the rows under way at once stay in the L2 cache; 8 to 32."""
-    # TUNED: 16 KiB a warp: with the kernels (c142e1e).
+    # TUNED: 16 KiB a warp: measurement not recorded (c142e1e); `fuseopt bench ops --op softmax` measures it again.
     row_bytes = columns * sum(matrix.itemsize for matrix in matrices)
     return min(max(triton.next_power_of_2(row_bytes // 16384), 8), 32)
 

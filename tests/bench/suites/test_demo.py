@@ -68,7 +68,7 @@ def test_quick_demo_from_plan_to_table(capsys, checkpoints: Path, tmp_path):
     # Two prompts, 16 tokens, three rounds: all of it is to take well under a minute.
     assert out.count("2 prompts x 16 tokens") == 6
     assert out.count("prompt  In the beginning\n") == 2
-    assert "gpt2 continues 2 prompts, 16 tokens each" in err and "[10/10] t5-tiny generate, " in err
+    assert "gpt2 continues 2 prompts, 16 tokens each" in err and "[11/11] t5-tiny generate, " in err
 
     rows = json.loads(out_file.read_text())["rows"]
     kernels = {"no-repeat-ngram", "its", "gelu_new", "T5LayerNorm", "LayerNorm"}

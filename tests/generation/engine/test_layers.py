@@ -189,6 +189,7 @@ def test_layers_attend_where_they_project_if_that_is_fast(
 
 
 def test_a_stream_is_stored_once_it_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "has_kernel", lambda *_: False)
     stream, layer = ResidualStream(torch.randn(1, WIDTH)), Linear((torch.randn(WIDTH, WIDTH),), (torch.randn(WIDTH),))
     norm = Norm("layer_norm", torch.randn(WIDTH), torch.randn(WIDTH), 1e-3)
     assert stream.is_stored
@@ -216,6 +217,7 @@ def test_what_that_kernel_is_not_for(against: str, monkeypatch: pytest.MonkeyPat
     layer = Linear(tuple(weights), tuple(torch.randn(len(weight)) for weight in weights))
     out, hidden = Linear((torch.randn(WIDTH, WIDTH),), (torch.randn(WIDTH),)), torch.randn(2, rows, WIDTH)
     monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(layers, "has_kernel", lambda *_: False)
     monkeypatch.setattr(attention, "is_fast", lambda *_, **of_norm: True)
     if against == "addends":
         for name in ("has_kernel", "emits_partials", "accepts_partials"):

@@ -13,7 +13,7 @@ from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, Stop
 
 import fuseopt
 from fuseopt import ops
-from fuseopt.generation.engine import attention, layers, state
+from fuseopt.generation.engine import layers, state
 from fuseopt.generation.engine.graphs import StepGraphs, StepWork
 from fuseopt.generation.engine.state import DecodeState, Sizes, prompt_length_for
 from fuseopt.generation.families import spec_step
@@ -42,10 +42,9 @@ def model(request, each_device):
 
 
 @pytest.fixture
-def ran(monkeypatch):
-    """Lets a CPU take the paths of a GPU, with the ops' references; the prompts that ran, as (length, masked)."""
-    for module in (attention, layers, prompts, early_prefill):
-        monkeypatch.setattr(module, "has_kernel", lambda op, like: True)
+def ran(monkeypatch, pretend_kernels):
+    """Lets a CPU take the paths of a GPU; the prompts that ran, as (length, masked)."""
+    pretend_kernels()
     counted = []
     run_prompt = StepGraphs.run_prompt
 

@@ -8,7 +8,7 @@
 namespace fuseopt::short_attention {
 
 constexpr int kQueries = 16;  // per warp on the tensor cores
-// TUNED: with the kernels (71bb838, c620c07).
+// TUNED: measurement not recorded (71bb838, c620c07); `fuseopt bench ops --op short_attention` measures it again.
 constexpr int kMaxWarps = 4;  // per block, if its warps share nothing
 
 // One head's rows of a tensor.

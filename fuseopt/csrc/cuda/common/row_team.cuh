@@ -70,8 +70,8 @@ constexpr int kTeamLanes = kTeam == Team::kQuarterWarp ? kWarpSize / 4
                            : kTeam == Team::kHalfWarp  ? kWarpSize / 2
                                                        : kWarpSize;
 
-// TUNED: 128: with the kernels (67a7ceb). 256: 16-bit norms of short rows, as a multiprocessor starts blocks at a
-// limited rate; float32 and softmax gain nothing (64347c2).
+// TUNED: 128: measurement not recorded (67a7ceb); `fuseopt bench ops --op rms_norm` measures it again. 256: 16-bit
+// norms of short rows, as a multiprocessor starts blocks at a limited rate; float32 and softmax gain nothing (64347c2).
 constexpr int kWarpTeamBlock = 128;     // threads per block, if a warp or part of one has a row
 constexpr int kMaxWarpTeamBlock = 256;  // and their maximum
 constexpr int kMaxBlockTeam = 512;      // most threads per row if a block has it: leaves 128 registers per thread

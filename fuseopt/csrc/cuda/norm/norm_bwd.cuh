@@ -11,13 +11,13 @@
 namespace fuseopt {
 
 // Elements of a row that each thread holds if a block has the row. Few, since it holds two rows and column sums.
-// TUNED: with the kernel (67a7ceb).
+// TUNED: measurement not recorded (67a7ceb); `fuseopt bench ops --op rms_norm` measures it again.
 constexpr int kBwdBlockElements = 16;
 
 // In the backward a block writes one row of partial sums, however many warps it has. So its blocks are larger than the
 // forward's, and there are no more of them per multiprocessor than memory bandwidth needs.
-// TUNED: with the kernels (67a7ceb, 137dad5). Short rows: 4 blocks in place of 2, with parts of a warp, take 50% off 64
-// columns of 16 bits and 40% off 128 (6aa03a2).
+// TUNED: measurement not recorded (67a7ceb, 137dad5); `fuseopt bench ops --op rms_norm` measures it again. Short rows:
+// 4 blocks in place of 2, with parts of a warp, take 50% off 64 columns of 16 bits and 40% off 128 (6aa03a2).
 constexpr int kBwdWarpTeamBlock = 256;
 constexpr int kBwdWarpTeamBlocksPerProcessor = 2;
 // More blocks if a thread has few loads of a row in flight.

@@ -10,7 +10,8 @@
 namespace fuseopt::softmax {
 namespace {
 
-// TUNED: with the kernels (b5728bd); 8 in a backward: c620c07.
+// TUNED: measurement not recorded (b5728bd; 8 in a backward: c620c07); `fuseopt bench ops --op softmax` measures it
+// again.
 constexpr int kBlockElements = 32;  // elements of a row per thread, if a block has the row
 constexpr int kLightElements = 8;   // in a backward over rows of whole vectors, if they suffice
 constexpr int kFewRowsThreads = 256;  // threads per row at most, if there are few rows

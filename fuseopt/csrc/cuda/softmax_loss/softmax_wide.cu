@@ -21,7 +21,7 @@ constexpr int kBwdHeld = kTeam == Team::kBlock ? 2 : 1;
 
 // Loads of those others that are in flight per thread. Loads from shared memory need few; kMostHeld leaves registers
 // for one.
-// TUNED: with the kernels (8130f78).
+// TUNED: measurement not recorded (8130f78); `fuseopt bench ops --op softmax` measures it again.
 template <typename M, Team kTeam, int kHeld>
 constexpr int kWideLoads = kHeld == kMostHeld ? 1 : kTeam == Team::kBlock ? 2 : std::is_void_v<M> ? 6 : 4;
 
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kMaxWideThreads)
     softmax_bwd_wide_kernel(const T* __restrict__ grad_output, const T* __restrict__ output, TypedPointer grad_input,
                             int columns, float scale, int slots) {
   constexpr int kWidth = kVectorWidth<T>;
-  // TUNED: with the kernels (8130f78).
+  // TUNED: measurement not recorded (8130f78); `fuseopt bench ops --op softmax` measures it again.
   constexpr int kHeld = kBwdHeld<kTeam>, kLoads = kTeam == Team::kBlock ? 2 : 3;
   struct Pair {
     Vector<T> y, g;

@@ -1,4 +1,5 @@
 #include "cuda/decode/attention/decode_attention_binding.h"
+#include "shared_arguments.h"
 
 namespace fuseopt::decode_attention_binding {
 namespace {
@@ -95,19 +96,12 @@ Tensor decode_attention_(Tensor query, Tensor key, Tensor value, Tensor key_cach
                 ancestry, scale, pdl);
 }
 
-constexpr auto kDecodeAttention = arguments("decode_attention", {
-    {"query", kFloats}, {"key_cache", kFloats, "query"}, {"value_cache", kFloats, "query"}, {"lengths", kIntegers},
-    {"starts", kIntegers}, {"mask", kOnlyBool}, {"bias", kFloats}});
-constexpr auto kDecodeAttentionInPlace = arguments("decode_attention_", {
-    {"query", kFloats}, {"key", kFloats, "query"}, {"value", kFloats, "query"}, {"key_cache", kFloats, "query"},
-    {"value_cache", kFloats, "query"}, {"positions", kIntegers}, {"starts", kIntegers}, {"mask", kOnlyBool},
-    {"bias", kFloats}, {"ancestry", kOnlyInt}});
-
 }  // namespace
 }  // namespace fuseopt::decode_attention_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::decode_attention_binding;
-  library.impl("decode_attention", TORCH_BOX((fuseopt::checked<decode_attention, kDecodeAttention>)));
-  library.impl("decode_attention_", TORCH_BOX((fuseopt::checked<decode_attention_, kDecodeAttentionInPlace>)));
+  namespace declared = fuseopt::declared;
+  library.impl("decode_attention", TORCH_BOX((fuseopt::checked<decode_attention, declared::kDecodeAttention>)));
+  library.impl("decode_attention_", TORCH_BOX((fuseopt::checked<decode_attention_, declared::kDecodeAttentionInPlace>)));
 }

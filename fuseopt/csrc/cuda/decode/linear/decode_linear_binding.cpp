@@ -1,4 +1,5 @@
 #include "cuda/decode/linear/decode_linear_binding.h"
+#include "shared_arguments.h"
 
 namespace fuseopt::decode_linear_binding {
 namespace {
@@ -17,14 +18,10 @@ Tensor decode_linear(Tensor input, std::vector<Tensor> weights, std::vector<Tens
   return call.output;
 }
 
-constexpr auto kDecodeLinear = arguments("decode_linear", {
-    {"input", kFloats}, {"weights", kFloats}, {"biases", kFloats}, {"residual", kFloats}, {"norm_weight", kFloats},
-    {"norm_bias", kFloats}, {"prefetch", kFloats}});
-
 }  // namespace
 }  // namespace fuseopt::decode_linear_binding
 
 STABLE_TORCH_LIBRARY_IMPL(fuseopt, CUDA, library) {
   using namespace fuseopt::decode_linear_binding;
-  library.impl("decode_linear", TORCH_BOX((fuseopt::checked<decode_linear, kDecodeLinear>)));
+  library.impl("decode_linear", TORCH_BOX((fuseopt::checked<decode_linear, fuseopt::declared::kDecodeLinear>)));
 }

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kLineThreads, kHalves == 1 ? 3 : 2)
   if (is_output(threadIdx.x)) residual = layer.load_residual_bits(output_index(threadIdx.x));
 #pragma unroll
   for (int h = 0; h < kHalves; ++h) {
-    // TUNED: with the kernel (9be0fc3).
+    // TUNED: measurement not recorded (9be0fc3); `fuseopt bench kernels --model gpt2-xl` measures it again.
     constexpr int kLoads = 4;  // on the way at a time
     const T* const from = inputs + static_cast<int64_t>(h) * kHalfRows * columns;
     T* const to = held_rows + (h * slots + slot) * row_stride;

@@ -1,0 +1,161 @@
+// Attention of a decode step over a cache: see fuseopt/ops/decode/attention.py.
+#include <cstring>
+
+#include "check.h"
+#include "cpu/decode_kernels.h"
+#include "cpu/ops.h"
+
+namespace fuseopt {
+namespace {
+
+struct NewToken {
+  Tensor key, value;
+};
+
+/// One int32 or int64 for each item, or one for all of them.
+class Integers {
+ public:
+  explicit Integers(const Tensor& tensor)
+      : data_(tensor.const_data_ptr()), is_int32_(tensor.scalar_type() == ScalarType::Int),
+        stride_(tensor.numel() == 1 ? 0 : tensor.stride(tensor.dim() - 1)) {}
+  int64_t operator[](int64_t i) const {
+    return is_int32_ ? static_cast<const int32_t*>(data_)[i * stride_] : static_cast<const int64_t*>(data_)[i * stride_];
+  }
+
+ private:
+  const void* data_;
+  bool is_int32_;
+  int64_t stride_;
+};
+
+/// A call of torch's op takes several microseconds after a weight has been streamed through the caches.
+Tensor packed(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+std::optional<Tensor> packed(const std::optional<Tensor>& tensor) {
+  return tensor ? std::optional(packed(*tensor)) : std::nullopt;
+}
+
+void check_sizes(const char* op, const char* name, const Tensor& tensor, std::initializer_list<int64_t> sizes) {
+  const auto own = tensor.sizes();
+  FUSEOPT_CHECK(std::equal(own.begin(), own.end(), sizes.begin(), sizes.end()), "fuseopt::", op, ": ", name,
+                " does not have the sizes that query and key_cache give it");
+}
+
+/// Copies the key or value of every head of a row to its place in the cache.
+void write_token(const Tensor& token, const Tensor& cache, int64_t row, int64_t place) {
+  const int64_t heads = cache.size(1), capacity = cache.size(2), head_dim = cache.size(3);
+  const int64_t bytes = element_size(dtype(cache));
+  const char* source = static_cast<const char*>(token.const_data_ptr());
+  char* target = static_cast<char*>(cache.mutable_data_ptr());
+  for (int64_t head = 0; head < heads; ++head) {
+    std::memcpy(target + ((row * heads + head) * capacity + place) * head_dim * bytes,
+                source + (row * heads + head) * head_dim * bytes, head_dim * bytes);
+  }
+}
+
+template <typename Math>
+void attend_to(const Tensor& query, const Tensor& keys, const Tensor& values, const Integers& lengths,
+               int64_t added_length, const std::optional<Integers>& starts, const std::optional<Tensor>& mask,
+               const std::optional<Tensor>& bias, const std::optional<Tensor>& ancestry, double scale, Tensor& output) {
+  const int64_t rows = query.size(0), heads = query.size(1), head_dim = query.size(2);
+  const int64_t items = keys.size(0), capacity = keys.size(2), queries_per_item = rows / items;
+  const int64_t distances = bias ? bias->size(1) : 0, bytes = element_size(dtype(keys));
+  const std::vector<Math> biases = bias ? flatten<Math>(*bias, heads * distances, "bias") : std::vector<Math>();
+  const Rows query_rows(query);
+  const OutputRows output_rows(output, head_dim);
+  const bool* kept = mask ? static_cast<const bool*>(mask->const_data_ptr()) : nullptr;
+  const int* sources = ancestry ? static_cast<const int*>(ancestry->const_data_ptr()) : nullptr;
+  int64_t longest = 0;
+  for (int64_t item = 0; item < items; ++item) longest = std::max(longest, lengths[item] + added_length);
+  longest = std::min(longest, capacity);
+
+  parallel(rows * heads, 2 * longest * head_dim, [&](int64_t first, int64_t last) {
+    const RowBuffer<Math> scaled(head_dim), result(head_dim), scores(longest);
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t row = i / heads, head = i % heads, item = row / queries_per_item;
+      const Math* unscaled = query_rows.read(i, scaled.get());
+      for (int64_t c = 0; c < head_dim; ++c) scaled.get()[c] = unscaled[c] * static_cast<Math>(scale);
+      const int64_t to_head = head * capacity * head_dim * bytes;
+      HeadAttention attention = {};
+      attention.dtype = dtype(keys);
+      attention.query = scaled.get();
+      attention.keys = static_cast<const char*>(keys.const_data_ptr()) + to_head;
+      attention.values = static_cast<const char*>(values.const_data_ptr()) + to_head;
+      attention.head_dim = head_dim;
+      attention.row_stride = heads * capacity * head_dim;
+      attention.row = item;
+      attention.ancestry = sources ? sources + row * capacity : nullptr;
+      attention.begin = starts ? std::max<int64_t>((*starts)[item], 0) : 0;
+      attention.end = std::min(lengths[item] + added_length, capacity);
+      attention.mask = kept ? kept + item * capacity : nullptr;
+      attention.bias = bias ? biases.data() + head * distances : nullptr;
+      attention.distances = distances;
+      attention.scores = scores.get();
+      attention.output = result.get();
+      decode_kernels().attend(attention);
+      output_rows.store(i, 0, head_dim, result.get());
+    }
+  });
+}
+
+Tensor attend(const char* op, const Tensor& query, const std::optional<NewToken>& token, const Tensor& key_cache,
+              const Tensor& value_cache, const Tensor& lengths, const std::optional<Tensor>& starts,
+              const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
+              const std::optional<Tensor>& ancestry, double scale) {
+  FUSEOPT_CHECK(query.dim() == 3 && key_cache.dim() == 4, "fuseopt::", op,
+                ": query must be [rows, heads, head_dim], the caches [batch, heads, capacity, head_dim]");
+  const int64_t rows = query.size(0), heads = query.size(1), head_dim = query.size(2);
+  const int64_t items = key_cache.size(0), capacity = key_cache.size(2);
+  check_sizes(op, "key_cache", key_cache, {items, heads, capacity, head_dim});
+  check_sizes(op, "value_cache", value_cache, {items, heads, capacity, head_dim});
+  FUSEOPT_CHECK(rows == 0 || (items > 0 && rows % items == 0), "fuseopt::", op, ": ", rows,
+                " rows cannot be divided among ", items, " rows of the cache");
+  FUSEOPT_CHECK(lengths.numel() == 1 || lengths.numel() == items, "fuseopt::", op, ": lengths must be one, or ", items);
+  if (starts) check_sizes(op, "starts", *starts, {items});
+  if (mask) check_sizes(op, "mask", *mask, {items, capacity});
+  FUSEOPT_CHECK(!bias || (bias->dim() == 2 && bias->size(0) == heads && bias->size(1) > 0), "fuseopt::", op,
+                ": bias must be [", heads, ", distances]");
+  if (ancestry) check_sizes(op, "ancestry", *ancestry, {rows, capacity});
+  const int64_t sizes[] = {rows, heads * head_dim};
+  Tensor output = empty(sizes, 2, query.scalar_type());
+  if (output.numel() == 0) return output;
+  const Integers ends(lengths);
+  if (token) {
+    check_sizes(op, "key", token->key, {rows, heads, head_dim});
+    check_sizes(op, "value", token->value, {rows, heads, head_dim});
+    FUSEOPT_CHECK(rows == items && key_cache.is_contiguous() && value_cache.is_contiguous(), "fuseopt::", op,
+                  ": the caches are written to, so they must be contiguous and have ", rows, " rows");
+    const Tensor key = packed(token->key), value = packed(token->value);
+    for (int64_t row = 0; row < rows; ++row) {
+      FUSEOPT_CHECK(ends[row] >= 0 && ends[row] < capacity, "fuseopt::", op, ": position ", ends[row],
+                    " is outside the cache of ", capacity, " places");
+      write_token(key, key_cache, row, ends[row]);
+      write_token(value, value_cache, row, ends[row]);
+    }
+  }
+  const Tensor keys = packed(key_cache), values = packed(value_cache);
+  const auto first = starts ? std::optional<Integers>(*starts) : std::nullopt;
+  const auto run = dtype(query) == kFloat64 ? attend_to<double> : attend_to<float>;
+  run(query, keys, values, ends, token ? 1 : 0, first, packed(mask), bias, packed(ancestry), scale, output);
+  return output;
+}
+
+}  // namespace
+
+Tensor decode_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const Tensor& lengths,
+                        const std::optional<Tensor>& starts, const std::optional<Tensor>& mask,
+                        const std::optional<Tensor>& bias, double scale, bool) {
+  return attend("decode_attention", query, std::nullopt, key_cache, value_cache, lengths, starts, mask, bias,
+                std::nullopt, scale);
+}
+
+Tensor decode_attention_(const Tensor& query, const Tensor& key, const Tensor& value, Tensor key_cache,
+                         Tensor value_cache, const Tensor& positions, const std::optional<Tensor>& starts,
+                         const std::optional<Tensor>& mask, const std::optional<Tensor>& bias,
+                         const std::optional<Tensor>& ancestry, double scale, bool) {
+  return attend("decode_attention_", query, NewToken{key, value}, key_cache, value_cache, positions, starts, mask, bias,
+                ancestry, scale);
+}
+
+}  // namespace fuseopt

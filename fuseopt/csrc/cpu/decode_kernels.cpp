@@ -1,0 +1,59 @@
+#include "cpu/decode_kernels.h"
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cstring>
+#include <type_traits>
+
+#include "cpu/vec_math.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+// The library's own instruction set.
+#if defined(__AVX512F__)
+#define FUSEOPT_VECTOR_BYTES 64
+#elif defined(__AVX__)
+#define FUSEOPT_VECTOR_BYTES 32
+#else
+#define FUSEOPT_VECTOR_BYTES 16
+#endif
+namespace fuseopt::own {
+#include "cpu/decode_kernels_body.h"
+}
+#undef FUSEOPT_VECTOR_BYTES
+
+// A portable library also has kernels for AVX-512.
+#if defined(__x86_64__) && !defined(__AVX512F__)
+#define FUSEOPT_HAS_AVX512
+#define FUSEOPT_VECTOR_BYTES 64
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#endif
+namespace fuseopt::avx512 {
+#include "cpu/decode_kernels_body.h"
+}
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+namespace fuseopt {
+
+const DecodeKernels& decode_kernels() {
+#if defined(FUSEOPT_HAS_AVX512)
+  static const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (has_avx512) return avx512::kKernels;
+#endif
+  return own::kKernels;
+}
+
+}  // namespace fuseopt

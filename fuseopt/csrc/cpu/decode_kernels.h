@@ -1,0 +1,56 @@
+// Inner loops of decode steps, compiled for several instruction sets; `decode_kernels` picks those for the processor.
+//
+// One row of inputs is bound by reading weights or caches, so they are read once, in order, in a few streams that the
+// hardware prefetcher follows, and converted in registers. Arithmetic is float, or double if the weight or cache is.
+#pragma once
+
+#include <cstdint>
+
+#include "dtypes.h"
+
+namespace fuseopt {
+
+/// Products of a few rows with some lines of a weight.
+struct Products {
+  DType dtype;         // of the weight
+  const void* weight;  // `lines` of `length` neighbouring elements
+  int64_t lines;
+  int64_t length;
+  int64_t line_stride;  // in elements
+  const void* input;    // float or double
+  int64_t rows;
+  int64_t input_stride;
+  void* output;  // float or double
+  int64_t output_stride;
+};
+
+/// Attention of one query to the places [begin, end) of one head of a cache.
+struct HeadAttention {
+  DType dtype;           // of the caches
+  const void* query;     // [head_dim] float or double, scaled
+  const void* keys;      // [rows, places, head_dim] of this head; rows are `row_stride` elements apart
+  const void* values;
+  int64_t head_dim;
+  int64_t row_stride;
+  int64_t row;
+  const int* ancestry;  // [places]: the row that holds a place before the last one; null: `row`
+  int64_t begin;
+  int64_t end;
+  const bool* mask;  // [places]; null: all are attended to
+  const void* bias;  // [distances] float or double, by the distance from the last place; null: none
+  int64_t distances;
+  void* scores;  // [end - begin] float or double: workspace
+  void* output;  // [head_dim] float or double; zeros if no place is attended to
+};
+
+struct DecodeKernels {
+  /// output[row][line] = input[row] . line; inputs have `length` elements.
+  void (*dot_lines)(const Products&);
+  /// output[row] = the sum of lines, each times its element of input[row]; inputs have `lines` elements.
+  void (*add_lines)(const Products&);
+  void (*attend)(const HeadAttention&);
+};
+
+const DecodeKernels& decode_kernels();
+
+}  // namespace fuseopt

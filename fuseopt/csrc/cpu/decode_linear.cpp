@@ -1,0 +1,290 @@
+// A linear layer of few rows for decode steps: see fuseopt/ops/decode/linear.py.
+#include <cstring>
+
+#include "check.h"
+#include "cpu/decode_kernels.h"
+#include "cpu/gelu.h"
+#include "cpu/ops.h"
+
+namespace fuseopt {
+namespace {
+
+constexpr int64_t kMostParts = 8;
+
+struct Norm {
+  std::string kind;
+  std::optional<Tensor> weight;
+  std::optional<Tensor> bias;
+  double eps;
+};
+
+/// T5LayerNorm's cast order: rounded to `type` before the product with the weight.
+template <typename Math>
+Tensor t5_rms_norm(const Tensor& input, const Norm& norm, ScalarType type) {
+  const Rows rows(input);
+  const int64_t n = rows.n_cols();
+  const DType rounded_to = to_dtype(type);
+  const std::vector<Math> weights =
+      norm.weight ? flatten_parameter<Math>(*norm.weight, n, "norm_weight") : std::vector<Math>();
+  Tensor output = empty_like(input, type);
+  const OutputRows output_rows(output, n);
+  parallel(rows.n_rows(), n, [&](int64_t begin, int64_t end) {
+    const RowBuffer<Math> x_buffer(n), y_buffer(n);
+    for (int64_t row = begin; row < end; ++row) {
+      const Math* x = rows.read(row, x_buffer.get());
+      Math* y = y_buffer.get();
+      const double square = sum<Math>(n, [=](int64_t i) { return x[i] * x[i]; });
+      const Math scale = static_cast<Math>(1.0 / std::sqrt(square / n + norm.eps));
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) y[i] = x[i] * scale;
+      if (norm.weight) {
+        round_row(y, n, rounded_to);
+        const Math* w = weights.data();
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) y[i] *= w[i];
+      }
+      output_rows.store(row, 0, n, y);
+    }
+  });
+  return output;
+}
+
+/// The layer's input in the weight's type.
+Tensor normalised(const Tensor& input, const Norm& norm, ScalarType type) {
+  if (norm.kind == "layer_norm") return layer_norm(input, norm.weight, norm.bias, norm.eps, type);
+  FUSEOPT_CHECK(norm.kind == "t5_rms_norm", "fuseopt::decode_linear: unknown norm ", norm.kind);
+  return any_double(input, norm.weight) ? t5_rms_norm<double>(input, norm, type)
+                                        : t5_rms_norm<float>(input, norm, type);
+}
+
+/// A weight [N, K] with unit stride in either dimension, copied if it has neither.
+struct Weight {
+  Tensor tensor;
+  bool is_transposed;  // stored as [K, N]
+  int64_t line_stride;
+
+  explicit Weight(const Tensor& given) : tensor(given) {
+    const bool has_rows = given.stride(1) == 1 || given.size(1) == 1;
+    is_transposed = !has_rows && (given.stride(0) == 1 || given.size(0) == 1);
+    if (!has_rows && !is_transposed) tensor = torch::stable::contiguous(given);
+    line_stride = tensor.stride(is_transposed ? 1 : 0);
+  }
+};
+
+enum class Activation { kNone, kRelu, kGelu, kGeluTanh };
+
+Activation activation_of(const std::string& name) {
+  if (name.empty()) return Activation::kNone;
+  if (name == "relu") return Activation::kRelu;
+  if (name == "gelu") return Activation::kGelu;
+  FUSEOPT_CHECK(name == "gelu_tanh", "fuseopt::decode_linear: unknown activation ", name);
+  return Activation::kGeluTanh;
+}
+
+template <typename Math>
+void activate(Activation activation, Math* x, int64_t n) {
+  const auto each = [=](auto value) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) x[i] = value(x[i]);
+  };
+  switch (activation) {
+    case Activation::kNone: return;
+    case Activation::kRelu: return each([](Math v) { return v < 0 ? Math{0} : v; });
+    case Activation::kGelu: return each([](Math v) { return ErfGelu::value(v); });
+    case Activation::kGeluTanh: return each([](Math v) { return TanhGelu::value(v); });
+  }
+}
+
+/// Products of all rows with all weights, in some parts that add up to them: of a transposed weight, each thread reads
+/// some of the lines.
+template <typename Math>
+class LayerProducts {
+ public:
+  LayerProducts(const Math* input, int64_t rows, const std::vector<Weight>& weights)
+      : input_(input), rows_(rows), weights_(weights), out_features_(weights[0].tensor.size(0)),
+        in_features_(weights[0].tensor.size(1)), width_(out_features_ * weights.size()),
+        threads_(threads_for(width_ * in_features_)), column_tiles_((threads_ + kMostParts - 1) / kMostParts),
+        parts_(has_transposed() ? threads_ / column_tiles_ : 1), products_(parts_ * rows * width_) {
+    torch::stable::parallel_for(0, threads_, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t thread = begin; thread < end; ++thread) compute(thread);
+    });
+  }
+
+  /// Columns of a row, of the product with weight `index`; `row` is a buffer that they may be computed in.
+  Math* sums(int64_t row, int64_t index, int64_t column, int64_t n) {
+    Math* total = at(0, row, index) + column;
+    const int64_t parts = weights_[index].is_transposed ? parts_ : 1;
+    for (int64_t part = 1; part < parts; ++part) {
+      const Math* other = at(part, row, index) + column;
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) total[i] += other[i];
+    }
+    return total;
+  }
+
+ private:
+  static int64_t threads_for(int64_t elements) {
+    constexpr int64_t kElementsPerThread = 16384;
+    const int64_t most = torch::stable::get_num_threads();
+    return std::clamp<int64_t>(elements / kElementsPerThread, 1, most);
+  }
+
+  bool has_transposed() const {
+    return std::any_of(weights_.begin(), weights_.end(), [](const Weight& weight) { return weight.is_transposed; });
+  }
+
+  Math* at(int64_t part, int64_t row, int64_t index) {
+    return products_.get() + (part * rows_ + row) * width_ + index * out_features_;
+  }
+
+  void compute(int64_t thread) {
+    for (size_t i = 0; i < weights_.size(); ++i) {
+      const Weight& weight = weights_[i];
+      if (weight.is_transposed) {
+        const int64_t part = thread % parts_, tile = thread / parts_;
+        if (tile >= column_tiles_) continue;
+        const int64_t begin = in_features_ * part / parts_, end = in_features_ * (part + 1) / parts_;
+        const int64_t column = out_features_ * tile / column_tiles_;
+        const int64_t columns = out_features_ * (tile + 1) / column_tiles_ - column;
+        run(decode_kernels().add_lines, weight, begin, end - begin, column, columns, input_ + begin,
+            at(part, 0, i) + column);
+      } else {
+        const int64_t begin = out_features_ * thread / threads_, end = out_features_ * (thread + 1) / threads_;
+        run(decode_kernels().dot_lines, weight, begin, end - begin, 0, in_features_, input_, at(0, 0, i) + begin);
+      }
+    }
+  }
+
+  void run(void (*kernel)(const Products&), const Weight& weight, int64_t line, int64_t lines, int64_t column,
+           int64_t length, const Math* input, Math* output) const {
+    const DType type = dtype(weight.tensor);
+    const char* data = static_cast<const char*>(weight.tensor.const_data_ptr());
+    kernel({type, data + (line * weight.line_stride + column) * element_size(type), lines, length, weight.line_stride,
+            input, rows_, in_features_, output, width_});
+  }
+
+  const Math* input_;
+  const int64_t rows_;
+  const std::vector<Weight>& weights_;
+  const int64_t out_features_, in_features_, width_, threads_, column_tiles_, parts_;
+  const RowBuffer<Math> products_;
+};
+
+struct Ending {
+  std::vector<Rows> biases;
+  std::optional<Rows> residual;
+  Activation activation;
+  bool gated;
+};
+
+/// Stores n elements plus their residual, added as Residual: a residual may be double and a product not.
+template <typename Residual, typename Math>
+void store_sum(const Math* result, const Rows& residual_rows, int64_t row, int64_t column, int64_t n,
+               const OutputRows& output) {
+  Residual sums[kPiece];
+  const Residual* residual = residual_rows.read(row, column, n, sums);
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) sums[i] = result[i] + residual[i];
+  output.store(row, column, n, sums);
+}
+
+/// Bias, activation, gate and residual, for pieces of every row.
+template <typename Math, typename Residual>
+void finish(LayerProducts<Math>& products, const Ending& ending, int64_t rows, int64_t out_features, int64_t outputs,
+            const OutputRows& output) {
+  const int64_t pieces = (out_features + kPiece - 1) / kPiece;
+  parallel(rows * outputs * pieces, std::min(out_features, kPiece), [&](int64_t begin, int64_t end) {
+    const RowBuffer<Math> buffer(kPiece);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t row = task / (outputs * pieces), index = task / pieces % outputs, column = task % pieces * kPiece;
+      const int64_t n = std::min(kPiece, out_features - column);
+      const auto product = [&](int64_t of) {
+        Math* sums = products.sums(row, of, column, n);
+        if (!ending.biases.empty()) {
+          const Math* bias = ending.biases[of].template read<Math>(0, column, n, buffer.get());
+#pragma omp simd
+          for (int64_t i = 0; i < n; ++i) sums[i] += bias[i];
+        }
+        return sums;
+      };
+      Math* result = product(index);
+      activate(ending.activation, result, n);
+      if (ending.gated) {
+        const Math* factors = product(1);
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) result[i] *= factors[i];
+      }
+      const int64_t first = index * out_features + column;
+      if (ending.residual) {
+        store_sum<Residual>(result, *ending.residual, row, first, n, output);
+      } else {
+        output.store(row, first, n, result);
+      }
+    }
+  });
+}
+
+template <typename Math, typename Residual>
+void run_layer(const Tensor& input, const std::vector<Weight>& weights, const Ending& ending, Tensor& output) {
+  const Rows input_rows(input);
+  const int64_t rows = input_rows.n_rows(), n = input_rows.n_cols(), out_features = weights[0].tensor.size(0);
+  if (output.numel() == 0) return;
+  const DType rounded_to = dtype(weights[0].tensor);
+  const RowBuffer<Math> x(rows * n);
+  for (int64_t row = 0; row < rows; ++row) {
+    Math* target = x.get() + row * n;
+    const Math* read = input_rows.read(row, target);
+    if (read != target) std::copy_n(read, n, target);
+    if (dtype(input) != rounded_to) round_row(target, n, rounded_to);
+  }
+  LayerProducts<Math> products(x.get(), rows, weights);
+  const int64_t outputs = ending.gated ? 1 : weights.size();
+  finish<Math, Residual>(products, ending, rows, out_features, outputs, OutputRows(output, out_features * outputs));
+}
+
+}  // namespace
+
+Tensor decode_linear(const Tensor& input, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
+                     const std::optional<Tensor>& residual, const std::string& norm,
+                     const std::optional<Tensor>& norm_weight, const std::optional<Tensor>& norm_bias, double eps,
+                     const std::string& activation, bool gated, bool, const std::vector<Tensor>&) {
+  constexpr const char* kOp = "fuseopt::decode_linear: ";
+  FUSEOPT_CHECK(!weights.empty() && input.dim() > 0, kOp, "needs a weight, and an input with a dimension");
+  FUSEOPT_CHECK(biases.empty() || biases.size() == weights.size(), kOp, biases.size(), " biases for ", weights.size(),
+                " weights");
+  FUSEOPT_CHECK(!gated || weights.size() == 2, kOp, "gated takes two weights");
+  const ScalarType type = weights[0].scalar_type();
+  std::vector<Weight> of_layer;
+  for (const Tensor& weight : weights) {
+    FUSEOPT_CHECK(weight.dim() == 2 && weight.size(0) == weights[0].size(0) &&
+                      weight.size(1) == input.size(input.dim() - 1) && weight.scalar_type() == type,
+                  kOp, "weights must be [N, ", input.size(input.dim() - 1), "] of one dtype");
+    of_layer.emplace_back(weight);
+  }
+  const int64_t outputs = gated ? 1 : weights.size(), out_features = weights[0].size(0);
+  Ending ending = {{}, std::nullopt, activation_of(activation), gated};
+  for (const Tensor& bias : biases) {
+    FUSEOPT_CHECK(bias.dim() == 1 && bias.size(0) == out_features, kOp, "bias must be [", out_features, "]");
+    ending.biases.emplace_back(bias);
+  }
+  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
+  sizes.back() = out_features * outputs;
+  ScalarType output_type = type;
+  if (residual) {
+    ending.residual.emplace(*residual, IntHeaderOnlyArrayRef(sizes));
+    const ScalarType other = residual->scalar_type();
+    const bool is_wider = element_size(to_dtype(other)) > element_size(to_dtype(type));
+    // Two types of 2 bytes that differ are float16 and bfloat16.
+    const bool both_halves = other != type && element_size(to_dtype(other)) == element_size(to_dtype(type));
+    output_type = both_halves ? ScalarType::Float : is_wider ? other : type;
+  }
+  Tensor output = empty(sizes.data(), sizes.size(), output_type);
+  const Tensor x = norm.empty() || output.numel() == 0 ? input : normalised(input, {norm, norm_weight, norm_bias, eps}, type);
+  const auto run = type == ScalarType::Double          ? run_layer<double, double>
+                   : output_type == ScalarType::Double ? run_layer<float, double>
+                                                       : run_layer<float, float>;
+  run(x, of_layer, ending, output);
+  return output;
+}
+
+}  // namespace fuseopt
